@@ -50,12 +50,13 @@ Job = tuple[str, dict[str, Any], int]  # name, options, seed
 
 HEAD = '[{match="output*", lr_factor=2.0}]'  # the head at twice the rate
 # every key of the recipe is named, so that a result keeps its meaning if a default changes
-STACK: dict[str, Any] = {
+ORDINARY: dict[str, Any] = {
     **{"model.dim": 128, "model.n_layers": 2, "model.n_heads": 2, "model.n_kv_heads": 2, "model.hidden_dim": 384},
     **{"model.qk_norm": "true", "optim.name": "muon", "optim.lr": 8e-3, "optim.muon_momentum": 0.9},
     **{"optim.betas": "[0.9, 0.99]", "optim.schedule": "cosine", "optim.min_lr_ratio": 0.1, "optim.groups": HEAD},
     **{"optim.muon_embedding_lr_factor": 3.0, "train.seq_len_schedule": "[[0, 64], [0.8, 256]]"},
 }
+STACK = ORDINARY | {"model.induction_head": "true"}
 FORMER: dict[str, Any] = {  # the former default
     **{"model.qk_norm": "true", "optim.name": "muon", "optim.lr": 4e-3, "optim.schedule": "cosine"},
     **{"optim.min_lr_ratio": 0.1, "optim.muon_embedding_lr_factor": 3.0, "model.n_layers": 4, "model.n_heads": 4},
@@ -74,8 +75,8 @@ def run(tokens: int, keys: dict[str, Any], *, batch: int = 8, seq_len: int = 256
 
 
 def changed(tokens: int, batch: int = 8, **keys: Any) -> dict[str, Any]:
-    """The recipe with other values."""
-    return run(tokens, STACK | {key.replace("__", "."): value for key, value in keys.items()}, batch=batch)
+    """The recipe without an induction head, with other values."""
+    return run(tokens, ORDINARY | {key.replace("__", "."): value for key, value in keys.items()}, batch=batch)
 
 
 SEARCH_TOKENS = 400 * 2048
@@ -95,6 +96,11 @@ def wide_heads(batch: int = 8, **keys: Any) -> dict[str, Any]:
 def short_first(**keys: Any) -> dict[str, Any]:
     """And sequences of 64 tokens in 80 % of the steps."""
     return changed(SEARCH_TOKENS, **keys)
+
+
+def induction(**keys: Any) -> dict[str, Any]:
+    """And with initial values that hold an induction head."""
+    return changed(SEARCH_TOKENS, model__induction_head="true", **keys)
 
 
 CANDIDATES: dict[str, dict[str, Any]] = {
@@ -122,6 +128,11 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "resformer, head at the common rate, 6e-3": short_first(
         model__family="resformer", optim__groups="[]", optim__lr=6e-3
     ),
+    "induction head": induction(),
+    "induction head, resformer": induction(model__family="resformer"),
+    "induction head, rate 6e-3": induction(optim__lr=6e-3),
+    "induction head, three blocks": induction(model__n_layers=3),
+    "induction head, 256 tokens": induction(**WHOLE),
 }
 
 
@@ -291,6 +302,7 @@ class Program:
     def costs(self, tokens: int) -> list[dict[str, Any]]:
         """Runs that measure what a token costs. Compiled, a peer's step costs less and computes the same."""
         one = self.run(self.rates[min(1, len(self.rates) - 1)], tokens)
+        one.pop("model.induction_head", None)  # initial values cost nothing
         return [one] if self.ours else [one | {"compile": compiled} for compiled in (False, True)]
 
 
@@ -310,6 +322,11 @@ PEERS: dict[str, Program] = {
 FORMER_DEFAULT = Program(FORMER, (4e-3,))
 RESFORMER: dict[str, Any] = {"model.family": "resformer"}
 OURS: dict[str, Program] = {"default": Program(STACK, (8e-3,)), "resformer": Program(STACK | RESFORMER, (8e-3,))}
+WITHOUT = ", no induction head"
+ORDINARY_OURS = {
+    f"default{WITHOUT}": Program(ORDINARY, (8e-3,)),
+    f"resformer{WITHOUT}": Program(ORDINARY | RESFORMER, (8e-3,)),
+}
 STEPS = 750  # of the default
 
 
@@ -397,9 +414,10 @@ COST_SEEDS = range(3, 6)  # measured beside nanochat, whose seeds 0 to 2 were be
 BESIDE = {NANOCHAT: PEERS[NANOCHAT], **OURS}
 
 
+IN_BFLOAT16 = {"fsdp.param_dtype": "bfloat16"}
 BFLOAT16 = {
-    "default, bfloat16": Program(STACK | {"fsdp.param_dtype": "bfloat16"}, (8e-3,)),
-    "resformer, bfloat16": Program(STACK | RESFORMER | {"fsdp.param_dtype": "bfloat16"}, (8e-3,)),
+    "default, bfloat16": Program(STACK | IN_BFLOAT16, (8e-3,)),
+    "resformer, bfloat16": Program(STACK | RESFORMER | IN_BFLOAT16, (8e-3,)),
     "nanochat, bfloat16": Program(peer("nanochat", 2, 128, 1, 8) | {"dtype": "bfloat16"}, (12.0,)),
 }
 
@@ -429,7 +447,11 @@ def config_jobs() -> list[Job]:
 
 def default_jobs() -> list[Job]:
     """The default and the resformer on the held-out text."""
-    return [(name, one.run(one.rates[0], STEPS * 2048), seed) for seed in range(3) for name, one in OURS.items()]
+    return [
+        (name, one.run(one.rates[0], STEPS * 2048), seed)
+        for seed in range(3)
+        for name, one in (OURS | ORDINARY_OURS).items()
+    ]
 
 
 # --- tables ---------------------------------------------------------------------------------------------------
@@ -479,7 +501,8 @@ def comparison(search: "Search") -> dict[str, tuple[int, float, list[dict[str, A
             if one := search.result(stage, name, options, seed):
                 n = tokens_of(options)
                 known = tokens[NANOCHAT] * then[NANOCHAT]  # bfloat16: in the same time
-                seconds = n * then[name] if name in then else n * here[name] * scale if name in here else known
+                timed = name.removesuffix(WITHOUT)
+                seconds = n * then[name] if name in then else n * here[timed] * scale if timed in here else known
                 found.setdefault(name, (n, seconds, []))[2].append(one)
     return found
 

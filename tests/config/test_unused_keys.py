@@ -10,7 +10,6 @@ import train
 from tests.config.parsing import mistakes, parse
 from torchtitan_lite.config import load, schema
 from torchtitan_lite.config.families import FAMILIES
-from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.sections.optim import OPTIMIZERS
 from torchtitan_lite.errors import ConfigError
 
@@ -82,6 +81,9 @@ def test_what_a_cadence_of_0_switches_off_is_noted_and_kept() -> None:
 
 
 # values with which a rule does not hold, where the defaults are not such values
+_SIZES_OF_INDUCTION = (
+    "model.tie_embeddings model.n_layers model.dim model.head_dim model.n_heads model.layer_pattern model.window"
+)
 _WITHOUT: dict[str, dict[str, Any]] = {
     "optim.schedule": {"optim.schedule": "constant"},
     "train.batch_schedule": {"train.batch_schedule": [[0, 8]]},
@@ -93,6 +95,7 @@ _WITHOUT: dict[str, dict[str, Any]] = {
     "spike.loss_deviations spike.norm_deviations": {"spike.loss_deviations": 0.0, "spike.norm_deviations": 0.0},
     "sample.every": {"sample.every": 0},
     "checkpoint.keep_latest": {"checkpoint.keep_latest": 0},
+    f"model.qk_norm {_SIZES_OF_INDUCTION}": {"model.qk_norm": False},
     "tokenizer.path data.path data.sources": {"data.path": "prepared"},
     "data.path data.sources": {"data.path": "prepared"}
     | {"data.objective": "pairs", "data.target_len": 8, "data.source_key": "s", "data.target_key": "t"},
@@ -125,7 +128,7 @@ def test_every_key_that_is_only_used_with_another_says_so(
     (tmp_path / "prepared").mkdir()
     (tmp_path / "prepared/meta.json").write_text('{"format_version": 1, "tokens_sha256": ""}')
     for rule in (rule for other, rule in schema.usage_rules() if other == key):
-        without = _WITHOUT.get(rule.decided_by, {}) if rule.holds(Config()) else {}
+        without = _WITHOUT.get(rule.decided_by, {}) if rule.holds(load.load(None, {}).config) else {}
         for choice, registry in (("model.family", FAMILIES), ("optim.name", OPTIMIZERS)):
             if rule.decided_by == choice:
                 without = {

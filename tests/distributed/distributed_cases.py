@@ -67,10 +67,14 @@ FAMILIES = {
         update={"family": "olmo_hybrid", "layer_pattern": ["delta", "full"], "tie_embeddings": False}
     ),
     "llama, qk_norm, qkv_bias": LLAMA.model_copy(update={"tie_embeddings": False, "qk_norm": True, "qkv_bias": True}),
+    "llama, induction_head": LLAMA.model_copy(
+        update={"n_heads": 2, "head_dim": 18, "tie_embeddings": False, "qk_norm": True, "induction_head": True}
+    ),
 }
 CPU = torch.device("cpu")
 # the mesh is what matters, so one family has all of them
 WHERE = {"gpt": ("3",), "gpt, tied": ("4",), "olmo_hybrid": ("4",), "llama, qk_norm, qkv_bias": ("2 x 2",)}
+WHERE |= {"llama, induction_head": ("3",)}
 MESHES = {
     "1": torch.tensor([0]),
     "2": torch.tensor([0, 1]),
@@ -79,7 +83,10 @@ MESHES = {
     "2 x 2": torch.tensor([[0, 1], [2, 3]]),
     "4 copies": torch.tensor([[0], [1], [2], [3]]),
 }
-COLUMNS = FsdpConfig(shard_columns=["pos_embeddings.*", "*.wo.weight", "*.w1.weight"])
+COLUMNS = {
+    "gpt": FsdpConfig(shard_columns=["pos_embeddings.*", "*.wo.weight", "*.w1.weight"]),
+    "llama, induction_head": FsdpConfig(shard_columns=["*.wq.weight", "*.wo.weight"]),
+}
 COPIES = {"4": 1, "2 x 2": 2, "4 copies": 4}  # of each shard
 
 
@@ -113,12 +120,12 @@ def case_initial_parameters_and_gradients_are_the_same_on_every_mesh() -> None:
         assert not plain(8, config).output.weight.equal(reference.output.weight), "another seed"
         parameters = dict(reference.named_parameters())
         loss_of(reference).backward()
-        columns = ["2 x 2, columns"] if family == "gpt" else []
+        columns = ["2 x 2, columns"] if family in COLUMNS else []
         for name in [*meshes, *columns]:
             mesh = meshes[name.removesuffix(", columns")]
             if name not in columns and (dist.get_rank() not in MESHES[name] or name not in WHERE.get(family, MESHES)):
                 continue
-            model = sharded(mesh, COLUMNS if name in columns else None, family=config)
+            model = sharded(mesh, COLUMNS[family] if name in columns else None, family=config)
             where = f"{family}, mesh {name}"
             assert all(b.equal(dict(reference.named_buffers())[key]) for key, b in model.named_buffers()), where
             loss_of(model).backward()  # the same tokens on each rank, so that the mean is each rank's own gradient
@@ -126,7 +133,7 @@ def case_initial_parameters_and_gradients_are_the_same_on_every_mesh() -> None:
             assert found.keys() == parameters.keys(), where
             for key, parameter in found.items():
                 assert isinstance(parameter, DTensor)
-                dim = int(name in columns and first_match(key, COLUMNS.shard_columns) is not None)
+                dim = int(name in columns and first_match(key, COLUMNS[family].shard_columns) is not None)
                 per_rank = -(-parameter.shape[dim] // mesh.size(mesh.ndim - 1))
                 assert parameter.to_local().shape[dim] <= per_rank, f"{where}: {key} is not sharded"
                 assert parameter.full_tensor().equal(parameters[key]), f"{where}: {key} differs"
@@ -361,7 +368,7 @@ def case_weights_of_another_run_reach_every_rank() -> None:
     for (name, family), on_one_machine in itertools.product(FAMILIES.items(), (False, True)):
         world = World(dist.get_rank(), 4, CPU, 1, local_world_size=4 if on_one_machine else 1)
         reference = {key: p.detach().bfloat16() for key, p in plain(seed=3, family=family).named_parameters()}
-        model = sharded(make_mesh(MESHES["2 x 2"]), COLUMNS if name == "gpt" else None, seed=4, family=family)
+        model = sharded(make_mesh(MESHES["2 x 2"]), COLUMNS.get(name), seed=4, family=family)
         checkpointer = Checkpointer(
             Path("unused"), model, build_optimizer(model, OptimConfig(name="adamw")), CheckpointConfig(), world
         )

@@ -65,7 +65,8 @@ def test_old_runs_are_compared_by_the_same_keys_as_when_they_were_saved() -> Non
     def keys(chosen: Callable[[str], bool]) -> set[str]:
         return {key for key in schema.known_keys() if chosen(key)}
 
-    model = {key for key in schema.known_keys() if key.startswith("model.")} - {"model.size", "model.init_from"}
+    model = {key for key in schema.known_keys() if key.startswith("model.")}
+    model -= {"model.size", "model.init_from", "model.induction_head"}
     optim = {key for key in schema.known_keys() if key.startswith("optim.")} - {"optim.name", "optim.freeze"}
     data = {"packing", "document_mask", "objective", "noise_density", "mean_span_length", "target_len", "blind_source"}
     refused = model | {f"data.{key}" for key in data} | {"train.seq_len", "run.seed", "optim.name", "optim.freeze"}
@@ -192,7 +193,7 @@ def kept(before: dict[str, Any], **given: Any) -> list[str]:
     values = {key.replace("__", "."): load.ConfigValue(value, "command line") for key, value in given.items()}
     loaded = load.load(None, values, saved=lambda folder, resume: before)
     values_now = schema.flatten(loaded.config)
-    assert all(values_now[key] == before[key] for key in loaded.kept)
+    assert all(values_now[key] == before.get(key, False) for key in loaded.kept)
     return sorted(loaded.kept)
 
 
@@ -214,7 +215,8 @@ def test_a_changed_size_or_default_does_not_meet_an_older_run(monkeypatch: pytes
     assert kept(before) == []
     monkeypatch.setitem(LLAMA["1M"], "n_layers", 3)
     assert kept(before | unused) == kept(before, model__size="1M") == ["model.n_layers"]
-    assert kept(before, model__n_layers=2) == ["model.qk_norm"], "a number that is given drops the size's switches"
+    switches = ["model.induction_head", "model.qk_norm"]
+    assert kept(before, model__n_layers=2) == switches, "a number that is given drops the size's switches"
     assert kept(before, model__size="3M") == kept(before, model__family="gpt") == [], "another model is refused"
     older = before | {"optim.muon_momentum": 0.5, "train.steps": 400, "data.path": "elsewhere", "log.every": 3}
     assert kept(older) == ["model.n_layers", "optim.muon_momentum", "train.steps"]
@@ -226,6 +228,8 @@ def test_a_changed_size_or_default_does_not_meet_an_older_run(monkeypatch: pytes
         kept(before, run__seed=1 << 20_000)
     newer = {key: value for key, value in before.items() if key != "optim.muon_momentum"}
     assert kept(newer) == ["model.n_layers"], "the checkpoint does not know the key"
+    newer = {key: value for key, value in before.items() if key != "model.induction_head"}
+    assert kept(newer) == ["model.induction_head", "model.n_layers"], "the size did not switch it on"
 
 
 def test_the_values_are_those_of_the_checkpoint_to_resume_from(tmp_path: Path) -> None:

@@ -48,7 +48,8 @@ def _llama(
 
 LLAMA: dict[str, dict[str, Any]] = {
     #             dim  layers heads kv hidden
-    "1M": {**_llama(128, 2, 2, 2, 384), "qk_norm": True},  # the lowest loss for the time (benchmarks/learning.py)
+    # the lowest loss for the time (benchmarks/learning.py)
+    "1M": {**_llama(128, 2, 2, 2, 384), "qk_norm": True, "induction_head": True},
     "3M": _llama(256, 4, 4, 2, 704),
     "15M": _llama(384, 8, 6, 3, 1088),
     "150M": _llama(768, 16, 12, 4, 2048, tied=True),
@@ -164,7 +165,7 @@ FAMILIES: dict[str, Family] = {
         LLAMA,
         keys=(
             *(*_ROTARY, "qk_norm", "qkv_bias", "rope_factor", "rope_low_freq_factor", "rope_high_freq_factor"),
-            *("rope_original_max_seq_len", "mup_base_dim", "window", "layer_pattern"),
+            *("rope_original_max_seq_len", "mup_base_dim", "window", "layer_pattern", "induction_head"),
         ),
         hidden_dim=(8, 3, 64),
         fused_functions=True,
@@ -172,7 +173,7 @@ FAMILIES: dict[str, Family] = {
     "resformer": Family(
         "torchtitan_lite.models.resformer:ResFormer",
         RESFORMER,
-        keys=(*_ROTARY, "qk_norm", "mup_base_dim"),
+        keys=(*_ROTARY, "qk_norm", "induction_head", "mup_base_dim"),
         hidden_dim=(8, 3, 64),
         fused_functions=True,
     ),

@@ -280,6 +280,9 @@ def _kept(values: ConfigValues, saved: Saved) -> ConfigValues:
     if "model.family" in others:  # nothing of it may suit this one, its objective for example
         return {}
     kept: ConfigValues = {}
+    if before:  # a run that does not know a switch of its size had it off; the others were there from the beginning
+        new = (key for key, entry in layers.items() if entry.value is True and resume_rule(key).keeps)
+        before = dict.fromkeys(new, False) | dict(before)
     for key, value in before.items():
         if not keeps_value(key) or (others and key.startswith("model.")):
             continue

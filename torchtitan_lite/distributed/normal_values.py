@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite.distributed.sharding import local_rows, shard_dim
+from torchtitan_lite.models.induction import Entries
 
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)
@@ -22,8 +23,12 @@ _LEVELS = 1 << 16
 _CHUNK = 1 << 20  # elements drawn at a time, to bound memory
 
 
-def normal_(seed: int, name: str, parameter: Tensor, deviation: float) -> None:
-    """Fill this rank's part of a parameter with normal values of mean 0 and this deviation."""
+def normal_(seed: int, name: str, parameter: Tensor, deviation: float, added: Entries | None = None) -> None:
+    """Fill this rank's part of a parameter with normal values of mean 0 and this deviation.
+
+    Args:
+        added: rows, columns and values of elements of a matrix, which are added.
+    """
     shard, first_row = local_rows(parameter)
     flat, dim = shard.view(-1), shard_dim(parameter)
     first = first_row * math.prod(parameter.shape[dim + 1 :])
@@ -37,6 +42,12 @@ def normal_(seed: int, name: str, parameter: Tensor, deviation: float) -> None:
         if dim:
             index += (index - first) // mine * others
         flat[start:stop] = table[splitmix64(int.from_bytes(key[:8], "little"), index) >> 48 & (_LEVELS - 1)]
+    if added is not None:
+        *places, values = added
+        places[dim] = places[dim] - first_row
+        here = (places[dim] >= 0) & (places[dim] < shard.shape[dim])
+        at = [place[here].to(flat.device) for place in places]
+        shard[at[0], at[1]] += values[here].to(shard)
 
 
 def splitmix64(key: int, index: Tensor) -> Tensor:

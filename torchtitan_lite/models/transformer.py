@@ -1,8 +1,7 @@
 """The base class of all model families: tokens to logits or loss, tied embeddings, initial values; and the head."""
 
 import math
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +11,14 @@ from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.models.attention import within_documents
 from torchtitan_lite.models.chunked_loss import chunked_cross_entropy
 from torchtitan_lite.models.generation import KeysValues
+from torchtitan_lite.models.induction import Entries, entries
 from torchtitan_lite.models.loss import of_each, summed_cross_entropy
 
-Fill = Callable[[str, Tensor, float], None]  # fills the named parameter with normal values of this deviation
+
+class Fill(Protocol):
+    """Fills a parameter with normal values of this deviation, which depend on the name, and adds some to them."""
+
+    def __call__(self, name: str, parameter: Tensor, deviation: float, added: Entries | None = None, /) -> None: ...
 
 
 class Transformer(nn.Module):
@@ -120,7 +124,8 @@ class Transformer(nn.Module):
             weights of norms                         1
             biases                                   0
 
-        With model.mup_base_dim, matrices of the blocks are divided by sqrt(width), and output by width.
+        With model.mup_base_dim, matrices of the blocks are divided by sqrt(width), and output by width. For
+        model.induction_head see induction.py.
 
         Args:
             normal_: fills one parameter. It gets the name, so that values need not depend on the sharding.
@@ -128,12 +133,19 @@ class Transformer(nn.Module):
         self.reset_buffers()
         residual = 0.02 / math.sqrt(2 * len(self.layers))
         scales = {"layers": self.width**-0.5, "output": 1 / self.width}
+        induction = self.config.induction_head and self.config.has_room_for_induction
+        added = entries(self.config, self.tok_embeddings.num_embeddings) if induction else {}
         for name, parameter in self.named_parameters():
             if parameter.ndim == 1:
                 parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
             else:
                 deviation = residual if name.endswith(("wo.weight", "w2.weight")) else 0.02
-                normal_(name, parameter, deviation * scales.get(name.partition(".")[0], 1.0))
+                scale = scales.get(name.partition(".")[0], 1.0)
+                if induction and name == "output.weight":  # the negative embeddings
+                    normal_("tok_embeddings.weight", parameter, (self.config.dim / self.width) ** -0.5 * scale)
+                    parameter.neg_()
+                else:
+                    normal_(name, parameter, deviation * scale, added.get(name))
 
 
 class Head(nn.Linear):

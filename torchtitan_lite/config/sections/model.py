@@ -35,6 +35,14 @@ _READ_AT_STEP_0 = Resume(
     changes_steps=False,
 )
 _STRETCHED = UsedIf("model.family model.rope_factor", "model.rope_factor above 1", lambda c: c.model.rope_factor > 1)
+_HAS_ROOM_FOR_INDUCTION = UsedIf(
+    "model.qk_norm model.tie_embeddings model.n_layers model.dim model.head_dim model.n_heads model.layer_pattern "
+    "model.window",
+    "model.qk_norm = true, model.tie_embeddings = false, two layers with positions, windows above 1, and heads of "
+    "16 to dim / 2",
+    lambda c: c.model.has_room_for_induction,
+    refuse=False,
+)
 
 
 class ModelConfig(Section):
@@ -93,6 +101,11 @@ train.router_bias_rate"""
     """epsilon of the norms"""
     qk_norm: bool = False
     """llama, resformer: normalize queries and keys (Qwen3)"""
+    induction_head: Annotated[
+        bool, Resume("allowed", "only read at step 0", changes_steps=False, keeps=True), _HAS_ROOM_FOR_INDUCTION
+    ] = False
+    """llama, resformer: begin with a head that predicts what followed the current token before \
+(docs/models.md)"""
     qkv_bias: bool = False
     """llama: biases of queries, keys and values (Qwen2)"""
     rope_theta: PositiveFloat = 1e4
@@ -147,6 +160,14 @@ model.window; full: to all tokens; nope: to all tokens, without positions; delta
     def windows(self) -> list[int]:
         """The window of each block of a decoder, in tokens; 0: it attends to all."""
         return [self.window if kind == "window" else 0 for kind in self.layer_kinds]
+
+    @property
+    def has_room_for_induction(self) -> bool:
+        """Whether `induction_head` has an effect."""
+        if "induction_head" not in FAMILIES[self.family].keys or not self.qk_norm or self.tie_embeddings:
+            return False
+        sees = self.n_layers > 1 and "nope" not in self.layer_kinds[:2] and 1 not in self.windows[:2]
+        return sees and 16 <= self.dim_of_heads <= self.dim // 2
 
     @property
     def delta_dims(self) -> tuple[int, int]:

@@ -1,0 +1,84 @@
+"""model.induction_head: initial values from which a model soon predicts what followed the current token before."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchtitan_lite import models
+from torchtitan_lite.config.schema import ModelConfig
+from torchtitan_lite.distributed.normal_values import normal_
+
+VOCABULARY, REPEATED = 256, 32
+SIZES: dict[str, Any] = {"dim": 64, "n_heads": 4, "n_layers": 2, "qk_norm": True, "induction_head": True}
+
+
+def built(**keys: Any) -> models.Transformer:
+    model = models.build(ModelConfig.model_validate(SIZES | keys), VOCABULARY)
+    model.reset_parameters(functools.partial(normal_, 0))
+    return model
+
+
+def nats(model: models.Transformer, n: int, generator: torch.Generator) -> Tensor:
+    """Of each token but the first, in n sequences of 32 tokens, which differ, and the same ones again: (n, 63)"""
+    once = torch.stack([torch.randperm(VOCABULARY, generator=generator)[:REPEATED] for _ in range(n)])
+    tokens = torch.cat((once, once), dim=1)
+    return F.cross_entropy(model(tokens)[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")
+
+
+@pytest.mark.parametrize("keys", [
+    {}, {"family": "resformer"}, {"n_kv_heads": 2}, {"mup_base_dim": 32}, {"n_layers": 3}, {"rope_theta": 5e5},
+])  # fmt: skip
+def test_repetitions_are_learned_in_100_steps(keys: dict[str, Any]) -> None:
+    for on in (True, False):
+        model, generator = built(**keys, induction_head=on), torch.Generator().manual_seed(0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        for _ in range(100):
+            nats(model, 8, generator).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            found = nats(model, 32, generator)[:, REPEATED:].mean()
+        assert found < 1 if on else found > 5, "a guess among 256 tokens costs 5.5 nats"
+
+
+def test_heads_attend_to_the_token_before_and_to_what_followed_an_equal_one() -> None:
+    """With initial values, on 64 tokens that differ and the same ones again."""
+    model = built(dim=128, n_heads=2)
+    once = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))[:64]
+    x, cos, sin = model.inputs(torch.cat((once, once))[None], torch.arange(128))
+    found = []
+    with torch.no_grad():
+        for block in model.layers:
+            attention: Any = block.attention
+            h = block.attention_norm(x)  # type: ignore[operator]
+            q = attention.rotate(attention.normed_heads(attention.wq(h), attention.q_norm), cos, sin)[0, :, 0]
+            k = attention.rotate(attention.normed_heads(attention.wk(h), attention.k_norm), cos, sin)[0, :, 0]
+            scores = (q @ k.T / q.shape[1] ** 0.5).masked_fill(torch.ones(128, 128).triu(1).bool(), -torch.inf)
+            found.append(scores.softmax(1))
+            x = block(x, cos, sin)
+    before, matched = found[0].diagonal(-1), found[1][64:].diagonal(1)  # of queries t: keys t - 1, and t - 63
+    assert before.mean() > 0.5
+    assert matched.mean() > 0.03, "three times as much as to all tokens alike"
+
+
+def test_other_initial_values_stay() -> None:
+    """It adds to few elements of 8 matrices and the embeddings, and the output matrix is the negative embeddings."""
+    given, plain = (dict(built(induction_head=on).named_parameters()) for on in (True, False))
+    changed = {name for name, parameter in given.items() if not torch.equal(parameter, plain[name])}
+    attention = {f"layers.{i}.attention.{w}.weight" for i in (0, 1) for w in ("wq", "wk", "wv", "wo")}
+    assert changed == {"tok_embeddings.weight", "output.weight"} | attention
+    assert all((given[name] == plain[name]).float().mean() > 0.98 for name in changed - {"output.weight"})
+    torch.testing.assert_close(given["output.weight"] / 50, -plain["tok_embeddings.weight"] / 8)
+
+
+@pytest.mark.parametrize("keys", [
+    {"qk_norm": False}, {"tie_embeddings": True}, {"n_layers": 1}, {"n_heads": 1}, {"n_heads": 16},
+    {"layer_pattern": ["full", "nope"]}, {"window": 1}, {"family": "gpt"}, {"family": "mistral", "window": 8},
+])  # fmt: skip
+def test_models_without_room_for_it_begin_without(keys: dict[str, Any]) -> None:
+    given, plain = (built(**keys, induction_head=on).state_dict() for on in (True, False))
+    assert all(torch.equal(given[name], plain[name]) for name in plain)
