@@ -619,7 +619,7 @@ def plot(search: "Search", file: Path) -> None:
     found = comparison(search)
     if not found:
         return
-    figure, axis = plt.subplots(figsize=(6.5, 2.6), layout="constrained")
+    figure, axis = plt.subplots(figsize=(6.5, 3.2), layout="constrained")
     names = sorted(found, key=lambda name: -statistics.mean(mean_of(found[name][2])))
     for at, name in enumerate(names):
         bits = mean_of(found[name][2])
@@ -629,7 +629,7 @@ def plot(search: "Search", file: Path) -> None:
         place: dict[str, Any] = {"ha": "center", "textcoords": "offset points", "fontsize": 9}
         axis.annotate(f"{statistics.mean(bits):.3f}", (statistics.mean(bits), at), (0, 6), **place)
     axis.set_yticks(range(len(names)), [f"{name}: {found[name][1]:,.0f} s" for name in names])
-    axis.set_ylim(-0.6, len(names) - 0.2)
+    axis.set_ylim(-0.6, len(names))
     axis.margins(x=0.08)
     figure.suptitle("Bits per byte of held-out text (lower is better) in the same core seconds", fontsize=10)
     values = "; ".join(f"{name}: {statistics.mean(mean_of(found[name][2])):.3f}" for name in reversed(names))
