@@ -104,8 +104,7 @@ train.router_bias_rate"""
     induction_head: Annotated[
         bool, Resume("allowed", "only read at step 0", changes_steps=False, keeps=True), _HAS_ROOM_FOR_INDUCTION
     ] = False
-    """llama, resformer: begin with a head that predicts what followed the current token before \
-(docs/models.md)"""
+    """llama, resformer: begin with a head that predicts what followed the current token before (docs/models.md)"""
     qkv_bias: bool = False
     """llama: biases of queries, keys and values (Qwen2)"""
     rope_theta: PositiveFloat = 1e4
