@@ -38,8 +38,8 @@ class Meter:
     """Measures what a log line shows: the time of training without saves and validations, tokens, and the mean loss.
 
     Args:
-        state: where the run starts, resumes, or has gone back to.
-        clock: of the log, which lasts longer than a meter.
+        state: where the run starts or resumes.
+        clock: of the log.
     """
 
     def __init__(self, state: TrainState, device: torch.device, clock: Clock) -> None:
@@ -143,11 +143,6 @@ class Log:
             self._trackers = None
             trackers.close()
 
-    def reopen_trackers(self, state: TrainState) -> None:
-        """Call this after a rewind to this state."""
-        if self._trackers is not None:
-            self._trackers.reopen(state)
-
     def record(self, values: dict[str, Any], file: str = "metrics.jsonl") -> None:
         """Append a line to a file of records."""
         if self._speaks:
@@ -206,7 +201,6 @@ class Log:
 
     def start_bar(self, step: int, steps: int) -> None:
         """Show a progress bar at this step, if stderr is a terminal."""
-        self.close()
         with self._reported("the progress bar"):
             if self._speaks and sys.stderr.isatty():
                 self._bar = tqdm(initial=step, total=steps, unit="step", dynamic_ncols=True, leave=False)

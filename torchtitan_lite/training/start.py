@@ -174,7 +174,7 @@ def report_end(s: Session) -> None:
     spent = s.log.clock.spent()
     run_folder.write_status(config.folder, s.world, "complete", step, spent=spent)
     s.log.notify("completion", step)
-    for line in source_lines(s.samples, s.state):
+    for line in source_lines(s.samples, s.state, config.data.skip_samples):
         s.log.info(line)
     seconds = time.perf_counter() - s.meter.started
     n_steps = counted(step - s.meter.first_step, "step")
