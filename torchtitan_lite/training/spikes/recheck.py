@@ -33,9 +33,9 @@ def compute_again(
     s.optimizer.zero_grad()
     s.scaler.scale = scale
     try:
-        step, train = s.state.step, s.config.train
-        size = train.batch_size(step)
-        batch = s.loader.batch(s.state.samples_consumed - size, size, parts=train.parts(step))
+        step = s.state.step
+        size = s.config.train.batch_size(step)
+        batch = s.loader.batch(s.state.samples_consumed - size, size)
         sums = forward_backward(s, step, batch)
     finally:
         s.optimizer.zero_grad()

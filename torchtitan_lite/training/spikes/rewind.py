@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.checkpointing.compatibility import require_same_order
 from torchtitan_lite.checkpointing.progress import on_rank0
 from torchtitan_lite.checkpointing.select import set_aside
 from torchtitan_lite.checkpointing.state import TrainState
@@ -63,14 +62,12 @@ def go_back(s: Session, spike: dict[str, Any], steps: list[int], of: str) -> Non
         of: for the log, how many rewinds there may be.
 
     Raises:
-        CheckpointError: on every rank: none is complete, it is of an older version (`require_same_order`), or the
-            files can't be changed.
+        CheckpointError: on every rank: none is complete, or the files can't be changed.
     """
     before, c = s.state, s.config
     s.watchdog.step(steps[-1])  # every rank is behind this step now
     with s.watchdog.loading("going back to an earlier checkpoint"), s.log.clock.on("load"):
         loaded = _load(s, steps)
-        require_same_order(c.train, loaded)
         number = before.spikes.get("rewinds", 0) + 1
         saved = loaded.continued_by(before)
         jump = [saved.step, saved.samples_consumed, before.samples_consumed]
