@@ -428,7 +428,7 @@ def price(ranks: int = 2, steps: int = 40) -> Iterator[str]:
                 "--config",
                 f"configs/{config}.toml",
             ]
-            command += [f"--train.steps={steps}", "--train.seq_len_schedule=[]", f"--run.out_dir={folder}"]
+            command += [f"--train.steps={steps}", f"--run.out_dir={folder}"]
             command += ["--eval.every=0", "--sample.every=0", "--checkpoint.every=0", "--run.threads=1"]
             command += ["--spike.action=skip", "--spike.recheck=true", "--spike.memory_check_every=1"]
             subprocess.run(
