@@ -10,7 +10,7 @@
 #   make PYTHON=python3.12 train                                    another interpreter (3.11 or newer)
 
 PYTHON ?= python3
-CONFIG ?= configs/default.toml
+CONFIG ?=
 ARGS ?=
 NPROC ?=
 

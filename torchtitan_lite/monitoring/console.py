@@ -119,7 +119,6 @@ def batch_line(config: Config, layout: Layout, world_size: int) -> str:
         of = f"at most {config.input_len} tokens and {config.target_len} targets"
     rows, ranks = counted(config.train.micro_batch_size, "sequence"), counted(world_size, "rank")
     last = "; the last steps, see train.batch_schedule" if config.train.batch_schedule else ""
-    last += "; shorter ones at first, see train.seq_len_schedule" if config.train.seq_len_schedule else ""
     return f"batch   {rows} x {ranks} x {layout.grad_accum_steps} accumulation{masked}, of {of}{last}"
 
 

@@ -10,7 +10,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_lite.checkpointing.compatibility import require_same_order
 from torchtitan_lite.checkpointing.progress import on_rank0
 from torchtitan_lite.checkpointing.select import set_aside
 from torchtitan_lite.checkpointing.storage import find_steps
@@ -95,8 +94,6 @@ def take_over(attempt: Attempt, loaded_config: Loaded, data: DataSet, s: Session
     config, world, log, step = s.config, s.world, s.log, s.state.step
     layout = derive(config, world.world_size)
     finished = step >= config.train.steps
-    if s.resumed:
-        require_same_order(config.train, s.resumed)
     if s.resumed and not loaded_config.with_changes:
         from torchtitan_lite.monitoring.resumed import require_same_learning
 

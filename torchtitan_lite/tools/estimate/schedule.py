@@ -68,8 +68,5 @@ def corners(config: Config) -> dict[int, str]:
     for after, _ in train.batch_schedule:
         if 0 < after < train.steps and train.batch_size(after) != train.batch_size(after + 1):
             notes.setdefault(after + 1, []).append("another batch size")
-    for after, length in train.lengths:
-        if after < train.steps:
-            notes.setdefault(after + 1, []).append(f"sequences of {length}")
     notes.setdefault(train.steps, []).append("the last step")
     return {step: ", ".join(texts) for step, texts in sorted(notes.items())}
