@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -234,40 +233,17 @@ def fitted(line: str, columns: int) -> str:
     return line
 
 
-def what_next(config: Config, step: int) -> str:
-    """The commands to use after a finished run, at most three. They repeat the options of its own command."""
+def what_next(config: Config) -> str:
+    """The commands to use after a finished run: one for its model, one for its curves."""
     folder = shlex.quote(str(config.folder))
     here = os.path.relpath(sys.executable)  # works without activating a virtual environment in this folder
-    if here.startswith(".."):
-        known = os.path.dirname(shutil.which("python") or "")
-        active = known and os.path.samefile(known, os.path.dirname(sys.executable))
-        here = "python" if active else sys.executable
-    python, torchrun = shlex.quote(here), shlex.quote(os.path.join(os.path.dirname(here), "torchrun"))
-    own = bool(config.data.path or config.data.sources)
-    prompts = config.sample.prompts or ([] if own else ["def "])
+    python = shlex.quote(sys.executable if here.startswith("..") else here)
+    defaults = [] if config.data.path or config.data.sources else ["def "]
+    prompt = next(filter(None, config.sample.prompts or defaults), "")
     kind = "source" if FAMILIES[config.model.family].encoder_decoder else "prompt"
-    n = os.environ.get("WORLD_SIZE", "1")
-    command = f"{torchrun} --nproc-per-node {n}" if "RANK" in os.environ else python
-    if n != os.environ.get("LOCAL_WORLD_SIZE", n):
-        command = "..."  # the launcher of several machines
-    if own:
-        more = f"--train.epochs={2 * config.train.epochs:g}" if config.train.epochs else f"--train.steps={2 * step}"
-        rises = "" if config.optim.schedule in ("constant", "step") else "  # the learning rate rises again"
-        words = [*lasting_options(sys.argv[1:], "--train.steps", "--train.epochs"), more]
-        third = f"train longer:     {command} train.py {shlex.join(words)}{rises}"
-    else:
-        words = [*lasting_options(sys.argv[1:], "--run.name"), "--run.name=NAME", "--data.path=FOLDER_OF_TXT_FILES"]
-        third = f"on your own text: {command} train.py {shlex.join(words)}"
     return (
         f"the run is in {config.folder}\n"
-        f"next    prompt it:        {python} -m torchtitan_lite.generate {folder} "
-        + (f"--{kind} {shlex.quote(prompts[0])}\n" if prompts else "--interactive\n")
-        + f"        plot its curves:  {python} -m torchtitan_lite.report {folder}\n        {third}"
+        f"next    prompt it:       {python} -m torchtitan_lite.generate {folder} "
+        + (f"--{kind} {shlex.quote(prompt)}\n" if prompt else "--interactive\n")
+        + f"        plot its curves: {python} -m torchtitan_lite.report {folder}"
     )
-
-
-def lasting_options(argv: Sequence[str], *also: str) -> list[str]:
-    """The words of a command, without options that are for one time only, and those named in `also`."""
-    once = ("--checkpoint.resume", "--resume-with-changes", *also)
-    pairs = zip(["", *argv], argv, strict=False)
-    return [w for before, w in pairs if w.split("=")[0] not in once and (before not in once or w.startswith("--"))]
