@@ -5,5 +5,5 @@
     step_time.py      how long does a step take, at least and as expected?
     failures.py       how often should the run save, and what goodput can it expect?
 
-command.py prints the answers: `python -m torchtitan_lite.plan`. A device is a row of `DEVICES` in monitoring/mfu.py.
+command.py prints the answers: `python -m torchtitan_lite.plan`. A device is a table of monitoring/devices.toml.
 """
