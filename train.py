@@ -77,8 +77,7 @@ def launch(argv: Sequence[str]) -> int:
             with process_group(config.run) as world, explained(world):
                 lock = run_folder.lock(config.folder, world)
                 log = Log(config.folder, speaks=world.rank == 0)
-                with log.notifying(config.run.name, config.log.notify):
-                    run(loaded, data, world, log)
+                run(loaded, data, world, log)
                 lock.release()
     except KeyboardInterrupt:
         if prints:

@@ -64,11 +64,6 @@ class StuckError(UserError):
     follows = False  # whether another process failed first; otherwise it may hang
 
 
-def is_stall(error: Exception) -> bool:
-    """Whether another rank made this one wait too long, rather than died or failed."""
-    return isinstance(error, StuckError) and not error.follows
-
-
 class NoMemoryError(UserError):
     """The device or the host has too little memory for this configuration."""
 

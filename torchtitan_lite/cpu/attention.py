@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchtitan_lite.models import attention as plain
 
-BLOCK = {2: 128, 4: 64, 8: 64}  # queries, by bytes of an element: others were slower (benchmarks.candidates)
+BLOCK = {2: 128, 4: 64, 8: 64}  # queries, by bytes of an element: others were slower (docs/lab/speed.md)
 MAX_SEQ_LEN = 1024  # beyond this, SDPA is as fast and stores nothing of size (T, T)
 
 

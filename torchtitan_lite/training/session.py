@@ -1,6 +1,5 @@
 """What a training step works with, and what it returns: Session, Sums, StepResult, and the base of all callbacks."""
 
-import functools
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -112,13 +111,11 @@ class Session:
     def __post_init__(self) -> None:
         self.meter = Meter(self.state, self.world.device, self.log.clock)
 
-        def on_abort(event: str, why: str) -> None:
+        def on_abort(why: str) -> None:
             spent = self.log.clock.spent()
             run_folder.write_status(self.config.folder, self.world, "failed", self.state.step, why, spent)
-            self.log.notify(event, self.state.step, ends=True)
 
-        self.preemption.on_abort = functools.partial(on_abort, "failure")
-        self.watchdog.on_abort = functools.partial(on_abort, "stall")
+        self.preemption.on_abort = self.watchdog.on_abort = on_abort
 
     @property
     def stopping(self) -> bool:
