@@ -9,7 +9,6 @@ import train
 from tests.config.parsing import mistakes, parse, write
 from torchtitan_lite.config import cli, load
 from torchtitan_lite.config.schema import Config, SampleConfig
-from torchtitan_lite.config.sections import fsdp
 from torchtitan_lite.data.prepare import split
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.tools import generate
@@ -336,19 +335,6 @@ def test_a_run_for_another_machine_needs_nothing_of_this_one(key: str, monkeypat
         load.load(None, values)
     assert key in str(caught.value)
     assert load.load(None, values, elsewhere=True)
-
-
-def test_a_key_that_the_installed_torch_lacks_is_named_with_the_version_that_has_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    keys = "--fsdp.separate_reduce_scatter_group", "--fsdp.reduce_scatter_buffers=2"
-    monkeypatch.setattr(fsdp, "version", lambda _: "2.12.1+cu130")
-    text = mistakes(*keys)
-    for key, value, default in (("separate_reduce_scatter_group", "true", "false"), ("reduce_scatter_buffers", 2, 1)):
-        needs = f"fsdp.{key} = {value} needs torch 2.13 or newer, but 2.12.1+cu130 is installed; fsdp.{key} = {default}"
-        assert f"{needs} works" in text
-    monkeypatch.setattr(fsdp, "version", lambda _: "2.13.0")
-    assert parse(*keys).config.fsdp.reduce_scatter_buffers == 2
 
 
 def test_what_needs_several_ranks_is_refused_before_any_process_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,7 +217,7 @@ def conflicts(machine: Machine, *, elsewhere: bool = False) -> Callable[[Config]
         for module in (run, model, data, train, optim, fsdp, compute, outputs):
             yield from module.rules(config, machine)
         if not elsewhere:
-            for module in (model, data, fsdp, compute, outputs):
+            for module in (model, data, compute, outputs):
                 yield from module.local_rules(config, machine)
 
     return lambda config: dict(broken(config))

@@ -23,7 +23,6 @@ ATTENTION = {
         "cudnn_attention",
         "fused_attention_overrideable",
     )
-    if hasattr(_aten, f"_scaled_dot_product_{name}")  # private: may go away
 }
 FLEX_ATTENTION = ("flex_attention", "inductor_compiled_code")  # within a compiled block, and compiled by itself
 EXPERTS = "grouped_product.default"

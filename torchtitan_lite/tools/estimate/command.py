@@ -10,17 +10,17 @@ import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torchtitan_lite.config import cli
 from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.monitoring.console import batch_line, model_line
 from torchtitan_lite.monitoring.mfu import DEVICES, Device
+from torchtitan_lite.tools.estimate.communication import communication_lines
 from torchtitan_lite.tools.estimate.failures import INPUTS, LLAMA3_HOURS, failure_lines
+from torchtitan_lite.tools.estimate.memory import advice_lines, memory_lines
+from torchtitan_lite.tools.estimate.planned_run import MOST_RANKS, Plan, make_plan
+from torchtitan_lite.tools.estimate.step_time import expected, time_lines
 from torchtitan_lite.training import epochs
-
-if TYPE_CHECKING:
-    from torchtitan_lite.tools.estimate.planned_run import Plan
 
 # figures of another device, by option: field of Device, unit, help
 FIGURES = {
@@ -59,12 +59,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _plan(options: argparse.Namespace, config_options: Sequence[str], flags: Sequence[str]) -> int:
-    # here, so that `run_cli` explains a private name of torch that the simulation needs and this torch lacks
-    from torchtitan_lite.tools.estimate.communication import communication_lines
-    from torchtitan_lite.tools.estimate.memory import advice_lines, memory_lines
-    from torchtitan_lite.tools.estimate.planned_run import MOST_RANKS, make_plan
-    from torchtitan_lite.tools.estimate.step_time import expected, time_lines
-
     world_size: int = options.world_size
     if not 1 <= world_size <= MOST_RANKS:
         raise ConfigError(f"--world-size={world_size} should be 1 or more, and at most {MOST_RANKS:,}")
