@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 # the files that a resume cuts, and the key that tells when a record was written
-_CUT = {"metrics.jsonl": "step", "samples.jsonl": "step", "rouge.jsonl": "step", "spikes.jsonl": "rewind"}
+_CUT = {"metrics.jsonl": "step", "samples.jsonl": "step", "spikes.jsonl": "rewind"}
 
 
 def parse(line: bytes) -> dict[str, Any] | None:

@@ -30,7 +30,7 @@ from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.training.callbacks import report_save
 from torchtitan_lite.training.session import Session
 
-_OF_STEPS = "metrics.jsonl", "samples.jsonl", "rouge.jsonl"
+_OF_STEPS = "metrics.jsonl", "samples.jsonl"
 
 
 def checkpoints_before(s: Session, step: int) -> list[int]:
