@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_CUT = "metrics.jsonl", "samples.jsonl", "rouge.jsonl"  # the files that a resume cuts
+_CUT = "metrics.jsonl", "samples.jsonl"  # the files that a resume cuts
 
 
 def parse(line: bytes) -> dict[str, Any] | None:

@@ -10,7 +10,6 @@ from torchtitan_lite.monitoring.records import parse
 
 Records = list[dict[str, Any]]
 
-ROUGE = ("rouge1", "rouge2", "rougeLsum")
 BY_SOURCE = "val_loss/", "val_bits_per_byte/"  # followed by the name of a source
 TASK = "task/", "task_stderr/", "task_chance/"  # followed by the name of a task
 # Keys with numbers. A record with anything else there was not written by a run.
@@ -19,7 +18,6 @@ NUMBERS = {
     *("seconds", "data_s", "optimizer_s", "eval_s", "save_s", "task_s"),
     *("val_loss", "val_loss_stderr", "val_bits_per_byte", "val_bits_per_byte_stderr", "unigram_bits_per_byte"),
     *("ema_val_loss", "ema_val_loss_stderr", "ema_val_bits_per_byte", "ema_val_bits_per_byte_stderr"),
-    *ROUGE,
 }
 LARGEST = 1e100  # above the values that a run computes; sums of these are still finite
 LONGEST_LINE = 1 << 24  # bytes

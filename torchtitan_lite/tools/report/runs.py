@@ -29,7 +29,7 @@ class Run:
     status: Status = UNKNOWN
     n_steps: str = ""  # of the whole run
     config: dict[str, tuple[str, str]] = field(default_factory=dict)  # "section.key": value as TOML, origin
-    records: Records = field(default_factory=list)  # of metrics.jsonl, and of rouge.jsonl in the order of steps
+    records: Records = field(default_factory=list)  # of metrics.jsonl
     steps: Records = field(default_factory=list)
     validations: Records = field(default_factory=list)
     samples: Records = field(default_factory=list)
@@ -89,7 +89,6 @@ def _read_run(folder: Path) -> Run:
         damaged = f" ({'; '.join(run.notes)})" if run.notes else ""
         raise DataError(f"{folder / 'metrics.jsonl'} has no record of a step yet{damaged}")
     run.samples = _records(run, "samples.jsonl", texts=("prompt", "text"))
-    run.records += sorted(_records(run, "rouge.jsonl"), key=lambda r: r["step"])
     for record in _records(run, "changes.jsonl"):
         changed = record.get("changed")
         for key, values in changed.items() if isinstance(changed, dict) else ():
