@@ -30,7 +30,8 @@ torch.distributed.fsdp.fully_shard(layer, mesh=torch.distributed.init_device_mes
 """
 BARE = {"imports": f"{IMPORTS}\n{NOW}", "a sharded layer": f"{IMPORTS}\n{SHARD}\n{NOW}"}
 RECORDS = {
-    "torchtitan_lite.training.callbacks": ("log_step", "report_save"),
+    "torchtitan_lite.training.callbacks": ("log_step",),
+    "torchtitan_lite.training.session": ("report_save",),
     "torchtitan_lite.training.start": ("report_end",),
     "torchtitan_lite.monitoring.metrics.Log": ("info", "record", "start_bar", "advance_bar", "close"),
     "torchtitan_lite.monitoring.watchdog.Watchdog": ("step", "computing", "forward"),

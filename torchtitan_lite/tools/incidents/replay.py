@@ -40,7 +40,8 @@ from torchtitan_lite.tools.incidents.record import (
     require_present_order,
 )
 from torchtitan_lite.training import out_of_memory
-from torchtitan_lite.training.session import Session, StepResult, settle
+from torchtitan_lite.training.intact import settle
+from torchtitan_lite.training.session import Session, StepResult
 from torchtitan_lite.training.start import require_same_data
 
 Step = Callable[[Session, int], StepResult]
