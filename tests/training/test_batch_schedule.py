@@ -1,6 +1,5 @@
 """train.batch_schedule and train.seq_len_schedule: batches change from some steps on, exactly, also under a resume."""
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -8,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.config.test_hostile_input import recommit
-from tests.helpers import assert_same_end, checkpoint, forget_after, losses, python, ranks, records, succeeded, tiny
+from tests.helpers import assert_same_end, forget_after, losses, ranks, records, succeeded, tiny
 from torchtitan_lite import plan
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import TrainConfig
@@ -95,57 +93,6 @@ def test_shorter_sequences_come_first(text: Path, tmp_path: Path) -> None:
     refused = ranks(1, *command, "--train.steps=9", "--train.seq_len_schedule=[[0.3, 16]]")
     assert refused.returncode == 2
     assert "train.seq_len_schedule" in refused.stderr
-
-
-def test_a_run_of_version_0_3(text: Path, tmp_path: Path) -> None:
-    """It goes on with sequences of full length only, which are in the same order. Its other steps are not listed."""
-    run = tmp_path / "run"
-    plain = tiny(text, tmp_path, run__name="run", **(PLAIN | {"train__seq_len": 32, "checkpoint__every": 1}))
-    short = [*plain, "--train.seq_len_schedule=[[0, 8], [0.75, 32]]"]
-    succeeded(ranks(1, *short))
-    for step in range(1, 9):
-        made_before_0_4(run, step)
-    assert "finished: step 8" in succeeded(ranks(1, *short))
-    longer = ranks(1, *short, "--train.steps=16")
-    forget_after(run, 7)
-    assert "resumed after step 7" in succeeded(ranks(1, *short)), "all later steps are of full length"
-    seen = python(str(run), "--step", "6", script="-m torchtitan_lite.which")
-    found = python(str(run), "--find", "import", script="-m torchtitan_lite.which")
-    succeeded(python(str(run), "--step", "7", script="-m torchtitan_lite.which"))
-    replayed = ranks(1, *short, "--replay=5")
-    succeeded(ranks(1, *short, "--replay=8"))
-    forget_after(run, 5)
-    for refused in (longer, seen, found, replayed, ranks(1, *short)):
-        assert (refused.returncode, "with version 0.3" in refused.stderr) == (2, True), refused.stderr
-    succeeded(ranks(1, *plain, "--train.seq_len_schedule=[]", "--resume-with-changes"))
-    succeeded(python(str(run), "--step", "6", script="-m torchtitan_lite.which"))
-    forget_after(run, 6)
-    again = ranks(1, *plain, "--train.seq_len_schedule=[[0, 8]]", "--resume-with-changes")
-    assert (again.returncode, "with version 0.3" in again.stderr) == (2, True), "it keeps its order"
-
-
-def test_replay_and_which_of_a_run_of_version_0_3_without_checkpoints(text: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    plain = tiny(text, tmp_path, run__name="run", **(PLAIN | {"train__seq_len": 32, "train__steps": 3}))
-    command = [*plain, "--train.seq_len_schedule=[[0, 8]]"]
-    succeeded(ranks(1, *command))
-    shutil.rmtree(run / "checkpoints")
-    status = json.loads((run / "run.json").read_text())
-    for versions, code in ((status["versions"], 0), ("damaged", 0), ({"torchtitan_lite": "0.3.0"}, 2)):
-        (run / "run.json").write_text(json.dumps(status | {"versions": versions}))
-        seen = python(str(run), "--step", "2", script="-m torchtitan_lite.which")
-        assert seen.returncode == code, seen.stderr
-    replayed = ranks(1, *command, "--replay=2")
-    assert (replayed.returncode, "with version 0.3" in replayed.stderr) == (2, True)
-
-
-def made_before_0_4(run: Path, step: int) -> None:
-    """Older checkpoints do not have this."""
-    file = checkpoint(run, step) / "state.json"
-    state = json.loads(file.read_text())
-    assert state.pop("order_of_parts") == 2
-    file.write_text(json.dumps(state))
-    recommit(file.parent)
 
 
 @pytest.mark.parametrize("value", ["[[0]]", "[[0, 0]]", "[[-1, 4]]", "[[5, 4], [5, 8]]", "[[9, 4], [5, 8]]", "[3, 4]"])

@@ -11,7 +11,7 @@
 The stream of a split is: end token, document, end token, document, ..., end token. A document's first token is
 predicted from the end token before it.
 
-Tokens of Megatron stay in its .bin files (`prepare --from-megatron`). Such a folder has format version 3, and instead
+Tokens of Megatron stay in its .bin files (`prepare --from-megatron`). Such a folder has format version 5, and instead
 of the shards:
 
     megatron.json                   the .bin files and their dtypes
@@ -35,10 +35,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchtitan_lite.config.paths import _LONGEST_META
-from torchtitan_lite.errors import DataError
+from torchtitan_lite.errors import DataError, shortened
 
-FORMAT_VERSION = 2
-IN_PLACE = 3  # the same, with Megatron's .bin files in place of the shards
+FORMAT_VERSION = 4
+IN_PLACE = 5  # the same, with Megatron's .bin files in place of the shards
 SPLITS = "train", "val"
 SOURCES = "megatron.json"
 PAIRS = "pairs.json"  # only of pairs: documents are a source, its target, a source, ...
@@ -321,6 +321,7 @@ def _parsed(file: Path) -> Meta:
 
     Raises:
         ValueError: it is malformed.
+        DataError: it has another format version.
     """
     if not file.is_file():
         raise FileNotFoundError("there is no meta.json" if not file.exists() else "meta.json is not a file")
@@ -330,7 +331,10 @@ def _parsed(file: Path) -> Meta:
     if not isinstance(content, dict):
         raise ValueError("meta.json is not a JSON object")
     if (version := content.get("format_version")) not in (FORMAT_VERSION, IN_PLACE):
-        raise ValueError(f"its format is {version}, but this version reads {FORMAT_VERSION} and {IN_PLACE}")
+        raise DataError(
+            f"{file.parent} has format {shortened(version)}, but this version reads {FORMAT_VERSION}: prepare the text "
+            "again into another folder"
+        )
     _require_fields(Meta, content, "meta.json")
     for name, described in content["files"].items():
         if not isinstance(described, dict):

@@ -15,9 +15,8 @@ from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config, TrainConfig, default_of, known_keys
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.data.order import ORDER_OF_PARTS
 from torchtitan_lite.errors import CheckpointError, ConfigError
-from torchtitan_lite.monitoring import records, run_folder
+from torchtitan_lite.monitoring import records
 from torchtitan_lite.tools.load_model import require_same_data
 from torchtitan_lite.training.start import prepared
 
@@ -44,7 +43,6 @@ class Record:
     config: Config
     data: DataSet
     segments: list[Segment]
-    in_former_order: bool  # see `in_former_order`
 
     @property
     def n_steps(self) -> int:
@@ -52,14 +50,8 @@ class Record:
         return self.segments[-1].last
 
     def within(self, steps: range) -> list[Segment]:
-        """The segments that have some of these steps.
-
-        Raises:
-            ConfigError: one of them has short sequences in the order of version 0.3.
-        """
-        found = [s for s in self.segments if s.first < steps.stop and s.last >= steps.start]
-        require_present_order(self.folder, self.in_former_order and any(s.cuts > 1 for s in found))
-        return found
+        """The segments that have some of these steps."""
+        return [s for s in self.segments if s.first < steps.stop and s.last >= steps.start]
 
     def n_samples(self, steps: range) -> int:
         """How many samples these steps see."""
@@ -104,11 +96,11 @@ def read_record(folder: Path) -> Record:
         require_same_data(str(folder), data, state)
     known = {0: 0, **{state.step: state.samples_consumed for state in states}}
     segments = _segments(loaded.config, changes_of(folder), known, jumps_of(folder))
-    return Record(folder, loaded.config, data, segments, in_former_order(folder))
+    return Record(folder, loaded.config, data, segments)
 
 
 def config_of(folder: Path) -> Config:
-    """The config of the newest attempt. Keys that this version no longer has are ignored."""
+    """The config of the newest attempt."""
     file = folder / "config.toml"
     try:
         tree = tomli.loads(file.read_text(encoding="utf-8"))
@@ -125,23 +117,6 @@ def config_of(folder: Path) -> Config:
         return Config.model_validate(kept, context="layers")
     except ValueError as error:
         raise ConfigError(f"{file} can't be read: {error}") from None
-
-
-def in_former_order(folder: Path) -> bool:
-    """Whether short sequences of a run have the order of version 0.3."""
-    for state in reversed(_states(folder)):
-        return state.order_of_parts != ORDER_OF_PARTS
-    versions = run_folder.read(folder).get("versions")
-    return isinstance(versions, dict) and str(versions.get("torchtitan_lite")).startswith("0.3.")
-
-
-def require_present_order(folder: Path, former: bool) -> None:
-    """Raise ConfigError if steps that are asked for have short sequences in the order of version 0.3."""
-    if former:
-        raise ConfigError(
-            f"{folder}: these steps have short sequences (train.seq_len_schedule) in the order of version 0.3; look at "
-            "them with version 0.3"
-        )
 
 
 def _states(folder: Path) -> list[TrainState]:
