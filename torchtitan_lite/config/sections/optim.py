@@ -121,11 +121,6 @@ step: multiplied by step_gamma every step_every steps"""
     """clip gradients to this global norm; inf: no clipping"""
 
 
-# A run's config.toml names every key. Values that were defaults when it began were not chosen by the user: where
-# nothing reads them, they are no mistake.
-FORMER_DEFAULTS = {"optim.betas": (0.9, 0.95), "optim.muon_momentum": 0.95, "train.steps": 500}
-
-
 def rules(config: "Config", machine: Machine) -> Rules:
     """The broken rules of [optim], alone and with the number of steps."""
     optim = config.optim
