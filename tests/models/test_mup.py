@@ -158,7 +158,6 @@ def test_the_base_width_itself_is_the_plain_model(text: Path, tmp_path: Path) ->
     [
         (["--model.tie_embeddings=true"], "makes them one matrix; model.tie_embeddings = false works"),
         (["--optim.name=sgd"], 'those of optim.name = "sgd" do not'),
-        (["--optim.name=adamw", "--optim.rms_scaling=true"], "those of optim.rms_scaling = true do not"),
         (["--model.family=t5", "--data.objective=span_corruption"], "mup_base_dim"),
     ],
 )

@@ -303,9 +303,7 @@ def test_memory_that_changes_between_updates_stops_the_run_before_it_is_used(
 @pytest.mark.parametrize("keys", [
     {"optim__name": "muon", "optim__lr": 5e-3},
     pytest.param({"optim__name": "sgd", "optim__lr": 0.1}, marks=extended),
-    pytest.param(
-        {"optim__rms_scaling": True, "optim__ema_decay": 0.9, "FAULT_TENSOR": "ema.output.weight"}, marks=extended
-    ),
+    pytest.param({"optim__ema_decay": 0.9, "FAULT_TENSOR": "ema.output.weight"}, marks=extended),
     {"FAULT_TENSOR": "exp_avg_sq.output.weight"},
     pytest.param({"speed__shared_memory": False, "fsdp__param_dtype": "bfloat16"}, marks=extended),
     pytest.param({"checkpoint__state_dict": "sharded", "checkpoint__async_save": True}, marks=extended),

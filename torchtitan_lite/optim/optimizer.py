@@ -51,11 +51,6 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> GuardedOptimizer:
 
 
 def adamw(groups: list[dict[str, Any]], config: OptimConfig) -> GuardedOptimizer:
-    """torch's AdamW, or with rms_scaling, ours."""
-    if config.rms_scaling:
-        from torchtitan_lite.optim.rms_scaling import ScaledAdamW
-
-        return ScaledAdamW(groups, config)
     return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 

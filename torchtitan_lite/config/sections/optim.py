@@ -39,7 +39,7 @@ class Optimizer:
 
 
 OPTIMIZERS = {
-    "adamw": Optimizer("torchtitan_lite.optim.optimizer:adamw", keys=("betas", "eps", "rms_scaling")),
+    "adamw": Optimizer("torchtitan_lite.optim.optimizer:adamw", keys=("betas", "eps")),
     "sgd": Optimizer("torchtitan_lite.optim.optimizer:sgd", keys=("momentum",)),
     "muon": Optimizer(
         "torchtitan_lite.optim.muon:Muon",
@@ -80,8 +80,6 @@ class OptimConfig(Section):
     """adamw, and muon's AdamW part: decay rates of the two moments"""
     eps: PositiveFloat = 1e-8
     """adamw, and muon's AdamW part: added to the root of the second moment"""
-    rms_scaling: bool = False
-    """adamw: multiply each parameter's rate by its root mean square (at least 0.001), as Adafactor does"""
     momentum: float = Field(default=0.9, gt=0, lt=1)
     """sgd: momentum"""
     muon_momentum: float = Field(default=0.9, gt=0, lt=1)
