@@ -43,10 +43,7 @@ OPTIMIZERS = {
     "sgd": Optimizer("torchtitan_lite.optim.optimizer:sgd", keys=("momentum",)),
     "muon": Optimizer(
         "torchtitan_lite.optim.muon:Muon",
-        keys=(
-            *("betas", "eps", "muon_momentum", "muon_scale", "muon_dtype", "muon_cautious_decay"),
-            "muon_embedding_lr_factor",
-        ),
+        keys=("betas", "eps", "muon_momentum", "muon_embedding_lr_factor"),
     ),
 }
 if TYPE_CHECKING:
@@ -84,12 +81,6 @@ class OptimConfig(Section):
     """sgd: momentum"""
     muon_momentum: float = Field(default=0.9, gt=0, lt=1)
     """muon: momentum (Nesterov's)"""
-    muon_scale: Literal["adamw", "original"] = "adamw"
-    """muon: size of updates: adamw's, so that its rate and decay can be kept; original: that of Jordan's code"""
-    muon_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """muon: dtype of the products and of what ranks exchange; auto: float32 on a CPU, bfloat16 on a GPU"""
-    muon_cautious_decay: bool = False
-    """muon: decay a weight only where the update also shrinks it"""
     muon_embedding_lr_factor: NonNegativeFloat = 3.0
     """muon: multiplies the learning rate of token embeddings that are not tied to the head"""
     weight_decay: NonNegativeFloat = 0.1
