@@ -67,4 +67,4 @@ def apply_compile(model: Transformer, config: CompileConfig, *, dynamic: bool | 
         compiler = torch.compiler.config
         compiler.recompile_limit = max(compiler.recompile_limit, 16 * len(model.layers))
         for layer in model.layers:
-            layer.compile(backend=config.backend, mode=config.mode, fullgraph=True, dynamic=dynamic)
+            layer.compile(backend=config.backend, fullgraph=True, dynamic=dynamic)

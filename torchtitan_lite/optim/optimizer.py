@@ -55,7 +55,7 @@ def adamw(groups: list[dict[str, Any]], config: OptimConfig) -> GuardedOptimizer
 
 
 def sgd(groups: list[dict[str, Any]], config: OptimConfig) -> GuardedOptimizer:
-    return SGD(groups, lr=config.lr, momentum=config.momentum)
+    return SGD(groups, lr=config.lr, momentum=0.9)
 
 
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:

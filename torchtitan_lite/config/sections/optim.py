@@ -40,7 +40,7 @@ class Optimizer:
 
 OPTIMIZERS = {
     "adamw": Optimizer("torchtitan_lite.optim.optimizer:adamw", keys=("betas", "eps")),
-    "sgd": Optimizer("torchtitan_lite.optim.optimizer:sgd", keys=("momentum",)),
+    "sgd": Optimizer("torchtitan_lite.optim.optimizer:sgd"),
     "muon": Optimizer(
         "torchtitan_lite.optim.muon:Muon",
         keys=("betas", "eps", "muon_momentum", "muon_embedding_lr_factor"),
@@ -70,15 +70,14 @@ class OptimConfig(Section):
     on_resume: ClassVar[Resume] = ASKS
 
     name: Annotated[OptimizerName, REFUSED] = "muon"
-    """muon: Muon for the matrices of the blocks, AdamW for the rest (torch.optim's Adafactor takes no shards)"""
+    """muon: Muon for the matrices of the blocks, AdamW for the rest (torch.optim's Adafactor takes no shards); \
+sgd: with a momentum of 0.9"""
     lr: PositiveFloat = 4e-3
     """peak learning rate"""
     betas: tuple[float, float] = (0.9, 0.99)
     """adamw, and muon's AdamW part: decay rates of the two moments"""
     eps: PositiveFloat = 1e-8
     """adamw, and muon's AdamW part: added to the root of the second moment"""
-    momentum: float = Field(default=0.9, gt=0, lt=1)
-    """sgd: momentum"""
     muon_momentum: float = Field(default=0.9, gt=0, lt=1)
     """muon: momentum (Nesterov's)"""
     muon_embedding_lr_factor: NonNegativeFloat = 3.0
