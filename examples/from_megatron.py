@@ -57,7 +57,7 @@ def documents(prefix: str, end: int) -> Iterator[NDArray[Any]]:
 
 
 def copy(prefixes: Sequence[str], tokenizer_json: Path, out: Path, val_fraction: float) -> int:
-    """Write the folder `out`. Returns the exit code. Raises DataError if a file is damaged or does not suit the tokenizer."""
+    """Write the folder `out`. Returns 0. Raises DataError: a file is damaged, or does not suit the tokenizer."""
     tokenizer = special_tokens.literal(bpe.load(tokenizer_json).to_str(pretty=True))
     end, vocab_size = bpe.end_token(tokenizer), bpe.size(tokenizer)
     unknown, dtype = special_tokens.unknown(tokenizer, end), metas.token_dtype(vocab_size)

@@ -42,7 +42,6 @@ RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {
     }),
     "muon, experts": ("", 2, {"optim__name": "muon", **SHARDED, **DCP, **EXPERTS}),
     "experts": ("extended", 2, EXPERTS | ONE_AT_A_TIME),
-    "rms_scaling": ("extended", 2, {"optim__rms_scaling": True, "optim__lr": 0.1}),
     "t5": ("extended", 2, T5 | SHARDED | DCP | BF16 | RECOMPUTED | {"model__dropout": 0.1}),
     "t5, v1.0": ("extended", 2, T5 | ONE_AT_A_TIME | {
         "model__gated": False, "model__tie_embeddings": True, "model__scale_output": True, "train__z_loss": 1e-4,

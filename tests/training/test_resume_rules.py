@@ -118,7 +118,6 @@ def test_what_changes_the_last_bits_is_part_of_the_setting() -> None:
         "run.tf32",
         "speed.widened_products",
         "speed.float8",
-        "compile.mode",
     }
     changed = {key for change in changes for key in change} | {"fsdp.blocks_per_group", "fsdp.dp_replicate"}
     assert schema.bitwise_keys().keys() == (changed - {"fsdp.dp_shard"}) | by_the_machine
@@ -194,7 +193,7 @@ def kept(before: dict[str, Any], **given: Any) -> list[str]:
 
 def test_another_size_or_default_does_not_meet_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     before = schema.flatten(load.load(None, {}).config)
-    unused = {"optim.momentum": 0.8}  # of sgd: no difference, and nothing to tell
+    unused = {"optim.decay_ratio": 0.5}  # of wsd: no difference, and nothing to tell
     assert kept(before) == []
     monkeypatch.setitem(LLAMA["1M"], "n_layers", 3)
     assert kept(before | unused) == kept(before, model__size="1M") == ["model.n_layers"]
