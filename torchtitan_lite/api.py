@@ -201,7 +201,7 @@ class Data:
                 first = data.position(end, train.batch_size(step))
                 end = first + train.batch_size(step)
                 if step >= first_step:
-                    yield step, loader.batch(first, end - first, train.parts(step))
+                    yield step, loader.batch(first, end - first)
 
         return steps()
 
