@@ -9,6 +9,7 @@ import pytest
 
 from torchtitan_lite.files import append_line, write_durably
 from torchtitan_lite.monitoring import attempts
+from torchtitan_lite.monitoring.metrics import Log
 
 
 def begin(folder: Path, number: int, step: int) -> None:
@@ -77,6 +78,22 @@ def test_records_that_a_kill_has_cut_are_ignored(tmp_path: Path) -> None:
         file.write(b'{"step": 3}')  # cut before its newline
     record(tmp_path, 3, 4)
     assert [record["step"] for record in attempts.records(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_a_line_after_a_torn_one_begins_anew(tmp_path: Path) -> None:
+    """The disk was full in the middle of a line, and has room again."""
+    log = Log(tmp_path, speaks=True)
+    log.record({"step": 1})
+    file = tmp_path / "metrics.jsonl"
+    kept = file.read_bytes()
+    file.unlink()
+    file.mkdir()  # as good as a full disk
+    log.record({"step": 2})
+    file.rmdir()
+    file.write_bytes(kept + b'{"step": 2, "ti')
+    log.record({"step": 3})
+    log.record({"step": 4})
+    assert [record["step"] for record in attempts.records(tmp_path)] == [1, 3, 4]
 
 
 def _write_often(file: Path, content: bytes, start: Any) -> None:

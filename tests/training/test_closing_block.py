@@ -21,7 +21,7 @@ def test_the_closing_block_repeats_the_command(text: Path, tmp_path: Path, capsy
     """Its "train longer" trained another run: without the file, the text and the name."""
     (tmp_path / "mine.toml").write_text("[optim]\nlr = 1e-3\n")
     options = tiny(text, tmp_path, run__name="mine", train__steps=2, optim__warmup_steps=1, run__threads=0)
-    more = ["--config", str(tmp_path / "mine.toml"), *options, "--checkpoint.resume", "never"]
+    more = ["--config", str(tmp_path / "mine.toml"), *options, "--checkpoint.resume", ""]
     output = succeeded(ranks(1, *more))
     (line,) = re.findall(r"train longer: +(.*)", output)
     words = shlex.split(line, comments=True)  # as a shell reads it
@@ -45,7 +45,7 @@ def test_the_closing_block_repeats_the_command(text: Path, tmp_path: Path, capsy
         (["--train.steps=5", "--run.name=a"], ["--run.name=a"]),
         (["--train.steps", "5", "--run.name", "a"], ["--run.name", "a"]),
         (["--resume-with-changes", "--optim.lr=1"], ["--optim.lr=1"]),
-        (["--checkpoint.resume=step-3", "--config", "x.toml"], ["--config", "x.toml"]),
+        (["--checkpoint.resume=runs/other", "--config", "x.toml"], ["--config", "x.toml"]),
         ([], []),
     ],
 )

@@ -1,4 +1,4 @@
-"""The history of a run: attempts.jsonl, and which records of its other files count.
+"""The history of a run: attempts.jsonl, the newest status in run.json, and which records of its other files count.
 
 An attempt adds a line when it has taken over the run's folder, before its first step, and another when it ends. One
 that was killed has no second line. A run only moves forward: an attempt that begins after step s makes the steps after
@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.files import append_line, sync_folder
 
 FILE = "attempts.jsonl"
+FORMAT_VERSION = 1  # of a run's folder, in run.json
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,34 @@ def records(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     return [line for line in _lines(folder / name) if line.get("step", 0) <= ends.get(line.get("attempt", 0), last)]
 
 
+def newest_status(folder: Path) -> dict[str, Any]:
+    """The content of run.json; empty if it is missing or damaged.
+
+    Raises:
+        ConfigError: an older version made the folder.
+    """
+    try:
+        about: dict[str, Any] = json.loads((folder / "run.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    if about.get("format_version") != FORMAT_VERSION:
+        raise ConfigError(
+            f"{folder} was made by an older version: finish it, or export it, with the last commit of 0.4 "
+            "(6b3ed8e, see CHANGELOG.md); then start from the export with model.init_from"
+        )
+    return about
+
+
+def made(attempts: Sequence[Attempt]) -> list[Attempt]:
+    """The attempts that made steps that count, with the newest."""
+    return [a for i, a in enumerate(attempts) if all(a.step < later.step for later in attempts[i + 1 :])]
+
+
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
     """The JSON objects of a file, if it exists."""
     for line in file.read_bytes().splitlines() if file.is_file() else []:
         try:
-            content = json.loads(line)
+            content = json.loads(line, parse_constant=lambda _: None)  # NaN
         except ValueError:
             continue
         if isinstance(content, dict):

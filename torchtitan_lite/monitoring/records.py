@@ -8,9 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# the files that a resume cuts, and the key that tells when a record was written
-_CUT = {"metrics.jsonl": "step", "samples.jsonl": "step", "rouge.jsonl": "step", "spikes.jsonl": "rewind"}
-
 
 def parse(line: bytes) -> dict[str, Any] | None:
     """The record of a line; None if it is damaged."""
@@ -47,14 +44,3 @@ def split(file: Path, last: float, key: str = "step") -> tuple[bytes, bytes, lis
         else:
             later.append(record)
     return content, b"".join(kept), later
-
-
-def without_later(folder: Path, step: int) -> dict[str, bytes]:
-    """New contents for files with records of later steps, which a resume will repeat; what rewinds abandoned stays."""
-    changed = {}
-    for name, key in _CUT.items():
-        last = float("inf") if step and key == "rewind" else step
-        content, kept, _ = split(folder / name, last, key)
-        if kept != content:
-            changed[name] = kept
-    return changed

@@ -43,7 +43,7 @@ from torchtitan_lite.tools.load_model import (
     open_model,
     out_of_range,
 )
-from torchtitan_lite.tools.records import ROUGE as KINDS
+from torchtitan_lite.tools.report.runs import ROUGE as KINDS
 
 FILE = "rouge.jsonl"
 SHOWN = 3  # examples that are printed
