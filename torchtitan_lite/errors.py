@@ -81,14 +81,14 @@ class DivergedError(UserError):
     exit_code = 1
 
 
-class MemoryFaultError(UserError):
-    """Memory that nothing wrote to has changed."""
+class NonFiniteError(UserError):
+    """The loss or the gradient norm became NaN or infinite. That step's update was not applied."""
 
     exit_code = 1
 
 
-class NonFiniteError(UserError):
-    """The loss or the gradient norm became NaN or infinite. That step's update was not applied."""
+class SpikeError(UserError):
+    """A loss or gradient norm far above those before it. That step's update was not applied."""
 
     exit_code = 1
 

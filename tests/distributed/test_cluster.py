@@ -138,8 +138,7 @@ def test_a_rank_killed_on_one_of_two_machines_restarts_both(text: Path, tmp_path
     torchrun counts a restart only on the machine whose rank died; the ranks still rendezvous.
     Rank 0 is slow, so that its torchrun learns of the restart before its rank fails without the other.
     """
-    more = {"train__steps": 6, "checkpoint__every": 2}
-    more |= {"checkpoint__state_dict": "sharded"}
+    more = {"train__steps": 6, "checkpoint__every": 2, "checkpoint__state_dict": "sharded"}
     both = agents(tiny(text, tmp_path, run__name="two", **more), "kill:1:5:batch,slow:0:5:batch")
     said = [agent.communicate(timeout=HANGS_S) for agent in both]
     assert [agent.returncode for agent in both] == [0, 0], said

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torchtitan_lite.config.schema import RunConfig
 from torchtitan_lite.distributed.process_group import process_group
 from torchtitan_lite.monitoring import run_folder, watchdog
-from torchtitan_lite.monitoring.run_folder import facts
 
 DAY_MINUTES = 24 * 60
 TIMEOUT_MINUTES = 0.08  # of the watchdog
@@ -24,7 +23,8 @@ def main(argv: Sequence[str]) -> int:
     setattr(watchdog, "limit_group_timeouts", lambda _: None)  # noqa: B010  # as if it were a day
     with process_group(RunConfig(device="cpu", threads=1, timeout_minutes=DAY_MINUTES)) as world:
         if world.rank == 0:
-            run_folder.begin(folder, {"step": 3, "samples": 0, "config": {}, "setting": {}} | facts(world, [""]))
+            about = {"step": 3, "samples": 0, "config": {}, "setting": {}, "tasks": {}}
+            run_folder.begin(folder, about | run_folder.facts(world, [""]))
         if case == "same place":  # there NCCL's collectives are pending on all ranks
             world = replace(world, device=torch.device("cuda", world.rank))
         late = 0 if case == "rank 0 fetches" else 1

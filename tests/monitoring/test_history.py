@@ -13,7 +13,12 @@ from torchtitan_lite.monitoring.metrics import Log
 
 
 def begin(folder: Path, number: int, step: int) -> None:
-    about: dict[str, Any] = {"command": ["train.py"], "config": {"train.steps": 9}, "setting": {"threads": 1}}
+    about: dict[str, Any] = {
+        "command": ["train.py"],
+        "config": {"train.steps": 9},
+        "setting": {"threads": 1},
+        "tasks": {},
+    }
     about |= {"world_size": 1, "hosts": ["a"], "versions": {"torch": "2"}, "git": {}, "device": "cpu", "unknown": 1}
     attempts.add(folder, {"attempt": number, "time": 1.0, "step": step, "samples": 8 * step, **about})
 

@@ -168,7 +168,7 @@ def test_steps_that_were_not_logged_are_compared_with_the_next_record(trained: P
     assert recorded.steps[5]["rank_losses"]
     assert not has_changed(config, 5, recorded)
     (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(r | {"loss": 9.0}) + "\n" for r in kept))
-    assert has_changed(config, 5, recorded), "as by a rewind while the replay reads"
+    assert has_changed(config, 5, recorded), "as by a start of the run while the replay reads"
 
 
 def test_a_difference_names_what_is_known() -> None:

@@ -29,7 +29,7 @@ from torchtitan_lite.data.prepare.__main__ import main as prepare
 from torchtitan_lite.data.prepare.summary import verify
 from torchtitan_lite.data.token_files import TokenFiles, read_meta
 from torchtitan_lite.models.loss import IGNORE
-from torchtitan_lite.tools.incidents.record import abandoned, changes_of, jumps_of, read_record
+from torchtitan_lite.tools.incidents.record import changes_of, read_record
 from torchtitan_lite.tools.incidents.which import main as which
 
 MARKER = "MARKER-OF-A-POISONED-DOCUMENT"
@@ -482,7 +482,7 @@ def test_positions_that_checkpoints_contradict_are_not_guessed(
     assert "not known which samples step 7 saw" in capsys.readouterr().err
 
 
-def test_damaged_records_of_resumes_and_rewinds_are_skipped(tmp_path: Path) -> None:
+def test_damaged_records_of_resumes_are_skipped(tmp_path: Path) -> None:
     """Kills and full disks cut lines; the records before and after them count."""
     odd = [b'{"step": 3, "re', b"[]", b'{"step": "3"}', b"\xff"]
 
@@ -490,15 +490,7 @@ def test_damaged_records_of_resumes_and_rewinds_are_skipped(tmp_path: Path) -> N
         lines = [json.dumps(record).encode() for record in records]
         (tmp_path / name).write_bytes(b"\n".join([lines[0], *odd, *lines[1:]]) + b"\n")
 
-    assert (jumps_of(tmp_path), changes_of(tmp_path), abandoned(tmp_path, 5)) == ([], [], [])
-    write(
-        "metrics.jsonl",
-        {"step": 5, "rewind": 1, "rewound_samples": [24, 36]},
-        {"step": 5, "rewind": 1, "rewound_samples": [24]},
-        {"step": 5, "rewind": 1, "rewound_samples": None},
-        {"step": 9, "rewind": 2, "rewound_samples": [60, 72]},
-    )
-    assert jumps_of(tmp_path) == [[4, 24, 36], [8, 60, 72]]
+    assert changes_of(tmp_path) == []
     write(
         "changes.jsonl",
         {"step": 8, "changed": {"optim.lr": [1, 2]}, "setting": {"threads": [1, 2]}},
@@ -507,13 +499,3 @@ def test_damaged_records_of_resumes_and_rewinds_are_skipped(tmp_path: Path) -> N
         {"step": 4, "changed": {"optim.lr": [0, 1]}},
     )
     assert changes_of(tmp_path) == [(4, {"optim.lr": [0, 1]}), (8, {"optim.lr": [1, 2], "threads": [1, 2]})]
-    write(
-        "spikes.jsonl",
-        {"rewind": 1, "step": 7, "back_to": 4},
-        {"rewind": 1, "file": "metrics.jsonl", "step": 5, "loss": 1.0},
-        {"rewind": 2, "step": 9, "back_to": None},
-        {"rewind": 2, "step": 9, "back_to": 6},
-    )
-    notes = {step: [note.split(",")[0] for note in abandoned(tmp_path, step)] for step in (4, 5, 7, 8, 9, 10)}
-    first, second = ["rewind 1"], ["rewind 2"]
-    assert notes == {4: [], 5: first, 7: [*first, *second], 8: second, 9: second, 10: []}

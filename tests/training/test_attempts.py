@@ -211,9 +211,8 @@ def test_a_finished_run_that_is_started_again_stays_complete(run: Path, again: A
 @pytest.mark.parametrize("rank0_lives", [False, True])
 def test_another_rank_records_the_end_for_a_rank_0_that_is_gone(rank0_lives: bool, tmp_path: Path) -> None:
     world, other = (World(rank, 3, torch.device("cpu"), 1) for rank in (0, 1))
-    number = run_folder.begin(tmp_path, {"step": 0, "samples": 0, "config": {}, "setting": {}} | run_folder.facts(
-        world, ["here"]
-    ))  # fmt: skip
+    start = {"step": 0, "samples": 0, "config": {}, "setting": {}, "tasks": {}}
+    number = run_folder.begin(tmp_path, start | run_folder.facts(world, ["here"]))
     run_folder.end(tmp_path, other, 0, "failed", 3, "a rank that was refused")
     assert about(tmp_path)["status"] == "running"
     if rank0_lives:

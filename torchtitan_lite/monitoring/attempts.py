@@ -30,6 +30,7 @@ class Attempt:
     samples: int  # TrainState.samples_consumed there
     config: Mapping[str, Any]  # by "section.key", as JSON has it
     setting: Mapping[str, Any]  # the bitwise setting, see checkpointing/compatibility.py
+    tasks: Mapping[str, str]  # a hash of the questions of each task, by its name
     world_size: int
     hosts: Sequence[str]
     versions: Mapping[str, str]  # of torchtitan_lite, torch and python
@@ -52,7 +53,7 @@ def read(folder: Path) -> list[Attempt]:
     """
     attempts: dict[int, Attempt] = {}
     for line in _lines(folder / FILE):
-        number = line.get("attempt")
+        number: int = line["attempt"]
         if "ended" not in line:
             attempts[number] = Attempt(**{key: value for key, value in line.items() if key in _FIELDS})
         elif number in attempts:

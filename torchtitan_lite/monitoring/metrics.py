@@ -138,11 +138,6 @@ class Log:
             self._trackers = None
             trackers.close()
 
-    def reopen_trackers(self, state: TrainState) -> None:
-        """Call this after a rewind to this state."""
-        if self._trackers is not None:
-            self._trackers.reopen(state)
-
     def record(self, values: dict[str, Any], file: str = "metrics.jsonl") -> None:
         """Append a line to a file of records."""
         if self._speaks:
@@ -197,7 +192,6 @@ class Log:
 
     def start_bar(self, step: int, steps: int) -> None:
         """Show a progress bar at this step, if stderr is a terminal."""
-        self.close()
         with self._reported("the progress bar"):
             if self._speaks and sys.stderr.isatty():
                 self._bar = tqdm(initial=step, total=steps, unit="step", dynamic_ncols=True, leave=False)

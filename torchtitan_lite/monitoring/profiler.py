@@ -30,7 +30,7 @@ class Profile:
         self._running: Any = None
 
     def begin(self, step: int) -> None:
-        if step != self._first or self._running is not None:  # a rewind passes it again
+        if step != self._first:
             return
         activities = [ProfilerActivity.CPU]
         if self._world.device.type == "cuda":

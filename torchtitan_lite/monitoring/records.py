@@ -29,18 +29,3 @@ def read(file: Path) -> Iterator[dict[str, Any]]:
     for line in file.read_bytes().splitlines() if file.is_file() else []:
         if record := parse(line):
             yield record
-
-
-def split(file: Path, last: float, key: str = "step") -> tuple[bytes, bytes, list[dict[str, Any]]]:
-    """A file's content, its part up to a value of `key`, and the later records. Damaged lines are in neither."""
-    content = file.read_bytes() if file.is_file() else b""
-    kept, later = [], []
-    for line in content.splitlines(keepends=True):
-        record = parse(line) if line.endswith(b"\n") else None
-        if record is None or not isinstance(record.get(key), int):
-            continue
-        if record[key] <= last:
-            kept.append(line)
-        else:
-            later.append(record)
-    return content, b"".join(kept), later

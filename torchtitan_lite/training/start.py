@@ -110,7 +110,7 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
                 if (data.folder / name).is_file():
                     write_durably(config.folder / name, (data.folder / name).read_bytes())
         about = {"step": step, "samples": s.state.samples_consumed, "config": s.state.config}
-        about |= {"setting": s.state.bitwise_setting, **run_folder.facts(world, hosts)}
+        about |= {"setting": s.state.bitwise_setting, "tasks": s.state.tasks, **run_folder.facts(world, hosts)}
         return run_folder.begin(config.folder, about)
 
     with s.watchdog.loading("changing the files of the run"):
@@ -136,7 +136,7 @@ def report_end(s: Session) -> None:
         return
     run_folder.end(config.folder, s.world, s.log.attempt, "complete", step)
     s.log.notify("completion", step)
-    for line in source_lines(s.samples, s.state):
+    for line in source_lines(s.samples, s.state, config.data.skip_samples):
         s.log.info(line)
     seconds = time.perf_counter() - s.meter.started
     n_steps = counted(step - s.meter.first_step, "step")

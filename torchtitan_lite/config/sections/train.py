@@ -5,7 +5,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveInt
 
 from torchtitan_lite.config.section import (
     ALLOWED_FOR_LATER_STEPS,
@@ -46,23 +46,15 @@ _BEFORE_THE_SCHEDULE = UsedIf(
 )
 _SKIPPING = UsedIf(
     "train.on_nonfinite spike.action",
-    'train.on_nonfinite = "skip" or spike.action',
-    lambda c: c.train.on_nonfinite == "skip" or c.spike.action in ("skip", "rewind"),
+    'train.on_nonfinite = "skip" or spike.action = "skip"',
+    lambda c: "skip" in (c.train.on_nonfinite, c.spike.action),
 )
 _DETECTING = UsedIf(
     "spike.loss_deviations spike.norm_deviations",
     "spike.loss_deviations or spike.norm_deviations above 0",
     lambda c: bool(c.spike.loss_deviations or c.spike.norm_deviations),
 )
-_SAVING = UsedIf(  # a run that has resumed can go back to that checkpoint
-    "checkpoint.every",
-    "a checkpoint to go back to: checkpoint.every above 0",
-    lambda c: c.spike.action != "rewind" or c.checkpoint.every != 0,
-    refuse=False,
-)
-_RESTORED = Resume("allowed", "the window of losses and the number of rewinds are restored")
-_WATCHING = used_with("spike.action", "log", "skip", "rewind")
-_REWINDING = used_with("spike.action", "rewind")
+_WATCHING = used_with("spike.action", "log", "skip", "stop")
 _ROUTING = UsedIf("model.family", "a family with experts", lambda c: c.model.has_experts)
 
 
@@ -132,27 +124,18 @@ losses exclude it"""
 
 
 class SpikeConfig(Section):
-    on_resume: ClassVar[Resume] = replace(_RESTORED, changes_steps=False)
+    on_resume: ClassVar[Resume] = Resume("allowed", "the window of losses is restored")
 
-    action: Annotated[Literal["off", "log", "skip", "rewind"], _RESTORED, _DETECTING, _SAVING] = "off"
-    """on a loss or gradient norm far above those before it: log it; skip the update; or rewind: go back to the newest \
-checkpoint, and continue after the samples seen since then"""
-    window: Annotated[int, _RESTORED, _WATCHING] = Field(default=128, ge=4, le=10_000)
+    action: Annotated[Literal["off", "log", "skip", "stop"], _DETECTING] = "off"
+    """on a loss or gradient norm far above those before it: log it; skip the update; or stop the run, and print the \
+command of one that skips the samples"""
+    window: Annotated[int, _WATCHING] = Field(default=128, ge=4, le=10_000)
     """compare with this many steps; nothing is a spike before there are so many, or during the warm-up"""
-    loss_deviations: Annotated[NonNegativeFloat, _RESTORED, _WATCHING] = 8.0
+    loss_deviations: Annotated[NonNegativeFloat, _WATCHING] = 8.0
     """a loss is a spike if it is this many deviations above the median of the window; 0: off. A deviation is 1.48 \
 times the median absolute deviation, at least 2 % of the median"""
-    norm_deviations: Annotated[NonNegativeFloat, _RESTORED, _WATCHING] = 20.0
+    norm_deviations: Annotated[NonNegativeFloat, _WATCHING] = 20.0
     """the same for the gradient norm"""
-    rewind_steps: Annotated[NonNegativeInt, _REWINDING] = 0
-    """rewind: go back this many steps or more, for damage that shows late"""
-    max_rewinds: Annotated[PositiveInt, _REWINDING] = 10
-    """rewind: stop the run instead of rewinding more often"""
-    recheck: bool = False
-    """compute a step that is not finite, or a spike (skip, rewind), a second time: was it the data or the hardware?"""
-    memory_check_every: NonNegativeInt = 0
-    """every this many steps, compare parameters and optimizer state after the update with those before the next one, \
-and between copies (HSDP): a bit that flipped in memory stops the run; 0: off"""
 
 
 def rules(config: "Config", machine: Machine) -> Rules:

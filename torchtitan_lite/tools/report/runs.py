@@ -55,12 +55,7 @@ class Run:
 
     @property
     def spikes(self) -> Records:
-        """The loss spikes that were not rewound."""
         return [r for r in self.having("spike") if isinstance(r["spike"], dict)]
-
-    @property
-    def rewinds(self) -> Records:
-        return [r for r in self.having("rewind") if type(r["rewind"]) is type(r.get("rewound_from")) is int]
 
     @property
     def best(self) -> dict[str, Any] | None:
@@ -103,6 +98,7 @@ def _read_run(folder: Path) -> Run:
     run.records += sorted(attempts.records(folder, "rouge.jsonl"), key=lambda r: r["step"])
     for before, now in itertools.pairwise(attempts.made(attempts.read(folder))):
         pairs = {key: (before.config.get(key, value), value) for key, value in now.config.items()}
+        pairs |= {f"eval.tasks {task}": (before.tasks.get(task, value), value) for task, value in now.tasks.items()}
         run.changes += [
             (now.step, key, toml.format_value(earlier), toml.format_value(value))
             for key, (earlier, value) in pairs.items()
