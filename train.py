@@ -77,8 +77,7 @@ def launch(argv: Sequence[str]) -> int:
             with process_group(config.run) as world, explained(world):
                 lock = run_folder.lock(config.folder, world)
                 log = Log(config.folder, speaks=world.rank == 0)
-                with log.notifying(config.run.name, config.log.notify):
-                    run(loaded, data, world, log)
+                run(loaded, data, world, log)
                 lock.release()
     except KeyboardInterrupt:
         if prints:
@@ -198,7 +197,7 @@ def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh, *, widen: b
     # The order matters: checkpointing replaces a block's forward, compilation takes the result, and fully_shard puts
     # its hooks (all-gather before, reshard after) around both.
     blocks.apply_activation_checkpointing(model, config.activation_checkpointing)
-    blocks.apply_compile(model, config.compile, dynamic=config.dynamic_lengths)
+    blocks.apply_compile(model, config.compile, all_lengths=config.data.objective == "pairs")
     parallelize.apply_fsdp(model, mesh, config.fsdp)
     if config.speed.float8:
         float8.gather_in_float8(model)
@@ -255,7 +254,7 @@ def train_step(s: Session, step: int) -> StepResult:
     with s.meter.timing("data_s"):
         size = config.train.batch_size(step)
         first = config.data.position(s.state.samples_consumed, size)  # further on where data.skip_samples says so
-        batch = s.loader.batch(first, size, parts=config.train.parts(step))
+        batch = s.loader.batch(first, size)
     s.watchdog.computing()
     sums = forward_backward(s, step, batch)
     loss, grad_norm = sums.loss.float() / batch.global_tokens, sums.squared_norm.sqrt().float() / s.scaler.scale

@@ -20,7 +20,6 @@ class TrainState:
     spikes: Mapping[str, list[float]] = field(default_factory=dict)  # the window of spike_guard.py
     loss_since: list[float] = field(default_factory=list)  # of metrics.Meter; empty in older checkpoints
     end_token: int | None = None  # token id; None in checkpoints older than this field
-    order_of_parts: int = 1  # of short sequences, see data/order.py; a run keeps it
     validation: Mapping[str, int] = field(default_factory=dict)  # the sequences of val_loss, see scoring/validation.py
     tasks: Mapping[str, str] = field(default_factory=dict)  # a hash of the questions of each task, by its name
     identity: Mapping[str, Any] = field(default_factory=dict)  # by config key: must be equal on a resume

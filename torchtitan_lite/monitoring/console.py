@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -131,7 +130,6 @@ def batch_line(config: Config, layout: Layout, world_size: int) -> str:
         of = f"at most {config.input_len} tokens and {config.target_len} targets"
     rows, ranks = counted(config.train.micro_batch_size, "sequence"), counted(world_size, "rank")
     last = "; the last steps, see train.batch_schedule" if config.train.batch_schedule else ""
-    last += "; shorter ones at first, see train.seq_len_schedule" if config.train.seq_len_schedule else ""
     return f"batch   {rows} x {ranks} x {layout.grad_accum_steps} accumulation{masked}, of {of}{last}"
 
 
@@ -246,25 +244,18 @@ def fitted(line: str, columns: int) -> str:
     return line
 
 
-def what_next(config: Config, step: int) -> str:
-    """The commands to use after a finished run, at most three. They repeat the options of its own command."""
-    folder, python = shlex.quote(str(config.folder)), shlex.quote(_python())
-    own = bool(config.data.path or config.data.sources)
-    prompts = config.sample.prompts or ([] if own else ["def "])
+def what_next(config: Config) -> str:
+    """The commands to use after a finished run: one for its model, one for its curves."""
+    folder = shlex.quote(str(config.folder))
+    python = shlex.quote(_python())
+    defaults = [] if config.data.path or config.data.sources else ["def "]
+    prompt = next(filter(None, config.sample.prompts or defaults), "")
     kind = "source" if FAMILIES[config.model.family].encoder_decoder else "prompt"
-    if own:
-        more = f"--train.epochs={2 * config.train.epochs:g}" if config.train.epochs else f"--train.steps={2 * step}"
-        rises = "" if config.optim.schedule in ("constant", "step") else "  # the learning rate rises again"
-        words = [*lasting_options(sys.argv[1:], "--train.steps", "--train.epochs"), more]
-        third = f"train longer:     {train_command(words)}{rises}"
-    else:
-        words = [*lasting_options(sys.argv[1:], "--run.name"), "--run.name=NAME", "--data.path=FOLDER_OF_TXT_FILES"]
-        third = f"on your own text: {train_command(words)}"
     return (
         f"the run is in {config.folder}\n"
-        f"next    prompt it:        {python} -m torchtitan_lite.generate {folder} "
-        + (f"--{kind} {shlex.quote(prompts[0])}\n" if prompts else "--interactive\n")
-        + f"        plot its curves:  {python} -m torchtitan_lite.report {folder}\n        {third}"
+        f"next    prompt it:       {python} -m torchtitan_lite.generate {folder} "
+        + (f"--{kind} {shlex.quote(prompt)}\n" if prompt else "--interactive\n")
+        + f"        plot its curves: {python} -m torchtitan_lite.report {folder}"
     )
 
 
@@ -281,10 +272,7 @@ def train_command(words: Sequence[str]) -> str:
 def _python() -> str:
     """The interpreter, as a command that works here without activating a virtual environment."""
     here = os.path.relpath(sys.executable)
-    if not here.startswith(".."):
-        return here
-    known = os.path.dirname(shutil.which("python") or "")
-    return "python" if known and os.path.samefile(known, os.path.dirname(sys.executable)) else sys.executable
+    return sys.executable if here.startswith("..") else here
 
 
 def lasting_options(argv: Sequence[str], *also: str) -> list[str]:

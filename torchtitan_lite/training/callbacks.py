@@ -121,7 +121,7 @@ def log_step(s: Session, result: StepResult, peak: float) -> None:
     if s.loads is not None:  # of the step's experts: the fullest and the emptiest of a layer, as shares of its mean
         shares = s.loads / s.loads.mean(1, keepdim=True)
         record |= {"load_max": _finite(shares.max().item()), "load_min": _finite(shares.min().item())}
-    if peak and s.config.train.parts(state.step) == 1:  # it counts the attention of train.seq_len
+    if peak:
         record["mfu"] = record["tokens_per_second"] / peak
     s.log.record(record)
     left_s = s.meter.seconds_per_step(state.step) * (steps - state.step)

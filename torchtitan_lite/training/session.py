@@ -1,6 +1,5 @@
 """What a training step works with, and what it returns: Session, Sums, StepResult, and the base of all callbacks."""
 
-import functools
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -111,12 +110,10 @@ class Session:
     def __post_init__(self) -> None:
         self.meter = Meter(self.state, self.world.device)
 
-        def on_abort(event: str, why: str) -> None:
+        def on_abort(why: str) -> None:
             run_folder.end(self.config.folder, self.world, self.log.attempt, "failed", self.state.step, why)
-            self.log.notify(event, self.state.step, ends=True)
 
-        self.preemption.on_abort = functools.partial(on_abort, "failure")
-        self.watchdog.on_abort = functools.partial(on_abort, "stall")
+        self.preemption.on_abort = self.watchdog.on_abort = on_abort
 
     @property
     def stopping(self) -> bool:

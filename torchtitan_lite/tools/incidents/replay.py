@@ -36,8 +36,6 @@ from torchtitan_lite.terminal import counted, print_line
 from torchtitan_lite.tools.incidents.record import (
     changes_of,
     checkpoint_before,
-    in_former_order,
-    require_present_order,
 )
 from torchtitan_lite.training import out_of_memory
 from torchtitan_lite.training.session import Session, StepResult, settle
@@ -160,8 +158,6 @@ def read(config: Config, n: int) -> Recorded:
     between = {step: record for step, record in steps.items() if start < step <= last}
     if not between and not stopped:
         raise ConfigError(f"--replay={n}: {folder / 'metrics.jsonl'} has no record of the steps {start + 1} to {n}")
-    former = in_former_order(folder) and config.train.shortens(range(start + 1, last + 1))
-    require_present_order(folder, former)
     values, unsure = _values(config, status, checkpoint, range(start + 1, last + 1), between, n)
     setting = {key: value for key, value in values.items() if "." not in key}
     keys = {key: value for key, value in values.items() if "." in key}
