@@ -54,15 +54,12 @@ from torchtitan_lite.optim.optimizer import kept_hyperparameters, make_state
 class Checkpointer(BaseCheckpointer):
     """Saves a run's checkpoints, and loads the one to resume from. All ranks make the same calls."""
 
-    def save(self, state: TrainState, changed: Callable[[], str] = str) -> None:
+    def save(self, state: TrainState) -> None:
         """Save model, optimizer and state. With `async_save`, copy them and write in the background.
 
         Never raises: `wait` returns the outcome.
-
-        Args:
-            changed: called on every rank once the tensors have been read: what must not be committed, or "".
         """
-        self.start_save(state, getattr(self, f"save_{self.config.state_dict}_by_{self.config.api}"), changed)
+        self.start_save(state, getattr(self, f"save_{self.config.state_dict}_by_{self.config.api}"))
 
     def load(self, identity: Mapping[str, Any]) -> TrainState | None:
         """Load the checkpoint that `config.resume` selects, and return its state; None if there is none.

@@ -77,8 +77,7 @@ def launch(argv: Sequence[str]) -> int:
             with process_group(config.run) as world, explained(world):
                 lock = run_folder.lock(config.folder, world)
                 log = Log(config.folder, speaks=world.rank == 0)
-                with log.notifying(config.run.name, config.log.notify):
-                    run(loaded, data, world, log)
+                run(loaded, data, world, log)
                 lock.release()
     except KeyboardInterrupt:
         if prints:
@@ -163,11 +162,10 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
     max_skipped = config.train.max_skipped if config.train.on_nonfinite == "skip" else 0
     guard = FiniteGuard(optimizer, scaler, max_skipped, state.skipped)
     spikes = None
-    if config.spike.action != "off" or config.spike.recheck:
-        from torchtitan_lite.training.spikes.watch import Spikes
+    if config.spike.action != "off":
+        from torchtitan_lite.optim.spike_guard import SpikeGuard
 
-        checkpointer.older_by = config.spike.rewind_steps
-        spikes = Spikes(config.spike, forward_backward)
+        spikes = SpikeGuard(config.spike, config.optim.warmup_steps, state.spikes)
     return Session(
         config=config,
         world=world,
@@ -206,7 +204,7 @@ def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh, *, widen: b
     # The order matters: checkpointing replaces a block's forward, compilation takes the result, and fully_shard puts
     # its hooks (all-gather before, reshard after) around both.
     blocks.apply_activation_checkpointing(model, config.activation_checkpointing)
-    blocks.apply_compile(model, config.compile, dynamic=config.dynamic_lengths)
+    blocks.apply_compile(model, config.compile, all_lengths=config.data.objective == "pairs")
     parallelize.apply_fsdp(model, mesh, config.fsdp)
     if config.speed.float8:
         float8.gather_in_float8(model)
@@ -232,29 +230,25 @@ def load_newest(config: Config, checkpointer: Checkpointer, fresh: TrainState, l
 
 def train(s: Session) -> None:
     """Train from the step after `s.state` to the last one, or until the run is preempted."""
-    step, steps = s.state.step, s.config.train.steps
-    s.log.start_bar(step, steps)
+    steps = s.config.train.steps
+    s.log.start_bar(s.state.step, steps)
     with garbage_on_schedule(s.config.speed.gc_every):
-        while step < steps:
-            step += 1
+        for step in range(s.state.step + 1, steps + 1):
             s.watchdog.step(step)
             for callback in s.callbacks:
                 if callback.before:
                     callback.before(step)
             result = train_step(s, step)
             reads = s.stopping or any(callback.reads_step and due(step, callback.every) for callback in s.callbacks)
-            if reads and not s.rewinding:
+            if reads:
                 settle(s)  # now, and wait for the device; otherwise the next step does it, without waiting
-            if s.spikes is not None and s.rewinding:
-                step = s.spikes.rewind(s)
-                continue
             for callback in s.callbacks:  # training/callbacks.py: log, validate, score tasks, save, sample, profile
                 last = step == steps or (s.preemption.agreed and callback.when_preempted)
                 if last or due(step, callback.every):
                     with s.meter.paused(callback.kind):
                         callback.after(s, result)
             s.log.advance_bar()
-            if s.preemption.agreed:  # after a step that counts: a rewind makes one more, so that it is saved
+            if s.preemption.agreed:
                 break
     s.log.close()
 
@@ -267,7 +261,7 @@ def train_step(s: Session, step: int) -> StepResult:
     with s.meter.timing("data_s"):
         size = config.train.batch_size(step)
         first = config.data.position(s.state.samples_consumed, size)  # further on where data.skip_samples says so
-        batch = s.loader.batch(first, size, parts=config.train.parts(step))
+        batch = s.loader.batch(first, size)
     s.watchdog.computing()
     sums = forward_backward(s, step, batch)
     loss, grad_norm = sums.loss.float() / batch.global_tokens, sums.squared_norm.sqrt().float() / s.scaler.scale
@@ -276,18 +270,16 @@ def train_step(s: Session, step: int) -> StepResult:
     optim.clip_gradients(s.optimizer, grad_norm, config.optim.max_norm, s.scaler.scale)
 
     settle(s)  # of the previous step, which the device has finished by now: the host does not wait
-    if s.rewinding:
-        return result  # of a step that does not count: the update is not applied
     s.meter.add_loss(sums.loss, batch.global_tokens)
     optim.set_learning_rate(s.optimizer, optim.learning_rate(config.optim, step, config.train.steps))
     with s.meter.timing("optimizer_s"):
-        suspect = None if s.spikes is None else s.spikes.suspect(s, step, loss, grad_norm)
+        suspect = None if s.spikes is None else s.spikes.suspect(step, loss, grad_norm)
         s.guard.update(step, sums.rank_losses, grad_norm, suspect)
         s.model.balance(sums.loads, config.train.router_bias_rate, s.optimizer.found_inf)
     s.loads = sums.loads
     s.preemption.share(sums.stop_requests)
 
-    s.state = s.state.after_step(first, size, batch.global_tokens)
+    s.state = s.state.after_step(first + size, batch.global_tokens)
     return result
 
 

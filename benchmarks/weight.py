@@ -1,19 +1,20 @@
-"""How heavy the code is: `python -m benchmarks.weight [CHECKOUT]`, of this checkout or of another one.
+"""How heavy the code is: `python -m benchmarks.weight [CHECKOUT ...]`, of this checkout or of the ones that are given.
 
-Lines and modules by room, lengths of functions, imports inside functions, modules with one importer, private functions
-that are called once, words of the docs, and the lines that one plain training step executes in the main thread.
+Statements (of the syntax tree, without docstrings), lines, modules and public functions by area, and by room of the
+package; config keys; words of the docs; and the lines that one plain training step executes in the main thread.
 """
 
 import ast
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+import tomllib
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 _STEP = """
 import json, sys, threading
@@ -73,70 +74,55 @@ def of_step(checkout: Path) -> dict[str, int]:
     return counts
 
 
-def main() -> None:
-    """Print the figures."""
-    checkout = Path(sys.argv[1] if len(sys.argv) > 1 else ".").resolve()
-    package = checkout / "torchtitan_lite"
-    sources = {path: path.read_text(encoding="utf-8") for path in sorted(package.rglob("*.py"))}
-    sources |= {
-        checkout / name: (checkout / name).read_text(encoding="utf-8") for name in ("train.py", "checkpoint.py")
-    }
-    trees = {path: ast.parse(text) for path, text in sources.items()}
+class Weight(NamedTuple):
+    """Sums over files."""
 
-    rooms: dict[str, list[int]] = {}
-    for path, text in sources.items():
-        inner = path.relative_to(checkout).parts[1:]
-        rooms.setdefault(inner[0] if len(inner) > 1 else "", []).append(len(text.splitlines()))
-    print("room             lines  modules")
-    for room, counts in sorted(rooms.items(), key=lambda item: -sum(item[1])):
-        print(f"{room or '(top level)':<15} {sum(counts):>6} {len(counts):>8}")
-    print(f"{'all':<15} {sum(map(sum, rooms.values())):>6} {sum(map(len, rooms.values())):>8}")
-    tests = [path.read_text(encoding="utf-8") for path in (checkout / "tests").rglob("*.py")]
-    print(f"{'tests':<15} {sum(len(text.splitlines()) for text in tests):>6} {len(tests):>8}")
+    statements: int
+    lines: int
+    modules: int
+    functions: int  # public ones, and public methods
 
-    functions = [
-        node
-        for tree in trees.values()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
-    lengths = {id(node): (node.end_lineno or 0) - node.lineno + 1 for node in functions}
-    most, longest = max((lengths[id(node)], node.name) for node in functions)
-    print(f"functions: median {statistics.median(lengths.values()):g} lines, longest {most} ({longest})")
+    def __str__(self) -> str:
+        return f"{self.statements:>10} {self.lines:>7} {self.modules:>8} {self.functions:>10}"
 
-    ours = ("torchtitan_lite", "train", "checkpoint")
-    inside, importers = 0, Counter[str]()
-    for tree in trees.values():
-        within = {id(inner) for node in functions for inner in ast.walk(node)}
-        used = set[str]()
-        for node in ast.walk(tree):
-            names = []
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ours:
-                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-            elif isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names if alias.name.split(".")[0] in ours]
-            inside += bool(names) and id(node) in within
-            used.update(names)
-        importers.update(used)
-    modules = {
-        ".".join(path.relative_to(checkout).with_suffix("").parts) for path in sources if path.stem != "__init__"
-    }
-    print(f"imports of ours inside functions: {inside}")
-    print(f"modules with one importer: {sum(importers[module] == 1 for module in modules)}")
 
-    once = 0
-    for tree in trees.values():
-        mentioned = Counter(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
-        mentioned.update(node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute))
-        private = {
-            node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and re.match(r"_[a-z]", node.name)
-        }
-        once += sum(mentioned[name] == 1 for name in private)
-    print(f"private functions named once outside their definition: {once}")
+def weigh(files: Iterable[Path]) -> Weight:
+    """Count statements without docstrings, lines, modules and public functions."""
+    nodes, lines, modules = list[ast.AST](), 0, 0
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        nodes += ast.walk(ast.parse(text))
+        lines += len(text.splitlines())
+        modules += 1
+    is_text = (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) for node in nodes)
+    statements = sum(isinstance(node, ast.stmt) and not text for node, text in zip(nodes, is_text, strict=True))
+    functions = sum(isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.name[0] != "_" for n in nodes)
+    return Weight(statements, lines, modules, functions)
 
+
+def n_keys(checkout: Path) -> int:
+    """The number of config keys."""
+    printed = subprocess.run(
+        [sys.executable, "train.py", "--print-config"], cwd=checkout, env=os.environ | {"PYTHONPATH": str(checkout)},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return sum(len(section) for section in tomllib.loads(printed.stdout).values())
+
+
+def report(checkout: Path) -> None:
+    """Print the figures of one checkout."""
+    package, doors = checkout / "torchtitan_lite", [checkout / "train.py", checkout / "checkpoint.py"]
+    print(f"{'':<20} statements   lines  modules  functions")
+    print(f"{'package':<20} {weigh([*package.rglob('*.py'), *doors])}")
+    for area in ("examples", "tests", "benchmarks"):
+        print(f"{area:<20} {weigh((checkout / area).rglob('*.py'))}")
+    rooms = {room.name: weigh(room.rglob("*.py")) for room in package.iterdir() if (room / "__init__.py").is_file()}
+    rooms["(top level)"] = weigh([*package.glob("*.py"), *doors])
+    for name, weight in sorted(rooms.items(), key=lambda item: -item[1].statements):
+        print(f"    {name:<16} {weight}")
     pages = [*(checkout / "docs").glob("*.md"), *checkout.glob("*.md")]
-    print(f"words of README, docs and other pages: {sum(len(page.read_text().split()) for page in pages):,}")
-
+    words = sum(len(page.read_text(encoding="utf-8").split()) for page in pages)
+    print(f"{n_keys(checkout)} config keys; {words:,} words in README, docs without docs/lab, and other pages")
     executed = of_step(checkout)
     print(f"one plain step executes {sum(executed.values())} lines in {len(executed)} files:")
     for file, count in sorted(executed.items(), key=lambda item: -item[1]):
@@ -144,4 +130,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    for given in sys.argv[1:] or ["."]:
+        report(Path(given).resolve())

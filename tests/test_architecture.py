@@ -135,10 +135,9 @@ NOT_LOADED = (
     ),
     "torchtitan_lite.huggingface",
     "torchtitan_lite.data.prepare.__main__",
-    *("torchtitan_lite.monitoring.trackers", "torchtitan_lite.monitoring.notify"),
-    "torchtitan_lite.monitoring.profiler",
+    *("torchtitan_lite.monitoring.trackers", "torchtitan_lite.monitoring.profiler"),
     "torchtitan_lite.optim.average",
-    *("torchtitan_lite.training.spikes", "torchtitan_lite.distributed.float8"),
+    *("torchtitan_lite.optim.spike_guard", "torchtitan_lite.training.spikes", "torchtitan_lite.distributed.float8"),
     *("plotly", "pyarrow", "tensorboard", "torchao", "wandb", "transformers"),
 )
 _RUN = """

@@ -75,7 +75,7 @@ def cluster(file: Path) -> tuple[int, Device | None]:
     found = re.fullmatch(r"# Cluster: (\d+) x (.+)", line)
     assert found, f"{file.name}: {line}"
     device = mfu.named(found[2])
-    assert device is not None or found[2] == "CPU", f"{file.name}: {found[2]} is not known to mfu.py"
+    assert device is not None or found[2] == "CPU", f"{file.name}: {found[2]} is not in devices.toml"
     return int(found[1]), device
 
 

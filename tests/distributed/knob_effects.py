@@ -104,9 +104,9 @@ def recorded(t: Session) -> Iterator[list[Event]]:
     batch = Loader.batch
     dist.all_reduce = all_reduce  # type: ignore[assignment]
 
-    def recorded_batch(self: Loader, first: int, size: int, parts: int = 1) -> Batch:
+    def recorded_batch(self: Loader, first: int, size: int) -> Batch:
         events.append(Event("batch"))
-        return batch(self, first, size, parts)
+        return batch(self, first, size)
 
     Loader.batch = recorded_batch  # type: ignore[method-assign]
     try:

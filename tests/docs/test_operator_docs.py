@@ -125,17 +125,6 @@ def test_a_lost_machine(text: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-def test_checking_memory(text: Path, tmp_path: Path) -> None:
-    (command,) = commands(section("Checking memory"))
-    plain = a_run(text, tmp_path)
-    checked = [*plain, *shlex.split(command.replace("every=10", "every=2").removeprefix(LAUNCH))]
-    result = ranks(2, *checked, fault="flip:1:7")
-    assert result.returncode == 1
-    assert "step 6: after its update, memory changed by itself: rank 1 (" in result.stderr
-    assert "\ndone    " in succeeded(ranks(2, *checked))
-
-
-@pytest.mark.extended
 def test_a_flipped_bit(text: Path, tmp_path: Path) -> None:
     plain = a_run(text, tmp_path)
     succeeded(ranks(2, *plain, "--run.name=mine", fault="flip_after:1:5"))  # of a parameter, by the update of step 5

@@ -13,10 +13,9 @@ random moments, also while they start, one of these happens:
     full          for some seconds every write of a checkpoint fails, as on a full disk
     clock         for some seconds the clocks of all processes of the machines are an hour back
 
-The command has `checkpoint.resume = never`, which must be obeyed once: no checkpoint may be set aside. Some samples are
-poisoned, so that the loss jumps and the run rewinds. Each step must have seen each of its samples once, whichever
-machines trained it, rewinds must have skipped all others, and the losses must be those of an undisturbed process that
-was told to skip the same samples.
+The command has `checkpoint.resume = never`, which must be obeyed once: no checkpoint may be set aside. Each step must
+have seen each of its samples once, whichever machines trained it, and the losses must be those of an undisturbed
+process.
 
 The machines and their processes are forked from a process that has torch, instead of importing it each time: ten
 times as fast, and the same signals. `--real` starts them as a user does; then only the training processes' clocks go
@@ -31,7 +30,6 @@ import errno
 import gc
 import importlib
 import inspect
-import json
 import os
 import random
 import signal
@@ -54,9 +52,7 @@ from torchtitan_lite.process import env_int
 
 NAMES = ("a", "b", "c")
 BATCH = 6
-LEARNED = 45 * BATCH  # samples after which a poisoned batch is far above the loss
 COMPARED = 1000  # steps: later, two undisturbed runs on other world sizes differ by 1e-3 and more, as rounding grows
-SPIKE = {"spike__action": "rewind", "spike__window": 12, "spike__max_rewinds": 10_000, "spike__recheck": True}
 PACE_S = 0.02  # the least duration of a step
 AS_RANK = "as-rank"  # the first word of this module's command line in a training process of `--real`
 
@@ -201,25 +197,23 @@ def _fill_disk() -> None:
 
 
 def install() -> None:
-    """Write down which samples each rank trained on in which world, at a pace; and poison some of them."""
+    """Write down which samples each rank trained on in which world, at a pace."""
     import train
-    from tests.training import spike_worker
     from torchtitan_lite.data.loader import Loader
 
     _fill_disk()
-    spike_worker.poison()
     drawn: dict[int, list[int]] = {}
     batch, train_step = Loader.batch, train.train_step
     file = Path(os.environ["SAMPLES"]) / f"{env_int('RANK', 0)}.txt"
     # a coordinator that was killed with all that knew it counts worlds from 1 again
     world = f"{env_int('TORCHELASTIC_RESTART_COUNT', 0)}.{os.environ['MASTER_PORT']}"
 
-    def recorded_batch(self: Loader, first: int, size: int, parts: int = 1) -> Any:
+    def recorded_batch(self: Loader, first: int, size: int) -> Any:
         source: Any = self.samples
         if not isinstance(source, Recorded):
             source = Recorded(source)
             object.__setattr__(self, "samples", source)  # it is frozen
-        result = batch(self, first, size, parts)
+        result = batch(self, first, size)
         drawn[first] = source.last
         return result
 
@@ -255,10 +249,9 @@ class Soak:
         self._samples = folder / "samples"
         self._samples.mkdir()
         self.run = folder / "run"
-        self.poisoned = self._poison()
-        env = {"SAMPLES": str(self._samples), "POISON": json.dumps(self.poisoned)}
+        env = {"SAMPLES": str(self._samples)}
         program = [__file__, AS_RANK] if real else ["train.py"]
-        command = [*program, *arguments(folder, text, "run", **SPIKE)]
+        command = [*program, *arguments(folder, text, "run")]
         self.machines = (Machines if real else Forked)(folder, command, "--nnodes", "1:2", "--settle", "0.5", env=env)
         events = ["killed", "killed with rank 0", "all killed", "returned", "left", "coordinator", "and its world"]
         events += ["rank", "frozen", "stranger", "full", "clock"]
@@ -266,14 +259,6 @@ class Soak:
         self.recoveries: list[float] = []
         self.at = 0  # the number of the event that happens
         self._worlds = 0  # how many there had been before the last change
-
-    def _poison(self) -> list[list[int]]:
-        """Ranges of one or two batches, about one for 20 steps."""
-        found, at = [], LEARNED
-        while at < 60_000:  # an environment variable has room for these
-            at += BATCH * self._rng.randint(10, 30)
-            found.append([at, at + BATCH * self._rng.randint(1, 2)])
-        return found
 
     def newest(self) -> float:
         """When rank 0 trained its last step, in seconds of the clock; 0: never."""
@@ -405,9 +390,7 @@ class Soak:
         """The samples that each step saw in the world that trained it last."""
         records: dict[int, list[tuple[float, str, list[int]]]] = {}
         for file in self._samples.glob("*.txt"):
-            lines = [line.split(" ") for line in file.read_text().splitlines()]
-            # a rewind makes a step again in the same world
-            for (world, step), (when, numbers) in {(line[0], line[1]): (line[2], line[3]) for line in lines}.items():
+            for world, step, when, numbers in (line.split(" ") for line in file.read_text().splitlines()):
                 drawn = [int(number) for number in numbers.split(",") if number]
                 records.setdefault(int(step), []).append((float(when), world, drawn))
         last = {step: max(found)[1] for step, found in records.items()}
@@ -453,9 +436,8 @@ def soak(events: int, seed: int, minutes: float, real: bool = False) -> str:
         finally:
             s.machines.close()
         trained = storage.find_steps(s.run / "checkpoints")[-1]
-        skipped = check_samples(s, trained)
-        told = {"train__steps": trained, "checkpoint__every": 0, "data__skip_samples": json.dumps(skipped)}
-        succeeded(ranks(1, *arguments(folder, text, "straight", **told)))
+        check_samples(s, trained)
+        succeeded(ranks(1, *arguments(folder, text, "straight", train__steps=trained, checkpoint__every=0)))
         disturbed, straight = losses(s.run), losses(folder / "straight")
         assert sorted(disturbed) == sorted(straight) == list(range(1, trained + 1))
         difference = max(abs(disturbed[step][0] - straight[step][0]) for step in straight if step <= COMPARED)
@@ -464,34 +446,21 @@ def soak(events: int, seed: int, minutes: float, real: bool = False) -> str:
             f"{happened} events {s.counts}; {s.machines.worlds()} worlds, {trained} steps; recovery: median "
             f"{statistics.median(s.recoveries):.1f} s, worst {max(s.recoveries):.1f} s of {len(s.recoveries)}; "
             f"none of {trained * BATCH:,} samples: {none_of(happened, 'events lost or doubled one')}; "
-            f"{len(skipped)} rewinds skipped "
-            f"{sum(end - first for first, end in skipped)}; losses of the first "
-            f"{min(trained, COMPARED)} steps within {difference:.1e}"
+            f"losses of the first {min(trained, COMPARED)} steps within {difference:.1e}"
         )
 
 
-def check_samples(s: Soak, trained: int) -> list[list[int]]:
-    """Each sample was seen once or skipped by a rewind, and no poisoned one was seen. Returns what was skipped."""
+def check_samples(s: Soak, trained: int) -> None:
+    """Each sample was seen once, in its step."""
     seen = {step: numbers for step, numbers in s.seen().items() if step <= trained}
     assert sorted(seen) == list(range(1, trained + 1)), "a step is missing"
     aside = [folder.name for folder in (s.run / "checkpoints").iterdir() if ".old" in folder.name]
     assert not aside, f"checkpoint.resume = never was obeyed again: {aside}"
+    for step, numbers in seen.items():
+        at = (step - 1) * BATCH
+        assert numbers == list(range(at, at + BATCH)), f"step {step} saw {numbers}, not {at} and those after"
     state = storage.read_state(s.run / f"checkpoints/step-{trained:08d}")
-    jumps, at = list(state.jumps), 0
-    for step in range(1, trained + 2):
-        while jumps and jumps[0][0] == step - 1:
-            _, first, end = jumps.pop(0)
-            assert first == at, f"the samples {at} to {first - 1} were lost before step {step}"
-            at = end
-        if step <= trained:
-            assert seen[step] == list(range(at, at + BATCH)), f"step {step} saw {seen[step]}, not {at} and those after"
-            at += BATCH
-    assert not jumps
-    assert at == state.samples_consumed
-    bad = {i for first, end in s.poisoned for i in range(first, end)}
-    trained_on = {number for numbers in seen.values() for number in numbers}
-    assert not bad & trained_on, f"no rewind skipped {sorted(bad & trained_on)}"
-    return [[first, end] for _, first, end in state.jumps]
+    assert state.samples_consumed == trained * BATCH
 
 
 if __name__ == "__main__":

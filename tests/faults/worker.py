@@ -15,7 +15,7 @@ slow       it waits for FAULT_SECONDS
 term, int, hup  SIGTERM, SIGINT, SIGHUP to itself
 stop       SIGSTOP, and SIGCONT by another process after FAULT_SECONDS
 vanish     the run's folder is renamed
-flip       a bit of a parameter flips, in the memory of this rank; or of FAULT_TENSOR, by its name in a checkpoint
+flip       a bit of a parameter flips, in the memory of this rank
 flip_after a higher one flips, after the site
 nan        the loss of the first micro-batch is NaN
 wrong      the loss of the first micro-batch is too large
@@ -39,7 +39,6 @@ import torch
 import train
 from checkpoint import Checkpointer
 from torchtitan_lite.checkpointing import safetensors_file, select, storage
-from torchtitan_lite.checkpointing.tensor_names import optimizer_tensors, own_tensors
 from torchtitan_lite.data.loader import PrefetchingLoader
 from torchtitan_lite.distributed.process_group import exit_process
 from torchtitan_lite.distributed.sharding import local_rows
@@ -157,12 +156,8 @@ def _vanish(_: Any) -> None:
 
 
 def _flip(args: Any, bit: int = 3) -> None:
-    model = getattr(args[0], "model", args[0])  # of a session, or itself
-    name = os.environ.get("FAULT_TENSOR", "output.weight")
     with torch.no_grad():
-        content = own_tensors(model)
-        rows = local_rows((content if name in content else optimizer_tensors(model, args[0].optimizer))[name])[0]
-        rows.view(torch.int32)[0, 0] ^= 1 << bit
+        local_rows(args[0].model.output.weight)[0].view(torch.int32)[0, 0] ^= 1 << bit
 
 
 def _flip_after(args: Any) -> Callable[[Any], Any]:

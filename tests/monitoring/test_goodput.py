@@ -1,4 +1,4 @@
-"""Goodput: each second since the first launch is of one kind, also after kills, rewinds and damaged files."""
+"""Goodput: each second since the first launch is of one kind, also after kills and damaged files."""
 
 import json
 import time
@@ -81,12 +81,6 @@ def test_a_second_kill_at_the_same_checkpoint_adds_to_what_is_repeated(tmp_path:
     marks = (10, now - 100, {"start": 5, "steps": 40}), (14, now, {"start": 9, "steps": 56, "repeated": 40})
     spent = resumed(written(tmp_path, *marks, about=taken_over), 10)
     assert (spent["steps"], spent["repeated"], spent["start"]) == (40, 56, 9)
-
-
-def test_a_rewind_counts_as_repeated(tmp_path: Path) -> None:
-    clock = spent_in(start=5, steps=80)
-    clock.rewind(written(tmp_path, (10, 0.0, {"start": 5, "steps": 40})), {}, 10)
-    assert clock.spent() == {"start": 5, "steps": 40, "repeated": 40}
 
 
 def test_a_clock_that_was_set_back_leaves_no_negative_time(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 import gzip
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,7 @@ from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.monitoring import mfu, trackers
 from torchtitan_lite.monitoring.console import step_line
-from torchtitan_lite.monitoring.metrics import Log
 from torchtitan_lite.monitoring.mfu import peak_flops
-from torchtitan_lite.monitoring.records import without_later
 
 
 @pytest.mark.extended
@@ -135,123 +131,16 @@ def test_wandb_names_are_in_groups_unless_the_run_began_without(wandb: FakeWandb
     assert logged(step)[:2] == ["train/loss", "train/lr"]
 
 
-# --- a tracker that takes no step back --------------------------------------------------------------------------
-
-WANDB = LogConfig(trackers=["wandb"])
-
-
-def state_at(step: int, action: str = "rewind", **keys: int) -> TrainState:
-    config = {"spike.action": action, "spike.rewind_steps": 2, "train.steps": 9}
-    return TrainState(step=step, config=config | {key.replace("__", "."): value for key, value in keys.items()})
-
-
-def cut(folder: Path, step: int) -> None:
-    for name, content in without_later(folder, step).items():
-        (folder / name).write_bytes(content)
-
-
-@contextmanager
-def attempt(folder: Path, state: TrainState) -> Iterator[Log]:
-    """An attempt from this state, which has no later records."""
-    cut(folder, state.step)
-    log = Log(folder, speaks=True)
-    with log.tracking(WANDB, state):
-        yield log
-
-
-def rewind(log: Log, folder: Path, state: TrainState) -> None:
-    cut(folder, state.step)
-    log.reopen_trackers(state)
-
-
-def train(log: Log, *steps: int, loss: float = 1.0, saves: tuple[int, ...] = ()) -> None:
-    for step in steps:
-        log.record({"step": step, "loss": loss})
-        if step in saves:
-            log.record({"step": step, "save_s": 1.0})
-
-
-def test_wandb_gets_no_step_that_a_rewind_may_abandon(wandb: FakeWandb, tmp_path: Path) -> None:
-    with attempt(tmp_path, state_at(0, train__steps=5)) as log:
-        train(log, 1, 2, 3, saves=(3,))
-        train(log, 4)
-        assert wandb.steps == [], "step 5 may go back to a checkpoint before step 3"
-        train(log, 5)
-        assert wandb.steps == [1, 2, 3, 3]
-        rewind(log, tmp_path, state_at(3, train__steps=5))
-        assert (wandb.opened, wandb.finished) == (2, 1)
-        train(log, 4, 5, loss=2.0)
-        assert wandb.steps == [1, 2, 3, 3]
-    assert wandb.steps == [1, 2, 3, 3, 4, 5], "the run is complete: nothing can be abandoned"
-    assert [values["train/loss"] for step, values in wandb.sent if step > 3] == [2.0, 2.0]
-
-
-def test_wandb_gets_what_a_save_in_the_background_makes_final(wandb: FakeWandb, tmp_path: Path) -> None:
-    """The record of a save comes after those of later steps, which wait for the next one."""
-    with attempt(tmp_path, state_at(0, spike__rewind_steps=0)) as log:
-        train(log, 1, 2, 3)
-        log.record({"step": 2, "save_s": 1.0})
-        assert wandb.steps == [1, 2, 2]
-        train(log, 4, saves=(4,))
-        assert wandb.steps == [1, 2, 2, 3, 4, 4]
-
-
-@pytest.mark.parametrize("rewind_steps", [0, 2])
-def test_wandb_gets_what_a_stopped_run_had_not_sent(rewind_steps: int, wandb: FakeWandb, tmp_path: Path) -> None:
-    def state(step: int) -> TrainState:
-        return state_at(step, spike__rewind_steps=rewind_steps)
-
-    with attempt(tmp_path, state(0)) as log:
-        train(log, 1, 2, saves=(2,))
-    assert wandb.steps == ([1, 2, 2] if rewind_steps == 0 else [])
-    with attempt(tmp_path, state(2)) as log:
-        train(log, 3)
-    with attempt(tmp_path, state(2)) as log:  # 3 was not in a checkpoint
-        train(log, 3, 4, 5, 6, saves=(6,))
-    with attempt(tmp_path, state(6)) as log:
-        train(log, 7, 8)
-    assert sorted({*wandb.steps}) == [1, 2, 3, 4, 5, 6]
-    assert len(wandb.sent) == 6 + 2, "each record once: six steps and two saves"
-    with attempt(tmp_path, state(6)) as log:
-        train(log, 7, 8, 9)
-    assert [step for step in wandb.steps if step > 6] == [7, 8, 9]
-    assert wandb.steps == sorted(wandb.steps)
-
-
-def test_wandb_gets_what_waited_when_a_resume_ends_rewinds(wandb: FakeWandb, tmp_path: Path) -> None:
-    with attempt(tmp_path, state_at(0)) as log:
-        train(log, 1, 2, 3, saves=(3,))
-    assert wandb.steps == []
-    with attempt(tmp_path, state_at(3, action="skip")) as log:
-        assert wandb.steps == [1, 2, 3, 3]
-        train(log, 4)
-        assert wandb.steps == [1, 2, 3, 3, 4], "at once: nothing can be abandoned"
-    with attempt(tmp_path, state_at(4)) as log:  # and rewinds again
-        train(log, 5, 6, 7, saves=(5,))
-    assert wandb.steps == [1, 2, 3, 3, 4, 5, 5], "no step is sent again"
-    with attempt(tmp_path, state_at(0, train__steps=2)) as log:
-        train(log, 1, 2)
-    assert wandb.steps[7:] == [1, 2], "unless the run starts over"
-
-
-def test_a_tracker_that_fails_is_reported_once_and_what_it_missed_is_sent_later(
-    wandb: FakeWandb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    errors: list[str] = []
-    monkeypatch.setattr(trackers, "print_error", errors.append)
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError("no network")
-
-    with monkeypatch.context() as context, attempt(tmp_path, state_at(0, spike__rewind_steps=0)) as log:
-        context.setattr(wandb, "log", fail)
-        train(log, 1, 2, 3, saves=(1, 3))
-        rewind(log, tmp_path, state_at(1))
-        train(log, 2, 3, saves=(3,))
-    assert errors == ["log.trackers: wandb failed: no network; training continues without it"]
-    assert (wandb.opened, wandb.finished) == (1, 0), "dropped also after a rewind"
-    with attempt(tmp_path, state_at(3, spike__rewind_steps=0)):
-        assert wandb.steps == [1, 1, 2, 3, 3]
+def test_wandb_gets_each_record_at_once_and_repeated_steps_again(wandb: FakeWandb, tmp_path: Path) -> None:
+    """W&B itself keeps the first record of a step."""
+    for first in (1, 3):
+        opened = trackers.Trackers(LogConfig(trackers=["wandb"]), tmp_path, TrainState(step=first - 1))
+        for step in (first, first + 1, first + 2):
+            opened.record({"step": step, "loss": 1.0})
+            assert wandb.steps[-1] == step
+        opened.close()
+    assert wandb.steps == [1, 2, 3, 3, 4, 5]
+    assert (wandb.opened, wandb.finished) == (2, 2)
 
 
 @pytest.mark.parametrize("when", ["opens", "writes", "closes"])

@@ -114,7 +114,7 @@ def test_making_state_changes_no_parameter(name: str, model: Transformer) -> Non
     assert all(a.equal(b) for a, b in zip(before, model.parameters(), strict=True))
     assert len(optimizer.state) == len(before)
     assert all(p.grad is None for p in model.parameters())
-    assert all(group["lr"] == 4e-3 for group in optimizer.param_groups)
+    assert all(group["lr"] == 8e-3 for group in optimizer.param_groups)
 
 
 class RMSprop(HostGuarded, torch.optim.RMSprop):

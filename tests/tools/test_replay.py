@@ -137,9 +137,9 @@ def test_another_machine_or_command_is_refused(trained: Path) -> None:
     assert f"cpu was Another CPU, AVX2, and is {here['cpu']} here" in said
     assert f"torch was 1.0, and is {here['torch']} here" in said
     assert "train.global_batch_size was 6, and is 8 here" in not_the_same(recorded, config, here)
-    older = {key: value for key, value in recorded.config.items() if key != "train.seq_len_schedule"}
-    later = config.model_copy(update={"train": config.train.model_copy(update={"seq_len_schedule": [[0, 16]]})})
-    assert "train.seq_len_schedule was [], and is [[0.0, 16.0]] here" in not_the_same(
+    older = {key: value for key, value in recorded.config.items() if key != "train.batch_schedule"}
+    later = config.model_copy(update={"train": config.train.model_copy(update={"batch_schedule": [[0, 6]]})})
+    assert "train.batch_schedule was [], and is [[0, 6]] here" in not_the_same(
         replace(recorded, config=older), later, here
     )
     other = replace(same, start=4, steps=recorded.steps)  # of a run without a checkpoint
@@ -168,7 +168,7 @@ def test_steps_that_were_not_logged_are_compared_with_the_next_record(trained: P
     assert recorded.steps[5]["rank_losses"]
     assert not has_changed(config, 5, recorded)
     (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(r | {"loss": 9.0}) + "\n" for r in kept))
-    assert has_changed(config, 5, recorded), "as by a rewind while the replay reads"
+    assert has_changed(config, 5, recorded), "as by a start of the run while the replay reads"
 
 
 def test_a_difference_names_what_is_known() -> None:

@@ -558,12 +558,9 @@ def test_of_many_marks_and_tasks_some_are_shown(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(figures_module, "_MARKS", 2)
     monkeypatch.setattr(page_module, "_TASK_TILES", 2)
     spikes = [{"step": n, "spike": {"action": "none"}} for n in (1, 2, 3)]
-    rewinds = [{"step": n, "rewind": n, "rewound_from": 9} for n in (4, 5, 6)]
     task = {"step": 1, "task/a": 0.1, "task/b": 0.2, "task/c": 0.3}
-    page = page_of(tmp_path, [step(1), *spikes, *rewinds, task])
-    rewound = "rewound from step 9"
-    assert data_of(page)["runs"][0]["marks"] == [[1, "spike"], [2, "spike"], [4, rewound], [5, rewound]]
+    page = page_of(tmp_path, [step(1), *spikes, task])
+    assert data_of(page)["runs"][0]["marks"] == [[1, "spike"], [2, "spike"]]
     assert "3 loss spikes, the first at step 1." in page
-    assert "6 rewinds, the last from step 9 to 5;" in page
     assert re.findall("<span>task (.)</span>", page) == ["a", "b"]
     assert [trace["label"] for trace in figures_of(page)["Tasks"]["traces"]] == ["a", "b", "c"]

@@ -105,7 +105,6 @@ def test_the_last_events_and_what_is_damaged(run: Path, capsys: pytest.CaptureFi
     events: list[dict[str, Any]] = [
         {"step": 5, "spike": {"loss": 9.5, "action": "skip"}, "time": now - 300},
         {"step": 5, "skipped_samples": [24, 30], "time": now - 200},
-        {"step": 3, "rewind": 1, "rewound_from": 5, "time": now - 100},
     ]
     with (run / "metrics.jsonl").open("a") as stream:
         stream.writelines(json.dumps(event) + "\n" for event in events)
@@ -115,8 +114,8 @@ def test_the_last_events_and_what_is_damaged(run: Path, capsys: pytest.CaptureFi
     out = said(capsys, run, 1)
     assert [line.split(": ", 1)[1] for line in out.splitlines() if line.startswith("event")] == [
         "failed at step 5: step 6: it ? broke",
-        "rewound from step 5 to 2",
         "step 5 was skipped: not finite",
+        "loss spike at step 5 (loss 9.5000), action skip",
     ]
     for content, message in (("[]", "holds no table"), ("{", "can't be read"), (None, "it has no run.json")):
         (run / "run.json").unlink()

@@ -29,7 +29,7 @@ from torchtitan_lite.data.prepare.__main__ import main as prepare
 from torchtitan_lite.data.prepare.summary import verify
 from torchtitan_lite.data.token_files import TokenFiles, read_meta
 from torchtitan_lite.models.loss import IGNORE
-from torchtitan_lite.tools.incidents.record import abandoned, changes_of, jumps_of, read_record
+from torchtitan_lite.tools.incidents.record import changes_of, read_record
 from torchtitan_lite.tools.incidents.which import main as which
 
 MARKER = "MARKER-OF-A-POISONED-DOCUMENT"
@@ -228,10 +228,8 @@ def batch_of(config: Config, step: int, world_size: int) -> tuple[list[list[int]
     size, rows = config.train.batch_size(step), {}
     for rank in range(world_size):
         loader = Loader(samples, micro_batch_size=2, rank=rank, world_size=world_size, seed=config.run.seed)
-        for i, micro in enumerate(loader.batch(first, size, config.train.parts(step)).micro_batches):
-            # the shorter sequences that stand for a sample, one after the other
-            tokens, targets = (t.view(2, -1).tolist() for t in (micro.tokens, micro.targets))
-            for row, both in enumerate(zip(tokens, targets, strict=True)):
+        for i, micro in enumerate(loader.batch(first, size).micro_batches):
+            for row, both in enumerate(zip(micro.tokens.tolist(), micro.targets.tolist(), strict=True)):
                 rows[i * 2 * world_size + rank * 2 + row] = both
     return [rows[i][0] for i in range(size)], [rows[i][1] for i in range(size)]
 
@@ -250,14 +248,6 @@ def check_concat(parts: list[list[int]], tokens: list[int], targets: list[int], 
     together = [token for part in parts for token in part]
     assert together in ([*tokens, targets[-1]], [*tokens[1:], targets[-1]])
     assert len(together) > len(tokens) or tokens[0] == end
-
-
-def check_quarters(parts: list[list[int]], tokens: list[int], targets: list[int], end: int) -> None:
-    expected, n = list[int](), len(tokens) // 4
-    for at in range(0, len(tokens), n):
-        read = [*tokens[at : at + n], targets[at + n - 1]]
-        expected += read[1:] if read[0] == end else read  # an end mark only precedes a document
-    assert [token for part in parts for token in part] == expected
 
 
 def check_best_fit(parts: list[list[int]], tokens: list[int], targets: list[int], end: int) -> None:
@@ -284,7 +274,6 @@ Check = Callable[[list[list[int]], list[int], list[int], int], None]
 CASES: dict[str, tuple[dict[str, Any], Check]] = {
     "concat": ({}, check_concat),
     "best_fit": ({"data__packing": "best_fit", "data__document_mask": True}, check_best_fit),
-    "quarters": ({"train__seq_len_schedule": [[0, 16], [0.998, 64]]}, check_quarters),
     "batch_schedule": ({"train__batch_schedule": [[3, 4], [20, 9]]}, check_concat),
     "span_corruption": ({"data__objective": "span_corruption", "model__family": "t5"}, check_spans),
     "pairs": ({"data__objective": "pairs", "data__target_len": 16, "model__family": "t5"}, check_pairs),
@@ -344,24 +333,10 @@ def test_a_mixture_names_the_source(texts: Path, tmp_path: Path) -> None:
             assert all(Path(row["file"]).name == ("in.jsonl" if folder == texts else "b.jsonl") for row in rows)
 
 
-def test_shorter_sequences_of_a_mixture_are_in_the_order_of_the_rows(texts: Path, tmp_path: Path) -> None:
-    """Which takes turns within a sample: each source is read at once, for all of its rows."""
-    other = prepared(write_jsonl(tmp_path / "b.jsonl", [f"other {t}" for t in TEXTS]), tmp_path / "b")
-    config = config_of({str(texts): 0.5, str(other): 0.5}, train__seq_len_schedule=[[0, 16]])
-    run = run_of(config, tmp_path)
-    content = seen(run, "--step", "400")
-    tokens, targets = batch_of(config, 400, 2)
-    for i, sample in enumerate(range(6 * 399, 6 * 400)):
-        rows = [row for row in content["documents"] if row["sample"] == sample]
-        parts = [part for row in rows for part in read_parts([row], Path(row["source"]))]
-        check_quarters(parts, tokens[i], targets[i], read_meta(texts).end_token)
-        assert len({row["source"] for row in rows}) == 2
-
-
 def test_a_text_is_found_at_the_steps_that_hold_its_documents(
     texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for case in ("best_fit", "batch_schedule", "quarters"):
+    for case in ("best_fit", "batch_schedule"):
         config = config_of(texts, **(CASES[case][0] | {"train__steps": 150}))
         run = run_of(config, tmp_path, case)
         found = seen(run, "--find", MARKER)["documents"]
@@ -482,7 +457,7 @@ def test_positions_that_checkpoints_contradict_are_not_guessed(
     assert "not known which samples step 7 saw" in capsys.readouterr().err
 
 
-def test_damaged_records_of_resumes_and_rewinds_are_skipped(tmp_path: Path) -> None:
+def test_damaged_records_of_resumes_are_skipped(tmp_path: Path) -> None:
     """Kills and full disks cut lines; the records before and after them count."""
     odd = [b'{"step": 3, "re', b"[]", b'{"step": "3"}', b"\xff"]
 
@@ -490,15 +465,7 @@ def test_damaged_records_of_resumes_and_rewinds_are_skipped(tmp_path: Path) -> N
         lines = [json.dumps(record).encode() for record in records]
         (tmp_path / name).write_bytes(b"\n".join([lines[0], *odd, *lines[1:]]) + b"\n")
 
-    assert (jumps_of(tmp_path), changes_of(tmp_path), abandoned(tmp_path, 5)) == ([], [], [])
-    write(
-        "metrics.jsonl",
-        {"step": 5, "rewind": 1, "rewound_samples": [24, 36]},
-        {"step": 5, "rewind": 1, "rewound_samples": [24]},
-        {"step": 5, "rewind": 1, "rewound_samples": None},
-        {"step": 9, "rewind": 2, "rewound_samples": [60, 72]},
-    )
-    assert jumps_of(tmp_path) == [[4, 24, 36], [8, 60, 72]]
+    assert changes_of(tmp_path) == []
     write(
         "changes.jsonl",
         {"step": 8, "changed": {"optim.lr": [1, 2]}, "setting": {"threads": [1, 2]}},
@@ -507,13 +474,3 @@ def test_damaged_records_of_resumes_and_rewinds_are_skipped(tmp_path: Path) -> N
         {"step": 4, "changed": {"optim.lr": [0, 1]}},
     )
     assert changes_of(tmp_path) == [(4, {"optim.lr": [0, 1]}), (8, {"optim.lr": [1, 2], "threads": [1, 2]})]
-    write(
-        "spikes.jsonl",
-        {"rewind": 1, "step": 7, "back_to": 4},
-        {"rewind": 1, "file": "metrics.jsonl", "step": 5, "loss": 1.0},
-        {"rewind": 2, "step": 9, "back_to": None},
-        {"rewind": 2, "step": 9, "back_to": 6},
-    )
-    notes = {step: [note.split(",")[0] for note in abandoned(tmp_path, step)] for step in (4, 5, 7, 8, 9, 10)}
-    first, second = ["rewind 1"], ["rewind 2"]
-    assert notes == {4: [], 5: first, 7: [*first, *second], 8: second, 9: second, 10: []}

@@ -6,7 +6,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,9 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-import train
-from tests.distributed.knob_table import Case
-from tests.distributed.knob_worker import training
 from tests.helpers import (
     HANGS_S,
     ROOT,
@@ -28,14 +24,11 @@ from tests.helpers import (
     python,
     ranks,
     records,
-    run_distributed,
     succeeded,
     tensors,
     tiny,
 )
-from torchtitan_lite import errors
 from torchtitan_lite.checkpointing import storage
-from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.training import intact
 
 LAST = 12  # steps
@@ -282,118 +275,6 @@ def test_copies_that_differ_are_not_saved(start: Start, run: Path) -> None:
     )
     assert "output.weight" in output
     assert saved_steps(run) == [5]
-
-
-CHECK = {"spike__memory_check_every": 1}
-CHANGED = "after its update, memory changed by itself: rank {} ({}), in 1 tensor, the first is output.weight"
-
-
-def test_memory_that_changes_between_updates_stops_the_run_before_it_is_used(
-    start: Start, run: Path, straight: Path
-) -> None:
-    """The bit is one of the lowest, so nothing else sees it. The same command then ends as the undisturbed run."""
-    output = start("flip:1:7", fails=True, **CHECK)
-    assert f"step 6: {CHANGED.format(1, socket.gethostname())}" in output
-    assert CHANGED.format(1, socket.gethostname()) in status(run)["reason"]
-    assert saved_steps(run) == [5]
-    start(**CHECK)
-    ends_as(run, straight)
-
-
-@pytest.mark.parametrize("keys", [
-    {"optim__name": "muon", "optim__lr": 5e-3},
-    pytest.param({"optim__name": "sgd", "optim__lr": 0.1}, marks=extended),
-    pytest.param(
-        {"optim__rms_scaling": True, "optim__ema_decay": 0.9, "FAULT_TENSOR": "ema.output.weight"}, marks=extended
-    ),
-    {"FAULT_TENSOR": "exp_avg_sq.output.weight"},
-    pytest.param({"speed__shared_memory": False, "fsdp__param_dtype": "bfloat16"}, marks=extended),
-    pytest.param({"checkpoint__state_dict": "sharded", "checkpoint__async_save": True}, marks=extended),
-])  # fmt: skip
-def test_every_optimizer_is_stopped_before_it_uses_changed_memory(keys: dict[str, Any], start: Start) -> None:
-    tensor = keys.get("FAULT_TENSOR", "output.weight")
-    given = {key: value for key, value in keys.items() if key != "FAULT_TENSOR"}
-    output = start("flip:1:7", fails=True, env={"FAULT_TENSOR": tensor}, **CHECK, **given)
-    assert f"step 6: {CHANGED.format(1, socket.gethostname()).replace('output.weight', tensor)}" in output
-
-
-def test_the_first_step_of_a_run_is_checked(start: Start, run: Path) -> None:
-    """Digests are taken before it, also after a resume."""
-    assert f"step 0: {CHANGED.format(1, socket.gethostname())}" in start("flip:1:1", fails=True, **CHECK)
-    start(**CHECK | {"train__steps": 5})
-    assert f"step 5: {CHANGED.format(1, socket.gethostname())}" in start("flip:1:6", fails=True, **CHECK)
-
-
-def test_memory_that_changes_between_an_update_and_its_save_is_not_saved(start: Start, run: Path) -> None:
-    output = start("flip:0:10:eval", fails=True, **CHECK, eval__every=5)
-    assert f"step 10: {CHANGED.format(0, socket.gethostname())}" in output
-    assert saved_steps(run) == [5]
-
-
-@pytest.mark.parametrize("keys", [
-    {}, pytest.param({"checkpoint__async_save": True}, marks=extended),
-    pytest.param({"checkpoint__api": "dcp"}, marks=extended),
-])  # fmt: skip
-def test_memory_that_changes_while_it_is_saved_does_not_count(
-    keys: dict[str, Any], start: Start, run: Path, straight: Path
-) -> None:
-    """After whatever is done before a save. The same command then ends as the undisturbed run."""
-    output = start("flip:1:5:save", fails=True, **CHECK, **keys)
-    assert f"NOT SAVED  step 5: {CHANGED.format(1, socket.gethostname())}; older checkpoints are untouched" in output
-    assert f"train.py: step 5: {CHANGED.format(1, socket.gethostname())}. No update and no checkpoint used it" in output
-    assert saved_steps(run) == []
-    start(**CHECK, **keys)
-    ends_as(run, straight)
-
-
-def test_a_run_does_not_end_well_with_a_last_save_of_changed_memory(start: Start, run: Path) -> None:
-    output = start(f"flip:0:{LAST}:save", fails=True, **CHECK)
-    assert f"the last checkpoint was not saved: {CHANGED.format(0, socket.gethostname())}" in output
-    assert saved_steps(run) == [5, 10]
-    assert status(run)["status"] == "failed"
-
-
-def with_tables_of_another_processor(world: World) -> str:
-    """HSDP, and the second copy's rotary tables differ by a rounding. Later one changes. Returns the error."""
-    s = training(Case(world.world_size, {"fsdp.dp_replicate": 2}).config(), world)
-    memory, table = intact.MemoryCheck(), next(s.model.buffers())
-    table.mul_(1 + 1e-7 * (world.rank >= 2))
-    memory.take(s)
-    train.train_step(s, 1)
-    memory.take(s)
-    table.mul_(1 + 1e-7 * (world.rank == 3))
-    with pytest.raises(errors.MemoryFaultError) as raised:
-        train.train_step(s, 2)
-    return str(raised.value)
-
-
-@extended
-def test_tables_that_each_machine_computes_are_compared_with_themselves_only() -> None:
-    for error in run_distributed(with_tables_of_another_processor, 4):
-        assert re.search(r"memory changed by itself: rank 3 \(\S+\), in 1 tensor, the first is \S*rope", error)
-
-
-@extended
-@pytest.mark.parametrize(("fault", "says"), [
-    ("flip:2:6", "step 8: copies of the model differ: rank 2 ({}) against the first copy, in "),
-    ("flip:2:9", f"step 8: {CHANGED.format(2, '{}')}"),
-])  # fmt: skip
-def test_copies_are_compared_at_the_cadence_of_the_memory_check(fault: str, says: str, start: Start, run: Path) -> None:
-    """HSDP. The first flip comes before the digests of step 8, the second after them. The next save is at step 10."""
-    output = start(fault, n=4, fails=True, fsdp__dp_replicate=2, spike__memory_check_every=4)
-    assert says.format(socket.gethostname()) in output
-    assert saved_steps(run) == [5]
-
-
-@pytest.mark.parametrize("n", [1, pytest.param(4, marks=extended)])
-def test_a_memory_check_finds_nothing_in_a_sound_run(n: int, start: Start, run: Path, text: Path) -> None:
-    """Muon, an average of the weights (validation swaps it in), float16 that overflows, HSDP: the bits are equal."""
-    keys = {"optim__name": "muon", "optim__lr": 5e-3, "optim__ema_decay": 0.9, "eval__every": 3}
-    keys |= {"fsdp__param_dtype": "float16", "grad_scaler__init_scale": 2.0**24}
-    keys |= {"fsdp__dp_replicate": 2, "train__micro_batch_size": 1} if n == 4 else {}
-    start(n=n, **keys, **CHECK)
-    start(n=n, **keys, run__name="without")
-    assert_same_end(run, run.with_name("without"), LAST)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])

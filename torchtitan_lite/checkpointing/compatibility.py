@@ -20,7 +20,6 @@ from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import (
     Config,
-    TrainConfig,
     bitwise_keys,
     default_of,
     flatten,
@@ -29,9 +28,7 @@ from torchtitan_lite.config.schema import (
 )
 from torchtitan_lite.cpu import widens
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.data.order import ORDER_OF_PARTS
 from torchtitan_lite.distributed.process_group import World
-from torchtitan_lite.errors import CheckpointError
 
 
 def fresh_state(
@@ -42,7 +39,6 @@ def fresh_state(
         end_token=data.end_token,
         validation=validation,
         tasks=tasks,
-        order_of_parts=ORDER_OF_PARTS,
         identity=identity(config, data),
         bitwise_setting=bitwise_setting(config, world),
         config=flatten(config),
@@ -75,16 +71,6 @@ def read_state(folder: Path, expected: Mapping[str, Any], world: World, *, named
         return asdict(state)
 
     return TrainState(**on_rank0(world, read_and_compare))
-
-
-def require_same_order(train: TrainConfig, saved: TrainState) -> None:
-    """Raise CheckpointError if a run would go on with short sequences in another order than its own."""
-    if saved.order_of_parts != ORDER_OF_PARTS and train.shortens(range(saved.step + 1, train.steps + 1)):
-        raise CheckpointError(
-            "short sequences (train.seq_len_schedule) have another order since version 0.4, and this run began before\n"
-            "  finish it with version 0.3, or start another run with --run.name=NAME\n"
-            "  or continue it with sequences of full length: --train.seq_len_schedule=[] --resume-with-changes"
-        )
 
 
 def require_same_tensors(folder: Path, manifest: Manifest, parts: Parts, world: World) -> None:

@@ -65,7 +65,6 @@ class BaseCheckpointer(ABC):
         self.notes: list[str] = []  # from a load, for the log: damaged checkpoints
         self.aside: list[tuple[int, str]] = []  # from a load: steps to set aside, see select.py
         self.protect: set[int] = set()  # steps that retention must not delete
-        self.older_by = 0  # also keep the newest checkpoint that is at least this many steps old, and all later ones
         # a save in the background of training and of loads needs a group of its own
         self.group = untimed_group() if config.async_save or world.untimed is None else world.untimed
         self._thread: threading.Thread | None = None
@@ -74,7 +73,7 @@ class BaseCheckpointer(ABC):
         self._buffers: Tensors = {}  # host copies of this rank's rows, reused by each save
 
     @abstractmethod
-    def save(self, state: TrainState, changed: Callable[[], str] = str) -> None:
+    def save(self, state: TrainState) -> None:
         """Save a checkpoint, and return its outcome from `wait`."""
 
     @abstractmethod
@@ -99,13 +98,12 @@ class BaseCheckpointer(ABC):
 
         on_rank0(self.world, require)
 
-    def start_save(self, state: TrainState, prepare: Callable[[bool], Write], changed: Callable[[], str] = str) -> None:
+    def start_save(self, state: TrainState, prepare: Callable[[bool], Write]) -> None:
         """Write a checkpoint; with `async_save` in the background. Never raises: `wait` returns the outcome.
 
         Args:
             prepare: called at once, while training waits. Returns the function that writes; that function gets copies
                 if the argument is True.
-            changed: as for `save`.
         """
         assert self._thread is None, "wait for the previous save first"
         background = self.config.async_save
@@ -116,15 +114,13 @@ class BaseCheckpointer(ABC):
             prepared = prepare(background), self._n_bytes()
         except Exception as error:  # such as no memory for the copies, on this rank alone
             prepared = self._message(error)
-        if background and (why := changed()):
-            prepared = why
         stopped_s = time.perf_counter() - began
 
         def run() -> None:
             n_bytes = 0
             try:
                 with progress.doing(self._operation):
-                    error, n_bytes = self._write_and_commit(state, prepared, str if background else changed)
+                    error, n_bytes = self._write_and_commit(state, prepared)
             except Exception as caught:  # from a collective: another rank is lost
                 error = str(caught) or repr(caught)
             folder = storage.step_folder(self.folder, state.step)
@@ -166,14 +162,11 @@ class BaseCheckpointer(ABC):
         """The size of a checkpoint in bytes, without its JSON."""
         return sum(t.numel() * t.element_size() for tensors in self.parts().values() for t in tensors.values())
 
-    def _write_and_commit(
-        self, state: TrainState, prepared: tuple[Write, int] | str, changed: Callable[[], str]
-    ) -> tuple[str, int]:
+    def _write_and_commit(self, state: TrainState, prepared: tuple[Write, int] | str) -> tuple[str, int]:
         """Returns the error and the size in bytes.
 
         Args:
             prepared: the function that writes and the expected size, or the error of preparing them.
-            changed: called once all ranks have written.
         """
         failed = prepared if isinstance(prepared, str) else ""
         _, error = self._exchange({}, failed)  # writing has collectives, so all ranks begin it or none
@@ -198,7 +191,6 @@ class BaseCheckpointer(ABC):
         except Exception as caught:  # any error: the other ranks must not wait for this one
             error = self._message(caught)
         files, error = self._exchange(records, error)
-        error = error or changed()  # after that, because training's group has a time limit, and ranks write for long
 
         def commit() -> Path:
             if error:
@@ -241,6 +233,4 @@ class BaseCheckpointer(ABC):
     def _kept(self, steps: list[int], step: int) -> set[int]:
         """Which of these checkpoints retention keeps at a step."""
         c = self.config
-        n_older = sum(saved <= step - self.older_by for saved in steps)
-        also = {*self.protect, step, *steps[max(n_older - 1, 0) :]}
-        return select.to_keep(self.folder, steps, c.keep_latest, c.keep_every, c.keep_best, also)
+        return select.to_keep(self.folder, steps, c.keep_latest, c.keep_every, c.keep_best, {*self.protect, step})

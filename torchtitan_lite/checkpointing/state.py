@@ -17,11 +17,9 @@ class TrainState:
     val_loss: float | None = None  # if there was a validation at this step
     grad_scaler: Mapping[str, Any] = field(default_factory=dict)  # with float16, see grad_scaler.py
     skipped: list[int] = field(default_factory=list)  # steps whose update was skipped, see finite_guard.py
-    jumps: list[list[int]] = field(default_factory=list)  # [step, first, end]: after it, these samples were skipped
-    spikes: Mapping[str, Any] = field(default_factory=dict)  # see training/spikes/watch.py
+    spikes: Mapping[str, list[float]] = field(default_factory=dict)  # the window of spike_guard.py
     loss_since: list[float] = field(default_factory=list)  # of metrics.Meter; empty in older checkpoints
     end_token: int | None = None  # token id; None in checkpoints older than this field
-    order_of_parts: int = 1  # of short sequences, see data/order.py; a run keeps it
     validation: Mapping[str, int] = field(default_factory=dict)  # the sequences of val_loss, see scoring/validation.py
     tasks: Mapping[str, str] = field(default_factory=dict)  # a hash of the questions of each task, by its name
     identity: Mapping[str, Any] = field(default_factory=dict)  # by config key: must be equal on a resume
@@ -29,15 +27,13 @@ class TrainState:
     bitwise_setting: Annotated[Mapping[str, Any], Field(alias="setting")] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)  # by "section.key"
 
-    def after_step(self, first: int, size: int, tokens: int) -> "TrainState":
-        """The state after a step with samples first, ..., first + size - 1, of so many valid targets."""
-        jump = [[self.step, self.samples_consumed, first]] if first > self.samples_consumed else []
+    def after_step(self, samples_consumed: int, tokens: int) -> "TrainState":
+        """The state after a step that ends at this position in the data, and had so many valid targets."""
         return replace(
             self,
             step=self.step + 1,
             tokens=self.tokens + tokens,
-            samples_consumed=first + size,
-            jumps=[*self.jumps, *jump],
+            samples_consumed=samples_consumed,
             val_loss=None,
         )
 

@@ -112,14 +112,6 @@ class Config(Frozen):
         return ["brackets" if name == "auto" else name for name in self.eval.tasks if name != "auto" or not own]
 
     @property
-    def dynamic_lengths(self) -> bool | None:
-        """Whether blocks are compiled once for all lengths (of pairs), or for each one; None: there is one length.
-
-        Those of train.seq_len_schedule are few. A resume within it must compile what a run without a stop compiled.
-        """
-        return True if self.data.objective == "pairs" else False if self.train.seq_len_schedule else None
-
-    @property
     def input_len(self) -> int:
         """Tokens per row that the model reads: the encoder's, or a decoder's source and target."""
         pairs = self.data.objective == "pairs" and not FAMILIES[self.model.family].encoder_decoder
@@ -225,7 +217,7 @@ def conflicts(machine: Machine, *, elsewhere: bool = False) -> Callable[[Config]
         for module in (run, model, data, train, optim, fsdp, compute, outputs):
             yield from module.rules(config, machine)
         if not elsewhere:
-            for module in (model, data, fsdp, compute, outputs):
+            for module in (model, data, compute, outputs):
                 yield from module.local_rules(config, machine)
 
     return lambda config: dict(broken(config))

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -119,7 +118,6 @@ def batch_line(config: Config, layout: Layout, world_size: int) -> str:
         of = f"at most {config.input_len} tokens and {config.target_len} targets"
     rows, ranks = counted(config.train.micro_batch_size, "sequence"), counted(world_size, "rank")
     last = "; the last steps, see train.batch_schedule" if config.train.batch_schedule else ""
-    last += "; shorter ones at first, see train.seq_len_schedule" if config.train.seq_len_schedule else ""
     return f"batch   {rows} x {ranks} x {layout.grad_accum_steps} accumulation{masked}, of {of}{last}"
 
 
@@ -145,27 +143,27 @@ def data_lines(config: Config, data: DataSet, samples: Mixture) -> list[str]:
     return [*lines, *notes]
 
 
-def seen_of_sources(samples: Mixture, n: int, jumps: Sequence[Sequence[int]] = ()) -> dict[str, dict[str, float]]:
+def seen_of_sources(samples: Mixture, n: int, skipped: Sequence[Sequence[int]] = ()) -> dict[str, dict[str, float]]:
     """Tokens and epochs of each source in a run's first n samples (best_fit: by a sequence's mean tokens).
 
     Args:
-        jumps: of TrainState: samples that were skipped.
+        skipped: data.skip_samples. Of a range that begins within a batch, the batch's samples before it count as seen.
     """
     counts = samples.consumed(n)
-    for _, first, end in jumps:
-        skipped = zip(samples.consumed(min(end, n)), samples.consumed(min(first, n)), strict=True)
-        counts = [count - (upto - before) for count, (upto, before) in zip(counts, skipped, strict=True)]
+    for first, end in skipped:
+        bounds = zip(samples.consumed(min(end, n)), samples.consumed(min(first, n)), strict=True)
+        counts = [count - (upto - before) for count, (upto, before) in zip(counts, bounds, strict=True)]
     return {
         name: {"tokens": round(count * source.mean_tokens), "epochs": round(count / source.n_samples, 4)}
         for name, source, count in zip(samples.names, samples.sources, counts, strict=True)
     }
 
 
-def source_lines(samples: Mixture, state: TrainState) -> list[str]:
+def source_lines(samples: Mixture, state: TrainState, skipped: Sequence[Sequence[int]]) -> list[str]:
     """The tokens of each source of a mixture that a run has seen, one line each."""
     if len(samples.sources) < 2:
         return []
-    sources = seen_of_sources(samples, state.samples_consumed, state.jumps).items()
+    sources = seen_of_sources(samples, state.samples_consumed, skipped).items()
     return [f"data    {name}: {seen['tokens']:,} tokens seen, {seen['epochs']:.2f} epochs" for name, seen in sources]
 
 
@@ -234,36 +232,35 @@ def fitted(line: str, columns: int) -> str:
     return line
 
 
-def what_next(config: Config, step: int) -> str:
-    """The commands to use after a finished run, at most three. They repeat the options of its own command."""
+def what_next(config: Config) -> str:
+    """The commands to use after a finished run: one for its model, one for its curves."""
     folder = shlex.quote(str(config.folder))
-    here = os.path.relpath(sys.executable)  # works without activating a virtual environment in this folder
-    if here.startswith(".."):
-        known = os.path.dirname(shutil.which("python") or "")
-        active = known and os.path.samefile(known, os.path.dirname(sys.executable))
-        here = "python" if active else sys.executable
-    python, torchrun = shlex.quote(here), shlex.quote(os.path.join(os.path.dirname(here), "torchrun"))
-    own = bool(config.data.path or config.data.sources)
-    prompts = config.sample.prompts or ([] if own else ["def "])
+    python = shlex.quote(_python())
+    defaults = [] if config.data.path or config.data.sources else ["def "]
+    prompt = next(filter(None, config.sample.prompts or defaults), "")
     kind = "source" if FAMILIES[config.model.family].encoder_decoder else "prompt"
-    n = os.environ.get("WORLD_SIZE", "1")
-    command = f"{torchrun} --nproc-per-node {n}" if "RANK" in os.environ else python
-    if n != os.environ.get("LOCAL_WORLD_SIZE", n):
-        command = "..."  # the launcher of several machines
-    if own:
-        more = f"--train.epochs={2 * config.train.epochs:g}" if config.train.epochs else f"--train.steps={2 * step}"
-        rises = "" if config.optim.schedule in ("constant", "step") else "  # the learning rate rises again"
-        words = [*lasting_options(sys.argv[1:], "--train.steps", "--train.epochs"), more]
-        third = f"train longer:     {command} train.py {shlex.join(words)}{rises}"
-    else:
-        words = [*lasting_options(sys.argv[1:], "--run.name"), "--run.name=NAME", "--data.path=FOLDER_OF_TXT_FILES"]
-        third = f"on your own text: {command} train.py {shlex.join(words)}"
     return (
         f"the run is in {config.folder}\n"
-        f"next    prompt it:        {python} -m torchtitan_lite.generate {folder} "
-        + (f"--{kind} {shlex.quote(prompts[0])}\n" if prompts else "--interactive\n")
-        + f"        plot its curves:  {python} -m torchtitan_lite.report {folder}\n        {third}"
+        f"next    prompt it:       {python} -m torchtitan_lite.generate {folder} "
+        + (f"--{kind} {shlex.quote(prompt)}\n" if prompt else "--interactive\n")
+        + f"        plot its curves: {python} -m torchtitan_lite.report {folder}"
     )
+
+
+def train_command(words: Sequence[str]) -> str:
+    """A command with these words that starts train.py as this process was started."""
+    here, n = _python(), os.environ.get("WORLD_SIZE", "1")
+    torchrun = shlex.quote(os.path.join(os.path.dirname(here), "torchrun"))
+    command = f"{torchrun} --nproc-per-node {n}" if "RANK" in os.environ else shlex.quote(here)
+    if n != os.environ.get("LOCAL_WORLD_SIZE", n):
+        command = "..."  # the launcher of several machines
+    return f"{command} train.py {shlex.join(words)}"
+
+
+def _python() -> str:
+    """The interpreter, as a command that works here without activating a virtual environment."""
+    here = os.path.relpath(sys.executable)
+    return sys.executable if here.startswith("..") else here
 
 
 def lasting_options(argv: Sequence[str], *also: str) -> list[str]:

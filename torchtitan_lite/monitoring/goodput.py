@@ -18,7 +18,7 @@ from torchtitan_lite.terminal import duration
 
 KINDS = {
     "steps": "steps that counted",
-    "repeated": "steps repeated or abandoned",
+    "repeated": "steps repeated",
     "start": "start: imports, data, process group, model",
     "load": "loading checkpoints",
     "save": "waiting for saves",
@@ -77,11 +77,6 @@ class Clock:
         past["idle"] = past.get("idle", 0.0) + max(idle, 0.0)
         for kind, seconds in past.items():
             self.seconds[kind] += seconds
-
-    def rewind(self, folder: Path, about: Mapping[str, Any], step: int) -> None:
-        """The run goes back to `step`: the steps after it do not count."""
-        self.enter(self._kind)
-        self.seconds = _back_to(self.seconds, _steps_s(_marks(folder, about), step))
 
 
 class _Mark(NamedTuple):

@@ -20,7 +20,6 @@ from torchtitan_lite.monitoring.goodput import Clock
 from torchtitan_lite.terminal import encodable, print_error
 
 if TYPE_CHECKING:  # loaded only if the config asks for them
-    from torchtitan_lite.monitoring.notify import Notifier
     from torchtitan_lite.monitoring.trackers import Trackers
 
 GIB = 2**30
@@ -38,8 +37,8 @@ class Meter:
     """Measures what a log line shows: the time of training without saves and validations, tokens, and the mean loss.
 
     Args:
-        state: where the run starts, resumes, or has gone back to.
-        clock: of the log, which lasts longer than a meter.
+        state: where the run starts or resumes.
+        clock: of the log.
     """
 
     def __init__(self, state: TrainState, device: torch.device, clock: Clock) -> None:
@@ -116,7 +115,6 @@ class Log:
         self._torn: set[Path] = set()  # files whose last line may be incomplete
         self._failed: set[str] = set()
         self._trackers: Trackers | None = None
-        self._notifier: Notifier | None = None
 
     def info(self, text: str, fit: Callable[[str, int], str] | None = None) -> None:
         """Write a line to the terminal and to train.log. `fit(text, columns)` shortens it for a terminal."""
@@ -143,47 +141,13 @@ class Log:
             self._trackers = None
             trackers.close()
 
-    def reopen_trackers(self, state: TrainState) -> None:
-        """Call this after a rewind to this state."""
-        if self._trackers is not None:
-            self._trackers.reopen(state)
-
     def record(self, values: dict[str, Any], file: str = "metrics.jsonl") -> None:
         """Append a line to a file of records."""
         if self._speaks:
             with self._reported(f"a record of {file}"):
                 self._append(self._folder / file, json.dumps({**values, "time": round(time.time(), 3)}))
-            if "spike" in values and file == "metrics.jsonl":
-                self.notify("spike", values["step"])
             if self._trackers is not None and file == "metrics.jsonl":
                 self._trackers.record(values)
-
-    @contextmanager
-    def notifying(self, run: str, variable: str) -> Iterator[None]:
-        """Send events in this context to the webhook of `log.notify`, if `variable` is not empty."""
-        if not variable or not self._speaks:
-            yield
-            return
-        from torchtitan_lite.monitoring.notify import Notifier
-
-        self._notifier = notifier = Notifier(run, variable)
-        try:
-            yield
-        finally:
-            self._notifier = None
-            notifier.close()
-
-    def notify(self, event: str, step: int | None, status: str = "", *, ends: bool = False) -> None:
-        """Send failure, spike, stall or completion to the webhook, if there is one.
-
-        Args:
-            status: of the run, if it is not that of the event.
-            ends: the process ends now.
-        """
-        if self._notifier is not None:
-            self._notifier.send(event, step, status)
-            if ends:
-                self._notifier.close()
 
     @contextmanager
     def _reported(self, what: str) -> Iterator[None]:
@@ -206,7 +170,6 @@ class Log:
 
     def start_bar(self, step: int, steps: int) -> None:
         """Show a progress bar at this step, if stderr is a terminal."""
-        self.close()
         with self._reported("the progress bar"):
             if self._speaks and sys.stderr.isatty():
                 self._bar = tqdm(initial=step, total=steps, unit="step", dynamic_ncols=True, leave=False)

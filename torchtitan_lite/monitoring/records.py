@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# the files that a resume cuts, and the key that tells when a record was written
-_CUT = {"metrics.jsonl": "step", "samples.jsonl": "step", "spikes.jsonl": "rewind"}
+_CUT = "metrics.jsonl", "samples.jsonl"  # the files that a resume cuts
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
@@ -34,27 +33,13 @@ def read(file: Path) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def split(file: Path, last: float, key: str = "step") -> tuple[bytes, bytes, list[dict[str, Any]]]:
-    """A file's content, its part up to a value of `key`, and the later records. Damaged lines are in neither."""
-    content = file.read_bytes() if file.is_file() else b""
-    kept, later = [], []
-    for line in content.splitlines(keepends=True):
-        record = parse(line) if line.endswith(b"\n") else None
-        if record is None or not isinstance(record.get(key), int):
-            continue
-        if record[key] <= last:
-            kept.append(line)
-        else:
-            later.append(record)
-    return content, b"".join(kept), later
-
-
 def without_later(folder: Path, step: int) -> dict[str, bytes]:
-    """New contents for files with records of later steps, which a resume will repeat; what rewinds abandoned stays."""
+    """New contents for files with damaged records, or with those of later steps, which a resume will repeat."""
     changed = {}
-    for name, key in _CUT.items():
-        last = float("inf") if step and key == "rewind" else step
-        content, kept, _ = split(folder / name, last, key)
+    for name in _CUT:
+        content = (folder / name).read_bytes() if (folder / name).is_file() else b""
+        lines = ((line, parse(line)) for line in content.splitlines(keepends=True) if line.endswith(b"\n"))
+        kept = b"".join(line for line, record in lines if record is not None and record["step"] <= step)
         if kept != content:
             changed[name] = kept
     return changed

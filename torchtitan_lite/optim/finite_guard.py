@@ -29,6 +29,11 @@ class HostCopy:
         return self._values.flatten().tolist()
 
 
+def too_many(skipped: Sequence[int], most: int) -> bool:
+    """Whether the last of these steps are more than `most` in a row."""
+    return list(skipped[-most - 1 :]) == list(range(skipped[-1] - most, skipped[-1] + 1))
+
+
 class FiniteGuard:
     """Skips a bad update on the device, and reports it one step later.
 
@@ -61,7 +66,7 @@ class FiniteGuard:
         Args:
             rank_losses: (world_size,), the summed loss of each rank; equal on all ranks.
             grad_norm: (), global.
-            suspect: () bool; where it is true, the update is withheld too, which the caller reports.
+            suspect: () bool, of SpikeGuard; where it is true, the update is withheld too.
         """
         bad_norm = ~grad_norm.isfinite().to(rank_losses.device)
         bad = ~rank_losses.isfinite().all() | bad_norm
@@ -98,7 +103,7 @@ class FiniteGuard:
             if ranks:
                 what = f"the loss is not finite on rank {', '.join(ranks)}"
             self.skipped.append(step)
-            if self.skipped[-self.max_skipped - 1 :] != list(range(step - self.max_skipped, step + 1)):
+            if not too_many(self.skipped, self.max_skipped):
                 return  # not yet too many in a row
         raise NonFiniteError(
             f"step {step}: {what}. The update was withheld, and nothing has been saved since. "

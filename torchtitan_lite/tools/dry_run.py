@@ -47,8 +47,8 @@ TOTAL = "total at the peak"
 def elsewhere(loaded: Loaded) -> Iterator[Loaded]:
     """The same run from step 0 in a temporary folder, which is kept only if a rank hangs: it then holds the stacks."""
     config = loaded.config
-    last: dict[str, Any] = {"global_batch_size": config.train.batch_size(config.train.steps)}  # the largest steps
-    last |= {"batch_schedule": [], "seq_len_schedule": []}
+    largest = config.train.batch_size(config.train.steps)
+    last: dict[str, Any] = {"global_batch_size": largest, "batch_schedule": []}
     folder = tempfile.mkdtemp(prefix="dry-run-")
     parts: dict[str, BaseModel] = {
         "run": config.run.model_copy(update={"out_dir": folder}),

@@ -243,7 +243,5 @@ def _events(about: Mapping[str, Any], records: Records) -> list[tuple[float, str
             events.append((when, f"loss spike at step {step}{loss}, action {spike.get('action')}"))
         if "skipped_samples" in record:
             events.append((when, f"step {step} was skipped: not finite"))
-        if "rewound_from" in record:
-            events.append((when, f"rewound from step {record['rewound_from']} to {step - 1}"))
     known = [(float(when), event) for when, event in events if isinstance(when, int | float)]
     return sorted(known, reverse=True)[:_EVENTS]

@@ -1,7 +1,4 @@
-"""The work beside the steps, in this order: log, validate, score tasks, save, sample, profile, collect garbage.
-
-With a check of memory, digests are taken first, and compared before a save.
-"""
+"""The work beside the steps, in this order: log, validate, score tasks, save, sample, profile, collect garbage."""
 
 import contextlib
 import functools
@@ -23,7 +20,7 @@ from torchtitan_lite.monitoring.console import fitted, seen_of_sources, step_lin
 from torchtitan_lite.monitoring.metrics import peak_memory_gib
 from torchtitan_lite.optim.optimizer import learning_rate
 from torchtitan_lite.scoring.validation import Validation, eval_line, evaluate, evaluate_average
-from torchtitan_lite.training.intact import MemoryCheck, require_equal_copies, require_finite
+from torchtitan_lite.training.intact import require_equal_copies, require_finite
 from torchtitan_lite.training.session import Callback, Session, StepResult, due
 
 # the records that tell that a step was validated, its tasks scored, and samples made: a file and a key
@@ -36,9 +33,6 @@ def build_callbacks(
     """The callbacks that this config asks for, in their order. Collective. UserError: one does not suit the run."""
     peak = peak_tokens_per_second(config, model, world)
     callbacks = [Callback(functools.partial(log_step, peak=peak), config.log.every, when_preempted=True)]
-    memory, every = MemoryCheck(), config.spike.memory_check_every
-    if every:
-        callbacks.insert(0, Callback(memory.take, every, reads_step=False, resume=memory.take))
     if config.eval.every:
         score = functools.partial(validate, validation)
         again = missing(score, config.eval.every, *_SCORED)
@@ -51,8 +45,7 @@ def build_callbacks(
             callbacks.append(
                 Callback(tasks.score, config.eval.tasks_every, "evaluation", resume=resume, questions=tasks.digests)
             )
-    keep = functools.partial(save, memory)
-    callbacks.append(Callback(keep, config.checkpoint.every, "save", when_preempted=True))
+    callbacks.append(Callback(save, config.checkpoint.every, "save", when_preempted=True))
     if config.sample.every:
         from torchtitan_lite.training.sampling import Prompts, sample
 
@@ -129,11 +122,11 @@ def log_step(s: Session, result: StepResult, peak: float) -> None:
     if s.scaler.enabled:
         record |= {"loss_scale": s.scaler.scale.item(), "skipped_steps": s.scaler.skipped_steps}
     if len(s.samples.sources) > 1:
-        record["sources"] = seen_of_sources(s.samples, state.samples_consumed, state.jumps)
+        record["sources"] = seen_of_sources(s.samples, state.samples_consumed, s.config.data.skip_samples)
     if s.loads is not None:  # of the step's experts: the fullest and the emptiest of a layer, as shares of its mean
         shares = s.loads / s.loads.mean(1, keepdim=True)
         record |= {"load_max": _finite(shares.max().item()), "load_min": _finite(shares.min().item())}
-    if peak and s.config.train.parts(state.step) == 1:  # it counts the attention of train.seq_len
+    if peak:
         record["mfu"] = record["tokens_per_second"] / peak
     s.log.record(record)
     left_s = s.meter.seconds_per_step(state.step) * (steps - state.step)
@@ -173,7 +166,7 @@ def validate(validation: Validation, s: Session, _: StepResult | None = None) ->
         s.log.info(line)
 
 
-def save(memory: MemoryCheck, s: Session, _: StepResult) -> None:
+def save(s: Session, _: StepResult) -> None:
     """Save a checkpoint, after the previous save has ended, if that runs in the background.
 
     Raises:
@@ -185,9 +178,9 @@ def save(memory: MemoryCheck, s: Session, _: StepResult) -> None:
     report_save(s, wait=True)
     if not s.stopping and not due(s.state.step, s.config.log.every):  # else log_step has recorded it
         s.log.record({"step": s.state.step, "spent": s.log.clock.spent()})
-    loss_since = s.meter.loss_since.tolist()
-    state = replace(s.state, grad_scaler=s.scaler.state_dict(), loss_since=loss_since)
-    s.checkpointer.save(state, memory.changed)
+    loss_since, window = s.meter.loss_since.tolist(), s.spikes.window if s.spikes else {}
+    state = replace(s.state, grad_scaler=s.scaler.state_dict(), spikes=window, loss_since=loss_since)
+    s.checkpointer.save(state)
     error = report_save(s, wait=s.stopping or not s.config.checkpoint.async_save)
     if s.stopping and error:
         raise SaveError(f"the last checkpoint was not saved: {error}. Older checkpoints are untouched")

@@ -51,7 +51,7 @@ def check_prompts(config: Config) -> dict[str, str]:
 
         if found := wrong_tasks(config):
             return found
-    if not config.sample.every:
+    if not config.sample.every or not config.sample.prompts:
         return {}
     from torchtitan_lite.training.sampling import known_tokenizer, wrong_prompts
 
@@ -59,7 +59,8 @@ def check_prompts(config: Config) -> dict[str, str]:
         tokenizer = known_tokenizer(config)
     except DataError as error:
         return {"tokenizer.path": str(error)}
-    return {f"sample.prompts {n}": wrong for n, wrong in enumerate(wrong_prompts(config, tokenizer))}
+    problems = wrong_prompts(config, tokenizer) if tokenizer else []
+    return {f"sample.prompts {n}": wrong for n, wrong in enumerate(problems)}
 
 
 def check_init_from(config: Config) -> dict[str, str]:

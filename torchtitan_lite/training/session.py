@@ -1,6 +1,5 @@
 """What a training step works with, and what it returns: Session, Sums, StepResult, and the base of all callbacks."""
 
-import functools
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -25,7 +24,7 @@ from torchtitan_lite.optim.guarded import GuardedOptimizer
 from torchtitan_lite.training.preemption import Preemption
 
 if TYPE_CHECKING:
-    from torchtitan_lite.training.spikes.watch import Spikes
+    from torchtitan_lite.optim.spike_guard import SpikeGuard
 
 
 class StepResult(NamedTuple):
@@ -104,7 +103,7 @@ class Session:
     log: Log
     state: TrainState
     resumed: TrainState | None = None  # the state as it was saved, if the run is resumed
-    spikes: "Spikes | None" = None  # loaded only if [spike] asks for it
+    spikes: "SpikeGuard | None" = None  # loaded only if [spike] asks for it
     callbacks: list[Callback] = field(default_factory=list)
     loads: Tensor | None = None  # of the last step: see Sums
     meter: Meter = field(init=False)
@@ -112,13 +111,11 @@ class Session:
     def __post_init__(self) -> None:
         self.meter = Meter(self.state, self.world.device, self.log.clock)
 
-        def on_abort(event: str, why: str) -> None:
+        def on_abort(why: str) -> None:
             spent = self.log.clock.spent()
             run_folder.write_status(self.config.folder, self.world, "failed", self.state.step, why, spent)
-            self.log.notify(event, self.state.step, ends=True)
 
-        self.preemption.on_abort = functools.partial(on_abort, "failure")
-        self.watchdog.on_abort = functools.partial(on_abort, "stall")
+        self.preemption.on_abort = self.watchdog.on_abort = on_abort
 
     @property
     def stopping(self) -> bool:
@@ -126,9 +123,10 @@ class Session:
         return self.state.step == self.config.train.steps or self.preemption.agreed
 
     @property
-    def rewinding(self) -> bool:
-        """Whether the last step was a loss spike, after which the run goes back to a checkpoint."""
-        return self.spikes is not None and self.spikes.rewinding
+    def last_samples(self) -> list[int]:
+        """The run's samples of the last step: its first, and the one after its last."""
+        end = self.state.samples_consumed
+        return [end - self.config.train.batch_size(self.state.step), end]
 
     def rank_losses(self) -> dict[str, list[float]]:
         """For a record: the sum of each rank's losses in the last step, as "rank_losses". Empty above MOST_RANKS."""
@@ -156,17 +154,16 @@ def settle(s: Session) -> None:
 
     Raises:
         NonFiniteError: on every rank: the loss or the gradient norm was not finite, and no more steps may be skipped.
-        SpikeError: on every rank: a loss spike, once too often.
+        SpikeError: on every rank: a loss spike, after which the run stops.
     """
-    if s.spikes is None:
-        s.guard.check()
-    else:
-        s.spikes.check(s)
-        if s.rewinding:
-            return
+    s.guard.check()
+    if s.guard.skipped != s.state.skipped:
+        first, end = s.last_samples
+        s.state = replace(s.state, skipped=list(s.guard.skipped))
+        s.log.record({"step": s.state.step, "skipped_samples": [first, end]})
+        s.log.info(f"SKIPPED step {s.state.step}: not finite; run samples {first} to {end - 1}")
+    if s.spikes is not None and (spike := s.spikes.check()):
+        from torchtitan_lite.training.spikes import act
+
+        act(s, spike)
     s.preemption.update_agreed()
-    if s.guard.skipped and s.guard.skipped[-1] == s.state.step and s.state.step not in s.state.skipped:
-        first = s.state.samples_consumed - s.config.train.batch_size(s.state.step)
-        s.state = replace(s.state, skipped=[*s.state.skipped, s.state.step])
-        s.log.record({"step": s.state.step, "skipped_samples": [first, s.state.samples_consumed]})
-        s.log.info(f"SKIPPED step {s.state.step}: not finite; run samples {first} to {s.state.samples_consumed - 1}")

@@ -10,7 +10,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_lite.checkpointing.compatibility import require_same_order
 from torchtitan_lite.checkpointing.progress import on_rank0
 from torchtitan_lite.checkpointing.select import set_aside
 from torchtitan_lite.checkpointing.storage import find_steps
@@ -21,7 +20,7 @@ from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.token_files import PAIRS
 from torchtitan_lite.distributed.agreement import from_rank0, require_agreement
 from torchtitan_lite.distributed.process_group import World
-from torchtitan_lite.errors import ConfigError, DataError, StuckError, UserError, is_stall
+from torchtitan_lite.errors import ConfigError, DataError, StuckError, UserError
 from torchtitan_lite.monitoring import goodput, run_folder
 from torchtitan_lite.monitoring.console import source_lines, start_lines, what_next
 from torchtitan_lite.monitoring.metrics import Log
@@ -95,8 +94,6 @@ def take_over(attempt: Attempt, loaded_config: Loaded, data: DataSet, s: Session
     config, world, log, step = s.config, s.world, s.log, s.state.step
     layout = derive(config, world.world_size)
     finished = step >= config.train.steps
-    if s.resumed:
-        require_same_order(config.train, s.resumed)
     if s.resumed and not loaded_config.with_changes:
         from torchtitan_lite.monitoring.resumed import require_same_learning
 
@@ -144,7 +141,7 @@ def take_over(attempt: Attempt, loaded_config: Loaded, data: DataSet, s: Session
             with log.clock.on(callback.kind):
                 callback.resume(s)
     if finished:
-        log.info(f"finished: step {step} of train.steps = {config.train.steps}; {what_next(config, step)}")
+        log.info(f"finished: step {step} of train.steps = {config.train.steps}; {what_next(config)}")
         # if later checkpoints would be set aside, the run has got further than this step
         run_folder.write_status(config.folder, world, "complete", None if s.checkpointer.aside else step)
     s.meter.begin()
@@ -173,19 +170,17 @@ def report_end(s: Session) -> None:
         return
     spent = s.log.clock.spent()
     run_folder.write_status(config.folder, s.world, "complete", step, spent=spent)
-    s.log.notify("completion", step)
-    for line in source_lines(s.samples, s.state):
+    for line in source_lines(s.samples, s.state, config.data.skip_samples):
         s.log.info(line)
     seconds = time.perf_counter() - s.meter.started
     n_steps = counted(step - s.meter.first_step, "step")
-    s.log.info(f"done    {n_steps} in {duration(seconds)}, {goodput.line(spent)}; {what_next(config, step)}")
+    s.log.info(f"done    {n_steps} in {duration(seconds)}, {goodput.line(spent)}; {what_next(config)}")
 
 
 def report_failure(config: Config, world: World, log: Log, error: Exception, s: Session | None) -> None:
-    """Write a failure to run.json, and notify. Without a session, the attempt has failed before it could train."""
+    """Write a failure to run.json. Without a session, the attempt has failed before it could train."""
     if s is not None and isinstance(error, UserError) and not isinstance(error, StuckError):
         report_save(s, wait=True)  # every rank has raised this error, so a background save can still complete
     step = None if s is None else s.state.step
     spent = None if s is None else log.clock.spent()
-    status = run_folder.write_status(config.folder, world, "failed", step, str(error) or repr(error), spent)
-    log.notify("stall" if is_stall(error) else "failure", step, status)
+    run_folder.write_status(config.folder, world, "failed", step, str(error) or repr(error), spent)

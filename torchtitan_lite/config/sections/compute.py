@@ -51,7 +51,7 @@ class SpeedConfig(Section):
     fused_functions: Annotated[bool, BITS] = True
     """CPU: RMSNorm and rotary positions in fewer passes over memory, with custom backward functions"""
     widened_products: Annotated[bool, BITS] = True
-    """CPU without bfloat16 (or float16) instructions: compute products of that dtype in float32, 18 times as fast"""
+    """CPU without bfloat16 (or float16) instructions: compute products of that dtype in float32, 15 times as fast"""
     shared_memory: Annotated[bool, BITS] = True
     """CPU, all ranks on one machine: exchange parameters and gradients through shared memory, not gloo's TCP"""
     float8: Annotated[bool, BITS] = False

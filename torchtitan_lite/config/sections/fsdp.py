@@ -1,9 +1,6 @@
 """[fsdp] and [grad_scaler]: the mesh, when parameters are gathered and gradients reduced, and in which dtypes."""
 
-import json
-import re
 from collections.abc import Mapping
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator, PositiveInt
@@ -87,9 +84,9 @@ reduce_scatter within a replica after every one, all_reduce between replicas aft
     backward_prefetch: Annotated[PositiveInt, _PREFETCHING] = 2
     """with explicit_prefetching: groups to prefetch in backward"""
     separate_reduce_scatter_group: bool = False
-    """reduce-scatter in a process group of its own, beside all-gathers in backward (GPUs; since torch 2.13)"""
+    """reduce-scatter in a process group of its own, beside all-gathers in backward (GPUs; needs torch 2.13)"""
     reduce_scatter_buffers: PositiveInt = 1
-    """input buffers of reduce-scatters in flight; above 1, backward waits less for them (GPUs; since torch 2.13)"""
+    """input buffers of reduce-scatters in flight; above 1, backward waits less for them (GPUs; needs torch 2.13)"""
 
     def mesh(self, world_size: int) -> tuple[int, int]:
         """dp_replicate and dp_shard, where -1 takes all remaining ranks."""
@@ -230,24 +227,3 @@ def rules(config: "Config", machine: Machine) -> Rules:
             f"grad_scaler.min_scale = {scaler.min_scale} is above grad_scaler.init_scale = "
             f"{scaler.init_scale}; min_scale = 1.0 works",
         )
-
-
-SINCE = {"separate_reduce_scatter_group": (2, 13), "reduce_scatter_buffers": (2, 13)}  # keys that need a newer torch
-
-
-def lacking() -> set[str]:
-    """The keys that the installed torch does not have yet."""
-    numbers = tuple(int(number) for number in re.findall(r"\d+", version("torch"))[:2])
-    return {f"fsdp.{key}" for key, since in SINCE.items() if numbers < since}
-
-
-def local_rules(config: "Config", machine: Machine) -> Rules:
-    """Keys that the installed torch does not have yet."""
-    for key, since in SINCE.items():
-        value, default = getattr(config.fsdp, key), FsdpConfig.model_fields[key].default
-        if value != default and f"fsdp.{key}" in lacking():
-            yield (
-                f"fsdp.{key}",
-                f"fsdp.{key} = {json.dumps(value)} needs torch {since[0]}.{since[1]} or newer, but {version('torch')} "
-                f"is installed; fsdp.{key} = {json.dumps(default)} works",
-            )

@@ -74,7 +74,7 @@ class OptimConfig(Section):
 
     name: Annotated[OptimizerName, REFUSED] = "muon"
     """muon: Muon for the matrices of the blocks, AdamW for the rest (torch.optim's Adafactor takes no shards)"""
-    lr: PositiveFloat = 4e-3
+    lr: PositiveFloat = 8e-3
     """peak learning rate"""
     betas: tuple[float, float] = (0.9, 0.99)
     """adamw, and muon's AdamW part: decay rates of the two moments"""

@@ -2,10 +2,9 @@
 
 import itertools
 from dataclasses import replace
-from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveInt
 
 from torchtitan_lite.config.section import (
     ALLOWED_FOR_LATER_STEPS,
@@ -32,13 +31,6 @@ def _batch_schedule(value: list[list[int]]) -> list[list[int]]:
     return value
 
 
-def _seq_len_schedule(value: list[list[float]]) -> list[list[float]]:
-    shares = [pair[0] for pair in value if len(pair) == 2 and 0 <= pair[0] < 1 <= pair[1] and pair[1] == int(pair[1])]
-    if len(shares) < len(value) or any(a >= b for a, b in itertools.pairwise(shares)):
-        raise ValueError("should be pairs of a share of the steps, from 0 to 1, and a length, with increasing shares")
-    return value
-
-
 _BEFORE_THE_SCHEDULE = UsedIf(
     "train.batch_schedule",
     "a train.batch_schedule that begins after step 0",
@@ -46,23 +38,15 @@ _BEFORE_THE_SCHEDULE = UsedIf(
 )
 _SKIPPING = UsedIf(
     "train.on_nonfinite spike.action",
-    'train.on_nonfinite = "skip" or spike.action',
-    lambda c: c.train.on_nonfinite == "skip" or c.spike.action in ("skip", "rewind"),
+    'train.on_nonfinite = "skip" or spike.action = "skip"',
+    lambda c: "skip" in (c.train.on_nonfinite, c.spike.action),
 )
 _DETECTING = UsedIf(
     "spike.loss_deviations spike.norm_deviations",
     "spike.loss_deviations or spike.norm_deviations above 0",
     lambda c: bool(c.spike.loss_deviations or c.spike.norm_deviations),
 )
-_SAVING = UsedIf(  # a run that has resumed can go back to that checkpoint
-    "checkpoint.every",
-    "a checkpoint to go back to: checkpoint.every above 0",
-    lambda c: c.spike.action != "rewind" or c.checkpoint.every != 0,
-    refuse=False,
-)
-_RESTORED = Resume("allowed", "the window of losses and the number of rewinds are restored")
-_WATCHING = used_with("spike.action", "log", "skip", "rewind")
-_REWINDING = used_with("spike.action", "rewind")
+_WATCHING = used_with("spike.action", "log", "skip", "stop")
 _ROUTING = UsedIf("model.family", "a family with experts", lambda c: c.model.has_experts)
 
 
@@ -86,11 +70,6 @@ up; 0: use steps"""
         default=[], examples=[[[0, 16], [1000, 64]]]
     )
     """global batch sizes by step: [[0, 16], [1000, 64]] is 16 sequences at first, and 64 after step 1,000"""
-    seq_len_schedule: Annotated[list[list[float]], ASKS, AfterValidator(_seq_len_schedule)] = Field(
-        default=[], examples=[[[0, 64], [0.8, 256]]]
-    )
-    """shorter sequences at first, by share of the steps: with seq_len = 256, [[0, 64], [0.8, 256]] cuts each sequence \
-into four of 64 tokens, mixed with those of other sequences, in the first 80 % of the steps"""
     z_loss: Annotated[NonNegativeFloat, ASKS] = 0.0
     """add this times log(Z)^2 to each target's loss, e.g. 1e-4: keeps logits small; logged losses exclude it"""
     router_aux_loss: Annotated[NonNegativeFloat, ASKS, _ROUTING] = 0.01
@@ -110,21 +89,6 @@ losses exclude it"""
         return next((size for after, size in reversed(self.batch_schedule) if after < step), self.global_batch_size)
 
     @property
-    def lengths(self) -> list[tuple[int, int]]:
-        """The changes of seq_len_schedule: a step after which sequences have a length."""
-        # shares as they are written: 0.7 of 350 steps are 245, and the binary fraction is a little less
-        return [(int(Fraction(repr(share)) * self.steps), int(length)) for share, length in self.seq_len_schedule]
-
-    def parts(self, step: int) -> int:
-        """How many shorter sequences take the place of each sequence of a step (1-based)."""
-        return self.seq_len // next((n for after, n in reversed(self.lengths) if after < step), self.seq_len)
-
-    def shortens(self, steps: range) -> bool:
-        """Whether one of these steps has shorter sequences."""
-        changes = {steps.start, *(after + 1 for after, _ in self.lengths)}
-        return any(self.parts(step) > 1 for step in changes if step in steps)
-
-    @property
     def samples(self) -> int:
         """Sequences of the whole run."""
         changes = [0, *(min(after, self.steps) for after, _ in self.batch_schedule), self.steps]
@@ -132,27 +96,18 @@ losses exclude it"""
 
 
 class SpikeConfig(Section):
-    on_resume: ClassVar[Resume] = replace(_RESTORED, changes_steps=False)
+    on_resume: ClassVar[Resume] = Resume("allowed", "the window of losses is restored")
 
-    action: Annotated[Literal["off", "log", "skip", "rewind"], _RESTORED, _DETECTING, _SAVING] = "off"
-    """on a loss or gradient norm far above those before it: log it; skip the update; or rewind: go back to the newest \
-checkpoint, and continue after the samples seen since then"""
-    window: Annotated[int, _RESTORED, _WATCHING] = Field(default=128, ge=4, le=10_000)
+    action: Annotated[Literal["off", "log", "skip", "stop"], _DETECTING] = "off"
+    """on a loss or gradient norm far above those before it: log it; skip the update; or stop the run, and print the \
+command of one that skips the samples"""
+    window: Annotated[int, _WATCHING] = Field(default=128, ge=4, le=10_000)
     """compare with this many steps; nothing is a spike before there are so many, or during the warm-up"""
-    loss_deviations: Annotated[NonNegativeFloat, _RESTORED, _WATCHING] = 8.0
+    loss_deviations: Annotated[NonNegativeFloat, _WATCHING] = 8.0
     """a loss is a spike if it is this many deviations above the median of the window; 0: off. A deviation is 1.48 \
 times the median absolute deviation, at least 2 % of the median"""
-    norm_deviations: Annotated[NonNegativeFloat, _RESTORED, _WATCHING] = 20.0
+    norm_deviations: Annotated[NonNegativeFloat, _WATCHING] = 20.0
     """the same for the gradient norm"""
-    rewind_steps: Annotated[NonNegativeInt, _REWINDING] = 0
-    """rewind: go back this many steps or more, for damage that shows late"""
-    max_rewinds: Annotated[PositiveInt, _REWINDING] = 10
-    """rewind: stop the run instead of rewinding more often"""
-    recheck: bool = False
-    """compute a step that is not finite, or a spike (skip, rewind), a second time: was it the data or the hardware?"""
-    memory_check_every: NonNegativeInt = 0
-    """every this many steps, compare parameters and optimizer state after the update with those before the next one, \
-and between copies (HSDP): a bit that flipped in memory stops the run; 0: off"""
 
 
 def rules(config: "Config", machine: Machine) -> Rules:
@@ -164,19 +119,6 @@ def rules(config: "Config", machine: Machine) -> Rules:
             f"train.seq_len = {train.seq_len} is longer than model.max_seq_len = {model.max_seq_len}; "
             f"model.max_seq_len = {train.seq_len} works",
         )
-    for _, length in train.lengths:
-        if length > train.seq_len or train.seq_len % length:
-            fits = max(n for n in range(1, min(length, train.seq_len) + 1) if train.seq_len % n == 0)
-            yield (
-                "train.seq_len_schedule train.seq_len",
-                f"train.seq_len_schedule: {length} tokens do not divide train.seq_len = {train.seq_len}; {fits} works",
-            )
-    for key, only in (("data.objective", "causal"), ("data.packing", "concat")):
-        if train.seq_len_schedule and (value := getattr(config.data, key.partition(".")[2])) != only:
-            yield (
-                f"train.seq_len_schedule {key}",
-                f'{key} = "{value}" has sequences of one length; train.seq_len_schedule = [] works',
-            )
     if any(size != train.batch_size(1) for _, size in train.batch_schedule):
         for key in config.in_epochs:
             works = "train.steps" if key == "train.epochs" else f"{key} = 100"

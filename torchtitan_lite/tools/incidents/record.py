@@ -1,4 +1,4 @@
-"""Reads from a run folder how its steps were made: config, changes by resumes, rewinds, samples of each step."""
+"""Reads from a run folder how its steps were made: config, changes by resumes, samples of each step."""
 
 import bisect
 import contextlib
@@ -15,25 +15,23 @@ from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config, TrainConfig, default_of, known_keys
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.data.order import ORDER_OF_PARTS
 from torchtitan_lite.errors import CheckpointError, ConfigError
-from torchtitan_lite.monitoring import records, run_folder
+from torchtitan_lite.monitoring import records
 from torchtitan_lite.tools.load_model import require_same_data
 from torchtitan_lite.training.start import prepared
 
-_SIZES = "global_batch_size", "batch_schedule", "seq_len_schedule", "steps"
+_SIZES = "global_batch_size", "batch_schedule", "steps"
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive steps of one batch size and length of sequences, whose samples follow each other."""
+    """Consecutive steps of one batch size, whose samples follow each other."""
 
     first: int
     last: int
     before: int  # the position in the data before the first step; the samples up to `start` are skipped
     start: int  # of the first step; -1: not known
     size: int
-    cuts: int  # each sample into so many shorter sequences
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,6 @@ class Record:
     config: Config
     data: DataSet
     segments: list[Segment]
-    in_former_order: bool  # see `in_former_order`
 
     @property
     def n_steps(self) -> int:
@@ -52,14 +49,8 @@ class Record:
         return self.segments[-1].last
 
     def within(self, steps: range) -> list[Segment]:
-        """The segments that have some of these steps.
-
-        Raises:
-            ConfigError: one of them has short sequences in the order of version 0.3.
-        """
-        found = [s for s in self.segments if s.first < steps.stop and s.last >= steps.start]
-        require_present_order(self.folder, self.in_former_order and any(s.cuts > 1 for s in found))
-        return found
+        """The segments that have some of these steps."""
+        return [s for s in self.segments if s.first < steps.stop and s.last >= steps.start]
 
     def n_samples(self, steps: range) -> int:
         """How many samples these steps see."""
@@ -81,12 +72,8 @@ class Record:
         first = segment.start + (step - segment.first) * segment.size
         return range(first, first + segment.size)
 
-    def cuts(self, step: int) -> int:
-        """Into how many shorter sequences each sample of a step was cut (train.seq_len_schedule)."""
-        return self.within(range(step, step + 1))[0].cuts
-
     def skipped(self, step: int) -> range:
-        """The samples between a step and the one before it: skipped by a rewind, or by data.skip_samples."""
+        """The samples between a step and the one before it, which data.skip_samples skipped."""
         (segment,) = self.within(range(step, step + 1))
         return range(segment.before if step == segment.first else self.samples(step).start, self.samples(step).start)
 
@@ -103,8 +90,8 @@ def read_record(folder: Path) -> Record:
     for state in states[-1:]:
         require_same_data(str(folder), data, state)
     known = {0: 0, **{state.step: state.samples_consumed for state in states}}
-    segments = _segments(loaded.config, changes_of(folder), known, jumps_of(folder))
-    return Record(folder, loaded.config, data, segments, in_former_order(folder))
+    segments = _segments(loaded.config, changes_of(folder), known)
+    return Record(folder, loaded.config, data, segments)
 
 
 def config_of(folder: Path) -> Config:
@@ -127,23 +114,6 @@ def config_of(folder: Path) -> Config:
         raise ConfigError(f"{file} can't be read: {error}") from None
 
 
-def in_former_order(folder: Path) -> bool:
-    """Whether short sequences of a run have the order of version 0.3."""
-    for state in reversed(_states(folder)):
-        return state.order_of_parts != ORDER_OF_PARTS
-    versions = run_folder.read(folder).get("versions")
-    return isinstance(versions, dict) and str(versions.get("torchtitan_lite")).startswith("0.3.")
-
-
-def require_present_order(folder: Path, former: bool) -> None:
-    """Raise ConfigError if steps that are asked for have short sequences in the order of version 0.3."""
-    if former:
-        raise ConfigError(
-            f"{folder}: these steps have short sequences (train.seq_len_schedule) in the order of version 0.3; look at "
-            "them with version 0.3"
-        )
-
-
 def _states(folder: Path) -> list[TrainState]:
     """The states of the checkpoints, oldest first. Unreadable ones are left out."""
     states = []
@@ -151,28 +121,6 @@ def _states(folder: Path) -> list[TrainState]:
         with contextlib.suppress(CheckpointError):
             states.append(storage.read_state(checkpoint))
     return states
-
-
-def jumps_of(folder: Path) -> list[list[int]]:
-    """Where the run has skipped samples: [step, first, end], after that step, ascending."""
-    newest = next(reversed(_states(folder)), TrainState())
-    jumps = list(newest.jumps)
-    for record in records.read(folder / "metrics.jsonl"):
-        if "rewound_samples" in record and record["step"] > newest.step:  # a rewind that no checkpoint knows of yet
-            with contextlib.suppress(ValueError, TypeError):  # damaged
-                first, end = map(int, record["rewound_samples"])
-                jumps.append([record["step"] - 1, first, end])
-    return jumps
-
-
-def abandoned(folder: Path, n: int) -> list[str]:
-    """Notes about rewinds that abandoned a step of this number."""
-    return [
-        f"rewind {record.get('rewind')}, from step {record['step']} to {record['back_to']}, abandoned a step {n}. The "
-        "step that is replayed is the one after the rewind"
-        for record in records.read(folder / "spikes.jsonl")
-        if type(record.get("back_to")) is int and record["back_to"] < n <= record["step"]
-    ]
 
 
 def checkpoint_before(run: Path, step: int) -> tuple[Path | None, list[str]]:
@@ -203,37 +151,34 @@ def _segments(
     config: Config,
     changes: Sequence[tuple[int, dict[str, Any]]],
     known: Mapping[int, int],
-    jumps: Sequence[Sequence[int]],
 ) -> list[Segment]:
     """All steps of a run, also those that are to come. Where sizes contradict known positions, no start is known.
 
     Args:
         known: the position after these steps, 0 among them.
-        jumps: of the steps that were made. For those after the last known one, data.skip_samples applies.
     """
     train, n_steps = config.train, max(config.train.steps, *known)
-    trains = [train]
+    trains, data = [train], [config.data]
     for _, changed in reversed(changes):
         before = {name: changed[f"train.{name}"][0] for name in _SIZES if f"train.{name}" in changed}
         trains.insert(0, TrainConfig.model_validate(trains[0].model_dump() | before))
+        skipped = changed.get("data.skip_samples", [data[0].skip_samples])[0]
+        data.insert(0, data[0].model_copy(update={"skip_samples": skipped}))
     afters = [0, *(after for after, _ in changes)]
-    schedules = (after for one in trains for after, _ in (*one.batch_schedule, *one.lengths))
-    ends = {n_steps, *known, *(after for after, *_ in jumps), *afters, *schedules}
-    made = max([*known, *(after for after, *_ in jumps)])
+    schedules = (after for one in trains for after, _ in one.batch_schedule)
+    ends = {n_steps, *known, *afters, *schedules}
     segments: list[Segment] = []
     position = 0  # after the last step of `segments`
     since_known = 0  # the number of segments before the last known position
     for done, end in itertools.pairwise(sorted(after for after in ends if after <= n_steps)):
-        then = trains[bisect.bisect_right(afters, done) - 1]
-        size, cuts = then.batch_size(done + 1), then.parts(done + 1)
-        start = position + sum(stop - first for after, first, stop in jumps if after == done)
+        attempt = bisect.bisect_right(afters, done) - 1
+        then, to_skip = trains[attempt], data[attempt]
+        size = then.batch_size(done + 1)
         while done < end:
-            last = end
-            if done >= made:
-                start = config.data.position(start, size)
-                last = done + _steps_to_a_skip(config.data.skip_samples, start, size, end - done)
-            segments.append(Segment(done + 1, last, position, start, size, cuts))
-            start = position = start + (last - done) * size
+            start = to_skip.position(position, size)
+            last = done + _steps_to_a_skip(to_skip.skip_samples, start, size, end - done)
+            segments.append(Segment(done + 1, last, position, start, size))
+            position = start + (last - done) * size
             done = last
         if end in known:
             if position != known[end]:

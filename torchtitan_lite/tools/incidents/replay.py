@@ -28,22 +28,17 @@ from torchtitan_lite.config.toml import Loaded, format_value
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.agreement import from_rank0, outcome_on_rank0, require_agreement
 from torchtitan_lite.distributed.process_group import process_group
-from torchtitan_lite.errors import ConfigError, NonFiniteError, UserError
+from torchtitan_lite.errors import ConfigError, NonFiniteError, SpikeError, UserError
 from torchtitan_lite.monitoring import records, run_folder
 from torchtitan_lite.monitoring.metrics import Log
 from torchtitan_lite.optim.optimizer import learning_rate
 from torchtitan_lite.terminal import counted, print_line
 from torchtitan_lite.tools.incidents.record import (
-    abandoned,
     changes_of,
     checkpoint_before,
-    in_former_order,
-    jumps_of,
-    require_present_order,
 )
 from torchtitan_lite.training import out_of_memory
 from torchtitan_lite.training.session import Session, StepResult, settle
-from torchtitan_lite.training.spikes.watch import SpikeError
 from torchtitan_lite.training.start import require_same_data
 
 Step = Callable[[Session, int], StepResult]
@@ -73,7 +68,6 @@ class Recorded:
     stopped: str = ""  # how the run ended, if at a loss or gradients that are not finite
     setting: Mapping[str, Any] = field(default_factory=dict)  # of a bitwise resume
     config: Mapping[str, Any] = field(default_factory=dict)  # by "section.key"
-    jumps: Sequence[Sequence[int]] = ()  # of TrainState: where the run skipped samples
     notes: tuple[str, ...] = ()
     unsure: str = ""  # a sentence: why a difference may be none of the hardware
 
@@ -112,8 +106,8 @@ def run(n: int, loaded: Loaded, data: DataSet, build: Callable[..., Session], st
                 except DifferentError:
                     if from_rank0(world.rank == 0 and has_changed(config, n, recorded)):
                         raise ConfigError(
-                            f"--replay={n}: the run has changed its records meanwhile: it went back over a spike, "
-                            "or was started again; give the command again"
+                            f"--replay={n}: the run has changed its records meanwhile: it was started again; "
+                            "give the command again"
                         ) from None
                     raise
             if world.rank == 0:
@@ -122,16 +116,9 @@ def run(n: int, loaded: Loaded, data: DataSet, build: Callable[..., Session], st
 
 @contextlib.contextmanager
 def _elsewhere(config: Config, recorded: Recorded) -> Iterator[Config]:
-    """The run in a temporary folder, from this checkpoint, without what else it writes.
-
-    Where the run went back over a spike, this one is told to skip the same samples. It goes back nowhere itself.
-    """
+    """The run in a temporary folder, from this checkpoint, without what else it writes."""
     folder, checkpoint = tempfile.mkdtemp(prefix="replay-"), recorded.checkpoint
-    skipped = sorted([*config.data.skip_samples, *([first, end] for _, first, end in recorded.jumps)])
-    action = "skip" if config.spike.action == "rewind" else config.spike.action
     parts: dict[str, BaseModel] = {
-        "data": config.data.model_copy(update={"skip_samples": skipped}),
-        "spike": config.spike.model_copy(update={"action": action, "recheck": False}),
         "run": config.run.model_copy(update={"out_dir": folder, "max_minutes": 0.0}),
         "checkpoint": config.checkpoint.model_copy(update={"resume": checkpoint or "never"}),
         "sample": config.sample.model_copy(update={"every": 0}),
@@ -171,13 +158,10 @@ def read(config: Config, n: int) -> Recorded:
     between = {step: record for step, record in steps.items() if start < step <= last}
     if not between and not stopped:
         raise ConfigError(f"--replay={n}: {folder / 'metrics.jsonl'} has no record of the steps {start + 1} to {n}")
-    former = in_former_order(folder) and config.train.shortens(range(start + 1, last + 1))
-    require_present_order(folder, former)
     values, unsure = _values(config, status, checkpoint, range(start + 1, last + 1), between, n)
     setting = {key: value for key, value in values.items() if "." not in key}
     keys = {key: value for key, value in values.items() if "." in key}
-    jumps = [jump for jump in jumps_of(folder) if jump[0] >= start]
-    notes = tuple(f"note    {note}" for note in (*damaged, *abandoned(folder, n)))
+    notes = tuple(f"note    {note}" for note in damaged)
     return Recorded(
         start=start,
         last=last,
@@ -186,7 +170,6 @@ def read(config: Config, n: int) -> Recorded:
         stopped=stopped,
         setting=setting,
         config=keys,
-        jumps=jumps,
         notes=notes,
         unsure=unsure,
     )

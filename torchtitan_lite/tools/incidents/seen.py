@@ -163,42 +163,35 @@ class Seen:
         )
         self._seed = config.run.seed
         self.causal = config.data.objective == "causal"
-        self._sequences: dict[int, dict[int, NDArray[np.int64]]] = {}  # by cuts and source, of `samples_with`
+        self._sequences: dict[int, NDArray[np.int64]] = {}  # by source, of `samples_with`
 
-    def draw(self, sample: int, cuts: int = 1) -> tuple[MicroBatch, list[tuple[Documents, Range]]]:
-        """A sample of the run as a batch of one row, or of `cuts` shorter ones, and what was read for it, in order."""
+    def draw(self, sample: int) -> tuple[MicroBatch, list[tuple[Documents, Range]]]:
+        """A sample of the run as a batch of one row, and what was read for it, in order."""
         log: list[tuple[Documents, Range]] = []
         for documents, reads in zip(self.documents, self.reads, strict=True):
             reads.note = lambda read, documents=documents: log.append((documents, read))  # type: ignore[misc]
-        rows = self._loader.batch(sample, 1, cuts).micro_batches[0]
-        if cuts > 1:  # one read for each row, but a mixture draws one source after the other
-            which, _ = self.mixture.interleave.locate(np.arange(sample * cuts, (sample + 1) * cuts))
-            log = [log[i] for i in np.argsort(np.argsort(which, kind="stable"))]
-        return rows, log
+        return self._loader.batch(sample, 1).micro_batches[0], log
 
-    def parts(self, sample: int, cuts: int = 1) -> list[Part]:
+    def parts(self, sample: int) -> list[Part]:
         """The parts of documents that a sample of the run holds, in its order."""
-        return [part for documents, read in self.draw(sample, cuts)[1] for part in documents.parts(read)]
+        return [part for documents, read in self.draw(sample)[1] for part in documents.parts(read)]
 
-    def samples_with(self, documents: dict[int, NDArray[np.int64]], samples: range, cuts: int = 1) -> list[int]:
+    def samples_with(self, documents: dict[int, NDArray[np.int64]], samples: range) -> list[int]:
         """Those of these samples that hold one of these documents.
 
         Args:
             documents: by number of their source; the same in each call.
-            cuts: into how many shorter sequences each sample is cut.
         """
-        mixture, found = self.mixture if cuts == 1 else self.mixture.shorter(cuts), set[int]()
-        if cuts not in self._sequences:
-            each = {k: self._sequences_with(mixture.sources[k], k, numbers) for k, numbers in documents.items()}
-            self._sequences[cuts] = each
-        sequences = self._sequences[cuts]
-        for first in range(samples.start * cuts, samples.stop * cuts, _SEQUENCES):
-            chunk = np.arange(first, min(first + _SEQUENCES, samples.stop * cuts))
+        mixture, found = self.mixture, list[int]()
+        if not self._sequences:
+            self._sequences = {k: self._sequences_with(mixture.sources[k], k, each) for k, each in documents.items()}
+        for first in range(samples.start, samples.stop, _SEQUENCES):
+            chunk = np.arange(first, min(first + _SEQUENCES, samples.stop))
             which, numbers = mixture.interleave.locate(chunk)
-            for source, holding in sequences.items():
+            for source, holding in self._sequences.items():
                 mine = which == source
                 indices = mixture.sources[source].indices(numbers[mine], self._seed)
-                found.update((chunk[mine][np.isin(indices, holding)] // cuts).tolist())
+                found += chunk[mine][np.isin(indices, holding)].tolist()
         return sorted(found)
 
     def _sequences_with(self, samples: Samples, source: int, documents: NDArray[np.int64]) -> NDArray[np.int64]:

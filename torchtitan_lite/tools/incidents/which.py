@@ -83,43 +83,38 @@ def _ranked(record: Record, seen: Seen, steps: range, device: torch.device, note
     notes += [*damaged, f"losses under {opened.source}"]
     rows = []
     for step in steps:
-        cuts = record.cuts(step)
         for sample in record.samples(step):
-            parts, losses = seen.parts(sample, cuts), _losses_of(opened.model, seen, sample, cuts, device)
+            parts, losses = seen.parts(sample), _losses_of(opened.model, seen, sample, device)
             rows += [Row(step, sample, part, loss) for part, loss in zip(parts, losses, strict=True)]
     return sorted(rows, key=lambda row: -math.inf if math.isnan(row.loss or 0.0) else row.loss or 0.0, reverse=True)
 
 
 @torch.no_grad()
-def _losses_of(model: Transformer, seen: Seen, sample: int, cuts: int, device: torch.device) -> list[float]:
+def _losses_of(model: Transformer, seen: Seen, sample: int, device: torch.device) -> list[float]:
     """The mean loss of each of `Seen.parts` of a sample; NaN where nothing of it is predicted.
 
     In a causal sample each part has its own loss, in the context that it had in training. A sample of span corruption
     or pairs has one loss, which all of its parts share.
     """
-    rows, reads = seen.draw(sample, cuts)
+    rows, reads = seen.draw(sample)
     at = [i for i, (documents, read) in enumerate(reads) for _ in documents.parts(read)]  # the read of each part
     parts = [part for documents, read in reads for part in documents.parts(read)]
     ranges = [read for _, read in reads]
     targets = rows.targets
-    if seen.causal:  # (parts rows, T)
+    if seen.causal:  # (parts, T)
         targets = torch.cat([_targets_of(part, i, rows, ranges) for part, i in zip(parts, at, strict=True)])
     nats = []
-    for i in range(0, len(targets), n := max(_ROWS // cuts, 1) * cuts):
-        chunk = targets[i : i + n]
-        tokens, positions = (
-            None if t is None else t.repeat(len(chunk) // cuts, 1) for t in (rows.tokens, rows.positions)
-        )
-        assert tokens is not None
-        nats += row_nats(model, MicroBatch(tokens, chunk, positions), device).tolist()
+    for chunk in targets.split(_ROWS):
+        positions = None if rows.positions is None else rows.positions.repeat(len(chunk), 1)
+        batch = MicroBatch(rows.tokens.repeat(len(chunk), 1), chunk, positions)
+        nats += row_nats(model, batch, device).tolist()
     counts = (targets != IGNORE).sum(dim=1).tolist()
-    totals = [(sum(nats[i : i + cuts]), sum(counts[i : i + cuts])) for i in range(0, len(nats), cuts)]
-    losses = [total / n if n else math.nan for total, n in totals]
+    losses = [total / n if n else math.nan for total, n in zip(nats, counts, strict=True)]
     return losses if seen.causal else losses * len(parts)
 
 
 def _targets_of(part: Part, at: int, rows: MicroBatch, ranges: list[Range]) -> Tensor:
-    """The targets (rows, T) of a causal sample, with those that are not of this part, of read `at`, masked."""
+    """The targets (1, T) of a causal sample, with those that are not of this part, of read `at`, masked."""
     keep = np.zeros(rows.targets.numel(), np.bool_)
     column = sum(end - first - 1 for first, end in ranges[:at])  # a read of n tokens gives n - 1 inputs and targets
     first, end = ranges[at]
@@ -146,10 +141,9 @@ def _rows_with_text(record: Record, seen: Seen, steps: range, text: str, notes: 
     for segment in record.within(steps):
         first, last = max(segment.first, steps.start), min(segment.last, steps.stop - 1)
         samples = range(record.samples(first).start, record.samples(last).stop)
-        for sample in seen.samples_with(documents, samples, segment.cuts):
+        for sample in seen.samples_with(documents, samples):
             step = first + (sample - samples.start) // segment.size
-            parts = seen.parts(sample, segment.cuts)
-            rows += [Row(step, sample, part) for part in parts if (part.source, part.document) in held]
+            rows += [Row(step, sample, part) for part in seen.parts(sample) if (part.source, part.document) in held]
     return rows
 
 
@@ -190,10 +184,6 @@ def _run(options: argparse.Namespace) -> int:
     if options.samples and (options.step is not None or options.find is not None or not 0 <= first < end):
         raise ConfigError("--samples needs the first sample and the one after the last, without --step and --find")
     record = read_record(options.run)
-    if options.samples and any(segment.cuts > 1 for segment in record.segments):
-        raise ConfigError(
-            "--samples: the sequences of a sample depend on its step, by train.seq_len_schedule; use --step"
-        )
     steps = range(0) if options.samples else _steps(options, record)
     _require_few(end - first if options.samples else record.n_samples(steps), options)
     seen = Seen(record.data, record.config)
@@ -211,8 +201,7 @@ def _run(options: argparse.Namespace) -> int:
         cuda = options.device != "cpu" and torch.cuda.is_available()
         rows = _ranked(record, seen, steps, torch.device("cuda" if cuda else "cpu"), notes)
     else:
-        of_steps = [(n, sample, record.cuts(n)) for n in steps for sample in record.samples(n)]
-        rows = [Row(n, sample, part) for n, sample, cuts in of_steps for part in seen.parts(sample, cuts)]
+        rows = [Row(n, sample, part) for n in steps for sample in record.samples(n) for part in seen.parts(sample)]
     _print(options, record, steps, rows, notes)
     if options.json:
         _write(options, record, steps, rows, notes)

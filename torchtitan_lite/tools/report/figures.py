@@ -18,7 +18,7 @@ COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9
 GREY = "#888888"
 DASHES = "solid", "dash", "dot", "dashdot"
 POINTS = 2000  # per curve: more would slow the page without being visible
-_MARKS = 50  # of spikes and of rewinds in a run: more would cover the curves
+_MARKS = 50  # of spikes in a run: more would cover the curves
 # a change of these keys does not touch the curves
 _NOT_MARKED = "log.", "profile.", "checkpoint.", "sample.", "run.", "data.cache_dir"
 
@@ -105,7 +105,7 @@ def axes(run: Run) -> dict[str, Any]:
 
 
 def marks(run: Run) -> list[tuple[int, str]]:
-    """Steps to mark in all figures, and texts: changes by a resume, losses that are not finite, spikes and rewinds."""
+    """Steps to mark in all figures, and texts: changes by a resume, losses that are not finite, and spikes."""
     changed: dict[int, list[str]] = {}
     for step, key, _, _ in run.changes:
         if not key.startswith(_NOT_MARKED):
@@ -114,7 +114,6 @@ def marks(run: Run) -> list[tuple[int, str]]:
     found += [(r["step"], "not finite") for r in run.steps if r["loss"] is None][:1]
     texts = {"skip": "spike skipped"}
     found += [(r["step"], texts.get(str(r["spike"].get("action")), "spike")) for r in run.spikes[:_MARKS]]
-    found += [(r["step"], f"rewound from step {r['rewound_from']}") for r in run.rewinds[:_MARKS]]
     return [(step, html.escape(text)) for step, text in found]
 
 

@@ -184,12 +184,6 @@ def notes(runs: list[Run]) -> str:
         found = [*run.notes]
         if spikes := run.spikes:
             found.append(f"{counted(len(spikes), 'loss spike')}, the first at step {spikes[0]['step']}")
-        if run.rewinds:
-            last = run.rewinds[-1]  # marks of earlier ones may have been abandoned, too
-            found.append(
-                f"{counted(last['rewind'], 'rewind')}, the last from step {last['rewound_from']} to "
-                f"{last['step'] - 1}; what was abandoned is in spikes.jsonl"
-            )
         if len(run.steps) > POINTS:
             found.append(
                 f"{len(run.steps):,} records, drawn as at most {POINTS:,} points per curve: the lowest and highest of "

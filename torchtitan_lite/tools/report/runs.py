@@ -46,12 +46,7 @@ class Run:
 
     @property
     def spikes(self) -> Records:
-        """The loss spikes that were not rewound."""
         return [r for r in self.having("spike") if isinstance(r["spike"], dict)]
-
-    @property
-    def rewinds(self) -> Records:
-        return [r for r in self.having("rewind") if type(r["rewind"]) is type(r.get("rewound_from")) is int]
 
     @property
     def best(self) -> dict[str, Any] | None:
