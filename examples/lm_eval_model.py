@@ -27,7 +27,7 @@ from torchtitan_lite.tools.generate import Options, tokens_of
 from torchtitan_lite.tools.load_model import device_of
 
 
-class Model(LM):
+class Model(LM):  # type: ignore[misc]  # lm-eval has no types
     """A run, a checkpoint or a Hugging Face folder: what lm-eval asks of a model."""
 
     def __init__(self, path: Path) -> None:

@@ -25,9 +25,8 @@ from torchtitan_lite.monitoring import goodput, run_folder
 from torchtitan_lite.monitoring.console import source_lines, start_lines, what_next
 from torchtitan_lite.monitoring.metrics import Log
 from torchtitan_lite.terminal import counted, duration, print_line
-from torchtitan_lite.training.callbacks import report_save
 from torchtitan_lite.training.preemption import launcher_note
-from torchtitan_lite.training.session import Session
+from torchtitan_lite.training.session import Session, report_save
 
 
 @dataclass(frozen=True)

@@ -83,8 +83,6 @@ def _read_run(folder: Path) -> Run:
     run = Run(folder.resolve().name, folder)
     run.records = _records(run, "metrics.jsonl")
     run.steps, run.validations = run.having("loss"), run.having("val_loss")
-    for record in run.steps:
-        record.setdefault("mean_loss", record["loss"])  # of an older run
     if not run.steps:
         damaged = f" ({'; '.join(run.notes)})" if run.notes else ""
         raise DataError(f"{folder / 'metrics.jsonl'} has no record of a step yet{damaged}")
@@ -107,7 +105,7 @@ def _read_run(folder: Path) -> Run:
     run.goodput = goodput.newest(about, run.records)
     run.about = {key: value for key, value in about.items() if isinstance(value, str)}
     n_steps = about.get("steps")
-    run.n_steps = str(n_steps) if type(n_steps) is int else run.config.get("train.steps", ("", ""))[0]  # of older runs
+    run.n_steps = str(n_steps) if type(n_steps) is int else run.config.get("train.steps", ("", ""))[0]
     return run
 
 
