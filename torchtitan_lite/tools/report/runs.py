@@ -94,7 +94,7 @@ def _read_run(folder: Path) -> Run:
     if not run.steps:
         raise DataError(f"{folder / 'metrics.jsonl'} has no record of a step yet")
     run.samples = attempts.records(folder, "samples.jsonl")
-    for before, now in itertools.pairwise(attempts.made(attempts.read(folder))):
+    for before, now in itertools.pairwise(attempts.that_count(attempts.read(folder))):
         pairs = {key: (before.config.get(key, value), value) for key, value in now.config.items()}
         pairs |= {f"eval.tasks {task}": (before.tasks.get(task, value), value) for task, value in now.tasks.items()}
         run.changes += [
