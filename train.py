@@ -42,8 +42,9 @@ from torchtitan_lite.scoring.validation import Validation
 from torchtitan_lite.terminal import print_error, print_line
 from torchtitan_lite.training import checks, out_of_memory, start
 from torchtitan_lite.training.callbacks import build_callbacks, garbage_on_schedule
+from torchtitan_lite.training.intact import settle
 from torchtitan_lite.training.preemption import Preemption, launcher_note, prepare_process
-from torchtitan_lite.training.session import Session, StepResult, Sums, due, settle, stream
+from torchtitan_lite.training.session import Session, StepResult, Sums, due, stream
 
 
 def main(argv: Sequence[str]) -> int:

@@ -56,8 +56,8 @@ def documents(prefix: str, end: int) -> Iterator[NDArray[Any]]:
                 yield piece
 
 
-def copy(prefixes: Sequence[str], tokenizer_json: Path, out: Path, val_fraction: float) -> None:
-    """Write the folder `out`. Raises DataError if a file is damaged or does not suit the tokenizer."""
+def copy(prefixes: Sequence[str], tokenizer_json: Path, out: Path, val_fraction: float) -> int:
+    """Write the folder `out`. Returns 0. Raises DataError: a file is damaged, or does not suit the tokenizer."""
     tokenizer = special_tokens.literal(bpe.load(tokenizer_json).to_str(pretty=True))
     end, vocab_size = bpe.end_token(tokenizer), bpe.size(tokenizer)
     unknown, dtype = special_tokens.unknown(tokenizer, end), metas.token_dtype(vocab_size)
@@ -105,6 +105,7 @@ def copy(prefixes: Sequence[str], tokenizer_json: Path, out: Path, val_fraction:
     )
     (out / "meta.json").write_text(json.dumps(asdict(meta), indent=2) + "\n")
     print(summary.report(out, tokenizer))
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="the folder to create")
     parser.add_argument("--val-fraction", type=float, default=0.05, help="of the documents, for validation")
     args = parser.parse_args(argv)
-    return run_cli("from_megatron", lambda: copy(args.prefixes, args.tokenizer, args.out, args.val_fraction) or 0)
+    return run_cli("from_megatron", lambda: copy(args.prefixes, args.tokenizer, args.out, args.val_fraction))
 
 
 if __name__ == "__main__":

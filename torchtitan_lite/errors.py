@@ -37,6 +37,10 @@ class CheckpointError(UserError):
     """A checkpoint is damaged, or belongs to another model or other data."""
 
 
+class FormatError(UserError):
+    """A checkpoint has the format of another version of torchtitan_lite. It is not damaged."""
+
+
 class UnreadableError(CheckpointError):
     """The system failed to read a checkpoint (permissions, disk, network). The checkpoint may be intact."""
 

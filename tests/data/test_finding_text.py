@@ -43,13 +43,12 @@ def test_suffixes_are_of_any_case(tmp_path: Path) -> None:
 
 
 def test_named_suffixes_are_read_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In folders and by name, compressed too. The default reads what it always did."""
+    """In folders and by name, compressed too."""
     tree(tmp_path, "a.txt", "b.MD", "c.py", "e.tsv", "f.rst")
     (tmp_path / "d.py.gz").write_bytes(gzip.compress(b"compressed\n"))
-    texts = corpus.find(str(tmp_path), "text", [".md", ".PY", ".tsv"])
+    texts = corpus.find(str(tmp_path), "text", [".md", ".PY"])
     assert [file.name for file in texts.files] == ["a.txt", "b.MD", "c.py", "d.py.gz", "e.tsv"]
-    assert [file.name for file in corpus.find(str(tmp_path)).files] == ["a.txt"]
-    assert found(tmp_path / "e.tsv") == [str(tmp_path / "e.tsv")]
+    assert [file.name for file in corpus.find(str(tmp_path)).files] == ["a.txt", "e.tsv"]
     with pytest.raises(DataError, match=r"c\.py: only \.txt.*data\.text_suffixes \(prepare: --text-suffixes\)"):
         corpus.find(str(tmp_path / "c.py"))
     for wrong in ("md", ".csv", ".gz", ".a/b", ""):
@@ -60,7 +59,8 @@ def test_named_suffixes_are_read_as_text(tmp_path: Path, capsys: pytest.CaptureF
     assert train.main(["--check-config", "--data.text_suffixes=md"]) == 2
     assert 'text_suffixes (prepare: --text-suffixes): "md" should be the suffix' in capsys.readouterr().err
     (tmp_path / "c.py").rename(tmp_path / "a.py")
-    (tmp_path / "a.txt").unlink()
+    for name in ("a.txt", "e.tsv"):
+        (tmp_path / name).unlink()
     with pytest.raises(DataError, match=r"no text at .* \(it has 1 x \.py, 1 x \.MD.*data\.text_suffixes"):
         corpus.find(str(tmp_path))
 

@@ -101,18 +101,6 @@ def test_each_kind_of_block_is_compiled_once(config: ModelConfig, mode: str, eve
     assert not counters["graph_break"]
 
 
-def test_the_mode_reaches_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr("torch.compile", lambda _, **options: seen.append(options))
-    for mode in ("default", "max-autotune-no-cudagraphs"):
-        config = CompileConfig.model_validate({"enabled": True, "mode": mode})
-        apply_compile(build(ModelConfig(dim=32, n_heads=2, n_layers=1), 97), config)
-    assert [(options["backend"], options["mode"]) for options in seen] == [
-        ("inductor", "default"),
-        ("inductor", "max-autotune-no-cudagraphs"),
-    ]
-
-
 @pytest.mark.parametrize("all_lengths", [False, True])
 def test_blocks_are_not_compiled_for_each_length_of_pairs(all_lengths: bool) -> None:
     """Block attention would be: train.py sets `all_lengths`, and without it torch finds out at the second length."""

@@ -29,8 +29,6 @@ PLACES = {
     "_is_amx_tile_supported": "torch.cpu:_is_amx_tile_supported",
     "_is_mkldnn_bf16_supported": "torch:ops.mkldnn._is_mkldnn_bf16_supported",
     "_is_mkldnn_fp16_supported": "torch:ops.mkldnn._is_mkldnn_fp16_supported",
-    "_fused_adamw_": "torch:_fused_adamw_",
-    "_fused_adamw_.tensor_lr": "torch:ops.aten._fused_adamw_.tensor_lr",
     "_foreach_add_": "torch:_foreach_add_",
     "_foreach_copy_": "torch:_foreach_copy_",
     "_foreach_div": "torch:_foreach_div",

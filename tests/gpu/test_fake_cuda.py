@@ -43,7 +43,7 @@ def test_selective_checkpointing_keeps_attention_within_documents(found: Any) ->
     step = kernels(found["steps"]["document mask, selective checkpointing, HSDP, muon"])
     forward, backward = (f"compiled flex_attention {way}" for way in ("forward", "backward"))
     assert step == [forward, forward, backward, backward]  # of two blocks: none is recomputed
-    full = kernels(found["steps"]["hybrid, HSDP, full checkpointing, explicit prefetching, RMS scaling"])
+    full = kernels(found["steps"]["hybrid, HSDP, full checkpointing, explicit prefetching"])
     assert full.count("cudnn_attention") == 2, "full checkpointing recomputes it, in the one layer that has it"
 
 

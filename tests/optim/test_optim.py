@@ -153,7 +153,7 @@ def test_sgd_is_that_of_torch_from_its_first_step() -> None:
     """Its momentum is made before the first step, and must begin with the gradient alone."""
     ours = nn.Linear(3, 5, bias=False)
     theirs = copy.deepcopy(ours)
-    optimizer = build_optimizer(ours, OptimConfig(name="sgd", lr=0.1, momentum=0.9, weight_decay=0.3))
+    optimizer = build_optimizer(ours, OptimConfig(name="sgd", lr=0.1, weight_decay=0.3))
     plain = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9, weight_decay=0.3)
     for gradient in torch.randn(3, 5, 3):
         for model, one in ((ours, optimizer), (theirs, plain)):

@@ -108,7 +108,7 @@ def test_a_change_of_the_world_size_between_kept_checkpoints(trained: Path, text
     with pytest.raises(ConfigError, match="changed them before step 9: world_size 2 -> 1"):
         read(config, 9)
     state = json.loads((checkpoint(run, 10) / "state.json").read_text())
-    state["setting"] |= {"world_size": 2, "param_dtype": "bfloat16"}
+    state["bitwise_setting"] |= {"world_size": 2, "param_dtype": "bfloat16"}
     (checkpoint(run, 10) / "state.json").write_text(json.dumps(state))
     assert "a resume has changed param_dtype float32 -> bfloat16" in read(config, 7).unsure
 

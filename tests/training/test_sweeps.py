@@ -84,17 +84,6 @@ def test_everything_else_resumes_as_before(key: str, value: Any) -> None:
     assert not refused({key: value})
 
 
-def test_a_run_of_an_older_version_resumes() -> None:
-    """Its checkpoints lack newer keys, or hold no config at all."""
-    saved, here = states({})
-    older = {key: value for key, value in saved.config.items() if key not in ("train.z_loss", "optim.muon_scale")}
-    for config in (older, {}, {**older, "optim.gone": 3}):
-        resumed.require_same_learning(Config(), TrainState(step=7, config=config), here)
-    changed = TrainState(step=7, config={**here.config, "train.z_loss": 1e-4})
-    with pytest.raises(ConfigError, match=r"train.z_loss = 0.0 so far, 0.0001 here"):
-        resumed.require_same_learning(Config(), TrainState(step=7, config=older), changed)
-
-
 def test_values_with_unset_keys_are_shown_without_them() -> None:
     """As a group of a real config has: TOML has no null."""
     given = {"match": "*norm*", "lr_factor": 0.5, "weight_decay": None}

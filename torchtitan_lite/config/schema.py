@@ -14,7 +14,6 @@ from pydantic.fields import FieldInfo
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.paths import expand
 from torchtitan_lite.config.section import (
-    ALLOWED,
     WITHOUT_NUL,
     Bits,
     Frozen,
@@ -163,17 +162,15 @@ def default_of(key: str) -> Any:
 
 
 def resume_rule(key: str) -> Resume:
-    """What a resume does with another value of "section.key", which may be a key of an older version."""
-    field = known_keys().get(key)
-    own = [item for item in field.metadata if isinstance(item, Resume)] if field else []
-    section = sections().get(key.split(".")[0])
-    return own[0] if own else section.on_resume if section else ALLOWED
+    """What a resume does with another value of "section.key"."""
+    own = [item for item in known_keys()[key].metadata if isinstance(item, Resume)]
+    return own[0] if own else sections()[key.split(".")[0]].on_resume
 
 
 def keeps_value(key: str) -> bool:
     """Whether a resume that does not give "section.key" takes the run's value, not today's default. A path does not."""
-    rule, field = resume_rule(key), known_keys().get(key)
-    return field is not None and WITHOUT_NUL not in field.metadata and (rule.keeps or rule.rule != "allowed")
+    rule = resume_rule(key)
+    return WITHOUT_NUL not in known_keys()[key].metadata and (rule.keeps or rule.rule != "allowed")
 
 
 @functools.cache

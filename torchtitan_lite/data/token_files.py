@@ -25,9 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchtitan_lite.config.paths import _LONGEST_META
-from torchtitan_lite.errors import DataError
+from torchtitan_lite.errors import DataError, shortened
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 4
 SPLITS = "train", "val"
 PAIRS = "pairs.json"  # only of pairs: documents are a source, its target, a source, ...
 _SPOTS = 64
@@ -255,6 +255,7 @@ def _parsed(file: Path) -> Meta:
 
     Raises:
         ValueError: it is malformed.
+        DataError: it has another format version.
     """
     if not file.is_file():
         raise FileNotFoundError("there is no meta.json" if not file.exists() else "meta.json is not a file")
@@ -264,7 +265,10 @@ def _parsed(file: Path) -> Meta:
     if not isinstance(content, dict):
         raise ValueError("meta.json is not a JSON object")
     if (version := content.get("format_version")) != FORMAT_VERSION:
-        raise ValueError(f"its format is {version}, but this version reads {FORMAT_VERSION}")
+        raise DataError(
+            f"{file.parent} has format {shortened(version)}, but this version reads {FORMAT_VERSION}: prepare the text "
+            "again into another folder"
+        )
     _require_fields(Meta, content, "meta.json")
     for name, described in content["files"].items():
         if not isinstance(described, dict):

@@ -66,4 +66,4 @@ def apply_compile(model: Transformer, config: CompileConfig, *, all_lengths: boo
         compiler = torch.compiler.config
         compiler.recompile_limit = max(compiler.recompile_limit, 16 * len(model.layers))
         for layer in model.layers:
-            layer.compile(backend=config.backend, mode=config.mode, fullgraph=True, dynamic=all_lengths or None)
+            layer.compile(backend=config.backend, fullgraph=True, dynamic=all_lengths or None)

@@ -211,8 +211,7 @@ def fsdp_line(config: Config) -> str:
         blocks = "every block" if checkpointing.every == 1 else f"1 block in {checkpointing.every}"
         parts.append(f"{checkpointing.mode} activation checkpointing of {blocks}")
     if config.compile.enabled:
-        mode = "" if config.compile.mode == "default" else f", {config.compile.mode}"
-        parts.append(f"blocks compiled by {config.compile.backend}{mode}")
+        parts.append(f"blocks compiled by {config.compile.backend}")
     if config.speed.float8:
         parts.append("blocks multiply in float8 (emulated on a CPU)")
     if config.optim.freeze:

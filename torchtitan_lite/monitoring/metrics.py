@@ -45,7 +45,7 @@ class Meter:
         self.first_step, self._tokens = state.step, state.tokens
         self._parts: dict[str, float] = {}
         # (2,) float64: the summed loss of all ranks and its tokens, since the last multiple of log.every
-        self.loss_since = torch.tensor(state.loss_since or [0.0, 0.0], dtype=torch.float64, device=device)
+        self.loss_since = torch.tensor(state.loss_since, dtype=torch.float64, device=device)
 
     def begin(self) -> None:
         """The steps begin now."""

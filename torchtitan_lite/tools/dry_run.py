@@ -35,7 +35,8 @@ from torchtitan_lite.tools.estimate import step_time
 from torchtitan_lite.tools.estimate.planned_run import Plan, make_plan
 from torchtitan_lite.tools.estimate.simulate import GRADIENTS, OPTIMIZER, PARAMETERS
 from torchtitan_lite.training import out_of_memory
-from torchtitan_lite.training.session import Session, StepResult, settle
+from torchtitan_lite.training.intact import settle
+from torchtitan_lite.training.session import Session, StepResult
 from torchtitan_lite.training.start import require_same_data
 
 Step = Callable[[Session, int], StepResult]

@@ -24,9 +24,8 @@ from torchtitan_lite.monitoring.console import source_lines, start_lines, what_n
 from torchtitan_lite.monitoring.goodput import goodput_line
 from torchtitan_lite.monitoring.metrics import Log
 from torchtitan_lite.terminal import counted, duration, print_line
-from torchtitan_lite.training.callbacks import report_save
 from torchtitan_lite.training.preemption import launcher_note
-from torchtitan_lite.training.session import Session
+from torchtitan_lite.training.session import Session, report_save
 
 
 def prepared(loaded: Loaded) -> tuple[Loaded, DataSet]:

@@ -117,12 +117,11 @@ _FLOAT16 = UsedIf(
 class GradScalerConfig(Section):
     on_resume: ClassVar[Resume] = Resume("allowed", "the scale itself is restored", changes_steps=False)
 
-    init_scale: Annotated[float, _FLOAT16] = Field(default=65536.0, gt=0, le=2.0**100)
-    """float16: initial loss scale, so that small gradients do not underflow; halved on overflow"""
+    init_scale: Annotated[float, _FLOAT16] = Field(default=65536.0, ge=1, le=2.0**100)
+    """float16: initial loss scale, so that small gradients do not underflow; halved on overflow, and below 1 the \
+run stops"""
     growth_interval: Annotated[PositiveInt, _FLOAT16] = 2000
     """float16: double the scale after this many steps without overflow"""
-    min_scale: Annotated[float, _FLOAT16] = Field(default=1.0, gt=0, le=2.0**100)
-    """float16: stop the run below this scale"""
 
 
 # --- FSDP1's sharding strategies --------------------------------------------------------------------------------
@@ -165,7 +164,7 @@ def contradiction(strategy: str, key: str, value: Any, local_world_size: int) ->
 
 
 def rules(config: "Config", machine: Machine) -> Rules:
-    """The broken rules of the mesh, of offloading and of the loss scale."""
+    """The broken rules of the mesh and of offloading."""
     fsdp = config.fsdp
     for key, value in (("dp_shard", fsdp.dp_shard), ("dp_replicate", fsdp.dp_replicate)):
         if value != -1 and value < 1:
@@ -219,11 +218,4 @@ def rules(config: "Config", machine: Machine) -> Rules:
             "fsdp.cpu_offload optim.name",
             'optim.name = "muon" exchanges gradients between GPUs, which fsdp.cpu_offload = true keeps on the host; '
             'fsdp.cpu_offload = false works, or optim.name = "adamw"',
-        )
-    scaler = config.grad_scaler
-    if scaler.min_scale > scaler.init_scale:
-        yield (
-            "grad_scaler.min_scale grad_scaler.init_scale",
-            f"grad_scaler.min_scale = {scaler.min_scale} is above grad_scaler.init_scale = "
-            f"{scaler.init_scale}; min_scale = 1.0 works",
         )

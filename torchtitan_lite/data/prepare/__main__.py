@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         action="extend",
         default=[],
         metavar="SUFFIX",
-        help="further suffixes of plain text, e.g. .md .py; .tsv: also in folders",
+        help="further suffixes of plain text, e.g. .md .py",
     )
     add("--source-key", default="", metavar="NAME", help="pairs: the key or column of the source")
     add("--target-key", default="", metavar="NAME", help="pairs: the key or column of the target")

@@ -95,7 +95,7 @@ def read_record(folder: Path) -> Record:
 
 
 def config_of(folder: Path) -> Config:
-    """The config of the newest attempt. Keys that this version no longer has are ignored."""
+    """The config of the newest attempt."""
     file = folder / "config.toml"
     try:
         tree = tomli.loads(file.read_text(encoding="utf-8"))

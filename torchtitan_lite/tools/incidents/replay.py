@@ -38,7 +38,8 @@ from torchtitan_lite.tools.incidents.record import (
     checkpoint_before,
 )
 from torchtitan_lite.training import out_of_memory
-from torchtitan_lite.training.session import Session, StepResult, settle
+from torchtitan_lite.training.intact import settle
+from torchtitan_lite.training.session import Session, StepResult
 from torchtitan_lite.training.start import require_same_data
 
 Step = Callable[[Session, int], StepResult]

@@ -210,8 +210,8 @@ def _run(options: argparse.Namespace) -> int:
 
 def _unknown(documents: Documents) -> str:
     return (
-        f"{documents.folder} does not tell where its documents came from: an older version prepared it. Prepared again "
-        "from the same text, it has the same tokens and tells it; runs that use it resume as before"
+        f"{documents.folder} does not tell where its documents came from. Prepared again from the same text, it has "
+        "the same tokens and tells it; runs that use it resume as before"
     )
 
 
