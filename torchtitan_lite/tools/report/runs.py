@@ -94,9 +94,9 @@ def _read_run(folder: Path) -> Run:
     if not run.steps:
         raise DataError(f"{folder / 'metrics.jsonl'} has no record of a step yet")
     run.samples = attempts.records(folder, "samples.jsonl")
-    for before, now in itertools.pairwise(attempts.made(attempts.read(folder))):
+    for before, now in itertools.pairwise(attempts.that_count(attempts.read(folder))):
         pairs = {key: (before.config.get(key, value), value) for key, value in now.config.items()}
-        pairs |= {f"eval.tasks {task}": (before.tasks.get(task, value), value) for task, value in now.tasks.items()}
+        pairs |= {f"eval.tasks {t}": (before.tasks.get(t, new)[:12], new[:12]) for t, new in now.tasks.items()}
         run.changes += [
             (now.step, key, toml.format_value(earlier), toml.format_value(value))
             for key, (earlier, value) in pairs.items()
