@@ -88,6 +88,8 @@ def _read_run(folder: Path) -> Run:
     run = Run(folder.resolve().name, folder)
     run.records = _records(run, "metrics.jsonl")
     run.steps, run.validations = run.having("loss"), run.having("val_loss")
+    for record in run.steps:
+        record.setdefault("mean_loss", record["loss"])
     if not run.steps:
         damaged = f" ({'; '.join(run.notes)})" if run.notes else ""
         raise DataError(f"{folder / 'metrics.jsonl'} has no record of a step yet{damaged}")
