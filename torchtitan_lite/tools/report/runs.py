@@ -91,6 +91,8 @@ def _read_run(folder: Path) -> Run:
     run = Run(folder.resolve().name, folder)
     run.records = attempts.records(folder)
     run.steps, run.validations = run.having("loss"), run.having("val_loss")
+    for record in run.steps:
+        record.setdefault("mean_loss", record["loss"])
     if not run.steps:
         raise DataError(f"{folder / 'metrics.jsonl'} has no record of a step yet")
     run.samples = attempts.records(folder, "samples.jsonl")
