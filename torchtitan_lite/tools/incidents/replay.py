@@ -121,7 +121,7 @@ def _elsewhere(config: Config, recorded: Recorded) -> Iterator[Config]:
     folder, checkpoint = tempfile.mkdtemp(prefix="replay-"), recorded.checkpoint
     parts: dict[str, BaseModel] = {
         "run": config.run.model_copy(update={"out_dir": folder, "max_minutes": 0.0}),
-        "checkpoint": config.checkpoint.model_copy(update={"resume": checkpoint or "never"}),
+        "checkpoint": config.checkpoint.model_copy(update={"resume": checkpoint}),
         "sample": config.sample.model_copy(update={"every": 0}),
         "profile": config.profile.model_copy(update={"steps": []}),
     }
@@ -152,7 +152,7 @@ def read(config: Config, n: int) -> Recorded:
     last = min(step for step in known if step >= n)
     checkpoint, damaged = checkpoint_before(folder, n)
     start = storage.read_state(checkpoint).step if checkpoint else 0
-    if checkpoint is None and not re.fullmatch(r"auto|never|step-\d+", config.checkpoint.resume):
+    if checkpoint is None and config.checkpoint.resume:
         raise ConfigError(
             f"--replay={n}: the run began from {config.checkpoint.resume}, and has no checkpoint of its own before"
         )
