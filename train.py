@@ -62,7 +62,7 @@ def launch(argv: Sequence[str]) -> int:
             world_size=env_int("WORLD_SIZE", 1),
             local_world_size=env_int("LOCAL_WORLD_SIZE", 1),
             n_gpus=torch.cuda.device_count(),
-            checks=[checks.check_patterns, checks.check_prompts, checks.check_init_from, checks.check_suffixes],
+            checks=checks.ALL,
             saved=saved_config,  # a run that resumes keeps its values, whatever today's defaults are
         )
         config = command.loaded.config

@@ -5,6 +5,7 @@ import glob
 import gzip
 import json
 import os
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import train
-from tests.helpers import start, succeeded
+from tests.helpers import ranks, start, succeeded, tiny
 from torchtitan_lite.config.load import ConfigValue, load
 from torchtitan_lite.config.schema import Config, DataConfig, TokenizerConfig
 from torchtitan_lite.data.dataset import prepare_all
@@ -168,6 +169,18 @@ def test_skipped_files_are_reported(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "5 other files are not read: 2 x .md, LICENSE, gone.txt (a broken link), pipe.txt (a FIFO)" in (
         capsys.readouterr().out
     )
+
+
+def test_each_start_names_its_text_what_is_left_out_and_many_epochs(text: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    shutil.copytree(text, folder)
+    tree(folder, "x.md", "y.md")
+    for name, steps in (("a", 2), ("a", 3), ("b", 10**6)):
+        command = tiny(folder, tmp_path / "runs", run__name=name, train__steps=steps, optim__warmup_steps=1)
+        said = succeeded(ranks(2, *command, f"--run.max_minutes={0.001 if steps > 3 else 0}"))
+        assert f"data    {folder}: " in said
+        assert said.count("2 other files are not read: 2 x .md; data.text_suffixes names more") == 1
+        assert (f"data    the run reads {folder} " in said) == (steps > 3)
 
 
 def test_fifos_and_devices_are_never_opened(tmp_path: Path) -> None:

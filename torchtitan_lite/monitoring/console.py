@@ -21,9 +21,12 @@ from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.errors import shortened
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.process import cpu_threads
 from torchtitan_lite.terminal import counted, duration
+
+MANY = 10  # epochs; more get a note
 
 
 def start_lines(
@@ -134,19 +137,26 @@ def batch_line(config: Config, layout: Layout, world_size: int) -> str:
 
 
 def data_lines(config: Config, data: DataSet, samples: Mixture) -> list[str]:
-    """The amount of data and the number of epochs; for a mixture, of each source."""
-    notes = [f"data    {note}" for source in samples.sources for note in source.notes]
+    """The text, its amount and the number of epochs; for a mixture, of each source."""
+    seen = seen_of_sources(samples, config.train.samples)
+    notes = [*data.notes, *(note for source in samples.sources for note in source.notes)]
+    if often := [f"{shortened(name)} {of['epochs']:.0f} times" for name, of in seen.items() if of["epochs"] > MANY]:
+        notes.append(
+            f"the run reads {', '.join(often)}: after about four, the same text again teaches little "
+            "(arXiv:2305.16264); more text or fewer steps is better"
+        )
+    notes = [f"data    {note}" for note in notes]
     held_out = f"{data.tokens('val'):,} held out; vocabulary {data.vocab_size}"
     if config.data.packing == "best_fit":
         held_out += "; documents packed whole"
     if config.data.document_mask:
         held_out += "; attention within documents"
     if len(data.sources) == 1:
-        epochs = config.train.samples / samples.n_samples
-        amount = f"{data.tokens('train'):,} tokens to train on"
-        return [f"data    {amount}, {epochs:.2f} epochs in {counted(config.train.steps, 'step')}; {held_out}", *notes]
+        ((name, of),) = seen.items()
+        amount = f"{shortened(name)}: {data.tokens('train'):,} tokens to train on, {of['epochs']:.2f} epochs"
+        return [f"data    {amount} in {counted(config.train.steps, 'step')}; {held_out}", *notes]
     lines = [f"data    {data.tokens('train'):,} tokens to train on, in {len(data.sources)} sources; {held_out}"]
-    for source, planned in zip(data.sources, seen_of_sources(samples, config.train.samples).values(), strict=True):
+    for source, planned in zip(data.sources, seen.values(), strict=True):
         share = source.weight / sum(s.weight for s in data.sources)
         lines.append(
             f"data    {100 * share:5.1f} % {source.name}: {source.meta.train_tokens:,} tokens, "

@@ -143,6 +143,8 @@ def _make(arguments: argparse.Namespace) -> int:
             tokenizer, (job,) = plan_for(
                 [corpus], config, arguments.val_fraction, work, options, print, sentinels=sentinels
             )
+            for note in corpora.not_read([corpus], "--text-suffixes"):
+                print(f"data    {note}")
             if not out.exists():
                 encode(corpus, tokenizer, job, out, options)
             elif not is_prepared(out) or read_meta(out).made_from != plan_of(corpus, job, options):

@@ -76,8 +76,6 @@ def plan_for(
                 name = "Python's standard library" if any(corpus.python_source for corpus in texts) else "your text"
                 files = counted(sum(len(corpus.files) for corpus in texts), "file")
                 info(f"data    preparing {name}: {files}, once for all runs ...")
-                for note in corpora.not_read(texts, "data.text_suffixes"):
-                    info(f"data    {note}")
                 below = [held_out_below(corpus, val_fraction, options) for corpus in texts]
                 chosen = loaded or train(training_texts(texts, below, options), config.vocab_size, sentinels=sentinels)
                 end = bpe.end_token(chosen, config.end_token)
