@@ -4,7 +4,6 @@ import csv
 import gzip
 import io
 import json
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,8 +18,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from tests.helpers import ranks, succeeded, tiny
-from torchtitan_lite.config.schema import Config
-from torchtitan_lite.config.toml import to_toml
+from torchtitan_lite.checkpointing.compatibility import identity
+from torchtitan_lite.config.schema import Config, flatten
 from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.data.objectives import open_samples
@@ -29,7 +28,8 @@ from torchtitan_lite.data.prepare.__main__ import main as prepare
 from torchtitan_lite.data.prepare.summary import verify
 from torchtitan_lite.data.token_files import TokenFiles, read_meta
 from torchtitan_lite.models.loss import IGNORE
-from torchtitan_lite.tools.incidents.record import changes_of, read_record
+from torchtitan_lite.monitoring import attempts
+from torchtitan_lite.tools.incidents.record import read_record
 from torchtitan_lite.tools.incidents.which import main as which
 
 MARKER = "MARKER-OF-A-POISONED-DOCUMENT"
@@ -187,7 +187,7 @@ def test_training_does_not_need_origins_and_verify_reads_them(
     assert {(row["file"], row["line"]) for row in content["documents"]} == {(None, None)}
     assert [row["stream"] for row in content["documents"]] == ours
     said = capsys.readouterr().out
-    assert f"{out} does not tell where its documents came from: an older version prepared it" in said
+    assert f"{out} does not tell where its documents came from. Prepared again" in said
 
 
 # --- from steps to documents ------------------------------------------------------------------------------------
@@ -208,10 +208,20 @@ def config_of(path: Path | dict[str, float], **values: Any) -> Config:
 
 
 def run_of(config: Config, folder: Path, name: str = "run") -> Path:
+    """A run that has begun."""
     run = folder / name
     run.mkdir()
-    (run / "config.toml").write_text(to_toml(config))
+    begin(run, config, 0, 0)
     return run
+
+
+def begin(run: Path, config: Config, step: int, samples: int, forked_from: str = "") -> None:
+    """The next attempt of a run."""
+    about: dict[str, Any] = {"command": [], "config": flatten(config), "setting": {}, "forked_from": forked_from}
+    about |= {"identity": identity(config, prepare_all(config.data, config.tokenizer, print)), "world_size": 1}
+    about |= {"hosts": [], "versions": {}, "git": {}, "device": "cpu", "time": 0.0, "tasks": {}}
+    number = len(attempts.read(run)) + 1
+    attempts.add(run, {"attempt": number, "step": step, "samples": samples, **about})
 
 
 def seen(run: Path, *arguments: str) -> dict[str, Any]:
@@ -228,10 +238,8 @@ def batch_of(config: Config, step: int, world_size: int) -> tuple[list[list[int]
     size, rows = config.train.batch_size(step), {}
     for rank in range(world_size):
         loader = Loader(samples, micro_batch_size=2, rank=rank, world_size=world_size, seed=config.run.seed)
-        for i, micro in enumerate(loader.batch(first, size, config.train.parts(step)).micro_batches):
-            # the shorter sequences that stand for a sample, one after the other
-            tokens, targets = (t.view(2, -1).tolist() for t in (micro.tokens, micro.targets))
-            for row, both in enumerate(zip(tokens, targets, strict=True)):
+        for i, micro in enumerate(loader.batch(first, size).micro_batches):
+            for row, both in enumerate(zip(micro.tokens.tolist(), micro.targets.tolist(), strict=True)):
                 rows[i * 2 * world_size + rank * 2 + row] = both
     return [rows[i][0] for i in range(size)], [rows[i][1] for i in range(size)]
 
@@ -250,14 +258,6 @@ def check_concat(parts: list[list[int]], tokens: list[int], targets: list[int], 
     together = [token for part in parts for token in part]
     assert together in ([*tokens, targets[-1]], [*tokens[1:], targets[-1]])
     assert len(together) > len(tokens) or tokens[0] == end
-
-
-def check_quarters(parts: list[list[int]], tokens: list[int], targets: list[int], end: int) -> None:
-    expected, n = list[int](), len(tokens) // 4
-    for at in range(0, len(tokens), n):
-        read = [*tokens[at : at + n], targets[at + n - 1]]
-        expected += read[1:] if read[0] == end else read  # an end mark only precedes a document
-    assert [token for part in parts for token in part] == expected
 
 
 def check_best_fit(parts: list[list[int]], tokens: list[int], targets: list[int], end: int) -> None:
@@ -284,7 +284,6 @@ Check = Callable[[list[list[int]], list[int], list[int], int], None]
 CASES: dict[str, tuple[dict[str, Any], Check]] = {
     "concat": ({}, check_concat),
     "best_fit": ({"data__packing": "best_fit", "data__document_mask": True}, check_best_fit),
-    "quarters": ({"train__seq_len_schedule": [[0, 16], [0.998, 64]]}, check_quarters),
     "batch_schedule": ({"train__batch_schedule": [[3, 4], [20, 9]]}, check_concat),
     "span_corruption": ({"data__objective": "span_corruption", "model__family": "t5"}, check_spans),
     "pairs": ({"data__objective": "pairs", "data__target_len": 16, "model__family": "t5"}, check_pairs),
@@ -344,24 +343,10 @@ def test_a_mixture_names_the_source(texts: Path, tmp_path: Path) -> None:
             assert all(Path(row["file"]).name == ("in.jsonl" if folder == texts else "b.jsonl") for row in rows)
 
 
-def test_shorter_sequences_of_a_mixture_are_in_the_order_of_the_rows(texts: Path, tmp_path: Path) -> None:
-    """Which takes turns within a sample: each source is read at once, for all of its rows."""
-    other = prepared(write_jsonl(tmp_path / "b.jsonl", [f"other {t}" for t in TEXTS]), tmp_path / "b")
-    config = config_of({str(texts): 0.5, str(other): 0.5}, train__seq_len_schedule=[[0, 16]])
-    run = run_of(config, tmp_path)
-    content = seen(run, "--step", "400")
-    tokens, targets = batch_of(config, 400, 2)
-    for i, sample in enumerate(range(6 * 399, 6 * 400)):
-        rows = [row for row in content["documents"] if row["sample"] == sample]
-        parts = [part for row in rows for part in read_parts([row], Path(row["source"]))]
-        check_quarters(parts, tokens[i], targets[i], read_meta(texts).end_token)
-        assert len({row["source"] for row in rows}) == 2
-
-
 def test_a_text_is_found_at_the_steps_that_hold_its_documents(
     texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for case in ("best_fit", "batch_schedule", "quarters"):
+    for case in ("best_fit", "batch_schedule"):
         config = config_of(texts, **(CASES[case][0] | {"train__steps": 150}))
         run = run_of(config, tmp_path, case)
         found = seen(run, "--find", MARKER)["documents"]
@@ -375,16 +360,54 @@ def test_a_text_is_found_at_the_steps_that_hold_its_documents(
     assert "seen at 0 steps of 150: -" in capsys.readouterr().out
 
 
-def test_sizes_that_a_resume_changed_are_those_of_their_steps(texts: Path, tmp_path: Path) -> None:
-    run = run_of(config_of(texts, train__global_batch_size=8), tmp_path)
-    first = '{"step": 10, "changed": {"train.global_batch_size": [6, 4], "optim.lr": [0.1, 0.2]}}\n'
-    (run / "changes.jsonl").write_text(first + '{"step": 20, "changed": {"train.global_batch_size": [4, 8]}}\n')
+def test_each_step_is_of_the_last_attempt_that_began_before_it(texts: Path, tmp_path: Path) -> None:
+    """A resume with other sizes, one after a killed attempt, and one from an older checkpoint, as the newest is bad."""
+    sizes = {1: 6, 2: 4, 3: 8, 4: 5}
+    configs = {n: config_of(texts, train__global_batch_size=size) for n, size in sizes.items()}
+    run = run_of(configs[1], tmp_path)
+
+    def starts(*steps: int) -> list[int]:
+        record = read_record(run)
+        assert all(len(record.samples(step)) in sizes.values() for step in steps)
+        return [record.samples(step).start for step in steps]
+
+    assert starts(1, 11, 12) == [0, 60, 66]
+    begin(run, configs[2], 10, 60)
+    assert starts(1, 10, 11, 12) == [0, 54, 60, 64]
+    begin(run, configs[3], 10, 60)
+    with (run / attempts.FILE).open("a") as file:
+        file.write('{"attempt": 4, "st')  # killed as it began
+    assert starts(1, 10, 11, 12) == [0, 54, 60, 68]
+    begin(run, configs[4], 4, 24)
+    assert starts(1, 4, 5, 10, 11) == [0, 18, 24, 49, 54]
+    assert seen(run, "--step", "3", "--to", "6")["steps"] == [[3, 12, 18], [4, 18, 24], [5, 24, 29], [6, 29, 34]]
+
+
+def test_steps_before_a_fork_are_of_the_other_run(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The fork skips samples, and was made again when the other run was ahead."""
+    run = tmp_path / "fork"
+    run.mkdir()
+    config = config_of(texts, train__steps=30, data__skip_samples=[[73, 80]])
+    begin(run, config, 10, 60, "runs/base/checkpoints/step-00000010")
     record = read_record(run)
-    assert [len(record.samples(step)) for step in (1, 10, 11, 20, 21)] == [6, 6, 4, 4, 8]
-    assert record.samples(21) == range(100, 108)
+    assert [record.samples(step) for step in (11, 12, 13)] == [range(60, 66), range(66, 72), range(80, 86)]
+    assert "the samples 72 to 79 were skipped before step 13" in seen(run, "--step", "13")["notes"]
+    other = "the steps before 11 are not of this run, which was forked from runs/base/checkpoints/step-00000010"
+    assert other in seen(run, "--find", MARKER)["notes"]
+    begin(run, config, 12, 72, "runs/base/checkpoints/step-00000012")
+    assert record.samples(13) == read_record(run).samples(13)
+    assert which([str(run), "--step", "12"]) == 2
+    said = (
+        f"--step=12: {run} was forked after step 12, from runs/base/checkpoints/step-00000012; step 12 is of that run"
+    )
+    assert said in capsys.readouterr().err
+    assert which([str(run), "--step", "31"]) == 2
+    assert "--step=31: the run has the steps 13 to 30" in capsys.readouterr().err
 
 
-def test_the_longest_run_is_answered_at_once(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_longest_run_is_answered_at_once(texts: Path, tmp_path: Path) -> None:
     """Nothing here grows with the number of steps."""
     more = {"train__steps": 10**12, "train__batch_schedule": [[2, 4]], "data__skip_samples": [[7, 30], [1000, 1001]]}
     run = run_of(config_of(texts, **more), tmp_path)
@@ -393,10 +416,6 @@ def test_the_longest_run_is_answered_at_once(texts: Path, tmp_path: Path, capsys
     ((step, start, stop),) = seen(run, "--step", str(10**12))["steps"]
     assert (step, start, stop) == (10**12, first, first + 4)
     assert "the samples 6 to 29 were skipped before step 2" in seen(run, "--step", "2")["notes"]
-    assert which([str(run), "--find", "document"]) == 2
-    assert "samples are too many to search at once; --step and --to of at most" in capsys.readouterr().err
-    assert which([str(run), "--step", "1", "--to", str(10**12)]) == 2
-    assert "samples are too many to list at once" in capsys.readouterr().err
 
 
 def test_mistakes_are_refused(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -408,9 +427,12 @@ def test_mistakes_are_refused(texts: Path, tmp_path: Path, capsys: pytest.Captur
         (str(run), "--find=a", "--to=4"): "--to=4 needs --step",
         (str(run), "--find="): "--find needs a text",
         (str(run), "--find=a", "--rank-by-loss"): "--rank-by-loss is for the documents of --step",
-        (str(run), "--step=3", "--rank-by-loss"): "has no complete checkpoint before step 3 (steps with one: none)",
+        (str(run), "--step=3", "--rank-by-loss"): "has no complete checkpoint before step 3",
         (str(run), "--step=3", "--json=nowhere/a.json"): "nowhere is not a folder",
-        (str(tmp_path / "no"), "--step=3"): "is not the folder of a run: it has no config.toml",
+        (
+            str(tmp_path / "no"),
+            "--step=3",
+        ): "is not the folder of a run that has begun to train: it has no attempts.jsonl",
     }.items():
         assert which(list(arguments)) == 2
         assert expected in capsys.readouterr().err, arguments
@@ -470,32 +492,3 @@ def test_documents_are_ranked_by_their_loss_under_the_checkpoint_before(
             assert same["loss"] == pytest.approx(nats[at : at + n].mean().item(), rel=1e-4)
             at += n
         assert at == 32
-
-
-def test_positions_that_checkpoints_contradict_are_not_guessed(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(trained / "run", tmp_path / "run")
-    file = tmp_path / "run/config.toml"
-    file.write_text(file.read_text().replace("\nglobal_batch_size = 6", "\nglobal_batch_size = 5"))
-    assert which([str(file.parent), "--step=7"]) == 2
-    assert "not known which samples step 7 saw" in capsys.readouterr().err
-
-
-def test_damaged_records_of_resumes_are_skipped(tmp_path: Path) -> None:
-    """Kills and full disks cut lines; the records before and after them count."""
-    odd = [b'{"step": 3, "re', b"[]", b'{"step": "3"}', b"\xff"]
-
-    def write(name: str, *records: dict[str, Any]) -> None:
-        lines = [json.dumps(record).encode() for record in records]
-        (tmp_path / name).write_bytes(b"\n".join([lines[0], *odd, *lines[1:]]) + b"\n")
-
-    assert changes_of(tmp_path) == []
-    write(
-        "changes.jsonl",
-        {"step": 8, "changed": {"optim.lr": [1, 2]}, "setting": {"threads": [1, 2]}},
-        {"step": 7, "changed": None},
-        {"step": 6},
-        {"step": 4, "changed": {"optim.lr": [0, 1]}},
-    )
-    assert changes_of(tmp_path) == [(4, {"optim.lr": [0, 1]}), (8, {"optim.lr": [1, 2], "threads": [1, 2]})]

@@ -26,8 +26,9 @@ from torchtitan_lite.errors import CheckpointError, ConfigError, DataError
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.models.generation import answers
+from torchtitan_lite.monitoring.attempts import Attempt
 
-_SECTIONS = "model", "data", "tokenizer", "train"  # of a config: what a reader of the checkpoint needs
+_SECTIONS = "run", "model", "data", "tokenizer", "train"  # of a config: what a reader of data or a checkpoint needs
 
 
 @dataclass(frozen=True)
@@ -161,8 +162,8 @@ def _tokenizer(where: Path, folder: Path) -> tuple[Tokenizer, tuple[int, ...]]:
     return tokenizer, () if end is None else (end,)
 
 
-def config_of(folder: Path, state: TrainState) -> Config:
-    """The model, data and lengths in a checkpoint's state. Keys that this version no longer has are ignored.
+def config_of(folder: Path, state: TrainState | Attempt) -> Config:
+    """The model, data and lengths of a checkpoint or an attempt. Keys that this version no longer has are ignored.
 
     Raises:
         CheckpointError: it holds none, or one that can't be read.
@@ -191,8 +192,8 @@ def data_of(name: str, config: Config, state: TrainState) -> DataSet:
     return data
 
 
-def require_same_data(name: str, data: DataSet, state: TrainState) -> None:
-    """Raise ConfigError if this is not the data that a run was trained on."""
+def require_same_data(name: str, data: DataSet, state: TrainState | Attempt) -> None:
+    """Raise ConfigError if this is not the data that a checkpoint or an attempt was trained on."""
     here = {"tokenizer": data.tokenizer_sha256, **data.identity()}
     if changed := [key for key, value in here.items() if state.identity.get(key, value) != value]:
         raise ConfigError(
