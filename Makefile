@@ -2,7 +2,7 @@
 # make test     set up, run the tests
 # make test-all the same, then additional cases (make test-extended)
 # make check    set up, run ruff and mypy
-# make compat   set up, run a part of the tests with each version of torch that is supported (downloads gigabytes)
+# make compat   set up, run a part of the tests with each version of torch that is tested (downloads gigabytes)
 # make bench    set up, compare the speed with other frameworks on this machine
 #
 #   make train CONFIG=configs/debug.toml ARGS="--train.steps=50"    another experiment, other values
@@ -10,7 +10,7 @@
 #   make PYTHON=python3.12 train                                    another interpreter (3.11 or newer)
 
 PYTHON ?= python3
-CONFIG ?= configs/default.toml
+CONFIG ?=
 ARGS ?=
 NPROC ?=
 

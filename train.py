@@ -42,8 +42,9 @@ from torchtitan_lite.scoring.validation import Validation
 from torchtitan_lite.terminal import print_error, print_line
 from torchtitan_lite.training import checks, out_of_memory, start
 from torchtitan_lite.training.callbacks import build_callbacks, garbage_on_schedule
+from torchtitan_lite.training.intact import settle
 from torchtitan_lite.training.preemption import Preemption, launcher_note, prepare_process
-from torchtitan_lite.training.session import Session, StepResult, Sums, due, settle, stream
+from torchtitan_lite.training.session import Session, StepResult, Sums, due, stream
 
 
 def main(argv: Sequence[str]) -> int:
@@ -61,7 +62,7 @@ def launch(argv: Sequence[str]) -> int:
             world_size=env_int("WORLD_SIZE", 1),
             local_world_size=env_int("LOCAL_WORLD_SIZE", 1),
             n_gpus=torch.cuda.device_count(),
-            checks=[checks.check_patterns, checks.check_prompts, checks.check_init_from, checks.check_suffixes],
+            checks=checks.ALL,
             saved=saved_config,  # a run that resumes keeps its values, whatever today's defaults are
         )
         config = command.loaded.config
@@ -77,8 +78,7 @@ def launch(argv: Sequence[str]) -> int:
             with process_group(config.run) as world, explained(world):
                 lock = run_folder.lock(config.folder, world)
                 log = Log(config.folder, speaks=world.rank == 0)
-                with log.notifying(config.run.name, config.log.notify):
-                    run(loaded, data, world, log)
+                run(loaded, data, world, log)
                 lock.release()
     except KeyboardInterrupt:
         if prints:
@@ -198,7 +198,7 @@ def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh, *, widen: b
     # The order matters: checkpointing replaces a block's forward, compilation takes the result, and fully_shard puts
     # its hooks (all-gather before, reshard after) around both.
     blocks.apply_activation_checkpointing(model, config.activation_checkpointing)
-    blocks.apply_compile(model, config.compile, dynamic=config.dynamic_lengths)
+    blocks.apply_compile(model, config.compile, all_lengths=config.data.objective == "pairs")
     parallelize.apply_fsdp(model, mesh, config.fsdp)
     if config.speed.float8:
         float8.gather_in_float8(model)
@@ -255,7 +255,7 @@ def train_step(s: Session, step: int) -> StepResult:
     with s.meter.timing("data_s"):
         size = config.train.batch_size(step)
         first = config.data.position(s.state.samples_consumed, size)  # further on where data.skip_samples says so
-        batch = s.loader.batch(first, size, parts=config.train.parts(step))
+        batch = s.loader.batch(first, size)
     s.watchdog.computing()
     sums = forward_backward(s, step, batch)
     loss, grad_norm = sums.loss.float() / batch.global_tokens, sums.squared_norm.sqrt().float() / s.scaler.scale

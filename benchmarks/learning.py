@@ -48,13 +48,12 @@ _lock = threading.Lock()
 HELD_OUT, UNSCORED = "held out", "unscored"
 Job = tuple[str, dict[str, Any], int]  # name, options, seed
 
-HEAD = '[{match="output*", lr_factor=2.0}]'  # the head at twice the rate
 # every key of the recipe is named, so that a result keeps its meaning if a default changes
 ORDINARY: dict[str, Any] = {
     **{"model.dim": 128, "model.n_layers": 2, "model.n_heads": 2, "model.n_kv_heads": 2, "model.hidden_dim": 384},
     **{"model.qk_norm": "true", "optim.name": "muon", "optim.lr": 8e-3, "optim.muon_momentum": 0.9},
-    **{"optim.betas": "[0.9, 0.99]", "optim.schedule": "cosine", "optim.min_lr_ratio": 0.1, "optim.groups": HEAD},
-    **{"optim.muon_embedding_lr_factor": 3.0, "train.seq_len_schedule": "[[0, 64], [0.8, 256]]"},
+    **{"optim.betas": "[0.9, 0.99]", "optim.schedule": "cosine", "optim.min_lr_ratio": 0.1, "optim.groups": "[]"},
+    **{"optim.muon_embedding_lr_factor": 3.0},
 }
 STACK = ORDINARY | {"model.induction_head": "true"}
 FORMER: dict[str, Any] = {  # the former default
@@ -80,27 +79,17 @@ def changed(tokens: int, batch: int = 8, **keys: Any) -> dict[str, Any]:
 
 
 SEARCH_TOKENS = 400 * 2048
-WHOLE: dict[str, Any] = {"train__seq_len_schedule": "[]"}  # 256 tokens throughout
-
-
-def first(batch: int = 8, **keys: Any) -> dict[str, Any]:
-    """What the search began with: heads of 32, sequences of one length."""
-    return changed(SEARCH_TOKENS, batch, **({"model__n_heads": 4} | WHOLE | keys))
+HEAD = '[{match="output*", lr_factor=2.0}]'  # the head at twice the rate, as in the recipe that was searched
 
 
 def wide_heads(batch: int = 8, **keys: Any) -> dict[str, Any]:
-    """The same with two heads of 64."""
-    return changed(SEARCH_TOKENS, batch, **(WHOLE | keys))
+    """Two heads of 64."""
+    return changed(SEARCH_TOKENS, batch, **({"optim__groups": HEAD} | keys))
 
 
-def short_first(**keys: Any) -> dict[str, Any]:
-    """And sequences of 64 tokens in 80 % of the steps."""
-    return changed(SEARCH_TOKENS, **keys)
-
-
-def induction(**keys: Any) -> dict[str, Any]:
-    """And with initial values that hold an induction head."""
-    return changed(SEARCH_TOKENS, model__induction_head="true", **keys)
+def first(**keys: Any) -> dict[str, Any]:
+    """What the search began with: four heads of 32."""
+    return wide_heads(**({"model__n_heads": 4} | keys))
 
 
 CANDIDATES: dict[str, dict[str, Any]] = {
@@ -117,22 +106,8 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "2 heads of 64, momentum 0.85, betas 0.8, 0.99": wide_heads(optim__muon_momentum=0.85, optim__betas="[0.8, 0.99]"),
     "2 heads of 64, 4 sequences a step": wide_heads(4),
     "1 head of 128": wide_heads(model__n_heads=1, model__n_kv_heads=1),
-    "64, 128, then 256 tokens": wide_heads(train__seq_len_schedule="[[0, 64], [0.4, 128], [0.8, 256]]"),
-    "32, 64, 128, then 256 tokens": wide_heads(train__seq_len_schedule="[[0, 32], [0.25, 64], [0.5, 128], [0.8, 256]]"),
-    "64, then 256 tokens": short_first(),
-    "64, then 256 tokens, rate 6e-3": short_first(optim__lr=6e-3),
-    "64, then 256 tokens, embeddings at six times the rate": short_first(optim__muon_embedding_lr_factor=6.0),
-    "64, then 256 tokens, three blocks": short_first(model__n_layers=3),
-    "64, then 256 tokens, head at the common rate": short_first(optim__groups="[]"),
-    "64, then 256 tokens, head at the common rate, 6e-3": short_first(optim__groups="[]", optim__lr=6e-3),
-    "resformer, head at the common rate, 6e-3": short_first(
-        model__family="resformer", optim__groups="[]", optim__lr=6e-3
-    ),
-    "induction head": induction(),
-    "induction head, resformer": induction(model__family="resformer"),
-    "induction head, rate 6e-3": induction(optim__lr=6e-3),
-    "induction head, three blocks": induction(model__n_layers=3),
-    "induction head, 256 tokens": induction(**WHOLE),
+    "induction head": wide_heads(model__induction_head="true"),
+    "induction head, head at the common rate": wide_heads(model__induction_head="true", optim__groups="[]"),
 }
 
 
@@ -333,7 +308,7 @@ STEPS = 750  # of the default
 NANOCHAT_LARGER = "nanochat, 4 x 256"
 LARGER_STACK: dict[str, Any] = STACK | {
     **{"model.dim": 256, "model.n_layers": 4, "model.n_heads": 4, "model.n_kv_heads": 4, "model.hidden_dim": 768},
-    **{"model.mup_base_dim": 128, "train.seq_len_schedule": "[[0, 64], [0.3, 128], [0.6, 256]]"},
+    "model.mup_base_dim": 128,
 }
 # 5.5 M parameters, 7.6 M with value embeddings, nanochat 7.3 M
 LARGER: dict[str, Program] = {
@@ -437,12 +412,13 @@ def bfloat16_jobs(search: "Search") -> list[Job]:
     return [(name, one.run(one.rates[0], tokens[name]), 0) for name, one in BFLOAT16.items()]
 
 
-CONFIGS = {"default": STEPS, "windows": STEPS, "experts": 600, "hybrid": 350}  # and their steps
+CONFIGS = {"windows": STEPS, "experts": 600, "hybrid": 350}  # and their steps
 
 
 def config_jobs() -> list[Job]:
-    """Small configs on the held-out text."""
-    return [(name, run(steps * 2048, {"config": f"configs/{name}.toml"}), 0) for name, steps in CONFIGS.items()]
+    """The default and small configs on the held-out text."""
+    jobs = [(name, run(steps * 2048, {"config": f"configs/{name}.toml"}), 0) for name, steps in CONFIGS.items()]
+    return [("default", OURS["default"].run(8e-3, STEPS * 2048), 0), *jobs]
 
 
 def default_jobs() -> list[Job]:
@@ -617,7 +593,7 @@ def plot(search: "Search", file: Path) -> None:
     import matplotlib.pyplot as plt
 
     found = comparison(search)
-    if not found:
+    if "default" not in found:
         return
     figure, axis = plt.subplots(figsize=(6.5, 3.2), layout="constrained")
     names = sorted(found, key=lambda name: -statistics.mean(mean_of(found[name][2])))

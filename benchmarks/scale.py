@@ -1,10 +1,10 @@
-"""What grows with the number of ranks, and where it ends: `python -m benchmarks.scale [RANKS ...]`, by default 2 to 32.
+"""What grows with the number of ranks: `python -m benchmarks.scale [RANKS ...]`, by default 2 to 32.
 
 Runs train.py with a tiny model on so many processes of this machine, and counts on rank 0, in the start, in a step and
 in a save: collectives, the bytes that it gives and gets in them, requests to the store; also the files and the
 manifest of a checkpoint, and a line of the log. Wall times would show only that the ranks share two cores. A
 straight line through the counts is the law: its values for 1,024 and 16,384 ranks are printed, with its largest
-deviation from the counts. What one process does with the results of so many ranks is measured with made-up results.
+deviation from the counts.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,56 +92,6 @@ def table(found: dict[int, dict[str, float]]) -> Iterator[str]:
         yield f"| {name} | {' | '.join(cells)} | {formula} | {off:.0%} | {large} |"
 
 
-def alone() -> Iterator[str]:
-    """What one process does with the results of so many ranks, in seconds."""
-    from torchtitan_lite.checkpointing import storage
-    from torchtitan_lite.distributed import agreement
-
-    yield f"| seconds of one process | {' | '.join(f'{n:,}' for n in LARGE)} |"
-    yield "|---|" + "---:|" * len(LARGE)
-    rows: dict[str, list[float]] = {}
-    for n in LARGE:
-        with tempfile.TemporaryDirectory() as folder:
-            made = made_up_checkpoint(Path(folder), n)
-            before = time.process_time()
-            storage.read_manifest(made)
-            rows.setdefault("read and check the manifest of a sharded checkpoint", []).append(
-                time.process_time() - before
-            )
-            before = time.process_time()
-            assert not storage.verify(made, "size")
-            rows.setdefault("compare the sizes of its files", []).append(time.process_time() - before)
-        report = agreement._to_bytes(("node-1234", "0" * 64))
-        before = time.process_time()
-        for _ in range(n):
-            agreement._from_bytes(report)
-        rows.setdefault("read the hosts and config digests of all ranks", []).append(time.process_time() - before)
-        files = {"shard-00000-of-00004.safetensors": {"bytes": 10**9, "sha256": "0" * 64}}
-        report = agreement._to_bytes((files, ""))
-        before = time.process_time()
-        for _ in range(n):
-            agreement._from_bytes(report)
-        rows.setdefault("read what all ranks have saved", []).append(time.process_time() - before)
-    for name, seconds in rows.items():
-        yield f"| {name} | {' | '.join(f'{s:.2f}' for s in seconds)} |"
-
-
-def made_up_checkpoint(folder: Path, ranks: int) -> Path:
-    """A sharded checkpoint of so many ranks whose shards are empty files."""
-    from torchtitan_lite.checkpointing import storage
-    from torchtitan_lite.checkpointing.safetensors_file import FileRecord, write_text
-    from torchtitan_lite.checkpointing.state import TrainState
-
-    made = storage.begin(folder, 1)
-    files = {}
-    for rank in range(ranks):
-        name = f"shard-{rank:05d}-of-{ranks:05d}.safetensors"
-        (made / name).touch()
-        files[name] = FileRecord(0, "0" * 64)
-    files["index.json"] = write_text(made / "index.json", "{}")
-    return storage.commit(made, TrainState(step=1), "sharded", ranks, files)
-
-
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -154,8 +103,7 @@ def main() -> None:
         for ranks in given.ranks:
             found[ranks] = measured(ranks, Path(folder))
             print(f"{ranks} ranks: done", file=sys.stderr, flush=True)
-    print("\n".join(table(found)), "\n")
-    print("\n".join(alone()))
+    print("\n".join(table(found)))
 
 
 if __name__ == "__main__":

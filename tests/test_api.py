@@ -127,7 +127,7 @@ def test_a_plain_loop_has_the_losses_of_a_run_bit_for_bit(place: Path) -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        {"optim__name": "muon", "optim__rms_scaling": False},
+        {"optim__name": "muon"},
         {"optim__name": "sgd", "optim__lr": 0.1, "model__tie_embeddings": True},
         {"data__packing": "best_fit", "data__document_mask": True, "train__z_loss": 1e-4},
         {"train__batch_schedule": [[2, 4]], "activation_checkpointing__mode": "full"},

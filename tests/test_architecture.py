@@ -33,7 +33,7 @@ ROOMS = [
 ]
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 # `python -m torchtitan_lite.NAME`: two lines each, which stand for a module of tools/
-COMMANDS = {"generate", "evaluate", "rouge", "report", "plan", "migrate", "which", "status"}
+COMMANDS = {"generate", "evaluate", "report", "plan", "migrate", "which", "status"}
 
 
 def lines(path: Path) -> int:
@@ -135,11 +135,10 @@ NOT_LOADED = (
     ),
     "torchtitan_lite.huggingface",
     "torchtitan_lite.data.prepare.__main__",
-    *("torchtitan_lite.monitoring.trackers", "torchtitan_lite.monitoring.notify"),
-    "torchtitan_lite.monitoring.profiler",
+    *("torchtitan_lite.monitoring.trackers", "torchtitan_lite.monitoring.profiler"),
     "torchtitan_lite.optim.average",
     *("torchtitan_lite.optim.spike_guard", "torchtitan_lite.training.spikes", "torchtitan_lite.distributed.float8"),
-    *("plotly", "pyarrow", "rouge_score", "tensorboard", "torchao", "wandb", "transformers"),
+    *("plotly", "pyarrow", "tensorboard", "torchao", "wandb", "transformers"),
 )
 _RUN = """
 import json, sys

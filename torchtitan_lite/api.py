@@ -201,7 +201,7 @@ class Data:
                 first = data.position(end, train.batch_size(step))
                 end = first + train.batch_size(step)
                 if step >= first_step:
-                    yield step, loader.batch(first, end - first, train.parts(step))
+                    yield step, loader.batch(first, end - first)
 
         return steps()
 
@@ -262,7 +262,7 @@ def build_model(config: Config, vocab_size: int = 0) -> Transformer:
     model.output.chunked = config.speed.chunked_loss
     cpu.apply(model, config.speed)
     blocks.apply_activation_checkpointing(model, config.activation_checkpointing)
-    blocks.apply_compile(model, config.compile, dynamic=config.dynamic_lengths)
+    blocks.apply_compile(model, config.compile, all_lengths=config.data.objective == "pairs")
     materialise(model, _device(config.run.device), config.run.seed)
     if config.model.init_from:
         _load_initial(model, config)
@@ -372,7 +372,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, config: Config, step: in
     """Set the learning rate of a step (from 1) by the schedule of `[optim]` over train.steps, and return it.
 
     >>> [round(ttl.set_learning_rate(optimizer, config, step), 6) for step in (1, 2, 5)]
-    [0.002, 0.004, 0.0004]
+    [0.004, 0.008, 0.0008]
     """
     if step < 1:
         raise ConfigError(f"step={step} should be 1 or more")

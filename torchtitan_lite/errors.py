@@ -5,16 +5,12 @@ import errno
 import io
 import json
 import os
-import re
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from types import ModuleType
 
 from torchtitan_lite.terminal import print_error
-
-TESTED = {(2, minor) for minor in range(11, 16)}  # versions of torch
 
 
 class UserError(Exception):
@@ -41,6 +37,10 @@ class CheckpointError(UserError):
     """A checkpoint is damaged, or belongs to another model or other data."""
 
 
+class FormatError(UserError):
+    """A checkpoint has the format of another version of torchtitan_lite. It is not damaged."""
+
+
 class UnreadableError(CheckpointError):
     """The system failed to read a checkpoint (permissions, disk, network). The checkpoint may be intact."""
 
@@ -62,11 +62,6 @@ class StuckError(UserError):
 
     exit_code = 1
     follows = False  # whether another process failed first; otherwise it may hang
-
-
-def is_stall(error: Exception) -> bool:
-    """Whether another rank made this one wait too long, rather than died or failed."""
-    return isinstance(error, StuckError) and not error.follows
 
 
 class NoMemoryError(UserError):
@@ -157,8 +152,6 @@ def _explained(error: Exception) -> str:
         message = "the input is nested too deeply"
     elif isinstance(error, OverflowError):
         message = f"a number is too large: {error}"
-    elif _is_missing_in_torch(error):
-        message = f"torch {sys.modules['torch'].__version__} lacks what this needs (tested: 2.11 to 2.15): {error}"
     else:
         return ""
     return message + _where(error)
@@ -166,24 +159,6 @@ def _explained(error: Exception) -> str:
 
 # as Python, gloo and faulthandler say it
 _NO_THREADS = "can't start new thread", "Resource temporarily unavailable", "unable to start watchdog thread"
-
-
-def _is_missing_in_torch(error: Exception) -> bool:
-    """Whether a torch that is not one of the tested versions has no such module or private name.
-
-    With a tested one, it is a mistake in code, whose traceback is needed.
-    """
-    version = str(getattr(sys.modules.get("torch"), "__version__", "2.11")).split(".")
-    if (int(version[0]), int(re.sub(r"\D.*", "", version[1]))) in TESTED:
-        return False
-    if isinstance(error, ImportError):
-        return (error.name or "").startswith("torch.")
-    if not isinstance(error, AttributeError) or not (error.name or "").startswith("_"):
-        return False
-    owner = error.obj
-    place = owner.__name__ if isinstance(owner, ModuleType) else getattr(owner, "__module__", type(owner).__module__)
-    return str(place).split(".")[0] == "torch"
-
 
 _HINTS = {
     errno.EACCES: "this process runs as uid {uid}; give it access, or choose another path",

@@ -129,7 +129,6 @@ def edit(file: Path, change: Callable[[Any], None]) -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda m: m.update(format_version=99), "has format_version 99; this version of torchtitan_lite reads 2"),
         (
             lambda m: m["files"].update({"../../x": m["files"]["state.json"]}),
             "names '../../x', which is not a plain file",
@@ -147,6 +146,42 @@ def test_a_manifest_that_is_not_ours_is_refused(
     shutil.copytree(checkpoint(finished, 4), folder)
     edit(folder / "manifest.json", change)
     assert expected in "; ".join(storage.verify(folder))
+
+
+def test_a_checkpoint_of_another_version_is_refused_with_one_sentence(
+    finished: Path, text: Path, tmp_path: Path
+) -> None:
+    """It is not damaged: nothing is set aside, and no earlier one is used."""
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    edit(checkpoint(run, 4) / "manifest.json", lambda m: m.update(format_version=2))
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    before = (run / "metrics.jsonl").read_bytes()
+    sentence = (
+        f"{checkpoint(run, 4)} has format 2, but this version reads {storage.FORMAT_VERSION}: with the version that "
+        "wrote it (format 2: commit 6b3ed8e, the last of 0.4), finish the run, or export the checkpoint (python "
+        "checkpoint.py export) and start here from the export with model.init_from\n"
+    )
+    assert again(finished, text, tmp_path) == f"train.py: {sentence}"
+    assert again(finished, text, tmp_path, checkpoint__resume=run, run__name="fork") == f"train.py: {sentence}"
+    begun = again(finished, text, tmp_path, model__init_from=run, run__name="begun")
+    assert f"model.init_from = {run}: {sentence}" in begun
+    exported = python("export", str(run), str(tmp_path / "out"), script="checkpoint.py")
+    assert (exported.returncode, exported.stderr) == (2, f"checkpoint.py: {sentence}")
+    verified = python("verify", str(run), script="checkpoint.py")
+    assert (verified.returncode, verified.stdout.count(f"UNREADABLE {sentence}")) == (1, 1), verified.stdout
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == names
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("change", [{"loss_since": None}, {"setting": {}}])
+def test_a_state_with_other_keys_is_damaged(change: dict[str, Any], finished: Path, tmp_path: Path) -> None:
+    (name,) = change
+    shutil.copytree(checkpoint(finished, 4), tmp_path / "step-00000004")
+    file = tmp_path / "step-00000004/state.json"
+    content = {key: value for key, value in (json.loads(file.read_text()) | change).items() if value is not None}
+    file.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=f"state.json is damaged: missing or unknown: {name}"):
+        storage.read_state(tmp_path / "step-00000004")
 
 
 def test_a_link_out_of_the_folder_is_refused(finished: Path, tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def cluster(file: Path) -> tuple[int, Device | None]:
     found = re.fullmatch(r"# Cluster: (\d+) x (.+)", line)
     assert found, f"{file.name}: {line}"
     device = mfu.named(found[2])
-    assert device is not None or found[2] == "CPU", f"{file.name}: {found[2]} is not known to mfu.py"
+    assert device is not None or found[2] == "CPU", f"{file.name}: {found[2]} is not in devices.toml"
     return int(found[1]), device
 
 
@@ -156,5 +156,8 @@ def test_expected_parameter_counts_are_the_published_ones() -> None:
 
 
 def test_the_8b_can_be_checked_on_this_machine() -> None:
-    result = ranks(1, "--config", str(ROOT / "configs/llama_8b.toml"), "--check-config")
-    assert "the configuration is fine" in succeeded(result)
+    command = "--config", str(ROOT / "configs/llama_8b.toml"), "--check-config"
+    assert "the configuration is fine" in succeeded(ranks(1, *command, f"--data.path={ROOT / 'docs'}"))
+    refused = ranks(1, *command)
+    assert refused.returncode == 2
+    assert "8,030 million parameters would learn from Python's standard library, read 246,724 times" in refused.stderr

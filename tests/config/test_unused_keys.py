@@ -17,7 +17,10 @@ from torchtitan_lite.errors import ConfigError
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (["--optim.momentum=0.8"], 'optim.momentum = 0.8 has no effect without optim.name = "sgd"'),
+        (
+            ["--optim.name=adamw", "--optim.muon_momentum=0.8"],
+            'optim.muon_momentum = 0.8 has no effect without optim.name = "muon"',
+        ),
         (
             ["--optim.name=sgd", "--optim.eps=1e-6"],
             'optim.eps = 1e-06 has no effect without optim.name = "adamw" or "muon"',
@@ -47,24 +50,24 @@ def test_a_key_that_nothing_reads_is_refused(argv: list[str], expected: str) -> 
 
 
 def test_an_inherited_key_that_nothing_reads_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "base.toml").write_text('[optim]\nname = "sgd"\nmomentum = 0.8\n[model]\nrope_theta = 5e5\n')
+    (tmp_path / "base.toml").write_text('[optim]\nname = "muon"\nmuon_momentum = 0.8\n[model]\nrope_theta = 5e5\n')
     (tmp_path / "mine.toml").write_text('base = "base.toml"\n[model]\nfamily = "gpt"\n')
     loaded = parse(f"--config={tmp_path / 'mine.toml'}", "--optim.name=adamw")
-    assert loaded.config.optim.momentum == 0.9
-    assert loaded.origins["optim.momentum"] == loaded.origins["model.rope_theta"] == "default"
+    assert loaded.config.optim.muon_momentum == 0.9
+    assert loaded.origins["optim.muon_momentum"] == loaded.origins["model.rope_theta"] == "default"
     assert [note.split(": ", 1)[1] for note in loaded.notes] == [
         'model.rope_theta = 500000.0 has no effect without model.family = "llama", "resformer", "mistral", "smollm3", '
         '"olmo2", "olmo3", "olmo_hybrid", "gemma3", "qwen3_moe" or "olmoe"; it stays at its default',
-        'optim.momentum = 0.8 has no effect without optim.name = "sgd"; it stays at its default',
+        'optim.muon_momentum = 0.8 has no effect without optim.name = "muon"; it stays at its default',
     ]
     assert train.main(["--check-config", f"--config={tmp_path / 'mine.toml'}", "--optim.name=adamw"]) == 0
     assert "note    " in capsys.readouterr().out
     # the same file decides both, or a later one sets what an earlier one does not read: a mistake
-    (tmp_path / "mine.toml").write_text('base = "base.toml"\n[optim]\nname = "adamw"\nmomentum = 0.7\n')
-    assert "mine.toml: optim.momentum = 0.7 has no effect" in mistakes(f"--config={tmp_path / 'mine.toml'}")
-    (tmp_path / "base.toml").write_text("[optim]\nmomentum = 0.8\n")
+    (tmp_path / "mine.toml").write_text('base = "base.toml"\n[optim]\nname = "adamw"\nmuon_momentum = 0.7\n')
+    assert "mine.toml: optim.muon_momentum = 0.7 has no effect" in mistakes(f"--config={tmp_path / 'mine.toml'}")
+    (tmp_path / "base.toml").write_text('[optim]\nname = "adamw"\nmuon_momentum = 0.8\n')
     (tmp_path / "mine.toml").write_text('base = "base.toml"\n')
-    assert "base.toml: optim.momentum = 0.8 has no effect" in mistakes(f"--config={tmp_path / 'mine.toml'}")
+    assert "base.toml: optim.muon_momentum = 0.8 has no effect" in mistakes(f"--config={tmp_path / 'mine.toml'}")
 
 
 def test_what_a_cadence_of_0_switches_off_is_noted_and_kept() -> None:
@@ -148,5 +151,5 @@ def test_rules_of_use_name_keys_that_exist() -> None:
     assert {f"optim.{key}" for optimizer in OPTIMIZERS.values() for key in optimizer.keys} <= known.keys()
     for key, rule in rules:
         assert {key, *rule.decided_by.split()} <= known.keys()
-    of_one = {k for k, field in known.items() if str(field.description).startswith(("gpt:", "llama:", "sgd:", "wsd:"))}
-    assert of_one - {"model.family"} <= {key for key, _ in rules}
+    of_one = {k for k, field in known.items() if str(field.description).startswith(("gpt:", "llama:", "muon:", "wsd:"))}
+    assert of_one - {"model.family", "optim.name"} <= {key for key, _ in rules}

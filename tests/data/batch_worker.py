@@ -12,8 +12,8 @@ from torchtitan_lite.data.loader import Batch, Loader
 _honest = Loader.batch
 
 
-def _recorded(self: Loader, first: int, size: int, parts: int = 1) -> Batch:
-    batch = _honest(self, first, size, parts)
+def _recorded(self: Loader, first: int, size: int) -> Batch:
+    batch = _honest(self, first, size)
     if self.seed == 0 and self.world_size > 1:
         tokens, targets = (
             np.concatenate([part.numpy() for part in both])

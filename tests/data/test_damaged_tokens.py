@@ -72,14 +72,8 @@ def test_an_empty_index_of_documents_is_an_error(folder: Path) -> None:
         pack(folder, meta, 32, lambda _: None)
 
 
-@pytest.mark.parametrize("hashes", [True, False])
-def test_verify_reads_the_index_of_packed_documents(
-    folder: Path, hashes: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Also one of an older version, which has no hashes."""
+def test_verify_reads_the_index_of_packed_documents(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     index = pack(folder, read_meta(folder), 32, lambda _: None)
-    if not hashes:
-        (index / "hashes.json").unlink()
     assert main(["--verify", str(folder)]) == 0
     file = index / "val.pieces"
     content = bytearray(file.read_bytes())

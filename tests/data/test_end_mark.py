@@ -10,7 +10,6 @@ from tokenizers import Tokenizer
 
 from tests.data.test_data import make
 from tests.helpers import checkpoint, ranks, succeeded, tiny
-from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config, DataConfig, TokenizerConfig
 from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.prepare.__main__ import main
@@ -69,19 +68,7 @@ def test_a_run_its_checkpoints_and_its_export_have_the_end_mark_of_the_data(
     theirs = json.loads((tmp_path / "export/config.json").read_text())
     (tmp_path / "export/config.json").write_text(json.dumps(theirs | {"eos_token_id": [END, 7]}))
     assert open_model(tmp_path / "export", torch.device("cpu"), torch.float32, None).ends == (END, 7)
-    state_file = checkpoint(run, 3) / "state.json"  # as a checkpoint from before the end mark was recorded
-    state = json.loads(state_file.read_text())
-    del state["end_token"], state["validation"]
-    state_file.write_text(json.dumps(state))
-    assert "resumed after step 3" in succeeded(ranks(1, *command, "--train.steps=4", "--checkpoint.verify=off"))
-    assert json.loads((checkpoint(run, 4) / "state.json").read_text())["end_token"] == END
-
-
-def test_an_older_checkpoint_ends_as_its_config_says(prepared: dict[str, Path]) -> None:
-    tokenizer = Tokenizer.from_file(str(prepared["usual"] / "tokenizer.json"))
-    for config, end in (({}, 0), ({"tokenizer.end_token": "<END>"}, OTHER), ({"tokenizer.end_token": "gone"}, None)):
-        assert weights.end_token(TrainState(config=config), tokenizer) == end
-    assert weights.end_token(TrainState(end_token=END, config={"tokenizer.end_token": "<END>"}), tokenizer) == END
+    assert json.loads((checkpoint(run, 3) / "state.json").read_text())["end_token"] == END
 
 
 def test_sources_with_different_end_marks_are_refused(prepared: dict[str, Path]) -> None:

@@ -5,6 +5,7 @@ import glob
 import gzip
 import json
 import os
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import train
-from tests.helpers import start, succeeded
+from tests.helpers import ranks, start, succeeded, tiny
 from torchtitan_lite.config.load import ConfigValue, load
 from torchtitan_lite.config.schema import Config, DataConfig, TokenizerConfig
 from torchtitan_lite.data.dataset import prepare_all
@@ -43,13 +44,12 @@ def test_suffixes_are_of_any_case(tmp_path: Path) -> None:
 
 
 def test_named_suffixes_are_read_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In folders and by name, compressed too. The default reads what it always did."""
+    """In folders and by name, compressed too."""
     tree(tmp_path, "a.txt", "b.MD", "c.py", "e.tsv", "f.rst")
     (tmp_path / "d.py.gz").write_bytes(gzip.compress(b"compressed\n"))
-    texts = corpus.find(str(tmp_path), "text", [".md", ".PY", ".tsv"])
+    texts = corpus.find(str(tmp_path), "text", [".md", ".PY"])
     assert [file.name for file in texts.files] == ["a.txt", "b.MD", "c.py", "d.py.gz", "e.tsv"]
-    assert [file.name for file in corpus.find(str(tmp_path)).files] == ["a.txt"]
-    assert found(tmp_path / "e.tsv") == [str(tmp_path / "e.tsv")]
+    assert [file.name for file in corpus.find(str(tmp_path)).files] == ["a.txt", "e.tsv"]
     with pytest.raises(DataError, match=r"c\.py: only \.txt.*data\.text_suffixes \(prepare: --text-suffixes\)"):
         corpus.find(str(tmp_path / "c.py"))
     for wrong in ("md", ".csv", ".gz", ".a/b", ""):
@@ -60,7 +60,8 @@ def test_named_suffixes_are_read_as_text(tmp_path: Path, capsys: pytest.CaptureF
     assert train.main(["--check-config", "--data.text_suffixes=md"]) == 2
     assert 'text_suffixes (prepare: --text-suffixes): "md" should be the suffix' in capsys.readouterr().err
     (tmp_path / "c.py").rename(tmp_path / "a.py")
-    (tmp_path / "a.txt").unlink()
+    for name in ("a.txt", "e.tsv"):
+        (tmp_path / name).unlink()
     with pytest.raises(DataError, match=r"no text at .* \(it has 1 x \.py, 1 x \.MD.*data\.text_suffixes"):
         corpus.find(str(tmp_path))
 
@@ -168,6 +169,18 @@ def test_skipped_files_are_reported(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "5 other files are not read: 2 x .md, LICENSE, gone.txt (a broken link), pipe.txt (a FIFO)" in (
         capsys.readouterr().out
     )
+
+
+def test_each_start_names_its_text_what_is_left_out_and_many_epochs(text: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    shutil.copytree(text, folder)
+    tree(folder, "x.md", "y.md")
+    for name, steps in (("a", 2), ("a", 3), ("b", 10**6)):
+        command = tiny(folder, tmp_path / "runs", run__name=name, train__steps=steps, optim__warmup_steps=1)
+        said = succeeded(ranks(2, *command, f"--run.max_minutes={0.001 if steps > 3 else 0}"))
+        assert f"data    {folder}: " in said
+        assert said.count("2 other files are not read: 2 x .md; data.text_suffixes names more") == 1
+        assert (f"data    the run reads {folder} " in said) == (steps > 3)
 
 
 def test_fifos_and_devices_are_never_opened(tmp_path: Path) -> None:

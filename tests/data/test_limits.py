@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.test_megatron import in_sentences, write
 from tests.data.test_prepare import TEXTS, as_jsonl, contents, succeeds
 from torchtitan_lite.config.schema import Config, DataConfig, TrainConfig
 from torchtitan_lite.data import packing, pairs, token_files
 from torchtitan_lite.data.packing import PackedSamples
 from torchtitan_lite.data.pairs import PairSamples
-from torchtitan_lite.data.prepare import encode, megatron, plan, summary, worker, writer
+from torchtitan_lite.data.prepare import encode, plan, summary, worker, writer
 from torchtitan_lite.data.token_files import document_ends, read_meta
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.models.loss import IGNORE
@@ -101,20 +100,6 @@ def test_a_small_limit_prepares_the_same_tokens(
     if module is plan:  # the sizes of chunks are part of what a folder was made from
         del before["meta.json"], after["meta.json"]
     assert before == after
-
-
-@pytest.mark.parametrize("name", ["_TOGETHER", "_PIECES", "_BLOCK"])
-def test_a_small_limit_reads_the_same_documents_of_megatron(
-    name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chance = random.Random(1)
-    documents = [[chance.randrange(1, 257) for _ in range(chance.randint(1, 30))] for _ in range(100)]
-    prefix = write(tmp_path / "a", in_sentences(documents), shuffled=True)
-    for out, limit in (("before", None), ("after", 3)):
-        if limit is not None:
-            monkeypatch.setattr(megatron, name, limit)
-        succeeds("--from-megatron", prefix, "--tokenizer", folder / "tokenizer.json", "--out", tmp_path / out)
-    assert contents(tmp_path / "before") == contents(tmp_path / "after")
 
 
 @pytest.mark.parametrize("ends_at_a_time", [1, 4, 1000])

@@ -22,7 +22,7 @@ from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.loader import Batch, Loader, PrefetchingLoader
 from torchtitan_lite.data.mixture import Interleave, Mixture, shares_of
 from torchtitan_lite.data.objectives import open_samples
-from torchtitan_lite.data.order import WINDOW, part_indices, sample_index, sample_indices
+from torchtitan_lite.data.order import sample_index, sample_indices
 from torchtitan_lite.data.packing import PackedSamples
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.samples import Samples
@@ -66,26 +66,6 @@ def test_indexing_many_samples_equals_indexing_each(n: int, seed: int, first: in
 @given(st.integers(1, 2000), st.integers(0, 2**63 - 1), st.integers(0, 5))
 def test_each_epoch_has_every_sample_once(n: int, seed: int, epoch: int) -> None:
     assert sorted(sample_indices(np.arange(epoch * n, (epoch + 1) * n), n, seed).tolist()) == list(range(n))
-
-
-@settings(deadline=None, derandomize=True, max_examples=30)
-@given(st.integers(1, 3000), st.sampled_from([2, 4, 16]), st.integers(0, 2**63 - 1), st.integers(0, 5))
-def test_a_window_of_parts_has_all_parts_of_its_samples(n: int, n_parts: int, seed: int, epoch: int) -> None:
-    """So an epoch has each part once, and at each window's end those of the samples that a run would have by then."""
-    for first in range(0, n, WINDOW):
-        begin, end = epoch * n + first, epoch * n + min(first + WINDOW, n)
-        samples = sample_indices(np.arange(begin, end), n, seed)
-        parts = part_indices(np.arange(begin * n_parts, end * n_parts), n_parts, n, seed)
-        assert sorted(parts.tolist()) == sorted((samples[:, None] * n_parts + np.arange(n_parts)).ravel().tolist())
-        one = part_indices(np.array([begin * n_parts + 1]), n_parts, n, seed)
-        assert one.tolist() == [parts[1]], "seeking to a part and arriving at it are the same"
-
-
-def test_a_batch_has_parts_of_many_samples() -> None:
-    n_parts, size = 4, 8
-    for first in range(0, 2 * WINDOW, size):
-        parts = part_indices(np.arange(first * n_parts, (first + size) * n_parts), n_parts, 5000, seed=3)
-        assert len(np.unique(parts // n_parts)) > 2 * size
 
 
 def test_a_sample_of_a_trillion_is_computed_directly() -> None:
@@ -150,19 +130,6 @@ def test_each_source_has_its_own_epochs(folders: dict[str, Path]) -> None:
         assert len({tuple(epoch) for epoch in [in_file_order, *epochs]}) == len(epochs) + 1, "an order is repeated"
     seen = seen_of_sources(mixture, n)
     assert [s["tokens"] for s in seen.values()] == [count * 32 for count in consumed]
-
-
-def test_short_sequences_are_the_samples_that_a_run_would_have(folders: dict[str, Path]) -> None:
-    whole = Samples(folders["typing"], "train", 16)
-    assert whole.n_samples > WINDOW
-    short = whole.shorter(2)
-    assert (short.seq_len, short.n_samples) == (8, 2 * whole.n_samples)
-    expected = whole.draw(np.arange(WINDOW), seed=1)
-    found = short.draw(np.arange(2 * WINDOW), seed=1)
-    for name in ("tokens", "targets", "begins"):
-        rows, parts = getattr(expected, name).reshape(-1, 8), getattr(found, name)
-        assert sorted(parts.tolist()) == sorted(rows.tolist()), name
-        assert parts.tolist() != rows.tolist()
 
 
 def test_sources_need_one_tokenizer(text: Path, folders: dict[str, Path], tmp_path: Path) -> None:
@@ -318,7 +285,7 @@ class Asked:
     calls: list[tuple[int, int, str]]
     fails_at: int = -1
 
-    def batch(self, first: int, size: int, parts: int = 1) -> Batch:
+    def batch(self, first: int, size: int) -> Batch:
         self.calls.append((first, size, threading.current_thread().name))
         if first == self.fails_at:
             raise DataError(f"sample {first} can't be read")

@@ -163,8 +163,9 @@ def test_the_default_pairs_are_functions_and_the_first_sentences_of_their_docstr
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
     config = DataConfig(objective="pairs", target_len=32, cache_dir=str(tmp_path / "cache"))
     said: list[str] = []
-    folder = prepare_all(config, TokenizerConfig(path="bytes"), said.append).folder
-    assert any("functions of Python's standard library" in line for line in said)
+    data = prepare_all(config, TokenizerConfig(path="bytes"), said.append)
+    assert [source.name for source in data.sources] == ["functions of Python's standard library"]
+    folder = data.folder
     wanted = [(f"return x + {i}", f"Add {i}.") for i in range(50)]  # each body once
     found = decoded(folder, "train") + decoded(folder, "val")
     assert sorted(found) == sorted([*wanted, ("@cache\ndef g(): ...\nreturn x + 1", "Add one.")])

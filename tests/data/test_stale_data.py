@@ -214,23 +214,15 @@ def test_an_overwritten_index_is_found(name: str, packed: tuple[Path, Path]) -> 
     assert contents(index) == before
 
 
-def test_an_index_of_before_gets_its_hashes(packed: tuple[Path, Path]) -> None:
-    """One that a version without hashes made is compared with what it should be, and kept."""
+@pytest.mark.parametrize("hashes", [None, b"", b"[]", b'{"train.pieces": 3}'])
+def test_an_index_without_its_hashes_is_damaged(hashes: bytes | None, packed: tuple[Path, Path]) -> None:
     folder, index = packed
-    before = contents(index)
-    (index / packing.HASHES).unlink()
     packing._checked.clear()
-    PackedSamples(folder, "train", 128)
-    after = contents(index)
-    assert {name: after[name] for name in packing.NAMES} == {name: before[name] for name in packing.NAMES}
-    hashes, made = json.loads(after[packing.HASHES]), json.loads(before[packing.HASHES])
-    assert [hashes[name]["sha256"] for name in packing.NAMES] == [made[name]["sha256"] for name in packing.NAMES]
-    (index / packing.HASHES).unlink()
-    packing._checked.clear()
-    numbers = np.fromfile(index / "train.pieces", np.int64)
-    numbers[-2:] = numbers[:2]
-    numbers.tofile(index / "train.pieces")
-    with pytest.raises(DataError, match=r"train\.pieces has changed"):
+    if hashes is None:
+        (index / packing.HASHES).unlink()
+    else:
+        (index / packing.HASHES).write_bytes(hashes)
+    with pytest.raises(DataError, match=r"packed-128-.*damaged \(hashes\.json\); delete the files train\.pieces, "):
         PackedSamples(folder, "train", 128)
 
 
@@ -265,7 +257,7 @@ def other(meta: Path, values: dict[str, Any]) -> bytes:
 
 
 DAMAGE: list[bytes | dict[str, Any]] = [
-    *(b"", b"{", b"\xff", b"[" * 200_000, b'{"format_version": 1}'),
+    *(b"", b"{", b"\xff", b"[" * 200_000, b'{"format_version": 4}'),
     *({"documents": "many"}, {"val_documents": 10**6}, {"train_tokens": -1}, {"val_tokens": 2**61}, {"vocab_size": 0}),
     *({"end_token": 10**6}, {"shard_tokens": 0}, {"files": []}, {"skipped": 3}, {"tokens_sha256": None}),
     *({"unknown_tokens": True}, {"more": 1}),
@@ -279,6 +271,16 @@ def test_a_damaged_meta_json_is_an_error(damage: bytes | dict[str, Any], lines: 
     meta.write_bytes(damage if isinstance(damage, bytes) else other(meta, damage))
     assert is_prepared(tmp_path / "out")
     with pytest.raises(DataError, match=r"the prepared data is damaged \(.*; delete this folder, and prepare"):
+        read_meta(tmp_path / "out")
+
+
+@pytest.mark.parametrize("version", [2, 3, None])
+def test_a_folder_of_another_version_is_to_be_prepared_again(version: int | None, lines: Path, tmp_path: Path) -> None:
+    shutil.copytree(lines, tmp_path / "out")
+    meta = tmp_path / "out/meta.json"
+    meta.write_bytes(other(meta, {"format_version": version}))
+    says = f"out has format {version}, but this version reads 4: prepare the text again into"
+    with pytest.raises(DataError, match=says):
         read_meta(tmp_path / "out")
 
 

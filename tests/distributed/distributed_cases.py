@@ -385,7 +385,7 @@ def case_clipping_is_that_of_torch() -> None:
 
     With a small eps, AdamW would make steps of the noise in gradients that are exactly 0 in theory.
     """
-    adamw, sgd = {"name": "adamw", "eps": 1e-3}, {"name": "sgd", "momentum": 0.9, "weight_decay": 0.0}
+    adamw, sgd = {"name": "adamw", "eps": 1e-3}, {"name": "sgd", "weight_decay": 0.0}
     for mesh, optim, max_norm, scale in (
         ("4", adamw, 0.3, 0.0),
         ("2 x 2", adamw, 0.3, 1024.0),
@@ -408,7 +408,7 @@ def _clipped_as_by_torch(mesh: str, config: OptimConfig, scale: float) -> None:
     its_optimizer = (
         torch.optim.AdamW(groups, lr=1e-3, betas=config.betas, eps=config.eps, foreach=False)
         if config.name == "adamw"
-        else torch.optim.SGD(groups, lr=1e-3, momentum=config.momentum)
+        else torch.optim.SGD(groups, lr=1e-3, momentum=0.9)
     )
     scaler = GradScaler(GradScalerConfig(init_scale=scale or 1.0), enabled=scale > 0, device=CPU)
     guard = FiniteGuard(optimizer, scaler)

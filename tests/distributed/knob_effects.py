@@ -7,7 +7,7 @@ from [fsdp] keys and the like, on top of a three-layer model.
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -31,6 +31,7 @@ from torchtitan_lite.distributed.parallelize import groups_of
 from torchtitan_lite.distributed.process_group import build_mesh
 from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.errors import ConfigError, NonFiniteError
+from torchtitan_lite.optim import finite_guard, muon
 from torchtitan_lite.training.session import Session
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -104,9 +105,9 @@ def recorded(t: Session) -> Iterator[list[Event]]:
     batch = Loader.batch
     dist.all_reduce = all_reduce  # type: ignore[assignment]
 
-    def recorded_batch(self: Loader, first: int, size: int, parts: int = 1) -> Batch:
+    def recorded_batch(self: Loader, first: int, size: int) -> Batch:
         events.append(Event("batch"))
-        return batch(self, first, size, parts)
+        return batch(self, first, size)
 
     Loader.batch = recorded_batch  # type: ignore[method-assign]
     try:
@@ -426,7 +427,7 @@ def an_override_has_to_match_a_group_as_a_whole(build: Build) -> None:
 
 
 def an_overflow_is_a_counted_skip_and_too_many_stop_the_run(build: Build) -> None:
-    t = build(**{"fsdp__param_dtype": "float16", "grad_scaler__init_scale": 2.0**40, "grad_scaler__min_scale": 2.0**38})
+    t = build(fsdp__param_dtype="float16", grad_scaler__init_scale=2.0**40)
     before = [local_rows(p)[0].clone() for p in t.model.parameters()]
     for step in (1, 2):
         loss, norm = train.train_step(t, step)
@@ -437,7 +438,10 @@ def an_overflow_is_a_counted_skip_and_too_many_stop_the_run(build: Build) -> Non
         assert t.scaler.scale.item() == 2.0 ** (40 - step)
         assert all(a.equal(local_rows(b)[0]) for a, b in zip(before, t.model.parameters(), strict=True))
     train.train_step(t, 3)
-    with pytest.raises(NonFiniteError, match="step 3: gradients still overflow float16 with a loss scale of 1.37"):
+    with (
+        patch.object(finite_guard, "MIN_SCALE", 2.0**38),
+        pytest.raises(NonFiniteError, match="step 3: gradients still overflow float16 with a loss scale of 1.37"),
+    ):
         t.guard.check()
 
 
@@ -547,15 +551,20 @@ def frozen_parameters_have_no_gradient_and_no_state(build: Build) -> None:
             build(optim__freeze=patterns)
 
 
+def muon_as_on_gpu() -> AbstractContextManager[Any]:
+    """Within it, Muon iterates in bfloat16."""
+    return patch.object(muon, "dtype_of_iteration", return_value=bf16)
+
+
 def muon_exchanges_each_shape_twice_a_step(build: Build) -> None:
     """In the dtype of its products, whatever the number of micro-batches and the dtype of the computation."""
-    for keys, dtype in (
-        ({}, torch.float32),
-        ({"fsdp__param_dtype": "bfloat16"}, torch.float32),
-        ({"optim__muon_dtype": "bfloat16"}, torch.bfloat16),
+    for param_dtype, place, dtype in (
+        ("float32", nullcontext(), fp32),
+        ("bfloat16", nullcontext(), fp32),
+        ("float32", muon_as_on_gpu(), bf16),
     ):
-        t = build(optim__name="muon", **keys)
-        with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
+        t = build(optim__name="muon", fsdp__param_dtype=param_dtype)
+        with place, patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
             train.train_step(t, 1)
         sent = [call.args[0].dtype for call in exchange.call_args_list]
         assert sent == [dtype] * 2 * 4, "the shapes are 36 x 36, 12 x 36, 50 x 36 and 36 x 50"

@@ -52,6 +52,7 @@ class Case:
     dtype: str = "float32"  # the coarsest in use: decides the tolerance
     same_as: str = ""  # another row whose losses and norms have to be the same bit for bit
     reference: bool = True  # with dropout there is none: masks depend on the ranks
+    muon_as_on_gpu: bool = False  # its iteration and exchanges are in bfloat16
 
     def config(self, device: str = "cpu") -> Config:
         """The config, as given on the command line."""
@@ -179,7 +180,7 @@ CASES = {
         2, MUON | {"fsdp.reshard_after_forward": True, "fsdp.blocks_per_group": 2}, same_as="muon"
     ),
     "muon, columns": Case(4, MUON | FEW_EXPERTS | {"fsdp.shard_columns": ["*.attention.*"]}),
-    "muon, bf16": Case(2, MUON | BF16 | {"optim.muon_dtype": "bfloat16"}, dtype="bfloat16"),
+    "muon, bf16": Case(2, MUON | BF16, dtype="bfloat16", muon_as_on_gpu=True),
     "muon, HSDP, all-reduce last": Case(4, MUON | HSDP | EXPERTS | {"fsdp.grad_sync": "all_reduce_last"}),
     "muon, sync last, tied, frozen": Case(
         4,

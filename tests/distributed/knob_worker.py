@@ -13,6 +13,7 @@ import json
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,7 +85,8 @@ def main(argv: Sequence[str]) -> int:
     with process_group(RunConfig(device=device, threads=1)) as world:
         rows = {name: case for name, case in CASES.items() if case.ranks == world.world_size and name in wanted}
         for name, case in (ON_CUDA if device == "cuda" else rows).items():
-            results[name] = measure(training(case.config(device), world))
+            with knob_effects.muon_as_on_gpu() if case.muon_as_on_gpu else nullcontext():
+                results[name] = measure(training(case.config(device), world))
             if world.rank == 0:
                 file.write_text(json.dumps(results))
         for name, effect in knob_effects.EFFECTS.items():

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed.knob_effects import EFFECTS
-from tests.distributed.knob_table import CASES, EXTENDED, STEPS, TOLERANCE, VOCABULARY, Case, FixedSamples
+from tests.distributed.knob_table import CASES, EXTENDED, REDUCES, STEPS, TOLERANCE, VOCABULARY, Case, FixedSamples
 from tests.helpers import ranks
 from tests.optim.on_ranks import muon_update
-from torchtitan_lite.config.sections import fsdp
 from torchtitan_lite.config.sections.compute import missing_for_inductor
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.models import build
@@ -42,10 +42,10 @@ def results(
 
 # rows and effects that this machine or its torch can't run
 MISSING = {"compile": "there is no C++ compiler here"} if missing_for_inductor("cpu", 0) else {}
-if lacking := fsdp.lacking():
-    of_newer = "reduce_scatters_have_buffers_and_a_group_of_their_own"
-    rows = [name for name, case in CASES.items() if lacking & case.set.keys()]
-    MISSING |= dict.fromkeys([*rows, of_newer], f"not in this torch: {', '.join(sorted(lacking))}")
+if not hasattr(FSDPModule, "set_separate_reduce_scatter_group"):
+    rows = [name for name, case in CASES.items() if REDUCES.items() <= case.set.items()]
+    rows.append("reduce_scatters_have_buffers_and_a_group_of_their_own")
+    MISSING |= dict.fromkeys(rows, "fsdp.separate_reduce_scatter_group needs torch 2.13")
 
 
 @functools.cache

@@ -11,6 +11,8 @@ import train
 from benchmarks import scale
 from tests.helpers import options, ranks, records, succeeded, tiny
 from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.checkpointing.safetensors_file import FileRecord, write_text
+from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.training import session
 
 SIZES = 2, 4, 8
@@ -54,7 +56,12 @@ def test_what_rank_0_handles_grows_linearly_and_by_this_much_for_each_rank(
 
 
 def test_the_manifest_of_16384_shards_is_read_in_seconds(tmp_path: Path) -> None:
-    checkpoint = scale.made_up_checkpoint(tmp_path, 16_384)
+    n, made = 16_384, storage.begin(tmp_path, 1)
+    files = {f"shard-{rank:05d}-of-{n:05d}.safetensors": FileRecord(0, "0" * 64) for rank in range(n)}
+    for name in files:
+        (made / name).touch()
+    files["index.json"] = write_text(made / "index.json", "{}")
+    checkpoint = storage.commit(made, TrainState(step=1), "sharded", n, files)
     began = time.process_time()
     manifest = storage.read_manifest(checkpoint)
     assert len(manifest.files) == 16_386

@@ -14,9 +14,11 @@ from tests.helpers import ROOT, ranks, succeeded, tiny
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def test_the_types_are_installed_with_the_package() -> None:
-    assert (ROOT / "torchtitan_lite/py.typed").is_file()
-    assert PROJECT["tool"]["setuptools"]["package-data"]["torchtitan_lite"] == ["py.typed", "__init__.pyi"]
+def test_types_and_data_are_installed_with_the_package() -> None:
+    data = PROJECT["tool"]["setuptools"]["package-data"]
+    installed = {ROOT / package.replace(".", "/") / name for package, names in data.items() for name in names}
+    assert installed == {p for p in (ROOT / "torchtitan_lite").rglob("*.*") if p.suffix not in (".py", ".pyc")}
+    assert ROOT / "torchtitan_lite/py.typed" in installed
     assert "Typing :: Typed" in PROJECT["project"]["classifiers"]
 
 

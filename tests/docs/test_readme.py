@@ -32,9 +32,7 @@ def run(command: str, text: Path, out_dir: Path) -> str:
         # this interpreter's environment, which has everything installed
         arguments = [word for word in words if not word.startswith("ARGS=")]
         given = [word.removeprefix("ARGS=") for word in words if word.startswith("ARGS=")]
-        # in proportion; without blanks, which a shell of make would split at
-        short = [] if any("CONFIG=" in word for word in words) else ["--train.seq_len_schedule=[[0,8],[0.8,32]]"]
-        options = " ".join([*given, *ours, *short])
+        options = " ".join([*given, *ours])
         return succeeded(start([*arguments, f"VENV={sys.prefix}", "-o", f"{sys.prefix}/.installed", f"ARGS={options}"]))
     return succeeded(start([*words, *ours]))
 

@@ -27,9 +27,9 @@ _BASE = {
 }
 # Options of a step, by name. Together they hold every option.
 TABLE: dict[str, dict[str, Any]] = {
-    "hybrid, HSDP, full checkpointing, explicit prefetching, RMS scaling": {
+    "hybrid, HSDP, full checkpointing, explicit prefetching": {
         **{"model.family": "olmo_hybrid", "model.layer_pattern": "delta,full"},
-        **{"fsdp.dp_replicate": 2, "fsdp.explicit_prefetching": True, "optim.rms_scaling": True},
+        **{"fsdp.dp_replicate": 2, "fsdp.explicit_prefetching": True},
         "activation_checkpointing.mode": "full",
     },
     "document mask, selective checkpointing, HSDP, muon": {

@@ -207,12 +207,12 @@ def install() -> None:
     # a coordinator that was killed with all that knew it counts worlds from 1 again
     world = f"{env_int('TORCHELASTIC_RESTART_COUNT', 0)}.{os.environ['MASTER_PORT']}"
 
-    def recorded_batch(self: Loader, first: int, size: int, parts: int = 1) -> Any:
+    def recorded_batch(self: Loader, first: int, size: int) -> Any:
         source: Any = self.samples
         if not isinstance(source, Recorded):
             source = Recorded(source)
             object.__setattr__(self, "samples", source)  # it is frozen
-        result = batch(self, first, size, parts)
+        result = batch(self, first, size)
         drawn[first] = source.last
         return result
 

@@ -156,8 +156,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "model__n_kv_heads": 1,
     },
     "kept gathered": {"fsdp__reshard_after_forward": False, "fsdp__reshard_after_backward": False},
-    "muon": {"optim__name": "muon", "fsdp__param_dtype": "bfloat16"},
-    "muon in float32, averages": {"optim__name": "muon", "optim__muon_dtype": "float32", "optim__ema_decay": 0.9},
+    "muon, averages": {"optim__name": "muon", "fsdp__param_dtype": "bfloat16", "optim__ema_decay": 0.9},
 }
 
 

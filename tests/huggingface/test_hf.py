@@ -167,7 +167,7 @@ def test_a_run_is_exported_and_trained_on(family: str, text: Path, tmp_path: Pat
     assert all(curve == first[0] for curve in first)
 
     # the config of an import has a rate of its own
-    note = "note    optim.lr = 0.004 is the default, for training from random weights"
+    note = "note    optim.lr = 0.008 is the default, for training from random weights"
     written = tmp_path / "mine.toml"
     output = succeeded(python("import", str(exported), str(written), script="checkpoint.py"))
     assert f"wrote {written}: train.py --config {written} --data.path=my_text" in output

@@ -115,12 +115,11 @@ def test_a_step_changes_every_output_by_as_much_at_every_width(name: str, family
     assert min(plain.values()) > 0.4, plain
 
 
-@pytest.mark.parametrize("scale", ["adamw", "original", None])
-def test_rates_fall_with_the_width_and_decay_does_not(scale: str | None) -> None:
-    """Four times as wide. With Muon's original scale the rate of matrices needs no factor."""
-    named = {"name": "muon", "muon_scale": scale, "muon_embedding_lr_factor": 3.0} if scale else {"name": "adamw"}
+@pytest.mark.parametrize("name", ["muon", "adamw"])
+def test_rates_fall_with_the_width_and_decay_does_not(name: str) -> None:
+    """Four times as wide."""
     groups = [{"match": "output*", "lr_factor": 10.0}]
-    settings = OptimConfig.model_validate({**named, "weight_decay": 0.1, "groups": groups})
+    settings = OptimConfig.model_validate({"name": name, "weight_decay": 0.1, "groups": groups})
     model = built(256, 64)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     factors, decays = {}, {}
@@ -128,10 +127,10 @@ def test_rates_fall_with_the_width_and_decay_does_not(scale: str | None) -> None
         for parameter in group["params"]:
             factors[names[id(parameter)]] = group["lr_factor"]
             decays[names[id(parameter)]] = group["lr_factor"] * group["weight_decay"]
-    matrices = {"adamw": 0.5, "original": 1.0, None: 0.25}[scale]
+    matrices = {"muon": 0.5, "adamw": 0.25}[name]
     assert factors["layers.0.attention.wq.weight"] == factors["layers.1.feed_forward.w2.weight"] == matrices
     assert factors["output.weight"] == 2.5
-    assert factors["tok_embeddings.weight"] == (3.0 if scale else 1.0)
+    assert factors["tok_embeddings.weight"] == (3.0 if name == "muon" else 1.0)
     assert factors["norm.weight"] == factors["layers.0.attention_norm.weight"] == 1.0
     assert decays["layers.0.attention.wq.weight"] == pytest.approx(0.1)
     assert decays["output.weight"] == pytest.approx(1.0), "a group multiplies both"
@@ -158,7 +157,6 @@ def test_the_base_width_itself_is_the_plain_model(text: Path, tmp_path: Path) ->
     [
         (["--model.tie_embeddings=true"], "makes them one matrix; model.tie_embeddings = false works"),
         (["--optim.name=sgd"], 'those of optim.name = "sgd" do not'),
-        (["--optim.name=adamw", "--optim.rms_scaling=true"], "those of optim.rms_scaling = true do not"),
         (["--model.family=t5", "--data.objective=span_corruption"], "mup_base_dim"),
     ],
 )

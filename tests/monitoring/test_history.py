@@ -19,7 +19,7 @@ def begin(folder: Path, number: int, step: int) -> None:
         "setting": {"threads": 1},
         "tasks": {},
     }
-    about |= {"world_size": 1, "hosts": ["a"], "versions": {"torch": "2"}, "git": {}, "device": "cpu", "unknown": 1}
+    about |= {"world_size": 1, "hosts": ["a"], "versions": {"torch": "2"}, "git": {}, "device": "cpu"}
     attempts.add(folder, {"attempt": number, "time": 1.0, "step": step, "samples": 8 * step, **about})
 
 

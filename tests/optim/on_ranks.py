@@ -40,7 +40,6 @@ from torchtitan_lite.tools.allocator import own_bytes
 
 # rows of 30 and 10 do not divide by 4, and of one row all ranks but one of each copy have none
 MODEL = ModelConfig(family="llama", dim=30, n_heads=3, n_kv_heads=1, hidden_dim=1, n_layers=5, max_seq_len=8)
-SCALE = 2.0  # of the gradients, as with float16
 
 
 def on_mesh(mesh: str, config: ModelConfig, frozen: Sequence[str] = ()) -> Transformer:
@@ -61,39 +60,30 @@ def gradient(step: int, number: int, shape: Any) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(100 * step + number))
 
 
-def give_gradients(parameters: Iterable[nn.Parameter], step: int, *, nan: bool, scale: float = 1.0) -> None:
+def give_gradients(parameters: Iterable[nn.Parameter], step: int, *, nan: bool) -> None:
     """Give this rank's rows of their gradients to the parameters; with `nan`, the first row of each is NaN."""
     for i, p in enumerate(parameters):
-        grad = gradient(step, i, p.shape) * scale
+        grad = gradient(step, i, p.shape)
         if nan:
             grad[0] = torch.nan
         p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else grad
-
-
-def take_steps(model: Transformer, optimizer: Any, steps: int, withheld: int, scale: float) -> None:
-    """Steps with gradients of a float16's scale; the update of the step `withheld` is."""
-    for step in range(1, steps + 1):
-        give_gradients(model.parameters(), step, nan=step == withheld, scale=scale)
-        optimizer.grad_scale = torch.tensor(SCALE)
-        optimizer.found_inf = torch.tensor(float(step == withheld))
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().contiguous().clone()
 
 
-def counted(collective: str) -> list[int]:
-    """A list to which every all_to_all_single or all_reduce adds the bytes of its first tensor from now on."""
-    plain: Any = getattr(dist, collective)
+def counted_exchanges() -> list[int]:
+    """A list to which every all_to_all_single adds the bytes of its first tensor from now on."""
+    module: Any = dist
+    plain = module.all_to_all_single
     calls: list[int] = []
 
     def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         calls.append(tensor.nbytes)
         return plain(tensor, *args, **kwargs)
 
-    setattr(dist, collective, counting)
+    module.all_to_all_single = counting
     return calls
 
 
@@ -116,8 +106,13 @@ def muon(world: World, mesh: str, withheld: int) -> dict[str, Tensor]:
     model = on_mesh(mesh, MODEL)
     optimizer = build_optimizer(model, OptimConfig(name="muon", weight_decay=0.1))
     set_learning_rate(optimizer, 0.01)
-    calls = counted("all_to_all_single")
-    take_steps(model, optimizer, 3, withheld, scale=1.0)
+    calls = counted_exchanges()
+    for step in range(1, 4):
+        give_gradients(model.parameters(), step, nan=step == withheld)
+        optimizer.grad_scale = torch.tensor(2.0)  # as with float16
+        optimizer.found_inf = torch.tensor(float(step == withheld))
+        optimizer.step()
+        optimizer.zero_grad()
     found = {f"weight.{name}": whole(p) for name, p in model.named_parameters()}
     for name, p in model.named_parameters():
         if "momentum_buffer" in optimizer.state[p]:
@@ -128,31 +123,6 @@ def muon(world: World, mesh: str, withheld: int) -> dict[str, Tensor]:
     return found | {key: torch.tensor(value) for key, value in figures.items()}
 
 
-# --- optim.rms_scaling ------------------------------------------------------------------------------------------
-
-GROUPS = [{"match": "layers.1.*", "lr_factor": 0.5, "weight_decay": 0.3}]
-SCALED: dict[str, Any] = {
-    **{"name": "adamw", "rms_scaling": True, "weight_decay": 0.1, "groups": GROUPS, "lr": 0.02, "eps": 1e-6}
-}
-
-
-def rms_scaling(world: World, mesh: str, steps: int, withheld: int) -> dict[str, Tensor]:
-    """Whole tensors before and after the steps, and the number of all-reduces."""
-    model = on_mesh(mesh, MODEL)
-    with torch.no_grad():
-        model.get_parameter("layers.0.attention.wq.weight").zero_()  # it takes the least rate
-    optimizer = build_optimizer(model, OptimConfig.model_validate(SCALED))
-    set_learning_rate(optimizer, SCALED["lr"])
-    found = {f"before.{name}": whole(p) for name, p in model.named_parameters()}
-    calls = counted("all_reduce")
-    take_steps(model, optimizer, steps, withheld, scale=SCALE)
-    found["calls"] = torch.tensor(len(calls))
-    for name, p in model.named_parameters():
-        found |= {f"weight.{name}": whole(p)}
-        found |= {f"{kind}.{name}": whole(value) for kind, value in optimizer.state[p].items()}
-    return found
-
-
 # --- optim.ema_decay --------------------------------------------------------------------------------------------
 
 # step -> loss of the last rank; the update is withheld. Not the second: until then the average is the weight
@@ -160,7 +130,6 @@ STEPS, WITHHELD = 5, {3: math.nan, 4: math.inf}
 DECAY = 0.8
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {},
-    "adamw, rms_scaling": {"rms_scaling": True},
     "sgd": {"name": "sgd"},
     "muon": {"name": "muon"},
 }

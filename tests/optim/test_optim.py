@@ -114,7 +114,7 @@ def test_making_state_changes_no_parameter(name: str, model: Transformer) -> Non
     assert all(a.equal(b) for a, b in zip(before, model.parameters(), strict=True))
     assert len(optimizer.state) == len(before)
     assert all(p.grad is None for p in model.parameters())
-    assert all(group["lr"] == 4e-3 for group in optimizer.param_groups)
+    assert all(group["lr"] == 8e-3 for group in optimizer.param_groups)
 
 
 class RMSprop(HostGuarded, torch.optim.RMSprop):
@@ -153,7 +153,7 @@ def test_sgd_is_that_of_torch_from_its_first_step() -> None:
     """Its momentum is made before the first step, and must begin with the gradient alone."""
     ours = nn.Linear(3, 5, bias=False)
     theirs = copy.deepcopy(ours)
-    optimizer = build_optimizer(ours, OptimConfig(name="sgd", lr=0.1, momentum=0.9, weight_decay=0.3))
+    optimizer = build_optimizer(ours, OptimConfig(name="sgd", lr=0.1, weight_decay=0.3))
     plain = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9, weight_decay=0.3)
     for gradient in torch.randn(3, 5, 3):
         for model, one in ((ours, optimizer), (theirs, plain)):

@@ -127,15 +127,31 @@ def test_each_value_becomes_its_keys(text: str, expected: dict[str, object]) -> 
 @pytest.mark.parametrize(
     ("blocks", "expected"),
     [
-        ("T5Block", 'T5Block is the block of model.family = "t5" with data.objective = "pairs" or "span_corruption"'),
-        ("Embedding, LlamaDecoderLayer", 'LlamaDecoderLayer is the block of model.family = "llama" (docs/models.md)'),
-        ("BertLayer", "each block, the embeddings and the head are groups"),
+        ("T5Block", {"model.family": "t5", "data.objective": "pairs", "data.target_len": 128}),
+        ("Embedding, LlamaDecoderLayer", {"model.family": "llama"}),
+        ("BertLayer", {}),
     ],
 )
-def test_the_class_of_a_block_names_our_family(blocks: str, expected: str) -> None:
+def test_the_class_of_a_block_sets_our_family(blocks: str, expected: dict[str, object]) -> None:
     t = translated(f"fsdp_config: {{fsdp_transformer_layer_cls_to_wrap: '{blocks}'}}")
-    assert t.done_anyway["fsdp_transformer_layer_cls_to_wrap"].endswith((expected, f"{expected} (docs/models.md)"))
-    assert not t.sets
+    assert {key: value for key, (value, _) in t.sets.items()} == expected
+
+
+def test_a_job_of_t5_becomes_one_of_t5(tmp_path: Path) -> None:
+    content = yaml.safe_load(EXAMPLE.replace("BertLayer", "T5Block"))
+    output = converted(content)
+    (tmp_path / "model.toml").write_text('[model]\nsize = "t5-small"\n[data]\nobjective = "span_corruption"\n')
+    for base, size in (("", "1M"), ('base = "model.toml"\n', "t5-small")):  # as checkpoint.py import writes it
+        (tmp_path / "mine.toml").write_text(base + output)
+        config = load.load(tmp_path / "mine.toml", {}, world_size=2).config
+        assert (config.model.family, config.model.size, config.data.objective) == ("t5", size, "pairs")
+    assert output.endswith(
+        "train.py --config THIS_FILE --data.path=TEXT --data.source_key=SOURCE --data.target_key=TARGET"
+    )
+    assert "train.py replaces your script" in output
+    assert "accelerate to-fsdp2" in output
+    assert 'a small "t5" with random weights' in output
+    assert "llama" not in output.lower()
 
 
 @pytest.mark.parametrize(

@@ -131,9 +131,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def test_a_stopped_preparation_keeps_its_origins_unless_an_older_version_began_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_preparation_keeps_its_origins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "CHUNK_DOCUMENTS", 7)
     monkeypatch.setattr(writer, "COMMIT_EVERY_S", 0.0)
     write_jsonl(tmp_path / "in.jsonl", TEXTS)
@@ -148,24 +146,14 @@ def test_a_stopped_preparation_keeps_its_origins_unless_an_older_version_began_i
             raise KeyboardInterrupt
         honest(self, *arguments)
 
-    for name in ("new", "old"):
-        left = 5
-        with monkeypatch.context() as patched:
-            patched.setattr(writer.Writer, "add", add)
-            assert prepare([str(tmp_path / "in.jsonl"), "--out", str(tmp_path / name), "--tokenizer=bytes"]) == 130
-        if name == "old":
-            progress = json.loads((tmp_path / "old.partial/progress.json").read_bytes())
-            assert progress.pop("origins")
-            (tmp_path / "old.partial/progress.json").write_text(json.dumps(progress))
-            for split in ("train", "val"):
-                (tmp_path / f"old.partial/{split}.origins").unlink()
-        prepared(tmp_path / "in.jsonl", tmp_path / name)
+    left = 5
+    with monkeypatch.context() as patched:
+        patched.setattr(writer.Writer, "add", add)
+        assert prepare([str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "new"), "--tokenizer=bytes"]) == 130
+    prepared(tmp_path / "in.jsonl", tmp_path / "new")
     whole = contents(prepared(tmp_path / "in.jsonl", tmp_path / "whole"))
     assert contents(tmp_path / "new") == whole
     assert not verify(tmp_path / "new")
-    old = contents(tmp_path / "old")
-    assert old.items() <= whole.items()
-    assert whole.keys() - old == {"origins.json", "train.origins", "val.origins"}
 
 
 def test_training_does_not_need_origins_and_verify_reads_them(

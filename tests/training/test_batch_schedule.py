@@ -1,15 +1,12 @@
-"""train.batch_schedule and train.seq_len_schedule: batches change from some steps on, exactly, also under a resume."""
+"""train.batch_schedule: batches change from some steps on, exactly, also under a resume."""
 
-import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.config.test_hostile_input import recommit
-from tests.helpers import assert_same_end, checkpoint, forget_after, losses, python, ranks, records, succeeded, tiny
+from tests.helpers import assert_same_end, forget_after, losses, ranks, records, succeeded, tiny
 from torchtitan_lite import plan
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import TrainConfig
@@ -27,26 +24,6 @@ def test_a_step_has_the_size_of_the_last_entry_before_it() -> None:
     assert TrainConfig(steps=4, global_batch_size=6, batch_schedule=[[3, 4], [5, 9]]).samples == 6 * 3 + 4
     assert TrainConfig(steps=2, batch_schedule=[[0, 5]]).samples == 10
     assert TrainConfig(steps=2, global_batch_size=7).samples == 14
-
-
-def test_a_length_begins_where_its_share_says() -> None:
-    """0.7 of 350 steps are 245, although the binary fraction is a little less than 0.7."""
-    config = TrainConfig(steps=350, seq_len_schedule=[[0, 64], [0.7, 128]])
-    assert [config.parts(step) for step in (1, 245, 246, 350)] == [4, 4, 2, 2]
-    assert TrainConfig(steps=350, seq_len_schedule=[[0.5, 32]]).parts(1) == 1
-
-
-@pytest.mark.extended
-def test_compiled_blocks_resume_bitwise_among_lengths(text: Path, tmp_path: Path) -> None:
-    """A process that begins after a change of length compiles the same kernels as one that saw it."""
-    more = {"compile__enabled": True, "train__micro_batch_size": 1, "model__family": "llama"}
-    schedule = "--train.seq_len_schedule=[[0, 8], [0.375, 16], [0.75, 32]]"
-    command = [*tiny(text, tmp_path, run__name="run", **(PLAIN | more)), schedule]
-    succeeded(ranks(1, *command))
-    shutil.copytree(tmp_path / "run", tmp_path / "straight")
-    forget_after(tmp_path / "run", 4)
-    succeeded(ranks(1, *command))
-    assert_same_end(tmp_path / "run", tmp_path / "straight", 8)
 
 
 def test_samples_stay_in_order_and_a_resume_is_bitwise(text: Path, tmp_path: Path) -> None:
@@ -73,81 +50,6 @@ def test_samples_stay_in_order_and_a_resume_is_bitwise(text: Path, tmp_path: Pat
     assert "train.batch_schedule" in refused.stderr
 
 
-def test_shorter_sequences_come_first(text: Path, tmp_path: Path) -> None:
-    """Quarters, then halves, then full length: the same on one rank and on two, and across a stop."""
-    plain = {**PLAIN, "train__global_batch_size": 3, "train__seq_len": 32, "train__micro_batch_size": 1}
-    run = tmp_path / "run"
-    command = [
-        *tiny(text, tmp_path, run__name="run", **plain),
-        "--train.seq_len_schedule=[[0, 8], [0.375, 16], [0.75, 32]]",
-    ]
-    assert "shorter ones at first" in succeeded(ranks(2, *command))
-    succeeded(ranks(1, *command, "--run.name=one"))
-    alone, both = ({step: loss for step, (loss, _) in losses(tmp_path / name).items()} for name in ("one", "run"))
-    assert len(both) == 8
-    assert alone == pytest.approx(both, rel=1e-4)
-    tokens = [record["tokens"] for record in records(run) if "loss" in record]
-    assert tokens == [96 * step for step in range(1, 9)], "a step has as many tokens as ever"
-    shutil.copytree(run, tmp_path / "straight")
-    forget_after(run, 4)
-    assert "resumed after step 4" in succeeded(ranks(2, *command))
-    assert_same_end(run, tmp_path / "straight", 8)
-    refused = ranks(1, *command, "--train.steps=9", "--train.seq_len_schedule=[[0.3, 16]]")
-    assert refused.returncode == 2
-    assert "train.seq_len_schedule" in refused.stderr
-
-
-def test_a_run_of_version_0_3(text: Path, tmp_path: Path) -> None:
-    """It goes on with sequences of full length only, which are in the same order. Its other steps are not listed."""
-    run = tmp_path / "run"
-    plain = tiny(text, tmp_path, run__name="run", **(PLAIN | {"train__seq_len": 32, "checkpoint__every": 1}))
-    short = [*plain, "--train.seq_len_schedule=[[0, 8], [0.75, 32]]"]
-    succeeded(ranks(1, *short))
-    for step in range(1, 9):
-        made_before_0_4(run, step)
-    assert "finished: step 8" in succeeded(ranks(1, *short))
-    longer = ranks(1, *short, "--train.steps=16")
-    forget_after(run, 7)
-    assert "resumed after step 7" in succeeded(ranks(1, *short)), "all later steps are of full length"
-    seen = python(str(run), "--step", "6", script="-m torchtitan_lite.which")
-    found = python(str(run), "--find", "import", script="-m torchtitan_lite.which")
-    succeeded(python(str(run), "--step", "7", script="-m torchtitan_lite.which"))
-    replayed = ranks(1, *short, "--replay=5")
-    succeeded(ranks(1, *short, "--replay=8"))
-    forget_after(run, 5)
-    for refused in (longer, seen, found, replayed, ranks(1, *short)):
-        assert (refused.returncode, "with version 0.3" in refused.stderr) == (2, True), refused.stderr
-    succeeded(ranks(1, *plain, "--train.seq_len_schedule=[]", "--resume-with-changes"))
-    succeeded(python(str(run), "--step", "6", script="-m torchtitan_lite.which"))
-    forget_after(run, 6)
-    again = ranks(1, *plain, "--train.seq_len_schedule=[[0, 8]]", "--resume-with-changes")
-    assert (again.returncode, "with version 0.3" in again.stderr) == (2, True), "it keeps its order"
-
-
-def test_replay_and_which_of_a_run_of_version_0_3_without_checkpoints(text: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    plain = tiny(text, tmp_path, run__name="run", **(PLAIN | {"train__seq_len": 32, "train__steps": 3}))
-    command = [*plain, "--train.seq_len_schedule=[[0, 8]]"]
-    succeeded(ranks(1, *command))
-    shutil.rmtree(run / "checkpoints")
-    status = json.loads((run / "run.json").read_text())
-    for versions, code in ((status["versions"], 0), ("damaged", 0), ({"torchtitan_lite": "0.3.0"}, 2)):
-        (run / "run.json").write_text(json.dumps(status | {"versions": versions}))
-        seen = python(str(run), "--step", "2", script="-m torchtitan_lite.which")
-        assert seen.returncode == code, seen.stderr
-    replayed = ranks(1, *command, "--replay=2")
-    assert (replayed.returncode, "with version 0.3" in replayed.stderr) == (2, True)
-
-
-def made_before_0_4(run: Path, step: int) -> None:
-    """Older checkpoints do not have this."""
-    file = checkpoint(run, step) / "state.json"
-    state = json.loads(file.read_text())
-    assert state.pop("order_of_parts") == 2
-    file.write_text(json.dumps(state))
-    recommit(file.parent)
-
-
 @pytest.mark.parametrize("value", ["[[0]]", "[[0, 0]]", "[[-1, 4]]", "[[5, 4], [5, 8]]", "[[9, 4], [5, 8]]", "[3, 4]"])
 def test_a_wrong_schedule_is_refused(value: str) -> None:
     with pytest.raises(ConfigError, match=r"train\.batch_schedule"):
@@ -168,22 +70,6 @@ def test_what_does_not_go_with_it(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--world-size=2", "--train.steps=100", "--train.batch_schedule=[[50, 64]]"]
     assert plan.main(options) == 0
     assert f"100 steps, {(50 * 8 + 50 * 64) * 256:,} tokens" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("value", "more", "says"),
-    [
-        ([[0, 48]], {}, "48 tokens do not divide train.seq_len = 256; 32 works"),
-        ([[0, 512]], {}, "512 tokens do not divide train.seq_len = 256; 256 works"),
-        ([[0, 64]], {"data.packing": "best_fit"}, 'data.packing = "best_fit" has sequences of one length'),
-        ([[0.5, 64], [0.5, 32]], {}, "with increasing shares"),
-        ([[0, 64], [300, 256]], {}, "pairs of a share of the steps, from 0 to 1"),
-        ([[0, 6.5]], {}, "and a length"),
-    ],
-)
-def test_lengths_that_do_not_fit(value: list[list[int]], more: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(says)):
-        loaded("[]", **{"train.seq_len_schedule": value}, **more)
 
 
 def loaded(schedule: str, **more: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The last lines of a run are commands that work, with its own options, launcher and text; other lines of its log."""
+"""The last lines of a run are commands that work; other lines of its log."""
 
 import os
 import re
@@ -11,24 +11,21 @@ import pytest
 import train
 from tests.helpers import ranks, run_python, succeeded, tiny
 from torchtitan_lite.config.derive import Layout
-from torchtitan_lite.config.schema import Config, DataConfig, OptimConfig, SampleConfig
+from torchtitan_lite.config.schema import Config, DataConfig, SampleConfig
 from torchtitan_lite.monitoring import console
 from torchtitan_lite.terminal import counted
 from torchtitan_lite.tools import checkpoints
 
 
-def test_the_closing_block_repeats_the_command(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its "train longer" trained another run: without the file, the text and the name."""
-    (tmp_path / "mine.toml").write_text("[optim]\nlr = 1e-3\n")
+def test_the_closing_block_is_commands_that_work(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = tiny(text, tmp_path, run__name="mine", train__steps=2, optim__warmup_steps=1, run__threads=0)
-    more = ["--config", str(tmp_path / "mine.toml"), *options, "--checkpoint.resume", ""]
-    output = succeeded(ranks(1, *more))
-    (line,) = re.findall(r"train longer: +(.*)", output)
-    words = shlex.split(line, comments=True)  # as a shell reads it
-    assert words[1] == "train.py"
-    kept = [word for word in more if not word.startswith("--train.steps")][:-2]
-    assert words[2:] == [*kept, "--train.steps=4"]
-    assert "resumed after step 2" in succeeded(run_python(words[1:]))
+    output = succeeded(ranks(1, *options))
+    *_, prompt, report = output.rstrip().splitlines()
+    assert prompt.endswith(f" -m torchtitan_lite.generate {tmp_path / 'mine'} --interactive")
+    words = shlex.split(report.partition("plot its curves:")[2])  # as a shell reads it
+    assert str(tmp_path / "mine") in succeeded(run_python(words[1:]))
     # one is singular
     assert checkpoints.main(["inspect", str(tmp_path / "mine")]) == 0
     assert "saved by 1 rank;" in capsys.readouterr().out
@@ -39,48 +36,20 @@ def test_the_closing_block_repeats_the_command(text: Path, tmp_path: Path, capsy
     )
 
 
-@pytest.mark.parametrize(
-    ("argv", "expected"),
-    [
-        (["--train.steps=5", "--run.name=a"], ["--run.name=a"]),
-        (["--train.steps", "5", "--run.name", "a"], ["--run.name", "a"]),
-        (["--resume-with-changes", "--optim.lr=1"], ["--optim.lr=1"]),
-        (["--checkpoint.resume=runs/other", "--config", "x.toml"], ["--config", "x.toml"]),
-        ([], []),
-    ],
-)
-def test_what_is_for_one_time_is_not_repeated(argv: list[str], expected: list[str]) -> None:
-    assert console.lasting_options(argv, "--train.steps") == expected
+def test_the_closing_block_fits_the_python_and_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prompting(config: Config) -> str:
+        folder, prompt, report = console.what_next(config).splitlines()
+        assert folder == f"the run is in {config.folder}"
+        assert f"-m torchtitan_lite.report {config.folder}" in report
+        return prompt
 
-
-def test_the_closing_block_fits_the_launcher_and_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    own_text = DataConfig(path="my_text")
-
-    def said(config: Config, world: str = "", local: str = "") -> str:
-        for name, value in (("RANK", "0" * bool(world)), ("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", local or world)):
-            monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
-        return console.what_next(config, 10).replace(".venv/bin/", "")
-
-    kept = ["--config", "configs/t5.toml", '--sample.prompts=["a $b"]']
-    monkeypatch.setattr(sys, "argv", ["train.py", *kept, "--run.name=old", "--train.steps=10"])
-    quoted = "torchrun --nproc-per-node 4 train.py --config configs/t5.toml '--sample.prompts=[\"a $b\"]'"
-    config = Config(sample=SampleConfig(prompts=["a $b"]))
-    shipped = said(config, "4")
-    assert f"on your own text: {quoted} --train.steps=10 --run.name=NAME --data.path=FOLDER_OF_TXT_FILES" in shipped
-    assert "--prompt 'a $b'" in shipped
-    own = said(config.model_copy(update={"data": own_text}), "4")
-    assert "your own text" not in own
-    assert f"{quoted} --run.name=old --train.steps=20  # the learning" in own
-    assert len(shipped.splitlines()) == len(own.splitlines()) == 4, "the folder, and three commands"
-    assert "... train.py" in said(config, "4", "2"), "the launcher of two machines is not known"
-    assert "torchrun" not in said(Config())
+    own = DataConfig(path="my_text")
+    assert prompting(Config()).endswith(" --prompt 'def '")
+    assert prompting(Config(data=own)).endswith(" --interactive")
+    assert prompting(Config(data=own, sample=SampleConfig(prompts=["", "a $b"]))).endswith(" --prompt 'a $b'")
+    assert prompting(Config(sample=SampleConfig(prompts=[""]))).endswith(" --interactive"), "generate needs text"
     monkeypatch.setattr(sys, "executable", "/opt/an env/bin/python3")
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert "'/opt/an env/bin/python3' -m torchtitan_lite.report" in said(config), "not activated"
-    assert "'/opt/an env/bin/torchrun' --nproc-per-node 1 train.py" in said(config, "1")
-    assert "--prompt 'def '" in said(Config())
-    assert "--interactive" in said(Config(data=own_text))
-    assert "rises again" not in said(Config(optim=OptimConfig(schedule="constant"), data=own_text))
+    assert "'/opt/an env/bin/python3' -m torchtitan_lite.generate" in prompting(Config())
 
 
 def test_one_is_singular() -> None:

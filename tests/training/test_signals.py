@@ -12,22 +12,21 @@ import pytest
 
 from tests.helpers import ROOT, ranks, succeeded, tiny
 from tests.training.test_faults import RUN, saved_steps, status, wait_for
-from torchtitan_lite.tools.elastic.machine import SIGNALLED_ONCE
 from torchtitan_lite.training.preemption import Preemption, launcher_note
 
 TERM, INT, HUP, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 
 
-def received(signals: list[tuple[int, float]], max_minutes: float = 0) -> tuple[str, list[int]]:
-    """The reason of a preemption after signals at these times, and the exit codes of aborts."""
+def received(*signals: int, late: bool = False) -> tuple[str, list[int]]:
+    """The reason of a preemption after these signals, and the exit codes of aborts. `late`: after the time limit."""
     now = 100.0
     codes: list[int] = []
     words: list[str] = []
-    preemption = Preemption(max_minutes, clock=lambda: now, end=codes.append)
+    preemption = Preemption(1, clock=lambda: now, end=codes.append)
     preemption.on_abort = words.append
-    for number, at in signals:
+    now += 61.0 * late
+    for number in signals:
         assert not codes
-        now = 100.0 + at
         preemption.requested()
         preemption.received(number)
     assert len(words) == len(codes)
@@ -35,28 +34,25 @@ def received(signals: list[tuple[int, float]], max_minutes: float = 0) -> tuple[
     return preemption.reason, codes
 
 
-@pytest.mark.parametrize(("signals", "code"), [
-    ([(TERM, 0.0)], None),
-    ([(INT, 0.0), (INT, 1.9)], None),  # by the terminal, and forwarded by torchrun
-    ([(USR1, 0.0), (USR1, 0.1), (TERM, 2.0)], None),  # Slurm: to the launcher, to the workers
-    ([(INT, 0.0), (INT, 2.1)], 130),
-    ([(TERM, 0.0), (INT, 9.0)], 130),
-    ([(TERM, 0.0), (INT, 1.0), (INT, 3.0)], 130),  # two seconds after the first, not after the one before
-    ([(USR1, 0.0), (TERM, 300.0)], 143),
-    ([(INT, 0.0), (HUP, 5.0)], 129),
+@pytest.mark.parametrize("signals", [
+    (TERM,),
+    (INT,),
+    (TERM, TERM),  # by Slurm, and forwarded by torchrun
+    (USR1, USR1, TERM),
+    (TERM, INT),
+    (INT, HUP, TERM),
 ])  # fmt: skip
-def test_a_later_signal_ends_at_once(signals: list[tuple[int, float]], code: int | None) -> None:
-    assert received(signals) == (signal.Signals(signals[0][0]).name, [] if code is None else [code])
+def test_signals_are_one_request(signals: tuple[int, ...]) -> None:
+    assert received(*signals) == (signal.Signals(signals[0]).name, [])
 
 
-def test_a_signal_after_the_time_limit_is_a_first_one() -> None:
-    assert received([(TERM, 61.0)], max_minutes=1) == ("run.max_minutes = 1", [])
+@pytest.mark.parametrize("signals", [(INT, INT), (TERM, INT, INT), (INT, TERM, INT)])
+def test_a_second_ctrl_c_ends_at_once(signals: tuple[int, ...]) -> None:
+    assert received(*signals) == (signal.Signals(signals[0]).name, [130])
 
 
-def test_where_a_supervisor_ends_processes_a_later_signal_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """tools/elastic stops a world, and then the machine is shut down: both send SIGTERM."""
-    monkeypatch.setenv(SIGNALLED_ONCE, "1")
-    assert received([(TERM, 0.0), (TERM, 9.0)]) == ("SIGTERM", [])
+def test_ctrl_c_after_the_time_limit_is_a_first_one() -> None:
+    assert received(INT, late=True) == ("run.max_minutes = 1", [])
 
 
 def test_torchrun_s_traceback_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,11 +66,11 @@ def test_torchrun_s_traceback_is_announced(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_hanging_file_system_does_not_delay_the_exit() -> None:
     codes: list[int] = []
-    preemption = Preemption(0, clock=iter((0.0, 0.0, 9.0)).__next__, end=codes.append)
+    preemption = Preemption(0, end=codes.append)
     preemption.on_abort = lambda _: threading.Event().wait()
-    preemption.received(TERM)
-    preemption.received(TERM)
-    assert codes == [143]
+    preemption.received(INT)
+    preemption.received(INT)
+    assert codes == [130]
 
 
 @pytest.mark.parametrize("number", [TERM, INT, HUP, USR1])
@@ -149,7 +145,7 @@ def test_ctrl_c_again_ends_a_save_that_takes_long(text: Path, tmp_path: Path) ->
     output, errors = process.communicate()
     assert process.returncode == 0, output + errors
     assert "codes {0: 130, 1: 130}" in output
-    assert errors.count("s after SIGINT: stopped without saving; the same command resumes") == 1
+    assert errors.count("a second Ctrl-C: stopped without saving; the same command resumes") == 1
     left = status(tmp_path / "run")
     assert left["status"] == "failed"
     assert "stopped without saving" in left["reason"]

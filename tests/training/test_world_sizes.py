@@ -25,7 +25,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "t5": T5,
     "muon": {"optim__name": "muon"},
-    "rms_scaling": {"optim__rms_scaling": True, "optim__lr": 0.02},
 }
 LAST = 12  # steps
 STEPS = {"train__steps": LAST, "checkpoint__every": LAST // 2, "train__micro_batch_size": 2}
@@ -71,7 +70,6 @@ def test_loss_curves_agree(family: str, n: int, runs: Runs) -> None:
     ("family", "n", "more"),
     [
         *(("llama", 1, {}), ("llama", 3, {}), ("llama", 4, {"fsdp__dp_replicate": 2}), ("t5", 3, {}), ("muon", 3, {})),
-        ("rms_scaling", 3, {}),
     ],
 )
 @extended

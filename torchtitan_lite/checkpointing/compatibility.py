@@ -20,18 +20,13 @@ from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import (
     Config,
-    TrainConfig,
     bitwise_keys,
-    default_of,
     flatten,
-    known_keys,
     resume_rule,
 )
 from torchtitan_lite.cpu import widens
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.data.order import ORDER_OF_PARTS
 from torchtitan_lite.distributed.process_group import World
-from torchtitan_lite.errors import CheckpointError
 
 
 def fresh_state(
@@ -42,7 +37,6 @@ def fresh_state(
         end_token=data.end_token,
         validation=validation,
         tasks=tasks,
-        order_of_parts=ORDER_OF_PARTS,
         identity=identity(config, data),
         bitwise_setting=bitwise_setting(config, world),
         config=flatten(config),
@@ -61,7 +55,7 @@ def read_state(folder: Path, expected: Mapping[str, Any], world: World, *, named
     """The state of a checkpoint, on every rank.
 
     Args:
-        expected: the identity of this run. A key that is newer than the checkpoint has its default there.
+        expected: the identity of this run.
 
     Raises:
         CheckpointError: on every rank: it is damaged, or belongs to another model or other data.
@@ -69,22 +63,10 @@ def read_state(folder: Path, expected: Mapping[str, Any], world: World, *, named
 
     def read_and_compare() -> dict[str, Any]:
         state = storage.read_state(folder, named_by_step=named_by_step)
-        known = known_keys()
-        saved = {key: default_of(key) for key in expected if key in known} | dict(state.identity)
-        storage.compare(folder, saved, expected, "model, or other data")
+        storage.compare(folder, state.identity, expected, "model, or other data")
         return asdict(state)
 
     return TrainState(**on_rank0(world, read_and_compare))
-
-
-def require_same_order(train: TrainConfig, saved: TrainState) -> None:
-    """Raise CheckpointError if a run would go on with short sequences in another order than its own."""
-    if saved.order_of_parts != ORDER_OF_PARTS and train.shortens(range(saved.step + 1, train.steps + 1)):
-        raise CheckpointError(
-            "short sequences (train.seq_len_schedule) have another order since version 0.4, and this run began before\n"
-            "  finish it with version 0.3, or start another run with --run.name=NAME\n"
-            "  or continue it with sequences of full length: --train.seq_len_schedule=[] --resume-with-changes"
-        )
 
 
 def require_same_tensors(folder: Path, manifest: Manifest, parts: Parts, world: World) -> None:
@@ -136,11 +118,6 @@ def optimizer_as_saved(optimizer: torch.optim.Optimizer, saved: TrainState) -> A
     return as_saved(optimizer, has_averages)
 
 
-FAST_PATHS = 3  # the order of their sums on a CPU; it was 1 in old checkpoints, which do not record it
-# on a GPU; 1 before vocabularies were padded, Muon computed in batches, and cuDNN came first on some GPUs only
-GPU_FAST_PATHS = 2
-
-
 def is_refused(key: str) -> bool:
     """Whether a resume with another value of this key is refused. (Text and tokenizer are compared by hash.)"""
     rule = resume_rule(key)
@@ -173,7 +150,6 @@ def bitwise_setting(config: Config, world: World) -> dict[str, Any]:
         "activation_checkpointing": f"{checkpointing.mode} {checkpointing.every}" if config.compile.enabled else "any",
         "block_attention": config.speed.block_attention and not on_gpu and not of_all_lengths,
         "fused_functions": config.speed.fused_functions and family.fused_functions and not on_gpu,
-        "fast_paths": GPU_FAST_PATHS if on_gpu else FAST_PATHS,
         "blocks_per_group": config.fsdp.blocks_per_group if groups_matter else 1,
         "widened_products": widens(config, world),
         "shared_memory": in_rank_order and layout.dp_shard > 2,

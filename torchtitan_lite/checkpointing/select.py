@@ -67,6 +67,9 @@ def saved_config(run: Path, resume: str) -> Mapping[str, Any]:
     Args:
         run: the run's folder.
         resume: `checkpoint.resume`.
+
+    Raises:
+        FormatError: another version of torchtitan_lite wrote it.
     """
     with contextlib.suppress(CheckpointError, OSError, RuntimeError, ValueError):
         found = storage.checkpoints_of(run / "checkpoints")

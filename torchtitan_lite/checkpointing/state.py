@@ -2,9 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -18,14 +16,12 @@ class TrainState:
     grad_scaler: Mapping[str, Any] = field(default_factory=dict)  # with float16, see grad_scaler.py
     skipped: list[int] = field(default_factory=list)  # steps whose update was skipped, see finite_guard.py
     spikes: Mapping[str, list[float]] = field(default_factory=dict)  # the window of spike_guard.py
-    loss_since: list[float] = field(default_factory=list)  # of metrics.Meter; empty in older checkpoints
-    end_token: int | None = None  # token id; None in checkpoints older than this field
-    order_of_parts: int = 1  # of short sequences, see data/order.py; a run keeps it
+    loss_since: list[float] = field(default_factory=lambda: [0.0, 0.0])  # of metrics.Meter
+    end_token: int = 0  # token id
     validation: Mapping[str, int] = field(default_factory=dict)  # the sequences of val_loss, see scoring/validation.py
     tasks: Mapping[str, str] = field(default_factory=dict)  # a hash of the questions of each task, by its name
     identity: Mapping[str, Any] = field(default_factory=dict)  # by config key: must be equal on a resume
-    # must be equal for a bitwise resume; "setting" in state.json
-    bitwise_setting: Annotated[Mapping[str, Any], Field(alias="setting")] = field(default_factory=dict)
+    bitwise_setting: Mapping[str, Any] = field(default_factory=dict)  # must be equal for a bitwise resume
     config: Mapping[str, Any] = field(default_factory=dict)  # by "section.key"
 
     def after_step(self, samples_consumed: int, tokens: int) -> "TrainState":

@@ -9,7 +9,8 @@
                 .trash-*        being deleted
 
 A save writes into a hidden folder and syncs it. The rename at the end commits it.
-Functions that read raise CheckpointError for damage, and its subclass UnreadableError for an I/O error.
+Functions that read raise CheckpointError for damage, its subclass UnreadableError for an I/O error, and FormatError for
+what another version of torchtitan_lite wrote.
 """
 
 import errno
@@ -21,7 +22,7 @@ import shutil
 import stat
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,11 @@ from pydantic import TypeAdapter, ValidationError
 from torchtitan_lite import __version__
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord, sha256_of, write_text
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.errors import CheckpointError, UnreadableError
+from torchtitan_lite.errors import CheckpointError, FormatError, UnreadableError, shortened
 from torchtitan_lite.files import sync_folder
 from torchtitan_lite.terminal import size
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3  # of manifest.json and state.json, the names of the config keys included
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # a file name: no path, no "..", not hidden
@@ -151,8 +152,10 @@ def read_manifest(folder: Path) -> Manifest:
     content = read_json(folder / MANIFEST)
     version = content.get("format_version")
     if version != FORMAT_VERSION:
-        raise CheckpointError(
-            f"{folder} has format_version {version}; this version of torchtitan_lite reads {FORMAT_VERSION}"
+        raise FormatError(
+            f"{folder} has format {shortened(version)}, but this version reads {FORMAT_VERSION}: with the version that "
+            "wrote it (format 2: commit 6b3ed8e, the last of 0.4), finish the run, or export the checkpoint (python "
+            "checkpoint.py export) and start here from the export with model.init_from"
         )
     if content.pop("sha256", "") != _hash_of(content):
         raise CheckpointError(f"{folder / MANIFEST} is damaged: its SHA-256 does not match its content")
@@ -178,9 +181,12 @@ def _hash_of(manifest: Mapping[str, Any]) -> str:
 
 def read_state(folder: Path, named_by_step: bool = True) -> TrainState:
     """The state.json of a checkpoint. With `named_by_step`, the folder has to be named after its step."""
-    content = json.dumps(read_json(folder / STATE))
+    read_manifest(folder)  # another format has other keys
+    content = read_json(folder / STATE)
+    if wrong := sorted({field.name for field in fields(TrainState)} ^ content.keys()):
+        raise CheckpointError(f"{folder / STATE} is damaged: missing or unknown: {', '.join(wrong)}")
     try:
-        state = TypeAdapter(TrainState).validate_json(content, strict=True)
+        state = TypeAdapter(TrainState).validate_json(json.dumps(content), strict=True)
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise CheckpointError(f"{folder / STATE} is damaged: {problems}") from None
@@ -284,8 +290,7 @@ def commit(
     for name, record in files.items():
         if problem := verify_file(folder, name, record, "size"):
             raise CheckpointError(f"{problem} (is the folder on a file system that all ranks share?)")
-    values = {"setting" if key == "bitwise_setting" else key: value for key, value in asdict(state).items()}
-    files = {**files, STATE: write_text(folder / STATE, json.dumps(values, indent=2) + "\n")}
+    files = {**files, STATE: write_text(folder / STATE, json.dumps(asdict(state), indent=2) + "\n")}
     manifest: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "step": state.step,

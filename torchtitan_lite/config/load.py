@@ -36,7 +36,6 @@ from torchtitan_lite.config.schema import (
 from torchtitan_lite.config.section import Machine
 from torchtitan_lite.config.sections.fsdp import contradiction, strategy_keys
 from torchtitan_lite.config.sections.model import rate_note
-from torchtitan_lite.config.sections.optim import FORMER_DEFAULTS
 from torchtitan_lite.config.toml import Loaded, format_value
 from torchtitan_lite.errors import ConfigError, shortened
 from torchtitan_lite.terminal import counted
@@ -213,7 +212,7 @@ def _unused(
             continue
         section, name = key.split(".")
         value = getattr(getattr(config, section), name)
-        if value in (default_of(key), FORMER_DEFAULTS.get(key)) or rule.holds(config):
+        if value == default_of(key) or rule.holds(config):
             continue
         if values[key].origin == _KEPT:
             if resume_rule(key).rule == "allowed":
@@ -279,9 +278,6 @@ def _kept(values: ConfigValues, saved: Saved) -> ConfigValues:
     if "model.family" in others:  # nothing of it may suit this one, its objective for example
         return {}
     kept: ConfigValues = {}
-    if before:  # a run that does not know a switch of its size had it off; the others were there from the beginning
-        new = (key for key, entry in layers.items() if entry.value is True and resume_rule(key).keeps)
-        before = dict.fromkeys(new, False) | dict(before)
     for key, value in before.items():
         if not keeps_value(key) or (others and key.startswith("model.")):
             continue

@@ -14,7 +14,6 @@ from pydantic.fields import FieldInfo
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.paths import expand
 from torchtitan_lite.config.section import (
-    ALLOWED,
     WITHOUT_NUL,
     Bits,
     Frozen,
@@ -112,14 +111,6 @@ class Config(Frozen):
         return ["brackets" if name == "auto" else name for name in self.eval.tasks if name != "auto" or not own]
 
     @property
-    def dynamic_lengths(self) -> bool | None:
-        """Whether blocks are compiled once for all lengths (of pairs), or for each one; None: there is one length.
-
-        Those of train.seq_len_schedule are few. A resume within it must compile what a run without a stop compiled.
-        """
-        return True if self.data.objective == "pairs" else False if self.train.seq_len_schedule else None
-
-    @property
     def input_len(self) -> int:
         """Tokens per row that the model reads: the encoder's, or a decoder's source and target."""
         pairs = self.data.objective == "pairs" and not FAMILIES[self.model.family].encoder_decoder
@@ -171,17 +162,15 @@ def default_of(key: str) -> Any:
 
 
 def resume_rule(key: str) -> Resume:
-    """What a resume does with another value of "section.key", which may be a key of an older version."""
-    field = known_keys().get(key)
-    own = [item for item in field.metadata if isinstance(item, Resume)] if field else []
-    section = sections().get(key.split(".")[0])
-    return own[0] if own else section.on_resume if section else ALLOWED
+    """What a resume does with another value of "section.key"."""
+    own = [item for item in known_keys()[key].metadata if isinstance(item, Resume)]
+    return own[0] if own else sections()[key.split(".")[0]].on_resume
 
 
 def keeps_value(key: str) -> bool:
     """Whether a resume that does not give "section.key" takes the run's value, not today's default. A path does not."""
-    rule, field = resume_rule(key), known_keys().get(key)
-    return field is not None and WITHOUT_NUL not in field.metadata and (rule.keeps or rule.rule != "allowed")
+    rule = resume_rule(key)
+    return WITHOUT_NUL not in known_keys()[key].metadata and (rule.keeps or rule.rule != "allowed")
 
 
 @functools.cache
@@ -225,7 +214,7 @@ def conflicts(machine: Machine, *, elsewhere: bool = False) -> Callable[[Config]
         for module in (run, model, data, train, optim, fsdp, compute, outputs):
             yield from module.rules(config, machine)
         if not elsewhere:
-            for module in (model, data, fsdp, compute, outputs):
+            for module in (model, data, compute, outputs):
                 yield from module.local_rules(config, machine)
 
     return lambda config: dict(broken(config))

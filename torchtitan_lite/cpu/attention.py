@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchtitan_lite.models import attention as plain
 
-BLOCK = {2: 128, 4: 64, 8: 64}  # queries, by bytes of an element: others were slower (benchmarks.candidates)
+BLOCK = {2: 128, 4: 64, 8: 64}  # queries, by bytes of an element: others were slower (docs/lab/speed.md)
 MAX_SEQ_LEN = 1024  # beyond this, SDPA is as fast and stores nothing of size (T, T)
 
 
@@ -78,20 +78,11 @@ class _BlockAttention(torch.autograd.Function):
         dk, dv = (torch.zeros(t.shape, dtype=torch.promote_types(t.dtype, torch.float32)) for t in (k, v))
         for (first, _, end, rows), probabilities in zip(_blocks(q, k, ctx.window), kept, strict=True):
             ds = torch.bmm(d_out[:, rows], v[:, first:end].transpose(1, 2))
-            _softmax_backward_(ds, probabilities)
+            torch._softmax_backward_data(ds, probabilities, -1, ds.dtype, grad_input=ds)  # in place
             dq[:, rows] = torch.bmm(ds, k[:, first:end])
             _add_product(dk[:, first:end], ds.transpose(1, 2), q[:, rows])
             _add_product(dv[:, first:end], probabilities.transpose(1, 2), d_out[:, rows])
         return dq.mul_(scale), dk.mul_(scale).to(k.dtype), dv.to(v.dtype), None
-
-
-def _softmax_backward_(grad: Tensor, probabilities: Tensor) -> None:
-    """Turn the gradient of the probabilities into that of the scores, in place."""
-    if hasattr(torch, "_softmax_backward_data"):  # private: may go away
-        torch._softmax_backward_data(grad, probabilities, -1, grad.dtype, grad_input=grad)
-    else:
-        total = (grad * probabilities).sum(-1, keepdim=True, dtype=torch.promote_types(grad.dtype, torch.float32))
-        grad.copy_((grad - total) * probabilities)
 
 
 def _blocks(q: Tensor, k: Tensor, window: int) -> list[tuple[int, int, int, slice]]:

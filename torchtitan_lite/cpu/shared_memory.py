@@ -9,7 +9,6 @@ that the others reach only after they have read that half.
 Each rank locks a byte of the file. The kernel unlocks it when the process ends, which is how the others notice.
 """
 
-import contextlib
 import fcntl
 import itertools
 import mmap
@@ -97,7 +96,7 @@ class SharedMemory:
         ended = [rank for rank in range(self.size) if rank != self.rank and self._has_ended(rank)]
         if ended:
             raise RuntimeError(f"Remote process exited: rank {self._global(ended)}")
-        timeout_s = _timeout_s(self.group)
+        timeout_s = self.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         if waited_s >= timeout_s:
             late = self._global(self._barrier.absent())
             raise RuntimeError(f"Timed out waiting {1000 * timeout_s:.0f}ms at a barrier in shared memory: rank {late}")
@@ -112,14 +111,6 @@ class SharedMemory:
             return False
         fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)
         return True
-
-
-def _timeout_s(group: dist.ProcessGroup) -> float:
-    """The group's timeout, which torch tells nobody in public; without it, torch's default."""
-    try:
-        return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
-    except AttributeError:
-        return 1800.0
 
 
 def _identity(descriptor: int) -> tuple[int, int]:
@@ -284,12 +275,6 @@ def apply_shared_memory(model: nn.Module, mesh: DeviceMesh) -> None:
             module.set_custom_reduce_scatter(reduce)  # type: ignore[arg-type]
     for shared in filter(None, copies):
         for module in sharded:
-            _set_custom_all_reduce(module, shared)
-
-
-def _set_custom_all_reduce(module: FSDPModule, shared: SharedMemory) -> None:
-    """What set_custom_all_gather is for the all-reduce between copies, by private names; without them, gloo is used."""
-    with contextlib.suppress(AttributeError):
-        parameters: Any = module._get_fsdp_state()._fsdp_param_group
-        if hasattr(parameters.mesh_info, "replicate_process_group"):
-            parameters.mesh_info.replicate_process_group = _Copies(shared)
+            parameters: Any = module._get_fsdp_state()._fsdp_param_group
+            if parameters is not None:  # torch has no set_custom_all_reduce
+                parameters.mesh_info.replicate_process_group = _Copies(shared)

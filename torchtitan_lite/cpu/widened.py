@@ -29,20 +29,15 @@ DTYPES = torch.bfloat16, torch.float16
 def slow_dtypes() -> tuple[str, ...]:
     """The 16-bit dtypes that this CPU has no instructions for: a product takes 20 to 40 times as long as in float32.
 
-    Found by flags, as a choice by timing could differ between ranks and resumes. The flags are private in torch: one
-    that is missing counts as an instruction that is.
+    Found by flags, as a choice by timing could differ between ranks and resumes.
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         return ()
-
-    def has(place: Any, name: str) -> bool:
-        return hasattr(place, name) and bool(getattr(place, name)())
-
     mkldnn = torch.ops.mkldnn  # its answers respect ONEDNN_MAX_CPU_ISA, but it also emulates bfloat16
-    bfloat16 = has(torch.cpu, "_is_avx512_bf16_supported") or has(torch.cpu, "_is_amx_tile_supported")
+    bfloat16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     fast = {
-        "bfloat16": bfloat16 and has(mkldnn, "_is_mkldnn_bf16_supported"),
-        "float16": has(mkldnn, "_is_mkldnn_fp16_supported"),
+        "bfloat16": bfloat16 and mkldnn._is_mkldnn_bf16_supported(),
+        "float16": mkldnn._is_mkldnn_fp16_supported(),
     }
     return tuple(dtype for dtype, supported in fast.items() if not supported)
 

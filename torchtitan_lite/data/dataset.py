@@ -3,7 +3,7 @@
 Text is prepared first (prepare/cache.py). A run on prepared data does not import prepare/.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,9 +29,10 @@ class DataSet:
     """All sources of a run. They share a tokenizer."""
 
     sources: tuple[Source, ...]
+    notes: tuple[str, ...] = ()  # on files of the text that were left out
 
     @classmethod
-    def of(cls, folders: dict[str, tuple[float, Path]]) -> "DataSet":
+    def of(cls, folders: dict[str, tuple[float, Path]], notes: Iterable[str] = ()) -> "DataSet":
         """The data set of {name: (weight, folder)}.
 
         Raises:
@@ -40,7 +41,7 @@ class DataSet:
         sources = tuple(Source(name, weight, folder, read_meta(folder)) for name, (weight, folder) in folders.items())
         for other in sources[1:]:
             _require_same_tokenizer(sources[0], other)
-        return cls(sources)
+        return cls(sources, tuple(notes))
 
     @property
     def folder(self) -> Path:
@@ -96,16 +97,18 @@ def prepare_all(data: DataConfig, tokenizer: TokenizerConfig, info: Callable[[st
         DataError: text is missing, unusable or too short, or prepared data is damaged or has another tokenizer.
     """
     name = data.path if isinstance(data.path, str) else ", ".join(data.path)
-    weights = data.sources or {name or "the standard library": 1.0}
+    default = f"{'functions of ' * (data.objective == 'pairs')}Python's standard library"
+    weights = data.sources or {name or default: 1.0}
     folders = {name: Path(name).expanduser() for name in weights if is_prepared(name)}
     prepared = next(iter(folders.values()), None)
+    notes: list[str] = []
     if texts := [name for name in weights if name not in folders]:
         from torchtitan_lite.data.prepare.cache import as_in, prepared_in_cache
 
         used = as_in(prepared, tokenizer) if prepared else tokenizer
-        made = prepared_in_cache(texts if data.sources else [data.path], data, used, info)
+        made, notes = prepared_in_cache(texts if data.sources else [data.path], data, used, info)
         folders |= dict(zip(texts, made, strict=True))
-    data_set = DataSet.of({name: (weight, folders[name]) for name, weight in weights.items()})
+    data_set = DataSet.of({name: (weight, folders[name]) for name, weight in weights.items()}, notes)
     if prepared:
         _require_configured_tokenizer(tokenizer, prepared)
     return data_set

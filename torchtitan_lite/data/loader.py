@@ -11,20 +11,16 @@ micro_batch_size of 2:
 
 Every rank gets the same number of micro-batches, because each forward is collective. The surplus rows (-) are fully
 masked: they do not change the loss, which is divided by the number of valid targets of the global batch.
-
-While train.seq_len_schedule cuts sequences into P parts, sample i stands for the shorter sequences i P to i P + P - 1,
-which come from several samples (order.py), and a micro-batch has P times as many rows.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Array, Rows
 
@@ -78,12 +74,8 @@ class Loader:
     document_mask: bool = False
     pin: bool = False  # a copy from pageable memory would block the host on the GPU's stream
 
-    def batch(self, first: int, size: int, parts: int = 1) -> Batch:
-        """This rank's share of the global batch of samples first, ..., first + size - 1, each cut into `parts`."""
-        if parts > 1:
-            assert isinstance(self.samples, Mixture)
-            cut = replace(self, samples=self.samples.shorter(parts), micro_batch_size=self.micro_batch_size * parts)
-            return cut.batch(first * parts, size * parts)
+    def batch(self, first: int, size: int) -> Batch:
+        """This rank's share of the global batch of samples first, ..., first + size - 1."""
         per_round = self.micro_batch_size * self.world_size  # sequences of all ranks in one forward
         n_rounds = -(-size // per_round)
         starts = np.arange(n_rounds) * per_round + self.rank * self.micro_batch_size
@@ -116,27 +108,27 @@ class PrefetchingLoader:
         # a new thread's current GPU is 0: without this, all ranks would register pinned memory there
         initializer = (torch.cuda.set_device, (device,)) if device.type == "cuda" else (None, ())
         self._thread = ThreadPoolExecutor(1, "batches", *initializer)
-        self._next: tuple[tuple[int, int, int], Future[Batch]] | None = None  # (first, size, parts) and its batch
+        self._next: tuple[tuple[int, int], Future[Batch]] | None = None  # (first, size) and its batch
 
-    def batch(self, first: int, size: int, end: int | None = None, parts: int = 1) -> Batch:
+    def batch(self, first: int, size: int, end: int | None = None) -> Batch:
         """See Loader. An error in the thread is raised by the call that requests its batch.
 
         Args:
             end: the sample before which batches end; the last one may be smaller.
         """
         prefetched, self._next = self._next, None
-        if prefetched is not None and prefetched[0] == (first, size, parts):
+        if prefetched is not None and prefetched[0] == (first, size):
             future = prefetched[1]
         else:
-            future = self._submit(first, size, parts)
+            future = self._submit(first, size)
         batch = future.result()
-        following = first + size, size if end is None else min(size, end - first - size), parts
+        following = first + size, size if end is None else min(size, end - first - size)
         if following[1] > 0:
             self._next = following, self._submit(*following)
         return batch
 
-    def _submit(self, first: int, size: int, parts: int) -> Future[Batch]:
-        return self._thread.submit(self._loader.batch, first, size, parts)
+    def _submit(self, first: int, size: int) -> Future[Batch]:
+        return self._thread.submit(self._loader.batch, first, size)
 
     def close(self) -> None:
         """End the thread after its current batch."""

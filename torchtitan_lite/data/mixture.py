@@ -8,7 +8,6 @@ The table is an earliest-deadline-first schedule: the j-th sample of a source wi
 and due at j / w. If shares sum to 1, no deadline is missed (Baruah et al., 1996; Tijdeman, 1980).
 """
 
-import copy
 import heapq
 import math
 from fractions import Fraction
@@ -88,13 +87,6 @@ class Mixture:
         self.sources, self.names = sources, names
         self.seq_len, self.target_len = sources[0].seq_len, sources[0].target_len
         self.interleave = Interleave(weights)
-
-    def shorter(self, parts: int) -> "Mixture":
-        """The same mixture, with each sequence cut into this many."""
-        cut = copy.copy(self)
-        cut.sources = [source.shorter(parts) for source in self.sources]
-        cut.seq_len = cut.target_len = self.seq_len // parts
-        return cut
 
     def draw(self, run_samples: Indices, seed: int | None) -> Rows:
         """These samples of a run; without a seed, each source's in file order."""

@@ -7,10 +7,6 @@ average, because the domain is at most 4 n). A round function sees half of the b
 values caches it, and a batch takes a few numpy operations.
 
 The state is therefore one integer, and the order depends neither on the world size nor on batch sizes or steps.
-
-While train.seq_len_schedule cuts samples into P parts, the parts of each WINDOW consecutive samples of an epoch are
-permuted. So a batch has more documents, and an epoch has the same tokens as without the schedule. An order of its own
-for each length would draw a part of the text twice in an epoch, and another part never. (Version 0.3 did.)
 """
 
 import functools
@@ -22,8 +18,6 @@ from numpy.typing import NDArray
 Indices = NDArray[np.int64]
 
 _ROUNDS = 4
-WINDOW = 512  # samples
-ORDER_OF_PARTS = 2  # recorded with checkpoints; 1: that of version 0.3
 
 
 def sample_index(i: int, n: int, seed: int) -> int:
@@ -39,23 +33,6 @@ def sample_indices(run_samples: Indices, n: int, seed: int) -> Indices:
         selected = epochs == epoch
         indices[selected] = _permutation(n, f"{seed}/{epoch}".encode())(positions[selected])
     return indices
-
-
-def part_indices(run_parts: Indices, n_parts: int, n: int, seed: int) -> Indices:
-    """The part of the dataset at each position of a run whose samples are cut into `n_parts`.
-
-    Part p of sample i of the dataset has the index i n_parts + p.
-    """
-    epochs, positions = np.divmod(run_parts, n * n_parts)
-    n_windows = -(-n // WINDOW)
-    numbers = epochs * n_windows + positions // (WINDOW * n_parts)
-    for number in np.unique(numbers).tolist():
-        here, first = numbers == number, number % n_windows * WINDOW
-        size = min(WINDOW, n - first) * n_parts  # the last window of an epoch is smaller
-        permutation = Permutation(size, f"{seed}/parts/{number}".encode())
-        positions[here] = first * n_parts + permutation(positions[here] - first * n_parts)
-    samples, parts = np.divmod(positions, n_parts)
-    return sample_indices(epochs * n + samples, n, seed) * n_parts + parts
 
 
 class Permutation:

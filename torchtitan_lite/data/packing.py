@@ -12,10 +12,8 @@ A sequence is its documents, each preceded by the previous end token, from which
 """
 
 import bisect
-import contextlib
 import json
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -105,18 +103,19 @@ def pack(folder: Path, meta: Meta, seq_len: int, info: Callable[[str], None]) ->
                     partial = index.with_name(f"{index.name}.partial")
                     shutil.rmtree(partial, ignore_errors=True)
                     partial.mkdir()
-                    _write_hashes(partial, _make(folder, meta, seq_len, partial))
+                    hashes = {name: vars(file) for name, file in _make(folder, meta, seq_len, partial).items()}
+                    write_durably(partial / HASHES, json.dumps(hashes).encode())
                     partial.rename(index)
     except OSError as error:
         raise DataError(
             f'data.packing = "best_fit" writes an index to {folder}, which is not possible: {error}'
         ) from None
     with reading(index):
-        _require_undamaged(index, folder, meta, seq_len, info)
+        _require_undamaged(index)
     return index
 
 
-def _require_undamaged(index: Path, folder: Path, meta: Meta, seq_len: int, info: Callable[[str], None]) -> None:
+def _require_undamaged(index: Path) -> None:
     """Check the index against its hashes. A process does not read unchanged files again.
 
     Raises:
@@ -126,13 +125,7 @@ def _require_undamaged(index: Path, folder: Path, meta: Meta, seq_len: int, info
     state = tuple((s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats)
     if _checked.get(index) == state:
         return
-    expected = _hashes_of(index)
-    if expected is None:  # written by an older version
-        info(f"data    checking the index {index}, which has no hashes yet ...")
-        expected = _hashes_of_new(folder, meta, seq_len)
-        with contextlib.suppress(OSError), FileLock(folder / f"{index.name}.lock"):  # a read-only folder: at each start
-            _write_hashes(index, expected)
-    for problem in _problems(index, expected):
+    for problem in _problems(index):
         raise DataError(problem)
     _checked[index] = state
 
@@ -140,14 +133,16 @@ def _require_undamaged(index: Path, folder: Path, meta: Meta, seq_len: int, info
 def damaged_indices(folder: Path, meta: Meta) -> Iterator[str]:
     """Read every byte of the indices in a prepared folder. A line for each damaged file."""
     for index in sorted(folder.glob(f"packed-*-{meta.tokens_sha256[:12]}")):
-        try:
-            expected = _hashes_of(index) or _hashes_of_new(folder, meta, int(index.name.split("-")[1]))
-            yield from _problems(index, expected, read_all=True)
-        except DataError as error:
-            yield str(error)
+        yield from _problems(index, read_all=True)
 
 
-def _problems(index: Path, expected: dict[str, File], *, read_all: bool = False) -> Iterator[str]:
+def _problems(index: Path, *, read_all: bool = False) -> Iterator[str]:
+    try:
+        content = json.loads((index / HASHES).read_bytes())
+        expected = {name: File(**content[name]) for name in NAMES}
+    except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):
+        yield f"{index}: the index of packed documents is damaged ({HASHES}); {REMEDY}"
+        return
     for name, file in expected.items():
         path, problem = index / name, ""
         if not path.is_file():
@@ -155,32 +150,11 @@ def _problems(index: Path, expected: dict[str, File], *, read_all: bool = False)
         elif path.stat().st_size != file.bytes:
             problem = f"has {path.stat().st_size:,} bytes instead of {file.bytes:,}"
         else:
-            in_full = read_all or file.bytes <= HASHED_BYTES or not file.spots  # older versions wrote no spots
-            now = File.of(path) if in_full else replace(file, spots=spots(path))
-            if now != (file if file.spots else replace(file, spots=now.spots)):
+            in_full = read_all or file.bytes <= HASHED_BYTES
+            if file != (File.of(path) if in_full else replace(file, spots=spots(path))):
                 problem = "has changed since it was made"
         if problem:
             yield f"{index}: the index of packed documents is damaged ({name} {problem}); {REMEDY}"
-
-
-def _write_hashes(index: Path, files: dict[str, File]) -> None:
-    write_durably(index / HASHES, json.dumps({name: vars(file) for name, file in files.items()}).encode())
-
-
-def _hashes_of(index: Path) -> dict[str, File] | None:
-    try:
-        content = json.loads((index / HASHES).read_bytes())
-        return {name: File(**content[name]) for name in NAMES}
-    except FileNotFoundError:
-        return None
-    except (ValueError, TypeError, KeyError, RecursionError):
-        raise DataError(f"{index / HASHES} is damaged; delete this file, and the index is checked again") from None
-
-
-def _hashes_of_new(folder: Path, meta: Meta, seq_len: int) -> dict[str, File]:
-    """What the hashes of an index should be."""
-    with tempfile.TemporaryDirectory() as index:
-        return _make(folder, meta, seq_len, Path(index))
 
 
 def _make(folder: Path, meta: Meta, seq_len: int, index: Path) -> dict[str, File]:

@@ -170,7 +170,7 @@ def with_prefix(prefix: str, source: str) -> str:
 
 
 def source_prefix(folder: Path) -> str:
-    """What a run's or a prepared folder's pairs have before each source; empty for other folders and older runs."""
+    """What a run's or a prepared folder's pairs have before each source; empty for other folders."""
     with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
         prefix = json.loads((folder / PAIRS).read_bytes()).get("source_prefix")
         return prefix if isinstance(prefix, str) else ""

@@ -6,14 +6,13 @@ follow each other, separated by the end token, and a sequence may begin or end w
 Packed documents, pairs and span corruption are subclasses: see objectives.py.
 """
 
-import copy
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan_lite.data.order import Indices, part_indices, sample_indices
+from torchtitan_lite.data.order import Indices, sample_indices
 from torchtitan_lite.data.token_files import TokenFiles, read_meta
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.models.loss import IGNORE
@@ -48,7 +47,6 @@ class Samples:
     """The sequences of one split of a prepared folder."""
 
     n_samples: int  # in an epoch
-    n_parts = 1  # of each whole sample; see `shorter`
     mean_tokens: float  # valid targets per sequence, on average
     notes: tuple[str, ...] = ()  # logged at the start
 
@@ -68,19 +66,10 @@ class Samples:
                 f"{seq_len + 1}; use more text or train.seq_len = {max(n_tokens - 1, 1)}"
             )
 
-    def shorter(self, parts: int) -> "Samples":
-        """Each sequence cut into this many."""
-        cut = copy.copy(self)
-        cut.n_parts, cut.seq_len = parts, self.seq_len // parts
-        cut.target_len, cut.n_samples, cut.mean_tokens = cut.seq_len, self.n_samples * parts, float(cut.seq_len)
-        return cut
-
     def indices(self, run_samples: Indices, seed: int | None) -> Indices:
         """The sequence index of each sample of a run."""
         if seed is None:
             return run_samples
-        if self.n_parts > 1:
-            return part_indices(run_samples, self.n_parts, self.n_samples // self.n_parts, seed)
         return sample_indices(run_samples, self.n_samples, seed)
 
     def draw(self, run_samples: Indices, seed: int | None) -> Rows:

@@ -10,16 +10,6 @@
 
 The stream of a split is: end token, document, end token, document, ..., end token. A document's first token is
 predicted from the end token before it.
-
-Tokens of Megatron stay in its .bin files (`prepare --from-megatron`). Such a folder has format version 3, and instead
-of the shards:
-
-    megatron.json                   the .bin files and their dtypes
-    train.extents, val.extents      (4, N) int64: where N pieces of the stream are
-
-A column of extents is: the position in the stream, the number of tokens, the number of the file, and the first token in
-it. Positions that no piece covers hold the end token: the first one, and the ends of documents that have none in their
-file.
 """
 
 import hashlib
@@ -35,20 +25,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchtitan_lite.config.paths import _LONGEST_META
-from torchtitan_lite.errors import DataError
+from torchtitan_lite.errors import DataError, shortened
 
-FORMAT_VERSION = 2
-IN_PLACE = 3  # the same, with Megatron's .bin files in place of the shards
+FORMAT_VERSION = 4
 SPLITS = "train", "val"
-SOURCES = "megatron.json"
 PAIRS = "pairs.json"  # only of pairs: documents are a source, its target, a source, ...
 _SPOTS = 64
 _SPOT_BYTES = 4096
 HASHED_BYTES = 256 << 20  # larger files are compared by size and 64 spots, except by verify
 _ENDS = 1 << 20  # document ends checked at a time
 _OURS = re.compile(
-    r"(train|val)(-\d+\.bin|\.(idx|extents|pieces|position|n|file|at|origins))|skipped\.log"
-    r"|(meta|progress|tokenizer|pairs|megatron|origins)\.json(\.[0-9a-f]{8}\.new)?"
+    r"(train|val)(-\d+\.bin|\.(idx|origins))|skipped\.log"
+    r"|(meta|progress|tokenizer|pairs|origins)\.json(\.[0-9a-f]{8}\.new)?"
     r"|packed-\d+-[0-9a-f]+(\.partial|\.lock)?"
 )  # the names in a prepared folder
 _PACKED = re.compile(r"(train|val)\.(pieces|rows)|hashes\.json(\.[0-9a-f]{8}\.new)?")  # in a packed-* folder
@@ -124,11 +112,10 @@ class TokenFile:
             raise DataError(f"{path} can't be read: {error.strerror}") from None
         weakref.finalize(self, os.close, self._descriptor)
 
-    def read(self, first: int, n: int, vocab_size: int) -> NDArray[Any]:
+    def read(self, first: int, n: int) -> NDArray[Any]:
         """Tokens first, ..., first + n - 1 of the file, (n,).
 
         Raises:
-            TokenError: a token is not in the vocabulary.
             DataError: the file is unreadable or truncated.
         """
         size = self._dtype.itemsize
@@ -138,41 +125,16 @@ class TokenFile:
             raise DataError(f"{self.path} can't be read at byte {first * size:,}: {error.strerror}") from None
         if len(data) != n * size:
             raise DataError(f"{self.path} ends before token {first + n:,}: it was truncated after the run started")
-        tokens = np.frombuffer(data, self._dtype)
-        if n and (int(tokens.max()) >= vocab_size or (self._dtype.kind == "i" and int(tokens.min()) < 0)):
-            bad = int(np.argmax((tokens >= vocab_size) | (tokens < 0)))
-            raise TokenError(
-                f"token {first + bad:,} (at byte {(first + bad) * size:,}) is {int(tokens[bad])}, but the vocabulary "
-                f"has {vocab_size} entries"
-            )
-        return tokens
-
-
-class TokenError(Exception):
-    """A token is not in the vocabulary. The message says where, but not in which file."""
+        return np.frombuffer(data, self._dtype)
 
 
 class TokenFiles:
-    """The token stream of one split: pieces of shards, or of Megatron's files."""
+    """The token stream of one split, in its shards."""
 
     def __init__(self, folder: Path, meta: Meta, split: str) -> None:
-        """
-        Raises:
-            DataError: megatron.json or the extents are damaged.
-        """
         self._folder, self._split, self._meta = folder, split, meta
-        self._n_tokens, self._dtype = meta.tokens(split), np.dtype(token_dtype(meta.vocab_size))
-        self._in_place = meta.format_version == IN_PLACE
-        self._pieces: NDArray[np.int64]  # (4, N): position in the stream, number of tokens, file, first token in it
-        self._files: dict[int, TokenFile] = {}  # those that were opened
-        if self._in_place:
-            self._pieces, self._sources = _pieces_in_place(folder, split)
-        else:
-            lengths = shard_lengths(self._n_tokens, meta.shard_tokens)
-            numbers = np.arange(len(lengths))
-            self._pieces = np.stack((numbers * meta.shard_tokens, lengths, numbers, np.zeros_like(numbers)))
-            self._sources = [(folder / shard_name(split, i), self._dtype) for i in range(len(lengths))]
-        self._positions = self._pieces[0]
+        self._dtype = np.dtype(token_dtype(meta.vocab_size))
+        self._shards: dict[int, TokenFile] = {}  # those that were opened
 
     def read(self, first: int, end: int) -> NDArray[Any]:
         """Tokens first, ..., end - 1 of the stream, (end - first,) uint16 or uint32.
@@ -180,56 +142,28 @@ class TokenFiles:
         Raises:
             DataError: a file is unreadable or truncated, or has a token outside the vocabulary.
         """
-        number = max(int(np.searchsorted(self._positions, first, "right")) - 1, 0)
-        begin, n, file, at = self._piece(number)
-        if begin <= first and end <= begin + n:  # the usual case: one piece has all of it
-            return self._read_file(file, at + first - begin, end - first).astype(self._dtype, copy=False)
-        stream = np.full(end - first, self._meta.end_token, self._dtype)
-        while number < len(self._positions) and self._positions[number] < end:
-            begin, n, file, at = self._piece(number)
-            low, high = max(first, begin), min(end, begin + n)
-            if low < high:
-                stream[low - first : high - first] = self._read_file(file, at + low - begin, high - low)
-            number += 1
-        return stream
+        size = self._meta.shard_tokens
+        number, at = divmod(first, size)
+        if at + end - first <= size:  # the usual case: one shard has all of it
+            return self._read_shard(number, at, end - first)
+        parts = [self._read_shard(number, at, size - at)]
+        for begin in range((number + 1) * size, end, size):
+            parts.append(self._read_shard(begin // size, 0, min(end - begin, size)))
+        return np.concatenate(parts)
 
-    def _piece(self, number: int) -> tuple[int, int, int, int]:
-        begin, n, file, at = self._pieces[:, number].tolist()
-        if not (self._in_place <= begin < begin + n <= self._n_tokens and 0 <= file < len(self._sources) and at >= 0):
-            extents = self._folder / f"{self._split}.extents"
-            raise DataError(f"{extents} is damaged: piece {number:,}; {remedy(self._folder)}")
-        return begin, n, file, at
-
-    def _read_file(self, number: int, first: int, n: int) -> NDArray[Any]:
-        if number not in self._files:
-            self._files[number] = TokenFile(*self._sources[number])
-        file = self._files[number]
-        try:
-            return file.read(first, n, self._meta.vocab_size)
-        except TokenError as error:
-            if self._in_place:
-                raise DataError(f"{file.path}: {error}: {OTHER_TOKENIZER}") from None
+    def _read_shard(self, number: int, first: int, n: int) -> NDArray[Any]:
+        if number not in self._shards:
+            self._shards[number] = TokenFile(self._folder / shard_name(self._split, number), self._dtype)
+        shard, vocab_size = self._shards[number], self._meta.vocab_size
+        tokens = shard.read(first, n)
+        if n and int(tokens.max()) >= vocab_size:
+            bad = int(np.argmax(tokens >= vocab_size))
             raise DataError(
-                f"{file.path} is damaged: {error}; {remedy(self._folder)} "
+                f"{shard.path} is damaged: token {first + bad:,} (at byte {(first + bad) * self._dtype.itemsize:,}) is "
+                f"{int(tokens[bad])}, but the vocabulary has {vocab_size} entries; {remedy(self._folder)} "
                 "(python -m torchtitan_lite.data.prepare --verify FOLDER reads every byte)"
-            ) from None
-
-
-OTHER_TOKENIZER = "the file was made with another tokenizer, or is damaged"
-
-
-def _pieces_in_place(folder: Path, split: str) -> tuple[NDArray[np.int64], list[tuple[Path, np.dtype[Any]]]]:
-    """The extents of a split, and Megatron's files with their dtypes."""
-    extents = folder / f"{split}.extents"
-    try:
-        pieces = np.memmap(extents, dtype="<i8", mode="r").reshape(4, -1)
-        files = json.loads((folder / SOURCES).read_bytes())["files"]
-        sources = [(Path(file["path"]), np.dtype(file["dtype"])) for file in files]
-        if any(dtype.kind not in "iu" for _, dtype in sources):
-            raise ValueError("a dtype is not that of tokens")
-        return pieces, sources
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"{folder}: {extents.name} or {SOURCES} is damaged ({error}); {remedy(folder)}") from None
+            )
+        return tokens
 
 
 def document_ends(folder: Path, meta: Meta, split: str) -> NDArray[np.int64]:
@@ -321,6 +255,7 @@ def _parsed(file: Path) -> Meta:
 
     Raises:
         ValueError: it is malformed.
+        DataError: it has another format version.
     """
     if not file.is_file():
         raise FileNotFoundError("there is no meta.json" if not file.exists() else "meta.json is not a file")
@@ -329,8 +264,11 @@ def _parsed(file: Path) -> Meta:
     content = json.loads(file.read_bytes())
     if not isinstance(content, dict):
         raise ValueError("meta.json is not a JSON object")
-    if (version := content.get("format_version")) not in (FORMAT_VERSION, IN_PLACE):
-        raise ValueError(f"its format is {version}, but this version reads {FORMAT_VERSION} and {IN_PLACE}")
+    if (version := content.get("format_version")) != FORMAT_VERSION:
+        raise DataError(
+            f"{file.parent} has format {shortened(version)}, but this version reads {FORMAT_VERSION}: prepare the text "
+            "again into another folder"
+        )
     _require_fields(Meta, content, "meta.json")
     for name, described in content["files"].items():
         if not isinstance(described, dict):
@@ -360,10 +298,8 @@ def _require_consistent(meta: Meta) -> None:
     itemsize = np.dtype(token_dtype(meta.vocab_size)).itemsize
     sizes: dict[str, int] = {}  # in bytes
     others = {"tokenizer.json", "skipped.log", PAIRS}
-    if in_place := meta.format_version == IN_PLACE:
-        others |= {SOURCES, "train.extents", "val.extents", *filter(os.path.isabs, meta.files)}
     for split in SPLITS:
-        for number, length in enumerate(() if in_place else shard_lengths(meta.tokens(split), meta.shard_tokens)):
+        for number, length in enumerate(shard_lengths(meta.tokens(split), meta.shard_tokens)):
             sizes[shard_name(split, number)] = length * itemsize
         sizes[f"{split}.idx"] = meta.n_documents(split) * 8
     for name, file in meta.files.items():

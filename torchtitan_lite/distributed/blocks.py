@@ -23,7 +23,6 @@ ATTENTION = {
         "cudnn_attention",
         "fused_attention_overrideable",
     )
-    if hasattr(_aten, f"_scaled_dot_product_{name}")  # private: may go away
 }
 FLEX_ATTENTION = ("flex_attention", "inductor_compiled_code")  # within a compiled block, and compiled by itself
 EXPERTS = "grouped_product.default"
@@ -55,16 +54,16 @@ def _keep(kept: set[Any], _context: Any, operator: Any, *_args: Any, **_kwargs: 
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def apply_compile(model: Transformer, config: CompileConfig, *, dynamic: bool | None = None) -> None:
+def apply_compile(model: Transformer, config: CompileConfig, *, all_lengths: bool = False) -> None:
     """Compile each block in place: names stay the same, and equal blocks are compiled once.
 
     Args:
-        dynamic: compile once for all lengths, or for each length, as torch.compile does by default until a length
-            changes: what it computes then depends on the lengths before.
+        all_lengths: compile once for rows of any length. Otherwise torch.compile does so when the length first changes:
+            what it computes then depends on the lengths before.
     """
     if config.enabled:
         # dtype, freezing, checkpointing and lengths make different kinds of blocks; validation doubles their number
         compiler = torch.compiler.config
         compiler.recompile_limit = max(compiler.recompile_limit, 16 * len(model.layers))
         for layer in model.layers:
-            layer.compile(backend=config.backend, mode=config.mode, fullgraph=True, dynamic=dynamic)
+            layer.compile(backend=config.backend, fullgraph=True, dynamic=all_lengths or None)

@@ -190,7 +190,7 @@ def _set_prefetch(chain: list[FSDPModule], config: FsdpConfig, tied: bool, devic
         module.set_modules_to_forward_prefetch(forward_chain[i + 1 : i + 1 + config.forward_prefetch])
     for i, module in enumerate(chain):
         module.set_modules_to_backward_prefetch(chain[max(i - config.backward_prefetch, 0) : i][::-1])
-        if device_type == "cpu" and hasattr(module, "_set_unshard_async_op"):  # private: may go away
+        if device_type == "cpu":
             # or gloo's all-gather ends before the computation begins that it should overlap with
             module._set_unshard_async_op(True)
 

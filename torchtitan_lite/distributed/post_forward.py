@@ -13,12 +13,8 @@ from typing import Any
 @contextlib.contextmanager
 def one_mesh() -> Iterator[None]:
     """Calls of `fully_shard` in this context, all with the same mesh, share what torch makes for each N."""
-    try:  # private: may go away
-        module: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
-        make = module._get_post_forward_mesh_info
-    except (ImportError, AttributeError):
-        yield
-        return
+    module: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
+    make = module._get_post_forward_mesh_info
     made: dict[int, Any] = {}
 
     def shared(reshard_after_forward: bool | int, mesh_info: Any) -> Any:

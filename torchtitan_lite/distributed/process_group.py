@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -71,17 +70,7 @@ def untimed_group() -> dist.ProcessGroup:
 
 def limit_group_timeouts(timeout_minutes: float) -> None:
     """Give every group but the untimed ones this timeout. The groups of a mesh start with torch's 30 minutes."""
-    try:
-        groups = list(dist.distributed_c10d._world.pg_map)  # private: torch has no public list of groups
-    except AttributeError:
-        if dist.get_rank() == 0:
-            warnings.warn(
-                f"torch {torch.__version__} has no _world.pg_map: collectives of the mesh keep torch's timeouts (gloo "
-                f"30 minutes, NCCL 10) instead of run.timeout_minutes = {timeout_minutes:g}",
-                stacklevel=2,
-            )
-        return
-    for group in groups:
+    for group in list(dist.distributed_c10d._world.pg_map):  # torch has no public list of groups
         if group.group_desc != _UNTIMED:
             group.set_timeout(timedelta(minutes=timeout_minutes))
 

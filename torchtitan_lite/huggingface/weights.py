@@ -15,17 +15,15 @@ import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from torchtitan_lite.checkpointing import dcp_storage, storage
 from torchtitan_lite.checkpointing.safetensors_file import TensorSpecs, specs_of, write_tensors
-from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.schema import Config, ModelConfig
 from torchtitan_lite.config.sections.model import started_from
 from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.errors import CheckpointError, DataError
+from torchtitan_lite.errors import CheckpointError, DataError, FormatError
 from torchtitan_lite.huggingface.names import drop_tied, from_hf, from_hf_config, hf_names, to_hf, to_hf_config
 from torchtitan_lite.huggingface.stacks import stacked, unstacked
 from torchtitan_lite.optim.average import KEY
@@ -84,7 +82,7 @@ def check_source(config: Config) -> dict[str, str]:
         return {}
     try:
         find_weights(Path(config.model.init_from), config.model)
-    except CheckpointError as error:
+    except (CheckpointError, FormatError) as error:
         return {"model.init_from": f"model.init_from = {config.model.init_from}: {error}"}
     return {}
 
@@ -161,30 +159,15 @@ def trained_config(folder: Path) -> ModelConfig:
     """The [model] section that a checkpoint was trained with.
 
     Raises:
-        CheckpointError: the checkpoint does not contain it.
+        CheckpointError: it is damaged.
     """
     state = storage.read_state(folder, named_by_step=False)
-    if not state.config:
-        raise CheckpointError(f"{folder} does not hold the config that it was trained with")
     values = {key.removeprefix("model."): value for key, value in state.config.items() if key.startswith("model.")}
     try:
         return ModelConfig.model_validate(values)
     except ValidationError as error:
         problems = "; ".join(f"model.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise CheckpointError(f"{folder / storage.STATE} is damaged: {problems}") from None
-
-
-def end_token(state: TrainState, tokenizer: Tokenizer | None) -> int | None:
-    """The token that ends a document in a checkpoint's training data; None if unknown.
-
-    Older checkpoints do not record it. For them it is the config's, else the tokenizer's usual one.
-    """
-    if state.end_token is not None or tokenizer is None:
-        return state.end_token
-    try:
-        return bpe.end_token(tokenizer, str(state.config.get("tokenizer.end_token", "")))
-    except DataError:
-        return None
 
 
 def keys_of(folder: Path) -> dict[str, Any]:
@@ -258,13 +241,12 @@ def export(source: Path, out: Path, max_shard_bytes: int = MAX_SHARD_BYTES, *, e
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        tokenizer = None
         if (run / "tokenizer.json").is_file():
             shutil.copyfile(run / "tokenizer.json", temporary / "tokenizer.json")
-            tokenizer = bpe.load(temporary / "tokenizer.json")
-        if (end := end_token(state, tokenizer)) is not None:
-            # without these, readers use the architecture's defaults, which are wrong for our vocabulary
-            content |= {"eos_token_id": end} | ({} if config.family == "t5" else {"bos_token_id": end})
+        # without these, readers use the architecture's defaults, which are wrong for our vocabulary
+        content["eos_token_id"] = state.end_token
+        if config.family != "t5":
+            content["bos_token_id"] = state.end_token
         (temporary / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         weights, specs = with_head(weights, specs, config)
         if config.has_experts:

@@ -112,9 +112,10 @@ def newest_status(folder: Path) -> dict[str, Any]:
     return about
 
 
-def made(attempts: Sequence[Attempt]) -> list[Attempt]:
-    """The attempts that made steps that count, with the newest."""
-    return [a for i, a in enumerate(attempts) if all(a.step < later.step for later in attempts[i + 1 :])]
+def that_count(attempts: Sequence[Attempt]) -> list[Attempt]:
+    """The attempts whose steps count: those that were not made again."""
+    started = [a for a in attempts if not a.ended or a.last_step > a.step]
+    return [a for i, a in enumerate(started) if all(a.step < later.step for later in started[i + 1 :])]
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -22,9 +21,12 @@ from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.errors import shortened
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.process import cpu_threads
 from torchtitan_lite.terminal import counted, duration
+
+MANY = 10  # epochs; more get a note
 
 
 def start_lines(
@@ -131,24 +133,30 @@ def batch_line(config: Config, layout: Layout, world_size: int) -> str:
         of = f"at most {config.input_len} tokens and {config.target_len} targets"
     rows, ranks = counted(config.train.micro_batch_size, "sequence"), counted(world_size, "rank")
     last = "; the last steps, see train.batch_schedule" if config.train.batch_schedule else ""
-    last += "; shorter ones at first, see train.seq_len_schedule" if config.train.seq_len_schedule else ""
     return f"batch   {rows} x {ranks} x {layout.grad_accum_steps} accumulation{masked}, of {of}{last}"
 
 
 def data_lines(config: Config, data: DataSet, samples: Mixture) -> list[str]:
-    """The amount of data and the number of epochs; for a mixture, of each source."""
-    notes = [f"data    {note}" for source in samples.sources for note in source.notes]
+    """The text, its amount and the number of epochs; for a mixture, of each source."""
+    seen = seen_of_sources(samples, config.train.samples)
+    notes = [*data.notes, *(note for source in samples.sources for note in source.notes)]
+    if often := [f"{shortened(name)} {of['epochs']:.0f} times" for name, of in seen.items() if of["epochs"] > MANY]:
+        notes.append(
+            f"the run reads {', '.join(often)}: after about four, the same text again teaches little "
+            "(arXiv:2305.16264); more text or fewer steps is better"
+        )
+    notes = [f"data    {note}" for note in notes]
     held_out = f"{data.tokens('val'):,} held out; vocabulary {data.vocab_size}"
     if config.data.packing == "best_fit":
         held_out += "; documents packed whole"
     if config.data.document_mask:
         held_out += "; attention within documents"
     if len(data.sources) == 1:
-        epochs = config.train.samples / samples.n_samples
-        amount = f"{data.tokens('train'):,} tokens to train on"
-        return [f"data    {amount}, {epochs:.2f} epochs in {counted(config.train.steps, 'step')}; {held_out}", *notes]
+        ((name, of),) = seen.items()
+        amount = f"{shortened(name)}: {data.tokens('train'):,} tokens to train on, {of['epochs']:.2f} epochs"
+        return [f"data    {amount} in {counted(config.train.steps, 'step')}; {held_out}", *notes]
     lines = [f"data    {data.tokens('train'):,} tokens to train on, in {len(data.sources)} sources; {held_out}"]
-    for source, planned in zip(data.sources, seen_of_sources(samples, config.train.samples).values(), strict=True):
+    for source, planned in zip(data.sources, seen.values(), strict=True):
         share = source.weight / sum(s.weight for s in data.sources)
         lines.append(
             f"data    {100 * share:5.1f} % {source.name}: {source.meta.train_tokens:,} tokens, "
@@ -213,8 +221,7 @@ def fsdp_line(config: Config) -> str:
         blocks = "every block" if checkpointing.every == 1 else f"1 block in {checkpointing.every}"
         parts.append(f"{checkpointing.mode} activation checkpointing of {blocks}")
     if config.compile.enabled:
-        mode = "" if config.compile.mode == "default" else f", {config.compile.mode}"
-        parts.append(f"blocks compiled by {config.compile.backend}{mode}")
+        parts.append(f"blocks compiled by {config.compile.backend}")
     if config.speed.float8:
         parts.append("blocks multiply in float8 (emulated on a CPU)")
     if config.optim.freeze:
@@ -246,25 +253,18 @@ def fitted(line: str, columns: int) -> str:
     return line
 
 
-def what_next(config: Config, step: int) -> str:
-    """The commands to use after a finished run, at most three. They repeat the options of its own command."""
-    folder, python = shlex.quote(str(config.folder)), shlex.quote(_python())
-    own = bool(config.data.path or config.data.sources)
-    prompts = config.sample.prompts or ([] if own else ["def "])
+def what_next(config: Config) -> str:
+    """The commands to use after a finished run: one for its model, one for its curves."""
+    folder = shlex.quote(str(config.folder))
+    python = shlex.quote(_python())
+    defaults = [] if config.data.path or config.data.sources else ["def "]
+    prompt = next(filter(None, config.sample.prompts or defaults), "")
     kind = "source" if FAMILIES[config.model.family].encoder_decoder else "prompt"
-    if own:
-        more = f"--train.epochs={2 * config.train.epochs:g}" if config.train.epochs else f"--train.steps={2 * step}"
-        rises = "" if config.optim.schedule in ("constant", "step") else "  # the learning rate rises again"
-        words = [*lasting_options(sys.argv[1:], "--train.steps", "--train.epochs"), more]
-        third = f"train longer:     {train_command(words)}{rises}"
-    else:
-        words = [*lasting_options(sys.argv[1:], "--run.name"), "--run.name=NAME", "--data.path=FOLDER_OF_TXT_FILES"]
-        third = f"on your own text: {train_command(words)}"
     return (
         f"the run is in {config.folder}\n"
-        f"next    prompt it:        {python} -m torchtitan_lite.generate {folder} "
-        + (f"--{kind} {shlex.quote(prompts[0])}\n" if prompts else "--interactive\n")
-        + f"        plot its curves:  {python} -m torchtitan_lite.report {folder}\n        {third}"
+        f"next    prompt it:       {python} -m torchtitan_lite.generate {folder} "
+        + (f"--{kind} {shlex.quote(prompt)}\n" if prompt else "--interactive\n")
+        + f"        plot its curves: {python} -m torchtitan_lite.report {folder}"
     )
 
 
@@ -281,10 +281,7 @@ def train_command(words: Sequence[str]) -> str:
 def _python() -> str:
     """The interpreter, as a command that works here without activating a virtual environment."""
     here = os.path.relpath(sys.executable)
-    if not here.startswith(".."):
-        return here
-    known = os.path.dirname(shutil.which("python") or "")
-    return "python" if known and os.path.samefile(known, os.path.dirname(sys.executable)) else sys.executable
+    return sys.executable if here.startswith("..") else here
 
 
 def lasting_options(argv: Sequence[str], *also: str) -> list[str]:

@@ -20,7 +20,6 @@ from torchtitan_lite.files import append_line
 from torchtitan_lite.terminal import encodable, print_error
 
 if TYPE_CHECKING:  # loaded only if the config asks for them
-    from torchtitan_lite.monitoring.notify import Notifier
     from torchtitan_lite.monitoring.trackers import Trackers
 
 GIB = 2**30
@@ -46,7 +45,7 @@ class Meter:
         self.first_step, self._tokens = state.step, state.tokens
         self._parts: dict[str, float] = {}
         # (2,) float64: the summed loss of all ranks and its tokens, since the last multiple of log.every
-        self.loss_since = torch.tensor(state.loss_since or [0.0, 0.0], dtype=torch.float64, device=device)
+        self.loss_since = torch.tensor(state.loss_since, dtype=torch.float64, device=device)
 
     def begin(self) -> None:
         """The steps begin now."""
@@ -111,7 +110,6 @@ class Log:
         self._bar: tqdm[Any] | None = None
         self._failed: set[str] = set()
         self._trackers: Trackers | None = None
-        self._notifier: Notifier | None = None
 
     def info(self, text: str, fit: Callable[[str, int], str] | None = None) -> None:
         """Write a line to the terminal and to train.log. `fit(text, columns)` shortens it for a terminal."""
@@ -144,37 +142,8 @@ class Log:
             with self._reported(f"a record of {file}"):
                 about = {"attempt": self.attempt, "time": round(time.time(), 3)}
                 self._append(self._folder / file, json.dumps({**values, **about}))
-            if "spike" in values and file == "metrics.jsonl":
-                self.notify("spike", values["step"])
             if self._trackers is not None and file == "metrics.jsonl":
                 self._trackers.record(values)
-
-    @contextmanager
-    def notifying(self, run: str, variable: str) -> Iterator[None]:
-        """Send events in this context to the webhook of `log.notify`, if `variable` is not empty."""
-        if not variable or not self._speaks:
-            yield
-            return
-        from torchtitan_lite.monitoring.notify import Notifier
-
-        self._notifier = notifier = Notifier(run, variable)
-        try:
-            yield
-        finally:
-            self._notifier = None
-            notifier.close()
-
-    def notify(self, event: str, step: int | None, status: str = "", *, ends: bool = False) -> None:
-        """Send failure, spike, stall or completion to the webhook, if there is one.
-
-        Args:
-            status: of the run, if it is not that of the event.
-            ends: the process ends now.
-        """
-        if self._notifier is not None:
-            self._notifier.send(event, step, status)
-            if ends:
-                self._notifier.close()
 
     @contextmanager
     def _reported(self, what: str) -> Iterator[None]:

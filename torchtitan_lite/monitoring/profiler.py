@@ -12,7 +12,6 @@ from torchtitan_lite.distributed.process_group import World
 
 _ROWS = 25
 _EVENTS = 200_000  # of the CUDA allocator, in a memory snapshot
-_SNAPSHOT = "_record_memory_history", "_dump_snapshot"  # of torch.cuda.memory: documented, but private by name
 
 
 class Profile:
@@ -21,10 +20,6 @@ class Profile:
     def __init__(self, config: ProfileConfig, folder: Path, world: World) -> None:
         self._first, self._last = config.steps or (0, -1)
         self._snapshot = config.memory_snapshot and world.device.type == "cuda"
-        self._note = ""
-        if self._snapshot and not all(hasattr(torch.cuda.memory, name) for name in _SNAPSHOT):
-            self._snapshot = False
-            self._note = f"; no memory snapshot: torch {torch.__version__} lacks one of {', '.join(_SNAPSHOT)}"
         self._folder = folder / "profile"
         self._world = world
         self._running: Any = None
@@ -61,5 +56,5 @@ class Profile:
             return f"profile {self._folder} can't be written: {error}; training continues"
         return (
             f"profile steps {self._first} to {step} are in {self._folder}: rank-N.json.gz for ui.perfetto.dev, "
-            f"operators-rank-N.txt{self._note}"
+            "operators-rank-N.txt"
         )

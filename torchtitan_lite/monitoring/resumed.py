@@ -63,7 +63,7 @@ def resume_lines(config: Config, saved: TrainState, current: TrainState) -> list
         lines.append(f"run     changed since then: {values}")
     # checkpoints of older versions do not record these
     older = {"fast_paths": 1, "shared_memory_copies": False, "blocks_per_group": 1, "shard_columns": [], "tf32": False}
-    older |= {"float8": False, "compile_mode": "default"}
+    older |= {"float8": False}
     if values := differences(older | dict(saved.bitwise_setting), current.bitwise_setting):
         lines.append(f"run     the same data in the same order, but not bit for bit: {values}")
     if config.eval.every and (values := validation_change(saved, current)):

@@ -109,8 +109,10 @@ def end(folder: Path, world: World, attempt: int, status: str, step: int, reason
     Args:
         attempt: its number; 0: it has not taken over the folder.
     """
+    if not attempt:
+        return
     about = attempts.newest_status(folder)
-    if not attempt or (world.rank and (about.get("attempt"), about.get("status")) != (attempt, "running")):
+    if world.rank and (about.get("attempt"), about.get("status")) != (attempt, "running"):
         return
     with contextlib.suppress(OSError):  # a full disk
         ended = {"attempt": attempt, "ended": status, "last_step": step, "reason": reason}

@@ -74,26 +74,25 @@ def _tensorboard(config: LogConfig, folder: Path, state: TrainState) -> Tracker:
 
 
 def _wandb(config: LogConfig, folder: Path, state: TrainState) -> Tracker:
-    """The same W&B run in each attempt, with the names that it began with.
+    """The same W&B run in each attempt.
 
     W&B keeps the first record of a step that a resume repeats, which is equal bit for bit on the same world size.
     """
     import wandb
 
     file = folder / "wandb-id.txt"
-    run_id, *names = (file.read_text(encoding="utf-8").split() if file.is_file() else []) or (None, "grouped")
     run = wandb.init(
         project=config.wandb_project,
         name=folder.name,
-        id=run_id,
+        id=(file.read_text(encoding="utf-8").strip() or None) if file.is_file() else None,
         resume="allow",
         dir=str(folder),
         config=dict(state.config),
     )
-    file.write_text("\n".join([run.id, *names, ""]), encoding="utf-8")
+    file.write_text(f"{run.id}\n", encoding="utf-8")
 
     def write(values: Mapping[str, Any]) -> None:
-        run.log({grouped(key) if names else key: v for key, v in _scalars(values).items()}, step=int(values["step"]))
+        run.log({grouped(key): v for key, v in _scalars(values).items()}, step=int(values["step"]))
 
     return Tracker(write, run.finish)
 

@@ -10,6 +10,8 @@ from torchtitan_lite.errors import NonFiniteError
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.guarded import GuardedOptimizer
 
+MIN_SCALE = 1.0  # float16: an overflow with a loss scale below it stops the run
+
 
 class HostCopy:
     """A small tensor, copied to the host without waiting and read later."""
@@ -95,9 +97,9 @@ class FiniteGuard:
         overflow = self.scaler.enabled and not ranks
         if overflow:
             self.scaler.skipped_steps += 1
-            if scale >= self.scaler.min_scale:
+            if scale >= MIN_SCALE:
                 return
-            what = f"gradients still overflow float16 with a loss scale of {scale:g}, below grad_scaler.min_scale"
+            what = f"gradients still overflow float16 with a loss scale of {scale:g}"
         else:
             what = "the gradient norm is not finite, though the loss of every rank is"
             if ranks:

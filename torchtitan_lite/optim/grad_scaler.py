@@ -25,7 +25,6 @@ class GradScaler:
     ) -> None:
         state = state or {}
         self.enabled = enabled
-        self.min_scale = config.min_scale
         self.skipped_steps = int(state.get("skipped_steps", 0))  # FiniteGuard counts them, one step late
         self._growth_interval = config.growth_interval
         # () float32, on the device; 1 without float16

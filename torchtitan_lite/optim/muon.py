@@ -41,9 +41,6 @@ class Muon(AdamW):
     def __init__(self, groups: list[dict[str, Any]], config: OptimConfig) -> None:
         super().__init__(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
         self.momentum = config.muon_momentum
-        self.matches_adamw = config.muon_scale == "adamw"
-        self.cautious = config.muon_cautious_decay
-        self.dtype = None if config.muon_dtype == "auto" else getattr(torch, config.muon_dtype)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         torch.optim.Optimizer.__setstate__(self, state)  # Adam's expects a step count of every parameter
@@ -68,18 +65,13 @@ class Muon(AdamW):
         """Update matrices of one shape; `first`: see `orthogonalised`."""
         withheld = None if self.found_inf is None else self.found_inf != 0
         directions = self._directions(matrices, withheld)
-        rows, columns = matrices[0].shape[-2:]
-        # an orthogonal update times 0.2 sqrt(max) has AdamW's size (Moonlight, 2025), or as in Jordan's own code
-        scale = 0.2 * max(rows, columns) ** 0.5 if self.matches_adamw else max(1.0, rows / columns) ** 0.5
+        # an orthogonal update times 0.2 sqrt(max) has the size of AdamW's (Moonlight, 2025)
+        scale = 0.2 * max(matrices[0].shape[-2:]) ** 0.5
         weights = [local_rows(matrix)[0] for matrix in matrices]
         of = orthogonalised if matrices[0].ndim == 2 else orthogonalised_stacks
         updates = _cast(of(matrices, directions, first), weights[0].dtype)
         torch._foreach_mul_(updates, scale)
-        decays = torch._foreach_mul(weights, weight_decay)
-        if self.cautious:  # only where the update also shrinks the weight (Chen et al., 2025)
-            shrink = [product > 0 for product in torch._foreach_mul(updates, weights)]
-            torch._foreach_mul_(decays, shrink)
-        torch._foreach_add_(updates, decays)
+        torch._foreach_add_(updates, torch._foreach_mul(weights, weight_decay))
         torch._foreach_mul_(updates, lr)
         if withheld is None:
             torch._foreach_sub_(weights, updates)
@@ -107,11 +99,12 @@ class Muon(AdamW):
             _write_unless(withheld, buffers, momenta)
             directions = torch._foreach_mul(momenta, self.momentum)
         torch._foreach_add_(directions, gradients)
-        return _cast(directions, self._dtype())
+        return _cast(directions, dtype_of_iteration(on_gpu=matrices[0].is_cuda))
 
-    def _dtype(self) -> torch.dtype:
-        on_gpu = self.param_groups[0]["params"][0].is_cuda
-        return self.dtype or (torch.bfloat16 if on_gpu else torch.float32)
+
+def dtype_of_iteration(*, on_gpu: bool) -> torch.dtype:
+    """The dtype of its products, and of what ranks exchange."""
+    return torch.bfloat16 if on_gpu else torch.float32
 
 
 def _cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:

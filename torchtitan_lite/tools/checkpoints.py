@@ -23,7 +23,7 @@ from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.token_files import PAIRS
-from torchtitan_lite.errors import CheckpointError, UnreadableError, run_cli
+from torchtitan_lite.errors import CheckpointError, FormatError, UnreadableError, run_cli
 from torchtitan_lite.huggingface import weights
 from torchtitan_lite.models import build
 from torchtitan_lite.terminal import counted, size
@@ -60,7 +60,7 @@ def verify(folders: Sequence[Path]) -> bool:
         for folder in named_checkpoints(path):
             try:
                 problems = storage.verify(folder)
-            except UnreadableError as error:
+            except (UnreadableError, FormatError) as error:
                 all_complete = False
                 print(f"UNREADABLE {error}")
                 continue

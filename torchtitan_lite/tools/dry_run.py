@@ -35,7 +35,8 @@ from torchtitan_lite.tools.estimate import step_time
 from torchtitan_lite.tools.estimate.planned_run import Plan, make_plan
 from torchtitan_lite.tools.estimate.simulate import GRADIENTS, OPTIMIZER, PARAMETERS
 from torchtitan_lite.training import out_of_memory
-from torchtitan_lite.training.session import Session, StepResult, settle
+from torchtitan_lite.training.intact import settle
+from torchtitan_lite.training.session import Session, StepResult
 from torchtitan_lite.training.start import require_same_data
 
 Step = Callable[[Session, int], StepResult]
@@ -47,8 +48,8 @@ TOTAL = "total at the peak"
 def elsewhere(loaded: Loaded) -> Iterator[Loaded]:
     """The same run from step 0 in a temporary folder, which is kept only if a rank hangs: it then holds the stacks."""
     config = loaded.config
-    last: dict[str, Any] = {"global_batch_size": config.train.batch_size(config.train.steps)}  # the largest steps
-    last |= {"batch_schedule": [], "seq_len_schedule": []}
+    largest = config.train.batch_size(config.train.steps)
+    last: dict[str, Any] = {"global_batch_size": largest, "batch_schedule": []}
     folder = tempfile.mkdtemp(prefix="dry-run-")
     parts: dict[str, BaseModel] = {
         "run": config.run.model_copy(update={"out_dir": folder}),

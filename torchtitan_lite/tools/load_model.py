@@ -17,7 +17,7 @@ from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import own_tensors
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.find_text import kind_of
-from torchtitan_lite.config.schema import Config, known_keys
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.sections.model import shape_rules
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet, prepare_all
@@ -158,23 +158,20 @@ def _tokenizer(where: Path, folder: Path) -> tuple[Tokenizer, tuple[int, ...]]:
     tokenizer = bpe.load(file)
     if (folder / "config.json").is_file():
         return tokenizer, hf.end_tokens(folder)
-    end = hf.end_token(storage.read_state(folder, named_by_step=False), tokenizer)
-    return tokenizer, () if end is None else (end,)
+    return tokenizer, (storage.read_state(folder, named_by_step=False).end_token,)
 
 
 def config_of(folder: Path, state: TrainState | Attempt) -> Config:
-    """The model, data and lengths of a checkpoint or an attempt. Keys that this version no longer has are ignored.
+    """The model, data and lengths of a checkpoint or an attempt.
 
     Raises:
-        CheckpointError: it holds none, or one that can't be read.
+        CheckpointError: it can't be read.
     """
-    if not state.config:
-        raise CheckpointError(f"{folder} does not hold the config that it was trained with")
     tree: dict[str, dict[str, Any]] = {}
-    for key in known_keys() & state.config.keys():
+    for key, value in state.config.items():
         section, name = key.split(".", 1)
         if section in _SECTIONS:
-            tree.setdefault(section, {})[name] = state.config[key]
+            tree.setdefault(section, {})[name] = value
     try:
         return Config.model_validate(tree)
     except ValueError as error:
@@ -195,7 +192,7 @@ def data_of(name: str, config: Config, state: TrainState) -> DataSet:
 def require_same_data(name: str, data: DataSet, state: TrainState | Attempt) -> None:
     """Raise ConfigError if this is not the data that a checkpoint or an attempt was trained on."""
     here = {"tokenizer": data.tokenizer_sha256, **data.identity()}
-    if changed := [key for key, value in here.items() if state.identity.get(key, value) != value]:
+    if changed := [key for key, value in here.items() if state.identity.get(key) != value]:
         raise ConfigError(
             f"the data of {name} has changed since it was trained ({', '.join(changed)}); restore that text "
             "(evaluate can score another one: --data TEXT)"

@@ -15,6 +15,7 @@ from typing import Any
 
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.families import BLOCKS, FAMILIES
+from torchtitan_lite.config.schema import default_of
 from torchtitan_lite.config.sections.fsdp import STRATEGIES
 from torchtitan_lite.config.toml import format_value
 from torchtitan_lite.errors import ConfigError, run_cli
@@ -82,12 +83,13 @@ def _clipping(value: Any) -> Outcome:
 
 def _block_class(value: Any) -> Outcome:
     """The classes of the blocks, which always are FSDP groups. They tell which family the model belongs to."""
-    reason = GROUPS.reason
-    if known := [block for block in shown(value).replace(",", " ").split() if block in BLOCKS]:
-        family = BLOCKS[known[0]]
-        objective = ' with data.objective = "pairs" or "span_corruption"' if FAMILIES[family].encoder_decoder else ""
-        reason += f'; {known[0]} is the block of model.family = "{family}"{objective} (docs/models.md)'
-    return Always(reason)
+    families = [BLOCKS[block] for block in shown(value).replace(",", " ").split() if block in BLOCKS]
+    if not families:
+        return GROUPS
+    keys: dict[str, Any] = {"model.family": families[0]}
+    if FAMILIES[families[0]].encoder_decoder:
+        keys |= {"data.objective": "pairs", "data.target_len": 128}
+    return keys
 
 
 MOST_PORT = 65_535
@@ -324,14 +326,26 @@ def to_toml(t: Translation, content: Mapping[Any, Any], source: str) -> str:
     for title, names in (("nothing to set for:", t.done_anyway), ("no counterpart:", t.no_counterpart)):
         if names:
             lines += [f"# {title}", *(f"#   {name}: {reason}" for name, reason in names.items())]
-    lines += [
-        "# An Accelerate config lacks the model, the text, the batch and the learning rate. Set [model], [data],",
-        "# [train] and [optim] (docs/config.md): the defaults train a small Llama on Python's source, at Muon's rate.",
+    return "\n".join([*lines, *_comments(t), "#", f"# {_launch_command(content, t)}"])
+
+
+def _comments(t: Translation) -> list[str]:
+    """What the file replaces, and what it lacks."""
+    family, _ = t.sets.get("model.family", (default_of("model.family"), ""))
+    pairs = "data.objective" in t.sets
+    return [
+        "# train.py replaces your script: the model, the data and the loop. To keep the script, `accelerate to-fsdp2",
+        "# --config_file OLD --output_file NEW` changes only the keys of FSDP1 to those of FSDP2.",
+        "#",
+        "# An Accelerate config lacks the model, the text, the batch and the learning rate. For a published model,",
+        "# `python checkpoint.py import FOLDER model.toml` writes all of these but the text: put the line",
+        '# base = "model.toml" above the first section. Otherwise set [model], [train] and [optim] (docs/config.md):',
+        f'# the defaults train a small "{family}" with random weights, at Muon\'s rate.',
+        *(['# Pretraining of an encoder-decoder: objective = "span_corruption", without target_len.'] if pairs else []),
     ]
-    return "\n".join([*lines, "#", f"# {_launch_command(content)}"])
 
 
-def _launch_command(content: Mapping[Any, Any]) -> str:
+def _launch_command(content: Mapping[Any, Any], t: Translation) -> str:
     machines, processes = (_positive(content.get(key)) or 1 for key in ("num_machines", "num_processes"))
     words = ["torchrun"]
     if machines > 1:
@@ -340,7 +354,9 @@ def _launch_command(content: Mapping[Any, Any]) -> str:
         words.append(f"--nnodes {machines} --node-rank RANK --master-addr {address if is_host else 'ADDRESS'}")
     if port := _positive(content.get("main_process_port"), MOST_PORT):
         words.append(f"--master-port {port}")
-    words.append(f"--nproc-per-node {max(processes // machines, 1)} train.py --config THIS_FILE")
+    words.append(f"--nproc-per-node {max(processes // machines, 1)} train.py --config THIS_FILE --data.path=TEXT")
+    if "data.objective" in t.sets:
+        words.append("--data.source_key=SOURCE --data.target_key=TARGET")
     return " ".join(words)
 
 

@@ -100,7 +100,7 @@ def _status(folder: Path) -> int:
     lines = [f"run     {folder}: {status.text}{reason and f': {reason}'}"]
     steps = [record for record in attempts.records(folder) if "loss" in record][-10:]
     if steps:
-        last, n_steps = steps[-1], attempts.read(folder)[-1].config["train.steps"]
+        last, n_steps = steps[-1], attempts.that_count(attempts.read(folder))[-1].config["train.steps"]
         loss = "not finite" if last["loss"] is None else f"{last['mean_loss']:.4f}"
         lines.append(f"step    {last['step']:,} of {n_steps:,}, {_ago(last['time'])}, loss {loss}")
         rate = sorted(record["tokens_per_second"] for record in steps)[len(steps) // 2]

@@ -21,7 +21,7 @@ from torchtitan_lite.monitoring.metrics import peak_memory_gib
 from torchtitan_lite.optim.optimizer import learning_rate
 from torchtitan_lite.scoring.validation import Validation, eval_line, evaluate, evaluate_average
 from torchtitan_lite.training.intact import require_equal_copies, require_finite
-from torchtitan_lite.training.session import Callback, Session, StepResult, due
+from torchtitan_lite.training.session import Callback, Session, StepResult, due, report_save
 
 # the records that tell that a step was validated, its tasks scored, and samples made: a file and a key
 _SCORED, _TASKS, _SAMPLES = ("metrics.jsonl", "eval_s"), ("metrics.jsonl", "task_s"), ("samples.jsonl", "prompt")
@@ -121,7 +121,7 @@ def log_step(s: Session, result: StepResult, peak: float) -> None:
     if s.loads is not None:  # of the step's experts: the fullest and the emptiest of a layer, as shares of its mean
         shares = s.loads / s.loads.mean(1, keepdim=True)
         record |= {"load_max": _finite(shares.max().item()), "load_min": _finite(shares.min().item())}
-    if peak and s.config.train.parts(state.step) == 1:  # it counts the attention of train.seq_len
+    if peak:
         record["mfu"] = record["tokens_per_second"] / peak
     s.log.record(record)
     left_s = s.meter.seconds_per_step(state.step) * (steps - state.step)
@@ -177,23 +177,6 @@ def save(s: Session, _: StepResult) -> None:
     error = report_save(s, wait=s.stopping or not s.config.checkpoint.async_save)
     if s.stopping and error:
         raise SaveError(f"the last checkpoint was not saved: {error}. Older checkpoints are untouched")
-
-
-def report_save(s: Session, *, wait: bool) -> str:
-    """Log a save once it is committed, or has failed. Returns the error, which does not end the run."""
-    saved = s.checkpointer.wait() if wait or s.checkpointer.finished() else None
-    if saved is None:
-        return ""
-    if saved.error:
-        then = "" if s.stopping else ", training continues"
-        s.log.info(f"NOT SAVED  step {saved.step}: {saved.error}; older checkpoints are untouched{then}")
-    else:
-        paused = f", training paused for {saved.stopped_s:.1f} s" if s.config.checkpoint.async_save else ""
-        s.log.record({"step": saved.step, "save_s": saved.stopped_s if paused else saved.seconds, "bytes": saved.bytes})
-        s.log.info(f"saved   {saved.folder}  ({saved.bytes / 2**20:.1f} MiB, {saved.seconds:.1f} s{paused})")
-    if saved.note:
-        s.log.info(f"note    older checkpoints were not deleted: {saved.note}")
-    return saved.error
 
 
 @contextlib.contextmanager

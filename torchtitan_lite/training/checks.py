@@ -9,6 +9,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.distributed.parallelize import groups_of
 from torchtitan_lite.distributed.sharding import column_placement
 from torchtitan_lite.errors import ConfigError, DataError
+from torchtitan_lite.monitoring.console import MANY
 from torchtitan_lite.optim.optimizer import freeze, parameter_groups
 from torchtitan_lite.process import env_int
 
@@ -51,7 +52,7 @@ def check_prompts(config: Config) -> dict[str, str]:
 
         if found := wrong_tasks(config):
             return found
-    if not config.sample.every:
+    if not config.sample.every or not config.sample.prompts:
         return {}
     from torchtitan_lite.training.sampling import known_tokenizer, wrong_prompts
 
@@ -59,7 +60,8 @@ def check_prompts(config: Config) -> dict[str, str]:
         tokenizer = known_tokenizer(config)
     except DataError as error:
         return {"tokenizer.path": str(error)}
-    return {f"sample.prompts {n}": wrong for n, wrong in enumerate(wrong_prompts(config, tokenizer))}
+    problems = wrong_prompts(config, tokenizer) if tokenizer else []
+    return {f"sample.prompts {n}": wrong for n, wrong in enumerate(problems)}
 
 
 def check_init_from(config: Config) -> dict[str, str]:
@@ -69,6 +71,28 @@ def check_init_from(config: Config) -> dict[str, str]:
     from torchtitan_lite.huggingface.weights import check_source
 
     return check_source(config)
+
+
+# of Python's standard library: tokens, with a vocabulary of 4,096, and functions with a docstring
+_TOKENS, _PAIRS = 3_400_000, 6_300
+
+
+def check_default_text(config: Config) -> dict[str, str]:
+    """Refuse a large model that would read Python's standard library many times. Returns the broken rules."""
+    data, train = config.data, config.train
+    samples = _PAIRS if data.objective == "pairs" else _TOKENS / train.seq_len
+    epochs = train.epochs or train.samples / samples
+    if data.path or data.sources or epochs <= MANY:
+        return {}
+    with torch.device("meta"):
+        model = models.build(config.model, config.model.vocab_size or config.tokenizer.vocab_size)
+    n = sum(parameter.numel() for parameter in model.parameters())
+    if n <= 100e6:
+        return {}
+    return {
+        "data.path train.steps": f"data.path is empty, so {n / 1e6:,.0f} million parameters would learn from Python's "
+        f'standard library, read {epochs:,.0f} times; data.path = "my_text" with text of your own works (docs/data.md)'
+    }
 
 
 def check_suffixes(config: Config) -> dict[str, str]:
@@ -82,3 +106,6 @@ def check_suffixes(config: Config) -> dict[str, str]:
     except DataError as error:
         return {"data.text_suffixes": str(error)}
     return {}
+
+
+ALL = [check_patterns, check_default_text, check_prompts, check_init_from, check_suffixes]

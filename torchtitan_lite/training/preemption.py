@@ -1,9 +1,8 @@
 """Preemption: on a signal (TERM, INT, HUP, USR1) or at the time limit, the run finishes its step, saves and exits.
 
 A signal only sets a reason. Each step's reduction sums the requests of all ranks, so all stop after the same step.
-A second signal more than two seconds later ends the process at once, without saving. Signals within two seconds are one
-request: torchrun forwards signals that the terminal has sent already, and Slurm signals both launcher and workers.
-tools/elastic, which ends processes itself, sets TORCHTITAN_LITE_SIGNALLED_ONCE: all later signals are the same request.
+A second Ctrl-C (INT) ends the process at once, without saving. Any other signal after the first is the same request:
+Slurm signals both launcher and workers, and torchrun forwards what it gets.
 
 Python runs signal handlers only in the main thread, so not while that waits for another rank or a disk. A thread
 therefore reads the signals from the pipe that the C handler writes to.
@@ -25,7 +24,6 @@ from torchtitan_lite.process import die_with_launcher
 from torchtitan_lite.terminal import prepare_streams
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-SAME_REQUEST_S = 2.0
 
 
 class Preemption:
@@ -48,7 +46,7 @@ class Preemption:
         self._max_minutes = max_minutes
         self._clock, self._end = clock, end
         self._started = clock()
-        self._first: tuple[int, float] | None = None  # the first signal and its time
+        self._interrupted = False  # by a first Ctrl-C
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Preemption":
@@ -83,15 +81,13 @@ class Preemption:
 
     def received(self, number: int) -> None:
         """Handle a signal."""
-        name, now = signal.Signals(number).name, self._clock()
-        if self._first is None:
-            self._first = number, now
-            self.reason = self.reason or name
-        elif now - self._first[1] > SAME_REQUEST_S and "TORCHTITAN_LITE_SIGNALLED_ONCE" not in os.environ:
-            first = signal.Signals(self._first[0]).name
-            self._end_at_once(number, f"{name}, {now - self._first[1]:.0f} s after {first}: stopped without saving")
+        if number == signal.SIGINT and self._interrupted:
+            self._end_at_once()
+        self._interrupted |= number == signal.SIGINT
+        self.reason = self.reason or signal.Signals(number).name
 
-    def _end_at_once(self, number: int, why: str) -> None:
+    def _end_at_once(self) -> None:
+        why = "a second Ctrl-C: stopped without saving"
         text = f"train.py: {why}; the same command resumes from the newest checkpoint\n"
         if os.environ.get("LOCAL_RANK", "0") == "0":
             with contextlib.suppress(OSError):
@@ -100,7 +96,7 @@ class Preemption:
         reporting = threading.Thread(target=self.on_abort, args=(why,), daemon=True)
         reporting.start()
         reporting.join(timeout=2)
-        self._end(128 + number)
+        self._end(128 + signal.SIGINT)
 
     def requested(self) -> bool:
         """Whether this rank was asked to stop."""

@@ -6,7 +6,6 @@ Every rank computes every forward, because each holds shards of the parameters. 
 
 import contextlib
 import json
-import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,6 @@ from torchtitan_lite.config.schema import Config, SampleConfig
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.objectives import open_samples
-from torchtitan_lite.data.token_files import TokenFiles, document_ends
 from torchtitan_lite.distributed.generating import generating
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.models.generation import Sampler, answers, new_tokens
@@ -47,10 +45,10 @@ class Prompts:
 
     @classmethod
     def of(cls, config: Config, data: DataSet) -> "Prompts":
-        """Encode the prompts of [sample]; none if sampling is off.
+        """Encode the prompts of [sample].
 
         Raises:
-            ConfigError: a prompt is empty or too long for the model.
+            ConfigError: a prompt is too long for the model.
         """
         tokenizer = bpe.load(data.folder / "tokenizer.json")
         if _are_held_out(config):
@@ -61,8 +59,10 @@ class Prompts:
             return cls(config.sample, tokenizer, sources, [ids for ids, _ in pairs], data.end_token, targets)
         if problems := wrong_prompts(config, tokenizer):
             raise ConfigError("\n  ".join(problems))
-        prompts = (config.sample.prompts or held_out_prompts(config, data, tokenizer)) if config.sample.every else []
-        ids = [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in prompts]
+        defaults = [""] if config.data.path or config.data.sources else ["def ", "The "]
+        prompts = config.sample.prompts or defaults
+        # an empty prompt: the token that stands before each document
+        ids = [tokenizer.encode(prompt, add_special_tokens=False).ids or [data.end_token] for prompt in prompts]
         if FAMILIES[config.model.family].encoder_decoder:  # the prompt is a source, and the sample its answer
             from torchtitan_lite.data.pairs import source_prefix, with_prefix
 
@@ -80,53 +80,19 @@ def _are_held_out(config: Config) -> bool:
     return config.data.objective == "pairs" and not config.sample.prompts
 
 
-def held_out_prompts(config: Config, data: DataSet, tokenizer: Tokenizer) -> list[str]:
-    """Two prompts in place of none: the first words of held-out documents, or "def " and "The " for the default text.
-
-    The documents are the same in every run on the same data.
-    """
-    if not config.data.path and not config.data.sources:
-        return ["def ", "The "]
-    limit, good = config.model.max_seq_len - 2, list[str]()
-    for source in data.sources[:2]:
-        ends = document_ends(source.folder, source.meta, "val")
-        stream = TokenFiles(source.folder, source.meta, "val")
-        n = len(ends)
-        usable: dict[str, None] = {}  # each once, in order
-        for i in dict.fromkeys(n * k // 9 for k in (3, 6, 1, 2, 4, 5, 7, 8)):
-            first, end = int(ends[i - 1]) if i else 1, int(ends[i]) - 1  # without its end token
-            text = tokenizer.decode(stream.read(first, min(end, first + 48)).tolist()).lstrip()
-            words = re.match(r"\S+(\s+\S+){0,4}(?=\s)", text[:48])
-            text = words[0] if words else text[:12]
-            text = text.rstrip("\ufffd")  # half a character
-            if text and not wrong_prompt(text, tokenizer, limit):
-                usable[text] = None
-        good += list(usable)[: 2 if len(data.sources) == 1 else 1]
-    return good or ["The "]
-
-
-def wrong_prompts(config: Config, tokenizer: Tokenizer | None) -> list[str]:
-    """Problems of the prompts of [sample]; none if sampling is off.
-
-    Args:
-        tokenizer: None if it does not exist yet; then only an empty prompt is a problem.
-    """
-    prompts = config.sample.prompts if config.sample.every else []
-    return [wrong for prompt in prompts if (wrong := wrong_prompt(prompt, tokenizer, config.model.max_seq_len))]
-
-
-def wrong_prompt(prompt: str, tokenizer: Tokenizer | None, limit: int) -> str:
-    """The problem of one prompt for a model of `limit` positions; empty if it has none."""
-    if tokenizer is None:
-        n, fits = 0, bool(prompt)
-    else:
+def wrong_prompts(config: Config, tokenizer: Tokenizer) -> list[str]:
+    """Problems of the prompts of [sample]."""
+    problems, most = [], config.model.max_seq_len - 1
+    for prompt in config.sample.prompts:
         try:
             n = len(tokenizer.encode(prompt, add_special_tokens=False).ids)
         except BaseException as error:  # the library's panics are no Exception
-            return f"sample.prompts: the tokenizer can't encode {prompt[:40]!a}: {bpe.reason(error)}"
-        fits = 0 < n < limit
-    has = f"sample.prompts: {prompt[:40]!r} has {counted(n, 'token')}, and should have 1 to {limit - 1}: "
-    return "" if fits else f"{has}model.max_seq_len = {limit}"
+            problems.append(f"sample.prompts: the tokenizer can't encode {prompt[:40]!a}: {bpe.reason(error)}")
+            continue
+        if n > most:
+            has = f"{prompt[:40]!r} has {counted(n, 'token')}, and should have at most {most}"
+            problems.append(f"sample.prompts: {has}: model.max_seq_len = {most + 1}")
+    return problems
 
 
 def sample(prompts: Prompts, s: Session, _: StepResult | None = None) -> None:
@@ -152,7 +118,7 @@ def sample(prompts: Prompts, s: Session, _: StepResult | None = None) -> None:
             if answers(s.model) or prompts.references:
                 text = prompts.tokenizer.decode(tokens)
             else:
-                text = prompts.tokenizer.decode([*ids, *tokens]).removeprefix(prompt)
+                text = prompts.tokenizer.decode([*ids, *tokens]).removeprefix(prompts.tokenizer.decode(ids))
             seconds = time.perf_counter() - began
             reference = {"reference": prompts.references[i]} if prompts.references else {}
             record = {"step": step, "prompt": prompt, "text": text, **reference, "seconds": seconds}
@@ -171,13 +137,11 @@ def _quoted(text: str) -> str:
 
 
 def known_tokenizer(config: Config) -> Tokenizer | None:
-    """The tokenizer of a run that samples: a configured one, or one trained earlier. None if there is none yet.
+    """The tokenizer of a run: a configured one, or one trained earlier. None if there is none yet.
 
     Raises:
         DataError: `tokenizer.path` is not a tokenizer.json.
     """
-    if not config.sample.every or not config.sample.prompts:
-        return None
     if config.tokenizer.path:
         return bpe.load(expand(config.tokenizer.path))
     named = config.data.sources or ([config.data.path] if isinstance(config.data.path, str) else [])

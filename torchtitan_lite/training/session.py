@@ -1,9 +1,8 @@
 """What a training step works with, and what it returns: Session, Sums, StepResult, and the base of all callbacks."""
 
-import functools
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -111,12 +110,10 @@ class Session:
     def __post_init__(self) -> None:
         self.meter = Meter(self.state, self.world.device)
 
-        def on_abort(event: str, why: str) -> None:
+        def on_abort(why: str) -> None:
             run_folder.end(self.config.folder, self.world, self.log.attempt, "failed", self.state.step, why)
-            self.log.notify(event, self.state.step, ends=True)
 
-        self.preemption.on_abort = functools.partial(on_abort, "failure")
-        self.watchdog.on_abort = functools.partial(on_abort, "stall")
+        self.preemption.on_abort = self.watchdog.on_abort = on_abort
 
     @property
     def stopping(self) -> bool:
@@ -150,21 +147,18 @@ def stream(seed: int, step: int, micro_batch: int, rank: int) -> int:
     return int.from_bytes(digest[:7], "little")
 
 
-def settle(s: Session) -> None:
-    """Read the result of the last update on the host: was it skipped, was it a spike, do the ranks agree to stop?
-
-    Raises:
-        NonFiniteError: on every rank: the loss or the gradient norm was not finite, and no more steps may be skipped.
-        SpikeError: on every rank: a loss spike, after which the run stops.
-    """
-    s.guard.check()
-    if s.guard.skipped != s.state.skipped:
-        first, end = s.last_samples
-        s.state = replace(s.state, skipped=list(s.guard.skipped))
-        s.log.record({"step": s.state.step, "skipped_samples": [first, end]})
-        s.log.info(f"SKIPPED step {s.state.step}: not finite; run samples {first} to {end - 1}")
-    if s.spikes is not None and (spike := s.spikes.check()):
-        from torchtitan_lite.training.spikes import act
-
-        act(s, spike)
-    s.preemption.update_agreed()
+def report_save(s: Session, *, wait: bool) -> str:
+    """Log a save once it is committed, or has failed. Returns the error, which does not end the run."""
+    saved = s.checkpointer.wait() if wait or s.checkpointer.finished() else None
+    if saved is None:
+        return ""
+    if saved.error:
+        then = "" if s.stopping else ", training continues"
+        s.log.info(f"NOT SAVED  step {saved.step}: {saved.error}; older checkpoints are untouched{then}")
+    else:
+        paused = f", training paused for {saved.stopped_s:.1f} s" if s.config.checkpoint.async_save else ""
+        s.log.record({"step": saved.step, "save_s": saved.stopped_s if paused else saved.seconds, "bytes": saved.bytes})
+        s.log.info(f"saved   {saved.folder}  ({saved.bytes / 2**20:.1f} MiB, {saved.seconds:.1f} s{paused})")
+    if saved.note:
+        s.log.info(f"note    older checkpoints were not deleted: {saved.note}")
+    return saved.error

@@ -9,8 +9,7 @@ from torchtitan_lite.errors import SpikeError
 from torchtitan_lite.monitoring.console import lasting_options, train_command
 from torchtitan_lite.optim.finite_guard import too_many
 from torchtitan_lite.optim.spike_guard import Spike
-from torchtitan_lite.training.callbacks import report_save
-from torchtitan_lite.training.session import Session
+from torchtitan_lite.training.session import Session, report_save
 
 
 def act(s: Session, spike: Spike) -> None:
@@ -20,25 +19,25 @@ def act(s: Session, spike: Spike) -> None:
         SpikeError: on every rank: the run stops.
     """
     step, action, (first, end) = s.state.step, s.config.spike.action, s.last_samples
-    what = f"step {step}: {spike}; run samples {first} to {end - 1}"
+    what = f"{spike}; run samples {first} to {end - 1}"
     s.log.record(
         {"step": step, "spike": {**spike._asdict(), **s.rank_losses(), "samples": [first, end], "action": action}}
     )
-    s.log.info(f"SPIKE   {what}{'' if action == 'log' else '; the update was withheld'}")
+    s.log.info(f"SPIKE   step {step}: {what}{'' if action == 'log' else '; the update was withheld'}")
     if action == "log":
         return
     if action == "stop":
         raise SpikeError(
-            f"{what}. The update was withheld, and nothing was saved after it. This command starts a run that skips "
-            f"these samples:\n  {fork_without(s, first, end)}"
+            f"step {step}: {what}. The update was withheld, and nothing was saved after it. This command starts a run "
+            f"that skips these samples:\n  {fork_without(s, first, end)}"
         )
     s.guard.skipped.append(step)
     s.state = replace(s.state, skipped=list(s.guard.skipped))
     if too_many(s.guard.skipped, most := s.config.train.max_skipped):
         raise SpikeError(
-            f"{what}. This and the {most} steps before it were skipped (train.max_skipped), and nothing has been saved "
-            "since. If the loss is right, a larger spike.loss_deviations or spike.norm_deviations accepts it; a lower "
-            "optim.lr may help"
+            f"step {step}: {what}. This and the {most} steps before it were skipped (train.max_skipped), and nothing "
+            "has been saved since. If the loss is right, a larger spike.loss_deviations or spike.norm_deviations "
+            "accepts it; a lower optim.lr may help"
         )
 
 

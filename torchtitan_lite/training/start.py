@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan_lite.checkpointing.compatibility import require_same_order
 from torchtitan_lite.checkpointing.progress import on_rank0
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config, flatten
@@ -18,16 +17,15 @@ from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.token_files import PAIRS
 from torchtitan_lite.distributed.agreement import from_rank0, require_agreement
 from torchtitan_lite.distributed.process_group import World
-from torchtitan_lite.errors import ConfigError, DataError, StuckError, UserError, is_stall
+from torchtitan_lite.errors import ConfigError, DataError, StuckError, UserError
 from torchtitan_lite.files import write_durably
 from torchtitan_lite.monitoring import attempts, run_folder
 from torchtitan_lite.monitoring.console import source_lines, start_lines, what_next
 from torchtitan_lite.monitoring.goodput import goodput_line
 from torchtitan_lite.monitoring.metrics import Log
 from torchtitan_lite.terminal import counted, duration, print_line
-from torchtitan_lite.training.callbacks import report_save
 from torchtitan_lite.training.preemption import launcher_note
-from torchtitan_lite.training.session import Session
+from torchtitan_lite.training.session import Session, report_save
 
 
 def prepared(loaded: Loaded) -> tuple[Loaded, DataSet]:
@@ -80,8 +78,6 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
     """
     config, world, log, step = s.config, s.world, s.log, s.state.step
     finished = step >= config.train.steps
-    if s.resumed:
-        require_same_order(config.train, s.resumed)
     if s.resumed and not loaded_config.with_changes:
         from torchtitan_lite.monitoring.resumed import require_same_learning
 
@@ -120,7 +116,7 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
         if callback.resume:
             callback.resume(s)
     if finished:
-        log.info(f"finished: step {step} of train.steps = {config.train.steps}; {what_next(config, step)}")
+        log.info(f"finished: step {step} of train.steps = {config.train.steps}; {what_next(config)}")
         run_folder.end(config.folder, world, log.attempt, "complete", step)
     s.meter.begin()
     return not finished
@@ -136,18 +132,16 @@ def report_end(s: Session) -> None:
         run_folder.end(config.folder, s.world, s.log.attempt, "preempted", step, why)
         return
     run_folder.end(config.folder, s.world, s.log.attempt, "complete", step)
-    s.log.notify("completion", step)
     for line in source_lines(s.samples, s.state, config.data.skip_samples):
         s.log.info(line)
     seconds = time.perf_counter() - s.meter.started
     n_steps = counted(step - s.meter.first_step, "step")
-    s.log.info(f"done    {n_steps} in {duration(seconds)}, {goodput_line(config.folder)}; {what_next(config, step)}")
+    s.log.info(f"done    {n_steps} in {duration(seconds)}, {goodput_line(config.folder)}; {what_next(config)}")
 
 
 def report_failure(config: Config, world: World, log: Log, error: Exception, s: Session | None) -> None:
-    """Write a failure to run.json, and notify. Without a session, the attempt was refused."""
+    """Write a failure to run.json. Without a session, the attempt was refused."""
     if s is not None and isinstance(error, UserError) and not isinstance(error, StuckError):
         report_save(s, wait=True)  # every rank has raised this error, so a background save can still complete
     step = 0 if s is None else s.state.step
     run_folder.end(config.folder, world, log.attempt, "failed", step, str(error) or repr(error))
-    log.notify("stall" if is_stall(error) else "failure", step)

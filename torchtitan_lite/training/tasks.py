@@ -8,8 +8,6 @@ import math
 import time
 from dataclasses import dataclass
 
-from tokenizers import Tokenizer
-
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data import tokenizer as bpe
@@ -31,8 +29,6 @@ class Tasks:
     """The tasks of a run, in tokens."""
 
     encoded: list[Encoded]
-    tokenizer: Tokenizer
-    end: int
     digests: dict[str, str]  # of the questions, by name
 
     @classmethod
@@ -44,7 +40,7 @@ class Tasks:
         """
         tasks = []
         try:
-            tasks = find(config.tasks, config.eval.tasks_from, lambda: data, config.eval.task_questions)
+            tasks = find(config.tasks, lambda: data, config.eval.task_questions)
         except DataError:
             if config.eval.tasks != ["auto"]:
                 raise
@@ -55,15 +51,9 @@ class Tasks:
             )
         if not tasks:
             return None
-        tokenizer = bpe.load(data.folder / "tokenizer.json")
         inputs = Inputs([data.end_token], [data.end_token], config.input_len)
-        encode = text_encoder(tokenizer, (data.end_token,), "a question")
-        return cls(
-            encoded=[encoded(task, encode, inputs) for task in tasks],
-            tokenizer=tokenizer,
-            end=data.end_token,
-            digests=digests,
-        )
+        encode = text_encoder(bpe.load(data.folder / "tokenizer.json"), (data.end_token,), "a question")
+        return cls([encoded(task, encode, inputs) for task in tasks], digests)
 
     def score(self, s: Session, _: StepResult | None = None) -> None:
         """Score, log and record all tasks, unless the run was asked to stop. Collective."""
@@ -73,7 +63,7 @@ class Tasks:
             return
         before = time.perf_counter()
         with generating(s.model, s.config.fsdp, s.world.device):
-            scores = [score(s.model, task, self.tokenizer, (self.end,), s.world) for task in self.encoded]
+            scores = [score(s.model, task, s.world) for task in self.encoded]
         seconds = time.perf_counter() - before
         for task_score in scores:
             s.log.record({"step": step, **record(task_score)})
@@ -114,7 +104,7 @@ def wrong_tasks(config: Config) -> dict[str, str]:
     if FAMILIES[config.model.family].encoder_decoder:
         return {"eval.tasks": f"eval.tasks: tasks are for decoders, not {config.model.family}; eval.tasks = [] works"}
     try:
-        find(config.tasks, config.eval.tasks_from, None)
+        find(config.tasks, None)
     except DataError as error:
         return {"eval.tasks": f"eval.tasks: {error}"}
     return {}

@@ -82,7 +82,7 @@ class DataConfig(Section):
     text_key: Annotated[str, _PREPARING] = "text"
     """the key of a .jsonl line, or the column of a .csv, .tsv or .parquet file, that holds the text"""
     text_suffixes: Annotated[list[str], _PREPARING] = []
-    """further suffixes to read: [".md", ".py"] as plain text, like .txt; ".tsv" in folders, too"""
+    """further suffixes to read: [".md", ".py"] as plain text, like .txt"""
     val_fraction: Annotated[float, _PREPARING] = Field(default=0.05, gt=0, lt=1)
     """fraction of the documents held out for validation, chosen by hash"""
     packing: Annotated[Literal["concat", "best_fit"], REFUSED] = "concat"

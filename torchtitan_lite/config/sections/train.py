@@ -2,7 +2,6 @@
 
 import itertools
 from dataclasses import replace
-from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveInt
@@ -29,13 +28,6 @@ def _batch_schedule(value: list[list[int]]) -> list[list[int]]:
     steps = [pair[0] for pair in value if len(pair) == 2 and pair[0] >= 0 < pair[1] < 2**31]
     if len(steps) < len(value) or any(a >= b for a, b in itertools.pairwise(steps)):
         raise ValueError("should be pairs of a step and a batch size, by rising steps")
-    return value
-
-
-def _seq_len_schedule(value: list[list[float]]) -> list[list[float]]:
-    shares = [pair[0] for pair in value if len(pair) == 2 and 0 <= pair[0] < 1 <= pair[1] and pair[1] == int(pair[1])]
-    if len(shares) < len(value) or any(a >= b for a, b in itertools.pairwise(shares)):
-        raise ValueError("should be pairs of a share of the steps, from 0 to 1, and a length, with increasing shares")
     return value
 
 
@@ -78,11 +70,6 @@ up; 0: use steps"""
         default=[], examples=[[[0, 16], [1000, 64]]]
     )
     """global batch sizes by step: [[0, 16], [1000, 64]] is 16 sequences at first, and 64 after step 1,000"""
-    seq_len_schedule: Annotated[list[list[float]], ASKS, AfterValidator(_seq_len_schedule)] = Field(
-        default=[], examples=[[[0, 64], [0.8, 256]]]
-    )
-    """shorter sequences at first, by share of the steps: with seq_len = 256, [[0, 64], [0.8, 256]] cuts each sequence \
-into four of 64 tokens, mixed with those of other sequences, in the first 80 % of the steps"""
     z_loss: Annotated[NonNegativeFloat, ASKS] = 0.0
     """add this times log(Z)^2 to each target's loss, e.g. 1e-4: keeps logits small; logged losses exclude it"""
     router_aux_loss: Annotated[NonNegativeFloat, ASKS, _ROUTING] = 0.01
@@ -100,21 +87,6 @@ losses exclude it"""
     def batch_size(self, step: int) -> int:
         """Sequences of a step (1-based), over all ranks."""
         return next((size for after, size in reversed(self.batch_schedule) if after < step), self.global_batch_size)
-
-    @property
-    def lengths(self) -> list[tuple[int, int]]:
-        """The changes of seq_len_schedule: a step after which sequences have a length."""
-        # shares as they are written: 0.7 of 350 steps are 245, and the binary fraction is a little less
-        return [(int(Fraction(repr(share)) * self.steps), int(length)) for share, length in self.seq_len_schedule]
-
-    def parts(self, step: int) -> int:
-        """How many shorter sequences take the place of each sequence of a step (1-based)."""
-        return self.seq_len // next((n for after, n in reversed(self.lengths) if after < step), self.seq_len)
-
-    def shortens(self, steps: range) -> bool:
-        """Whether one of these steps has shorter sequences."""
-        changes = {steps.start, *(after + 1 for after, _ in self.lengths)}
-        return any(self.parts(step) > 1 for step in changes if step in steps)
 
     @property
     def samples(self) -> int:
@@ -147,19 +119,6 @@ def rules(config: "Config", machine: Machine) -> Rules:
             f"train.seq_len = {train.seq_len} is longer than model.max_seq_len = {model.max_seq_len}; "
             f"model.max_seq_len = {train.seq_len} works",
         )
-    for _, length in train.lengths:
-        if length > train.seq_len or train.seq_len % length:
-            fits = max(n for n in range(1, min(length, train.seq_len) + 1) if train.seq_len % n == 0)
-            yield (
-                "train.seq_len_schedule train.seq_len",
-                f"train.seq_len_schedule: {length} tokens do not divide train.seq_len = {train.seq_len}; {fits} works",
-            )
-    for key, only in (("data.objective", "causal"), ("data.packing", "concat")):
-        if train.seq_len_schedule and (value := getattr(config.data, key.partition(".")[2])) != only:
-            yield (
-                f"train.seq_len_schedule {key}",
-                f'{key} = "{value}" has sequences of one length; train.seq_len_schedule = [] works',
-            )
     if any(size != train.batch_size(1) for _, size in train.batch_schedule):
         for key in config.in_epochs:
             works = "train.steps" if key == "train.epochs" else f"{key} = 100"

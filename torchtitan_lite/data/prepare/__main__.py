@@ -3,7 +3,6 @@
 python -m torchtitan_lite.data.prepare my_text --out data/mine
 python -m torchtitan_lite.data.prepare 'web/*.jsonl.zst' --out data/web --tokenizer data/mine/tokenizer.json
 python -m torchtitan_lite.data.prepare news.csv --source-key text --target-key headline --out data/news
-python -m torchtitan_lite.data.prepare --from-megatron corpus_text_document --tokenizer tokenizer.json --out data/old
 python -m torchtitan_lite.data.prepare --verify data/mine
 """
 
@@ -24,11 +23,10 @@ from torchtitan_lite.config.schema import TokenizerConfig
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.packing import damaged_indices
 from torchtitan_lite.data.prepare import corpus as corpora
-from torchtitan_lite.data.prepare import megatron
 from torchtitan_lite.data.prepare.cache import record_folder
 from torchtitan_lite.data.prepare.encode import encode, require_complete
 from torchtitan_lite.data.prepare.plan import MAX_DOCUMENT_BYTES, Options, plan_of
-from torchtitan_lite.data.prepare.split import BYTES, plan_for
+from torchtitan_lite.data.prepare.split import plan_for
 from torchtitan_lite.data.prepare.summary import report, summary, verify
 from torchtitan_lite.data.token_files import read_meta, remedy
 from torchtitan_lite.errors import ConfigError, DataError, run_cli
@@ -46,11 +44,11 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         if arguments.verify:
             return _verify(arguments.verify)
-        if not (arguments.sources or arguments.from_megatron) or not arguments.out:
+        if not arguments.sources or not arguments.out:
             raise ConfigError("needs text and an output folder, e.g. prepare my_text --out data/mine")
         if not 0 < arguments.val_fraction < 1:
             raise ConfigError(f"--val-fraction {arguments.val_fraction} should be between 0 and 1, e.g. 0.05")
-        return _make_of_megatron(arguments) if arguments.from_megatron else _make(arguments)
+        return _make(arguments)
     except KeyboardInterrupt:
         print("prepare: stopped; run the same command again to resume", file=sys.stderr)
         return 130
@@ -68,14 +66,6 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("sources", nargs="*", metavar="SOURCE", help=f"{corpora.READABLE}, folders or globs")
     add("--out", type=paths.argument, help="the folder to create")
-    add(
-        "--from-megatron",
-        nargs="+",
-        action="extend",
-        type=paths.argument,
-        metavar="PREFIX",
-        help="use the tokens of Megatron's PREFIX.bin and PREFIX.idx, which stay where they are; needs --tokenizer",
-    )
     add("--tokenizer", default="", metavar="FILE", help='a tokenizer.json, or "bytes" for one token per byte')
     add("--end-token", default="", help="the token that ends a document; default: as [tokenizer] end_token")
     add("--train-tokenizer", type=int, metavar="N", help="train byte-level BPE with N entries (default: 4096)")
@@ -87,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         action="extend",
         default=[],
         metavar="SUFFIX",
-        help="further suffixes of plain text, e.g. .md .py; .tsv: also in folders",
+        help="further suffixes of plain text, e.g. .md .py",
     )
     add("--source-key", default="", metavar="NAME", help="pairs: the key or column of the source")
     add("--target-key", default="", metavar="NAME", help="pairs: the key or column of the target")
@@ -115,34 +105,6 @@ def _verify(folder: Path) -> int:
     if damaged := list(damaged_indices(folder, read_meta(folder))):
         raise DataError("\n  ".join(damaged))
     print(f"{folder}: complete and undamaged. {summary(read_meta(folder))}")
-    return 0
-
-
-def _make_of_megatron(arguments: argparse.Namespace) -> int:
-    if not arguments.tokenizer or arguments.tokenizer == BYTES:
-        raise ConfigError(
-            "--from-megatron needs the tokenizer that the files were made with: --tokenizer tokenizer.json"
-        )
-    defaults = vars(_parser().parse_args([]))
-    options = (
-        *(
-            "train_tokenizer",
-            "sentinels",
-            "held_out",
-            "text_key",
-            "text_suffixes",
-            "source_key",
-            "target_key",
-            "source_prefix",
-        ),
-        "on_error",
-    )
-    unsuitable = [f"--{name.replace('_', '-')}" for name in options if getattr(arguments, name) != defaults[name]]
-    unsuitable += [str(source) for source in arguments.sources[:1]]
-    if unsuitable:
-        raise ConfigError(f"--from-megatron reads tokens, not text: leave out {', '.join(unsuitable)}")
-    settings = megatron.Settings.of(Path(arguments.tokenizer), arguments.end_token, arguments.val_fraction)
-    megatron.prepare(arguments.from_megatron, settings, _out(arguments.out))
     return 0
 
 
@@ -181,6 +143,8 @@ def _make(arguments: argparse.Namespace) -> int:
             tokenizer, (job,) = plan_for(
                 [corpus], config, arguments.val_fraction, work, options, print, sentinels=sentinels
             )
+            for note in corpora.not_read([corpus], "--text-suffixes"):
+                print(f"data    {note}")
             if not out.exists():
                 encode(corpus, tokenizer, job, out, options)
             elif not is_prepared(out) or read_meta(out).made_from != plan_of(corpus, job, options):

@@ -36,8 +36,11 @@ def cache_folder(data: DataConfig) -> Path:
 
 def prepared_in_cache(
     paths: Sequence[str | list[str]], data: DataConfig, config: TokenizerConfig, info: Info
-) -> list[Path]:
-    """The prepared folders of texts that share a tokenizer, created if needed.
+) -> tuple[list[Path], list[str]]:
+    """Prepare texts that share a tokenizer, if needed.
+
+    Returns:
+        the prepared folders, and notes on files that were left out.
 
     Raises:
         DataError: a text is missing, unusable or too short.
@@ -61,7 +64,6 @@ def prepared_in_cache(
     try:
         cache.mkdir(parents=True, exist_ok=True)
         if default:
-            info("data    functions of Python's standard library: the source is a body, the target its docstring")
             texts = [corpora.functions(cache)]
         texts = [corpora.with_content(corpus, cache) for corpus in texts]
         sentinels = data.objective != "causal"
@@ -76,7 +78,7 @@ def prepared_in_cache(
                 if not folder.is_dir():
                     meta = encode(corpus, trained, job, folder, Options())
                     info(f"data    {summary(meta)}")
-        return folders
+        return folders, corpora.not_read(texts, "data.text_suffixes")
     except OSError as error:
         raise DataError(f"data.cache_dir: can't write to {cache}: {error}") from None
 

@@ -31,10 +31,9 @@ from torchtitan_lite.data.token_files import HASHED_BYTES, spots
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.files import write_durably
 
-KINDS = ".txt", ".jsonl", ".csv", ".parquet"
-TABLE = ".tsv"  # read as .csv; in a folder only if it is named: older versions ignored it
+KINDS = ".txt", ".jsonl", ".csv", ".tsv", ".parquet"
 COMPRESSED = ".gz", ".zst"
-READABLE = ".txt, .jsonl and .csv files (also .gz and .zst) and .parquet files"
+READABLE = ".txt, .jsonl, .csv and .tsv files (also .gz and .zst) and .parquet files"
 _OTHERS = 'data.text_suffixes (prepare: --text-suffixes) names other suffixes of plain text, e.g. [".md"]'
 _MAX_BLOCK = 64 * 1024  # bytes
 _MIN_BLOCK = 1024
@@ -109,7 +108,7 @@ def _suffix(file: Path) -> str:
 def kind(file: Path, text_suffixes: Collection[str] = ()) -> str:
     """How a file is read: as .txt, .jsonl, .csv or .parquet, compressed or not; empty: not at all."""
     suffix = _suffix(file)
-    if suffix == TABLE:
+    if suffix == ".tsv":
         return ".csv"
     return suffix if suffix in KINDS else ".txt" if suffix in text_suffixes else ""
 
@@ -121,7 +120,7 @@ def checked_suffixes(text_suffixes: Collection[str]) -> tuple[str, ...]:
         if not re.fullmatch(r"\.[^./\0\s]+", suffix) or suffix in (*KINDS[1:], *COMPRESSED):
             raise DataError(
                 f'data.text_suffixes (prepare: --text-suffixes): "{suffix}" should be the suffix of plain text, with '
-                "its dot, e.g. .md; .jsonl, .csv and .parquet have readers of their own, and .gz and .zst follow it"
+                "its dot, e.g. .md; .jsonl, .csv, .tsv and .parquet have readers of their own, .gz and .zst follow it"
             )
     return suffixes
 

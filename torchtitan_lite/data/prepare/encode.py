@@ -71,8 +71,7 @@ def encode(corpus: Corpus, tokenizer: Tokenizer, job: plan_module.Job, out: Path
         writer.commit()
         if plan_of(corpus, job, options) != plan or not corpora.is_unchanged(corpus):
             raise DataError(corpora.CHANGED)
-        if progress.origins:
-            write_origins(partial, corpus)
+        write_origins(partial, corpus)
         meta = _finish(partial, job, progress, options, bpe.sha256(tokenizer))
     except DataError as error:
         if not options.keep_partial and not isinstance(error, worker.WorkerError):

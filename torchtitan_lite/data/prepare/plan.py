@@ -45,20 +45,11 @@ class Options:
 def plan_of(corpus: Corpus, job: Job, options: Options) -> str:
     """A hash of all inputs that determine the result. For text without problems, `on_error` is not one of them."""
     inputs = [
-        *(metas.FORMAT_VERSION, corpus.identity(), corpus.text_key, corpus.python_source),
+        *(metas.FORMAT_VERSION, corpus.identity(), corpus.text_key, corpus.target_key, corpus.source_prefix),
+        *(sorted(corpus.text_suffixes), corpus.n_held_out, corpus.python_source),
         *(hashlib.sha256(job.tokenizer.encode()).hexdigest(), job.end_token, job.held_out_below),
         *(options.max_document_bytes, options.shard_tokens, CHUNK_BYTES, CHUNK_DOCUMENTS),
     ]
-    definition = json.loads(job.tokenizer)
-    special = {entry["id"] for entry in definition.get("added_tokens", []) if entry.get("special")}
-    if definition["model"]["type"] != "BPE" or job.end_token not in special:
-        inputs.append("literal text 1")  # older versions could encode text as an end token with these tokenizers
-    if corpus.target_key:
-        inputs.append(["pairs", corpus.target_key, corpus.source_prefix])
-    if corpus.text_suffixes:
-        inputs.append(["text_suffixes", *sorted(corpus.text_suffixes)])
-    if corpus.n_held_out:
-        inputs.append(["held out", corpus.n_held_out])
     return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
 
 

@@ -58,19 +58,14 @@ def plan_for(
         loaded = byte_level(sentinels=sentinels) if config.path == BYTES else bpe.load(Path(config.path))
     inputs = {
         "format": FORMAT_VERSION,
-        "texts": [[corpus.identity(), corpus.text_key] for corpus in texts],
+        "texts": [[c.identity(), c.text_key, c.target_key, c.source_prefix, c.n_held_out] for c in texts],
+        "text_suffixes": [sorted(c.text_suffixes) for c in texts],
         "python": platform.python_version() if any(corpus.python_source for corpus in texts) else "",
         "tokenizer": [bpe.sha256(loaded), config.end_token] if loaded else config.vocab_size,
         "val_fraction": val_fraction,
-    } | ({"sentinels": True} if sentinels and not loaded else {})
-    if pairs := [[corpus.target_key, corpus.source_prefix] for corpus in texts if corpus.target_key]:
-        inputs["pairs"] = pairs
-    if n_held_out := sum(corpus.n_held_out for corpus in texts):
-        inputs["held_out"] = n_held_out
-    if suffixes := sorted({suffix for corpus in texts for suffix in corpus.text_suffixes}):
-        inputs["text_suffixes"] = suffixes
-    if options.max_document_bytes != plan.MAX_DOCUMENT_BYTES:
-        inputs["longest"] = options.max_document_bytes
+        "sentinels": sentinels and not loaded,
+        "max_document_bytes": options.max_document_bytes,
+    }
     key = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:16]
     file = folder / f"{key}.plan.json"
     stored = _stored_plan(file, len(texts))
@@ -81,8 +76,6 @@ def plan_for(
                 name = "Python's standard library" if any(corpus.python_source for corpus in texts) else "your text"
                 files = counted(sum(len(corpus.files) for corpus in texts), "file")
                 info(f"data    preparing {name}: {files}, once for all runs ...")
-                for note in corpora.not_read(texts, "data.text_suffixes"):
-                    info(f"data    {note}")
                 below = [held_out_below(corpus, val_fraction, options) for corpus in texts]
                 chosen = loaded or train(training_texts(texts, below, options), config.vocab_size, sentinels=sentinels)
                 end = bpe.end_token(chosen, config.end_token)

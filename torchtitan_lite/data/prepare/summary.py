@@ -11,7 +11,6 @@ from tokenizers import Tokenizer
 
 from torchtitan_lite.data.prepare.writer import read_origins
 from torchtitan_lite.data.token_files import (
-    IN_PLACE,
     SPLITS,
     File,
     Meta,
@@ -68,13 +67,6 @@ def identity(files: dict[str, File]) -> str:
     return hashlib.sha256(json.dumps(shards).encode()).hexdigest()
 
 
-def identity_in_place(files: dict[str, File]) -> str:
-    """`tokens_sha256` of a folder whose tokens are in Megatron's files, wherever these are."""
-    extents = [files[f"{split}.{what}"].sha256 for split in SPLITS for what in ("extents", "idx")]
-    tokens = [file.sha256 for name, file in files.items() if name.endswith(".bin")]
-    return hashlib.sha256(json.dumps([extents, tokens]).encode()).hexdigest()
-
-
 def verify(folder: Path) -> list[str]:
     """Read every byte of a prepared folder, and return a line for each problem.
 
@@ -84,7 +76,7 @@ def verify(folder: Path) -> list[str]:
     meta = read_meta(folder)
     now = all_files(folder, list(meta.files))
     problems = [f"{name}: its SHA-256 is not the one in meta.json" for name in now if now[name] != meta.files[name]]
-    if (identity_in_place if meta.format_version == IN_PLACE else identity)(now) != meta.tokens_sha256:
+    if identity(now) != meta.tokens_sha256:
         problems.append("meta.json: tokens_sha256 is not that of the token files")
     try:
         read_origins(folder)

@@ -8,7 +8,7 @@ Where each document came from is kept in files of their own, which training neve
     origins.json                    the files of the text, the units of places in them, and hashes of the arrays below
     train.origins, val.origins      for each document: number of the file << 36 | line or row, int64
 
-meta.json does not list them: folders that were prepared without them, and readers that do not know them, stay valid.
+meta.json does not list them: a folder without them is complete.
 """
 
 import contextlib
@@ -33,7 +33,6 @@ from torchtitan_lite.files import flush_to_disk, naming, write_durably
 
 COMMIT_EVERY_S = 1.0
 ORIGINS = "origins.json"
-ORIGINS_VERSION = 1
 PLACE_BITS = 36
 _WITHOUT = f"training does not need it: delete {ORIGINS} to go without, or prepare the text again"
 
@@ -51,7 +50,6 @@ class Progress:
     unknown_tokens: int = 0
     skipped: dict[str, int] = field(default_factory=dict)
     skipped_bytes: int = 0  # of skipped.log
-    origins: bool = False  # whether they are written; False in a preparation that an older version began
 
 
 def read_progress(folder: Path, plan: str, itemsize: int, shard_tokens: int) -> Progress:
@@ -78,7 +76,7 @@ def read_progress(folder: Path, plan: str, itemsize: int, shard_tokens: int) -> 
         )
     for name in names:
         (folder / name).unlink()
-    return Progress(plan, origins=True)
+    return Progress(plan)
 
 
 def _shorter(folder: Path, progress: Progress, itemsize: int, shard_tokens: int) -> str:
@@ -86,7 +84,7 @@ def _shorter(folder: Path, progress: Progress, itemsize: int, shard_tokens: int)
     sizes = {"skipped.log": progress.skipped_bytes}
     for split, tokens, documents in zip(metas.SPLITS, progress.tokens, progress.documents, strict=True):
         sizes[f"{split}.idx"] = documents * 8
-        sizes[origins_name(split)] = documents * 8 * progress.origins
+        sizes[origins_name(split)] = documents * 8
         for number, length in enumerate(metas.shard_lengths(tokens, shard_tokens) if tokens > 1 else []):
             sizes[metas.shard_name(split, number)] = length * itemsize
     for name, size in sizes.items():
@@ -116,8 +114,7 @@ class Writer:
             if tokens == 1:
                 _write(self._shards[-1], np.array([job.end_token], self._dtype).tobytes())
             self._indices.append(self._open(f"{split}.idx", documents * 8))
-            if progress.origins:
-                self._origins.append(self._open(origins_name(split), documents * 8))
+            self._origins.append(self._open(origins_name(split), documents * 8))
         self._skipped = self._open("skipped.log", progress.skipped_bytes)
         write_durably(folder / "tokenizer.json", job.tokenizer.encode())
         if job.target_key:
@@ -141,8 +138,7 @@ class Writer:
             ends = p.tokens[i] + np.cumsum(encoded.lengths, dtype=np.int64)
             _write(self._indices[i], ends.tobytes())
             self._append(i, encoded.tokens)
-            if p.origins:
-                _write(self._origins[i], (encoded.places | chunk.file << PLACE_BITS).tobytes())
+            _write(self._origins[i], (encoded.places | chunk.file << PLACE_BITS).tobytes())
             p.tokens[i] += len(encoded.tokens)
             p.documents[i] += len(encoded.lengths)
             p.text_bytes[i] += encoded.text_bytes
@@ -195,12 +191,11 @@ def origins_name(split: str) -> str:
 
 
 def write_origins(folder: Path, corpus: Corpus) -> None:
-    """Complete the origins of a folder's documents, if they were written."""
+    """Complete the origins of a folder's documents."""
     names = [origins_name(split) for split in metas.SPLITS]
     files = [[os.path.abspath(file), unit_of(file)] for file in corpus.files]
     arrays = {name: asdict(metas.File.of(folder / name)) for name in names}
-    content = {"format_version": ORIGINS_VERSION, "files": files, "arrays": arrays}
-    write_durably(folder / ORIGINS, json.dumps(content).encode())
+    write_durably(folder / ORIGINS, json.dumps({"files": files, "arrays": arrays}).encode())
 
 
 def read_origins(folder: Path) -> list[list[str]] | None:
@@ -212,8 +207,6 @@ def read_origins(folder: Path) -> list[list[str]] | None:
     file = folder / ORIGINS
     try:
         content = json.loads(file.read_bytes())
-        if content["format_version"] != ORIGINS_VERSION:
-            raise ValueError(f"its format is {content['format_version']}, but this version reads {ORIGINS_VERSION}")
         for name, array in content["arrays"].items():
             if metas.File.of(folder / name) != metas.File(**array):
                 raise ValueError(f"{name} has changed since it was made")

@@ -28,8 +28,7 @@ from torchtitan_lite.tools.elastic.wire import (
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _POLL_S = 0.1
-_SAME_REQUEST_S = 2.0  # signals within two seconds are one, as in training/preemption.py
-SIGNALLED_ONCE = "TORCHTITAN_LITE_SIGNALLED_ONCE"  # as in training/preemption.py, which imports torch
+_SAME_REQUEST_S = 2.0  # signals within two seconds are one: a scheduler may send several
 WORLD = "TORCHTITAN_LITE_WORLD"  # which machines, and why: training/start.py logs it
 NOT_STARTED = 71  # the exit code of a process that can't be started: EX_OSERR of sysexits.h
 
@@ -47,7 +46,7 @@ class Processes:
         first = int(env["RANK"])
         # without the variables of a torchrun that started this process, such as the store of its agent
         own = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")}
-        env = {"OMP_NUM_THREADS": "1", **own, SIGNALLED_ONCE: "1", **env}
+        env = {"OMP_NUM_THREADS": "1", **own, **env}
         self.problem = ""  # why a process could not be started
         self._kill_at = math.inf
         prctl = getattr(ctypes.CDLL(None), "prctl", None)

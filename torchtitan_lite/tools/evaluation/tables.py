@@ -132,7 +132,7 @@ def task_table(scores: dict[str, TaskScore], length: int) -> list[str]:
             starred = starred or star
             columns += f"  {figure_text(figures, metric) + '*' * star:>16}"
         columns += f"  {'-':>16}" * (3 - len(METRICS[task.kind]))
-        bits = figure_text(figures, "bits_per_byte") if "bits_per_byte" in figures else "-"
+        bits = figure_text(figures, "bits_per_byte")
         lines.append(f"  {name:<{width}}  {len(task.questions):>9,}  {length:>6}{columns}  {task.chance:>6.3f}  {bits}")
     if starred:
         lines.append("  *: the main score of the task")

@@ -41,7 +41,8 @@ from torchtitan_lite.optim.optimizer import learning_rate
 from torchtitan_lite.terminal import counted, print_line
 from torchtitan_lite.tools.incidents.record import attempts_of, checkpoint_before, require_own_step
 from torchtitan_lite.training import out_of_memory
-from torchtitan_lite.training.session import Session, StepResult, settle
+from torchtitan_lite.training.intact import settle
+from torchtitan_lite.training.session import Session, StepResult
 from torchtitan_lite.training.start import require_same_data
 
 Step = Callable[[Session, int], StepResult]

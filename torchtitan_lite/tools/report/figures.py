@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan_lite.tools.report.runs import BY_SOURCE, ROUGE, TASK, Run
+from torchtitan_lite.tools.report.runs import BY_SOURCE, TASK, Run
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#bab0ac")
 GREY = "#888888"
@@ -198,11 +198,6 @@ def loss_by_source(runs: list[Run]) -> Figure | None:
     keys = [key for key in _keys(runs) if key.startswith(BY_SOURCE[0])]
     lines = _family({key: key.removeprefix(BY_SOURCE[0]) for key in keys})
     return cut(figure(runs, "Validation loss by source", "nats per token", lines, format=".4f"), ceiling(runs))
-
-
-def rouge(runs: list[Run]) -> Figure | None:
-    lines = _family({key: key.replace("rouge", "ROUGE-") for key in ROUGE})
-    return figure(runs, "ROUGE of answers to held-out pairs", "F-measure", lines, format=".3f")
 
 
 def tasks(runs: list[Run]) -> Figure | None:

@@ -12,7 +12,7 @@ from plotly.offline import get_plotlyjs
 from torchtitan_lite.terminal import counted, duration
 from torchtitan_lite.tools.report import figures, table
 from torchtitan_lite.tools.report.figures import COLOURS, GREY, POINTS, Figure
-from torchtitan_lite.tools.report.runs import ROUGE, TASK, Records, Run
+from torchtitan_lite.tools.report.runs import TASK, Records, Run
 
 SAMPLES = 12  # per prompt
 _TASK_TILES = 6  # of a run
@@ -153,9 +153,6 @@ def _tiles(run: Run) -> str:
         bits, stderr = run.best.get("val_bits_per_byte"), run.best.get("val_bits_per_byte_stderr")
         if bits is not None:
             tiles.append(("bits per byte", f"{bits:.3f}", "at that step" if stderr is None else f"+- {stderr:.3f}"))
-    if rouge := [r for r in run.records if all(r.get(key) is not None for key in ROUGE)]:
-        scores = " / ".join(f"{100 * rouge[-1][key]:.1f}" for key in ROUGE)
-        tiles.append(("ROUGE-1 / 2 / Lsum", scores, f"step {rouge[-1]['step']:,}"))
     for name in figures.task_names([run])[:_TASK_TILES]:
         newest = run.having(TASK[0] + name)[-1]
         score, stderr, chance = (newest.get(key + name) for key in TASK)
@@ -312,7 +309,7 @@ def config(run: Run) -> str:
 
 PANELS: list[Panel] = [
     *(heading, comparison, summary, notes, toolbar),
-    *(figures.loss, figures.bits_per_byte, figures.loss_by_source, figures.rouge, figures.tasks),
+    *(figures.loss, figures.bits_per_byte, figures.loss_by_source, figures.tasks),
     *(figures.learning_rate, figures.gradient_norm, figures.throughput, figures.memory, figures.loss_scale),
     *(time_spent, cards),
     *(

@@ -18,7 +18,6 @@ from torchtitan_lite.tools.status import Status, status_of
 Records = list[dict[str, Any]]
 
 UNKNOWN = Status("unknown", active=False)
-ROUGE = ("rouge1", "rouge2", "rougeLsum")
 BY_SOURCE = "val_loss/", "val_bits_per_byte/"  # followed by the name of a source
 TASK = "task/", "task_stderr/", "task_chance/"  # followed by the name of a task
 
@@ -38,7 +37,7 @@ class Run:
     reason: str = ""  # why it stopped or failed
     n_steps: str = ""  # of the whole run
     config: dict[str, tuple[str, str]] = field(default_factory=dict)  # "section.key": value as TOML, origin
-    records: Records = field(default_factory=list)  # of metrics.jsonl, and of rouge.jsonl in the order of steps
+    records: Records = field(default_factory=list)  # of metrics.jsonl
     steps: Records = field(default_factory=list)
     validations: Records = field(default_factory=list)
     samples: Records = field(default_factory=list)
@@ -92,13 +91,14 @@ def _read_run(folder: Path) -> Run:
     run = Run(folder.resolve().name, folder)
     run.records = attempts.records(folder)
     run.steps, run.validations = run.having("loss"), run.having("val_loss")
+    for record in run.steps:
+        record.setdefault("mean_loss", record["loss"])
     if not run.steps:
         raise DataError(f"{folder / 'metrics.jsonl'} has no record of a step yet")
     run.samples = attempts.records(folder, "samples.jsonl")
-    run.records += sorted(attempts.records(folder, "rouge.jsonl"), key=lambda r: r["step"])
-    for before, now in itertools.pairwise(attempts.made(attempts.read(folder))):
+    for before, now in itertools.pairwise(attempts.that_count(attempts.read(folder))):
         pairs = {key: (before.config.get(key, value), value) for key, value in now.config.items()}
-        pairs |= {f"eval.tasks {task}": (before.tasks.get(task, value), value) for task, value in now.tasks.items()}
+        pairs |= {f"eval.tasks {t}": (before.tasks.get(t, new)[:12], new[:12]) for t, new in now.tasks.items()}
         run.changes += [
             (now.step, key, toml.format_value(earlier), toml.format_value(value))
             for key, (earlier, value) in pairs.items()

@@ -1,0 +1,1 @@
+"""Short scripts to copy and change. Each docstring begins with the command; tests/examples/ runs them."""

@@ -1,0 +1,83 @@
+"""Scores a run on the tasks of lm-evaluation-harness (extra `eval`).
+
+    python examples/lm_eval_model.py runs/default --tasks my_task --include-path my_tasks
+
+A task downloads its data when it is first used, unless its YAML file names files of yours (docs/tasks.md). Texts become
+tokens, windows and likelihoods as in `evaluate --tasks`, so the scores of the same questions are equal.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import make_table
+
+from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.scoring.questions import Question, Task
+from torchtitan_lite.scoring.task_scores import score
+from torchtitan_lite.scoring.task_tokens import Inputs, encoded, text_encoder
+from torchtitan_lite.tools.evaluation import evaluate
+from torchtitan_lite.tools.generate import Options, tokens_of
+from torchtitan_lite.tools.load_model import device_of
+
+
+class Model(LM):  # type: ignore[misc]  # lm-eval has no types
+    """A run, a checkpoint or a Hugging Face folder: what lm-eval asks of a model."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._world = World(0, 1, device_of("auto"), 1)
+        model = evaluate.open_one(path, self._world.device, torch.float32, None)
+        self._opened, self._window = model.opened, model.window(evaluate.Options())
+        self._inputs = Inputs(model.first_token(), model.prefix(), self._window)
+        self._encode = text_encoder(self._opened.tokenizer, self._opened.ends, "a text")
+
+    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+        """Of (context, continuation): the log-likelihood, and whether each token is the likeliest."""
+        questions = [Question(r.args[:1], r.args[1:]) for r in requests]
+        task = encoded(Task("lm-eval", "last word", questions), self._encode, self._inputs)
+        scores = score(self._opened.model, task, self._world)
+        return [
+            (-float(nats), bool(right == 1))
+            for nats, right in zip(scores.nats, scores.correct["accuracy"], strict=True)
+        ]
+
+    def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
+        """Of (text,): the log-likelihood. A text that is longer than the window is predicted piece by piece."""
+        whole = [Instance("loglikelihood", r.doc, ("", *r.args), r.idx) for r in requests]
+        return [likelihood for likelihood, _ in self.loglikelihood(whole)]
+
+    def generate_until(self, requests: list[Instance]) -> list[str]:
+        """Of (context, options): the likeliest continuation, up to a text that ends it."""
+        found = []
+        for context, options in (r.args for r in requests):
+            most = min(int(options.get("max_gen_toks", 256)), self._window - 1)
+            prompt = [*self._inputs.prefix, *self._encode([context])[0]][most - self._window :]
+            tokens = tokens_of(self._opened, prompt, Options(max_tokens=most, temperature=0.0))
+            text = self._opened.tokenizer.decode(list(tokens))
+            for stop in options.get("until", ()):
+                text = text.split(stop)[0]
+            found.append(text)
+        return found
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description="Score a run on tasks of lm-evaluation-harness.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run, a checkpoint or a Hugging Face folder")
+    parser.add_argument("--tasks", nargs="+", required=True, help="names of lm-eval, or of your YAML files")
+    parser.add_argument("--include-path", default=None, help="a folder with YAML files of tasks")
+    args = parser.parse_args(argv)
+    manager = TaskManager(include_path=args.include_path)
+    results: dict[str, Any] = simple_evaluate(Model(args.run), tasks=args.tasks, task_manager=manager)
+    print(make_table(results))
+    return results
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""examples/from_megatron.py, on files written from the description of Megatron's format."""
+
+import json
+import random
+import shlex
+import shutil
+import struct
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from examples.from_megatron import main
+from tests.docs.pages import blocks
+from tests.helpers import ROOT, losses, python, ranks, succeeded, tiny
+from torchtitan_lite.data.prepare.__main__ import main as prepare
+from torchtitan_lite.data.token_files import TokenFiles, document_ends, read_meta
+
+CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "float64": 6, "float32": 7, "uint16": 8}
+END = 0  # of the tokenizer below
+Documents = list[list[list[int]]]  # the sequences of each document
+
+
+def write(prefix: Path, documents: Documents, dtype: str = "uint16", *, shuffled: bool = False) -> Path:
+    """A .bin and .idx pair, written from the description of the format. `shuffled`: sequences in another order."""
+    sequences = [sequence for document in documents for sequence in document]
+    order = list(range(len(sequences)))
+    if shuffled:
+        random.Random(0).shuffle(order)
+    pointers, at = [0] * len(sequences), 0
+    with prefix.with_name(f"{prefix.name}.bin").open("wb") as stream:
+        for i in order:
+            pointers[i] = at
+            at += stream.write(np.array(sequences[i], dtype).tobytes())
+    ends = np.cumsum([0, *(len(document) for document in documents)])
+    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, CODES[dtype], len(sequences), len(ends))
+    arrays = (np.array([len(s) for s in sequences], "<i4"), np.array(pointers, "<i8"), ends.astype("<i8"))
+    prefix.with_name(f"{prefix.name}.idx").write_bytes(header + b"".join(array.tobytes() for array in arrays))
+    return prefix
+
+
+@pytest.fixture(scope="module")
+def usual(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of several lengths, prepared from text: usual/ is the folder, usual.jsonl the text."""
+    folder = tmp_path_factory.mktemp("megatron")
+    lines = "".join(file.read_text() for file in sorted(text.iterdir())).splitlines(keepends=True)
+    rng, texts = random.Random(1), []
+    while lines:
+        n = rng.choice((1, 3, 20, 60))
+        texts.append("".join(lines[:n]))
+        lines = lines[n:]
+    texts = [one for one in dict.fromkeys(texts) if one.strip()][:300]
+    (folder / "usual.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in texts))
+    command = (str(folder / "usual.jsonl"), "--out", str(folder / "usual"), "--train-tokenizer", "517")
+    succeeded(python(*command, script="-m torchtitan_lite.data.prepare"))
+    return folder / "usual"
+
+
+def tokens_of(usual: Path) -> list[list[int]]:
+    """The tokens of each document, in the order of the text."""
+    tokenizer = Tokenizer.from_file(str(usual / "tokenizer.json"))
+    assert tokenizer.token_to_id("<|endoftext|>") == END
+    lines = usual.with_suffix(".jsonl").read_text().splitlines()
+    return [list(one.ids) for one in tokenizer.encode_batch([json.loads(line)["text"] for line in lines])]
+
+
+def words(usual: Path, out: Path, *prefixes: Path) -> list[str]:
+    return [*map(str, prefixes), "--tokenizer", str(usual / "tokenizer.json"), "--out", str(out)]
+
+
+def in_sentences(documents: list[list[int]]) -> Documents:
+    """Several sequences a document, some of them empty, and an end token only after some documents."""
+    rng, found = random.Random(2), []
+    for document in documents:
+        cuts = sorted(rng.choices(range(len(document) + 1), k=rng.choice((0, 1, 4))))
+        parts = [document[a:b] for a, b in zip([0, *cuts], [*cuts, len(document)], strict=True)]
+        found.append(parts + [[END]] * rng.choice((0, 1)))
+    return found
+
+
+WAYS: dict[str, Callable[[Path, list[list[int]]], list[Path]]] = {
+    "append-eod": lambda at, tokens: [write(at / "a", [[[*document, END]] for document in tokens])],
+    "no eod": lambda at, tokens: [write(at / "a", [[document] for document in tokens], "int32")],
+    "sentences": lambda at, tokens: [write(at / "a", in_sentences(tokens), "int64")],
+    "shuffled": lambda at, tokens: [write(at / "a", in_sentences(tokens), "int16", shuffled=True)],
+    "two files": lambda at, tokens: [
+        write(at / "a.b", [[[*document, END]] for document in tokens[:100]]),
+        write(at / "c", [[document] for document in tokens[100:]], "int32"),
+    ],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_folder_is_that_of_the_text_prepared_the_usual_way(usual: Path, tmp_path: Path, way: str) -> None:
+    """Equal tokens, ends and hashes: a run on one folder may resume on the other."""
+    assert main(words(usual, tmp_path / "out", *WAYS[way](tmp_path, tokens_of(usual)))) == 0
+    ours, theirs = asdict(read_meta(tmp_path / "out")), asdict(read_meta(usual))
+    assert {key for key in ours if ours[key] != theirs[key]} == {"made_from", "shard_tokens"}
+    assert prepare(["--verify", str(tmp_path / "out")]) == 0
+
+
+def test_the_commands_of_the_page_train(usual: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs/data.md").read_text().split("## Megatron's files\n")[1]
+    copy, train = (shlex.split(line) for line in blocks(page)[0].splitlines())
+    assert copy[:2] == ["python", "examples/from_megatron.py"]
+    assert train[:4] == ["torchrun", "--nproc-per-node", "2", "train.py"]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old").mkdir()
+    shutil.copy(usual / "tokenizer.json", tmp_path / "old")
+    write(tmp_path / "old/text_document", in_sentences(tokens_of(usual)))
+    assert main(copy[2:]) == 0
+    ours = (word.replace("data/old", str(tmp_path / "data/old")) for word in train[4:])
+    succeeded(ranks(2, *tiny(usual, tmp_path, train__steps=2, optim__warmup_steps=1), *ours))
+    assert len(losses(tmp_path / "old")) == 2
+
+
+def test_end_tokens_within_a_document_cut_it_and_empty_documents_are_left_out(usual: Path, tmp_path: Path) -> None:
+    given: Documents = [[[5, 6, END, 7], [8, END]], [[]], [], [[END]], [[9, END, END, 10]], [[END, 11]]]
+    out, prefix = tmp_path / "out", write(tmp_path / "a", given, shuffled=True)
+    assert main([*words(usual, out, prefix), "--val-fraction=0.5"]) == 0
+    meta, found = read_meta(out), []
+    for split in ("train", "val"):
+        tokens = TokenFiles(out, meta, split).read(0, meta.tokens(split)).tolist()
+        ends = document_ends(out, meta, split).tolist()
+        assert tokens[0] == END
+        found += [tokens[a : b - 1] for a, b in zip([1, *ends], ends, strict=False)]
+    assert sorted(found) == [[5, 6], [7, 8], [9], [10], [11]]
+
+
+def patched(offset: int, form: str, value: Any) -> Callable[[bytes], bytes]:
+    """Another value in the .idx."""
+    return lambda data: data[:offset] + struct.pack(form, value) + data[offset + struct.calcsize(form) :]
+
+
+# of the file below, which has 4 sequences: lengths begin at byte 34, places at byte 50, and boundaries at byte 82
+BAD_INDEX: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "empty": (lambda data: b"", "is not an index"),
+    "other": (lambda data: b"TNTIDX\0\0" + data[8:], "is not an index"),
+    "version": (patched(9, "<Q", 2), "is not an index of Megatron's version 1"),
+    "float": (patched(17, "<B", 7), "for whole numbers"),
+    "cut": (lambda data: data[:-1], "is truncated, damaged or of multimodal data: it has 105 bytes"),
+    "modes": (lambda data: data + b"\0" * 4, "of multimodal data"),
+    "negative": (patched(34, "<i", -1), "is damaged, or not the index of"),
+    "long": (patched(34 + 12, "<i", 2**31 - 1), "is damaged, or not the index of"),
+    "before": (patched(50, "<q", -2), "is damaged, or not the index of"),
+    "first boundary": (patched(82, "<q", 1), "is damaged, or not the index of"),
+    "decreasing": (patched(82 + 8, "<q", 9), "is damaged, or not the index of"),
+    "last boundary": (patched(82 + 16, "<q", 3), "is damaged, or not the index of"),
+    "short": (patched(34 + 12, "<i", 2), "is damaged, or not the index of"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INDEX)
+def test_a_bad_index_is_refused(case: str, usual: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change, message = BAD_INDEX[case]
+    prefix = write(tmp_path / "a", [[[5, 6], [7, 8]], [[9], [10, 11, 12]]])
+    index = tmp_path / "a.idx"
+    index.write_bytes(change(index.read_bytes()))
+    assert main(words(usual, tmp_path / "out", prefix)) == 2
+    said = capsys.readouterr().err
+    assert str(index) in said
+    assert message in said
+    assert not (tmp_path / "out/meta.json").exists()
+
+
+@pytest.mark.parametrize(("dtype", "value"), [("uint16", 517), ("int32", -1), ("int64", 2**40)])
+def test_tokens_outside_the_vocabulary_are_refused(
+    dtype: str, value: int, usual: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = write(tmp_path / "a", [[[5, 6]], [[7, value, 8]]], dtype)
+    assert main(words(usual, tmp_path / "out", prefix)) == 2
+    assert "a.bin was made with another tokenizer: it has 517 entries" in capsys.readouterr().err
+
+
+def test_both_splits_need_a_document(usual: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words(usual, tmp_path / "out", write(tmp_path / "a", [[[5, 6]]]))) == 2
+    assert "1 documents to train and 0 to validate: --val-fraction" in capsys.readouterr().err
