@@ -30,12 +30,7 @@ import torch.distributed as dist
 
 from torchtitan_lite.checkpointing import progress
 from torchtitan_lite.distributed.process_group import World, limit_group_timeouts
-<<<<<<< HEAD
-from torchtitan_lite.errors import ConfigError, StuckError, tell_launcher
-=======
 from torchtitan_lite.errors import ConfigError, StuckError, report
-from torchtitan_lite.monitoring import run_folder
->>>>>>> stumble
 from torchtitan_lite.monitoring.hang import Place, StepTimer, explain_start, is_gone, is_lost, silence
 from torchtitan_lite.process import local_rank
 
