@@ -134,7 +134,7 @@ def test_changes_are_recorded_by_attempt(first: Path, text: Path, tmp_path: Path
     changes = [change for change in read_run(run).changes if change[1].startswith(("train.", "optim."))]
     assert changes == [
         (4, "train.steps", "4", "6"),
-        (4, "optim.lr", "0.008", "0.001"),
+        (4, "optim.lr", "0.004", "0.001"),
         (6, "train.steps", "6", "8"),
     ]
 
