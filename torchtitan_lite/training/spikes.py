@@ -28,8 +28,8 @@ def act(s: Session, spike: Spike) -> None:
         return
     if action == "stop":
         raise SpikeError(
-            f"step {step}: {what}. The update was withheld, and nothing was saved after it. This command starts a run "
-            f"that skips these samples:\n  {fork_without(s, first, end)}"
+            f"step {step}: {what}. The update was withheld, and nothing was saved after it\n"
+            f"  This command starts a run that skips these samples:\n  {fork_without(s, first, end)}"
         )
     s.guard.skipped.append(step)
     s.state = replace(s.state, skipped=list(s.guard.skipped))
