@@ -37,7 +37,7 @@ from torchtitan_lite.monitoring.watchdog import Watchdog, explained
 from torchtitan_lite.optim import optimizer as optim
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
-from torchtitan_lite.process import env_int, local_rank, print_once
+from torchtitan_lite.process import env_int, local_rank
 from torchtitan_lite.scoring.validation import Validation
 from torchtitan_lite.terminal import print_error, print_line
 from torchtitan_lite.training import checks, out_of_memory, start
@@ -49,7 +49,7 @@ from torchtitan_lite.training.session import Session, StepResult, Sums, due, str
 
 def main(argv: Sequence[str]) -> int:
     """The command line. Returns the exit code. User errors are printed once per machine."""
-    return run_cli("train.py", lambda: launch(argv), info=lambda text: print_once(text, local_rank()))
+    return run_cli("train.py", lambda: launch(argv), local_rank())
 
 
 def launch(argv: Sequence[str]) -> int:

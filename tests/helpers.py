@@ -36,6 +36,7 @@ TINY = {
     "train.global_batch_size": 6,
     "train.steps": 20,
     "optim.name": "adamw",
+    "optim.lr": 4e-3,
     "optim.warmup_steps": 2,
     "eval.every": 10,
     "eval.samples": 5,

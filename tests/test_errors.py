@@ -1,5 +1,6 @@
 """`run_cli`: errors of the input and the machine are messages with an exit code, and bugs keep their traceback."""
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 
 from tests.helpers import start
 from torchtitan_lite import errors, hints
-from torchtitan_lite.errors import UserError, run_cli
+from torchtitan_lite.errors import ConfigError, UserError, run_cli
 from torchtitan_lite.tools import migrate_accelerate
 
 
@@ -17,6 +18,27 @@ def _raise(error: BaseException) -> Callable[[], int]:
         raise error
 
     return main
+
+
+def test_an_error_of_all_ranks_is_reported_once_after_all_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "error.json"
+    for name, value in (("ERROR_FILE", str(file)), ("RESTART_COUNT", "1"), ("MAX_RESTARTS", "1")):
+        monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+    known_before: list[bool] = []
+    monkeypatch.setattr("time.sleep", lambda seconds: known_before.append(file.exists()))
+    assert run_cli("x", _raise(ConfigError("wrong")), 1) == 2
+    assert known_before == [False], "local rank 0 ends it meanwhile, if it has the same error"
+    assert json.loads(file.read_text())["message"]["message"] == "[local rank 1] x: wrong"
+    assert run_cli("x", _raise(ConfigError("wrong"))) == 2
+    assert json.loads(file.read_text())["message"]["message"] == "x: wrong"
+    assert capsys.readouterr().err == "", "torchrun prints it"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    run_cli("x", _raise(ConfigError("before a restart")))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no/folder"))
+    run_cli("x", _raise(ConfigError("a full disk")))
+    assert capsys.readouterr().err == "x: before a restart\nx: a full disk\n"
 
 
 @pytest.mark.parametrize(

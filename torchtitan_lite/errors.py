@@ -94,25 +94,24 @@ class SpikeError(UserError):
 _SYSTEM_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EROFS, errno.ENODEV, errno.ETIMEDOUT)
 
 
-def run_cli(name: str, main: Callable[[], int], info: Callable[[str], None] | None = None) -> int:
+def run_cli(name: str, main: Callable[[], int], local_rank: int = 0) -> int:
     """Run a command. Errors of the user or the machine become a message and an exit code; a bug keeps its traceback.
 
     Args:
         name: the command's name; each message starts with it.
         main: returns the exit code.
-        info: prints a message; default: on stderr.
+        local_rank: see `report`.
     """
-    info = info or print_error
     try:
         code = main()
         sys.stdout.flush()  # while a full disk or a closed pipe can still be reported
         return code
     except KeyboardInterrupt:
-        info(f"{name}: stopped")
+        if local_rank == 0:
+            print_error(f"{name}: stopped")
         return 130
     except UserError as error:
-        tell_launcher(f"{name}: {error}", follows=getattr(error, "follows", False))
-        info(f"{name}: {error}")
+        report(f"{name}: {error}", local_rank, follows=getattr(error, "follows", False))
         return error.exit_code
     except Exception as error:
         if isinstance(error, BrokenPipeError):  # the reader of a pipe, e.g. head, has exited
@@ -120,10 +119,9 @@ def run_cli(name: str, main: Callable[[], int], info: Callable[[str], None] | No
             return 1
         message = _explained(error)
         if not message:
-            tell_launcher(f"{name}: {error!r}", traceback.format_exc())
+            _tell_launcher(f"{name}: {error!r}", time.time(), traceback.format_exc())
             raise
-        tell_launcher(f"{name}: {message}")
-        info(f"{name}: {message}")
+        report(f"{name}: {message}", local_rank)
         try:
             sys.stdout.flush()
         except OSError:  # stdout itself failed, and the interpreter would flush it again at exit
@@ -187,8 +185,25 @@ def _where(error: Exception) -> str:
     return f" [{os.path.relpath(ours[-1].filename, os.path.dirname(package))}:{ours[-1].lineno}]" if ours else ""
 
 
-def tell_launcher(message: str, stack: str = "", *, follows: bool = False) -> None:
-    """Write an error of this rank to the file that torchrun reads, so that torchrun's last lines repeat it.
+def report(message: str, local_rank: int = 0, *, follows: bool = False) -> None:
+    """Report an error that most likely all ranks have, once on each machine: on stderr, or in torchrun's last lines.
+
+    torchrun kills all ranks as soon as one exits, so the others wait for the first to report. One that is still alive
+    after 10 s has an error of its own.
+
+    Args:
+        follows: the error follows from the death of another rank.
+    """
+    happened = time.time() + (5 if follows else 0)
+    if local_rank != 0:
+        time.sleep(10)
+        message = f"[local rank {local_rank}] {message}"
+    if not _tell_launcher(message, happened):
+        print_error(message)
+
+
+def _tell_launcher(message: str, happened: float, stack: str = "") -> bool:
+    """Write an error of this rank to the file that torchrun reads. Returns whether torchrun's last lines will have it.
 
     torchrun calls the earliest failure the root cause. It dates a process that left no file, such as a killed one, when
     it notices the death. So an error that follows from such a death is dated some seconds later.
@@ -198,13 +213,18 @@ def tell_launcher(message: str, stack: str = "", *, follows: bool = False) -> No
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
-        return
-    info = {"timestamp": str(int(time.time()) + (5 if follows else 0))} | ({"py_callstack": stack} if stack else {})
+        return False
+    info = {"timestamp": str(int(happened))} | ({"py_callstack": stack} if stack else {})
     text = message.encode("utf-8", "backslashreplace").decode()  # torchrun prints it, and can't print a lone surrogate
-    with contextlib.suppress(OSError):
+    try:
         with open(f"{path}.new", "w", encoding="utf-8") as file:
             json.dump({"message": {"message": text, "extraInfo": info}}, file)
         os.replace(f"{path}.new", path)  # torchrun raises if it reads half of it
+    except OSError:
+        return False
+    names = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
+    restarts, most = (os.environ.get(name) for name in names)
+    return restarts == most  # before a restart, torchrun prints nothing
 
 
 def is_out_of_memory(error: Exception) -> bool:

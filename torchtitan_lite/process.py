@@ -6,11 +6,10 @@ import math
 import os
 import resource
 import signal
-import time
 from pathlib import Path
 
 from torchtitan_lite.errors import ConfigError, shortened
-from torchtitan_lite.terminal import counted, print_error
+from torchtitan_lite.terminal import counted
 
 
 def env_int(name: str, default: int) -> int:
@@ -127,18 +126,6 @@ def allow_open_files() -> None:
     if resource.RLIM_INFINITY != soft < wanted:
         with contextlib.suppress(OSError, ValueError):  # forbidden, e.g. in a sandbox: this is only a precaution
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def print_once(message: str, local_rank: int) -> None:
-    """Print an error that most likely all ranks have, on the first rank of each machine.
-
-    torchrun kills all ranks as soon as one exits, so the others wait for the first to print. One that is still alive
-    after 10 s has an error of its own, and prints it.
-    """
-    if local_rank != 0:
-        time.sleep(10)
-        message = f"[local rank {local_rank}] {message}"
-    print_error(message)
 
 
 LARGE = 64  # ranks; larger gloo groups connect two ranks when these first exchange something

@@ -51,7 +51,13 @@ def about(status: str, reason: str = "") -> str:
 
 def attempt(number: int, after: int, config: dict[str, Any]) -> str:
     """A line of attempts.jsonl."""
-    values: dict[str, Any] = {"attempt": number, "time": 1.7e9, "step": after, "config": config, "hosts": ["node3"]}
+    values: dict[str, Any] = {
+        "attempt": number,
+        "time": 1.7e9,
+        "step": after,
+        "config": {"train.steps": 20, **config},
+        "hosts": ["node3"],
+    }
     values |= {"command": [], "samples": 0, "setting": {}, "tasks": {}, "world_size": 1, "versions": {}, "git": {}}
     values["device"] = "cpu"
     return json.dumps(values) + "\n"

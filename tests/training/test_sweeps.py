@@ -113,19 +113,19 @@ def test_another_rate_is_refused_with_one_message_before_anything_else_is_done(
     before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file() and file.name not in RECORD}
     output = again(text, run, n=n, code=3 - n, train__steps=steps, optim__lr=1e-3)
     assert output.count(f"{run} has made 4 steps with other values than this command has:") == 1
-    assert "optim.lr = 0.008 so far, 0.001 here" in output
-    assert "continue this one with its own values: --optim.lr=0.008" in output
+    assert "optim.lr = 0.004 so far, 0.001 here" in output
+    assert "continue this one with its own values: --optim.lr=0.004" in output
     assert not re.search(r"^step |finished|Traceback|changed since then", output, re.M)
     assert {file: file.read_bytes() for file in before} == before
     about = json.loads((run / "run.json").read_text())
     assert about["status"] == "complete"
-    assert "finished: step 4" in again(text, run, optim__lr=0.008)
+    assert "finished: step 4" in again(text, run, optim__lr=0.004)
 
 
 def test_changes_are_recorded_by_attempt(first: Path, text: Path, tmp_path: Path) -> None:
     run = copied(first, tmp_path)
     output = again(text, run, "--resume-with-changes", train__steps=6, optim__lr=1e-3)
-    assert "optim.lr 0.008 -> 0.001" in output
+    assert "optim.lr 0.004 -> 0.001" in output
     again(text, run, train__steps=8, optim__lr=1e-3)
     made = attempts.read(run)
     assert [(one.step, one.config["train.steps"], one.config["optim.lr"]) for one in made] == [

@@ -8,7 +8,7 @@ s again, so what earlier attempts have recorded of them no longer counts. Nothin
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,15 @@ class Attempt:
     versions: Mapping[str, str]  # of torchtitan_lite, torch and python
     git: Mapping[str, Any]  # commit and dirty; empty outside a repository
     device: str
+    identity: Mapping[str, Any] = field(default_factory=dict)  # of model and data, see checkpointing/compatibility.py
+    forked_from: str = ""  # the checkpoint of another run that it began with; empty: none
     ended: str = ""  # "complete", "preempted" or "failed"; empty while it runs, and after a kill
     last_step: int = 0  # the last step that it has made, if it has ended
     reason: str = ""
     end_time: float = 0.0
 
 
-_FIELDS = {field.name for field in dataclasses.fields(Attempt)}
+_FIELDS = {each.name for each in dataclasses.fields(Attempt)}
 
 
 def read(folder: Path) -> list[Attempt]:
@@ -62,7 +64,7 @@ def read(folder: Path) -> list[Attempt]:
 
 
 def add(folder: Path, line: Mapping[str, Any]) -> None:
-    """Append a line: all fields of an Attempt up to `device`, or its number and those of its end.
+    """Append a line: the fields of an Attempt up to `forked_from`, or its number and those of its end.
 
     Raises:
         OSError: it is not written, or only a part of it.

@@ -30,9 +30,9 @@ import torch.distributed as dist
 
 from torchtitan_lite.checkpointing import progress
 from torchtitan_lite.distributed.process_group import World, limit_group_timeouts
-from torchtitan_lite.errors import ConfigError, StuckError, tell_launcher
+from torchtitan_lite.errors import ConfigError, StuckError, report
 from torchtitan_lite.monitoring.hang import Place, StepTimer, explain_start, is_gone, is_lost, silence
-from torchtitan_lite.process import env_int, print_once
+from torchtitan_lite.process import local_rank
 
 _BEAT, _SUM, _DECISION = "torchtitan_lite/beat/{}", "torchtitan_lite/sum", "torchtitan_lite/decision"
 _FOLLOWS = b"--- this process ends because another one did\n"
@@ -222,7 +222,7 @@ class Watchdog:
         """
         if not self._at.step or self._has_ended(self._world.rank):
             return []
-        first, end = self._world.rank - env_int("LOCAL_RANK", 0), time.monotonic() + 2
+        first, end = self._world.rank - local_rank(), time.monotonic() + 2
         others = [r for r in range(first, first + self._world.local_world_size) if r != self._world.rank]
         while others and time.monotonic() < end:  # a killed process closes its connections and files in any order
             if ended := [rank for rank in others if self._has_ended(rank)]:
@@ -293,6 +293,5 @@ class Watchdog:
         reporting.join(timeout=5)  # the file system may hang
         if decided_here or self._world.rank == 0:
             time.sleep(3 * self._interval_s)  # until the others have read it
-        tell_launcher(f"train.py: {message}")
-        print_once(f"train.py: {message}", env_int("LOCAL_RANK", 0))
+        report(f"train.py: {message}", local_rank())
         os._exit(StuckError.exit_code)

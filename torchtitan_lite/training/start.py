@@ -105,9 +105,10 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
             for name in ("tokenizer.json", PAIRS):
                 if (data.folder / name).is_file():
                     write_durably(config.folder / name, (data.folder / name).read_bytes())
-        about = {"step": step, "samples": s.state.samples_consumed, "config": s.state.config}
-        about |= {"setting": s.state.bitwise_setting, "tasks": s.state.tasks, **run_folder.facts(world, hosts)}
-        return run_folder.begin(config.folder, about)
+        fork = s.checkpointer.forked_from
+        about = {"step": step, "samples": s.state.samples_consumed, "forked_from": str(fork.absolute() if fork else "")}
+        about |= {"config": s.state.config, "setting": s.state.bitwise_setting, "identity": s.state.identity}
+        return run_folder.begin(config.folder, about | {"tasks": s.state.tasks} | run_folder.facts(world, hosts))
 
     with s.watchdog.loading("changing the files of the run"):
         log.attempt = on_rank0(world, change_folder)

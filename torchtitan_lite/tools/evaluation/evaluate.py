@@ -38,7 +38,7 @@ from torchtitan_lite.errors import CheckpointError, ConfigError, DataError, User
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models.generation import answers
 from torchtitan_lite.monitoring import mfu
-from torchtitan_lite.process import local_rank, print_once
+from torchtitan_lite.process import local_rank
 from torchtitan_lite.scoring.find_tasks import BUILT_IN, find_each
 from torchtitan_lite.scoring.likelihood import bytes_per_token, over_ranks
 from torchtitan_lite.scoring.task_scores import TaskScore, score
@@ -423,4 +423,4 @@ def main(argv: Sequence[str]) -> NoReturn:
         return 0
 
     prepare_streams()
-    exit_process(run_cli("evaluate", run, info=lambda text: print_once(text, local_rank())))
+    exit_process(run_cli("evaluate", run, local_rank()))

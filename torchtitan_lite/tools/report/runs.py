@@ -96,7 +96,8 @@ def _read_run(folder: Path) -> Run:
     if not run.steps:
         raise DataError(f"{folder / 'metrics.jsonl'} has no record of a step yet")
     run.samples = attempts.records(folder, "samples.jsonl")
-    for before, now in itertools.pairwise(attempts.that_count(attempts.read(folder))):
+    made = attempts.read(folder)
+    for before, now in itertools.pairwise(attempts.that_count(made)):
         pairs = {key: (before.config.get(key, value), value) for key, value in now.config.items()}
         pairs |= {f"eval.tasks {t}": (before.tasks.get(t, new)[:12], new[:12]) for t, new in now.tasks.items()}
         run.changes += [
@@ -105,7 +106,7 @@ def _read_run(folder: Path) -> Run:
             if earlier != value and key not in _OF_THE_START
         ]
     run.config = _read_config(folder / "config.toml", run.notes)
-    run.n_steps = run.config.get("train.steps", ("", ""))[0]
+    run.n_steps = str(made[-1].config["train.steps"]) if made else run.config.get("train.steps", ("", ""))[0]
     if about := attempts.newest_status(folder):
         run.status, run.reason = status_of(folder, about), about["reason"].split("\n")[0]
     run.goodput = goodput(folder)
