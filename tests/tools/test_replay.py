@@ -135,7 +135,6 @@ def rewrite(folder: Path, config: dict[str, Any] | None = None, **values: Any) -
     ("key", "value"),
     [
         ("grad_scaler.growth_interval", 5),
-        ("grad_scaler.min_scale", 2.0),
         ("spike.action", "skip"),
         ("train.on_nonfinite", "skip"),
         ("data.skip_samples", [[1, 2]]),
@@ -229,10 +228,10 @@ def test_what_else_differs_is_named_before_the_hardware(trained: Path, tmp_path:
     config, here = recorded_by(tmp_path)
     assert "began with the weights in models/first, and has recorded no hash of them" in read(config, 3, here).advice
     assert "models/first" not in read(config, 7, here).advice
-    for key, value in (("deterministic", False), ("compile_mode", "max-autotune-no-cudagraphs")):
-        rewrite(tmp_path, setting=attempts.read(tmp_path / "run")[0].setting | {key: value})
-        assert "proves nothing" in read(config, 7, here | {key: value}).advice
-        rewrite(tmp_path, setting=attempts.read(tmp_path / "run")[0].setting | {key: here[key]})
+    setting = attempts.read(tmp_path / "run")[0].setting
+    rewrite(tmp_path, setting=setting | {"deterministic": False})
+    assert "proves nothing" in read(config, 7, here | {"deterministic": False}).advice
+    rewrite(tmp_path, setting=setting)
     rewrite(tmp_path, git={"commit": "0123", "dirty": False})
     advice = read(config, 7, here).advice
     assert advice.startswith("The code is not that of the run, so this may be the cause: ")

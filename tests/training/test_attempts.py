@@ -281,7 +281,7 @@ def test_a_fork_starts_from_another_run_s_checkpoint(run: Path, finished: Path, 
     fork = {"run__name": "fork", "checkpoint__resume": source}
     output = again(**fork, optim__lr=1e-3)
     assert f"run     {run.parent / 'fork'}  new, a fork of {source}, after its step 6; the same command" in output
-    assert "optim.lr 0.008 -> 0.001" in output
+    assert "optim.lr 0.004 -> 0.001" in output
     assert begun(run.parent / "fork") == [(6, "complete")]
     assert attempts.of_step(attempts.read(run.parent / "fork"), 6) is None, "the other run made it"
     assert losses(run.parent / "fork").keys() == {7, 8}
