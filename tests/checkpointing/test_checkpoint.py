@@ -150,7 +150,7 @@ def test_a_manifest_that_is_not_ours_is_refused(
 def test_a_checkpoint_of_another_version_is_refused_with_one_sentence(
     finished: Path, text: Path, tmp_path: Path
 ) -> None:
-    """It is not damaged: nothing is set aside, and no earlier one is used."""
+    """It is not damaged, and no earlier one is used."""
     run = Path(shutil.copytree(finished, tmp_path / "run"))
     edit(checkpoint(run, 4) / "manifest.json", lambda m: m.update(format_version=2))
     names = sorted(path.name for path in (run / "checkpoints").iterdir())

@@ -17,7 +17,6 @@ from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.monitoring import attempts, run_folder
 
 RUN = {"run__name": "run", "train__steps": 8, "checkpoint__every": 2, "eval__every": 0}
-OTHER_LENGTH = {"train__steps": 12, "train__seq_len": 16}
 extended = pytest.mark.extended
 Again = Callable[..., str]
 

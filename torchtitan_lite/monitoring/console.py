@@ -264,10 +264,3 @@ def _python() -> str:
     """The interpreter, as a command that works here without activating a virtual environment."""
     here = os.path.relpath(sys.executable)
     return sys.executable if here.startswith("..") else here
-
-
-def lasting_options(argv: Sequence[str], *also: str) -> list[str]:
-    """The words of a command, without options that are for one time only, and those named in `also`."""
-    once = ("--checkpoint.resume", "--resume-with-changes", *also)
-    pairs = zip(["", *argv], argv, strict=False)
-    return [w for before, w in pairs if w.split("=")[0] not in once and (before not in once or w.startswith("--"))]

@@ -112,7 +112,7 @@ def marks(run: Run) -> list[tuple[int, str]]:
     found = [(step, _listed(names, 3)) for step, names in changed.items()]
     found += [(r["step"], "not finite") for r in run.steps if r["loss"] is None][:1]
     texts = {"skip": "spike skipped"}
-    found += [(r["step"], texts.get(str(r["spike"].get("action")), "spike")) for r in run.spikes[:_MARKS]]
+    found += [(r["step"], texts.get(r["spike"]["action"], "spike")) for r in run.having("spike")[:_MARKS]]
     return [(step, html.escape(text)) for step, text in found]
 
 

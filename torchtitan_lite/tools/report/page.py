@@ -179,7 +179,7 @@ def notes(runs: list[Run]) -> str:
     sentences = []
     for run in runs:
         found = [*run.notes]
-        if spikes := run.spikes:
+        if spikes := run.having("spike"):
             found.append(f"{counted(len(spikes), 'loss spike')}, the first at step {spikes[0]['step']}")
         if len(run.steps) > POINTS:
             found.append(
