@@ -29,6 +29,8 @@ from torchtitan_lite.tools import config_reference
         (["--dry_run"], "the nearest known one is --dry-run"),
         (["--world_size=64"], "torchrun sets the number of ranks: torchrun --nproc-per-node 64 train.py"),
         (["--nproc-per-node", "4"], "torchrun --nproc-per-node 4 train.py"),
+        (["--gpus-per-node=8"], "torchrun sets the number of ranks: torchrun --nproc-per-node 8 train.py"),
+        (["config=x.toml"], "options begin with two dashes: --config=x.toml"),
         (["configs/debug.toml"], "a config file is given as --config configs/debug.toml"),
         (["train.steps=5"], "options begin with two dashes: --train.steps=5"),
         (
@@ -64,6 +66,13 @@ def test_a_shorthand_next_to_the_value_it_stands_for_is_fine() -> None:
 def test_plan_suggests_its_own_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(["--world_size", "64"]) == 2
     assert "--world_size: unknown option; the nearest known one is --world-size" in capsys.readouterr().err
+    for word, option in (
+        ("--gpus-per-node", "--per-node"),
+        ("--nproc-per-node", "--per-node"),
+        ("--gpus", "--world-size"),
+    ):
+        assert plan.main([word, "8"]) == 2
+        assert f"{word}: unknown option; the nearest known one is {option}\n" in capsys.readouterr().err
 
 
 def test_the_name_of_a_device_may_be_in_capitals(capsys: pytest.CaptureFixture[str]) -> None:

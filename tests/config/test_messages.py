@@ -256,6 +256,25 @@ def test_a_file_is_utf_8_and_may_have_a_byte_order_mark(content: bytes, said: st
 def test_a_missing_file_suggests_the_one_that_was_meant(tmp_path: Path) -> None:
     write(tmp_path / "debug.toml", "")
     assert f"did you mean {tmp_path / 'debug.toml'}?" in mistakes("--config", str(tmp_path / "debgu.toml"))
+    write(tmp_path / "pyproject.toml", "")
+    assert "did you mean" not in mistakes("--config", str(tmp_path / "nope.toml"))
+
+
+def test_a_rule_between_keys_names_the_origin_of_each(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.toml", "[optim]\nwarmup_steps = 90\n")
+    said = mistakes("--config", str(file), "--train.steps=20")
+    assert f"{file} and command line: optim.warmup_steps = 90 takes up all of train.steps = 20" in said
+
+
+@pytest.mark.parametrize(("argv", "expected"), [
+    ([], 20),
+    (["--train.steps=21"], 20),
+    (["--train.steps=20"], 2),
+    (["--train.steps=5"], 0),
+    (["--train.steps=24", "--optim.schedule=wsd"], 2),
+])  # fmt: skip
+def test_a_default_warm_up_fits_the_steps(argv: list[str], expected: int) -> None:
+    assert parse(*argv).config.optim.warmup_steps == expected
 
 
 def test_a_circular_base_is_an_error(tmp_path: Path) -> None:

@@ -64,6 +64,10 @@ def test_step_lines_are_columns() -> None:
         )
 
 
+def test_an_end_on_another_day_names_the_day() -> None:
+    assert re.search(r"eta 3d01h \([A-Z][a-z]{2} \d\d [A-Z][a-z]{2} \d\d:\d\d\)$", step_line(STEP, 9, 0.01, 263_000.0))
+
+
 def test_a_narrow_line_keeps_the_main_figures() -> None:
     line = step_line({**STEP, "mfu": 0.4}, 1_000_000, 0.01, 3.0)
     assert fitted(line, len(line)) == line
