@@ -74,11 +74,12 @@ class Checkpointer(BaseCheckpointer):
                 another model or other data.
         """
         selection = select_checkpoint(self.folder, self.config, self.world)
-        self.notes, self.aside = selection.notes, selection.aside
+        self.notes, self.damaged = selection.notes, selection.damaged
         if selection.checkpoint is None:
             return None
         folder, manifest = selection.checkpoint
-        state = compatibility.read_state(folder, identity, self.world, named_by_step=folder.parent == self.folder)
+        self.forked_from = None if folder.parent == self.folder else folder
+        state = compatibility.read_state(folder, identity, self.world, named_by_step=self.forked_from is None)
         make_state(self.optimizer)  # a load fills existing tensors, and moments exist only after the first step
         with compatibility.optimizer_as_saved(self.optimizer, state):
             compatibility.require_same_tensors(folder, manifest, self.parts(), self.world)

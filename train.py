@@ -89,32 +89,26 @@ def launch(argv: Sequence[str]) -> int:
 
 def run(loaded: Loaded, data: DataSet, world: World, log: Log) -> None:
     """Build, take over the run's folder, and train. Whatever happens is written to run.json."""
-    config, trains = loaded.config, False
-    s: Session | None = None
+    config, s = loaded.config, None
     closing = contextlib.ExitStack()
     try:
-        attempt = start.begin(config, data, world, log)
-        s = build(config, data, world, log, attempt.resume)
+        hosts = start.begin(config, data, world, log)
+        s = build(config, data, world, log)
         closing.callback(s.close)
-        trains = start.take_over(attempt, loaded, data, s)  # False: there is no step left
-        if trains:
+        if start.take_over(hosts, loaded, data, s):  # False: there is no step left
             closing.enter_context(log.tracking(config.log, s.state))
             with s.preemption, s.watchdog.explained(), out_of_memory.explained(config):
                 train(s)
                 start.report_end(s)
     except Exception as error:
-        start.report_failure(config, world, log, error, s if trains else None)
+        start.report_failure(config, world, log, error, s)
         raise
     finally:
         closing.close()
 
 
-def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "") -> Session:
-    """Build everything that a run works with, and load the state it starts from. The run's folder is not changed.
-
-    Args:
-        resume: overrides `checkpoint.resume`, which is obeyed once per launch.
-    """
+def build(config: Config, data: DataSet, world: World, log: Log) -> Session:
+    """Build everything that a run works with, and load the state it starts from. The run's folder is not changed."""
     # 1. The mesh: which ranks shard one copy of the model, and which hold further copies.
     mesh = build_mesh(config.fsdp, world.device)
 
@@ -146,12 +140,11 @@ def build(config: Config, data: DataSet, world: World, log: Log, resume: str = "
     preemption = Preemption(config.run.max_minutes)
     watchdog = Watchdog(config.folder, world, config.run.timeout_minutes)
     model.register_forward_pre_hook(lambda *_: watchdog.forward())
-    saving = config.checkpoint.model_copy(update={"resume": resume or config.checkpoint.resume})
-    checkpointer = Checkpointer(config.folder / "checkpoints", model, optimizer, saving, world)
+    checkpointer = Checkpointer(config.folder / "checkpoints", model, optimizer, config.checkpoint, world)
     questions = {name: digest for callback in callbacks for name, digest in callback.questions.items()}
     fresh = fresh_state(config, data, world, validation.identity(), questions)
     try:
-        with watchdog.loading("loading a checkpoint"), log.clock.on("load"):
+        with watchdog.loading("loading a checkpoint"):
             resumed = load_newest(config, checkpointer, fresh, log)
     except BaseException:
         watchdog.close()
@@ -246,7 +239,7 @@ def train(s: Session) -> None:
             for callback in s.callbacks:  # training/callbacks.py: log, validate, score tasks, save, sample, profile
                 last = step == steps or (s.preemption.agreed and callback.when_preempted)
                 if last or due(step, callback.every):
-                    with s.meter.paused(callback.kind):
+                    with s.meter.paused():
                         callback.after(s, result)
             s.log.advance_bar()
             if s.preemption.agreed:

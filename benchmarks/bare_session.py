@@ -7,7 +7,6 @@ from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.models import Transformer
-from torchtitan_lite.monitoring.goodput import Clock
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.optimizer import build_optimizer
@@ -20,7 +19,6 @@ def bare_session(config: Config, world: World, model: Transformer, loader: Any) 
     optimizer = build_optimizer(model, config.optim)
     scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, world.device)
     unused: Any = None  # the loop's, not a step's
-    log: Any = SimpleNamespace(clock=Clock(age_s=0.0))
     watchdog: Any = SimpleNamespace(computing=lambda: None)
     return Session(
         config=config,
@@ -35,6 +33,6 @@ def bare_session(config: Config, world: World, model: Transformer, loader: Any) 
         loader=loader,
         checkpointer=unused,
         state=TrainState(),
-        log=log,
+        log=unused,
         samples=unused,
     )

@@ -372,7 +372,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, config: Config, step: in
     """Set the learning rate of a step (from 1) by the schedule of `[optim]` over train.steps, and return it.
 
     >>> [round(ttl.set_learning_rate(optimizer, config, step), 6) for step in (1, 2, 5)]
-    [0.004, 0.008, 0.0008]
+    [0.002, 0.004, 0.0004]
     """
     if step < 1:
         raise ConfigError(f"step={step} should be 1 or more")

@@ -1,9 +1,10 @@
-"""Durable file writes: to a temporary file, fsync, then rename."""
+"""Files that are written atomically, and lines that are appended after a cut one."""
 
 import contextlib
 import errno
 import os
 import resource
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,27 @@ def flush_to_disk(stream: Any) -> None:
 
 
 def write_durably(file: Path, content: bytes) -> None:
-    """Write a file atomically."""
-    temporary = file.with_name(f"{file.name}.new")
-    with naming(temporary), temporary.open("wb") as stream:  # closing writes again what failed
-        stream.write(content)
-        flush_to_disk(stream)
-    temporary.replace(file)
+    """Write a file atomically. Several processes may write it at the same moment: one of the contents stays."""
+    temporary = file.with_name(f"{file.name}.{uuid.uuid4().hex[:8]}.new")
+    try:
+        with naming(file), temporary.open("wb") as stream:  # closing writes again what failed
+            stream.write(content)
+            flush_to_disk(stream)
+        temporary.replace(file)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def append_line(file: Path, text: str, *, durably: bool = False) -> None:
+    """Append a line. A last line that a kill or a full disk has cut stays a line of its own."""
+    with naming(file), file.open("ab+") as stream:
+        if end := stream.seek(0, os.SEEK_END):
+            stream.seek(end - 1)
+        start = "" if stream.read(1) in (b"", b"\n") else "\n"
+        stream.write(f"{start}{text}\n".encode(errors="backslashreplace"))
+        if durably:
+            flush_to_disk(stream)
 
 
 def sync_folder(folder: Path) -> None:

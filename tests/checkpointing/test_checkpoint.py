@@ -80,12 +80,8 @@ def test_without_a_complete_checkpoint_the_run_does_not_start_over(finished: Pat
     message = again(finished, text, tmp_path)
     assert "no checkpoint is complete:" in message
     assert message.count("model.safetensors: ") == 2
-    assert "--checkpoint.resume=never starts from the beginning" in message
-    assert storage.find_steps(tmp_path / "run/checkpoints") == [2, 4], "nothing is moved"
-    command = tiny(text, tmp_path, run__name="run", train__steps=2, checkpoint__resume="never", optim__warmup_steps=1)
-    assert "new; the same command" in succeeded(ranks(1, *command))
-    names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
-    assert names == [".old-step-00000002", ".old-step-00000004", "step-00000002"]
+    assert "start another run with --run.name=NEW" in message
+    assert storage.find_steps(tmp_path / "run/checkpoints") == [2, 4], "nothing is deleted"
 
 
 def test_verification_can_be_cheaper(finished: Path, text: Path, tmp_path: Path) -> None:
@@ -304,18 +300,11 @@ def test_the_order_of_writes_survives_a_power_cut(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.extended
-def test_resume_selects_a_checkpoint_of_this_run_or_of_another(finished: Path, text: Path, tmp_path: Path) -> None:
-    message = again(finished, text, tmp_path, checkpoint__resume="step-3")
-    assert 'checkpoint.resume = "step-3" does not exist in ' in message
-    assert "found step-2, step-4" in message
-    command = tiny(text, tmp_path, run__name="run", train__steps=6, checkpoint__every=2, checkpoint__resume="step-2")
-    assert "resumed after step 2" in succeeded(ranks(1, *command))
-    names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
-    assert names == [".old-step-00000004", "step-00000002", "step-00000004", "step-00000006"]
+def test_a_fork_selects_a_checkpoint_of_another_run(finished: Path, text: Path, tmp_path: Path) -> None:
     message = again(finished, text, tmp_path, run__name="fork", checkpoint__resume=tmp_path)
     assert "is not a checkpoint, or a run with one" in message
     command = tiny(text, tmp_path, run__name="fork", train__steps=5, checkpoint__resume=finished)
-    assert "resumed after step 4" in succeeded(ranks(1, *command))
+    assert "a fork of " in succeeded(ranks(1, *command))
     assert "resumed after step 5" in succeeded(ranks(1, *command, "--train.steps=6")), "its own come first"
 
 

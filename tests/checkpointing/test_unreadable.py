@@ -1,4 +1,4 @@
-"""A checkpoint that is temporarily unreadable is not damaged: nothing is set aside or deleted."""
+"""A checkpoint that is temporarily unreadable is not damaged: nothing is deleted."""
 
 import errno
 import os

@@ -234,7 +234,7 @@ def test_a_base_is_next_to_its_file_or_in_the_working_directory(
     monkeypatch.chdir(tmp_path)
     loaded = parse("--config", "configs/a.toml")
     assert loaded.config.train.steps == 77
-    assert loaded.files == ["configs/a.toml", "configs/b.toml"]
+    assert loaded.origins["train.steps"] == "configs/b.toml"
     (tmp_path / "configs/c.toml").write_text('base = "b.toml"\n')
     (tmp_path / "b.toml").write_text("[train]\nsteps = 88\n")
     assert parse("--config", "configs/c.toml").config.train.steps == 77, "next to the file comes first"

@@ -107,7 +107,8 @@ def test_an_index_is_on_the_disk_before_it_counts(folder: Path, monkeypatch: pyt
     sync = os.fsync
 
     def recorded(descriptor: int) -> None:
-        synced.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name.removesuffix(".new"))
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+        synced.add(re.sub(r"\.[0-9a-f]{8}\.new$", "", name))
         sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", recorded)

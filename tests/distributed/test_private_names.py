@@ -54,7 +54,7 @@ PLACES = {
     "torch._inductor": "torch._inductor.compile_fx",
 }
 OF_INSTANCES = {"_fsdp_param_group", "_orig_mod"}  # test_shared_memory.py and test_api.py read them
-NOT_TORCHS = {"_exit", "_current_frames", "_replace", "_option_string_actions"}  # but Python's
+NOT_TORCHS = {"_exit", "_current_frames", "_replace", "_option_string_actions", "_asdict"}  # but Python's
 NOT_TORCHS |= {"_stream"}  # ours, used by another file
 NOT_TORCHS |= {"_precomputed_scale"}  # torchao's
 

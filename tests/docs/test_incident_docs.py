@@ -39,7 +39,7 @@ def test_every_command_of_the_page_runs(text: Path, tmp_path: Path) -> None:
     assert re.search(r"seen at \d steps of 8", find)
     assert "finished: step 8" in spike
     assert samples.startswith("samples 24 to 35: ")
-    assert "resumed after step 4" in by_hand
+    assert "after its step 4" in by_hand
     assert storage.read_state(checkpoint(tmp_path / "without", 8)).samples_consumed == 8 * 6 + 12
     assert "finished: step 8" in skip
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import blocks, commands, obeyed
-from tests.helpers import ROOT, losses, ranks, records, succeeded, tiny
+from tests.helpers import ROOT, checkpoint, losses, ranks, records, succeeded, tiny
 from tests.tools.elastic_machines import Machines, until
 from torchtitan_lite.checkpointing import storage
 
@@ -129,14 +129,12 @@ def test_a_flipped_bit(text: Path, tmp_path: Path) -> None:
     plain = a_run(text, tmp_path)
     succeeded(ranks(2, *plain, "--run.name=mine", fault="flip_after:1:5"))  # of a parameter, by the update of step 5
     verify, replay, back = commands(section("A flipped bit"))
-    places = {"runs/mine": tmp_path / "mine", "step-100": "step-4"}
+    places = {"runs/mine": tmp_path / "mine", "step-00000100": "step-00000004"}
     assert obeyed(verify, places).count("complete") == 4  # it was saved with the wrong bit
     result = ranks(2, *plain, *shlex.split(replay.replace("120", "6").removeprefix(LAUNCH)))
     assert result.returncode == 1
     assert "step 6 differs: " in result.stderr
     assert "so the parameters had differed before: the update of step 5" in result.stderr
-    assert "resumed after step 4" in obeyed(back, places, plain)
+    assert f"a fork of {checkpoint(tmp_path / 'mine', 4)}, after its step 4" in obeyed(back, places, plain)
     succeeded(ranks(2, *plain, "--run.name=whole"))
-    assert losses(tmp_path / "mine") == losses(tmp_path / "whole")
-    aside = sorted(path.name for path in (tmp_path / "mine/checkpoints").glob(".old-*"))
-    assert aside == [".old-step-00000006", ".old-step-00000008"]
+    assert losses(tmp_path / "again") == {step: of for step, of in losses(tmp_path / "whole").items() if step > 4}

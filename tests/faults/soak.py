@@ -56,7 +56,6 @@ def check_after_a_kill(run: Path) -> None:
         assert not (problems := storage.verify(storage.step_folder(checkpoints, step))), problems
     newest = max(reported(run), default=0)
     assert newest == 0 or (found and found[-1] >= newest), f"step {newest} was reported as saved, and there are {found}"
-    assert not list(checkpoints.glob(".bad-*")), "a save left something that counted and was not whole"
 
 
 def soak(way: tuple[str, str, bool], kills: int, rng: random.Random, folder: Path, text: Path) -> dict[str, int]:

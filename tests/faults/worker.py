@@ -65,7 +65,7 @@ SITES: dict[str, tuple[Any, str]] = {
     "sync": (safetensors_file.HashingStream, "close"),
     "commit": (storage, "commit"),
     "manifest": (storage, "_hash_of"),
-    "before rename": (storage, "set_aside"),
+    "before rename": (storage, "sync_folder"),
     "after rename": (select, "to_keep"),
     "purge": (select, "purge"),
     "delete": (shutil, "rmtree"),

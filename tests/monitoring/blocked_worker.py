@@ -22,11 +22,14 @@ def main(argv: Sequence[str]) -> int:
     folder, case = Path(argv[0]), argv[1]
     setattr(watchdog, "limit_group_timeouts", lambda _: None)  # noqa: B010  # as if it were a day
     with process_group(RunConfig(device="cpu", threads=1, timeout_minutes=DAY_MINUTES)) as world:
+        if world.rank == 0:
+            about = {"step": 3, "samples": 0, "config": {}, "setting": {}, "tasks": {}}
+            run_folder.begin(folder, about | run_folder.facts(world, [""]))
         if case == "same place":  # there NCCL's collectives are pending on all ranks
             world = replace(world, device=torch.device("cuda", world.rank))
         late = 0 if case == "rank 0 fetches" else 1
-        run_folder.write_status(folder, world, "running", 3)
         watching = watchdog.Watchdog(folder, world, TIMEOUT_MINUTES)
+        watching.on_abort = lambda why: run_folder.end(folder, world, 1, "failed", 3, why)
         dist.barrier()  # both exist
         watching.step(4)
         if case in ("same place", "forward pass") or world.rank != late:

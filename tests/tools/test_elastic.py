@@ -157,7 +157,7 @@ def test_a_process_that_fails_restarts_all_a_few_times(started: Start, tmp_path:
 
 
 def test_a_restarted_coordinator_knows_the_run_even_if_only_a_spare_is_left(started: Start, tmp_path: Path) -> None:
-    """Another id, or a restart count of 0, would make the run obey checkpoint.resume = "never" again."""
+    """Another id would begin another world."""
     machines = started("--nnodes", "1:1")
     machines.join("a")
     (before,) = world(tmp_path, 0, 1)

@@ -4,10 +4,11 @@ import json
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.tools.test_report import data_of, figures_of, made, step, write_run
+from tests.tools.test_report import about, attempt, data_of, figures_of, made, step, write_run
 from torchtitan_lite.tools.report import report
 
 pytest.importorskip("plotly")
@@ -23,7 +24,7 @@ def sweep(tmp_path: Path) -> list[Path]:
         runs.append(write_run(tmp_path / "runs" / name, records))
         config = f'[run]\nname = "{name}"\n[train]\nsteps = 20\n[optim]\nlr = {name.removeprefix("sweep-")}\n'
         (runs[-1] / "config.toml").write_text(config)
-        (runs[-1] / "run.json").write_text('{"status": "complete"}')
+        (runs[-1] / "run.json").write_text(about("complete"))
     return runs
 
 
@@ -42,19 +43,23 @@ def test_a_page_of_several_runs_does_not_replace_that_of_one(
 
 def test_changes_are_marked_on_the_curves_and_listed(tmp_path: Path) -> None:
     one, two, _ = sweep(tmp_path)
-    lines = [
-        {"step": 10, "changed": {"optim.lr": [0.004, 0.001], "log.every": [1, 2]}},
-        {"step": 12, "changed": {"log.every": [2, 3]}},
-        {"step": 15, "changed": {"optim.<b>": ["a", "</script>"], "optim.gone": [None, 1], "optim.bad": 3}},
-    ]
-    (one / "changes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 99, "cha')
+    config: dict[str, Any] = {"optim.lr": 0.004, "log.every": 1, "optim.<b>": "a", "checkpoint.resume": ""}
+    history = attempt(1, 0, config)
+    history += attempt(2, 12, config | {"log.every": 9})  # the next attempt began at an earlier checkpoint
+    history += attempt(3, 10, config := config | {"optim.lr": 0.001, "log.every": 2, "checkpoint.resume": "x"})
+    history += attempt(4, 12, config := config | {"log.every": 3})
+    history += attempt(5, 15, config | {"optim.<b>": "</script>"})
+    (one / "attempts.jsonl").write_text(history + '{"attempt": 6, "st')
+    records = [{**step(n), "attempt": a} for a, n in ((1, 10), (1, 12), (3, 12), (4, 15), (5, 20))]
+    (one / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     page = made(tmp_path / "page.html", one)
     assert data_of(page)["runs"][0]["marks"] == [[10, "lr"], [15, "&lt;b&gt;"]]
     assert "<h2>Changed on a resume</h2>" in page
     assert "<th>10</th><td>optim.lr</td><td><code>0.004</code></td><td><code>0.001</code></td></tr>" in page
-    assert "<td>log.every</td>" in page
+    assert re.findall("<th>(..)</th><td>log.every</td>", page) == ["10", "12"]
+    assert "checkpoint.resume</td><td><code>&quot;&quot;" not in page
     assert "</script></code>" not in page
-    assert "changes.jsonl: 1 damaged line skipped" in page
+    assert figures_of(page)["Loss"]["traces"][0]["x"] == [10, 12, 15, 20]
     both = made(tmp_path / "both.html", two, one)
     assert [(run["color"], len(run["marks"])) for run in data_of(both)["runs"]] == [("#4c78a8", 0), ("#f58518", 2)]
     assert re.search(r"Changed on a resume of <i[^>]*></i>sweep-1e-3", both)
@@ -125,12 +130,13 @@ def test_a_live_page_reloads_itself_until_the_run_has_ended(
         pages.append(page.read_text() if page.exists() else "")
         if len(pages) == 1:
             (run / "metrics.jsonl").write_text(json.dumps(step(1)) + "\n")
-            (run / "run.json").write_text('{"status": "running"}')
+            (run / "attempts.jsonl").write_text(attempt(0, 0, {}))
+            (run / "run.json").write_text(about("running"))
         elif len(pages) == 2:
             with (run / "metrics.jsonl").open("a") as stream:
                 stream.write(json.dumps(step(2)) + "\n")
         else:
-            (run / "run.json").write_text('{"status": "complete"}')
+            (run / "run.json").write_text(about("complete"))
 
     monkeypatch.setattr(time, "sleep", tick)
     for wrong, message in (("0", "--live=0 should be 1 second or more"), ("5", "no metrics.jsonl")):

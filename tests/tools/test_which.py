@@ -4,7 +4,6 @@ import csv
 import gzip
 import io
 import json
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,8 +18,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from tests.helpers import ranks, succeeded, tiny
-from torchtitan_lite.config.schema import Config
-from torchtitan_lite.config.toml import to_toml
+from torchtitan_lite.checkpointing.compatibility import identity
+from torchtitan_lite.config.schema import Config, flatten
 from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.data.objectives import open_samples
@@ -29,7 +28,8 @@ from torchtitan_lite.data.prepare.__main__ import main as prepare
 from torchtitan_lite.data.prepare.summary import verify
 from torchtitan_lite.data.token_files import TokenFiles, read_meta
 from torchtitan_lite.models.loss import IGNORE
-from torchtitan_lite.tools.incidents.record import changes_of, read_record
+from torchtitan_lite.monitoring import attempts
+from torchtitan_lite.tools.incidents.record import read_record
 from torchtitan_lite.tools.incidents.which import main as which
 
 MARKER = "MARKER-OF-A-POISONED-DOCUMENT"
@@ -196,10 +196,20 @@ def config_of(path: Path | dict[str, float], **values: Any) -> Config:
 
 
 def run_of(config: Config, folder: Path, name: str = "run") -> Path:
+    """A run that has begun."""
     run = folder / name
     run.mkdir()
-    (run / "config.toml").write_text(to_toml(config))
+    begin(run, config, 0, 0)
     return run
+
+
+def begin(run: Path, config: Config, step: int, samples: int, forked_from: str = "") -> None:
+    """The next attempt of a run."""
+    about: dict[str, Any] = {"command": [], "config": flatten(config), "setting": {}, "forked_from": forked_from}
+    about |= {"identity": identity(config, prepare_all(config.data, config.tokenizer, print)), "world_size": 1}
+    about |= {"hosts": [], "versions": {}, "git": {}, "device": "cpu", "time": 0.0, "tasks": {}}
+    number = len(attempts.read(run)) + 1
+    attempts.add(run, {"attempt": number, "step": step, "samples": samples, **about})
 
 
 def seen(run: Path, *arguments: str) -> dict[str, Any]:
@@ -338,16 +348,54 @@ def test_a_text_is_found_at_the_steps_that_hold_its_documents(
     assert "seen at 0 steps of 150: -" in capsys.readouterr().out
 
 
-def test_sizes_that_a_resume_changed_are_those_of_their_steps(texts: Path, tmp_path: Path) -> None:
-    run = run_of(config_of(texts, train__global_batch_size=8), tmp_path)
-    first = '{"step": 10, "changed": {"train.global_batch_size": [6, 4], "optim.lr": [0.1, 0.2]}}\n'
-    (run / "changes.jsonl").write_text(first + '{"step": 20, "changed": {"train.global_batch_size": [4, 8]}}\n')
+def test_each_step_is_of_the_last_attempt_that_began_before_it(texts: Path, tmp_path: Path) -> None:
+    """A resume with other sizes, one after a killed attempt, and one from an older checkpoint, as the newest is bad."""
+    sizes = {1: 6, 2: 4, 3: 8, 4: 5}
+    configs = {n: config_of(texts, train__global_batch_size=size) for n, size in sizes.items()}
+    run = run_of(configs[1], tmp_path)
+
+    def starts(*steps: int) -> list[int]:
+        record = read_record(run)
+        assert all(len(record.samples(step)) in sizes.values() for step in steps)
+        return [record.samples(step).start for step in steps]
+
+    assert starts(1, 11, 12) == [0, 60, 66]
+    begin(run, configs[2], 10, 60)
+    assert starts(1, 10, 11, 12) == [0, 54, 60, 64]
+    begin(run, configs[3], 10, 60)
+    with (run / attempts.FILE).open("a") as file:
+        file.write('{"attempt": 4, "st')  # killed as it began
+    assert starts(1, 10, 11, 12) == [0, 54, 60, 68]
+    begin(run, configs[4], 4, 24)
+    assert starts(1, 4, 5, 10, 11) == [0, 18, 24, 49, 54]
+    assert seen(run, "--step", "3", "--to", "6")["steps"] == [[3, 12, 18], [4, 18, 24], [5, 24, 29], [6, 29, 34]]
+
+
+def test_steps_before_a_fork_are_of_the_other_run(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The fork skips samples, and was made again when the other run was ahead."""
+    run = tmp_path / "fork"
+    run.mkdir()
+    config = config_of(texts, train__steps=30, data__skip_samples=[[73, 80]])
+    begin(run, config, 10, 60, "runs/base/checkpoints/step-00000010")
     record = read_record(run)
-    assert [len(record.samples(step)) for step in (1, 10, 11, 20, 21)] == [6, 6, 4, 4, 8]
-    assert record.samples(21) == range(100, 108)
+    assert [record.samples(step) for step in (11, 12, 13)] == [range(60, 66), range(66, 72), range(80, 86)]
+    assert "the samples 72 to 79 were skipped before step 13" in seen(run, "--step", "13")["notes"]
+    other = "the steps before 11 are not of this run, which was forked from runs/base/checkpoints/step-00000010"
+    assert other in seen(run, "--find", MARKER)["notes"]
+    begin(run, config, 12, 72, "runs/base/checkpoints/step-00000012")
+    assert record.samples(13) == read_record(run).samples(13)
+    assert which([str(run), "--step", "12"]) == 2
+    said = (
+        f"--step=12: {run} was forked after step 12, from runs/base/checkpoints/step-00000012; step 12 is of that run"
+    )
+    assert said in capsys.readouterr().err
+    assert which([str(run), "--step", "31"]) == 2
+    assert "--step=31: the run has the steps 13 to 30" in capsys.readouterr().err
 
 
-def test_the_longest_run_is_answered_at_once(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_longest_run_is_answered_at_once(texts: Path, tmp_path: Path) -> None:
     """Nothing here grows with the number of steps."""
     more = {"train__steps": 10**12, "train__batch_schedule": [[2, 4]], "data__skip_samples": [[7, 30], [1000, 1001]]}
     run = run_of(config_of(texts, **more), tmp_path)
@@ -356,10 +404,6 @@ def test_the_longest_run_is_answered_at_once(texts: Path, tmp_path: Path, capsys
     ((step, start, stop),) = seen(run, "--step", str(10**12))["steps"]
     assert (step, start, stop) == (10**12, first, first + 4)
     assert "the samples 6 to 29 were skipped before step 2" in seen(run, "--step", "2")["notes"]
-    assert which([str(run), "--find", "document"]) == 2
-    assert "samples are too many to search at once; --step and --to of at most" in capsys.readouterr().err
-    assert which([str(run), "--step", "1", "--to", str(10**12)]) == 2
-    assert "samples are too many to list at once" in capsys.readouterr().err
 
 
 def test_mistakes_are_refused(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -371,9 +415,12 @@ def test_mistakes_are_refused(texts: Path, tmp_path: Path, capsys: pytest.Captur
         (str(run), "--find=a", "--to=4"): "--to=4 needs --step",
         (str(run), "--find="): "--find needs a text",
         (str(run), "--find=a", "--rank-by-loss"): "--rank-by-loss is for the documents of --step",
-        (str(run), "--step=3", "--rank-by-loss"): "has no complete checkpoint before step 3 (steps with one: none)",
+        (str(run), "--step=3", "--rank-by-loss"): "has no complete checkpoint before step 3",
         (str(run), "--step=3", "--json=nowhere/a.json"): "nowhere is not a folder",
-        (str(tmp_path / "no"), "--step=3"): "is not the folder of a run: it has no config.toml",
+        (
+            str(tmp_path / "no"),
+            "--step=3",
+        ): "is not the folder of a run that has begun to train: it has no attempts.jsonl",
     }.items():
         assert which(list(arguments)) == 2
         assert expected in capsys.readouterr().err, arguments
@@ -433,32 +480,3 @@ def test_documents_are_ranked_by_their_loss_under_the_checkpoint_before(
             assert same["loss"] == pytest.approx(nats[at : at + n].mean().item(), rel=1e-4)
             at += n
         assert at == 32
-
-
-def test_positions_that_checkpoints_contradict_are_not_guessed(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(trained / "run", tmp_path / "run")
-    file = tmp_path / "run/config.toml"
-    file.write_text(file.read_text().replace("\nglobal_batch_size = 6", "\nglobal_batch_size = 5"))
-    assert which([str(file.parent), "--step=7"]) == 2
-    assert "not known which samples step 7 saw" in capsys.readouterr().err
-
-
-def test_damaged_records_of_resumes_are_skipped(tmp_path: Path) -> None:
-    """Kills and full disks cut lines; the records before and after them count."""
-    odd = [b'{"step": 3, "re', b"[]", b'{"step": "3"}', b"\xff"]
-
-    def write(name: str, *records: dict[str, Any]) -> None:
-        lines = [json.dumps(record).encode() for record in records]
-        (tmp_path / name).write_bytes(b"\n".join([lines[0], *odd, *lines[1:]]) + b"\n")
-
-    assert changes_of(tmp_path) == []
-    write(
-        "changes.jsonl",
-        {"step": 8, "changed": {"optim.lr": [1, 2]}, "setting": {"threads": [1, 2]}},
-        {"step": 7, "changed": None},
-        {"step": 6},
-        {"step": 4, "changed": {"optim.lr": [0, 1]}},
-    )
-    assert changes_of(tmp_path) == [(4, {"optim.lr": [0, 1]}), (8, {"optim.lr": [1, 2], "threads": [1, 2]})]

@@ -1,4 +1,4 @@
-"""A refused command changes nothing, a restart does not apply `resume` twice, and a status belongs to its attempt."""
+"""A run only moves forward: refused commands, forks, damaged checkpoints, and the history that each attempt leaves."""
 
 import json
 import os
@@ -11,15 +11,12 @@ import pytest
 import torch
 from filelock import FileLock
 
-from tests.helpers import checkpoint, losses, python, ranks, records, succeeded, tiny
-from torchtitan_lite.checkpointing import select, storage
-from torchtitan_lite.checkpointing.state import TrainState
+from tests.helpers import assert_same_end, checkpoint, losses, python, ranks, records, succeeded, tiny
+from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.distributed.process_group import World
-from torchtitan_lite.errors import CheckpointError, ConfigError
-from torchtitan_lite.monitoring import run_folder
+from torchtitan_lite.monitoring import attempts, run_folder
 
 RUN = {"run__name": "run", "train__steps": 8, "checkpoint__every": 2, "eval__every": 0}
-NEVER = {"checkpoint__resume": "never"}
 OTHER_LENGTH = {"train__steps": 12, "train__seq_len": 16}
 extended = pytest.mark.extended
 Again = Callable[..., str]
@@ -27,7 +24,7 @@ Again = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 8 steps with checkpoints at 2, 4, 6 and 8."""
+    """A run of 8 steps with checkpoints at 4, 6 and 8."""
     folder = tmp_path_factory.mktemp("attempts")
     succeeded(ranks(1, *tiny(text, folder, **RUN)))
     return folder / "run"
@@ -44,8 +41,8 @@ def run(finished: Path, tmp_path: Path) -> Path:
 def again(run: Path, text: Path) -> Again:
     """The command of the run again; its output, also on stderr if it must fail with `code`, -1 for any."""
 
-    def start(*, n: int = 1, code: int = 0, env: Any = None, fault: str = "", **more: Any) -> str:
-        result = ranks(n, *tiny(text, run.parent, **RUN | more), env=env, fault=fault)
+    def start(*flags: str, n: int = 1, code: int = 0, env: Any = None, fault: str = "", **more: Any) -> str:
+        result = ranks(n, *flags, *tiny(text, run.parent, **RUN | more), env=env, fault=fault)
         if not code:
             return succeeded(result)
         output = result.stdout + result.stderr
@@ -61,240 +58,85 @@ def about(run: Path) -> dict[str, Any]:
 
 def contents(run: Path) -> dict[str, object]:
     """What a refused command must not change."""
-    files = ("metrics.jsonl", "config.toml", "tokenizer.json")
-    facts = {key: value for key, value in about(run).items() if key in ("argv", "step", "started", "world_size")}
+    files = ("metrics.jsonl", "attempts.jsonl", "run.json", "config.toml", "tokenizer.json")
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
-    return {name: (run / name).read_bytes() for name in files} | {"run.json": facts, "checkpoints": names}
+    return {name: (run / name).read_bytes() for name in files} | {"checkpoints": names}
 
 
-def status_in_table(run: Path) -> str:
-    """Of the run's row in `report --table`."""
-    return succeeded(python(str(run), "--table", script="-m torchtitan_lite.report")).splitlines()[1].split()[-1]
-
-
-def set_aside(run: Path) -> list[str]:
-    return sorted(path.name for path in (run / "checkpoints").glob(".*"))
+def begun(run: Path) -> list[tuple[int, str]]:
+    """The step that each attempt began after, and how it ended."""
+    return [(attempt.step, attempt.ended) for attempt in attempts.read(run)]
 
 
 # --- refused ----------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "no weights": (NEVER | {"model__init_from": "tests"}, "", "is not a run with a checkpoint"),
-    "another identity": ({"checkpoint__resume": "step-4", "train__seq_len": 16}, "", "train.seq_len is 32 in the"),
-    "a full disk": (NEVER, "error:0:0:space", "No space left on device"),
-    "files that can't grow": ({"checkpoint__resume": "step-4"}, "full:0:0:lock", "can't be written: File too large"),
+    "another identity": ({"train__seq_len": 16}, "", "train.seq_len is 32 in the"),
+    "a full disk": ({}, "error:0:0:space", "No space left on device"),
+    "files that can't grow": ({}, "full:0:0:lock", "File too large"),
 }
 
 
-@pytest.mark.parametrize("why", [pytest.param(why, marks=[] if why == "no weights" else [extended]) for why in REFUSED])
-def test_a_refused_command_sets_nothing_aside(why: str, run: Path, again: Again) -> None:
+@pytest.mark.parametrize(
+    "why", [pytest.param(why, marks=[] if why == "another identity" else [extended]) for why in REFUSED]
+)
+def test_a_refused_command_is_no_attempt(why: str, run: Path, again: Again) -> None:
     more, fault, expected = REFUSED[why]
     before = contents(run)
     said = again(code=2, fault=fault, **{"train__steps": 12} | more)
     assert expected in said
     assert "Traceback" not in said
     assert contents(run) == before
+    assert not (run / "stacks").exists()
+    assert not list(run.glob("*.new"))
     assert "resumed after step 8" in again(train__steps=9)
+    assert begun(run) == [(0, "complete"), (8, "complete")]
 
 
-@pytest.mark.parametrize(("name", "problem"), [
-    ("config.toml", "can't be written: it is a folder"),
-    ("run.json", "can't be read: Is a directory"),  # it decides whether checkpoints may be set aside
-])  # fmt: skip
-def test_a_file_that_can_t_be_replaced_leaves_the_checkpoints_alone(
-    name: str, problem: str, run: Path, again: Again
-) -> None:
+@pytest.mark.parametrize("name", ["config.toml", "attempts.jsonl"])
+def test_a_file_that_can_t_be_written_is_named(name: str, run: Path, again: Again) -> None:
     (run / name).unlink()
     (run / name).mkdir()
-    assert f"{name} {problem}" in again(code=2, **NEVER)
-    assert set_aside(run) == []
-    assert not list(run.glob(".*.new"))
+    said = again(code=2, train__steps=9)
+    assert f"{run / name}" in said
+    assert "Is a directory" in said
+    assert "Traceback" not in said
 
 
-@extended
-def test_a_damaged_checkpoint_stays_in_place_until_training_starts(run: Path, again: Again) -> None:
-    (checkpoint(run, 8) / "model.safetensors").write_bytes(b"")
+def test_an_error_or_a_kill_while_it_loads_is_no_attempt(run: Path, again: Again) -> None:
     before = contents(run)
-    assert "damaged: " in again(n=2, code=-1, train__seq_len=16)
-    assert contents(run) == before
-    output = again(n=2)
-    assert "resumed after step 6" in output
-    assert "step-00000008 was set aside as " in output
-    assert set_aside(run) == [".bad-step-00000008"]
-
-
-def test_a_kill_before_the_first_step_leaves_all_in_place_for_the_same_command(run: Path, again: Again) -> None:
-    before = contents(run)
-    again(code=-1, fault="kill:0:0:space", checkpoint__resume="step-4")
-    assert contents(run) == before
-    assert "resumed after step 4" in again(checkpoint__resume="step-4")
-    assert set_aside(run) == [".old-step-00000006", ".old-step-00000008"]
-    assert [r["step"] for r in records(run) if "loss" in r] == list(range(1, 9))
-
-
-def test_a_checkpoint_that_can_t_be_renamed_leaves_all_their_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for step in (2, 4, 6):
-        storage.commit(storage.begin(tmp_path, step), TrainState(step=step), "full", 1, {})
-    honest = storage.set_aside
-
-    def fails_at_4(folder: Path, why: str) -> Path | None:
-        if folder.name.endswith("4"):
-            raise PermissionError(13, "Permission denied", str(folder))
-        return honest(folder, why)
-
-    monkeypatch.setattr(storage, "set_aside", fails_at_4)
-    with pytest.raises(CheckpointError, match="step-00000004 can't be set aside"):
-        select.set_aside(tmp_path, [(6, "old"), (4, "old"), (2, "old")])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000004", "step-00000006"]
-
-
-# --- restarts ---------------------------------------------------------------------------------------------------
-
-
-def torchrun_attempt(number: int, run_id: str = "x") -> dict[str, str]:
-    """The environment that torchrun gives the workers of an attempt."""
-    return {"TORCHELASTIC_RESTART_COUNT": str(number), "TORCHELASTIC_RUN_ID": run_id}
-
-
-@pytest.mark.parametrize(("resume", "aside", "n"), [("never", [2, 4, 6, 8], 2), ("step-2", [4, 6, 8], 1)])
-@extended
-def test_a_restart_by_torchrun_resumes_from_the_previous_attempt(
-    resume: str, aside: list[int], n: int, run: Path, again: Again
-) -> None:
-    expected = [f".old-step-{step:08d}" for step in aside]
-    again(n=n, code=-1, env=torchrun_attempt(0), fault="kill:0:5", checkpoint__resume=resume)
-    assert set_aside(run) == expected
-    why = "world 2: 1 rank on 1 machine: a (b is lost)"  # as tools.elastic sets it
-    output = again(n=n, env=torchrun_attempt(1) | {"TORCHTITAN_LITE_WORLD": why}, checkpoint__resume=resume)
-    assert f'checkpoint.resume = "{resume}" was applied by an earlier attempt' in output
-    assert "; a new secret begins another launch" in output
-    assert f"\nstart   {why}\n" in (run / "train.log").read_text()
-    assert "resumed after step 4" in output
-    assert set_aside(run) == expected
-    assert losses(run).keys() == set(range(1, 9))
-    # a person who types it again, which may be under the same name
-    output = again(n=n, env=torchrun_attempt(0), checkpoint__resume=resume)
-    assert ("new; the same" if resume == "never" else "resumed after step 2") in output
-    assert len(set_aside(run)) > len(expected)
-
-
-@pytest.fixture
-def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """An attempt of one rank without a process group, which may end before it is accepted."""
-    monkeypatch.setattr(run_folder, "from_rank0", lambda value: value)
-    monkeypatch.setattr(run_folder, "from_all_ranks", lambda value: [value])
-
-    def attempt(resume: str, count: int = 1, *, accepted: bool = True, **env: str) -> str:
-        with monkeypatch.context() as patched:
-            for name, value in (torchrun_attempt(count, "none") | env).items():
-                patched.setenv(name, value)
-            found = run_folder.begin(tmp_path, World(0, 1, torch.device("cpu"), 1), resume)
-            if accepted:
-                (tmp_path / "run.json").write_bytes(run_folder.accepted(tmp_path, 0, found, {}))
-        return found
-
-    return attempt
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"\0" * 9, b"[]"])
-def test_a_restart_with_a_damaged_record_does_not_begin_again(
-    content: bytes, begin: Callable[..., str], tmp_path: Path
-) -> None:
-    assert begin("never", accepted=False) == "never"
-    (tmp_path / "run.json").write_bytes(content)
-    for resume in ("never", "step-2"):
-        with pytest.raises(ConfigError, match="is damaged, and can't tell whether checkpoint.resume ="):
-            begin(resume)
-    assert (tmp_path / "run.json").read_bytes() == content
-    assert begin("auto", accepted=False) == "auto"
-
-
-def test_another_secret_is_another_launch_also_in_the_same_slurm_job(begin: Callable[..., str]) -> None:
-    found = []
-    for secret, world in [("a", "world 1"), ("a", "world 2"), ("b", "world 1"), ("c", "")]:
-        under = {"TORCHTITAN_LITE_WORLD": world} if world else {}  # or under torchrun
-        found.append(begin("never", SLURM_JOB_ID="7", TORCHELASTIC_RUN_ID=secret, **under))
-    assert found == ["never", "auto", "never", "auto"]
-
-
-def test_an_attempt_that_dies_early_leaves_resume_to_the_next(begin: Callable[..., str]) -> None:
-    """Even if an earlier launch had the same id: torchrun's default id is "none"."""
-    assert begin("never", 0) == "never"
-    assert begin("never", 0, accepted=False) == "never"
-    assert begin("never", 1) == "never"
-    assert begin("never", 2) == "auto"
-
-
-@extended
-def test_a_requeued_job_resumes_from_its_checkpoint(run: Path, again: Again) -> None:
-    job = {"env": {"SLURM_JOB_ID": "7"}, "checkpoint__resume": "step-2", "train__steps": 14}
-    again(fault="term:0:5", **job)
-    assert about(run)["status"] == "preempted"
-    aside = set_aside(run)
-    # another command in between does not change that, whether it is refused or resumes
-    again(code=2, **job | {"env": None, "train__seq_len": 16})
-    again(fault="term:0:8", train__steps=14)
-    left = about(run)["step"]
-    assert 8 <= left < 14
-    assert f"resumed after step {left}" in again(**job)
-    assert set_aside(run) == aside
-    assert "resumed after step 4" in again(**job | {"checkpoint__resume": "step-4"}), "another value, another command"
-
-
-# --- the status of an attempt -----------------------------------------------------------------------------------
-
-
-def test_a_status_belongs_to_its_attempt(run: Path, again: Again) -> None:
-    first = about(run)
-    assert (first["status"], first["step"]) == ("complete", 8)
-    again(code=2, env={"TORCHTITAN_LITE_ATTEMPT": "7-1"}, **OTHER_LENGTH)
-    second = about(run)
-    why = second.pop("refused")
-    assert second == first, "the run is as it was"
-    assert not (run / "stacks").exists()
-    assert why["attempt"] == "7-1"
-    assert "train.seq_len is 32 in the checkpoint and 16 here" in why["message"]
-    assert status_in_table(run) == "complete"
-    said = succeeded(python(str(run), script="-m torchtitan_lite.status"))
-    assert f"run     {run}: complete" in said
-    assert "a command was refused, the run is as it was: " in said
-    again(code=-1, fault="kill:0:0:hash")
-    third = about(run)
-    assert third["status"] == status_in_table(run) == "complete"
-    again()
-    last = about(run)
-    assert last["status"] == "complete", "there was nothing left to do"
-    assert len({first["attempt"], "7-1", third["starting"]["attempt"], last["attempt"]}) == 4
-    assert not {"refused", "starting"} & last.keys()
-
-
-def test_an_error_of_ours_is_a_failed_attempt_too(run: Path, again: Again) -> None:
     assert "Traceback" in again(code=-1, fault="raise:0:0:hash", train__steps=12)
-    assert about(run)["status"] == "complete", "no step has been made"
-    assert "a bug in somebody's loader" in about(run)["refused"]["message"]
+    again(code=-1, fault="kill:0:0:space", train__steps=12)
+    assert contents(run) == before
 
 
-@pytest.mark.parametrize("status", ["complete", "running"])
-def test_all_ranks_of_an_attempt_report_one_refusal(status: str, begin: Callable[..., str], tmp_path: Path) -> None:
-    """A rank dies while it loads: each of the others writes it, in any order."""
-    first = {"status": status, "step": 8}
-    (tmp_path / "run.json").write_text(json.dumps(first))
-    begin("auto", accepted=False)
-    run_folder.stand_in(tmp_path, 0, "rank 1 died")
-    run_folder.write_status(tmp_path, World(0, 3, torch.device("cpu"), 1), "failed", None, "lost rank 1")
-    run_folder.stand_in(tmp_path, 0, "lost rank 1")
-    assert about(tmp_path)["refused"]["message"] == "rank 1 died"
-    assert {key: about(tmp_path)[key] for key in first} == first
+@pytest.mark.parametrize("value", ["auto", "never", "step-4", "RUN", "RUN/checkpoints/step-00000004"])
+def test_a_run_does_not_go_back_within_its_folder(value: str, run: Path, again: Again) -> None:
+    """What 0.4 did with these values; and a path into the run itself."""
+    before = contents(run)
+    said = again(code=2, checkpoint__resume=value.replace("RUN", str(run)))
+    assert "a run does not go back within its folder" in said
+    assert f"--run.name=NEW, from an earlier checkpoint with --checkpoint.resume={run}/checkpoints/step-N" in said
+    assert contents(run) == before
 
 
-def test_a_command_that_finds_the_folder_in_use_leaves_the_status_alone(run: Path, again: Again) -> None:
+def test_a_folder_of_an_older_version_is_refused(run: Path, again: Again) -> None:
+    (run / "attempts.jsonl").unlink()
+    (run / "run.json").write_text('{"status": "complete", "step": 8, "reason": "", "time": 1.0, "attempt": "abc"}')
     before = (run / "run.json").read_bytes()
+    expected = f"{run} was made by an older version: finish it, or export it, with the last commit of 0.4 (6b3ed8e"
+    assert expected in again(code=2, train__steps=9)
+    assert (run / "run.json").read_bytes() == before
+    for command in ("status", "report"):
+        assert expected in python(str(run), script=f"-m torchtitan_lite.{command}").stderr
+
+
+def test_a_command_that_finds_the_folder_in_use_is_no_attempt(run: Path, again: Again) -> None:
+    before = contents(run)
     (run / ".lock-holder").write_text("process 7 on node3")
     with FileLock(run / ".lock"):
         assert f"{run} is being used by process 7 on node3;" in again(code=1)  # the same command may work later
-    assert (run / "run.json").read_bytes() == before
+    assert contents(run) == before
 
 
 def test_stacks_of_an_earlier_attempt_are_kept(run: Path, again: Again) -> None:
@@ -305,3 +147,166 @@ def test_stacks_of_an_earlier_attempt_are_kept(run: Path, again: Again) -> None:
     again(train__steps=9)
     assert (stacks / "rank-0.txt").read_text() == "Timeout (0:00:08)!\nwhere it hung\n"
     assert os.listdir(stacks) == ["rank-0.txt"]
+
+
+# --- the history ------------------------------------------------------------------------------------------------
+
+
+def test_an_attempt_records_how_it_was_started_and_how_it_ended(run: Path) -> None:
+    (made,) = attempts.read(run)
+    assert (made.attempt, made.step, made.samples, made.world_size) == (1, 0, 0, 1)
+    assert made.config["train.steps"] == 8
+    assert made.setting["world_size"] == 1
+    assert made.versions["torch"] == torch.__version__
+    assert made.hosts == [os.uname().nodename]
+    assert "--run.name=run" in made.command
+    assert made.device.startswith("cpu")
+    assert (made.ended, made.last_step, made.reason) == ("complete", 8, "")
+    assert made.time < records(run)[0]["time"] < made.end_time
+    assert {record["attempt"] for record in records(run)} == {1}
+    status = about(run)
+    assert (status["status"], status["step"], status["attempt"]) == ("complete", 8, 1)
+
+
+def test_after_a_kill_the_records_of_the_last_attempt_count(text: Path, tmp_path: Path) -> None:
+    """SIGKILL in step 8, after the checkpoint of step 6: steps 7 and on are made again. No line is removed."""
+    run, command = tmp_path / "run", tiny(text, tmp_path, **RUN | {"eval__every": 4, "sample__every": 4})
+    assert ranks(1, *command, fault="kill:0:8:step").returncode
+    assert (about(run)["status"], begun(run)) == ("running", [(0, "")])
+    left = (run / "metrics.jsonl").read_bytes() + b'{"step": 8, "lo'  # as a kill while it writes leaves it
+    (run / "metrics.jsonl").write_bytes(left)
+    history = (run / "attempts.jsonl").read_bytes() + b'{"attempt": 1, "en'
+    (run / "attempts.jsonl").write_bytes(history)
+    assert "resumed after step 6" in succeeded(ranks(1, *command))
+    assert (run / "metrics.jsonl").read_bytes().startswith(left + b"\n")
+    assert (run / "attempts.jsonl").read_bytes().startswith(history + b"\n")
+    assert begun(run) == [(0, ""), (6, "complete")]
+    assert attempts.read(run)[1].samples == 6 * attempts.read(run)[0].config["train.global_batch_size"]
+    by_step = [(record["step"], record["attempt"]) for record in attempts.records(run) if "loss" in record]
+    assert by_step == [(step, 1 if step < 7 else 2) for step in range(1, 9)]
+    assert [record["step"] for record in attempts.records(run) if "val_loss" in record] == [4, 8]
+    assert {record["step"] for record in attempts.records(run, "samples.jsonl")} == {4, 8}
+    written = [json.loads(line) for line in left.splitlines()[:-1]]
+    assert [record["step"] for record in written if "loss" in record] == list(range(1, 8)), "7 was made twice"
+
+
+def test_a_failed_attempt_says_why(run: Path, again: Again) -> None:
+    again(code=-1, fault="raise:0:10:step", train__steps=12)
+    status, last = about(run), attempts.read(run)[-1]
+    assert (status["status"], status["step"], status["attempt"]) == ("failed", 9, 2)
+    assert "a bug in somebody's loader" in status["reason"]
+    assert (last.ended, last.last_step, last.reason) == ("failed", 9, status["reason"])
+    assert "resumed after step 8" in again(train__steps=9)
+
+
+def test_a_finished_run_that_is_started_again_stays_complete(run: Path, again: Again) -> None:
+    before = contents(run)
+    assert "finished: step 8 of train.steps = 4" in again(train__steps=4)
+    assert (about(run)["status"], about(run)["step"]) == ("complete", 8)
+    after = contents(run)
+    assert [name for name in before if before[name] != after[name]] == ["attempts.jsonl", "run.json"]
+    assert records(run)[-1]["step"] == 8
+
+
+@pytest.mark.parametrize("rank0_lives", [False, True])
+def test_another_rank_records_the_end_for_a_rank_0_that_is_gone(rank0_lives: bool, tmp_path: Path) -> None:
+    world, other = (World(rank, 3, torch.device("cpu"), 1) for rank in (0, 1))
+    start = {"step": 0, "samples": 0, "config": {}, "setting": {}, "tasks": {}}
+    number = run_folder.begin(tmp_path, start | run_folder.facts(world, ["here"]))
+    run_folder.end(tmp_path, other, 0, "failed", 3, "a rank that was refused")
+    assert about(tmp_path)["status"] == "running"
+    if rank0_lives:
+        run_folder.end(tmp_path, world, number, "failed", 3, "lost rank 1")
+    run_folder.end(tmp_path, other, number, "failed", 3, "rank 1 died")
+    (made,) = attempts.read(tmp_path)
+    assert made.reason == about(tmp_path)["reason"] == ("lost rank 1" if rank0_lives else "rank 1 died")
+
+
+# --- damaged checkpoints ----------------------------------------------------------------------------------------
+
+
+def damage(run: Path, step: int) -> None:
+    file = checkpoint(run, step) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+
+
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=extended)])
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
+    n: int, run: Path, finished: Path, again: Again
+) -> None:
+    damage(run, 8)
+    output = again(n=n)
+    assert "model.safetensors: its SHA-256 does not match the manifest" in output
+    assert f"run     {run}  resumed after step 6; newer checkpoints are damaged" in output
+    assert "their steps are made again: 8\n" in output
+    assert storage.verify(checkpoint(run, 8)) == [], "it was saved again"
+    assert [path.name for path in (run / "checkpoints").glob(".*")] == []
+    assert begun(run) == [(0, "complete"), (6, "complete")]
+    if n == 1:
+        assert_same_end(run, finished, 8)
+
+
+@pytest.mark.parametrize("site", ["commit", "before rename", "delete"])
+def test_a_kill_while_a_damaged_checkpoint_is_replaced_loses_nothing(site: str, run: Path, again: Again) -> None:
+    damage(run, 8)
+    again(code=-1, fault=f"kill:0:8:{site}")
+    assert storage.verify(checkpoint(run, 6)) == []
+    assert f"resumed after step {8 if site == 'delete' else 6}" in again(train__steps=9)
+    assert storage.verify(checkpoint(run, 9)) == []
+    assert losses(run).keys() == set(range(1, 10))
+
+
+def test_a_damaged_checkpoint_counts_for_nothing_in_retention(run: Path, again: Again) -> None:
+    """It is never resumed; the first save at or after its step deletes it, though it is among the newest."""
+    damage(run, 8)
+    again(train__steps=9, checkpoint__every=0, checkpoint__keep_latest=2)
+    assert storage.find_steps(run / "checkpoints") == [6, 9]
+    damage(run, 9)
+    assert "resumed after step 6" in again(train__steps=7, checkpoint__every=0, checkpoint__keep_latest=1)
+    assert storage.find_steps(run / "checkpoints") == [6, 7, 9], "its step comes later"
+    damage(run, 6)
+    damage(run, 7)
+    said = again(code=2)
+    assert "no checkpoint is complete:" in said
+    assert "start another run with --run.name=NEW" in said
+    assert storage.find_steps(run / "checkpoints") == [6, 7, 9], "nothing is deleted"
+
+
+# --- forks ------------------------------------------------------------------------------------------------------
+
+
+def test_a_fork_starts_from_another_run_s_checkpoint(run: Path, finished: Path, again: Again) -> None:
+    """With what the run has learned with, unless the command says otherwise; afterwards it is a run of its own."""
+    again("--resume-with-changes", train__steps=9, optim__weight_decay=0.05)
+    before, source = contents(run), checkpoint(run, 6)
+    fork = {"run__name": "fork", "checkpoint__resume": source}
+    output = again(**fork, optim__lr=1e-3)
+    assert f"run     {run.parent / 'fork'}  new, a fork of {source}, after its step 6; the same command" in output
+    assert "optim.lr 0.008 -> 0.001" in output
+    assert begun(run.parent / "fork") == [(6, "complete")]
+    assert attempts.of_step(attempts.read(run.parent / "fork"), 6) is None, "the other run made it"
+    assert losses(run.parent / "fork").keys() == {7, 8}
+    assert "resumed after step 8" in again(**fork, optim__lr=1e-3, train__steps=9), "its own come first"
+    assert contents(run) == before
+    again(**fork | {"run__name": "same", "checkpoint__resume": run / "checkpoints"}, optim__weight_decay=0.05)
+    assert begun(run.parent / "same") == [(9, "complete")]
+    shutil.rmtree(checkpoint(run, 9))
+    again(**fork | {"run__name": "equal"})
+    assert tensors_equal(run.parent / "equal", finished)
+
+
+def tensors_equal(run: Path, other: Path) -> bool:
+    """In the checkpoints of step 8."""
+    file = "model.safetensors"
+    return (checkpoint(run, 8) / file).read_bytes() == (checkpoint(other, 8) / file).read_bytes()
+
+
+def test_a_fork_says_which_values_came_from_there(run: Path, text: Path, tmp_path: Path) -> None:
+    """A value that the command does not give, and for which today's default differs, is the other run's."""
+    command = [word for word in tiny(text, tmp_path, **RUN) if not word.startswith("--optim.lr")]
+    (tmp_path / "mine.toml").write_text("[optim]\nlr = 0.002\n")
+    succeeded(ranks(1, "--config", str(tmp_path / "mine.toml"), *command, "--run.name=one", "--train.steps=4"))
+    output = succeeded(ranks(1, *command, "--run.name=two", f"--checkpoint.resume={tmp_path / 'one'}"))
+    source = checkpoint(tmp_path / "one", 4)
+    assert f"resume  optim.lr = 0.002: of {source}, not given by this command; today's defaults differ" in output
+    assert attempts.read(tmp_path / "two")[0].config["optim.lr"] == 0.002

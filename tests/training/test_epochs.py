@@ -89,7 +89,7 @@ def test_a_run_in_epochs_is_the_run_in_steps_and_trains_on(data: Path, tmp_path:
     assert scores.keys() == {n, 2 * n, 3 * n}
     assert {3 * n, min(scores, key=lambda step: scores[step])} <= set(find_steps(run / "checkpoints"))
     rates = {r["step"]: r["lr"] for r in records(run) if "lr" in r}
-    assert [rates[step] for step in (n, n + 1, 2 * n, 2 * n + 1)] == [8e-3, 4e-3, 4e-3, 2e-3]
+    assert [rates[step] for step in (n, n + 1, 2 * n, 2 * n + 1)] == [4e-3, 2e-3, 2e-3, 1e-3]
     # config.toml holds what was given, and loads again; the report knows the steps
     written = load.load(run / "config.toml", {}).config
     assert (written.train.epochs, str(written.eval.every)) == (3.0, "epoch")

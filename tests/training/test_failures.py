@@ -1,7 +1,6 @@
 """A failing run prints the reason, exits with an error, and keeps its files."""
 
 import contextlib
-import json
 import shutil
 import socket
 from collections.abc import Callable
@@ -79,15 +78,6 @@ def test_a_failed_preparation_removes_only_a_folder_that_it_made(
     monkeypatch.setattr(run_folder, "from_rank0", lambda problem: problem)
     run_folder.lock(tmp_path / "run", World(0, 1, torch.device("cpu"), 1)).release()
     assert (tmp_path / "run/.lock").exists()
-
-
-def test_run_json_names_every_config_file(text: Path, tmp_path: Path) -> None:
-    (tmp_path / "base.toml").write_text("[train]\nsteps = 1\n")
-    (tmp_path / "mine.toml").write_text('base = "base.toml"\n[train]\nsteps = 2\n')
-    options = [o for o in tiny(text, tmp_path, optim__warmup_steps=1) if not o.startswith("--train.steps")]
-    succeeded(ranks(1, "--config", str(tmp_path / "mine.toml"), *options))
-    recorded = json.loads((tmp_path / "mine/run.json").read_text())
-    assert recorded["config_files"] == [str(tmp_path / "mine.toml"), str(tmp_path / "base.toml")]
 
 
 @pytest.mark.extended

@@ -74,9 +74,11 @@ def test_the_keys_that_a_resume_compares() -> None:
     learned |= {"train.router_aux_loss", "train.router_z_loss", "train.router_bias_rate"}
     replayed = {"train.steps", "train.on_nonfinite", "train.max_skipped"}
     replayed |= {"spike.action", "spike.window", "spike.loss_deviations", "spike.norm_deviations"}
+    replayed |= {"grad_scaler.init_scale", "grad_scaler.growth_interval", "grad_scaler.min_scale"}
     assert keys(compatibility.is_refused) == refused
     assert keys(compatibility.is_learned_with) == learned | {"model.init_from"}
     assert keys(lambda key: schema.resume_rule(key).changes_steps) == refused | learned | replayed
+    assert keys(lambda key: schema.resume_rule(key).changes_start) == {"model.init_from", "model.induction_head"}
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +121,12 @@ def test_what_changes_the_last_bits_is_part_of_the_setting() -> None:
         "speed.widened_products",
         "speed.float8",
     }
-    changed = {key for change in changes for key in change} | {"fsdp.blocks_per_group", "fsdp.dp_replicate"}
+    # what is computed again is compiled into the backward pass: bfloat16 was rounded elsewhere with "selective"
+    compiled = {"compile.enabled": True, "compile.backend": "eager"}
+    recomputed = {"activation_checkpointing.mode": "full", "activation_checkpointing.every": 1}
+    assert resumed.differences(setting(compiled), setting(compiled | recomputed))
+    changed = {key for change in (*changes, recomputed) for key in change}
+    changed |= {"fsdp.blocks_per_group", "fsdp.dp_replicate"}
     assert schema.bitwise_keys().keys() == (changed - {"fsdp.dp_shard"}) | by_the_machine
     same = {"fsdp.reshard_after_forward": False, "activation_checkpointing.mode": "full", "run.name": "x"}
     assert not resumed.differences(setting({}), setting(same | {"speed.gc_every": 0}))
@@ -167,7 +174,7 @@ def test_a_run_keeps_its_values_of_keys_that_are_not_given(text: Path, tmp_path:
     asked = ranks(1, *options(given | {"optim.lr": 1e-3}))  # a key that is given
     assert asked.returncode == 2
     assert [line for line in asked.stderr.splitlines() if " so far" in line] == [
-        "  optim.lr = 0.008 so far, 0.001 here"
+        "  optim.lr = 0.004 so far, 0.001 here"
     ]
 
     output = succeeded(ranks(2, *options(given)))
@@ -221,10 +228,10 @@ def test_the_values_are_those_of_the_checkpoint_to_resume_from(tmp_path: Path) -
         return select.saved_config(tmp_path / run, resume).get("optim.lr")
 
     other = str(tmp_path / "b")
-    assert [rate("a", how) for how in ("auto", "step-2", "step-3", other, "never")] == [4, 2, 4, 4, None]
-    assert [rate("new", how) for how in ("auto", "step-2", other, "none", "~nobody/x\0")] == [None, None, 6, None, None]
-    (checkpoint(tmp_path / "a", 4) / "state.json").write_text("{")  # damaged: it is set aside
-    assert rate("a", "auto") == 2
+    assert [rate("a", resume) for resume in ("", other, "none")] == [4, 4, 4]
+    assert [rate("new", resume) for resume in ("", other, "none", "~nobody/x\0")] == [None, 6, None, None]
+    (checkpoint(tmp_path / "a", 4) / "state.json").write_text("{")  # damaged
+    assert rate("a", "") == 2
 
 
 REFUSED: dict[str, tuple[Any, Any]] = {
@@ -291,7 +298,7 @@ def test_allowed_changes_are_logged(first: Path, text: Path, tmp_path: Path) -> 
     said = next(line for line in output.splitlines() if "changed since then" in line)
     for key in ALLOWED:
         assert f"{key} " in said
-    assert "optim.lr 0.008 -> 0.001" in said
+    assert "optim.lr 0.004 -> 0.001" in said
     assert "train.global_batch_size 6 -> 9" in said
     after = [r for r in records(tmp_path / "run") if r["step"] > 3 and "lr" in r]
     assert [r["lr"] for r in after] == [1e-3, 1e-3]
@@ -303,9 +310,9 @@ def test_a_longer_run_follows_the_longer_schedule(first: Path, text: Path, tmp_p
     shutil.copytree(first, tmp_path / "run")
     succeeded(ranks(1, *tiny(text, tmp_path, run__name="run", train__steps=40, optim__schedule="wsd", log__every=1)))
     rates = {r["step"]: r["lr"] for r in records(tmp_path / "run") if "lr" in r}
-    assert rates[3] == pytest.approx(0.1 * 8e-3)  # the end of the short one
-    assert rates[4] == rates[30] == 8e-3  # back at its height
-    assert rates[40] == pytest.approx(0.1 * 8e-3)
+    assert rates[3] == pytest.approx(0.1 * 4e-3)  # the end of the short one
+    assert rates[4] == rates[30] == 4e-3  # back at its height
+    assert rates[40] == pytest.approx(0.1 * 4e-3)
     assert set(losses(tmp_path / "run")) == set(range(1, 41))
 
 
@@ -323,9 +330,4 @@ def test_the_original_command_drops_the_steps_of_a_longer_run_that_was_killed(
     assert "finished: step 3 of train.steps = 3" in said_again
     assert losses(tmp_path / "run") == before
     status = json.loads((tmp_path / "run/run.json").read_text())
-    assert (status["status"], status["step"], status["steps"]) == ("complete", 3, 3)
-    assert "steps = 3 " in (tmp_path / "run/config.toml").read_text()
-    assert "train.steps" not in (tmp_path / "run/changes.jsonl").read_text()
-    unchanged = (tmp_path / "run/config.toml").stat().st_mtime_ns
-    succeeded(ranks(1, *command, "--train.steps=3"))
-    assert (tmp_path / "run/config.toml").stat().st_mtime_ns == unchanged
+    assert (status["status"], status["step"]) == ("complete", 3)

@@ -32,6 +32,7 @@ from torchtitan_lite.training.spikes import act
 extended = pytest.mark.extended
 POISON = {"POISON": "[[96, 102]]"}  # all of step 17
 PLAIN: dict[str, Any] = {"model__n_layers": 1, "train__steps": 24, "eval__every": 0, "checkpoint__every": 6}
+PLAIN |= {"optim__lr": 4e-3}
 SPIKE: dict[str, Any] = {"spike__window": 6, "spike__loss_deviations": 4.0}
 SKIP = PLAIN | SPIKE | {"spike__action": "skip"}
 STOP = PLAIN | SPIKE | {"spike__action": "stop"}
@@ -211,7 +212,7 @@ def test_the_printed_command_of_a_stopped_run_trains_without_the_samples(name: s
     assert words[-1] == f"--data.skip_samples={[*own, [poison, end]]}"
     said = obeyed(n, words, env)
     assert "SPIKE" not in said
-    assert (f"resumed after step {saved}" in said) == bool(saved)
+    assert (f", after its step {saved};" in said) == bool(saved)
     fork, record = tmp_path / "run-without-17", read_record(tmp_path / "run-without-17")
     assert [record.samples(step).start for step in (16, 17, 18)] == [poison - 6, end, end + 6]
     run(n, "told", env=env, **PLAIN | keys | {"data__skip_samples": str([*own, [poison, end]])})

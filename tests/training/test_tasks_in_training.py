@@ -10,6 +10,7 @@ import pytest
 from tests.helpers import assert_same_end, losses, ranks, records, succeeded, tiny
 from tests.scoring.test_tasks import CHOICE, WORD, jsonl
 from torchtitan_lite.config.schema import Config, DataConfig, EvalConfig, ModelConfig
+from torchtitan_lite.tools.report.runs import read_run
 from torchtitan_lite.training.checks import check_prompts
 
 STILL = {"optim__lr": 1e-30, "optim__warmup_steps": 0}  # no parameter changes
@@ -66,10 +67,10 @@ def test_tasks_are_scored_and_training_is_the_same_bits(text: Path, files: str, 
     said = succeeded(ranks(2, *tiny(text, tmp_path, run__name="tasks", **more | {"train__steps": 6}, **wanted)))
     (line,) = (line for line in said.splitlines() if "other questions" in line)
     assert "eval.tasks choice has other questions: do not compare its scores with those of earlier steps" in line
-    (change,) = map(json.loads, (tmp_path / "tasks/changes.jsonl").read_text().splitlines())
-    before, now = change["changed"]["eval.tasks choice"]
+    changed = {key: (before, now) for _, key, before, now in read_run(tmp_path / "tasks").changes}
+    before, now = changed["eval.tasks choice"]
     assert before != now
-    assert "eval.tasks word" not in change["changed"]
+    assert "eval.tasks word" not in changed
 
 
 @pytest.mark.extended

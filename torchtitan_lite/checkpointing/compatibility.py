@@ -138,6 +138,7 @@ def bitwise_setting(config: Config, world: World) -> dict[str, Any]:
     in_rank_order = config.speed.shared_memory and not on_gpu and world.local_world_size == world.world_size
     # the gradients of tables that all blocks of t5 share are added group by group
     groups_matter = family.encoder_decoder or (world.world_size > 2 and not in_rank_order)
+    checkpointing = config.activation_checkpointing
     of_all_lengths = config.compile.enabled and config.data.objective == "pairs"  # see cpu/attention.py
     return {
         "world_size": world.world_size,
@@ -145,6 +146,8 @@ def bitwise_setting(config: Config, world: World) -> dict[str, Any]:
         # where a key has an effect only sometimes, what it means here:
         "dp_replicate": layout.dp_replicate,
         "compile": config.compile.backend if config.compile.enabled else "off",
+        # what is computed again is compiled into the backward pass
+        "activation_checkpointing": f"{checkpointing.mode} {checkpointing.every}" if config.compile.enabled else "any",
         "block_attention": config.speed.block_attention and not on_gpu and not of_all_lengths,
         "fused_functions": config.speed.fused_functions and family.fused_functions and not on_gpu,
         "blocks_per_group": config.fsdp.blocks_per_group if groups_matter else 1,

@@ -63,7 +63,8 @@ class BaseCheckpointer(ABC):
         self.config = config
         self.world = world
         self.notes: list[str] = []  # from a load, for the log: damaged checkpoints
-        self.aside: list[tuple[int, str]] = []  # from a load: steps to set aside, see select.py
+        self.forked_from: Path | None = None  # from a load: the checkpoint, if it is another run's
+        self.damaged: list[int] = []  # from a load: newer steps; the save of such a step replaces it
         self.protect: set[int] = set()  # steps that retention must not delete
         # a save in the background of training and of loads needs a group of its own
         self.group = untimed_group() if config.async_save or world.untimed is None else world.untimed
@@ -92,7 +93,7 @@ class BaseCheckpointer(ABC):
         """
 
         def require() -> None:
-            steps = [saved for saved in storage.find_steps(self.folder) if saved not in dict(self.aside)]
+            steps = storage.find_steps(self.folder)
             old = sorted({*steps} - self._kept(steps, step))
             storage.require_space(self.folder, self._n_bytes(), [storage.step_folder(self.folder, s) for s in old])
 
@@ -226,11 +227,14 @@ class BaseCheckpointer(ABC):
             return ""
         try:
             select.purge(self.folder, self._kept(storage.find_steps(self.folder), step))
+            self.damaged = [damaged for damaged in self.damaged if damaged > step]
         except Exception as caught:
             return str(caught) or repr(caught)
         return ""
 
     def _kept(self, steps: list[int], step: int) -> set[int]:
-        """Which of these checkpoints retention keeps at a step."""
-        c = self.config
-        return select.to_keep(self.folder, steps, c.keep_latest, c.keep_every, c.keep_best, {*self.protect, step})
+        """Which of these checkpoints retention keeps at a step: a damaged one only before its step is made again."""
+        c, later = self.config, {saved for saved in steps if saved > step}
+        steps = [saved for saved in steps if saved not in {*later, *self.damaged} - {step}]
+        also = {*self.protect, step}
+        return later | select.to_keep(self.folder, steps, c.keep_latest, c.keep_every, c.keep_best, also)

@@ -1,14 +1,11 @@
 """Which checkpoint a run resumes from, and which ones retention keeps. Ranks verify together and get the same result.
 
-`select_checkpoint` changes nothing on disk. It plans which checkpoints to set aside; `set_aside` renames them once
-the run is sure to start, so a process that dies in between changes nothing. Errors are raised on every rank.
+Errors are raised on every rank.
 """
 
 import contextlib
 import math
-import re
 import shutil
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,62 +23,41 @@ from torchtitan_lite.errors import CheckpointError, UnreadableError
 
 @dataclass
 class Selection:
-    """A verified checkpoint and its manifest, or None if there is none; and what to do with the others."""
+    """A verified checkpoint and its manifest, None if there is none; and the steps of newer ones that are damaged."""
 
     checkpoint: tuple[Path, Manifest] | None = None
     notes: list[str] = field(default_factory=list)
-    aside: list[tuple[int, str]] = field(default_factory=list)  # steps to set aside, as "old" or "bad"
+    damaged: list[int] = field(default_factory=list)
 
 
 def select_checkpoint(checkpoints: Path, config: CheckpointConfig, world: World) -> Selection:
-    """The checkpoint that `config.resume` asks for; with "auto" the newest complete one.
-
-    Damaged checkpoints are set aside as .bad-step-N if an older one is complete. With "step-N", later ones are set
-    aside as .old-step-N, or the next resume would take them.
+    """The newest complete checkpoint of the run; if it has none, that of the run or folder that `config.resume` names.
 
     Raises:
-        CheckpointError: the requested checkpoint is missing or damaged, all are damaged, or an I/O error.
+        CheckpointError: all are damaged, `config.resume` has no complete one, or an I/O error.
     """
-
-    def require_complete(folder: Path) -> tuple[Path, Manifest]:
-        manifest, problems = verify_together(folder, config.verify, world)
-        if manifest is None or problems:
-            raise CheckpointError("; ".join(problems))
-        return folder, manifest
-
     selection = Selection(notes=on_rank0(world, lambda: storage.incomplete_folders(checkpoints)))
     steps = on_rank0(world, lambda: storage.find_steps(checkpoints))
-    if config.resume == "never":
-        selection.aside = [(step, "old") for step in steps]
-        return selection
-    if re.fullmatch(r"step-\d+", config.resume):
-        step = int(config.resume.removeprefix("step-"))
-        if step not in steps:
-            existing = ", ".join(f"step-{s}" for s in steps) or "no checkpoints"
-            raise CheckpointError(
-                f'checkpoint.resume = "step-{step}" does not exist in {checkpoints}; found {existing}'
-            )
-        selection.checkpoint = require_complete(storage.step_folder(checkpoints, step))
-        selection.aside = [(s, "old") for s in steps if s > step]
-        return selection
-    damaged: list[tuple[int, str]] = []
     for step in reversed(steps):
         folder = storage.step_folder(checkpoints, step)
         manifest, problems = verify_together(folder, config.verify, world)
         if manifest is not None and not problems:
             selection.checkpoint = folder, manifest
-            break
-        damaged.append((step, "; ".join(problems)))
-    if damaged and selection.checkpoint is None:
+            return selection
+        selection.damaged.append(step)
+        selection.notes.append(f"damaged: {'; '.join(problems)}")
+    if steps:
         raise CheckpointError(
-            "\n  ".join(["no checkpoint is complete:", *(problem for _, problem in damaged)])
-            + "\n  --checkpoint.resume=never starts from the beginning, and keeps these as .old-step-N"
+            "\n  ".join(["no checkpoint is complete:", *selection.notes])
+            + "\n  start another run with --run.name=NEW, from the beginning or from a checkpoint of another run"
         )
-    selection.notes += [f"damaged: {problem}" for _, problem in damaged]
-    selection.aside = [(step, "bad") for step, _ in damaged]
-    if selection.checkpoint is None and config.resume != "auto":
+    if config.resume:
         other = Path(config.resume).expanduser()
-        selection.checkpoint = require_complete(on_rank0(world, lambda: _newest_of(other)))
+        folder = on_rank0(world, lambda: _newest_of(other))
+        manifest, problems = verify_together(folder, config.verify, world)
+        if manifest is None or problems:
+            raise CheckpointError("; ".join(problems))
+        selection.checkpoint = folder, manifest
     return selection
 
 
@@ -97,12 +73,9 @@ def saved_config(run: Path, resume: str) -> Mapping[str, Any]:
     """
     with contextlib.suppress(CheckpointError, OSError, RuntimeError, ValueError):
         found = storage.checkpoints_of(run / "checkpoints")
-        if re.fullmatch(r"step-\d+", resume):
-            asked = storage.step_folder(run / "checkpoints", int(resume.removeprefix("step-")))
-            found = [asked] if asked in found else found  # gone: an earlier attempt of this launch has applied it
-        elif resume not in ("auto", "never"):
-            found = found or storage.checkpoints_of(Path(resume).expanduser())
-        for folder in reversed(found if resume != "never" else []):
+        if not found and resume:
+            found = storage.checkpoints_of(Path(resume).expanduser())
+        for folder in reversed(found):
             with contextlib.suppress(CheckpointError):  # damaged
                 return storage.read_state(folder, named_by_step=False).config
     return {}
@@ -146,26 +119,6 @@ def verify_together(folder: Path, mode: str, world: World) -> tuple[Manifest | N
     if errors := list(dict.fromkeys(error for _, error in of_ranks if error)):
         raise UnreadableError("\n  ".join(errors))
     return manifest, [problem for problems, _ in of_ranks for problem in problems]
-
-
-def set_aside(checkpoints: Path, planned: list[tuple[int, str]]) -> list[str]:
-    """Rename the planned checkpoints, on one rank. Returns lines for the log.
-
-    Raises:
-        CheckpointError: one can't be renamed; the others are renamed back.
-    """
-    moved: list[tuple[Path, Path]] = []
-    for step, why in sorted(planned):  # the newest last: if this is killed, a resume selects the same one
-        folder = storage.step_folder(checkpoints, step)
-        try:
-            if aside := storage.set_aside(folder, why):
-                moved.append((folder, aside))
-        except (OSError, CheckpointError) as error:
-            for before, after in reversed(moved):
-                with contextlib.suppress(OSError):
-                    after.rename(before)
-            raise CheckpointError(f"{folder} can't be set aside: {error}") from None
-    return [f"{before} was set aside as {after}" for before, after in moved]
 
 
 # --- retention --------------------------------------------------------------------------------------------------
@@ -214,9 +167,6 @@ def purge(checkpoints: Path, keep: Iterable[int]) -> list[int]:
     for step in storage.find_steps(checkpoints):
         if step in kept:
             continue
-        folder = storage.step_folder(checkpoints, step)
-        trash = folder.with_name(f".trash-{folder.name}-{uuid.uuid4().hex[:8]}")
-        folder.rename(trash)  # so that no half-deleted checkpoint is found
-        shutil.rmtree(trash, ignore_errors=True)
+        shutil.rmtree(storage.discarded(storage.step_folder(checkpoints, step)), ignore_errors=True)
         deleted.append(step)
     return deleted

@@ -6,8 +6,6 @@
                               manifest.json                                  written last: size and SHA-256 of each file
                 .tmp-*          being written, or left by a killed run: never read, removed by the next save
                 .convert-*      being written by `checkpoint.py convert`: never read or removed by a run
-                .bad-step-*     failed verification: kept, never read
-                .old-step-*     later than the step that a run resumed from: kept, never read
                 .trash-*        being deleted
 
 A save writes into a hidden folder and syncs it. The rename at the end commits it.
@@ -284,7 +282,7 @@ def commit(
 
     Args:
         files: what was written into it; already synced.
-        replace: set aside an existing checkpoint of this step; otherwise it is an error.
+        replace: an existing checkpoint of this step, which is damaged; otherwise it is an error.
 
     Raises:
         OSError, CheckpointError: it is not committed; nothing else has changed.
@@ -306,8 +304,7 @@ def commit(
     write_text(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
     sync_folder(folder)
     final = step_folder(folder.parent, state.step)
-    if replace:
-        set_aside(final, "bad")  # a leftover of this step that we did not resume from
+    damaged = discarded(final) if replace and final.exists() else None
     try:
         folder.rename(final)
     except OSError as error:
@@ -315,19 +312,14 @@ def commit(
             raise
         raise CheckpointError(f"{final} already exists") from None
     sync_folder(folder.parent)
+    if damaged is not None:
+        shutil.rmtree(damaged, ignore_errors=True)
     return final
 
 
-def set_aside(folder: Path, why: str) -> Path | None:
-    """Rename a checkpoint to .bad-step-N or .old-step-N, and return the new path; None if it does not exist."""
-    if not folder.exists():
-        return None
-    for number in range(10_000):
-        aside = folder.with_name(f".{why}-{folder.name}" + (f"-{number}" if number else ""))
-        if not aside.exists():
-            folder.rename(aside)
-            return aside
-    raise CheckpointError(f"{folder} can't be set aside: there are too many .{why}-{folder.name}")
+def discarded(folder: Path) -> Path:
+    """Rename a checkpoint, so that it is not found while it is being deleted. Returns its path."""
+    return folder.rename(folder.with_name(f".trash-{folder.name}-{uuid.uuid4().hex[:8]}"))
 
 
 def require_space(checkpoints: Path, n_bytes: int, deletable: Sequence[Path] = ()) -> None:

@@ -66,8 +66,8 @@ _OWN = {  # where a registry takes entries of the user
 _LONGEST = 16 << 20  # bytes of a config file; /dev/zero is endless
 
 
-def read_file(path: Path, problems: list[str], files: list[str], chain: tuple[Path, ...] = ()) -> ConfigValues:
-    """The values of a TOML file over those of its `base`. Errors are added to `problems`, and paths to `files`."""
+def read_file(path: Path, problems: list[str], chain: tuple[Path, ...] = ()) -> ConfigValues:
+    """The values of a TOML file over those of its `base`. Errors are added to `problems`."""
     try:
         path = expand(path)
         where = path.resolve()
@@ -102,7 +102,6 @@ def read_file(path: Path, problems: list[str], files: list[str], chain: tuple[Pa
         fix = in_quotes(content.decode(errors="replace"), str(error))
         problems.append(f"{shortened(path)}: can't be read as TOML: {shortened(error)}{fix}")
         return {}
-    files.append(str(path))
     base = tree.pop("base", None)
     if base is not None and not isinstance(base, str):
         problems.append(f'{path}: base = {base!r}: should be the name of one file, e.g. base = "debug.toml"')
@@ -111,7 +110,7 @@ def read_file(path: Path, problems: list[str], files: list[str], chain: tuple[Pa
     if base:
         beside = Path(base) if base[0] == "~" else path.parent / base
         chosen = beside if beside.exists() or not Path(base).is_file() else Path(base)
-        inherited = read_file(chosen, problems, files, (*chain, where))
+        inherited = read_file(chosen, problems, (*chain, where))
     values: dict[str, Any] = {}
     for section, table in tree.items():
         if isinstance(table, dict):
@@ -421,8 +420,7 @@ def load(
         ConfigError: lists every problem on its own line, with file, value, nearest key and what works.
     """
     problems = list(problems)
-    files: list[str] = []
-    values = (read_file(file, problems, files) if file else {}) | overrides
+    values = (read_file(file, problems) if file else {}) | overrides
     if file and "run.name" not in values:
         values["run.name"] = ConfigValue(file.stem, "name of the file", level=0)
     kept = _kept(values, saved) if saved else {}
@@ -438,4 +436,4 @@ def load(
     origins = {key: value.origin for key, value in (_with_size(values, [], set(), []) | kept).items()}
     unused = {key for key, rule in usage_rules() if not rule.holds(config)}
     used = [key for key in kept if key not in unused]
-    return Loaded(config, origins | dict.fromkeys(left_out, "default"), notes, files, kept=used)
+    return Loaded(config, origins | dict.fromkeys(left_out, "default"), notes, kept=used)

@@ -39,6 +39,7 @@ class Resume:
     note: str = ""  # for the table
     by_hash: bool = False  # what the key leads to is compared, not its value
     changes_steps: bool = True  # whether a step computes other numbers, so that a replay needs the same value
+    changes_start: bool = False  # whether only the values that a run begins with differ
     keeps: bool = False  # allowed, but a command that does not give the key keeps the run's value (see `keeps_value`)
 
 

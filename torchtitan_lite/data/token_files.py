@@ -36,10 +36,10 @@ HASHED_BYTES = 256 << 20  # larger files are compared by size and 64 spots, exce
 _ENDS = 1 << 20  # document ends checked at a time
 _OURS = re.compile(
     r"(train|val)(-\d+\.bin|\.(idx|origins))|skipped\.log"
-    r"|(meta|progress|tokenizer|pairs|origins)\.json(\.new)?"
+    r"|(meta|progress|tokenizer|pairs|origins)\.json(\.[0-9a-f]{8}\.new)?"
     r"|packed-\d+-[0-9a-f]+(\.partial|\.lock)?"
 )  # the names in a prepared folder
-_PACKED = re.compile(r"(train|val)\.(pieces|rows)|hashes\.json(\.new)?")  # in a packed-* folder
+_PACKED = re.compile(r"(train|val)\.(pieces|rows)|hashes\.json(\.[0-9a-f]{8}\.new)?")  # in a packed-* folder
 
 
 @dataclass(frozen=True)

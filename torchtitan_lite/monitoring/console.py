@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from torchtitan_lite import __version__
+from torchtitan_lite.checkpointing.save import BaseCheckpointer
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.derive import Layout, options_against_copies
 from torchtitan_lite.config.families import FAMILIES
@@ -37,6 +38,7 @@ def start_lines(
     samples: Mixture,
     state: TrainState,
     loaded: TrainState | None,
+    checkpointer: BaseCheckpointer,
 ) -> str:
     """The lines at the start, with every derived number. `loaded` is the state as saved, if the run is resumed."""
     n_parameters = sum(p.numel() for p in model.parameters())
@@ -53,8 +55,7 @@ def start_lines(
         batch_line(config, layout, world.world_size),
         *data_lines(config, data, samples),
         f"fsdp    {fsdp_line(config)}",
-        f"run     {config.folder}  "
-        + (f"resumed after step {loaded.step}" if loaded else "new; the same command resumes it"),
+        f"run     {config.folder}  {_origin(loaded, checkpointer)}",
     ]
     if world.device.type == "cpu" and (line := spinning_line(world.threads)):
         lines.append(line)
@@ -71,6 +72,17 @@ def start_lines(
     if config.model.init_from and not loaded:
         lines.append(f"run     starts from the weights of {config.model.init_from}")
     return "\n".join(lines)
+
+
+def _origin(loaded: TrainState | None, checkpointer: BaseCheckpointer) -> str:
+    """Where the run starts."""
+    if loaded is None:
+        return "new; the same command resumes it"
+    if checkpointer.forked_from:
+        return f"new, a fork of {checkpointer.forked_from}, after its step {loaded.step}; the same command resumes it"
+    damaged = ", ".join(map(str, sorted(checkpointer.damaged)))
+    note = f"; newer checkpoints are damaged, and their steps are made again: {damaged}" if damaged else ""
+    return f"resumed after step {loaded.step}{note}"
 
 
 def copies_lines(config: Config, layout: Layout) -> list[str]:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import LogConfig
-from torchtitan_lite.monitoring.goodput import Clock
+from torchtitan_lite.files import append_line
 from torchtitan_lite.terminal import encodable, print_error
 
 if TYPE_CHECKING:  # loaded only if the config asks for them
@@ -38,11 +38,9 @@ class Meter:
 
     Args:
         state: where the run starts or resumes.
-        clock: of the log.
     """
 
-    def __init__(self, state: TrainState, device: torch.device, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self, state: TrainState, device: torch.device) -> None:
         self.started = self._lap_started = time.perf_counter()
         self.first_step, self._tokens = state.step, state.tokens
         self._parts: dict[str, float] = {}
@@ -51,15 +49,13 @@ class Meter:
 
     def begin(self) -> None:
         """The steps begin now."""
-        self._clock.enter("steps")
         self._lap_started = time.perf_counter()
 
     @contextmanager
-    def paused(self, kind: str) -> Iterator[None]:
-        """The time in this context does not count as training, but as a kind of goodput.KINDS."""
+    def paused(self) -> Iterator[None]:
+        """The time in this context does not count as training."""
         before = time.perf_counter()
-        with self._clock.on(kind):
-            yield
+        yield
         self._lap_started += time.perf_counter() - before
 
     @contextmanager
@@ -108,11 +104,10 @@ class Log:
 
     def __init__(self, folder: Path, speaks: bool) -> None:
         self._speaks = speaks
-        self.clock = Clock()  # where the time of the run goes
+        self.attempt = 0  # its number in attempts.jsonl, once it has taken over the run's folder
         self._folder = folder
         self._text = folder / "train.log"
         self._bar: tqdm[Any] | None = None
-        self._torn: set[Path] = set()  # files whose last line may be incomplete
         self._failed: set[str] = set()
         self._trackers: Trackers | None = None
 
@@ -145,7 +140,8 @@ class Log:
         """Append a line to a file of records."""
         if self._speaks:
             with self._reported(f"a record of {file}"):
-                self._append(self._folder / file, json.dumps({**values, "time": round(time.time(), 3)}))
+                about = {"attempt": self.attempt, "time": round(time.time(), 3)}
+                self._append(self._folder / file, json.dumps({**values, **about}))
             if self._trackers is not None and file == "metrics.jsonl":
                 self._trackers.record(values)
 
@@ -160,13 +156,8 @@ class Log:
                 print_error(f"{what} can't be written: {error}; training continues")
 
     def _append(self, file: Path, line: str) -> None:
-        """Append a line. After a failed write, start on a new line."""
         with self._reported(str(file)):
-            start = "\n" if file in self._torn else ""
-            self._torn.add(file)
-            with file.open("a", encoding="utf-8", errors="backslashreplace") as stream:
-                stream.write(f"{start}{line}\n")
-            self._torn.discard(file)
+            append_line(file, line)
 
     def start_bar(self, step: int, steps: int) -> None:
         """Show a progress bar at this step, if stderr is a terminal."""

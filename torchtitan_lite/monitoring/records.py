@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_CUT = "metrics.jsonl", "samples.jsonl"  # the files that a resume cuts
-
 
 def parse(line: bytes) -> dict[str, Any] | None:
     """The record of a line; None if it is damaged."""
@@ -31,15 +29,3 @@ def read(file: Path) -> Iterator[dict[str, Any]]:
     for line in file.read_bytes().splitlines() if file.is_file() else []:
         if record := parse(line):
             yield record
-
-
-def without_later(folder: Path, step: int) -> dict[str, bytes]:
-    """New contents for files with damaged records, or with those of later steps, which a resume will repeat."""
-    changed = {}
-    for name in _CUT:
-        content = (folder / name).read_bytes() if (folder / name).is_file() else b""
-        lines = ((line, parse(line)) for line in content.splitlines(keepends=True) if line.endswith(b"\n"))
-        kept = b"".join(line for line, record in lines if record is not None and record["step"] <= step)
-        if kept != content:
-            changed[name] = kept
-    return changed

@@ -1,10 +1,8 @@
-"""What has changed since the checkpoint that a run resumes from: what is refused, logged and recorded."""
+"""What has changed since the checkpoint that a run resumes from: what is refused, and what is logged."""
 
 import json
 import shlex
-import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.checkpointing.compatibility import is_learned_with
@@ -12,38 +10,7 @@ from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config, default_of, known_keys
 from torchtitan_lite.config.toml import format_value
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.monitoring.records import parse
 from torchtitan_lite.terminal import counted
-
-# names of other keys, of the folder, and what is for one start only
-_NOT_RECORDED = "model.size", "model.init_from", "run.name", "run.out_dir", "checkpoint.resume"
-
-
-def recorded_changes(file: Path, saved: TrainState | None, current: TrainState) -> dict[str, bytes]:
-    """The new content of a run's changes.jsonl, by its name: records of earlier steps, and what changes now.
-
-    A record is {"step": the step after which values changed, "changed": {"section.key": [before, now]}}, with "setting"
-    if the bitwise setting has changed: {key: [before, now]}. A replay needs both.
-
-    Args:
-        saved: None if the run starts over.
-
-    Returns:
-        {} if there is no such file, and nothing to record.
-    """
-    lines = list[bytes]()
-    for line in file.read_bytes().splitlines() if file.is_file() else []:
-        record = parse(line)
-        if record and record["step"] < current.step:  # none that an earlier resume from here has made
-            lines.append(line)
-    changes = {**_changes(saved, current), **_changed_tasks(saved, current)} if saved else {}
-    changes = {key: pair for key, pair in changes.items() if key not in _NOT_RECORDED}
-    before = dict(saved.bitwise_setting) if saved else {}
-    setting = {key: [before[key], now] for key, now in current.bitwise_setting.items() if before.get(key, now) != now}
-    if changes or setting:
-        record = {"step": current.step, "changed": changes} | ({"setting": setting} if setting else {})
-        lines.append(json.dumps(record | {"time": round(time.time(), 3)}).encode())
-    return {file.name: b"".join(line + b"\n" for line in lines)} if lines or file.exists() else {}
 
 
 def require_same_learning(config: Config, saved: TrainState, current: TrainState) -> None:

@@ -1,16 +1,14 @@
-"""The run folder: its lock, and run.json with the status of the run."""
+"""The run folder: its lock; run.json, which has the newest status; and what an attempt adds to attempts.jsonl."""
 
 import contextlib
-import errno
-import functools
 import json
 import os
 import platform
 import socket
 import subprocess
+import sys
 import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +16,12 @@ import torch
 from filelock import FileLock, Timeout
 
 from torchtitan_lite import __version__
-from torchtitan_lite.config.derive import Layout
-from torchtitan_lite.distributed.agreement import from_all_ranks, from_rank0
+from torchtitan_lite.distributed.agreement import from_rank0
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import BusyError, ConfigError
 from torchtitan_lite.files import write_durably
-from torchtitan_lite.monitoring.goodput import of_run
-from torchtitan_lite.process import env_int
+from torchtitan_lite.monitoring import attempts
+from torchtitan_lite.monitoring.goodput import goodput, process_age_s
 
 
 def make(folder: Path) -> bool:
@@ -86,181 +83,62 @@ def lock(folder: Path, world: World) -> FileLock:
     return held
 
 
-# --- run.json ---------------------------------------------------------------------------------------------------
+# --- run.json and attempts.jsonl ----------------------------------------------------------------------------------
 
 
-@functools.cache
-def attempt_id() -> str:
-    """The attempt that wrote a status in run.json. A batch script sets it, to recognise its own."""
-    return os.environ.get("TORCHTITAN_LITE_ATTEMPT") or uuid.uuid4().hex
-
-
-def begin(folder: Path, world: World, resume: str) -> str:
-    """Record a new attempt. Returns the effective `checkpoint.resume`, the same on every rank.
-
-    "never" and "step-N" apply once per launch. A restart by torchrun or a requeued Slurm job resumes what was saved
-    since ("auto"), but only if an earlier attempt had applied the option: "carried_out" in run.json is written
-    together with the first change to the folder.
-    """
-    counts = from_all_ranks(env_int("TORCHELASTIC_RESTART_COUNT", 0))  # each machine counts its own
-    restart, problem = False, ""
-    if world.rank == 0:
-        try:
-            before = read(folder, strict=True)
-        except OSError as error:
-            before, problem = {}, f"{folder / 'run.json'} can't be read: {error.strerror or error}"
-        once = resume == "never" or resume.startswith("step-")
-        if once and max(counts) and not before and (folder / "run.json").exists():
-            problem = problem or (
-                f'{folder / "run.json"} is damaged, and can\'t tell whether checkpoint.resume = "{resume}" was carried '
-                "out; go on with --checkpoint.resume=auto, or remove the file to carry it out"
-            )
-        recorded, launch = before.get("carried_out"), _launch()
-        if isinstance(recorded, dict):
-            same_job, same_run = (launch[key] and recorded.get(key) == launch[key] for key in launch)
-            same_job = same_job and "TORCHTITAN_LITE_WORLD" not in os.environ  # with tools.elastic the secret decides
-            restart = recorded.get("resume") == resume and bool(same_job or (same_run and max(counts)))
-            if same_run and not max(counts):
-                before["carried_out"] = recorded | {"torchelastic_run_id": ""}  # from an earlier launch of this name
-        if not problem:
-            if before.get("status", "starting") == "starting":  # none has trained here yet
-                before |= _now("starting", before.get("step", 0), "")
-            # until `accepted`, the status is that of the training before
-            _write(folder, before | {"starting": {"time": round(time.time(), 3)} | _attempt()})
-    restart, problem = from_rank0((restart, problem))
-    if problem:  # without run.json, this attempt could set the wrong checkpoints aside
-        raise ConfigError(problem)
-    return "auto" if restart else resume
-
-
-def _launch() -> dict[str, str]:
-    """What identifies a launch, for all of its attempts; empty values if unknown."""
-    names = {"slurm_job_id": "SLURM_JOB_ID", "torchelastic_run_id": "TORCHELASTIC_RUN_ID"}
-    return {key: os.environ.get(name, "") for key, name in names.items()}
-
-
-def accepted(folder: Path, step: int, resume: str, facts: dict[str, Any]) -> bytes:
-    """The run.json of an attempt before its first step. `resume` is what `begin` returned; `facts` are added."""
-    carried_out = {"carried_out": read(folder).get("carried_out")}
-    if resume == "never" or resume.startswith("step-"):
-        carried_out = {"carried_out": {"resume": resume, **_launch()}}
-    return _encoded(facts | carried_out | _now("running", step, ""))
-
-
-def take_over(folder: Path, files: Mapping[str, bytes], set_aside: Callable[[], list[str]]) -> list[str]:
-    """Replace files of the run and set checkpoints aside, on rank 0: all of it, or nothing.
+def begin(folder: Path, attempt: Mapping[str, Any]) -> int:
+    """Record that an attempt has taken over the folder, durably, on rank 0. Returns its number.
 
     Args:
-        files: new contents by name, staged first because writing can fail.
-        set_aside: undoes its changes when it fails.
+        attempt: the fields of attempts.Attempt from `command` to `device`.
+
+    Raises:
+        OSError: it is not recorded.
     """
-    staged = {name: folder / f".{name}.new" for name in files}
-    try:
-        for name, content in files.items():
-            try:
-                if (folder / name).is_dir():
-                    raise IsADirectoryError(errno.EISDIR, "it is a folder")
-                write_durably(staged[name], content)
-            except OSError as error:
-                raise ConfigError(f"{folder / name} can't be written: {error.strerror or error}") from None
-        notes = set_aside()
-    except BaseException:
-        for file in staged.values():
-            with contextlib.suppress(OSError):
-                file.unlink()
-        raise
-    for name, file in staged.items():
-        file.replace(folder / name)
-    return notes
+    number = max((earlier.attempt for earlier in attempts.read(folder)), default=0) + 1
+    attempts.add(folder, {"attempt": number, "time": round(time.time() - process_age_s(), 3), **attempt})
+    _write(folder, number, "running", attempt["step"], "")
+    return number
 
 
-def write_status(
-    folder: Path,
-    world: World,
-    status: str,
-    step: int | None,
-    reason: str = "",
-    spent: Mapping[str, float] | None = None,
-) -> str:
-    """Write "running", "complete", "preempted" or "failed" to run.json, on rank 0. Step None keeps the recorded one.
+def end(folder: Path, world: World, attempt: int, status: str, step: int, reason: str = "") -> None:
+    """Record how an attempt ended: "complete", "preempted" or "failed". One that was refused has no record.
+
+    Rank 0 records it. Another rank does, for a rank 0 that may be gone, unless it has.
 
     Args:
-        spent: of the run's clock; None keeps what is recorded.
-
-    Returns:
-        the status of the run, which is an earlier one if this attempt was refused.
+        attempt: its number; 0: it has not taken over the folder.
     """
-    if world.rank == 0:
-        with contextlib.suppress(OSError):  # without its content, "carried_out" would be lost
-            before = read(folder, strict=True) | (of_run(spent) if spent else {})
-            return _end(folder, before, status, step, reason)
-    return status
+    if not attempt:
+        return
+    about = attempts.newest_status(folder)
+    if world.rank and (about.get("attempt"), about.get("status")) != (attempt, "running"):
+        return
+    with contextlib.suppress(OSError):  # a full disk
+        ended = {"attempt": attempt, "ended": status, "last_step": step, "reason": reason}
+        attempts.add(folder, ended | {"end_time": round(time.time(), 3)})
+    _write(folder, attempt, status, step, reason)
 
 
-def stand_in(folder: Path, step: int, reason: str) -> None:
-    """Write "failed" for rank 0, which may be gone, unless it has written how it ended."""
-    before = read(folder)
-    if before.get("status") == "running" or "starting" in before:
-        _end(folder, before, "failed", step, reason)
+def _write(folder: Path, attempt: int, status: str, step: int, reason: str) -> None:
+    """Write run.json, unless the disk is full, which does not stop training."""
+    about = {"format_version": attempts.FORMAT_VERSION, "attempt": attempt, "status": status}
+    about |= {"step": step, "reason": reason}
+    with contextlib.suppress(OSError):
+        about |= {"time": round(time.time(), 3), "goodput": round(goodput(folder)[0], 4)}
+        write_durably(folder / "run.json", (json.dumps(about, indent=2) + "\n").encode())
 
 
-def _end(folder: Path, before: dict[str, Any], status: str, step: int | None, reason: str) -> str:
-    """Write and return a status. A failure before the attempt has changed the run is "refused": it is as it was."""
-    starting = before.pop("starting", None)
-    if status == "failed" and "refused" in before and not starting:
-        return str(before.get("status", status))  # another rank has written it
-    if status == "failed" and starting and before.get("status") != "starting":
-        _write(folder, before | {"refused": {"message": reason, "time": round(time.time(), 3)} | _attempt()})
-        return str(before.get("status", status))
-    before.pop("refused", None)
-    _write(folder, before | _now(status, before.get("step", 0) if step is None else step, reason))
-    return status
-
-
-def _now(status: str, step: int, reason: str) -> dict[str, Any]:
-    return {"status": status, "step": step, "reason": reason, "time": round(time.time(), 3)} | _attempt()
-
-
-def _attempt() -> dict[str, Any]:
-    return {"pid": os.getpid(), "attempt": attempt_id()}
-
-
-def read(folder: Path, strict: bool = False) -> dict[str, Any]:
-    """The content of run.json; empty if it is missing or damaged. An I/O error is raised only if `strict`."""
-    try:
-        content = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-        return content if isinstance(content, dict) else {}
-    except (FileNotFoundError, ValueError, RecursionError):
-        return {}
-    except OSError:
-        if strict:
-            raise
-        return {}
-
-
-def _encoded(content: dict[str, Any]) -> bytes:
-    return (json.dumps(content, indent=2) + "\n").encode()
-
-
-def _write(folder: Path, content: dict[str, Any]) -> None:
-    staged = folder / ".run.json"
-    with contextlib.suppress(OSError):  # a full disk does not stop training
-        staged.write_bytes(_encoded(content))
-        staged.replace(folder / "run.json")
-
-
-def facts(layout: Layout, world: World, machines: list[str], argv: Sequence[str]) -> dict[str, Any]:
-    """How the run was started: command, code, versions, machines, mesh."""
+def facts(world: World, hosts: Sequence[str]) -> dict[str, Any]:
+    """How an attempt was started: command, code, versions, hosts, device."""
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else platform.processor()
     return {
-        "argv": list(argv),
+        "command": sys.argv,
         "git": git_state(Path(__file__).parents[2]),
         "versions": {"torchtitan_lite": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "device": f"{world.device.type} {device}".strip(),
-        "machines": machines,
+        "hosts": hosts,
         "world_size": world.world_size,
-        "mesh": {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard},
-        "started": round(time.time(), 3),
     }
 
 

@@ -31,7 +31,6 @@ import torch.distributed as dist
 from torchtitan_lite.checkpointing import progress
 from torchtitan_lite.distributed.process_group import World, limit_group_timeouts
 from torchtitan_lite.errors import ConfigError, StuckError, report
-from torchtitan_lite.monitoring import run_folder
 from torchtitan_lite.monitoring.hang import Place, StepTimer, explain_start, is_gone, is_lost, silence
 from torchtitan_lite.process import local_rank
 
@@ -74,11 +73,7 @@ class Watchdog:
         self._at = Place()
         assert world.store is not None
         self._store = world.store
-        self._run = folder
-        # called with the reason before the process ends
-        self.on_abort: Callable[[str], Any] = lambda reason: run_folder.write_status(
-            self._run, world, "failed", None, reason
-        )
+        self.on_abort: Callable[[str], Any] = lambda _: None  # called with the reason before the process ends
         folder = folder / "stacks"
         self._path = folder / f"rank-{world.rank}.txt"
         try:
@@ -153,8 +148,8 @@ class Watchdog:
     def _explain(self, error: RuntimeError) -> str:
         ended = self._ended() if is_gone(error) else ()
         message = self._steps.explain(error, self._at, self._all_silent(), ended)
-        if self._world.rank:
-            run_folder.stand_in(self._run, self._at.step, message)
+        if self._world.rank:  # for rank 0, which may be gone
+            self.on_abort(message)
         with contextlib.suppress(OSError):  # for `_has_ended` of others; `close` keeps the file
             self._file.write(_FOLLOWS)
         return message
@@ -293,15 +288,10 @@ class Watchdog:
         self._decision = message  # published if it was made here, and the store may end with rank 0
         with contextlib.suppress(OSError, ValueError):
             faulthandler.dump_traceback(file=self._file)
-        reporting = threading.Thread(target=self._report, args=(message, decided_here), daemon=True)
+        reporting = threading.Thread(target=self.on_abort, args=(message,), daemon=True)
         reporting.start()
         reporting.join(timeout=5)  # the file system may hang
         if decided_here or self._world.rank == 0:
             time.sleep(3 * self._interval_s)  # until the others have read it
         report(f"train.py: {message}", local_rank())
         os._exit(StuckError.exit_code)
-
-    def _report(self, message: str, decided_here: bool) -> None:
-        self.on_abort(message)
-        if decided_here and self._world.rank:
-            run_folder.stand_in(self._run, self._at.step, message)

@@ -262,6 +262,11 @@ def _run(arguments: argparse.Namespace) -> int:
     elif arguments.command == "export":
         model_class = weights.export(arguments.source, arguments.out, ema=arguments.ema)
         print(f"exported to {arguments.out}: transformers.{model_class}.from_pretrained reads it")
+        if model_class == "Qwen2ForCausalLM":  # transformers 5 ignores the class that tokenizer_config.json names
+            print(
+                "note    for this class AutoTokenizer builds Qwen2's own tokenizer; "
+                "load another one with transformers.PreTrainedTokenizerFast.from_pretrained"
+            )
     else:
         import_config(arguments.folder, arguments.out)
     return 0

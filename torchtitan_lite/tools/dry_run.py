@@ -54,7 +54,7 @@ def elsewhere(loaded: Loaded) -> Iterator[Loaded]:
     parts: dict[str, BaseModel] = {
         "run": config.run.model_copy(update={"out_dir": folder}),
         "train": config.train.model_copy(update={"steps": max(config.train.steps, STEPS)} | last),
-        "checkpoint": config.checkpoint.model_copy(update={"resume": "never"}),
+        "checkpoint": config.checkpoint.model_copy(update={"resume": ""}),
     }
     try:
         yield replace(loaded, config=config.model_copy(update=parts))

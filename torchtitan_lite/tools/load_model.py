@@ -26,8 +26,9 @@ from torchtitan_lite.errors import CheckpointError, ConfigError, DataError
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.models.generation import answers
+from torchtitan_lite.monitoring.attempts import Attempt
 
-_SECTIONS = "model", "data", "tokenizer", "train"  # of a config: what a reader of the checkpoint needs
+_SECTIONS = "run", "model", "data", "tokenizer", "train"  # of a config: what a reader of data or a checkpoint needs
 
 
 @dataclass(frozen=True)
@@ -160,8 +161,8 @@ def _tokenizer(where: Path, folder: Path) -> tuple[Tokenizer, tuple[int, ...]]:
     return tokenizer, (storage.read_state(folder, named_by_step=False).end_token,)
 
 
-def config_of(folder: Path, state: TrainState) -> Config:
-    """The model, data and lengths in a checkpoint's state.
+def config_of(folder: Path, state: TrainState | Attempt) -> Config:
+    """The model, data and lengths of a checkpoint or an attempt.
 
     Raises:
         CheckpointError: it can't be read.
@@ -188,8 +189,8 @@ def data_of(name: str, config: Config, state: TrainState) -> DataSet:
     return data
 
 
-def require_same_data(name: str, data: DataSet, state: TrainState) -> None:
-    """Raise ConfigError if this is not the data that a run was trained on."""
+def require_same_data(name: str, data: DataSet, state: TrainState | Attempt) -> None:
+    """Raise ConfigError if this is not the data that a checkpoint or an attempt was trained on."""
     here = {"tokenizer": data.tokenizer_sha256, **data.identity()}
     if changed := [key for key, value in here.items() if state.identity.get(key) != value]:
         raise ConfigError(

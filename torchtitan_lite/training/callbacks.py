@@ -15,7 +15,7 @@ from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import SaveError
 from torchtitan_lite.models import Transformer
-from torchtitan_lite.monitoring import records
+from torchtitan_lite.monitoring import attempts
 from torchtitan_lite.monitoring.console import fitted, seen_of_sources, step_line
 from torchtitan_lite.monitoring.metrics import peak_memory_gib
 from torchtitan_lite.optim.optimizer import learning_rate
@@ -36,23 +36,21 @@ def build_callbacks(
     if config.eval.every:
         score = functools.partial(validate, validation)
         again = missing(score, config.eval.every, *_SCORED)
-        callbacks.append(Callback(score, config.eval.every, "evaluation", resume=again))
+        callbacks.append(Callback(score, config.eval.every, resume=again))
     if config.tasks:
         from torchtitan_lite.training.tasks import Tasks
 
         if tasks := Tasks.of(config, data):
             resume = missing(tasks.score, config.eval.tasks_every, *_TASKS)
-            callbacks.append(
-                Callback(tasks.score, config.eval.tasks_every, "evaluation", resume=resume, questions=tasks.digests)
-            )
-    callbacks.append(Callback(save, config.checkpoint.every, "save", when_preempted=True))
+            callbacks.append(Callback(tasks.score, config.eval.tasks_every, resume=resume, questions=tasks.digests))
+    callbacks.append(Callback(save, config.checkpoint.every, when_preempted=True))
     if config.sample.every:
         from torchtitan_lite.training.sampling import Prompts, sample
 
         speak = functools.partial(sample, Prompts.of(config, data))
         again = missing(speak, config.sample.every, *_SAMPLES)
-        callbacks.append(Callback(speak, config.sample.every, "evaluation", resume=again))
-    callbacks.append(Callback(lambda s, _: report_save(s, wait=False), every=1, kind="save", reads_step=False))
+        callbacks.append(Callback(speak, config.sample.every, resume=again))
+    callbacks.append(Callback(lambda s, _: report_save(s, wait=False), every=1, reads_step=False))
     if config.profile.steps:
         from torchtitan_lite.monitoring.profiler import Profile
 
@@ -77,11 +75,9 @@ def missing(action: Callable[[Session], None], every: int, file: str, key: str) 
 
     def resume(s: Session) -> None:
         step, steps = s.state.step, s.config.train.steps
-        if step >= steps and s.checkpointer.aside:
-            return  # the run has got further than this step
 
         def is_missing() -> bool:
-            made = records.read(s.config.folder / file)
+            made = attempts.records(s.config.folder, file)
             return not any(record["step"] == step and key in record for record in made)
 
         if step and (step == steps or due(step, every)) and on_rank0(s.world, is_missing):
@@ -116,7 +112,6 @@ def log_step(s: Session, result: StepResult, peak: float) -> None:
         "peak_memory_gib": peak_memory_gib(s.world.device),
         "seconds": lap.seconds,
         **lap.parts,
-        "spent": s.log.clock.spent(),
     }
     record |= {key: [_finite(loss) for loss in losses] for key, losses in s.rank_losses().items()}
     if s.scaler.enabled:
@@ -176,8 +171,6 @@ def save(s: Session, _: StepResult) -> None:
     require_finite(s.model, s.state.step)
     require_equal_copies(s.model, s.optimizer, s.state.step)
     report_save(s, wait=True)
-    if not s.stopping and not due(s.state.step, s.config.log.every):  # else log_step has recorded it
-        s.log.record({"step": s.state.step, "spent": s.log.clock.spent()})
     loss_since, window = s.meter.loss_since.tolist(), s.spikes.window if s.spikes else {}
     state = replace(s.state, grad_scaler=s.scaler.state_dict(), spikes=window, loss_since=loss_since)
     s.checkpointer.save(state)

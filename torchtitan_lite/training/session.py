@@ -73,7 +73,6 @@ class Callback:
 
     after: Callable[["Session", StepResult], object]  # `s.state` includes the step
     every: int
-    kind: str = "other"  # of goodput.KINDS
     when_preempted: bool = False  # also after the step at which a preempted run stops
     reads_step: bool = True  # it reads what the step computed, so the host waits for the device first
     before: Callable[[int], None] | None = None  # called before each step
@@ -109,11 +108,10 @@ class Session:
     meter: Meter = field(init=False)
 
     def __post_init__(self) -> None:
-        self.meter = Meter(self.state, self.world.device, self.log.clock)
+        self.meter = Meter(self.state, self.world.device)
 
         def on_abort(why: str) -> None:
-            spent = self.log.clock.spent()
-            run_folder.write_status(self.config.folder, self.world, "failed", self.state.step, why, spent)
+            run_folder.end(self.config.folder, self.world, self.log.attempt, "failed", self.state.step, why)
 
         self.preemption.on_abort = self.watchdog.on_abort = on_abort
 

@@ -47,7 +47,8 @@ def fork_without(s: Session, first: int, end: int) -> str:
     Without a checkpoint of its own, it starts as this run did.
     """
     report_save(s, wait=True)
-    saved = on_rank0(s.world, lambda: storage.find_steps(s.checkpointer.folder))
+    steps = on_rank0(s.world, lambda: storage.find_steps(s.checkpointer.folder))
+    saved = [step for step in steps if step < s.state.step]  # later ones are damaged
     words = lasting_options(sys.argv[1:], "--run.name", "--data.skip_samples")
     words.append(f"--run.name={s.config.run.name}-without-{s.state.step}")
     if saved:

@@ -17,9 +17,13 @@ if TYPE_CHECKING:
 
 
 class ActivationCheckpointingConfig(Section):
-    mode: Literal["none", "full", "selective"] = "none"
+    mode: Annotated[Literal["none", "full", "selective"], Bits("activation_checkpointing")] = "none"
     """what to recompute in backward: whole blocks (full), or all but matrix products and attention (selective)"""
-    every: Annotated[PositiveInt, used_with("activation_checkpointing.mode", "full", "selective")] = 1
+    every: Annotated[
+        PositiveInt,
+        Bits("activation_checkpointing"),
+        used_with("activation_checkpointing.mode", "full", "selective"),
+    ] = 1
     """checkpoint every Nth block; 1: all blocks"""
 
 

@@ -115,7 +115,7 @@ _FLOAT16 = UsedIf(
 
 
 class GradScalerConfig(Section):
-    on_resume: ClassVar[Resume] = Resume("allowed", "the scale itself is restored", changes_steps=False)
+    on_resume: ClassVar[Resume] = Resume("allowed", "the scale itself is restored")
 
     init_scale: Annotated[float, _FLOAT16] = Field(default=65536.0, ge=1, le=2.0**100)
     """float16: initial loss scale, so that small gradients do not underflow; halved on overflow, and below 1 the \

@@ -33,6 +33,7 @@ _READ_AT_STEP_0 = Resume(
     "asks",
     "only read at step 0, so another one would have no effect (without one a resume is allowed)",
     changes_steps=False,
+    changes_start=True,
 )
 _STRETCHED = UsedIf("model.family model.rope_factor", "model.rope_factor above 1", lambda c: c.model.rope_factor > 1)
 _HAS_ROOM_FOR_INDUCTION = UsedIf(
@@ -102,7 +103,9 @@ train.router_bias_rate"""
     qk_norm: bool = False
     """llama, resformer: normalize queries and keys (Qwen3)"""
     induction_head: Annotated[
-        bool, Resume("allowed", "only read at step 0", changes_steps=False, keeps=True), _HAS_ROOM_FOR_INDUCTION
+        bool,
+        Resume("allowed", "only read at step 0", changes_steps=False, changes_start=True, keeps=True),
+        _HAS_ROOM_FOR_INDUCTION,
     ] = False
     """llama, resformer: begin with a head that predicts what followed the current token before (docs/models.md)"""
     qkv_bias: bool = False

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from torchtitan_lite.config.paths import problem
+from torchtitan_lite.config.paths import expand, problem
 from torchtitan_lite.config.section import WITHOUT_NUL, Every, Machine, PathText, Rules, Section, UsedIf
 from torchtitan_lite.errors import shortened
 
@@ -75,9 +75,9 @@ class CheckpointConfig(Section):
     """API that gathers and distributes state dicts: DTensor or torch.distributed.checkpoint; the files are the same"""
     async_save: bool = False
     """save in the background; costs a host copy of each rank's shards (full with dcp: of the whole state on rank 0)"""
-    resume: PathText = "auto"
-    """auto: resume from the newest complete checkpoint; never: start over; step-N: resume from that one; or the path \
-of another run or checkpoint, which applies while this run has none"""
+    resume: PathText = ""
+    """a run or a checkpoint to start from, as a fork with a run.name of its own; it applies while this run has no \
+checkpoint. A run always resumes from its newest complete checkpoint"""
     verify: Literal["full", "size", "off"] = "full"
     """what to check against the manifest before loading: full: SHA-256 and size; size: size only; off: nothing"""
     keep_latest: NonNegativeInt = 3
@@ -114,11 +114,19 @@ def rules(config: "Config", machine: Machine) -> Rules:
 def local_rules(config: "Config", machine: Machine) -> Rules:
     """The broken rules of a checkpoint's path and of packages."""
     resume = config.checkpoint.resume
-    if resume not in ("auto", "never") and not re.fullmatch(r"step-[0-9]{1,18}", resume) and (wrong := problem(resume)):
+    wrong = problem(resume) if resume else ""
+    own = resume and not wrong and expand(resume).resolve().is_relative_to(config.folder.resolve())
+    if own or re.fullmatch(r"auto|never|step-\d+", resume):
         yield (
             "checkpoint.resume",
-            f'checkpoint.resume = "{shortened(resume)}" should be auto, never, step-N, or the path of a run or '
-            f"checkpoint: {wrong}",
+            f'checkpoint.resume = "{resume}": a run does not go back within its folder, and resumes from its newest '
+            "checkpoint without this key; start another run with --run.name=NEW, from an earlier checkpoint with "
+            f"--checkpoint.resume={config.folder}/checkpoints/step-N",
+        )
+    elif wrong:
+        yield (
+            "checkpoint.resume",
+            f'checkpoint.resume = "{shortened(resume)}" should be the path of a run or checkpoint: {wrong}',
         )
     for name in config.log.trackers:
         if importlib.util.find_spec(name) is None:

@@ -253,7 +253,6 @@ class Coordinator:
                 "MASTER_ADDR": address,
                 "MASTER_PORT": first.port,
                 "TORCHELASTIC_RUN_ID": self._id,
-                # never 0: the run then takes it for a launch that has just begun, and obeys checkpoint.resume = "never"
                 "TORCHELASTIC_RESTART_COUNT": self._number,
             }
             machine.connection.send(start={key: str(value) for key, value in env.items()}, why=why)

@@ -1,49 +1,55 @@
 """`train.py --replay N`: compute step N again, and compare it bit for bit with what the run recorded.
 
-The run's newest checkpoint before N is loaded, and the steps up to N are made in a temporary folder: the run is not
-changed. Every step that was logged is compared: the loss, the gradient norm, and the loss of each rank; and where the
-run has a checkpoint, all of its tensors. A replay needs what a bitwise resume needs, and is refused otherwise.
+The newest checkpoint before N is loaded, and the steps up to N are made in a temporary folder: the run is not changed.
+Every step that was logged is compared: the loss, the gradient norm, and the loss of each rank; and where the run has a
+checkpoint, all of its tensors. A replay is refused unless all that a step's numbers depend on is equal to that of the
+attempt that made the step. So only a difference of the hardware is left, or what a note names.
 """
 
 import contextlib
 import json
+import math
 import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.checkpointing import storage
-from torchtitan_lite.checkpointing.compatibility import bitwise_setting
-from torchtitan_lite.checkpointing.tensor_names import Parts, by_name, optimizer_tensors, own_tensors, prefix
-from torchtitan_lite.config.schema import Config, default_of, flatten, resume_rule
-from torchtitan_lite.config.toml import Loaded, format_value
+from torchtitan_lite import __version__
+from torchtitan_lite.checkpointing import dcp_storage, storage
+from torchtitan_lite.checkpointing.compatibility import bitwise_setting, identity
+from torchtitan_lite.checkpointing.tensor_names import by_name, prefix
+from torchtitan_lite.config.schema import Config, flatten, resume_rule
+from torchtitan_lite.config.sections.optim import OptimConfig
+from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.agreement import from_rank0, outcome_on_rank0, require_agreement
 from torchtitan_lite.distributed.process_group import process_group
 from torchtitan_lite.errors import ConfigError, NonFiniteError, SpikeError, UserError
-from torchtitan_lite.monitoring import records, run_folder
+from torchtitan_lite.monitoring import attempts as history
+from torchtitan_lite.monitoring import run_folder
+from torchtitan_lite.monitoring.attempts import Attempt
 from torchtitan_lite.monitoring.metrics import Log
 from torchtitan_lite.optim.optimizer import learning_rate
 from torchtitan_lite.terminal import counted, print_line
-from torchtitan_lite.tools.incidents.record import (
-    changes_of,
-    checkpoint_before,
-)
+from torchtitan_lite.tools.incidents.record import attempts_of, checkpoint_before, require_own_step
 from torchtitan_lite.training import out_of_memory
 from torchtitan_lite.training.intact import settle
 from torchtitan_lite.training.session import Session, StepResult
 from torchtitan_lite.training.start import require_same_data
 
 Step = Callable[[Session, int], StepResult]
-_NEXT = (
+Numbers = Mapping[str, Any]
+_COMPARED = "loss", "grad_norm", "rank_losses"
+_NOT_FINITE = r"step (\d+): (.*not finite|gradients still overflow)"  # of a NonFiniteError
+_HARDWARE = (
     "Replay it once more: if two replays agree with each other, a fault hit the run; if they differ, this machine "
     "computes wrong"
 )
@@ -65,12 +71,10 @@ class Recorded:
     start: int  # the step of the checkpoint; 0: the run's beginning
     last: int
     checkpoint: str  # its folder; empty: none
-    steps: dict[int, dict[str, Any]]  # the logged ones, by step
-    stopped: str = ""  # how the run ended, if at a loss or gradients that are not finite
-    setting: Mapping[str, Any] = field(default_factory=dict)  # of a bitwise resume
-    config: Mapping[str, Any] = field(default_factory=dict)  # by "section.key"
-    notes: tuple[str, ...] = ()
-    unsure: str = ""  # a sentence: why a difference may be none of the hardware
+    steps: Mapping[int, Mapping[str, Any]]  # the logged ones, by step
+    stopped: str  # why the last step ended the run, if it was not finite
+    notes: Sequence[str]
+    advice: str  # what a difference means
 
 
 def run(n: int, loaded: Loaded, data: DataSet, build: Callable[..., Session], step: Step) -> None:
@@ -88,42 +92,35 @@ def run(n: int, loaded: Loaded, data: DataSet, build: Callable[..., Session], st
     with process_group(config.run) as world:
         require_agreement(config, world)
         require_same_data(config, data, world)
-        errors = UserError, OSError
-        fields, error = outcome_on_rank0(world.rank, lambda: asdict(read(config, n)), world.untimed, errors)
+
+        def read_it() -> dict[str, Any]:
+            here = numbers_of(flatten(config), identity(config, data), bitwise_setting(config, world))
+            return asdict(read(config, n, here))
+
+        fields, error = outcome_on_rank0(world.rank, read_it, world.untimed, (UserError, OSError))
         if fields is None:
             raise ConfigError(error)
         recorded = Recorded(**fields)
-        if reasons := from_rank0(not_the_same(recorded, config, bitwise_setting(config, world))):
-            raise ConfigError(reasons)
-        with _elsewhere(config, recorded) as replayed:
+        with _elsewhere(config, recorded.checkpoint) as replayed:
             log = Log(replayed.folder, speaks=world.rank == 0)
             began = recorded.checkpoint or "the run's beginning: there is no complete checkpoint before"
-            for line in (*recorded.notes, f"replay  steps {recorded.start + 1} to {recorded.last}, from {began}"):
-                log.info(line)
+            for note in recorded.notes:
+                log.info(f"note    {note}")
+            log.info(f"replay  steps {recorded.start + 1} to {recorded.last}, from {began}")
             s = build(replayed, data, world, log)
             with contextlib.closing(s), s.watchdog.explained(), out_of_memory.explained(config):
-                try:
-                    result = compute(s, step, recorded, config.folder)
-                except DifferentError:
-                    if from_rank0(world.rank == 0 and has_changed(config, n, recorded)):
-                        raise ConfigError(
-                            f"--replay={n}: the run has changed its records meanwhile: it was started again; "
-                            "give the command again"
-                        ) from None
-                    raise
+                result = compute(s, step, recorded, config.folder)
             if world.rank == 0:
                 print_line(f"equal   {result}")
 
 
 @contextlib.contextmanager
-def _elsewhere(config: Config, recorded: Recorded) -> Iterator[Config]:
-    """The run in a temporary folder, from this checkpoint, without what else it writes."""
-    folder, checkpoint = tempfile.mkdtemp(prefix="replay-"), recorded.checkpoint
-    parts: dict[str, BaseModel] = {
-        "run": config.run.model_copy(update={"out_dir": folder, "max_minutes": 0.0}),
-        "checkpoint": config.checkpoint.model_copy(update={"resume": checkpoint or "never"}),
-        "sample": config.sample.model_copy(update={"every": 0}),
-        "profile": config.profile.model_copy(update={"steps": []}),
+def _elsewhere(config: Config, checkpoint: str) -> Iterator[Config]:
+    """The run in a temporary folder, as a fork of this checkpoint."""
+    folder = tempfile.mkdtemp(prefix="replay-")
+    parts = {
+        "run": config.run.model_copy(update={"out_dir": folder}),
+        "checkpoint": config.checkpoint.model_copy(update={"resume": checkpoint}),
     }
     try:
         replayed = config.model_copy(update=parts)
@@ -136,197 +133,117 @@ def _elsewhere(config: Config, recorded: Recorded) -> Iterator[Config]:
 # --- what was recorded ------------------------------------------------------------------------------------------
 
 
-def read(config: Config, n: int) -> Recorded:
+def read(config: Config, n: int, here: Numbers) -> Recorded:
     """What the run recorded, up to step n or to the first logged one after it.
 
+    Args:
+        here: `numbers_of` this command.
+
     Raises:
-        ConfigError: the run did not make this step, or has no record of it.
+        ConfigError: the run did not make this step, or made it with other values than `here`.
     """
     folder = config.folder.absolute()
-    steps = _logged(folder / "metrics.jsonl")
-    status = _json(folder / "run.json")
-    stopped = str(status.get("reason", "")) if re.match(r"step \d+: .* not finite", str(status.get("reason"))) else ""
-    known = {*steps, *(int(number) for number in re.findall(r"^step (\d+)", stopped))}
+    attempts = attempts_of(folder)
+    require_own_step(folder, attempts, n, "--replay")
+    steps = _logged(folder)
+    stop = re.match(_NOT_FINITE, attempts[-1].reason)
+    known = {*steps, *([int(stop[1])] if stop else [])}
     if not 1 <= n <= max(known, default=0):
         raise ConfigError(f"--replay={n}: {folder} has recorded the steps up to {max(known, default=0)}")
-    last = min(step for step in known if step >= n)
-    checkpoint, damaged = checkpoint_before(folder, n)
-    start = storage.read_state(checkpoint).step if checkpoint else 0
-    if checkpoint is None and not re.fullmatch(r"auto|never|step-\d+", config.checkpoint.resume):
-        raise ConfigError(
-            f"--replay={n}: the run began from {config.checkpoint.resume}, and has no checkpoint of its own before"
-        )
-    between = {step: record for step, record in steps.items() if start < step <= last}
-    if not between and not stopped:
-        raise ConfigError(f"--replay={n}: {folder / 'metrics.jsonl'} has no record of the steps {start + 1} to {n}")
-    values, unsure = _values(config, status, checkpoint, range(start + 1, last + 1), between, n)
-    setting = {key: value for key, value in values.items() if "." not in key}
-    keys = {key: value for key, value in values.items() if "." in key}
-    notes = tuple(f"note    {note}" for note in damaged)
+    checkpoint, notes = checkpoint_before(folder, attempts, n)
+    start = storage.read_state(checkpoint, named_by_step=False).step if checkpoint else 0
+    made = range(start + 1, min(step for step in known if step >= n) + 1)
+    numbers = {maker.attempt for step in made if (maker := history.of_step(attempts, step))}
+    makers = [attempt for attempt in attempts if attempt.attempt in numbers]
+    _require_same(n, made, makers, here, config.optim)
     return Recorded(
         start=start,
-        last=last,
+        last=made[-1],
         checkpoint=str(checkpoint or ""),
-        steps=between,
-        stopped=stopped,
-        setting=setting,
-        config=keys,
+        steps={step: record for step, record in steps.items() if step in made},
+        stopped=_sentence(stop.string) if stop and int(stop[1]) in made else "",
         notes=notes,
-        unsure=unsure,
+        advice=_advice(makers, here, config.model.init_from if start == 0 else ""),
     )
 
 
-def has_changed(config: Config, n: int, recorded: Recorded) -> bool:
-    """Whether the run says something else by now about the steps that were compared."""
-    try:
-        now = read(config, n)
-    except (UserError, OSError):
-        return True
-    return any(now.steps.get(step) != record for step, record in recorded.steps.items())
-
-
-def _values(
-    config: Config,
-    status: Mapping[str, Any],
-    checkpoint: Path | None,
-    made: range,
-    between: Mapping[int, Mapping[str, Any]],
-    n: int,
-) -> tuple[dict[str, Any], str]:
-    """The values that these steps were made with, and Recorded.unsure. Keys with a dot are of the config.
-
-    A checkpoint has the values of the attempt that saved it. changes.jsonl has what resumes have changed in between.
-
-    Args:
-        made: the steps of the replay, from the one after `checkpoint`.
-        between: the logged ones.
-
-    Raises:
-        ConfigError: a resume changed a value in between, so no command repeats them all.
-    """
-    folder, start, last = config.folder.absolute(), made.start - 1, made.stop - 1
-    changes = changes_of(folder)
-    for step, changed in changes:
-        pairs = {key: pair for key, pair in changed.items() if "." not in key or _matters(key)}
-        if config.optim.schedule == "constant":
-            pairs.pop("train.steps", None)
-        if start < step < last and pairs:
-            raise _mixed(n, made, f"after step {step}: {_shown(pairs)}")
-
-    # 1. The checkpoint before, and what resumes have changed since.
-    earlier = storage.read_state(checkpoint) if checkpoint else None
-    next_saved = next((step for step in storage.find_steps(folder / "checkpoints") if step >= n), None)
-    values: dict[str, Any] = {**earlier.config, **earlier.bitwise_setting} if earlier else {}
-    for step, changed in changes if earlier else ():
-        if start <= step < (next_saved or last):
-            values |= {key: now for key, (_, now) in changed.items()}
-
-    # 2. The checkpoint after, or else run.json, without what resumes have changed after these steps.
-    unsure = ""
-    if next_saved is not None:
-        later = storage.read_state(storage.step_folder(folder / "checkpoints", next_saved))
-        before, values = values, {**later.config, **later.bitwise_setting}
-        # an older version did not record when the setting changed
-        unknown = {k: [before[k], now] for k, now in values.items() if "." not in k and before.get(k, now) != now}
-        if unknown:
-            unsure = (
-                f"Between step {start} and {next_saved} a resume has changed {_shown(unknown)}, and the run does not "
-                "record after which step, so this may be the cause. "
-            )
-    else:
-        facts = {"world_size": status.get("world_size"), "torch": (status.get("versions") or {}).get("torch")}
-        values |= status.get("setting") or {key: value for key, value in facts.items() if value is not None}
-    for step, changed in reversed(changes):
-        if last <= step < (next_saved or float("inf")):
-            values |= {key: before for key, (before, _) in changed.items()}
-
-    # 3. The world size, which an older version did not record, is the number of losses in a record.
-    sizes = {step: len(record["rank_losses"]) for step, record in between.items() if record.get("rank_losses")}
-    if not sizes:
-        return values, unsure
-    size = sizes[min(sizes)]
-    if change := next((step for step in sizes if sizes[step] != size), None):
-        raise _mixed(n, made, f"before step {change}: {_shown({'world_size': [size, sizes[change]]})}")
-    if values.get("world_size", size) != size:
-        same = earlier is not None and earlier.bitwise_setting.get("world_size") == size
-        setting = dict(earlier.bitwise_setting) if earlier and same else {"world_size": size}
-        values = {key: value for key, value in values.items() if "." in key} | setting
-    return values, unsure
-
-
-def _mixed(n: int, made: range, change: str) -> ConfigError:
-    return ConfigError(
-        f"--replay={n}: the steps {made.start} to {made.stop - 1}, which follow the newest complete checkpoint before, "
-        f"were not made with the same values. A resume has changed them {change}. So no command repeats all of them "
-        "bit for bit; a step before the change, or after a later checkpoint, can be replayed"
-    )
-
-
-def _shown(pairs: Mapping[str, Sequence[Any]]) -> str:
-    return ", ".join(f"{key} {before} -> {now}" for key, (before, now) in pairs.items())
-
-
-def _matters(key: str) -> bool:
-    """Whether a key of the config changes a step, and is no part of the bitwise setting."""
-    return resume_rule(key).changes_steps
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_bytes())
-        return content if isinstance(content, dict) else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
-
-
-def _logged(file: Path) -> dict[int, dict[str, Any]]:
-    """The records of steps, by step."""
+def _logged(folder: Path) -> dict[int, dict[str, Any]]:
+    """What is compared of each logged step that counts. A spike that ended the run has a record of its own."""
     steps: dict[int, dict[str, Any]] = {}
-    for record in records.read(file):
-        if _is_of_step(record):
-            steps[record["step"]] = record
-        elif _is_of_step(record.get("spike")):  # the last step of a run that it stopped
-            steps.setdefault(record["step"], {"step": record["step"], **record["spike"]})
+    for record in history.records(folder):
+        values = record.get("spike", record)
+        if "loss" in values:
+            steps[record["step"]] = {key: values.get(key) for key in _COMPARED}
     return steps
 
 
-def _is_of_step(record: Any) -> bool:
-    """Whether a record has the loss of a step, and all that is compared is numbers."""
-    if not isinstance(record, dict) or "loss" not in record or not isinstance(record.get("rank_losses", []), list):
-        return False
-    numbers = [record["loss"], record.get("grad_norm"), *record.get("rank_losses", [])]
-    return all(number is None or type(number) in (int, float) for number in numbers)
+def numbers_of(config: Mapping[str, Any], identity: Numbers, setting: Numbers) -> dict[str, Any]:
+    """All that the numbers of a step depend on, as JSON has it.
+
+    Args:
+        config: by "section.key".
+        identity, setting: of checkpointing/compatibility.py.
+    """
+    keys = {key: value for key, value in config.items() if _matters(key)}
+    order = {"data.sources": [*config["data.sources"]]}  # the identity has their weights and text
+    content: dict[str, Any] = json.loads(json.dumps({**keys, **order, **identity, **setting}))
+    return content
 
 
-def not_the_same(recorded: Recorded, config: Config, setting: Mapping[str, Any]) -> str:
-    """Why the steps can't be repeated bit for bit here; empty if they can."""
-    lines = [
-        f"{key} was {recorded.setting[key]}, and is {value} here"
-        for key, value in setting.items()
-        if recorded.setting.get(key, value) != value
-    ]
-    here = json.loads(json.dumps(flatten(config), default=str))
-    # a key that is newer than the checkpoint had its default
-    before = json.loads(json.dumps({key: default_of(key) for key in here}, default=str)) | dict(recorded.config)
-    lines += [
-        f"{key} was {format_value(before[key])}, and is {format_value(here[key])} here"
-        for key in filter(_matters, here)
-        if recorded.config and before[key] != here[key]
-    ]
-    sizes = {step: len(record["rank_losses"]) for step, record in recorded.steps.items() if "rank_losses" in record}
-    lines += [
-        f"step {step} was made by {counted(size, 'rank')}, and here are {setting['world_size']}"
-        for step, size in sizes.items()
-        if size != setting["world_size"] and "world_size" not in recorded.setting
-    ]
-    for step, record in recorded.steps.items():
-        rate = learning_rate(config.optim, step, config.train.steps)
-        if not lines and record.get("lr", rate) != rate:
-            lines.append(f"step {step} had the learning rate {record['lr']}, and has {rate} here")
-    if not lines:
-        return ""
-    head = "a replay needs the command, the number of processes, the kind of CPU and the torch of the run:"
-    return "\n  ".join([head, *lines])
+def _matters(key: str) -> bool:
+    rule = resume_rule(key)
+    return rule.changes_steps or rule.changes_start
+
+
+def _require_same(n: int, made: range, makers: Sequence[Attempt], here: Numbers, optim: OptimConfig) -> None:
+    """Raise ConfigError if these steps were made with other values than those of this command."""
+
+    def differing(then: Numbers, now: Numbers, *, start: bool) -> dict[str, tuple[str, str]]:
+        """The values of each key that differ, and that these steps depend on."""
+        keys = [key for key in now if start or not resume_rule(key).changes_start]
+        pairs = {key: (then.get(key), now[key]) for key in keys if then.get(key) != now[key]}
+        if "train.steps" in pairs:
+            rates = [[learning_rate(optim, step, steps) for step in made] for steps in pairs["train.steps"]]
+            if rates[0] == rates[1]:
+                del pairs["train.steps"]
+        return {key: (json.dumps(before), json.dumps(after)) for key, (before, after) in pairs.items()}
+
+    values = [numbers_of(attempt.config, attempt.identity, attempt.setting) for attempt in makers]
+    for attempt, before, after in zip(makers[1:], values, values[1:], strict=False):
+        if pairs := differing(before, after, start=False):
+            changes = ", ".join(f"{key} {was} -> {now}" for key, (was, now) in pairs.items())
+            raise ConfigError(
+                f"--replay={n}: the steps {made.start} to {made[-1]}, which follow the newest complete checkpoint "
+                f"before, were not made with the same values: a resume after step {attempt.step} has changed "
+                f"{changes}. So no command repeats all of them bit for bit; a step before the change, or after a later "
+                "checkpoint, can be replayed"
+            )
+    if pairs := differing(values[0], here, start=made.start == 1):
+        head = f"--replay={n}: a replay needs the command, the processes, the kind of CPU and the torch of the run:"
+        lines = [f"{key} was {was}, and is {now} here" for key, (was, now) in pairs.items()]
+        raise ConfigError("\n  ".join([head, *lines]))
+
+
+def _advice(makers: Sequence[Attempt], here: Numbers, init_from: str) -> str:
+    """What a difference means: a fault of the hardware, unless something else differs."""
+    if not here["deterministic"]:
+        return "Without run.deterministic, a GPU may add in another order each time, so this proves nothing"
+    if here["compile_mode"].startswith("max-autotune"):
+        return "compile.mode chooses kernels by their time, which may differ each time, so this proves nothing"
+    code = {"torchtitan_lite": __version__, **run_folder.git_state(Path(__file__).parents[3])}
+    for attempt in makers:
+        then = {"torchtitan_lite": attempt.versions["torchtitan_lite"], **attempt.git}
+        if then != code:
+            changes = ", ".join(f"{key} {then.get(key)} -> {value}" for key, value in code.items())
+            return f"The code is not that of the run, so this may be the cause: {changes}"
+    doubts = ["The code has uncommitted changes. If they are not those of the run, they may be the cause. "]
+    doubts = doubts if code.get("dirty") else []
+    if init_from:
+        doubts.append(
+            f"The run began with the weights in {init_from}, and has recorded no hash of them. If they have changed "
+            "since, that is the cause. "
+        )
+    return "".join(doubts) + _HARDWARE
 
 
 # --- comparing --------------------------------------------------------------------------------------------------
@@ -338,128 +255,102 @@ def compute(s: Session, step: Step, recorded: Recorded, folder: Path) -> str:
     Raises:
         DifferentError: on every rank, at the first difference.
     """
-    checkpoints = from_rank0(storage.find_steps(folder / "checkpoints"))
-    compared, tensors, equal = 0, 0, recorded.start
-    try:
-        for number in range(recorded.start + 1, recorded.last + 1):
-            s.watchdog.step(number)
-            loss, grad_norm = step(s, number)
-            if number in recorded.steps or number == recorded.last:
-                with contextlib.suppress(SpikeError):  # the last step of a run that it stopped
-                    settle(s)
-            if record := recorded.steps.get(number):
-                again = {"loss": loss.item(), "grad_norm": grad_norm.item(), "rank_losses": s.guard.rank_losses}
-                if difference := differs(record, again, equal):
-                    raise DifferentError(f"step {number} differs: {difference}. {recorded.unsure}{_unsure(s)}{_NEXT}")
-                compared, equal = compared + 1, number
-            if number in checkpoints:
-                saved = storage.step_folder(folder / "checkpoints", number)
-                tensors += _compare_tensors(s, saved, equal, recorded.unsure)
-    except NonFiniteError as error:
-        now, then = (text.split(". ")[0] for text in (str(error), recorded.stopped))
-        if now != then:
-            raise DifferentError(
-                f"{now}; the run recorded {then or 'no such thing'}. {recorded.unsure}{_NEXT}"
-            ) from None
-        return f"bit for bit, and not finite again: {now}. {_CAUSE}"
-    if recorded.stopped and recorded.stopped.startswith(f"step {recorded.last}:"):
-        raise DifferentError(f"step {recorded.last} is finite here; the run recorded: {recorded.stopped}. {_NEXT}")
-    what = f"loss, gradient norm and each rank's loss of {counted(compared, 'step')}"
-    if not all("rank_losses" in record for record in recorded.steps.values()):
-        what = f"loss and gradient norm of {counted(compared, 'step')}"
+    saved = from_rank0(storage.find_steps(folder / "checkpoints"))
+    compared, tensors, equal, stopped = 0, 0, recorded.start, ""
+    for number in range(recorded.start + 1, recorded.last + 1):
+        s.watchdog.step(number)
+        loss, grad_norm = step(s, number)
+        try:
+            with contextlib.suppress(SpikeError):  # the last step of a run that it stopped
+                settle(s)
+        except NonFiniteError as error:
+            stopped = _sentence(str(error))
+        if record := recorded.steps.get(number):
+            values = _finite(loss.item()), _finite(grad_norm.item()), [*map(_finite, s.guard.rank_losses)]
+            if difference := differs(record, dict(zip(_COMPARED, values, strict=True)), number, equal):
+                raise DifferentError(f"step {number} differs: {difference}. {recorded.advice}")
+            compared, equal = compared + 1, number
+        expected = recorded.stopped if number == recorded.last else ""
+        if stopped != expected:
+            then, now = (stop or f"step {number} is finite" for stop in (expected, stopped))
+            raise DifferentError(f"{now} here; the run recorded: {then}. {recorded.advice}")
+        if number in saved:
+            tensors += _compare_tensors(s, folder / "checkpoints", number, recorded.advice)
+    if stopped:
+        return f"bit for bit, and not finite again: {stopped}. {_CAUSE}"
     also = f", and {counted(tensors, 'tensor')} of a checkpoint" if tensors else ""
-    return f"bit for bit: {what}{also}. {_CAUSE}"
+    return f"bit for bit: loss, gradient norm and each rank's loss of {counted(compared, 'step')}{also}. {_CAUSE}"
 
 
-def _unsure(s: Session) -> str:
-    if s.world.device.type == "cuda" and not s.config.run.deterministic:
-        return "Without run.deterministic, a GPU may add in another order each time, so this proves nothing. "
-    return ""
+def _sentence(text: str) -> str:
+    return text.split(". ")[0]
 
 
-def differs(record: Mapping[str, Any], again: Mapping[str, Any], equal: int) -> str:
+def differs(then: Numbers, now: Numbers, step: int, equal: int) -> str:
     """How a step differs from its record; empty if it is equal.
 
     Args:
+        then, now: the values of _COMPARED.
         equal: the last step that was compared and equal, or where the replay began.
     """
-    then, now = (_comparable(values) for values in (record, again))
-    step = int(record["step"])
-    ranks = [
-        rank for rank, pair in enumerate(zip(then["rank_losses"], now["rank_losses"], strict=False)) if len({*pair}) > 1
-    ]
-    if ranks and len(ranks) < len(now["rank_losses"]):
-        each = "; ".join(
-            f"rank {rank}: the sum of its losses was {then['rank_losses'][rank]}, and is {now['rank_losses'][rank]}"
-            for rank in ranks
-        )
-        return f"{each}; equal on all other ranks"
+    pairs = list(zip(then["rank_losses"] or [], now["rank_losses"], strict=False))
+    ranks = [rank for rank, (before, after) in enumerate(pairs) if before != after]
+    if ranks and len(ranks) < len(pairs):
+        each = (f"rank {rank}: the sum of its losses was {pairs[rank][0]}, and is {pairs[rank][1]}" for rank in ranks)
+        return f"{'; '.join(each)}; equal on all other ranks"
     both = ", ".join(
         f"{name} was {then[key]}, and is {now[key]}"
         for key, name in (("loss", "the loss"), ("grad_norm", "the gradient norm"))
         if then[key] != now[key]
     )
-    if not both and not ranks:
-        return ""
-    if len(ranks) > 1 and step > equal:
+    if len(ranks) > 1:
         first = f"step {equal}" if equal + 1 >= step else f"a step from {equal} to {step - 1}"
         return f"{both}; on all ranks, so the parameters had differed before: the update of {first}"
-    if not ranks and then["rank_losses"]:
+    if both and pairs and not ranks:
         return f"{both}; the loss of each rank is equal, so it was a backward pass or a sum over ranks"
     return both
 
 
-def _comparable(values: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN: what is not finite is None in a record."""
-    plain = {key: values.get(key) for key in ("loss", "grad_norm")} | {"rank_losses": values.get("rank_losses") or []}
-    finite: Callable[[Any], Any] = lambda x: x if x is None or abs(x) < float("inf") else None  # noqa: E731
-    return {key: [*map(finite, v)] if isinstance(v, list) else finite(v) for key, v in plain.items()}
+def _finite(value: float) -> float | None:
+    """As a record has it: JSON has no NaN."""
+    return value if math.isfinite(value) else None
 
 
-def _compare_tensors(s: Session, checkpoint: Path, equal: int, unsure: str) -> int:
-    """Compare all parameters and moments with a checkpoint of this step. Collective. Returns their number.
+def _compare_tensors(s: Session, checkpoints: Path, step: int, advice: str) -> int:
+    """Compare all parameters and moments with the checkpoint of this step, unless it is damaged. Collective.
+
+    Returns:
+        the number of compared tensors.
 
     Raises:
         DifferentError: on every rank: one differs.
     """
-    parts = {
-        storage.MODEL: own_tensors(s.model),
-        storage.OPTIMIZER: optimizer_tensors(s.model, s.optimizer),
-    }
-    saved: dict[str, Callable[[], Tensor]] = {}
+    saved: Mapping[str, Tensor] = {}
+    checkpoint = storage.step_folder(checkpoints, step)
     if s.world.rank == 0:
         with contextlib.suppress(UserError, OSError):  # the run has deleted it meanwhile
-            saved = _saved(checkpoint, parts)
-    if not from_rank0(bool(saved)):
+            saved = {} if storage.verify(checkpoint) else _saved(checkpoint)
+    if not from_rank0(len(saved)):
         return 0
-    different = []
-    for name, value in by_name(parts).items():
+    different, tensors = list[str](), by_name(s.checkpointer.parts())
+    for name, value in tensors.items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value
-        if s.world.rank == 0 and not _same_bits(whole.cpu(), saved[name]()):
+        if s.world.rank == 0 and not _same_bits(whole.cpu(), saved[name]):
             different.append(name)
-    n = len(by_name(parts))
     if different := from_rank0(different):
         raise DifferentError(
-            f"after step {equal} {len(different):,} of {n:,} tensors differ from {checkpoint}, first {different[0]}: "
-            f"the update differed, or the checkpoint was changed. {unsure}{_unsure(s)}{_NEXT}"
+            f"after step {step} {len(different):,} of {len(tensors):,} tensors differ from {checkpoint}, first "
+            f"{different[0]}: the update differed, or memory changed before it was saved. {advice}"
         )
-    return n
+    return len(tensors)
 
 
-def _saved(checkpoint: Path, parts: Parts) -> dict[str, Callable[[], Tensor]]:
-    """Readers of a checkpoint's tensors, by name in a sharded state dict."""
+def _saved(checkpoint: Path) -> Mapping[str, Tensor]:
+    """A checkpoint's tensors by name in a sharded state dict, read when they are needed."""
     if storage.read_manifest(checkpoint).state_dict == "sharded":
-        from torchtitan_lite.checkpointing import dcp_storage
-
-        whole = dcp_storage.WholeTensors(checkpoint, "")
-        return {name: lambda name=name: whole[name] for name in whole}  # type: ignore[misc]
-    return {
-        f"{prefix(file)}{name}": lambda file=file, name=name: storage.open_tensors(  # type: ignore[misc]
-            checkpoint / file
-        ).get_tensor(name)
-        for file, tensors in parts.items()
-        for name in tensors
-    }
+        return dcp_storage.WholeTensors(checkpoint, "")
+    files = storage.MODEL, storage.OPTIMIZER
+    return {f"{prefix(file)}{name}": value for file in files for name, value in load_file(checkpoint / file).items()}
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

@@ -4,7 +4,7 @@ Nothing here knows how a sample is cut from the text. The token files are replac
 and the loader draws the sample as in training. So this holds for every objective and packing.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +17,15 @@ from torchtitan_lite.data.dataset import DataSet, Source
 from torchtitan_lite.data.loader import Loader, MicroBatch
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.prepare.writer import PLACE_BITS, origins_name, read_origins
-from torchtitan_lite.data.samples import Samples
 from torchtitan_lite.data.token_files import PAIRS, TokenFiles, document_ends
 from torchtitan_lite.errors import DataError
 
 _SHOWN = 64  # tokens of a text that are shown
 _TOGETHER = 1 << 20  # tokens decoded at a time
-_SEQUENCES = 1 << 16  # sequences looked at at a time
+_SAMPLES = 1 << 16  # samples looked at at a time
 
 Range = tuple[int, int]  # of tokens of a stream
+Numbers = NDArray[np.int64]  # ascending
 
 
 class Reads:
@@ -55,7 +55,7 @@ class Part:
     side: str  # "source" or "target" of a pair, else empty
     file: str  # empty: not known
     unit: str  # "line" or "row"
-    place: int  # the line or row; 0: not known
+    place: int  # the line or row
     tokens: int  # of the document, with the end mark
     first: int
     end: int
@@ -73,18 +73,18 @@ class Documents:
         Raises:
             DataError: the folder is damaged.
         """
-        self.name, self.folder, self.split = source.name, source.folder, split
-        self.stream = TokenFiles(source.folder, source.meta, split)
-        self.ends = document_ends(source.folder, source.meta, split)
+        self.name, self.folder = source.name, source.folder
+        self._stream = TokenFiles(source.folder, source.meta, split)
+        self._ends = document_ends(source.folder, source.meta, split)
         self._tokenizer = Tokenizer.from_file(str(source.folder / "tokenizer.json"))
         self._pairs = PAIRS in source.meta.files
         self._files = read_origins(source.folder)
-        self._origins: NDArray[np.int64] = np.empty(0, np.int64)
+        self._origins: Numbers = np.empty(0, np.int64)
         if self._files is not None:
             file = source.folder / origins_name(split)
             self._origins = np.memmap(file, dtype=np.int64, mode="r")
-            if len(self._origins) != len(self.ends):
-                raise DataError(f"{file} has {len(self._origins):,} documents, but {split}.idx has {len(self.ends):,}")
+            if len(self._origins) != len(self._ends):
+                raise DataError(f"{file} has {len(self._origins):,} documents, but {split}.idx has {len(self._ends):,}")
 
     @property
     def known(self) -> bool:
@@ -93,17 +93,17 @@ class Documents:
 
     def span(self, document: int) -> Range:
         """The tokens of a document in the stream, with the end mark."""
-        return int(self.ends[document - 1]) if document else 1, int(self.ends[document])
+        return int(self._ends[document - 1]) if document else 1, int(self._ends[document])
 
     def of(self, read: Range) -> range:
         """The documents of a range of the stream. An end mark that comes first only precedes a document."""
         first, end = read
         if first >= end:
             return range(0)
-        low, high = np.searchsorted(self.ends, [first, end - 1], side="right").tolist()
+        low, high = np.searchsorted(self._ends, [first, end - 1], side="right").tolist()
         if first == self.span(low)[1] - 1:
             low += 1
-        return range(low, min(high + 1, len(self.ends)))
+        return range(low, min(high + 1, len(self._ends)))
 
     def parts(self, read: Range) -> Iterator[Part]:
         """The part of each document of a range of the stream."""
@@ -122,16 +122,16 @@ class Documents:
             )
 
     def _text(self, first: int, end: int) -> str:
-        ids = self.stream.read(first, min(end, first + _SHOWN)).tolist()
+        ids = self._stream.read(first, min(end, first + _SHOWN)).tolist()
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
-    def holding(self, text: str) -> NDArray[np.int64]:
-        """The documents whose decoded text holds `text`, ascending."""
+    def holding(self, text: str) -> Numbers:
+        """The documents whose decoded text holds `text`."""
         documents, first = list[int](), 0
-        while first < len(self.ends):
+        while first < len(self._ends):
             begin = self.span(first)[0]
-            last = max(int(np.searchsorted(self.ends, begin + _TOGETHER, side="right")), first + 1)
-            tokens = self.stream.read(begin, int(self.ends[last - 1]))
+            last = max(int(np.searchsorted(self._ends, begin + _TOGETHER, side="right")), first + 1)
+            tokens = self._stream.read(begin, int(self._ends[last - 1]))
             spans = [self.span(document) for document in range(first, last)]
             ids = [tokens[a - begin : b - begin - 1].tolist() for a, b in spans]
             texts = self._tokenizer.decode_batch(ids, skip_special_tokens=False)
@@ -148,13 +148,13 @@ class Seen:
         Raises:
             DataError: the data is damaged or does not suit the config.
         """
-        self.mixture = open_samples(data, "train", config)
+        self._mixture = open_samples(data, "train", config)
         self.documents = [Documents(source) for source in data.sources]
-        self.reads = [Reads(source._stream) for source in self.mixture.sources]
-        for source, reads in zip(self.mixture.sources, self.reads, strict=True):
+        self._reads = [Reads(source._stream) for source in self._mixture.sources]
+        for source, reads in zip(self._mixture.sources, self._reads, strict=True):
             source._stream = reads  # type: ignore[assignment]  # it reads in the same way
         self._loader = Loader(
-            self.mixture,
+            self._mixture,
             micro_batch_size=1,
             rank=0,
             world_size=1,
@@ -163,12 +163,11 @@ class Seen:
         )
         self._seed = config.run.seed
         self.causal = config.data.objective == "causal"
-        self._sequences: dict[int, NDArray[np.int64]] = {}  # by source, of `samples_with`
 
     def draw(self, sample: int) -> tuple[MicroBatch, list[tuple[Documents, Range]]]:
         """A sample of the run as a batch of one row, and what was read for it, in order."""
         log: list[tuple[Documents, Range]] = []
-        for documents, reads in zip(self.documents, self.reads, strict=True):
+        for documents, reads in zip(self.documents, self._reads, strict=True):
             reads.note = lambda read, documents=documents: log.append((documents, read))  # type: ignore[misc]
         return self._loader.batch(sample, 1).micro_batches[0], log
 
@@ -176,38 +175,35 @@ class Seen:
         """The parts of documents that a sample of the run holds, in its order."""
         return [part for documents, read in self.draw(sample)[1] for part in documents.parts(read)]
 
-    def samples_with(self, documents: dict[int, NDArray[np.int64]], samples: range) -> list[int]:
-        """Those of these samples that hold one of these documents.
+    def sequences_with(self, documents: Sequence[Numbers]) -> list[Numbers]:
+        """The sequences of each source, in the order of its files, that hold one of its documents.
 
         Args:
-            documents: by number of their source; the same in each call.
+            documents: of each source.
         """
-        mixture, found = self.mixture, list[int]()
-        if not self._sequences:
-            self._sequences = {k: self._sequences_with(mixture.sources[k], k, each) for k, each in documents.items()}
-        for first in range(samples.start, samples.stop, _SEQUENCES):
-            chunk = np.arange(first, min(first + _SEQUENCES, samples.stop))
-            which, numbers = mixture.interleave.locate(chunk)
-            for source, holding in self._sequences.items():
-                mine = which == source
-                indices = mixture.sources[source].indices(numbers[mine], self._seed)
-                found += chunk[mine][np.isin(indices, holding)].tolist()
-        return sorted(found)
+        return [self._sequences_with(k, numbers) for k, numbers in enumerate(documents)]
 
-    def _sequences_with(self, samples: Samples, source: int, documents: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The sequences of a source, in the order of its files, that hold one of these documents."""
-        own_documents, sequences = self.documents[source], list[int]()
+    def _sequences_with(self, source: int, documents: Numbers) -> Numbers:
+        samples, own, found = self._mixture.sources[source], self.documents[source], list[int]()
         if not len(documents):
             return documents
-        stream, reads = samples._stream, Reads(None, blank=True)
-        samples._stream = reads  # type: ignore[assignment]
-        try:
-            for sequence in range(samples.n_samples):
-                reads.ranges.clear()
-                samples.draw(np.array([sequence]), None)
-                ranges = [own_documents.of(read) for read in reads.ranges]
-                if any(np.searchsorted(documents, r.start) < np.searchsorted(documents, r.stop) for r in ranges):
-                    sequences.append(sequence)
-        finally:
-            samples._stream = stream
-        return np.array(sequences, np.int64)
+        samples._stream = reads = Reads(None, blank=True)  # type: ignore[assignment]
+        for sequence in range(samples.n_samples):
+            reads.ranges.clear()
+            samples.draw(np.array([sequence]), None)
+            ranges = [own.of(read) for read in reads.ranges]
+            if any(np.searchsorted(documents, r.start) < np.searchsorted(documents, r.stop) for r in ranges):
+                found.append(sequence)
+        samples._stream = self._reads[source]  # type: ignore[assignment]
+        return np.array(found, np.int64)
+
+    def samples_with(self, sequences: Sequence[Numbers], samples: range) -> list[int]:
+        """Those of these samples of the run that are one of these sequences of their source."""
+        found = list[int]()
+        for first in range(samples.start, samples.stop, _SAMPLES):
+            chunk = np.arange(first, min(first + _SAMPLES, samples.stop))
+            which, numbers = self._mixture.interleave.locate(chunk)
+            for k, (source, wanted) in enumerate(zip(self._mixture.sources, sequences, strict=True)):
+                mine = which == k
+                found += chunk[mine][np.isin(source.indices(numbers[mine], self._seed), wanted)].tolist()
+        return sorted(found)

@@ -8,7 +8,7 @@ steps that see the documents that hold a text. The run's data must be where it w
 import argparse
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,22 +16,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.config import paths
 from torchtitan_lite.data.loader import MicroBatch
-from torchtitan_lite.errors import ConfigError, OutputError, run_cli
+from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.scoring.likelihood import row_nats
 from torchtitan_lite.terminal import counted, prepare_streams, print_line
-from torchtitan_lite.tools.incidents.record import Record, checkpoint_before, read_record
+from torchtitan_lite.tools.incidents.record import (
+    Record,
+    checkpoint_before,
+    read_record,
+    require_own_step,
+)
 from torchtitan_lite.tools.incidents.seen import Documents, Part, Range, Seen
-from torchtitan_lite.tools.load_model import open_model
+from torchtitan_lite.tools.load_model import device_of, open_model
 
 _LINES = 200  # of documents on the terminal, if TEXT is in many
+_STEPS = 100  # likewise
 _ROWS = 8  # computed together
 _SHOWN = 60  # characters of a text on the terminal
-_MOST_LISTED, _MOST_SEARCHED = 10**6, 10**9  # samples: a minute's work
 
 
 @dataclass(frozen=True)
@@ -58,26 +62,21 @@ class Row:
     def line(self) -> str:
         """The row for the terminal."""
         part = self.part
-        where = f"{_plain(part.file)} {part.unit} {part.place}" if part.file else f"document {part.document}"
+        where = f"{part.file} {part.unit} {part.place}" if part.file else f"document {part.document}"
         loss = "" if self.loss is None else f"  loss {self.loss:.4f}"
         side = f" ({part.side})" if part.side else ""
         text = part.text if len(part.text) <= _SHOWN else f"{part.text[:_SHOWN]}..."
         return (
-            f"step {self.step or '-'}  sample {self.sample}{loss}  {_plain(part.source)}: {where}{side}, "
+            f"step {self.step or '-'}  sample {self.sample}{loss}  {part.source}: {where}{side}, "
             f"tokens {part.first:,} to {part.end:,} of {part.tokens:,}: {text!r}"
         )
 
 
-def _plain(text: str) -> str:
-    return text if text.isprintable() else repr(text)
-
-
 def _ranked(record: Record, seen: Seen, steps: range, device: torch.device, notes: list[str]) -> list[Row]:
     """The rows with their losses, the highest first."""
-    folder, damaged = checkpoint_before(record.folder, steps.start)
+    folder, damaged = checkpoint_before(record.folder, record.attempts, steps.start)
     if folder is None:
-        kept = ", ".join(map(str, storage.find_steps(record.folder / "checkpoints")[:8])) or "none"
-        what = f"{record.folder} has no complete checkpoint before step {steps.start} (steps with one: {kept})"
+        what = f"{record.folder} has no complete checkpoint before step {steps.start}"
         raise ConfigError("\n  ".join([what, *damaged]))
     opened = open_model(folder, device, torch.float32, record.data.folder / "tokenizer.json")
     notes += [*damaged, f"losses under {opened.source}"]
@@ -96,161 +95,134 @@ def _losses_of(model: Transformer, seen: Seen, sample: int, device: torch.device
     In a causal sample each part has its own loss, in the context that it had in training. A sample of span corruption
     or pairs has one loss, which all of its parts share.
     """
-    rows, reads = seen.draw(sample)
-    at = [i for i, (documents, read) in enumerate(reads) for _ in documents.parts(read)]  # the read of each part
-    parts = [part for documents, read in reads for part in documents.parts(read)]
+    row, reads = seen.draw(sample)
     ranges = [read for _, read in reads]
-    targets = rows.targets
-    if seen.causal:  # (parts, T)
-        targets = torch.cat([_targets_of(part, i, rows, ranges) for part, i in zip(parts, at, strict=True)])
+    parts = [(i, part) for i, (documents, read) in enumerate(reads) for part in documents.parts(read)]
+    targets = row.targets  # (1, S)
+    if seen.causal:  # (parts, S)
+        targets = torch.cat([_targets_of(part, i, row, ranges) for i, part in parts])
     nats = []
     for chunk in targets.split(_ROWS):
-        positions = None if rows.positions is None else rows.positions.repeat(len(chunk), 1)
-        batch = MicroBatch(rows.tokens.repeat(len(chunk), 1), chunk, positions)
-        nats += row_nats(model, batch, device).tolist()
+        tokens = row.tokens.expand(len(chunk), -1)
+        positions = None if row.positions is None else row.positions.expand(len(chunk), -1)
+        nats += row_nats(model, MicroBatch(tokens, chunk, positions), device).tolist()
     counts = (targets != IGNORE).sum(dim=1).tolist()
     losses = [total / n if n else math.nan for total, n in zip(nats, counts, strict=True)]
     return losses if seen.causal else losses * len(parts)
 
 
-def _targets_of(part: Part, at: int, rows: MicroBatch, ranges: list[Range]) -> Tensor:
-    """The targets (1, T) of a causal sample, with those that are not of this part, of read `at`, masked."""
-    keep = np.zeros(rows.targets.numel(), np.bool_)
+def _targets_of(part: Part, at: int, row: MicroBatch, ranges: list[Range]) -> Tensor:
+    """The targets (1, S) of a causal sample, with those that are not of this part, of read `at`, masked."""
+    keep = np.zeros(row.targets.shape, np.bool_)
     column = sum(end - first - 1 for first, end in ranges[:at])  # a read of n tokens gives n - 1 inputs and targets
     first, end = ranges[at]
     low, high = max(part.begin, first + 1), min(part.stop, end)
     if low < high:
-        keep[column + low - first - 1 : column + high - first - 1] = True
-    return torch.where(torch.from_numpy(keep).view_as(rows.targets), rows.targets, IGNORE)
+        keep[0, column + low - first - 1 : column + high - first - 1] = True
+    return torch.where(torch.from_numpy(keep), row.targets, IGNORE)
 
 
 def _rows_with_text(record: Record, seen: Seen, steps: range, text: str, notes: list[str]) -> list[Row]:
     """The rows of documents that hold a text."""
-    documents = {number: source.holding(text) for number, source in enumerate(seen.documents)}
+    documents = [source.holding(text) for source in seen.documents]
     held_out = sum(len(Documents(source, "val").holding(text)) for source in record.data.sources)
     notes.append(
-        f"{counted(sum(map(len, documents.values())), 'document')} for training with {text!r}, and {held_out:,} that "
-        "no step sees, for validation"
+        f"{counted(sum(map(len, documents)), 'document')} for training with {text!r}, and {held_out:,} that no step "
+        "sees, for validation"
     )
-    rows = []
-    held = {
-        (source.name, int(number))
-        for source, numbers in zip(seen.documents, documents.values(), strict=True)
-        for number in numbers
-    }
-    for segment in record.within(steps):
-        first, last = max(segment.first, steps.start), min(segment.last, steps.stop - 1)
-        samples = range(record.samples(first).start, record.samples(last).stop)
-        for sample in seen.samples_with(documents, samples):
-            step = first + (sample - samples.start) // segment.size
-            rows += [Row(step, sample, part) for part in seen.parts(sample) if (part.source, part.document) in held]
+    numbers = {source.name: set(found.tolist()) for source, found in zip(seen.documents, documents, strict=True)}
+    sequences, rows = seen.sequences_with(documents), list[Row]()
+    for s in record.within(steps):
+        for sample in seen.samples_with(sequences, range(s.start, s.start + s.size * (s.last - s.first + 1))):
+            step = s.first + (sample - s.start) // s.size
+            rows += [Row(step, sample, part) for part in seen.parts(sample) if part.document in numbers[part.source]]
     return rows
 
 
 def _steps(options: argparse.Namespace, record: Record) -> range:
-    last = record.n_steps
-    first = options.step or 1
-    end = options.to or (options.step or last)
-    for name, step in (("step", options.step), ("to", options.to)):
-        if step is not None and not 1 <= step <= last:
-            raise ConfigError(f"--{name}={step}: the run has the steps 1 to {last} (train.steps)")
-    if end < first:
-        raise ConfigError(f"--to={end} is before --step={first}")
-    return range(first, end + 1)
+    """The steps of --step and --to; all that the run has if they are not given."""
+    own = record.steps
+    first = own.start if options.step is None else options.step
+    last = options.to or options.step or own.stop - 1
+    for name, step in (("--step", first), ("--to", last)):
+        require_own_step(record.folder, record.attempts, step, name)
+        if step not in own:
+            raise ConfigError(f"{name}={step}: the run has the steps {own.start} to {own.stop - 1} (train.steps)")
+    if last < first:
+        raise ConfigError(f"--to={last} is before --step={first}")
+    return range(first, last + 1)
 
 
-def _require_few(n_samples: int, options: argparse.Namespace) -> None:
-    """Raise ConfigError if there are too many samples to look at."""
-    most, what = (_MOST_LISTED, "to list") if options.find is None else (_MOST_SEARCHED, "to search")
-    if n_samples > most:
-        fewer = "--samples" if options.samples else "--step and --to"
-        raise ConfigError(
-            f"{n_samples:,} samples are too many {what} at once; {fewer} of at most {most:,} samples work"
-        )
+def _problems(options: argparse.Namespace) -> list[str]:
+    """What is wrong with the options, without the run."""
+    problems = list[str]()
+    if options.step is None and options.find is None and options.samples is None:
+        problems.append("needs --step N or --find TEXT, e.g. which runs/default --step 120")
+    if options.to is not None and options.step is None:
+        problems.append(f"--to={options.to} needs --step, where the steps begin")
+    if options.rank_by_loss and (options.step is None or options.find is not None):
+        problems.append("--rank-by-loss is for the documents of --step, without --find")
+    if options.find == "":
+        problems.append("--find needs a text, e.g. --find 'def main'")
+    if options.json and not options.json.absolute().parent.is_dir():
+        problems.append(f"--json={options.json}: {options.json.absolute().parent} is not a folder")
+    if options.samples:
+        first, end = options.samples
+        if options.step is not None or options.find is not None or not 0 <= first < end:
+            problems.append("--samples needs the first sample and the one after the last, without --step and --find")
+    return problems
 
 
 def _run(options: argparse.Namespace) -> int:
-    if options.step is None and options.find is None and options.samples is None:
-        raise ConfigError("needs --step N or --find TEXT, e.g. which runs/default --step 120")
-    if options.to is not None and options.step is None:
-        raise ConfigError(f"--to={options.to} needs --step, where the steps begin")
-    if options.rank_by_loss and (options.step is None or options.find is not None):
-        raise ConfigError("--rank-by-loss is for the documents of --step, without --find")
-    if options.find is not None and not options.find:
-        raise ConfigError("--find needs a text, e.g. --find 'def main'")
-    if options.json and not paths.expand(options.json).absolute().parent.is_dir():
-        raise ConfigError(f"--json={options.json}: {paths.expand(options.json).absolute().parent} is not a folder")
-    first, end = options.samples or (0, 1)
-    if options.samples and (options.step is not None or options.find is not None or not 0 <= first < end):
-        raise ConfigError("--samples needs the first sample and the one after the last, without --step and --find")
+    if problems := _problems(options):
+        raise ConfigError("\n  ".join(problems))
     record = read_record(options.run)
     steps = range(0) if options.samples else _steps(options, record)
-    _require_few(end - first if options.samples else record.n_samples(steps), options)
     seen = Seen(record.data, record.config)
-    notes = [_unknown(documents) for documents in seen.documents if not documents.known]
-    notes += [
-        f"the samples {gap.start} to {gap.stop - 1} were skipped before step {step}"
-        for step in (steps if options.find is None else ())
-        if (gap := record.skipped(step))
-    ]
-    if options.samples:
-        rows = [Row(0, sample, part) for sample in range(first, end) for part in seen.parts(sample)]
-    elif options.find is not None:
-        rows = _rows_with_text(record, seen, steps, options.find, notes)
-    elif options.rank_by_loss:
-        cuda = options.device != "cpu" and torch.cuda.is_available()
-        rows = _ranked(record, seen, steps, torch.device("cuda" if cuda else "cpu"), notes)
-    else:
-        rows = [Row(n, sample, part) for n in steps for sample in record.samples(n) for part in seen.parts(sample)]
-    _print(options, record, steps, rows, notes)
-    if options.json:
-        _write(options, record, steps, rows, notes)
-    return 0
-
-
-def _unknown(documents: Documents) -> str:
-    return (
+    notes = [
         f"{documents.folder} does not tell where its documents came from. Prepared again from the same text, it has "
-        "the same tokens and tells it; runs that use it resume as before"
-    )
-
-
-def _print(options: argparse.Namespace, record: Record, steps: range, rows: list[Row], notes: list[str]) -> None:
-    for note in notes:
-        print_line(f"note    {note}")
+        "the same tokens and tells it"
+        for documents in seen.documents
+        if not documents.known
+    ]
+    rows, listed, most = list[Row](), list(steps), None
     if options.samples:
-        print_line(
-            f"samples {options.samples[0]} to {options.samples[1] - 1}: {counted(len(rows), 'part')} of documents"
-        )
-    elif options.find is None:
-        first, end = record.samples(steps.start).start, record.samples(steps.stop - 1).stop
-        which = f"step {steps.start}" if len(steps) == 1 else f"steps {steps.start} to {steps.stop - 1}"
-        print_line(f"{which}: samples {first} to {end - 1}, {counted(len(rows), 'part')} of documents")
+        first, end = options.samples
+        rows = [Row(0, sample, part) for sample in range(first, end) for part in seen.parts(sample)]
+        title = f"samples {first} to {end - 1}: {counted(len(rows), 'part')} of documents"
+    elif options.find is not None:
+        if not options.step and (other := record.attempts[0].forked_from):
+            notes.append(f"the steps before {steps.start} are not of this run, which was forked from {other}")
+        rows = _rows_with_text(record, seen, steps, options.find, notes)
+        listed, most = sorted({row.step for row in rows}), _LINES
+        more = f", and {len(listed) - _STEPS:,} more" if len(listed) > _STEPS else ""
+        shown = ", ".join(map(str, listed[:_STEPS])) or "-"
+        title = f"seen at {counted(len(listed), 'step')} of {len(steps):,}: {shown}{more}"
     else:
-        at = sorted({row.step for row in rows})
-        listed = ", ".join(map(str, at[:100])) + (f", and {len(at) - 100:,} more" if len(at) > 100 else "")
-        print_line(f"seen at {counted(len(at), 'step')} of {len(steps):,}: {listed or '-'}")
-    shown = rows if options.find is None else rows[:_LINES]
-    for row in shown:
-        print_line(row.line())
-    if len(shown) < len(rows):
-        print_line(f"and {len(rows) - len(shown):,} more; --json FILE has all")
-
-
-def _write(options: argparse.Namespace, record: Record, steps: range, rows: list[Row], notes: list[str]) -> None:
-    listed: Iterable[int] = steps if options.find is None else sorted({row.step for row in rows})
-    content = {
-        "run": str(options.run),
-        "notes": notes,
-        "steps": [[step, record.samples(step).start, record.samples(step).stop] for step in listed],
-        "documents": [row.as_json() for row in rows],
-    }
-    try:
-        paths.expand(options.json).write_text(
-            json.dumps(content, indent=1) + "\n", encoding="utf-8", errors="backslashreplace"
-        )
-    except OSError as error:
-        raise OutputError(f"--json={options.json}: {error.strerror or error}") from None
+        skips = [s for s in record.within(steps) if s.skipped]
+        notes += [
+            f"the samples {s.start - s.skipped} to {s.start - 1} were skipped before step {s.first}" for s in skips
+        ]
+        if options.rank_by_loss:
+            rows = _ranked(record, seen, steps, device_of(options.device), notes)
+        else:
+            rows = [Row(n, sample, part) for n in steps for sample in record.samples(n) for part in seen.parts(sample)]
+        which = f"step {steps.start}" if len(steps) == 1 else f"steps {steps.start} to {steps.stop - 1}"
+        first, end = record.samples(steps.start).start, record.samples(steps.stop - 1).stop
+        title = f"{which}: samples {first} to {end - 1}, {counted(len(rows), 'part')} of documents"
+    for line in (*(f"note    {note}" for note in notes), title, *(row.line() for row in rows[:most])):
+        print_line(line)
+    if most is not None and len(rows) > most:
+        print_line(f"and {len(rows) - most:,} more; --json FILE has all")
+    if options.json:
+        content = {
+            "run": str(options.run),
+            "notes": notes,
+            "steps": [[step, record.samples(step).start, record.samples(step).stop] for step in listed],
+            "documents": [row.as_json() for row in rows],
+        }
+        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan_lite.tools.records import BY_SOURCE, TASK
-from torchtitan_lite.tools.report.runs import Run
+from torchtitan_lite.tools.report.runs import BY_SOURCE, TASK, Run
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#bab0ac")
 GREY = "#888888"

@@ -9,12 +9,10 @@ from importlib import resources
 
 from plotly.offline import get_plotlyjs
 
-from torchtitan_lite.monitoring import goodput
 from torchtitan_lite.terminal import counted, duration
-from torchtitan_lite.tools.records import TASK, Records
 from torchtitan_lite.tools.report import figures, table
 from torchtitan_lite.tools.report.figures import COLOURS, GREY, POINTS, Figure
-from torchtitan_lite.tools.report.runs import Run
+from torchtitan_lite.tools.report.runs import TASK, Records, Run
 
 SAMPLES = 12  # per prompt
 _TASK_TILES = 6  # of a run
@@ -137,7 +135,7 @@ def _status(runs: list[Run], run: Run) -> str:
     shown = f'<b class="status {_STATUS.get(word.split(" ")[0], "unknown")}">{escape(word)}</b>'
     if figures.diverged(run, figures.ceiling(runs)):
         shown += '<b class="status bad">diverged</b>'
-    more = more or run.about.get("reason", "").split("\n")[0]
+    more = more or run.reason
     return shown + (f"<small>{escape(more)}</small>" if more else "")
 
 
@@ -172,10 +170,9 @@ def _tiles(run: Run) -> str:
     times = [r["time"] for r in run.steps if r.get("time") is not None]
     if len(times) > 1:
         tiles.append(("first to last record", duration(times[-1] - times[0]), ""))
-    if run.goodput:
-        without = f", {goodput.share(run.goodput, idle=False):.1%} without idle time" if "idle" in run.goodput else ""
-        whole = duration(goodput.total(run.goodput))
-        tiles.append(("goodput", f"{goodput.share(run.goodput):.1%}", f"of {whole} since the first launch{without}"))
+    share, whole_s = run.goodput
+    if whole_s:
+        tiles.append(("goodput", f"{share:.1%}", f"of {duration(whole_s)} since the first launch"))
     cells = "".join(
         f"<div><span>{escape(label)}</span><b>{escape(value)}</b><small>{escape(more)}</small></div>"
         for label, value, more in tiles
@@ -260,14 +257,6 @@ def seconds_of(run: Run) -> dict[str, float]:
     }
 
 
-def since_launch(run: Run) -> str:
-    """The seconds since the first launch by kind, all attempts included."""
-    rows = [
-        _row(escape(text), _share(run.goodput, kind)) for kind, text in goodput.KINDS.items() if kind in run.goodput
-    ]
-    return _table([], rows)
-
-
 def cards(runs: list[Run]) -> str:
     return "".join(
         f"<section id=run{i}><h2>{_coloured(runs, run)} <small>{escape(str(run.folder))}</small></h2>"
@@ -329,7 +318,6 @@ PANELS: list[Panel] = [
     *(figures.learning_rate, figures.gradient_norm, figures.throughput, figures.memory, figures.loss_scale),
     *(time_spent, cards),
     *(
-        section("Goodput: the time since the first launch", lambda run: since_launch(run) if run.goodput else ""),
         section("Changed on a resume", changes),
         section("Samples, the latest first", samples),
         section("Config", config),

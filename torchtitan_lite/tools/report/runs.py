@@ -1,6 +1,7 @@
 """A run folder as the report shows it: config, status, metrics, samples and scores."""
 
 import contextlib
+import itertools
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,13 +11,20 @@ import tomli
 
 from torchtitan_lite.config import toml
 from torchtitan_lite.errors import DataError
-from torchtitan_lite.monitoring import goodput
-from torchtitan_lite.tools.records import Records, read_about, read_records
-from torchtitan_lite.tools.status import UNKNOWN, Status, status_of
+from torchtitan_lite.monitoring import attempts
+from torchtitan_lite.monitoring.goodput import goodput
+from torchtitan_lite.tools.status import Status, status_of
+
+Records = list[dict[str, Any]]
+
+UNKNOWN = Status("unknown", active=False)
+BY_SOURCE = "val_loss/", "val_bits_per_byte/"  # followed by the name of a source
+TASK = "task/", "task_stderr/", "task_chance/"  # followed by the name of a task
 
 # an assignment on one line, and the comment after it: the first # outside a string
 _COMMENTED = re.compile(r"""(([\w-]+)\s*=(?:[^#"']|"(?:\\.|[^"\\])*"|'[^']*')*)#(.*)""")
 _OF_THE_RUN = "run.name", "run.out_dir"  # they differ between any two runs
+_OF_THE_START = "model.size", "model.init_from", "checkpoint.resume"  # names of other keys, or for one start only
 
 
 @dataclass(eq=False)
@@ -25,8 +33,8 @@ class Run:
 
     name: str
     folder: Path
-    about: dict[str, str] = field(default_factory=dict)  # the strings of run.json
     status: Status = UNKNOWN
+    reason: str = ""  # why it stopped or failed
     n_steps: str = ""  # of the whole run
     config: dict[str, tuple[str, str]] = field(default_factory=dict)  # "section.key": value as TOML, origin
     records: Records = field(default_factory=list)  # of metrics.jsonl
@@ -34,8 +42,8 @@ class Run:
     validations: Records = field(default_factory=list)
     samples: Records = field(default_factory=list)
     changes: list[tuple[int, str, str, str]] = field(default_factory=list)  # by resumes: step, key, old and new value
-    goodput: dict[str, float] = field(default_factory=dict)  # seconds by kind, see monitoring/goodput.py
-    notes: list[str] = field(default_factory=list)  # files and lines that could not be read
+    goodput: tuple[float, float] = (0.0, 0.0)  # and the seconds that it is of
+    notes: list[str] = field(default_factory=list)  # files that could not be read
 
     def having(self, key: str) -> Records:
         return [record for record in self.records if key in record]
@@ -81,45 +89,28 @@ def _read_run(folder: Path) -> Run:
     if not (folder / "metrics.jsonl").is_file():
         raise DataError(f"{folder} has no metrics.jsonl: it is not the folder of a run that has made a step")
     run = Run(folder.resolve().name, folder)
-    run.records = _records(run, "metrics.jsonl")
+    run.records = attempts.records(folder)
     run.steps, run.validations = run.having("loss"), run.having("val_loss")
+    for record in run.steps:
+        record.setdefault("mean_loss", record["loss"])
     if not run.steps:
-        damaged = f" ({'; '.join(run.notes)})" if run.notes else ""
-        raise DataError(f"{folder / 'metrics.jsonl'} has no record of a step yet{damaged}")
-    run.samples = _records(run, "samples.jsonl", texts=("prompt", "text"))
-    for record in _records(run, "changes.jsonl"):
-        changed = record.get("changed")
-        for key, values in changed.items() if isinstance(changed, dict) else ():
-            with contextlib.suppress(ValueError, TypeError, RecursionError):  # values that TOML can't write
-                before, now = values
-                run.changes.append((record["step"], key, toml.format_value(before), toml.format_value(now)))
+        raise DataError(f"{folder / 'metrics.jsonl'} has no record of a step yet")
+    run.samples = attempts.records(folder, "samples.jsonl")
+    made = attempts.read(folder)
+    for before, now in itertools.pairwise(attempts.that_count(made)):
+        pairs = {key: (before.config.get(key, value), value) for key, value in now.config.items()}
+        pairs |= {f"eval.tasks {t}": (before.tasks.get(t, new)[:12], new[:12]) for t, new in now.tasks.items()}
+        run.changes += [
+            (now.step, key, toml.format_value(earlier), toml.format_value(value))
+            for key, (earlier, value) in pairs.items()
+            if earlier != value and key not in _OF_THE_START
+        ]
     run.config = _read_config(folder / "config.toml", run.notes)
-    try:
-        about = read_about(folder)
-    except FileNotFoundError:
-        about = {}
-    except (OSError, ValueError) as error:
-        about = {}
-        run.notes.append(f"run.json: can't be read: {error}")
-    run.status = status_of(folder, about)
-    run.goodput = goodput.newest(about, run.records)
-    run.about = {key: value for key, value in about.items() if isinstance(value, str)}
-    n_steps = about.get("steps")
-    run.n_steps = str(n_steps) if type(n_steps) is int else run.config.get("train.steps", ("", ""))[0]
+    run.n_steps = str(made[-1].config["train.steps"]) if made else run.config.get("train.steps", ("", ""))[0]
+    if about := attempts.newest_status(folder):
+        run.status, run.reason = status_of(folder, about), about["reason"].split("\n")[0]
+    run.goodput = goodput(folder)
     return run
-
-
-def _records(run: Run, name: str, texts: tuple[str, ...] = ()) -> Records:
-    """The records of a file of the run. Damaged ones become a note.
-
-    Args:
-        texts: keys that must hold a string.
-    """
-    records, n_damaged = read_records(run.folder / name)
-    kept = [record for record in records if all(isinstance(record.get(key), str) for key in texts)]
-    if n_damaged := n_damaged + len(records) - len(kept):
-        run.notes.append(f"{name}: {n_damaged} damaged {'line' if n_damaged == 1 else 'lines'} skipped")
-    return kept
 
 
 def _read_config(file: Path, notes: list[str]) -> dict[str, tuple[str, str]]:
