@@ -254,6 +254,11 @@ def fitted(line: str, columns: int) -> str:
     return line
 
 
+def cut(line: str, columns: int) -> str:
+    """The beginning of a line that is too long for the terminal."""
+    return line if len(line) <= columns else f"{line[: columns - 3]}..."
+
+
 def what_next(config: Config) -> str:
     """The commands to use after a finished run: one for its model, one for its curves."""
     folder = shlex.quote(str(config.folder))
