@@ -8,11 +8,13 @@ import pytest
 import tomli
 
 import train
-from tests.config.parsing import mistakes, parse
+from tests.config.parsing import mistakes, one_of, parse
 from torchtitan_lite import plan
 from torchtitan_lite.config import load, schema, toml
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import FsdpConfig, LogConfig, ModelConfig
+from torchtitan_lite.config.sections.optim import OPTIMIZERS
+from torchtitan_lite.config.sections.outputs import TRACKERS
 from torchtitan_lite.tools import config_reference
 
 
@@ -35,10 +37,10 @@ from torchtitan_lite.tools import config_reference
         (["train.steps=5"], "options begin with two dashes: --train.steps=5"),
         (
             ["--log.trackers=wandb,tensorbord"],
-            "log.trackers[1] = 'tensorbord' should be 'tensorboard' or 'wandb'; the nearest is 'tensorboard'; "
+            f"log.trackers[1] = 'tensorbord' {one_of(TRACKERS)}; the nearest is 'tensorboard'; "
             "e.g. --log.trackers=tensorboard",
         ),
-        (["--optim.name=adamww"], "should be 'adamw', 'sgd' or 'muon'; the nearest is 'adamw'; docs/extending.md"),
+        (["--optim.name=adamww"], f"{one_of(OPTIMIZERS)}; the nearest is 'adamw'; docs/extending.md"),
         (["--fsdp.sharding_strategy=shard_grad"], "the nearest is 'SHARD_GRAD_OP'"),
         (["--optim.steps=3"], "the nearest known one is train.steps"),
         (["--optim.seed=4"], "the nearest known one is run.seed"),

@@ -113,7 +113,7 @@ def test_help_lists_the_usual_keys_or_every_key_with_meaning_and_default() -> No
         assert field.description, f"{key} has no help"
         assert f"{field.description} (default: " in text
     usual = succeeded(python("--help"))
-    assert len(set(re.findall(r"--[a-z_]+\.[a-z_]+", usual)) & schema.known_keys().keys()) == 30
+    assert len(re.findall(r"^  --[a-z_]+\.[a-z_]+", usual, re.MULTILINE)) == 30
     assert "--help-all" in usual
 
 

@@ -6,9 +6,11 @@ import pytest
 from tokenizers import Tokenizer, models
 
 import train
-from tests.config.parsing import mistakes, parse, write
+from tests.config.parsing import mistakes, one_of, parse, write
 from torchtitan_lite.config import cli, load
+from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config, SampleConfig
+from torchtitan_lite.config.sections.optim import OPTIMIZERS
 from torchtitan_lite.data.prepare import split
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.tools import generate
@@ -55,9 +57,9 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
         (["--model.size=9M"], "no such size of llama; known: 1M"),
         (
             ["--model.family=gpt", "--model.rope_theta=5e5"],
-            'has no effect without model.family = "llama", "resformer", ',
+            "rope_theta = 500000.0 has no effect without model.family =",
         ),
-        (["--model.dropout=0.1"], 'has no effect without model.family = "gpt"'),
+        (["--model.dropout=0.1"], "model.dropout = 0.1 has no effect without model.family ="),
         (["--model.n_kv_heads=3"], "n_kv_heads = 2 works"),
         (["--model.head_dim=33"], "rotary positions need an even head_dim, not 33; head_dim = 34 works"),
         (["--model.rope_factor=8", "--model.rope_low_freq_factor=4"], "be below model.rope_high_freq_factor = 4.0"),
@@ -71,18 +73,14 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
         (["--tokenizer.path=no.json"], "tokenizer.path: nothing at no.json"),
         (
             ["--optim.name=adafactor"],
-            "should be 'adamw', 'sgd' or 'muon'; docs/extending.md adds one of your own; e.g. ",
+            f"{one_of(OPTIMIZERS)}; docs/extending.md adds one of your own; e.g. ",
         ),
-        (
-            ["--model.family=mamba"],
-            "should be 'gpt', 'llama', 'resformer', 'mistral', 'smollm3', 'olmo2', 'olmo3', 'olmo_hybrid', 'gemma3', "
-            "'qwen3_moe', 'olmoe' or 't5'; docs/own_model",
-        ),
+        (["--model.family=mamba"], f"{one_of(FAMILIES)}; docs/own_model"),
         (
             ["--model.layer_pattern=delta,full"],
             'has "delta", which model.family = "llama" does not have; family = "olmo_hybrid" works',
         ),
-        (["--optim.name=3"], "should be 'adamw', 'sgd' or 'muon'; docs/extending.md"),
+        (["--optim.name=3"], f"{one_of(OPTIMIZERS)}; docs/extending.md"),
         (["--optim.groups=[{lr_factor = 2.0}]"], "optim.groups[0].match is missing; e.g. "),
         (["--optim.groups=[{match = '*', rate = 2.0}]"], "optim.groups[0].rate: unknown key; the nearest known one"),
         (["--checkpoint.api=pickle"], "should be 'dtensor' or 'dcp'"),
