@@ -228,13 +228,23 @@ def test_a_fork_that_stops_before_it_saves_is_forked_again(run: Run, tmp_path: P
     """Both steps 17 and 18 are poisoned, so step 17 of the fork is a spike, too. It starts where the fork did."""
     env = {"POISON": "[[96, 108]]"}
     first = printed_fork(run(1, "run", env=env, code=1, **STOP))
-    words = printed_fork(obeyed(1, first, env, code=1))
+    source = f"--checkpoint.resume={checkpoint(tmp_path / 'run', 12)}"
+    by_run = [f"--checkpoint.resume={tmp_path / 'run'}" if word == source else word for word in first]
+    words = printed_fork(obeyed(1, by_run, env, code=1))
     assert words[-1] == "--data.skip_samples=[[96, 102], [102, 108]]"
-    assert f"--checkpoint.resume={checkpoint(tmp_path / 'run', 12)}" in words
+    assert source in words
     assert words[:-3] == first[:-3], "no option is given twice"
     assert "done    12 steps" in obeyed(1, words, env)
     fork = tmp_path / "run-without-17-without-17"
     assert storage.read_state(checkpoint(fork, 24)).samples_consumed == 24 * 6 + 12
+
+
+@extended
+def test_the_printed_command_does_not_start_from_a_damaged_checkpoint(run: Run, tmp_path: Path) -> None:
+    run(1, "run", code=1, **STOP)
+    (checkpoint(tmp_path / "run", 12) / "optimizer.safetensors").write_bytes(b"")
+    words = printed_fork(run(1, "run", code=1, **STOP | {"checkpoint__every": 100}))
+    assert f"--checkpoint.resume={checkpoint(tmp_path / 'run', 6)}" in words
 
 
 # --- tools ------------------------------------------------------------------------------------------------------

@@ -129,12 +129,12 @@ def test_changes_are_recorded_by_attempt(first: Path, text: Path, tmp_path: Path
     again(text, run, train__steps=8, optim__lr=1e-3)
     made = attempts.read(run)
     assert [(one.step, one.config["train.steps"], one.config["optim.lr"]) for one in made] == [
-        *((0, 4, 0.008), (4, 6, 0.001), (6, 8, 0.001))
+        *((0, 4, 0.004), (4, 6, 0.001), (6, 8, 0.001))
     ]
     changes = [change for change in read_run(run).changes if change[1].startswith(("train.", "optim."))]
     assert changes == [
         (4, "train.steps", "4", "6"),
-        (4, "optim.lr", "0.008", "0.001"),
+        (4, "optim.lr", "0.004", "0.001"),
         (6, "train.steps", "6", "8"),
     ]
 

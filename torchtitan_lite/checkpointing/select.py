@@ -4,7 +4,6 @@ Errors are raised on every rank.
 """
 
 import contextlib
-import math
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -46,7 +45,7 @@ def select_checkpoint(checkpoints: Path, config: CheckpointConfig, world: World)
             return selection
         selection.damaged.append(step)
         selection.notes.append(f"damaged: {'; '.join(problems)}")
-    if steps:
+    if selection.notes:
         raise CheckpointError(
             "\n  ".join(["no checkpoint is complete:", *selection.notes])
             + "\n  start another run with --run.name=NEW, from the beginning or from a checkpoint of another run"
@@ -124,36 +123,18 @@ def verify_together(folder: Path, mode: str, world: World) -> tuple[Manifest | N
 # --- retention --------------------------------------------------------------------------------------------------
 
 
-def to_keep(
-    checkpoints: Path, steps: Sequence[int], latest: int, every: int, best: bool, also: Iterable[int]
-) -> set[int]:
+def to_keep(steps: Sequence[int], latest: int, every: int, also: Iterable[int]) -> set[int]:
     """The steps that retention keeps.
 
     Args:
         steps: of the checkpoints, ascending.
         latest: this many of the newest; 0: all.
         every: multiples of this; 0: off.
-        best: the one with the lowest finite validation loss.
         also: these steps.
     """
     if latest == 0:
         return set(steps)
-    keep = {*steps[-latest:], *also}
-    keep |= {step for step in steps if every and step % every == 0}
-    if best:
-        scores: dict[int, float] = {}
-        for step in steps:
-            try:
-                loss = storage.read_state(storage.step_folder(checkpoints, step)).val_loss
-            except UnreadableError:
-                keep.add(step)  # it may be the best
-                continue
-            except CheckpointError:
-                continue
-            if loss is not None and math.isfinite(loss):
-                scores[step] = loss
-        keep |= {min(scores, key=lambda step: (scores[step], step))} if scores else set()
-    return keep
+    return {*steps[-latest:], *also, *(step for step in steps if every and step % every == 0)}
 
 
 def purge(checkpoints: Path, keep: Iterable[int]) -> list[int]:

@@ -7,7 +7,7 @@ s again, so what earlier attempts have recorded of them no longer counts. Nothin
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,8 @@ def of_step(attempts: Sequence[Attempt], step: int) -> Attempt | None:
 def records(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     """The records that count, of a file in the run's folder. Each has a "step" and the number of its "attempt".
 
-    A record counts unless a later attempt began after an earlier step. Lines that a kill has cut are ignored.
+    A record counts unless a later attempt began after an earlier step, or with another run's checkpoint. Lines that a
+    kill has cut are ignored.
 
     Raises:
         OSError: a file can't be read.
@@ -90,8 +91,14 @@ def records(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     last = 2**63
     for attempt in reversed(read(folder)):
         ends[attempt.attempt] = last
-        last = min(last, attempt.step)
+        last = -1 if attempt.forked_from else min(last, attempt.step)
     return [line for line in _lines(folder / name) if line.get("step", 0) <= ends.get(line.get("attempt", 0), last)]
+
+
+def best_step(folder: Path, steps: Iterable[int]) -> int | None:
+    """Of these steps of a run, the one with the lowest validation loss; None if none was validated."""
+    losses = {r["step"]: r["val_loss"] for r in records(folder) if r.get("val_loss") is not None}
+    return min((step for step in steps if step in losses), key=lambda step: (losses[step], step), default=None)
 
 
 def newest_status(folder: Path) -> dict[str, Any]:
@@ -112,9 +119,15 @@ def newest_status(folder: Path) -> dict[str, Any]:
     return about
 
 
+def since_fork(attempts: Sequence[Attempt]) -> Sequence[Attempt]:
+    """The attempts from the last one that began with another run's checkpoint: until a fork has a checkpoint of its
+    own, each does, perhaps with a newer one."""
+    return attempts[max((i for i, attempt in enumerate(attempts) if attempt.forked_from), default=0) :]
+
+
 def that_count(attempts: Sequence[Attempt]) -> list[Attempt]:
     """The attempts whose steps count: those that were not made again."""
-    started = [a for a in attempts if not a.ended or a.last_step > a.step]
+    started = [a for a in since_fork(attempts) if not a.ended or a.last_step > a.step]
     return [a for i, a in enumerate(started) if all(a.step < later.step for later in started[i + 1 :])]
 
 

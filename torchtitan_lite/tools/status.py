@@ -104,6 +104,9 @@ def _status(folder: Path) -> int:
         loss = "not finite" if last["loss"] is None else f"{last['mean_loss']:.4f}"
         lines.append(f"step    {last['step']:,} of {n_steps:,}, {_ago(last['time'])}, loss {loss}")
         rate = sorted(record["tokens_per_second"] for record in steps)[len(steps) // 2]
+        best = attempts.best_step(folder, [int(saved.name[5:]) for saved in (folder / "checkpoints").glob("step-*")])
+        if best is not None:
+            lines.append(f"best    the checkpoint of step {best:,}, by validation loss")
         lines.append(f"speed   {rate:,.0f} tokens per second, {goodput_line(folder)}")
     else:
         lines.append("step    none has been logged")

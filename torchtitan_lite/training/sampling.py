@@ -99,6 +99,7 @@ def sample(prompts: Prompts, s: Session, _: StepResult | None = None) -> None:
     """Continue every prompt, log the text and write it to samples.jsonl, unless the run stops. Collective."""
     step, before = s.state.step, time.perf_counter()
     if s.preemption.agreed:
+        s.put_off = True
         s.log.info(f"sample  step {step}  not made before the run stops; the same command makes it")
         return
     seed = stream(s.config.run.seed, step, 0, 0)

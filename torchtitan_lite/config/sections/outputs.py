@@ -123,7 +123,7 @@ def local_rules(config: "Config", machine: Machine) -> Rules:
             "checkpoint without this key; start another run with --run.name=NEW, from an earlier checkpoint with "
             f"--checkpoint.resume={config.folder}/checkpoints/step-N",
         )
-    elif wrong:
+    elif wrong and not any(config.folder.glob("checkpoints/step-*")):  # after its first save, a fork needs it no more
         yield (
             "checkpoint.resume",
             f'checkpoint.resume = "{shortened(resume)}" should be the path of a run or checkpoint: {wrong}',

@@ -36,14 +36,14 @@ class Reads:
         Args:
             blank: give zeros instead of reading.
         """
-        self._stream, self._blank = stream, blank
+        self.stream, self._blank = stream, blank
         self.ranges: list[Range] = []
         self.note: Callable[[Range], object] = self.ranges.append
 
     def read(self, first: int, end: int) -> NDArray[Any]:
         """See TokenFiles."""
         self.note((first, end))
-        return np.zeros(end - first, np.uint16) if self._blank else self._stream.read(first, end)
+        return np.zeros(end - first, np.uint16) if self._blank else self.stream.read(first, end)
 
 
 @dataclass(frozen=True)
