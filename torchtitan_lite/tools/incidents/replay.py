@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import __version__
 from torchtitan_lite.checkpointing import dcp_storage, storage
-from torchtitan_lite.checkpointing.compatibility import AUTOTUNING, bitwise_setting, identity
+from torchtitan_lite.checkpointing.compatibility import bitwise_setting, identity
 from torchtitan_lite.checkpointing.tensor_names import by_name, prefix
 from torchtitan_lite.config.schema import Config, flatten, known_keys, resume_rule
 from torchtitan_lite.config.sections.optim import OptimConfig
@@ -200,13 +200,11 @@ def _require_same(n: int, made: range, makers: Sequence[Attempt], here: Numbers,
 
     def differing(then: Numbers, now: Numbers, *, start: bool) -> dict[str, tuple[str, str]]:
         """The values of each key that differ, and that these steps depend on."""
-        pairs: dict[str, tuple[Any, Any]] = {key: (then.get(key), now[key]) for key in now if then.get(key) != now[key]}
-        for key in () if start else [key for key in pairs.keys() & known_keys() if resume_rule(key).changes_start]:
-            del pairs[key]
-        if "train.steps" in pairs:
-            rates = [[learning_rate(optim, step, int(steps)) for step in made] for steps in pairs["train.steps"]]
-            if rates[0] == rates[1]:
-                del pairs["train.steps"]
+        keys = [key for key in now if start or key not in known_keys() or not resume_rule(key).changes_start]
+        pairs = {key: (then.get(key), now[key]) for key in keys if then.get(key) != now[key]}
+        before, after = ([learning_rate(optim, step, values["train.steps"]) for step in made] for values in (then, now))
+        if before == after:
+            pairs.pop("train.steps", None)
         return {key: (json.dumps(before), json.dumps(after)) for key, (before, after) in pairs.items()}
 
     values = [numbers_of(attempt.config, attempt.identity, attempt.setting) for attempt in makers]
@@ -229,8 +227,6 @@ def _advice(makers: Sequence[Attempt], here: Numbers, init_from: str) -> str:
     """What a difference means: a fault of the hardware, unless something else differs."""
     if not here["deterministic"]:
         return "Without run.deterministic, a GPU may add in another order each time, so this proves nothing"
-    if AUTOTUNING in here["compile"]:
-        return f"{AUTOTUNING} chooses kernels by their time, which may differ each time, so this proves nothing"
     code = {"torchtitan_lite": __version__, **run_folder.git_state(Path(__file__).parents[3])}
     for attempt in makers:
         then = {"torchtitan_lite": attempt.versions["torchtitan_lite"], **attempt.git}
