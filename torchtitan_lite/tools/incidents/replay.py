@@ -276,7 +276,8 @@ def compute(s: Session, step: Step, recorded: Recorded, folder: Path) -> str:
     if stopped:
         return f"bit for bit, and not finite again: {stopped}. {_CAUSE}"
     also = f", and {counted(tensors, 'tensor')} of a checkpoint" if tensors else ""
-    return f"bit for bit: loss, gradient norm and each rank's loss of {counted(compared, 'step')}{also}. {_CAUSE}"
+    figures = "loss, gradient norm and each rank's loss" if s.rank_losses() else "loss and gradient norm"
+    return f"bit for bit: {figures} of {counted(compared, 'step')}{also}. {_CAUSE}"
 
 
 def _sentence(text: str) -> str:
