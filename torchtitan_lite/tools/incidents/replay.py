@@ -253,7 +253,7 @@ def compute(s: Session, step: Step, recorded: Recorded, folder: Path) -> str:
         DifferentError: on every rank, at the first difference.
     """
     saved = from_rank0(storage.find_steps(folder / "checkpoints"))
-    compared, tensors, equal, stopped = 0, 0, recorded.start, ""
+    compared, tensors, equal, stopped, of_ranks = 0, 0, recorded.start, "", False
     for number in range(recorded.start + 1, recorded.last + 1):
         s.watchdog.step(number)
         loss, grad_norm = step(s, number)
@@ -266,7 +266,7 @@ def compute(s: Session, step: Step, recorded: Recorded, folder: Path) -> str:
             values = _finite(loss.item()), _finite(grad_norm.item()), [*map(_finite, s.guard.rank_losses)]
             if difference := differs(record, dict(zip(_COMPARED, values, strict=True)), number, equal):
                 raise DifferentError(f"step {number} differs: {difference}. {recorded.advice}")
-            compared, equal = compared + 1, number
+            compared, equal, of_ranks = compared + 1, number, "rank_losses" in record
         expected = recorded.stopped if number == recorded.last else ""
         if stopped != expected:
             then, now = (stop or f"step {number} is finite" for stop in (expected, stopped))
@@ -276,7 +276,7 @@ def compute(s: Session, step: Step, recorded: Recorded, folder: Path) -> str:
     if stopped:
         return f"bit for bit, and not finite again: {stopped}. {_CAUSE}"
     also = f", and {counted(tensors, 'tensor')} of a checkpoint" if tensors else ""
-    figures = "loss, gradient norm and each rank's loss" if s.rank_losses() else "loss and gradient norm"
+    figures = "loss, gradient norm and each rank's loss" if of_ranks else "loss and gradient norm"
     return f"bit for bit: {figures} of {counted(compared, 'step')}{also}. {_CAUSE}"
 
 
