@@ -266,7 +266,7 @@ def compute(s: Session, step: Step, recorded: Recorded, folder: Path) -> str:
             values = _finite(loss.item()), _finite(grad_norm.item()), [*map(_finite, s.guard.rank_losses)]
             if difference := differs(record, dict(zip(_COMPARED, values, strict=True)), number, equal):
                 raise DifferentError(f"step {number} differs: {difference}. {recorded.advice}")
-            compared, equal, of_ranks = compared + 1, number, "rank_losses" in record
+            compared, equal, of_ranks = compared + 1, number, bool(record.get("rank_losses"))
         expected = recorded.stopped if number == recorded.last else ""
         if stopped != expected:
             then, now = (stop or f"step {number} is finite" for stop in (expected, stopped))
