@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import __version__
 from torchtitan_lite.checkpointing import dcp_storage, storage
-from torchtitan_lite.checkpointing.compatibility import bitwise_setting, identity
+from torchtitan_lite.checkpointing.compatibility import AUTOTUNING, bitwise_setting, identity
 from torchtitan_lite.checkpointing.tensor_names import by_name, prefix
 from torchtitan_lite.config.schema import Config, flatten, known_keys, resume_rule
 from torchtitan_lite.config.sections.optim import OptimConfig
@@ -227,6 +227,8 @@ def _advice(makers: Sequence[Attempt], here: Numbers, init_from: str) -> str:
     """What a difference means: a fault of the hardware, unless something else differs."""
     if not here["deterministic"]:
         return "Without run.deterministic, a GPU may add in another order each time, so this proves nothing"
+    if AUTOTUNING in here["compile"]:
+        return f"{AUTOTUNING} chooses kernels by their time, which may differ each time, so this proves nothing"
     code = {"torchtitan_lite": __version__, **run_folder.git_state(Path(__file__).parents[3])}
     for attempt in makers:
         then = {"torchtitan_lite": attempt.versions["torchtitan_lite"], **attempt.git}
