@@ -163,6 +163,7 @@ def test_the_order_of_sources_is_compared() -> None:
 def test_keys_that_only_the_first_step_reads_matter_to_a_replay_from_there(trained: Path) -> None:
     config, here = recorded_by(trained)
     for key, value in (("model.init_from", "gone"), ("model.induction_head", True)):
+        assert key in here
         assert read(config, 7, here | {key: value}).start == 4
         with pytest.raises(ConfigError, match=f"{key} was .*, and is {json.dumps(value)} here"):
             read(config, 3, here | {key: value})
@@ -230,7 +231,7 @@ def test_what_else_differs_is_named_before_the_hardware(trained: Path, tmp_path:
     assert "models/first" not in read(config, 7, here).advice
     setting = dict(attempts.read(tmp_path / "run")[0].setting)
     rewrite(tmp_path, setting=setting | {"deterministic": False})
-    assert "proves nothing" in read(config, 7, dict(here) | {"deterministic": False}).advice
+    assert "proves nothing" in read(config, 7, here | {"deterministic": False}).advice
     rewrite(tmp_path, setting=setting)
     rewrite(tmp_path, git={"commit": "0123", "dirty": False})
     advice = read(config, 7, here).advice

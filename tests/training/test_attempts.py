@@ -271,6 +271,17 @@ def test_a_damaged_checkpoint_counts_for_nothing_in_retention(run: Path, again: 
     assert storage.find_steps(run / "checkpoints") == [6, 7, 9], "nothing is deleted"
 
 
+def test_a_run_does_not_start_over_where_a_checkpoint_was(run: Path, again: Again) -> None:
+    for step in (2, 4, 6):
+        shutil.rmtree(checkpoint(run, step))
+    (checkpoint(run, 8) / "manifest.json").unlink()
+    before = contents(run)
+    said = again(code=2)
+    assert "no checkpoint is complete:" in said
+    assert "step-00000008: not a folder step-N with a manifest.json" in said
+    assert contents(run) == before
+
+
 # --- forks ------------------------------------------------------------------------------------------------------
 
 
@@ -298,6 +309,30 @@ def tensors_equal(run: Path, other: Path) -> bool:
     """In the checkpoints of step 8."""
     file = "model.safetensors"
     return (checkpoint(run, 8) / file).read_bytes() == (checkpoint(other, 8) / file).read_bytes()
+
+
+def test_a_fork_that_starts_again_before_its_first_save_takes_the_newest_checkpoint(run: Path, again: Again) -> None:
+    """The other run may train meanwhile. What the fork made from its earlier checkpoint no longer counts."""
+    shutil.move(checkpoint(run, 8), run / "later")
+    fork = {"run__name": "fork", "checkpoint__resume": run, "checkpoint__every": 4, "train__steps": 12}
+    again(code=-1, fault="kill:0:8", **fork)
+    assert losses(run.parent / "fork").keys() == {7}
+    shutil.move(run / "later", checkpoint(run, 8))
+    assert f"a fork of {checkpoint(run, 8)}, after its step 8" in again(**fork)
+    made = attempts.read(run.parent / "fork")
+    assert [attempt.step for attempt in made] == [6, 8]
+    assert losses(run.parent / "fork").keys() == {9, 10, 11, 12}
+    assert attempts.that_count(made) == attempts.since_fork(made) == made[1:]
+
+
+def test_after_its_first_save_a_fork_does_not_need_the_other_run(run: Path, again: Again) -> None:
+    """Its retention deletes the checkpoint, and it may be moved."""
+    fork = {"run__name": "fork", "checkpoint__resume": checkpoint(run, 6)}
+    again(**fork)
+    shutil.rmtree(checkpoint(run, 6))
+    assert "resumed after step 8" in again(**fork, train__steps=9)
+    shutil.rmtree(run.parent / "fork/checkpoints")
+    assert f"nothing at {checkpoint(run, 6)}" in again(code=2, **fork)
 
 
 def test_a_fork_says_which_values_came_from_there(run: Path, text: Path, tmp_path: Path) -> None:

@@ -228,13 +228,23 @@ def test_a_fork_that_stops_before_it_saves_is_forked_again(run: Run, tmp_path: P
     """Both steps 17 and 18 are poisoned, so step 17 of the fork is a spike, too. It starts where the fork did."""
     env = {"POISON": "[[96, 108]]"}
     first = printed_fork(run(1, "run", env=env, code=1, **STOP))
-    words = printed_fork(obeyed(1, first, env, code=1))
+    source = f"--checkpoint.resume={checkpoint(tmp_path / 'run', 12)}"
+    by_run = [f"--checkpoint.resume={tmp_path / 'run'}" if word == source else word for word in first]
+    words = printed_fork(obeyed(1, by_run, env, code=1))
     assert words[-1] == "--data.skip_samples=[[96, 102], [102, 108]]"
-    assert f"--checkpoint.resume={checkpoint(tmp_path / 'run', 12)}" in words
+    assert source in words
     assert words[:-3] == first[:-3], "no option is given twice"
     assert "done    12 steps" in obeyed(1, words, env)
     fork = tmp_path / "run-without-17-without-17"
     assert storage.read_state(checkpoint(fork, 24)).samples_consumed == 24 * 6 + 12
+
+
+@extended
+def test_the_printed_command_does_not_start_from_a_damaged_checkpoint(run: Run, tmp_path: Path) -> None:
+    run(1, "run", code=1, **STOP)
+    (checkpoint(tmp_path / "run", 12) / "optimizer.safetensors").write_bytes(b"")
+    words = printed_fork(run(1, "run", code=1, **STOP | {"checkpoint__every": 100}))
+    assert f"--checkpoint.resume={checkpoint(tmp_path / 'run', 6)}" in words
 
 
 # --- tools ------------------------------------------------------------------------------------------------------
@@ -266,11 +276,16 @@ def test_which_tells_what_was_skipped(run: Run, tmp_path: Path, capsys: pytest.C
 
 
 @extended
-def test_the_step_at_which_a_run_stopped_is_replayed(run: Run) -> None:
-    run(2, "run", code=1, **STOP)
-    said = run(2, "run", "--replay=17", **STOP)
-    assert "replay  steps 13 to 17" in said
-    assert "equal   bit for bit" in said
+@pytest.mark.parametrize("action", ["skip", "stop"])
+def test_a_spike_is_replayed(action: str, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = SKIP if action == "skip" else STOP
+    run(2, "run", code=int(action == "stop"), **keys)
+    for step in (17, 18) if action == "skip" else (17,):
+        said = run(2, "run", f"--replay={step}", **keys)
+        assert f"replay  steps 13 to {step}" in said
+        assert "equal   bit for bit" in said
+    assert not which.main([str(tmp_path / "run"), "--step", "17"])
+    assert "step 17: samples 96 to 101" in capsys.readouterr().out
 
 
 # --- samples that a run is told to skip -------------------------------------------------------------------------

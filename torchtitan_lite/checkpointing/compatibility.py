@@ -140,7 +140,7 @@ def bitwise_setting(config: Config, world: World) -> dict[str, Any]:
         **{name: values[key] for key, name in bitwise_keys().items()},
         # where a key has an effect only sometimes, what it means here:
         "dp_replicate": layout.dp_replicate,
-        "compile": config.compile.backend if config.compile.enabled else "off",
+        "compile": _compilation(config),
         # what is computed again is compiled into the backward pass
         "activation_checkpointing": f"{checkpointing.mode} {checkpointing.every}" if config.compile.enabled else "any",
         "block_attention": config.speed.block_attention and not on_gpu and not of_all_lengths,
@@ -159,6 +159,15 @@ def bitwise_setting(config: Config, world: World) -> dict[str, Any]:
     }
 
 
+def _compilation(config: Config) -> str:
+    """What compiles the blocks. With autotuning, the times of kernels decide which one is used."""
+    if not config.compile.enabled:
+        return "off"
+    autotuned = config.compile.backend == "inductor" and os.environ.get(AUTOTUNING) == "1"
+    return f"{config.compile.backend}, {AUTOTUNING}" if autotuned else config.compile.backend
+
+
+AUTOTUNING = "TORCHINDUCTOR_MAX_AUTOTUNE"
 # they choose the kernels of oneDNN and MKL; ATEN_CPU_CAPABILITY, of ATen, is in what torch reports
 _KERNELS = "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR"
 

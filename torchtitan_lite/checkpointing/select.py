@@ -45,7 +45,7 @@ def select_checkpoint(checkpoints: Path, config: CheckpointConfig, world: World)
             return selection
         selection.damaged.append(step)
         selection.notes.append(f"damaged: {'; '.join(problems)}")
-    if steps:
+    if selection.notes:
         raise CheckpointError(
             "\n  ".join(["no checkpoint is complete:", *selection.notes])
             + "\n  start another run with --run.name=NEW, from the beginning or from a checkpoint of another run"

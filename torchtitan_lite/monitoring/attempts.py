@@ -81,7 +81,8 @@ def of_step(attempts: Sequence[Attempt], step: int) -> Attempt | None:
 def records(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     """The records that count, of a file in the run's folder. Each has a "step" and the number of its "attempt".
 
-    A record counts unless a later attempt began after an earlier step. Lines that a kill has cut are ignored.
+    A record counts unless a later attempt began after an earlier step, or with another run's checkpoint. Lines that a
+    kill has cut are ignored.
 
     Raises:
         OSError: a file can't be read.
@@ -90,7 +91,7 @@ def records(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     last = 2**63
     for attempt in reversed(read(folder)):
         ends[attempt.attempt] = last
-        last = min(last, attempt.step)
+        last = -1 if attempt.forked_from else min(last, attempt.step)
     return [line for line in _lines(folder / name) if line.get("step", 0) <= ends.get(line.get("attempt", 0), last)]
 
 
@@ -118,9 +119,15 @@ def newest_status(folder: Path) -> dict[str, Any]:
     return about
 
 
+def since_fork(attempts: Sequence[Attempt]) -> Sequence[Attempt]:
+    """The attempts from the last one that began with another run's checkpoint: until a fork has a checkpoint of its
+    own, each does, perhaps with a newer one."""
+    return attempts[max((i for i, attempt in enumerate(attempts) if attempt.forked_from), default=0) :]
+
+
 def that_count(attempts: Sequence[Attempt]) -> list[Attempt]:
     """The attempts whose steps count: those that were not made again."""
-    started = [a for a in attempts if not a.ended or a.last_step > a.step]
+    started = [a for a in since_fork(attempts) if not a.ended or a.last_step > a.step]
     return [a for i, a in enumerate(started) if all(a.step < later.step for later in started[i + 1 :])]
 
 

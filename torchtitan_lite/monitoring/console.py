@@ -213,7 +213,8 @@ def fsdp_line(config: Config) -> str:
 
 def step_line(record: dict[str, Any], steps: int, data_share: float, left_s: float) -> str:
     """A step's record on one line, with the mean loss since the last one. The time of the end is local."""
-    end = time.strftime("%H:%M", time.localtime(time.time() + left_s))
+    now, then = time.localtime(), time.localtime(time.time() + left_s)
+    end = time.strftime("%H:%M" if now[:3] == then[:3] else "%a %d %b %H:%M", then)
     loss = "not finite" if record["loss"] is None else f"{record['mean_loss']:.4f}"
     norm = "overflow, skipped" if record["grad_norm"] is None else f"{record['grad_norm']:.2f}"
     scale = f"  scale {record['loss_scale']:g}, {record['skipped_steps']} skipped" if "loss_scale" in record else ""
@@ -233,6 +234,11 @@ def fitted(line: str, columns: int) -> str:
             break
         line = re.sub(rf"  {name} .*?(?=  |$)", "", line)
     return line
+
+
+def cut(line: str, columns: int) -> str:
+    """The beginning of a line that is too long for the terminal."""
+    return line if len(line) <= columns else f"{line[: columns - 3]}..."
 
 
 def what_next(config: Config) -> str:

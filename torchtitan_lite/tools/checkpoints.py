@@ -237,10 +237,18 @@ def main(argv: Sequence[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("verify").add_argument("paths", type=paths.argument, nargs="+")
     commands.add_parser("inspect").add_argument("folder", type=paths.argument)
-    for name, first in (("convert", "folder"), ("export", "source")):
+    for name, first, what, written in (
+        ("convert", "folder", "a run (its newest checkpoint) or a checkpoint", "the folder in which step-N is written"),
+        (
+            "export",
+            "source",
+            "a run (its newest checkpoint) or a checkpoint",
+            "the Hugging Face folder to write: new or empty",
+        ),
+    ):
         command = commands.add_parser(name)
-        command.add_argument(first, type=paths.argument)
-        command.add_argument("out", type=paths.argument)
+        command.add_argument(first, type=paths.argument, help=what)
+        command.add_argument("out", type=paths.argument, help=written)
     command.add_argument("--ema", action="store_true", help="the averaged weights, see optim.ema_decay")
     command.add_argument("--best", action="store_true", help="of a run: the checkpoint with the lowest validation loss")
     command = commands.add_parser("import")

@@ -187,7 +187,7 @@ def main(argv: Sequence[str]) -> int:
     )
     add = parser.add_argument
     add("run", type=paths.argument, metavar="RUN", help="a run, one of its checkpoints, or a Hugging Face folder")
-    add("--prompt", default=None, help="the beginning of the text")
+    add("--prompt", default=None, help="the beginning of the text; one document, also behind an end token inside it")
     add("--source", default=None, help="encoder-decoders: the text to answer, e.g. to summarize")
     add("--beams", type=int, default=1, help="encoder-decoders: number of beams; replaces sampling")
     add("--length-penalty", type=float, default=1.0, help="beam search: a larger one prefers longer answers")

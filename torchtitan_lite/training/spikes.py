@@ -50,13 +50,13 @@ def fork_without(s: Session, first: int, end: int) -> str:
     Without a checkpoint of its own, it starts as this run did.
     """
     report_save(s, wait=True)
-    steps = on_rank0(s.world, lambda: storage.find_steps(s.checkpointer.folder))
-    saved = [step for step in steps if step < s.state.step]  # later ones are damaged
+    checkpoints, damaged, step = s.checkpointer.folder, s.checkpointer.damaged, s.state.step
+    saved = on_rank0(s.world, lambda: [n for n in storage.find_steps(checkpoints) if n < step and n not in damaged])
     pairs = zip(sys.argv, sys.argv[1:], strict=False)
     words = [w for before, w in pairs if w.split("=")[0] not in _OWN and (before not in _OWN or w.startswith("--"))]
-    words.append(f"--run.name={s.config.run.name}-without-{s.state.step}")
+    words.append(f"--run.name={s.config.run.name}-without-{step}")
     if saved:
-        words.append(f"--checkpoint.resume={storage.step_folder(s.checkpointer.folder, saved[-1])}")
-    elif s.resumed:
-        words.append(f"--checkpoint.resume={s.config.checkpoint.resume}")
+        words.append(f"--checkpoint.resume={storage.step_folder(checkpoints, saved[-1])}")
+    elif s.checkpointer.forked_from:
+        words.append(f"--checkpoint.resume={s.checkpointer.forked_from}")
     return train_command([*words, f"--data.skip_samples={sorted([*s.config.data.skip_samples, [first, end]])}"])

@@ -32,7 +32,7 @@ class Record:
     """A run, with its data, and the steps that its attempts made or will make."""
 
     folder: Path
-    attempts: list[Attempt]
+    attempts: Sequence[Attempt]
     config: Config  # of the newest attempt, in steps
     data: DataSet
     segments: list[Segment]
@@ -92,7 +92,7 @@ def _segments(attempt: Attempt, config: Config) -> Iterator[Segment]:
             position, done = start + n * size, done + n
 
 
-def attempts_of(folder: Path) -> list[Attempt]:
+def attempts_of(folder: Path) -> Sequence[Attempt]:
     """The attempts of a run; of a fork, from the last one that began with the other run's checkpoint.
 
     Raises:
@@ -102,7 +102,7 @@ def attempts_of(folder: Path) -> list[Attempt]:
     attempts = history.read(folder)
     if not attempts:
         raise ConfigError(f"{folder} is not the folder of a run that has begun to train: it has no {history.FILE}")
-    return attempts[max((i for i, attempt in enumerate(attempts) if attempt.forked_from), default=0) :]
+    return history.since_fork(attempts)
 
 
 def require_own_step(folder: Path, attempts: Sequence[Attempt], step: int, option: str) -> None:

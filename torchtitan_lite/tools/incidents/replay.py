@@ -200,13 +200,11 @@ def _require_same(n: int, made: range, makers: Sequence[Attempt], here: Numbers,
 
     def differing(then: Numbers, now: Numbers, *, start: bool) -> dict[str, tuple[str, str]]:
         """The values of each key that differ, and that these steps depend on."""
-        pairs: dict[str, tuple[Any, Any]] = {key: (then.get(key), now[key]) for key in now if then.get(key) != now[key]}
-        for key in () if start else [key for key in pairs.keys() & known_keys() if resume_rule(key).changes_start]:
-            del pairs[key]
-        if "train.steps" in pairs:
-            rates = [[learning_rate(optim, step, int(steps)) for step in made] for steps in pairs["train.steps"]]
-            if rates[0] == rates[1]:
-                del pairs["train.steps"]
+        keys = [key for key in now if start or key not in known_keys() or not resume_rule(key).changes_start]
+        pairs = {key: (then.get(key), now[key]) for key in keys if then.get(key) != now[key]}
+        before, after = ([learning_rate(optim, step, values["train.steps"]) for step in made] for values in (then, now))
+        if before == after:
+            pairs.pop("train.steps", None)
         return {key: (json.dumps(before), json.dumps(after)) for key, (before, after) in pairs.items()}
 
     values = [numbers_of(attempt.config, attempt.identity, attempt.setting) for attempt in makers]
@@ -278,7 +276,8 @@ def compute(s: Session, step: Step, recorded: Recorded, folder: Path) -> str:
     if stopped:
         return f"bit for bit, and not finite again: {stopped}. {_CAUSE}"
     also = f", and {counted(tensors, 'tensor')} of a checkpoint" if tensors else ""
-    return f"bit for bit: loss, gradient norm and each rank's loss of {counted(compared, 'step')}{also}. {_CAUSE}"
+    figures = "loss, gradient norm and each rank's loss" if s.rank_losses() else "loss and gradient norm"
+    return f"bit for bit: {figures} of {counted(compared, 'step')}{also}. {_CAUSE}"
 
 
 def _sentence(text: str) -> str:
