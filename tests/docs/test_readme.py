@@ -134,7 +134,7 @@ def test_every_flag_is_in_a_page() -> None:
 
     options = "--config", "--print-config", "--check-config", "--inspect", "--help"
     assert all(flag in README + PAGE for flag in (*SHORTHANDS, *options))
-    for intent in ("your GPUs", "your text", "your model", "your old checkpoint", "score it", "publish it"):
+    for intent in ("your text", "your model", "your old checkpoint", "score it", "publish it"):
         assert re.search(rf"^(torchrun|python) .*# {intent}\b", README + PAGE, re.M), intent
     assert "`import torchtitan_lite as ttl` ([docs/notebook.md](docs/notebook.md))" in " ".join(README.split())
     assert "make test" in COMMANDS
