@@ -52,11 +52,13 @@ def select_checkpoint(checkpoints: Path, config: CheckpointConfig, world: World)
         )
     if config.resume:
         other = Path(config.resume).expanduser()
-        folder = on_rank0(world, lambda: _newest_of(other))
-        manifest, problems = verify_together(folder, config.verify, world)
-        if manifest is None or problems:
-            raise CheckpointError("; ".join(problems))
-        selection.checkpoint = folder, manifest
+        for name in on_rank0(world, lambda: _newest_first(other)):
+            manifest, problems = verify_together(Path(name), config.verify, world)
+            if manifest is not None and not problems:
+                selection.checkpoint = Path(name), manifest
+                return selection
+            selection.notes.append(f"damaged: {'; '.join(problems)}")
+        raise CheckpointError("\n  ".join([f"no checkpoint in {other} is complete:", *selection.notes]))
     return selection
 
 
@@ -80,10 +82,10 @@ def saved_config(run: Path, resume: str) -> Mapping[str, Any]:
     return {}
 
 
-def _newest_of(folder: Path) -> Path:
-    """The newest checkpoint of another run, or the checkpoint that the folder is."""
+def _newest_first(folder: Path) -> list[str]:
+    """The checkpoints of another run, or the checkpoint that the folder is."""
     if checkpoints := storage.checkpoints_of(folder):
-        return checkpoints[-1]
+        return [str(checkpoint) for checkpoint in reversed(checkpoints)]
     raise CheckpointError(f'checkpoint.resume = "{folder}" is not a checkpoint, or a run with one')
 
 
