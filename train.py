@@ -9,10 +9,14 @@ The same command again resumes the run.
 """
 
 import contextlib
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torchtitan_lite  # noqa: F401  # before torch: it sets how OpenMP waits
+
+# isort: split
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -31,7 +35,7 @@ from torchtitan_lite.distributed import blocks, parallelize
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import World, build_mesh, exit_process, process_group
 from torchtitan_lite.errors import run_cli
-from torchtitan_lite.monitoring import run_folder
+from torchtitan_lite.monitoring import attempts, run_folder
 from torchtitan_lite.monitoring.metrics import Log
 from torchtitan_lite.monitoring.watchdog import Watchdog, explained
 from torchtitan_lite.optim import optimizer as optim
@@ -41,7 +45,7 @@ from torchtitan_lite.process import env_int, local_rank
 from torchtitan_lite.scoring.validation import Validation
 from torchtitan_lite.terminal import print_error, print_line
 from torchtitan_lite.training import checks, out_of_memory, start
-from torchtitan_lite.training.callbacks import build_callbacks, garbage_on_schedule
+from torchtitan_lite.training.callbacks import build_callbacks, garbage_on_schedule, make_up, missing
 from torchtitan_lite.training.intact import settle
 from torchtitan_lite.training.preemption import Preemption, launcher_note, prepare_process
 from torchtitan_lite.training.session import Session, StepResult, Sums, due, stream
@@ -95,11 +99,15 @@ def run(loaded: Loaded, data: DataSet, world: World, log: Log) -> None:
         hosts = start.begin(config, data, world, log)
         s = build(config, data, world, log)
         closing.callback(s.close)
-        if start.take_over(hosts, loaded, data, s):  # False: there is no step left
+        start.take_over(hosts, loaded, data, s)
+        due_before = missing(s)  # at the step that the run resumes from
+        if due_before or s.state.step < config.train.steps:
             closing.enter_context(log.tracking(config.log, s.state))
-            with s.preemption, s.watchdog.explained(), out_of_memory.explained(config):
+        with s.preemption, s.watchdog.explained(), out_of_memory.explained(config):
+            make_up(s, due_before)
+            if not s.preemption.agreed:
                 train(s)
-                start.report_end(s)
+            start.report_end(s)
     except Exception as error:
         start.report_failure(config, world, log, error, s)
         raise
@@ -140,7 +148,8 @@ def build(config: Config, data: DataSet, world: World, log: Log) -> Session:
     preemption = Preemption(config.run.max_minutes)
     watchdog = Watchdog(config.folder, world, config.run.timeout_minutes)
     model.register_forward_pre_hook(lambda *_: watchdog.forward())
-    checkpointer = Checkpointer(config.folder / "checkpoints", model, optimizer, config.checkpoint, world)
+    best_of = functools.partial(attempts.best_step, config.folder)
+    checkpointer = Checkpointer(config.folder / "checkpoints", model, optimizer, config.checkpoint, world, best_of)
     questions = {name: digest for callback in callbacks for name, digest in callback.questions.items()}
     fresh = fresh_state(config, data, world, validation.identity(), questions)
     try:

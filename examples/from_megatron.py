@@ -106,7 +106,6 @@ def copy(prefixes: Sequence[str], tokenizer_json: Path, out: Path, val_fraction:
     (out / "meta.json").write_text(json.dumps(asdict(meta), indent=2) + "\n")
     print(summary.report(out, tokenizer))
     return 0
-    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

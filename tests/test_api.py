@@ -59,21 +59,11 @@ def tiny_config(**more: Any) -> Any:
 
 def plain_loop(config: Any) -> dict[int, tuple[float, float]]:
     """Loss and gradient norm by step, as metrics.jsonl has them."""
+    found: dict[int, tuple[float, float]] = {}
     data = ttl.open_data(config)
-    model = ttl.build_model(config, data.vocab_size)
-    optimizer = ttl.build_optimizer(model, config)
-    found = {}
-    for step, batch in data.batches():
-        total = torch.zeros(())
-        for micro in batch.micro_batches:
-            loss = model(*micro.on(torch.device("cpu")))
-            (loss / batch.global_tokens).backward()
-            total += loss.detach()
-        norm = ttl.clip_grad_norm(model, optimizer, config.optim.max_norm)
-        ttl.set_learning_rate(optimizer, config, step)
-        optimizer.step()
-        optimizer.zero_grad()
-        found[step] = (total / batch.global_tokens).item(), norm.item()
+    build, loop = CELLS[1:3]  # of the page
+    loop += "\n    found[step] = float(total / batch.global_tokens), float(norm)"
+    exec(f"{build}\n{loop}", {"torch": torch, "ttl": ttl, "config": config, "data": data, "found": found})
     return found
 
 
@@ -121,6 +111,20 @@ def test_a_plain_loop_has_the_losses_of_a_run_bit_for_bit(place: Path) -> None:
     assert found == run
     config = ttl.load_config("runs/default/config.toml")
     assert plain_loop(config) == run
+
+
+def test_the_config_of_a_run_with_replicas_loads(place: Path) -> None:
+    """Whatever [fsdp] of a run on many GPUs says: here is one process."""
+    text = (place / "runs/default/config.toml").read_text()
+    for key, value in (("dp_replicate", "8"), ("grad_sync", '"all_reduce_last"'), ("cpu_offload", "true")):
+        text, n = re.subn(rf"^{key} = \S+", f"{key} = {value}", text, flags=re.M)
+        assert n == 1
+    Path("replicas.toml").write_text(text)
+    assert ttl.load_config("replicas.toml").train == ttl.load_config("runs/default/config.toml").train
+    Path("hybrid.toml").write_text('[fsdp]\nsharding_strategy = "HYBRID_SHARD"\ndp_shard = 4\n')
+    assert ttl.load_config("hybrid.toml").fsdp == ttl.load_config().fsdp
+    with pytest.raises(ttl.UserError, match="param_dtpe = 'bfloat16': unknown key"):
+        ttl.load_config("hybrid.toml", {"fsdp.param_dtpe": "bfloat16"})
 
 
 @pytest.mark.extended

@@ -30,7 +30,7 @@ from torchtitan_lite import cpu, models
 from torchtitan_lite.checkpointing import dcp_storage, storage
 from torchtitan_lite.checkpointing.tensor_names import own_tensors
 from torchtitan_lite.config import load, paths
-from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.schema import Config, default_of, known_keys
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
@@ -113,13 +113,15 @@ def load_config(file: Text | None = None, overrides: Mapping[str, Any] | None = 
     (50, 2)
 
     Args:
-        file: a TOML file, e.g. of configs/, or the config.toml of a run. None: the defaults.
+        file: a TOML file, e.g. of configs/, or the config.toml of a run, without its [fsdp]. None: the defaults.
         overrides: values by "section.key", as on the command line of train.py.
 
     Raises:
         UserError: lists every mistake, with what works.
     """
-    values = {
+    # one process has no mesh, so that of a run on many GPUs is no mistake
+    values = {key: load.ConfigValue(default_of(key), "one process") for key in known_keys() if key.startswith("fsdp.")}
+    values |= {
         key: load.ConfigValue(os.fspath(value) if isinstance(value, os.PathLike) else value, "overrides")
         for key, value in (overrides or {}).items()
     }

@@ -13,8 +13,14 @@ from typing import Any
 
 from torchtitan_lite.errors import shortened
 
+# what torchrun sets for train.py, and options of plan, by their other names
+_RANKS = {
+    **dict.fromkeys(("world_size", "nproc", "gpus", "num_gpus", "ngpu", "num_processes"), "world-size"),
+    **dict.fromkeys(("nproc_per_node", "gpus_per_node"), "per-node"),
+}
 # other names of these keys, which no comparison of spellings would find
 _MEANT = {
+    **_RANKS,
     **dict.fromkeys(("batch_size", "batchsize", "batch"), "train.global_batch_size"),
     **dict.fromkeys(("epochs", "num_epochs", "max_epochs"), "train.epochs"),
     **dict.fromkeys(("max_steps", "num_steps", "iters", "max_iters"), "train.steps"),
@@ -30,7 +36,6 @@ _MEANT = {
     "every": "log.every",
     "vocab_size": "tokenizer.vocab_size",
 }
-_OF_THE_LAUNCHER = {"world_size", "nproc_per_node", "nproc", "gpus", "num_processes", "ngpu", "num_gpus"}
 
 
 def nearest(key: str, known: Iterable[str]) -> str:
@@ -79,10 +84,10 @@ def not_options(texts: Sequence[str], known: Collection[str]) -> list[str]:
             skip = not equals and re.fullmatch(r"[\d.]+(e-?\d+)?", follows) is not None
             if "." not in key:
                 problems.append(f"{shortened(text)}: {_unknown(key, value or (follows if skip else ''), known)}")
-        elif text.endswith(".toml"):
-            problems.append(f"{shortened(text)}: a config file is given as --config {shortened(text)}")
         elif key in known and equals:
             problems.append(f"{shortened(text)}: options begin with two dashes: --{shortened(text)}")
+        elif text.endswith(".toml"):
+            problems.append(f"{shortened(text)}: a config file is given as --config {shortened(text)}")
         else:
             problems.append(f"{shortened(text)}: not understood; options look like --train.steps=400")
     return problems
@@ -90,7 +95,7 @@ def not_options(texts: Sequence[str], known: Collection[str]) -> list[str]:
 
 def _unknown(key: str, value: str, known: Collection[str]) -> str:
     name = key.lower().replace("-", "_")
-    if name in _OF_THE_LAUNCHER and name.replace("_", "-") not in known:
+    if name in _RANKS and _RANKS[name] not in known:
         return f"unknown option; torchrun sets the number of ranks: torchrun --nproc-per-node {value or 2} train.py ..."
     return f"unknown option; the nearest known one is --{nearest(key, known)}"
 
@@ -142,8 +147,8 @@ def choice(value: str, expected: str) -> str:
 def sibling(path: Path) -> str:
     """A config next to a missing one, with nearly its name."""
     siblings = path.parent.glob("*.toml") if os.access(path.parent, os.R_OK | os.X_OK) else ()
-    near = difflib.get_close_matches(path.name, [p.name for p in siblings], n=1)
-    return f"; did you mean {path.parent / near[0]}?" if near else ""
+    near = difflib.get_close_matches(path.stem, [p.stem for p in siblings], n=1)
+    return f"; did you mean {path.parent / near[0]}.toml?" if near else ""
 
 
 def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:

@@ -35,6 +35,18 @@ def test_what_convert_writes_can_be_used_by_its_name(
     assert checkpoint(tmp_path / "copy", 2).is_dir()
 
 
+def test_the_help_of_a_command_says_what_its_arguments_are(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, said in (
+        ("export", "the Hugging Face folder to write: new or empty"),
+        ("convert", "the folder in which"),
+    ):
+        with pytest.raises(SystemExit):
+            checkpoints.main([command, "--help"])
+        output = " ".join(capsys.readouterr().out.split())
+        assert "a run (its newest checkpoint) or a checkpoint" in output
+        assert said in output
+
+
 def test_verify_takes_a_folder_of_runs(first: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a", "b"):
         shutil.copytree(first, tmp_path / "runs" / name)

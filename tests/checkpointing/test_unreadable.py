@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import checkpoint, ranks, succeeded, tiny
-from torchtitan_lite.checkpointing import select, storage
+from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.tools import checkpoints as checkpoint_tools
@@ -19,9 +19,9 @@ from torchtitan_lite.tools import checkpoints as checkpoint_tools
 FILES = ("manifest.json", "state.json")
 
 
-def small(checkpoints: Path, step: int = 4, val_loss: float | None = None) -> Path:
+def small(checkpoints: Path, step: int = 4) -> Path:
     """A checkpoint without tensors."""
-    return storage.commit(storage.begin(checkpoints, step), TrainState(step=step, val_loss=val_loss), "full", 1, {})
+    return storage.commit(storage.begin(checkpoints, step), TrainState(step=step), "full", 1, {})
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, file: Path, number: int) -> None:
@@ -108,10 +108,3 @@ def test_verify_reports_unreadable_checkpoints_and_checks_the_others(
     said = capsys.readouterr().out
     assert f"UNREADABLE {first / 'state.json'}" in said
     assert f"complete {second}" in said
-
-
-def test_retention_does_not_delete_what_it_can_t_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for step in range(1, 5):
-        small(tmp_path, step, val_loss=float(step))
-    failing(monkeypatch, storage.step_folder(tmp_path, 1) / "state.json", errno.EIO)
-    assert select.to_keep(tmp_path, storage.find_steps(tmp_path), 1, 0, True, ()) == {1, 2, 4}

@@ -174,7 +174,8 @@ def on_two_machines(world: World, folder: Path, api: str, mesh: str, background:
     torch.distributed.barrier()
     require_loaded(2, [3], run)
     with pytest.raises(CheckpointError, match="its SHA-256 does not match the manifest"):  # on each rank
-        checkpointer(state, disk / "fork", resume=str(run)).load({})
+        checkpointer(state, disk / "fork", resume=str(storage.step_folder(run, 3))).load({})
+    require_loaded(2, [], disk / "fork", resume=str(run))
     # model.init_from: the weights alone
     fresh = State(mesh, 2, "llama", world)
     checkpointer(fresh, disk / "new").load_weights(lambda _: whole_weights(storage.step_folder(run, 2)))

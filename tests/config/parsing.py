@@ -1,5 +1,6 @@
 """A command line of train.py, parsed in this process."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -22,3 +23,9 @@ def mistakes(*argv: str, world_size: int = 1, n_gpus: int = 0) -> str:
 def write(path: Path, text: str) -> Path:
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def one_of(names: Iterable[str]) -> str:
+    """How a message lists choices, of a registry for example: 'a', 'b' or 'c'."""
+    *others, last = map(repr, names)
+    return f"should be {', '.join(others)} or {last}"

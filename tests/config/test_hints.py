@@ -8,11 +8,13 @@ import pytest
 import tomli
 
 import train
-from tests.config.parsing import mistakes, parse
+from tests.config.parsing import mistakes, one_of, parse
 from torchtitan_lite import plan
 from torchtitan_lite.config import load, schema, toml
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import FsdpConfig, LogConfig, ModelConfig
+from torchtitan_lite.config.sections.optim import OPTIMIZERS
+from torchtitan_lite.config.sections.outputs import TRACKERS
 from torchtitan_lite.tools import config_reference
 
 
@@ -29,14 +31,16 @@ from torchtitan_lite.tools import config_reference
         (["--dry_run"], "the nearest known one is --dry-run"),
         (["--world_size=64"], "torchrun sets the number of ranks: torchrun --nproc-per-node 64 train.py"),
         (["--nproc-per-node", "4"], "torchrun --nproc-per-node 4 train.py"),
+        (["--gpus-per-node=8"], "torchrun sets the number of ranks: torchrun --nproc-per-node 8 train.py"),
+        (["config=x.toml"], "options begin with two dashes: --config=x.toml"),
         (["configs/debug.toml"], "a config file is given as --config configs/debug.toml"),
         (["train.steps=5"], "options begin with two dashes: --train.steps=5"),
         (
             ["--log.trackers=wandb,tensorbord"],
-            "log.trackers[1] = 'tensorbord' should be 'tensorboard' or 'wandb'; the nearest is 'tensorboard'; "
+            f"log.trackers[1] = 'tensorbord' {one_of(TRACKERS)}; the nearest is 'tensorboard'; "
             "e.g. --log.trackers=tensorboard",
         ),
-        (["--optim.name=adamww"], "should be 'adamw', 'sgd' or 'muon'; the nearest is 'adamw'; docs/extending.md"),
+        (["--optim.name=adamww"], f"{one_of(OPTIMIZERS)}; the nearest is 'adamw'; docs/extending.md"),
         (["--fsdp.sharding_strategy=shard_grad"], "the nearest is 'SHARD_GRAD_OP'"),
         (["--optim.steps=3"], "the nearest known one is train.steps"),
         (["--optim.seed=4"], "the nearest known one is run.seed"),
@@ -64,6 +68,13 @@ def test_a_shorthand_next_to_the_value_it_stands_for_is_fine() -> None:
 def test_plan_suggests_its_own_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(["--world_size", "64"]) == 2
     assert "--world_size: unknown option; the nearest known one is --world-size" in capsys.readouterr().err
+    for word, option in (
+        ("--gpus-per-node", "--per-node"),
+        ("--nproc-per-node", "--per-node"),
+        ("--gpus", "--world-size"),
+    ):
+        assert plan.main([word, "8"]) == 2
+        assert f"{word}: unknown option; the nearest known one is {option}\n" in capsys.readouterr().err
 
 
 def test_the_name_of_a_device_may_be_in_capitals(capsys: pytest.CaptureFixture[str]) -> None:

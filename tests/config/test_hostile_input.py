@@ -151,11 +151,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     split.byte_level().save(str(run / "tokenizer.json"))
     hf.export(run, run.parent / "hf")
     (run / "config.toml").write_text(toml.to_toml_with_origins(toml.Loaded(config, {})))
-    records_of_run = [{"step": n, "loss": 2.0, "seconds": 1.0, "time": 5.0, "lr": 0.1} for n in (1, 2)]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records_of_run))
-    (run / "run.json").write_text(
-        json.dumps({"format_version": 1, "status": "complete", "step": 2, "reason": "", "time": 0})
-    )
+    step = {"loss": 2.0, "mean_loss": 2.0, "seconds": 1.0, "time": 5.0, "lr": 0.1}
+    (run / "metrics.jsonl").write_text("".join(json.dumps({"step": n, **step}) + "\n" for n in (1, 2)))
+    about = {"format_version": 1, "status": "complete", "step": 2, "reason": "", "time": 0}
+    (run / "run.json").write_text(json.dumps(about))
     (run.parent / "text.txt").write_text(TEXT)
     assert __main__.main([str(run.parent / "text.txt"), "--out", str(run.parent / "data"), "--tokenizer", "bytes"]) == 0
     (run.parent / "accelerate.yaml").write_text("distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config:\n  a: 1\n")

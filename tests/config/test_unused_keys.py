@@ -55,11 +55,12 @@ def test_an_inherited_key_that_nothing_reads_is_noted(tmp_path: Path, capsys: py
     loaded = parse(f"--config={tmp_path / 'mine.toml'}", "--optim.name=adamw")
     assert loaded.config.optim.muon_momentum == 0.9
     assert loaded.origins["optim.muon_momentum"] == loaded.origins["model.rope_theta"] == "default"
-    assert [note.split(": ", 1)[1] for note in loaded.notes] == [
-        'model.rope_theta = 500000.0 has no effect without model.family = "llama", "resformer", "mistral", "smollm3", '
-        '"olmo2", "olmo3", "olmo_hybrid", "gemma3", "qwen3_moe" or "olmoe"; it stays at its default',
-        'optim.muon_momentum = 0.8 has no effect without optim.name = "muon"; it stays at its default',
-    ]
+    of_model, of_optimizer = (note.split(": ", 1)[1] for note in loaded.notes)
+    assert of_model.startswith("model.rope_theta = 500000.0 has no effect without model.family = ")
+    assert of_model.endswith("; it stays at its default")
+    assert (
+        of_optimizer == 'optim.muon_momentum = 0.8 has no effect without optim.name = "muon"; it stays at its default'
+    )
     assert train.main(["--check-config", f"--config={tmp_path / 'mine.toml'}", "--optim.name=adamw"]) == 0
     assert "note    " in capsys.readouterr().out
     # the same file decides both, or a later one sets what an earlier one does not read: a mistake

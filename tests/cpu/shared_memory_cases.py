@@ -18,13 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from torchtitan_lite.cpu import shared_memory
-from torchtitan_lite.cpu.shared_memory import (
-    AllGather,
-    ReduceScatter,
-    SharedMemory,
-    all_reduce,
-    apply_shared_memory,
-)
+from torchtitan_lite.cpu.shared_memory import AllGather, ReduceScatter, SharedMemory, all_reduce, apply_shared_memory
 from torchtitan_lite.distributed.process_group import World, limit_group_timeouts
 from torchtitan_lite.monitoring.hang import is_lost
 

@@ -9,6 +9,13 @@ from tests.forkserver import Server
 from tests.helpers import HANGS_S, ROOT, succeeded
 
 
+def apply(diff: str, folder: Path) -> None:
+    """Apply a diff to the sources in a folder, unless a reader has done so."""
+    undo = subprocess.run(["git", "apply", "--reverse", "--check", "-"], cwd=folder, input=diff, text=True)
+    if undo.returncode:
+        subprocess.run(["git", "apply", "-"], cwd=folder, input=diff, text=True, check=True)
+
+
 class Copy:
     """A copy with the new files and the diffs of a page, read by `git apply`, and a server that runs it."""
 
@@ -21,7 +28,7 @@ class Copy:
         for name, code in files.items():
             (folder / name).write_text(code)
         for diff in diffs:
-            subprocess.run(["git", "apply", "-"], cwd=folder, input=diff, text=True, check=True)
+            apply(diff, folder)
         self.server = Server(root=folder)
 
     def run(self, n: int, entry: str, *words: str) -> str:

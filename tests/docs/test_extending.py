@@ -2,8 +2,11 @@
 
 import csv
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +15,7 @@ import pytest
 import torch
 
 from tests.docs.pages import blocks
-from tests.docs.sources import Copy
+from tests.docs.sources import Copy, apply
 from tests.helpers import ROOT, checkpoint, losses, records, tensors, tiny
 from torchtitan_lite.config.schema import OptimConfig
 
@@ -87,3 +90,26 @@ def test_the_optimizer_of_the_page_obeys_the_guard_and_the_clipping() -> None:
     for scale, withheld in ((1.0, 0), (1.0, 1), (4.0, 2)):
         for actual, tensor in zip(trained(scale, withheld), expected, strict=True):
             assert torch.equal(actual, tensor)
+
+
+@pytest.mark.extended
+def test_with_what_both_pages_add_the_tests_pass(tmp_path: Path) -> None:
+    """Those that know names of families, optimizers, readers, trackers or tasks, in a copy of the whole tree."""
+    ignored = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "runs")
+    folder = shutil.copytree(ROOT, tmp_path / "copy", ignore=ignored)
+    own = (ROOT / "docs/own_model.md").read_text()
+    (model,) = blocks(own, "python")
+    for name, code in (FILES | {"torchtitan_lite/models/parallel.py": model}).items():
+        (folder / name).write_text(code)
+    for diff in [*DIFFS, *blocks(own, "diff")]:
+        apply(diff, folder)
+    env = os.environ | {"PYTHONPATH": str(folder)}
+    reference = [sys.executable, "-m", "torchtitan_lite.tools.config_reference"]
+    with (folder / "docs/config.md").open("w") as page:
+        subprocess.run(reference, cwd=folder, env=env, stdout=page, check=True)
+    known = "config/test_hints config/test_messages config/test_unused_keys config/test_layers models/test_model"
+    known += " test_architecture data/test_finding_text monitoring/test_trackers huggingface/test_exported_text"
+    files = [f"tests/{name}.py" for name in known.split()]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow and not extended", "-p", "no:cacheprovider"]
+    said = subprocess.run([*command, *files, "tests/docs"], cwd=folder, env=env, capture_output=True, text=True)
+    assert said.returncode == 0, said.stdout[-4000:]

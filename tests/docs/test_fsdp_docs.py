@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, wrap
 from tests.distributed.knob_table import CASES
 from tests.helpers import ROOT
 from torchtitan_lite.config import schema
+from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.sections.fsdp import STRATEGIES
 
 TEXT = (ROOT / "docs/fsdp.md").read_text()
@@ -113,3 +114,9 @@ def test_every_common_mistake_has_a_thread_and_a_test() -> None:
         assert "github.com" in row[1], row
         assert "::" in row[2], row
     assert not unknown_tests([row[2] for row in rows])
+
+
+def test_the_page_knows_of_experts() -> None:
+    assert any(family.keys.count("n_experts") for family in FAMILIES.values())
+    assert "is for experts; there are none" not in TEXT
+    assert "parameters of experts" in TEXT

@@ -12,7 +12,7 @@ raise      an error that nobody expects
 exit       the process leaves with 0
 hang       it waits for ever
 slow       it waits for FAULT_SECONDS
-term, int, hup  SIGTERM, SIGINT, SIGHUP to itself
+term, hup  SIGTERM, SIGHUP to itself
 stop       SIGSTOP, and SIGCONT by another process after FAULT_SECONDS
 vanish     the run's folder is renamed
 flip       a bit of a parameter flips, in the memory of this rank
@@ -180,7 +180,6 @@ ACTIONS: dict[str, Callable[[Any], Any]] = {
     "hang": lambda _: time.sleep(10_000),
     "slow": lambda _: time.sleep(float(os.environ["FAULT_SECONDS"])),
     "term": _signal(signal.SIGTERM),
-    "int": _signal(signal.SIGINT),
     "hup": _signal(signal.SIGHUP),
     "stop": _stop,
     "vanish": _vanish,

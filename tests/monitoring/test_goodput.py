@@ -27,9 +27,12 @@ def test_only_the_steps_that_count_are_training(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     begin(tmp_path, 2, 2)
     assert goodput(tmp_path) == (20 / 74, 74.0)
-    attempts.add(tmp_path, {"attempt": 2, "ended": "complete", "end_time": 81.0})
+    attempts.add(tmp_path, {"attempt": 2, "ended": "complete", "last_step": 4, "end_time": 81.0})
     assert goodput(tmp_path) == (0.25, 80.0)
     assert goodput_line(tmp_path) == "goodput 25% of 1m20s since the first launch"
+    begin(tmp_path, 3, 4)  # started again a day later: there is nothing to train
+    attempts.add(tmp_path, {"attempt": 3, "ended": "complete", "last_step": 4, "end_time": 86481.0})
+    assert goodput(tmp_path) == (0.25, 80.0)
 
 
 def test_a_clock_that_was_set_back_does_not_make_it_more_than_the_whole(tmp_path: Path) -> None:

@@ -39,11 +39,15 @@ def on_a_terminal(columns: int, *options: str) -> str:
 
 @pytest.mark.extended
 def test_the_bar_is_shown_on_a_terminal_only_and_lines_fit_it(text: Path, tmp_path: Path) -> None:
-    screen = on_a_terminal(60, *tiny(text, tmp_path, run__name="narrow"))
+    more = {"sample__every": 20, "sample__max_tokens": 99}
+    screen = on_a_terminal(60, *tiny(text, tmp_path, run__name="narrow", **more))
     lines = [part for line in screen.splitlines() for part in line.split("\r")]
     assert any("%|" in part and "/20 [" in part for part in lines)
     assert all(len(part) <= 60 for part in lines if "%|" in part or part.startswith("step "))
     assert any(re.match(r"step +20/20  loss \S+ .*tok/s", part) for part in lines)
+    samples = [part for part in lines if part.startswith("sample ")]
+    assert samples
+    assert all(len(part) <= 60 for part in samples)
     assert "\x1b[3" not in screen  # no colour, so there is none to switch off by NO_COLOR
     piped = python(*tiny(text, tmp_path, run__name="pipe"))
     assert "step    20/20" in succeeded(piped)
@@ -52,6 +56,7 @@ def test_the_bar_is_shown_on_a_terminal_only_and_lines_fit_it(text: Path, tmp_pa
         assert "%|" not in plain
     (last,) = re.findall("^step +20/20.*", log, re.MULTILINE)
     assert all(f"  {name} " in last for name in ("grad_norm", "lr", "mem", "data", "eta"))
+    assert any(len(line) > 60 for line in log.splitlines() if line.startswith("sample "))
 
 
 def test_step_lines_are_columns() -> None:
@@ -62,6 +67,10 @@ def test_step_lines_are_columns() -> None:
         assert lines[0].startswith(
             f"step    {1:>{width}}/{steps}  loss 3.2000  grad_norm 1.50  lr 1.00e-03  tok/s 9,000"
         )
+
+
+def test_an_end_on_another_day_names_the_day() -> None:
+    assert re.search(r"eta 3d01h \([A-Z][a-z]{2} \d\d [A-Z][a-z]{2} \d\d:\d\d\)$", step_line(STEP, 9, 0.01, 263_000.0))
 
 
 def test_a_narrow_line_keeps_the_main_figures() -> None:

@@ -151,7 +151,7 @@ def test_a_tracker_that_fails_is_reported_once(
             fail()
         return trackers.Tracker(fail if when == "writes" else lambda _: None, fail)
 
-    monkeypatch.setitem(trackers.TRACKERS, "tensorboard", start)
+    monkeypatch.setattr(trackers, "tensorboard", start)
     opened = trackers.Trackers(LogConfig(trackers=["tensorboard"]), tmp_path, TrainState())
     for _ in range(2):
         opened.record({"step": 1, "loss": 10**400})

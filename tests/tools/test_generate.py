@@ -216,6 +216,13 @@ def test_invalid_options_are_errors_that_say_what_works(
     assert said in capsys.readouterr().err
 
 
+def test_the_help_says_that_a_prompt_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
+    """data.document_mask does not apply to it."""
+    with pytest.raises(SystemExit):
+        generate.main(["--help"])
+    assert "one document, also behind an end token" in " ".join(capsys.readouterr().out.split())
+
+
 def test_folders_without_a_model_are_errors(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert generate.main([str(run.parent / "rnu"), "--prompt", "x"]) == 2
     assert f"does not exist; other runs there: {run}" in capsys.readouterr().err

@@ -163,6 +163,7 @@ def test_the_order_of_sources_is_compared() -> None:
 def test_keys_that_only_the_first_step_reads_matter_to_a_replay_from_there(trained: Path) -> None:
     config, here = recorded_by(trained)
     for key, value in (("model.init_from", "gone"), ("model.induction_head", True)):
+        assert key in here
         assert read(config, 7, here | {key: value}).start == 4
         with pytest.raises(ConfigError, match=f"{key} was .*, and is {json.dumps(value)} here"):
             read(config, 3, here | {key: value})
@@ -228,10 +229,11 @@ def test_what_else_differs_is_named_before_the_hardware(trained: Path, tmp_path:
     config, here = recorded_by(tmp_path)
     assert "began with the weights in models/first, and has recorded no hash of them" in read(config, 3, here).advice
     assert "models/first" not in read(config, 7, here).advice
+    setting = dict(attempts.read(tmp_path / "run")[0].setting)
     for key, value in (("deterministic", False), ("compile", "inductor, TORCHINDUCTOR_MAX_AUTOTUNE")):
-        rewrite(tmp_path, setting=attempts.read(tmp_path / "run")[0].setting | {key: value})
+        rewrite(tmp_path, setting=setting | {key: value})
         assert "proves nothing" in read(config, 7, here | {key: value}).advice
-        rewrite(tmp_path, setting=attempts.read(tmp_path / "run")[0].setting | {key: here[key]})
+        rewrite(tmp_path, setting=setting)
     rewrite(tmp_path, git={"commit": "0123", "dirty": False})
     advice = read(config, 7, here).advice
     assert advice.startswith("The code is not that of the run, so this may be the cause: ")

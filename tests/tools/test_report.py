@@ -123,6 +123,7 @@ def test_the_page_of_one_run_has_its_curves_tiles_and_samples(run: Path, tmp_pat
     )
     assert '<b class="status good">complete</b>' in page
     assert re.search(r"<span>bits per byte</span><b>[0-9.]+</b><small>\+- [0-9.]+</small>", page)
+    assert re.search(r"<span>best validation loss</span><b>[0-9.]+</b><small>nats per token, step ", page)
     assert "<th>train.steps</th><td><code>20</code></td><td>command line</td>" in page
     assert "<th>train.on_nonfinite</th><td><code>&quot;stop&quot;</code></td><td>default</td>" in page
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]

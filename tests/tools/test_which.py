@@ -409,12 +409,13 @@ def test_the_longest_run_is_answered_at_once(texts: Path, tmp_path: Path) -> Non
 def test_mistakes_are_refused(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_of(config_of(texts), tmp_path)
     for arguments, expected in {
-        (str(run),): "needs --step N or --find TEXT",
+        **{
+            (str(run), *words.split()): "give --step N, also with --to M and --rank-by-loss; or --find TEXT, also with"
+            for words in ("", "--find=a --to=4", "--find=a --step=1 --rank-by-loss", "--step=1 --samples 1 2")
+        },
+        (str(run), "--samples", "9", "9"): "--samples needs the first sample and the one after the last",
         (str(run), "--step=501"): "--step=501: the run has the steps 1 to 500",
         (str(run), "--step=5", "--to=4"): "--to=4 is before --step=5",
-        (str(run), "--find=a", "--to=4"): "--to=4 needs --step",
-        (str(run), "--find="): "--find needs a text",
-        (str(run), "--find=a", "--rank-by-loss"): "--rank-by-loss is for the documents of --step",
         (str(run), "--step=3", "--rank-by-loss"): "has no complete checkpoint before step 3",
         (str(run), "--step=3", "--json=nowhere/a.json"): "nowhere is not a folder",
         (

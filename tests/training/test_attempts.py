@@ -17,7 +17,6 @@ from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.monitoring import attempts, run_folder
 
 RUN = {"run__name": "run", "train__steps": 8, "checkpoint__every": 2, "eval__every": 0}
-OTHER_LENGTH = {"train__steps": 12, "train__seq_len": 16}
 extended = pytest.mark.extended
 Again = Callable[..., str]
 
@@ -246,6 +245,19 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
         assert_same_end(run, finished, 8)
 
 
+def test_a_fork_falls_back_to_the_checkpoint_before_a_damaged_one(run: Path, text: Path) -> None:
+    damage(run, 8)
+    options = tiny(text, run.parent, run__name="fork", train__steps=8, checkpoint__every=2, checkpoint__resume=run)
+    output = succeeded(ranks(1, *options))
+    assert f"a fork of {checkpoint(run, 6)}, after its step 6" in output
+    assert begun(run.parent / "fork") == [(6, "complete")]
+    for step in (2, 4, 6):
+        damage(run, step)
+    refused = ranks(1, *options, "--run.name=other")
+    assert refused.returncode == 2
+    assert f"no checkpoint in {run} is complete:" in refused.stderr
+
+
 @pytest.mark.parametrize("site", ["commit", "before rename", "delete"])
 def test_a_kill_while_a_damaged_checkpoint_is_replaced_loses_nothing(site: str, run: Path, again: Again) -> None:
     damage(run, 8)
@@ -293,7 +305,7 @@ def test_a_fork_starts_from_another_run_s_checkpoint(run: Path, finished: Path, 
     fork = {"run__name": "fork", "checkpoint__resume": source}
     output = again(**fork, optim__lr=1e-3)
     assert f"run     {run.parent / 'fork'}  new, a fork of {source}, after its step 6; the same command" in output
-    assert "optim.lr 0.008 -> 0.001" in output
+    assert "optim.lr 0.004 -> 0.001" in output
     assert begun(run.parent / "fork") == [(6, "complete")]
     assert attempts.of_step(attempts.read(run.parent / "fork"), 6) is None, "the other run made it"
     assert losses(run.parent / "fork").keys() == {7, 8}

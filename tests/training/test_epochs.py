@@ -117,6 +117,21 @@ def test_an_epoch_has_the_batch_size_of_the_schedule(data: Path) -> None:
     assert (config.train.steps, config.checkpoint.every, config.optim.step_every) == (2 * epoch, epoch, epoch)
 
 
+def test_a_default_warm_up_fits_the_epochs(data: Path) -> None:
+    n, _ = resolved(**{"data.path": str(data)})
+    loaded = load.load(
+        None,
+        {
+            key: load.ConfigValue(value, "test")
+            for key, value in {"data.path": str(data), "train.seq_len": 32, "train.epochs": 80 / n}.items()
+        },
+    )
+    found = prepare_all(loaded.config.data, loaded.config.tokenizer, print)
+    config = epochs.resolved(loaded, found).config
+    assert 10 <= config.train.steps < 20
+    assert config.optim.warmup_steps == 1
+
+
 @pytest.mark.extended
 def test_a_run_can_be_checked_planned_and_tried(
     data: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

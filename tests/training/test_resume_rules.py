@@ -74,7 +74,7 @@ def test_the_keys_that_a_resume_compares() -> None:
     learned |= {"train.router_aux_loss", "train.router_z_loss", "train.router_bias_rate"}
     replayed = {"train.steps", "train.on_nonfinite", "train.max_skipped"}
     replayed |= {"spike.action", "spike.window", "spike.loss_deviations", "spike.norm_deviations"}
-    replayed |= {"grad_scaler.init_scale", "grad_scaler.growth_interval", "grad_scaler.min_scale"}
+    replayed |= {"grad_scaler.init_scale", "grad_scaler.growth_interval"}
     assert keys(compatibility.is_refused) == refused
     assert keys(compatibility.is_learned_with) == learned | {"model.init_from"}
     assert keys(lambda key: schema.resume_rule(key).changes_steps) == refused | learned | replayed

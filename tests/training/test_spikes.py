@@ -276,11 +276,16 @@ def test_which_tells_what_was_skipped(run: Run, tmp_path: Path, capsys: pytest.C
 
 
 @extended
-def test_the_step_at_which_a_run_stopped_is_replayed(run: Run) -> None:
-    run(2, "run", code=1, **STOP)
-    said = run(2, "run", "--replay=17", **STOP)
-    assert "replay  steps 13 to 17" in said
-    assert "equal   bit for bit" in said
+@pytest.mark.parametrize("action", ["skip", "stop"])
+def test_a_spike_is_replayed(action: str, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = SKIP if action == "skip" else STOP
+    run(2, "run", code=int(action == "stop"), **keys)
+    for step in (17, 18) if action == "skip" else (17,):
+        said = run(2, "run", f"--replay={step}", **keys)
+        assert f"replay  steps 13 to {step}" in said
+        assert "equal   bit for bit" in said
+    assert not which.main([str(tmp_path / "run"), "--step", "17"])
+    assert "step 17: samples 96 to 101" in capsys.readouterr().out
 
 
 # --- samples that a run is told to skip -------------------------------------------------------------------------

@@ -18,12 +18,7 @@ from torchtitan_lite.checkpointing.storage import Manifest
 from torchtitan_lite.checkpointing.tensor_names import Parts, by_name
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.families import FAMILIES
-from torchtitan_lite.config.schema import (
-    Config,
-    bitwise_keys,
-    flatten,
-    resume_rule,
-)
+from torchtitan_lite.config.schema import Config, bitwise_keys, flatten, resume_rule
 from torchtitan_lite.cpu import widens
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.process_group import World

@@ -9,7 +9,7 @@ import shutil
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -56,8 +56,14 @@ class BaseCheckpointer(ABC):
         optimizer: torch.optim.Optimizer,
         config: CheckpointConfig,
         world: World,
+        best_of: Callable[[Sequence[int]], int | None] = lambda _: None,
     ) -> None:
+        """
+        Args:
+            best_of: of these steps, the one with the lowest validation loss.
+        """
         self.folder = folder
+        self.best_of = best_of
         self.model = model
         self.optimizer = optimizer
         self.config = config
@@ -236,5 +242,6 @@ class BaseCheckpointer(ABC):
         """Which of these checkpoints retention keeps at a step: a damaged one only before its step is made again."""
         c, later = self.config, {saved for saved in steps if saved > step}
         steps = [saved for saved in steps if saved not in {*later, *self.damaged} - {step}]
-        also = {*self.protect, step}
-        return later | select.to_keep(self.folder, steps, c.keep_latest, c.keep_every, c.keep_best, also)
+        best = self.best_of(steps) if c.keep_best else None
+        also = {*self.protect, step} | ({best} if best is not None else set())
+        return later | select.to_keep(steps, c.keep_latest, c.keep_every, also)

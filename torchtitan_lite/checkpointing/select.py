@@ -4,7 +4,6 @@ Errors are raised on every rank.
 """
 
 import contextlib
-import math
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -53,11 +52,13 @@ def select_checkpoint(checkpoints: Path, config: CheckpointConfig, world: World)
         )
     if config.resume:
         other = Path(config.resume).expanduser()
-        folder = on_rank0(world, lambda: _newest_of(other))
-        manifest, problems = verify_together(folder, config.verify, world)
-        if manifest is None or problems:
-            raise CheckpointError("; ".join(problems))
-        selection.checkpoint = folder, manifest
+        for name in on_rank0(world, lambda: _newest_first(other)):
+            manifest, problems = verify_together(Path(name), config.verify, world)
+            if manifest is not None and not problems:
+                selection.checkpoint = Path(name), manifest
+                return selection
+            selection.notes.append(f"damaged: {'; '.join(problems)}")
+        raise CheckpointError("\n  ".join([f"no checkpoint in {other} is complete:", *selection.notes]))
     return selection
 
 
@@ -81,10 +82,10 @@ def saved_config(run: Path, resume: str) -> Mapping[str, Any]:
     return {}
 
 
-def _newest_of(folder: Path) -> Path:
-    """The newest checkpoint of another run, or the checkpoint that the folder is."""
+def _newest_first(folder: Path) -> list[str]:
+    """The checkpoints of another run, or the checkpoint that the folder is."""
     if checkpoints := storage.checkpoints_of(folder):
-        return checkpoints[-1]
+        return [str(checkpoint) for checkpoint in reversed(checkpoints)]
     raise CheckpointError(f'checkpoint.resume = "{folder}" is not a checkpoint, or a run with one')
 
 
@@ -124,36 +125,18 @@ def verify_together(folder: Path, mode: str, world: World) -> tuple[Manifest | N
 # --- retention --------------------------------------------------------------------------------------------------
 
 
-def to_keep(
-    checkpoints: Path, steps: Sequence[int], latest: int, every: int, best: bool, also: Iterable[int]
-) -> set[int]:
+def to_keep(steps: Sequence[int], latest: int, every: int, also: Iterable[int]) -> set[int]:
     """The steps that retention keeps.
 
     Args:
         steps: of the checkpoints, ascending.
         latest: this many of the newest; 0: all.
         every: multiples of this; 0: off.
-        best: the one with the lowest finite validation loss.
         also: these steps.
     """
     if latest == 0:
         return set(steps)
-    keep = {*steps[-latest:], *also}
-    keep |= {step for step in steps if every and step % every == 0}
-    if best:
-        scores: dict[int, float] = {}
-        for step in steps:
-            try:
-                loss = storage.read_state(storage.step_folder(checkpoints, step)).val_loss
-            except UnreadableError:
-                keep.add(step)  # it may be the best
-                continue
-            except CheckpointError:
-                continue
-            if loss is not None and math.isfinite(loss):
-                scores[step] = loss
-        keep |= {min(scores, key=lambda step: (scores[step], step))} if scores else set()
-    return keep
+    return {*steps[-latest:], *also, *(step for step in steps if every and step % every == 0)}
 
 
 def purge(checkpoints: Path, keep: Iterable[int]) -> list[int]:

@@ -12,13 +12,12 @@ class TrainState:
     step: int = 0
     tokens: int = 0
     samples_consumed: int = 0
-    val_loss: float | None = None  # if there was a validation at this step
     grad_scaler: Mapping[str, Any] = field(default_factory=dict)  # with float16, see grad_scaler.py
     skipped: list[int] = field(default_factory=list)  # steps whose update was skipped, see finite_guard.py
     spikes: Mapping[str, list[float]] = field(default_factory=dict)  # the window of spike_guard.py
     loss_since: list[float] = field(default_factory=lambda: [0.0, 0.0])  # of metrics.Meter
     end_token: int = 0  # token id
-    validation: Mapping[str, int] = field(default_factory=dict)  # the sequences of val_loss, see scoring/validation.py
+    validation: Mapping[str, int] = field(default_factory=dict)  # its sequences, see scoring/validation.py
     tasks: Mapping[str, str] = field(default_factory=dict)  # a hash of the questions of each task, by its name
     identity: Mapping[str, Any] = field(default_factory=dict)  # by config key: must be equal on a resume
     bitwise_setting: Mapping[str, Any] = field(default_factory=dict)  # must be equal for a bitwise resume
@@ -31,7 +30,6 @@ class TrainState:
             step=self.step + 1,
             tokens=self.tokens + tokens,
             samples_consumed=samples_consumed,
-            val_loss=None,
         )
 
     def continued_by(self, fresh: "TrainState") -> "TrainState":

@@ -12,6 +12,15 @@ from torchtitan_lite.config.section import spelled
 
 _BARE = "\0"  # an option without a value
 
+# the keys that `--help` shows
+_MOST_SET = {
+    *("run.name", "run.out_dir", "run.device", "model.family", "model.size", "model.max_seq_len", "model.init_from"),
+    *("tokenizer.path", "tokenizer.vocab_size", "data.path", "data.objective", "train.steps", "train.epochs"),
+    *("train.seq_len", "train.micro_batch_size", "train.global_batch_size", "optim.name", "optim.lr"),
+    *("optim.schedule", "optim.warmup_steps", "fsdp.sharding_strategy", "fsdp.reshard_after_forward"),
+    *("fsdp.param_dtype", "activation_checkpointing.mode", "compile.enabled", "eval.every", "sample.every"),
+    *("checkpoint.every", "checkpoint.resume", "log.trackers"),
+}
 SHORTHANDS: dict[str, dict[str, Any]] = {
     "--explicit-prefetching": {"fsdp.explicit_prefetching": True},
     "--mixed-precision": {"fsdp.param_dtype": "bfloat16", "fsdp.reduce_dtype": "float32"},
@@ -54,11 +63,14 @@ def parse(
 
     Raises:
         ConfigError: lists every problem of the file and the options.
-        SystemExit: with code 0, after `--help`.
+        SystemExit: with code 0, after `--help` or `--help-all`.
     """
-    parser = _parser()
+    parser = _parser("--help-all" in argv)
     options, rest = parser.parse_known_args(argv)
     arguments = vars(options)
+    if arguments["help_all"]:
+        parser.print_help()
+        raise SystemExit(0)
     overrides: load.ConfigValues = {}
     for flag, keys in SHORTHANDS.items():
         if arguments[flag]:
@@ -99,7 +111,7 @@ def parse(
 
 
 @functools.cache
-def _parser() -> argparse.ArgumentParser:
+def _parser(shows_all: bool) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="train.py",
         usage="train.py [--config FILE] [--section.key=value ...] [shorthands]",
@@ -109,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36, width=120),
     )
     add_flag = functools.partial(parser.add_argument, action="store_true")
+    add_flag("--help-all", help=f"show all {len(schema.known_keys())} keys; --help shows those that are set most")
     parser.add_argument("--config", type=paths.argument, metavar="FILE", help="a TOML experiment, see configs/")
     add_flag("--print-config", help="print every value with its origin, and exit")
     add_flag("--check-config", help="check the config for this world size, and exit")
@@ -128,5 +141,6 @@ def _parser() -> argparse.ArgumentParser:
         shown = "-" if default == "" else toml.format_value(default)
         text = f"{field.description} (default: {shown})".replace("%", "%%")
         # values stay text here: the config checks them all together
-        group.add_argument(f"--{key}", dest=key, nargs="?", const=_BARE, metavar=schema.type_name(key), help=text)
+        shown = text if shows_all or key in _MOST_SET else argparse.SUPPRESS
+        group.add_argument(f"--{key}", dest=key, nargs="?", const=_BARE, metavar=schema.type_name(key), help=shown)
     return parser

@@ -36,6 +36,7 @@ from torchtitan_lite.config.schema import (
 from torchtitan_lite.config.section import Machine
 from torchtitan_lite.config.sections.fsdp import contradiction, strategy_keys
 from torchtitan_lite.config.sections.model import rate_note
+from torchtitan_lite.config.sections.optim import fitting_warmup
 from torchtitan_lite.config.toml import Loaded, format_value
 from torchtitan_lite.errors import ConfigError, shortened
 from torchtitan_lite.terminal import counted
@@ -194,6 +195,8 @@ def build(
         refused.add(key)
         left_out.add(key)
     config = _validate(layers, refused)
+    if "optim.warmup_steps" not in layers and not config.train.epochs:
+        config = fitting_warmup(config)
     for check in checks:
         broken = _accepted(check(config), layers, refused)
         problems += broken.values()
@@ -243,13 +246,13 @@ def _validate(values: ConfigValues, refused: set[str]) -> Config:
 
 
 def _accepted(broken: Mapping[str, str], values: ConfigValues, refused: set[str]) -> dict[str, str]:
-    """The broken rules whose keys were all accepted, each with the origin of the value from the highest layer."""
+    """The broken rules whose keys were all accepted, each with the origins of its values."""
     accepted = {}
     for keys, message in broken.items():
         if refused.isdisjoint(keys.split()):
-            origins = [values[key] for key in keys.split() if key in values]
-            last = max(origins, key=lambda v: (v.level, not v.origin.startswith("size ")), default=None)
-            accepted[keys] = f"{last.origin if last else 'default'}: {message}"
+            given = sorted((values[key] for key in keys.split() if key in values), key=lambda v: v.level)
+            origins = dict.fromkeys(value.origin for value in given if not value.origin.startswith("size "))
+            accepted[keys] = f"{' and '.join(origins) or 'default'}: {message}"
     return accepted
 
 

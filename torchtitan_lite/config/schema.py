@@ -13,16 +13,7 @@ from pydantic.fields import FieldInfo
 
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.paths import expand
-from torchtitan_lite.config.section import (
-    WITHOUT_NUL,
-    Bits,
-    Frozen,
-    Machine,
-    Resume,
-    Section,
-    UsedIf,
-    used_with,
-)
+from torchtitan_lite.config.section import WITHOUT_NUL, Bits, Frozen, Machine, Resume, Section, UsedIf, used_with
 from torchtitan_lite.config.sections import compute, data, fsdp, model, optim, outputs, run, train
 from torchtitan_lite.config.sections.compute import ActivationCheckpointingConfig, CompileConfig, SpeedConfig
 from torchtitan_lite.config.sections.data import DataConfig, TokenizerConfig, span_lengths

@@ -15,11 +15,14 @@ import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
 from torchtitan_lite.checkpointing import dcp_storage, storage
 from torchtitan_lite.checkpointing.safetensors_file import TensorSpecs, specs_of, write_tensors
 from torchtitan_lite.config import paths
+from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config, ModelConfig
 from torchtitan_lite.config.sections.model import started_from
 from torchtitan_lite.data import tokenizer as bpe
@@ -242,7 +245,7 @@ def export(source: Path, out: Path, max_shard_bytes: int = MAX_SHARD_BYTES, *, e
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         if (run / "tokenizer.json").is_file():
-            shutil.copyfile(run / "tokenizer.json", temporary / "tokenizer.json")
+            _write_tokenizer(temporary, bpe.load(run / "tokenizer.json"), state.end_token, config)
         # without these, readers use the architecture's defaults, which are wrong for our vocabulary
         content["eos_token_id"] = state.end_token
         if config.family != "t5":
@@ -261,6 +264,26 @@ def export(source: Path, out: Path, max_shard_bytes: int = MAX_SHARD_BYTES, *, e
         raise CheckpointError(f"{out} can't be written: {error}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write_tokenizer(folder: Path, tokenizer: Tokenizer, end: int, config: ModelConfig) -> None:
+    """Write a tokenizer that AutoTokenizer loads as it is, and that gives the ids of training.
+
+    Without the name of a class, transformers builds that of the model type, which may split text in another way.
+    Training adds no token to a text, except the end token to what an encoder reads.
+    """
+    name = tokenizer.id_to_token(end)
+    ends = FAMILIES[config.family].encoder_decoder
+    tokenizer.post_processor = TemplateProcessing(single=["$A", name], special_tokens=[(name, end)]) if ends else None
+    tokenizer.save(str(folder / "tokenizer.json"))
+    content = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": config.max_seq_len,
+        "eos_token": name,
+        "pad_token": bpe.PAD if tokenizer.token_to_id(bpe.PAD) is not None else name,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def with_head(

@@ -7,7 +7,7 @@ s again, so what earlier attempts have recorded of them no longer counts. Nothin
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,12 @@ def records(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
         ends[attempt.attempt] = last
         last = -1 if attempt.forked_from else min(last, attempt.step)
     return [line for line in _lines(folder / name) if line.get("step", 0) <= ends.get(line.get("attempt", 0), last)]
+
+
+def best_step(folder: Path, steps: Iterable[int]) -> int | None:
+    """Of these steps of a run, the one with the lowest validation loss; None if none was validated."""
+    losses = {r["step"]: r["val_loss"] for r in records(folder) if r.get("val_loss") is not None}
+    return min((step for step in steps if step in losses), key=lambda step: (losses[step], step), default=None)
 
 
 def newest_status(folder: Path) -> dict[str, Any]:

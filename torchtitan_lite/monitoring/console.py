@@ -57,8 +57,6 @@ def start_lines(
         f"fsdp    {fsdp_line(config)}",
         f"run     {config.folder}  {_origin(loaded, checkpointer)}",
     ]
-    if world.device.type == "cpu" and (line := spinning_line(world.threads)):
-        lines.append(line)
     if world.device.type == "cuda":
         from torchtitan_lite.monitoring import mfu
 
@@ -96,22 +94,6 @@ def copies_lines(config: Config, layout: Layout) -> list[str]:
     *others, last = keys
     named = f"{', '.join(others)} and {last}" if others else last
     return [f"fsdp    nothing is sharded: {named} would save copies, if they fit in memory (see plan)"]
-
-
-def spinning_line(threads: int) -> str:
-    """A line if other processes use the cores on which threads of OpenMP spin while they wait for each other."""
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if (
-        threads == 1
-        or load <= cores
-        or not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}.isdisjoint(os.environ)
-    ):
-        return ""
-    return (
-        f"run     this machine is busy (load {load:.1f} on {counted(cores, 'core')}), and the {threads} threads of a "
-        "rank spin while they wait for each other. OMP_WAIT_POLICY=PASSIVE in the environment may make steps several "
-        "times faster"
-    )
 
 
 def model_line(config: Config, parameters: str, widened: bool = False) -> str:
@@ -231,7 +213,8 @@ def fsdp_line(config: Config) -> str:
 
 def step_line(record: dict[str, Any], steps: int, data_share: float, left_s: float) -> str:
     """A step's record on one line, with the mean loss since the last one. The time of the end is local."""
-    end = time.strftime("%H:%M", time.localtime(time.time() + left_s))
+    now, then = time.localtime(), time.localtime(time.time() + left_s)
+    end = time.strftime("%H:%M" if now[:3] == then[:3] else "%a %d %b %H:%M", then)
     loss = "not finite" if record["loss"] is None else f"{record['mean_loss']:.4f}"
     norm = "overflow, skipped" if record["grad_norm"] is None else f"{record['grad_norm']:.2f}"
     scale = f"  scale {record['loss_scale']:g}, {record['skipped_steps']} skipped" if "loss_scale" in record else ""
@@ -251,6 +234,11 @@ def fitted(line: str, columns: int) -> str:
             break
         line = re.sub(rf"  {name} .*?(?=  |$)", "", line)
     return line
+
+
+def cut(line: str, columns: int) -> str:
+    """The beginning of a line that is too long for the terminal."""
+    return line if len(line) <= columns else f"{line[: columns - 3]}..."
 
 
 def what_next(config: Config) -> str:
@@ -282,10 +270,3 @@ def _python() -> str:
     """The interpreter, as a command that works here without activating a virtual environment."""
     here = os.path.relpath(sys.executable)
     return sys.executable if here.startswith("..") else here
-
-
-def lasting_options(argv: Sequence[str], *also: str) -> list[str]:
-    """The words of a command, without options that are for one time only, and those named in `also`."""
-    once = ("--checkpoint.resume", "--resume-with-changes", *also)
-    pairs = zip(["", *argv], argv, strict=False)
-    return [w for before, w in pairs if w.split("=")[0] not in once and (before not in once or w.startswith("--"))]

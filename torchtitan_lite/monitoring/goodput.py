@@ -22,7 +22,8 @@ def goodput(folder: Path) -> tuple[float, float]:
     if not made:
         return 0.0, 0.0
     trained_s = sum(record["seconds"] for record in records if "loss" in record)
-    last = max((made[-1].end_time, *(record["time"] for record in records)))
+    ends = [attempt.end_time for attempt in attempts.that_count(made)]  # not of a finished run that is started again
+    last = max([*ends, *(record["time"] for record in records)], default=0.0)
     whole_s = max(last - made[0].time, trained_s)  # a clock may have been set back
     return (trained_s / whole_s if trained_s else 0.0), whole_s
 

@@ -90,7 +90,7 @@ def begin(folder: Path, attempt: Mapping[str, Any]) -> int:
     """Record that an attempt has taken over the folder, durably, on rank 0. Returns its number.
 
     Args:
-        attempt: the fields of attempts.Attempt from `command` to `device`.
+        attempt: the fields of attempts.Attempt from `command` to `forked_from`.
 
     Raises:
         OSError: it is not recorded.

@@ -4,12 +4,14 @@ Each record is sent at once. A resume sends those of the steps that it repeats a
 """
 
 import contextlib
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import LogConfig
+from torchtitan_lite.config.sections.outputs import TRACKERS
 from torchtitan_lite.terminal import print_error
 
 
@@ -31,7 +33,7 @@ class Trackers:
         self._open: dict[str, Tracker] = {}
         for name in config.trackers:
             with self._reported(name):
-                self._open[name] = TRACKERS[name](config, folder, state)
+                self._open[name] = pkgutil.resolve_name(TRACKERS[name].open)(config, folder, state)
 
     def record(self, values: Mapping[str, Any]) -> None:
         """Log the numbers of a record of metrics.jsonl."""
@@ -58,7 +60,7 @@ def _scalars(values: Mapping[str, Any]) -> dict[str, float]:
     return {key: float(v) for key, v in values.items() if key not in ("step", "time") and type(v) in (int, float)}
 
 
-def _tensorboard(config: LogConfig, folder: Path, state: TrainState) -> Tracker:
+def tensorboard(config: LogConfig, folder: Path, state: TrainState) -> Tracker:
     """A new file, which drops the records of later steps that an earlier attempt has left."""
     from torch.utils.tensorboard import SummaryWriter
 
@@ -73,7 +75,7 @@ def _tensorboard(config: LogConfig, folder: Path, state: TrainState) -> Tracker:
     return Tracker(write, writer.close)
 
 
-def _wandb(config: LogConfig, folder: Path, state: TrainState) -> Tracker:
+def weights_and_biases(config: LogConfig, folder: Path, state: TrainState) -> Tracker:
     """The same W&B run in each attempt.
 
     W&B keeps the first record of a step that a resume repeats, which is equal bit for bit on the same world size.
@@ -95,12 +97,6 @@ def _wandb(config: LogConfig, folder: Path, state: TrainState) -> Tracker:
         run.log({grouped(key): v for key, v in _scalars(values).items()}, step=int(values["step"]))
 
     return Tracker(write, run.finish)
-
-
-TRACKERS: Mapping[str, Callable[[LogConfig, Path, TrainState], Tracker]] = {
-    "tensorboard": _tensorboard,
-    "wandb": _wandb,
-}
 
 
 def grouped(key: str) -> str:

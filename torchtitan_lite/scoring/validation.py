@@ -174,9 +174,9 @@ def evaluate_average(
     return {"step": step, **record, "eval_s": seconds}, line
 
 
-def eval_line(step: int, score: Score, validation: Validation, seconds: float) -> str:
-    """The log line of a validation. Undefined values (see Score) are left out."""
-    parts = [f"eval    step {step}", f"loss {plus_minus(score.loss, score.loss_stderr, 4)}"]
+def eval_line(step: int, score: Score, validation: Validation, seconds: float, *, best: bool = False) -> str:
+    """The log line of a validation, which marks the best one. Undefined values (see Score) are left out."""
+    parts = [f"eval    step {step}", f"loss {plus_minus(score.loss, score.loss_stderr, 4)}{' (the best)' * best}"]
     notes = f"{validation.n_samples} of {validation.n_available} sequences, {seconds:.1f} s"
     bits, unigram = score.bits_per_byte, score.unigram_bits_per_byte
     if not math.isnan(unigram):

@@ -3,7 +3,7 @@
 verify RUN...        hash every file of every checkpoint and report problems; also a folder of runs
 inspect FOLDER       list a checkpoint's files and tensors, and the step of its run
 convert FOLDER OUT   turn a sharded checkpoint into a full one, or the reverse (runs load both)
-export RUN OUT       write a Hugging Face folder; with --ema, of the averaged weights (optim.ema_decay)
+export RUN OUT       write a Hugging Face folder; --ema: of the averaged weights, --best: of its best checkpoint
 import FOLDER [OUT]  print, or write to OUT, a config for continued pretraining of a Hugging Face folder
 """
 
@@ -26,7 +26,9 @@ from torchtitan_lite.data.token_files import PAIRS
 from torchtitan_lite.errors import CheckpointError, FormatError, UnreadableError, run_cli
 from torchtitan_lite.huggingface import weights
 from torchtitan_lite.models import build
+from torchtitan_lite.monitoring import attempts
 from torchtitan_lite.terminal import counted, size
+from torchtitan_lite.tools.load_model import best_checkpoint
 
 PARTS = ("model.", storage.MODEL), ("optimizer.", storage.OPTIMIZER)  # name prefix in shards, file of the full state
 
@@ -78,6 +80,9 @@ def inspect(folder: Path) -> None:
         f"step {state.step}, {counted(state.tokens, 'token')}, {counted(state.samples_consumed, 'sample')}; "
         f"{manifest.state_dict} state"
     )
+    best = attempts.best_step(folder.parent.parent, storage.find_steps(folder.parent))
+    if best is not None:
+        print(f"the run's best checkpoint, by validation loss: step {best}")
     files = counted(len(manifest.files), "file")
     print(f"saved by {counted(manifest.world_size, 'rank')}; {size(manifest.bytes)} in {files}")
     for name, record in manifest.files.items():
@@ -232,11 +237,20 @@ def main(argv: Sequence[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("verify").add_argument("paths", type=paths.argument, nargs="+")
     commands.add_parser("inspect").add_argument("folder", type=paths.argument)
-    for name, first in (("convert", "folder"), ("export", "source")):
+    for name, first, what, written in (
+        ("convert", "folder", "a run (its newest checkpoint) or a checkpoint", "the folder in which step-N is written"),
+        (
+            "export",
+            "source",
+            "a run (its newest checkpoint) or a checkpoint",
+            "the Hugging Face folder to write: new or empty",
+        ),
+    ):
         command = commands.add_parser(name)
-        command.add_argument(first, type=paths.argument)
-        command.add_argument("out", type=paths.argument)
+        command.add_argument(first, type=paths.argument, help=what)
+        command.add_argument("out", type=paths.argument, help=written)
     command.add_argument("--ema", action="store_true", help="the averaged weights, see optim.ema_decay")
+    command.add_argument("--best", action="store_true", help="of a run: the checkpoint with the lowest validation loss")
     command = commands.add_parser("import")
     command.add_argument("folder", type=paths.argument)
     command.add_argument("out", type=paths.argument, nargs="?")
@@ -252,8 +266,14 @@ def _run(arguments: argparse.Namespace) -> int:
     elif arguments.command == "convert":
         print(f"converted to {convert(named_checkpoints(arguments.folder)[-1], arguments.out)}")
     elif arguments.command == "export":
-        model_class = weights.export(arguments.source, arguments.out, ema=arguments.ema)
+        source = best_checkpoint(arguments.source) if arguments.best else arguments.source
+        model_class = weights.export(source, arguments.out, ema=arguments.ema)
         print(f"exported to {arguments.out}: transformers.{model_class}.from_pretrained reads it")
+        if model_class == "Qwen2ForCausalLM":  # transformers 5 ignores the class that tokenizer_config.json names
+            print(
+                "note    for this class AutoTokenizer builds Qwen2's own tokenizer; "
+                "load another one with transformers.PreTrainedTokenizerFast.from_pretrained"
+            )
     else:
         import_config(arguments.folder, arguments.out)
     return 0

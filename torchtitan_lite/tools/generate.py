@@ -24,7 +24,14 @@ from torchtitan_lite.data.pairs import with_prefix
 from torchtitan_lite.errors import ConfigError, OutputError, run_cli
 from torchtitan_lite.models.generation import Sampler, answers, beam_search, new_tokens, pieces
 from torchtitan_lite.terminal import counted, encodable, prepare_streams
-from torchtitan_lite.tools.load_model import Opened, device_of, device_problems, open_model, out_of_range
+from torchtitan_lite.tools.load_model import (
+    Opened,
+    best_checkpoint,
+    device_of,
+    device_problems,
+    open_model,
+    out_of_range,
+)
 
 MOST_BEAMS = 1000
 
@@ -180,7 +187,7 @@ def main(argv: Sequence[str]) -> int:
     )
     add = parser.add_argument
     add("run", type=paths.argument, metavar="RUN", help="a run, one of its checkpoints, or a Hugging Face folder")
-    add("--prompt", default=None, help="the beginning of the text")
+    add("--prompt", default=None, help="the beginning of the text; one document, also behind an end token inside it")
     add("--source", default=None, help="encoder-decoders: the text to answer, e.g. to summarize")
     add("--beams", type=int, default=1, help="encoder-decoders: number of beams; replaces sampling")
     add("--length-penalty", type=float, default=1.0, help="beam search: a larger one prefers longer answers")
@@ -192,6 +199,7 @@ def main(argv: Sequence[str]) -> int:
     add("--seed", type=int, default=0, help="the same seed gives the same text")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the parameters")
+    add("--best", action="store_true", help="of a run: the checkpoint with the lowest validation loss")
     add("--ema", action="store_true", help="use the averaged weights, see optim.ema_decay")
     add("--tokenizer", type=paths.argument, default=None, help="a tokenizer.json, where RUN has none")
     args = parser.parse_args(argv)
@@ -210,7 +218,8 @@ def _run(args: argparse.Namespace) -> int:
     if problems:
         raise ConfigError("\n  ".join(problems))
     try:
-        opened = open_model(args.run, device_of(args.device), getattr(torch, args.dtype), args.tokenizer, ema=args.ema)
+        run = best_checkpoint(args.run) if args.best else args.run
+        opened = open_model(run, device_of(args.device), getattr(torch, args.dtype), args.tokenizer, ema=args.ema)
         for note in [*opened.notes, opened.source]:
             print(note, file=sys.stderr)
         _require_family(args, opened)

@@ -26,7 +26,7 @@ from torchtitan_lite.errors import CheckpointError, ConfigError, DataError
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.models.generation import answers
-from torchtitan_lite.monitoring.attempts import Attempt
+from torchtitan_lite.monitoring.attempts import Attempt, best_step
 
 _SECTIONS = "run", "model", "data", "tokenizer", "train"  # of a config: what a reader of data or a checkpoint needs
 
@@ -119,6 +119,19 @@ def out_of_range(options: object, **rules: tuple[bool, str]) -> list[str]:
         for name, (fine, works) in rules.items()
         if not fine
     ]
+
+
+def best_checkpoint(run: Path) -> Path:
+    """The checkpoint of a run with the lowest validation loss.
+
+    Raises:
+        CheckpointError: no step of its checkpoints was validated.
+    """
+    folder = paths.expand(run)
+    step = best_step(folder, storage.find_steps(folder / "checkpoints"))
+    if step is None:
+        raise CheckpointError(f"--best: {run} is not a run with a checkpoint of a step that was validated")
+    return storage.step_folder(folder / "checkpoints", step)
 
 
 def newest_complete(path: Path) -> tuple[Path, list[str]]:

@@ -104,6 +104,10 @@ def _status(folder: Path) -> int:
         loss = "not finite" if last["loss"] is None else f"{last['mean_loss']:.4f}"
         lines.append(f"step    {last['step']:,} of {n_steps:,}, {_ago(last['time'])}, loss {loss}")
         rate = sorted(record["tokens_per_second"] for record in steps)[len(steps) // 2]
+        names = (saved.name.removeprefix("step-") for saved in (folder / "checkpoints").glob("step-*"))
+        best = attempts.best_step(folder, [int(name) for name in names if name.isdecimal()])
+        if best is not None:
+            lines.append(f"best    the checkpoint of step {best:,}, by validation loss")
         lines.append(f"speed   {rate:,.0f} tokens per second, {goodput_line(folder)}")
     else:
         lines.append("step    none has been logged")

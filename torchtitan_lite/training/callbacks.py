@@ -5,7 +5,7 @@ import functools
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,9 +23,6 @@ from torchtitan_lite.scoring.validation import Validation, eval_line, evaluate, 
 from torchtitan_lite.training.intact import require_equal_copies, require_finite
 from torchtitan_lite.training.session import Callback, Session, StepResult, due, report_save
 
-# the records that tell that a step was validated, its tasks scored, and samples made: a file and a key
-_SCORED, _TASKS, _SAMPLES = ("metrics.jsonl", "eval_s"), ("metrics.jsonl", "task_s"), ("samples.jsonl", "prompt")
-
 
 def build_callbacks(
     config: Config, data: DataSet, world: World, model: Transformer, validation: Validation
@@ -35,21 +32,20 @@ def build_callbacks(
     callbacks = [Callback(functools.partial(log_step, peak=peak), config.log.every, when_preempted=True)]
     if config.eval.every:
         score = functools.partial(validate, validation)
-        again = missing(score, config.eval.every, *_SCORED)
-        callbacks.append(Callback(score, config.eval.every, resume=again))
+        keys = ("val_loss", "ema_val_loss") if config.optim.ema_decay else ("val_loss",)
+        callbacks.append(Callback(score, config.eval.every, done=functools.partial(have, keys)))
     if config.tasks:
         from torchtitan_lite.training.tasks import Tasks
 
         if tasks := Tasks.of(config, data):
-            resume = missing(tasks.score, config.eval.tasks_every, *_TASKS)
-            callbacks.append(Callback(tasks.score, config.eval.tasks_every, resume=resume, questions=tasks.digests))
+            done = functools.partial(have, [f"task/{name}" for name in tasks.digests])
+            callbacks.append(Callback(tasks.score, config.eval.tasks_every, done=done, questions=tasks.digests))
     callbacks.append(Callback(save, config.checkpoint.every, when_preempted=True))
     if config.sample.every:
         from torchtitan_lite.training.sampling import Prompts, sample
 
         speak = functools.partial(sample, Prompts.of(config, data))
-        again = missing(speak, config.sample.every, *_SAMPLES)
-        callbacks.append(Callback(speak, config.sample.every, resume=again))
+        callbacks.append(Callback(speak, config.sample.every, done=functools.partial(have, ["prompt"])))
     callbacks.append(Callback(lambda s, _: report_save(s, wait=False), every=1, reads_step=False))
     if config.profile.steps:
         from torchtitan_lite.monitoring.profiler import Profile
@@ -66,26 +62,33 @@ def build_callbacks(
     return callbacks
 
 
-def missing(action: Callable[[Session], None], every: int, file: str, key: str) -> Callable[[Session], None]:
-    """For Callback.resume: what was due at the step that a run resumes from, if a stop or a kill came before it.
+def have(keys: Sequence[str], made: list[dict[str, Any]]) -> bool:
+    """Whether each key is in one of these records."""
+    return all(any(key in record for record in made) for key in keys)
 
-    Args:
-        file, key: where it leaves a record of the step.
-    """
 
-    def resume(s: Session) -> None:
-        step, steps = s.state.step, s.config.train.steps
+def missing(s: Session) -> list[Callback]:
+    """What was due at the step that a run resumes from, if a stop or a kill came before it. Collective."""
+    step, steps = s.state.step, s.config.train.steps
 
-        def is_missing() -> bool:
-            made = attempts.records(s.config.folder, file)
-            return not any(record["step"] == step and key in record for record in made)
+    def unfinished() -> list[int]:
+        files = "metrics.jsonl", "samples.jsonl"
+        made = [r for file in files for r in attempts.records(s.config.folder, file) if r["step"] == step]
+        return [i for i, callback in enumerate(s.callbacks) if callback.done and not callback.done(made)]
 
-        if step and (step == steps or due(step, every)) and on_rank0(s.world, is_missing):
-            s.watchdog.step(step)
-            with s.watchdog.explained():
-                action(s)
+    if not step:
+        return []
+    found = [s.callbacks[i] for i in on_rank0(s.world, unfinished)]
+    return [callback for callback in found if step == steps or due(step, callback.every)]
 
-    return resume
+
+def make_up(s: Session, callbacks: list[Callback]) -> None:
+    """Do what was due at the step that the run resumes from. A stop is obeyed after the first of them. Collective."""
+    for callback in callbacks:
+        s.watchdog.step(s.state.step)
+        callback.after(s, None)
+        s.preemption.agree(s.world)
+    s.meter.begin()
 
 
 def log_step(s: Session, result: StepResult, peak: float) -> None:
@@ -144,17 +147,18 @@ def peak_tokens_per_second(config: Config, model: Transformer, world: World) -> 
     return peak_flops(config, world) / flops_per_token(model, config.input_len, config.target_len)
 
 
-def validate(validation: Validation, s: Session, _: StepResult | None = None) -> None:
+def validate(validation: Validation, s: Session, _: StepResult | None) -> None:
     """Score the validation set; with optim.ema_decay, the average of the weights too. A stop comes first."""
     step, before = s.state.step, time.perf_counter()
     if s.preemption.agreed:
+        s.put_off = True
         s.log.info(f"eval    step {step}  not scored before the run stops; the same command scores it")
         return
     score = evaluate(s.model, validation, s.world.device)
     seconds = time.perf_counter() - before
-    s.state = replace(s.state, val_loss=score.loss)
     s.log.record({"step": step, **score.record(), "eval_samples": validation.n_samples, "eval_s": seconds})
-    s.log.info(eval_line(step, score, validation, seconds))
+    best = s.world.rank == 0 and attempts.best_step(s.config.folder, range(1, step + 1)) == step
+    s.log.info(eval_line(step, score, validation, seconds, best=best))
     if s.config.optim.ema_decay:
         record, line = evaluate_average(step, s.model, s.optimizer, validation, s.world.device)
         s.log.record(record)

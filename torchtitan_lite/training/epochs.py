@@ -16,7 +16,7 @@ from typing import Any
 
 from torchtitan_lite.config.paths import is_prepared
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.config.sections.optim import warmup_rules
+from torchtitan_lite.config.sections.optim import fitting_warmup, warmup_rules
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.objectives import open_samples
@@ -58,6 +58,8 @@ def resolved(loaded: Loaded, data: DataSet, info: Callable[[str], None] = print)
     size = config.train.batch_size(1)
     epoch = -(-n_samples // size)
     found = in_steps(config, epoch)
+    if "optim.warmup_steps" not in loaded.origins:
+        found = fitting_warmup(found)
     if config.train.epochs and (wrong := dict(warmup_rules(found.optim, found.train.steps))):
         steps = f"{found.train.steps:,} step{'s' * (found.train.steps > 1)}"
         what = (

@@ -17,8 +17,10 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from torchtitan_lite.distributed.process_group import World, sum_over_ranks
 from torchtitan_lite.optim.finite_guard import HostCopy
 from torchtitan_lite.process import die_with_launcher
 from torchtitan_lite.terminal import prepare_streams
@@ -107,6 +109,13 @@ class Preemption:
     def share(self, requests: Tensor) -> None:
         """Keep the number of ranks that were asked to stop, a () tensor equal on all ranks, for `update_agreed`."""
         self._requests = HostCopy(requests)
+
+    def agree(self, world: World) -> None:
+        """Ask all ranks now whether one of them was asked to stop. Collective; for the time between two steps."""
+        requests = torch.tensor(float(self.requested()), dtype=torch.float64, device=world.device)
+        sum_over_ranks(requests)
+        self.share(requests)
+        self.update_agreed()
 
     def update_agreed(self) -> None:
         """Read the number shared last. One step later the host does not have to wait for the device."""

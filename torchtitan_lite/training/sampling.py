@@ -24,6 +24,7 @@ from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.distributed.generating import generating
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.models.generation import Sampler, answers, new_tokens
+from torchtitan_lite.monitoring.console import cut
 from torchtitan_lite.scoring.validation import SUBSET_SEED
 from torchtitan_lite.terminal import counted
 from torchtitan_lite.training.session import Session, StepResult, stream
@@ -99,6 +100,7 @@ def sample(prompts: Prompts, s: Session, _: StepResult | None = None) -> None:
     """Continue every prompt, log the text and write it to samples.jsonl, unless the run stops. Collective."""
     step, before = s.state.step, time.perf_counter()
     if s.preemption.agreed:
+        s.put_off = True
         s.log.info(f"sample  step {step}  not made before the run stops; the same command makes it")
         return
     seed = stream(s.config.run.seed, step, 0, 0)
@@ -125,7 +127,7 @@ def sample(prompts: Prompts, s: Session, _: StepResult | None = None) -> None:
             s.log.record(record, "samples.jsonl")
             target = f"  (target: {_quoted(reference['reference'])})" if reference else ""
             shown = prompt if not reference or len(prompt) <= SHOWN else f"{prompt[:SHOWN]}..."
-            s.log.info(f"sample  step {step}  {_quoted(shown)} -> {_quoted(text)}{target}")
+            s.log.info(f"sample  step {step}  {_quoted(shown)} -> {_quoted(text)}{target}", cut)
     seconds = time.perf_counter() - before
     if seconds > 10:
         s.log.info(f"sample  step {step}  took {seconds:.0f} s; raise sample.every or lower sample.max_tokens")

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,12 +71,12 @@ class Sums:
 class Callback:
     """Work beside the steps: after every `every`-th step and the last one. Its time does not count as training."""
 
-    after: Callable[["Session", StepResult], object]  # `s.state` includes the step
+    after: Callable[["Session", Any], object]  # with the StepResult; `s.state` includes the step
     every: int
     when_preempted: bool = False  # also after the step at which a preempted run stops
     reads_step: bool = True  # it reads what the step computed, so the host waits for the device first
     before: Callable[[int], None] | None = None  # called before each step
-    resume: Callable[["Session"], None] | None = None  # called once, before the first step: see callbacks.missing
+    done: Callable[[list[dict[str, Any]]], bool] | None = None  # by a step's records: if not, a resume makes up for it
     questions: Mapping[str, str] = field(default_factory=dict)  # hashes of what it scores: a resume reports changes
 
 
@@ -105,6 +105,7 @@ class Session:
     spikes: "SpikeGuard | None" = None  # loaded only if [spike] asks for it
     callbacks: list[Callback] = field(default_factory=list)
     loads: Tensor | None = None  # of the last step: see Sums
+    put_off: bool = False  # whether a stop came before something that was due: the next start makes up for it
     meter: Meter = field(init=False)
 
     def __post_init__(self) -> None:

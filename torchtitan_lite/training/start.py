@@ -70,19 +70,18 @@ def require_same_data(config: Config, data: DataSet, world: World) -> None:
         )
 
 
-def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Session) -> bool:
-    """Log the start, and make the run's folder that of this attempt. Returns whether there are steps to train.
+def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Session) -> None:
+    """Log the start, and make the run's folder that of this attempt.
 
     Raises:
         UserError: on every rank. The attempt is not in attempts.jsonl.
     """
     config, world, log, step = s.config, s.world, s.log, s.state.step
     finished = step >= config.train.steps
-    if s.resumed and not loaded_config.with_changes:
+    if s.resumed and not (loaded_config.with_changes or s.checkpointer.forked_from):  # a fork may learn in another way
         from torchtitan_lite.monitoring.resumed import require_same_learning
 
-        if s.checkpointer.forked_from is None:  # a fork may learn in another way
-            require_same_learning(config, s.resumed, s.state)
+        require_same_learning(config, s.resumed, s.state)
     layout = derive(config, world.world_size)
     log.info(start_lines(config, layout, world, s.model, data, s.samples, s.state, s.resumed, s.checkpointer))
     if s.resumed and loaded_config.kept:
@@ -112,26 +111,21 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
 
     with s.watchdog.loading("changing the files of the run"):
         log.attempt = on_rank0(world, change_folder)
-    for callback in s.callbacks:
-        if callback.resume:
-            callback.resume(s)
-    if finished:
-        log.info(f"finished: step {step} of train.steps = {config.train.steps}; {what_next(config)}")
-        run_folder.end(config.folder, world, log.attempt, "complete", step)
-    s.meter.begin()
-    return not finished
 
 
 def report_end(s: Session) -> None:
     """Log whether the run completed or was preempted, and write it to run.json."""
     config, step = s.config, s.state.step
-    if step < config.train.steps:
+    if step < config.train.steps or s.put_off:
         why = s.preemption.reason or "another rank was asked to"
         then = f"the same command resumes from there{launcher_note(why)}"
         s.log.info(f"stopped after step {step} of {config.train.steps} ({why}); {then}")
         run_folder.end(config.folder, s.world, s.log.attempt, "preempted", step, why)
         return
     run_folder.end(config.folder, s.world, s.log.attempt, "complete", step)
+    if s.meter.first_step == step:
+        s.log.info(f"finished: step {step} of train.steps = {config.train.steps}; {what_next(config)}")
+        return
     for line in source_lines(s.samples, s.state, config.data.skip_samples):
         s.log.info(line)
     seconds = time.perf_counter() - s.meter.started

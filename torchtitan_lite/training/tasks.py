@@ -55,10 +55,11 @@ class Tasks:
         encode = text_encoder(bpe.load(data.folder / "tokenizer.json"), (data.end_token,), "a question")
         return cls([encoded(task, encode, inputs) for task in tasks], digests)
 
-    def score(self, s: Session, _: StepResult | None = None) -> None:
+    def score(self, s: Session, _: StepResult | None) -> None:
         """Score, log and record all tasks, unless the run was asked to stop. Collective."""
         step = s.state.step
         if s.preemption.agreed:
+            s.put_off = True
             s.log.info(f"task    step {step}  not scored before the run stops; the same command scores it")
             return
         before = time.perf_counter()

@@ -5,16 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator, PositiveInt
 
-from torchtitan_lite.config.section import (
-    BITS,
-    Dtype,
-    Machine,
-    Resume,
-    Rules,
-    Section,
-    UsedIf,
-    used_with,
-)
+from torchtitan_lite.config.section import BITS, Dtype, Machine, Resume, Rules, Section, UsedIf, used_with
 
 if TYPE_CHECKING:
     from torchtitan_lite.config.schema import Config

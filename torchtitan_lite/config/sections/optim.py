@@ -92,7 +92,7 @@ sgd: with a momentum of 0.9"""
     """shape of the learning rate after warm-up; wsd: constant, then linear over the last decay_ratio of the steps; \
 step: multiplied by step_gamma every step_every steps"""
     warmup_steps: NonNegativeInt = 20
-    """steps of linear warm-up"""
+    """steps of linear warm-up; the default is a tenth of the steps where it would not fit"""
     decay_ratio: Annotated[float, used_with("optim.schedule", "wsd")] = Field(default=0.2, gt=0, le=1)
     """wsd: fraction of the steps with a decaying learning rate"""
     min_lr_ratio: Annotated[float, used_with("optim.schedule", "cosine", "linear", "wsd")] = Field(
@@ -133,3 +133,11 @@ def warmup_rules(optim: OptimConfig, steps: int) -> Rules:
             f"{optim.decay_ratio} of train.steps = {steps}; "
             f"warmup_steps = {int((1 - optim.decay_ratio) * steps)} works",
         )
+
+
+def fitting_warmup(config: "Config") -> "Config":
+    """The config with a default warm-up that fits its steps."""
+    optim, steps = config.optim, config.train.steps
+    if not dict(warmup_rules(optim, steps)):
+        return config
+    return config.model_copy(update={"optim": optim.model_copy(update={"warmup_steps": steps // 10})})

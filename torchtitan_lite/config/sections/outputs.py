@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
@@ -88,10 +89,28 @@ checkpoint. A run always resumes from its newest complete checkpoint"""
     """also keep the one with the lowest validation loss (validate at the steps that are saved)"""
 
 
+@dataclass(frozen=True)
+class Tracker:
+    """A tracker: plain data, like an optimizer."""
+
+    open: str  # "module:function", which is called with the LogConfig, the run's folder and the state
+    package: str = ""  # that it imports, an extra of this name in pyproject.toml
+
+
+TRACKERS = {
+    "tensorboard": Tracker("torchtitan_lite.monitoring.trackers:tensorboard", package="tensorboard"),
+    "wandb": Tracker("torchtitan_lite.monitoring.trackers:weights_and_biases", package="wandb"),
+}
+if TYPE_CHECKING:
+    TrackerName = str
+else:
+    TrackerName = Literal[tuple(TRACKERS)]
+
+
 class LogConfig(Section):
     every: PositiveInt = 10
     """log a line and a record every N steps"""
-    trackers: list[Literal["tensorboard", "wandb"]] = Field(default=[], examples=[["tensorboard"]])
+    trackers: list[TrackerName] = Field(default=[], examples=[["tensorboard"]])
     """also send the records to these trackers; each is an extra: pip install -e ".[tensorboard]\""""
     wandb_project: Annotated[str, _WITH_WANDB] = "torchtitan_lite"
     """wandb: the project"""
@@ -129,8 +148,9 @@ def local_rules(config: "Config", machine: Machine) -> Rules:
             f'checkpoint.resume = "{shortened(resume)}" should be the path of a run or checkpoint: {wrong}',
         )
     for name in config.log.trackers:
-        if importlib.util.find_spec(name) is None:
+        package = TRACKERS[name].package
+        if package and importlib.util.find_spec(package) is None:
             yield (
                 f"log.trackers {name}",
-                f'log.trackers = ["{name}"]: {name} is not installed; run pip install -e ".[{name}]"',
+                f'log.trackers = ["{name}"]: {package} is not installed; run pip install -e ".[{package}]"',
             )

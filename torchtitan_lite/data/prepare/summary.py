@@ -10,14 +10,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from torchtitan_lite.data.prepare.writer import read_origins
-from torchtitan_lite.data.token_files import (
-    SPLITS,
-    File,
-    Meta,
-    TokenFiles,
-    document_ends,
-    read_meta,
-)
+from torchtitan_lite.data.token_files import SPLITS, File, Meta, TokenFiles, document_ends, read_meta
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.terminal import counted
 

@@ -24,15 +24,7 @@ from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.models.loss import IGNORE
-from torchtitan_lite.scoring.likelihood import (
-    Batch,
-    Window,
-    bytes_per_token,
-    padded,
-    row_nats,
-    row_sizes,
-    sums_by_item,
-)
+from torchtitan_lite.scoring.likelihood import Batch, Window, bytes_per_token, padded, row_nats, row_sizes, sums_by_item
 from torchtitan_lite.scoring.statistics import Array
 from torchtitan_lite.scoring.task_tokens import text_encoder
 from torchtitan_lite.tools.load_model import Opened

@@ -48,6 +48,7 @@ from torchtitan_lite.tools.evaluation import tables
 from torchtitan_lite.tools.evaluation.documents import Place, Scores, Split, score_documents, score_rows
 from torchtitan_lite.tools.load_model import (
     Opened,
+    best_checkpoint,
     config_of,
     data_of,
     device_problems,
@@ -80,6 +81,7 @@ class Options:
     dtype: str = "float32"
     tf32: bool = False
     ema: bool = False
+    best: bool = False
     tokenizer: Path | None = None
 
     def problems(self) -> list[str]:
@@ -119,6 +121,7 @@ def options_of(argv: Sequence[str]) -> Options:
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the parameters")
     add("--tf32", action="store_true", help="on a GPU, compute float32 products in TF32")
+    add("--best", action="store_true", help="of each run: the checkpoint with the lowest validation loss")
     add("--ema", action="store_true", help="use the averaged weights, see optim.ema_decay")
     add("--tokenizer", type=paths.argument, default=None, help="a tokenizer.json to use instead of the models' own")
     add = parser.add_argument_group("tasks (docs/tasks.md)").add_argument
@@ -344,6 +347,8 @@ def evaluate(options: Options, world: World) -> list[dict[str, Any]]:
     """
     if problems := options.problems():
         raise ConfigError("\n  ".join(problems))
+    if options.best:
+        options = replace(options, models=[best_checkpoint(run) for run in options.models])
     if len(options.models) > 1:
         options = in_common_windows(options)
     if world.device.type == "cuda" and world.rank == 0:

@@ -200,13 +200,11 @@ def _require_same(n: int, made: range, makers: Sequence[Attempt], here: Numbers,
 
     def differing(then: Numbers, now: Numbers, *, start: bool) -> dict[str, tuple[str, str]]:
         """The values of each key that differ, and that these steps depend on."""
-        of_the_start = () if start else [key for key in known_keys() if resume_rule(key).changes_start]
-        keys = [key for key in now if key not in of_the_start]
+        keys = [key for key in now if start or key not in known_keys() or not resume_rule(key).changes_start]
         pairs = {key: (then.get(key), now[key]) for key in keys if then.get(key) != now[key]}
-        if "train.steps" in pairs:
-            rates = [[learning_rate(optim, step, steps) for step in made] for steps in pairs["train.steps"]]
-            if rates[0] == rates[1]:
-                del pairs["train.steps"]
+        before, after = ([learning_rate(optim, step, values["train.steps"]) for step in made] for values in (then, now))
+        if before == after:
+            pairs.pop("train.steps", None)
         return {key: (json.dumps(before), json.dumps(after)) for key, (before, after) in pairs.items()}
 
     values = [numbers_of(attempt.config, attempt.identity, attempt.setting) for attempt in makers]
@@ -257,7 +255,7 @@ def compute(s: Session, step: Step, recorded: Recorded, folder: Path) -> str:
         DifferentError: on every rank, at the first difference.
     """
     saved = from_rank0(storage.find_steps(folder / "checkpoints"))
-    compared, tensors, equal, stopped = 0, 0, recorded.start, ""
+    compared, tensors, equal, stopped, of_ranks = 0, 0, recorded.start, "", False
     for number in range(recorded.start + 1, recorded.last + 1):
         s.watchdog.step(number)
         loss, grad_norm = step(s, number)
@@ -270,7 +268,7 @@ def compute(s: Session, step: Step, recorded: Recorded, folder: Path) -> str:
             values = _finite(loss.item()), _finite(grad_norm.item()), [*map(_finite, s.guard.rank_losses)]
             if difference := differs(record, dict(zip(_COMPARED, values, strict=True)), number, equal):
                 raise DifferentError(f"step {number} differs: {difference}. {recorded.advice}")
-            compared, equal = compared + 1, number
+            compared, equal, of_ranks = compared + 1, number, bool(record.get("rank_losses"))
         expected = recorded.stopped if number == recorded.last else ""
         if stopped != expected:
             then, now = (stop or f"step {number} is finite" for stop in (expected, stopped))
@@ -280,7 +278,8 @@ def compute(s: Session, step: Step, recorded: Recorded, folder: Path) -> str:
     if stopped:
         return f"bit for bit, and not finite again: {stopped}. {_CAUSE}"
     also = f", and {counted(tensors, 'tensor')} of a checkpoint" if tensors else ""
-    return f"bit for bit: loss, gradient norm and each rank's loss of {counted(compared, 'step')}{also}. {_CAUSE}"
+    figures = "loss, gradient norm and each rank's loss" if of_ranks else "loss and gradient norm"
+    return f"bit for bit: {figures} of {counted(compared, 'step')}{also}. {_CAUSE}"
 
 
 def _sentence(text: str) -> str:

@@ -36,14 +36,14 @@ class Reads:
         Args:
             blank: give zeros instead of reading.
         """
-        self._stream, self._blank = stream, blank
+        self.stream, self._blank = stream, blank
         self.ranges: list[Range] = []
         self.note: Callable[[Range], object] = self.ranges.append
 
     def read(self, first: int, end: int) -> NDArray[Any]:
         """See TokenFiles."""
         self.note((first, end))
-        return np.zeros(end - first, np.uint16) if self._blank else self._stream.read(first, end)
+        return np.zeros(end - first, np.uint16) if self._blank else self.stream.read(first, end)
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class Documents:
             DataError: the folder is damaged.
         """
         self.name, self.folder = source.name, source.folder
-        self._stream = TokenFiles(source.folder, source.meta, split)
-        self._ends = document_ends(source.folder, source.meta, split)
+        self.stream = TokenFiles(source.folder, source.meta, split)
+        self.ends = document_ends(source.folder, source.meta, split)
         self._tokenizer = Tokenizer.from_file(str(source.folder / "tokenizer.json"))
         self._pairs = PAIRS in source.meta.files
         self._files = read_origins(source.folder)
@@ -83,8 +83,8 @@ class Documents:
         if self._files is not None:
             file = source.folder / origins_name(split)
             self._origins = np.memmap(file, dtype=np.int64, mode="r")
-            if len(self._origins) != len(self._ends):
-                raise DataError(f"{file} has {len(self._origins):,} documents, but {split}.idx has {len(self._ends):,}")
+            if len(self._origins) != len(self.ends):
+                raise DataError(f"{file} has {len(self._origins):,} documents, but {split}.idx has {len(self.ends):,}")
 
     @property
     def known(self) -> bool:
@@ -93,17 +93,17 @@ class Documents:
 
     def span(self, document: int) -> Range:
         """The tokens of a document in the stream, with the end mark."""
-        return int(self._ends[document - 1]) if document else 1, int(self._ends[document])
+        return int(self.ends[document - 1]) if document else 1, int(self.ends[document])
 
     def of(self, read: Range) -> range:
         """The documents of a range of the stream. An end mark that comes first only precedes a document."""
         first, end = read
         if first >= end:
             return range(0)
-        low, high = np.searchsorted(self._ends, [first, end - 1], side="right").tolist()
+        low, high = np.searchsorted(self.ends, [first, end - 1], side="right").tolist()
         if first == self.span(low)[1] - 1:
             low += 1
-        return range(low, min(high + 1, len(self._ends)))
+        return range(low, min(high + 1, len(self.ends)))
 
     def parts(self, read: Range) -> Iterator[Part]:
         """The part of each document of a range of the stream."""
@@ -122,16 +122,16 @@ class Documents:
             )
 
     def _text(self, first: int, end: int) -> str:
-        ids = self._stream.read(first, min(end, first + _SHOWN)).tolist()
+        ids = self.stream.read(first, min(end, first + _SHOWN)).tolist()
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def holding(self, text: str) -> Numbers:
         """The documents whose decoded text holds `text`."""
         documents, first = list[int](), 0
-        while first < len(self._ends):
+        while first < len(self.ends):
             begin = self.span(first)[0]
-            last = max(int(np.searchsorted(self._ends, begin + _TOGETHER, side="right")), first + 1)
-            tokens = self._stream.read(begin, int(self._ends[last - 1]))
+            last = max(int(np.searchsorted(self.ends, begin + _TOGETHER, side="right")), first + 1)
+            tokens = self.stream.read(begin, int(self.ends[last - 1]))
             spans = [self.span(document) for document in range(first, last)]
             ids = [tokens[a - begin : b - begin - 1].tolist() for a, b in spans]
             texts = self._tokenizer.decode_batch(ids, skip_special_tokens=False)

@@ -153,29 +153,23 @@ def _steps(options: argparse.Namespace, record: Record) -> range:
     return range(first, last + 1)
 
 
-def _problems(options: argparse.Namespace) -> list[str]:
-    """What is wrong with the options, without the run."""
-    problems = list[str]()
-    if options.step is None and options.find is None and options.samples is None:
-        problems.append("needs --step N or --find TEXT, e.g. which runs/default --step 120")
-    if options.to is not None and options.step is None:
-        problems.append(f"--to={options.to} needs --step, where the steps begin")
-    if options.rank_by_loss and (options.step is None or options.find is not None):
-        problems.append("--rank-by-loss is for the documents of --step, without --find")
-    if options.find == "":
-        problems.append("--find needs a text, e.g. --find 'def main'")
+def _require_usable(options: argparse.Namespace) -> None:
+    """Raise ConfigError if the options do not go together."""
+    of_steps = options.step is not None or options.find is not None
+    without_step = options.step is None and (options.to is not None or options.rank_by_loss)
+    if of_steps == bool(options.samples) or without_step or (options.rank_by_loss and options.find is not None):
+        raise ConfigError(
+            "give --step N, also with --to M and --rank-by-loss; or --find TEXT, also with --step and --to; or "
+            "--samples FIRST END"
+        )
+    if options.samples and not 0 <= options.samples[0] < options.samples[1]:
+        raise ConfigError("--samples needs the first sample and the one after the last")
     if options.json and not options.json.absolute().parent.is_dir():
-        problems.append(f"--json={options.json}: {options.json.absolute().parent} is not a folder")
-    if options.samples:
-        first, end = options.samples
-        if options.step is not None or options.find is not None or not 0 <= first < end:
-            problems.append("--samples needs the first sample and the one after the last, without --step and --find")
-    return problems
+        raise ConfigError(f"--json={options.json}: {options.json.absolute().parent} is not a folder")
 
 
 def _run(options: argparse.Namespace) -> int:
-    if problems := _problems(options):
-        raise ConfigError("\n  ".join(problems))
+    _require_usable(options)
     record = read_record(options.run)
     steps = range(0) if options.samples else _steps(options, record)
     seen = Seen(record.data, record.config)

@@ -15,6 +15,7 @@ from torchtitan_lite.tools.report.runs import BY_SOURCE, TASK, Run
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#bab0ac")
 GREY = "#888888"
+NATS = "nats per token"  # the unit of a loss
 DASHES = "solid", "dash", "dot", "dashdot"
 POINTS = 2000  # per curve: more would slow the page without being visible
 _MARKS = 50  # of spikes in a run: more would cover the curves
@@ -112,7 +113,7 @@ def marks(run: Run) -> list[tuple[int, str]]:
     found = [(step, _listed(names, 3)) for step, names in changed.items()]
     found += [(r["step"], "not finite") for r in run.steps if r["loss"] is None][:1]
     texts = {"skip": "spike skipped"}
-    found += [(r["step"], texts.get(str(r["spike"].get("action")), "spike")) for r in run.spikes[:_MARKS]]
+    found += [(r["step"], texts.get(r["spike"]["action"], "spike")) for r in run.having("spike")[:_MARKS]]
     return [(step, html.escape(text)) for step, text in found]
 
 
@@ -178,7 +179,7 @@ def loss(runs: list[Run]) -> Figure | None:
         Line("val_loss", "validation", COLOURS[1], width=2.4),
         Line("ema_val_loss", "validation of averaged weights", COLOURS[2], "dash", 2.4),
     ]
-    return cut(figure(runs, "Loss", "nats per token", lines, format=".4f"), ceiling(runs))
+    return cut(figure(runs, "Loss", NATS, lines, format=".4f"), ceiling(runs))
 
 
 def bits_per_byte(runs: list[Run]) -> Figure | None:
@@ -197,7 +198,7 @@ def bits_per_byte(runs: list[Run]) -> Figure | None:
 def loss_by_source(runs: list[Run]) -> Figure | None:
     keys = [key for key in _keys(runs) if key.startswith(BY_SOURCE[0])]
     lines = _family({key: key.removeprefix(BY_SOURCE[0]) for key in keys})
-    return cut(figure(runs, "Validation loss by source", "nats per token", lines, format=".4f"), ceiling(runs))
+    return cut(figure(runs, "Validation loss by source", NATS, lines, format=".4f"), ceiling(runs))
 
 
 def tasks(runs: list[Run]) -> Figure | None:

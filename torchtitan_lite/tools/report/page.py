@@ -147,9 +147,14 @@ def _tiles(run: Run) -> str:
     last = run.steps[-1]
     of = f"of {int(run.n_steps):,}" if run.n_steps.isdigit() else ""
     loss = f"{run.losses[-1]:.4f}" if run.losses else "not finite"
-    tiles = [("step", f"{last['step']:,}", of), ("training loss", loss, "mean since the last multiple of log.every")]
+    tiles = [
+        ("step", f"{last['step']:,}", of),
+        ("training loss", loss, f"{figures.NATS}, mean since the last multiple of log.every"),
+    ]
     if run.best is not None:
-        tiles.append(("best validation loss", f"{run.best['val_loss']:.4f}", f"step {run.best['step']:,}"))
+        tiles.append(
+            ("best validation loss", f"{run.best['val_loss']:.4f}", f"{figures.NATS}, step {run.best['step']:,}")
+        )
         bits, stderr = run.best.get("val_bits_per_byte"), run.best.get("val_bits_per_byte_stderr")
         if bits is not None:
             tiles.append(("bits per byte", f"{bits:.3f}", "at that step" if stderr is None else f"+- {stderr:.3f}"))
@@ -179,7 +184,7 @@ def notes(runs: list[Run]) -> str:
     sentences = []
     for run in runs:
         found = [*run.notes]
-        if spikes := run.spikes:
+        if spikes := run.having("spike"):
             found.append(f"{counted(len(spikes), 'loss spike')}, the first at step {spikes[0]['step']}")
         if len(run.steps) > POINTS:
             found.append(

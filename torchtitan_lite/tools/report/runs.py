@@ -53,10 +53,6 @@ class Run:
         return [r["mean_loss"] for r in self.steps if r["mean_loss"] is not None]
 
     @property
-    def spikes(self) -> Records:
-        return [r for r in self.having("spike") if isinstance(r["spike"], dict)]
-
-    @property
     def best(self) -> dict[str, Any] | None:
         """The record of the lowest validation loss."""
         finite = [r for r in self.validations if r["val_loss"] is not None]
@@ -91,8 +87,6 @@ def _read_run(folder: Path) -> Run:
     run = Run(folder.resolve().name, folder)
     run.records = attempts.records(folder)
     run.steps, run.validations = run.having("loss"), run.having("val_loss")
-    for record in run.steps:
-        record.setdefault("mean_loss", record["loss"])
     if not run.steps:
         raise DataError(f"{folder / 'metrics.jsonl'} has no record of a step yet")
     run.samples = attempts.records(folder, "samples.jsonl")
