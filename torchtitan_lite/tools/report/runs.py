@@ -90,8 +90,8 @@ def _read_run(folder: Path) -> Run:
     if not run.steps:
         raise DataError(f"{folder / 'metrics.jsonl'} has no record of a step yet")
     run.samples = attempts.records(folder, "samples.jsonl")
-    made = attempts.read(folder)
-    for before, now in itertools.pairwise(attempts.that_count(made)):
+    made = attempts.that_count(attempts.read(folder))
+    for before, now in itertools.pairwise(made):
         pairs = {key: (before.config.get(key, value), value) for key, value in now.config.items()}
         pairs |= {f"eval.tasks {t}": (before.tasks.get(t, new)[:12], new[:12]) for t, new in now.tasks.items()}
         run.changes += [
