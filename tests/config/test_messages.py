@@ -129,7 +129,7 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
         (["--train.batch_schedule=[[0,8.5]]"], "train.batch_schedule[0][1] = 8.5 should be a valid integer"),
         (["--data.sources={a = -1.0}"], "data.sources.a = -1.0 should be greater than 0"),
         (["--run.timeout_minutes=1e12"], "should be less than or equal to 525600"),
-        (["--checkpoint.resume=" + "x" * 5000], "File name too long"),
+        (["--run.name=unmade", "--checkpoint.resume=" + "x" * 5000], "File name too long"),
         (["--run.name=" + "x" * 300], "should be the plain name of a folder, of at most 200 bytes"),
         (["--run.name=a\0b"], "should have no NUL character"),
         (["--run.name=a\udcff"], "should be UTF-8"),
@@ -334,7 +334,7 @@ def test_a_run_for_another_machine_needs_nothing_of_this_one(key: str, monkeypat
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.delenv("RANK", raising=False)
-    values = {key: load.ConfigValue(LOCAL[key], "test")}
+    values = {key: load.ConfigValue(LOCAL[key], "test"), "run.name": load.ConfigValue("unmade", "test")}
     with pytest.raises(ConfigError, match="1 problem:") as caught:
         load.load(None, values)
     assert key in str(caught.value)

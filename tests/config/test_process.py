@@ -26,7 +26,7 @@ def test_a_folder_of_another_user_is_an_error(key: str, tmp_path: Path) -> None:
     os.chown(theirs, 54321, 54321)
     theirs.chmod(0o700)
     for path in (theirs, theirs / "file.txt"):
-        code, error = limited("restricted", f"--{key}={path}", "--check-config")
+        code, error = limited("restricted", f"--{key}={path}", "--check-config", "--run.name=unmade")
         assert code == 2, error
         assert all(word in error for word in (key, str(path), "ermission denied"))
 
