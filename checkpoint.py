@@ -24,9 +24,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torchtitan_lite  # noqa: F401  # before torch: it sets how OpenMP waits
-
-# isort: split
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file

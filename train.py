@@ -14,9 +14,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torchtitan_lite  # noqa: F401  # before torch: it sets how OpenMP waits
-
-# isort: split
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 

@@ -4,12 +4,6 @@
 """
 
 import importlib
-import os
-
-# Threads of OpenMP spin while they wait for each other, which stalls them on a busy machine (docs/traps.md). libgomp
-# reads this once, as torch is imported.
-if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
-    os.environ["GOMP_SPINCOUNT"] = "1000"
 
 __version__ = "0.4.0"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT, start, tiny
+from tests.helpers import ROOT, tiny
 from torchtitan_lite import process
 from torchtitan_lite.process import cpu_threads, local_rank, quota_of_cores, usable_cores
 
@@ -136,15 +136,3 @@ def test_a_container_limits_the_cores(groups: str, files: dict[str, str], quota:
         (tmp_path / name).write_text(content)
     assert quota_of_cores(tmp_path) == quota
     assert usable_cores(tmp_path) == min(CORES, {0: CORES, 0.5: 1, 0.7: 1, 1.5: 2}.get(quota, int(quota)))
-
-
-@pytest.mark.parametrize(("given", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7")])
-def test_threads_do_not_spin_unless_the_user_says_so(
-    given: dict[str, str], spins: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """libgomp says what it has read: it is loaded with torch, so a later setting would come too late."""
-    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in {"OMP_DISPLAY_ENV": "VERBOSE", **given}.items():
-        monkeypatch.setenv(name, value)
-    assert f"GOMP_SPINCOUNT = '{spins}'" in start([sys.executable, "-c", "import train"]).stderr

@@ -1,5 +1,6 @@
 """The last lines of a run are commands that work; other lines of its log."""
 
+import os
 import re
 import shlex
 import sys
@@ -55,6 +56,21 @@ def test_one_is_singular() -> None:
     assert [counted(n, "file") for n in (0, 1, 2, 1234)] == ["0 files", "1 file", "2 files", "1,234 files"]
     config = Config.model_validate({"fsdp": {"explicit_prefetching": True, "forward_prefetch": 1}})
     assert "prefetches 1 group in forward" in console.fsdp_line(config)
+
+
+@pytest.mark.parametrize(
+    ("load", "threads", "policy", "busy"),
+    [(1.5, 2, "", True), (1.5, 1, "", False), (0.9, 2, "", False), (2, 2, "PASSIVE", False)],
+)
+def test_threads_that_spin_on_a_busy_machine_are_mentioned(
+    load: float, threads: int, policy: str, busy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load * (os.cpu_count() or 1), 0, 0))
+    if policy:
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    assert ("OMP_WAIT_POLICY=PASSIVE" in console.spinning_line(threads)) == busy
 
 
 @pytest.mark.parametrize(

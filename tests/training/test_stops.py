@@ -89,6 +89,8 @@ def test_a_stop_at_the_last_step_is_not_complete_before_its_validation(text: Pat
     assert ended(tmp_path / "run") == ("complete", 4)
     from tests.monitoring.test_trackers import scalars_of
 
+    ends = [line for line in (tmp_path / "run/attempts.jsonl").read_text().splitlines() if '"ended"' in line]
+    assert len(ends) == 2, "one for each attempt, not for each rank"
     assert [step for step, *_ in scalars_of(tmp_path / "run/tensorboard", "val_loss")] == [2, 4], (
         "made up for, and sent"
     )

@@ -104,12 +104,12 @@ def begin(folder: Path, attempt: Mapping[str, Any]) -> int:
 def end(folder: Path, world: World, attempt: int, status: str, step: int, reason: str = "") -> None:
     """Record how an attempt ended: "complete", "preempted" or "failed". One that was refused has no record.
 
-    Rank 0 records it. Another rank does, for a rank 0 that may be gone, unless it has.
+    Rank 0 records it. Another rank records a failure, for a rank 0 that may be gone, unless it has.
 
     Args:
         attempt: its number; 0: it has not taken over the folder.
     """
-    if not attempt:
+    if not attempt or (world.rank and status != "failed"):
         return
     about = attempts.newest_status(folder)
     if world.rank and (about.get("attempt"), about.get("status")) != (attempt, "running"):
