@@ -14,11 +14,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchtitan_lite import cpu, models  # before torch: it may set a variable that OpenMP reads
+
+# isort: split
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from checkpoint import Checkpointer
-from torchtitan_lite import cpu, models
 from torchtitan_lite.checkpointing.compatibility import fresh_state
 from torchtitan_lite.checkpointing.select import saved_config
 from torchtitan_lite.checkpointing.state import TrainState
