@@ -218,7 +218,7 @@ def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh, *, widen: b
 def load_newest(config: Config, checkpointer: Checkpointer, fresh: TrainState, log: Log) -> TrainState | None:
     """Load the checkpoint to resume from, or the weights to start from. Returns the saved state, if any."""
     try:
-        saved = checkpointer.load(fresh.identity)
+        saved = checkpointer.load(fresh.values)
     finally:
         for note in checkpointer.notes:
             log.info(f"note    {note}")

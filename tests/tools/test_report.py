@@ -275,7 +275,7 @@ def test_the_config_is_shown_with_origins(tmp_path: Path) -> None:
         "optim.max_norm": float("inf"),
     }
     origins = {"run.name": "command line", "run.out_dir": "a file # with a mark.toml", "optim.lr": "x.toml"}
-    loaded = load.load(None, {key: load.ConfigValue(value, "") for key, value in values.items()})
+    loaded = load.load(None, values)
     content = toml.to_toml_with_origins(toml.Loaded(loaded.config, origins))
     shown = shown_config(page_of(tmp_path, [step(1)], config_toml=content))
     for key, value in values.items():

@@ -314,7 +314,7 @@ def test_no_batch_touches_a_skipped_range_and_none_is_lost_without_need(bounds: 
 )
 def test_ranges_that_are_none_are_a_mistake_in_the_config(wrong: list[list[int]]) -> None:
     with pytest.raises(ConfigError, match=r"data\.skip_samples = .* e\.g\. \[\[800, 960\], \[2400, 2480\]\]"):
-        load.load(None, {"data.skip_samples": load.ConfigValue(wrong, "command line")})
+        load.load(None, {"data.skip_samples": wrong})
 
 
 @extended
@@ -325,6 +325,6 @@ def test_ranges_hold_on_other_world_sizes_and_across_a_resume(run: Run, tmp_path
     run(2, "straight", **keys, **TOLD)
     one, other = losses(tmp_path / "run"), losses(tmp_path / "straight")
     assert [value[0] for value in one.values()] == pytest.approx([value[0] for value in other.values()], rel=1e-4)
-    assert "data.skip_samples = [[72, 102]] so far, [] here" in run(
+    assert "data.skip_samples is [[72, 102]] in the checkpoint and [] here" in run(
         2, "straight", code=1, **keys, data__skip_samples="[]"
     )

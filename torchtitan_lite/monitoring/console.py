@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shlex
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +22,7 @@ from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.errors import shortened
 from torchtitan_lite.models import Transformer
-from torchtitan_lite.process import cpu_threads
+from torchtitan_lite.process import cpu_threads, python_command
 from torchtitan_lite.terminal import counted, duration
 
 MANY = 10  # epochs; more get a note
@@ -249,7 +248,7 @@ def cut(line: str, columns: int) -> str:
 def what_next(config: Config) -> str:
     """The commands to use after a finished run: one for its model, one for its curves."""
     folder = shlex.quote(str(config.folder))
-    python = shlex.quote(_python())
+    python = shlex.quote(python_command())
     defaults = [] if config.data.path or config.data.sources else ["def "]
     prompt = next(filter(None, config.sample.prompts or defaults), "")
     kind = "source" if FAMILIES[config.model.family].encoder_decoder else "prompt"
@@ -259,19 +258,3 @@ def what_next(config: Config) -> str:
         + (f"--{kind} {shlex.quote(prompt)}\n" if prompt else "--interactive\n")
         + f"        plot its curves: {python} -m torchtitan_lite.report {folder}"
     )
-
-
-def train_command(words: Sequence[str]) -> str:
-    """A command with these words that starts train.py as this process was started."""
-    here, n = _python(), os.environ.get("WORLD_SIZE", "1")
-    torchrun = shlex.quote(os.path.join(os.path.dirname(here), "torchrun"))
-    command = f"{torchrun} --nproc-per-node {n}" if "RANK" in os.environ else shlex.quote(here)
-    if n != os.environ.get("LOCAL_WORLD_SIZE", n):
-        command = "..."  # the launcher of several machines
-    return f"{command} train.py {shlex.join(words)}"
-
-
-def _python() -> str:
-    """The interpreter, as a command that works here without activating a virtual environment."""
-    here = os.path.relpath(sys.executable)
-    return sys.executable if here.startswith("..") else here

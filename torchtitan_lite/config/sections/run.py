@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt
+from pydantic import Field, NonNegativeFloat
 
 from torchtitan_lite.config.paths import not_a_folder
-from torchtitan_lite.config.section import BITS, REFUSED, Machine, PathText, Rules, Section
+from torchtitan_lite.config.section import BITS, FORK, Machine, PathText, Rules, Section
 from torchtitan_lite.errors import shortened
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ class RunConfig(Section):
     """name of the run; if a config file sets none, the file's name"""
     out_dir: PathText = "runs"
     """parent folder of all runs; this run's folder is <out_dir>/<name>"""
-    seed: Annotated[NonNegativeInt, REFUSED] = 0
+    seed: Annotated[int, FORK] = Field(default=0, ge=0, lt=2**63)
     """seed of the initial parameters, the data order and dropout"""
     device: Annotated[Literal["auto", "cpu", "cuda"], BITS] = "auto"
     """where to train; auto: cuda if there is a GPU, else cpu"""
