@@ -4,7 +4,9 @@ from collections.abc import Callable
 
 from torchtitan_lite.config.cli import Command
 from torchtitan_lite.config.toml import to_toml_with_origins
+from torchtitan_lite.errors import RepeatError
 from torchtitan_lite.models import Transformer
+from torchtitan_lite.monitoring.run_folder import why_not_again
 from torchtitan_lite.process import local_rank
 from torchtitan_lite.terminal import print_line
 from torchtitan_lite.tools import dry_run, inspect
@@ -21,6 +23,8 @@ def run(
 ) -> None:
     """Do what the command asks for. `build`, `train_step` and `sharded_model` are those of train.py."""
     notes = [f"note    {note}" for note in command.loaded.notes]
+    if command.check_config and (refused := why_not_again(command.loaded)):
+        raise RepeatError(refused)
     if command.print_config or command.check_config:
         notes.append(f"the configuration is fine; its run is in {command.loaded.config.folder}")
         if local_rank() == 0:
