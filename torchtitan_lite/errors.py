@@ -218,6 +218,7 @@ def report(message: str, local_rank: int = 0, *, follows: bool = False, final: b
     if not _tell_launcher(message, happened):
         print_error(message)
         if final and _restarts():
+            print_error("torchrun would try again, so it is ended; its traceback follows")
             os.kill(os.getppid(), signal.SIGTERM)
 
 
