@@ -14,7 +14,7 @@ from torchtitan_lite.config.schema import Config, flatten
 from torchtitan_lite.config.toml import Loaded, format_value, to_toml_with_origins
 from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.token_files import PAIRS
-from torchtitan_lite.distributed.agreement import from_rank0, require_agreement
+from torchtitan_lite.distributed.agreement import from_all_ranks, from_rank0, require_agreement
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import REPEATS, ConfigError, DataError, RepeatError, StuckError, UserError
 from torchtitan_lite.files import write_durably
@@ -124,24 +124,25 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
         log.attempt = on_rank0(world, change_folder)
 
 
-def report_end(s: Session) -> None:
-    """Log whether the run completed or was preempted, and write it to run.json."""
+def report_end(s: Session) -> int:
+    """Log whether the run completed or was preempted, and write it to run.json. Returns the exit code. Collective."""
     config, step = s.config, s.state.step
     if step < config.train.steps or s.put_off:
-        why = s.preemption.reason or "another rank was asked to"
+        why = min(filter(None, from_all_ranks(s.preemption.reason)))  # "SIG..." comes before "run.max_minutes"
         then = f"the same command resumes from there{launcher_note(why)}"
         s.log.info(f"stopped after step {step} of {config.train.steps} ({why}); {then}")
         run_folder.end(config.folder, s.world, s.log.attempt, "preempted", step, why)
-        return
+        return 0 if why.startswith("run.") else config.run.preempted_exit_code
     run_folder.end(config.folder, s.world, s.log.attempt, "complete", step)
     if s.meter.first_step == step:
         s.log.info(f"finished: step {step} of train.steps = {config.train.steps}; {what_next(config)}")
-        return
+        return 0
     for line in source_lines(s.samples, s.state, config.data.skip_samples):
         s.log.info(line)
     seconds = time.perf_counter() - s.meter.started
     n_steps = counted(step - s.meter.first_step, "step")
     s.log.info(f"done    {n_steps} in {duration(seconds)}, {goodput_line(config.folder)}; {what_next(config)}")
+    return 0
 
 
 def report_failure(config: Config, world: World, log: Log, error: Exception, s: Session | None) -> None:
