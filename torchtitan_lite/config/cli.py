@@ -124,7 +124,7 @@ def _parser(shows_all: bool) -> argparse.ArgumentParser:
     add_flag("--help-all", help=f"show all {len(schema.known_keys())} keys; --help shows those that are set most")
     parser.add_argument("--config", type=paths.argument, metavar="FILE", help="a TOML experiment, see configs/")
     add_flag("--print-config", help="print every value with its origin, and exit")
-    add_flag("--check-config", help="check the config for this world size, and exit")
+    add_flag("--check-config", help="check the config for this world size, and prepared data, and exit")
     add_flag("--inspect", help="print the sharded model and its FSDP groups, and exit")
     add_flag("--dry-run", help="run three steps in a temporary folder, print memory and time, and exit")
     add_flag("--resume-with-changes", help="resume although this changes what the run learns with (docs/resume.md)")
