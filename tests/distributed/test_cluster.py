@@ -165,7 +165,7 @@ def test_machines_that_do_not_run_the_same_are_named(text: Path, tmp_path: Path)
 
     with ThreadPoolExecutor(2) as both:
         results = list(both.map(machine, (0, 1)))
-    assert all(result.returncode for result in results)
+    assert [result.returncode for result in results] == [1, 2], "the first is not to blame, and starts again"
     said = [result.stderr for result in results]
     host = os.uname().nodename
     wrong = [f"optim.lr: {a} on rank 0 ({host}); {b} on rank 1 ({host})" for a, b in ((0.004, 0.5), (0.5, 0.004))]
@@ -290,7 +290,7 @@ class Nodes:
 
     def __init__(self, folder: Path, options: list[str], most: int) -> None:
         port = str(free_port())
-        store, launch = re.findall(r"^(python -c .*|TORCH_DISABLE\S* torchrun .*)$", DOC, re.M)
+        store, launch = re.findall(r"^(python -c .*|TORCH_DISABLE.* torchrun .*)$", DOC, re.M)
         for name, place in {
             " torchrun ": f" {sys.executable} -m torch.distributed.run --local-addr 127.0.0.1 ",
             "node0:29400": f"127.0.0.1:{port}",
@@ -438,7 +438,7 @@ def test_the_trainjob_is_valid() -> None:
     assert [error.rpartition(": ")[2] for error in wrong] == ["restartPolicies is unknown", "'bash' is no array"]
 
 
-@pytest.mark.parametrize(("check", "expected"), [(0, "torchrun --shutdown-timeout 300"), (3, "")])
+@pytest.mark.parametrize(("check", "expected"), [(0, "torchrun"), (3, "")])
 def test_a_pod_checks_before_it_trains(check: int, expected: str, tmp_path: Path) -> None:
     runtime, job = yaml.safe_load_all((ROOT / "scripts/trainjob.yaml").read_text())
     (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
