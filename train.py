@@ -81,21 +81,21 @@ def launch(argv: Sequence[str]) -> int:
             with process_group(config.run) as world, explained(world):
                 lock = run_folder.lock(config.folder, world)
                 log = Log(config.folder, speaks=world.rank == 0)
-                run(loaded, data, world, log)
+                code = run(loaded, data, world, log)
                 lock.release()
+                return code
     except KeyboardInterrupt:
         if prints:
             print_error(f"train.py: stopped; the same command resumes from the newest checkpoint{launcher_note()}")
         return 130
-    return 0
 
 
-def run(loaded: Loaded, data: DataSet, world: World, log: Log) -> None:
-    """Build, take over the run's folder, and train. Whatever happens is written to run.json."""
+def run(loaded: Loaded, data: DataSet, world: World, log: Log) -> int:
+    """Build, take over the run's folder, and train. Whatever happens is written to run.json. Returns the exit code."""
     config, s = loaded.config, None
     closing = contextlib.ExitStack()
     try:
-        hosts = start.begin(config, data, world, log)
+        hosts = start.begin(loaded, data, world, log)
         s = build(config, data, world, log)
         closing.callback(s.close)
         start.take_over(hosts, loaded, data, s)
@@ -106,7 +106,7 @@ def run(loaded: Loaded, data: DataSet, world: World, log: Log) -> None:
             make_up(s, due_before)
             if not s.preemption.agreed:
                 train(s)
-            start.report_end(s)
+            return start.report_end(s)
     except Exception as error:
         start.report_failure(config, world, log, error, s)
         raise

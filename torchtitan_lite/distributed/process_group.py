@@ -35,7 +35,8 @@ class World:
 def process_group(run: RunConfig) -> Iterator[World]:
     """A process group over all ranks that torchrun started, or a world of one under plain python.
 
-    Collectives of CPU tensors use gloo, those of CUDA tensors NCCL.
+    Collectives of CPU tensors use gloo, those of CUDA tensors NCCL. Without an exception, the ranks wait for each other
+    at the end: torchrun ends the others as soon as one has exited with a code other than 0.
     """
     device = choose_device(run.device, process.env_int("LOCAL_RANK", 0))
     threads, _ = process.cpu_threads(run.threads)
@@ -57,6 +58,9 @@ def process_group(run: RunConfig) -> Iterator[World]:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     yield World(rank, world_size, device, threads, process.env_int("LOCAL_WORLD_SIZE", 1), untimed_group(), store)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 _UNTIMED = "untimed"
@@ -105,12 +109,9 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 def exit_process(exit_code: int = 0) -> NoReturn:
-    """Synchronise, destroy the group, flush, and exit without Python's tear-down.
+    """Flush, and exit without Python's tear-down.
 
     gloo's threads may abort an interpreter that is shutting down, which turns a finished run into a failed one.
     """
-    if exit_code == 0 and dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
     flush()
     os._exit(exit_code)
