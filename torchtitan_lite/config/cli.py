@@ -4,7 +4,7 @@ import argparse
 import functools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan_lite import hints

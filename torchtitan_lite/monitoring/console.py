@@ -1,7 +1,6 @@
 """The text of the terminal: the run at its start, each step, and the next commands. metrics.Log prints it."""
 
 import json
-import os
 import re
 import shlex
 import time
