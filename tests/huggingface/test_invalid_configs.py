@@ -15,6 +15,8 @@ HYBRID = LLAMA | {"model_type": "olmo_hybrid", "rope_parameters": {"rope_theta":
 GPT2 = {"model_type": "gpt2", "vocab_size": 9, "n_embd": 8, "n_head": 2, "n_layer": 1, "n_positions": 16}
 T5 = {"model_type": "t5", "vocab_size": 9, "d_model": 8, "num_heads": 2, "num_layers": 1, "d_kv": 4, "d_ff": 8}
 GATED = T5 | {"feed_forward_proj": "gated-gelu"}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 8192}
 YARN = {"rope_type": "yarn"}
 SCALED = {"rope_scaling": {"type": "linear"}, "rope_parameters": {"full_attention": {"rope_theta": 5e5}}}
 OFF = "is not supported for this model_type"
@@ -30,6 +32,10 @@ OFF = "is not supported for this model_type"
         (LLAMA | {"rope_parameters": 3}, "rope_parameters = 3: Input should be"),
         (LLAMA | {"rope_parameters": YARN}, "rope_parameters.rope_type = yarn: Input should be 'default' or 'llama3'"),
         (LLAMA | {"rope_scaling": {"rope_type": "llama3"}}, "llama3 needs factor, low_freq_factor, high_freq_factor"),
+        (
+            LLAMA | {"model_type": "mistral", "rope_scaling": LLAMA3},
+            "rope_factor = 8.0 is not supported",
+        ),
         (LLAMA | {"rope_theta": None}, "rope_theta = None: Input should be a valid number"),
         (LLAMA | {"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000: Input should be less than or equal to"),
         (LLAMA | {"quantization_config": {}}, "quantization_config = {} is not known for this model_type"),
@@ -45,13 +51,16 @@ OFF = "is not supported for this model_type"
         (LLAMA | {"model_type": "mistral", "sliding_window": -1}, "sliding_window = -1: Input should be greater than"),
         (LLAMA | {"model_type": "mistral", "rope_scaling": {"type": "yarn"}}, "type = yarn: Input should be 'default'"),
         (LLAMA | {"model_type": "smollm3", "use_sliding_window": True}, f"use_sliding_window = True: {OFF}"),
-        (LLAMA | {"model_type": "smollm3", "no_rope_layers": [2]}, "no_rope_layers.0 = 2: Input should be 0 or 1"),
+        (LLAMA | {"model_type": "smollm3", "no_rope_layers": [2]}, "no_rope_layers = [2] should be 0 or 1 for each"),
         (
             LLAMA | {"model_type": "qwen3", "use_sliding_window": True, "layer_types": []},
-            "layer_types = [] should have",
+            "layer_types = [] should be",
         ),
-        (LLAMA | {"model_type": "smollm3", "layer_types": ["sliding_attention"]}, "layer_types.0 = sliding_attention:"),
-        (LLAMA | {"model_type": "olmo3", "layer_types": [["a"]]}, "layer_types.0 = ['a']: Input should be 'full_atten"),
+        (
+            LLAMA | {"model_type": "smollm3", "layer_types": ["sliding_attention"]},
+            "should be full_attention for each",
+        ),
+        (LLAMA | {"model_type": "olmo3", "layer_types": [["a"]]}, "layer_types.0 = ['a']: Input should be a valid"),
         (LLAMA | {"model_type": "olmo3", "rope_theta": 1e4}, "rope_theta = 500000.0 of sliding_attention is not that"),
         (LLAMA | {"model_type": "olmo3"} | SCALED, "rope_scaling.type = linear: Input should be 'default'"),
         (LLAMA | {"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0: Inp"),
@@ -60,15 +69,15 @@ OFF = "is not supported for this model_type"
         (MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step = 2: Input should be 1"),
         (MOE | {"use_sliding_window": True}, f"use_sliding_window = True: {OFF}"),
         (MOE | {"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv = 8.0: Input should be None"),
-        (MOE | {"model_type": "olmoe", "head_dim": 7}, "head_dim = 7 is not supported; 4 is"),
+        (MOE | {"model_type": "olmoe", "head_dim": 7}, "head_dim = 7 is not supported for this model_type; 4 is"),
         (HYBRID | {"linear_num_key_heads": 1}, "linear_num_key_heads = 1 is not supported; 2 is"),
         (HYBRID | {"linear_num_value_heads": 4}, "linear_num_value_heads = 4 is not supported; 2 is"),
         (HYBRID | {"linear_key_head_dim": 4}, "linear_key_head_dim = 4 is not supported; 3 is"),
         (HYBRID | {"linear_value_head_dim": 3}, "linear_value_head_dim = 3 is not supported; 6 is"),
         (HYBRID | {"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim = 3 is not supported; 4 is"),
         (HYBRID | {"linear_allow_neg_eigval": False}, "linear_allow_neg_eigval = False is not supported; True is"),
-        (HYBRID | {"head_dim": 8}, "head_dim = 8 is not supported; 4 is"),
-        (HYBRID | {"layer_types": ["sliding_attention"]}, "Input should be 'linear_attention' or 'full_attention'"),
+        (HYBRID | {"head_dim": 8}, "head_dim = 8 is not supported for this model_type; 4 is"),
+        (HYBRID | {"layer_types": ["sliding_attention"]}, "should be linear_attention or full_attention for each"),
         (HYBRID | {"rope_parameters": None}, "rope_parameters = null does not say whether attention has rotary"),
         (HYBRID | {"rope_parameters": YARN}, "rope_parameters.rope_type = yarn: Input should be 'default'"),
         (GPT2 | {"activation_function": "relu"}, "activation_function = relu: Input should be 'gelu_new'"),

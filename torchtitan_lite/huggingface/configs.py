@@ -5,10 +5,11 @@ field has is refused, unless it is one of UNREAD: it may change what the model c
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.errors import CheckpointError, shortened
 
@@ -30,9 +31,9 @@ UNREAD = frozenset(
     transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache
     """.split()  # noqa: SIM905
 )
+RENAMED = {"num_local_experts": "num_experts", "_sliding_window_pattern": "sliding_window_pattern"}  # since version 5
 FULL, WINDOWED, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 GELU: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
-PATTERN = "_sliding_window_pattern"  # as transformers 5 writes it
 
 
 def _off(value: Any) -> Any:
@@ -54,14 +55,11 @@ class Strict(BaseModel):
 class Published(Strict):
     """What the config.json of every model has."""
 
-    architecture: ClassVar[str]
-    stands_for: ClassVar[dict[str, Any]]  # keys of [model]
     vocab_size: Count
 
     def keys(self) -> dict[str, Any]:
         """Our keys of [model]. Raises ValueError for a variant that we don't have."""
-        ours = (name for name in type(self).model_fields if name in ModelConfig.model_fields)
-        return self.stands_for | {name: getattr(self, name) for name in ours}
+        return {name: getattr(self, name) for name in type(self).model_fields if name in ModelConfig.model_fields}
 
     def implied(self) -> dict[str, Any]:
         """By field, the only value that we compute, given the others. An export writes it."""
@@ -79,62 +77,38 @@ class Published(Strict):
         """The fields of an export that are not keys of [model]."""
         return {}
 
-    @classmethod
-    def of(cls, config: ModelConfig, vocab_size: int) -> Self:
-        """What an export of this model writes."""
-        ours = config.resolved() | {"vocab_size": vocab_size}
-        fields = cls.model_fields.items()
-        values = {field.serialization_alias or name: ours[name] for name, field in fields if name in ours}
-        made = cls.model_validate(values | cls.more(config))
-        return made.model_copy(update=made.implied())
 
-
-# --- rotary positions -------------------------------------------------------------------------------------------
+# --- decoders ---------------------------------------------------------------------------------------------------
 
 
 class Rope(Strict):
-    """Rotary positions without scaling. Older files say `type`, and some have both."""
+    """Rotary positions, which Llama 3 scales. Older files say `type`, and some have both."""
 
-    rope_type: Literal["default"] | None = None
-    type: Literal["default"] | None = None
+    rope_type: Literal["default", "llama3"] | None = None
+    type: Literal["default", "llama3"] | None = None
     rope_theta: float | None = None
-
-    def keys(self) -> dict[str, Any]:
-        """Our keys for the scaling."""
-        return {}
-
-
-class LlamaRope(Rope):
-    """Rotary positions that Llama 3 may scale."""
-
-    rope_type: Literal["default", "llama3"] | None = None  # type: ignore[assignment]
-    type: Literal["default", "llama3"] | None = None  # type: ignore[assignment]
     factor: float | None = None
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
     original_max_position_embeddings: Count | None = None
 
-    def keys(self) -> dict[str, Any]:
-        values = {
+    def keys(self, theta: float | None) -> dict[str, Any]:
+        """Our keys.
+
+        Args:
+            theta: the base, unless one is given here.
+        """
+        scaling = {
             "rope_factor": self.factor,
             "rope_low_freq_factor": self.low_freq_factor,
             "rope_high_freq_factor": self.high_freq_factor,
             "rope_original_max_seq_len": self.original_max_position_embeddings,
         }
-        given = sum(value is not None for value in values.values())
+        given = sum(value is not None for value in scaling.values())
         if given != (4 if "llama3" in (self.rope_type, self.type) else 0):
             raise ValueError("llama3 needs factor, low_freq_factor, high_freq_factor, original_max_position_embeddings")
-        return values if given else {"rope_factor": 1.0}
-
-
-class Ropes(Strict):
-    """Rotary positions of each kind of layer."""
-
-    full_attention: Rope = Rope()
-    sliding_attention: Rope = Rope()
-
-
-# --- decoders ---------------------------------------------------------------------------------------------------
+        base = self.rope_theta if "rope_theta" in self.model_fields_set else theta
+        return {"rope_theta": base} | (scaling if given else {"rope_factor": 1.0})
 
 
 class Decoder(Published):
@@ -152,13 +126,13 @@ class Decoder(Published):
     hidden_act: Literal["silu"] = "silu"
     attention_bias: Off = False
     mlp_bias: Off = False
-    rope_interleaved: Off = False
     rope_theta: float | None = 1e4
     rope_scaling: Rope | None = None
-    rope_parameters: Any = None
+    rope_parameters: Rope | None = None
+    rope_interleaved: Off = False
     use_sliding_window: Off = False
-    sliding_window: Count | None = None  # without effect, unless a class reads it
-    layer_types: Any = None
+    sliding_window: Count | None = None
+    layer_types: list[str] | None = None
 
     def keys(self) -> dict[str, Any]:
         heads = {"n_kv_heads": self.n_kv_heads or self.n_heads, "head_dim": self.head_dim or self.dim // self.n_heads}
@@ -167,68 +141,48 @@ class Decoder(Published):
     def rope(self) -> dict[str, Any]:
         """Our keys for the rotary positions."""
         rope = self.rope_scaling or self.rope_parameters or Rope()  # transformers prefers the first
-        theta = rope.rope_theta if "rope_theta" in rope.model_fields_set else self.rope_theta
-        return {"rope_theta": theta} | rope.keys()
+        return rope.keys(self.rope_theta)
 
     def layers(self) -> dict[str, Any]:
-        """Our keys for the kinds of layers."""
-        return {}
+        """Our keys for the kinds of layers. Here all are alike, and a sliding_window has no effect."""
+        shortest("layer_types", self.layer_types, [FULL] * self.n_layers, {FULL: "full"})
+        return {"window": 0, "layer_pattern": ["window"]}
+
+    def windowed(self, default: list[str]) -> dict[str, Any]:
+        """Our keys for layers of which some have a window.
+
+        Args:
+            default: layer_types, if there are none.
+        """
+        keys = shortest("layer_types", self.layer_types, default, {WINDOWED: "window", FULL: "full"})
+        return {"window": (self.sliding_window or 0) if "window" in keys["layer_pattern"] else 0} | keys
 
     @classmethod
     def more(cls, config: ModelConfig) -> dict[str, Any]:
         rope = {"rope_type": "default", "rope_theta": config.rope_theta}
-        return {"hidden_act": "silu", "rope_theta": config.rope_theta, "rope_parameters": rope}
-
-
-class Plain(Decoder):
-    """A decoder whose layers are all alike, without scaled positions."""
-
-    rope_parameters: Rope | None = None
-    layer_types: list[Literal["full_attention"]] | None = None
-
-
-class Llama(Decoder):
-    architecture = "LlamaForCausalLM"
-    stands_for: ClassVar = {"family": "llama", "qk_norm": False, "qkv_bias": False}
-    rope_scaling: LlamaRope | None = None
-    rope_parameters: LlamaRope | None = None
-    layer_types: list[Literal["full_attention"]] | None = None
-
-    def rope(self) -> dict[str, Any]:
-        return {"rope_factor": 1.0} | super().rope()
-
-    def layers(self) -> dict[str, Any]:
-        return {"window": 0, "layer_pattern": ["window"]}
-
-    @classmethod
-    def more(cls, config: ModelConfig) -> dict[str, Any]:
-        more = super().more(config)
         if config.rope_factor > 1:
-            more["rope_scaling"] = more["rope_parameters"] = {
+            rope |= {
                 "rope_type": "llama3",
-                "rope_theta": config.rope_theta,
                 "factor": config.rope_factor,
                 "low_freq_factor": config.rope_low_freq_factor,
                 "high_freq_factor": config.rope_high_freq_factor,
                 "original_max_position_embeddings": config.rope_original_max_seq_len,
             }
-        return more
+        scaling = {"rope_scaling": rope} if config.rope_factor > 1 else {}
+        return {"hidden_act": "silu", "rope_theta": config.rope_theta, "rope_parameters": rope} | scaling
 
 
-class Qwen(Llama):
+class Qwen(Decoder):
     """Qwen2 and Qwen3, whose last layers may have windows."""
 
     use_sliding_window: bool = False
-    sliding_window: Count | None = 4096
     max_window_layers: Annotated[int, Field(ge=0)] = 28
     use_mrope: Off = False
-    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None  # type: ignore[assignment]
 
     def layers(self) -> dict[str, Any]:
         if not self.use_sliding_window:
-            return super().layers()
-        default = [WINDOWED if i >= self.max_window_layers else FULL for i in range(self.n_layers)]
-        return windowed(self, default)
+            return {"window": 0, "layer_pattern": ["window"]}
+        return self.windowed([WINDOWED if i >= self.max_window_layers else FULL for i in range(self.n_layers)])
 
     @classmethod
     def more(cls, config: ModelConfig) -> dict[str, Any]:
@@ -237,25 +191,8 @@ class Qwen(Llama):
         return super().more(config) | windows | {"layer_types": types}
 
 
-class Qwen2(Qwen):
-    architecture = "Qwen2ForCausalLM"
-    stands_for: ClassVar = {"family": "llama", "qk_norm": False, "qkv_bias": True}
-    attention_bias: bool = True  # Qwen2 always has these
-
-
-class Qwen3(Qwen):
-    architecture = "Qwen3ForCausalLM"
-    stands_for: ClassVar = {"family": "llama", "qk_norm": True, "qkv_bias": False}
-    head_dim: Count = 128
-
-
-class Mistral(Plain):
-    architecture = "MistralForCausalLM"
-    stands_for: ClassVar = {"family": "mistral"}
-    n_kv_heads: Count | None = Field(8, alias="num_key_value_heads")
-    max_seq_len: Count = Field(2**17, alias="max_position_embeddings")
-    sliding_window: Count | None = 4096  # of every layer
-    layer_types: None = None
+class Mistral(Decoder):
+    layer_types: None = None  # each layer has the window
 
     def layers(self) -> dict[str, Any]:
         return {"window": self.sliding_window or 0}
@@ -265,19 +202,13 @@ class Mistral(Plain):
         return super().more(config) | {"sliding_window": config.window or None}
 
 
-class SmolLM3(Plain):
-    architecture = "SmolLM3ForCausalLM"
-    stands_for: ClassVar = {"family": "smollm3"}
-    n_kv_heads: Count | None = Field(4, alias="num_key_value_heads")
-    max_seq_len: Count = Field(2**15, alias="max_position_embeddings")
-    tie_embeddings: bool = Field(True, alias="tie_word_embeddings")
-    rope_theta: float = 2e6
+class SmolLM3(Decoder):
     no_rope_layer_interval: Count = 4
-    no_rope_layers: list[Literal[0, 1]] | None = None
+    no_rope_layers: list[int] | None = None
 
     def layers(self) -> dict[str, Any]:
         default = [int((i + 1) % self.no_rope_layer_interval != 0) for i in range(self.n_layers)]
-        return shortest("no_rope_layers", self.no_rope_layers, default, {0: "nope", 1: "full"})
+        return super().layers() | shortest("no_rope_layers", self.no_rope_layers, default, {0: "nope", 1: "full"})
 
     @classmethod
     def more(cls, config: ModelConfig) -> dict[str, Any]:
@@ -286,66 +217,31 @@ class SmolLM3(Plain):
         return super().more(config) | layers
 
 
-class Olmo2(Plain):
-    architecture = "Olmo2ForCausalLM"
-    stands_for: ClassVar = {"family": "olmo2"}
-    norm_eps: float = Field(1e-5, alias="rms_norm_eps")
+class Olmoe(Decoder):
+    """A decoder with experts in each layer."""
 
-
-def experts(default: int) -> Any:
-    """The field of the number of experts, which transformers 5 renames."""
-    names = AliasChoices("num_experts", "num_local_experts")
-    return Field(default, validation_alias=names, serialization_alias="num_experts")
-
-
-class Qwen3Moe(Plain):
-    architecture = "Qwen3MoeForCausalLM"
-    stands_for: ClassVar = {"family": "qwen3_moe"}
-    n_kv_heads: Count | None = Field(4, alias="num_key_value_heads")
-    hidden_dim: Count = Field(768, alias="moe_intermediate_size")
-    max_seq_len: Count = Field(2**15, alias="max_position_embeddings")
-    n_experts: Count = experts(128)
-    experts_per_token: Count = Field(8, alias="num_experts_per_tok")
+    n_experts: Count = Field(alias="num_experts")
+    experts_per_token: Count = Field(alias="num_experts_per_tok")
     norm_topk_prob: bool = False
+    clip_qkv: None = None
+
+
+class Qwen3Moe(Olmoe):
+    hidden_dim: Count = Field(alias="moe_intermediate_size")
     intermediate_size: Count | None = None  # of layers without experts
     decoder_sparse_step: Literal[1] = 1
     mlp_only_layers: list[int] | None = Field(None, max_length=0)
 
 
-class Olmoe(Plain):
-    architecture = "OlmoeForCausalLM"
-    stands_for: ClassVar = {"family": "olmoe"}
-    hidden_dim: Count = Field(2048, alias="intermediate_size")
-    max_seq_len: Count = Field(4096, alias="max_position_embeddings")
-    norm_eps: float = Field(1e-5, alias="rms_norm_eps")
-    n_experts: Count = experts(64)
-    experts_per_token: Count = Field(8, alias="num_experts_per_tok")
-    norm_topk_prob: bool = False
-    clip_qkv: None = None
-
-    def keys(self) -> dict[str, Any]:
-        return {key: value for key, value in super().keys().items() if key != "head_dim"}
-
-    def implied(self) -> dict[str, Any]:
-        return {"head_dim": self.dim // self.n_heads}
-
-
-class OlmoHybrid(Plain):
+class OlmoHybrid(Decoder):
     """Attention has no rotary positions if rope_theta is null, as in the released model."""
 
-    architecture = "OlmoHybridForCausalLM"
-    stands_for: ClassVar = {"family": "olmo_hybrid"}
-    max_seq_len: Count = Field(65536, alias="max_position_embeddings")
-    layer_types: list[Literal["linear_attention", "full_attention"]] | None = None  # type: ignore[assignment]
     linear_num_key_heads: Count | None = None
     linear_num_value_heads: Count | None = None
     linear_key_head_dim: Count | None = None
     linear_value_head_dim: Count | None = None
     linear_conv_kernel_dim: Count = 4
     linear_allow_neg_eigval: bool = True
-
-    def keys(self) -> dict[str, Any]:
-        return {key: value for key, value in super().keys().items() if key != "head_dim"}
 
     def rope(self) -> dict[str, Any]:
         return {key: 1e4 if value is None else value for key, value in super().rope().items()}
@@ -365,8 +261,7 @@ class OlmoHybrid(Plain):
         heads = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), self.n_heads)
         widths = ModelConfig(dim=self.dim, n_heads=self.n_heads).delta_dims
         dims = dict(zip(("linear_key_head_dim", "linear_value_head_dim"), widths, strict=True))
-        more = {"linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True}
-        return heads | dims | more | {"head_dim": self.dim // self.n_heads}
+        return heads | dims | {"linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True}
 
     @classmethod
     def more(cls, config: ModelConfig) -> dict[str, Any]:
@@ -376,111 +271,76 @@ class OlmoHybrid(Plain):
         return super().more(config) | rope | {"layer_types": types}
 
 
-class TwoRopes(Decoder):
-    """A decoder with windowed layers, whose rotary positions are given by themselves."""
+class Ropes(Strict):
+    """Rotary positions of each kind of layer."""
 
-    rope_parameters: Ropes | None = None
-    sliding_window: Count | None = 4096
-    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
+    full_attention: Rope = Rope()
+    sliding_attention: Rope = Rope()
 
-    def thetas(self, local: float) -> tuple[float | None, float]:
-        """The rotary bases of full layers and of windowed ones, which have `local` unless theirs is given."""
+
+class Olmo3(Decoder):
+    """Layers of two kinds, each with rotary positions of its own."""
+
+    rope_parameters: Ropes | None = None  # type: ignore[assignment]
+    rope_local_base_freq: float  # of windowed layers, whatever rope_theta is
+    sliding_window_pattern: Count = 6
+
+    def bases(self) -> dict[str, Any]:
+        """Our keys for the rotary positions of both kinds."""
         ropes = self.rope_parameters or Ropes()
-        full = next((r for r in (self.rope_scaling, ropes.full_attention) if r and r.rope_theta is not None), self)
-        given = ropes.sliding_attention.rope_theta
-        return full.rope_theta, local if given is None else given
+        keys = ropes.full_attention.keys(self.rope_theta)
+        local = ropes.sliding_attention.keys(self.rope_local_base_freq)
+        if local["rope_factor"] > 1:
+            raise ValueError(f"scaled rotary positions of {WINDOWED} are not supported")
+        keys = self.rope_scaling.keys(keys["rope_theta"]) if self.rope_scaling else keys
+        return keys | {"window_rope_theta": local["rope_theta"]}
 
-    def layers_with(self, every: int) -> dict[str, Any]:
-        """Our keys for the kinds of layers, of which every so many is full unless layer_types are given."""
-        return windowed(self, [FULL if (i + 1) % every == 0 else WINDOWED for i in range(self.n_layers)])
+    def rope(self) -> dict[str, Any]:
+        keys = self.bases()
+        if (local := keys.pop("window_rope_theta")) != keys["rope_theta"]:
+            raise ValueError(f"rope_theta = {local} of {WINDOWED} is not that of {FULL}")
+        return keys
+
+    def layers(self) -> dict[str, Any]:
+        every = self.sliding_window_pattern
+        return self.windowed([FULL if (i + 1) % every == 0 else WINDOWED for i in range(self.n_layers)])
 
     @classmethod
-    def with_bases(cls, config: ModelConfig, local: float) -> dict[str, Any]:
-        thetas = {FULL: config.rope_theta, WINDOWED: local}
+    def more(cls, config: ModelConfig) -> dict[str, Any]:
+        thetas = {FULL: config.rope_theta, WINDOWED: config.rope_theta}
+        if config.family == "gemma3":
+            thetas[WINDOWED] = config.window_rope_theta
         return super().more(config) | {
             "sliding_window": config.window or config.max_seq_len,  # transformers needs one, and no token is beyond
             "layer_types": [WINDOWED if kind == "window" else FULL for kind in config.layer_kinds],
             "rope_parameters": {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in thetas.items()},
+            "rope_local_base_freq": thetas[WINDOWED],
         }
 
 
-class Olmo3(TwoRopes):
-    architecture = "Olmo3ForCausalLM"
-    stands_for: ClassVar = {"family": "olmo3"}
-    norm_eps: float = Field(1e-5, alias="rms_norm_eps")
-    rope_theta: float = 5e5
-
-    def rope(self) -> dict[str, Any]:
-        theta, local = self.thetas(5e5)  # whatever rope_theta is
-        if local != theta:
-            raise ValueError(f"rope_theta = {local} of {WINDOWED} is not that of {FULL}, {theta}")
-        return {"rope_theta": theta}
-
-    def layers(self) -> dict[str, Any]:
-        return self.layers_with(4)
-
-    @classmethod
-    def more(cls, config: ModelConfig) -> dict[str, Any]:
-        return cls.with_bases(config, config.rope_theta)
-
-
-class Gemma3(TwoRopes):
-    architecture = "Gemma3ForCausalLM"
-    stands_for: ClassVar = {"family": "gemma3"}
-    n_kv_heads: Count = Field(4, alias="num_key_value_heads")
-    head_dim: Count = 256
-    max_seq_len: Count = Field(2**17, alias="max_position_embeddings")
-    tie_embeddings: bool = Field(True, alias="tie_word_embeddings")
-    rope_theta: float = 1e6
-    rope_local_base_freq: float = 1e4
-    sliding_window_pattern: Count = Field(6, validation_alias=AliasChoices("sliding_window_pattern", PATTERN))
+class Gemma3(Olmo3):
+    hidden_act: Literal["silu"] = Field("silu", exclude=True)
     hidden_activation: Literal["gelu_pytorch_tanh"] = GELU
-    query_pre_attn_scalar: Count = 256
+    query_pre_attn_scalar: Count | None = None
     attn_logit_softcapping: None = None
     final_logit_softcapping: None = None
     use_bidirectional_attention: Off | None = None
 
     def rope(self) -> dict[str, Any]:
-        return dict(zip(("rope_theta", "window_rope_theta"), self.thetas(self.rope_local_base_freq), strict=True))
-
-    def layers(self) -> dict[str, Any]:
-        return self.layers_with(self.sliding_window_pattern)
+        return self.bases()
 
     def implied(self) -> dict[str, Any]:
         return {"query_pre_attn_scalar": self.head_dim}
 
     @classmethod
     def more(cls, config: ModelConfig) -> dict[str, Any]:
-        more = cls.with_bases(config, config.window_rope_theta)
-        del more["hidden_act"]
-        own = {"hidden_activation": GELU, "rope_local_base_freq": config.window_rope_theta}
-        return more | own | {"query_pre_attn_scalar": config.dim_of_heads}
-
-
-def shortest(key: str, types: list[Any] | None, default: list[Any], kinds: Mapping[Any, str]) -> dict[str, Any]:
-    """layer_pattern: the shortest list of kinds that gives those of all layers if it is repeated."""
-    n = len(default)
-    values = default if types is None else types
-    if len(values) < n:
-        raise ValueError(f"{key} = {shortened(values)} should have a value for each of {n} layers")
-    every = [kinds[value] for value in values[:n]]
-    return {
-        "layer_pattern": next(every[:p] for p in range(1, n + 1) if all(every[i] == every[i % p] for i in range(n)))
-    }
-
-
-def windowed(model: Decoder, default: list[str]) -> dict[str, Any]:
-    """Our keys for layers of which some have windows."""
-    keys = shortest("layer_types", model.layer_types, default, {WINDOWED: "window", FULL: "full"})
-    return {"window": (model.sliding_window or 0) if "window" in keys["layer_pattern"] else 0} | keys
+        return super().more(config) | {"hidden_activation": GELU, "query_pre_attn_scalar": config.dim_of_heads}
 
 
 # --- GPT-2 and T5 -----------------------------------------------------------------------------------------------
 
 
 class GPT2(Published):
-    architecture = "GPT2LMHeadModel"
-    stands_for: ClassVar = {"family": "gpt"}
     dim: Count = Field(alias="n_embd")
     n_layers: Count = Field(alias="n_layer")
     n_heads: Count = Field(alias="n_head")
@@ -509,8 +369,6 @@ class T5(Published):
     """transformers 5 writes tie_word_embeddings = true for every T5, and before, it also meant the scale. Whether the
     head is tied is only known from the weights: see weights.keys_of."""
 
-    architecture = "T5ForConditionalGeneration"
-    stands_for: ClassVar = {"family": "t5", "tie_embeddings": True}
     dim: Count = Field(alias="d_model")
     n_layers: Count = Field(alias="num_layers")
     n_decoder_layers: Count | None = Field(None, alias="num_decoder_layers")
@@ -556,22 +414,91 @@ class T5(Published):
         }
 
 
+def shortest(key: str, types: list[Any] | None, default: list[Any], kinds: Mapping[Any, str]) -> dict[str, Any]:
+    """layer_pattern: the shortest list of kinds that gives those of all layers if it is repeated."""
+    n = len(default)
+    values = default if types is None else types
+    if len(values) < n or any(value not in kinds for value in values):
+        known = " or ".join(map(str, kinds))
+        raise ValueError(f"{key} = {shortened(values)} should be {known} for each of {n} layers")
+    every = [kinds[value] for value in values[:n]]
+    return {
+        "layer_pattern": next(every[:p] for p in range(1, n + 1) if all(every[i] == every[i % p] for i in range(n)))
+    }
+
+
 # --- in and out -------------------------------------------------------------------------------------------------
 
-KINDS: dict[str, type[Published]] = {
-    "llama": Llama,
-    "qwen2": Qwen2,
-    "qwen3": Qwen3,
-    "mistral": Mistral,
-    "smollm3": SmolLM3,
-    "olmo2": Olmo2,
-    "olmo3": Olmo3,
-    "olmo_hybrid": OlmoHybrid,
-    "gemma3_text": Gemma3,
-    "qwen3_moe": Qwen3Moe,
-    "olmoe": Olmoe,
-    "gpt2": GPT2,
-    "t5": T5,
+
+class Kind(NamedTuple):
+    """A model_type."""
+
+    architecture: str
+    content: type[Published]
+    ours: dict[str, Any]  # the keys of [model] that it stands for
+    defaults: dict[str, Any]  # of keys that config.json may leave out, where they differ from the class's
+
+
+_LLAMA = {"family": "llama", "qk_norm": False, "qkv_bias": False}
+KINDS: dict[str, Kind] = {
+    "llama": Kind("LlamaForCausalLM", Decoder, _LLAMA, {}),
+    "qwen2": Kind("Qwen2ForCausalLM", Qwen, _LLAMA | {"qkv_bias": True}, {"sliding_window": 4096}),
+    "qwen3": Kind("Qwen3ForCausalLM", Qwen, _LLAMA | {"qk_norm": True}, {"sliding_window": 4096, "head_dim": 128}),
+    "mistral": Kind(
+        "MistralForCausalLM",
+        Mistral,
+        {"family": "mistral"},
+        {"num_key_value_heads": 8, "max_position_embeddings": 2**17, "sliding_window": 4096},
+    ),
+    "smollm3": Kind(
+        "SmolLM3ForCausalLM",
+        SmolLM3,
+        {"family": "smollm3"},
+        {"num_key_value_heads": 4, "max_position_embeddings": 2**15, "rope_theta": 2e6, "tie_word_embeddings": True},
+    ),
+    "olmo2": Kind("Olmo2ForCausalLM", Decoder, {"family": "olmo2"}, {"rms_norm_eps": 1e-5}),
+    "olmo3": Kind(
+        "Olmo3ForCausalLM",
+        Olmo3,
+        {"family": "olmo3"},
+        {
+            **{"rms_norm_eps": 1e-5, "rope_theta": 5e5, "rope_local_base_freq": 5e5},
+            **{"sliding_window": 4096, "sliding_window_pattern": 4},
+        },
+    ),
+    "olmo_hybrid": Kind(
+        "OlmoHybridForCausalLM", OlmoHybrid, {"family": "olmo_hybrid"}, {"max_position_embeddings": 65536}
+    ),
+    "gemma3_text": Kind(
+        "Gemma3ForCausalLM",
+        Gemma3,
+        {"family": "gemma3"},
+        {
+            **{"num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256, "tie_word_embeddings": True},
+            **{"max_position_embeddings": 2**17, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+            **{"sliding_window": 4096},
+        },
+    ),
+    "qwen3_moe": Kind(
+        "Qwen3MoeForCausalLM",
+        Qwen3Moe,
+        {"family": "qwen3_moe"},
+        {
+            **{"num_key_value_heads": 4, "max_position_embeddings": 2**15, "moe_intermediate_size": 768},
+            **{"num_experts": 128, "num_experts_per_tok": 8},
+        },
+    ),
+    "olmoe": Kind(
+        "OlmoeForCausalLM",
+        Olmoe,
+        {"family": "olmoe"},
+        {
+            **{"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "intermediate_size": 2048},
+            **{"num_experts": 64, "num_experts_per_tok": 8},
+        },
+    ),
+    "gpt2": Kind("GPT2LMHeadModel", GPT2, {"family": "gpt"}, {}),
+    "t5": Kind("T5ForConditionalGeneration", T5, {"family": "t5", "tie_embeddings": True}, {}),
 }
 
 
@@ -585,15 +512,27 @@ def from_hf_config(content: Mapping[str, Any]) -> dict[str, Any]:
     if model_type not in [*KINDS]:
         raise CheckpointError(f"config.json: model_type {shortened(model_type)} is not among {', '.join(KINDS)}")
     kind = KINDS[str(model_type)]
-    unread = UNREAD - kind.model_fields.keys()
+    unread = UNREAD - kind.content.model_fields.keys()
     try:
-        keys = kind.model_validate({key: value for key, value in content.items() if key not in unread}).keys()
-        ModelConfig.model_validate(keys)
+        given = {RENAMED.get(key, key): value for key, value in content.items() if key not in unread}
+        keys = kind.ours | kind.content.model_validate(kind.defaults | given).keys()
+        return _read(keys)
     except ValidationError as error:
         raise CheckpointError("\n  ".join(f"config.json: {_problem(e)}" for e in error.errors())) from None
     except ValueError as error:
         raise CheckpointError(f"config.json: {error}") from None
-    return keys
+
+
+def _read(keys: dict[str, Any]) -> dict[str, Any]:
+    """The keys that our family reads. Raises ValueError if another has a value that the family does not stand for."""
+    family = FAMILIES[keys["family"]].keys
+    others = {key for entry in FAMILIES.values() for key in entry.keys if key not in family}
+    read = {key: value for key, value in keys.items() if key not in others}
+    fixed = ModelConfig.model_validate(read).resolved()
+    for key in keys.keys() & others:
+        if keys[key] != fixed[key]:
+            raise ValueError(f"{key} = {keys[key]} is not supported for this model_type; {fixed[key]} is")
+    return read
 
 
 def _problem(error: Any) -> str:
@@ -615,7 +554,7 @@ def to_hf_config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
     Raises:
         CheckpointError: Hugging Face has no such architecture.
     """
-    known = sorted({str(kind.stands_for["family"]) for kind in KINDS.values()})
+    known = sorted({str(kind.ours["family"]) for kind in KINDS.values()})
     if config.family not in known:
         raise CheckpointError(
             f'model.family = "{config.family}" has no Hugging Face names, only {", ".join(known)} do '
@@ -643,4 +582,8 @@ def to_hf_config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
         common |= {"is_encoder_decoder": True}
     elif model_type not in ("llama", "qwen2", "qwen3", "gpt2"):  # their default may not be in the vocabulary
         common |= {"pad_token_id": None}
-    return common | kind.of(config, vocab_size).model_dump(by_alias=True, exclude_unset=True)
+    ours = config.resolved() | {"vocab_size": vocab_size}
+    fields = kind.content.model_fields.items()
+    values = {field.serialization_alias or name: ours[name] for name, field in fields if name in ours}
+    made = kind.content.model_validate(values | kind.content.more(config))
+    return common | made.model_copy(update=made.implied()).model_dump(by_alias=True, exclude_unset=True)
