@@ -105,7 +105,7 @@ def parse(
         checks=checks,
         saved=saved,
     )
-    loaded = replace(loaded, with_changes=arguments["resume_with_changes"])
+    loaded = replace(loaded, with_changes=arguments["resume_with_changes"], retry=arguments["retry"])
     modes = {name: arguments[name] for name in ("print_config", "check_config", "inspect", "dry_run", "replay")}
     return Command(loaded, **modes, trains=all(mode is None or mode is False for mode in modes.values()))
 
@@ -124,10 +124,11 @@ def _parser(shows_all: bool) -> argparse.ArgumentParser:
     add_flag("--help-all", help=f"show all {len(schema.known_keys())} keys; --help shows those that are set most")
     parser.add_argument("--config", type=paths.argument, metavar="FILE", help="a TOML experiment, see configs/")
     add_flag("--print-config", help="print every value with its origin, and exit")
-    add_flag("--check-config", help="check the config for this world size, and exit")
+    add_flag("--check-config", help="check the config for this world size, and prepared data, and exit")
     add_flag("--inspect", help="print the sharded model and its FSDP groups, and exit")
     add_flag("--dry-run", help="run three steps in a temporary folder, print memory and time, and exit")
     add_flag("--resume-with-changes", help="resume although this changes what the run learns with (docs/resume.md)")
+    add_flag("--retry", help="start although the last attempt failed, and would again (docs/cluster.md)")
     parser.add_argument("--replay", type=int, metavar="N", help="compare step N, made again, with the run, and exit")
     shorthands = parser.add_argument_group("shorthands")
     for flag, keys in SHORTHANDS.items():
