@@ -51,6 +51,7 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
         (["--fsdp.dp_shard=0"], "should be -1 (all remaining ranks) or at least 1"),
         (["--fsdp.dp_replicate=3"], "does not give the world size 1; fsdp.dp_replicate = 1 with fsdp.dp_shard = 1"),
         (["--run.device=cuda"], 'torch sees no GPU here; run.device = "cpu" works'),
+        (["--run.preempted_exit_code=2"], "is the exit code of a failure; run.preempted_exit_code = 75 works"),
         (["--run.name=a/b"], "should be the plain name of a folder"),
         (["--data.path=no/such/text"], "nothing found at no/such/text"),
         (["--data.path=[]"], "names no text"),

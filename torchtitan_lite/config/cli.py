@@ -4,7 +4,7 @@ import argparse
 import functools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan_lite import hints
@@ -104,6 +104,7 @@ def parse(
         checks=checks,
         saved=saved,
     )
+    loaded = replace(loaded, retry=arguments["retry"])
     modes = {name: arguments[name] for name in ("print_config", "check_config", "inspect", "dry_run", "replay")}
     return Command(loaded, **modes, trains=all(mode is None or mode is False for mode in modes.values()))
 
@@ -122,9 +123,10 @@ def _parser(shows_all: bool) -> argparse.ArgumentParser:
     add_flag("--help-all", help=f"show all {len(schema.known_keys())} keys; --help shows those that are set most")
     parser.add_argument("--config", type=paths.argument, metavar="FILE", help="a TOML experiment, see configs/")
     add_flag("--print-config", help="print every value with its origin, and exit")
-    add_flag("--check-config", help="check the config for this world size, and exit")
+    add_flag("--check-config", help="check the config for this world size, and prepared data, and exit")
     add_flag("--inspect", help="print the sharded model and its FSDP groups, and exit")
     add_flag("--dry-run", help="run three steps in a temporary folder, print memory and time, and exit")
+    add_flag("--retry", help="start although the last attempt failed, and would again (docs/cluster.md)")
     parser.add_argument("--replay", type=int, metavar="N", help="compare step N, made again, with the run, and exit")
     shorthands = parser.add_argument_group("shorthands")
     for flag, keys in SHORTHANDS.items():

@@ -1,7 +1,6 @@
 """The text of the terminal: the run at its start, each step, and the next commands. metrics.Log prints it."""
 
 import json
-import os
 import re
 import shlex
 import time
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_lite import __version__
+from torchtitan_lite import BUSY_AT_START, __version__
 from torchtitan_lite.checkpointing.save import BaseCheckpointer
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.derive import Layout, options_against_copies
@@ -56,8 +55,11 @@ def start_lines(
         f"fsdp    {fsdp_line(config)}",
         f"run     {config.folder}  {_origin(loaded, checkpointer)}",
     ]
-    if world.device.type == "cpu" and (line := spinning_line(world.threads)):
-        lines.append(line)
+    if world.device.type == "cpu" and world.threads > 1 and BUSY_AT_START:
+        lines.append(
+            "run     other processes use this machine, so threads do not spin (GOMP_SPINCOUNT=1000). On quiet "
+            "cores that is 20 % slower: start again when they are"
+        )
     if world.device.type == "cuda":
         from torchtitan_lite.monitoring import mfu
 
@@ -95,22 +97,6 @@ def copies_lines(config: Config, layout: Layout) -> list[str]:
     *others, last = keys
     named = f"{', '.join(others)} and {last}" if others else last
     return [f"fsdp    nothing is sharded: {named} would save copies, if they fit in memory (see plan)"]
-
-
-def spinning_line(threads: int) -> str:
-    """A line if other processes use the cores on which threads of OpenMP spin while they wait for each other."""
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if (
-        threads == 1
-        or load <= cores
-        or not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}.isdisjoint(os.environ)
-    ):
-        return ""
-    return (
-        f"run     this machine is busy (load {load:.1f} on {counted(cores, 'core')}), and the {threads} threads of a "
-        "rank spin while they wait for each other. OMP_WAIT_POLICY=PASSIVE in the environment may make steps several "
-        "times faster"
-    )
 
 
 def model_line(config: Config, parameters: str, widened: bool = False) -> str:
