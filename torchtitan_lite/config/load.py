@@ -134,6 +134,8 @@ def read_file(path: Path, chain: Sequence[Path] = ()) -> list[tuple[str, Layer]]
     if path.resolve() in chain:
         loop = " -> ".join(p.name for p in (*chain[chain.index(path.resolve()) :], path))
         raise ConfigError(f"{path}: base files form a cycle: {loop}; remove one of the `base` lines")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path}: not a file")
     content = b""
     try:
         content = path.read_bytes()
