@@ -42,8 +42,7 @@ SLACK = 12  # MiB: messages, JSON, the interpreter
 
 
 def config_of(world_size: int) -> Config:
-    given = {key: load.ConfigValue(value, "") for key, value in VALUES.items()}
-    return load.load(None, given, world_size=world_size).config
+    return load.load(None, VALUES, world_size=world_size).config
 
 
 def anonymous() -> int:
