@@ -41,7 +41,7 @@ from torchtitan_lite.monitoring import mfu
 from torchtitan_lite.process import local_rank
 from torchtitan_lite.scoring.find_tasks import BUILT_IN, find_each
 from torchtitan_lite.scoring.likelihood import bytes_per_token, over_ranks
-from torchtitan_lite.scoring.task_scores import TaskScore, score
+from torchtitan_lite.scoring.task_scores import TaskScore, figure_text, score
 from torchtitan_lite.scoring.task_tokens import Encoded, Inputs, encoded, text_encoder
 from torchtitan_lite.terminal import prepare_streams
 from torchtitan_lite.tools.evaluation import tables
@@ -361,16 +361,14 @@ def evaluate(options: Options, world: World) -> list[dict[str, Any]]:
         task_differences = tables.tasks_compared(task_scores, first_tasks)
 
         lines = [*model.opened.notes, model.opened.source, *tables.table(rows)]
-        lines += tables.difference_lines(differences, name_of_first)
-        lines += [
-            f"  no difference to {name_of_first}, {name}: the two were scored on different documents; --data TEXT "
-            "names the same for both"
-            for name in texts
-            if first and name not in (*differences, tables.TOTAL)
-        ]
+        named = [name for name in texts if first and (name in differences or name != tables.TOTAL)]
+        by_text = {name: tables.difference_text(row) for name, row in differences.items()}
+        why = "the two were scored on different documents; --data TEXT names the same for both"
+        lines += tables.minus(name_of_first, named, by_text, why)
         lines += tables.task_table(task_scores, length)
+        by_task = {name: figure_text(row, "score") for name, row in task_differences.items()}
         on_both = [name for name in task_scores if name in first_tasks]
-        lines += tables.task_difference_lines(task_differences, name_of_first, on_both)
+        lines += tables.minus(name_of_first, on_both, by_task, "the two were asked different questions")
         tokenizer = bpe.sha256(model.opened.tokenizer)
         first_tokenizer = first_tokenizer or tokenizer
         if (differences or task_differences) and tokenizer != first_tokenizer:
