@@ -70,11 +70,11 @@ def compared(texts: dict[str, Scores], first: dict[str, Scores]) -> dict[str, di
 
 def table(rows: dict[str, dict[str, float]]) -> list[str]:
     """One line for each text, under a head."""
-    cells = [("  text", "documents", "window", "tokens", "nats/token", "bits/byte", "perplexity")]
+    cells = [["  text", "documents", "window", "tokens", "nats/token", "bits/byte", "perplexity"]]
     for name, row in rows.items():
         scores = (plus_minus(row[key], row[f"{key}_stderr"], 4) for key in ("loss", "bits_per_byte"))
         sizes = f"{row['documents']:,}", f"{row['seq_len']}", f"{row['tokens']:,}"
-        cells.append((f"  {name}", *sizes, *scores, f"{row['perplexity']:,.2f}"))
+        cells.append([f"  {name}", *sizes, *scores, f"{row['perplexity']:,.2f}"])
     return columns(cells, right=range(1, 7)) if rows else []
 
 
@@ -116,13 +116,13 @@ def task_table(scores: dict[str, TaskScore], length: int) -> list[str]:
         length: tokens in a window.
     """
     heads = "questions", "window", "accuracy", "per byte", "per token", "chance", "bits/byte of the right answers"
-    cells = [("  task", *heads)]
+    cells = [["  task", *heads]]
     for name, score in scores.items():
         figures, task = score.figures(), score.task
         metrics = METRICS[task.kind]
         texts = [figure_text(figures, m) + "*" * (m == task.main != metrics[0]) for m in metrics]
         texts += ["-"] * (3 - len(metrics)) + [f"{task.chance:.3f}", figure_text(figures, "bits_per_byte")]
-        cells.append((f"  {name}", f"{len(task.questions):,}", f"{length}", *texts))
+        cells.append([f"  {name}", f"{len(task.questions):,}", f"{length}", *texts])
     starred = any(score.task.main != METRICS[score.task.kind][0] for score in scores.values())
     lines = columns(cells, right=range(1, 8)) if scores else []
     return [*lines, *["  *: the main score of the task"] * starred]
