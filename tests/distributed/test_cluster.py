@@ -29,10 +29,10 @@ from torchtitan_lite import process
 from torchtitan_lite.checkpointing import save, storage
 from torchtitan_lite.config.schema import CheckpointConfig
 from torchtitan_lite.distributed.agreement import from_all_ranks
+from torchtitan_lite.distributed.lost import explained
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import REPEATS, StuckError, UserError
 from torchtitan_lite.monitoring import attempts
-from torchtitan_lite.monitoring.watchdog import explained
 
 LAZY = "TORCH_GLOO_LAZY_INIT"
 DOC = (ROOT / "docs/cluster.md").read_text()
@@ -106,7 +106,7 @@ def exchange_without_one(world: World, folder: Path) -> None:
         while stat.read_text().rpartition(")")[2].split()[0] != "Z":
             pass
     try:
-        with explained(world):
+        with explained():
             from_all_ranks(world.rank, group)
     except StuckError as error:
         (folder / f"error-{world.rank}").write_text(str(error))

@@ -48,12 +48,7 @@ def test_a_hang(text: Path, tmp_path: Path) -> None:
     (seen,) = quoted("A hang")
     assert result.returncode != 0
     said = general(result.stderr.replace(str(tmp_path / "mine"), "runs/mine"))
-    what, behind, stopped = seen.removeprefix("train.py: ").split("; ")
-    slower = (
-        "rank *, step *: waited for the other ranks for run.timeout_minutes = *"  # gloo was first, on a busy machine
-    )
-    assert what in said or slower in said, said
-    assert f"{behind}; {stopped}" in said
+    assert seen in said, said
     run, stacks, again = followed("A hang", plain, tmp_path)
     assert "fetching its batch" in json.loads(run)["reason"]
     assert "worker.py" in stacks

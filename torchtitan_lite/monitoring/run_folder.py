@@ -146,7 +146,8 @@ def _write(folder: Path, attempt: int, status: str, step: int, reason: str, repe
     about = {"format_version": attempts.FORMAT_VERSION, "attempt": attempt, "status": status}
     about |= {"step": step, "reason": reason, "repeats": repeats}
     with contextlib.suppress(OSError):
-        about |= {"time": round(time.time(), 3), "goodput": round(goodput(folder)[0], 4)}
+        share, _ = goodput(attempts.read(folder), attempts.records(folder))
+        about |= {"time": round(time.time(), 3), "goodput": round(share, 4)}
         write_durably(folder / "run.json", (json.dumps(about, indent=2) + "\n").encode())
 
 

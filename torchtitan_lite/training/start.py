@@ -89,10 +89,6 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
     """
     config, world, log, step = s.config, s.world, s.log, s.state.step
     finished = step >= config.train.steps
-    if s.resumed and not (loaded_config.with_changes or s.checkpointer.forked_from):  # a fork may learn in another way
-        from torchtitan_lite.monitoring.resumed import require_same_learning
-
-        require_same_learning(config, s.resumed, s.state)
     layout = derive(config, world.world_size)
     log.info(start_lines(config, layout, world, s.model, data, s.samples, s.state, s.resumed, s.checkpointer))
     if s.resumed and loaded_config.kept:
