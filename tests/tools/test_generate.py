@@ -195,7 +195,6 @@ def test_text_is_streamed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "word " * 60], "a prompt of at most 36 works"),
         ([], "nothing to continue"),
         (["--prompt", "x", "--temperature=-1", "--top-p=0"], "--top-p=0.0 should be above 0"),

@@ -249,7 +249,7 @@ def _kept(before: Layer, given: Layer, values: Layer) -> Layer:
         before: the run's values.
         values: today's.
     """
-    today = flatten(Config()) | values
+    today = {**flatten(Config()), **values}
     resized = given.get("model.size", before.get("model.size")) != before.get("model.size")
     return {
         key: value

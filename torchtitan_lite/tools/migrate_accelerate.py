@@ -139,7 +139,7 @@ FSDP: dict[str, Rule] = {
     "fsdp_version": "always FSDP2",
     "fsdp_sharding_strategy": Choice(STRATEGY),
     # Accelerate also accepts FSDP1's strategy names here
-    "fsdp_reshard_after_forward": Choice(_switch("fsdp.reshard_after_forward").outcomes | STRATEGY),
+    "fsdp_reshard_after_forward": Choice({**_switch("fsdp.reshard_after_forward").outcomes, **STRATEGY}),
     "fsdp_auto_wrap_policy": Choice({"TRANSFORMER_BASED_WRAP": GROUPS}, other=FIXED_GROUPS),
     "fsdp_transformer_layer_cls_to_wrap": _block_class,
     "fsdp_transformer_cls_names_to_wrap": _block_class,
