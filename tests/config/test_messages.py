@@ -333,3 +333,14 @@ def test_what_needs_several_ranks_is_refused_before_any_process_group(monkeypatc
     )
     offloaded = mistakes("--fsdp.cpu_offload", "--fsdp.dp_replicate=2", world_size=8, n_gpus=8)
     assert "pull/180665 measured wrong ones, without an error; fsdp.dp_replicate = 1 works" in offloaded
+
+
+def test_a_folder_without_text_is_found_by_the_check_of_a_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "notes.md", "some text")
+    assert train.main(["--check-config", f"--data.path={tmp_path}"]) == 2
+    message = capsys.readouterr().err
+    assert f"no text at {tmp_path} (it has " in message
+    assert "1 problem" in message
+    assert train.main(["--check-config", f"--data.path={tmp_path}", "--data.text_suffixes=.md"]) == 0

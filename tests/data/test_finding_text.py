@@ -22,7 +22,7 @@ from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.prepare.plan import Options
 from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.errors import ConfigError, DataError
-from torchtitan_lite.training.checks import check_suffixes
+from torchtitan_lite.training.checks import check_text
 
 
 def tree(root: Path, *names: str) -> Path:
@@ -56,7 +56,7 @@ def test_named_suffixes_are_read_as_text(tmp_path: Path, capsys: pytest.CaptureF
         with pytest.raises(DataError, match=r"data\.text_suffixes.* should be the suffix of plain text"):
             corpus.find(str(tmp_path), "text", [wrong])
         config = Config(data=DataConfig(text_suffixes=[wrong]))
-        assert "should be the suffix of plain text" in check_suffixes(config)["data.text_suffixes"]
+        assert "should be the suffix of plain text" in " ".join(check_text(config).values())
     assert train.main(["--check-config", "--data.text_suffixes=md"]) == 2
     assert 'text_suffixes (prepare: --text-suffixes): "md" should be the suffix' in capsys.readouterr().err
     (tmp_path / "c.py").rename(tmp_path / "a.py")

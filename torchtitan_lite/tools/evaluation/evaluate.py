@@ -83,6 +83,7 @@ class Options:
     ema: bool = False
     best: bool = False
     tokenizer: Path | None = None
+    family: str = ""  # "module:Name" of the user's own, to import
 
     def problems(self) -> list[str]:
         """The options that are out of range, and what works."""
@@ -124,6 +125,7 @@ def options_of(argv: Sequence[str]) -> Options:
     add("--best", action="store_true", help="of each run: the checkpoint with the lowest validation loss")
     add("--ema", action="store_true", help="use the averaged weights, see optim.ema_decay")
     add("--tokenizer", type=paths.argument, default=None, help="a tokenizer.json to use instead of the models' own")
+    add("--model.family", dest="family", default="", metavar="module:Name", help="of a model of your own: import it")
     add = parser.add_argument_group("tasks (docs/tasks.md)").add_argument
     add("--tasks", **several, metavar="TASK", help=f".jsonl files, or {', '.join(BUILT_IN)}")
     add("--questions", type=int, default=0, help="score N random questions of each task, always the same; 0: all")
@@ -334,6 +336,8 @@ def evaluate(options: Options, world: World) -> list[dict[str, Any]]:
     """
     if problems := options.problems():
         raise ConfigError("\n  ".join(problems))
+    if options.family:
+        FAMILIES.add(options.family)
     if options.best:
         options = replace(options, models=[best_checkpoint(run) for run in options.models])
     if len(options.models) > 1:
