@@ -267,11 +267,8 @@ def simulate_depths(config: Config, mesh: DeviceMesh, vocab_size: int, depths: l
     timeline = Timeline()
     with torch.device("meta"):
         keys = dict(zip(("n_layers", "n_decoder_layers"), depths, strict=False))
-        model = models.build(config.model.model_copy(update=keys), vocab_size)
+        model = models.build(config.model.model_copy(update=keys), vocab_size, models.LossOptions.of(config))
     freeze(model, config.optim.freeze)
-    model.output.z_loss = config.train.z_loss
-    model.router_aux_loss, model.router_z_loss = config.train.router_aux_loss, config.train.router_z_loss
-    model.output.chunked = config.speed.chunked_loss
     if on_gpu:
         fuse_norms(model)  # CUDA's kernel keeps as little as our CPU version
     else:
