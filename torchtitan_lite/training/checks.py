@@ -99,10 +99,10 @@ def check_suffixes(config: Config) -> dict[str, str]:
     """Check data.text_suffixes, as the search for text does. Returns the broken rules."""
     if not config.data.text_suffixes:
         return {}
-    from torchtitan_lite.data.prepare.corpus import checked_suffixes
+    from torchtitan_lite.data.prepare.texts import CONFIG, checked_suffixes
 
     try:
-        checked_suffixes(config.data.text_suffixes)
+        checked_suffixes(config.data.text_suffixes, CONFIG)
     except DataError as error:
         return {"data.text_suffixes": str(error)}
     return {}
