@@ -61,17 +61,17 @@ class Checkpointer(BaseCheckpointer):
         """
         self.start_save(state, getattr(self, f"save_{self.config.state_dict}_by_{self.config.api}"))
 
-    def load(self, identity: Mapping[str, Any]) -> TrainState | None:
+    def load(self, values: Mapping[str, Any]) -> TrainState | None:
         """Load the checkpoint that `config.resume` selects, and return its state; None if there is none.
 
         Only tensors are restored. Hyperparameters come from the config.
 
         Args:
-            identity: has to equal the checkpoint's identity.
+            values: of this run's TrainState, to be compared with the checkpoint's.
 
         Raises:
-            CheckpointError: on every rank, before anything is overwritten: the checkpoint is damaged, or belongs to
-                another model or other data.
+            CheckpointError: on every rank, before anything is overwritten: the checkpoint is damaged, or the run can't
+                continue with these values.
         """
         selection = select_checkpoint(self.folder, self.config, self.world)
         self.notes, self.damaged = selection.notes, selection.damaged
@@ -79,7 +79,7 @@ class Checkpointer(BaseCheckpointer):
             return None
         folder, manifest = selection.checkpoint
         self.forked_from = None if folder.parent == self.folder else folder
-        state = compatibility.read_state(folder, identity, self.world, named_by_step=self.forked_from is None)
+        state = compatibility.read_state(folder, values, self.world, named_by_step=self.forked_from is None)
         make_state(self.optimizer)  # a load fills existing tensors, and moments exist only after the first step
         with compatibility.optimizer_as_saved(self.optimizer, state):
             compatibility.require_same_tensors(folder, manifest, self.parts(), self.world)

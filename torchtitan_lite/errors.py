@@ -5,6 +5,7 @@ import errno
 import io
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -12,9 +13,15 @@ from collections.abc import Callable
 
 from torchtitan_lite.terminal import print_error
 
+REPEATS = 3  # the exit code of a failure in training that the same config and code would repeat
+
 
 class UserError(Exception):
-    """The message names the wrong value and the fix. The process exits with `exit_code`."""
+    """The message names the wrong value and the fix. The process exits with `exit_code`.
+
+    2: a start found that the command, the config, the data or a checkpoint is wrong, as the next one will. 3: see
+    REPEATS. 1: the same command may work later.
+    """
 
     exit_code = 2
 
@@ -43,6 +50,8 @@ class FormatError(UserError):
 
 class UnreadableError(CheckpointError):
     """The system failed to read a checkpoint (permissions, disk, network). The checkpoint may be intact."""
+
+    exit_code = 1
 
 
 class SaveError(UserError):
@@ -79,13 +88,19 @@ class DivergedError(UserError):
 class NonFiniteError(UserError):
     """The loss or the gradient norm became NaN or infinite. That step's update was not applied."""
 
-    exit_code = 1
+    exit_code = REPEATS
 
 
 class SpikeError(UserError):
     """A loss or gradient norm far above those before it. That step's update was not applied."""
 
-    exit_code = 1
+    exit_code = REPEATS
+
+
+class RepeatError(UserError):
+    """The last attempt had the same config and code, and failed in a way that would repeat."""
+
+    exit_code = REPEATS
 
 
 # --- commands ---------------------------------------------------------------------------------------------------
@@ -111,7 +126,8 @@ def run_cli(name: str, main: Callable[[], int], local_rank: int = 0) -> int:
             print_error(f"{name}: stopped")
         return 130
     except UserError as error:
-        report(f"{name}: {error}", local_rank, follows=getattr(error, "follows", False))
+        final = error.exit_code in (UserError.exit_code, REPEATS)
+        report(f"{name}: {error}", local_rank, follows=getattr(error, "follows", False), final=final)
         return error.exit_code
     except Exception as error:
         if isinstance(error, BrokenPipeError):  # the reader of a pipe, e.g. head, has exited
@@ -185,7 +201,7 @@ def _where(error: Exception) -> str:
     return f" [{os.path.relpath(ours[-1].filename, os.path.dirname(package))}:{ours[-1].lineno}]" if ours else ""
 
 
-def report(message: str, local_rank: int = 0, *, follows: bool = False) -> None:
+def report(message: str, local_rank: int = 0, *, follows: bool = False, final: bool = False) -> None:
     """Report an error that most likely all ranks have, once on each machine: on stderr, or in torchrun's last lines.
 
     torchrun kills all ranks as soon as one exits, so the others wait for the first to report. One that is still alive
@@ -193,6 +209,7 @@ def report(message: str, local_rank: int = 0, *, follows: bool = False) -> None:
 
     Args:
         follows: the error follows from the death of another rank.
+        final: the next start would fail in the same way, so torchrun is ended before it makes one.
     """
     happened = time.time() + (5 if follows else 0)
     if local_rank != 0:
@@ -200,6 +217,9 @@ def report(message: str, local_rank: int = 0, *, follows: bool = False) -> None:
         message = f"[local rank {local_rank}] {message}"
     if not _tell_launcher(message, happened):
         print_error(message)
+        if final and _restarts():
+            print_error("torchrun would try again, so it is ended; its traceback follows")
+            os.kill(os.getppid(), signal.SIGTERM)
 
 
 def _tell_launcher(message: str, happened: float, stack: str = "") -> bool:
@@ -222,9 +242,12 @@ def _tell_launcher(message: str, happened: float, stack: str = "") -> bool:
         os.replace(f"{path}.new", path)  # torchrun raises if it reads half of it
     except OSError:
         return False
-    names = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
-    restarts, most = (os.environ.get(name) for name in names)
-    return restarts == most  # before a restart, torchrun prints nothing
+    return not _restarts()  # before a restart, torchrun prints nothing
+
+
+def _restarts() -> bool:
+    """Whether torchrun starts the processes again when one fails."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT") != os.environ.get("TORCHELASTIC_MAX_RESTARTS")
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -13,7 +13,7 @@ import pytest
 import train
 from tests.data.test_data import texts_of
 from tests.helpers import ranks, start, succeeded, tiny
-from torchtitan_lite.config.load import ConfigValue, load
+from torchtitan_lite.config.load import load
 from torchtitan_lite.config.schema import Config, DataConfig, TokenizerConfig
 from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.prepare.__main__ import main
@@ -152,7 +152,7 @@ def test_globs_without_links_match_pathlib(pattern: str, tmp_path: Path, monkeyp
 def test_a_path_that_exists_is_itself(name: str, tmp_path: Path) -> None:
     tree(tmp_path, name if name.endswith(".txt") else f"{name}/a.txt", "data1/wrong.txt", "x.txt", "a-b/wrong.txt")
     assert [Path(file).name for file in found(tmp_path / name)] == [name if name.endswith(".txt") else "a.txt"]
-    load(None, {"data.path": ConfigValue(str(tmp_path / name), "command line")})
+    load(None, {"data.path": str(tmp_path / name)})
 
 
 def test_skipped_files_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,7 +200,7 @@ def test_impossible_names_are_errors(path: str | list[str], expected: str) -> No
     with pytest.raises(UserError, match=expected):
         find(path)
     with pytest.raises(ConfigError) as caught:
-        load(None, {"data.path": ConfigValue(path, "command line")})
+        load(None, {"data.path": path})
     assert expected in str(caught.value) or "a.txt" in str(caught.value)
 
 

@@ -195,7 +195,6 @@ def test_text_is_streamed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "word " * 60], "a prompt of at most 36 works"),
         ([], "nothing to continue"),
         (["--prompt", "x", "--temperature=-1", "--top-p=0"], "--top-p=0.0 should be above 0"),
@@ -231,7 +230,7 @@ def test_folders_without_a_model_are_errors(run: Path, tmp_path: Path, capsys: p
     assert "is not a run with a checkpoint" in capsys.readouterr().err
     (tmp_path / "empty/config.json").write_text(json.dumps({"model_type": "bert"}))
     assert generate.main([str(tmp_path / "empty"), "--prompt", "x"]) == 2
-    assert 'model_type "bert"' in capsys.readouterr().err
+    assert "model_type bert is not among" in capsys.readouterr().err
 
 
 def test_a_tokenizer_of_another_model_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchtitan_lite import __version__
 from torchtitan_lite.config.schema import Config, flatten
 from torchtitan_lite.distributed.process_group import World
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.errors import BusyError, ConfigError
 
 T = TypeVar("T")
 
@@ -92,7 +92,8 @@ def require_agreement(config: Config, world: World) -> list[str]:
     """Compare versions and config between all ranks. Returns the host names in the order of their ranks.
 
     Raises:
-        ConfigError: on every rank, with each value that differs and the ranks and hosts that have it.
+        ConfigError: on every rank, with each value that differs and the ranks and hosts that have it. On the ranks with
+            the most common values it is a BusyError.
     """
     mine: dict[str, Any] = {
         "torchtitan_lite": __version__,
@@ -116,7 +117,10 @@ def require_agreement(config: Config, world: World) -> list[str]:
         if len(ranks_of) > 1:
             shown = "; ".join(f"{value} on {_ranks(ranks, hosts)}" for value, ranks in ranks_of.items())
             differences.append(f"{key}: {shown}")
-    raise ConfigError("\n  ".join(["the ranks differ in config or versions:", *differences]))
+    digests = [other for _, other in short]
+    # under a torchrun that starts again, only the machines with other values end, and the rest goes on without them
+    error = BusyError if digest == max(digests, key=digests.count) else ConfigError
+    raise error("\n  ".join(["the ranks differ in config or versions:", *differences]))
 
 
 def _ranks(ranks: list[int], hosts: list[str]) -> str:

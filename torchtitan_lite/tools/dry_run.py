@@ -1,5 +1,5 @@
-"""`train.py --dry-run`: three steps of the real run, and a table of planned and measured values. Keeps no files but
-prepared data.
+"""`train.py --dry-run`: three steps of the real run on all ranks, a look at the disk and the clocks of all machines,
+and a table of planned and measured values. Keeps no files but prepared data.
 
 All batches have one shape, so three steps are enough: the first compiles and allocates persistent memory, the second
 measures memory, and the third is timed.
@@ -7,6 +7,7 @@ measures memory, and the third is timed.
 
 import contextlib
 import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -16,19 +17,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from pydantic import BaseModel
 
+from torchtitan_lite.checkpointing.progress import on_rank0
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.distributed.agreement import require_agreement
+from torchtitan_lite.distributed.agreement import from_all_ranks, require_agreement
 from torchtitan_lite.distributed.process_group import process_group
-from torchtitan_lite.errors import StuckError
+from torchtitan_lite.errors import ConfigError, StuckError
 from torchtitan_lite.monitoring import mfu, run_folder
 from torchtitan_lite.monitoring.console import batch_line, fsdp_line, model_line
 from torchtitan_lite.monitoring.metrics import Log
 from torchtitan_lite.process import env_int
-from torchtitan_lite.terminal import duration, size
+from torchtitan_lite.terminal import counted, duration, size
 from torchtitan_lite.tools.allocator import own_bytes, peak_of
 from torchtitan_lite.tools.columns import columns
 from torchtitan_lite.tools.estimate import step_time
@@ -41,6 +44,7 @@ from torchtitan_lite.training.start import require_same_data
 
 Step = Callable[[Session, int], StepResult]
 STEPS = 3
+CLOCKS_S = 2.0  # torchrun compares heartbeats of 5 s (docs/cluster.md) by the clocks of the machines
 TOTAL = "total at the peak"
 
 
@@ -88,8 +92,36 @@ def run(loaded: Loaded, data: DataSet, build: Callable[..., Session], step: Step
             require_same_data(config, data, world)
             with contextlib.closing(build(config, data, world, Log(config.folder, speaks=first))) as session:
                 n_bytes, step_s = measure(session, step)
+                machines = checked_machines(loaded.config.folder, session)
             if plan is not None:
+                print(machines)
                 print(compare(plan, n_bytes, step_s, loaded.config.folder))
+
+
+def checked_machines(folder: Path, s: Session) -> str:
+    """Check the disk of a run and the clocks of all machines. Collective. Returns a line about them.
+
+    Raises:
+        UserError: on every rank.
+    """
+    s.checkpointer.folder = folder / "checkpoints"
+    s.checkpointer.require_space(0)
+    where = next(parent for parent in folder.parents if parent.is_dir())
+    file = Path(on_rank0(s.world, lambda: tempfile.mkstemp(prefix="dry-run-", dir=where)[1]))
+    sees = from_all_ranks((socket.gethostname(), file.exists()))
+    on_rank0(s.world, file.unlink)
+    blind = list(dict.fromkeys(host for host, seen in sees if not seen))
+    if blind and s.config.checkpoint.state_dict == "sharded":
+        raise ConfigError(f"run.out_dir: {where} of rank 0 is not shared: {', '.join(blind)} can't see a file in it")
+    dist.barrier()  # the clocks are read at the same time
+    clocks = from_all_ranks(time.time())
+    off = {host: clock - clocks[0] for (host, _), clock in zip(sees, clocks, strict=True)}
+    if wrong := ", ".join(f"{host} by {s:+.1f} s" for host, s in off.items() if abs(s) > CLOCKS_S):
+        raise ConfigError(f"clocks differ from that of {sees[0][0]}: {wrong}. torchrun would take machines for lost")
+    hosts = counted(len({host for host, _ in sees}), "machine")
+    seen_by = f"not seen by {', '.join(blind)}" if blind else "shared by all"
+    apart = max(clocks) - min(clocks)
+    return f"ranks   {len(sees)} on {hosts}; clocks within {apart:.2f} s; {where} has room, and is {seen_by}"
 
 
 def measure(s: Session, step: Step) -> tuple[dict[str, int], float]:
@@ -140,10 +172,12 @@ def compare(plan: Plan, n_bytes: dict[str, int], step_s: float, folder: Path) ->
         expected, real = planned_bytes[kind], n_bytes.get(kind)
         ratio = f"{real / expected:.2f}" if real and expected else ""
         rows.append((f"  {kind}", size(expected), "" if real is None else size(real), ratio))
-    least_s = step_time.least_s(plan, plan.device) if plan.device else 0.0
+    expected_s = 0.0
+    if plan.device is not None and not step_time.unknown(plan):
+        expected_s = step_time.expected(plan, plan.device).total
     rows += [
-        ("time of a step", f"at least {least_s:.3f} s" if least_s else "", f"{step_s:.3f} s", ""),
-        (f"{steps:,} steps", f"at least {duration(least_s * steps)}" if least_s else "", duration(step_s * steps), ""),
+        ("time of a step", f"{expected_s:.3f} s" if expected_s else "", f"{step_s:.3f} s", ""),
+        (f"{steps:,} steps", duration(expected_s * steps) if expected_s else "", duration(step_s * steps), ""),
         ("tokens per second", "", f"{layout.tokens_per_step / step_s:,.0f}", ""),
     ]
     return "\n".join(
