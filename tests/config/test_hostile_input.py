@@ -25,7 +25,8 @@ from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.storage import Manifest
 from torchtitan_lite.checkpointing.tensor_names import own_tensors
 from torchtitan_lite.config import cli, schema, toml
-from torchtitan_lite.data.prepare import __main__, split
+from torchtitan_lite.data.prepare import __main__
+from torchtitan_lite.data.prepare.tokenizer import byte_level
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.monitoring import attempts
 from torchtitan_lite.tools import checkpoints, generate, migrate_accelerate
@@ -149,7 +150,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     state = TrainState(step=1, identity=identity, config=schema.flatten(config))
     full = storage.commit(folder, state, "full", 1, records)
     checkpoints.convert(full, run.parent / "sharded")
-    split.byte_level().save(str(run / "tokenizer.json"))
+    byte_level().save(str(run / "tokenizer.json"))
     hf.export(run, run.parent / "hf")
     (run / "config.toml").write_text(toml.to_toml_with_origins(toml.Loaded(config, {})))
     step = {

@@ -18,6 +18,7 @@ from torchtitan_lite.config import load
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import OptimConfig, flatten
 from torchtitan_lite.config.sections.optim import OPTIMIZERS
+from torchtitan_lite.errors import ConfigError
 
 FAMILY, OPTIMIZER = "examples.own_model:PARALLEL", "examples.own_optimizer:LION"
 
@@ -85,14 +86,14 @@ def test_a_name_in_a_checkpoint_is_not_imported(trained: tuple[Path, list[str]],
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Registries as at the start of a process."""
     for registry, name in ((FAMILIES, FAMILY), (OPTIMIZERS, OPTIMIZER)):
-        monkeypatch.setitem(registry, name, None)  # type: ignore[call-overload]
+        monkeypatch.setitem(registry, name, None)
         monkeypatch.delitem(registry, name)
 
 
 @pytest.mark.usefixtures("forgotten")
 def test_an_own_part_comes_from_the_command_or_a_file_and_not_from_a_run(tmp_path: Path) -> None:
     before = flatten(parse().config) | {"model.family": FAMILY, "optim.name": OPTIMIZER}
-    with pytest.raises(load.ConfigError, match=f"the run so far: .model. family = '{FAMILY}': imported only if"):
+    with pytest.raises(ConfigError, match=f"the run so far: .model. family = '{FAMILY}': imported only if"):
         load.load(None, {}, saved=lambda folder, resume: before)
     assert FAMILY not in FAMILIES
     file = write(tmp_path / "a.toml", f'[model]\nfamily = "{FAMILY}"\nsize = "10M"\n[optim]\nname = "{OPTIMIZER}"\n')

@@ -31,7 +31,7 @@ from torchtitan_lite.config.schema import Config, RunConfig
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.objectives import open_samples
-from torchtitan_lite.data.prepare import corpus
+from torchtitan_lite.data.prepare.texts import COMMAND, find, not_read
 from torchtitan_lite.data.token_files import PAIRS, read_meta
 from torchtitan_lite.distributed.process_group import World, exit_process, process_group
 from torchtitan_lite.errors import CheckpointError, ConfigError, DataError, UserError, run_cli
@@ -245,8 +245,8 @@ def _places(model: Model, options: Options) -> Iterator[Place]:
         if paths.is_prepared(name):
             yield Place(name, paths.expand(name), split, most=most)
         else:
-            found = corpus.find(name, options.text_key, options.text_suffixes)
-            notes = tuple(corpus.not_read([found], "--text-suffixes"))
+            found = find(name, text_suffixes=options.text_suffixes)
+            notes = tuple(not_read([found], COMMAND))
             yield Place(name, None, split, options.text_key, tuple(options.text_suffixes), most, notes)
 
 
