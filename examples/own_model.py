@@ -11,6 +11,7 @@ from torchtitan_lite.config.families import GPT, Family
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.models import gpt
 from torchtitan_lite.models.generation import KeysValues
+from torchtitan_lite.models.loss import LossOptions
 from torchtitan_lite.models.transformer import Transformer
 
 
@@ -32,9 +33,9 @@ class ParallelBlock(nn.Module):
 class Parallel(Transformer):
     """Learned positions, parallel blocks."""
 
-    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
+    def __init__(self, config: ModelConfig, vocab_size: int, losses: LossOptions) -> None:
         blocks: list[nn.Module] = [ParallelBlock(config) for _ in range(config.n_layers)]
-        super().__init__(config, vocab_size, blocks, nn.LayerNorm(config.dim, config.norm_eps))
+        super().__init__(config, vocab_size, losses, blocks, nn.LayerNorm(config.dim, config.norm_eps))
         self.pos_embeddings = nn.Embedding(config.max_seq_len, config.dim)
 
     def inputs(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:

@@ -25,8 +25,10 @@ from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.storage import Manifest
 from torchtitan_lite.checkpointing.tensor_names import own_tensors
 from torchtitan_lite.config import cli, schema, toml
-from torchtitan_lite.data.prepare import __main__, split
+from torchtitan_lite.data.prepare import __main__
+from torchtitan_lite.data.prepare.tokenizer import byte_level
 from torchtitan_lite.huggingface import weights as hf
+from torchtitan_lite.monitoring import attempts
 from torchtitan_lite.tools import checkpoints, generate, migrate_accelerate
 from torchtitan_lite.tools.report import report
 
@@ -148,13 +150,24 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     state = TrainState(step=1, identity=identity, config=schema.flatten(config))
     full = storage.commit(folder, state, "full", 1, records)
     checkpoints.convert(full, run.parent / "sharded")
-    split.byte_level().save(str(run / "tokenizer.json"))
+    byte_level().save(str(run / "tokenizer.json"))
     hf.export(run, run.parent / "hf")
     (run / "config.toml").write_text(toml.to_toml_with_origins(toml.Loaded(config, {})))
-    step = {"loss": 2.0, "mean_loss": 2.0, "seconds": 1.0, "time": 5.0, "lr": 0.1}
+    step = {
+        "loss": 2.0,
+        "mean_loss": 2.0,
+        "seconds": 1.0,
+        "time": 5.0,
+        "lr": 0.1,
+        "tokens": 8,
+        "tokens_per_second": 8.0,
+    }
     (run / "metrics.jsonl").write_text("".join(json.dumps({"step": n, **step}) + "\n" for n in (1, 2)))
     about = {"format_version": 1, "status": "complete", "step": 2, "reason": "", "time": 0}
     (run / "run.json").write_text(json.dumps(about))
+    lists: dict[str, Any] = {"command": [], "hosts": [], "setting": {}, "tasks": {}, "versions": {}, "git": {}}
+    numbers = {"attempt": 0, "time": 0, "step": 0, "samples": 0, "world_size": 1, "device": "cpu"}
+    attempts.add(run, {**numbers, **lists, "config": schema.flatten(config)})
     (run.parent / "text.txt").write_text(TEXT)
     assert __main__.main([str(run.parent / "text.txt"), "--out", str(run.parent / "data"), "--tokenizer", "bytes"]) == 0
     (run.parent / "accelerate.yaml").write_text("distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config:\n  a: 1\n")
@@ -163,7 +176,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_hostile_options_of_other_commands_never_raise(run: Path, amount: int) -> None:
     generating = ["max-tokens", "temperature", "top-k", "top-p", "seed", "device", "dtype", "tokenizer", "prompt"]
-    planning = ["world-size", "device", "mfu", "peak-tflops", "memory-gib", "memory-gbs", "intra-node-gbs", "per-node"]
+    planning = ["world-size", "device", "peak-tflops", "memory-gib", "memory-gbs", "intra-node-gbs", "per-node"]
     preparing = ["val-fraction", "on-error", "text-key", "end-token", "tokenizer", "verify", "train-tokenizer"]
     cases: list[tuple[Main, list[str]]] = []
     for word in WORDS:

@@ -103,12 +103,12 @@ def check_text(config: Config) -> dict[str, str]:
     folders = [path for path in named if path and expand(path).is_dir() and not is_prepared(path)]
     if not folders and not data.text_suffixes:
         return {}
-    from torchtitan_lite.data.prepare.corpus import checked_suffixes, find
+    from torchtitan_lite.data.prepare.texts import CONFIG, checked_suffixes, find
 
     try:
-        checked_suffixes(data.text_suffixes)
+        checked_suffixes(data.text_suffixes, CONFIG)
         for folder in folders:
-            find(folder, data.text_key, data.text_suffixes)
+            find(folder, data.text_key, data.text_suffixes, CONFIG)
     except DataError as error:
         return {"data.path data.sources data.text_suffixes": str(error)}
     return {}
