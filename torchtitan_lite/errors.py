@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import io
-import json
 import os
 import sys
 import time
@@ -17,6 +16,7 @@ class UserError(Exception):
     """The message names the wrong value and the fix. The process exits with `exit_code`."""
 
     exit_code = 2
+    follows = False  # from the failure of another process
 
 
 class ConfigError(UserError):
@@ -58,10 +58,9 @@ class OutputError(UserError):
 
 
 class StuckError(UserError):
-    """Another rank died, or made this one wait too long."""
+    """Another rank failed, died, or made this one wait too long."""
 
     exit_code = 1
-    follows = False  # whether another process failed first; otherwise it may hang
 
 
 class NoMemoryError(UserError):
@@ -111,7 +110,7 @@ def run_cli(name: str, main: Callable[[], int], local_rank: int = 0) -> int:
             print_error(f"{name}: stopped")
         return 130
     except UserError as error:
-        report(f"{name}: {error}", local_rank, follows=getattr(error, "follows", False))
+        report(f"{name}: {error}", local_rank, follows=error.follows)
         return error.exit_code
     except Exception as error:
         if isinstance(error, BrokenPipeError):  # the reader of a pipe, e.g. head, has exited
@@ -119,7 +118,7 @@ def run_cli(name: str, main: Callable[[], int], local_rank: int = 0) -> int:
             return 1
         message = _explained(error)
         if not message:
-            _tell_launcher(f"{name}: {error!r}", time.time(), traceback.format_exc())
+            _tell_torchrun(error)
             raise
         report(f"{name}: {message}", local_rank)
         try:
@@ -141,15 +140,8 @@ def _explained(error: Exception) -> str:
         message = f"no more threads can be started; ulimit -u or -v, or the limits of a container, are too low: {error}"
     elif isinstance(error, UnicodeDecodeError):
         message = f"byte {error.object[error.start]:#04x} at position {error.start:,} is not {error.encoding}"
-    elif isinstance(error, UnicodeEncodeError):
-        character = ascii(error.object[error.start])
-        message = f"the character {character} can't be written as {error.encoding}; try PYTHONIOENCODING=utf-8"
     elif isinstance(error, UnicodeError):
         message = str(error)
-    elif isinstance(error, RecursionError):
-        message = "the input is nested too deeply"
-    elif isinstance(error, OverflowError):
-        message = f"a number is too large: {error}"
     else:
         return ""
     return message + _where(error)
@@ -161,8 +153,6 @@ _NO_THREADS = "can't start new thread", "Resource temporarily unavailable", "una
 _HINTS = {
     errno.EACCES: "this process runs as uid {uid}; give it access, or choose another path",
     errno.EPERM: "this process runs as uid {uid}; give it access, or choose another path",
-    errno.ENAMETOOLONG: "a name has at most 255 bytes; choose a shorter path",
-    errno.ELOOP: "its symbolic links lead in a circle",
     errno.EMFILE: "too many files are open; raise the limit by ulimit -n",
     errno.ENOSPC: "free some space, or choose another disk",
     errno.EDQUOT: "free some space, or choose another disk",
@@ -186,45 +176,37 @@ def _where(error: Exception) -> str:
 
 
 def report(message: str, local_rank: int = 0, *, follows: bool = False) -> None:
-    """Report an error that most likely all ranks have, once on each machine: on stderr, or in torchrun's last lines.
+    """Print an error that most likely all ranks have, once on each machine, and have torchrun repeat it at its end.
 
     torchrun kills all ranks as soon as one exits, so the others wait for the first to report. One that is still alive
     after 10 s has an error of its own.
 
     Args:
-        follows: the error follows from the death of another rank.
+        follows: the error follows from the failure of another rank. torchrun calls the earliest error the root cause,
+            and dates the death of a process when it notices it, so it gets time to do so.
     """
-    happened = time.time() + (5 if follows else 0)
     if local_rank != 0:
         time.sleep(10)
         message = f"[local rank {local_rank}] {message}"
-    if not _tell_launcher(message, happened):
-        print_error(message)
-
-
-def _tell_launcher(message: str, happened: float, stack: str = "") -> bool:
-    """Write an error of this rank to the file that torchrun reads. Returns whether torchrun's last lines will have it.
-
-    torchrun calls the earliest failure the root cause. It dates a process that left no file, such as a killed one, when
-    it notices the death. So an error that follows from such a death is dated some seconds later.
-
-    Args:
-        stack: the traceback of a bug, shown in place of the message.
-    """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return False
-    info = {"timestamp": str(int(happened))} | ({"py_callstack": stack} if stack else {})
-    text = message.encode("utf-8", "backslashreplace").decode()  # torchrun prints it, and can't print a lone surrogate
+    print_error(message)
+    if follows and _LAUNCHED in os.environ:
+        time.sleep(5)
     try:
-        with open(f"{path}.new", "w", encoding="utf-8") as file:
-            json.dump({"message": {"message": text, "extraInfo": info}}, file)
-        os.replace(f"{path}.new", path)  # torchrun raises if it reads half of it
-    except OSError:
-        return False
-    names = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
-    restarts, most = (os.environ.get(name) for name in names)
-    return restarts == most  # before a restart, torchrun prints nothing
+        raise UserError(message)  # torch records the error that is being handled
+    except UserError as error:
+        _tell_torchrun(error)
+
+
+_LAUNCHED = "TORCHELASTIC_ERROR_FILE"  # in the environment of a process that torchrun has started
+
+
+def _tell_torchrun(error: Exception) -> None:
+    """Write this error, which is being handled, to torchrun's file for it."""
+    if _LAUNCHED in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        with contextlib.suppress(OSError):  # a full disk
+            get_error_handler().record_exception(error)
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -28,8 +28,8 @@ from tests.tools.elastic_machines import until
 from torchtitan_lite import process
 from torchtitan_lite.checkpointing import save, storage
 from torchtitan_lite.config.schema import CheckpointConfig
-from torchtitan_lite.distributed.agreement import from_all_ranks
 from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.ranks import gather
 from torchtitan_lite.errors import StuckError
 from torchtitan_lite.monitoring import attempts
 from torchtitan_lite.monitoring.watchdog import explained
@@ -107,7 +107,7 @@ def exchange_without_one(world: World, folder: Path) -> None:
             pass
     try:
         with explained(world):
-            from_all_ranks(world.rank, group)
+            gather(world.rank, group)
     except StuckError as error:
         (folder / f"error-{world.rank}").write_text(str(error))
     while len(list(folder.glob("error-*"))) < world.world_size - 1:

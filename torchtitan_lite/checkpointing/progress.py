@@ -8,18 +8,11 @@ memory-mapped files.
 
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, cast
-
-from torchtitan_lite.distributed.agreement import from_rank0
-from torchtitan_lite.distributed.process_group import World
-from torchtitan_lite.errors import CheckpointError, UnreadableError, UserError
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -94,21 +87,3 @@ def _read_by_kernel() -> int:
     except OSError:
         return 0
     return int(line[1]) if line else 0
-
-
-def on_rank0(world: World, action: Callable[[], T]) -> T:
-    """The result of an action on rank 0, on every rank.
-
-    A UserError or OSError becomes a CheckpointError, but an UnreadableError stays one: it does not prove damage.
-    """
-    outcome: tuple[T | None, str, bool] = None, "", False
-    if world.rank == 0:
-        try:
-            with working("reading the checkpoint for all ranks"):
-                outcome = action(), "", False
-        except (UserError, OSError) as error:
-            outcome = None, str(error) or repr(error), isinstance(error, UnreadableError)
-    result, problem, unreadable = from_rank0(outcome, world.untimed)
-    if problem:
-        raise UnreadableError(problem) if unreadable else CheckpointError(problem)
-    return cast(T, result)

@@ -62,12 +62,9 @@ class Manifest:
 # --- finding ----------------------------------------------------------------------------------------------------
 
 
-def checkpoints_of(path: Path) -> list[Path]:
-    """The checkpoints of a run, or in a folder, oldest first. A checkpoint gives itself, any other path nothing."""
-    if (path / MANIFEST).is_file():
-        return [path]
-    checkpoints = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    return [step_folder(checkpoints, step) for step in find_steps(checkpoints)]
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder has a manifest. It may be damaged."""
+    return (folder / MANIFEST).is_file()
 
 
 def misnamed(folder: Path, step: int) -> str:

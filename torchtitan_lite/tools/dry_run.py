@@ -21,7 +21,6 @@ from pydantic import BaseModel
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.distributed.agreement import require_agreement
 from torchtitan_lite.distributed.process_group import process_group
 from torchtitan_lite.errors import StuckError
 from torchtitan_lite.monitoring import mfu, run_folder
@@ -37,7 +36,7 @@ from torchtitan_lite.tools.estimate.simulate import GRADIENTS, OPTIMIZER, PARAME
 from torchtitan_lite.training import out_of_memory
 from torchtitan_lite.training.intact import settle
 from torchtitan_lite.training.session import Session, StepResult
-from torchtitan_lite.training.start import require_same_data
+from torchtitan_lite.training.start import require_agreement
 
 Step = Callable[[Session, int], StepResult]
 STEPS = 3
@@ -84,8 +83,7 @@ def run(loaded: Loaded, data: DataSet, build: Callable[..., Session], step: Step
         first = env_int("RANK", 0) == 0  # only rank 0 prints, and needs the plan
         plan = planned(loaded.config, data.vocab_size, env_int("WORLD_SIZE", 1)) if first else None
         with process_group(config.run) as world:
-            require_agreement(loaded.config, world)
-            require_same_data(config, data, world)
+            require_agreement(loaded.config, data, world)
             with contextlib.closing(build(config, data, world, Log(config.folder, speaks=first))) as session:
                 n_bytes, step_s = measure(session, step)
             if plan is not None:

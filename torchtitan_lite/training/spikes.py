@@ -4,7 +4,7 @@ import sys
 from dataclasses import replace
 
 from torchtitan_lite.checkpointing import storage
-from torchtitan_lite.checkpointing.progress import on_rank0
+from torchtitan_lite.distributed.ranks import on_rank0
 from torchtitan_lite.errors import SpikeError
 from torchtitan_lite.monitoring.console import train_command
 from torchtitan_lite.optim.finite_guard import too_many
@@ -51,7 +51,9 @@ def fork_without(s: Session, first: int, end: int) -> str:
     """
     report_save(s, wait=True)
     checkpoints, damaged, step = s.checkpointer.folder, s.checkpointer.damaged, s.state.step
-    saved = on_rank0(s.world, lambda: [n for n in storage.find_steps(checkpoints) if n < step and n not in damaged])
+    saved = on_rank0(
+        lambda: [n for n in storage.find_steps(checkpoints) if n < step and n not in damaged], s.world.untimed
+    )
     pairs = zip(sys.argv, sys.argv[1:], strict=False)
     words = [w for before, w in pairs if w.split("=")[0] not in _OWN and (before not in _OWN or w.startswith("--"))]
     words.append(f"--run.name={s.config.run.name}-without-{step}")
