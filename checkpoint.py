@@ -63,17 +63,17 @@ class Checkpointer(BaseCheckpointer):
         save, _ = WAYS[self.config.state_dict, self.config.api]
         self.start_save(state, functools.partial(save, self))
 
-    def load(self, identity: Mapping[str, Any]) -> TrainState | None:
+    def load(self, values: Mapping[str, Any]) -> TrainState | None:
         """Load the checkpoint that `config.resume` selects, and return its state; None if there is none.
 
         Only tensors are restored. Hyperparameters come from the config.
 
         Args:
-            identity: has to equal the checkpoint's identity.
+            values: of this run's TrainState, to be compared with the checkpoint's.
 
         Raises:
-            CheckpointError: on every rank, before anything is overwritten: the checkpoint is damaged, or belongs to
-                another model or other data.
+            CheckpointError: on every rank, before anything is overwritten: the checkpoint is damaged, or the run can't
+                continue with these values.
         """
         found = checkpoint_to_resume(self.folder, self.config, self.world)
         self.notes = found.notes
@@ -82,7 +82,7 @@ class Checkpointer(BaseCheckpointer):
         self.forked_from = found.folder if found.forked else None
         if not found.forked:
             self.damaged = [int(folder.name.removeprefix("step-")) for folder in found.damaged]
-        state = compatibility.read_state(found.folder, identity, self.world, named_by_step=not found.forked)
+        state = compatibility.read_state(found.folder, values, self.world, named_by_step=not found.forked)
         make_state(self.optimizer)  # a load fills existing tensors, and moments exist only after the first step
         with compatibility.optimizer_as_saved(self.optimizer, state):
             compatibility.require_same_tensors(found.folder, self.parts(), self.world)

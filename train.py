@@ -14,11 +14,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchtitan_lite import cpu, models  # before torch: it may set a variable that OpenMP reads
+
+# isort: split
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from checkpoint import Checkpointer
-from torchtitan_lite import cpu, models
 from torchtitan_lite.checkpointing.compatibility import fresh_state
 from torchtitan_lite.checkpointing.find import saved_config
 from torchtitan_lite.checkpointing.state import TrainState
@@ -30,11 +32,17 @@ from torchtitan_lite.data.loader import Batch, Loader, PrefetchingLoader
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.distributed import blocks, parallelize
 from torchtitan_lite.distributed.initialize import materialise
-from torchtitan_lite.distributed.process_group import World, build_mesh, exit_process, process_group
+from torchtitan_lite.distributed.process_group import (
+    World,
+    build_mesh,
+    exit_process,
+    limit_group_timeouts,
+    process_group,
+)
 from torchtitan_lite.errors import run_cli
 from torchtitan_lite.monitoring import attempts, run_folder
 from torchtitan_lite.monitoring.metrics import Log
-from torchtitan_lite.monitoring.watchdog import Watchdog, explained
+from torchtitan_lite.monitoring.watchdog import Watchdog
 from torchtitan_lite.optim import optimizer as optim
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
@@ -76,24 +84,24 @@ def launch(argv: Sequence[str]) -> int:
             for note in command.loaded.notes if prints else ():
                 print_line(f"note    {note}")
             loaded, data = start.prepared(command.loaded)  # before there is a process group, which has timeouts
-            with process_group(config.run) as world, explained(world):
+            with process_group(config.run) as world:
                 lock = run_folder.lock(config.folder)
                 log = Log(config.folder, speaks=world.rank == 0)
-                run(loaded, data, world, log)
+                code = run(loaded, data, world, log)
                 lock.release()
+                return code
     except KeyboardInterrupt:
         if prints:
             print_error(f"train.py: stopped; the same command resumes from the newest checkpoint{launcher_note()}")
         return 130
-    return 0
 
 
-def run(loaded: Loaded, data: DataSet, world: World, log: Log) -> None:
-    """Build, take over the run's folder, and train. Whatever happens is written to run.json."""
+def run(loaded: Loaded, data: DataSet, world: World, log: Log) -> int:
+    """Build, take over the run's folder, and train. Whatever happens is written to run.json. Returns the exit code."""
     config, s = loaded.config, None
     closing = contextlib.ExitStack()
     try:
-        hosts = start.begin(config, data, world, log)
+        hosts = start.begin(loaded, data, world, log)
         s = build(config, data, world, log)
         closing.callback(s.close)
         start.take_over(hosts, loaded, data, s)
@@ -104,7 +112,7 @@ def run(loaded: Loaded, data: DataSet, world: World, log: Log) -> None:
             make_up(s, due_before)
             if not s.preemption.agreed:
                 train(s)
-            start.report_end(s)
+            return start.report_end(s)
     except Exception as error:
         start.report_failure(config, world, log, error, s)
         raise
@@ -114,11 +122,23 @@ def run(loaded: Loaded, data: DataSet, world: World, log: Log) -> None:
 
 def build(config: Config, data: DataSet, world: World, log: Log) -> Session:
     """Build everything that a run works with, and load the state it starts from. The run's folder is not changed."""
+    watchdog = Watchdog(config.folder, world, config.run)
+    try:
+        return build_watched(config, data, world, log, watchdog)
+    except BaseException:
+        watchdog.close()
+        raise
+
+
+def build_watched(config: Config, data: DataSet, world: World, log: Log, watchdog: Watchdog) -> Session:
+    """The parts, in their order."""
     # 1. The mesh: which ranks shard one copy of the model, and which hold further copies.
     mesh = build_mesh(config.fsdp, world.device)
 
     # 2. The model: sharded on the meta device, without storage. Each rank then allocates and fills its own shards.
     model = sharded_model(config, data.vocab_size, mesh, widen=cpu.widens(config, world))
+    limit_group_timeouts()  # none: the watchdog ends what hangs
+    model.register_forward_pre_hook(lambda *_: watchdog.forward())
     materialise(model, world.device, config.run.seed, offload=config.fsdp.cpu_offload)
 
     # 3. The optimizer, after sharding: it holds the DTensors, so its moments are sharded as the parameters are.
@@ -143,18 +163,12 @@ def build(config: Config, data: DataSet, world: World, log: Log) -> Session:
 
     # 5. The newest checkpoint of the run, else the weights that model.init_from names.
     preemption = Preemption(config.run.max_minutes)
-    watchdog = Watchdog(config.folder, world, config.run.timeout_minutes)
-    model.register_forward_pre_hook(lambda *_: watchdog.forward())
     best_of = functools.partial(attempts.best_step, config.folder)
     checkpointer = Checkpointer(config.folder / "checkpoints", model, optimizer, config.checkpoint, world, best_of)
     questions = {name: digest for callback in callbacks for name, digest in callback.questions.items()}
     fresh = fresh_state(config, data, world, validation.identity(), questions)
-    try:
-        with watchdog.loading("loading a checkpoint"):
-            resumed = load_newest(config, checkpointer, fresh, log)
-    except BaseException:
-        watchdog.close()
-        raise
+    with watchdog.loading("loading a checkpoint"):
+        resumed = load_newest(config, checkpointer, fresh, log)
     state = resumed.continued_by(fresh) if resumed else fresh
 
     # 6. The guards: a loss scale for float16, updates that are not finite, and loss spikes.
@@ -216,7 +230,7 @@ def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh, *, widen: b
 def load_newest(config: Config, checkpointer: Checkpointer, fresh: TrainState, log: Log) -> TrainState | None:
     """Load the checkpoint to resume from, or the weights to start from. Returns the saved state, if any."""
     try:
-        saved = checkpointer.load(fresh.identity)
+        saved = checkpointer.load(fresh.values)
     finally:
         for note in checkpointer.notes:
             log.info(f"note    {note}")

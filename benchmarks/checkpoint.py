@@ -54,8 +54,7 @@ WAYS = [(kind, api) for kind in (sys.argv[3:4] or ["full", "sharded"]) for api i
 
 def config_of(world: World) -> Config:
     """A Llama of 97 M parameters: 1.2 GB with AdamW's moments."""
-    given = {key: settings.ConfigValue(value, "") for key, value in SIZE.items()}
-    return settings.load(None, given, world_size=world.world_size).config
+    return settings.load(None, SIZE, world_size=world.world_size).config
 
 
 class Bench:

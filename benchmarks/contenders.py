@@ -118,9 +118,8 @@ def config_of(shape: Shape, world_size: int, more: dict[str, Any], device: str =
         "train.global_batch_size": shape.micro_batch_size * world_size,
         **{"tokenizer.vocab_size": shape.vocab_size, "optim.name": "adamw", "model.qk_norm": False},
     }
-    given = {key: load.ConfigValue(value, "benchmark") for key, value in (values | more).items()}
     n_gpus = torch.cuda.device_count() if device == "cuda" else 0
-    return load.load(None, given, world_size=world_size, n_gpus=n_gpus, local_world_size=world_size).config
+    return load.load(None, values | more, world_size=world_size, n_gpus=n_gpus, local_world_size=world_size).config
 
 
 def training_of(shape: Shape, world: World, more: dict[str, Any]) -> Session:

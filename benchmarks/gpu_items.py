@@ -94,9 +94,9 @@ TINY_LLAMA = {"model.n_kv_heads": 2, "model.hidden_dim": 64}
 def config_of(file: str, values: dict[str, Any], world_size: int = 1) -> Config:
     """A shipped config with these values, by "section.key"; a stand-in is smaller."""
     more = TINY | (TINY_LLAMA if "llama" in file else {}) if STAND_IN else {"run.device": "cuda"}
-    overrides = {key: load.ConfigValue(value, "benchmark") for key, value in (values | more).items()}
+    overrides = values | more
     if STAND_IN and "data.target_len" in values:
-        overrides["data.target_len"] = load.ConfigValue(32, "benchmark")
+        overrides["data.target_len"] = 32
     n_gpus = 0 if STAND_IN else 8
     return load.load(ROOT / "configs" / file, overrides, world_size=world_size, n_gpus=n_gpus, elsewhere=True).config
 

@@ -44,7 +44,7 @@ from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import World, build_mesh
-from torchtitan_lite.huggingface import names
+from torchtitan_lite.huggingface import configs, names
 from torchtitan_lite.models.loss import IGNORE
 
 Curve = list[tuple[float, float]]  # loss and gradient norm of each step
@@ -107,7 +107,7 @@ def export(folder: Path) -> None:
         folder / "model.safetensors",
         {"format": "pt"},
     )
-    (folder / "config.json").write_text(json.dumps(names.to_hf_config(config, SHAPE.vocab_size)))
+    (folder / "config.json").write_text(json.dumps(configs.to_hf_config(config, SHAPE.vocab_size)))
 
 
 # --- three ways -------------------------------------------------------------------------------------------------

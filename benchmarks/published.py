@@ -51,7 +51,7 @@ def _llama(
 ) -> dict[str, Any]:
     names = "dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size"
     values = dict(zip(names, (dim, n_layers, n_heads, n_kv_heads, hidden_dim, vocab_size), strict=True))
-    return {f"model.{k}": v for k, v in {**values, **more}.items()}
+    return {f"model.{k}": v for k, v in {**values, "qk_norm": False, **more}.items()}
 
 
 _MODELS: dict[str, dict[str, Any]] = {
@@ -117,9 +117,10 @@ class Row:
         values |= {"train.global_batch_size": self.micro_batch * self.micro_batches * self.gpus}
         for option in self.options:
             values |= _OPTIONS[option]
-        given = {key: load.ConfigValue(value, "published") for key, value in values.items()}
         local = min(self.gpus, MACHINES[self.machine][0].per_node)
-        return load.load(None, given, world_size=self.gpus, n_gpus=local, local_world_size=local, elsewhere=True).config
+        return load.load(
+            None, values, world_size=self.gpus, n_gpus=local, local_world_size=local, elsewhere=True
+        ).config
 
 
 def _rows() -> Iterator[Row]:

@@ -60,7 +60,7 @@ def rewrite_asserts(config: pytest.Config) -> None:
 # those that take longest, which are begun first: whoever is done early then has something short to do
 LONGEST = (
     *("plan", "knobs", "distributed", "spikes", "faults", "ways", "evaluate", "average", "resume", "architecture"),
-    *("readme", "batch_schedule", "muon", "elastic", "float8", "hostile_input", "likelihood", "cluster", "workers"),
+    *("readme", "batch_schedule", "muon", "float8", "hostile_input", "likelihood", "cluster", "workers"),
 )
 
 

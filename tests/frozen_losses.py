@@ -24,8 +24,7 @@ FILE = Path(__file__).with_suffix(".json")
 
 def config_of(sections: dict[str, dict[str, Any]]) -> Config:
     given = {f"{name}.{key}": value for name, keys in sections.items() for key, value in keys.items()}
-    values = {key: load.ConfigValue(value, "frozen_losses.json") for key, value in given.items()}
-    return load.load(None, values, world_size=1, n_gpus=0, local_world_size=1).config
+    return load.load(None, given, world_size=1, n_gpus=0, local_world_size=1).config
 
 
 def losses(config: Config, world: World) -> list[float]:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,15 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, **kwarg
         succeeded(ranks(world_size, folder, fn.__module__, fn.__qualname__, entry="tests.called"))
         files = [Path(folder) / str(rank) for rank in range(world_size)]
         return [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
+
+
+def until(condition: Callable[[], Any], what: str, seconds: float = HANGS_S) -> Any:
+    """Wait for a condition. The time limit only ends what hangs."""
+    end = time.monotonic() + seconds
+    while not (result := condition()):
+        assert time.monotonic() < end, f"{what}: not within {seconds:g} s"
+        time.sleep(0.02)
+    return result
 
 
 def succeeded(result: subprocess.CompletedProcess[str]) -> str:

@@ -213,7 +213,7 @@ def test_families_are_named_in_one_place() -> None:
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and node.value in FAMILIES:
-                assert where == "config/sections/model.py", f"{where}:{node.lineno} names the family {node.value}"
+                assert where == "config/sections/model.py", f"{where}:{node.lineno} names the family {node.value!r}"
 
 
 # --- rule 5 -----------------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """`run_cli`: errors of the input and the machine are messages with an exit code, and bugs keep their traceback."""
 
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -32,9 +34,18 @@ def test_an_error_of_all_ranks_is_reported_once_after_all_else(
     assert json.loads(file.read_text())["message"]["message"] == "UserError: [local rank 1] x: wrong"
     assert run_cli("x", _raise(ConfigError("wrong"))) == 2
     assert json.loads(file.read_text())["message"]["message"] == "UserError: x: wrong"
+    assert capsys.readouterr().err == "[local rank 1] x: wrong\nx: wrong\n"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    ended: list[tuple[int, int]] = []
+    monkeypatch.setattr("os.kill", lambda *of: ended.append(of))
+    run_cli("x", _raise(errors.StuckError("before a restart")))
+    assert ended == []
+    run_cli("x", _raise(ConfigError("before none")))
+    assert ended == [(os.getppid(), signal.SIGTERM)], "torchrun, which would try again"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no/folder"))
-    assert run_cli("x", _raise(ConfigError("a full disk"))) == 2
-    assert capsys.readouterr().err == "[local rank 1] x: wrong\nx: wrong\nx: a full disk\n"
+    run_cli("x", _raise(ConfigError("a full disk")))
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("x: ")]
+    assert said == ["x: before a restart", "x: before none", "x: a full disk"]
 
 
 @pytest.mark.parametrize(

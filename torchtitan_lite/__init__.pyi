@@ -12,4 +12,5 @@ from torchtitan_lite.api import set_learning_rate as set_learning_rate
 from torchtitan_lite.errors import UserError as UserError
 
 __version__: str
+BUSY_AT_START: bool
 __all__: tuple[str, ...]

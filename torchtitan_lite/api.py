@@ -120,14 +120,13 @@ def load_config(file: Text | None = None, overrides: Mapping[str, Any] | None = 
         UserError: lists every mistake, with what works.
     """
     # one process has no mesh, so that of a run on many GPUs is no mistake
-    values = {key: load.ConfigValue(default_of(key), "one process") for key in known_keys() if key.startswith("fsdp.")}
+    values = {key: default_of(key) for key in known_keys() if key.startswith("fsdp.")}
     values |= {
-        key: load.ConfigValue(os.fspath(value) if isinstance(value, os.PathLike) else value, "overrides")
-        for key, value in (overrides or {}).items()
+        key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in (overrides or {}).items()
     }
     model_checks = [checks.check_patterns, checks.check_init_from]
     path = None if file is None else Path(file)
-    loaded = load.load(path, values, n_gpus=torch.cuda.device_count(), checks=model_checks)
+    loaded = load.load(path, values, origin="overrides", n_gpus=torch.cuda.device_count(), checks=model_checks)
     for note in loaded.notes:
         warnings.warn(note, stacklevel=3)
     return loaded.config

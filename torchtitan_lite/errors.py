@@ -4,6 +4,7 @@ import contextlib
 import errno
 import io
 import os
+import signal
 import sys
 import time
 import traceback
@@ -11,9 +12,15 @@ from collections.abc import Callable
 
 from torchtitan_lite.terminal import print_error
 
+REPEATS = 3  # the exit code of a failure in training that the same config and code would repeat
+
 
 class UserError(Exception):
-    """The message names the wrong value and the fix. The process exits with `exit_code`."""
+    """The message names the wrong value and the fix. The process exits with `exit_code`.
+
+    2: a start found that the command, the config, the data or a checkpoint is wrong, as the next one will. 3: see
+    REPEATS. 1: the same command may work later.
+    """
 
     exit_code = 2
     follows = False  # from the failure of another process
@@ -43,6 +50,8 @@ class FormatError(UserError):
 
 class UnreadableError(CheckpointError):
     """The system failed to read a checkpoint (permissions, disk, network). The checkpoint may be intact."""
+
+    exit_code = 1
 
 
 class SaveError(UserError):
@@ -78,13 +87,19 @@ class DivergedError(UserError):
 class NonFiniteError(UserError):
     """The loss or the gradient norm became NaN or infinite. That step's update was not applied."""
 
-    exit_code = 1
+    exit_code = REPEATS
 
 
 class SpikeError(UserError):
     """A loss or gradient norm far above those before it. That step's update was not applied."""
 
-    exit_code = 1
+    exit_code = REPEATS
+
+
+class RepeatError(UserError):
+    """The last attempt had the same config and code, and failed in a way that would repeat."""
+
+    exit_code = REPEATS
 
 
 # --- commands ---------------------------------------------------------------------------------------------------
@@ -110,7 +125,8 @@ def run_cli(name: str, main: Callable[[], int], local_rank: int = 0) -> int:
             print_error(f"{name}: stopped")
         return 130
     except UserError as error:
-        report(f"{name}: {error}", local_rank, follows=error.follows)
+        final = error.exit_code in (UserError.exit_code, REPEATS)
+        report(f"{name}: {error}", local_rank, follows=error.follows, final=final)
         return error.exit_code
     except Exception as error:
         if isinstance(error, BrokenPipeError):  # the reader of a pipe, e.g. head, has exited
@@ -175,7 +191,7 @@ def _where(error: Exception) -> str:
     return f" [{os.path.relpath(ours[-1].filename, os.path.dirname(package))}:{ours[-1].lineno}]" if ours else ""
 
 
-def report(message: str, local_rank: int = 0, *, follows: bool = False) -> None:
+def report(message: str, local_rank: int = 0, *, follows: bool = False, final: bool = False) -> None:
     """Print an error that most likely all ranks have, once on each machine, and have torchrun repeat it at its end.
 
     torchrun kills all ranks as soon as one exits, so the others wait for the first to report. One that is still alive
@@ -184,6 +200,7 @@ def report(message: str, local_rank: int = 0, *, follows: bool = False) -> None:
     Args:
         follows: the error follows from the failure of another rank. torchrun calls the earliest error the root cause,
             and dates the death of a process when it notices it, so it gets time to do so.
+        final: the next start would fail in the same way, so torchrun is ended before it makes one.
     """
     if local_rank != 0:
         time.sleep(10)
@@ -195,6 +212,9 @@ def report(message: str, local_rank: int = 0, *, follows: bool = False) -> None:
         raise UserError(message)  # torch records the error that is being handled
     except UserError as error:
         _tell_torchrun(error)
+    if final and os.environ.get("TORCHELASTIC_RESTART_COUNT") != os.environ.get("TORCHELASTIC_MAX_RESTARTS"):
+        print_error("torchrun would try again, so it is ended; its traceback follows")
+        os.kill(os.getppid(), signal.SIGTERM)
 
 
 _LAUNCHED = "TORCHELASTIC_ERROR_FILE"  # in the environment of a process that torchrun has started

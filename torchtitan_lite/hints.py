@@ -1,7 +1,4 @@
-"""Suggestions for messages: the nearest key, option or pattern, quoting, and the differences of a checkpoint.
-
-Only a command that fails loads this.
-"""
+"""Suggestions for messages: the nearest key, option or pattern, quoting, and the differences of a checkpoint."""
 
 import difflib
 import os

@@ -5,7 +5,9 @@ import ctypes
 import math
 import os
 import resource
+import shlex
 import signal
+import sys
 from pathlib import Path
 
 from torchtitan_lite.errors import ConfigError, shortened
@@ -138,3 +140,30 @@ def connect_lazily(world_size: int) -> None:
     """
     if world_size > LARGE:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # read when the first group is made
+
+
+def python_command() -> str:
+    """The interpreter, as a command that works here without activating a virtual environment."""
+    here = os.path.relpath(sys.executable)
+    return sys.executable if here.startswith("..") else here
+
+
+def fork_command(name: str, checkpoint: str, **more: str) -> str:
+    """The command of a run that continues from a checkpoint, and is otherwise started as this process was.
+
+    Args:
+        checkpoint: a path; empty: it begins at step 0.
+        more: further options, with "__" for a dot.
+    """
+    given = {"--run.name": name} | ({"--checkpoint.resume": checkpoint} if checkpoint else {})
+    given |= {f"--{key.replace('__', '.')}": value for key, value in more.items()}
+    own = given.keys() | {"--checkpoint.resume"}
+    pairs = zip(sys.argv, sys.argv[1:], strict=False)
+    words = [w for before, w in pairs if w.split("=")[0] not in own and (before not in own or w.startswith("--"))]
+    words += [f"{option}={value}" for option, value in given.items()]
+    here, n = python_command(), os.environ.get("WORLD_SIZE", "1")
+    torchrun = shlex.quote(os.path.join(os.path.dirname(here), "torchrun"))
+    command = f"{torchrun} --nproc-per-node {n}" if "RANK" in os.environ else shlex.quote(here)
+    if n != os.environ.get("LOCAL_WORLD_SIZE", n):
+        command = "..."  # the launcher of several machines
+    return f"{command} train.py {shlex.join(words)}"

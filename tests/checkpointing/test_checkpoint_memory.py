@@ -22,7 +22,7 @@ from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import CheckpointConfig, Config
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import World, build_mesh
-from torchtitan_lite.huggingface import names, weights
+from torchtitan_lite.huggingface import configs, names, weights
 from torchtitan_lite.models import build
 from torchtitan_lite.optim.optimizer import build_optimizer, make_state
 
@@ -42,8 +42,7 @@ SLACK = 12  # MiB: messages, JSON, the interpreter
 
 
 def config_of(world_size: int) -> Config:
-    given = {key: load.ConfigValue(value, "") for key, value in VALUES.items()}
-    return load.load(None, given, world_size=world_size).config
+    return load.load(None, VALUES, world_size=world_size).config
 
 
 def anonymous() -> int:
@@ -112,7 +111,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]
     content = {name: torch.randn(p.shape) for name, p in model.named_parameters()}
     parts = names.hf_names(content, config.family)
     (folder / "hf").mkdir()
-    (folder / "hf/config.json").write_text(json.dumps(names.to_hf_config(config, VOCABULARY)))
+    (folder / "hf/config.json").write_text(json.dumps(configs.to_hf_config(config, VOCABULARY)))
     theirs = {name: names.to_hf(ours, content.__getitem__, config.family) for name, ours in parts.items()}
     save_file(theirs, folder / "hf/model.safetensors")
     return run_distributed(measure, 2, folder, folder / "hf")

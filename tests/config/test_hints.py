@@ -1,4 +1,4 @@
-"""What a person meant: misspelled options and keys, other spellings of a choice, sizes beside numbers, paths."""
+"""What a person meant: misspelled options and keys, other spellings of a choice, paths."""
 
 import re
 import shlex
@@ -10,9 +10,9 @@ import tomli
 import train
 from tests.config.parsing import mistakes, one_of, parse
 from torchtitan_lite import plan
-from torchtitan_lite.config import load, schema, toml
+from torchtitan_lite.config import load, schema
 from torchtitan_lite.config.families import FAMILIES
-from torchtitan_lite.config.schema import FsdpConfig, LogConfig, ModelConfig
+from torchtitan_lite.config.schema import FsdpConfig, LogConfig
 from torchtitan_lite.config.sections.optim import OPTIMIZERS
 from torchtitan_lite.config.sections.outputs import TRACKERS
 from torchtitan_lite.tools import config_reference
@@ -38,7 +38,7 @@ from torchtitan_lite.tools import config_reference
         (
             ["--log.trackers=wandb,tensorbord"],
             f"log.trackers[1] = 'tensorbord' {one_of(TRACKERS)}; the nearest is 'tensorboard'; "
-            "e.g. --log.trackers=tensorboard",
+            "docs/extending.md adds one of your own; e.g. --log.trackers=tensorboard",
         ),
         (["--optim.name=adamww"], f"{one_of(OPTIMIZERS)}; the nearest is 'adamw'; docs/extending.md"),
         (["--fsdp.sharding_strategy=shard_grad"], "the nearest is 'SHARD_GRAD_OP'"),
@@ -184,44 +184,6 @@ def test_other_spellings_have_the_same_effect() -> None:
 def test_the_reference_spells_choices_as_they_are() -> None:
     (row,) = (line for line in config_reference.lines() if line.startswith("| `sharding_strategy`"))
     assert "FULL_SHARD, SHARD_GRAD_OP" in row
-
-
-# --- sizes --------------------------------------------------------------------------------------------------------
-
-
-def test_a_size_replaces_the_numbers_of_a_lower_layer(tmp_path: Path) -> None:
-    """A run's config.toml has every number."""
-    (tmp_path / "mine.toml").write_text(toml.to_toml(parse("--model.size=15M").config))
-    given = ["--config", str(tmp_path / "mine.toml")]
-    assert parse(*given).config == parse("--model.size=15M", "--run.name=default").config
-    assert not parse(*given).notes
-    loaded = parse(*given, "--model.size=3M")
-    assert loaded.config.model == parse("--model.size=3M").config.model
-    (note,) = loaded.notes
-    assert note.startswith("model.dim, model.n_layers, ")
-    assert note.endswith(f'size "3M" applies, not {tmp_path / "mine.toml"}')
-    assert loaded.origins["model.dim"] == 'size "3M"'
-    (tmp_path / "child.toml").write_text('base = "mine.toml"\n[model]\nsize = "3M"\n')
-    assert parse("--config", str(tmp_path / "child.toml")).config.model == loaded.config.model
-
-
-def test_a_number_next_to_a_size_applies_and_is_named(tmp_path: Path) -> None:
-    loaded = parse("--model.size=3M", "--model.n_layers=2")
-    assert (loaded.config.model.dim, loaded.config.model.n_layers) == (256, 2)
-    assert loaded.notes == ['model.n_layers: command line applies, not size "3M"']
-    (tmp_path / "a.toml").write_text('[model]\nsize = "3M"\nn_layers = 2\n')
-    (note,) = parse("--config", str(tmp_path / "a.toml")).notes
-    assert note == f'model.n_layers: {tmp_path / "a.toml"} applies, not size "3M"'
-    assert not parse("--model.n_layers=2").notes, "the default size contradicts nothing"
-
-
-def test_a_size_in_python_has_its_numbers() -> None:
-    assert ModelConfig(size="15M") == parse("--model.size=15M").config.model
-    assert ModelConfig(family="gpt", size="10M").n_layers == 8
-    assert ModelConfig(size="15M", n_layers=2).model_dump() == {**ModelConfig(size="15M").model_dump(), "n_layers": 2}
-    assert ModelConfig().dim == ModelConfig(dim=128).dim
-    with pytest.raises(ValueError, match="no size '16M' of llama; known: 1M, 3M, 15M"):
-        ModelConfig(size="16M")
 
 
 # --- paths --------------------------------------------------------------------------------------------------------

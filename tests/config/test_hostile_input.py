@@ -311,17 +311,6 @@ def test_hostile_prepared_data_never_raises(run: Path, amount: int) -> None:
             refused_or_fine(train.main, ["--check-config", *MODEL, f"--data.path={file.parent}"])
 
 
-def test_a_hostile_accelerate_config_never_raises(run: Path, amount: int) -> None:
-    file = run.parent / "accelerate.yaml"
-    tree = dict.fromkeys((*migrate_accelerate.TOP, *migrate_accelerate.SECTIONS), "x")
-    trees = [{**tree, **{name: dict.fromkeys(rules, "x") for name, rules in migrate_accelerate.SECTIONS.items()}}, tree]
-    changed = [json.dumps(other).encode() for tree in trees for other in altered(tree, JSON)]
-    singles = [json.dumps({name: value}).encode() for name in tree for value in JSON]
-    for content in sample([*changed, *singles, *mangled(file.read_bytes())], 60 * amount):
-        (changed_file := Path("hostile.yaml")).write_bytes(content)
-        refused_or_fine(migrate_accelerate.main, [str(changed_file)])
-
-
 def test_the_fixture_is_read_by_every_command(run: Path) -> None:
     """Valid input is accepted; otherwise the tests above would be meaningless."""
     full, sharded = (storage.step_folder(run.parent / kind, 1) for kind in ("run/checkpoints", "sharded"))

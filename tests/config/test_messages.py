@@ -51,15 +51,11 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
         (["--fsdp.dp_shard=0"], "should be -1 (all remaining ranks) or at least 1"),
         (["--fsdp.dp_replicate=3"], "does not give the world size 1; fsdp.dp_replicate = 1 with fsdp.dp_shard = 1"),
         (["--run.device=cuda"], 'torch sees no GPU here; run.device = "cpu" works'),
+        (["--run.preempted_exit_code=2"], "is the exit code of a failure; run.preempted_exit_code = 75 works"),
         (["--run.name=a/b"], "should be the plain name of a folder"),
         (["--data.path=no/such/text"], "nothing found at no/such/text"),
         (["--data.path=[]"], "names no text"),
         (["--model.size=9M"], "no such size of llama; known: 1M"),
-        (
-            ["--model.family=gpt", "--model.rope_theta=5e5"],
-            "rope_theta = 500000.0 has no effect without model.family =",
-        ),
-        (["--model.dropout=0.1"], "model.dropout = 0.1 has no effect without model.family ="),
         (["--model.n_kv_heads=3"], "n_kv_heads = 2 works"),
         (["--model.head_dim=33"], "rotary positions need an even head_dim, not 33; head_dim = 34 works"),
         (["--model.rope_factor=8", "--model.rope_low_freq_factor=4"], "be below model.rope_high_freq_factor = 4.0"),
@@ -103,18 +99,13 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
         (["--fsdp.sharding_strategy=HYBRID_SHARD", "--fsdp.dp_replicate=1"], 'without them use "FULL_SHARD"'),
         (["--fsdp.grad_sync=all_reduce_last"], 'but dp_replicate = 1 and dp_shard = 1; "every" or "last" works'),
         (["--fsdp.cpu_offload"], "but this run uses no GPU; fsdp.cpu_offload = false works"),
-        (["--fsdp.pin_memory=false"], "has no effect without fsdp.cpu_offload = true"),
         (["--fsdp.reduce_scatter_buffers=0"], "should be greater than 0"),
-        (["--fsdp.forward_prefetch=3"], "fsdp.forward_prefetch = 3 has no effect without fsdp.explicit_prefetching"),
-        (["--grad_scaler.init_scale=2"], 'has no effect without a dtype "float16" in [fsdp]'),
         (["--fsdp.param_dtype=float16", "--grad_scaler.init_scale=0.5"], "should be greater than or equal to 1"),
         (["--fsdp.param_dtype=float16", "--grad_scaler.init_scale=1e39"], "than or equal to 1267"),
-        (["--activation_checkpointing.every=2"], 'has no effect without activation_checkpointing.mode = "full"'),
         (
             ["--model.n_layers=4", "--activation_checkpointing.mode=full", "--activation_checkpointing.every=9"],
             "applies only to the first of 4 blocks; every = 3 works",
         ),
-        (["--compile.backend=eager"], "compile.backend = eager has no effect without compile.enabled = true"),
         (["--speed.float8"], 'speed.float8 = true needs fsdp.param_dtype = "bfloat16" for all groups'),
         (["--speed.float8", "--fsdp.shard_columns=*.wq.weight"], "by columns, but speed.float8 = true gathers rows"),
         (["--speed.float8", "--train.seq_len=66", "--train.micro_batch_size=2"], "give; multiples of 8 work, or speed"),
@@ -131,11 +122,9 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
         (["--run.timeout_minutes=1e12"], "should be less than or equal to 525600"),
         (["--run.name=unmade", "--checkpoint.resume=" + "x" * 5000], "File name too long"),
         (["--run.name=" + "x" * 300], "should be the plain name of a folder, of at most 200 bytes"),
-        (["--run.name=a\0b"], "should have no NUL character"),
-        (["--run.name=a\udcff"], "should be UTF-8"),
         (["--data.path=~nobody2/x"], "there is no user nobody2; write the path in full"),
         (["--run.out_dir=~nobody2/x"], "there is no user nobody2; write the path in full"),
-        (["--run.seed=" + "9" * 30], "should be a number of at most 64 bits"),
+        (["--run.seed=" + "9" * 30], "should be less than 9223372036854775808"),
         (["--model.n_layers=1000000000"], "should be less than or equal to 2048"),
         (["--sample.temperature=1e-40"], "should be 0 (greedy), or at least 1e-06"),
     ],
@@ -307,15 +296,6 @@ def test_bounds_are_where_they_are_said_to_be(last: str, first_refused: str) -> 
     assert "1 problem:" in mistakes(first_refused)
 
 
-def test_a_file_that_is_too_long_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "[train]\nsteps = 60\n"
-    file = write(tmp_path / "long.toml", text)
-    monkeypatch.setattr(load, "_LONGEST", len(text))
-    assert parse("--config", str(file)).config.train.steps == 60
-    monkeypatch.setattr(load, "_LONGEST", len(text) - 1)
-    assert f"it has more than {len(text) - 1} bytes" in mistakes("--config", str(file))
-
-
 LOCAL = {
     "data.path": "no/such/text",
     "data.sources": {"no/such/text": 1.0},
@@ -334,7 +314,7 @@ def test_a_run_for_another_machine_needs_nothing_of_this_one(key: str, monkeypat
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.delenv("RANK", raising=False)
-    values = {key: load.ConfigValue(LOCAL[key], "test"), "run.name": load.ConfigValue("unmade", "test")}
+    values = {key: LOCAL[key], "run.name": "unmade"}
     with pytest.raises(ConfigError, match="1 problem:") as caught:
         load.load(None, values)
     assert key in str(caught.value)

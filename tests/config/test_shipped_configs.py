@@ -83,7 +83,7 @@ def planned(file: Path, **more: object) -> Plan:
     """The plan of a config on its own cluster."""
     ranks_, device = cluster(file)
     n_gpus = min(ranks_, device.per_node) if device else 0
-    overrides = {key.replace("__", "."): load.ConfigValue(value, "test") for key, value in more.items()}
+    overrides = {key.replace("__", "."): value for key, value in more.items()}
     loaded = load.load(
         file, overrides, world_size=ranks_, n_gpus=n_gpus, local_world_size=n_gpus or ranks_, elsewhere=True
     )

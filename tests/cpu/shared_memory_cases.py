@@ -19,8 +19,8 @@ from torch.distributed.fsdp import fully_shard
 
 from torchtitan_lite.cpu import shared_memory
 from torchtitan_lite.cpu.shared_memory import AllGather, ReduceScatter, SharedMemory, all_reduce, apply_shared_memory
+from torchtitan_lite.distributed.lost import is_lost
 from torchtitan_lite.distributed.process_group import World, limit_group_timeouts
-from torchtitan_lite.monitoring.hang import is_lost
 
 # the names in torch 2.13, and before
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

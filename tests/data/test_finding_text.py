@@ -14,7 +14,7 @@ import pytest
 
 import train
 from tests.helpers import ranks, start, succeeded, tiny
-from torchtitan_lite.config.load import ConfigValue, load
+from torchtitan_lite.config.load import load
 from torchtitan_lite.config.schema import Config, DataConfig, TokenizerConfig
 from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.prepare import corpus, readers, split
@@ -157,7 +157,7 @@ def test_globs_without_links_match_pathlib(pattern: str, tmp_path: Path, monkeyp
 def test_a_path_that_exists_is_itself(name: str, tmp_path: Path) -> None:
     tree(tmp_path, name if name.endswith(".txt") else f"{name}/a.txt", "data1/wrong.txt", "x.txt", "a-b/wrong.txt")
     assert [Path(file).name for file in found(tmp_path / name)] == [name if name.endswith(".txt") else "a.txt"]
-    load(None, {"data.path": ConfigValue(str(tmp_path / name), "command line")})
+    load(None, {"data.path": str(tmp_path / name)})
 
 
 def test_skipped_files_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,7 +206,7 @@ def test_impossible_names_are_errors(path: str | list[str], expected: str) -> No
     with pytest.raises(DataError, match=expected):
         corpus.find(path)
     with pytest.raises(ConfigError if path != ["a.txt", ""] else (ConfigError, DataError)) as caught:
-        load(None, {"data.path": ConfigValue(path, "command line")})
+        load(None, {"data.path": path})
     assert expected in str(caught.value) or "a.txt" in str(caught.value)
 
 

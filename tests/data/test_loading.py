@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from tests.data.test_data import decoded, make, stream_of
 from tests.helpers import losses, ranks, records, succeeded, tiny
-from torchtitan_lite.config.load import ConfigValue, load
+from torchtitan_lite.config.load import load
 from torchtitan_lite.config.schema import Config, DataConfig, TokenizerConfig, TrainConfig
 from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.loader import Batch, Loader, PrefetchingLoader
@@ -150,7 +150,7 @@ def test_invalid_mixtures_are_errors(folders: dict[str, Path]) -> None:
         ({"data.sources": {"nowhere": 1.0}}, r"data\.sources: nothing found at nowhere"),
     ):
         with pytest.raises(ConfigError, match=expected):
-            load(None, {key: ConfigValue(value, "command line") for key, value in values.items()})
+            load(None, values)
 
 
 def test_texts_in_a_mixture_share_a_tokenizer(text: Path, folders: dict[str, Path], tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_texts_in_a_mixture_share_a_tokenizer(text: Path, folders: dict[str, Pat
         "data.sources": beside_prepared.sources,
         "model.vocab_size": 517,
     }  # less than the default of a new tokenizer
-    load(None, {key: ConfigValue(value, "command line") for key, value in values.items()})
+    load(None, values)
 
 
 def test_validation_is_mixed_as_well_and_repeats_nothing(folders: dict[str, Path]) -> None:

@@ -159,8 +159,6 @@ CONFLICTS = [
         "--data.objective=pairs --data.target_len=8 --data.document_mask",
         'data.document_mask = true is for data.objective = "causal"',
     ),
-    ("--data.target_len=8", 'data.target_len = 8 has no effect without data.objective = "pairs"'),
-    ("--data.noise_density=0.2", "data.noise_density = 0.2 has no effect without"),
 ]
 
 

@@ -59,9 +59,8 @@ class Case:
         values = (
             {"llama": LLAMA, "gpt": GPT, "t5": T5}[self.base] | {"model.size": "1M", "run.device": device} | self.set
         )
-        given = {key: load.ConfigValue(value, "command line") for key, value in values.items()}
         n_gpus = int(device == "cuda")
-        return load.load(None, given, world_size=self.ranks, n_gpus=n_gpus, local_world_size=2 - n_gpus).config
+        return load.load(None, values, world_size=self.ranks, n_gpus=n_gpus, local_world_size=2 - n_gpus).config
 
 
 BF16 = {"fsdp.param_dtype": "bfloat16"}

@@ -11,7 +11,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -20,19 +20,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 
 from checkpoint import Checkpointer
 from tests.forkserver import free_port
-from tests.helpers import HANGS_S, ROOT, losses, python, ranks, records, run_distributed, succeeded, tiny
-from tests.tools.elastic_machines import until
+from tests.helpers import HANGS_S, ROOT, losses, python, ranks, records, run_distributed, succeeded, tiny, until
 from torchtitan_lite import process
 from torchtitan_lite.checkpointing import save, storage
 from torchtitan_lite.config.schema import CheckpointConfig
+from torchtitan_lite.distributed.lost import explained
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.distributed.ranks import gather
-from torchtitan_lite.errors import StuckError
+from torchtitan_lite.errors import REPEATS, StuckError, UserError
 from torchtitan_lite.monitoring import attempts
-from torchtitan_lite.monitoring.watchdog import explained
 
 LAZY = "TORCH_GLOO_LAZY_INIT"
 DOC = (ROOT / "docs/cluster.md").read_text()
@@ -106,7 +106,7 @@ def exchange_without_one(world: World, folder: Path) -> None:
         while stat.read_text().rpartition(")")[2].split()[0] != "Z":
             pass
     try:
-        with explained(world):
+        with explained():
             gather(world.rank, group)
     except StuckError as error:
         (folder / f"error-{world.rank}").write_text(str(error))
@@ -165,7 +165,7 @@ def test_machines_that_do_not_run_the_same_are_named(text: Path, tmp_path: Path)
 
     with ThreadPoolExecutor(2) as both:
         results = list(both.map(machine, (0, 1)))
-    assert all(result.returncode for result in results)
+    assert [result.returncode for result in results] == [1, 2], "the first is not to blame, and starts again"
     said = [result.stderr for result in results]
     host = os.uname().nodename
     wrong = [f"optim.lr: {a} on rank 0 ({host}); {b} on rank 1 ({host})" for a, b in ((0.004, 0.5), (0.5, 0.004))]
@@ -225,13 +225,14 @@ def test_the_slurm_script_puts_a_preempted_job_back_into_the_queue(
 
 
 PLAYED = """#!/usr/bin/env python3
-# plays $PYTHON: the check of the config, a launch that may write a status, and everything else by the real one
+# plays $PYTHON: the check before and after a launch, a launch that may write a status, everything else by the real one
 import json, os, sys, time
 if "--check-config" in sys.argv:
     print("the configuration is fine; its run is in", os.environ["RUN"])
-elif "torch.distributed.run" in sys.argv or "torchtitan_lite.tools.elastic" in sys.argv:
-    print("COMMAND", *sys.argv[1:])
-    if status := os.environ.get("STATUS"):
+    sys.exit(int(os.environ["CHECK"]) if os.path.exists(os.environ["RUN"] + "/launched") else 0)
+elif "torch.distributed.run" in sys.argv:
+    open(os.environ["RUN"] + "/launched", "w")
+    if status := os.environ["STATUS"]:
         run = {"status": status, "time": time.time()}
         json.dump(run, open(os.environ["RUN"] + "/run.json", "w"))
     sys.exit(int(os.environ["CODE"]))
@@ -240,95 +241,218 @@ else:
 """
 
 
-@pytest.fixture
-def played(slurm: dict[str, str], tmp_path: Path) -> Callable[..., str]:
-    """The script with a played python: its output, if it ends with the expected code and (not) requeues the job."""
+@pytest.mark.parametrize(("before", "status", "code", "check", "expected", "requeued"), [
+    # a status that an earlier attempt has left: this one has died before it could write its own
+    ("preempted", "", 1, 0, 0, True),
+    ("complete", "", 1, 0, 0, True),
+    # this attempt's
+    ("complete", "failed", 1, 0, 0, True),
+    ("preempted", "running", 137, 0, 0, True),
+    ("failed", "preempted", 1, 0, 0, True),
+    ("failed", "complete", 1, 0, 0, False),
+    ("failed", "", 0, 0, 0, False),  # a dry run
+    # a failure that would repeat
+    ("running", "failed", 1, 3, 3, False),
+    ("running", "", 1, 2, 2, False),
+])  # fmt: skip
+@pytest.mark.extended
+def test_the_slurm_script_requeues_what_may_go_better(
+    before: str,
+    status: str,
+    code: int,
+    check: int,
+    expected: int,
+    requeued: bool,
+    slurm: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    """By the status of this attempt only. Three failures since the last stop that saved end the job."""
     python = tmp_path / "bin/played-python"
     python.write_text(PLAYED)
     python.chmod(stat.S_IRWXU)
-
-    def run(code: int, expected: int, requeued: bool, **env: str) -> str:
-        env |= {"PYTHON": str(python), "RUN": str(tmp_path / "run"), "CODE": str(code)}
-        result = sbatch(slurm | env, "--run.name=run")
-        assert result.returncode == expected, result.stdout + result.stderr
-        assert (tmp_path / "requeued").exists() == requeued
-        return result.stdout
-
-    return run
-
-
-@pytest.mark.parametrize(("before", "status", "code", "expected", "requeued"), [
-    # a status that an earlier attempt has left: this one has died before it could write its own
-    ("preempted", "", 1, 1, False),
-    ("complete", "", 2, 2, False),
-    # this attempt's
-    ("complete", "failed", 1, 1, False),
-    ("preempted", "running", 137, 137, False),
-    ("failed", "preempted", 1, 0, True),
-    ("failed", "complete", 1, 0, False),
-])  # fmt: skip
-@pytest.mark.extended
-def test_the_slurm_script_uses_only_the_status_of_this_attempt(
-    before: str, status: str, code: int, expected: int, requeued: bool, played: Callable[..., str], tmp_path: Path
-) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run/run.json").write_text(json.dumps({"status": before, "time": time.time() - 5}))
-    said = played(code, expected, requeued, STATUS=status)
-    assert f"is: {status or 'unknown'} (exit code {code})" in said
+    env = slurm | {"PYTHON": str(python), "RUN": str(tmp_path / "run"), "FAILURES": "2", "STATUS": status}
+    env |= {"CODE": str(code), "CHECK": str(check)}
+    for times in range(1, 5):
+        (tmp_path / "run/launched").unlink(missing_ok=True)
+        (tmp_path / "run/run.json").write_text(json.dumps({"status": before, "time": time.time() - 5}))
+        result = sbatch(env, "--run.name=run")
+        assert f"is: {status or 'unknown'} (exit code {code})" in result.stdout
+        ends = times > 2 and status not in ("preempted", "complete") and code and not check
+        assert result.returncode == (code if ends else expected), result.stdout + result.stderr
+        queue = tmp_path / "requeued"
+        assert queue.exists() == (requeued and not ends)
+        queue.unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize(("code", "expected", "requeued"), [(75, 0, True), (0, 0, False), (1, 1, False)])
-@pytest.mark.extended
-def test_the_slurm_script_joins_a_coordinator(
-    code: int, expected: int, requeued: bool, played: Callable[..., str]
-) -> None:
-    """A machine that left on a signal is requeued, whatever the status of the run: others continue it."""
-    said = played(code, expected, requeued, COORDINATOR="login1:29400", SECRET_FILE="a b.key", NPROC="8")
-    command = "-m torchtitan_lite.tools.elastic join --secret-file a b.key --nproc-per-node 8 login1:29400 train.py"
-    assert f"COMMAND {command} --run.name=run\n" in said
+class Nodes:
+    """Machines by name: a store, and torchruns on this one with the commands of docs/cluster.md."""
 
-
-@pytest.mark.extended
-def test_torchrun_loses_a_machine_and_gets_one_back(text: Path, tmp_path: Path) -> None:
-    """The commands of docs/cluster.md for torchrun."""
-    store, launch = re.findall(r"^(python -c .*|TORCH_DISABLE\S* torchrun .*)$", DOC, re.M)
-    port = str(free_port())
-    options = tiny(text, tmp_path, train__steps=100_000, optim__schedule="constant", checkpoint__every=2)
-    run, log = tmp_path / "mine", tmp_path / "mine/train.log"
-    replaced = launch.replace("torchrun", f"{sys.executable} -m torch.distributed.run --local-addr 127.0.0.1")
-    replaced = replaced.replace("--nproc-per-node 8", "--nproc-per-node 1").replace("node0:29400", f"127.0.0.1:{port}")
-    command = f"exec env {replaced} {shlex.join(options)}"
-    processes: list[subprocess.Popen[bytes]] = []
-    killed: list[subprocess.Popen[bytes]] = []
-
-    def started(line: str) -> subprocess.Popen[bytes]:
-        with (tmp_path / "said.txt").open("ab") as out:
-            processes.append(subprocess.Popen(["sh", "-c", line], cwd=ROOT, env=ENV, stdout=out, stderr=out))
-        return processes[-1]
-
-    def trains(world: str, after: int = 0) -> bool:
-        ended = [process.poll() for process in processes if process not in killed]
-        assert not any(code is not None for code in ended), (tmp_path / "said.txt").read_text()[-3000:]
-        text = log.read_text() if log.exists() else ""
-        size, _, rest = text.rpartition("  cpu  world ")[2].partition(" = ")
-        return size == world and "\nstep " in rest and text.count("  cpu  world ") > after
-
-    try:
-        started("exec " + store.replace("python", sys.executable, 1).replace("29400", port))
+    def __init__(self, folder: Path, options: list[str], most: int) -> None:
+        port = str(free_port())
+        store, launch = re.findall(r"^(python -c .*|TORCH_DISABLE.* torchrun .*)$", DOC, re.M)
+        for name, place in {
+            " torchrun ": f" {sys.executable} -m torch.distributed.run --local-addr 127.0.0.1 ",
+            "node0:29400": f"127.0.0.1:{port}",
+            "--nnodes 1:4": f"--nnodes 1:{most}",
+            "--nproc-per-node 8": "--nproc-per-node 1",
+            " --config configs/llama_8b.toml": "",
+        }.items():
+            assert name in launch
+            launch = launch.replace(name, place)
+        self._command = f"exec env {launch} {shlex.join(options)}"
+        self.run, self._said = folder / "mine", folder / "said.txt"
+        self.alive: dict[str, subprocess.Popen[bytes]] = {}
+        self._start("store", "exec " + store.replace("python", sys.executable, 1).replace("29400", port))
         until(lambda: not socket.socket().connect_ex(("127.0.0.1", int(port))), "the store")
-        first = started(command)
-        until(lambda: trains("1"), "one machine")
-        second = started(command)
-        until(lambda: trains("2"), "two machines")
-        killed.append(first)
-        first.kill()
-        until(lambda: trains("1", 2), "the second alone")
-        second.send_signal(signal.SIGTERM)
-        second.wait(HANGS_S)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait(HANGS_S)
-    about = json.loads((run / "run.json").read_text())
-    assert about["status"] == "preempted", (tmp_path / "said.txt").read_text()[-3000:]
-    assert [record["step"] for record in records(run) if "loss" in record] == list(range(1, about["step"] + 1))
+
+    def _start(self, name: str, line: str) -> None:
+        with self._said.open("ab") as out:
+            self.alive[name] = subprocess.Popen(["sh", "-c", line], cwd=ROOT, env=ENV, stdout=out, stderr=out)
+
+    def start(self, name: str, *options: str) -> None:
+        self._start(name, f"{self._command} {shlex.join(options)}")
+
+    def end(self, name: str, how: signal.Signals) -> None:
+        node = self.alive.pop(name)
+        node.send_signal(how)
+        node.wait(HANGS_S)
+
+    def trains(self, world_size: int) -> attempts.Attempt:
+        """Wait for four steps of a new attempt with this world size."""
+        before = self.attempts
+
+        def found() -> attempts.Attempt | None:
+            codes = {name: node.poll() for name, node in self.alive.items()}
+            assert not any(code is not None for code in codes.values()), f"{codes}\n{self._said.read_text()[-5000:]}"
+            last = attempts.read(self.run)[-1] if (self.run / "attempts.jsonl").exists() else None
+            if last is None or last.attempt == before or last.world_size != world_size:
+                return None
+            return last if sum(r["attempt"] == last.attempt for r in records(self.run) if "loss" in r) >= 4 else None
+
+        last: attempts.Attempt = until(found, f"a world of {world_size}")
+        return last
+
+    @property
+    def attempts(self) -> int:
+        return len(attempts.read(self.run)) if (self.run / "attempts.jsonl").exists() else 0
+
+    def said(self) -> str:
+        return self._said.read_text()
+
+    def close(self) -> None:
+        for node in self.alive.values():
+            node.kill()
+            node.wait(HANGS_S)
+
+
+@pytest.fixture
+def nodes(text: Path, tmp_path: Path) -> Iterator[Callable[..., Nodes]]:
+    made = []
+
+    def make(most: int, **keys: Any) -> Nodes:
+        plain = {"train__steps": 100_000, "optim__schedule": "constant", "checkpoint__every": 2, "eval__every": 0}
+        made.append(Nodes(tmp_path, tiny(text, tmp_path, **plain | keys), most))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.mark.extended
+def test_machines_join_and_leave_and_a_spare_takes_over(nodes: Callable[..., Nodes]) -> None:
+    """The first machine is lost: the spare replaces it. Each step is made once, or again from the last checkpoint."""
+    machines = nodes(2)
+    machines.start("node0")
+    first = machines.trains(1)
+    machines.start("node1")
+    joined = machines.trains(2)
+    assert attempts.read(machines.run)[0].last_step == joined.step > first.step, "no step is repeated"
+    machines.start("spare")
+    machines.end("node0", signal.SIGKILL)
+    lost = machines.trains(2)
+    assert lost.step % 2 == 0, "from a checkpoint"
+    machines.end("node1", signal.SIGTERM)
+    left = machines.trains(1)
+    assert attempts.read(machines.run)[-2].last_step == left.step, "no step is repeated"
+    machines.end("spare", signal.SIGTERM)
+    about = json.loads((machines.run / "run.json").read_text())
+    assert about["status"] == "preempted"
+    assert [r["step"] for r in records(machines.run) if "loss" in r] == list(range(1, about["step"] + 1))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("wrong", "said"), [
+    (["--train.step=3"], "the nearest known one is train.steps"),
+    (["--optim.lr=1e30", "--optim.warmup_steps=0"], "not finite"),
+])  # fmt: skip
+def test_a_failure_that_would_repeat_ends_torchrun(wrong: list[str], said: str, nodes: Callable[..., Nodes]) -> None:
+    """Though it has a thousand restarts left."""
+    machines = nodes(1)
+    machines.start("node0", *wrong)
+    assert machines.alive.pop("node0").wait(HANGS_S) == 1
+    printed = machines.said()
+    assert said in printed
+    assert "torchrun would try again, so it is ended" in printed
+    assert machines.attempts <= 1
+
+
+SCHEMAS = json.loads((Path(__file__).parent / "trainer_crds.json").read_text())
+
+
+def wrong_in(value: Any, schema: dict[str, Any], where: str) -> list[str]:
+    """What the API server would refuse, or drop silently: a part of OpenAPI 3, as CRDs have it."""
+    if not schema or schema.get("x-kubernetes-int-or-string"):
+        return []
+    types = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool}
+    if type(value) is not types[schema["type"]]:
+        return [f"{where}: {value!r} is no {schema['type']}"]
+    found = [f"{where}: {value!r} is not allowed"] if value not in schema.get("enum", [value]) else []
+    if isinstance(value, list):
+        return found + [
+            wrong for i, item in enumerate(value) for wrong in wrong_in(item, schema["items"], f"{where}[{i}]")
+        ]
+    if isinstance(value, dict):
+        known, other = schema.get("properties", {}), schema.get("additionalProperties")
+        if known or other is not None:
+            found += [f"{where}: {key} is missing" for key in schema.get("required", []) if key not in value]
+            found += [f"{where}: {key} is unknown" for key in value if key not in known and other is None]
+            return found + [w for k in value for w in wrong_in(value[k], known.get(k, other or {}), f"{where}.{k}")]
+    return found
+
+
+def test_the_trainjob_is_valid() -> None:
+    """Against the schemas of the CRDs of Kubeflow Trainer; and its options are those of train.py."""
+    runtime, job = yaml.safe_load_all((ROOT / "scripts/trainjob.yaml").read_text())
+    for part in (runtime, job):
+        assert wrong_in(part, SCHEMAS[part["kind"]], part["kind"]) == []
+    assert job["spec"]["runtimeRef"] == {"kind": runtime["kind"], "name": runtime["metadata"]["name"]}
+    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    (rule,) = replicated["template"]["spec"]["podFailurePolicy"]["rules"]
+    assert rule["onExitCodes"]["values"] == [UserError.exit_code, REPEATS]
+    pod = replicated["template"]["spec"]["template"]["spec"]
+    pod["restartPolicies"] = "Never"
+    pod["containers"][0]["command"] = "bash"
+    wrong = wrong_in(runtime, SCHEMAS["TrainingRuntime"], "")
+    assert [error.rpartition(": ")[2] for error in wrong] == ["restartPolicies is unknown", "'bash' is no array"]
+
+
+@pytest.mark.parametrize(("check", "expected"), [(0, "torchrun"), (3, "")])
+def test_a_pod_checks_before_it_trains(check: int, expected: str, tmp_path: Path) -> None:
+    runtime, job = yaml.safe_load_all((ROOT / "scripts/trainjob.yaml").read_text())
+    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    command = replicated["template"]["spec"]["template"]["spec"]["containers"][0]["command"]
+    for name, script in {"python": f'echo "$WORLD_SIZE $@"; exit {check}', "torchrun": 'echo torchrun "$@"'}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / name).chmod(stat.S_IRWXU)
+    env = ENV | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "8"}
+    pod = subprocess.run(
+        [*command, *job["spec"]["trainer"]["args"]], env=env, capture_output=True, text=True, timeout=60
+    )
+    own = "train.py --config=configs/llama_8b.toml --run.name=mine --data.path=/shared/data/mine --run.out_dir=/shared"
+    checked, *launched = pod.stdout.splitlines()
+    assert pod.returncode == check, pod.stderr
+    assert checked.startswith(f"16 {own}")
+    assert checked.endswith("--check-config")
+    assert [line.startswith(f"{expected} {own}") for line in launched] == [True] * (not check)

@@ -43,8 +43,7 @@ class Sequences:
 
 def config_of(values: dict[str, Any], world_size: int) -> Config:
     """A config with these values, by "section.key"."""
-    overrides = {key: load.ConfigValue(value, "test") for key, value in values.items()}
-    return load.load(None, overrides, world_size=world_size, n_gpus=stand_ins.GPUS).config
+    return load.load(None, values, world_size=world_size, n_gpus=stand_ins.GPUS).config
 
 
 @contextlib.contextmanager

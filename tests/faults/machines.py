@@ -1,467 +1,430 @@
-"""Machines that fail and come back at random: `python -m tests.faults.machines [events [seed]]`.
+"""Machines that fail and come back at random under torchrun: `python -m tests.faults.machines [EVENTS [SEED]]`.
 
-Up to two of three machines train one run (`python -m torchtitan_lite.tools.elastic`), and the third is a spare. At
-random moments, also while they start, one of these happens:
+Three machines of one process each train one run with the command of docs/cluster.md, `torchrun --nnodes 1:2` (with
+odd seeds: the third is a spare) or `1:3`, and a TCPStore of its own process as the rendezvous. At random moments, also
+while the machines start, one of these happens:
 
-    killed        SIGKILL of a machine with all its processes
+    killed        SIGKILL of a machine: torchrun and its process (in half of the cases the one with rank 0)
     rank          SIGKILL of one training process
-    frozen        SIGSTOP of a machine and its processes, for less or more than the 20 s after which it counts as lost
-    left          SIGTERM of a machine
+    frozen        SIGSTOP of a machine, for 2 or 8 s, or until the others train without it (run.timeout_minutes)
+    left          SIGTERM of a torchrun
     returned      a machine joins
-    coordinator   it is killed and started again, sometimes with all machines that were in its world
-    stranger      somebody sends random bytes to its port, and holds the connections
     full          for some seconds every write of a checkpoint fails, as on a full disk
-    clock         for some seconds the clocks of all processes of the machines are an hour back
+    clock         for some seconds the clocks of all training processes are an hour back
 
-Each step must have seen each of its samples once, whichever machines trained it, and the losses must be those of an
-undisturbed process.
+This module does what a supervisor does on each machine: it starts torchrun again when it has ended by itself. A
+torchrun that ends with an error closes its rendezvous for all, so the number in its --rdzv-id is in a file that all
+machines share: see `Machine.tend`.
 
-The machines and their processes are forked from a process that has torch, instead of importing it each time: ten
-times as fast, and the same signals. `--real` starts them as a user does; then only the training processes' clocks go
-back. What happens at event i follows from the seed, i and which machines are there. If one fails, the command that
-leads to it again is printed.
+In the history that counts (attempts.jsonl), each step must have seen each of its samples once, and its loss must be
+that of an undisturbed process. What happens at event i follows from the seed, i and which machines are there. The
+moments depend on the machine.
 """
 
 import argparse
 import contextlib
-import ctypes
-import errno
-import gc
-import importlib
 import inspect
+import json
 import os
 import random
 import signal
-import socket
-import statistics
+import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
-from tests.faults.figures import busy, none_of, stamp
-from tests.helpers import HANGS_S, losses, ranks, succeeded, tiny
-from tests.tools.elastic_machines import ELASTIC, Machines, until
+from tests.faults.figures import HEADER, row, stamp
+from tests.forkserver import free_port
+from tests.helpers import ROOT, losses, ranks, succeeded, tiny
 from torchtitan_lite.checkpointing import storage
-from torchtitan_lite.process import env_int
+from torchtitan_lite.monitoring import attempts
 
 NAMES = ("a", "b", "c")
 BATCH = 6
 COMPARED = 1000  # steps: later, two undisturbed runs on other world sizes differ by 1e-3 and more, as rounding grows
-PACE_S = 0.02  # the least duration of a step
-AS_RANK = "as-rank"  # the first word of this module's command line in a training process of `--real`
+STUCK_S = 600  # a run that has not recovered by then needs a person
+STORE = (
+    "import signal, sys, torch; "
+    "store = torch.distributed.TCPStore('127.0.0.1', int(sys.argv[1]), is_master=True, wait_for_workers=False); "
+    "signal.pause()"
+)
 
 
 def arguments(folder: Path, text: Path, name: str, **more: Any) -> list[str]:
     """A tiny run without dropout, whose masks would depend on the number of ranks."""
     values = {"optim__name": "muon", "optim__lr": 0.004, "optim__schedule": "constant", "train__steps": 100_000}
-    values |= {"eval__every": 0, "run__timeout_minutes": 10, "checkpoint__every": 3, "checkpoint__keep_latest": 3}
+    values |= {"eval__every": 0, "checkpoint__every": 10, "checkpoint__keep_latest": 3}
     values |= {"checkpoint__state_dict": "sharded"}
     return tiny(text, folder, run__name=name, **values | more)
 
 
-class Forked(Machines):
-    """Machines that are forked from this process."""
-
-    def join(
-        self, name: str, *options: str, command: Sequence[str] | None = None, entry: Sequence[str] = ELASTIC
-    ) -> None:
-        words = ["join", "--name", name, *options, f"127.0.0.1:{self.port}", *(command or self.command)]
-        out = self._folder / f"{name}.txt"
-        self.alive[name] = ForkedProcess(lambda: _machine(words), self._env, out)  # type: ignore[assignment]
+class PersonNeededError(Exception):
+    """The run needs a person."""
 
 
-class ForkedProcess:
-    """What is used of subprocess.Popen, of a child that is forked without exec."""
+class Machine:
+    """One machine as its supervisor sees it: a torchrun of one process, started again when it ends by itself."""
 
-    def __init__(self, main: Any, env: dict[str, str], out: Path | None = None, dies: bool = False) -> None:
-        self.returncode: int | None = None
-        parent = os.getpid()
-        # until it has handlers of its own, a signal for the child would go through this process's pipe of signals
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        self.pid = os.fork()
-        if self.pid != 0:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        else:
-            code = 1
-            try:
-                if dies:
-                    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-                    if os.getppid() != parent:
-                        os._exit(1)
-                signal.set_wakeup_fd(-1)
-                for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-                    signal.signal(number, signal.SIG_DFL)
-                signal.signal(signal.SIGINT, signal.default_int_handler)
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
-                os.setpgid(0, 0)
-                os.closerange(3, 1024)
-                if out is not None:
-                    with out.open("ab") as stream:
-                        os.dup2(stream.fileno(), 1)
-                        os.dup2(stream.fileno(), 2)
-                os.environ.update(env)
-                code = main()
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                with contextlib.suppress(Exception):
-                    sys.stdout.flush()
-                    sys.stderr.flush()
-                os._exit(code)
+    def __init__(self, name: str, soak: "Soak") -> None:
+        self.name, self._soak = name, soak
+        self.starts = 0
+        self.frozen = False
+        self.process: subprocess.Popen[bytes] | None = None
 
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            done, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if done else None
-        return self.returncode
+    def start(self) -> None:
+        """Join the rendezvous with the current number."""
+        self.starts += 1
+        self._number = self._soak.number()
+        env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        env |= {"SAMPLES": str(self._soak.samples), "MACHINE": self.label}
+        command = [sys.executable, "-m", "torch.distributed.run", *self._soak.launcher]
+        command += ["--rdzv-id", f"mine-{self._number}", "tests/faults/recorder.py", *self._soak.arguments]
+        with self.output.open("ab") as out:
+            out.write(f"--- {time.time():.1f} {self.label} mine-{self._number}\n".encode())
+            self.process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out, start_new_session=True)
 
-    def wait(self, seconds: float) -> int:
-        until(lambda: self.poll() is not None, "the end of a process", seconds)
-        assert self.returncode is not None
-        return self.returncode
+    @property
+    def output(self) -> Path:
+        return self._soak.folder / f"{self.name}.txt"
 
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
+    @property
+    def label(self) -> str:
+        """The name of this start of torchrun."""
+        return f"{self.name}{self.starts}"
+
+    def tend(self) -> None:
+        """Start torchrun again if it has ended by itself, with the next number if the file still has its own."""
+        if self.process is None or self.process.poll() is None:
+            return
+        if self.process.returncode == 0:
+            raise PersonNeededError(f"{self.label} took the run for complete")
+        if self._soak.number() == self._number:
+            self._soak.numbers.write_text(str(self._number + 1))
+        self._soak.restarts += 1
+        said = self.output.read_text(errors="replace").splitlines()
+        why = [line for line in said if "Error" in line][-1:] or said[-1:]
+        print(f"     torchrun of {self.label} ended with {self.process.returncode}: {' '.join(why)[-150:]}", flush=True)
+        self.start()
+
+    def processes(self) -> list[int]:
+        """Its torchrun, and the processes below it."""
+        return with_children([self.process.pid] if self.process else [])
 
     def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-
-def _machine(words: Sequence[str]) -> int:
-    from torchtitan_lite.tools.elastic import __main__, machine
-
-    _set_clock()
-
-    def forked(command: Sequence[str], env: dict[str, str], **_: Any) -> ForkedProcess:
-        assert command[2] == "train.py", command
-        return ForkedProcess(lambda: _worker(command[3:]), env, dies=True)
-
-    vars(machine)["subprocess"] = SimpleNamespace(Popen=forked)
-    return __main__.main(words)
-
-
-def _worker(argv: Sequence[str]) -> NoReturn:
-    import train
-    from torchtitan_lite.distributed.process_group import exit_process
-
-    install()
-    exit_process(train.main(argv))
-
-
-class Recorded:
-    """A source of samples that keeps which ones were drawn last."""
-
-    def __init__(self, samples: Any) -> None:
-        self._samples = samples
-        self.last: list[int] = []
-
-    def draw(self, numbers: Any, seed: Any) -> Any:
-        self.last = numbers.tolist()
-        return self._samples.draw(numbers, seed)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._samples, name)
-
-
-now = time.time  # which `clock` does not change
-
-
-def _flag(name: str) -> Path:
-    """Exists while something is wrong with this process's surroundings."""
-    return Path(os.environ["SAMPLES"]) / name
-
-
-def _set_clock() -> None:
-    flag = _flag("clock")
-    setattr(time, "time", lambda: now() - 3600 * flag.exists())  # noqa: B010
-
-
-def _fill_disk() -> None:
-    from torchtitan_lite.checkpointing.safetensors_file import HashingStream
-
-    flag, write = _flag("full"), HashingStream.write
-
-    def failing(self: HashingStream, *given: Any) -> Any:
-        if flag.exists():
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(self, *given)
-
-    setattr(HashingStream, "write", failing)  # noqa: B010
-
-
-def install() -> None:
-    """Write down which samples each rank trained on in which world, at a pace."""
-    import train
-    from torchtitan_lite.data.loader import Loader
-
-    _fill_disk()
-    drawn: dict[int, list[int]] = {}
-    batch, train_step = Loader.batch, train.train_step
-    file = Path(os.environ["SAMPLES"]) / f"{env_int('RANK', 0)}.txt"
-    # a coordinator that was killed with all that knew it counts worlds from 1 again
-    world = f"{env_int('TORCHELASTIC_RESTART_COUNT', 0)}.{os.environ['MASTER_PORT']}"
-
-    def recorded_batch(self: Loader, first: int, size: int) -> Any:
-        source: Any = self.samples
-        if not isinstance(source, Recorded):
-            source = Recorded(source)
-            object.__setattr__(self, "samples", source)  # it is frozen
-        result = batch(self, first, size)
-        drawn[first] = source.last
-        return result
-
-    def recorded_step(s: Any, step: int) -> Any:
-        began, first = time.monotonic(), s.state.samples_consumed
-        result = train_step(s, step)
-        line = f"{world} {step} {now():.3f} {','.join(map(str, drawn.pop(first)))}\n"
-        with file.open("a") as out:  # one write: a kill cuts no line
-            out.write(line)
-        time.sleep(max(0.0, PACE_S - (time.monotonic() - began)))
-        return result
-
-    Loader.batch = recorded_batch  # type: ignore[method-assign]
-    train.train_step = recorded_step
-
-
-def processes_of(pid: int) -> list[int]:
-    """The children of a process that have not ended."""
-    found = []
-    with contextlib.suppress(OSError):
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            with contextlib.suppress(OSError):
-                state = Path(f"/proc/{child}/stat").read_text().rpartition(") ")[2][0]
-                found += [int(child)] if state != "Z" else []
-    return found
+        pids = self.processes()
+        send(pids, signal.SIGSTOP)  # none of them reacts to the death of another
+        send(pids, signal.SIGKILL)
+        if self.process:
+            self.process.wait()
+        self.process, self.frozen = None, False
 
 
 class Soak:
     """One run, and what happens to it."""
 
-    def __init__(self, folder: Path, text: Path, seed: int, real: bool) -> None:
-        self._seed, self._rng, self._folder, self._text = seed, random.Random(seed), folder, text
-        self._samples = folder / "samples"
-        self._samples.mkdir()
-        self.run = folder / "run"
-        env = {"SAMPLES": str(self._samples)}
-        program = [__file__, AS_RANK] if real else ["train.py"]
-        command = [*program, *arguments(folder, text, "run")]
-        self.machines = (Machines if real else Forked)(folder, command, "--nnodes", "1:2", "--settle", "0.5", env=env)
-        events = ["killed", "killed with rank 0", "all killed", "returned", "left", "coordinator", "and its world"]
-        events += ["rank", "frozen", "stranger", "full", "clock"]
-        self.counts = dict.fromkeys(events, 0)
-        self.recoveries: list[float] = []
-        self.at = 0  # the number of the event that happens
-        self._worlds = 0  # how many there had been before the last change
+    def __init__(self, folder: Path, text: Path, seed: int, timeout_minutes: float) -> None:
+        self._seed, self._rng, self.folder = seed, random.Random(seed), folder
+        self.samples, self.numbers, self.run = folder / "samples", folder / "number", folder / "run"
+        self.samples.mkdir()
+        self._most = 2 if seed % 2 else 3
+        self._timeout_s = 60 * timeout_minutes
+        self._before = 0, 0
+        self._kind, self._since, self._after = "", 0.0, 0  # what the run has not recovered from yet
+        port = free_port()
+        self._store = subprocess.Popen([sys.executable, "-c", STORE, str(port)])
+        self.nnodes = f"1:{self._most}"
+        self.launcher = ["--nnodes", self.nnodes, "--nproc-per-node", "1", "--max-restarts", "1000"]
+        self.launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
+        self.launcher += ["--shutdown-timeout", "300", "--rdzv-conf"]
+        self.launcher += ["is_host=0,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5"]
+        self.arguments = arguments(folder, text, "run", run__timeout_minutes=timeout_minutes)
+        self.arguments += ["--run.preempted_exit_code=75"]
+        self.machines = {name: Machine(name, self) for name in NAMES}
+        self.kinds: Counter[str] = Counter()
+        self.recoveries: list[dict[str, Any]] = []
+        self.load = [os.getloadavg()[0]]
+        self.restarts = 0  # of torchruns that had ended by themselves
 
-    def newest(self) -> float:
-        """When rank 0 trained its last step, in seconds of the clock; 0: never."""
-        file = self._samples / "0.txt"
-        lines = file.read_text().splitlines() if file.exists() else []
-        return float(lines[-1].split()[2]) if lines else 0.0
+    def number(self) -> int:
+        """The number in the --rdzv-id that machines join now."""
+        return int(self.numbers.read_text()) if self.numbers.exists() else 0
 
-    def event(self) -> None:
+    # --- what is seen from outside ----------------------------------------------------------------------------------
+
+    def up(self) -> list[str]:
+        return [name for name, machine in self.machines.items() if machine.process]
+
+    def newest(self) -> tuple[int, int, float, list[str], int]:
+        """Attempt, step and time of rank 0's newest step, and the machines and the size of its world."""
+        lines = [line for rank in range(self._most) if (line := last_line(self.samples / f"{rank}.txt"))]
+        if not lines:
+            return 0, 0, 0.0, [], 0
+        attempt, step, when, _, size = lines[0][:5]
+        return int(attempt), int(step), float(when), [line[3] for line in lines if line[0] == attempt], int(size)
+
+    def _trains(self, since: float, after: int) -> bool:
+        """Whether all machines that are up, or as many as fit, have made a step since then, in an attempt after it."""
+        attempt, _, when, members, size = self.newest()
+        running = [machine.label for machine in self.machines.values() if machine.process and not machine.frozen]
+        everybody = len(members) == size == min(len(running), self._most) and {*members} <= {*running}
+        return when > since and attempt > after and everybody
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait, and start torchruns again that have ended by themselves."""
+        ends = time.monotonic() + STUCK_S
+        while not condition():
+            if time.monotonic() > ends:
+                raise PersonNeededError(f"{what}: not within {STUCK_S} s")
+            for machine in self.machines.values():
+                machine.tend()
+            time.sleep(0.05)
+
+    def pause(self, seconds: float) -> None:
+        """Let some time pass: part of what happens."""
+        ends = time.monotonic() + seconds
+        self.until(lambda: time.monotonic() > ends, "a pause")
+
+    # --- what happens -----------------------------------------------------------------------------------------------
+
+    def events(self, number: int, minutes: float) -> None:
+        """Let changes happen: some soon after the last, some once the run trains again."""
+        ends = time.monotonic() + 60 * minutes
+        self.machines["a"].start()
+        self._recovered()
+        for i in range(number):
+            if time.monotonic() > ends:
+                break
+            self._rng = random.Random(f"{self._seed}/{i}")
+            self._settled = bool(self.up()) and self._rng.random() < 0.7
+            if self._settled:
+                self._recovered()
+            self.pause(self._rng.uniform(0, 4))  # perhaps while they start
+            self._event()
+        if self.up():
+            self._recovered()
+
+    def _happens(self, kind: str, name: str = "") -> None:
+        self.kinds[kind] += 1
+        self.load.append(os.getloadavg()[0])
+        attempt, _, _, members, _ = self.newest()
+        about = f"up {','.join(self.up())}; attempt {attempt} of {','.join(members)}; load {self.load[-1]:.1f}"
+        print(f"{self.kinds.total():4d} {kind} {name}: {about}", flush=True)
+
+    def _disturbs(self, kind: str, name: str, *, breaks: bool = False) -> None:
+        """Something happens from which the run has to recover. `breaks`: the present attempt can't go on."""
+        self._happens(kind, name)
+        attempt, _, _, members, _ = self.newest()
+        self._before = attempt, len(members)
+        self._kind, self._since, self._after = kind, time.time(), attempt if breaks else 0
+        self._graceful = self._settled and kind in ("left", "returned")
+
+    def _recovered(self) -> None:
+        """Wait until all machines that are up train again, as many as fit."""
+        self.until(lambda: self._trains(self._since, self._after), f"a step after {self._kind}")
+        kind, self._kind = self._kind, ""
+        now, size, (before, size_before) = self.newest(), self.newest()[4], self._before
+        if not kind or now[0] == before:
+            return  # nothing had to recover: a spare came or went
+        made = [step for attempt, step in self.steps() if attempt >= before]
+        found = {"kind": kind, "seconds": round(now[2] - self._since, 1), "repeated": len(made) - len({*made})}
+        found |= {"worlds": f"{size_before}>{size}", "graceful": self._graceful}
+        self.recoveries.append(found)
+        print(f"     {found}", flush=True)
+
+    def _event(self) -> None:
         """One random change."""
-        rng, machines = self._rng, self.machines
-        alive, gone = sorted(machines.alive), [name for name in NAMES if name not in machines.alive]
-        last = next((line for line in reversed(machines.said().splitlines()) if ": world " in line), "")
-        world = last.rpartition(": ")[2].split(", ") if last else []
-        kind = rng.choice(("rank", "frozen", "stranger", "full", "clock", *["other"] * 10))
-        if kind != "other" and alive:
-            getattr(self, f"_{kind}")(rng.choice(alive))
-            self.counts[kind] += 1
-        elif rng.random() < 0.12:
-            self.counts["coordinator"] += 1
-            machines.coordinator.kill()
-            machines.coordinator.wait(HANGS_S)
-            if spares := [name for name in alive if name not in world]:  # which have never been in this world
-                self.counts["and its world"] += 1
-                for name in set(alive) - set(spares):
-                    machines.kill(name)
-            elif gone and rng.random() < 0.5:
-                machines.join(gone[0])  # it may come first
-            time.sleep(rng.uniform(0, 3))  # it is not there for a while: part of what happens
-            machines.coordinate()
-        elif gone and rng.random() < (0.5 if len(gone) == 1 else 0.85):
-            self.counts["returned"] += 1
-            machines.join(rng.choice(gone))
-        elif rng.random() < 0.15:
-            self.counts["left"] += 1
-            name = rng.choice(alive)
-            machines.alive[name].send_signal(signal.SIGTERM)
-            # -15: it had not started yet
-            assert machines.alive.pop(name).wait(HANGS_S) in (75, -15), machines.said(name)[-3000:]
+        rng, up = self._rng, self.up()
+        gone = [name for name in NAMES if name not in up]
+        kind = rng.choice(("rank", "frozen", "full", "clock", *["other"] * 10))
+        name = rng.choice(up or gone)
+        if not up or (kind == "other" and gone and rng.random() < (0.5 if len(gone) == 1 else 0.85)):
+            self._returned(rng.choice(gone))
+        elif kind in ("full", "clock"):
+            self._for_a_while(kind)
+        elif kind == "rank":
+            self._rank(name)
+        elif kind == "frozen":
+            self._frozen(name)
+        elif rng.random() < 0.25:
+            self._left(name)
         else:
-            name = rng.choice(alive)
-            self.counts["killed with rank 0"] += world[:1] == [name]
-            self.counts["killed"] += 1
-            machines.kill(name)
-            self.counts["all killed"] += not machines.alive
+            first = [each for each in up if self.newest()[3][:1] == [self.machines[each].label]]
+            self._killed(first[0] if first and rng.random() < 0.5 else name)
+
+    def _in_world(self, name: str) -> bool:
+        return self.machines[name].label in self.newest()[3]
+
+    def _killed(self, name: str) -> None:
+        self._disturbs("killed first" if self.newest()[3][:1] == [self.machines[name].label] else "killed", name,
+                    breaks=self._in_world(name))  # fmt: skip
+        self.machines[name].kill()
+
+    def _left(self, name: str) -> None:
+        self._disturbs("left", name, breaks=self._in_world(name))
+        self._stop(name)
+
+    def _stop(self, name: str) -> None:
+        """SIGTERM of a torchrun, which is not started again."""
+        machine = self.machines[name]
+        assert machine.process is not None
+        process, machine.process = machine.process, None
+        process.terminate()
+        self.until(lambda: process.poll() is not None, "the end of a machine that leaves")
+
+    def _returned(self, name: str) -> None:
+        self._disturbs("returned", name)
+        self.machines[name].start()
 
     def _rank(self, name: str) -> None:
-        """Kill one process of a machine, if it has any now."""
-        worlds = self.machines.worlds()
-        if children := processes_of(self.machines.alive[name].pid):
-            os.kill(self._rng.choice(children), signal.SIGKILL)
-            until(lambda: self.machines.worlds() > worlds, "a world after a process was killed")
+        """Kill the training process of a machine, if it has one now."""
+        if children := self.machines[name].processes()[1:]:
+            self._disturbs("rank", name, breaks=self._in_world(name))
+            os.kill(children[0], signal.SIGKILL)
 
     def _frozen(self, name: str) -> None:
-        pids = [*processes_of(self.machines.alive[name].pid), self.machines.alive[name].pid]
-        for number in (signal.SIGSTOP, signal.SIGCONT):
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
-            if number == signal.SIGSTOP:
-                time.sleep(self._rng.choice((2, 5, 25)))  # part of what happens
-
-    def _stranger(self, _name: str) -> None:
-        with contextlib.ExitStack() as stack:
-            for _ in range(self._rng.randint(1, 20)):
-                with contextlib.suppress(OSError):
-                    one = stack.enter_context(socket.create_connection(("127.0.0.1", self.machines.port), timeout=5))
-                    one.sendall(self._rng.randbytes(self._rng.randint(0, 100_000)))
-            time.sleep(self._rng.uniform(0, 3))
-
-    def _full(self, _name: str) -> None:
-        self._for_a_while("full")
-
-    def _clock(self, _name: str) -> None:
-        self._for_a_while("clock")
+        """A short break, or one that is longer than the run's time limit."""
+        machine = self.machines[name]
+        seconds = self._rng.choice((2.0, 8.0, self._timeout_s + 10))
+        self._disturbs(f"frozen {seconds:g} s", name, breaks=seconds > 8 and self._in_world(name))
+        send(machine.processes(), signal.SIGSTOP)
+        machine.frozen = True
+        thaws = time.monotonic() + seconds
+        alone = len(self.up()) == 1
+        self.until(lambda: time.monotonic() > thaws or (not alone and seconds > 8 and
+                   self._trains(self._since, self._after)), "a frozen machine")  # fmt: skip
+        if time.monotonic() < thaws:
+            self._recovered()
+            self._disturbs("thawed", name)
+        machine.frozen = False
+        send(machine.processes(), signal.SIGCONT)
 
     def _for_a_while(self, flag: str) -> None:
-        (self._samples / flag).touch()
-        time.sleep(self._rng.uniform(0, 4))
-        (self._samples / flag).unlink()
+        self._happens(flag)
+        (self.samples / flag).touch()
+        self.pause(self._rng.uniform(0, 4))
+        (self.samples / flag).unlink()
 
-    def events(self, number: int, minutes: float) -> int:
-        """Let changes happen: some soon after the last, some once the run trains again. Returns how many."""
-        self.machines.join("a")
-        happened, ends, i = 0.0, time.monotonic() + 60 * minutes, 0
-        while i < number and time.monotonic() < ends:
-            self.at, self._rng = i + 1, random.Random(f"{self._seed}/{i}")
-            if self._rng.random() < 0.6:
-                self.recovered(happened)
-                time.sleep(self._rng.uniform(0, 4))
-            else:
-                time.sleep(self._rng.uniform(0, 4))  # perhaps while they start
-            self._worlds, happened = self.machines.worlds(), now()
-            self.event()
-            if not self.machines.alive:  # nothing happens before one comes back
-                self.machines.join(self._rng.choice(NAMES))
-                self.counts["returned"] += 1
-            i += 1
-            print(f"{i:4d} {self.counts} alive: {sorted(self.machines.alive)}", flush=True)
-        self.recovered(happened)
-        return i
+    # --- what was seen ----------------------------------------------------------------------------------------------
 
-    def recovered(self, happened: float) -> None:
-        """Wait until all machines that are there train in one world."""
-        until(self._all_train, "a step after the last change")
-        if happened and self.machines.worlds() > self._worlds:  # otherwise nothing had to recover
-            self.recoveries.append(self.newest() - happened)
-
-    def _all_train(self) -> bool:
-        said = self.machines.said()
-        assert self.machines.coordinator.poll() is None, self.told()
-        since_start = said[said.rfind("coordinator: waiting for ") :].splitlines()
-        last = next((line for line in reversed(since_start) if " world " in line), "")
-        names = last.rpartition(": ")[2].split(", ") if ": world " in last else []
-        started = (self._folder / "coordinator.txt").stat().st_mtime
-        full = len(names) == min(len(self.machines.alive), 2)
-        return full and {*names} <= {*self.machines.alive} and self.newest() > started
-
-    def told(self) -> str:
-        """The last that the coordinator and the machines have printed."""
-        return "\n".join(f"--- {name}\n{self.machines.said(name)[-3000:]}" for name in ("coordinator", *NAMES))
+    def steps(self) -> list[tuple[int, int]]:
+        """Attempt and number of each step that rank 0 has made."""
+        lines = (self.samples / "0.txt").read_text().splitlines() if (self.samples / "0.txt").exists() else []
+        return [(int(attempt), int(step)) for attempt, step, *_ in map(str.split, lines)]
 
     def end(self) -> None:
-        """Save, and compare with what should have been."""
-        self.machines.coordinator.send_signal(signal.SIGTERM)
-        codes = self.machines.codes()
-        assert not any(codes.values()), f"{codes}\n{self.told()}"
+        """Save and stop."""
+        for name in self.up():
+            self._stop(name)
 
-    def seen(self) -> dict[int, list[int]]:
-        """The samples that each step saw in the world that trained it last."""
-        records: dict[int, list[tuple[float, str, list[int]]]] = {}
-        for file in self._samples.glob("*.txt"):
-            for world, step, when, numbers in (line.split(" ") for line in file.read_text().splitlines()):
-                drawn = [int(number) for number in numbers.split(",") if number]
-                records.setdefault(int(step), []).append((float(when), world, drawn))
-        last = {step: max(found)[1] for step, found in records.items()}
-        return {
-            step: sorted(number for _, world, drawn in found if world == last[step] for number in drawn)
-            for step, found in records.items()
-        }
+    def close(self) -> None:
+        for machine in self.machines.values():
+            machine.kill()
+        self._store.kill()
+        self._store.wait()
+
+
+def problems(run: Path, samples: Path, trained: int) -> list[str]:
+    """What was lost or doubled in the steps that count, by the lines of tests/faults/recorder.py."""
+    drawn: dict[tuple[int, int], list[int]] = {}
+    for file in samples.glob("*.txt"):
+        for attempt, number, _, _, _, numbers in map(str.split, file.read_text().splitlines()):
+            drawn.setdefault((int(attempt), int(number)), []).extend(map(int, numbers.split(",")))
+    history, found = attempts.read(run), []
+    for step in range(1, trained + 1):
+        made_by = attempts.of_step(history, step)
+        seen = sorted(drawn.get((made_by.attempt if made_by else 0, step), []))
+        if seen != list(range((step - 1) * BATCH, step * BATCH)):
+            found.append(f"step {step} saw {seen}")
+    consumed = storage.read_state(run / f"checkpoints/step-{trained:08d}").samples_consumed
+    if consumed != trained * BATCH:
+        found.append(f"{consumed} samples consumed after step {trained}")
+    if sorted(losses(run)) != list(range(1, trained + 1)):
+        found.append("records are missing or doubled")
+    return found
+
+
+def difference_of_losses(run: Path, folder: Path, text: Path, trained: int) -> float:
+    """How far the losses are from those of an undisturbed process."""
+    steps = min(trained, COMPARED)
+    succeeded(ranks(1, *arguments(folder, text, "straight", train__steps=steps, checkpoint__every=0)))
+    disturbed, straight = losses(run), losses(folder / "straight")
+    return max(abs(disturbed[step][0] - straight[step][0]) for step in straight if step in disturbed)
+
+
+def with_children(pids: Sequence[int]) -> list[int]:
+    """Processes, and all below them."""
+    found = list(pids)
+    for pid in found:
+        with contextlib.suppress(OSError):
+            found += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return found
+
+
+def send(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def last_line(file: Path) -> list[str]:
+    """The words of the last line of a file; empty without one."""
+    with contextlib.suppress(OSError), file.open("rb") as lines:
+        lines.seek(max(0, file.stat().st_size - 1000))
+        return lines.read().decode().splitlines()[-1].split()
+    return []
 
 
 def main() -> None:
-    """Run the soak, and print what happened."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Run one piece of the soak, and print what happened."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("events", nargs="?", type=int, default=20)
     parser.add_argument("seed", nargs="?", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="no event after so long")
-    parser.add_argument("--busy", type=int, default=0, help="so many other processes compute all the time")
-    parser.add_argument("--real", action="store_true", help="each process is started, and imports torch")
+    parser.add_argument("--timeout-minutes", type=float, default=1.0, help="run.timeout_minutes")
+    parser.add_argument("--out", type=Path, help="append the result to this file: tests/faults/figures.py adds it up")
+    parser.add_argument("--keep", type=Path, help="a new folder for the run and what was printed")
     given = parser.parse_args()
     os.environ.setdefault("XDG_CACHE_HOME", tempfile.mkdtemp())
-    for module in ("train", "torch._dynamo"):
-        importlib.import_module(module)
-    gc.freeze()
-    print(stamp(given.seed), flush=True)
-    with busy(given.busy):
-        print(f"{soak(given.events, given.seed, given.minutes, given.real)}; {stamp(given.seed)}")
-
-
-def soak(events: int, seed: int, minutes: float, real: bool = False) -> str:
-    """Let the events happen and check the run. Returns a summary."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        text = folder / "text"
-        text.mkdir()
-        (text / "argparse.txt").write_text(inspect.getsource(argparse))
-        s = Soak(folder, text, seed, real)
-        try:
-            happened = s.events(events, minutes)
-            s.end()
-        except BaseException:
-            again = f"python -m tests.faults.machines {s.at} {seed}{' --real' * real}, with the same --busy"
-            print(f"failed at event {s.at}; again: {again}  ({stamp(seed)})")
-            raise
-        finally:
-            s.machines.close()
-        trained = storage.find_steps(s.run / "checkpoints")[-1]
-        check_samples(s, trained)
-        succeeded(ranks(1, *arguments(folder, text, "straight", train__steps=trained, checkpoint__every=0)))
-        disturbed, straight = losses(s.run), losses(folder / "straight")
-        assert sorted(disturbed) == sorted(straight) == list(range(1, trained + 1))
-        difference = max(abs(disturbed[step][0] - straight[step][0]) for step in straight if step <= COMPARED)
-        assert difference < 1e-4, f"the losses differ by {difference}"
-        return (
-            f"{happened} events {s.counts}; {s.machines.worlds()} worlds, {trained} steps; recovery: median "
-            f"{statistics.median(s.recoveries):.1f} s, worst {max(s.recoveries):.1f} s of {len(s.recoveries)}; "
-            f"none of {trained * BATCH:,} samples: {none_of(happened, 'events lost or doubled one')}; "
-            f"losses of the first {min(trained, COMPARED)} steps within {difference:.1e}"
-        )
+        folder = given.keep or Path(name)
+        folder.mkdir(exist_ok=True)
+        piece = soak(folder, given.events, given.seed, given.minutes, given.timeout_minutes)
+    print(HEADER, row(piece), sep="\n")
+    if given.out:
+        with given.out.open("a") as out:
+            out.write(json.dumps(piece) + "\n")
+    sys.exit(bool(piece["problems"]))
 
 
-def check_samples(s: Soak, trained: int) -> None:
-    """Each sample was seen once, in its step."""
-    seen = {step: numbers for step, numbers in s.seen().items() if step <= trained}
-    assert sorted(seen) == list(range(1, trained + 1)), "a step is missing"
-    for step, numbers in seen.items():
-        at = (step - 1) * BATCH
-        assert numbers == list(range(at, at + BATCH)), f"step {step} saw {numbers}, not {at} and those after"
-    state = storage.read_state(s.run / f"checkpoints/step-{trained:08d}")
-    assert state.samples_consumed == trained * BATCH
+def soak(folder: Path, events: int, seed: int, minutes: float, timeout_minutes: float) -> dict[str, Any]:
+    """Let the events happen and check the run. Returns the row of a table."""
+    text = folder / "text"
+    text.mkdir()
+    (text / "argparse.txt").write_text(inspect.getsource(argparse))
+    s = Soak(folder, text, seed, timeout_minutes)
+    found = []
+    try:
+        s.events(events, minutes)
+        s.end()
+    except PersonNeededError as error:
+        found.append(f"a person was needed: {error}")
+    finally:
+        s.close()
+    trained = max(storage.find_steps(s.run / "checkpoints"), default=0)
+    difference = 0.0
+    if trained:
+        found += problems(s.run, s.samples, trained)
+        if (difference := difference_of_losses(s.run, folder, text, trained)) > 1e-4:
+            found.append(f"the losses differ by {difference:.1e}")
+    piece = {"stamp": stamp(seed), "nnodes": s.nnodes, "events": s.kinds.total(), "kinds": s.kinds}
+    piece |= {"samples": trained * BATCH, "problems": found, "recoveries": s.recoveries, "restarts": s.restarts}
+    return piece | {"difference": difference, "load": s.load, "timeout_minutes": timeout_minutes}
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == [AS_RANK]:
-        _set_clock()
-        _worker(sys.argv[2:])
     main()

@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers import python, ranks, succeeded, tiny
 from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.huggingface import names
+from torchtitan_lite.huggingface import configs
 
 transformers = pytest.importorskip("transformers")
 
@@ -28,7 +28,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "olmoe": {"model__n_experts": 3, "model__n_kv_heads": 2},
     "t5": {"data__objective": "span_corruption", "train__seq_len": 24},
 }
-assert SHAPES.keys() >= {implied["family"] for _, _, implied in names._KINDS.values()}
+assert SHAPES.keys() >= {kind.ours["family"] for kind in configs.KINDS.values()}
 
 
 MORE = {"llama", "mistral", "smollm3", "olmo2", "olmo3", "olmo_hybrid", "qwen3_moe", "olmoe"}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.helpers import checkpoint, losses, python, ranks, succeeded, tiny
@@ -19,7 +19,7 @@ from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.distributed import initialize
 from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.huggingface import names
+from torchtitan_lite.huggingface import configs, names
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.models.llama import rotary_tables
@@ -41,7 +41,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def config_of(folder: Path) -> ModelConfig:
-    return ModelConfig.model_validate(names.from_hf_config(json.loads((folder / "config.json").read_text())))
+    return ModelConfig.model_validate(configs.from_hf_config(json.loads((folder / "config.json").read_text())))
 
 
 class Theirs(NamedTuple):
@@ -113,8 +113,8 @@ def test_weights_and_config_go_out_as_they_came_in(theirs: Theirs) -> None:
     parts = names.hf_names(weights, config.family)
     out = {name: names.to_hf(ours, weights.__getitem__, config.family) for name, ours in parts.items()}
     assert equal(out, dict(model.named_parameters()))
-    again = names.from_hf_config(names.to_hf_config(config, config.vocab_size))
-    assert again == names.from_hf_config(json.loads((folder / "config.json").read_text()))
+    again = configs.from_hf_config(configs.to_hf_config(config, config.vocab_size))
+    assert again == configs.from_hf_config(json.loads((folder / "config.json").read_text()))
 
 
 LLAMA = {"model__family": "llama", "model__n_kv_heads": 1, "model__hidden_dim": 48, "model__tie_embeddings": True}
@@ -207,7 +207,7 @@ def test_init_from_another_model_or_vocabulary_names_both(
 
 def test_rope_scaling_blends_intermediate_wavelengths() -> None:
     """The test of parity above would not notice if no wavelength were in the band."""
-    values = names.from_hf_config(transformers.LlamaConfig(**CASES["llama, rope scaling, tied"][1]).to_dict())
+    values = configs.from_hf_config(transformers.LlamaConfig(**CASES["llama, rope scaling, tied"][1]).to_dict())
     scaled, plain = (
         rotary_tables(ModelConfig.model_validate(values | {"rope_factor": factor}))[0][1].acos()
         for factor in (8.0, 1.0)
@@ -231,6 +231,23 @@ def test_an_index_that_points_elsewhere_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=r"names \.\./outside\.safetensors, which is not a file of this folder"):
         hf.open_weights(tmp_path, config_of(tmp_path))
+
+
+@pytest.mark.parametrize("own_head", [False, True])
+def test_a_head_is_tied_only_if_it_equals_the_embeddings(own_head: bool, tmp_path: Path) -> None:
+    """Whatever config.json says: transformers 5 keeps a head that differs, too."""
+    values = CASES["llama, rope scaling, tied"][1]
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**values)).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    head = weights["model.embed_tokens.weight"] + float(own_head)
+    save_file(weights | {"lm_head.weight": head}, file, metadata={"format": "pt"})
+    config = hf.config_of(tmp_path)
+    assert config.tie_embeddings != own_head
+    assert hf.open_weights(tmp_path, config).get("output.weight", head).equal(head)
+    with pytest.raises(CheckpointError, match=r"model\.tie_embeddings is (True|False) in the checkpoint"):
+        hf.open_weights(tmp_path, config.model_copy(update={"tie_embeddings": own_head}))
 
 
 def test_sharded_folders_are_read(theirs: Theirs, tmp_path: Path) -> None:

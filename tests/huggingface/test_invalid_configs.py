@@ -6,69 +6,97 @@ import pytest
 
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.huggingface import names
+from torchtitan_lite.huggingface import configs
 
 LLAMA = {"model_type": "llama", "vocab_size": 9, "num_attention_heads": 2, "hidden_size": 8, "num_hidden_layers": 1}
 LLAMA |= {"intermediate_size": 8, "max_position_embeddings": 16}
 MOE = LLAMA | {"model_type": "qwen3_moe"}
 HYBRID = LLAMA | {"model_type": "olmo_hybrid", "rope_parameters": {"rope_theta": None}}
+GPT2 = {"model_type": "gpt2", "vocab_size": 9, "n_embd": 8, "n_head": 2, "n_layer": 1, "n_positions": 16}
+T5 = {"model_type": "t5", "vocab_size": 9, "d_model": 8, "num_heads": 2, "num_layers": 1, "d_kv": 4, "d_ff": 8}
+GATED = T5 | {"feed_forward_proj": "gated-gelu"}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 8192}
+YARN = {"rope_type": "yarn"}
 SCALED = {"rope_scaling": {"type": "linear"}, "rope_parameters": {"full_attention": {"rope_theta": 5e5}}}
+OFF = "is not supported for this model_type"
 
 
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (LLAMA | {"max_position_embeddings": None}, "config.json lacks 'max_position_embeddings', which is null"),
-        (LLAMA | {"num_attention_heads": 0}, "num_attention_heads = 0 should be above 0"),
-        (LLAMA | {"rms_norm_eps": "small"}, "rms_norm_eps = 'small' should be a number"),
-        (LLAMA | {"model_type": ["llama"]}, "model_type = ['llama'] should be a text"),
-        (LLAMA | {"rope_parameters": 3}, "rope_parameters = 3 should be a table"),
-        (LLAMA | {"rope_parameters": {"rope_type": "yarn"}}, "rope_type yarn is not supported"),
-        (LLAMA | {"num_hidden_layers": 10**9}, "n_layers = 1000000000: Input should be less than or equal to 2048"),
-        ({"model_type": "llama", "vocab_size": 9}, "config.json lacks 'num_attention_heads'"),
-        ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
-        ({"model_type": "mamba"}, 'model_type "mamba" is not among llama, qwen2, qwen3, '),
-        ({"model_type": "llama", "mlp_bias": True}, "biases of attention or feed-forward"),
-        (LLAMA | {"use_sliding_window": True}, "use_sliding_window = true is not supported for llama"),
-        (LLAMA | {"hidden_act": "gelu"}, "hidden_act gelu is not supported; silu is"),
-        (LLAMA | {"model_type": "mistral", "layer_types": ["full_attention"]}, "layer_types are not supported for"),
-        (LLAMA | {"model_type": "mistral", "sliding_window": -1}, "sliding_window = -1 should be above 0"),
-        (LLAMA | {"model_type": "mistral", "rope_scaling": {"type": "yarn"}}, "rope_type yarn is not supported; def"),
-        (LLAMA | {"model_type": "smollm3", "use_sliding_window": True}, "use_sliding_window = true is not supported"),
-        (LLAMA | {"model_type": "smollm3", "no_rope_layers": [2]}, "no_rope_layers = [2] should be 0 or 1 for each"),
-        (LLAMA | {"model_type": "qwen3", "use_sliding_window": True, "layer_types": []}, "layer_types = [] should be"),
-        (LLAMA | {"model_type": "smollm3", "layer_types": ["sliding_attention"]}, "layer_types with sliding_attention"),
-        (LLAMA | {"model_type": "olmo3", "layer_types": [["a"]]}, "layer_types = [['a']] should be sliding_attention"),
-        (LLAMA | {"model_type": "olmo3", "rope_theta": 1e4}, "rope_theta = 500000.0 of sliding_attention is not that"),
-        (LLAMA | {"model_type": "olmo3"} | SCALED, "rope_type linear is not supported; default is, for olmo3"),
-        (LLAMA | SCALED, "rope_type linear is not supported; default and llama3 are"),
+        (LLAMA | {"max_position_embeddings": None}, "max_position_embeddings = None: Input should be a valid integer"),
+        (LLAMA | {"num_attention_heads": 0}, "num_attention_heads = 0: Input should be greater than 0"),
+        (LLAMA | {"rms_norm_eps": "small"}, "rms_norm_eps = small: Input should be a valid number"),
+        (LLAMA | {"model_type": ["llama"]}, "model_type ['llama'] is not among llama, qwen2, qwen3, "),
+        (LLAMA | {"rope_parameters": 3}, "rope_parameters = 3: Input should be"),
+        (LLAMA | {"rope_parameters": YARN}, "rope_parameters.rope_type = yarn: Input should be 'default' or 'llama3'"),
+        (LLAMA | {"rope_scaling": {"rope_type": "llama3"}}, "llama3 needs factor, low_freq_factor, high_freq_factor"),
         (
-            LLAMA | {"model_type": "olmo3", "rope_parameters": {"sliding_attention": {"type": "linear"}}},
-            "rope_type linear of sliding_attention is not supported",
+            LLAMA | {"model_type": "mistral", "rope_scaling": LLAMA3},
+            "rope_factor = 8.0 is not supported",
         ),
-        (MOE | {"mlp_only_layers": [1]}, "mlp_only_layers = [1] is not supported"),
-        (MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported; 1 is"),
-        (MOE | {"use_sliding_window": True}, "use_sliding_window = True is not supported"),
-        (MOE | {"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported"),
-        (MOE | {"model_type": "olmoe", "head_dim": 7}, "head_dim = 7 is not 4, as for olmoe"),
+        (LLAMA | {"rope_theta": None}, "rope_theta = None: Input should be a valid number"),
+        (LLAMA | {"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000: Input should be less than or equal to"),
+        (LLAMA | {"quantization_config": {}}, "quantization_config = {} is not known for this model_type"),
+        (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not known for this model_type"),
+        (LLAMA | {"rope_parameters": {"factor": 2.0}}, "llama3 needs factor"),
+        ({"model_type": "llama", "vocab_size": 9}, "config.json: num_attention_heads is missing"),
+        ({"model_type": "mamba"}, "model_type mamba is not among llama, qwen2, qwen3, "),
+        (LLAMA | {"mlp_bias": True}, f"mlp_bias = True: {OFF}"),
+        (LLAMA | {"attention_bias": True}, f"attention_bias = True: {OFF}"),
+        (LLAMA | {"use_sliding_window": True}, f"use_sliding_window = True: {OFF}"),
+        (LLAMA | {"hidden_act": "gelu"}, "hidden_act = gelu: Input should be 'silu'"),
+        (LLAMA | {"model_type": "mistral", "layer_types": ["full_attention"]}, "layer_types = ['full_attention']: Inp"),
+        (LLAMA | {"model_type": "mistral", "sliding_window": -1}, "sliding_window = -1: Input should be greater than"),
+        (LLAMA | {"model_type": "mistral", "rope_scaling": {"type": "yarn"}}, "type = yarn: Input should be 'default'"),
+        (LLAMA | {"model_type": "smollm3", "use_sliding_window": True}, f"use_sliding_window = True: {OFF}"),
+        (LLAMA | {"model_type": "smollm3", "no_rope_layers": [2]}, "no_rope_layers = [2] should be 0 or 1 for each"),
+        (
+            LLAMA | {"model_type": "qwen3", "use_sliding_window": True, "layer_types": []},
+            "layer_types = [] should be",
+        ),
+        (
+            LLAMA | {"model_type": "smollm3", "layer_types": ["sliding_attention"]},
+            "should be full_attention for each",
+        ),
+        (LLAMA | {"model_type": "olmo3", "layer_types": [["a"]]}, "layer_types.0 = ['a']: Input should be a valid"),
+        (LLAMA | {"model_type": "olmo3", "rope_theta": 1e4}, "rope_theta = 500000.0 of sliding_attention is not that"),
+        (LLAMA | {"model_type": "olmo3"} | SCALED, "rope_scaling.type = linear: Input should be 'default'"),
+        (LLAMA | {"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0: Inp"),
+        (LLAMA | {"model_type": "gemma3_text", "head_dim": 4}, "query_pre_attn_scalar"),
+        (MOE | {"mlp_only_layers": [1]}, "mlp_only_layers = [1]: List should have at most 0 items"),
+        (MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step = 2: Input should be 1"),
+        (MOE | {"use_sliding_window": True}, f"use_sliding_window = True: {OFF}"),
+        (MOE | {"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv = 8.0: Input should be None"),
+        (MOE | {"model_type": "olmoe", "head_dim": 7}, "head_dim = 7 is not supported for this model_type; 4 is"),
         (HYBRID | {"linear_num_key_heads": 1}, "linear_num_key_heads = 1 is not supported; 2 is"),
         (HYBRID | {"linear_num_value_heads": 4}, "linear_num_value_heads = 4 is not supported; 2 is"),
         (HYBRID | {"linear_key_head_dim": 4}, "linear_key_head_dim = 4 is not supported; 3 is"),
         (HYBRID | {"linear_value_head_dim": 3}, "linear_value_head_dim = 3 is not supported; 6 is"),
         (HYBRID | {"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim = 3 is not supported; 4 is"),
         (HYBRID | {"linear_allow_neg_eigval": False}, "linear_allow_neg_eigval = False is not supported; True is"),
-        (HYBRID | {"head_dim": 8}, "head_dim = 8 is not supported; 4 is"),
+        (HYBRID | {"head_dim": 8}, "head_dim = 8 is not supported for this model_type; 4 is"),
         (HYBRID | {"layer_types": ["sliding_attention"]}, "should be linear_attention or full_attention for each"),
         (HYBRID | {"rope_parameters": None}, "rope_parameters = null does not say whether attention has rotary"),
-        (HYBRID | {"rope_parameters": {"rope_type": "yarn"}}, "rope_type yarn is not supported; default is, for"),
-        ({"model_type": "gpt2", "activation_function": "relu"}, "activation_function relu is not gelu_new"),
-        ({"model_type": "gpt2", "n_embd": 32, "n_inner": 96}, "n_inner = 96 is not 4 times n_embd = 32"),
+        (HYBRID | {"rope_parameters": YARN}, "rope_parameters.rope_type = yarn: Input should be 'default'"),
+        (GPT2 | {"activation_function": "relu"}, "activation_function = relu: Input should be 'gelu_new'"),
+        (GPT2 | {"n_inner": 96}, "n_inner = 96 is not supported; 32 is"),
+        (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, f"scale_attn_by_inverse_layer_idx = True: {OFF}"),
+        (T5 | {"feed_forward_proj": "gated-silu"}, "feed_forward_proj = gated-silu: Input should be 'relu' or 'gated-"),
+        (T5 | {"dense_act_fn": "gelu"}, "dense_act_fn = gelu is not supported; relu is"),
+        (GATED | {"dense_act_fn": "gelu"}, "dense_act_fn = gelu is not supported; gelu_new is"),
+        (GATED | {"is_gated_act": None}, "is_gated_act = None: Input should be a valid boolean"),
+        (GATED | {"is_gated_act": False}, "is_gated_act = False is not supported; True is"),
+        (T5 | {"relative_attention_num_buckets": 64}, "relative_attention_num_buckets = 64: Input should be 32"),
+        (T5 | {"decoder_start_token_id": 2}, "decoder_start_token_id = 2: Input should be 0"),
     ],
 )
 def test_a_config_of_theirs_that_is_wrong_or_not_supported_is_refused(content: dict[str, Any], expected: str) -> None:
-    assert names.from_hf_config(LLAMA)["max_seq_len"] == 16
+    for complete in (LLAMA, MOE, HYBRID, GPT2, T5, GATED):
+        assert configs.from_hf_config(complete)["vocab_size"] == 9
     with pytest.raises(CheckpointError) as caught:
-        names.from_hf_config(content)
+        configs.from_hf_config(content)
     assert expected in str(caught.value)
 
 
@@ -93,4 +121,4 @@ def test_a_config_of_theirs_that_is_wrong_or_not_supported_is_refused(content: d
 )
 def test_a_model_without_an_architecture_of_theirs_is_not_exported(config: ModelConfig, expected: str) -> None:
     with pytest.raises(CheckpointError, match=expected):
-        names.to_hf_config(config, 97)
+        configs.to_hf_config(config, 97)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.huggingface.test_hf import TOKENS, config_of, ours
 from torchtitan_lite.config.schema import ModelConfig
-from torchtitan_lite.huggingface import names, stacks
+from torchtitan_lite.huggingface import configs, names, stacks
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models import gated_delta
 from torchtitan_lite.models.generation import Sampler, new_tokens
@@ -99,8 +99,8 @@ def compared(kind: str, values: dict[str, Any], folder: Path) -> dict[str, float
         compare = [out, saved]
     assert compare[0].keys() == compare[1].keys()
     assert all(compare[0][name].equal(tensor) for name, tensor in compare[1].items())
-    exported = names.to_hf_config(found, 97)
-    assert names.from_hf_config(exported) == names.from_hf_config(json.loads((folder / "config.json").read_text()))
+    exported = configs.to_hf_config(found, 97)
+    assert configs.from_hf_config(exported) == configs.from_hf_config(json.loads((folder / "config.json").read_text()))
     (folder / "config.json").write_text(json.dumps(exported))
     save_file(out, folder / "model.safetensors", {"format": "pt"})
     again = transformers.AutoModelForCausalLM.from_pretrained(
@@ -131,7 +131,7 @@ def compared(kind: str, values: dict[str, Any], folder: Path) -> dict[str, float
 
 def test_a_gemma_without_a_window_keeps_its_rotary_bases_in_an_export() -> None:
     config = ModelConfig(family="gemma3", window=0, layer_pattern=["window", "full"], n_layers=2, max_seq_len=64)
-    exported = names.to_hf_config(config, 97)
+    exported = configs.to_hf_config(config, 97)
     assert exported["layer_types"] == ["sliding_attention", "full_attention"]
     assert exported["sliding_window"] == 64  # transformers computes nothing without one
 

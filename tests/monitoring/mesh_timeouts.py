@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from tests.distributed.distributed_cases import MESHES, loss_of, make_mesh, sharded
 from torchtitan_lite.config.schema import FsdpConfig, RunConfig
+from torchtitan_lite.distributed.lost import is_lost
 from torchtitan_lite.distributed.process_group import exit_process, limit_group_timeouts, process_group
-from torchtitan_lite.monitoring.hang import is_lost
 from torchtitan_lite.optim.optimizer import squared_norm
 
 

@@ -170,7 +170,7 @@ def test_a_mistake_in_the_config_is_an_error(
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # not installed
     with pytest.raises(ConfigError, match=message):
-        load.load(None, {key: load.ConfigValue(value, "command line")})
+        load.load(None, {key: value})
 
 
 def test_mfu_is_logged_only_if_the_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

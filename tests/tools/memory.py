@@ -67,8 +67,7 @@ def config_of(name: str, world_size: int, **more: Any) -> Config:
 
 
 def config_with(values: dict[str, Any], world_size: int) -> Config:
-    overrides = {key: load.ConfigValue(value, "test") for key, value in (BASE | values).items()}
-    return load.load(None, overrides, world_size=world_size, n_gpus=8).config
+    return load.load(None, BASE | values, world_size=world_size, n_gpus=8).config
 
 
 def peaks_of(world: World, configs: Sequence[Config]) -> list[int]:

@@ -1,11 +1,18 @@
 """`train.py --dry-run`: planned and measured values agree, and no files remain."""
 
 import re
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tests.helpers import ranks, succeeded, tiny
+from tests.helpers import ranks, run_distributed, succeeded, tiny
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.errors import REPEATS, ConfigError
+from torchtitan_lite.tools import dry_run
 
 MIB = {"MiB": 1.0, "GiB": 1024.0}
 
@@ -38,6 +45,32 @@ def test_planned_memory_matches_measured_memory(world_size: int, text: Path, tmp
     assert list(tmp_path.iterdir()) == []
 
 
+def checked(world: World, folder: Path, wrong: str) -> str:
+    """What the preflight says on a rank, if the clock or the disk of rank 1 is wrong."""
+    if world.rank == 1 and wrong == "clock":
+        real = time.time
+        dry_run.time.time = lambda: real() + 5  # type: ignore[attr-defined]
+    if world.rank == 1 and wrong == "disk":
+        dry_run.Path.exists = lambda self: False  # type: ignore[attr-defined, method-assign]
+    config = Config.model_validate({"checkpoint": {"state_dict": "sharded"}}, context="layers")
+    s: Any = SimpleNamespace(world=world, config=config, checkpointer=SimpleNamespace(require_space=lambda step: None))
+    try:
+        return dry_run.checked_machines(folder / "run", s)
+    except ConfigError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(("wrong", "expected"), [
+    ("", "has room, and is shared by all"),
+    ("clock", "clocks differ from that of"),
+    ("disk", "of rank 0 is not shared"),
+])  # fmt: skip
+def test_the_disk_and_the_clocks_of_all_machines_are_checked(wrong: str, expected: str, tmp_path: Path) -> None:
+    for said in run_distributed(checked, 2, tmp_path, wrong):
+        assert expected in said
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.extended
 def test_a_run_in_progress_is_not_changed(text: Path, tmp_path: Path) -> None:
     options = tiny(text, tmp_path, run__name="run", train__steps=4, checkpoint__every=4, eval__every=0)
@@ -49,6 +82,6 @@ def test_a_run_in_progress_is_not_changed(text: Path, tmp_path: Path) -> None:
 
 def test_errors_are_those_of_a_run(text: Path, tmp_path: Path) -> None:
     result = ranks(1, "--dry-run", *tiny(text, tmp_path, optim__lr=1e30, optim__warmup_steps=0))
-    assert result.returncode == 1
+    assert result.returncode == REPEATS
     assert "not finite" in result.stderr
     assert list(tmp_path.iterdir()) == []

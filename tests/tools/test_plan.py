@@ -370,13 +370,13 @@ def test_figures_of_devices_are_plausible() -> None:
 
 def test_a_device_without_bfloat16_computes_it_at_the_rate_of_float32() -> None:
     """And float32 at that of TF32, if it has that."""
-    bf16, fp16 = ({"fsdp.param_dtype": load.ConfigValue(dtype, "test")} for dtype in ("bfloat16", "float16"))
+    bf16, fp16 = ({"fsdp.param_dtype": dtype} for dtype in ("bfloat16", "float16"))
     for name, expected in {"v100": 15.7e12, "h100": 989e12}.items():
         plan_ = make_plan(load.load(None, bf16).config, 1, DEVICES[name])
         assert plan_.device
         assert plan_.device.peak_flops("bfloat16") == expected
     assert DEVICES["v100"].computing(load.load(None, fp16).config).peak_flops("float16") == 125e12
-    tf32 = load.load(None, {"run.tf32": load.ConfigValue(True, "test")}).config
+    tf32 = load.load(None, {"run.tf32": True}).config
     found = {name: DEVICES[name].computing(tf32).peak_flops("float32") for name in ("h100", "v100", "mi300x")}
     assert found == {"h100": 494.5e12, "v100": 15.7e12, "mi300x": 163.4e12}
 
@@ -445,7 +445,7 @@ def test_the_vocabulary_is_the_one_that_training_would_have(tmp_path: Path) -> N
     """That of the prepared folder or of the tokenizer; if neither is named, of the one that is trained."""
 
     def found(key: str, value: object) -> tuple[int, str]:
-        return vocabulary(load.load(None, {key: load.ConfigValue(value, "test")}, elsewhere=True).config)
+        return vocabulary(load.load(None, {key: value}, elsewhere=True).config)
 
     split.byte_level().save(str(tmp_path / "tokenizer.json"))
     assert found("tokenizer.path", str(tmp_path / "tokenizer.json")) == (257, "")

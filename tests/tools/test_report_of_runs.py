@@ -2,16 +2,19 @@
 
 import json
 import re
+import socket
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.tools.test_report import about, attempt, data_of, figures_of, made, step, write_run
-from torchtitan_lite.tools.report import report
-
 pytest.importorskip("plotly")
+
+from tests.tools.test_report import about, attempt, figure_of, made, step, traces_of, write_run
+from torchtitan_lite.monitoring import attempts
+from torchtitan_lite.tools.report import report
+from torchtitan_lite.tools.report.runs import read_run
 
 
 def sweep(tmp_path: Path) -> list[Path]:
@@ -21,10 +24,8 @@ def sweep(tmp_path: Path) -> list[Path]:
         records = [step(10), step(20)]
         for n, loss in zip((10, 20), losses, strict=True):
             records.append({"step": n, "val_loss": loss, "val_loss_stderr": 0.05, "val_bits_per_byte": 2.0})
-        runs.append(write_run(tmp_path / "runs" / name, records))
-        config = f'[run]\nname = "{name}"\n[train]\nsteps = 20\n[optim]\nlr = {name.removeprefix("sweep-")}\n'
-        (runs[-1] / "config.toml").write_text(config)
-        (runs[-1] / "run.json").write_text(about("complete"))
+        config = {"run.name": name, "optim.lr": float(name.removeprefix("sweep-"))}
+        runs.append(write_run(tmp_path / "runs" / name, records, attempts_jsonl=attempt(0, 0, config)))
     return runs
 
 
@@ -41,52 +42,73 @@ def test_a_page_of_several_runs_does_not_replace_that_of_one(
     assert f"report  {tmp_path / 'runs/report.html'}" in capsys.readouterr().out
 
 
-def test_changes_are_marked_on_the_curves_and_listed(tmp_path: Path) -> None:
+def test_changes_and_kills_are_marked_on_the_curve_and_listed(tmp_path: Path) -> None:
     one, two, _ = sweep(tmp_path)
     config: dict[str, Any] = {"optim.lr": 0.004, "log.every": 1, "optim.<b>": "a", "checkpoint.resume": ""}
+    preempted = '{"attempt": 4, "ended": "preempted", "last_step": 15}\n'
     history = attempt(1, 0, config)
     history += attempt(2, 12, config | {"log.every": 9})  # the next attempt began at an earlier checkpoint
     history += attempt(3, 10, config := config | {"optim.lr": 0.001, "log.every": 2, "checkpoint.resume": "x"})
-    history += attempt(4, 12, config := config | {"log.every": 3})
+    history += attempt(4, 12, config := config | {"log.every": 3}) + preempted
     history += attempt(5, 15, config | {"optim.<b>": "</script>"})
     (one / "attempts.jsonl").write_text(history + '{"attempt": 6, "st')
     records = [{**step(n), "attempt": a} for a, n in ((1, 10), (1, 12), (3, 12), (4, 15), (5, 20))]
     (one / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     page = made(tmp_path / "page.html", one)
-    assert data_of(page)["runs"][0]["marks"] == [[10, "lr"], [15, "&lt;b&gt;"]]
+    assert read_run(one).events == {10: "killed, lr", 12: "killed", 15: "<b>"}
+    marks = traces_of(one)["marks"]
+    assert (marks["x"], marks["text"]) == ([10, 12, 15], ["killed, lr", "killed", "&lt;b&gt;"])
     assert "<h2>Changed on a resume</h2>" in page
     assert "<th>10</th><td>optim.lr</td><td><code>0.004</code></td><td><code>0.001</code></td></tr>" in page
     assert re.findall("<th>(..)</th><td>log.every</td>", page) == ["10", "12"]
     assert "checkpoint.resume</td><td><code>&quot;&quot;" not in page
     assert "</script></code>" not in page
-    assert figures_of(page)["Loss"]["traces"][0]["x"] == [10, 12, 15, 20]
+    assert traces_of(one)["train"]["x"] == [10, 12, 15, 20]
     both = made(tmp_path / "both.html", two, one)
-    assert [(run["color"], len(run["marks"])) for run in data_of(both)["runs"]] == [("#4c78a8", 0), ("#f58518", 2)]
+    (marks,) = (trace for trace in figure_of(two, one)["data"] if trace["mode"] == "markers+text")
+    assert marks["marker"]["color"] == traces_of(two, one)["sweep-1e-3 train"]["line"]["color"]
     assert re.search(r"Changed on a resume of <i[^>]*></i>sweep-1e-3", both)
+
+
+def test_the_last_attempt_may_have_been_killed_or_have_failed(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [step(4)], run_json=about("running"))
+    here = (run / attempts.FILE).read_text().replace("node3", socket.gethostname())
+    (run / attempts.FILE).write_text(here)
+    (run / ".lock").touch()
+    assert read_run(run).events == {4: "killed"}, "nobody holds the lock"
+    (run / attempts.FILE).write_text(here + '{"attempt": 0, "ended": "failed", "last_step": 4}\n' + attempt(1, 4, {}))
+    (run / "run.json").write_text(about("complete"))
+    assert read_run(run).events == {4: "failed"}
+
+
+def test_metrics_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, read, names = write_run(tmp_path / "run", [step(1)], run_json=about("running")), Path.read_bytes, list[str]()
+
+    def counted(file: Path) -> bytes:
+        names.append(file.name)
+        return read(file)
+
+    monkeypatch.setattr(Path, "read_bytes", counted)
+    made(tmp_path / "page.html", run)
+    assert names.count("metrics.jsonl") == 1
 
 
 def test_the_table_on_the_page_is_that_of_the_terminal(tmp_path: Path) -> None:
     """The best run first, with the colours of the curves; keys that differ before the results."""
     runs = sweep(tmp_path)
     page = made(tmp_path / "page.html", *runs)
-    head, *rows = re.findall("<tr.*?</tr>", page[page.index("<section class=runs>") :].split("</section>")[0])
+    head, *rows = re.findall("<tr>.*?</tr>", page[page.index("<h1>3 runs") : page.index('id="curves"')])
     columns = ["run", "optim.lr", "step", "best val_loss", "at", "bits/byte", "status"]
     assert re.findall("<th>(.*?)</th>", head) == columns
-    plain = [re.sub("<[^>]*>", "|", row) for row in rows]
-    assert [re.sub(r"\|+", "|", row).split("|")[1] for row in plain] == ["sweep-2e-3", "sweep-1e-3", "sweep-4e-3"]
-    assert re.sub(r"\|+", "|", plain[0]).split("|")[2:-1] == [
-        *(" ", "&#9733; best", "0.002", "20/20", "3.5000 +- 0.0500", "20", "2.000", "complete")
-    ]
-    assert [("best" in row) for row in rows] == [True, False, False]
-    colours = dict(zip((run.name for run in runs), (run["color"] for run in data_of(page)["runs"]), strict=True))
-    for row in rows:
-        (name,) = re.findall("<a href=#run[0-9]><i[^>]*></i>(.*?)</a>", row)
-        assert f"background: {colours[name]}" in row
-    assert [t["name"] for t in figures_of(page)["Learning rate"]["traces"]] == [run.name for run in runs]
+    plain = [re.sub("(<[^>]*>)+", "|", row).strip("|").split("|") for row in rows]
+    assert [row[0] for row in plain] == ["sweep-2e-3", "sweep-1e-3", "sweep-4e-3"]
+    assert plain[0][1:] == ["0.002", "20/20", "3.5000 +- 0.0500", "20", "2.000", "complete"]
+    traces = traces_of(*runs)
+    for row, (name, *_) in zip(rows, plain, strict=True):
+        assert f"background: {traces[name]['line']['color']}" in row, "of its entry in the legend"
+    assert {f"{run.name} train" for run in runs} <= traces.keys()
     without = [write_run(tmp_path / name, [step(1)]) for name in ("a", "b")]
-    page = made(tmp_path / "page.html", *without)
-    assert "best</span>" not in page
-    assert "The configs of the runs do not differ." in page
+    assert "The configs of the runs do not differ." in made(tmp_path / "page.html", *without)
 
 
 def test_the_table_has_the_best_run_first_and_the_keys_that_differ(
@@ -101,19 +123,18 @@ def test_the_table_has_the_best_run_first_and_the_keys_that_differ(
     assert [row.split()[0] for row in rows] == ["sweep-2e-3", "sweep-1e-3", "sweep-4e-3", "note"]
     assert re.split(r"  +", rows[0]) == ["sweep-2e-3", "20/20", "3.5000 +- 0.0500", "20", "2.000", "complete", "0.002"]
     assert rows[2].split()[2] == "4.9000"
-    assert "sweep-8e-3 has no metrics.jsonl" in rows[3]
+    assert "sweep-8e-3 is not the folder of a run that has made a step" in rows[3]
     assert not list((tmp_path / "runs").rglob("report.html"))
-    hostile = "a\\u001b[31m\\n" + "x" * 500
-    (runs[0] / "config.toml").write_text(f'[data]\npath = "{hostile}"\n')
+    (runs[0] / "attempts.jsonl").write_text(attempt(0, 0, {"data.path": "a\x1b[31m\n" + "x" * 500}))
     assert report.main([*map(str, runs), "--table"]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert max(map(len, out.splitlines())) < 250
     run = write_run(tmp_path / "run", [step(1)])
     assert report.main([str(run), "--table"]) == 0
-    assert capsys.readouterr().out.splitlines()[1].split() == ["run", "1/?", "-", "-", "-", "unknown"]
+    assert capsys.readouterr().out.splitlines()[1].split() == ["run", "1/20", "-", "-", "-", "complete"]
     assert report.main([str(tmp_path / "none"), "--table"]) == 2
-    assert "none has no metrics.jsonl" in capsys.readouterr().err
+    assert "none is not the folder of a run" in capsys.readouterr().err
 
 
 def test_a_live_page_reloads_itself_until_the_run_has_ended(
@@ -129,9 +150,7 @@ def test_a_live_page_reloads_itself_until_the_run_has_ended(
         page = run / "report.html"
         pages.append(page.read_text() if page.exists() else "")
         if len(pages) == 1:
-            (run / "metrics.jsonl").write_text(json.dumps(step(1)) + "\n")
-            (run / "attempts.jsonl").write_text(attempt(0, 0, {}))
-            (run / "run.json").write_text(about("running"))
+            write_run(run, [step(1)], run_json=about("running"))
         elif len(pages) == 2:
             with (run / "metrics.jsonl").open("a") as stream:
                 stream.write(json.dumps(step(2)) + "\n")
@@ -139,16 +158,16 @@ def test_a_live_page_reloads_itself_until_the_run_has_ended(
             (run / "run.json").write_text(about("complete"))
 
     monkeypatch.setattr(time, "sleep", tick)
-    for wrong, message in (("0", "--live=0 should be 1 second or more"), ("5", "no metrics.jsonl")):
+    for wrong, message in (("0", "--live=0 should be 1 second or more"), ("5", "is not the folder of a run")):
         assert report.main([str(tmp_path / "nothing"), "--live", wrong]) == 2
         assert message in capsys.readouterr().err
     assert report.main([str(run), "--live", "7"]) == 0
     assert pages[0] == "", "no step yet"
-    assert "<meta http-equiv=refresh content=7>" in pages[1]
-    assert figures_of(pages[1])["Loss"]["traces"][0]["x"] == [1]
-    assert figures_of(pages[2])["Loss"]["traces"][0]["x"] == [1, 2]
+    assert "location.reload(), 7 * 1000" in pages[1]
+    shown = [re.search(r"<span>step</span><b>(\d)</b>", page) for page in pages[1:]]
+    assert [found and found[1] for found in shown] == ["1", "2"]
     last = (run / "report.html").read_text()
-    assert "http-equiv=refresh" not in last
+    assert "location.reload(), " not in last
     assert ">complete</b>" in last
     assert not list(run.glob(".report*"))
     said = capsys.readouterr().out

@@ -57,8 +57,8 @@ def test_a_lock_that_is_held_is_a_run_that_is_alive(run: Path, capsys: pytest.Ca
     with (run / ".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert f"run     {run}: running\n" in said(capsys, run, 0)
-        assert status.status_of(run, ended) == status.Status("starting", active=True)
-    assert status.status_of(run, ended) == status.Status("complete", active=False), "killed while it loaded"
+        assert status.status_of(run, ended, []) == status.Status("starting", active=True)
+    assert status.status_of(run, ended, []) == status.Status("complete", active=False), "killed while it loaded"
 
 
 def test_a_reader_that_tests_the_lock_refuses_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,12 +71,13 @@ def test_a_reader_that_tests_the_lock_refuses_no_run(tmp_path: Path, monkeypatch
 
 def test_what_cannot_be_seen_from_here_is_not_called_dead(run: Path) -> None:
     about, history = attempts.newest_status(run), (run / attempts.FILE).read_text()
-    assert not status.status_of(run, about).active
+    records = attempts.records(run)
+    assert not status.status_of(run, about, records).active
     (run / attempts.FILE).write_text(history.replace(json.dumps(socket.gethostname()), '"node3.cluster"'))
-    elsewhere = status.status_of(run, about)
+    elsewhere = status.status_of(run, about, records)
     (run / attempts.FILE).write_text(history)
     (run / ".lock").unlink()
-    for found, on in ((elsewhere, "node3.cluster"), (status.status_of(run, about), socket.gethostname())):
+    for found, on in ((elsewhere, "node3.cluster"), (status.status_of(run, about, records), socket.gethostname())):
         assert found.active
         assert re.fullmatch(rf"running on {on} when last seen, last record \w+ ago", found.text)
 

@@ -1,4 +1,4 @@
-"""Two ranks of train.py, the first of which writes very slowly; what this process is sent, both are sent."""
+"""Two ranks of train.py with a fault, `FAULT OPTIONS`; what this process is sent, both are sent. Prints their codes."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from tests.forkserver import Ranks
 def main() -> None:
     import train  # noqa: F401  # once for both ranks
 
-    ranks = Ranks(2, sys.argv[1:], Path("/dev/stdout"), Path("/dev/stderr"), fault="slow:0:8:save")
+    ranks = Ranks(2, sys.argv[2:], Path("/dev/stdout"), Path("/dev/stderr"), fault=sys.argv[1])
 
     def forward(number: int, _: object) -> None:
         for rank in ranks.running():

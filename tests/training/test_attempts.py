@@ -300,7 +300,7 @@ def test_a_run_does_not_start_over_where_a_checkpoint_was(run: Path, again: Agai
 
 def test_a_fork_starts_from_another_run_s_checkpoint(run: Path, finished: Path, again: Again) -> None:
     """With what the run has learned with, unless the command says otherwise; afterwards it is a run of its own."""
-    again("--resume-with-changes", train__steps=9, optim__weight_decay=0.05)
+    again(train__steps=9)
     before, source = contents(run), checkpoint(run, 6)
     fork = {"run__name": "fork", "checkpoint__resume": source}
     output = again(**fork, optim__lr=1e-3)
@@ -311,7 +311,7 @@ def test_a_fork_starts_from_another_run_s_checkpoint(run: Path, finished: Path, 
     assert losses(run.parent / "fork").keys() == {7, 8}
     assert "resumed after step 8" in again(**fork, optim__lr=1e-3, train__steps=9), "its own come first"
     assert contents(run) == before
-    again(**fork | {"run__name": "same", "checkpoint__resume": run / "checkpoints"}, optim__weight_decay=0.05)
+    again(**fork | {"run__name": "same", "checkpoint__resume": run / "checkpoints"})
     assert begun(run.parent / "same") == [(9, "complete")]
     shutil.rmtree(checkpoint(run, 9))
     again(**fork | {"run__name": "equal"})

@@ -1,8 +1,10 @@
 """The last lines of a run are commands that work; other lines of its log."""
 
+import contextlib
 import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -58,19 +60,19 @@ def test_one_is_singular() -> None:
     assert "prefetches 1 group in forward" in console.fsdp_line(config)
 
 
-@pytest.mark.parametrize(
-    ("load", "threads", "policy", "busy"),
-    [(1.5, 2, "", True), (1.5, 1, "", False), (0.9, 2, "", False), (2, 2, "PASSIVE", False)],
-)
-def test_threads_that_spin_on_a_busy_machine_are_mentioned(
-    load: float, threads: int, policy: str, busy: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(os, "getloadavg", lambda: (load * (os.cpu_count() or 1), 0, 0))
-    if policy:
-        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
-    assert ("OMP_WAIT_POLICY=PASSIVE" in console.spinning_line(threads)) == busy
+def test_threads_do_not_spin_on_a_busy_machine_unless_the_user_chose() -> None:
+    clean = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    ask = [sys.executable, "-c", "import torchtitan_lite, os; print(os.environ.get('GOMP_SPINCOUNT'))"]
+    with contextlib.ExitStack() as stack:
+        for _ in range(2 * (os.cpu_count() or 1)):
+            busy = stack.enter_context(
+                subprocess.Popen([sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE)
+            )
+            stack.callback(busy.kill)
+            assert busy.stdout is not None
+            busy.stdout.readline()
+        assert subprocess.check_output(ask, env=clean, text=True).strip() == "1000"
+        assert subprocess.check_output(ask, env={**clean, "OMP_WAIT_POLICY": "ACTIVE"}, text=True).strip() == "None"
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,24 @@
 """A failing run prints the reason, exits with an error, and keeps its files."""
 
 import contextlib
+import dataclasses
+import json
+import re
 import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from tests.helpers import checkpoint, limited, losses, ranks, succeeded, tensors, tiny
+from tests.helpers import checkpoint, limited, losses, python, ranks, succeeded, tensors, tiny
+from torchtitan_lite import errors
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.errors import ConfigError, DataError, StuckError, run_cli
-from torchtitan_lite.monitoring import run_folder
+from torchtitan_lite.monitoring import attempts, run_folder
+from torchtitan_lite.training import start
 
 
 def test_nan_on_one_rank_stops_the_run_before_it_is_saved(text: Path, tmp_path: Path) -> None:
@@ -22,6 +28,51 @@ def test_nan_on_one_rank_stops_the_run_before_it_is_saved(text: Path, tmp_path: 
     assert result.stderr.count("step 3: the loss is not finite on rank 1. The update was withheld") == 1
     assert storage.find_steps(tmp_path / "nan/checkpoints") == [2]
     assert not losses(tmp_path / "nan"), "step 4, one late, must not be logged"
+    run = json.loads((tmp_path / "nan/run.json").read_text())
+    assert (run["status"], run["repeats"]) == ("failed", True)
+
+
+def test_a_failure_that_would_repeat_does_not_repeat(text: Path, tmp_path: Path) -> None:
+    """The same config and commit are refused, whatever the number of ranks; a change or --retry is not."""
+    command = tiny(text, tmp_path, run__name="nan", train__epochs=1, eval__every=0)
+    command = [word for word in command if not word.startswith("--train.steps")]
+    assert ranks(1, *command, fault="nan:0:3:forward:99").returncode == errors.REPEATS
+    history = (tmp_path / "nan/attempts.jsonl").read_text()
+    for n, mode in ((2, []), (1, []), (1, ["--check-config"])):
+        again = ranks(n, *command, *mode)
+        assert again.returncode == (errors.REPEATS if n == 1 else 1)
+        assert "the last attempt had the same config and code, and failed: step 3: the loss is not" in again.stderr
+        assert "add --retry to try again" in again.stderr
+    assert (tmp_path / "nan/attempts.jsonl").read_text() == history
+    for changed in ("--optim.lr=1e-4", "--retry"):
+        succeeded(ranks(1, *command, "--check-config", changed))
+    (commit,) = re.findall('"commit": "(.*?)"', history)
+    (tmp_path / "nan/attempts.jsonl").write_text(history.replace(commit, "0" * 40))
+    succeeded(ranks(1, *command, "--check-config"))
+
+
+def test_a_damaged_data_folder_is_refused_before_torchrun_starts(text: Path, tmp_path: Path) -> None:
+    """Outside of torchrun, which would end with 1."""
+    data = tmp_path / "data"
+    succeeded(
+        python(str(text), "--out", str(data), "--train-tokenizer", "517", script="-m torchtitan_lite.data.prepare")
+    )
+    command = tiny(data, tmp_path / "runs", run__name="run")
+    assert succeeded(ranks(1, *command, "--check-config")).endswith(f"its run is in {tmp_path / 'runs/run'}\n")
+    tokens = data / "train-00000.bin"
+    tokens.write_bytes(tokens.read_bytes()[:-1000])
+    refused = ranks(1, *command, "--check-config")
+    assert refused.returncode == 2
+    assert "train-00000.bin" in refused.stderr
+
+
+def test_a_start_names_the_machines_that_joined_and_left() -> None:
+    fields: dict[str, Any] = {f.name: 0 for f in dataclasses.fields(attempts.Attempt)}
+    before = [attempts.Attempt(**fields | {"attempt": 4, "world_size": 24, "hosts": ["node0", "node1", "node2"]})]
+    assert start.machines_line([], ["node0"], 8) == ""
+    assert start.machines_line(before, ["node2", "node0", "node1"], 24) == ""
+    line = "start   since attempt 4: node3 joined, node1 left, node2 left, 16 ranks on 2 machines, not 24 on 3"
+    assert start.machines_line(before, ["node3", "node0"], 16) == line
 
 
 @pytest.mark.extended

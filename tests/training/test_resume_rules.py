@@ -30,14 +30,13 @@ from torchtitan_lite.config import load, schema
 from torchtitan_lite.config.families import LLAMA
 from torchtitan_lite.config.schema import Config, FsdpConfig
 from torchtitan_lite.distributed.process_group import World
-from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.monitoring import resumed
 from torchtitan_lite.tools import config_reference
 
 ROWS = [
     (re.findall(r"`([^`]+)`", keys), verdict.split(",")[0].split(":")[0].strip())
     for keys, verdict in re.findall(
-        r"^\| (`.+?) \| ((?:allowed|refused|asks).*?) \|$", (ROOT / "docs/resume.md").read_text(), re.M
+        r"^\| (`.+?) \| ((?:allowed|refused|fork).*?) \|$", (ROOT / "docs/resume.md").read_text(), re.M
     )
 ]
 
@@ -65,19 +64,23 @@ def test_the_keys_that_a_resume_compares() -> None:
     def keys(chosen: Callable[[str], bool]) -> set[str]:
         return {key for key in schema.known_keys() if chosen(key)}
 
-    model = {key for key in schema.known_keys() if key.startswith("model.")}
-    model -= {"model.size", "model.init_from", "model.induction_head"}
-    optim = {key for key in schema.known_keys() if key.startswith("optim.")} - {"optim.name", "optim.freeze"}
+    model = {"family", "vocab_size", "dim", "n_layers", "n_decoder_layers", "n_heads", "n_kv_heads", "head_dim"}
+    model |= {"hidden_dim", "tie_embeddings", "n_experts", "router_bias", "gated", "qk_norm", "qkv_bias"}
+    refused = {f"model.{key}" for key in model} | {"optim.name", "optim.freeze"}
+    fork = {key for key in schema.known_keys() if key.startswith(("model.", "optim."))} - refused
+    fork -= {"model.size", "model.init_from", "model.induction_head"}
     data = {"packing", "document_mask", "objective", "noise_density", "mean_span_length", "target_len", "blind_source"}
-    refused = model | {f"data.{key}" for key in data} | {"train.seq_len", "run.seed", "optim.name", "optim.freeze"}
-    learned = optim | {"train.global_batch_size", "train.batch_schedule", "train.z_loss", "data.skip_samples"}
-    learned |= {"train.router_aux_loss", "train.router_z_loss", "train.router_bias_rate"}
+    fork |= {f"data.{key}" for key in data} | {"data.skip_samples", "train.seq_len", "run.seed"}
+    fork |= {"train.global_batch_size", "train.batch_schedule", "train.z_loss"}
+    fork |= {"train.router_aux_loss", "train.router_z_loss", "train.router_bias_rate"}
     replayed = {"train.steps", "train.on_nonfinite", "train.max_skipped"}
     replayed |= {"spike.action", "spike.window", "spike.loss_deviations", "spike.norm_deviations"}
     replayed |= {"grad_scaler.init_scale", "grad_scaler.growth_interval"}
-    assert keys(compatibility.is_refused) == refused
-    assert keys(compatibility.is_learned_with) == learned | {"model.init_from"}
-    assert keys(lambda key: schema.resume_rule(key).changes_steps) == refused | learned | replayed
+    by_hash = {key for key in schema.known_keys() if schema.resume_rule(key).by_hash}
+    assert by_hash == keys(lambda key: key.startswith(("data.", "tokenizer."))) - fork
+    assert keys(lambda key: schema.resume_rule(key).rule == "refused") - by_hash == refused | {"model.init_from"}
+    assert keys(lambda key: schema.resume_rule(key).rule == "fork") - by_hash == fork
+    assert keys(lambda key: schema.resume_rule(key).changes_steps) == refused | fork | replayed
     assert keys(lambda key: schema.resume_rule(key).changes_start) == {"model.init_from", "model.induction_head"}
 
 
@@ -90,8 +93,7 @@ def first(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def setting(values: dict[str, Any]) -> dict[str, Any]:
-    given = {key: load.ConfigValue(value, "") for key, value in values.items()}
-    return compatibility.bitwise_setting(load.load(None, given, world_size=4).config, WORLD)
+    return compatibility.bitwise_setting(load.load(None, values, world_size=4).config, WORLD)
 
 
 def test_what_changes_the_last_bits_is_part_of_the_setting() -> None:
@@ -130,7 +132,7 @@ def test_what_changes_the_last_bits_is_part_of_the_setting() -> None:
     assert schema.bitwise_keys().keys() == (changed - {"fsdp.dp_shard"}) | by_the_machine
     same = {"fsdp.reshard_after_forward": False, "activation_checkpointing.mode": "full", "run.name": "x"}
     assert not resumed.differences(setting({}), setting(same | {"speed.gc_every": 0}))
-    plain, sent = (load.load(None, {k: load.ConfigValue(v, "") for k, v in x.items()}).config for x in ({}, by_gloo))
+    plain, sent = (load.load(None, x).config for x in ({}, by_gloo))
     for elsewhere in (World(0, 4, torch.device("cpu"), 1, local_world_size=2), World(0, 2, torch.device("cpu"), 1, 2)):
         there = compatibility.bitwise_setting(sent, elsewhere)
         assert there["shared_memory"] is False, "gloo's TCP, or a sum of two"
@@ -173,8 +175,8 @@ def test_a_run_keeps_its_values_of_keys_that_are_not_given(text: Path, tmp_path:
 
     asked = ranks(1, *options(given | {"optim.lr": 1e-3}))  # a key that is given
     assert asked.returncode == 2
-    assert [line for line in asked.stderr.splitlines() if " so far" in line] == [
-        "  optim.lr = 0.004 so far, 0.001 here"
+    assert [line for line in asked.stderr.splitlines() if " in the checkpoint" in line] == [
+        "  optim.lr is 0.004 in the checkpoint and 0.001 here"
     ]
 
     output = succeeded(ranks(2, *options(given)))
@@ -191,7 +193,7 @@ def test_a_run_keeps_its_values_of_keys_that_are_not_given(text: Path, tmp_path:
 
 def kept(before: dict[str, Any], **given: Any) -> list[str]:
     """The keys whose values a command takes over from a run with this config."""
-    values = {key.replace("__", "."): load.ConfigValue(value, "command line") for key, value in given.items()}
+    values = {key.replace("__", "."): value for key, value in given.items()}
     loaded = load.load(None, values, saved=lambda folder, resume: before)
     values_now = schema.flatten(loaded.config)
     assert all(values_now[key] == before[key] for key in loaded.kept)
@@ -204,8 +206,7 @@ def test_another_size_or_default_does_not_meet_a_run(monkeypatch: pytest.MonkeyP
     assert kept(before) == []
     monkeypatch.setitem(LLAMA["1M"], "n_layers", 3)
     assert kept(before | unused) == kept(before, model__size="1M") == ["model.n_layers"]
-    switches = ["model.induction_head", "model.qk_norm"]
-    assert kept(before, model__n_layers=2) == switches, "a number that is given drops the size's switches"
+    assert kept(before, model__n_layers=2) == [], "a number that is given leaves the others"
     assert kept(before, model__size="3M") == kept(before, model__family="gpt") == [], "another model is refused"
     other = before | {"optim.muon_momentum": 0.5, "train.steps": 400, "data.path": "elsewhere", "log.every": 3}
     assert kept(other) == ["model.n_layers", "optim.muon_momentum", "train.steps"]
@@ -213,8 +214,9 @@ def test_another_size_or_default_does_not_meet_a_run(monkeypatch: pytest.MonkeyP
     assert kept(other, train__epochs=2.0, optim__muon_momentum=0.9) == ["model.n_layers"]
     stepped = before | {"optim.schedule": "step", "optim.step_every": 40}
     assert kept(stepped) == ["model.n_layers", "optim.schedule"], "the default, an epoch, has the steps of this resume"
-    with pytest.raises(ConfigError, match="at most 64 bits"):
-        kept(before, run__seed=1 << 20_000)
+    gpt = schema.flatten(load.load(None, {"model.family": "gpt", "model.size": "10M"}).config)
+    found = load.load(None, {"model.size": "10M"}, saved=lambda folder, resume: gpt).config.model
+    assert (found.family, found.dim) == ("gpt", 320), "a size of the run's family"
 
 
 def test_the_values_are_those_of_the_checkpoint_to_resume_from(tmp_path: Path) -> None:
@@ -236,10 +238,7 @@ def test_the_values_are_those_of_the_checkpoint_to_resume_from(tmp_path: Path) -
 
 REFUSED: dict[str, tuple[Any, Any]] = {
     "model.dim": (32, 64),
-    "model.norm_eps": (1e-5, 1e-6),
     "model.tie_embeddings": (False, True),
-    "train.seq_len": (32, 16),
-    "run.seed": (0, 3),
     "optim.name": ("adamw", "sgd"),
     "optim.freeze": ("[]", '["layers.0.*"]'),
 }
@@ -264,10 +263,13 @@ def test_refused_changes_are_listed_with_both_values(first: Path, text: Path, tm
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
 
 
+FORK: dict[str, Any] = {
+    **{"optim.lr": 1e-3, "optim.weight_decay": 0.0, "optim.schedule": "constant", "train.global_batch_size": 9},
+    **{"optim.groups": '[{match = "*norm*", lr_factor = 0.5}]', "run.seed": 3, "train.seq_len": 16},
+    **{"data.document_mask": "true", "model.norm_eps": 1e-6},
+}
 ALLOWED: dict[str, Any] = {
-    **{"optim.lr": 1e-3, "optim.weight_decay": 0.0, "optim.schedule": "constant", "train.steps": 5},
-    "optim.groups": '[{match = "*norm*", lr_factor = 0.5}]',
-    **{"train.micro_batch_size": 3, "train.global_batch_size": 9, "eval.every": 1, "checkpoint.every": 1},
+    **{"train.steps": 5, "train.micro_batch_size": 3, "eval.every": 1, "checkpoint.every": 1},
     **{"checkpoint.api": "dcp", "fsdp.param_dtype": "bfloat16", "activation_checkpointing.mode": "full"},
     "run.threads": 2,
 }
@@ -289,20 +291,24 @@ def test_values_that_mean_the_same_are_the_same(first: Path, text: Path, tmp_pat
     assert "init_from" not in output.split("\ndone ")[0]
 
 
-@pytest.mark.extended
-def test_allowed_changes_are_logged(first: Path, text: Path, tmp_path: Path) -> None:
-    assert all(verdict_of(key) == ("asks" if compatibility.is_learned_with(key) else "allowed") for key in ALLOWED)
+def test_allowed_changes_are_logged_and_a_fork_may_change_the_rest(first: Path, text: Path, tmp_path: Path) -> None:
+    assert all(verdict_of(key) == "allowed" for key in ALLOWED)
+    assert all(verdict_of(key) == "fork" for key in FORK)
     shutil.copytree(first, tmp_path / "run")
-    more = {key.replace(".", "__"): value for key, value in ALLOWED.items()}
-    output = succeeded(ranks(1, "--resume-with-changes", *tiny(text, tmp_path, run__name="run", **more)))
+    more = {key.replace(".", "__"): value for key, value in (ALLOWED | FORK).items()}
+    refused = ranks(1, *tiny(text, tmp_path, run__name="run", **more))
+    assert refused.returncode == 2
+    assert {key for key in FORK if f"{key} is " in refused.stderr} == FORK.keys()
+    fork = {"run__name": "fork", "checkpoint__resume": tmp_path / "run"}
+    output = succeeded(ranks(1, *tiny(text, tmp_path, **fork, **more)))
     said = next(line for line in output.splitlines() if "changed since then" in line)
-    for key in ALLOWED:
+    for key in ALLOWED | FORK:
         assert f"{key} " in said
     assert "optim.lr 0.004 -> 0.001" in said
     assert "train.global_batch_size 6 -> 9" in said
-    after = [r for r in records(tmp_path / "run") if r["step"] > 3 and "lr" in r]
+    after = [r for r in records(tmp_path / "fork") if r["step"] > 3 and "lr" in r]
     assert [r["lr"] for r in after] == [1e-3, 1e-3]
-    assert [r["tokens"] for r in after] == [(3 * 6 + 9) * 32, (3 * 6 + 18) * 32]
+    assert [r["tokens"] for r in after] == [3 * 6 * 32 + 9 * 16, 3 * 6 * 32 + 18 * 16]
 
 
 @pytest.mark.extended

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT, ranks, succeeded, tiny
+from tests.helpers import ROOT, python, ranks, succeeded, tiny
 from tests.training.test_faults import RUN, saved_steps, status, wait_for
 from torchtitan_lite.training.preemption import Preemption, launcher_note
 
@@ -57,8 +57,6 @@ def test_ctrl_c_after_the_time_limit_is_a_first_one() -> None:
 
 def test_torchrun_s_traceback_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launcher_note("SIGINT") == ""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    assert launcher_note("SIGINT") == "", "tools.elastic prints none"
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
     assert "torchrun now prints a traceback of its own" in launcher_note("SIGINT")
     assert launcher_note("run.max_minutes = 1") == "", "every rank exits with 0"
@@ -128,11 +126,27 @@ def test_a_closed_terminal_saves(text: Path, tmp_path: Path) -> None:
     assert saved_steps(tmp_path / "run")[-1] == left["step"]
 
 
+def test_the_exit_code_tells_a_signal_from_a_completed_run_and_a_time_limit(text: Path, tmp_path: Path) -> None:
+    """On all ranks, whichever of them was asked."""
+    command = tiny(text, tmp_path, **RUN, run__preempted_exit_code=75)
+    said = succeeded(python("term:1:3:forward", *command, script="-m tests.training.signalled"))
+    assert "codes {0: 75, 1: 75}" in said
+    left = status(tmp_path / "run")
+    assert (left["status"], left["reason"]) == ("preempted", "SIGTERM"), "though rank 0 was not asked"
+    assert saved_steps(tmp_path / "run") == [left["step"]]
+    succeeded(ranks(1, *command, "--run.max_minutes=1e-9"))
+    assert status(tmp_path / "run")["status"] == "preempted"
+    succeeded(ranks(1, *command))
+    assert status(tmp_path / "run")["status"] == "complete"
+    assert ranks(1, *command, "--train.steps=99", fault="term:0:20:forward").returncode == 75
+
+
 @pytest.mark.extended
 def test_ctrl_c_again_ends_a_save_that_takes_long(text: Path, tmp_path: Path) -> None:
     """Two ranks: rank 0 waits for a disk, rank 1 for rank 0, where Python runs no handlers."""
+    command = "slow:0:8:save", *tiny(text, tmp_path, **RUN | {"train__steps": 9999})
     process = subprocess.Popen(
-        [sys.executable, "-u", "-m", "tests.training.signalled", *tiny(text, tmp_path, **RUN | {"train__steps": 9999})],
+        [sys.executable, "-u", "-m", "tests.training.signalled", *command],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), "FAULT_SECONDS": "500"},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip

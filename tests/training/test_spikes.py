@@ -20,11 +20,10 @@ from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import Config, DataConfig
-from torchtitan_lite.errors import ConfigError, SpikeError
+from torchtitan_lite.errors import REPEATS, ConfigError, SpikeError
 from torchtitan_lite.optim.spike_guard import Spike, limit
 from torchtitan_lite.tools.incidents import which
 from torchtitan_lite.tools.incidents.record import read_record
-from torchtitan_lite.tools.report.figures import marks
 from torchtitan_lite.tools.report.page import page
 from torchtitan_lite.tools.report.runs import read_run
 from torchtitan_lite.training.spikes import act
@@ -55,7 +54,7 @@ def obeyed(n: int, words: list[str], env: Any = POISON, code: int = 0, fault: st
     result = ranks(n, *words, entry="tests.training.spike_worker", env=env, fault=fault)
     if not code:
         return succeeded(result)
-    assert result.returncode == code
+    assert result.returncode == (code if n == 1 else 1), "torchrun's own"
     assert "Traceback" not in result.stderr
     return result.stdout + result.stderr
 
@@ -133,7 +132,7 @@ def test_the_update_of_a_skipped_spike_is_withheld_bit_for_bit(name: str, run: R
     if name == "float16":  # a spike is a step without overflow
         assert states[1].grad_scaler == {**states[0].grad_scaler, "good_steps": 1, "skipped_steps": 0}
     marked = read_run(tmp_path / "run")
-    assert (17, "spike skipped") in marks(marked)
+    assert marked.events[17] == "spike skipped"
     assert "run: 1 loss spike, the first at step 17." in page([marked])
 
 
@@ -152,7 +151,7 @@ def test_a_resume_skips_the_same_spikes(text: Path, run: Run, tmp_path: Path) ->
 
 @extended
 def test_too_many_skipped_spikes_in_a_row_stop_the_run(run: Run, tmp_path: Path) -> None:
-    said = run(1, "run", env={"POISON": "[[96, 140]]"}, code=1, **SKIP, train__max_skipped=2)
+    said = run(1, "run", env={"POISON": "[[96, 140]]"}, code=REPEATS, **SKIP, train__max_skipped=2)
     assert "step 19: loss 6." in said
     assert "This and the 2 steps before it were skipped (train.max_skipped)" in said
     assert storage.find_steps(tmp_path / "run/checkpoints") == [6, 12, 18]
@@ -196,7 +195,7 @@ def test_the_printed_command_of_a_stopped_run_trains_without_the_samples(name: s
     n, keys, saved = STOPS[name]
     poison = 96 if "data__skip_samples" not in keys else 104  # its batches begin at 0, 6, 20, 26, ...
     env, end = {"POISON": f"[[{poison}, {poison + 6}]]"}, poison + 6
-    said = run(n, "run", env=env, code=1, **STOP | keys)
+    said = run(n, "run", env=env, code=REPEATS, **STOP | keys)
     assert re.search(rf"SPIKE   step 17: loss 6\..*; run samples {poison} to {end - 1}; the update was withheld", said)
     assert f"run samples {poison} to {end - 1}. The update was withheld, and nothing was saved after it" in said
     steps = storage.find_steps(tmp_path / "run/checkpoints")
@@ -227,10 +226,10 @@ def test_the_printed_command_of_a_stopped_run_trains_without_the_samples(name: s
 def test_a_fork_that_stops_before_it_saves_is_forked_again(run: Run, tmp_path: Path) -> None:
     """Both steps 17 and 18 are poisoned, so step 17 of the fork is a spike, too. It starts where the fork did."""
     env = {"POISON": "[[96, 108]]"}
-    first = printed_fork(run(1, "run", env=env, code=1, **STOP))
+    first = printed_fork(run(1, "run", env=env, code=REPEATS, **STOP))
     source = f"--checkpoint.resume={checkpoint(tmp_path / 'run', 12)}"
     by_run = [f"--checkpoint.resume={tmp_path / 'run'}" if word == source else word for word in first]
-    words = printed_fork(obeyed(1, by_run, env, code=1))
+    words = printed_fork(obeyed(1, by_run, env, code=REPEATS))
     assert words[-1] == "--data.skip_samples=[[96, 102], [102, 108]]"
     assert source in words
     assert words[:-3] == first[:-3], "no option is given twice"
@@ -241,9 +240,9 @@ def test_a_fork_that_stops_before_it_saves_is_forked_again(run: Run, tmp_path: P
 
 @extended
 def test_the_printed_command_does_not_start_from_a_damaged_checkpoint(run: Run, tmp_path: Path) -> None:
-    run(1, "run", code=1, **STOP)
+    run(1, "run", code=REPEATS, **STOP)
     (checkpoint(tmp_path / "run", 12) / "optimizer.safetensors").write_bytes(b"")
-    words = printed_fork(run(1, "run", code=1, **STOP | {"checkpoint__every": 100}))
+    words = printed_fork(run(1, "run", code=REPEATS, **STOP | {"checkpoint__every": 100}))
     assert f"--checkpoint.resume={checkpoint(tmp_path / 'run', 6)}" in words
 
 
@@ -279,7 +278,7 @@ def test_which_tells_what_was_skipped(run: Run, tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize("action", ["skip", "stop"])
 def test_a_spike_is_replayed(action: str, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = SKIP if action == "skip" else STOP
-    run(2, "run", code=int(action == "stop"), **keys)
+    run(2, "run", code=REPEATS * (action == "stop"), **keys)
     for step in (17, 18) if action == "skip" else (17,):
         said = run(2, "run", f"--replay={step}", **keys)
         assert f"replay  steps 13 to {step}" in said
@@ -314,7 +313,7 @@ def test_no_batch_touches_a_skipped_range_and_none_is_lost_without_need(bounds: 
 )
 def test_ranges_that_are_none_are_a_mistake_in_the_config(wrong: list[list[int]]) -> None:
     with pytest.raises(ConfigError, match=r"data\.skip_samples = .* e\.g\. \[\[800, 960\], \[2400, 2480\]\]"):
-        load.load(None, {"data.skip_samples": load.ConfigValue(wrong, "command line")})
+        load.load(None, {"data.skip_samples": wrong})
 
 
 @extended
@@ -325,6 +324,6 @@ def test_ranges_hold_on_other_world_sizes_and_across_a_resume(run: Run, tmp_path
     run(2, "straight", **keys, **TOLD)
     one, other = losses(tmp_path / "run"), losses(tmp_path / "straight")
     assert [value[0] for value in one.values()] == pytest.approx([value[0] for value in other.values()], rel=1e-4)
-    assert "data.skip_samples = [[72, 102]] so far, [] here" in run(
-        2, "straight", code=1, **keys, data__skip_samples="[]"
+    assert "data.skip_samples is [[72, 102]] in the checkpoint and [] here" in run(
+        2, "straight", code=REPEATS, **keys, data__skip_samples="[]"
     )

@@ -110,7 +110,6 @@ def test_wrong_tasks_are_found_before_the_run(text: Path, files: str, tmp_path: 
         ({"eval__tasks": bad}, "line 2: no known kind of question"),
         ({"eval__tasks": "nosuch.jsonl"}, "nothing at nosuch.jsonl"),
         ({"eval__tasks": "piqa"}, "no task piqa"),
-        ({"eval__tasks_every": 10}, "eval.tasks_every = 10 has no effect without eval.tasks"),
         ({"eval__tasks": files, "eval__task_questions": -1}, "greater than or equal to 0"),
     ):
         result = ranks(1, *tiny(text, tmp_path, **more), "--check-config")

@@ -16,11 +16,15 @@ from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import Parts, by_name
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.families import FAMILIES
-from torchtitan_lite.config.schema import Config, bitwise_keys, flatten, resume_rule
+from torchtitan_lite.config.schema import Config, bitwise_keys, flatten, known_keys, resume_rule
+from torchtitan_lite.config.toml import format_value
 from torchtitan_lite.cpu import widens
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.distributed.ranks import on_rank0
+from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.process import fork_command
+from torchtitan_lite.terminal import counted
 
 
 def fresh_state(
@@ -38,30 +42,86 @@ def fresh_state(
 
 
 def identity(config: Config, data: DataSet) -> dict[str, Any]:
-    """What a resume can't change, by config key: a checkpoint that differs is refused."""
-    values = flatten(config) | {f"model.{key}": value for key, value in config.model.resolved().items()}
-    values["model.vocab_size"] = config.model.vocab_size or data.vocab_size
-    content = {"tokenizer": data.tokenizer_sha256, **data.identity()}
-    return content | {key: values[key] for key in values if is_refused(key)}
+    """What config values lead to: the hashes of tokenizer and tokens, and the [model] keys with derived values."""
+    content: dict[str, Any] = {"tokenizer": data.tokenizer_sha256, **data.identity()}
+    if len(data.sources) > 1:
+        content["order of data.sources"] = [*config.data.sources]  # it decides which sample comes when
+    model = config.model.resolved() | {"vocab_size": config.model.vocab_size or data.vocab_size}
+    rules = {key: resume_rule(f"model.{key}") for key in model}
+    kept = [key for key, rule in rules.items() if rule.rule != "allowed" and not rule.changes_start]
+    return content | {f"model.{key}": model[key] for key in kept}
 
 
 def read_state(folder: Path, expected: Mapping[str, Any], world: World, *, named_by_step: bool) -> TrainState:
     """The state of a checkpoint, on every rank.
 
     Args:
-        expected: the identity of this run.
+        expected: `values` of this run's state.
+        named_by_step: the checkpoint is of the same run. Otherwise this run is a fork of it.
 
     Raises:
-        CheckpointError: on every rank: it is damaged, or belongs to another model or other data.
+        CheckpointError: on every rank: it is damaged, or the run can't continue with these values.
     """
 
     @progress.working("reading state.json")
     def read_and_compare() -> dict[str, Any]:
         state = storage.read_state(folder, named_by_step=named_by_step)
-        storage.compare(folder, state.identity, expected, "model, or other data")
+        require_same_run(folder, state, expected, fork=not named_by_step)
         return asdict(state)
 
     return TrainState(**on_rank0(read_and_compare, world.untimed))
+
+
+def require_same_run(folder: Path, saved: TrainState, expected: Mapping[str, Any], *, fork: bool) -> None:
+    """Check that a run learns with the values of its checkpoint, or, as a fork, that the tensors still mean the same.
+
+    Raises:
+        CheckpointError: it does not; the message has both values of each key, and the command of a fork.
+    """
+    before, known = saved.values, known_keys()
+    content = [key for key in {**saved.identity, **expected} if key not in known]  # that config values lead to
+    keys = [*content, *(key for key in expected if key in known and key in before)] if expected else []
+    changed = {key: before.get(key) for key in keys if before.get(key) != expected.get(key)}
+    changed = {key: value for key, value in changed.items() if _rule_of(key) != "allowed"}
+    if not expected.get("model.init_from"):
+        changed.pop("model.init_from", None)  # the run has begun with it
+    if "tokenizer" in changed:
+        changed.pop("model.vocab_size", None)  # follows from it
+    if fork:
+        text = expected.get("data.path") or expected.get("data.sources")  # of a fork's own
+        changed = {k: v for k, v in changed.items() if _rule_of(k) == "refused" or (k in content and not text)}
+    if not changed:
+        return
+    from torchtitan_lite import hints
+
+    run, step = folder.parent.parent, saved.step
+    head = f"{folder} can't be continued" if fork else f"{run} has made {counted(step, 'step')}"
+    here = {key: expected[key] for key in changed if key in expected}
+    lines = [f"{head} with other values than this command has:", *hints.differences(changed, here)]
+    paths = ["tokenizer.path"] if "tokenizer" in changed else []
+    paths += ["data.path", "data.sources"] if any(key in changed for key in content) else []
+    own = [key for key in (*changed, *paths) if key in known and before[key] != expected[key]]
+    if "model.init_from" in changed:
+        lines.append("(model.init_from is read only at step 0, so it would have no effect)")
+    if own:
+        back = " ".join(hints.option(key, before[key], format_value(before[key])) for key in own)
+        lines.append(f"continue with its own values: {back}")
+    if "tokenizer" in changed:
+        lines.append(f"other text needs the tokenizer of the run: --tokenizer.path={run / 'tokenizer.json'}")
+    if fork or any(_rule_of(key) == "refused" for key in changed):
+        lines.append(f"or start a new run with --run.name=NEW{' and without checkpoint.resume' if fork else ''}")
+    else:
+        command = fork_command(f"{run.name}-from-{step}", str(folder))
+        lines.append(f"or start another run, which continues from here with the new values:\n    {command}")
+    raise CheckpointError("\n  ".join(lines))
+
+
+def _rule_of(key: str) -> str:
+    """What a resume does with another value of a key, or another content that keys lead to."""
+    if key in known_keys():
+        rule = resume_rule(key)
+        return "allowed" if rule.by_hash else rule.rule  # the content is compared
+    return "refused" if key == "tokenizer" else "fork"
 
 
 def require_same_tensors(folder: Path, parts: Parts, world: World) -> None:
@@ -113,17 +173,6 @@ def optimizer_as_saved(optimizer: torch.optim.Optimizer, saved: TrainState) -> A
     from torchtitan_lite.optim.average import as_saved
 
     return as_saved(optimizer, has_averages)
-
-
-def is_refused(key: str) -> bool:
-    """Whether a resume with another value of this key is refused. (Text and tokenizer are compared by hash.)"""
-    rule = resume_rule(key)
-    return rule.rule == "refused" and not rule.by_hash
-
-
-def is_learned_with(key: str) -> bool:
-    """Whether a resume with another value learns in another way, which `--resume-with-changes` has to ask for."""
-    return resume_rule(key).rule == "asks"
 
 
 def bitwise_setting(config: Config, world: World) -> dict[str, Any]:

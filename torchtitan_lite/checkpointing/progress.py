@@ -1,89 +1,90 @@
-"""The progress of saves, loads and verifications on this rank, for the watchdog.
+"""What this process is doing and how much it moved, for the watchdog.
 
-Their time depends on the bytes and the disk, so no fixed limit tells whether one hangs. Code that writes, hashes or
-reads calls `advance` with the number of bytes. `doing` marks an operation that this rank takes part in. Within it,
-`working` marks work that other ranks may be waiting for. A load also counts bytes that the kernel reads for
-memory-mapped files.
+The time of a save, a load or a compilation depends on the machine, so no fixed limit tells whether one hangs. Code that
+writes, hashes or reads calls `advance` with the number of bytes. `doing` marks an operation that this rank takes part
+in. Within it, `working` marks work that other ranks may be waiting for.
 """
 
+import contextlib
+import os
 import re
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-
-@dataclass(frozen=True)
-class Progress:
-    """This process at one moment."""
-
-    moved: int = 0  # bytes so far, and 1 for each start or end of an operation
-    doing: list[str] = field(default_factory=list)  # the operation of each thread that has one
-    working: list[str] = field(default_factory=list)  # of those, the threads that do not only wait for other ranks
-
-
+_COMPILERS = "/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py"
 _lock = threading.Lock()
-_moved = 0
+_bytes = 0
 _by_thread: dict[int, list[tuple[str, bool]]] = {}  # outermost first
-_loading = 0  # number of threads that load
 
 
 def advance(n_bytes: int) -> None:
     """Add bytes that were written, hashed or read."""
-    global _moved
+    global _bytes
     with _lock:
-        _moved += n_bytes
+        _bytes += n_bytes
 
 
-@contextmanager
+@contextlib.contextmanager
 def doing(operation: str, *, waiting: bool = True) -> Iterator[None]:
     """This thread takes part in a long operation, such as "saving step 5"."""
     stack = _by_thread.setdefault(threading.get_ident(), [])
     stack.append((operation, waiting))
-    advance(1)
     try:
         yield
     finally:
         stack.pop()
-        advance(1)
         if not stack:
             del _by_thread[threading.get_ident()]
-
-
-@contextmanager
-def loading(operation: str) -> Iterator[None]:
-    """The same, for a load."""
-    global _loading
-    with doing(operation):
-        _loading += 1
-        try:
-            yield
-        finally:
-            _loading -= 1
 
 
 # other ranks may be waiting for this thread, such as for "writing model.safetensors"
 working = partial(doing, waiting=False)
 
 
-def current() -> Progress:
-    threads = [list(stack) for stack in list(_by_thread.values()) if stack]
-    texts = [": ".join(operation for operation, _ in stack) for stack in threads]
-    busy = [text for text, stack in zip(texts, threads, strict=True) if not stack[-1][1]]
-    return Progress(_moved + (_read_by_kernel() if _loading else 0), texts, busy)
+def operations() -> list[tuple[str, bool]]:
+    """The operation of each thread that has one, and whether the thread works, rather than waits for other ranks."""
+    stacks = [list(stack) for stack in list(_by_thread.values())]
+    return [(": ".join(operation for operation, _ in stack), not stack[-1][1]) for stack in stacks if stack]
 
 
-def main_is_doing() -> bool:
-    """Whether the main thread takes part in a long operation."""
-    return threading.main_thread().ident in _by_thread
+def moved() -> int:
+    """Bytes that were written, hashed or read so far."""
+    return _bytes + _read_by_kernel()
 
 
 def _read_by_kernel() -> int:
-    """Bytes that the kernel has read from disks for this process; 0 if unknown."""
+    """Bytes that the kernel has read from disks for this process, as for memory-mapped files; 0 if unknown."""
     try:
         line = re.search(r"^read_bytes: (\d+)", Path("/proc/self/io").read_text(), re.MULTILINE)
     except OSError:
         return 0
     return int(line[1]) if line else 0
+
+
+def compiles() -> bool:
+    """Whether a thread of this process compiles a block, which takes as long as it takes."""
+    for frame in sys._current_frames().values():
+        inner: Any = frame
+        while inner is not None:
+            if inner.f_code.co_filename.endswith(_COMPILERS):
+                return True
+            inner = inner.f_back
+    return False
+
+
+def processor_s() -> float:
+    """Seconds of processor time of this process and its descendants: compilers are processes of their own."""
+    parents, ticks = {}, {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            fields = file.read_text().rpartition(")")[2].split()  # man 5 proc; from the third field on
+            number = int(file.parent.name)
+            parents[number], ticks[number] = int(fields[1]), sum(map(int, fields[11:15]))
+    family = {os.getpid()}
+    while more := {number for number, parent in parents.items() if parent in family} - family:
+        family |= more
+    return sum(ticks.get(number, 0) for number in family) / os.sysconf("SC_CLK_TCK")

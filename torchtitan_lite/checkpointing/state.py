@@ -19,9 +19,14 @@ class TrainState:
     end_token: int = 0  # token id
     validation: Mapping[str, int] = field(default_factory=dict)  # its sequences, see scoring/validation.py
     tasks: Mapping[str, str] = field(default_factory=dict)  # a hash of the questions of each task, by its name
-    identity: Mapping[str, Any] = field(default_factory=dict)  # by config key: must be equal on a resume
+    identity: Mapping[str, Any] = field(default_factory=dict)  # what the config leads to, see compatibility.py
     bitwise_setting: Mapping[str, Any] = field(default_factory=dict)  # must be equal for a bitwise resume
     config: Mapping[str, Any] = field(default_factory=dict)  # by "section.key"
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """What a resume compares: the config, with what it leads to."""
+        return {**self.config, **self.identity}
 
     def after_step(self, samples_consumed: int, tokens: int) -> "TrainState":
         """The state after a step that ends at this position in the data, and had so many valid targets."""

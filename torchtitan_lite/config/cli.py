@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torchtitan_lite import hints
 from torchtitan_lite.config import load, paths, schema, toml
 from torchtitan_lite.config.section import spelled
 
@@ -58,7 +59,7 @@ def parse(
     Args:
         elsewhere: the run is for another machine, so this one's files and packages are not checked.
         own: options of the command itself, for hints.
-        checks: further checks, see `load.build`.
+        checks: further checks, see `load.load`.
         saved: reads the config of the checkpoint to resume from, see `load.load`.
 
     Raises:
@@ -66,37 +67,35 @@ def parse(
         SystemExit: with code 0, after `--help` or `--help-all`.
     """
     parser = _parser("--help-all" in argv)
-    options, rest = parser.parse_known_args(argv)
-    arguments = vars(options)
+    known_arguments, rest = parser.parse_known_args(argv)
+    arguments = vars(known_arguments)
     if arguments["help_all"]:
         parser.print_help()
         raise SystemExit(0)
-    overrides: load.ConfigValues = {}
-    for flag, keys in SHORTHANDS.items():
-        if arguments[flag]:
-            overrides |= {key: load.ConfigValue(value, flag) for key, value in keys.items()}
     problems: list[str] = []
     known = schema.known_keys()
+    values: dict[str, Any] = {}
     if rest:
-        from torchtitan_lite import hints
-
         flags = [flag.removeprefix("--") for flag in (*known, *parser._option_string_actions, *own)]
         problems += [f"command line: {text}" for text in hints.not_options(rest, flags)]
-        for key, value in hints.unknown_keys(rest):
-            overrides[key] = load.ConfigValue(load.parse_value(key, value), "command line")
+        values |= {key: load.parse_value(key, value) for key, value in hints.unknown_keys(rest)}
+    meant = {key: (value, flag) for flag in SHORTHANDS if arguments[flag] for key, value in SHORTHANDS[flag].items()}
+    values |= {key: value for key, (value, _) in meant.items()}
     for key in known:
-        if arguments[key] is not None:
-            if arguments[key] == _BARE and known[key].annotation is not bool:
-                problems.append(f"command line: --{key} needs a value, {load.example(key)}")
-                continue
-            parsed = True if arguments[key] == _BARE else load.parse_value(key, arguments[key])
-            if key in overrides and spelled(known[key].annotation, parsed) != (meant := overrides[key]).value:
-                means = f"{meant.origin} means {key} = {json.dumps(meant.value)}"
-                problems.append(f"command line: --{key}={arguments[key]}: {means}; leave one of the two out")
-            overrides[key] = load.ConfigValue(parsed, "command line")
+        text = arguments[key]
+        if text is None:
+            continue
+        if text == _BARE and known[key].annotation is not bool:
+            problems.append(f"command line: --{key} needs a value, {load.example(key)}")
+            continue
+        parsed = True if text == _BARE else load.parse_value(key, text)
+        if key in meant and spelled(known[key].annotation, parsed) != meant[key][0]:
+            means = f"{meant[key][1]} means {key} = {json.dumps(meant[key][0])}"
+            problems.append(f"command line: --{key}={text}: {means}; leave one of the two out")
+        values[key] = parsed
     loaded = load.load(
         arguments["config"],
-        overrides,
+        values,
         world_size=world_size,
         n_gpus=n_gpus,
         local_world_size=local_world_size,
@@ -105,7 +104,7 @@ def parse(
         checks=checks,
         saved=saved,
     )
-    loaded = replace(loaded, with_changes=arguments["resume_with_changes"])
+    loaded = replace(loaded, retry=arguments["retry"])
     modes = {name: arguments[name] for name in ("print_config", "check_config", "inspect", "dry_run", "replay")}
     return Command(loaded, **modes, trains=all(mode is None or mode is False for mode in modes.values()))
 
@@ -124,21 +123,21 @@ def _parser(shows_all: bool) -> argparse.ArgumentParser:
     add_flag("--help-all", help=f"show all {len(schema.known_keys())} keys; --help shows those that are set most")
     parser.add_argument("--config", type=paths.argument, metavar="FILE", help="a TOML experiment, see configs/")
     add_flag("--print-config", help="print every value with its origin, and exit")
-    add_flag("--check-config", help="check the config for this world size, and exit")
+    add_flag("--check-config", help="check the config for this world size, and prepared data, and exit")
     add_flag("--inspect", help="print the sharded model and its FSDP groups, and exit")
     add_flag("--dry-run", help="run three steps in a temporary folder, print memory and time, and exit")
-    add_flag("--resume-with-changes", help="resume although this changes what the run learns with (docs/resume.md)")
+    add_flag("--retry", help="start although the last attempt failed, and would again (docs/cluster.md)")
     parser.add_argument("--replay", type=int, metavar="N", help="compare step N, made again, with the run, and exit")
     shorthands = parser.add_argument_group("shorthands")
     for flag, keys in SHORTHANDS.items():
         meaning = " ".join(f"--{key}={str(value).lower()}" for key, value in keys.items())
         shorthands.add_argument(flag, dest=flag, action="store_true", help=meaning)
     groups: dict[str, Any] = {}
+    defaults = load.defaults()
     for key, field in schema.known_keys().items():
         section = key.split(".")[0]
         group = groups.setdefault(section, parser.add_argument_group(f"[{section}]"))
-        default = schema.default_of(key)
-        shown = "-" if default == "" else toml.format_value(default)
+        shown = "-" if defaults[key] == "" else toml.format_value(defaults[key])
         text = f"{field.description} (default: {shown})".replace("%", "%%")
         # values stay text here: the config checks them all together
         shown = text if shows_all or key in _MOST_SET else argparse.SUPPRESS

@@ -1,14 +1,17 @@
 """The registry of model families: class, config keys and named sizes. It is plain data, so a config needs no torch.
 
-A new family is one file in models/ and one entry of FAMILIES. A size name below 100M counts the matrices of the layers
-only, as embeddings depend on the vocabulary; that of llama's and resformer's 1M counts the head of the default
-vocabulary, too. The parameter counts of the larger sizes are tested.
+A new family is one file in models/ and one entry of FAMILIES. What makes its architecture are its `defaults`; a size
+has numbers, and that of a published model also the switches of which the model differs from the defaults. A size name
+below 100M counts the matrices of the layers only, as embeddings depend on the vocabulary; that of llama's and
+resformer's 1M counts the head of the default vocabulary, too. The parameter counts of the larger sizes are tested.
 """
 
 import pkgutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from torchtitan_lite.config.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,7 @@ class Family:
 
     model: str  # "module:class" of its Transformer
     sizes: Mapping[str, Mapping[str, Any]]  # the [model] keys of each size
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # the [model] keys of its architecture
     keys: tuple[str, ...] = ()  # [model] keys that only this family, or some of them, read
     hidden_dim: tuple[int, int, int] = (4, 1, 1)  # (a, b, c): default feed-forward width a/b dim, a multiple of c
     fused_functions: bool = False  # whether cpu/fused.py replaces a part of its blocks
@@ -40,32 +44,29 @@ GPT: dict[str, dict[str, Any]] = {
 
 
 def _llama(
-    dim: int, n_layers: int, n_heads: int, n_kv_heads: int, hidden_dim: int, *, tied: bool = False, theta: float = 1e4
+    dim: int, n_layers: int, n_heads: int, n_kv_heads: int, hidden_dim: int, theta: float = 1e4
 ) -> dict[str, Any]:
-    names = "dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "tie_embeddings", "rope_theta"
-    return dict(zip(names, (dim, n_layers, n_heads, n_kv_heads, hidden_dim, tied, theta), strict=True))
+    names = "dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "rope_theta"
+    return dict(zip(names, (dim, n_layers, n_heads, n_kv_heads, hidden_dim, theta), strict=True))
 
 
+# the lowest loss for the time (benchmarks/learning.py)
+_LEARNS_FAST = {"qk_norm": True, "induction_head": True}
+_UNTIED = {"qk_norm": False, "induction_head": False, "tie_embeddings": False}  # as published
+_TIED = _UNTIED | {"tie_embeddings": True}
 LLAMA: dict[str, dict[str, Any]] = {
     #             dim  layers heads kv hidden
-    # the lowest loss for the time (benchmarks/learning.py)
-    "1M": {**_llama(128, 2, 2, 2, 384), "qk_norm": True, "induction_head": True},
+    "1M": _llama(128, 2, 2, 2, 384),
     "3M": _llama(256, 4, 4, 2, 704),
     "15M": _llama(384, 8, 6, 3, 1088),
-    "150M": _llama(768, 16, 12, 4, 2048, tied=True),
-    "1B": _llama(2048, 16, 32, 8, 8192, tied=True, theta=5e5),  # Llama 3.2
-    "3B": _llama(3072, 28, 24, 8, 8192, tied=True, theta=5e5),  # Llama 3.2
-    "8B": _llama(4096, 32, 32, 8, 14336, theta=5e5),  # Llama 3
-    "70B": _llama(8192, 80, 64, 8, 28672, theta=5e5),  # Llama 3
-    "405B": _llama(16384, 126, 128, 8, 53248, theta=5e5),  # Llama 3.1
+    "150M": _llama(768, 16, 12, 4, 2048),
+    "1B": _llama(2048, 16, 32, 8, 8192, theta=5e5) | _TIED,  # Llama 3.2
+    "3B": _llama(3072, 28, 24, 8, 8192, theta=5e5) | _TIED,  # Llama 3.2
+    "8B": _llama(4096, 32, 32, 8, 14336, theta=5e5) | _UNTIED,  # Llama 3
+    "70B": _llama(8192, 80, 64, 8, 28672, theta=5e5) | _UNTIED,  # Llama 3
+    "405B": _llama(16384, 126, 128, 8, 53248, theta=5e5) | _UNTIED,  # Llama 3.1
 }
-
-
-RESFORMER: dict[str, dict[str, Any]] = {
-    "1M": LLAMA["1M"],
-    "3M": LLAMA["3M"] | {"qk_norm": True},
-    "15M": LLAMA["15M"] | {"qk_norm": True},
-}
+RESFORMER = {size: LLAMA[size] for size in ("1M", "3M", "15M")}
 
 
 MISTRAL: dict[str, dict[str, Any]] = {
@@ -74,14 +75,12 @@ MISTRAL: dict[str, dict[str, Any]] = {
     "12B": _llama(5120, 40, 32, 8, 14336, theta=1e6) | {"head_dim": 128, "window": 0},  # Nemo
 }
 
-_EVERY_FOURTH = {"layer_pattern": ["full", "full", "full", "nope"]}
 SMOLLM3: dict[str, dict[str, Any]] = {
-    "1M": _llama(128, 4, 4, 2, 384, theta=5e4) | _EVERY_FOURTH,
-    "3B": _llama(2048, 36, 16, 4, 11008, tied=True, theta=5e6) | _EVERY_FOURTH | {"norm_eps": 1e-6},
+    "1M": _llama(128, 4, 4, 2, 384, theta=5e4),
+    "3B": _llama(2048, 36, 16, 4, 11008, theta=5e6) | {"norm_eps": 1e-6, "tie_embeddings": True},
 }
 
 
-_THREE_OF_FOUR = {"window": 4096, "layer_pattern": ["window", "window", "window", "full"]}
 OLMO2: dict[str, dict[str, Any]] = {
     "1M": _llama(128, 4, 4, 2, 384, theta=5e5),
     "1B": _llama(2048, 16, 16, 16, 8192, theta=5e5) | {"norm_eps": 1e-6},
@@ -90,13 +89,13 @@ OLMO2: dict[str, dict[str, Any]] = {
     "32B": _llama(5120, 64, 40, 8, 27648, theta=5e5) | {"norm_eps": 1e-6},
 }
 OLMO3: dict[str, dict[str, Any]] = {
-    "1M": OLMO2["1M"] | _THREE_OF_FOUR | {"window": 64},
-    "7B": OLMO2["7B"] | _THREE_OF_FOUR,
-    "32B": OLMO2["32B"] | _THREE_OF_FOUR,
+    "1M": OLMO2["1M"] | {"window": 64},
+    "7B": OLMO2["7B"] | {"window": 4096},
+    "32B": OLMO2["32B"] | {"window": 4096},
 }
 _DELTA = ["delta", "delta", "delta"]
 OLMO_HYBRID: dict[str, dict[str, Any]] = {
-    "1M": _llama(128, 4, 4, 2, 384, theta=5e5) | {"layer_pattern": [*_DELTA, "full"]},
+    "1M": _llama(128, 4, 4, 2, 384, theta=5e5),
     # as released, without rotary positions
     "7B": _llama(3840, 32, 30, 30, 11008) | {"layer_pattern": [*_DELTA, "nope"], "norm_eps": 1e-6},
 }
@@ -105,8 +104,8 @@ OLMO_HYBRID: dict[str, dict[str, Any]] = {
 def _gemma3(
     dim: int, n_layers: int, n_heads: int, n_kv_heads: int, hidden_dim: int, head_dim: int, window: int
 ) -> dict[str, Any]:
-    more = {"head_dim": head_dim, "window": window, "layer_pattern": [*["window"] * 5, "full"], "norm_eps": 1e-6}
-    return _llama(dim, n_layers, n_heads, n_kv_heads, hidden_dim, tied=True, theta=1e6) | more
+    more = {"head_dim": head_dim, "window": window, "norm_eps": 1e-6}
+    return _llama(dim, n_layers, n_heads, n_kv_heads, hidden_dim, theta=1e6) | more
 
 
 GEMMA3: dict[str, dict[str, Any]] = {
@@ -117,13 +116,13 @@ GEMMA3: dict[str, dict[str, Any]] = {
 }
 
 
-def _experts(n: int, per_token: int, *, normalized: bool = False) -> dict[str, Any]:
-    return {"n_experts": n, "experts_per_token": per_token, "norm_topk_prob": normalized}
+def _experts(n: int, per_token: int) -> dict[str, Any]:
+    return {"n_experts": n, "experts_per_token": per_token}
 
 
-_QWEN3_MOE = _experts(128, 8, normalized=True) | {"head_dim": 128, "norm_eps": 1e-6}
+_QWEN3_MOE = _experts(128, 8) | {"head_dim": 128, "norm_eps": 1e-6}
 QWEN3_MOE: dict[str, dict[str, Any]] = {
-    "1M": _llama(128, 4, 4, 2, 192) | _experts(8, 2, normalized=True),  # active; 3M in all
+    "1M": _llama(128, 4, 4, 2, 192) | _experts(8, 2),  # active; 3M in all
     "30B-A3B": _llama(2048, 48, 32, 4, 768, theta=1e6) | _QWEN3_MOE,
     "235B-A22B": _llama(4096, 94, 64, 4, 1536, theta=1e6) | _QWEN3_MOE,
 }
@@ -158,11 +157,12 @@ T5: dict[str, dict[str, Any]] = {
 
 _ROTARY = ("n_kv_heads", "head_dim", "hidden_dim", "rope_theta")
 _EXPERTS = ("n_experts", "experts_per_token", "norm_topk_prob", "router_bias")
-FAMILIES: dict[str, Family] = {
+_BUILT_IN = {
     "gpt": Family("torchtitan_lite.models.gpt:GPT", GPT, keys=("dropout", "mup_base_dim")),
     "llama": Family(
         "torchtitan_lite.models.llama:Llama",
         LLAMA,
+        defaults=_LEARNS_FAST,
         keys=(
             *(*_ROTARY, "qk_norm", "qkv_bias", "rope_factor", "rope_low_freq_factor", "rope_high_freq_factor"),
             *("rope_original_max_seq_len", "mup_base_dim", "window", "layer_pattern", "induction_head"),
@@ -173,6 +173,7 @@ FAMILIES: dict[str, Family] = {
     "resformer": Family(
         "torchtitan_lite.models.resformer:ResFormer",
         RESFORMER,
+        defaults=_LEARNS_FAST,
         keys=(*_ROTARY, "qk_norm", "induction_head", "mup_base_dim"),
         hidden_dim=(8, 3, 64),
         fused_functions=True,
@@ -187,6 +188,7 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family(
         "torchtitan_lite.models.llama:Llama",
         SMOLLM3,
+        defaults={"layer_pattern": ["full", "full", "full", "nope"]},
         keys=(*_ROTARY, "layer_pattern"),
         hidden_dim=(8, 3, 64),
         fused_functions=True,
@@ -197,6 +199,7 @@ FAMILIES: dict[str, Family] = {
     "olmo3": Family(
         "torchtitan_lite.models.olmo:Olmo",
         OLMO3,
+        defaults={"layer_pattern": ["window", "window", "window", "full"]},
         keys=(*_ROTARY, "window", "layer_pattern"),
         hidden_dim=(8, 3, 64),
         fused_functions=True,
@@ -204,6 +207,7 @@ FAMILIES: dict[str, Family] = {
     "olmo_hybrid": Family(
         "torchtitan_lite.models.gated_delta:OlmoHybrid",
         OLMO_HYBRID,
+        defaults={"layer_pattern": [*_DELTA, "full"]},
         keys=("n_kv_heads", "hidden_dim", "rope_theta", "layer_pattern"),
         hidden_dim=(8, 3, 64),
         fused_functions=True,
@@ -212,12 +216,14 @@ FAMILIES: dict[str, Family] = {
     "gemma3": Family(
         "torchtitan_lite.models.gemma3:Gemma3",
         GEMMA3,
+        defaults={"layer_pattern": [*["window"] * 5, "full"], "tie_embeddings": True},
         keys=(*_ROTARY, "window", "layer_pattern", "window_rope_theta"),
         fused_functions=True,
     ),
     "qwen3_moe": Family(
         "torchtitan_lite.models.experts:Qwen3Moe",
         QWEN3_MOE,
+        defaults={"norm_topk_prob": True},
         keys=(*_ROTARY, *_EXPERTS),
         hidden_dim=(8, 3, 64),
         fused_functions=True,
@@ -237,6 +243,7 @@ FAMILIES: dict[str, Family] = {
         encoder_decoder=True,
     ),
 }
+FAMILIES = Registry("model.family", "docs/own_model.md", Family, _BUILT_IN)
 
 # the family of a block's class in the package transformers
 BLOCKS = {

@@ -1,123 +1,162 @@
-"""Loads a Config from files and the command line. All problems are reported in one ConfigError.
+"""Loads a Config: layers of values over each other, then one validation. All problems are reported in one ConfigError.
 
-Later layers override earlier ones; `--print-config` shows the origin of each value:
+From the lowest to the highest; `--print-config` shows the layer of each value:
 
-  1. the defaults in sections/; on a resume, the run's value of a key that decides what it learns (`_kept`),
+  1. the defaults in sections/, then those of the model's family (families.py),
   2. the files: first `base = "other.toml"`, then the file itself,
   3. the command line: `--section.key=value`, and shorthands such as `--mixed-precision`.
 
-`[model] size` sets [model] keys in its layer: numbers of a lower one are dropped, with a note. A sharding strategy sets
-[fsdp] keys. Paths are relative to the working directory; `base` is looked for next to its file first.
+Of a key in no file and no option, a run that resumes keeps its value, if that decides what it learns (`_kept`).
+`[model] size` sets the [model] keys of its row in its layer; a sharding strategy sets [fsdp] keys that are not given.
+Paths are relative to the working directory; `base` is looked for next to its file first.
 
 This needs neither torch nor a process group.
 """
 
-import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import tomli
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
-from torchtitan_lite.config.families import FAMILIES
+from torchtitan_lite import hints
+from torchtitan_lite.config.families import FAMILIES, Family
 from torchtitan_lite.config.paths import expand
+from torchtitan_lite.config.registry import is_own
 from torchtitan_lite.config.schema import (
+    REGISTRIES,
     Config,
-    conflicts,
+    broken_rules,
     default_of,
+    flatten,
     keeps_value,
     known_keys,
-    resume_rule,
     usage_rules,
 )
 from torchtitan_lite.config.section import Machine
-from torchtitan_lite.config.sections.fsdp import contradiction, strategy_keys
-from torchtitan_lite.config.sections.model import rate_note
+from torchtitan_lite.config.sections.fsdp import strategy_keys
+from torchtitan_lite.config.sections.model import default_shape, rate_note
 from torchtitan_lite.config.sections.optim import fitting_warmup
 from torchtitan_lite.config.toml import Loaded, format_value
 from torchtitan_lite.errors import ConfigError, shortened
 from torchtitan_lite.terminal import counted
 
-# --- where values come from -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ConfigValue:
-    """An unchecked value and its origin."""
-
-    value: Any
-    origin: str
-    level: int = 1  # layer: 1 is the command line, 0 the file, -1 its base, -2 the base's base, ...
-
-
-ConfigValues = dict[str, ConfigValue]  # by "section.key"
-Check = Callable[[Config], dict[str, str]]  # returns the broken rules of a config, as `conflicts` does
+Layer = Mapping[str, Any]  # values by "section.key", unchecked
+Check = Callable[[Config], dict[str, str]]  # returns the broken rules of a config, as `broken_rules` does
 # the config of the checkpoint from which a run's folder and `checkpoint.resume` resume, by "section.key"; {} if none
-Saved = Callable[[Path, str], Mapping[str, Any]]
-_DEFAULT = -(10**6)  # a level below any file
-_KEPT = "the run so far"  # the origin of its values
-_OWN = {  # where a registry takes entries of the user
-    "model.family": "docs/own_model.md adds one of your own; ",
-    "optim.name": "docs/extending.md adds one of your own; ",
-}
-_LONGEST = 16 << 20  # bytes of a config file; /dev/zero is endless
+Saved = Callable[[Path, str], Layer]
+COMMAND_LINE = "command line"
+_KEPT = "the run so far"
 
 
-def read_file(path: Path, problems: list[str], chain: tuple[Path, ...] = ()) -> ConfigValues:
-    """The values of a TOML file over those of its `base`. Errors are added to `problems`."""
+def load(
+    file: Path | None,
+    options: Layer,
+    *,
+    origin: str = COMMAND_LINE,
+    world_size: int = 1,
+    n_gpus: int = 0,
+    local_world_size: int = 1,
+    elsewhere: bool = False,
+    problems: Iterable[str] = (),
+    checks: Sequence[Check] = (),
+    saved: Saved | None = None,
+) -> Loaded:
+    """Load the config of an optional file, with options by "section.key" over it.
+
+    Args:
+        origin: of the options, for messages.
+        world_size, n_gpus, local_world_size: for the rules about the mesh and the device.
+        elsewhere: the run is for another machine, so this one's files, packages and compiler are not checked.
+        problems: problems already found on the command line, reported with the rest.
+        checks: further checks, which may build the model: they run only if [model] is valid.
+        saved: if given, a run that resumes keeps its values of keys that are not given (see `_kept`).
+
+    Raises:
+        ConfigError: lists every problem on its own line, with file, value, nearest key and what works.
+    """
+    problems = list(problems)
+    layers: list[tuple[str, Layer]] = [("name of the file", {"run.name": file.stem})] if file else []
     try:
-        path = expand(path)
-        where = path.resolve()
-    except (OSError, RuntimeError, ValueError, ConfigError) as error:  # a loop of links, a NUL, an unknown user
-        problems.append(f"{shortened(path)}: can't be read: {error}")
-        return {}
-    if where in chain:
-        loop = " -> ".join(str(p.name) for p in (*chain[chain.index(where) :], where))
-        problems.append(f"{path}: base files form a cycle: {loop}; remove one of the `base` lines")
-        return {}
+        layers += read_file(file) if file else []
+    except ConfigError as error:
+        problems.append(str(error))
+    layers.append((origin, options))
+    given, _ = _merged(layers)
+    problems += _import_own(given)
+    before = _saved_values(given, saved) if saved else {}
+    family = str(given.get("model.family", before.get("model.family", default_of("model.family")))).lower()
+    layers, notes = _with_size(layers, given, FAMILIES[family]) if family in FAMILIES else (layers, [])
+    kept = _kept(before, given, _merged(layers)[0])
+    fsdp = {key.removeprefix("fsdp."): value for key, value in given.items() if key.startswith("fsdp.")}
+    strategy = {f"fsdp.{key}": value for key, value in strategy_keys(fsdp, local_world_size).items()}
+    values, origins = _merged([*layers, (_KEPT, kept), ("fsdp.sharding_strategy", strategy)])
+
+    config, refused = _validated(values, origins, problems)
+    if "optim.warmup_steps" not in values and not config.train.epochs:
+        config = fitting_warmup(config)
+    machine = Machine(world_size, n_gpus, local_world_size)
+    for check in (lambda c: broken_rules(c, machine, elsewhere=elsewhere), *checks):
+        broken = {keys: text for keys, text in check(config).items() if refused.isdisjoint(keys.split())}
+        for keys, text in broken.items():
+            of = dict.fromkeys(origins[key] for key in origins if key in keys.split() and key in given)
+            problems.append(f"{' and '.join(of) or 'default'}: {text}")
+        if any(key.startswith("model.") for keys in (*broken, *refused) for key in keys.split()):
+            break
+    if problems:
+        raise ConfigError("\n  ".join([f"the configuration has {counted(len(problems), 'problem')}:", *problems]))
+    notes += _without_effect(config, given, origins)
+    if config.model.init_from and "optim.lr" not in values:
+        notes += rate_note(config)
+    unused = {key for key, rule in usage_rules() if not rule.holds(config)}
+    return Loaded(config, origins, notes, kept=[key for key in kept if key not in unused])
+
+
+def defaults() -> Layer:
+    """The values of a run without a file and options, by "section.key"."""
+    return flatten(load(None, {}, elsewhere=True).config)
+
+
+# --- layers -----------------------------------------------------------------------------------------------------
+
+
+def read_file(path: Path, chain: Sequence[Path] = ()) -> list[tuple[str, Layer]]:
+    """The layers of a TOML file, each with its name: those of its `base`, then its own.
+
+    Raises:
+        ConfigError: a file can't be read, or the files form a cycle.
+    """
+    path = expand(path)
+    if path.resolve() in chain:
+        loop = " -> ".join(p.name for p in (*chain[chain.index(path.resolve()) :], path))
+        raise ConfigError(f"{path}: base files form a cycle: {loop}; remove one of the `base` lines")
     content = b""
     try:
-        with path.open("rb") as stream:
-            content = stream.read(_LONGEST + 1)
-        if len(content) > _LONGEST:
-            raise ValueError(f"it has more than {_LONGEST:,} bytes")
+        content = path.read_bytes()
         tree = tomli.loads(content.decode("utf-8-sig"))  # editors on Windows may write a byte order mark
     except FileNotFoundError:
-        from torchtitan_lite.hints import sibling
-
         referrer = f" (named as base by {chain[-1].name})" if chain else ""
-        problems.append(f"{path}: no such file{referrer}{sibling(path)}")
-        return {}
+        raise ConfigError(f"{path}: no such file{referrer}{hints.sibling(path)}") from None
     except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        wrong = f"byte {error.object[error.start]:#04x} in line {line} is not UTF-8"
-        problems.append(f"{shortened(path)}: {wrong}; save the file as UTF-8")
-        return {}
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: not TOML, too many digits
-        from torchtitan_lite.hints import in_quotes
-
-        fix = in_quotes(content.decode(errors="replace"), str(error))
-        problems.append(f"{shortened(path)}: can't be read as TOML: {shortened(error)}{fix}")
-        return {}
-    base = tree.pop("base", None)
-    if base is not None and not isinstance(base, str):
-        problems.append(f'{path}: base = {base!r}: should be the name of one file, e.g. base = "debug.toml"')
-        base = None
-    inherited: ConfigValues = {}
+        line = content.count(b"\n", 0, error.start) + 1
+        wrong = f"byte {content[error.start]:#04x} in line {line} is not UTF-8"
+        raise ConfigError(f"{path}: {wrong}; save the file as UTF-8") from None
+    except (OSError, ValueError) as error:  # ValueError: not TOML
+        fix = hints.in_quotes(content.decode(errors="replace"), str(error))
+        raise ConfigError(f"{shortened(path)}: can't be read as TOML: {shortened(error)}{fix}") from None
+    base = tree.pop("base", "")
+    if not isinstance(base, str):
+        raise ConfigError(f'{path}: base = {base!r}: should be the name of one file, e.g. base = "debug.toml"')
+    below = []
     if base:
-        beside = Path(base) if base[0] == "~" else path.parent / base
-        chosen = beside if beside.exists() or not Path(base).is_file() else Path(base)
-        inherited = read_file(chosen, problems, (*chain, where))
-    values: dict[str, Any] = {}
-    for section, table in tree.items():
-        if isinstance(table, dict):
-            values |= {f"{section}.{key}": value for key, value in table.items()}
-        else:
-            values[section] = table
-    return inherited | {key: ConfigValue(value, str(path), level=-len(chain)) for key, value in values.items()}
+        beside = path.parent / Path(base).expanduser()
+        is_here = not beside.exists() and Path(base).is_file()
+        below = read_file(Path(base) if is_here else beside, (*chain, path.resolve()))
+    tables = {name: table if isinstance(table, dict) else {"": table} for name, table in tree.items()}
+    values = {f"{name}.{key}".rstrip("."): v for name, table in tables.items() for key, v in table.items()}
+    return [*below, (str(path), values)]
 
 
 def parse_value(key: str, text: str) -> Any:
@@ -132,7 +171,7 @@ def parse_value(key: str, text: str) -> Any:
         text = text.lower()
     try:
         return tomli.loads(f"value = {text}")["value"]
-    except (ValueError, RecursionError):
+    except ValueError:
         try:
             return float(text)  # .5 and 1E5 are common, but not TOML
         except ValueError:
@@ -147,243 +186,151 @@ def _several(text: str) -> str | list[str]:
     return parts if unfound(text) else text
 
 
-# --- from values to a config ------------------------------------------------------------------------------------
+def _import_own(given: Layer) -> Iterator[str]:
+    """Import the parts of the user's own that are given. Yields what is wrong with one."""
+    for key, registry in REGISTRIES.items():
+        names = given.get(key, [])
+        for name in [names] if isinstance(names, str) else names if isinstance(names, list) else []:
+            if is_own(name) and name not in registry:
+                try:
+                    registry.add(name)
+                except ConfigError as error:
+                    yield str(error)
 
 
-def build(
-    values: ConfigValues,
-    checks: Sequence[Check],
-    problems: list[str],
-    notes: list[str],
-    left_out: set[str],
-    kept: ConfigValues,
-) -> Config:
-    """Build the config.
-
-    A refused value is added to `problems` and dropped, so the rest can still be checked. A rule is reported only if
-    all of its keys were accepted.
-
-    Args:
-        checks: the first accepts any values (see `conflicts`); the others build the model, and run only if [model] is
-            valid.
-        notes: gets a sentence for each value that is not used (`UsedIf`), or that contradicts the size.
-        left_out: gets the keys that were reset to their default.
-        kept: the run's values of keys that are not given.
-
-    Returns:
-        the config, valid only if `problems` is still empty.
-    """
-    refused: set[str] = set()
-    known = known_keys()
-    for key, value in values.items():
-        if key not in known:
-            problems.append(_describe(key, value, _unknown(key, known, value.origin)))
-            refused.add(key)
-    layers = _with_size(values, problems, refused, notes) | kept
-    try:
-        config = _validate(layers, refused)
-    except ValidationError as error:
-        for item in error.errors():
-            key = ".".join(str(part) for part in item["loc"][:2])
-            if key not in refused:
-                page = _OWN.get(key, "") if item["type"] == "literal_error" else ""
-                message = f"{_sentence(item)}; {page}{example(key, layers[key].origin)}"
-                problems.append(_describe(key, layers[key], message))
-            refused.add(key)
-        config = _validate(layers, refused)
-    for key in _unused(config, layers, refused, problems, notes):
-        refused.add(key)
-        left_out.add(key)
-    config = _validate(layers, refused)
-    if "optim.warmup_steps" not in layers and not config.train.epochs:
-        config = fitting_warmup(config)
-    for check in checks:
-        broken = _accepted(check(config), layers, refused)
-        problems += broken.values()
-        if any(key.startswith("model.") for keys in (*broken, *refused) for key in keys.split()):
-            break
-    return config
+def _merged(layers: Iterable[tuple[str, Layer]]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values of layers, the lowest first, and the name of the layer that each is from."""
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for name, layer in layers:
+        values |= layer
+        origins |= dict.fromkeys(layer, name)
+    return values, origins
 
 
-def _unused(
-    config: Config, values: ConfigValues, refused: set[str], problems: list[str], notes: list[str]
-) -> Iterator[str]:
-    """Refuse keys that are not used. Yield those set in a layer below the choice: they are reset to their default."""
-    for key, rule in usage_rules():
-        choices = rule.decided_by.split()
-        if key not in values or not refused.isdisjoint((key, *choices)):
-            continue
-        section, name = key.split(".")
-        value = getattr(getattr(config, section), name)
-        if value == default_of(key) or rule.holds(config):
-            continue
-        if values[key].origin == _KEPT:
-            if resume_rule(key).rule == "allowed":
-                yield key
-            continue  # a checkpoint is compared with the others, used or not
-        level = values[key].level
-        message = f"{values[key].origin}: {key} = {value} has no effect without {rule.needs}"
-        if not rule.refuse:
-            notes.append(message)
-        elif level < max((values[choice].level for choice in choices if choice in values), default=-math.inf):
-            notes.append(f"{message}; it stays at its default")
-            yield key
-        else:
-            problems.append(f"{message}; leave it out, or set that")
-            refused.add(key)
-
-
-def _validate(values: ConfigValues, refused: set[str]) -> Config:
-    tree: dict[str, dict[str, Any]] = {}
-    for key, entry in values.items():
-        if key not in refused:
-            section, name = key.split(".")
-            value = entry.value
-            if isinstance(value, list) and isinstance(default_of(key), tuple):  # TOML has no tuples
-                value = tuple(value)
-            tree.setdefault(section, {})[name] = value
-    return Config.model_validate(tree, context="layers")
-
-
-def _accepted(broken: Mapping[str, str], values: ConfigValues, refused: set[str]) -> dict[str, str]:
-    """The broken rules whose keys were all accepted, each with the origins of its values."""
-    accepted = {}
-    for keys, message in broken.items():
-        if refused.isdisjoint(keys.split()):
-            given = sorted((values[key] for key in keys.split() if key in values), key=lambda v: v.level)
-            origins = dict.fromkeys(value.origin for value in given if not value.origin.startswith("size "))
-            accepted[keys] = f"{' and '.join(origins) or 'default'}: {message}"
-    return accepted
-
-
-def _with_size(values: ConfigValues, problems: list[str], refused: set[str], notes: list[str]) -> ConfigValues:
-    """The values over the [model] keys of `[model] size`, which replace values of lower layers."""
-    layer = _size_layer(values, problems, refused)
-    if "model.size" in values:  # the default contradicts nothing
-        notes += _size_notes(values, layer)
-    return layer | {key: value for key, value in values.items() if key not in layer or value.level >= layer[key].level}
-
-
-def _kept(values: ConfigValues, saved: Saved) -> ConfigValues:
-    """The run's values of keys that are not given, where today's default, or number of the size, is another.
-
-    A run continues as it began, although a default has changed. `keeps_value` says which keys.
-    """
+def _saved_values(given: Layer, saved: Saved) -> Layer:
+    """The values of the checkpoint that the run resumes from; {} if there is none, or none of another family."""
     names = "run.out_dir", "run.name", "checkpoint.resume"
-    out_dir, name, resume = (values[key].value if key in values else default_of(key) for key in names)
+    out_dir, name, resume = (given.get(key, default_of(key)) for key in names)
     try:
         before = saved(expand(out_dir) / name, resume)
     except (ConfigError, OSError, TypeError, ValueError):  # such a name is refused elsewhere
         return {}
-    layers = _with_size(values, [], set(), [])
-    named = [key for key in ("model.family", "model.size") if key in values]
-    others = {key for key in named if str(values[key].value).lower() != str(before.get(key)).lower()}
-    if "model.family" in others:  # nothing of it may suit this one, its objective for example
-        return {}
-    kept: ConfigValues = {}
-    for key, value in before.items():
-        if not keeps_value(key) or (others and key.startswith("model.")):
-            continue
-        entry = layers.get(key)
-        is_given = key in values and entry is values[key]
-        if is_given:
-            continue
-        today = json.loads(json.dumps(entry.value if entry else default_of(key)))
-        if value != today and today != "epoch":  # checkpoints have the steps of "epoch", see training/epochs.py
-            kept[key] = ConfigValue(value, _KEPT, _DEFAULT)
-    return kept
+    family = str(given.get("model.family", before.get("model.family"))).lower()
+    return before if family == before.get("model.family") else {}  # nothing of it may suit another one
 
 
-def _size_layer(values: ConfigValues, problems: list[str], refused: set[str]) -> ConfigValues:
-    """The [model] keys of `[model] size`."""
-    family = values.get("model.family", ConfigValue(default_of("model.family"), "default", _DEFAULT))
-    size = values.get("model.size", ConfigValue(default_of("model.size"), "default", _DEFAULT))
-    known = FAMILIES.get(family.value.lower()) if isinstance(family.value, str) else None
-    if known is None or not isinstance(size.value, str):
-        return {}  # an unknown family or a wrong type is reported elsewhere
-    sizes = known.sizes
-    if size.value not in sizes:
-        names = ", ".join(sizes)
-        problems.append(
-            _describe("model.size", size, f'no such size of {family.value}; known: {names}; e.g. size = "1M"')
-        )
-        refused.add("model.size")
-        return {}
-    origin = f'size "{size.value}"'
-    layer = {f"model.{key}": ConfigValue(value, origin, size.level) for key, value in sizes[size.value].items()}
-    sized = {key for key, value in layer.items() if type(value.value) is int}
-    if size.level == _DEFAULT and sized & values.keys():  # another shape: without the switches of the default's
-        return {key: value for key, value in layer.items() if not isinstance(value.value, bool)}
-    return layer
+def _with_size(
+    layers: list[tuple[str, Layer]], given: Layer, family: Family
+) -> tuple[list[tuple[str, Layer]], list[str]]:
+    """The layers, with the family's defaults below them, and the keys of the size below the layer that names it.
+
+    Also a note on the keys of lower layers that the size replaces.
+    """
+    defaults = ("default of the family", default_shape(family, given))
+    at = max((i for i, (_, layer) in enumerate(layers) if "model.size" in layer), default=None)
+    if at is None:
+        return [defaults, *layers], []
+    size = layers[at][1]["model.size"]
+    row = family.sizes.get(size, {}) if isinstance(size, str) else {}
+    sized = {f"model.{key}": value for key, value in row.items() if f"model.{key}" not in layers[at][1]}
+    below, _ = _merged(layers[:at])
+    lost = [key for key, value in sized.items() if below.get(key, value) != value]
+    notes = [f'{", ".join(lost)}: size "{size}" of {layers[at][0]} replaces what is below it'] if lost else []
+    return [defaults, *layers[:at], (f'size "{size}"', sized), *layers[at:]], notes
 
 
-def _size_notes(numbers: ConfigValues, size: ConfigValues) -> Iterator[str]:
-    """Which numbers of [model] contradict a size, and which of the two applies: that of the higher layer."""
-    others = [key for key in size if key in numbers and numbers[key].value != size[key].value]
-    for dropped in (False, True):
-        if keys := [key for key in others if (numbers[key].level < size[key].level) == dropped]:
-            wins, loses = (size, numbers) if dropped else (numbers, size)
-            yield f"{', '.join(keys)}: {wins[keys[0]].origin} applies, not {loses[keys[0]].origin}"
+def _kept(before: Layer, given: Layer, values: Layer) -> Layer:
+    """The run's values of keys that are not given, where today's default, or number of the size, is another.
 
+    A run continues as it began, although a default has changed. `keeps_value` says which keys.
 
-def _strategy_layer(values: ConfigValues, local_world_size: int, problems: list[str]) -> ConfigValues:
-    """The [fsdp] keys of `[fsdp] sharding_strategy` that are not set, or are set to -1 or "default"."""
-    named = values.get("fsdp.sharding_strategy", ConfigValue("", "default"))
-    if not isinstance(named.value, str):
-        return {}  # reported elsewhere
-    strategy = named.value.upper()
-    explicit = {key.removeprefix("fsdp."): value.value for key, value in values.items() if key.startswith("fsdp.")}
-    for key, value in explicit.items():
-        if why := contradiction(strategy, key, value, local_world_size):
-            problems.append(_describe(f"fsdp.{key}", values[f"fsdp.{key}"], f"{why}; leave one of the two out"))
+    Args:
+        before: the run's values.
+        values: today's.
+    """
+    today = {**flatten(Config()), **values}
+    resized = given.get("model.size", before.get("model.size")) != before.get("model.size")
     return {
-        f"fsdp.{key}": replace(named, value=value, origin=f'sharding_strategy "{strategy}"')
-        for key, value in strategy_keys(strategy, explicit, local_world_size).items()
+        key: value
+        for key, value in before.items()
+        if key in today
+        and key not in given
+        and keeps_value(key)
+        and value != today[key] != "epoch"  # checkpoints have the steps of "epoch", see training/epochs.py
+        and not (resized and key.startswith("model."))
     }
 
 
-def _describe(key: str, value: ConfigValue, message: str) -> str:
-    if value.origin == "command line":
-        return f"command line: --{key}={_shown(value.value, str)}: {message}"
+# --- from values to a config ------------------------------------------------------------------------------------
+
+
+def _validated(values: Layer, origins: Mapping[str, str], problems: list[str]) -> tuple[Config, set[str]]:
+    """The config, and the keys whose values are refused. They are left out, so that the rest can still be checked."""
+    known, refused = known_keys(), set[str]()
+    for key in values.keys() - known.keys():
+        near = hints.nearest(key, known)
+        what = f"unknown key; the nearest known one is {near}, {example(near, origins[key])}"
+        problems.append(_describe(key, values[key], origins[key], what))
+        refused.add(key)
+    try:
+        return Config.model_validate(_tree(values, refused)), refused
+    except ValidationError as error:
+        for item in error.errors():
+            key = ".".join(map(str, item["loc"][:2]))
+            if key not in refused:
+                what = f"{_sentence(item)}; {example(key, origins[key])}"
+                problems.append(_describe(key, values[key], origins[key], what))
+            refused.add(key)
+    return Config.model_validate(_tree(values, refused)), refused
+
+
+def _tree(values: Layer, without: set[str]) -> dict[str, dict[str, Any]]:
+    tree: dict[str, dict[str, Any]] = {}
+    for section, name in (key.split(".") for key in values if key not in without):
+        tree.setdefault(section, {})[name] = values[f"{section}.{name}"]
+    return tree
+
+
+def _without_effect(config: Config, given: Layer, origins: Mapping[str, str]) -> Iterator[str]:
+    """One note on the given keys that nothing uses. A file, such as a run's config.toml, may name any default."""
+    unused: dict[str, str] = {}
+    for key, rule in usage_rules():
+        if key in given and not rule.holds(config):
+            section, name = key.split(".")
+            value = getattr(getattr(config, section), name)
+            if value != default_of(key) or origins[key] == COMMAND_LINE:
+                unused.setdefault(key, f"{origins[key]}: {key} = {format_value(value)} needs {rule.needs}")
+    if unused:
+        yield f"without effect: {'; '.join(unused.values())}"
+
+
+# --- messages ---------------------------------------------------------------------------------------------------
+
+
+def _describe(key: str, value: Any, origin: str, message: str) -> str:
+    if origin == COMMAND_LINE:
+        return f"{origin}: --{key}={shortened(str(value))}: {message}"
     section, _, name = key.rpartition(".")
     table = f"[{section}] " if section else ""
-    return f"{value.origin}: {table}{name} = {_shown(value.value, repr)}: {message}"
+    return f"{origin}: {table}{name} = {shortened(repr(value))}: {message}"
 
 
-def _shown(value: Any, write: Callable[[Any], str]) -> str:
-    """Any value, for a message."""
-    try:
-        return shortened(write(value))
-    except (ValueError, RecursionError):  # Python does not print integers of more than 4,300 digits
-        return "..."
-
-
-def _unknown(key: str, known: dict[str, Any], origin: str) -> str:
-    from torchtitan_lite.hints import nearest
-
-    near = nearest(key, known)
-    return f"unknown key; the nearest known one is {near}, {example(near, origin)}"
-
-
-def example(key: str, origin: str = "command line") -> str:
+def example(key: str, origin: str = COMMAND_LINE) -> str:
     """A valid assignment to a key, as TOML or as an option for a shell."""
-    from torchtitan_lite import hints
-
     examples = known_keys()[key].examples
     value = examples[0] if examples else default_of(key)  # an empty default shows nothing
     as_toml = format_value(value)
-    return f"e.g. {hints.option(key, value, as_toml) if origin == 'command line' else f'{key} = {as_toml}'}"
+    return f"e.g. {hints.option(key, value, as_toml) if origin == COMMAND_LINE else f'{key} = {as_toml}'}"
 
 
-def _sentence(item: Any) -> str:
+def _sentence(item: ErrorDetails) -> str:
     """What is wrong with a value. A part of it is named, and shown."""
-    from torchtitan_lite import hints
-
-    message = str(item["msg"]).removeprefix("Input ").removeprefix("Value error, ")
+    message = item["msg"].removeprefix("Input ").removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
     if item["type"] == "literal_error":
         message += hints.choice(str(item["input"]), item["ctx"]["expected"])
-    key, inside = ".".join(item["loc"][:2]), [part for part in item["loc"][2:] if part not in ("str", "list[str]")]
+    key, inside = ".".join(map(str, item["loc"][:2])), [p for p in item["loc"][2:] if p not in ("str", "list[str]")]
     if not inside:
         return message
     part = shortened(key + "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in inside))
@@ -392,48 +339,4 @@ def _sentence(item: Any) -> str:
     if item["type"] == "extra_forbidden":
         fields = get_args(known_keys()[key].annotation)[0].model_fields
         return f"{part}: unknown key; the nearest known one is {hints.nearest(str(inside[-1]), fields)}"
-    return f"{part} = {_shown(item['input'], repr)} {message}"
-
-
-def load(
-    file: Path | None,
-    overrides: ConfigValues,
-    *,
-    world_size: int = 1,
-    n_gpus: int = 0,
-    local_world_size: int = 1,
-    elsewhere: bool = False,
-    problems: Iterable[str] = (),
-    checks: Sequence[Check] = (),
-    saved: Saved | None = None,
-) -> Loaded:
-    """Load the config of an optional file, with overrides by "section.key".
-
-    Args:
-        world_size, n_gpus, local_world_size: for the rules about the mesh and the device.
-        elsewhere: the run is for another machine, so this one's files, packages and compiler are not checked.
-        problems: problems already found on the command line, reported with the rest.
-        checks: further checks, which may build the model (see `build`).
-        saved: if given, a run that resumes keeps its values of keys that are not given (see `_kept`).
-
-    Raises:
-        ConfigError: lists every problem on its own line, with file, value, nearest key and what works.
-    """
-    problems = list(problems)
-    values = (read_file(file, problems) if file else {}) | overrides
-    if file and "run.name" not in values:
-        values["run.name"] = ConfigValue(file.stem, "name of the file", level=0)
-    kept = _kept(values, saved) if saved else {}
-    values |= _strategy_layer(values, local_world_size, problems)
-    notes: list[str] = []
-    left_out: set[str] = set()
-    rules = conflicts(Machine(world_size, n_gpus, local_world_size), elsewhere=elsewhere)
-    config = build(values, [rules, *checks], problems, notes, left_out, kept)
-    if problems:
-        raise ConfigError("\n  ".join([f"the configuration has {counted(len(problems), 'problem')}:", *problems]))
-    if config.model.init_from and "optim.lr" not in values:
-        notes += rate_note(config)
-    origins = {key: value.origin for key, value in (_with_size(values, [], set(), []) | kept).items()}
-    unused = {key for key, rule in usage_rules() if not rule.holds(config)}
-    used = [key for key in kept if key not in unused]
-    return Loaded(config, origins | dict.fromkeys(left_out, "default"), notes, kept=used)
+    return f"{part} = {shortened(repr(item['input']))} {message}"

@@ -5,7 +5,6 @@ field is its help text. docs/config.md is generated from them. A builder gets it
 """
 
 import functools
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -13,7 +12,8 @@ from pydantic.fields import FieldInfo
 
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.paths import expand
-from torchtitan_lite.config.section import WITHOUT_NUL, Bits, Frozen, Machine, Resume, Section, UsedIf, used_with
+from torchtitan_lite.config.registry import Registry
+from torchtitan_lite.config.section import IS_PATH, Bits, Frozen, Machine, Resume, Section, UsedIf, used_with
 from torchtitan_lite.config.sections import compute, data, fsdp, model, optim, outputs, run, train
 from torchtitan_lite.config.sections.compute import ActivationCheckpointingConfig, CompileConfig, SpeedConfig
 from torchtitan_lite.config.sections.data import DataConfig, TokenizerConfig, span_lengths
@@ -22,6 +22,7 @@ from torchtitan_lite.config.sections.model import ModelConfig
 from torchtitan_lite.config.sections.optim import OPTIMIZERS, OptimConfig, ParameterGroup
 from torchtitan_lite.config.sections.outputs import (
     MIN_TEMPERATURE,
+    TRACKERS,
     CheckpointConfig,
     EvalConfig,
     LogConfig,
@@ -139,9 +140,14 @@ def flatten(config: Config) -> dict[str, Any]:
     return {f"{section}.{key}": value for section, table in tree.items() for key, value in table.items()}
 
 
+REGISTRIES: dict[str, Registry[Any]] = {registry.key: registry for registry in (FAMILIES, OPTIMIZERS, TRACKERS)}
+
+
 def type_name(key: str) -> str:
     """The metavar of "section.key" in `--help`."""
     annotation = known_keys()[key].annotation
+    if key in REGISTRIES and annotation is str:
+        return "|".join(REGISTRIES[key])
     if get_origin(annotation) is Literal:
         return "|".join(get_args(annotation))
     return getattr(annotation, "__name__", "VALUE").upper() if isinstance(annotation, type) else "VALUE"
@@ -161,7 +167,7 @@ def resume_rule(key: str) -> Resume:
 def keeps_value(key: str) -> bool:
     """Whether a resume that does not give "section.key" takes the run's value, not today's default. A path does not."""
     rule = resume_rule(key)
-    return WITHOUT_NUL not in known_keys()[key].metadata and (rule.keeps or rule.rule != "allowed")
+    return IS_PATH not in known_keys()[key].metadata and (rule.keeps or rule.rule != "allowed")
 
 
 @functools.cache
@@ -175,14 +181,14 @@ def bitwise_keys() -> dict[str, str]:
     }
 
 
-@functools.cache
 def usage_rules() -> list[tuple[str, UsedIf]]:
     """Each key that is used only under a condition, in file order; those of one family or optimizer first."""
     rules = []
-    for section, choice, registry in (("model", "family", FAMILIES), ("optim", "name", OPTIMIZERS)):
+    for registry in (FAMILIES, OPTIMIZERS):
+        section = registry.key.split(".")[0]
         for key in sections()[section].model_fields:
             if names := [name for name, entry in registry.items() if key in entry.keys]:
-                rules.append((f"{section}.{key}", used_with(f"{section}.{choice}", *names)))
+                rules.append((f"{section}.{key}", used_with(registry.key, *names)))
     for key, field in known_keys().items():
         rules += [(key, item) for item in field.metadata if isinstance(item, UsedIf)]
     return rules
@@ -191,21 +197,15 @@ def usage_rules() -> list[tuple[str, UsedIf]]:
 # --- rules between keys -----------------------------------------------------------------------------------------
 
 
-def conflicts(machine: Machine, *, elsewhere: bool = False) -> Callable[[Config], dict[str, str]]:
-    """The rules between keys, for a machine.
+def broken_rules(config: Config, machine: Machine, *, elsewhere: bool = False) -> dict[str, str]:
+    """The broken rules between keys, by "the keys involved": what is wrong and what works.
 
     Args:
         elsewhere: the run is for another machine, so this one's files, packages and compiler are not checked.
-
-    Returns:
-        a function that returns a config's broken rules as {"the keys involved": "what is wrong and what works"}.
     """
-
-    def broken(config: Config) -> Iterator[tuple[str, str]]:
-        for module in (run, model, data, train, optim, fsdp, compute, outputs):
-            yield from module.rules(config, machine)
-        if not elsewhere:
-            for module in (model, data, compute, outputs):
-                yield from module.local_rules(config, machine)
-
-    return lambda config: dict(broken(config))
+    broken: dict[str, str] = {}
+    for module in (run, model, data, train, optim, fsdp, compute, outputs):
+        broken |= module.rules(config, machine)
+    for module in () if elsewhere else (model, data, compute, outputs):
+        broken |= module.local_rules(config, machine)
+    return broken

@@ -2,7 +2,7 @@
 
 A key stands with everything about it: type and bounds, default, help text, and by `Annotated` what a resume does with
 another value (`Resume`), whether bits depend on it (`Bits`), and when it is used (`UsedIf`). Everything else follows
-from there: refusing unused keys (load.py), comparing checkpoints (checkpointing/compatibility.py), `--help` and docs.
+from there: notes on unused keys (load.py), comparing checkpoints (checkpointing/compatibility.py), `--help` and docs.
 """
 
 import functools
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, g
 
 import tomli
 from pydantic import (
-    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -33,19 +32,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Resume:
-    """What a resume does if a key has another value than the run so far. docs/resume.md has the table."""
+    """What a resume does if a key has another value than the run so far. docs/resume.md has the table.
 
-    rule: Literal["allowed", "asks", "refused"]
+    - allowed: the value applies from the next step, and the start names it.
+    - fork: the value decides what the run learns. It is kept if the command does not give it, and another one needs a
+      fork: a run of its own, which begins with the checkpoint.
+    - refused: the same, and a fork is refused, too: the checkpoint's tensors mean something else with another value.
+    """
+
+    rule: Literal["allowed", "fork", "refused"]
     note: str = ""  # for the table
     by_hash: bool = False  # what the key leads to is compared, not its value
     changes_steps: bool = True  # whether a step computes other numbers, so that a replay needs the same value
     changes_start: bool = False  # whether only the values that a run begins with differ
-    keeps: bool = False  # allowed, but a command that does not give the key keeps the run's value (see `keeps_value`)
+    keeps: bool = False  # allowed, but kept if the command does not give it
 
 
 ALLOWED = Resume("allowed", changes_steps=False)
 ALLOWED_FOR_LATER_STEPS = Resume("allowed")
-ASKS = Resume("asks")
+FORK = Resume("fork")
 REFUSED = Resume("refused")
 
 
@@ -64,16 +69,14 @@ BITS = Bits()
 
 @dataclass(frozen=True)
 class UsedIf:
-    """The key is used only under a condition. Another value than the default is an error, or dropped, without it.
-
-    It is an error if it is set in the same layer as the keys that decide, or in a later one. If it comes from a lower
-    layer, e.g. a `base` file whose optimizer another file replaces, it stays at its default, with a note.
-    """
+    """The key is used only under a condition. A note names the keys that are given without effect."""
 
     decided_by: str  # the keys that decide, separated by spaces
-    needs: str  # what would have to be set, for the message
+    needs: str  # what would have to be set, for the note
     holds: Callable[["Config"], bool]
-    refuse: bool = True  # False: always a note, never an error: a feature that is switched off may keep its values
+
+
+IS_PATH = "path"  # of a key that says where something is, so a resume does not keep it
 
 
 def used_with(key: str, *values: str | bool) -> UsedIf:
@@ -101,8 +104,6 @@ class Machine:
 
 # --- sections ---------------------------------------------------------------------------------------------------
 
-_LARGEST = 2**63 - 1  # TOML's integers have 64 bits
-
 
 class Frozen(BaseModel):
     """The base of all parts of a config."""
@@ -120,25 +121,12 @@ class Section(Frozen):
     @field_validator("*", mode="wrap")
     @classmethod
     def _checked(cls, value: Any, check: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
-        """A value that TOML can represent. Choices may be in upper or lower case, and bf16 is bfloat16."""
-        _require_toml(value)
+        """Choices may be in upper or lower case, bf16 is bfloat16, and a list may be written without brackets."""
         try:
             return check(value)
         except ValidationError:
             name = info.field_name or ""
             return check(spelled(cls.model_fields[name].annotation, value, commas=name != "prompts"))
-
-
-def _require_toml(value: Any) -> None:
-    """Raise ValueError if TOML can't represent a number or string in the value."""
-    if isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
-        raise ValueError("should be a number of at most 64 bits")
-    if isinstance(value, str) and not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
-        raise ValueError("should be UTF-8")
-    if isinstance(value, dict):
-        value = [*value.keys(), *value.values()]
-    for item in value if isinstance(value, list | tuple) else ():
-        _require_toml(item)
 
 
 _SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -168,12 +156,13 @@ def spelled(annotation: Any, value: Any, *, commas: bool = True) -> Any:
 
 def _items(annotation: Any, text: str) -> list[Any]:
     """The items of a list that is written without its brackets."""
-    if annotation is str or get_origin(annotation) is Literal:
+    names = get_origin(annotation) is Annotated and get_args(annotation)[0] is str  # of entries of a registry
+    if annotation is str or get_origin(annotation) is Literal or names:
         # a comma in brackets belongs to a pattern: layers.[0,1].*
         return [part.strip() for part in re.findall(r"(?:\[[^\]]*\]|[^,])+", text)]
     try:
         return list(tomli.loads(f"value = [{text}]")["value"])
-    except (ValueError, RecursionError):
+    except ValueError:
         pass
     try:
         return [float(part) for part in text.split(",")]  # .9,.95 is common, but not TOML
@@ -185,15 +174,9 @@ def _items(annotation: Any, text: str) -> list[Any]:
 
 
 def _every(least: int, value: Any) -> Any:
-    if value == "epoch" or (type(value) is int and least <= value <= _LARGEST):
+    if value == "epoch" or (type(value) is int and least <= value < 2**63):
         return value
     raise ValueError(f'should be "epoch", or a number of steps of at least {least}')
-
-
-def _without_nul(value: Any) -> Any:
-    if any("\0" in path for path in ([value] if isinstance(value, str) else value)):
-        raise ValueError("should have no NUL character: it is a path or part of one")
-    return value
 
 
 if TYPE_CHECKING:  # training/epochs.py replaces "epoch" before anything counts steps
@@ -208,5 +191,4 @@ Size = Annotated[int, Field(gt=0, lt=2**31)]
 SizeOrZero = Annotated[int, Field(ge=0, lt=2**31)]
 Width = Annotated[int, Field(gt=0, le=2**20)]
 WidthOrZero = Annotated[int, Field(ge=0, le=2**20)]
-WITHOUT_NUL = AfterValidator(_without_nul)
-PathText = Annotated[str, WITHOUT_NUL]
+PathText = Annotated[str, IS_PATH]

@@ -16,7 +16,7 @@ class Loaded:
     config: Config
     origins: dict[str, str]  # by "section.key"; defaults are absent
     notes: Sequence[str] = ()  # values that nothing reads, or that a size replaces
-    with_changes: bool = False  # --resume-with-changes
+    retry: bool = False  # --retry
     written: Config | None = None  # as it was given, where `config` has steps in place of epochs
     kept: Sequence[str] = ()  # keys that have the value of the run so far, because they were not given
 

@@ -89,7 +89,7 @@ class SharedMemory:
         self._barrier.wait()
 
     def _require_others(self, waited_s: float) -> None:
-        """The errors of `barrier`, with words by which hang.py recognises them."""
+        """The errors of `barrier`, with words by which lost.py recognises them."""
         ended = [rank for rank in range(self.size) if rank != self.rank and self._has_ended(rank)]
         if ended:
             raise RuntimeError(f"Remote process exited: rank {self._global(ended)}")

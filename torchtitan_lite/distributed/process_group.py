@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan_lite import process
 from torchtitan_lite.config.schema import FsdpConfig, RunConfig
+from torchtitan_lite.distributed.lost import explained
 from torchtitan_lite.distributed.rendezvous import Store, find_ranks
 from torchtitan_lite.terminal import flush
 
@@ -35,7 +36,8 @@ class World:
 def process_group(run: RunConfig) -> Iterator[World]:
     """A process group over all ranks that torchrun started, or a world of one under plain python.
 
-    Collectives of CPU tensors use gloo, those of CUDA tensors NCCL.
+    Collectives of CPU tensors use gloo, those of CUDA tensors NCCL. Without an exception, the ranks wait for each other
+    at the end: torchrun ends the others as soon as one has exited with a code other than 0.
     """
     device = choose_device(run.device, process.env_int("LOCAL_RANK", 0))
     threads, _ = process.cpu_threads(run.threads)
@@ -47,29 +49,38 @@ def process_group(run: RunConfig) -> Iterator[World]:
         torch.use_deterministic_algorithms(True)
     use_tf32(run, device)
     process.die_with_launcher()
-    timeout = timedelta(minutes=run.timeout_minutes)
-    if "RANK" in os.environ:
-        store, rank, world_size = find_ranks(timeout)
-    else:
-        store, rank, world_size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]  # exported, but not by name
     process.allow_open_files()
-    process.connect_lazily(world_size)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    yield World(rank, world_size, device, threads, process.env_int("LOCAL_WORLD_SIZE", 1), untimed_group(), store)
+    with explained():
+        if "RANK" in os.environ:
+            store, rank, world_size = find_ranks(run.start_timeout_minutes)
+        else:
+            store, rank, world_size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]  # exported, but not by name
+        process.connect_lazily(world_size)
+        timeout = timedelta(minutes=run.start_timeout_minutes)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        limit_group_timeouts(run.timeout_minutes)
+        yield World(rank, world_size, device, threads, process.env_int("LOCAL_WORLD_SIZE", 1), untimed_group(), store)
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
 
 
-_UNTIMED = "untimed"
+_UNTIMED, NO_LIMIT_MINUTES = "untimed", 30 * 24 * 60.0
 
 
 def untimed_group() -> dist.ProcessGroup:
     """A gloo group of all ranks without a timeout, for saves and loads. The watchdog ends those that hang."""
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(days=30), group_desc=_UNTIMED)
+    timeout = timedelta(minutes=NO_LIMIT_MINUTES)
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout, group_desc=_UNTIMED)
     return group
 
 
-def limit_group_timeouts(timeout_minutes: float) -> None:
-    """Give every group but the untimed ones this timeout. The groups of a mesh start with torch's 30 minutes."""
+def limit_group_timeouts(timeout_minutes: float = NO_LIMIT_MINUTES) -> None:
+    """Give every group but the untimed ones this timeout. The groups of a mesh start with torch's 30 minutes.
+
+    With a Watchdog there is no limit: NCCL would abort the process, and gloo raise, while another rank compiles.
+    """
     for group in list(dist.distributed_c10d._world.pg_map):  # torch has no public list of groups
         if group.group_desc != _UNTIMED:
             group.set_timeout(timedelta(minutes=timeout_minutes))
@@ -105,12 +116,9 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 def exit_process(exit_code: int = 0) -> NoReturn:
-    """Synchronise, destroy the group, flush, and exit without Python's tear-down.
+    """Flush, and exit without Python's tear-down.
 
     gloo's threads may abort an interpreter that is shutting down, which turns a finished run into a failed one.
     """
-    if exit_code == 0 and dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
     flush()
     os._exit(exit_code)

@@ -1,5 +1,6 @@
 """How the ranks find each other: torchrun's store, under a new prefix for each attempt."""
 
+import contextlib
 import os
 import time
 import uuid
@@ -10,18 +11,21 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # expor
 from torch.distributed import Store as Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from torchtitan_lite.errors import BusyError, ConfigError
+from torchtitan_lite.errors import BusyError, ConfigError, StuckError
 
 
-def find_ranks(timeout: timedelta) -> tuple[Store, int, int]:
+def find_ranks(timeout_minutes: float) -> tuple[Store, int, int]:
     """The store, this rank and the world size.
 
     Raises:
         ConfigError: torchrun's environment is incomplete.
         BusyError: the ranks can't reach the store, or its port is in use.
+        StuckError: a rank did not arrive in time.
     """
+    timeout = timedelta(minutes=timeout_minutes)
     try:
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        return _store_of_this_attempt(store, rank, world_size, timeout), rank, world_size
     except ValueError as error:  # a variable is missing, or is not a number
         raise ConfigError(f"RANK is set, but not as torchrun does: {str(error).splitlines()[0]}") from None
     except dist.DistNetworkError as error:
@@ -31,37 +35,43 @@ def find_ranks(timeout: timedelta) -> tuple[Store, int, int]:
             "another MASTER_PORT; torchrun --standalone takes a free one.\n  If the host's name does not resolve, give "
             "torchrun its address: --local-addr=ADDRESS, 127.0.0.1 on a single machine"
         ) from None
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = _store_of_this_attempt(store, rank, world_size, timeout)
-    return store, rank, world_size
+    except dist.DistStoreError as error:
+        raise StuckError(
+            f"rank {os.environ['RANK']}, starting: not all ranks arrived within run.start_timeout_minutes = "
+            f"{timeout_minutes:g} ({str(error).splitlines()[0]}). A process or its machine died while it started, or "
+            "still prepares its data: then prepare it before, or set a longer limit"
+        ) from None
 
 
 def _store_of_this_attempt(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
     """The store under a prefix that no earlier attempt has used.
 
     torchrun's store outlives a restart and still holds the keys of dead ranks. TORCHELASTIC_RESTART_COUNT does not
-    identify the attempt: each machine counts its own failures. So rank 0 chooses a prefix and offers it to the newest
-    process registered as rank r until that process acknowledges it. A dead one never does.
+    identify the attempt: each machine counts its own failures. So rank 0 chooses a prefix, under which each process
+    registers. A process has the right prefix if rank 0 lists that process there as a member of the world.
 
     Raises:
         DistStoreError: a rank did not register within the timeout.
     """
+    newest, members, this_process = "torchtitan_lite/attempt", "{}/members", uuid.uuid4().hex
+    if rank == 0:
+        attempt = uuid.uuid4().hex
+        store.set(newest, attempt)
+        others = {f"{attempt}/{other}": other for other in range(1, world_size)}
+        try:
+            store.wait(list(others), timeout)
+        except dist.DistStoreError:
+            missing = ", ".join(str(other) for key, other in others.items() if not store.check([key]))
+            raise dist.DistStoreError(f"missing: rank {missing}") from None
+        store.set(members.format(attempt), " ".join(store.get(key).decode() for key in others))
+        return PrefixStore(attempt, store)
     deadline = time.monotonic() + timeout.total_seconds()
-    if rank != 0:
-        me = uuid.uuid4().hex
-        store.set(f"attempt/rank {rank}", me)
-        prefix = store.get(f"attempt/prefix for {me}").decode()
-        store.set(f"attempt/{prefix} has {me}", "")
-        return PrefixStore(prefix, store)
-    prefix = uuid.uuid4().hex
-    for other in range(1, world_size):
-        while True:
-            registered = store.get(f"attempt/rank {other}").decode()
-            store.set(f"attempt/prefix for {registered}", prefix)
-            try:
-                store.wait([f"attempt/{prefix} has {registered}"], timedelta(seconds=1))
-                break
-            except dist.DistStoreError:  # from an earlier attempt, or slow
-                if time.monotonic() > deadline:
-                    raise dist.DistStoreError(f"rank {other} did not arrive within {timeout}") from None
-    return PrefixStore(prefix, store)
+    while time.monotonic() < deadline:
+        attempt = store.get(newest).decode()  # perhaps of an earlier attempt
+        store.set(f"{attempt}/{rank}", this_process)
+        with contextlib.suppress(dist.DistStoreError):
+            store.wait([members.format(attempt)], timedelta(seconds=0.5))
+            if this_process in store.get(members.format(attempt)).decode().split():
+                return PrefixStore(attempt, store)
+            time.sleep(0.1)
+    raise dist.DistStoreError("rank 0 did not confirm")

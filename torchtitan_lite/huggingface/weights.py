@@ -28,7 +28,8 @@ from torchtitan_lite.config.schema import Config, ModelConfig
 from torchtitan_lite.config.sections.model import started_from
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.errors import CheckpointError, DataError, FormatError
-from torchtitan_lite.huggingface.names import drop_tied, from_hf, from_hf_config, hf_names, to_hf, to_hf_config
+from torchtitan_lite.huggingface.configs import from_hf_config, to_hf_config
+from torchtitan_lite.huggingface.names import drop_tied, from_hf, hf_names, to_hf
 from torchtitan_lite.huggingface.stacks import stacked, unstacked
 from torchtitan_lite.optim.average import KEY
 
@@ -177,9 +178,9 @@ def keys_of(folder: Path) -> dict[str, Any]:
         CheckpointError: its architecture is not supported, or a value is invalid.
     """
     keys = from_hf_config(storage.read_json(folder / "config.json"))
-    if keys["family"] == "t5":  # config.json does not say
-        weights = _read_shards(folder)
-        head, embeddings = weights.get("lm_head.weight"), weights.get("shared.weight")
+    if keys["tie_embeddings"]:  # for a T5 config.json does not say, and others may have a head of their own nonetheless
+        weights = from_hf(_read_shards(folder), keys["family"])
+        head, embeddings = weights.get("output.weight"), weights.get("tok_embeddings.weight")
         keys["tie_embeddings"] = head is None or (embeddings is not None and head.equal(embeddings))
     return keys
 

@@ -1,17 +1,15 @@
 """The text of the terminal: the run at its start, each step, and the next commands. metrics.Log prints it."""
 
 import json
-import os
 import re
 import shlex
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from torchtitan_lite import __version__
+from torchtitan_lite import BUSY_AT_START, __version__
 from torchtitan_lite.checkpointing.save import BaseCheckpointer
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.derive import Layout, options_against_copies
@@ -23,7 +21,7 @@ from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.errors import shortened
 from torchtitan_lite.models import Transformer
-from torchtitan_lite.process import cpu_threads
+from torchtitan_lite.process import cpu_threads, python_command
 from torchtitan_lite.terminal import counted, duration
 
 MANY = 10  # epochs; more get a note
@@ -57,8 +55,11 @@ def start_lines(
         f"fsdp    {fsdp_line(config)}",
         f"run     {config.folder}  {_origin(loaded, checkpointer)}",
     ]
-    if world.device.type == "cpu" and (line := spinning_line(world.threads)):
-        lines.append(line)
+    if world.device.type == "cpu" and world.threads > 1 and BUSY_AT_START:
+        lines.append(
+            "run     other processes use this machine, so threads do not spin (GOMP_SPINCOUNT=1000). On quiet "
+            "cores that is 20 % slower: start again when they are"
+        )
     if world.device.type == "cuda":
         from torchtitan_lite.monitoring import mfu
 
@@ -96,22 +97,6 @@ def copies_lines(config: Config, layout: Layout) -> list[str]:
     *others, last = keys
     named = f"{', '.join(others)} and {last}" if others else last
     return [f"fsdp    nothing is sharded: {named} would save copies, if they fit in memory (see plan)"]
-
-
-def spinning_line(threads: int) -> str:
-    """A line if other processes use the cores on which threads of OpenMP spin while they wait for each other."""
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if (
-        threads == 1
-        or load <= cores
-        or not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}.isdisjoint(os.environ)
-    ):
-        return ""
-    return (
-        f"run     this machine is busy (load {load:.1f} on {counted(cores, 'core')}), and the {threads} threads of a "
-        "rank spin while they wait for each other. OMP_WAIT_POLICY=PASSIVE in the environment may make steps several "
-        "times faster"
-    )
 
 
 def model_line(config: Config, parameters: str, widened: bool = False) -> str:
@@ -262,7 +247,7 @@ def cut(line: str, columns: int) -> str:
 def what_next(config: Config) -> str:
     """The commands to use after a finished run: one for its model, one for its curves."""
     folder = shlex.quote(str(config.folder))
-    python = shlex.quote(_python())
+    python = shlex.quote(python_command())
     defaults = [] if config.data.path or config.data.sources else ["def "]
     prompt = next(filter(None, config.sample.prompts or defaults), "")
     kind = "source" if FAMILIES[config.model.family].encoder_decoder else "prompt"
@@ -272,19 +257,3 @@ def what_next(config: Config) -> str:
         + (f"--{kind} {shlex.quote(prompt)}\n" if prompt else "--interactive\n")
         + f"        plot its curves: {python} -m torchtitan_lite.report {folder}"
     )
-
-
-def train_command(words: Sequence[str]) -> str:
-    """A command with these words that starts train.py as this process was started."""
-    here, n = _python(), os.environ.get("WORLD_SIZE", "1")
-    torchrun = shlex.quote(os.path.join(os.path.dirname(here), "torchrun"))
-    command = f"{torchrun} --nproc-per-node {n}" if "RANK" in os.environ else shlex.quote(here)
-    if n != os.environ.get("LOCAL_WORLD_SIZE", n):
-        command = "..."  # the launcher of several machines
-    return f"{command} train.py {shlex.join(words)}"
-
-
-def _python() -> str:
-    """The interpreter, as a command that works here without activating a virtual environment."""
-    here = os.path.relpath(sys.executable)
-    return sys.executable if here.startswith("..") else here

@@ -6,19 +6,21 @@ killed attempt did after its last record is not counted.
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from torchtitan_lite.monitoring import attempts
 from torchtitan_lite.terminal import duration
 
 
-def goodput(folder: Path) -> tuple[float, float]:
+def goodput(made: Sequence[attempts.Attempt], records: Sequence[dict[str, Any]]) -> tuple[float, float]:
     """The goodput of a run, 0 to 1, and the seconds from its first launch to its last record or end.
 
-    Raises:
-        OSError: a file of the run can't be read.
+    Args:
+        made: all attempts.
+        records: those of metrics.jsonl that count.
     """
-    made, records = attempts.read(folder), attempts.records(folder)
     if not made:
         return 0.0, 0.0
     trained_s = sum(record["seconds"] for record in records if "loss" in record)
@@ -30,7 +32,7 @@ def goodput(folder: Path) -> tuple[float, float]:
 
 def goodput_line(folder: Path) -> str:
     """goodput 81 % of 2h10m since the first launch"""
-    share, seconds = goodput(folder)
+    share, seconds = goodput(attempts.read(folder), attempts.records(folder))
     return f"goodput {share:.0%} of {duration(seconds)} since the first launch"
 
 

@@ -1,42 +1,10 @@
-"""What has changed since the checkpoint that a run resumes from: what is refused, and what is logged."""
+"""What has changed since the checkpoint that a run resumes from, for the log."""
 
-import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan_lite.checkpointing.compatibility import is_learned_with
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.config.schema import Config
-from torchtitan_lite.config.toml import format_value
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.terminal import counted
-
-
-def require_same_learning(config: Config, saved: TrainState, current: TrainState) -> None:
-    """Check that a resume would learn with the values of the run so far.
-
-    Raises:
-        ConfigError: it would not; the message names each value, and `--resume-with-changes`.
-    """
-    before, now = (list(state.config["data.sources"]) for state in (saved, current))
-    if before != now and sorted(before) == sorted(now):
-        raise ConfigError(
-            f"data.sources: the order decides which sample comes when, and this run has {before}, not {now}"
-        )
-    values = current.config.items()
-    changes = {key: (saved.config[key], value) for key, value in values if saved.config[key] != value}
-    learned = {k: pair for k, pair in changes.items() if is_learned_with(k) and (pair[1] or k != "model.init_from")}
-    if not learned:
-        return
-    back = shlex.join(f"--{key}={format_value(before)}" for key, (before, _) in learned.items())
-    lines = [f"{config.folder} has made {counted(saved.step, 'step')} with other values than this command has:"]
-    lines += [f"{k} = {format_value(before)} so far, {format_value(now)} here" for k, (before, now) in learned.items()]
-    if "model.init_from" in learned:
-        lines.append("(model.init_from is read only at step 0, so it would have no effect)")
-    lines.append("start another run with --run.name=NEW")
-    lines.append(f"or continue this one with its own values: {back}")
-    lines.append(f"or continue it with the new ones from step {saved.step + 1} on: --resume-with-changes")
-    raise ConfigError("\n  ".join(lines))
+from torchtitan_lite.config.schema import Config, known_keys
 
 
 def resume_lines(config: Config, saved: TrainState, current: TrainState) -> list[str]:
@@ -45,6 +13,9 @@ def resume_lines(config: Config, saved: TrainState, current: TrainState) -> list
     shown = {key: value for key, value in current.config.items() if key != "model.init_from"}  # only read at step 0
     if values := differences(saved.config, shown):
         lines.append(f"run     changed since then: {values}")
+    theirs, ours = ({k: v for k, v in s.identity.items() if k not in known_keys()} for s in (saved, current))
+    if theirs != ours:
+        lines.append("run     a fork on other text: the steps so far were on the text of the run it began with")
     if values := differences(saved.bitwise_setting, current.bitwise_setting):
         lines.append(f"run     the same data in the same order, but not bit for bit: {values}")
     if config.eval.every and (values := validation_change(saved.validation, current.validation)):

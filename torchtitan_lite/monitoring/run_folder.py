@@ -12,16 +12,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import tomli
 import torch
 from filelock import FileLock, Timeout
 
 from torchtitan_lite import __version__
+from torchtitan_lite.config.toml import Loaded, to_toml
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.distributed.ranks import on_rank0
 from torchtitan_lite.errors import BusyError, ConfigError
 from torchtitan_lite.files import write_durably
 from torchtitan_lite.monitoring import attempts
 from torchtitan_lite.monitoring.goodput import goodput, process_age_s
+
+CODE = Path(__file__).parents[2]
 
 
 def make(folder: Path) -> bool:
@@ -100,13 +104,16 @@ def begin(folder: Path, attempt: Mapping[str, Any]) -> int:
     return number
 
 
-def end(folder: Path, world: World, attempt: int, status: str, step: int, reason: str = "") -> None:
+def end(
+    folder: Path, world: World, attempt: int, status: str, step: int, reason: str = "", repeats: bool = False
+) -> None:
     """Record how an attempt ended: "complete", "preempted" or "failed". One that was refused has no record.
 
     Rank 0 records it. Another rank records a failure, for a rank 0 that may be gone, unless it has.
 
     Args:
         attempt: its number; 0: it has not taken over the folder.
+        repeats: the same config and code would fail again, see `why_not_again`.
     """
     if not attempt or (world.rank and status != "failed"):
         return
@@ -116,15 +123,30 @@ def end(folder: Path, world: World, attempt: int, status: str, step: int, reason
     with contextlib.suppress(OSError):  # a full disk
         ended = {"attempt": attempt, "ended": status, "last_step": step, "reason": reason}
         attempts.add(folder, ended | {"end_time": round(time.time(), 3)})
-    _write(folder, attempt, status, step, reason)
+    _write(folder, attempt, status, step, reason, repeats)
 
 
-def _write(folder: Path, attempt: int, status: str, step: int, reason: str) -> None:
+def why_not_again(loaded: Loaded) -> str:
+    """Why this attempt is refused: the last one had the same config and code, and failed for good. Empty: it is not."""
+    folder = loaded.config.folder
+    about = attempts.newest_status(folder)
+    if loaded.retry or not about.get("repeats") or attempts.read(folder)[-1].git != git_state(CODE):
+        return ""
+    if tomli.loads((folder / "config.toml").read_text()) != tomli.loads(to_toml(loaded.written or loaded.config)):
+        return ""
+    return (
+        f"the last attempt had the same config and code, and failed: {about['reason'].splitlines()[0]}\n  Change the "
+        "config, commit a change of the code, or add --retry to try again"
+    )
+
+
+def _write(folder: Path, attempt: int, status: str, step: int, reason: str, repeats: bool = False) -> None:
     """Write run.json, unless the disk is full, which does not stop training."""
     about = {"format_version": attempts.FORMAT_VERSION, "attempt": attempt, "status": status}
-    about |= {"step": step, "reason": reason}
+    about |= {"step": step, "reason": reason, "repeats": repeats}
     with contextlib.suppress(OSError):
-        about |= {"time": round(time.time(), 3), "goodput": round(goodput(folder)[0], 4)}
+        share, _ = goodput(attempts.read(folder), attempts.records(folder))
+        about |= {"time": round(time.time(), 3), "goodput": round(share, 4)}
         write_durably(folder / "run.json", (json.dumps(about, indent=2) + "\n").encode())
 
 
@@ -133,7 +155,7 @@ def facts(world: World, hosts: Sequence[str]) -> dict[str, Any]:
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else platform.processor()
     return {
         "command": sys.argv,
-        "git": git_state(Path(__file__).parents[2]),
+        "git": git_state(CODE),
         "versions": {"torchtitan_lite": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "device": f"{world.device.type} {device}".strip(),
         "hosts": hosts,

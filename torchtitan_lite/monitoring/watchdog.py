@@ -1,16 +1,16 @@
-"""The watchdog: finds the rank that hangs, writes stacks, and ends all ranks.
+"""The watchdog: if no rank makes progress, it names the rank that the others wait for, writes stacks, and ends the run.
 
-1. Steps. The collectives of training time out after `run.timeout_minutes`. Shortly before, a slow rank writes its
-   stacks, and ranks that wait name those that are behind, and end the run (hang.py).
-2. Saves, loads and verifications have no time limit; progress.py counts their bytes. One thread per rank publishes its
-   count, and rank 0 publishes the sum. A second thread checks it without waiting for the store:
+One thread of each rank publishes in torch's store, at each interval, where the rank is and how much it moved
+(progress.py). A rank that stays where it is reads what the others publish:
 
-       bytes move on any rank                            wait
-       none moved for run.timeout_minutes                rank 0 names the ranks that block, and all ranks end
-                                                         (GPUs: for nine tenths of it, see hang.py)
-       rank 0 is silent for a quarter longer             each rank ends by itself, and names rank 0
+    any rank gets to another place, moves bytes, or     wait: a save or a compilation takes as long as it takes
+    uses a processor while it starts or compiles
+    none does for run.timeout_minutes                   each rank writes its stacks, and ends by itself
+    a rank published nothing for
+    run.start_timeout_minutes before the first step     the same: its machine died while it started
 
-   These threads end the process, because the main thread may be blocked in a collective or by a disk.
+The thread ends the process, because the main thread may be blocked in a collective or by a disk. The process groups
+have no time limit of their own (`limit_group_timeouts`).
 """
 
 import contextlib
@@ -20,64 +20,90 @@ import json
 import os
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from torchtitan_lite.checkpointing import progress
-from torchtitan_lite.distributed.process_group import World, limit_group_timeouts
+from torchtitan_lite.config.schema import RunConfig
+from torchtitan_lite.distributed.lost import explained, is_gone, reset, shortened
+from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import ConfigError, StuckError, report
-from torchtitan_lite.monitoring.hang import Place, StepTimer, explain_start, is_gone, is_lost, silence
 from torchtitan_lite.process import local_rank
 
-_BEAT, _SUM, _DECISION = "torchtitan_lite/beat/{}", "torchtitan_lite/sum", "torchtitan_lite/decision"
+_AT, _BEAT = "torchtitan_lite/at/{}", "torchtitan_lite/beat/{}"
 _FOLLOWS = b"--- this process ends because another one did\n"
 
 
-@dataclass(frozen=True)
-class Beat:
-    """What a rank publishes at each interval."""
+class Place(NamedTuple):
+    """Where the main thread is."""
 
-    number: int = 0  # increases, so that a frozen process is noticed
-    place: str = "starting"  # step and phase of the main thread
-    moved: int = 0
-    doing: list[str] = field(default_factory=list)
-    working: list[str] = field(default_factory=list)
+    step: int = 0
+    phase: int = 0  # 0: fetching its batch, 1: computing
+    passes: int = 0  # forward passes in this phase
+
+    def __str__(self) -> str:
+        return f"step {self.step}, {('fetching its batch', 'computing')[self.phase]}" if self.step else "starting"
 
 
-@contextlib.contextmanager
-def explained(world: World, explain: Callable[[RuntimeError], str] | None = None) -> Iterator[None]:
-    """Turn a communication error in this context into a StuckError. Without `explain`: before there is a Watchdog."""
-    try:
-        yield
-    except RuntimeError as error:
-        if world.world_size == 1:
-            raise
-        if not is_lost(error):
-            raise
-        stuck = StuckError(explain(error) if explain else explain_start(error, world.rank))
-        stuck.follows = is_gone(error)
-        raise stuck from error
+class RankState(NamedTuple):
+    """What a rank has published. It makes progress as long as this changes."""
+
+    place: Place = Place()
+    operations: Sequence[tuple[str, bool]] = ()  # see progress.operations
+    moved: int = 0  # bytes, and the intervals in which it used a processor
+
+    @property
+    def reached(self) -> tuple[Place, bool]:
+        """Ranks that are behind compare less: they may not take part in an operation yet."""
+        return self.place, bool(self.operations)
+
+    @property
+    def task(self) -> str:
+        """What all ranks take part in."""
+        operation = self.operations[0][0].partition(": ")[0] if self.operations else ""
+        return operation or (f"step {self.place.step}" if self.place.step else "starting")
+
+    def __str__(self) -> str:
+        return "; ".join(text for text, _ in self.operations) or str(self.place)
+
+
+def explain_hang(states: Mapping[int, RankState], silent: Mapping[int, float], limit: str) -> str:
+    """Which ranks the others wait for: those that are silent, at work, or behind.
+
+    Args:
+        states: of the ranks of which one is known.
+        silent: the ranks that publish nothing, for so many seconds.
+    """
+    furthest, waited_for = max(states.values(), key=lambda state: state.reached), []
+    for rank in sorted(states.keys() | silent.keys()):
+        state = states.get(rank)
+        if rank in silent:
+            waited_for.append(
+                f"rank {rank}, silent for {silent[rank]:.0f} s (its process is stopped, or its machine does not "
+                f"answer; last seen: {state or 'unknown'})"
+            )
+        elif state and (work := "; ".join(text for text, works in state.operations if works)):
+            waited_for.append(f"rank {rank} ({work})")
+        elif state and state.reached < furthest.reached:
+            same_phase = state.place[:2] == furthest.place[:2] and not furthest.operations
+            waited_for.append(f"rank {rank} ({state}{f', forward pass {state.place.passes}' if same_phase else ''})")
+    whom = f"the others wait for {', '.join(waited_for)}" if waited_for else "all ranks are at the same place"
+    return f"{furthest.task}: no rank made progress for {limit}; {whom}"
 
 
 class Watchdog:
-    """Watches the steps, saves and loads of this rank until `close`."""
+    """Watches this rank until `close`. Collective: all ranks make one."""
 
-    def __init__(self, folder: Path, world: World, timeout_minutes: float) -> None:
-        self._world = world
-        self._timeout_s = 60 * timeout_minutes
-        self._at = Place()
+    def __init__(self, folder: Path, world: World, limits: RunConfig) -> None:
         assert world.store is not None
-        self._store = world.store
         self.on_abort: Callable[[str], Any] = lambda _: None  # called with the reason before the process ends
-        folder = folder / "stacks"
-        self._path = folder / f"rank-{world.rank}.txt"
+        self._world, self._store, self._at = world, world.store, Place()
+        self._path = folder / "stacks" / f"rank-{world.rank}.txt"
         try:
-            folder.mkdir(exist_ok=True)
+            self._path.parent.mkdir(exist_ok=True)
             self._file = self._path.open("ab", buffering=0)
         except OSError as error:
             raise ConfigError(f"{self._path} can't be written: {error.strerror or error}") from None
@@ -87,33 +113,30 @@ class Watchdog:
             started = time.strftime("%Y-%m-%d %H:%M:%S")
             self._file.write(f"--- attempt of {started}, process {os.getpid()}\n".encode())
         self._size = self._path.stat().st_size
-        # The kernel drops this lock when the process ends, by which others notice. `close` keeps it.
-        lock = os.dup(self._file.fileno())
-        weakref.finalize(self, os.close, lock)
+        # until `close`, or the end of the process
         with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
-        limit_group_timeouts(timeout_minutes)
-        self._interval_s = min(10.0, self._timeout_s / 40)
-        self._silent_s = max(self._timeout_s / 4, 3 * self._interval_s)  # a rank without beats for so long is silent
+        self._timeout_s, self._start_timeout_s = 60 * limits.timeout_minutes, 60 * limits.start_timeout_minutes
+        self._interval_s = min(10.0, self._timeout_s / 40, self._start_timeout_s / 10)
+        self._silent_s = min(self._timeout_s, self._start_timeout_s) / 2
+        self._thread_store = self._store.clone()  # type: ignore[attr-defined]  # a blocked thread must not block the main thread
+        self._own, self._worked, self._processor_s = RankState(), 0, 0.0
+        self._quiet_s = 0.0  # since any rank is known to have made progress
+        self._others: dict[int, RankState] = {}  # as last read
+        self._beats: dict[int, tuple[int, float]] = {}  # the number of each rank's newest beat, and when it was new
+        self._number, self._answered = 0, time.monotonic()  # of the newest beat; when the store last answered
+        self._reach(Place())
+        self._exchange()
+        dist.barrier()  # all have published
         self._closed = threading.Event()
-        self._beats: dict[int, Beat] = {}  # on rank 0: the newest of each rank
-        self._last_beat_at: dict[int, float] = {}  # on rank 0: when each rank's newest beat came
-        self._sum, self._decision = 0, ""  # as rank 0 has published them
-        self._silent: dict[int, float] = {}  # the same: the seconds since the newest beat of each silent rank
-        self._rank0_beat, self._rank0_beat_at = 0, time.monotonic()  # on others: the number of rank 0's newest beat
-        self._own_store = self._store.clone() if hasattr(self._store, "clone") else self._store
-        self._steps = StepTimer(world, self._own_store, self._timeout_s, self._interval_s, folder)
-        for target in (self._exchange, self._check):
-            threading.Thread(target=target, name=f"watchdog {target.__name__}", daemon=True).start()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
-    # --- steps --------------------------------------------------------------------------------------------------
+    # --- the main thread ----------------------------------------------------------------------------------------
 
     def step(self, number: int) -> None:
         """A step begins."""
         self._reach(Place(number, 0))
-        # before the other ranks time out and torchrun kills this process
-        faulthandler.dump_traceback_later(0.9 * self._timeout_s, repeat=False, file=self._file)
 
     def computing(self) -> None:
         """This rank has its batch."""
@@ -125,8 +148,19 @@ class Watchdog:
 
     def _reach(self, at: Place) -> None:
         self._at = at
-        if self._world.world_size > 1:
-            self._steps.publish(self._store, at)
+        if self._world.world_size > 1:  # at once: if this process dies, others say where
+            self._store.set(_AT.format(self._world.rank), json.dumps(at))
+
+    @contextlib.contextmanager
+    def loading(self, what: str) -> Iterator[None]:
+        """All ranks load something in this context, and synchronise at the end."""
+        with self.explained(), progress.doing(what):
+            yield
+            dist.barrier(group=self._world.untimed)
+
+    def explained(self) -> contextlib.AbstractContextManager[None]:
+        """Turn a communication error in this context into a StuckError that names the ranks that ended."""
+        return explained(self._explain)
 
     def close(self) -> None:
         """Stop watching, and remove files without stacks."""
@@ -141,86 +175,32 @@ class Watchdog:
                 self._path.unlink()
                 self._path.parent.rmdir()
 
-    def explained(self) -> contextlib.AbstractContextManager[None]:
-        """Turn a communication error in this context into a StuckError with the step and the ranks that were behind."""
-        return explained(self._world, self._explain)
+    # --- ranks that ended ---------------------------------------------------------------------------------------
 
     def _explain(self, error: RuntimeError) -> str:
-        ended = self._ended() if is_gone(error) else ()
-        message = self._steps.explain(error, self._at, self._all_silent(), ended)
-        if self._world.rank:  # for rank 0, which may be gone
-            self.on_abort(message)
+        where = f"rank {self._world.rank}, {RankState(self._at, progress.operations()).task}"
+        if not is_gone(error):
+            return f"{where}: waited for the other ranks. {shortened(error)}"
+        who = "a process died"
+        if ended := self._ended():
+            who = f"a process died: {', '.join(f'rank {rank}{self._last_seen(rank)}' for rank in ended)}"
+        elif self._world.local_world_size < self._world.world_size:
+            who = "a process on another machine died, or the network to it failed"
         with contextlib.suppress(OSError):  # for `_has_ended` of others; `close` keeps the file
             self._file.write(_FOLLOWS)
-        return message
+        return f"{where}: {reset(who, error)}"
 
-    @contextlib.contextmanager
-    def loading(self, what: str) -> Iterator[None]:
-        """All ranks load something in this context, without a time limit, and synchronise at the end."""
-        with self.explained(), progress.loading(what):
-            yield
-            dist.barrier(group=self._world.untimed)  # training has a time limit
-
-    # --- saves and loads ----------------------------------------------------------------------------------------
-
-    def _exchange(self) -> None:
-        """Publish this rank's beat and decision, and read the sum and others' decisions. Rank 0 makes the sum."""
-        number = 0
-        with contextlib.suppress(RuntimeError):  # the store is gone: the run is ending
-            while not self._closed.wait(self._interval_s):
-                number += 1
-                beat = self._beat(number)
-                if self._decision:
-                    self._own_store.set(_DECISION, self._decision)
-                elif self._own_store.check([_DECISION]):
-                    self._decision = self._own_store.get(_DECISION).decode()
-                if self._world.rank == 0:
-                    self._collect(beat)
-                    self._own_store.set(_SUM, json.dumps([number, self._sum, list(self._silent.items())]))
-                    continue
-                self._own_store.set(_BEAT.format(self._world.rank), json.dumps(asdict(beat)))
-                if self._own_store.check([_SUM]):
-                    newest, self._sum, silent = json.loads(self._own_store.get(_SUM))
-                    self._silent = {rank: seconds for rank, seconds in silent if rank != self._world.rank}
-                    if newest != self._rank0_beat:
-                        self._rank0_beat, self._rank0_beat_at = newest, time.monotonic()
-
-    def _beat(self, number: int = 0) -> Beat:
-        now = progress.current()
-        return Beat(number, str(self._at), moved=now.moved, doing=now.doing, working=now.working)
-
-    def _collect(self, own: Beat) -> None:
-        """Read all beats, and sum their bytes."""
-        now = time.monotonic()
-        beats = {0: own}
-        others = [
-            rank
-            for rank in range(1, self._world.world_size)
-            if rank in self._beats or self._own_store.check([_BEAT.format(rank)])
-        ]
-        texts = self._own_store.multi_get([_BEAT.format(rank) for rank in others]) if others else []
-        beats |= {rank: Beat(**json.loads(text)) for rank, text in zip(others, texts, strict=True)}
-        for rank, beat in beats.items():
-            if rank not in self._beats or self._beats[rank].number != beat.number:
-                self._last_beat_at[rank] = now
-        self._beats = beats
-        self._sum = sum(beat.moved for beat in beats.values())
-        quiet = {rank: now - beat_at for rank, beat_at in self._last_beat_at.items()}
-        self._silent = {rank: seconds for rank, seconds in quiet.items() if seconds >= self._silent_s}
-
-    def _all_silent(self) -> dict[int, float]:
-        """The seconds since the newest beat of each silent rank."""
-        if self._world.rank == 0:
-            return self._silent
-        seconds = time.monotonic() - self._rank0_beat_at
-        return ({0: seconds} if seconds >= self._silent_s else {}) | self._silent
+    def _last_seen(self, rank: int) -> str:
+        with contextlib.suppress(RuntimeError):  # the store is gone, too
+            return f" (last seen: {Place(*json.loads(self._store.get(_AT.format(rank))))})"
+        return ""
 
     def _ended(self) -> list[int]:
         """The ranks of this machine whose processes have ended, as soon as there is one; [] after two seconds.
 
-        Also [] in a load, when some may not have started, and where locks do not work or the folder is gone.
+        Also [] where locks do not work or the folder is gone.
         """
-        if not self._at.step or self._has_ended(self._world.rank):
+        if self._has_ended(self._world.rank):
             return []
         first, end = self._world.rank - local_rank(), time.monotonic() + 2
         others = [r for r in range(first, first + self._world.local_world_size) if r != self._world.rank]
@@ -241,57 +221,75 @@ class Watchdog:
         except OSError:
             return False
 
-    def _check(self) -> None:
-        """End the process when no rank makes progress, or when another one has decided so."""
-        quiet_s, last_moved, before = 0.0, (-1, -1), time.monotonic()
-        # NCCL aborts the process at the timeout, see hang.py
-        patience_s = (0.9 if self._world.device.type == "cuda" else 1) * self._timeout_s
-        limit_s = patience_s * (1.25 if self._world.rank else 1)
+    # --- the thread ---------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        before, last = time.monotonic(), None
+        exchange = threading.Thread()
         while not self._closed.wait(self._interval_s):
-            now, own = time.monotonic(), self._beat()
+            # if this thread can't run, because another one holds the interpreter's lock
+            with contextlib.suppress(ValueError):  # `close` was called just now
+                faulthandler.dump_traceback_later(self._timeout_s, file=self._file)
+            now = time.monotonic()
             # the time in which this process was stopped does not count
-            quiet_s, before = quiet_s + min(now - before, 2 * self._interval_s), now
-            active = own.doing or any(beat.doing for beat in self._beats.values())
-            if not active or (own.moved, self._sum) != last_moved:
-                quiet_s, last_moved = 0.0, (own.moved, self._sum)
-            if self._decision:
-                self._abort(self._decision, decided_here=False)
-            elif self._world.world_size > 1 and (problem := self._steps.problem(self._at, self._all_silent())):
-                self._abort(problem)
-            elif quiet_s >= limit_s:
-                operation = next((text for beat in (*self._beats.values(), own) for text in beat.doing), "").split(":")[
-                    0
-                ]
-                self._abort(
-                    f"{operation}: nothing was written, hashed or read on any rank for {patience_s / 60:g} minutes "
-                    f"(run.timeout_minutes). Waited for: {self._waited_for()}. "
-                    f"Stacks are in {self._path.parent}; a process that is stopped or was killed writes none"
-                )
+            elapsed_s, before = min(now - before, 3 * self._interval_s), now
+            self._look(elapsed_s)
+            if not exchange.is_alive():  # in a thread of its own: the store's machine may not answer
+                exchange = threading.Thread(target=self._exchange, daemon=True)
+                exchange.start()
+            exchange.join(self._interval_s)
+            self._quiet_s += elapsed_s
+            known = self._own, dict(self._others)
+            silent_at_start = not self._own.place.step and self._silent()
+            if known != last or (self._world.world_size == 1 and not self._own.operations):
+                last, self._quiet_s = known, 0.0
+            elif self._quiet_s >= (self._start_timeout_s if silent_at_start else self._timeout_s):
+                self._abort("run.start_timeout_minutes" if silent_at_start else "run.timeout_minutes")
 
-    def _waited_for(self) -> str:
-        """The ranks that others wait for: silent, working, or not taking part. Other ranks only know about rank 0."""
-        if self._world.rank:
-            return silence(0, time.monotonic() - self._rank0_beat_at, "unknown")
-        ranks = []
-        for rank in range(self._world.world_size):
-            beat = self._beats.get(rank)
-            if beat is None:
-                ranks.append(f"rank {rank} (not started)")
-            elif rank in self._silent:
-                ranks.append(silence(rank, self._silent[rank], "; ".join(beat.doing) or beat.place))
-            elif beat.working or not beat.doing:
-                ranks.append(f"rank {rank} ({'; '.join(beat.working) or beat.place})")
-        return ", ".join(ranks) or "all ranks wait for each other"
+    def _look(self, elapsed_s: float) -> None:
+        """Look at this process: where it is, and whether it moves."""
+        operations, worked = progress.operations(), 0
+        if (not self._at.step and not operations) or progress.compiles():  # no rank waits for another by spinning
+            before, self._processor_s = self._processor_s, progress.processor_s()
+            worked = self._processor_s - before > elapsed_s / 4
+        self._worked += worked
+        self._own = RankState(self._at, operations, progress.moved() + self._worked)
 
-    def _abort(self, message: str, *, decided_here: bool = True) -> None:
+    def _exchange(self) -> None:
+        """Publish a beat. If no rank is known to make progress, read those of the others."""
+        world, store = self._world, self._thread_store
+        self._number += 1
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            store.set(_BEAT.format(world.rank), json.dumps([self._number, *self._own[1:]]))
+            if world.world_size > 1 and self._quiet_s >= 2 * self._interval_s:
+                others = [rank for rank in range(world.world_size) if rank != world.rank]
+                texts = store.multi_get([key.format(rank) for key in (_AT, _BEAT) for rank in others])
+                values, now = [json.loads(text) for text in texts], time.monotonic()
+                for rank, at, (number, operations, moved) in zip(others, values, values[len(others) :], strict=False):
+                    self._others[rank] = RankState(Place(*at), operations, moved)
+                    if self._beats.get(rank, (0, 0))[0] != number:
+                        self._beats[rank] = number, now
+            self._answered = time.monotonic()
+
+    def _silent(self) -> dict[int, float]:
+        """The seconds since the newest beat of each silent rank. Rank 0's machine hosts the store."""
+        now = time.monotonic()
+        unanswered_s = now - self._answered
+        seconds = {rank: now - at for rank, (_, at) in self._beats.items()}
+        if unanswered_s >= self._silent_s:  # nothing is known of the others
+            seconds = {0: unanswered_s}
+        return {rank: each for rank, each in seconds.items() if each >= self._silent_s}
+
+    def _abort(self, limit: str) -> None:
         """Write stacks, status and message, and end this process, whatever its other threads wait for."""
-        self._decision = message  # published if it was made here, and the store may end with rank 0
+        seconds = self._start_timeout_s if limit == "run.start_timeout_minutes" else self._timeout_s
+        what = explain_hang(self._others | {self._world.rank: self._own}, self._silent(), f"{limit} = {seconds / 60:g}")
+        message = f"{what}. Stacks are in {self._path.parent}; a process that is stopped or was killed writes none"
         with contextlib.suppress(OSError, ValueError):
             faulthandler.dump_traceback(file=self._file)
         reporting = threading.Thread(target=self.on_abort, args=(message,), daemon=True)
         reporting.start()
         reporting.join(timeout=5)  # the file system may hang
-        if decided_here or self._world.rank == 0:
-            time.sleep(3 * self._interval_s)  # until the others have read it
+        time.sleep(3 * self._interval_s)  # the other ranks come to the same end
         report(f"train.py: {message}", local_rank())
         os._exit(StuckError.exit_code)

@@ -5,7 +5,7 @@ With the argument `resume` it prints the table of docs/resume.md.
 
 import sys
 
-from torchtitan_lite.config import cli, schema, toml
+from torchtitan_lite.config import cli, load, schema, toml
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.section import Resume
 
@@ -27,12 +27,12 @@ A comma inside brackets belongs to a pattern (`layers.[0,1].*`). `sample.prompts
 
 def lines() -> list[str]:
     page = _HEAD.splitlines()
-    known = schema.known_keys()
+    known, defaults = schema.known_keys(), load.defaults()
     for section in Config.model_fields:
         page += ["", f"## [{section}]", "", "| key | | default | |", "|---|---|---|---|"]
         for key, field in known.items():
             if key.startswith(f"{section}."):
-                default = toml.format_value(schema.default_of(key))
+                default = toml.format_value(defaults[key])
                 kind = schema.type_name(key).removeprefix("|").replace("|", ", ")
                 kind = kind.lower() if kind in ("INT", "STR", "FLOAT", "BOOL", "VALUE") else kind
                 text = str(field.description).replace("<", "&lt;").replace("|", "\\|")

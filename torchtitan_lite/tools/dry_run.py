@@ -1,5 +1,5 @@
-"""`train.py --dry-run`: three steps of the real run, and a table of planned and measured values. Keeps no files but
-prepared data.
+"""`train.py --dry-run`: three steps of the real run on all ranks, a look at the disk and the clocks of all machines,
+and a table of planned and measured values. Keeps no files but prepared data.
 
 All batches have one shape, so three steps are enough: the first compiles and allocates persistent memory, the second
 measures memory, and the third is timed.
@@ -7,6 +7,7 @@ measures memory, and the third is timed.
 
 import contextlib
 import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -16,18 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from pydantic import BaseModel
 
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.process_group import process_group
-from torchtitan_lite.errors import StuckError
+from torchtitan_lite.distributed.ranks import gather, on_rank0
+from torchtitan_lite.errors import ConfigError, StuckError
 from torchtitan_lite.monitoring import mfu, run_folder
 from torchtitan_lite.monitoring.console import batch_line, fsdp_line, model_line
 from torchtitan_lite.monitoring.metrics import Log
 from torchtitan_lite.process import env_int
-from torchtitan_lite.terminal import duration, size
+from torchtitan_lite.terminal import counted, duration, size
 from torchtitan_lite.tools.allocator import own_bytes, peak_of
 from torchtitan_lite.tools.columns import columns
 from torchtitan_lite.tools.estimate import step_time
@@ -40,6 +43,7 @@ from torchtitan_lite.training.start import require_agreement
 
 Step = Callable[[Session, int], StepResult]
 STEPS = 3
+CLOCKS_S = 2.0  # torchrun compares heartbeats of 5 s (docs/cluster.md) by the clocks of the machines
 TOTAL = "total at the peak"
 
 
@@ -86,8 +90,36 @@ def run(loaded: Loaded, data: DataSet, build: Callable[..., Session], step: Step
             require_agreement(loaded.config, data, world)
             with contextlib.closing(build(config, data, world, Log(config.folder, speaks=first))) as session:
                 n_bytes, step_s = measure(session, step)
+                machines = checked_machines(loaded.config.folder, session)
             if plan is not None:
+                print(machines)
                 print(compare(plan, n_bytes, step_s, loaded.config.folder))
+
+
+def checked_machines(folder: Path, s: Session) -> str:
+    """Check the disk of a run and the clocks of all machines. Collective. Returns a line about them.
+
+    Raises:
+        UserError: on every rank.
+    """
+    s.checkpointer.folder = folder / "checkpoints"
+    s.checkpointer.require_space(0)
+    where = next(parent for parent in folder.parents if parent.is_dir())
+    file = Path(on_rank0(lambda: tempfile.mkstemp(prefix="dry-run-", dir=where)[1]))
+    hosts, seen = gather(socket.gethostname()), gather(file.exists())
+    on_rank0(file.unlink)
+    blind = list(dict.fromkeys(host for host, sees in zip(hosts, seen, strict=True) if not sees))
+    if blind and s.config.checkpoint.state_dict == "sharded":
+        raise ConfigError(f"run.out_dir: {where} of rank 0 is not shared: {', '.join(blind)} can't see a file in it")
+    dist.barrier()  # the clocks are read at the same time
+    clocks = gather(time.time())
+    off = {host: clock - clocks[0] for host, clock in zip(hosts, clocks, strict=True)}
+    if wrong := ", ".join(f"{host} by {s:+.1f} s" for host, s in off.items() if abs(s) > CLOCKS_S):
+        raise ConfigError(f"clocks differ from that of {hosts[0]}: {wrong}. torchrun would take machines for lost")
+    machines = counted(len(set(hosts)), "machine")
+    seen_by = f"not seen by {', '.join(blind)}" if blind else "shared by all"
+    apart = max(clocks) - min(clocks)
+    return f"ranks   {len(hosts)} on {machines}; clocks within {apart:.2f} s; {where} has room, and is {seen_by}"
 
 
 def measure(s: Session, step: Step) -> tuple[dict[str, int], float]:

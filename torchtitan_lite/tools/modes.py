@@ -4,11 +4,14 @@ from collections.abc import Callable
 
 from torchtitan_lite.config.cli import Command
 from torchtitan_lite.config.toml import to_toml_with_origins
+from torchtitan_lite.errors import RepeatError
 from torchtitan_lite.models import Transformer
+from torchtitan_lite.monitoring.run_folder import why_not_again
 from torchtitan_lite.process import local_rank
 from torchtitan_lite.terminal import print_line
 from torchtitan_lite.tools import dry_run, inspect
 from torchtitan_lite.tools.incidents import replay
+from torchtitan_lite.training.epochs import data_is_prepared
 from torchtitan_lite.training.session import Session, StepResult
 from torchtitan_lite.training.start import prepared
 
@@ -21,6 +24,10 @@ def run(
 ) -> None:
     """Do what the command asks for. `build`, `train_step` and `sharded_model` are those of train.py."""
     notes = [f"note    {note}" for note in command.loaded.notes]
+    if command.check_config and (refused := why_not_again(command.loaded)):
+        raise RepeatError(refused)
+    if command.check_config and data_is_prepared(command.loaded.config):
+        prepared(command.loaded)  # is refused if it is damaged
     if command.print_config or command.check_config:
         notes.append(f"the configuration is fine; its run is in {command.loaded.config.folder}")
         if local_rank() == 0:

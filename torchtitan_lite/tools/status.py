@@ -34,12 +34,12 @@ class Status:
     active: bool
 
 
-def status_of(folder: Path, about: dict[str, Any]) -> Status:
-    """The status of a run now. `about` is the content of run.json."""
+def status_of(folder: Path, about: dict[str, Any], records: Sequence[dict[str, Any]]) -> Status:
+    """The status of a run now. `about` is the content of run.json, `records` those of metrics.jsonl that count."""
     status, locked = about["status"], _locked(folder)
     if locked or status != "running":
         return Status("starting" if locked and status != "running" else status, bool(locked))
-    times = [about["time"], *(record["time"] for record in attempts.records(folder)[-1:])]
+    times = [about["time"], *(record["time"] for record in records[-1:])]
     age = f"last record {_ago(max(times))}"
     host = attempts.read(folder)[-1].hosts[0]
     if locked is False and host == socket.gethostname():
@@ -95,10 +95,11 @@ def _status(folder: Path) -> int:
     about = attempts.newest_status(folder)
     if not about:
         raise ConfigError(f"{folder} is not the folder of a run: it has no run.json that can be read")
-    status = status_of(folder, about)
+    records = attempts.records(folder)
+    status = status_of(folder, about, records)
     reason = "" if status.active else about["reason"].split("\n")[0]
     lines = [f"run     {folder}: {status.text}{reason and f': {reason}'}"]
-    steps = [record for record in attempts.records(folder) if "loss" in record][-10:]
+    steps = [record for record in records if "loss" in record][-10:]
     if steps:
         last, n_steps = steps[-1], attempts.that_count(attempts.read(folder))[-1].config["train.steps"]
         loss = "not finite" if last["loss"] is None else f"{last['mean_loss']:.4f}"

@@ -69,6 +69,12 @@ def resolved(loaded: Loaded, data: DataSet, info: Callable[[str], None] = print)
     return replace(loaded, config=found, written=config)
 
 
+def data_is_prepared(config: Config) -> bool:
+    """Whether all data is in prepared folders."""
+    paths = list(config.data.sources) if config.data.sources else [config.data.path]
+    return all(isinstance(path, str) and path and is_prepared(path) for path in paths)
+
+
 def planned(loaded: Loaded) -> Config:
     """The config for a plan: in steps, or with 0 steps if their number needs data that is not prepared here.
 
@@ -77,8 +83,7 @@ def planned(loaded: Loaded) -> Config:
     config = loaded.config
     if not config.train.epochs and config.optim.schedule != "step":
         return config
-    paths = list(config.data.sources) if config.data.sources else [config.data.path]
-    if all(isinstance(path, str) and path and is_prepared(path) for path in paths):
+    if data_is_prepared(config):
         return resolved(loaded, prepare_all(config.data, config.tokenizer, print)).config
     steps = 0 if config.train.epochs else config.train.steps
     return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})

@@ -1,18 +1,14 @@
 """What a run does at a loss spike: log, skip or stop. Loaded at the first one."""
 
-import sys
 from dataclasses import replace
 
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.distributed.ranks import on_rank0
 from torchtitan_lite.errors import SpikeError
-from torchtitan_lite.monitoring.console import train_command
 from torchtitan_lite.optim.finite_guard import too_many
 from torchtitan_lite.optim.spike_guard import Spike
+from torchtitan_lite.process import fork_command
 from torchtitan_lite.training.session import Session, report_save
-
-# options of this run that are not those of the fork
-_OWN = "--checkpoint.resume", "--resume-with-changes", "--run.name", "--data.skip_samples"
 
 
 def act(s: Session, spike: Spike) -> None:
@@ -54,11 +50,6 @@ def fork_without(s: Session, first: int, end: int) -> str:
     saved = on_rank0(
         lambda: [n for n in storage.find_steps(checkpoints) if n < step and n not in damaged], s.world.untimed
     )
-    pairs = zip(sys.argv, sys.argv[1:], strict=False)
-    words = [w for before, w in pairs if w.split("=")[0] not in _OWN and (before not in _OWN or w.startswith("--"))]
-    words.append(f"--run.name={s.config.run.name}-without-{step}")
-    if saved:
-        words.append(f"--checkpoint.resume={storage.step_folder(checkpoints, saved[-1])}")
-    elif s.checkpointer.forked_from:
-        words.append(f"--checkpoint.resume={s.checkpointer.forked_from}")
-    return train_command([*words, f"--data.skip_samples={sorted([*s.config.data.skip_samples, [first, end]])}"])
+    start = storage.step_folder(checkpoints, saved[-1]) if saved else s.checkpointer.forked_from or ""
+    skipped = sorted([*s.config.data.skip_samples, [first, end]])
+    return fork_command(f"{s.config.run.name}-without-{step}", str(start), data__skip_samples=str(skipped))

@@ -6,7 +6,6 @@ folder last. An attempt that fails before is refused: it leaves no trace but in 
 
 import hashlib
 import json
-import os
 import platform
 import socket
 import time
@@ -23,7 +22,7 @@ from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.token_files import PAIRS
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.distributed.ranks import gather, on_rank0
-from torchtitan_lite.errors import ConfigError, StuckError, UserError
+from torchtitan_lite.errors import REPEATS, BusyError, ConfigError, RepeatError, StuckError, UserError
 from torchtitan_lite.files import write_durably
 from torchtitan_lite.monitoring import attempts, run_folder
 from torchtitan_lite.monitoring.console import source_lines, start_lines, what_next
@@ -44,24 +43,37 @@ def prepared(loaded: Loaded) -> tuple[Loaded, DataSet]:
     return loaded, data
 
 
-def begin(config: Config, data: DataSet, world: World, log: Log) -> list[str]:
+def begin(loaded: Loaded, data: DataSet, world: World, log: Log) -> list[str]:
     """Check that the run's folder is of this version, and that all ranks mean the same run. Returns their hosts.
 
     Raises:
         UserError: on every rank.
     """
-    on_rank0(lambda: attempts.newest_status(config.folder), world.untimed)
-    if machines_and_why := os.environ.get("TORCHTITAN_LITE_WORLD", ""):  # from tools/elastic/machine.py
-        log.info(f"start   {machines_and_why}")
-    return require_agreement(config, data, world)
+    if refused := on_rank0(lambda: run_folder.why_not_again(loaded), world.untimed):
+        raise RepeatError(refused)
+    hosts = require_agreement(loaded.config, data, world)
+    if world.rank == 0 and (changed := machines_line(attempts.read(loaded.config.folder), hosts, world.world_size)):
+        log.info(changed)
+    return hosts
+
+
+def machines_line(before: Sequence[attempts.Attempt], hosts: Sequence[str], world_size: int) -> str:
+    """The machines that joined and left since the last attempt; empty if there was none, or nothing has changed."""
+    if not before or (before[-1].world_size, set(before[-1].hosts)) == (world_size, set(hosts)):
+        return ""
+    last = before[-1]
+    changes = [f"{host} joined" for host in hosts if host not in last.hosts]
+    changes += [f"{host} left" for host in last.hosts if host not in hosts]
+    changes.append(f"{counted(world_size, 'rank')} on {counted(len(hosts), 'machine')}")
+    return f"start   since attempt {last.attempt}: {', '.join(changes)}, not {last.world_size} on {len(last.hosts)}"
 
 
 def require_agreement(config: Config, data: DataSet, world: World) -> list[str]:
     """Compare versions, config and data between all ranks. Returns the host names in the order of their ranks.
 
     Raises:
-        ConfigError: on every rank, with each value that differs and the ranks that have it; or the model's vocabulary
-            is smaller than the tokenizer's.
+        ConfigError: on every rank, with each value that differs and the ranks that have it (on those with the most
+            common values it is a BusyError); or the model's vocabulary is smaller than the tokenizer's.
     """
     values = {
         "torchtitan_lite": __version__,
@@ -86,7 +98,9 @@ def require_agreement(config: Config, data: DataSet, world: World) -> list[str]:
             if len(ranks_of) > 1:
                 shown = (f"{value} on {_ranks(ranks, hosts)}" for value, ranks in ranks_of.items())
                 lines.append(f"{key}: {'; '.join(shown)}")
-        raise ConfigError("\n  ".join(lines))
+        # under a torchrun that starts again, only the machines with other values end, and the rest goes on without them
+        error = BusyError if digest == max(digests, key=digests.count) else ConfigError
+        raise error("\n  ".join(lines))
     if 0 < config.model.vocab_size < data.vocab_size:
         raise ConfigError(
             f"model.vocab_size = {config.model.vocab_size} is smaller than the tokenizer's {data.vocab_size} entries; "
@@ -112,10 +126,6 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
     """
     config, world, log, step = s.config, s.world, s.log, s.state.step
     finished = step >= config.train.steps
-    if s.resumed and not (loaded_config.with_changes or s.checkpointer.forked_from):  # a fork may learn in another way
-        from torchtitan_lite.monitoring.resumed import require_same_learning
-
-        require_same_learning(config, s.resumed, s.state)
     layout = derive(config, world.world_size)
     log.info(start_lines(config, layout, world, s.model, data, s.samples, s.state, s.resumed, s.checkpointer))
     if s.resumed and loaded_config.kept:
@@ -147,24 +157,25 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
         log.attempt = on_rank0(change_folder, world.untimed)
 
 
-def report_end(s: Session) -> None:
-    """Log whether the run completed or was preempted, and write it to run.json."""
+def report_end(s: Session) -> int:
+    """Log whether the run completed or was preempted, and write it to run.json. Returns the exit code. Collective."""
     config, step = s.config, s.state.step
     if step < config.train.steps or s.put_off:
-        why = s.preemption.reason or "another rank was asked to"
+        why = min(filter(None, gather(s.preemption.reason)))  # "SIG..." comes before "run.max_minutes"
         then = f"the same command resumes from there{launcher_note(why)}"
         s.log.info(f"stopped after step {step} of {config.train.steps} ({why}); {then}")
         run_folder.end(config.folder, s.world, s.log.attempt, "preempted", step, why)
-        return
+        return 0 if why.startswith("run.") else config.run.preempted_exit_code
     run_folder.end(config.folder, s.world, s.log.attempt, "complete", step)
     if s.meter.first_step == step:
         s.log.info(f"finished: step {step} of train.steps = {config.train.steps}; {what_next(config)}")
-        return
+        return 0
     for line in source_lines(s.samples, s.state, config.data.skip_samples):
         s.log.info(line)
     seconds = time.perf_counter() - s.meter.started
     n_steps = counted(step - s.meter.first_step, "step")
     s.log.info(f"done    {n_steps} in {duration(seconds)}, {goodput_line(config.folder)}; {what_next(config)}")
+    return 0
 
 
 def report_failure(config: Config, world: World, log: Log, error: Exception, s: Session | None) -> None:
@@ -172,4 +183,5 @@ def report_failure(config: Config, world: World, log: Log, error: Exception, s: 
     if s is not None and isinstance(error, UserError) and not isinstance(error, StuckError):
         report_save(s, wait=True)  # every rank has raised this error, so a background save can still complete
     step = 0 if s is None else s.state.step
-    run_folder.end(config.folder, world, log.attempt, "failed", step, str(error) or repr(error))
+    repeats = isinstance(error, UserError) and error.exit_code == REPEATS
+    run_folder.end(config.folder, world, log.attempt, "failed", step, str(error) or repr(error), repeats)

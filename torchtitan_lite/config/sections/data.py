@@ -11,9 +11,8 @@ from pydantic import Field, PositiveFloat
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.paths import expand, is_prepared, not_a_folder, problem
 from torchtitan_lite.config.section import (
-    ASKS,
-    REFUSED,
-    WITHOUT_NUL,
+    FORK,
+    IS_PATH,
     Machine,
     PathText,
     Resume,
@@ -39,12 +38,11 @@ def _all_prepared(config: "Config") -> bool:
         return False
 
 
-_PREPARING = UsedIf("data.path data.sources", "text to prepare", lambda c: not _all_prepared(c), refuse=False)
+_PREPARING = UsedIf("data.path data.sources", "text to prepare", lambda c: not _all_prepared(c))
 _TRAINING_TOKENIZER = UsedIf(
     "tokenizer.path data.path data.sources",
     "a tokenizer to train",
     lambda c: not c.tokenizer.path and not _all_prepared(c),
-    refuse=False,
 )
 _SPANS = used_with("data.objective", "span_corruption")
 _PAIRS = used_with("data.objective", "pairs")
@@ -66,16 +64,16 @@ keeps its own"""
 
 class DataConfig(Section):
     on_resume: ClassVar[Resume] = Resume(
-        "refused",
+        "fork",
         "if the data changes (compared by the hash of all tokens; in a mixture, by hash and weight of each named "
         "source)",
         by_hash=True,
         changes_steps=False,
     )
 
-    path: Annotated[str | list[str], WITHOUT_NUL] = Field(default="", examples=["my_text"])
+    path: Annotated[str | list[str], IS_PATH] = Field(default="", examples=["my_text"])
     """a prepared folder (docs/data.md), or your text: files, folders or globs; empty: Python's standard library"""
-    sources: Annotated[dict[str, PositiveFloat], WITHOUT_NUL] = Field(
+    sources: Annotated[dict[str, PositiveFloat], IS_PATH] = Field(
         default={}, examples=[{"data/web": 0.7, "data/code": 0.3}]
     )
     """instead of path: a mixture of prepared folders or texts, with weights: [data.sources] "data/web" = 0.7"""
@@ -85,21 +83,21 @@ class DataConfig(Section):
     """further suffixes to read: [".md", ".py"] as plain text, like .txt"""
     val_fraction: Annotated[float, _PREPARING] = Field(default=0.05, gt=0, lt=1)
     """fraction of the documents held out for validation, chosen by hash"""
-    packing: Annotated[Literal["concat", "best_fit"], REFUSED] = "concat"
+    packing: Annotated[Literal["concat", "best_fit"], FORK] = "concat"
     """concat: cut sequences from the concatenated documents; best_fit: put several whole documents into each sequence \
 and pad the rest"""
-    document_mask: Annotated[bool, REFUSED] = False
+    document_mask: Annotated[bool, FORK] = False
     """restrict attention to the document, and restart positions with each document"""
-    objective: Annotated[Literal["causal", "span_corruption", "pairs"], REFUSED] = "causal"
+    objective: Annotated[Literal["causal", "span_corruption", "pairs"], FORK] = "causal"
     """causal: predict the next token; span_corruption: T5's pretraining, the encoder reads text with gaps and the \
 decoder fills them; pairs: a source and its target"""
-    noise_density: Annotated[float, REFUSED, _SPANS] = Field(default=0.15, gt=0, le=0.5)
+    noise_density: Annotated[float, FORK, _SPANS] = Field(default=0.15, gt=0, le=0.5)
     """span_corruption: fraction of the tokens to replace"""
-    mean_span_length: Annotated[float, REFUSED, _SPANS] = Field(default=3.0, ge=1)
+    mean_span_length: Annotated[float, FORK, _SPANS] = Field(default=3.0, ge=1)
     """span_corruption: mean length of a replaced span, in tokens"""
-    target_len: Annotated[SizeOrZero, REFUSED, _PAIRS] = 0
+    target_len: Annotated[SizeOrZero, FORK, _PAIRS] = 0
     """pairs: maximum tokens of a target (train.seq_len: of a source); span_corruption derives it from train.seq_len"""
-    blind_source: Annotated[bool, REFUSED, _PAIRS] = False
+    blind_source: Annotated[bool, FORK, _PAIRS] = False
     """pairs: leave every source empty, as a baseline of a model without its input"""
     source_key: Annotated[str, _PAIRS, _PREPARING] = ""
     """pairs, if path is a .jsonl, .csv or .parquet file: the key or column of the source"""
@@ -109,7 +107,7 @@ decoder fills them; pairs: a source and its target"""
     """likewise, text to put before each source, e.g. "summarize: \""""
     cache_dir: Annotated[PathText, _PREPARING] = ""
     """cache folder for prepared text; empty: $XDG_CACHE_HOME/torchtitan_lite or ~/.cache/torchtitan_lite"""
-    skip_samples: Annotated[list[list[int]], ASKS] = Field(default=[], examples=[[[800, 960]]])
+    skip_samples: Annotated[list[list[int]], FORK] = Field(default=[], examples=[[[800, 960]]])
     """ranges of the run's samples to skip: with [[800, 960]] no step sees the samples 800 to 959"""
 
     def position(self, first: int, size: int) -> int:

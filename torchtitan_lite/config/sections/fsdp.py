@@ -1,5 +1,6 @@
 """[fsdp] and [grad_scaler]: the mesh, when parameters are gathered and gradients reduced, and in which dtypes."""
 
+import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -129,26 +130,32 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-def strategy_keys(strategy: str, explicit: Mapping[str, Any], local_world_size: int) -> dict[str, Any]:
-    """The [fsdp] keys that a strategy sets, given the explicit ones; empty for an unknown strategy."""
+def strategy_keys(given: Mapping[str, Any], local_world_size: int) -> dict[str, Any]:
+    """The [fsdp] keys that a given strategy sets: those that are not given, or are given as -1 or "default"."""
+    strategy = str(given.get("sharding_strategy", "")).upper()
     keys = dict(STRATEGIES.get(strategy, {}))
-    if "HYBRID" in strategy and explicit.get("dp_shard", -1) == -1 and explicit.get("dp_replicate", -1) == -1:
+    if "HYBRID" in strategy and given.get("dp_shard", -1) == -1 and given.get("dp_replicate", -1) == -1:
         keys["dp_shard"] = local_world_size
-    return {key: value for key, value in keys.items() if explicit.get(key, -1) in (-1, "default")}
+    return {key: value for key, value in keys.items() if given.get(key, -1) in (-1, "default")}
 
 
-def contradiction(strategy: str, key: str, value: Any, local_world_size: int) -> str:
-    """How an explicit [fsdp] key contradicts a strategy; empty if it does not."""
-    if key == "dp_shard" and value == local_world_size:
-        return ""  # the default of a hybrid strategy, even if it is 1
-    meant = STRATEGIES.get(strategy, {})
-    if key in meant and value not in (meant[key], "default" if key == "reshard_after_forward" else -1):
-        return f'sharding_strategy = "{strategy}" means {key} = {str(meant[key]).lower()}'
-    if key == "dp_replicate" and "HYBRID" in strategy and value == 1:
-        return f'sharding_strategy = "{strategy}" needs replicas; without them use "FULL_SHARD" or "SHARD_GRAD_OP"'
-    if key == "dp_shard" and "HYBRID" in strategy and value == 1:
-        return f'sharding_strategy = "{strategy}" needs shards; without them use "NO_SHARD"'
-    return ""
+def _contradictions(fsdp: FsdpConfig, local_world_size: int) -> Rules:
+    """The keys that contradict the strategy."""
+    strategy = fsdp.sharding_strategy
+    for key, meant in STRATEGIES.get(strategy, {}).items():
+        if getattr(fsdp, key) not in (meant, "default", -1):
+            why = f"means {key} = {json.dumps(meant)}"
+            yield (
+                f"fsdp.{key} fsdp.sharding_strategy",
+                f'sharding_strategy = "{strategy}" {why}; leave one of the two out',
+            )
+    if "HYBRID" not in strategy:
+        return
+    without = {"dp_replicate": ("replicas", '"FULL_SHARD" or "SHARD_GRAD_OP"'), "dp_shard": ("shards", '"NO_SHARD"')}
+    for key, (what, other) in without.items():
+        if getattr(fsdp, key) == 1 and (key, local_world_size) != ("dp_shard", 1):  # on one rank it means that itself
+            why = f"needs {what}; without them use {other}"
+            yield f"fsdp.{key} fsdp.sharding_strategy", f'sharding_strategy = "{strategy}" {why}'
 
 
 # --- rules ------------------------------------------------------------------------------------------------------
@@ -157,6 +164,7 @@ def contradiction(strategy: str, key: str, value: Any, local_world_size: int) ->
 def rules(config: "Config", machine: Machine) -> Rules:
     """The broken rules of the mesh and of offloading."""
     fsdp = config.fsdp
+    yield from _contradictions(fsdp, machine.local_world_size)
     for key, value in (("dp_shard", fsdp.dp_shard), ("dp_replicate", fsdp.dp_replicate)):
         if value != -1 and value < 1:
             yield f"fsdp.{key}", f"fsdp.{key} = {value} should be -1 (all remaining ranks) or at least 1"

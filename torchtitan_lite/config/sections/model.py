@@ -1,13 +1,15 @@
 """[model]: the family, its sizes, and where the weights start from."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tomli
-from pydantic import Field, PositiveFloat, ValidationInfo, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, ValidationInfo, field_validator, model_validator
 
-from torchtitan_lite.config.families import FAMILIES
+from torchtitan_lite.config.families import FAMILIES, Family
 from torchtitan_lite.config.paths import problem
 from torchtitan_lite.config.section import (
+    FORK,
     REFUSED,
     Machine,
     PathText,
@@ -25,12 +27,8 @@ from torchtitan_lite.errors import ConfigError
 if TYPE_CHECKING:
     from torchtitan_lite.config.schema import Config
 
-    FamilyName = str
-else:
-    FamilyName = Literal[tuple(FAMILIES)]
-
 _READ_AT_STEP_0 = Resume(
-    "asks",
+    "refused",
     "only read at step 0, so another one would have no effect (without one a resume is allowed)",
     changes_steps=False,
     changes_start=True,
@@ -42,7 +40,6 @@ _HAS_ROOM_FOR_INDUCTION = UsedIf(
     "model.qk_norm = true, model.tie_embeddings = false, two layers with positions, windows above 1, and heads of "
     "16 to dim / 2",
     lambda c: c.model.has_room_for_induction,
-    refuse=False,
 )
 
 
@@ -51,7 +48,7 @@ class ModelConfig(Section):
 
     on_resume: ClassVar[Resume] = REFUSED
 
-    family: FamilyName = "llama"
+    family: Annotated[str, AfterValidator(FAMILIES.known)] = "llama"
     """gpt: learned positions, LayerNorm, GELU; llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention; \
 resformer: llama with value embeddings; mistral: llama with windows; smollm3: llama with layers that have no \
 positions; olmo2, olmo3: norms after the sublayers; olmo_hybrid: olmo2 with gated DeltaNet in three of four layers; \
@@ -70,11 +67,11 @@ gemma3: norms before and after the sublayers; qwen3_moe, olmoe: experts; t5: enc
     """t5: number of blocks of the decoder; 0: n_layers"""
     n_heads: Width = 4
     """attention heads"""
-    max_seq_len: Size = 1024
+    max_seq_len: Annotated[Size, FORK] = 1024
     """maximum sequence length, in tokens"""
     tie_embeddings: bool = False
     """use the token embeddings as the output matrix"""
-    dropout: float = Field(default=0.0, ge=0, lt=1)
+    dropout: Annotated[float, FORK] = Field(default=0.0, ge=0, lt=1)
     """gpt, t5: dropout probability"""
     n_kv_heads: WidthOrZero = 0
     """llama: key and value heads for grouped-query attention; 0: n_heads"""
@@ -85,20 +82,20 @@ gemma3: norms before and after the sublayers; qwen3_moe, olmoe: experts; t5: enc
 4 dim)"""
     n_experts: Size = 8
     """qwen3_moe, olmoe: experts of each layer"""
-    experts_per_token: Size = 2
+    experts_per_token: Annotated[Size, FORK] = 2
     """qwen3_moe, olmoe: experts that compute each token"""
-    norm_topk_prob: bool = False
+    norm_topk_prob: Annotated[bool, FORK] = False
     """qwen3_moe, olmoe: divide the weights of a token's experts by their sum"""
     router_bias: bool = False
     """qwen3_moe, olmoe: balance the experts' loads by a bias that their choice adds to the scores (DeepSeek-V3); see \
 train.router_bias_rate"""
     gated: bool = True
     """t5: gated GELU in the feed-forward (v1.1); false: ReLU (v1.0)"""
-    scale_output: bool = False
+    scale_output: Annotated[bool, FORK] = False
     """t5: multiply the decoder's output by dim^-0.5 (v1.0)"""
-    mup_base_dim: WidthOrZero = 0
+    mup_base_dim: Annotated[WidthOrZero, FORK] = 0
     """gpt, llama: the dim that rates and initial values were tuned at: they are scaled from there (muP); 0: off"""
-    norm_eps: PositiveFloat = 1e-5
+    norm_eps: Annotated[PositiveFloat, FORK] = 1e-5
     """epsilon of the norms"""
     qk_norm: bool = False
     """llama, resformer: normalize queries and keys (Qwen3)"""
@@ -110,37 +107,45 @@ train.router_bias_rate"""
     """llama, resformer: begin with a head that predicts what followed the current token before (docs/models.md)"""
     qkv_bias: bool = False
     """llama: biases of queries, keys and values (Qwen2)"""
-    rope_theta: PositiveFloat = 1e4
+    rope_theta: Annotated[PositiveFloat, FORK] = 1e4
     """llama: base of the rotary wavelengths"""
-    rope_factor: float = Field(default=1.0, ge=1)
+    rope_factor: Annotated[float, FORK] = Field(default=1.0, ge=1)
     """llama: stretch long rotary wavelengths by this factor (Llama 3.1's longer context); 1: off"""
-    rope_low_freq_factor: Annotated[PositiveFloat, _STRETCHED] = 1.0
+    rope_low_freq_factor: Annotated[PositiveFloat, FORK, _STRETCHED] = 1.0
     """llama: wavelengths above rope_original_max_seq_len / this are stretched by the full factor"""
-    rope_high_freq_factor: Annotated[PositiveFloat, _STRETCHED] = 4.0
+    rope_high_freq_factor: Annotated[PositiveFloat, FORK, _STRETCHED] = 4.0
     """llama: wavelengths below rope_original_max_seq_len / this are not stretched"""
-    rope_original_max_seq_len: Annotated[Size, _STRETCHED] = 8192
+    rope_original_max_seq_len: Annotated[Size, FORK, _STRETCHED] = 8192
     """llama: the context length before stretching"""
-    window: SizeOrZero = 0
+    window: Annotated[SizeOrZero, FORK] = 0
     """llama, mistral, olmo3, gemma3: tokens that a windowed layer attends to, the current one included; 0: all"""
-    layer_pattern: list[Literal["full", "window", "nope", "delta"]] = Field(
+    layer_pattern: Annotated[list[Literal["full", "window", "nope", "delta"]], FORK] = Field(
         default=["window"], min_length=1, max_length=2048, examples=[["window", "window", "window", "full"]]
     )
     """llama, smollm3, olmo3, olmo_hybrid, gemma3: kinds of layers, repeated over the depth. window: attention within \
 model.window; full: to all tokens; nope: to all tokens, without positions; delta: gated DeltaNet (olmo_hybrid)"""
-    window_rope_theta: PositiveFloat = 1e4
+    window_rope_theta: Annotated[PositiveFloat, FORK] = 1e4
     """gemma3: base of the rotary wavelengths of windowed layers"""
+
+    @field_validator("size")
+    @classmethod
+    def _known(cls, size: str, info: ValidationInfo) -> str:
+        family = info.data.get("family", "")
+        sizes = FAMILIES[family].sizes if family in FAMILIES else {}
+        if sizes and size not in sizes:
+            raise ValueError(f"no such size of {family}; known: {', '.join(sizes)}")
+        return size
 
     @model_validator(mode="before")
     @classmethod
-    def _with_size(cls, values: Any, info: ValidationInfo) -> Any:
-        """Add the keys of a size that is given in Python. load.py, which has layers, adds them itself."""
-        if info.context == "layers" or not isinstance(values, dict) or not isinstance(values.get("size"), str):
+    def _with_size(cls, values: Any) -> Any:
+        """Add the keys of a size that is given in Python. load.py has added them already, in its layers."""
+        if not isinstance(values, dict) or "size" not in values:
             return values
-        size, family = values["size"], str(values.get("family", cls.model_fields["family"].default)).lower()
-        sizes = FAMILIES[family].sizes if family in FAMILIES else {}
-        if sizes and size not in sizes and "dim" not in values:
-            raise ValueError(f"no size {size!r} of {family}; known: {', '.join(sizes)}")
-        return {**sizes.get(size, {}), **values}
+        family = FAMILIES.get(str(values.get("family", cls.model_fields["family"].default)).lower())
+        if family is None:
+            return values
+        return {**family.defaults, **family.sizes.get(values["size"], {}), **values}
 
     def resolved(self) -> dict[str, Any]:
         """Every key, with derived values in place of 0, except vocab_size."""
@@ -197,6 +202,27 @@ model.window; full: to all tokens; nope: to all tokens, without positions; delta
         """Width of the feed-forward."""
         numerator, denominator, multiple = FAMILIES[self.family].hidden_dim
         return self.hidden_dim or -(-numerator * self.dim // (denominator * multiple)) * multiple
+
+
+_WIDTHS = "n_heads", "n_kv_heads", "head_dim", "hidden_dim"
+
+
+def default_shape(family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
+    """By "section.key", what a family has by default: its architecture, and its default size unless one is given.
+
+    If dim is given without a size, heads (of 64, or the next even divisor) and hidden_dim follow from it.
+
+    Args:
+        given: values by "section.key".
+    """
+    keys = dict(family.defaults)
+    if "model.size" not in given:
+        keys |= family.sizes.get(ModelConfig.model_fields["size"].default, {})
+        if isinstance(dim := given.get("model.dim"), int):
+            keys = {key: value for key, value in keys.items() if key not in _WIDTHS}
+            fitting = (n for n in range(dim // 64, 1, -1) if dim % n == dim // n % 2 == 0)
+            keys["n_heads"] = next(fitting, 1)
+    return {f"model.{key}": value for key, value in keys.items()}
 
 
 def shape_rules(model: ModelConfig) -> Rules:

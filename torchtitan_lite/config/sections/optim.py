@@ -8,10 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
+from torchtitan_lite.config.registry import Registry
 from torchtitan_lite.config.section import (
-    ASKS,
+    FORK,
     REFUSED,
     Machine,
     PositiveEvery,
@@ -38,18 +39,19 @@ class Optimizer:
         return build
 
 
-OPTIMIZERS = {
-    "adamw": Optimizer("torchtitan_lite.optim.optimizer:adamw", keys=("betas", "eps")),
-    "sgd": Optimizer("torchtitan_lite.optim.optimizer:sgd"),
-    "muon": Optimizer(
-        "torchtitan_lite.optim.muon:Muon",
-        keys=("betas", "eps", "muon_momentum", "muon_embedding_lr_factor"),
-    ),
-}
-if TYPE_CHECKING:
-    OptimizerName = str
-else:
-    OptimizerName = Literal[tuple(OPTIMIZERS)]
+OPTIMIZERS = Registry(
+    "optim.name",
+    "docs/extending.md",
+    Optimizer,
+    {
+        "adamw": Optimizer("torchtitan_lite.optim.optimizer:adamw", keys=("betas", "eps")),
+        "sgd": Optimizer("torchtitan_lite.optim.optimizer:sgd"),
+        "muon": Optimizer(
+            "torchtitan_lite.optim.muon:Muon",
+            keys=("betas", "eps", "muon_momentum", "muon_embedding_lr_factor"),
+        ),
+    },
+)
 
 
 class ParameterGroup(Section):
@@ -67,9 +69,9 @@ _STEPPED = used_with("optim.schedule", "step")
 class OptimConfig(Section):
     """A key that only some optimizers read is listed in their entries of `OPTIMIZERS`, and unused with the others."""
 
-    on_resume: ClassVar[Resume] = ASKS
+    on_resume: ClassVar[Resume] = FORK
 
-    name: Annotated[OptimizerName, REFUSED] = "muon"
+    name: Annotated[str, AfterValidator(OPTIMIZERS.known), REFUSED] = "muon"
     """muon: Muon for the matrices of the blocks, AdamW for the rest (torch.optim's Adafactor takes no shards); \
 sgd: with a momentum of 0.9"""
     lr: PositiveFloat = 8e-3

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from torchtitan_lite.config.paths import expand, problem
-from torchtitan_lite.config.section import WITHOUT_NUL, Every, Machine, PathText, Rules, Section, UsedIf
+from torchtitan_lite.config.registry import Registry
+from torchtitan_lite.config.section import IS_PATH, Every, Machine, PathText, Rules, Section, UsedIf
 from torchtitan_lite.errors import shortened
 
 if TYPE_CHECKING:
@@ -24,13 +25,12 @@ def _temperature(value: float) -> float:
 
 
 # an interval of 0 may switch a feature off for this command only
-_VALIDATING = UsedIf("eval.every", "eval.every above 0", lambda c: c.eval.every != 0, refuse=False)
-_SAMPLING = UsedIf("sample.every", "sample.every above 0", lambda c: c.sample.every != 0, refuse=False)
+_VALIDATING = UsedIf("eval.every", "eval.every above 0", lambda c: c.eval.every != 0)
+_SAMPLING = UsedIf("sample.every", "sample.every above 0", lambda c: c.sample.every != 0)
 _DELETING = UsedIf(
     "checkpoint.keep_latest",
     "checkpoint.keep_latest above 0 (0 keeps all)",
     lambda c: c.checkpoint.keep_latest > 0,
-    refuse=False,
 )
 _WITH_TASKS = UsedIf("eval.tasks", "eval.tasks", lambda c: bool(c.tasks))
 _WITH_WANDB = UsedIf("log.trackers", 'log.trackers = ["wandb"]', lambda c: "wandb" in c.log.trackers)
@@ -47,7 +47,7 @@ class EvalConfig(Section):
     """validate every N steps and at the end; "epoch": after each epoch; 0: never"""
     samples: Annotated[PositiveInt, _VALIDATING] = 128
     """validation sequences, drawn at random from the held-out text; the same at every step and in every run"""
-    tasks: Annotated[list[str], WITHOUT_NUL] = ["auto"]
+    tasks: Annotated[list[str], IS_PATH] = ["auto"]
     """tasks to score: .jsonl files or "brackets"; auto: "brackets" on the default text, else none"""
     tasks_every: Annotated[Every, _WITH_TASKS] = 0
     """score the tasks every N steps and at the end; "epoch": after each epoch; 0: only at the end"""
@@ -97,20 +97,21 @@ class Tracker:
     package: str = ""  # that it imports, an extra of this name in pyproject.toml
 
 
-TRACKERS = {
-    "tensorboard": Tracker("torchtitan_lite.monitoring.trackers:tensorboard", package="tensorboard"),
-    "wandb": Tracker("torchtitan_lite.monitoring.trackers:weights_and_biases", package="wandb"),
-}
-if TYPE_CHECKING:
-    TrackerName = str
-else:
-    TrackerName = Literal[tuple(TRACKERS)]
+TRACKERS = Registry(
+    "log.trackers",
+    "docs/extending.md",
+    Tracker,
+    {
+        "tensorboard": Tracker("torchtitan_lite.monitoring.trackers:tensorboard", package="tensorboard"),
+        "wandb": Tracker("torchtitan_lite.monitoring.trackers:weights_and_biases", package="wandb"),
+    },
+)
 
 
 class LogConfig(Section):
     every: PositiveInt = 10
     """log a line and a record every N steps"""
-    trackers: list[TrackerName] = Field(default=[], examples=[["tensorboard"]])
+    trackers: list[Annotated[str, AfterValidator(TRACKERS.known)]] = Field(default=[], examples=[["tensorboard"]])
     """also send the records to these trackers; each is an extra: pip install -e ".[tensorboard]\""""
     wandb_project: Annotated[str, _WITH_WANDB] = "torchtitan_lite"
     """wandb: the project"""

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt
+from pydantic import Field, NonNegativeFloat
 
 from torchtitan_lite.config.paths import not_a_folder
-from torchtitan_lite.config.section import BITS, REFUSED, Machine, PathText, Rules, Section
+from torchtitan_lite.config.section import BITS, FORK, Machine, PathText, Rules, Section
 from torchtitan_lite.errors import shortened
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ class RunConfig(Section):
     """name of the run; if a config file sets none, the file's name"""
     out_dir: PathText = "runs"
     """parent folder of all runs; this run's folder is <out_dir>/<name>"""
-    seed: Annotated[NonNegativeInt, REFUSED] = 0
+    seed: Annotated[int, FORK] = Field(default=0, ge=0, lt=2**63)
     """seed of the initial parameters, the data order and dropout"""
     device: Annotated[Literal["auto", "cpu", "cuda"], BITS] = "auto"
     """where to train; auto: cuda if there is a GPU, else cpu"""
@@ -30,8 +30,14 @@ unknown on a CPU"""
 container, divided by its ranks"""
     max_minutes: NonNegativeFloat = 0.0
     """save and exit after this many minutes; 0: no limit"""
+    preempted_exit_code: int = Field(default=0, ge=0, le=125)
+    """exit code of all ranks after a stop by a signal (not by run.max_minutes), for launchers that take 0 for \
+complete; not 1 or 2, which are failures"""
     timeout_minutes: float = Field(default=20.0, gt=0, le=525_600)
-    """end the run, with stacks in stacks/, if a rank delays a step or a save or load makes no progress for this long"""
+    """end the run, with stacks in stacks/, if no rank makes progress for this long; compiling, saving, loading and \
+hashing are progress"""
+    start_timeout_minutes: float = Field(default=3.0, gt=0, le=525_600)
+    """how long the ranks wait for one that does not arrive, or whose machine dies before the first step"""
     tf32: Annotated[bool, BITS] = False
     """NVIDIA GPUs since Ampere: float32 products in TF32 (10 bits of mantissa instead of 23), several times as fast"""
     deterministic: Annotated[bool, BITS] = False
@@ -46,6 +52,11 @@ def rules(config: "Config", machine: Machine) -> Rules:
             "run.name",
             f"run.name = {shortened(repr(name))} should be the plain name of a folder, of at most 200 bytes, "
             'e.g. run.name = "first"',
+        )
+    if (code := config.run.preempted_exit_code) in (1, 2):
+        yield (
+            "run.preempted_exit_code",
+            f"run.preempted_exit_code = {code} is the exit code of a failure; run.preempted_exit_code = 75 works",
         )
     if wrong := not_a_folder(config.run.out_dir):
         yield "run.out_dir", f"run.out_dir: {wrong}"

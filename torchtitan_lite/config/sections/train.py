@@ -8,9 +8,8 @@ from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveInt
 
 from torchtitan_lite.config.section import (
     ALLOWED_FOR_LATER_STEPS,
-    ASKS,
     BITS,
-    REFUSED,
+    FORK,
     Machine,
     Resume,
     Rules,
@@ -60,24 +59,24 @@ class TrainConfig(Section):
     epochs: float = Field(default=0.0, ge=0, le=10**6)
     """passes over the training data, e.g. 3 or 0.5, instead of steps; an epoch is samples / batch size steps, rounded \
 up; 0: use steps"""
-    seq_len: Annotated[Size, REFUSED] = 256
+    seq_len: Annotated[Size, FORK] = 256
     """tokens per sequence"""
     micro_batch_size: Annotated[Size, BITS] = 4
     """sequences per rank in one forward and backward"""
-    global_batch_size: Annotated[Size, ASKS, _BEFORE_THE_SCHEDULE] = 8
+    global_batch_size: Annotated[Size, FORK, _BEFORE_THE_SCHEDULE] = 8
     """sequences per optimizer step, over all ranks; determines gradient accumulation"""
-    batch_schedule: Annotated[list[list[int]], ASKS, AfterValidator(_batch_schedule)] = Field(
+    batch_schedule: Annotated[list[list[int]], FORK, AfterValidator(_batch_schedule)] = Field(
         default=[], examples=[[[0, 16], [1000, 64]]]
     )
     """global batch sizes by step: [[0, 16], [1000, 64]] is 16 sequences at first, and 64 after step 1,000"""
-    z_loss: Annotated[NonNegativeFloat, ASKS] = 0.0
+    z_loss: Annotated[NonNegativeFloat, FORK] = 0.0
     """add this times log(Z)^2 to each target's loss, e.g. 1e-4: keeps logits small; logged losses exclude it"""
-    router_aux_loss: Annotated[NonNegativeFloat, ASKS, _ROUTING] = 0.01
+    router_aux_loss: Annotated[NonNegativeFloat, FORK, _ROUTING] = 0.01
     """add this times the load-balancing loss of the experts (Switch Transformers), the mean of all layers; logged \
 losses exclude it"""
-    router_z_loss: Annotated[NonNegativeFloat, ASKS, _ROUTING] = 0.0
+    router_z_loss: Annotated[NonNegativeFloat, FORK, _ROUTING] = 0.0
     """add this times log(Z)^2 of each router, the mean of all layers, e.g. 1e-3; logged losses exclude it"""
-    router_bias_rate: Annotated[NonNegativeFloat, ASKS, used_with("model.router_bias", True)] = 0.001
+    router_bias_rate: Annotated[NonNegativeFloat, FORK, used_with("model.router_bias", True)] = 0.001
     """change the bias of each expert by this after a step: up if its load is below the mean, else down"""
     on_nonfinite: Annotated[Literal["stop", "skip"], ALLOWED_FOR_LATER_STEPS] = "stop"
     """on a non-finite loss or gradient norm: stop the run, or skip and record the step"""

@@ -1,6 +1,7 @@
 """One page about one or several runs: `python -m torchtitan_lite.report RUN [RUN ...]` writes report.html.
 
-The page contains plotly's JavaScript and needs no network. runs.py reads the run folders, page.py writes the page.
+The page contains plotly's JavaScript and needs no network. runs.py reads the run folders, figure.py draws the curves,
+and page.py writes the page.
 """
 
 import argparse
@@ -14,8 +15,7 @@ from torchtitan_lite.config import cli, paths
 from torchtitan_lite.errors import ConfigError, DataError, run_cli
 from torchtitan_lite.files import write_durably
 from torchtitan_lite.process import env_int
-from torchtitan_lite.tools.report.runs import Run, read_run
-from torchtitan_lite.tools.report.table import table
+from torchtitan_lite.tools.report.runs import Run, read_run, table
 
 LIVE_S = 10
 

@@ -1,0 +1,200 @@
+"""A real Slurm on this machine, with a node that is lost and one that returns: `python -m tests.faults.slurm`.
+
+slurmctld and three slurmd of one core each (Debian: slurm-wlm) run scripts/slurm.sbatch with `--nodes=1-3`. A node is
+killed with all its processes (3 > 2 machines); slurmd starts again there, and `scancel --signal=USR1` ends the job's
+present start (2 > 3). In the history that counts, each step must have seen each of its samples once, and its loss must
+be that of an undisturbed process. Slurm itself holds a requeued job for 120 s.
+"""
+
+import argparse
+import inspect
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.faults.figures import stamp
+from tests.faults.machines import arguments, difference_of_losses, last_line, problems, send, with_children
+from tests.forkserver import free_port
+from tests.helpers import ROOT
+from torchtitan_lite.checkpointing import storage
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "sinfo", "squeue")
+NODES = ("127.0.0.1", "127.0.0.2", "127.0.0.3")  # names that are addresses of this machine
+CONFIG = """ClusterName=faults
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n/slurmd.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+ReturnToService=2
+SlurmdTimeout=30
+SlurmdParameters=config_overrides
+"""
+# plays $PYTHON: it trains by tests/faults/recorder.py, and everything else is done by the real one
+PYTHON = """#!/bin/bash
+export MACHINE=$SLURMD_NODENAME
+[ "${{2:-}}" = torch.distributed.run ] && set -- "${{@/#train.py/tests/faults/recorder.py}}"
+exec {python} "$@"
+"""
+LIMIT_S = 600
+
+
+class Cluster:
+    """slurmctld and three nodes, as processes of this machine."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        host, self._conf = socket.gethostname(), folder / "slurm.conf"
+        lines = [CONFIG.format(host=host, port=free_port(), user=os.environ.get("USER", "root"), folder=folder)]
+        for node in NODES:
+            (folder / node / "spool").mkdir(parents=True)
+            lines.append(f"NodeName={node} NodeAddr={node} NodeHostname={host} Port={free_port()} CPUs=1\n")
+        lines.append("PartitionName=main Nodes=ALL Default=YES State=UP\n")
+        (folder / "state").mkdir()
+        self._conf.write_text("".join(lines))
+        key = folder / "munge.key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o400)
+        files = [f"--{name}={folder / file}" for name, file in {
+            "key-file": "munge.key", "socket": "munge.socket", "pid-file": "munge.pid", "log-file": "munge.log",
+            "seed-file": "munge.seed"}.items()]  # fmt: skip
+        self._services = [self._start(folder, "munged", "--foreground", "--force", *files)]
+        until((folder / "munge.socket").exists, "munged listens")
+        self._services.append(self._start(folder, "slurmctld", "-D"))
+        self._nodes: dict[str, subprocess.Popen[bytes]] = {}
+        for node in NODES:
+            self.start(node)
+
+    def start(self, node: str) -> None:
+        """Start slurmd of a node. Its folder tells which processes are the node's."""
+        self._nodes[node] = self._start(self._folder / node, "slurmd", "-D", "-N", node)
+
+    def kill(self, node: str) -> None:
+        """SIGKILL of everything on a node."""
+        stepds = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                if process.joinpath("cwd").readlink() == self._folder / node:
+                    stepds.append(int(process.name))
+            except OSError:
+                continue
+        pids = with_children(stepds)
+        send(pids, signal.SIGSTOP)
+        send(pids, signal.SIGKILL)
+        self._nodes[node].wait()
+
+    def ask(self, *command: str) -> str:
+        """What a command of Slurm prints."""
+        env = os.environ | {"SLURM_CONF": str(self._conf)}
+        return subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True, text=True).stdout.strip()
+
+    def close(self) -> None:
+        for node in self._nodes:
+            self.kill(node)
+        for process in reversed(self._services):
+            process.terminate()
+            process.wait()
+
+    def _start(self, cwd: Path, *command: str) -> subprocess.Popen[bytes]:
+        with (cwd / f"{command[0]}.txt").open("ab") as out:
+            env = os.environ | {"SLURM_CONF": str(self._conf)}
+            return subprocess.Popen(command, cwd=cwd, env=env, stdout=out, stderr=out, start_new_session=True)
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    ends = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < ends, f"{what}: not within {LIMIT_S} s"
+        time.sleep(0.1)
+
+
+def main() -> None:
+    """Lose a node and get it back; print a row for each."""
+    if missing := [name for name in PROGRAMS if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")]:
+        sys.exit(f"tests.faults.slurm needs {', '.join(missing)}: apt-get install slurm-wlm")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keep", type=Path, help="a new folder for the run and what was printed")
+    given = parser.parse_args()
+    os.environ["PATH"] += ":/usr/sbin:/sbin"
+    with tempfile.TemporaryDirectory() as name:
+        folder = given.keep.absolute() if given.keep else Path(name)
+        for each in ("text", "samples", "slurm"):
+            (folder / each).mkdir(parents=True)
+        (folder / "text/argparse.txt").write_text(inspect.getsource(argparse))
+        python = folder / "python"
+        python.write_text(PYTHON.format(python=sys.executable))
+        python.chmod(0o755)
+        os.environ |= {
+            "SAMPLES": str(folder / "samples"),
+            "PYTHON": str(python),
+            "NPROC": "1",
+            "PORT": str(free_port()),
+        }
+        cluster = Cluster(folder / "slurm")
+        try:
+            rows = scenario(cluster, folder)
+        finally:
+            cluster.close()
+        trained = storage.find_steps(folder / "run/checkpoints")[-1]
+        found = problems(folder / "run", folder / "samples", trained)
+        difference = difference_of_losses(folder / "run", folder, folder / "text", trained)
+    print("| event | machines | seconds to the next step | steps repeated | load average |\n|---|---|---|---|---|")
+    print(*rows, sep="\n")
+    print(f"{trained} steps, {'; '.join(found) or 'each sample once'}; losses within {difference:.1e}; {stamp('none')}")
+    sys.exit(bool(found) or difference > 1e-4)
+
+
+def scenario(cluster: Cluster, folder: Path) -> list[str]:
+    """What happens. Returns rows of a table."""
+    rows = []
+    file = folder / "samples/0.txt"
+
+    def trains(size: int, since: float) -> bool:
+        words = last_line(file)
+        return bool(words) and float(words[2]) > since and int(words[4]) == size
+
+    def happens(what: str, action: Callable[[], object], size: int) -> None:
+        before, since = last_line(file), time.time()
+        action()
+        until(lambda: trains(size, since), what)
+        after = last_line(file)
+        made = [words[1] for words in map(str.split, file.read_text().splitlines()) if int(words[0]) >= int(before[0])]
+        seconds, repeated = float(after[2]) - since, len(made) - len({*made})
+        load = os.getloadavg()[0]
+        rows.append(f"| {what} | {before[4]} > {size} | {seconds:.0f} | {repeated} | {load:.1f} |")
+        print(rows[-1], flush=True)
+
+    until(lambda: cluster.ask("sinfo", "-h", "-t", "idle", "-o", "%D") == "3", "three idle nodes")
+    options = ["--parsable", "--nodes=1-3", "--gpus-per-node=0", "--cpus-per-task=1", f"--output={folder}/job.txt"]
+    command = [*options, "scripts/slurm.sbatch", *arguments(folder, folder / "text", "run")]
+    job = cluster.ask("sbatch", *command)
+    until(lambda: trains(3, 0), "three machines train")
+    happens("a node is killed", lambda: cluster.kill(NODES[2]), 2)
+    cluster.start(NODES[2])
+    until(lambda: cluster.ask("sinfo", "-h", "-t", "idle", "-o", "%D") == "1", "the node is back")
+    happens("it is back, scancel --signal=USR1", lambda: cluster.ask("scancel", "--signal=USR1", job), 3)
+    happens("the node with the batch script is killed", lambda: cluster.kill(NODES[0]), 2)
+    cluster.ask("scancel", job)
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Registries: the built-in parts by name, and parts of the user's own by "module:Name".
+
+An own part is imported where a command, or the file that it names, gives it (load.py), and enters the registry under
+that name. A name in a checkpoint is not imported, so a checkpoint of somebody else runs no code.
+"""
+
+import pkgutil
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from torchtitan_lite import hints
+from torchtitan_lite.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def is_own(name: object) -> bool:
+    """Whether this is a "module:Name"."""
+    return isinstance(name, str) and re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name) is not None
+
+
+class Registry(dict[str, T], Generic[T]):
+    """Entries by name.
+
+    Args:
+        key: the config key whose values are names of entries.
+        page: of the docs: how to write an own one.
+    """
+
+    def __init__(self, key: str, page: str, kind: type[T], entries: Mapping[str, T]) -> None:
+        super().__init__(entries)
+        self.key, self.page, self.kind = key, page, kind
+
+    def add(self, name: str) -> None:
+        """Import "module:Name", from the working directory too, and enter it.
+
+        Raises:
+            ConfigError: there is none, or it is no entry.
+        """
+        if (here := str(Path.cwd())) not in sys.path:
+            sys.path.append(here)
+        try:
+            entry = pkgutil.resolve_name(name)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"{self.key}: {name}: {error} (looked in {here}, too; {self.page} has an example)"
+            ) from None
+        if not isinstance(entry, self.kind):
+            raise ConfigError(
+                f"{self.key}: {name} should be a {self.kind.__name__}, not a {type(entry).__name__}; {self.page} has "
+                "an example"
+            )
+        self[name] = entry
+
+    def known(self, name: str) -> str:
+        """The name of an entry, in any case. Raises ValueError if there is none."""
+        if name in self or name.lower() in self:
+            return name if name in self else name.lower()
+        if is_own(name):
+            raise ValueError(f"imported only if the command or its file names it: --{self.key}={name}")
+        *others, last = map(repr, self)
+        choices = f"{', '.join(others)} or {last}"
+        raise ValueError(f"should be {choices}{hints.choice(name, choices)}; {self.page} adds one of your own")

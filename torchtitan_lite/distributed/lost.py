@@ -1,0 +1,85 @@
+"""Communication errors: whether another rank is gone or late, and a message instead of gloo's or NCCL's."""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+
+import torch.distributed as dist
+
+from torchtitan_lite.errors import StuckError
+from torchtitan_lite.process import env_int
+
+# Error texts of gloo, the store and NCCL when another process is gone or late. (Most of the latter two are DistErrors.)
+_GONE = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "connection was likely closed",
+    "broken pipe",
+    "socket closed",
+    "remote process exited",
+)
+_LATE = (
+    "application timeout caused pair closure",
+    "socket timeout",
+    "timed out waiting",
+    "timed out in monitoredbarrier",
+    "operation timed out!",
+    "connect timeout",
+    "read timeout",
+    "write timeout",
+    "wait timeout",
+    "timeout waiting for key",
+    "collective operation timeout",
+)
+# NCCL's errors of this rank alone: wrong use, such as two ranks on one GPU, or a failed CUDA call
+_LOCAL = "ncclinvalidusage", "ncclinvalidargument", "ncclunhandledcudaerror"
+
+
+def is_lost(error: RuntimeError) -> bool:
+    """Whether an error means that another rank is gone or too late."""
+    text = str(error).lower()
+    if type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "triton")):
+        return False  # its text may quote any code, and the pipes of compiler processes break, too
+    if isinstance(error, dist.DistError):
+        return not any(phrase in text for phrase in _LOCAL)
+    return any(phrase in text for phrase in _GONE + _LATE)
+
+
+def is_gone(error: RuntimeError) -> bool:
+    """Whether an error of `is_lost` means that a connection was closed, rather than that a time limit was reached."""
+    text = str(error).lower()
+    return any(phrase in text for phrase in _GONE) or not any(phrase in text for phrase in _LATE)
+
+
+def reset(who: str, error: RuntimeError) -> str:
+    """The message for an error of `is_gone`."""
+    return (
+        f"connection reset: {who}. If that process printed no error, it was killed; dmesg on its machine names it if "
+        f"the kernel did so for lack of memory. {shortened(error)}"
+    )
+
+
+def shortened(error: RuntimeError) -> str:
+    """The first line, without gloo's place in its source and its advice."""
+    first = re.sub(r"^\[\S*\] ", "", str(error).splitlines()[0])
+    return f"({first.partition('. This is typically caused')[0]})"
+
+
+def at_start(error: RuntimeError) -> str:
+    """The message while there is no Watchdog, which would know more."""
+    what = reset("a process died", error) if is_gone(error) else f"waited for the other ranks. {shortened(error)}"
+    return f"rank {env_int('RANK', 0)}, starting: {what}"
+
+
+@contextlib.contextmanager
+def explained(explain: Callable[[RuntimeError], str] = at_start) -> Iterator[None]:
+    """Turn a communication error in this context into a StuckError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if env_int("WORLD_SIZE", 1) == 1 or not is_lost(error):
+            raise
+        stuck = StuckError(explain(error))
+        stuck.follows = is_gone(error)
+        raise stuck from error

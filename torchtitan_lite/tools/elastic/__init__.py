@@ -1,1 +1,0 @@
-"""Machines that join and leave a run while it trains: one coordinator, and `join` on each machine."""
