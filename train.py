@@ -204,15 +204,12 @@ def build_watched(config: Config, data: DataSet, world: World, log: Log, watchdo
 def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh, *, widen: bool = False) -> models.Transformer:
     """Build the model on the meta device and shard it: every parameter is a DTensor without storage."""
     with torch.device("meta"):
-        model = models.build(config.model, vocab_size)
+        model = models.build(config.model, vocab_size, models.LossOptions.of(config))
     optim.freeze(model, config.optim.freeze)
     if config.speed.float8:
         from torchtitan_lite.distributed import float8
 
         float8.convert(model, mesh)
-    model.output.z_loss = config.train.z_loss
-    model.router_aux_loss, model.router_z_loss = config.train.router_aux_loss, config.train.router_z_loss
-    model.output.chunked = config.speed.chunked_loss
     if mesh.device_type == "cpu":
         cpu.apply(model, config.speed, widen=widen)
     # The order matters: checkpointing replaces a block's forward, compilation takes the result, and fully_shard puts
@@ -289,7 +286,7 @@ def train_step(s: Session, step: int) -> StepResult:
     with s.meter.timing("optimizer_s"):
         suspect = None if s.spikes is None else s.spikes.suspect(step, loss, grad_norm)
         s.guard.update(step, sums.rank_losses, grad_norm, suspect)
-        s.model.balance(sums.loads, config.train.router_bias_rate, s.optimizer.found_inf)
+        s.model.balance(sums.loads, s.optimizer.found_inf)
     s.loads = sums.loads
     s.preemption.share(sums.stop_requests)
 

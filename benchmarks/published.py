@@ -4,7 +4,7 @@ Some rows calibrate the constants of step_time.py and `Device.sustained`. The ot
 rows of the sources are here whose settings `plan` has and the source states: bfloat16, FSDP alone or one GPU, no host
 offload; of llm-foundry's many rows those with 2,048 tokens and 8, 128 or 256 GPUs, and the 70 B on 64. llm.c and llmq
 shard only the optimizer's state and are programs in CUDA: here they are compiled and keep their parameters gathered.
-`python -m benchmarks.published` prints the table of docs/plan.md, in some minutes.
+`python -m benchmarks.published` prints the table of docs/lab/plan.md, in some minutes.
 """
 
 import statistics
@@ -31,18 +31,22 @@ LLMQ = "llmq, benchmarks/*.md, bf16 (Dec 2025)"
 OURS = "this project, docs/lab/gpu.md"
 
 A100, H100, H200 = DEVICES["a100"], DEVICES["h100"], DEVICES["h200"]
-# torchtitan states 96 GB of HBM2e at 2.4 TB/s and a limit of 500 W; the others the network of a machine of 8
-MACHINES: dict[str, tuple[Device, float]] = {  # and the power limit, as a share of the nominal one
-    "H100": (H100, 1.0),
-    "H100 500 W": (replace(H100, memory_gib=95.0, memory_bandwidth=2.4e12), 500 / 700),
-    "H100, 800 Gbit/s": (replace(H100, inter_node=12.5e9), 1.0),
-    "A100": (A100, 1.0),
-    "A100, 400 Gbit/s": (replace(A100, inter_node=6.25e9), 1.0),
-    "A100 40 GB": (DEVICES["a100-40gb"], 1.0),
-    "H200, 4 a machine": (replace(H200, per_node=4), 1.0),
-    "MI300X": (DEVICES["mi300x"], 1.0),
-    "RTX 4090": (DEVICES["rtx4090"], 1.0),
-    "RTX PRO 6000": (DEVICES["rtxpro6000"], 1.0),
+# torchtitan states 96 GB of HBM2e at 2.4 TB/s and a limit of 500 W: power goes with the clock times voltage squared, so
+# the rate goes with the cube root of the limit. The others state the network of a machine of 8
+_H100_500W = replace(
+    H100, memory_gib=95.0, memory_bandwidth=2.4e12, sustained=(H100.sustained or 1) * (500 / 700) ** (1 / 3)
+)
+MACHINES: dict[str, Device] = {
+    "H100": H100,
+    "H100 500 W": _H100_500W,
+    "H100, 800 Gbit/s": replace(H100, inter_node=12.5e9),
+    "A100": A100,
+    "A100, 400 Gbit/s": replace(A100, inter_node=6.25e9),
+    "A100 40 GB": DEVICES["a100-40gb"],
+    "H200, 4 a machine": replace(H200, per_node=4),
+    "MI300X": DEVICES["mi300x"],
+    "RTX 4090": DEVICES["rtx4090"],
+    "RTX PRO 6000": DEVICES["rtxpro6000"],
 }
 
 
@@ -117,7 +121,7 @@ class Row:
         values |= {"train.global_batch_size": self.micro_batch * self.micro_batches * self.gpus}
         for option in self.options:
             values |= _OPTIONS[option]
-        local = min(self.gpus, MACHINES[self.machine][0].per_node)
+        local = min(self.gpus, MACHINES[self.machine].per_node)
         return load.load(
             None, values, world_size=self.gpus, n_gpus=local, local_world_size=local, elsewhere=True
         ).config
@@ -223,12 +227,13 @@ class Compared:
 
 def compare(row: Row) -> Compared:
     """Plan a row."""
-    device, power = MACHINES[row.machine]
+    device = MACHINES[row.machine]
     plan = make_plan(row.config(), row.gpus, device)
     if row.source.startswith(("torchtitan", "torchao")) and "selective" in row.options:
         recomputing = [_with_recomputed_products(work, plan) for work in plan.simulated.work]
         plan = replace(plan, simulated=replace(plan.simulated, work=recomputing))
-    return Compared(row, round(plan.computed_tokens / step_time.expected(plan, device, power).total))
+    tokens = row.micro_batches * row.micro_batch * row.seq_len
+    return Compared(row, round(tokens / step_time.expected(plan, device).total))
 
 
 def _with_recomputed_products(work: Counter[Work], plan: Plan) -> Counter[Work]:
@@ -245,7 +250,7 @@ def _sizes(product: Product) -> tuple[int, int, int]:
 
 
 def table(compared: list[Compared]) -> str:
-    """The table of docs/plan.md."""
+    """The table of docs/lab/plan.md."""
     sources = list(dict.fromkeys(c.row.source for c in compared))
     lines = [
         "| model | GPUs | micro-batch x length | options | source | published | expected | error |",

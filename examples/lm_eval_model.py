@@ -35,7 +35,7 @@ class Model(LM):  # type: ignore[misc]  # lm-eval has no types
         self._world = World(0, 1, device_of("auto"), 1)
         model = evaluate.open_one(path, self._world.device, torch.float32, None)
         self._opened, self._window = model.opened, model.window(evaluate.Options())
-        self._inputs = Inputs(model.first_token(), model.prefix(), self._window)
+        self._inputs = Inputs(model.opened.first_token(), model.opened.beginning(), self._window)
         self._encode = text_encoder(self._opened.tokenizer, self._opened.ends, "a text")
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:

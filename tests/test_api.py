@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -127,18 +126,21 @@ def test_the_config_of_a_run_with_replicas_loads(place: Path) -> None:
         ttl.load_config("hybrid.toml", {"fsdp.param_dtpe": "bfloat16"})
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"optim__name": "muon"},
-        {"optim__name": "sgd", "optim__lr": 0.1, "model__tie_embeddings": True},
-        {"data__packing": "best_fit", "data__document_mask": True, "train__z_loss": 1e-4},
-        {"train__batch_schedule": [[2, 4]], "activation_checkpointing__mode": "full"},
-    ],
-    ids=["muon", "sgd", "documents", "schedule"],
-)
-def test_a_plain_loop_with_other_values(place: Path, tmp_path: Path, more: dict[str, Any]) -> None:
+EXPERTS = {"model__family": "qwen3_moe", "model__n_experts": 4, "train__router_z_loss": 0.01}
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "experts": EXPERTS | {"model__router_bias": True, "train__router_aux_loss": 0.1, "train__router_bias_rate": 0.1},
+    "muon": {"optim__name": "muon"},
+    "sgd": {"optim__name": "sgd", "optim__lr": 0.1, "model__tie_embeddings": True},
+    "documents": {"data__packing": "best_fit", "data__document_mask": True, "train__z_loss": 1e-4},
+    "schedule": {"train__batch_schedule": [[2, 4]], "activation_checkpointing__mode": "full"},
+}
+
+
+@pytest.mark.parametrize("name", ["experts", *(pytest.param(n, marks=pytest.mark.extended) for n in [*OTHERS][1:])])
+def test_a_plain_loop_with_other_values(place: Path, tmp_path: Path, name: str) -> None:
+    more = OTHERS[name]
     given = {key.replace(".", "__"): value for key, value in MORE.items()} | more
     given = {key: str(value).lower() if isinstance(value, bool) else value for key, value in given.items()}
     succeeded(ranks(1, *tiny(place / "my_text", tmp_path, run__name="run", **given)))
@@ -257,52 +259,27 @@ def test_bfloat16_by_autocast(place: Path) -> None:
         ),
         ("ttl.load_model('nosuch')", "nosuch does not exist"),
         ("ttl.load_model('my_text')", "is not a run with a checkpoint"),
-        ("ttl.load_model('runs/default', device='tpu')", "device='tpu' should be auto, cpu or cuda"),
         ("ttl.load_model('runs/default', tokenizer='nosuch.json')", "nosuch.json"),
-        ("data.batches(first_step='2')", "first_step should be int, not str: '2'"),
-        ("tokenizer.encode(b'a')", "text should be str, not bytes: b'a'"),
         ("tokenizer.encode('a' + chr(0xd83d))", "the text is not valid UTF-8: 'a\\ud83d'"),
         (
             "tokenizer.decode([5, -100])",
-            "tokens[1]=-100 should be 0 or more, and below 2**32; leave masked targets out",
+            "tokens should be whole numbers of 0 or more, no masked targets",
         ),
-        ("tokenizer.decode([0.5])", "tokens should be whole numbers: "),
-        (
-            "ttl.build_optimizer(torch.nn.Linear(2, 2).requires_grad_(False), config)",
-            "every parameter of the model is frozen",
-        ),
-        ("ttl.clip_grad_norm(model, optimizer, -1.0)", "max_norm=-1.0 should be above 0"),
+        ("tokenizer.decode([0.5])", "tokens should be whole numbers"),
         ("ttl.set_learning_rate(optimizer, config, -3)", "step=-3 should be 1 or more"),
         ("ttl.set_learning_rate(torch.optim.SGD(model.parameters()), config, 1)", "one of ttl.build_optimizer"),
         ("ttl.set_learning_rate(optimizer, tiny_config(optim__schedule='step'), 3)", "use the config of ttl.open_data"),
-        ("data.batches(first_step=0)", "first_step=0 should be 1 or more"),
-        ("ttl.generate(model, tokenizer, '')", 'the prompt is empty; give the model a beginning, e.g. prompt "def "'),
-        ("ttl.generate(model, tokenizer, 'a', max_tokens=0, top_p=2)", "max_tokens=0 should be at least 1\n  top_p=2"),
+        (
+            "ttl.generate(model, tokenizer, 'a', max_tokens=0, top_p=2)",
+            "--max-tokens=0 should be at least 1\n  --top-p=",
+        ),
         ("ttl.generate(model, tokenizer, 'a', beams=2)", "beams=2 is for encoder-decoders"),
         ("ttl.evaluate(model, tokenizer, 'nosuch')", "nosuch"),
         ("ttl.evaluate(model, tokenizer, [])", "no text to score"),
-        ("ttl.evaluate(model, tokenizer, data, split='test')", "split='test' should be val, train or all"),
-        ("ttl.evaluate(model, tokenizer, data, seq_len=100)", "seq_len=100: the model takes at most 37 tokens"),
-        ("ttl.evaluate(model, tokenizer, data, batch_size=0)", "batch_size=0 should be at least 1"),
+        ("ttl.evaluate(model, tokenizer, data, seq_len=100)", "seq-len=100: the model takes at most 37 tokens"),
+        ("ttl.evaluate(model, tokenizer, data, batch_size=0)", "--batch-size=0 should be at least 1"),
         ("ttl.evaluate(model, tokenizer, '')", "no text to score"),
-        ("ttl.load_model(None)", "path should be str or os.PathLike, not None: None"),
-        ("ttl.load_model('runs/default', dtype='float32')", "dtype should be torch.dtype, not str"),
-        ("ttl.load_model('runs/default', dtype=torch.int32)", "should be a floating-point type, e.g. torch.bfloat16"),
-        ("ttl.load_config({'train.steps': 5})", "file should be str or os.PathLike or None, not dict"),
-        (
-            "ttl.load_config(overrides=['train.steps=5'])",
-            "collections.abc.Mapping or None, not list",
-        ),
-        ("ttl.load_config(overrides={1: 2})", "overrides should be"),
-        ("ttl.open_data('my_text')", "config should be torchtitan_lite.config.schema.Config, not str"),
         ("ttl.build_model(config, -1)", "the vocabulary size is missing"),
-        ("ttl.build_optimizer(None, config)", "model should be torch.nn"),
-        ("ttl.clip_grad_norm(torch.nn.Linear(2, 2), optimizer, 1.0)", "call backward before clip_grad_norm"),
-        ("ttl.set_learning_rate(optimizer, config, True)", "step should be int, not bool: True"),
-        ("ttl.generate(model, tokenizer, None)", "prompt should be str, not None"),
-        ("ttl.generate(model, tokenizer.tokenizer, 'a')", "tokenizer should be torchtitan_lite.api.Tokenizer, not tok"),
-        ("ttl.evaluate(model, tokenizer, 5)", "data should be"),
-        ("ttl.evaluate(model, tokenizer, data, documents=2.0)", "documents should be int or None, not float: 2.0"),
     ],
 )
 def test_mistakes_are_user_errors(place: Path, mistake: str, message: str) -> None:
@@ -311,16 +288,13 @@ def test_mistakes_are_user_errors(place: Path, mistake: str, message: str) -> No
     assert message in str(raised.value)
 
 
-def test_numbers_of_numpy_and_compiled_models_are_as_good(place: Path) -> None:
-    names = example_names()
-    model, tokenizer = names["model"], names["tokenizer"]
-    plain = ttl.generate(model, tokenizer, "def ", max_tokens=5)
-    compiled: Any = torch.compile(model, backend="eager")
-    others: dict[str, Any] = {"max_tokens": np.int64(5), "temperature": np.float64(0.8)}
-    assert ttl.generate(compiled, tokenizer, "def ", **others) == plain
-    wrong: dict[str, Any] = {"promt": "def "}
-    with pytest.raises(TypeError, match="promt"):
-        ttl.generate(model, tokenizer, "def ", **wrong)
+def test_an_empty_prompt_begins_a_document(place: Path) -> None:
+    model, tokenizer = ttl.load_model("runs/default")
+    plain = ttl.generate(model, tokenizer, "", max_tokens=5, temperature=0)
+    tokens = torch.tensor([tokenizer.end_tokens])
+    for _ in range(5):
+        tokens = torch.cat((tokens, model(tokens)[:, -1:].argmax(-1)), dim=1)
+    assert plain == tokenizer.decode(tokens[0, 1:].tolist()) != ""
 
 
 # --- what is documented ---------------------------------------------------------------------------------------------

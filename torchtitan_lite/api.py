@@ -4,30 +4,24 @@ Everything runs in this process, on a CPU or one GPU: there is no launcher, no p
 is a plain torch.nn.Module with float32 parameters. With the same config, data and number of CPU threads, the loop of
 `build_optimizer` computes the losses of a run of train.py on one process, bit for bit (without dropout).
 
-Mistakes in arguments, files and configs raise `ttl.UserError` with what is wrong and what works. The API is one file,
-mostly docstrings, so that it reads as a reference.
+Mistakes in files and configs raise `ttl.UserError` with what is wrong and what works.
 """
 
 import contextlib
-import functools
-import inspect
 import operator
 import os
-import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
 from pathlib import Path
-from types import UnionType
-from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 import tokenizers
 import torch
 from torch import Tensor
 
 from torchtitan_lite import cpu, models
-from torchtitan_lite.checkpointing import dcp_storage, storage
+from torchtitan_lite.checkpointing import compatibility, dcp_storage, full_state, storage
 from torchtitan_lite.checkpointing.tensor_names import own_tensors
 from torchtitan_lite.config import load, paths
 from torchtitan_lite.config.schema import Config, default_of, known_keys
@@ -40,71 +34,26 @@ from torchtitan_lite.data.pairs import source_prefix
 from torchtitan_lite.distributed import blocks
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import World
-from torchtitan_lite.errors import ConfigError, DataError, shortened
+from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.errors import UserError as UserError
 from torchtitan_lite.huggingface import weights
-from torchtitan_lite.models import Transformer
+from torchtitan_lite.models import LossOptions, Transformer
 from torchtitan_lite.models.generation import answers, pieces
 from torchtitan_lite.optim import optimizer as optim
 from torchtitan_lite.tools import generate as generating
 from torchtitan_lite.tools import load_model as loading
 from torchtitan_lite.tools.evaluation import evaluate as scoring
 from torchtitan_lite.tools.evaluation import tables
+from torchtitan_lite.tools.evaluation.documents import Split
 from torchtitan_lite.training import checks
 from torchtitan_lite.training.start import prepared
 
 Text = str | os.PathLike[str]  # a path, or for data also a glob
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Raise ConfigError for an argument of another type than annotated. A compiled model stands for its original.
-
-    Unlike pydantic's validate_call, it accepts numpy's numbers, and never converts an argument.
-    """
-
-    @functools.wraps(function)
-    def checked(*args: P.args, **keys: P.kwargs) -> R:
-        bound = inspect.signature(function).bind(*args, **keys)
-        for name, hint in get_type_hints(function).items():
-            if name not in bound.arguments:  # a default, or "return"
-                continue
-            value = getattr(bound.arguments[name], "_orig_mod", bound.arguments[name])
-            if not _has_type(value, hint):
-                types = " or ".join(_type_name(option) for option in get_args(hint) or [hint])
-                raise ConfigError(f"{name} should be {types}, not {_type_name(type(value))}: {shortened(repr(value))}")
-            bound.arguments[name] = value
-        return function(*bound.args, **bound.kwargs)
-
-    return checked
-
-
-def _has_type(value: Any, hint: Any) -> bool:
-    kind, inner = get_origin(hint) or hint, get_args(hint)
-    if kind in (Union, UnionType):
-        return any(_has_type(value, option) for option in inner)
-    if kind in (int, float):
-        return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
-    if kind is Sequence:
-        return isinstance(value, list | tuple) and all(_has_type(item, inner[0]) for item in value)
-    if kind is Mapping:
-        return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
-    return isinstance(value, kind)
-
-
-def _type_name(hint: Any) -> str:
-    kind = get_origin(hint) or hint
-    if kind is type(None):
-        return "None"
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
+Device = Literal["auto", "cpu", "cuda"]
 
 # --- config, data, model ----------------------------------------------------------------------------------------
 
 
-@_checked
 def load_config(file: Text | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
     """Load and check a config, as train.py does.
 
@@ -128,7 +77,7 @@ def load_config(file: Text | None = None, overrides: Mapping[str, Any] | None = 
     path = None if file is None else Path(file)
     loaded = load.load(path, values, origin="overrides", n_gpus=torch.cuda.device_count(), checks=model_checks)
     for note in loaded.notes:
-        warnings.warn(note, stacklevel=3)
+        warnings.warn(note, stacklevel=2)
     return loaded.config
 
 
@@ -146,7 +95,6 @@ class Tokenizer:
         """The number of entries."""
         return self.tokenizer.get_vocab_size()
 
-    @_checked
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, without an end token."""
         return bpe.encode(self.tokenizer, text)
@@ -154,13 +102,9 @@ class Tokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens. A masked target (-100) has none: leave it out."""
         try:
-            ids = [operator.index(token) for token in tokens]
-        except TypeError as error:
-            raise ConfigError(f"tokens should be whole numbers: {error}") from None
-        if bad := [i for i, token in enumerate(ids) if not 0 <= token < 2**32]:
-            masked = "; leave masked targets out" if ids[bad[0]] < 0 else ""
-            raise ConfigError(f"tokens[{bad[0]}]={ids[bad[0]]} should be 0 or more, and below 2**32{masked}")
-        return str(self.tokenizer.decode(ids))
+            return str(self.tokenizer.decode([*map(operator.index, tokens)]))
+        except (OverflowError, TypeError) as error:
+            raise ConfigError(f"tokens should be whole numbers of 0 or more, no masked targets: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -176,15 +120,12 @@ class Data:
         """The vocabulary size of the tokenizer."""
         return self.dataset.vocab_size
 
-    @_checked
     def batches(self, first_step: int = 1) -> Iterator[tuple[int, Batch]]:
         """Each step and its global batch, to train.steps: the samples of a run with this config, in the same order.
 
         A batch has `micro_batches`, and in `global_tokens` the number of targets of all of them. `micro.on(device)`
         gives the arguments of the model.
         """
-        if first_step < 1:
-            raise ConfigError(f"first_step={first_step} should be 1 or more")
         train, data = self.config.train, self.config.data
         samples = open_samples(self.dataset, "train", self.config)
         loader = Loader(
@@ -196,15 +137,12 @@ class Data:
             document_mask=data.document_mask,
         )
 
-        def steps() -> Iterator[tuple[int, Batch]]:
-            end = 0
-            for step in range(1, train.steps + 1):
-                first = data.position(end, train.batch_size(step))
-                end = first + train.batch_size(step)
-                if step >= first_step:
-                    yield step, loader.batch(first, end - first)
-
-        return steps()
+        end = 0
+        for step in range(1, train.steps + 1):
+            first = data.position(end, train.batch_size(step))
+            end = first + train.batch_size(step)
+            if step >= first_step:
+                yield step, loader.batch(first, end - first)
 
     def __repr__(self) -> str:
         names = ", ".join(source.name for source in self.dataset.sources)
@@ -212,7 +150,6 @@ class Data:
         return f"Data({names}: {sizes}, vocab_size={self.vocab_size:,})"
 
 
-@_checked
 def open_data(config: Config) -> Data:
     """Open the data of `[data]`. Text is prepared first, once, in the cache.
 
@@ -230,7 +167,6 @@ def open_data(config: Config) -> Data:
     return Data(loaded.config, Tokenizer(tokenizer, (dataset.end_token,), prefix, loaded.config), dataset)
 
 
-@_checked
 def build_model(config: Config, vocab_size: int = 0) -> Transformer:
     """Build the model of `[model]` on `run.device`, with the initial values of a run: random, or of `init_from`.
 
@@ -240,8 +176,8 @@ def build_model(config: Config, vocab_size: int = 0) -> Transformer:
     True
 
     `model(tokens)` returns logits, (B, T, V). `model(tokens, targets)` returns the summed loss. Of the config it also
-    applies optim.freeze, train.z_loss, [speed] without float8, [activation_checkpointing] and [compile]. It computes in
-    float32; use torch.autocast for bfloat16.
+    applies optim.freeze, the losses of [train], [speed] without float8, [activation_checkpointing] and [compile]. It
+    computes in float32; use torch.autocast for bfloat16.
 
     Args:
         vocab_size: of the data; a nonzero model.vocab_size overrides it.
@@ -255,35 +191,26 @@ def build_model(config: Config, vocab_size: int = 0) -> Transformer:
     if size < vocab_size:
         raise ConfigError(f"model.vocab_size = {size} is smaller than the tokenizer's {vocab_size}; 0 takes that")
     if config.fsdp.param_dtype != "float32":
-        warnings.warn("the model computes in float32, not in fsdp.param_dtype: use torch.autocast", stacklevel=3)
+        warnings.warn("the model computes in float32, not in fsdp.param_dtype: use torch.autocast", stacklevel=2)
     with torch.device("meta"):
-        model = models.build(config.model, size)
+        model = models.build(config.model, size, LossOptions.of(config))
     optim.freeze(model, config.optim.freeze)
-    model.output.z_loss = config.train.z_loss
-    model.output.chunked = config.speed.chunked_loss
     cpu.apply(model, config.speed)
     blocks.apply_activation_checkpointing(model, config.activation_checkpointing)
     blocks.apply_compile(model, config.compile, all_lengths=config.data.objective == "pairs")
-    materialise(model, _device(config.run.device), config.run.seed)
+    materialise(model, loading.device_of(config.run.device), config.run.seed)
     if config.model.init_from:
-        _load_initial(model, config)
+        source, targets = weights.open_weights(Path(config.model.init_from), config.model), own_tensors(model)
+        theirs = {name: shape for name, (_, shape) in dcp_storage.specs(source).items()}
+        shapes = compatibility.shapes_of(targets)
+        storage.compare(Path("model.init_from"), theirs, shapes, "model", "use its [model] and its tokenizer")
+        with torch.no_grad():
+            full_state.copy_rows(source, targets)
     return model
 
 
-def _load_initial(model: Transformer, config: Config) -> None:
-    source = weights.open_weights(Path(config.model.init_from), config.model)
-    targets = own_tensors(model)
-    source_shapes = {name: shape for name, (_, shape) in dcp_storage.specs(source).items()}
-    shapes = {name: tuple(tensor.shape) for name, tensor in targets.items()}
-    storage.compare(Path("model.init_from"), source_shapes, shapes, "model", "use its [model] and its tokenizer")
-    with torch.no_grad():
-        for name, target in targets.items():
-            target.copy_(source[name])
-
-
-@_checked
 def load_model(
-    path: Text, *, device: str = "auto", dtype: torch.dtype = torch.float32, tokenizer: Text | None = None
+    path: Text, *, device: Device = "auto", dtype: torch.dtype = torch.float32, tokenizer: Text | None = None
 ) -> tuple[Transformer, Tokenizer]:
     """Load a trained model: a run (its newest complete checkpoint), a checkpoint, or a Hugging Face folder.
 
@@ -299,31 +226,20 @@ def load_model(
     Raises:
         UserError: there is no such model or tokenizer, or it is damaged.
     """
-    if not dtype.is_floating_point:
-        raise ConfigError(f"dtype={dtype} should be a floating-point type, e.g. torch.bfloat16")
     file = None if tokenizer is None else paths.expand(os.fspath(tokenizer))
-    with _naming_arguments():
-        scored = scoring.open_one(Path(path), _device(device), dtype, file)
+    scored = scoring.open_one(Path(path), loading.device_of(device), dtype, file)
     opened = scored.opened
     for note in opened.notes:
-        warnings.warn(note, stacklevel=3)
+        warnings.warn(note, stacklevel=2)
     return opened.model.requires_grad_(), Tokenizer(opened.tokenizer, opened.ends, opened.prefix, scored.config)
-
-
-def _device(name: str) -> torch.device:
-    if name not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"device={name!r} should be auto, cpu or cuda")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError('device="cuda", but torch sees no GPU here; device="cpu" works')
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 # --- in the loop ------------------------------------------------------------------------------------------------
 
 
-@_checked
 def build_optimizer(model: torch.nn.Module, config: Config) -> torch.optim.Optimizer:
-    """Build the optimizer of `[optim]`, with its parameter groups. This is the loop of a run:
+    """Build the optimizer of `[optim]`, with its parameter groups. Its steps also change the biases of routers
+    (model.router_bias). This is the loop of a run:
 
     >>> optimizer = ttl.build_optimizer(model, config)
     >>> for step, batch in data.batches():
@@ -336,14 +252,19 @@ def build_optimizer(model: torch.nn.Module, config: Config) -> torch.optim.Optim
     ...     optimizer.zero_grad()
 
     Raises:
-        UserError: a pattern of [[optim.groups]] matches no parameter, or every parameter is frozen.
+        UserError: a pattern of [[optim.groups]] matches no parameter.
     """
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError("every parameter of the model is frozen: set requires_grad = True for those to train")
-    return optim.build_optimizer(model, config.optim)
+    optimizer = optim.build_optimizer(model, config.optim)
+    if isinstance(model, Transformer) and config.model.router_bias:
+
+        def balance(*_: object) -> None:
+            model.balance(None if model.loads is None else model.loads.double())
+            model.loads = None
+
+        optimizer.register_step_post_hook(balance)
+    return optimizer
 
 
-@_checked
 def clip_grad_norm(model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
     """Scale the gradients down to a total norm of at most `max_norm`. Returns the norm before that, () float32.
 
@@ -354,10 +275,6 @@ def clip_grad_norm(model: torch.nn.Module, optimizer: torch.optim.Optimizer, max
     >>> bool(norm > 1), bool(ttl.clip_grad_norm(model, optimizer, 1.0) < 1.001)
     (True, True)
     """
-    if not max_norm > 0:
-        raise ConfigError(f"max_norm={max_norm} should be above 0, e.g. 1.0")
-    if all(parameter.grad is None for parameter in model.parameters()):
-        raise ConfigError("the model has no gradients: call backward before clip_grad_norm")
     norm = optim.squared_norm(model, 1).sqrt().float()
     optim.clip_gradients(optimizer, norm, max_norm, torch.ones_like(norm))
     if (scale := getattr(optimizer, "grad_scale", None)) is not None:  # a fused step would divide by it, and keep it
@@ -368,7 +285,6 @@ def clip_grad_norm(model: torch.nn.Module, optimizer: torch.optim.Optimizer, max
     return norm
 
 
-@_checked
 def set_learning_rate(optimizer: torch.optim.Optimizer, config: Config, step: int) -> float:
     """Set the learning rate of a step (from 1) by the schedule of `[optim]` over train.steps, and return it.
 
@@ -391,7 +307,6 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, config: Config, step: in
 # --- using a model ----------------------------------------------------------------------------------------------
 
 
-@_checked
 def generate(
     model: Transformer,
     tokenizer: Tokenizer,
@@ -420,28 +335,26 @@ def generate(
         length_penalty: beam search: a larger one prefers longer answers.
 
     Raises:
-        UserError: an argument is out of range, or the prompt is empty or too long.
+        UserError: an argument is out of range, or the prompt is too long.
     """
     options = generating.Options(max_tokens, temperature, top_k, top_p, seed, beams, length_penalty)
     if problems := options.problems():
-        raise ConfigError("\n  ".join(_as_arguments(problem) for problem in problems))
+        raise ConfigError("\n  ".join(problems))
     if beams > 1 and not answers(model):
         raise ConfigError(f"beams={beams} is for encoder-decoders, and this is a decoder: beams=1 works")
     opened = _opened(model, tokenizer)
-    with _naming_arguments():
-        ids = generating.encode(opened, prompt)
+    ids = generating.encode(opened, prompt)
     with _evaluating(model):
         tokens = generating.tokens_of(opened, ids, options)
         return "".join(pieces(tokenizer.tokenizer, [] if answers(model) else ids, tokens))
 
 
-@_checked
 def evaluate(
     model: Transformer,
     tokenizer: Tokenizer,
     data: Data | Text | Sequence[Text],
     *,
-    split: str = "val",
+    split: Split = "val",
     text_key: str = "text",
     text_suffixes: Sequence[str] = (),
     documents: int | None = None,
@@ -470,11 +383,6 @@ def evaluate(
     Raises:
         UserError: an argument is out of range, or a text is missing, unusable, or does not suit the model.
     """
-    if split not in ("val", "train", "all"):
-        raise ConfigError(f"split={split!r} should be val, train or all")
-    for name, value, least in (("documents", documents, 1), ("seq_len", seq_len, 0), ("batch_size", batch_size, 1)):
-        if value is not None and value < least:
-            raise ConfigError(f"{name}={value} should be at least {least}")
     if isinstance(data, Data):
         names = {str(source.folder): source.name for source in data.dataset.sources}
     else:
@@ -484,28 +392,33 @@ def evaluate(
         raise ConfigError('no text to score, e.g. ttl.evaluate(model, tokenizer, "my_text")')
     options = scoring.Options(
         data=list(names),
-        split=split,  # type: ignore[arg-type]
+        split=split,
         text_key=text_key,
         text_suffixes=text_suffixes,
         documents=documents,
         seq_len=seq_len,
         batch_size=batch_size,
     )
+    if problems := options.problems():
+        raise ConfigError("\n  ".join(problems))
     config = data.config if isinstance(data, Data) else tokenizer.config
     scored = scoring.Model("the model", _opened(model, tokenizer), config)
     world = World(0, 1, model.tok_embeddings.weight.device, torch.get_num_threads())
-    with _naming_arguments(), _evaluating(model):
-        scores = tables.with_total(dict(scoring.scores_of(scored, options, world, _warn)), {})
+    with _evaluating(model):
+        scores = tables.with_total(dict(scoring.scores_of(scored, options, world, warnings.warn)), {})
     return {names.get(text, text): tables.figures(part) for text, part in scores.items()}
 
 
 def _opened(model: Transformer, tokenizer: Tokenizer) -> loading.Opened:
-    prefix = tokenizer.source_prefix
-    return loading.Opened("the model", model, tokenizer.tokenizer, tokenizer.end_tokens, [], prefix)
-
-
-def _warn(note: str) -> None:
-    warnings.warn(_as_arguments(note), stacklevel=5)
+    return loading.Opened(
+        source="the model",
+        model=model,
+        tokenizer=tokenizer.tokenizer,
+        ends=tokenizer.end_tokens,
+        notes=[],
+        prefix=tokenizer.source_prefix,
+        published=tokenizer.config is None,
+    )
 
 
 @contextlib.contextmanager
@@ -518,19 +431,3 @@ def _evaluating(model: Transformer) -> Iterator[None]:
             yield
     finally:
         model.train(training)
-
-
-@contextlib.contextmanager
-def _naming_arguments() -> Iterator[None]:
-    """Errors about options of a command become errors about arguments."""
-    try:
-        yield
-    except (ConfigError, DataError) as error:
-        raise type(error)(_as_arguments(str(error))) from None
-
-
-def _as_arguments(message: str) -> str:
-    """A message about options of a command, with their names as arguments. Complete commands stay as they are."""
-    if "python -m" in message:
-        return message
-    return re.sub(r"--([a-z]+(?:-[a-z]+)*)", lambda option: option[1].replace("-", "_"), message)

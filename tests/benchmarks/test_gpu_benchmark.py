@@ -10,7 +10,7 @@ import pytest
 from benchmarks import gpu, gpu_items
 from tests.helpers import HANGS_S, start, succeeded
 from torchtitan_lite.monitoring import mfu
-from torchtitan_lite.tools.estimate import memory, planned_run
+from torchtitan_lite.tools.estimate import planned_run
 
 # stands for the interpreter that runs an item: -m benchmarks.gpu_items FUNCTION OPTIONS FILE
 _INTERPRETER = """#!/bin/sh
@@ -138,7 +138,7 @@ def test_the_settings_for_a_gpu_are_configs(item: gpu.Item) -> None:
 def test_the_steps_fit_into_80_gb(item: gpu.Item) -> None:
     world_size, card = item.options.get("world_size", 1), mfu.DEVICES["h100"]
     config = gpu_items.config_of(item.options["config"], item.options["values"], world_size)
-    assert memory.fits(planned_run.make_plan(config, world_size, card), card)
+    assert planned_run.make_plan(config, world_size, card).fits
 
 
 @pytest.mark.extended

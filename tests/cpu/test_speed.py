@@ -22,7 +22,7 @@ from torchtitan_lite.cpu import fused
 from torchtitan_lite.cpu import loss as in_chunks
 from torchtitan_lite.distributed.blocks import apply_activation_checkpointing, apply_compile
 from torchtitan_lite.distributed.initialize import materialise
-from torchtitan_lite.models import Transformer, build, llama
+from torchtitan_lite.models import LossOptions, Transformer, build, llama
 from torchtitan_lite.models.attention import attend
 from torchtitan_lite.models.generation import KeysValues
 from torchtitan_lite.models.loss import IGNORE, summed_cross_entropy
@@ -308,8 +308,7 @@ def made(
     config: ModelConfig, speed: SpeedConfig = FAST, mode: str = "none", backend: str = "", *, widen: bool = False
 ) -> Transformer:
     with torch.device("meta"):
-        model = build(config, 97)
-    model.output.chunked = speed.chunked_loss
+        model = build(config, 97, LossOptions(chunked=speed.chunked_loss))
     cpu.apply(model, speed, widen=widen)
     apply_activation_checkpointing(model, ActivationCheckpointingConfig.model_validate({"mode": mode}))
     apply_compile(model, CompileConfig.model_validate({"enabled": bool(backend), "backend": backend or "eager"}))

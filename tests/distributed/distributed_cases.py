@@ -56,7 +56,7 @@ from torchtitan_lite.errors import (
     StuckError,
     UnreadableError,
 )
-from torchtitan_lite.models import Transformer, build
+from torchtitan_lite.models import LossOptions, Transformer, build
 from torchtitan_lite.models.gpt import GPT
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.optim.finite_guard import FiniteGuard
@@ -330,7 +330,7 @@ def case_a_block_that_is_not_initialised_is_found() -> None:
                     yield name, parameter
 
     with torch.device("meta"):
-        model = Forgetful(MODEL, 517)
+        model = Forgetful(MODEL, 517, LossOptions())
     apply_fsdp(model, make_mesh(MESHES["4"]), FsdpConfig())
     with pytest.raises(RuntimeError, match="layers.0.attention.wq.weight holds values that are not finite") as caught:
         materialise(model, CPU, 7)

@@ -18,7 +18,7 @@ from tests.helpers import ranks
 from tests.optim.on_ranks import muon_update
 from torchtitan_lite.config.sections.compute import missing_for_inductor
 from torchtitan_lite.distributed.initialize import materialise
-from torchtitan_lite.models import build
+from torchtitan_lite.models import LossOptions, build
 from torchtitan_lite.optim import optimizer as optim
 
 
@@ -55,13 +55,12 @@ def _reference(
     """Loss and gradient norm of each step of one whole model in float32, on the whole batch at once."""
     config = Case(2, dict(shape) | {"optim.name": optimizer_name}, base=base).config()
     with torch.device("meta"):
-        model = build(config.model, VOCABULARY)
+        model = build(config.model, VOCABULARY, LossOptions.of(config))
     materialise(model, torch.device("cpu"), seed=7)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     by_muon = {n: p for n, p in trained.items() if optimizer_name == "muon" and p.ndim > 1 and n.startswith("layers.")}
-    model.router_aux_loss, model.router_z_loss = config.train.router_aux_loss, config.train.router_z_loss
     momenta = {name: torch.zeros_like(p).double() for name, p in by_muon.items()}
     decayed = [p for name, p in trained.items() if p.ndim > 1 and name not in by_muon]
     others = [p for p in trained.values() if p.ndim == 1]

@@ -65,7 +65,7 @@ def test_each_command_runs(command: str, done: Callable[[str], tuple[str, Path]]
         for name, place in places.items():
             command = command.replace(name, str(place))
         said = succeeded(run_python(shlex.split(command)[1:]))
-        known = "complete|def |report  |a step takes at least|bits/byte|exported to |starts from these|of documents"
+        known = "complete|def |report  |a step takes|bits/byte|exported to |starts from these|of documents"
         assert re.search(known, said)
         return
     output, out_dir = done(command)

@@ -176,6 +176,7 @@ def scenario(cluster: Cluster, folder: Path) -> list[str]:
         action()
         until(lambda: trains(size, since), what)
         after = last_line(file)
+        until(lambda: int(last_line(file)[1]) > int(after[1]) + 25, "steps, and two checkpoints")
         made = [words[1] for words in map(str.split, file.read_text().splitlines()) if int(words[0]) >= int(before[0])]
         seconds, repeated = float(after[2]) - since, len(made) - len({*made})
         load = os.getloadavg()[0]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.models.test_model import EXPERTS, make
 from torchtitan_lite.models import grouped_products
-from torchtitan_lite.models.loss import IGNORE
+from torchtitan_lite.models.loss import IGNORE, LossOptions
 from torchtitan_lite.models.transformer import Transformer
 
 TOKENS = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -36,7 +36,7 @@ def test_the_loss_of_routers_is_that_of_transformers_and_not_in_the_value() -> N
     expected = gradients(model)
     for hook in hooks:
         hook.remove()
-    model.router_aux_loss, model.router_z_loss = 0.3, 0.1
+    model.losses = LossOptions(router_aux_loss=0.3, router_z_loss=0.1)
     loss = model(TOKENS, targets)
     assert loss.equal(plain)
     loss.backward()
@@ -66,9 +66,10 @@ def test_the_bias_moves_towards_equal_loads_and_changes_no_weight() -> None:
     layer: Any = model.layers[0]
     router = layer.feed_forward.router
     loads = torch.tensor([[9.0, 1, 5, 5, 5], [0, 0, 0, 0, 25]])
-    model.balance(loads, 0.01, None)
+    model.losses = LossOptions(router_bias_rate=0.01)
+    model.balance(loads)
     torch.testing.assert_close(router.bias, torch.tensor([-0.01, 0.01, 0, 0, 0]))
-    model.balance(loads, 0.01, torch.ones(()))  # a step that was withheld
+    model.balance(loads, torch.ones(()))  # a step that was withheld
     torch.testing.assert_close(router.bias, torch.tensor([-0.01, 0.01, 0, 0, 0]))
     _, weights, chosen = router(torch.zeros(1, 32))  # equal scores: the bias decides
     assert chosen[0, 0] == 1

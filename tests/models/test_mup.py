@@ -39,7 +39,6 @@ def optimizer_of(model: models.Transformer, config: dict[str, Any]) -> torch.opt
     settings = OptimConfig.model_validate({"lr": 4e-3, "warmup_steps": 0, **config})
     optimizer = optim.build_optimizer(model, settings)
     optim.set_learning_rate(optimizer, settings.lr)
-    model.output.chunked = False
     return optimizer
 
 

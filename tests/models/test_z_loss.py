@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.helpers import losses, ranks, succeeded, tiny
 from torchtitan_lite.cpu import loss as on_cpu
 from torchtitan_lite.models import chunked_loss
-from torchtitan_lite.models.loss import IGNORE, summed_cross_entropy
+from torchtitan_lite.models.loss import IGNORE, LossOptions, summed_cross_entropy
 from torchtitan_lite.models.transformer import Head
 
 Z = 0.01
@@ -44,8 +44,7 @@ def plain(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def of_head(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    module = Head(16, 91, bias=False)
-    module.chunked, module.z_loss = True, Z
+    module = Head(16, 91, LossOptions(z_loss=Z, chunked=True))
     return torch.func.functional_call(module, {"weight": weight}, (x, targets))
 
 

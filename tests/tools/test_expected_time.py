@@ -1,4 +1,4 @@
-"""The expected time of a step: its parts, the figures it prints, and docs/plan.md against published runs."""
+"""The expected time of a step: its parts, the figures it prints, and docs/lab/plan.md against published runs."""
 
 import re
 import statistics
@@ -18,9 +18,8 @@ from torchtitan_lite.config.derive import Layout
 from torchtitan_lite.models import build
 from torchtitan_lite.monitoring.mfu import DEVICES, flops_per_token
 from torchtitan_lite.tools.estimate import simulate
-from torchtitan_lite.tools.estimate.communication import expected_s
 from torchtitan_lite.tools.estimate.planned_run import make_plan
-from torchtitan_lite.tools.estimate.step_time import SPREAD, Machine, expected, likely, micro_batch, shares, time_lines
+from torchtitan_lite.tools.estimate.step_time import SPREAD, Machine, expected, expected_s, likely, micro_batch, shares
 from torchtitan_lite.tools.estimate.work import Attention, Collective, Product, Traffic, Work, _bytes
 
 MEDIAN, WORST = 0.10, 0.25
@@ -28,9 +27,9 @@ H100 = Machine(DEVICES["h100"])
 
 
 def documented() -> dict[tuple[str, ...], tuple[float, float, float, bool]]:
-    """docs/plan.md: model, GPUs, batch and options -> published, expected, error, and whether it calibrates."""
+    """docs/lab/plan.md: model, GPUs, batch and options -> published, expected, error, and whether it calibrates."""
     found = {}
-    for line in (ROOT / "docs/plan.md").read_text().splitlines():
+    for line in (ROOT / "docs/lab/plan.md").read_text().splitlines():
         if line.startswith(("| Llama", "| MPT", "| Qwen", "| GPT")):
             *what, source, was, expected, error = (cell.strip() for cell in line.strip("|").split("|"))
             figures = float(was.replace(",", "")), float(expected.replace(",", "")), float(error.strip("%+")) / 100
@@ -91,7 +90,7 @@ def test_the_documented_expectations_are_those_of_plan(row: published.Row) -> No
 
 def test_published_figures_are_printed_as_the_documented_table() -> None:
     compared = [published.Compared(row, int(documented()[key(row)][1])) for row in published.ROWS]
-    text = (ROOT / "docs/plan.md").read_text()
+    text = (ROOT / "docs/lab/plan.md").read_text()
     missing = [line for line in published.table(compared).splitlines() if line not in text]
     assert not missing
 
@@ -123,7 +122,7 @@ def test_a_window_has_fewer_scores_and_keeps_no_mask(simulated: simulate.Simulat
     half = config.model.n_layers / 2
     forward = {w.scores: n for w, n in found.work[0].items() if isinstance(w, Attention) and w.phase == "forward"}
     assert forward == {256 * 64: half, 256**2 / 2: half}
-    assert found.kept == pytest.approx(simulated.kept, rel=0.01)
+    assert found.peak == pytest.approx(simulated.peak, rel=0.02)
     with torch.device("meta"):
         flops = [flops_per_token(build(c.model, VOCABULARY), 256) for c in (config, windowed)]
     assert flops[0] - flops[1] == 12 * half * config.model.n_heads * config.model.dim_of_heads * (256 - 64)
@@ -152,8 +151,6 @@ def test_narrow_products_are_less_efficient() -> None:
     assert rates[0] < 0.3 * rates[2]
     assert 2 * rates[2] == pytest.approx(0.62 * 989e12, rel=0.15)
     assert 2 * 4096**3 / H100.products_s(product(4096, 4096, 4096), "forward", fused=True) == H100.rate(2), "hidden"
-    slower = Machine(DEVICES["h100"], power=0.5)
-    assert slower.rate(2) == pytest.approx(H100.rate(2) * 0.5 ** (1 / 3))
 
 
 def test_communication_costs_what_computation_cannot_hide() -> None:
@@ -169,17 +166,27 @@ def test_communication_costs_what_computation_cannot_hide() -> None:
     assert exposed(0.1) == pytest.approx(0.3, rel=0.1)
 
 
+LARGE = ["--model.size=1B", "--model.vocab_size=32000", "--train.steps=1000", "--fsdp.param_dtype=bfloat16"]
+
+
 @pytest.mark.extended
-def test_plan_prints_the_least_and_the_expected_time(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan.main(["--world-size=8", "--device=h100", "--fsdp.param_dtype=bfloat16"]) == 0
+def test_plan_prints_one_time_with_its_range_and_what_it_rests_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["--world-size=8", "--device=h100", *LARGE]) == 0
     out = capsys.readouterr().out
-    least = re.search(r"a step takes at least ([\d.]+) s", out)
-    expected = re.search(r"^expected a step takes ([\d.]+) s: products", out, re.M)
-    assert least
-    assert expected
-    assert float(least[1]) < float(expected[1])
+    found = re.search(r"^time    a step takes ([\d.]+) s, likely ([\d.]+) to ([\d.]+): [\d,]+ tokens", out, re.M)
+    assert found
+    step, least, most = map(float, found.groups())
+    assert least < step < most
+    parts = re.search(
+        r"^ +products ([\d.]+) s, attention ([\d.]+), other operators ([\d.]+), .* ([\d.]+), opt.* ([\d.]+)$", out, re.M
+    )
+    assert parts
+    assert sum(map(float, parts.groups())) == pytest.approx(step, abs=0.003)
+    assert "rests on published runs of h100: nine of ten" in out
+    assert re.search(r"^ +1,000 steps take \w+, likely \w+ to \w+: [\d,]+ device hours$", out, re.M)
+    assert "try " not in out
     assert plan.main(["--world-size=8", "--device=b200"]) == 0
-    assert "b200 has no published run here" in capsys.readouterr().out
+    assert "rests on other devices: b200 has no published run" in capsys.readouterr().out
 
 
 def test_the_range_holds_nine_of_ten_published_runs_and_is_wider_without_any() -> None:
@@ -192,16 +199,6 @@ def test_the_range_holds_nine_of_ten_published_runs_and_is_wider_without_any() -
     assert shares(DEVICES["b200"]) == (0.31, 0.72), "from MI300X to H200"
     fast, slow = (expected(found, replace(DEVICES["b200"], sustained=share)).total for share in (0.72, 0.31))
     assert likely(found, DEVICES["b200"]) == pytest.approx((fast / (1 + SPREAD), slow / (1 - SPREAD)))
-
-
-def test_a_power_limit_and_the_hours_of_all_devices_are_printed() -> None:
-    batch = {"train.micro_batch_size": 512, "train.global_batch_size": 8 * 512}  # enough to compute for
-    found = make_plan(config_of("llama, bfloat16, selective", 8, **batch), 8, DEVICES["h100"])
-    lines = "\n".join(time_lines(found, 0.4, 0.1))
-    step_s = expected(found, DEVICES["h100"], 0.1).total
-    assert step_s > 1.05 * expected(found, DEVICES["h100"]).total
-    assert f"expected a step takes {step_s:.3f} s at 10% of the nominal power limit" in lines
-    assert f"; {step_s * found.full_steps * 8 / 3600:,.0f} device hours, likely" in lines
 
 
 def test_a_slower_device_is_expected_to_take_longer() -> None:

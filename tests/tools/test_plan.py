@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,19 +19,26 @@ from torchtitan_lite import plan
 from torchtitan_lite.config import load
 from torchtitan_lite.config.derive import Layout
 from torchtitan_lite.config.schema import Config, ModelConfig
-from torchtitan_lite.data.prepare import split
+from torchtitan_lite.data.prepare.tokenizer import byte_level
 from torchtitan_lite.distributed import initialize
 from torchtitan_lite.distributed.process_group import build_mesh
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.monitoring.mfu import DEVICES, flops_per_token, multiplied_parameters, named
 from torchtitan_lite.terminal import size
-from torchtitan_lite.tools.estimate import memory, simulate
-from torchtitan_lite.tools.estimate.communication import link_s
-from torchtitan_lite.tools.estimate.planned_run import MOST_RANKS, make_plan, vocabulary
-from torchtitan_lite.tools.estimate.step_time import time_lines
+from torchtitan_lite.tools.estimate import command, simulate
+from torchtitan_lite.tools.estimate.planned_run import MOST_RANKS, Plan, make_plan, vocabulary
+from torchtitan_lite.tools.estimate.step_time import link_s
 from torchtitan_lite.tools.estimate.work import Collective, Product
 
 H100 = DEVICES["h100"]
+
+
+def collectives_of(found: Plan) -> Counter[Collective]:
+    """The collectives of forward and backward in a step."""
+    total: Counter[Collective] = Counter()
+    for i, times in found.simulated.micro_batches(found.layout.grad_accum_steps):
+        total.update({key: times * n for key, n in found.simulated.collectives[i].items()})
+    return total
 
 
 def cases() -> Iterator[Any]:
@@ -58,7 +66,7 @@ def test_a_checkpoint_has_the_parameters_and_the_state_of_all_ranks() -> None:
     for ranks, decay, each in ((1, 0.0, 12), (4, 0.0, 12), (4, 0.9, 16)):
         found = make_plan(config_with(values | {"optim.ema_decay": decay}, ranks), ranks, H100)
         assert found.checkpoint_bytes == pytest.approx(each * found.n_parameters, rel=0.01)
-        assert f"  a checkpoint on disk: {size(found.checkpoint_bytes)}" in memory.memory_lines(found)
+        assert f"        a checkpoint on disk: {size(found.checkpoint_bytes)}" in command._memory_lines(found)
 
 
 MESHES = pytest.mark.parametrize("mesh", [{}, {"fsdp.dp_replicate": 2}], ids=["shards", "hybrid"])
@@ -77,7 +85,7 @@ def test_averages_take_one_copy_of_the_shards(mesh: dict[str, Any], optimizer: s
     start, more = plain.simulated.peaks["start"], averaged.simulated.peaks["start"]
     shards = 4 * plain.n_parameters // plain.layout.dp_shard
     assert more == {**start, "optimizer state": start["optimizer state"] + shards}
-    assert averaged.collectives == plain.collectives, "they are computed on each rank's shards"
+    assert collectives_of(averaged) == collectives_of(plain), "they are computed on each rank's shards"
     assert averaged.simulated.exchanges == plain.simulated.exchanges
     assert bool(plain.simulated.exchanges) == (optimizer == "muon")
     assert {c.ranks for c in plain.simulated.exchanges} <= {plain.layout.dp_shard, plain.layout.dp_replicate}
@@ -92,16 +100,16 @@ def test_offloading_moves_shards_gradients_and_state_to_the_host() -> None:
     moved = {"parameters", "optimizer state", "gradients"}
     assert offloaded.device_bytes == {k: n for k, n in on_device.device_bytes.items() if k not in moved}
     host = sum(n for kind, n in on_device.device_bytes.items() if kind in moved)
-    assert f"  on the host, per rank: {size(host)}" in memory.memory_lines(offloaded)
-    assert not any("on the host" in line for line in memory.memory_lines(on_device))
-    assert any("copies to the host are not estimated" in line for line in time_lines(offloaded, 0.4))
+    assert f"        on the host, per rank: {size(host)}" in command._memory_lines(offloaded)
+    assert not any("on the host" in line for line in command._memory_lines(on_device))
+    assert command._time_lines(offloaded) == ["time    unknown: copies to the host are not estimated"]
 
 
 def test_float8_is_not_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     plan = make_plan(config_with({"speed.float8": True, "fsdp.param_dtype": "bfloat16"}, 1), 1, H100)
-    assert "  (float8 is not estimated: this is bfloat16)" in memory.memory_lines(plan)
-    assert time_lines(plan, 0.4)[-1] == "expected time unknown: float8 is not estimated"
+    assert "        (float8 is not estimated: this is bfloat16)" in command._memory_lines(plan)
+    assert command._time_lines(plan) == ["time    unknown: float8 is not estimated"]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +129,6 @@ def test_extrapolation_matches_a_simulation_at_full_depth(name: str, more: dict[
         mesh = build_mesh(config.fsdp, torch.device("cpu"))
         whole = simulate.simulate_depths(config, mesh, VOCABULARY, list(config.model.stacks), False)
     assert extrapolated.peak == whole.peak
-    assert extrapolated.kept == whole.kept
     assert extrapolated.collectives == whole.collectives
 
 
@@ -206,7 +213,7 @@ def test_communication_follows_from_the_shards() -> None:
     found = make_plan(config, 8, H100)
     assert found.layout.grad_accum_steps == 3
     sent: dict[str, int] = {}
-    for collective, times in found.collectives.items():
+    for collective, times in collectives_of(found).items():
         assert collective.ranks == 8
         sent[collective.kind] = sent.get(collective.kind, 0) + collective.bytes * times
     everything = 4 * found.n_parameters
@@ -220,7 +227,9 @@ def test_a_reduction_that_waits_for_the_last_micro_batch_is_planned_once() -> No
     config = config_of("llama", 8, **{"train.global_batch_size": 3 * 8 * 4, "model.n_layers": 9})
     last = config.model_copy(update={"fsdp": config.fsdp.model_copy(update={"grad_sync": "last"})})
     every, once = (
-        sum(times for collective, times in make_plan(c, 8, H100).collectives.items() if "scatter" in collective.kind)
+        sum(
+            times for collective, times in collectives_of(make_plan(c, 8, H100)).items() if "scatter" in collective.kind
+        )
         for c in (config, last)
     )
     assert every == 3 * once > 0
@@ -246,9 +255,8 @@ def test_405b_on_1024_ranks_is_planned(capsys: pytest.CaptureFixture[str]) -> No
     assert plan.main([*command, "--world-size=1024", "--device=b200", "--activation_checkpointing.mode=full"]) == 0
     out = capsys.readouterr().out
     assert "405,853,388,800 parameters" in out
-    assert "fits: 179.0 GiB" in out
+    assert ": fits into 179.0 GiB with a reserve" in out
     assert "1024 x b200 = dp_replicate 1 x dp_shard 1024" in out
-    assert "bound by computing" in out
 
 
 @pytest.mark.slow
@@ -259,15 +267,15 @@ def test_advised_options_make_the_run_fit(capsys: pytest.CaptureFixture[str]) ->
     assert plan.main(command) == 0
     out = capsys.readouterr().out
     assert "DOES NOT FIT" in out
-    *not_yet, last = out.split("what to change\n")[1].splitlines()
+    *not_yet, last = [line for line in out.splitlines() if line.startswith("try ")]
     assert not_yet
     assert all("not yet" in line for line in not_yet)
     assert "fits" in last
-    advised = last.split("fits")[1].split()
+    advised = last.split("fits: ")[1].split()
     assert plan.main([*command, *advised]) == 0
     again = capsys.readouterr().out
     assert "DOES NOT FIT" not in again
-    assert last.split("GiB")[0].strip() in again
+    assert last.removeprefix("try").split("GiB")[0].strip() in again
 
 
 @pytest.mark.parametrize(
@@ -277,8 +285,6 @@ def test_advised_options_make_the_run_fit(capsys: pytest.CaptureFixture[str]) ->
         (["--device=mine", "--peak-tflops=100"], "--memory-gib=N"),
         (["--world-size=0"], "--world-size=0 should be 1 or more"),
         (["--world-size=1000000000000"], "at most 1,000,000"),
-        (["--mfu=nan"], "--mfu=nan should be above 0"),
-        (["--power=1.5"], "--power=1.5 should be above 0 and at most 1"),
         (["--peak-tflops=1e308"], "--peak-tflops should be above 0 and finite"),
         (["--per-node=0.5"], "--per-node=0.5 should be 1 or more"),
         (["--tokenizer.path=nowhere.json"], "nowhere.json is not on this machine; --model.vocab_size=N"),
@@ -294,29 +300,16 @@ def test_invalid_options_are_errors_that_say_what_works(
     assert said in capsys.readouterr().err
 
 
-def test_a_plan_without_sharding_names_the_options_that_save_copies(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--train.micro_batch_size=1", "--train.global_batch_size=2"]
-    assert plan.main(["--world-size=1", *options]) == 0
-    said = capsys.readouterr().out.split("nothing is sharded, so these save FSDP's copies\n")[1].splitlines()
-    kept = "--fsdp.reshard_after_forward=false --fsdp.reshard_after_backward=false"
-    assert [line.split("fits   ")[1] for line in said] == [
-        f"{kept}   (bit for bit the same)",
-        f"{kept} --fsdp.grad_sync=last   (gradients are added in another order)",
-    ]
-    assert plan.main(["--world-size=2", *options]) == 0
-    assert "nothing is sharded" not in capsys.readouterr().out
-
-
 def test_no_advice_is_more_ranks_than_a_plan_takes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(memory, "MOST_RANKS", 6)
+    monkeypatch.setattr(command, "MOST_RANKS", 6)
     figures = ["--peak-tflops=100", "--memory-gib=0.003", "--memory-gbs=99", "--intra-node-gbs=9", "--inter-node-gbs=1"]
     small = ["--model.dim=32", "--model.n_layers=2", "--model.n_heads=2"]
     assert plan.main(["--device=mine", *figures, "--world-size=2", *small]) == 0
     out = capsys.readouterr().out
     assert "2 x mine" in out
-    assert "0.0 GiB on the device" in out
+    assert "DOES NOT FIT into 0.0 GiB" in out
     assert "--world-size=4" in out
     assert "--world-size=8" not in out
     assert plan.main(["--device=cpu", "--world-size=2", *small]) == 0
@@ -447,7 +440,7 @@ def test_the_vocabulary_is_the_one_that_training_would_have(tmp_path: Path) -> N
     def found(key: str, value: object) -> tuple[int, str]:
         return vocabulary(load.load(None, {key: value}, elsewhere=True).config)
 
-    split.byte_level().save(str(tmp_path / "tokenizer.json"))
+    byte_level().save(str(tmp_path / "tokenizer.json"))
     assert found("tokenizer.path", str(tmp_path / "tokenizer.json")) == (257, "")
     (tmp_path / "x.txt").write_text("def")
     assert found("data.path", str(tmp_path / "x.txt")) == (4096, "")
@@ -477,11 +470,11 @@ def test_flops_of_an_encoder_decoder_match_those_counted_by_torch(more: dict[str
 
 def test_a_gpu_does_not_store_the_scores() -> None:
     config = t5_config(1, train__seq_len=512)
-    kept = {on_gpu: simulate.simulate(config, 1, VOCABULARY, on_gpu=on_gpu).kept for on_gpu in (True, False)}
-    heads, scores = 4 * config.model.n_heads, 512**2 * 4
+    gpu, cpu = (simulate.simulate(config, 1, VOCABULARY, on_gpu=on_gpu).peak for on_gpu in (True, False))
+    scores = 4 * config.model.n_heads * 512**2 * 4
     # CPU: the probabilities of two encoder blocks; GPU: the bias that both read
-    assert kept[False] - kept[True] > heads * scores
-    assert kept[True] > heads * scores
+    assert sum(cpu.values()) - sum(gpu.values()) > scores
+    assert gpu["activations"] > scores
 
 
 def test_the_collectives_are_those_of_both_stacks() -> None:
@@ -502,8 +495,7 @@ def test_the_printed_plan_of_an_encoder_decoder(capsys: pytest.CaptureFixture[st
     out = capsys.readouterr().out
     assert "247,577,856 parameters" in out
     assert "at most 512 tokens and 114 targets" in out
-    assert "FLOPs per token (of the encoder's inputs and the decoder's targets, by target)" in out
-    assert f"fits: {DEVICES['h100'].memory_gib:.1f} GiB" in out
+    assert f": fits into {DEVICES['h100'].memory_gib:.1f} GiB" in out
 
 
 @pytest.mark.extended

@@ -45,7 +45,7 @@ def on_all(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> l
 
     Raises:
         UserError: on every rank, with the texts of all ranks that failed, and the class of the first of them (for an
-            error that is no UserError: StuckError). A rank with a bug raises that.
+            error that is no UserError: StuckError). A rank with a bug raises that, and so does the only rank.
     """
     cause, outcome = None, list[Any]()
     try:
@@ -53,7 +53,8 @@ def on_all(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> l
     except Exception as error:
         cause, outcome = error, _described(error)
     of_ranks = gather(outcome, group)
-    if cause is not None and not isinstance(cause, errors.UserError | OSError | MemoryError):
+    bug = not isinstance(cause, errors.UserError | OSError | MemoryError)
+    if cause is not None and (bug or len(of_ranks) == 1):
         raise cause
     failed: dict[str, tuple[int, str]] = {}  # by text: the first rank with it, and the class
     for rank, (kind, value) in enumerate(of_ranks):

@@ -2,12 +2,14 @@
 
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import ModelConfig
+from torchtitan_lite.models.loss import LossOptions
 from torchtitan_lite.models.transformer import Transformer
 
-__all__ = ["Transformer", "build"]
+PLAIN = LossOptions()
+__all__ = ["LossOptions", "Transformer", "build"]
 
 
-def build(config: ModelConfig, vocab_size: int) -> Transformer:
+def build(config: ModelConfig, vocab_size: int, losses: LossOptions = PLAIN) -> Transformer:
     """Build the model of `[model]` on torch's current device. A nonzero `config.vocab_size` overrides `vocab_size`."""
-    model: Transformer = FAMILIES[config.family].load()(config, config.vocab_size or vocab_size)
+    model: Transformer = FAMILIES[config.family].load()(config, config.vocab_size or vocab_size, losses)
     return model

@@ -138,20 +138,20 @@ class Experts(llama.Llama):
         for logits, chosen in routed:
             load = counted.new_zeros(logits.shape[1])  # (E,) tokens
             loads.append(load.scatter_add_(0, chosen.flatten(), counted.repeat_interleave(chosen.shape[1])))
-            if self.router_aux_loss:
+            if self.losses.router_aux_loss:
                 likely = (logits.softmax(-1) * counted[:, None]).sum(0)
-                more = more + self.router_aux_loss * len(load) * (load * likely).sum() / n
-            if self.router_z_loss:
-                more = more + self.router_z_loss * (logits.logsumexp(-1).square() * counted).sum()
+                more = more + self.losses.router_aux_loss * len(load) * (load * likely).sum() / n
+            if self.losses.router_z_loss:
+                more = more + self.losses.router_z_loss * (logits.logsumexp(-1).square() * counted).sum()
         self.loads = torch.stack(loads) if self.loads is None else self.loads + torch.stack(loads)
         return loss + (more - more.detach()) / len(routed)
 
     @torch.no_grad()
-    def balance(self, loads: Tensor | None, rate: float, withheld: Tensor | None) -> None:
-        """Up by `rate` for experts with less than the mean load of their layer, else down."""
+    def balance(self, loads: Tensor | None, withheld: Tensor | None = None) -> None:
+        """Up by `router_bias_rate` for experts with less than the mean load of their layer, else down."""
         for layer, bias in enumerate(self.router_biases()):
             assert loads is not None
-            change = rate * (loads[layer].mean() - loads[layer]).sign()
+            change = self.losses.router_bias_rate * (loads[layer].mean() - loads[layer]).sign()
             bias += change if withheld is None else change * (1 - withheld)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.models import llama
 from torchtitan_lite.models.generation import KeysValues
+from torchtitan_lite.models.loss import LossOptions
 from torchtitan_lite.models.transformer import Fill
 
 
@@ -65,8 +66,8 @@ class Gemma3(llama.Llama):
 
     block = TransformerBlock
 
-    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
-        super().__init__(config, vocab_size)
+    def __init__(self, config: ModelConfig, vocab_size: int, losses: LossOptions) -> None:
+        super().__init__(config, vocab_size, losses)
         self.norm = RMSNorm(config.dim, config.norm_eps)
         for name in ("rope_cos", "rope_sin"):
             self.register_buffer(name, getattr(self, name).new_empty(2, *self.rope_cos.shape[-2:]), persistent=False)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.models.attention import attend
 from torchtitan_lite.models.generation import KeysValues
+from torchtitan_lite.models.loss import LossOptions
 from torchtitan_lite.models.transformer import Transformer
 
 
@@ -69,9 +70,9 @@ class TransformerBlock(nn.Module):
 class GPT(Transformer):
     """Token embeddings plus learned positions, and blocks."""
 
-    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
+    def __init__(self, config: ModelConfig, vocab_size: int, losses: LossOptions) -> None:
         blocks: list[nn.Module] = [TransformerBlock(config) for _ in range(config.n_layers)]
-        super().__init__(config, vocab_size, blocks, nn.LayerNorm(config.dim, config.norm_eps))
+        super().__init__(config, vocab_size, losses, blocks, nn.LayerNorm(config.dim, config.norm_eps))
         self.pos_embeddings = nn.Embedding(config.max_seq_len, config.dim)
         self.dropout = nn.Dropout(config.dropout)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.models.attention import attend
 from torchtitan_lite.models.generation import KeysValues
+from torchtitan_lite.models.loss import LossOptions
 from torchtitan_lite.models.transformer import Transformer
 
 
@@ -120,9 +121,9 @@ class Llama(Transformer):
     rope_cos: Tensor
     rope_sin: Tensor
 
-    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
+    def __init__(self, config: ModelConfig, vocab_size: int, losses: LossOptions) -> None:
         blocks: list[nn.Module] = [self.block(config, i) for i in range(config.n_layers)]
-        super().__init__(config, vocab_size, blocks, nn.RMSNorm(config.dim, config.norm_eps))
+        super().__init__(config, vocab_size, losses, blocks, nn.RMSNorm(config.dim, config.norm_eps))
         shape = config.max_seq_len, config.dim_of_heads
         self.register_buffer("rope_cos", torch.empty(shape, dtype=torch.float32), persistent=False)
         self.register_buffer("rope_sin", torch.empty(shape, dtype=torch.float32), persistent=False)

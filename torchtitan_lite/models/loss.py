@@ -8,12 +8,32 @@ The value stays without it, so that losses remain comparable.
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchtitan_lite.config.schema import Config
+
 IGNORE = -100  # the target of a position without a loss
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """What [train] and [speed] say about a model's losses. By default there is nothing but the cross-entropy."""
+
+    z_loss: float = 0.0
+    router_aux_loss: float = 0.0
+    router_z_loss: float = 0.0
+    router_bias_rate: float = 0.0
+    chunked: bool = False
+
+    @classmethod
+    def of(cls, config: Config) -> "LossOptions":
+        train = config.train
+        routers = train.router_aux_loss, train.router_z_loss, train.router_bias_rate
+        return cls(train.z_loss, *routers, config.speed.chunked_loss)
 
 
 def summed_cross_entropy(logits: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:

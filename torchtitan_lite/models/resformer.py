@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.models import llama
 from torchtitan_lite.models.generation import KeysValues
+from torchtitan_lite.models.loss import LossOptions
 
 
 def has_table(layer: int, n_layers: int) -> bool:
@@ -56,8 +57,8 @@ class ResFormer(llama.Llama):
 
     block = TransformerBlock
 
-    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
-        super().__init__(config, vocab_size)
+    def __init__(self, config: ModelConfig, vocab_size: int, losses: LossOptions) -> None:
+        super().__init__(config, vocab_size, losses)
         self.n_tables = sum(has_table(layer, config.n_layers) for layer in range(config.n_layers))
         self.value_embeddings = nn.Embedding(vocab_size, self.n_tables * config.kv_heads * config.dim_of_heads)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.models import cuda_attention
 from torchtitan_lite.models.generation import KeysValues
-from torchtitan_lite.models.loss import IGNORE
+from torchtitan_lite.models.loss import IGNORE, LossOptions
 from torchtitan_lite.models.transformer import Fill, Transformer
 
 PAD = 0  # pads the encoder's tokens, and begins the decoder's
@@ -176,11 +176,11 @@ class T5(Transformer):
 
     start = PAD  # the first token of the decoder
 
-    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
+    def __init__(self, config: ModelConfig, vocab_size: int, losses: LossOptions) -> None:
         n_encoder, n_decoder = config.stacks
         blocks: list[nn.Module] = [EncoderBlock(config) for _ in range(n_encoder)]
         blocks += [DecoderBlock(config) for _ in range(n_decoder)]
-        super().__init__(config, vocab_size, blocks, nn.RMSNorm(config.dim, config.norm_eps))
+        super().__init__(config, vocab_size, losses, blocks, nn.RMSNorm(config.dim, config.norm_eps))
         self.encoder_bias = nn.Embedding(BUCKETS, config.n_heads)
         self.decoder_bias = nn.Embedding(BUCKETS, config.n_heads)
         self.encoder_norm = nn.RMSNorm(config.dim, config.norm_eps)

@@ -12,7 +12,7 @@ from torchtitan_lite.models.attention import within_documents
 from torchtitan_lite.models.chunked_loss import chunked_cross_entropy
 from torchtitan_lite.models.generation import KeysValues
 from torchtitan_lite.models.induction import Entries, entries
-from torchtitan_lite.models.loss import of_each, summed_cross_entropy
+from torchtitan_lite.models.loss import LossOptions, of_each, summed_cross_entropy
 
 
 class Fill(Protocol):
@@ -27,17 +27,18 @@ class Transformer(nn.Module):
     Shapes: B sequences, T tokens, D dim, V vocabulary.
     """
 
-    router_aux_loss = router_z_loss = 0.0  # of [train], for families with experts
     loads: Tensor | None = None  # with experts: (L, E) tokens that chose each expert in the micro-batches so far
 
-    def __init__(self, config: ModelConfig, vocab_size: int, blocks: list[nn.Module], norm: nn.Module) -> None:
+    def __init__(
+        self, config: ModelConfig, vocab_size: int, losses: LossOptions, blocks: list[nn.Module], norm: nn.Module
+    ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.losses = config, losses
         self.width = config.dim / config.mup_base_dim if config.mup_base_dim else 1.0  # what muP scales with
         self.tok_embeddings = nn.Embedding(vocab_size, config.dim)
         self.layers = nn.ModuleList(blocks)
         self.norm = norm
-        self.output = Head(config.dim, vocab_size, bias=False)
+        self.output = Head(config.dim, vocab_size, losses)
         self.tie_weights()
 
     def tie_weights(self) -> None:
@@ -104,8 +105,8 @@ class Transformer(nn.Module):
         """The summed loss, with the gradients of the losses of routers. For families with experts."""
         raise NotImplementedError
 
-    def balance(self, loads: Tensor | None, rate: float, withheld: Tensor | None) -> None:
-        """Change the biases of routers by `rate`, from the loads (L, E) of a step. For families with experts.
+    def balance(self, loads: Tensor | None, withheld: Tensor | None = None) -> None:
+        """Change the biases of routers by `router_bias_rate`, by a step's loads (L, E). For families with experts.
 
         Args:
             withheld: () on the device, 1 if the step's update was withheld: then nothing changes.
@@ -155,9 +156,11 @@ class Head(nn.Linear):
     returns all logits, which FSDP casts to fsdp.output_dtype, and the loss is computed from them.
     """
 
-    chunked = False  # speed.chunked_loss
-    z_loss = 0.0  # train.z_loss
     linear, cross_entropy = staticmethod(F.linear), staticmethod(chunked_cross_entropy)  # cpu/ replaces them
+
+    def __init__(self, dim: int, vocab_size: int, losses: LossOptions) -> None:
+        super().__init__(dim, vocab_size, bias=False)
+        self.chunked, self.z_loss = losses.chunked, losses.z_loss
 
     def logits_or_loss(self, x: Tensor, targets: Tensor | None, *, per_sequence: bool = False) -> Tensor:
         """As in Transformer.forward, from the normed (B, T, D) outputs of the last block."""

@@ -12,7 +12,7 @@ import tomli
 import torch
 from torch import nn
 
-from torchtitan_lite.config.schema import Config, ModelConfig
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.models import Transformer
 
@@ -70,18 +70,6 @@ def _of_encoder_decoder(model: Transformer, n: int, m: int) -> int:
     on_targets = multiplied_parameters(model) - on_inputs
     scores = n_encoder * n * n + n_decoder * (m * m + n * m)
     return 6 * (on_inputs * n + on_targets * m) + 12 * config.n_heads * config.dim_of_heads * scores
-
-
-def formula(model: ModelConfig) -> str:
-    """What `flops_per_token` computes, for people."""
-    if len(model.stacks) > 1:
-        return "of the encoder's inputs and the decoder's targets, by target"
-    notes = [", T at most the window"] if any(model.windows) else []
-    notes += [", N active"] if model.has_experts else []
-    notes += [", L those with attention, + H (18 K V + 64 (12 K + 10 V)) for each other"] * (
-        "delta" in model.layer_kinds
-    )
-    return "6 (N - N_embedding) + 12 L H Q T" + "".join(notes)
 
 
 @dataclass(frozen=True)

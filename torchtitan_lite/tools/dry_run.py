@@ -170,10 +170,12 @@ def compare(plan: Plan, n_bytes: dict[str, int], step_s: float, folder: Path) ->
         expected, real = planned_bytes[kind], n_bytes.get(kind)
         ratio = f"{real / expected:.2f}" if real and expected else ""
         rows.append((f"  {kind}", size(expected), "" if real is None else size(real), ratio))
-    least_s = step_time.least_s(plan, plan.device) if plan.device else 0.0
+    expected_s = 0.0
+    if plan.device is not None and not step_time.unknown(plan):
+        expected_s = step_time.expected(plan, plan.device).total
     rows += [
-        ("time of a step", f"at least {least_s:.3f} s" if least_s else "", f"{step_s:.3f} s", ""),
-        (f"{steps:,} steps", f"at least {duration(least_s * steps)}" if least_s else "", duration(step_s * steps), ""),
+        ("time of a step", f"{expected_s:.3f} s" if expected_s else "", f"{step_s:.3f} s", ""),
+        (f"{steps:,} steps", duration(expected_s * steps) if expected_s else "", duration(step_s * steps), ""),
         ("tokens per second", "", f"{layout.tokens_per_step / step_s:,.0f}", ""),
     ]
     return "\n".join(

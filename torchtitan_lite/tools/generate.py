@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from torchtitan_lite.config import paths
+from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import MIN_TEMPERATURE
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.pairs import with_prefix
@@ -28,7 +29,6 @@ from torchtitan_lite.tools.load_model import (
     Opened,
     best_checkpoint,
     device_of,
-    device_problems,
     open_model,
     out_of_range,
 )
@@ -40,7 +40,7 @@ def encode(opened: Opened, prompt: str) -> list[int]:
     """The tokens of a prompt. A source gets the prefix and the end token that the encoder has seen with each text.
 
     Raises:
-        ConfigError: it is empty, is not valid UTF-8, can't be encoded, or is too long for the model.
+        ConfigError: it is an empty source, is not valid UTF-8, can't be encoded, or is too long for the model.
     """
     if answers(opened.model) and prompt:
         prompt = with_prefix(opened.prefix, prompt)
@@ -53,8 +53,9 @@ def encode(opened: Opened, prompt: str) -> list[int]:
         if len(ids) > limit:
             raise ConfigError(f"the source has {len(ids)} tokens; the model takes at most {limit} (max_seq_len)")
         return ids
+    ids = ids or opened.beginning()  # an empty prompt is the beginning of a document
     if not ids:
-        raise ConfigError('the prompt is empty; give the model a beginning, e.g. --prompt "def "')
+        raise ConfigError("the prompt is empty, and the model has no token that begins a text: give it one")
     if len(ids) >= limit:
         raise ConfigError(
             f"the prompt has {len(ids)} tokens; prompt and answer together have at most {limit} (max_seq_len): "
@@ -187,7 +188,7 @@ def main(argv: Sequence[str]) -> int:
     )
     add = parser.add_argument
     add("run", type=paths.argument, metavar="RUN", help="a run, one of its checkpoints, or a Hugging Face folder")
-    add("--prompt", default=None, help="the beginning of the text; one document, also behind an end token inside it")
+    add("--prompt", help='the beginning of the text, or ""; one document, also behind an end token inside it')
     add("--source", default=None, help="encoder-decoders: the text to answer, e.g. to summarize")
     add("--beams", type=int, default=1, help="encoder-decoders: number of beams; replaces sampling")
     add("--length-penalty", type=float, default=1.0, help="beam search: a larger one prefers longer answers")
@@ -202,6 +203,7 @@ def main(argv: Sequence[str]) -> int:
     add("--best", action="store_true", help="of a run: the checkpoint with the lowest validation loss")
     add("--ema", action="store_true", help="use the averaged weights, see optim.ema_decay")
     add("--tokenizer", type=paths.argument, default=None, help="a tokenizer.json, where RUN has none")
+    add("--model.family", dest="family", default="", metavar="module:Name", help="of a model of your own: import it")
     args = parser.parse_args(argv)
     prepare_streams()
     return run_cli("generate", lambda: _run(args))
@@ -214,9 +216,11 @@ def _run(args: argparse.Namespace) -> int:
         problems.append('nothing to continue; e.g. --prompt "def ", --source "summarize: ..." or --interactive')
     if args.prompt is not None and args.source is not None:
         problems.append("--prompt is for decoders, and --source for encoder-decoders: give one of them")
-    problems += options.problems() + device_problems(args.device)
+    problems += options.problems()
     if problems:
         raise ConfigError("\n  ".join(problems))
+    if args.family:
+        FAMILIES.add(args.family)
     try:
         run = best_checkpoint(args.run) if args.best else args.run
         opened = open_model(run, device_of(args.device), getattr(torch, args.dtype), args.tokenizer, ema=args.ema)

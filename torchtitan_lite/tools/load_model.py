@@ -43,6 +43,19 @@ class Opened:
     notes: list[str]  # damaged checkpoints that were skipped
     prefix: str = ""  # of a source, as in training
     folder: Path = Path()  # the checkpoint or Hugging Face folder
+    published: bool = False  # whether it is a Hugging Face folder
+
+    def first_token(self) -> list[int]:
+        """Of a run, the end token; of a Hugging Face folder, the token that the tokenizer puts first, if any."""
+        if not self.published:
+            return list(self.ends[:1])
+        with_special, without = (self.tokenizer.encode("a", add_special_tokens=flag).ids for flag in (True, False))
+        return [int(with_special[0])] if with_special[:1] != without[:1] else []
+
+    def beginning(self) -> list[int]:
+        """What precedes a document: the first token, else the end token if the model has it."""
+        size = self.model.tok_embeddings.num_embeddings
+        return self.first_token() or [end for end in self.ends[:1] if end < size]
 
 
 def open_model(
@@ -100,17 +113,14 @@ def open_model(
     prefix = "" if published else source_prefix(run)
     if prefix and answers(model):
         notes = [*notes, f"each source begins with {prefix!r}, as in training"]
-    return Opened(source, model.eval().requires_grad_(False), entries, ends, notes, prefix, folder)
+    return Opened(source, model.eval().requires_grad_(False), entries, ends, notes, prefix, folder, published)
 
 
 def device_of(name: str) -> torch.device:
-    """The device of --device: auto is the GPU, if there is one."""
+    """The device of --device: auto is the GPU, if there is one. Raises ConfigError if a GPU is missing."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device=cuda, but torch sees no GPU here; --device=cpu works")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def device_problems(name: str) -> list[str]:
-    missing = name == "cuda" and not torch.cuda.is_available()
-    return ["--device=cuda, but torch sees no GPU here; --device=cpu works"] if missing else []
 
 
 def out_of_range(options: object, **rules: tuple[bool, str]) -> list[str]:

@@ -1,25 +1,23 @@
-"""`python -m torchtitan_lite.plan`: memory, communication and time of a run, without a GPU.
+"""`python -m torchtitan_lite.plan`: memory and time of a run, and what to try, without a GPU.
 
     python -m torchtitan_lite.plan --config configs/llama_8b.toml --world-size 64 --device h100
 
-The figures come from a simulated step (simulate.py). Two times are printed: a lower bound from nominal peaks, and the
-expected one (step_time.py).
+The figures come from a simulated step (simulate.py).
 """
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from torchtitan_lite.config import cli
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.monitoring.console import batch_line, model_line
 from torchtitan_lite.monitoring.mfu import DEVICES, Device
-from torchtitan_lite.tools.estimate.communication import communication_lines
-from torchtitan_lite.tools.estimate.failures import INPUTS, LLAMA3_HOURS, failure_lines
-from torchtitan_lite.tools.estimate.memory import advice_lines, memory_lines
-from torchtitan_lite.tools.estimate.planned_run import MOST_RANKS, Plan, make_plan
-from torchtitan_lite.tools.estimate.step_time import expected, time_lines
+from torchtitan_lite.terminal import duration, size
+from torchtitan_lite.tools.estimate.planned_run import MOST_RANKS, RESERVE, Plan, make_plan, vocabulary
+from torchtitan_lite.tools.estimate.step_time import SPREAD, expected, likely, unknown
 from torchtitan_lite.training import epochs
 
 # figures of another device, by option: field of Device, unit, help
@@ -36,74 +34,37 @@ FIGURES = {
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan_lite.plan",
-        description="Memory, communication, and the least and expected time of a run. Nothing is allocated; no GPU "
-        "is needed. Every option of train.py works as well: --config FILE, --section.key=value, ...",
+        description="Memory and time of a run, and what to try. Nothing is allocated; no GPU is needed. Every option "
+        "of train.py works as well: --config FILE, --section.key=value, ...",
         allow_abbrev=False,
     )
     parser.add_argument("--world-size", type=int, default=1, help="ranks of the run (default: 1)")
     parser.add_argument("--device", default="h100", help=f"cpu, {', '.join(DEVICES)}, or own figures (default: h100)")
-    parser.add_argument("--mfu", type=float, default=0.4, help="a share of the peak to expect (default: 0.4)")
-    parser.add_argument("--power", type=float, default=1.0, help="the power limit, as a share of the nominal one")
-    parser.add_argument(
-        "--mtbf", type=float, metavar="HOURS", help="GPU-hours for each failure: when to save, and goodput"
-    )
-    costs = parser.add_argument_group("what a save and a failure cost, with --mtbf")
-    for flag, (default, text, source) in INPUTS.items():
-        costs.add_argument(f"--{flag}", dest=flag, type=float, metavar="N", help=f"{default:g}: {text} ({source})")
     own = parser.add_argument_group("own figures, for another device")
     for flag, (field, _, text) in FIGURES.items():
         own.add_argument(f"--{flag}", dest=field, type=float, metavar="N", help=text)
     options, config_options = parser.parse_known_args(argv)
-    flags = ["help", "world-size", "device", "mfu", "power", "mtbf", *INPUTS, *FIGURES]
-    return run_cli("plan", lambda: _plan(options, config_options, flags))
+    return run_cli("plan", lambda: _plan(options, config_options))
 
 
-def _plan(options: argparse.Namespace, config_options: Sequence[str], flags: Sequence[str]) -> int:
+def _plan(options: argparse.Namespace, config_options: Sequence[str]) -> int:
     world_size: int = options.world_size
     if not 1 <= world_size <= MOST_RANKS:
         raise ConfigError(f"--world-size={world_size} should be 1 or more, and at most {MOST_RANKS:,}")
-    if not 0 < options.mfu <= 1:
-        raise ConfigError(f"--mfu={options.mfu} should be above 0 and at most 1, e.g. 0.4")
-    if not 0 < options.power <= 1:
-        raise ConfigError(f"--power={options.power} should be above 0 and at most 1, e.g. 0.7 for 490 of 700 W")
-    given = {flag: value for flag in INPUTS if (value := getattr(options, flag)) is not None}
-    values = {flag: given.get(flag, default) for flag, (default, *_) in INPUTS.items()}
-    if given and options.mtbf is None:
-        raise ConfigError(f"--{next(iter(given))} needs --mtbf=HOURS, e.g. {LLAMA3_HOURS:.0f}, as for Llama 3")
-    if options.mtbf is not None and not 1 <= options.mtbf <= 1e12:
-        raise ConfigError(
-            f"--mtbf={options.mtbf:g} should be from 1 to 1e12 hours, e.g. {LLAMA3_HOURS:.0f}, as for Llama 3"
-        )
-    if bad := [flag for flag, value in values.items() if not 0 <= value < math.inf or (not value and "gbs" in flag)]:
-        raise ConfigError("; ".join(f"--{flag} should be finite, and not negative or a speed of 0" for flag in bad))
     device = _device(options)
     per_node = min(device.per_node, world_size) if device else world_size
     command = cli.parse(
         config_options,
         True,  # the run is for another machine
-        flags,
+        ["help", "world-size", "device", *FIGURES],
         n_gpus=per_node if device else 0,
         world_size=world_size,
         local_world_size=per_node,
     )
-    config = epochs.planned(command.loaded)
-    plan = make_plan(config, world_size, device)
-    lines = [*_model_lines(plan), *memory_lines(plan), *communication_lines(plan)]
-    lines += time_lines(plan, options.mfu, options.power)
-    print("\n".join(lines), flush=True)
-    print("\n".join(advice_lines(plan)))
-    if options.mtbf is not None:
-        lines = failure_lines(
-            options.mtbf,
-            world_size,
-            math.ceil(world_size / per_node),
-            plan.checkpoint_bytes,
-            values,
-            sharded=config.checkpoint.state_dict == "sharded",
-            background=config.checkpoint.async_save,
-            step_s=expected(plan, plan.device, options.power).total if plan.device else None,
-        )
-        print("\n".join(lines))
+    plan = make_plan(epochs.planned(command.loaded), world_size, device)
+    print("\n".join([*_model_lines(plan), "", *_memory_lines(plan), *_time_lines(plan)]), flush=True)
+    for line in _advice(plan):
+        print(line, flush=True)
     return 0
 
 
@@ -141,9 +102,7 @@ def _device(options: argparse.Namespace) -> Device | None:
     return Device(options.device, driver_name="", **figures)
 
 
-def _model_lines(plan: "Plan") -> list[str]:
-    from torchtitan_lite.tools.estimate.planned_run import vocabulary
-
+def _model_lines(plan: Plan) -> list[str]:
     config, layout = plan.config, plan.layout
     active = f", {plan.n_active:,} of them active" if config.model.has_experts else ""
     note = "" if config.model.vocab_size else vocabulary(config)[1]
@@ -154,3 +113,108 @@ def _model_lines(plan: "Plan") -> list[str]:
         f"= dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}",
         batch_line(config, layout, plan.world_size),
     ]
+
+
+def _memory_lines(plan: Plan) -> list[str]:
+    total, device = sum(plan.device_bytes.values()), plan.device
+    room = ""
+    if device is not None:
+        verdict = "fits" if plan.fits else "DOES NOT FIT"
+        room = f": {verdict} into {device.memory_gib:.1f} GiB with a reserve of {RESERVE:.0%}"
+    on_disk = plan.checkpoint_bytes
+    disk = f"{on_disk / 1e12:.3g} TB" if on_disk >= 1e11 else size(on_disk)
+    lines = [
+        f"memory  {size(total)} at the peak of a rank{room}",
+        f"        {', '.join(f'{kind} {size(n)}' for kind, n in plan.device_bytes.items())}",
+        f"        a checkpoint on disk: {disk}",
+    ]
+    if plan.config.fsdp.cpu_offload:
+        lines.append(f"        on the host, per rank: {size(sum(plan.simulated.peak.values()) - total)}")
+    if plan.config.compile.enabled:
+        lines.append("        (compiled blocks keep less; the plan ignores that)")
+    if plan.config.speed.float8:
+        lines.append("        (float8 is not estimated: this is bfloat16)")
+    return lines
+
+
+def _time_lines(plan: Plan) -> list[str]:
+    """The expected time with its range, its parts, and what it rests on."""
+    device, train = plan.device, plan.config.train
+    if device is None or unknown(plan):
+        return [f"time    unknown: {unknown(plan)}"]
+    step, (least, most) = expected(plan, device), likely(plan, device)
+    rate = plan.layout.tokens_per_step / plan.world_size / step.total
+    share = plan.flops_per_token * rate / device.peak_flops(plan.config.fsdp.param_dtype)
+    known = f"published runs of {device.name}: nine of ten that it was not fitted to are within {SPREAD:.0%} of it"
+    lines = [
+        f"time    a step takes {step.total:.3f} s, likely {least:.3f} to {most:.3f}: {rate:,.0f} tokens per second and "
+        f"device, {share:.0%} MFU",
+        f"        products {step.products:.3f} s, attention {step.attention:.3f}, other operators {step.others:.3f}, "
+        f"communication not hidden {step.exposed:.3f}, optimizer {step.optimizer:.3f}",
+        f"        rests on {known if device.sustained else f'other devices: {device.name} has no published run'} "
+        "(docs/plan.md)",
+    ]
+    if train.steps:
+        run_s = [seconds * plan.full_steps for seconds in (step.total, least, most)]
+        lines.append(
+            f"        {train.steps:,} steps take {duration(run_s[0])}, likely {duration(run_s[1])} to "
+            f"{duration(run_s[2])}: {run_s[0] * plan.world_size / 3600:,.0f} device hours"
+        )
+    else:
+        lines.append(f"        train.epochs = {train.epochs:g}; the number of steps needs prepared data in data.path")
+    return lines
+
+
+# --- what to try ------------------------------------------------------------------------------------------------
+
+
+def _advice(plan: Plan) -> Iterator[str]:
+    """Changes that make the run fit, each simulated, on top of those before, the cheapest first."""
+    if plan.fits:
+        return
+    for options, config, world_size in _changes(plan):
+        changed = make_plan(config, world_size, plan.device)
+        total = size(sum(changed.device_bytes.values()))
+        yield f"try     {total}, {'fits' if changed.fits else 'not yet'}: {options}"
+        if changed.fits:
+            return
+    yield "        none of these is enough: more ranks, a smaller model, or a device with more memory"
+
+
+def _changes(plan: Plan) -> Iterator[tuple[str, Config, int]]:
+    """Each change on top of those before it: all options so far, the config, the world size."""
+    config, world_size = plan.config, plan.world_size
+    options: dict[str, object] = {}
+
+    def text() -> str:
+        return " ".join(f"--{key}={str(value).lower()}" for key, value in options.items())
+
+    changes: list[tuple[str, str, object]] = []
+    if config.fsdp.param_dtype == "float32":
+        changes.append(("fsdp", "param_dtype", "bfloat16"))
+    if config.fsdp.reshard_after_forward != "default":
+        changes.append(("fsdp", "reshard_after_forward", True))
+    if config.activation_checkpointing.mode == "none":
+        changes.append(("activation_checkpointing", "mode", "selective"))
+    changes.append(("activation_checkpointing", "every", 1))
+    changes.append(("activation_checkpointing", "mode", "full"))
+    micro_batch_size = config.train.micro_batch_size
+    while micro_batch_size > 1:
+        micro_batch_size //= 2
+        changes.append(("train", "micro_batch_size", micro_batch_size))
+    for section, key, value in changes:
+        values = getattr(config, section)
+        if getattr(values, key) != value:
+            config = config.model_copy(update={section: values.model_copy(update={key: value})})
+            options[f"{section}.{key}"] = value
+            yield text(), config, world_size
+    if plan.layout.dp_replicate > 1:  # one copy of the model, sharded over all ranks
+        one_copy = config.fsdp.model_copy(update={"dp_shard": -1, "dp_replicate": 1})
+        config = config.model_copy(update={"fsdp": one_copy})
+        options |= {"fsdp.dp_shard": -1, "fsdp.dp_replicate": 1}
+        yield text(), config, world_size
+    for _ in range(3):
+        world_size *= 2
+        if world_size > MOST_RANKS:
+            return
+        yield f"{text()} --world-size={world_size}".strip(), config, world_size

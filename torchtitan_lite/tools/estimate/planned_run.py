@@ -1,8 +1,6 @@
-"""`make_plan`: a config on a number of ranks, with one simulated step.
+"""`make_plan`: a config on a number of ranks, with one simulated step."""
 
-memory.py, communication.py and step_time.py each answer one question about a plan.
-"""
-
+import math
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -18,9 +16,10 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.monitoring.mfu import Device, active_parameters, flops_per_token
 from torchtitan_lite.tools.estimate.muon import muon_step
 from torchtitan_lite.tools.estimate.simulate import GRADIENTS, OPTIMIZER, PARAMETERS, Simulated, simulate
-from torchtitan_lite.tools.estimate.work import Collective, Traffic, Work
+from torchtitan_lite.tools.estimate.work import Traffic, Work
 
 MOST_RANKS = 1_000_000
+RESERVE = 0.06  # of the device's memory: CUDA context, NCCL buffers, fragmentation
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,6 @@ class Plan:
     flops_per_token: int
     simulated: Simulated
     checkpoint_bytes: int  # parameters, the optimizer's state and averages, of all ranks
-    logits_bytes: int  # of one micro-batch, in the dtype of the output matrix plus float32
 
     @property
     def full_steps(self) -> float:
@@ -46,24 +44,16 @@ class Plan:
         return train.samples / train.batch_size(train.steps)
 
     @property
-    def computed_tokens(self) -> int:
-        """Tokens of a rank in a step, including padding of the last micro-batches."""
-        train = self.config.train
-        return self.layout.grad_accum_steps * train.micro_batch_size * self.config.target_len
-
-    @property
-    def collectives(self) -> Counter[Collective]:
-        """The collectives of forward and backward in a step. Those of Muon are `simulated.exchanges`."""
-        total: Counter[Collective] = Counter()
-        for i, times in self.simulated.micro_batches(self.layout.grad_accum_steps):
-            total.update({key: times * n for key, n in self.simulated.collectives[i].items()})
-        return total
-
-    @property
     def device_bytes(self) -> dict[str, int]:
         """Peak bytes by kind, without those that `cpu_offload` keeps on the host."""
         on_host = (PARAMETERS, OPTIMIZER, GRADIENTS) if self.config.fsdp.cpu_offload else ()
         return {kind: n for kind, n in self.simulated.peak.items() if kind not in on_host}
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak fits into the device's memory minus the reserve."""
+        room = math.inf if self.device is None else (1 - RESERVE) * self.device.memory_gib * 2**30
+        return sum(self.device_bytes.values()) <= room
 
 
 def make_plan(config: Config, world_size: int, device: Device | None, *, on_gpu: bool | None = None) -> Plan:
@@ -86,7 +76,6 @@ def make_plan(config: Config, world_size: int, device: Device | None, *, on_gpu:
     start, n_bytes = simulated.peaks["start"], 4 * n_parameters
     shards = start[PARAMETERS] - sum(buffer.nbytes for buffer in model.buffers())  # of a rank; buffers are not saved
     update: Counter[Work] = Counter({w: n for w, n in simulated.optimizer.items() if isinstance(w, Traffic)})
-    bytes_per_logit = 4 if config.fsdp.param_dtype == "float32" else 2 + 4
     return Plan(
         config=config,
         world_size=world_size,
@@ -98,7 +87,6 @@ def make_plan(config: Config, world_size: int, device: Device | None, *, on_gpu:
         flops_per_token=flops,
         simulated=replace(simulated, optimizer=update + products, exchanges=exchanges),
         checkpoint_bytes=n_bytes + round(n_bytes * start[OPTIMIZER] / shards),
-        logits_bytes=config.train.micro_batch_size * config.target_len * vocab_size * bytes_per_logit,
     )
 
 

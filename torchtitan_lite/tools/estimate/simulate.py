@@ -52,7 +52,6 @@ class Simulated:
     """A step of one rank."""
 
     peaks: Peaks
-    kept: int  # bytes of activations between forward and backward of a micro-batch
     collectives: list[Counter[Collective]]  # of the first, a middle and the last micro-batch, or fewer
     work: list[Counter[Work]]  # in the same way
     optimizer: Counter[Work]  # clipping and the update
@@ -167,11 +166,6 @@ class Timeline(TorchDispatchMode):
         finally:
             torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
 
-    def held(self, kind: str, when: int) -> int:
-        """Bytes of a kind that were held at a moment."""
-        alive = (s for s in self.storages if s.born <= when and (s.died is None or s.died > when))
-        return sum(s.bytes for s in alive if s.kind == kind)
-
     def peaks(self) -> Peaks:
         """The peak of each part of the step."""
         changes = [(s.born, s.bytes) for s in self.storages]
@@ -259,7 +253,6 @@ def _extrapolated(base: Simulated, one: Simulated, more: Simulated, times: int) 
             part: {kind: n + times * (more.peaks[part][kind] - one.peaks[part][kind]) for kind, n in kinds.items()}
             for part, kinds in base.peaks.items()
         },
-        kept=base.kept + times * (more.kept - one.kept),
         collectives=[
             total(*counts) for counts in zip(base.collectives, one.collectives, more.collectives, strict=True)
         ],
@@ -274,11 +267,8 @@ def simulate_depths(config: Config, mesh: DeviceMesh, vocab_size: int, depths: l
     timeline = Timeline()
     with torch.device("meta"):
         keys = dict(zip(("n_layers", "n_decoder_layers"), depths, strict=False))
-        model = models.build(config.model.model_copy(update=keys), vocab_size)
+        model = models.build(config.model.model_copy(update=keys), vocab_size, models.LossOptions.of(config))
     freeze(model, config.optim.freeze)
-    model.output.z_loss = config.train.z_loss
-    model.router_aux_loss, model.router_z_loss = config.train.router_aux_loss, config.train.router_z_loss
-    model.output.chunked = config.speed.chunked_loss
     if on_gpu:
         fuse_norms(model)  # CUDA's kernel keeps as little as our CPU version
     else:
@@ -336,7 +326,7 @@ def _step(
     config: Config, n_micro: int, model: nn.Module, optimizer: torch.optim.Optimizer, timeline: Timeline
 ) -> Simulated:
     train = config.train
-    between, collectives, work = 0, [], []
+    collectives, work = [], []
     with timeline.watching():
         for i in range(n_micro):
             timeline.phase, timeline.micro = "forward", i
@@ -345,7 +335,6 @@ def _step(
             targets = torch.zeros(train.micro_batch_size, config.target_len, dtype=torch.int64)
             before_micro_batch(model, config.fsdp, last=i == n_micro - 1)
             loss = model(tokens, targets)
-            between = timeline.now
             timeline.phase = "backward"
             loss.backward()
             del loss
@@ -360,8 +349,7 @@ def _step(
         clip_gradients(optimizer, squared_norm(model, 1).sqrt().float(), config.optim.max_norm, torch.ones(()))
         optimizer.step()
         optimizer.zero_grad()
-    kept = timeline.held(ACTIVATIONS, between)
-    return Simulated(timeline.peaks(), kept, collectives, work, timeline.recorder.take())
+    return Simulated(timeline.peaks(), collectives, work, timeline.recorder.take())
 
 
 _attention: Any = functional.scaled_dot_product_attention
