@@ -149,7 +149,7 @@ def _time_lines(plan: Plan) -> list[str]:
     step, (least, most) = expected(plan, device), likely(plan, device)
     rate = plan.layout.tokens_per_step / plan.world_size / step.total
     share = plan.flops_per_token * rate / device.peak_flops(plan.config.fsdp.param_dtype)
-    known = f"published runs of {device.name}: nine of ten that it was not fitted to are within {SPREAD:.0%} of it"
+    known = f"published runs of {device.name}; nine of ten held-out ones, of all devices, are within {SPREAD:.0%}"
     lines = [
         f"time    a step takes {step.total:.3f} s, likely {least:.3f} to {most:.3f}: {rate:,.0f} tokens per second and "
         f"device, {share:.0%} MFU",
