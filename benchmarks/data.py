@@ -27,7 +27,7 @@ import tokenizers
 from torchtitan_lite.data import token_files
 from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.data.mixture import Mixture
-from torchtitan_lite.data.prepare import corpus
+from torchtitan_lite.data.prepare.texts import standard_library
 from torchtitan_lite.data.samples import Samples
 from torchtitan_lite.files import write_durably
 
@@ -39,7 +39,7 @@ def library(megabytes: float) -> bytes:
     """Source of Python's standard library, repeated to a size, as .jsonl lines of 4 KiB."""
     texts, size = [], 0
     while size < megabytes * 1e6:
-        for file in corpus.find("").files:
+        for file in standard_library().files:
             text = file.read_bytes().decode("utf-8", "ignore")
             lines = [json.dumps({"text": text[i : i + 4096]}) + "\n" for i in range(0, len(text), 4096)]
             texts += lines
@@ -138,15 +138,14 @@ def corpus_of(folder: Path, n_tokens: int) -> Path:
     write_durably(out / "tokenizer.json", b"{}")
     files = {"tokenizer.json": token_files.File.of(out / "tokenizer.json")}
     for split, n in (("train", n_tokens), ("val", 4 * SEQ_LEN)):
-        for number, length in enumerate(token_files.shard_lengths(n, 1 << 28)):
-            path = out / token_files.shard_name(split, number)
-            path.write_bytes(np.random.default_rng(0).integers(0, 8192, min(length, 10**6), np.uint16).tobytes())
-            os.truncate(path, length * 2)
-            files[path.name] = token_files.File(length * 2, "", token_files.spots(path))
+        path = out / f"{split}.bin"
+        path.write_bytes(np.random.default_rng(0).integers(0, 8192, min(n, 10**6), np.uint16).tobytes())
+        os.truncate(path, n * 2)
+        files[path.name] = token_files.File(n * 2, "", token_files.spots(path))
         np.array([n], np.int64).tofile(out / f"{split}.idx")
         files[f"{split}.idx"] = token_files.File.of(out / f"{split}.idx")
     described = token_files.Meta(
-        *(token_files.FORMAT_VERSION, 2, 1, 0, 0, n_tokens, 4 * SEQ_LEN, 0, 8192, 0, 1 << 28, "", "", ""), files, {}, []
+        *(token_files.FORMAT_VERSION, 2, 1, 0, 0, n_tokens, 4 * SEQ_LEN, 0, 8192, 0, "", "", ""), files, {}
     )
     (out / "meta.json").write_text(json.dumps(asdict(described)))
     return out

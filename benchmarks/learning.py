@@ -223,13 +223,13 @@ class Search:
 
     def _dev(self) -> Path:
         """The documents that the search is scored on."""
-        from torchtitan_lite.data.prepare import corpus, plan, split
+        from torchtitan_lite.data.prepare.documents import HASH_RANGE, usable
+        from torchtitan_lite.data.prepare.texts import standard_library
 
         with _lock:
             file = self.out / "dev.jsonl"
             if not file.exists():
-                texts = split.documents(corpus.find(""), plan.Options())
-                hashed = ((plan.document_hash(text.encode()) / plan.HASH_RANGE, text) for text in texts)
+                hashed = ((document.hash / HASH_RANGE, document.texts[0]) for document in usable(standard_library()))
                 chosen = [json.dumps({"text": text}) for at, text in hashed if 0.05 <= at < 0.1]
                 partial = file.with_suffix(".partial")
                 partial.write_text("\n".join(chosen) + "\n", encoding="utf-8")

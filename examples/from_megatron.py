@@ -17,6 +17,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ from numpy.typing import NDArray
 
 from torchtitan_lite.data import token_files as metas
 from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.data.prepare import plan, special_tokens, summary
+from torchtitan_lite.data.prepare.documents import HASH_RANGE
+from torchtitan_lite.data.prepare.summary import report
+from torchtitan_lite.data.prepare.tokenizer import as_text, unknown_token
 from torchtitan_lite.errors import DataError, run_cli
 
 HEADER = struct.Struct("<9sQBQQ")
@@ -58,13 +61,13 @@ def documents(prefix: str, end: int) -> Iterator[NDArray[Any]]:
 
 def copy(prefixes: Sequence[str], tokenizer_json: Path, out: Path, val_fraction: float) -> int:
     """Write the folder `out`. Returns 0. Raises DataError: a file is damaged, or does not suit the tokenizer."""
-    tokenizer = special_tokens.literal(bpe.load(tokenizer_json).to_str(pretty=True))
+    tokenizer = as_text(bpe.load(tokenizer_json).to_str(pretty=True))
     end, vocab_size = bpe.end_token(tokenizer), bpe.size(tokenizer)
-    unknown, dtype = special_tokens.unknown(tokenizer, end), metas.token_dtype(vocab_size)
+    unknown, dtype = unknown_token(tokenizer, end), metas.token_dtype(vocab_size)
     n_tokens, n_documents, n_bytes, n_unknown = [1, 1], [0, 0], [0, 0], 0  # of train and val
     out.mkdir(parents=True)
     (out / "tokenizer.json").write_text(tokenizer.to_str(pretty=True))
-    names = ["tokenizer.json", *(f"{s}.idx" for s in metas.SPLITS), *(metas.shard_name(s, 0) for s in metas.SPLITS)]
+    names = ["tokenizer.json", *(f"{s}.idx" for s in metas.SPLITS), *(f"{s}.bin" for s in metas.SPLITS)]
     with ExitStack() as files:
         *ends, train, val = (files.enter_context((out / name).open("wb")) for name in names[1:])
         for stream in (train, val):
@@ -74,7 +77,7 @@ def copy(prefixes: Sequence[str], tokenizer_json: Path, out: Path, val_fraction:
                 if not 0 <= tokens.min() <= tokens.max() < vocab_size:
                     raise DataError(f"{prefix}.bin was made with another tokenizer: it has {vocab_size} entries")
                 text = tokenizer.decode(tokens.tolist(), skip_special_tokens=False).encode()
-                split = int(plan.document_hash(text) < int(val_fraction * plan.HASH_RANGE))
+                split = int(int.from_bytes(sha256(text).digest()[:8]) < int(val_fraction * HASH_RANGE))
                 (train, val)[split].write(np.append(tokens, end).astype(dtype).tobytes())
                 n_tokens[split] += len(tokens) + 1
                 ends[split].write(np.int64(n_tokens[split]).tobytes())
@@ -83,7 +86,7 @@ def copy(prefixes: Sequence[str], tokenizer_json: Path, out: Path, val_fraction:
                 n_unknown += int((tokens == unknown).sum())
     if not all(n_documents):
         raise DataError(f"{n_documents[0]} documents to train and {n_documents[1]} to validate: --val-fraction")
-    hashes = summary.all_files(out, names)
+    hashes = metas.hashed(out, names)
     meta = metas.Meta(
         format_version=metas.FORMAT_VERSION,
         documents=sum(n_documents),
@@ -95,16 +98,14 @@ def copy(prefixes: Sequence[str], tokenizer_json: Path, out: Path, val_fraction:
         unknown_tokens=n_unknown,
         vocab_size=vocab_size,
         end_token=end,
-        shard_tokens=max(n_tokens),  # each split is one shard
         tokenizer_sha256=bpe.sha256(tokenizer),
-        tokens_sha256=summary.identity(hashes),
+        tokens_sha256=metas.identity(hashes),
         made_from=f"Megatron: {' '.join(prefixes)}",
         files=hashes,
         skipped={},
-        skipped_first=[],
     )
     (out / "meta.json").write_text(json.dumps(asdict(meta), indent=2) + "\n")
-    print(summary.report(out, tokenizer))
+    print(report(out))
     return 0
 
 

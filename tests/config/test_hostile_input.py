@@ -25,8 +25,10 @@ from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.storage import Manifest
 from torchtitan_lite.checkpointing.tensor_names import own_tensors
 from torchtitan_lite.config import cli, schema, toml
-from torchtitan_lite.data.prepare import __main__, split
+from torchtitan_lite.data.prepare import __main__
+from torchtitan_lite.data.prepare.tokenizer import byte_level
 from torchtitan_lite.huggingface import weights as hf
+from torchtitan_lite.monitoring import attempts
 from torchtitan_lite.tools import checkpoints, generate, migrate_accelerate
 from torchtitan_lite.tools.report import report
 
@@ -37,14 +39,14 @@ MODEL += ["--tokenizer.vocab_size=257", "--model.max_seq_len=32", "--train.seq_l
 WORDS = [
     *("", " ", "x", "x" * 5000, "..", "/", ".", "~", "~nobody2/x", "/dev/null", "/proc/self/mem", "a//b", "file/x"),
     *("nan", "inf", "-inf", "-1", "0", "1", "2", "1e-40", "1e400", "1e12", "-5", "9" * 400, "9" * 5000),
-    *("0x" + "f" * 5000, "true", "false", "null", "[]", "[[]]", "{}", "[" * 500, "[1, 'a']", "['a']", "{a = 1}"),
-    *("[{}]", "[{match = '['}]", "1979-05-27", "'''", '"', "\u00e9\u4e2d", "\U0001f600", "a\nb", "a\0b"),
-    *("a\udcffb", "\x1b[31m", "*", "[", "step-" + "9" * 30, "step--1", "[10, 5]", "[1, 2, 3]"),
+    *("true", "false", "null", "[]", "[[]]", "{}", "[" * 500, "[1, 'a']", "['a']", "{a = 1}"),
+    *("[{}]", "[{match = '['}]", "1979-05-27", "'''", '"', "\u00e9\u4e2d", "\U0001f600", "a\nb"),
+    *("\x1b[31m", "*", "[", "step-" + "9" * 30, "step--1", "[10, 5]", "[1, 2, 3]"),
     *("{'' = 1.0}", "{'a' = nan}", "['*', '*']", "file", "link"),
 ]  # fmt: skip
 VALUES: list[Any] = [
     *(0, 1, -1, 2**31, 2**63, 10**400, 1e308, -0.0, 1e-320, float("nan"), float("inf"), True, False),
-    *("", "x", "x" * 5000, "a\0b", "\x7f\x1b", "~nobody2", [], [[]], [0], [""], ["a\0"], [1e400, "a"], [[[[[1]]]]]),
+    *("", "x", "x" * 5000, "\x7f\x1b", "~nobody2", [], [[]], [0], [""], [1e400, "a"], [[[[[1]]]]]),
     *({}, {"a": {}}, {"a": 1}, {"match": "["}, [{}], [{"match": 1}], [{"match": "*", "lr_factor": -1}], {"": 1.0}),
 ]
 JSON: list[Any] = [
@@ -102,7 +104,7 @@ def test_hostile_values_in_a_file_never_raise(tmp_path: Path, amount: int) -> No
 def test_damaged_config_files_never_raise(tmp_path: Path, amount: int) -> None:
     file = tmp_path / "config.toml"
     good = toml.to_toml(cli.parse(["--run.name=a"], world_size=1, n_gpus=0).loaded.config).encode()
-    extra = [f"base = {toml.format_value(word)}\n".encode() for word in WORDS if "\udcff" not in word]
+    extra = [f"base = {toml.format_value(word)}\n".encode() for word in WORDS]
     extra += [
         b"base = 'config.toml'",
         b"base = 3",
@@ -148,13 +150,24 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     state = TrainState(step=1, identity=identity, config=schema.flatten(config))
     full = storage.commit(folder, state, "full", 1, records)
     checkpoints.convert(full, run.parent / "sharded")
-    split.byte_level().save(str(run / "tokenizer.json"))
+    byte_level().save(str(run / "tokenizer.json"))
     hf.export(run, run.parent / "hf")
     (run / "config.toml").write_text(toml.to_toml_with_origins(toml.Loaded(config, {})))
-    step = {"loss": 2.0, "mean_loss": 2.0, "seconds": 1.0, "time": 5.0, "lr": 0.1}
+    step = {
+        "loss": 2.0,
+        "mean_loss": 2.0,
+        "seconds": 1.0,
+        "time": 5.0,
+        "lr": 0.1,
+        "tokens": 8,
+        "tokens_per_second": 8.0,
+    }
     (run / "metrics.jsonl").write_text("".join(json.dumps({"step": n, **step}) + "\n" for n in (1, 2)))
     about = {"format_version": 1, "status": "complete", "step": 2, "reason": "", "time": 0}
     (run / "run.json").write_text(json.dumps(about))
+    lists: dict[str, Any] = {"command": [], "hosts": [], "setting": {}, "tasks": {}, "versions": {}, "git": {}}
+    numbers = {"attempt": 0, "time": 0, "step": 0, "samples": 0, "world_size": 1, "device": "cpu"}
+    attempts.add(run, {**numbers, **lists, "config": schema.flatten(config)})
     (run.parent / "text.txt").write_text(TEXT)
     assert __main__.main([str(run.parent / "text.txt"), "--out", str(run.parent / "data"), "--tokenizer", "bytes"]) == 0
     (run.parent / "accelerate.yaml").write_text("distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config:\n  a: 1\n")
@@ -163,7 +176,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_hostile_options_of_other_commands_never_raise(run: Path, amount: int) -> None:
     generating = ["max-tokens", "temperature", "top-k", "top-p", "seed", "device", "dtype", "tokenizer", "prompt"]
-    planning = ["world-size", "device", "mfu", "peak-tflops", "memory-gib", "memory-gbs", "intra-node-gbs", "per-node"]
+    planning = ["world-size", "device", "peak-tflops", "memory-gib", "memory-gbs", "intra-node-gbs", "per-node"]
     preparing = ["val-fraction", "on-error", "text-key", "end-token", "tokenizer", "verify", "train-tokenizer"]
     cases: list[tuple[Main, list[str]]] = []
     for word in WORDS:

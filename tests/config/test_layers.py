@@ -11,7 +11,8 @@ from tests.helpers import ROOT, python, ranks, succeeded
 from torchtitan_lite.config import cli, paths, schema, toml
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.data.prepare import __main__, split
+from torchtitan_lite.data.prepare import __main__
+from torchtitan_lite.data.prepare.tokenizer import byte_level
 from torchtitan_lite.tools import config_reference
 
 
@@ -147,7 +148,7 @@ def test_every_path_expands_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "base.toml").write_text('[run]\nout_dir = "~/runs"\n')
     (tmp_path / "mine.toml").write_text('base = "~/base.toml"\n')
     (tmp_path / "text.txt").write_text("some text\n" * 500)
-    split.byte_level().save(str(tmp_path / "tokenizer.json"))
+    byte_level().save(str(tmp_path / "tokenizer.json"))
     loaded = parse("--config=~/mine.toml", "--data.path=~/text.txt", "--tokenizer.path=~/tokenizer.json")
     assert loaded.config.folder == tmp_path / "runs/mine"
     monkeypatch.chdir(tmp_path)

@@ -11,7 +11,7 @@ from torchtitan_lite.config import cli, load
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config, SampleConfig
 from torchtitan_lite.config.sections.optim import OPTIMIZERS
-from torchtitan_lite.data.prepare import split
+from torchtitan_lite.data.prepare.tokenizer import byte_level
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.tools import generate
 from torchtitan_lite.training import checks
@@ -141,7 +141,7 @@ def test_an_override_matches_a_whole_group(key: str, capsys: pytest.CaptureFixtu
 
 
 def test_patterns_and_prompts_are_reported_with_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    split.byte_level().save(str(tmp_path / "tokenizer.json"))
+    byte_level().save(str(tmp_path / "tokenizer.json"))
     argv = ["--optim.freeze=['no', 'nope']", "--optim.groups=[{match = 'none'}, {match = 'nil'}]", "--train.steps=x"]
     argv += ["--fsdp.precision_overrides=[{match = 'nix', param_dtype = 'bfloat16'}]", "--model.max_seq_len=256"]
     argv += [f"--tokenizer.path={tmp_path / 'tokenizer.json'}", f"--sample.prompts=['{'x' * 256}']"]
@@ -155,7 +155,7 @@ def test_patterns_and_prompts_are_reported_with_the_rest(tmp_path: Path, capsys:
 
 
 def test_prompts_are_checked_with_an_existing_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    split.byte_level().save(str(tmp_path / "tokenizer.json"))
+    byte_level().save(str(tmp_path / "tokenizer.json"))
     argv = ["--check-config", "--model.max_seq_len=8", "--train.seq_len=8", "--sample.prompts=['12345678', '1234567']"]
     assert train.main([*argv, f"--tokenizer.path={tmp_path / 'tokenizer.json'}"]) == 2
     message = capsys.readouterr().err
@@ -333,3 +333,14 @@ def test_what_needs_several_ranks_is_refused_before_any_process_group(monkeypatc
     )
     offloaded = mistakes("--fsdp.cpu_offload", "--fsdp.dp_replicate=2", world_size=8, n_gpus=8)
     assert "pull/180665 measured wrong ones, without an error; fsdp.dp_replicate = 1 works" in offloaded
+
+
+def test_a_folder_without_text_is_found_by_the_check_of_a_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "notes.md", "some text")
+    assert train.main(["--check-config", f"--data.path={tmp_path}"]) == 2
+    message = capsys.readouterr().err
+    assert f"no text at {tmp_path} (it has " in message
+    assert "1 problem" in message
+    assert train.main(["--check-config", f"--data.path={tmp_path}", "--data.text_suffixes=.md"]) == 0

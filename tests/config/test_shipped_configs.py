@@ -157,7 +157,9 @@ def test_expected_parameter_counts_are_the_published_ones() -> None:
 
 def test_the_8b_can_be_checked_on_this_machine() -> None:
     command = "--config", str(ROOT / "configs/llama_8b.toml"), "--check-config"
-    assert "the configuration is fine" in succeeded(ranks(1, *command, f"--data.path={ROOT / 'docs'}"))
+    assert "the configuration is fine" in succeeded(
+        ranks(1, *command, f"--data.path={ROOT / 'docs'}", "--data.text_suffixes=.md")
+    )
     refused = ranks(1, *command)
     assert refused.returncode == 2
     assert "8,030 million parameters would learn from Python's standard library, read 246,724 times" in refused.stderr

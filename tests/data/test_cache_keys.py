@@ -3,7 +3,6 @@
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,8 @@ from tests.data.test_prepare import TEXTS, succeeds, write
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
 from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.packing import pack
-from torchtitan_lite.data.prepare import plan
 from torchtitan_lite.data.prepare.__main__ import main
-from torchtitan_lite.data.prepare.corpus import Corpus
-from torchtitan_lite.data.prepare.split import byte_level
+from torchtitan_lite.data.prepare.tokenizer import byte_level
 from torchtitan_lite.data.token_files import read_meta
 
 CSV = "text,other,headline\n" + "".join(f"text {i},another {i * 7},title {i}\n" for i in range(300))
@@ -87,15 +84,24 @@ def touch(folder: Path) -> None:
     os.utime(folder / "a.csv", ns=(info.st_atime_ns, info.st_mtime_ns + 1))
 
 
+def replace(folder: Path) -> None:
+    """Other text of the same size, which has the old mtime: the ctime shows it."""
+    info = (folder / "a.csv").stat()
+    (folder / "a.csv").write_text(CSV.replace("title 7", "TITLE 7"))
+    os.utime(folder / "a.csv", ns=(info.st_atime_ns, info.st_mtime_ns))
+    assert (folder / "a.csv").stat().st_size == info.st_size
+
+
 @pytest.mark.parametrize(
     "change",
     [
         touch,
+        replace,
         lambda folder: (folder / "a.csv").write_text(CSV + "more,more,more\n"),
         lambda folder: shutil.copy(folder / "a.csv", folder / "c.csv"),
         lambda folder: (folder / "a.csv").rename(folder / "z.csv"),
     ],
-    ids=["mtime", "size", "another file", "another name"],
+    ids=["mtime", "ctime", "size", "another file", "another name"],
 )
 def test_another_text_is_other_data(change: Callable[[Path], None], text: Path, tmp_path: Path) -> None:
     first = folder_of(CAUSAL, tmp_path)
@@ -116,7 +122,6 @@ OPTIONS = [
     ("--tokenizer bytes", "--val-fraction 0.3"),
     ("--tokenizer bytes", "--text-key other"),
     ("--tokenizer bytes", "--text-suffixes .md"),
-    ("--tokenizer bytes", "--max-document-bytes 100000"),
     ("--tokenizer bytes", "--sentinels"),
     ("--train-tokenizer 400", "--train-tokenizer 401"),
     ("--train-tokenizer 400", "--sentinels"),
@@ -136,17 +141,6 @@ def test_another_option_is_other_data(
     command = ["in", "--out", "out", *options.split()]
     assert main(command) == main(command) == 0
     assert "out exists, and was made from other text or options" in refuses(*command, *change.split())
-
-
-@pytest.mark.parametrize("name", ["CHUNK_BYTES", "CHUNK_DOCUMENTS", "SHARD_TOKENS"])
-def test_a_preparation_with_other_limits_is_not_resumed(
-    name: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    texts, job, options = Corpus((text / "a.csv",)), plan.Job(byte_level().to_str(), 257, 0, "text", 5), plan.Options()
-    before = plan.plan_of(texts, job, options)
-    assert plan.plan_of(texts, job, replace(options, workers=3, on_error="skip")) == before
-    monkeypatch.setattr(plan, name, 5)
-    assert plan.plan_of(texts, job, replace(options, shard_tokens=plan.SHARD_TOKENS)) != before
 
 
 def test_the_index_of_packed_documents_depends_on_the_length_and_the_tokens(tmp_path: Path) -> None:

@@ -14,9 +14,8 @@ from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
 from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.loader import Batch, Loader, MicroBatch, SampleSource
 from torchtitan_lite.data.order import sample_index
-from torchtitan_lite.data.prepare import corpus
-from torchtitan_lite.data.prepare.plan import Options
-from torchtitan_lite.data.prepare.split import documents
+from torchtitan_lite.data.prepare.documents import usable
+from torchtitan_lite.data.prepare.texts import Corpus, find, standard_library
 from torchtitan_lite.data.samples import Samples
 from torchtitan_lite.data.token_files import TokenFiles, read_meta
 from torchtitan_lite.data.tokenizer import end_token
@@ -44,6 +43,11 @@ def decoded(folder: Path, split: str) -> list[str]:
     text = tokenizer.decode(stream_of(folder, split), skip_special_tokens=False)
     assert text.startswith("<|endoftext|>")
     return text.split("<|endoftext|>")[1:-1]
+
+
+def texts_of(corpus: Corpus) -> list[str]:
+    """The texts of a corpus; of pairs, the sources."""
+    return [document.texts[0] for document in usable(corpus)]
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +134,8 @@ def test_blocks_of_a_file_are_its_text(tmp_path: Path) -> None:
         "".join(f"line {i} häß\u4e2d\U0001f600\r\n" for i in range(20_000)) + "é" * 200_000 + "\n\nend without newline"
     )
     (tmp_path / "a.txt").write_text(text, encoding="utf-8", newline="")
-    found = corpus.find(str(tmp_path))
-    blocks = list(documents(found, Options()))
+    found = find(str(tmp_path))
+    blocks = texts_of(found)
     assert "".join(blocks) == text
     assert max(len(block.encode()) for block in blocks) <= 64 * 1024
     assert len(blocks) >= 16
@@ -140,7 +144,7 @@ def test_blocks_of_a_file_are_its_text(tmp_path: Path) -> None:
 def test_tokens_decode_to_the_text(prepared: Path, text: Path) -> None:
     meta = read_meta(prepared)
     blocks = decoded(prepared, "train") + decoded(prepared, "val")
-    assert sorted(blocks) == sorted(documents(corpus.find(str(text)), Options()))
+    assert sorted(blocks) == sorted(texts_of(find(str(text))))
     assert meta.text_bytes == sum(file.stat().st_size for file in text.iterdir())
     assert meta.documents == len(blocks)
     assert meta.val_tokens > 0
@@ -169,12 +173,12 @@ def test_unigram_entropy_matches_a_direct_computation(prepared: Path) -> None:
 
 
 def test_standard_library_is_decoded_by_its_declared_encoding(tmp_path: Path) -> None:
-    found = corpus.find("")
+    found = standard_library()
     assert found.python_source
     assert len(found.files) > 300
     assert not any({"test", "tests", "site-packages"} & set(file.parts) for file in found.files)
     (tmp_path / "latin.py").write_bytes("# -*- coding: latin-1 -*-\nname = 'h\u00e4\u00df'\n".encode("latin-1"))
-    blocks = documents(corpus.Corpus((tmp_path / "latin.py",), python_source=True), Options())
+    blocks = texts_of(Corpus((tmp_path / "latin.py",), python_source=True))
     assert "h\u00e4\u00df" in "".join(blocks)
 
 
@@ -190,18 +194,18 @@ def test_preparing_is_deterministic_and_ranks_wait_for_each_other(text: Path, tm
     assert len(folders) == 1
     assert len(said) == 2, "it was made more than once"
     again = make(text, tmp_path / "b")
-    for name in ("meta.json", "tokenizer.json", "train-00000.bin", "val-00000.bin", "train.idx"):
+    for name in ("meta.json", "tokenizer.json", "train.bin", "val.bin", "train.idx"):
         assert (again / name).read_bytes() == (next(iter(folders)) / name).read_bytes(), name
 
 
 def test_what_a_killed_process_left_is_not_used(text: Path, tmp_path: Path) -> None:
     folder = make(text, tmp_path)
-    before = (folder / "train-00000.bin").read_bytes()
+    before = (folder / "train.bin").read_bytes()
     beside = folder.rename(folder.with_name(f"{folder.name}.partial"))
     (beside / "meta.json").write_text("{")
-    (beside / "train-00000.bin").write_bytes(b"half of it")
+    (beside / "train.bin").write_bytes(b"half of it")
     assert make(text, tmp_path) == folder
-    assert (folder / "train-00000.bin").read_bytes() == before
+    assert (folder / "train.bin").read_bytes() == before
 
 
 def test_neither_split_is_ever_empty(tmp_path: Path) -> None:
@@ -209,7 +213,7 @@ def test_neither_split_is_ever_empty(tmp_path: Path) -> None:
     meta = read_meta(make(tmp_path, tmp_path / "cache", 260, val_fraction=1e-9))
     assert meta.val_documents == 1
     assert meta.train_tokens > meta.val_tokens > 0
-    with pytest.raises(DataError, match="all of the text was held out"):
+    with pytest.raises(DataError, match="has 0 usable documents to train and [0-9]+ to validate"):
         make(tmp_path, tmp_path / "cache", 257, val_fraction=1 - 1e-15)
 
 
@@ -219,7 +223,7 @@ def test_neither_split_is_ever_empty(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"tiny\n", "the text has 1 block of 1 KiB"),
+        (b"tiny\n", "the text has 1 usable document; at least 2 are needed"),
         (b"too little to learn from\n" * 200, "too short for tokenizer.vocab_size = 517: it yields"),
         (b"one line\n" * 30_000 + b"gr\xfc\n", r"a\.txt: line 30001: byte 0xfc is not utf-8; correct or rem"),
     ],

@@ -2,8 +2,6 @@
 
 import json
 import os
-import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,10 +12,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from torchtitan_lite.data import token_files as metas
 from torchtitan_lite.data import tokenizer as tokenizers_
 from torchtitan_lite.data.prepare.__main__ import main
-from torchtitan_lite.data.prepare.split import byte_level
 from torchtitan_lite.data.prepare.summary import verify
+from torchtitan_lite.data.prepare.tokenizer import byte_level
 from torchtitan_lite.data.token_files import TokenFiles, read_meta
-from torchtitan_lite.errors import DataError
+from torchtitan_lite.errors import DataError, UserError
 from torchtitan_lite.scoring.likelihood import bytes_per_token
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789<>/"
@@ -76,11 +74,10 @@ def lowercase() -> Tokenizer:
     return tokenizer
 
 
-TOKENIZERS = {
+PRODUCE_IT = {
     "unigram": unigram(),
     "unigram, not special": unigram(special=False),
     "unigram, no word boundaries": unigram(metaspace=False),
-    "added, special": bpe_with_added(special=True),
     "added, not special": bpe_with_added(special=False),
     "merges": bpe_with_merges(),
     "word level": word_level(),
@@ -108,80 +105,48 @@ def documents(folder: Path) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
-def test_no_document_has_an_end_mark_inside_and_other_documents_are_encoded_as_ever(name: str, tmp_path: Path) -> None:
-    tokenizer = TOKENIZERS[name]
-    texts = [text.upper() if name == "lower case" else text for text in TEXTS]
-    others = [text.replace("</s>", "") for text in TEXTS]
-    assert prepared(tokenizer, [*texts, *others], tmp_path) == 0
-    meta = read_meta(tmp_path / "out")
-    ids = documents(tmp_path / "out")
-    assert meta.end_token == tokenizer.token_to_id("</s>")
-    assert len(ids) == meta.documents == 400
-    assert not any(meta.end_token in one for one in ids)
-    assert not verify(tmp_path / "out")
-    plain = Tokenizer.from_str(tokenizer.to_str())
-    plain.encode_special_tokens = True
-    assert {tuple(plain.encode(text, add_special_tokens=False).ids) for text in others} <= set(map(tuple, ids))
-    said = [tokenizer.decode(one, skip_special_tokens=False).replace(" ", "") for one in ids]
-    if name == "word level":
-        assert meta.unknown_tokens >= 200
-    elif name != "word piece":  # which has no spelling for what follows a word
-        assert sorted(said) == sorted(text.replace(" ", "").lower() for text in [*texts, *others])
-
-
-def test_other_special_entries_are_text_too_and_what_is_unknown_stays_so(tmp_path: Path) -> None:
-    tokenizer = unigram()
-    unknown = [f"{i} \u4e2d <unk> \u4e2d </s>" for i in range(50)]
-    assert prepared(tokenizer, unknown, tmp_path) == 0
-    assert read_meta(tmp_path / "out").unknown_tokens == 100
-    shutil.rmtree(tmp_path / "out")
-    texts = [f"{i} begins <s> and <unk> is known" for i in range(50)]
+def test_text_that_spells_special_tokens_is_encoded_as_text(tmp_path: Path) -> None:
+    tokenizer = bpe_with_added(special=True)
+    texts = [f"{text} <|endoftext|></s>" for text in TEXTS]
     assert prepared(tokenizer, texts, tmp_path) == 0
-    meta = read_meta(tmp_path / "out")
-    assert meta.unknown_tokens == 0
-    assert not any({0, 1, 2} & set(one) for one in documents(tmp_path / "out"))
-    said = [tokenizer.decode(one, skip_special_tokens=False) for one in documents(tmp_path / "out")]
-    assert sorted(said) == sorted(texts)
-
-
-def end_is_unknown() -> Tokenizer:
-    vocabulary = {c: i for i, c in enumerate("ab0123456789 ")} | {"</s>": 20}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="</s>"))
-    tokenizer.decoder = decoders.Fuse()
-    return tokenizer
-
-
-def nothing_spells_it() -> Tokenizer:
-    """Without an entry for what is unknown, characters would be dropped."""
-    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate("ab0123456789 \u4e2d\U0001f600")} | {"</s>": 20}, []))
-    tokenizer.add_tokens([AddedToken("</s>", special=False)])
-    tokenizer.decoder = decoders.Fuse()
-    return tokenizer
-
-
-@pytest.mark.parametrize(
-    ("make", "bad"), [(end_is_unknown, "ab x"), (nothing_spells_it, "ab </s> b"), (end_is_unknown, "ab </s>")]
-)
-def test_a_text_that_can_only_be_spelled_with_the_end_mark_is_refused(
-    make: Callable[[], Tokenizer], bad: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    texts = [f"ab {i}" for i in range(100)]
-    texts[41] = bad
-    assert prepared(make(), texts, tmp_path) == 2
-    assert re.search("a.jsonl: line 42: would be encoded with the end token .*can't spell it", capsys.readouterr().err)
-    assert prepared(make(), texts, tmp_path, "--on-error", "skip") == 0
-    assert sum(read_meta(tmp_path / "out").skipped.values()) == 1
+    meta, ids = read_meta(tmp_path / "out"), documents(tmp_path / "out")
+    assert meta.end_token == tokenizer.token_to_id("</s>")
+    special = set(tokenizer.get_added_tokens_decoder())
+    assert not any(special & set(one) for one in ids)
+    assert sorted(tokenizer.decode(one, skip_special_tokens=False) for one in ids) == sorted(texts)
     assert not verify(tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", PRODUCE_IT)
+def test_a_text_that_produces_the_end_token_is_refused_or_left_out(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A vocabulary with the end token as a piece, or as an added token that is not special."""
+    tokenizer = PRODUCE_IT[name]
+    others = [text.replace("</s>", "") for text in TEXTS]
+    bad = TEXTS[0].upper() if name == "lower case" else TEXTS[0]
+    texts = [*others[:100], bad, *others[100:]]
+    assert prepared(tokenizer, texts, tmp_path) == 2
+    expected = "a.jsonl: line 101: would be encoded with the end token '</s>' inside (--end-token can name another one)"
+    assert expected in capsys.readouterr().err
+    assert prepared(tokenizer, texts, tmp_path, "--on-error", "skip") == 0
+    meta, ids = read_meta(tmp_path / "out"), documents(tmp_path / "out")
+    assert meta.skipped == {"a text that contains the end token": 1}
+    assert not any(meta.end_token in one for one in ids)
+    plain = [tuple(one.ids) for one in tokenizer.encode_batch(others, add_special_tokens=False)]
+    assert sorted(map(tuple, ids)) == sorted(plain)
+
+
+def test_unknown_text_is_counted(tmp_path: Path) -> None:
+    assert prepared(unigram(), [f"{i} \u4e2d and \u4e2d" for i in range(50)], tmp_path) == 0
+    assert read_meta(tmp_path / "out").unknown_tokens == 100
 
 
 def test_an_end_mark_that_the_text_holds_is_refused(tmp_path: Path, refuses: Callable[..., str]) -> None:
     (tmp_path / "a.txt").write_text("a line\n" * 500)
     byte_level().save(str(tmp_path / "bytes.json"))
     command = [str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--tokenizer", str(tmp_path / "bytes.json")]
-    assert "choose one that no text contains (tokenizer.end_token or --end-token)" in refuses(
-        *command, "--end-token", "\u010a"
-    )
+    assert "(--end-token can name another one)" in refuses(*command, "--end-token", "\u010a")
     assert main([*command, "--end-token", "\u0100"]) == 0, "NUL, which no line has"
 
 
@@ -217,12 +182,12 @@ def test_a_file_that_is_no_tokenizer_is_an_error(content: bytes, expected: str, 
 def test_a_path_that_is_no_tokenizer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path, expected in (
-        (tmp_path / "pipe", "it is a FIFO"),
+        (tmp_path / "pipe", "it is not a regular file"),
         (tmp_path, "it is a folder"),
         (tmp_path / "nothing", "No such file"),
-        (Path("~nobody-of-this-name/t.json"), "is unknown"),
+        (Path("~nobody-of-this-name/t.json"), "there is no user nobody-of-this-name"),
     ):
-        with pytest.raises(DataError, match=expected):
+        with pytest.raises(UserError, match=expected):
             tokenizers_.load(path)
     byte_level().save(str(tmp_path / "t.json"))
     monkeypatch.setattr(tokenizers_, "_LONGEST", 1000)

@@ -1,7 +1,6 @@
 """The command that prepares a data set: formats, errors, and kills."""
 
 import csv
-import functools
 import gzip
 import io
 import json
@@ -21,19 +20,18 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-import zstandard
 from tokenizers import Tokenizer
 
 from tests.data.test_data import decoded
 from tests.helpers import HANGS_S, ROOT
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
 from torchtitan_lite.data.dataset import prepare_all
-from torchtitan_lite.data.prepare import __main__ as prepare
-from torchtitan_lite.data.prepare import plan, readers
+from torchtitan_lite.data.prepare import documents
 from torchtitan_lite.data.prepare.__main__ import main
-from torchtitan_lite.data.prepare.corpus import Corpus
-from torchtitan_lite.data.prepare.encode import partial_folder
+from torchtitan_lite.data.prepare.folder import partial_folder
 from torchtitan_lite.data.prepare.summary import verify
+from torchtitan_lite.data.prepare.texts import Corpus
+from torchtitan_lite.data.prepare.tokenizer import byte_level
 from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.errors import DataError
 
@@ -50,6 +48,10 @@ def as_csv(texts: list[str]) -> bytes:
     return stream.getvalue().encode()
 
 
+def zstd(content: bytes) -> bytes:
+    return bytes(pyarrow.compress(content, "zstd", asbytes=True))
+
+
 def write(path: Path, texts: list[str]) -> Path:
     """The texts in the format that the name says."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +64,7 @@ def write(path: Path, texts: list[str]) -> Path:
     if path.suffix == ".gz":
         content = gzip.compress(content)
     if path.suffix == ".zst":  # of two frames
-        content = zstandard.compress(content[:1000]) + zstandard.compress(content[1000:])
+        content = zstd(content[:1000]) + zstd(content[1000:])
     path.write_bytes(content)
     return path
 
@@ -89,6 +91,9 @@ def test_every_format_gives_the_same_documents(name: str, tmp_path: Path) -> Non
     assert (meta.documents, meta.val_documents) == (400, len(val))
     assert meta.text_bytes == sum(len(text.encode()) for text in TEXTS)
     assert meta.vocab_size == 257
+    progress = list[int]()
+    list(documents.documents(Corpus((source,)), count=progress.append))
+    assert sum(progress) == pytest.approx(source.stat().st_size, rel=0.2), "of .parquet, the columns and the footer"
     assert not verify(tmp_path / "out")
 
 
@@ -98,11 +103,13 @@ def test_held_out_files_are_the_validation_text(tmp_path: Path, refuses: Callabl
         write(tmp_path / "b.jsonl", ["zqzq \u4e2d" * 500, *TEXTS[300:]]),
     )
     out = tmp_path / "out"
-    succeeds(train, "--held-out", val, "--out", out, "--tokenizer", "bytes", "--workers", 1)
+    succeeds(train, "--held-out", val, "--out", out, "--tokenizer", "bytes")
     assert decoded(out, "train") == TEXTS[:300]
     assert decoded(out, "val") == ["zqzq \u4e2d" * 500, *TEXTS[300:]], "a token per byte spells characters it never saw"
     assert "was made from other text or options" in refuses(train, val, "--out", out, "--tokenizer", "bytes")
-    assert "a.jsonl is both text to train on and --held-out" in refuses(train, "--held-out", train, "--out", out)
+    assert "a.jsonl is both text to train on and --held-out" in refuses(
+        train, "--held-out", train, "--out", tmp_path / "x"
+    )
     succeeds(train, "--held-out", val, "--out", tmp_path / "bpe", "--train-tokenizer", 280)
     vocabulary = Tokenizer.from_file(str(tmp_path / "bpe/tokenizer.json")).get_vocab()
     assert not [entry for entry in vocabulary if "zq" in entry], "the tokenizer was trained on held-out text"
@@ -128,29 +135,14 @@ def test_folders_and_globs_are_read_and_reported(tmp_path: Path, capsys: pytest.
 
 @pytest.mark.extended
 def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
-    from torchtitan_lite.data.prepare.split import byte_level
-
     tokenizer = byte_level()
     tokenizer.add_tokens([f"word{i}" for i in range(70_000)])
     tokenizer.save(str(tmp_path / "large.json"))
     source = write(tmp_path / "a.jsonl", [f"{text} word69999" for text in TEXTS])
     succeeds(source, "--out", tmp_path / "out", "--tokenizer", tmp_path / "large.json")
-    tokens = np.fromfile(tmp_path / "out/train-00000.bin", np.uint32)
+    tokens = np.fromfile(tmp_path / "out/train.bin", np.uint32)
     assert tokens.max() > 2**16
     assert len(tokens) == read_meta(tmp_path / "out").train_tokens
-
-
-def test_shards_hold_one_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = write(tmp_path / "a.jsonl", TEXTS)
-    succeeds(source, "--out", tmp_path / "whole", "--tokenizer", "bytes")
-    monkeypatch.setattr(prepare, "Options", functools.partial(plan.Options, shard_tokens=1000))
-    succeeds(source, "--out", tmp_path / "cut", "--tokenizer", "bytes")
-    assert (tmp_path / "cut/train-00005.bin").is_file()
-    for split in ("train", "val"):
-        joined = b"".join(file.read_bytes() for file in sorted((tmp_path / "cut").glob(f"{split}-*.bin")))
-        assert joined == (tmp_path / f"whole/{split}-00000.bin").read_bytes()
-        assert decoded(tmp_path / "cut", split) == decoded(tmp_path / "whole", split)
-    assert not verify(tmp_path / "cut")
 
 
 def test_documents_stay_in_their_split_when_data_is_added(tmp_path: Path) -> None:
@@ -196,6 +188,44 @@ def test_a_tokenizer_that_drops_characters_is_refused_and_one_that_marks_them_co
     assert "unknown             50  tokens" in said.out
 
 
+def test_a_copy_of_a_held_out_document_is_named_or_left_out(tmp_path: Path, refuses: Callable[..., str]) -> None:
+    train, val = write(tmp_path / "a.jsonl", TEXTS[:50]), write(tmp_path / "b.jsonl", [*TEXTS[60:70], TEXTS[7]])
+    command = train, "--held-out", val, "--out", tmp_path / "out", "--tokenizer", "bytes"
+    assert f"a.jsonl: line 8: is held out, too: {val}: line 11; correct or remove it" in refuses(*command)
+    succeeds(*command, "--on-error", "skip")
+    assert decoded(tmp_path / "out", "train") == [*TEXTS[:7], *TEXTS[8:50]]
+    assert TEXTS[7] in decoded(tmp_path / "out", "val")
+
+
+def test_validation_text_of_which_nothing_can_be_used_is_an_error(tmp_path: Path, refuses: Callable[..., str]) -> None:
+    (tmp_path / "b.jsonl").write_text('{"text": ""}\n' * 3)
+    train, out = write(tmp_path / "a.jsonl", TEXTS), tmp_path / "out"
+    said = refuses(train, "--held-out", tmp_path / "b.jsonl", "--out", out, "--tokenizer=bytes", "--on-error=skip")
+    assert "400 usable documents to train and 0 to validate, and needs some of both; 3 were left out: " in said
+    assert "out.partial/skipped.log" in said
+
+
+def test_messages_name_the_options_that_the_user_has(tmp_path: Path, refuses: Callable[..., str]) -> None:
+    """Those of the command, or those of train.py's config."""
+
+    def refused_by_a_run(**data: object) -> str:
+        config = DataConfig.model_validate({"path": str(tmp_path / "in"), "cache_dir": str(tmp_path / "cache")} | data)
+        with pytest.raises(DataError) as caught:
+            prepare_all(config, TokenizerConfig(), lambda _: None)
+        return str(caught.value)
+
+    command = tmp_path / "in", "--out", tmp_path / "out"
+    write(tmp_path / "in/a.csv", TEXTS[:20])
+    assert "too short for --train-tokenizer 4096: it yields" in (said := refuses(*command, "--train-tokenizer", 4096))
+    assert "use more text or --train-tokenizer 3" in said
+    assert "too short for tokenizer.vocab_size = 4096: it yields" in refused_by_a_run()
+    assert "its columns are id, text; --text-key can name others" in refuses(*command, "--text-key", "body")
+    assert "its columns are id, text; data.text_key can name others" in refused_by_a_run(text_key="body")
+    (tmp_path / "in/b.txt").touch()
+    assert "b.txt: is empty; correct or remove it, or leave it out with --on-error skip" in refuses(*command)
+    assert "b.txt: is empty; correct or remove it, or prepare the text without it (python -m" in refused_by_a_run()
+
+
 # --- text that can't be used ------------------------------------------------------------------------------------
 
 GOOD = b'{"text": "good"}\n'
@@ -204,23 +234,22 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "broken JSON": ("a.jsonl", GOOD + b'{"text": "cut\n' + GOOD, r"a\.jsonl: line 2: not JSON"),
     "JSON not UTF-8": ("a.jsonl", GOOD + b'{"text": "\xff"}\n', r"a\.jsonl: line 2: not JSON: .*can't decode"),
     "nested JSON": ("a.jsonl", GOOD + b"[" * 100_000 + b"\n", r"a\.jsonl: line 2: not JSON"),
-    "missing key": ("a.jsonl", GOOD + b'{"body": "x"}\n', 'line 2: no "text": its keys are body; data.text_key names'),
+    "missing key": ("a.jsonl", GOOD + b'{"body": "x"}\n', 'line 2: no "text": its keys are body; --text-key can'),
     "not an object": ("a.jsonl", GOOD + b'["text"]\n', r'a\.jsonl: line 2: no "text": it is not an object'),
-    "surrogate": ("a.jsonl", GOOD + b'{"text": "\\ud83d"}\n', 'line 2: "text" is not valid text: surrogates not'),
+    "surrogate": ("a.jsonl", GOOD + b'{"text": "\\ud83d"}\n', "line 2: is not valid text: surrogates not"),
     "a list": ("a.jsonl", GOOD + b'{"text": [1, 2]}\n', r'line 2: "text" should be text, but is \[1, 2\]'),
     "null": ("a.jsonl", GOOD * 4 + b'{"text": null}\n', r'a\.jsonl: line 5: "text" should be text, but is null'),
     "empty text": ("a.jsonl", b'{"text": ""}\n', r'a\.jsonl: line 1: "text" should be text, but is ""'),
     "empty file": ("a.txt", b"", r"a\.txt: is empty"),
-    "long line": ("a.txt", b"ok\n" * 3 + b"x" * 300_000, r"a\.txt: line 4: is longer than 100,000 bytes"),
-    "long JSON": ("a.jsonl", GOOD + b'{"text": "' + b"x" * 300_000 + b'"}\n', r"line 2: is longer than 100,000 bytes"),
+    "long JSON": ("a.jsonl", GOOD + b'{"text": "' + b"x" * 17_000_000 + b'"}\n', "line 2: is longer than 16,777,216 b"),
     "truncated gzip": ("a.jsonl.gz", gzip.compress(GOOD * 500)[:-12], r"a\.jsonl\.gz: can't be read.*end"),
     "damaged gzip": ("a.jsonl.gz", gzip.compress(GOOD)[:12] + b"garbage!" * 9, r"a\.jsonl\.gz: can't be read"),
-    "truncated zstd": ("a.jsonl.zst", zstandard.compress(GOOD * 500)[:-6], r"a\.jsonl\.zst: can't be read.*truncated"),
+    "truncated zstd": ("a.jsonl.zst", zstd(GOOD * 500)[:-6], r"a\.jsonl\.zst: can't be read: Truncated compressed"),
     "no zstd": ("a.jsonl.zst", b"plain text", r"a\.jsonl\.zst: can't be read"),
     "truncated parquet": ("a.parquet", b"PAR1" + b"\0" * 100, r"a\.parquet: can't be read as parquet"),
     "csv without the column": ("a.csv", b"id,body\n1,x\n", r'a\.csv: no column "text": its columns are id, body'),
-    "short row": ("a.csv", b"id,text\n1,good\n2\n", r"a\.csv: line 3: has 1 columns"),
-    "empty cell": ("a.csv", b"id,text\n1,good\n2,\n", r"a\.csv: line 3: the text is empty"),
+    "short row": ("a.csv", b"id,text\n1,good\n2\n", r"a\.csv: line 3: has 1 columns, its header has 2"),
+    "empty cell": ("a.csv", b"id,text\n1,good\n2,\n", 'a.csv: line 3: "text" should be text, but is ""'),
     "open quote": ("a.csv", b'id,text\n1,good\n2,"never\nclosed', r"a\.csv: line 3: not CSV: unexpected end"),
     "csv not UTF-8": ("a.csv", b"id,text\n1,good\n2,gr\xfc\n", r"a\.csv: line 3: byte 0xfc is not utf-8"),
 }
@@ -233,20 +262,20 @@ def test_bad_input_is_named_or_skipped_and_listed(
     write(tmp_path / "in/good.jsonl", TEXTS)
     (tmp_path / "in" / name).write_bytes(content)
     out = tmp_path / "out"
-    command = [str(tmp_path / "in"), f"--out={out}", "--tokenizer=bytes", "--max-document-bytes=100000"]
+    command = [str(tmp_path / "in"), f"--out={out}", "--tokenizer=bytes"]
     assert main(command) == 2
     error = capsys.readouterr().err
     assert re.search(expected, error), error
     assert "--on-error skip" in error
     assert not out.exists()
     succeeds(*command, "--on-error", "skip")
-    (listed,) = read_meta(out).skipped_first
+    (listed,) = (out / "skipped.log").read_text().splitlines()
     assert re.search(expected, listed)
-    assert sum(read_meta(out).skipped.values()) == len((out / "skipped.log").read_text().splitlines()) == 1
+    assert sum(read_meta(out).skipped.values()) == 1
     assert "skipped              1" in capsys.readouterr().out
     documents = decoded(out, "train") + decoded(out, "val")
     assert set(TEXTS) <= set(documents)
-    assert set(documents) - set(TEXTS) <= {"good", "ok\nok\nok\n"}
+    assert set(documents) - set(TEXTS) <= {"good"}
     assert not verify(out)
 
 
@@ -268,29 +297,41 @@ def test_a_cut_off_gzip_still_counts_what_came_before(tmp_path: Path) -> None:
     assert set(documents) <= set(texts), "a line that was cut was used"
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.csv"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
 @pytest.mark.extended
-def test_a_line_without_end_takes_no_memory(name: str, tmp_path: Path) -> None:
+def test_a_line_without_end_takes_no_memory(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is a hole: it has the size, and no bytes on the disk."""
+    monkeypatch.setattr(documents, "LONGEST", 1 << 20)
     with (tmp_path / name).open("wb") as stream:
         stream.truncate(1 << 28)
+    corpus = Corpus((tmp_path / name,))
     tracemalloc.start()
-    problems = [p for chunk in readers.chunks(Corpus((tmp_path / name,)), 1 << 20) for p in chunk.problems]
+    (problem,) = documents.documents(corpus)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert len(problems) == 1
-    assert "line 1" in str(problems[0])
-    assert "is longer than 1,048,576 bytes" in problems[0].detail
+    assert isinstance(problem, documents.Problem)
+    assert f"{name}: line 1: is longer than " in problem.of(corpus)
     assert peak < 8 << 20
 
 
-@pytest.mark.parametrize("package", ["pyarrow", "zstandard"])
-def test_a_missing_package_names_the_extra(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / ("a.parquet" if package == "pyarrow" else "a.jsonl.zst"), TEXTS)
-    for name in [name for name in sys.modules if name.split(".")[0] == package]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(DataError, match=rf"need the package {package}, .*pip install 'torchtitan_lite\[data\]'"):
+def test_a_long_line_of_plain_text_is_cut(tmp_path: Path) -> None:
+    """As of text8, which is one line of 100 MB."""
+    text = "h\u00e4\u00df \u4e2d" * 400_000
+    (tmp_path / "a.txt").write_text(text)
+    succeeds(tmp_path / "a.txt", "--out", tmp_path / "out", "--tokenizer", "bytes", "--val-fraction", 0.5)
+    train, val = decoded(tmp_path / "out", "train"), decoded(tmp_path / "out", "val")
+    assert len("".join(train + val)) == len(text)
+    sizes = sorted(len(one.encode()) for one in train + val)
+    assert 2**16 - 4 < sizes[1] <= sizes[-1] < 2**16, "one is the rest"
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl.zst"])
+def test_a_missing_package_names_the_extra(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / name, TEXTS)
+    for module in [module for module in sys.modules if module.split(".")[0] == "pyarrow"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match=r"need the package pyarrow, .*pip install 'torchtitan_lite\[data\]'"):
         prepare_all(DataConfig(path=str(tmp_path)), TokenizerConfig(vocab_size=257), print)
 
 
@@ -315,23 +356,60 @@ def test_an_existing_data_set_is_kept(tmp_path: Path, refuses: Callable[..., str
 
 @pytest.mark.parametrize(
     ("content", "expected"),
-    [(b"cut", "has 3 bytes instead of .*delete this folder"), (None, "has changed since it was")],
+    [(b"cut", "has 3 bytes instead of .*prepare the text again into"), (None, "has changed since it was")],
 )
 def test_cut_or_other_tokens_are_noticed_at_once(content: bytes | None, expected: str, tmp_path: Path) -> None:
     succeeds(write(tmp_path / "a.jsonl", TEXTS), "--out", tmp_path / "out", "--tokenizer", "bytes")
-    file = tmp_path / "out/train-00000.bin"
+    file = tmp_path / "out/train.bin"
     file.write_bytes(content or file.read_bytes()[::-1])
-    with pytest.raises(DataError, match=rf"train-00000\.bin {expected}"):
+    with pytest.raises(DataError, match=rf"train\.bin {expected}"):
         read_meta(tmp_path / "out")
 
 
 KILLED = """
 import sys
-from torchtitan_lite.data.prepare import __main__ as command, plan, writer
-writer.COMMIT_EVERY_S = 0.0
-plan.CHUNK_BYTES = 16 * 1024
+from torchtitan_lite.data.prepare import __main__ as command, folder
+folder.COMMIT_EVERY_S = 0.0
+folder.BATCH_BYTES = 16 * 1024
 sys.exit(command.main(sys.argv[1:]))
 """
+
+
+STOPPED = """
+import sys, time
+from torchtitan_lite.data.prepare import __main__ as command, folder
+def wait(*_):
+    print("writing", flush=True)
+    while True:
+        time.sleep(0.01)  # not signal.pause(), which a signal just before it would not end
+folder.Writer.add = wait
+sys.exit(command.main(sys.argv[1:]))
+"""
+
+
+def test_ctrl_c_says_how_to_resume(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.jsonl", TEXTS)
+    command = [sys.executable, "-c", STOPPED, source, "--out", tmp_path / "out", "--tokenizer", "bytes"]
+    with subprocess.Popen(
+        list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n"
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=HANGS_S)
+    assert process.returncode == 130
+    assert "run the same command again to resume" in error
+
+
+def test_the_number_of_threads_changes_no_byte(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", [text * 50 for text in TEXTS])
+    for threads in ("1", "3"):
+        command = [sys.executable, "-m", "torchtitan_lite.data.prepare", "a.jsonl", "--train-tokenizer", "500"]
+        environment = os.environ | {"RAYON_NUM_THREADS": threads, "PYTHONPATH": str(ROOT)}
+        subprocess.run(
+            [*command, "--out", threads], cwd=tmp_path, env=environment, check=True, stdout=subprocess.DEVNULL
+        )
+    assert contents(tmp_path / "1") == contents(tmp_path / "3")
 
 
 @pytest.mark.parametrize(
@@ -344,10 +422,10 @@ def test_a_killed_run_ends_in_the_same_bytes(kills: int, seed: int, tmp_path: Pa
     write(tmp_path / "in/a.jsonl", texts)
     write(tmp_path / "in/b.jsonl.zst", texts[::-1])
     with (tmp_path / "in/b.jsonl.zst").open("ab") as stream:
-        stream.write(zstandard.compress(b"no json\n" + GOOD))
+        stream.write(zstd(b"no json\n" + GOOD))
 
     def command(out: str) -> list[str]:
-        options = ["--train-tokenizer", "600", "--workers", "2", "--on-error", "skip"]
+        options = ["--train-tokenizer", "600", "--on-error", "skip"]
         return [sys.executable, "-c", KILLED, str(tmp_path / "in"), "--out", str(tmp_path / out), *options]
 
     def start(out: str) -> subprocess.Popen[bytes]:

@@ -17,8 +17,9 @@ from torchtitan_lite.config.schema import Config, DataConfig, TokenizerConfig, T
 from torchtitan_lite.config.sections.data import span_lengths
 from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.objectives import open_samples
-from torchtitan_lite.data.prepare import split
 from torchtitan_lite.data.prepare.__main__ import main
+from torchtitan_lite.data.prepare.tokenizer import _LONG_WORD, byte_level
+from torchtitan_lite.data.prepare.tokenizer import train as train_tokenizer
 from torchtitan_lite.data.spans import SpanSamples, mask, replaced
 from torchtitan_lite.errors import DataError
 
@@ -181,7 +182,7 @@ def test_a_combination_that_does_not_work_names_one_that_does(options: str, expe
 def test_a_tokenizer_that_does_not_fit_is_refused_before_the_text_is_prepared(
     more: str, expected: str, folder: Path, text: Path, tmp_path: Path
 ) -> None:
-    split.byte_level().save(str(tmp_path / "plain.json"))
+    byte_level().save(str(tmp_path / "plain.json"))
     command = ["--model.family=t5", "--model.max_seq_len=4096", "--sample.every=0", f"--run.out_dir={tmp_path}"]
     command += [f"--data.path={text}", f"--tokenizer.path={tmp_path}/plain.json", f"--data.cache_dir={tmp_path}/cache"]
     result = python(*command, *more.replace("SPANS", str(folder / "tokenizer.json")).split())
@@ -195,8 +196,8 @@ def test_a_long_word_does_not_stall_the_training_of_a_tokenizer() -> None:
     """Without white space: the trainer's time would be quadratic in its length, minutes for this one."""
     letters = np.random.default_rng(0).integers(97, 123, 200_000).astype(np.uint8).tobytes().decode()
     began = time.process_time()
-    tokenizer = split.train([letters, "and words " * 100], 600)
+    tokenizer = train_tokenizer([letters, "and words " * 100], 600)
     assert time.process_time() - began < 20, "about 1 s, and 60 s before"
     assert tokenizer.decode(tokenizer.encode(letters).ids) == letters
     # texts without such words give the tokenizer that they gave before
-    assert split._LONG_WORD.split("a " * 5000 + "b" * 999) == ["a " * 5000 + "b" * 999]
+    assert _LONG_WORD.split("a " * 5000 + "b" * 999) == ["a " * 5000 + "b" * 999]

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from tests.data.test_data import decoded, make
-from tests.data.test_prepare import TEXTS, as_jsonl, contents, succeeds, write
+from tests.data.test_prepare import TEXTS, contents, succeeds, write
 from torchtitan_lite.config.paths import is_prepared
 from torchtitan_lite.data import packing, token_files
 from torchtitan_lite.data.packing import PackedSamples
-from torchtitan_lite.data.prepare import corpus, plan, worker, writer
+from torchtitan_lite.data.prepare import folder as folders
 from torchtitan_lite.data.prepare.__main__ import main
-from torchtitan_lite.data.prepare.summary import verify
+from torchtitan_lite.data.prepare.texts import find
 from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.errors import DataError
 
@@ -36,54 +36,28 @@ def replaced(file: Path, old: bytes, new: bytes) -> None:
     assert (file.stat().st_size, file.stat().st_mtime_ns) == (info.st_size, info.st_mtime_ns)
 
 
-@pytest.mark.parametrize("in_full", [True, False])
-def test_other_text_of_the_same_size_and_time_is_noticed(
-    in_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not in_full:
-        monkeypatch.setattr(corpus, "HASHED_BYTES", 1)
+def test_other_text_of_the_same_size_and_time_is_noticed(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     for name in ("a.txt", "b.txt"):
         (tmp_path / "in" / name).write_text("".join(f"{name}, {i}: an apple fell from the tree\n" for i in range(400)))
-    first = make(tmp_path / "in", tmp_path / "cache", 257)
+    make(tmp_path / "in", tmp_path / "cache", 257)
     replaced(tmp_path / "in/b.txt", b"apple", b"peach")
     assert "peach" in "".join(decoded(make(tmp_path / "in", tmp_path / "cache", 257), "train"))
-    replaced(tmp_path / "in/b.txt", b"peach", b"apple")
-    (tmp_path / "in").rename(tmp_path / "before")
-    shutil.copytree(tmp_path / "before", tmp_path / "in")  # other inodes
-    assert make(tmp_path / "in", tmp_path / "cache", 257) == first, "the first text is back"
-
-
-def test_a_cache_of_before_is_found_and_nothing_is_read_twice(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = make(text, tmp_path)
-    for kept in tmp_path.glob("*.plan.json"):
-        kept.write_text(kept.read_text()[:100])
-    assert make(text, tmp_path) == folder, "a damaged plan is made again"
-    for record in tmp_path.glob("*.content.json"):
-        record.unlink()  # as the version before had it
-    assert make(text, tmp_path) == folder
-    monkeypatch.setattr(corpus, "_hashes", None)
-    assert make(text, tmp_path) == folder
-    for record in tmp_path.glob("*.content.json"):
-        record.write_text("{")
-    monkeypatch.undo()
-    assert make(text, tmp_path) == folder
 
 
 def test_text_replaced_while_it_is_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("an apple fell from the tree\n" * 400)
-    honest = writer.Writer.add
+    honest = folders.Writer.add
 
-    def change(self: writer.Writer, *args: Any) -> None:
+    def change(self: folders.Writer, *args: Any) -> None:
         honest(self, *args)
-        if b"apple" in (tmp_path / "a.txt").read_bytes():
-            replaced(tmp_path / "a.txt", b"apple", b"peach")
+        replaced(tmp_path / "a.txt", b"apple", b"peach")
 
-    monkeypatch.setattr(writer.Writer, "add", change)
-    with pytest.raises(DataError, match="the text was changed while it was being read"):
-        make(tmp_path / "a.txt", tmp_path / "cache", 257)
+    with monkeypatch.context() as patch:
+        patch.setattr(folders.Writer, "add", change)
+        with pytest.raises(DataError, match="the text was changed while it was being read"):
+            make(tmp_path / "a.txt", tmp_path / "cache", 257)
+    assert not list((tmp_path / "cache").glob("*.partial"))
     assert "peach" in "".join(decoded(make(tmp_path / "a.txt", tmp_path / "cache", 257), "train"))
 
 
@@ -100,31 +74,51 @@ def test_a_part_of_other_text_is_not_continued(tmp_path: Path, monkeypatch: pyte
 # --- what a kill left -------------------------------------------------------------------------------------------
 
 
-def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: bytes = b"", *more: str) -> Path:
-    """A preparation that ends after two chunks."""
-    monkeypatch.setattr(plan, "CHUNK_BYTES", 4096)
-    source = tmp_path / "a.jsonl"
-    source.write_bytes(bad + as_jsonl(TEXTS))
-    honest = writer.Writer.add
+def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A preparation that ends after two batches."""
+    monkeypatch.setattr(folders, "BATCH_BYTES", 4096)
+    source, batches = write(tmp_path / "a.jsonl", TEXTS), 0
+    honest = folders.Writer.add
 
-    def killed(self: writer.Writer, chunk: Any, *args: Any) -> None:
-        if chunk.number == 2:
-            raise worker.WorkerError("killed")
-        honest(self, chunk, *args)
+    def stopped(self: folders.Writer, *args: Any) -> None:
+        nonlocal batches
+        batches += 1
+        if batches == 3:
+            raise KeyboardInterrupt
+        honest(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "COMMIT_EVERY_S", 0.0)
-        patch.setattr(writer.Writer, "add", killed)
-        assert main([str(source), "--out", str(tmp_path / "out"), *QUIET, *more]) == 1
-    assert json.loads((tmp_path / "out.partial/progress.json").read_text())["chunk"] == 2
+        patch.setattr(folders, "COMMIT_EVERY_S", 0.0)
+        patch.setattr(folders.Writer, "add", stopped)
+        assert main([str(source), "--out", str(tmp_path / "out"), *QUIET]) == 130
+    assert json.loads((tmp_path / "out.partial/progress.json").read_bytes())["number"] > 0
     return source
+
+
+def test_a_preparation_resumes_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, added = interrupted(tmp_path, monkeypatch), list[int]()
+    honest = folders.Writer.add
+    for name in ("train.bin", "val.idx", "skipped.log"):
+        with (tmp_path / "out.partial" / name).open("ab") as stream:
+            stream.write(b"torn")  # not committed
+
+    def noted(self: folders.Writer, batch: folders.Batch, *args: Any) -> None:
+        added.append(len(batch.items))
+        honest(self, batch, *args)
+
+    monkeypatch.setattr(folders.Writer, "add", noted)
+    succeeds(source, "--out", tmp_path / "out", *QUIET)
+    resumed = sum(added)
+    succeeds(source, "--out", tmp_path / "straight", *QUIET)
+    assert 0 < resumed < sum(added) - resumed == len(TEXTS)
+    assert contents(tmp_path / "out") == contents(tmp_path / "straight")
 
 
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
-        *(("train-00000.bin", None), ("val-00000.bin", b""), ("train.idx", b"12345678"), ("val.idx", None)),
-        *(("progress.json", damage) for damage in (b"", b'{"plan": 3}', b"[" * 100_000, b"\xff")),
+        *(("train.bin", None), ("val.bin", b""), ("train.idx", b"12345678"), ("val.idx", None)),
+        *(("progress.json", damage) for damage in (b"", b'{"made_from": 3}', b"\xff")),
     ],
     ids=lambda value: str(value)[:20],
 )
@@ -138,38 +132,9 @@ def test_a_damaged_part_is_made_again(
         (tmp_path / "out.partial" / name).write_bytes(damage)
     succeeds(source, "--out", tmp_path / "out", *QUIET)
     said = capsys.readouterr().err
-    assert name == "progress.json" or f"{name} has been truncated: starting over" in said
+    assert name == "progress.json" or damage is None or f"{name} has been truncated: starting over" in said
     succeeds(source, "--out", tmp_path / "straight", *QUIET)
     assert contents(tmp_path / "out") == contents(tmp_path / "straight")
-
-
-@pytest.mark.extended
-def test_overwritten_tokens_of_a_part_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: Callable[..., str]
-) -> None:
-    source = interrupted(tmp_path, monkeypatch)
-    with (tmp_path / "out.partial/train-00000.bin").open("r+b") as stream:
-        stream.write(b"\0" * 1000)
-    assert "the files differ from what was written: train: " in refuses(source, "--out", tmp_path / "out", *QUIET)
-    succeeds(source, "--out", tmp_path / "out", *QUIET)
-    assert not verify(tmp_path / "out")
-
-
-def test_what_was_skipped_before_a_kill_stops_a_command_that_does_not_skip(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    skip = "--on-error", "skip"
-    source = interrupted(tmp_path, monkeypatch, b"no json\n", *skip)
-    command = [str(source), "--out", str(tmp_path / "out"), *QUIET]
-    for _ in range(2):
-        assert main(command) == 2
-        error = capsys.readouterr().err
-        assert "a.jsonl: line 1: not JSON" in error
-        assert "with --on-error skip" in error
-    assert main([*command, *skip]) == 0
-    assert read_meta(tmp_path / "out").skipped == {"not JSON": 1}
-    assert main(command) == 2, "what is whole has it left out as well"
-    assert main([*command, *skip]) == 0
 
 
 # --- the index of packed documents ------------------------------------------------------------------------------
@@ -249,7 +214,7 @@ def test_a_foreign_meta_json_is_not_touched(theirs: bytes, tmp_path: Path) -> No
     (tmp_path / "in/meta.json").write_bytes(theirs)
     assert not is_prepared(tmp_path / "in")
     assert read_meta(make(tmp_path / "in", tmp_path / "cache", 257)).text_bytes == 28 * 400
-    assert corpus.find(str(tmp_path / "in")).files == (tmp_path / "in/a.txt",)
+    assert find(str(tmp_path / "in")).files == (tmp_path / "in/a.txt",)
 
 
 def other(meta: Path, values: dict[str, Any]) -> bytes:
@@ -259,7 +224,7 @@ def other(meta: Path, values: dict[str, Any]) -> bytes:
 DAMAGE: list[bytes | dict[str, Any]] = [
     *(b"", b"{", b"\xff", b"[" * 200_000, b'{"format_version": 4}'),
     *({"documents": "many"}, {"val_documents": 10**6}, {"train_tokens": -1}, {"val_tokens": 2**61}, {"vocab_size": 0}),
-    *({"end_token": 10**6}, {"shard_tokens": 0}, {"files": []}, {"skipped": 3}, {"tokens_sha256": None}),
+    *({"end_token": 10**6}, {"files": []}, {"skipped": 3}, {"tokens_sha256": None}),
     *({"unknown_tokens": True}, {"more": 1}),
 ]
 
@@ -270,7 +235,9 @@ def test_a_damaged_meta_json_is_an_error(damage: bytes | dict[str, Any], lines: 
     meta = tmp_path / "out/meta.json"
     meta.write_bytes(damage if isinstance(damage, bytes) else other(meta, damage))
     assert is_prepared(tmp_path / "out")
-    with pytest.raises(DataError, match=r"the prepared data is damaged \(.*; delete this folder, and prepare"):
+    with pytest.raises(
+        DataError, match=r"the prepared data is damaged \(.*; prepare the text again into another folder"
+    ):
         read_meta(tmp_path / "out")
 
 
@@ -284,34 +251,20 @@ def test_a_folder_of_another_version_is_to_be_prepared_again(version: int | None
         read_meta(tmp_path / "out")
 
 
-def test_a_damaged_folder_with_other_files_is_not_to_be_deleted(
-    lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_prepared_folder_without_its_meta_json_is_no_text(lines: Path, tmp_path: Path) -> None:
+    shutil.copytree(lines, tmp_path / "out")
+    (tmp_path / "out/meta.json").unlink()
+    with pytest.raises(DataError, match="looks like a prepared folder, but its meta.json is missing"):
+        find(str(tmp_path / "out"))
+
+
+def test_verify_finds_an_identity_that_is_not_that_of_the_tokens(
+    lines: Path, tmp_path: Path, refuses: Callable[..., str]
 ) -> None:
     shutil.copytree(lines, tmp_path / "out")
     meta = tmp_path / "out/meta.json"
     meta.write_bytes(other(meta, {"tokens_sha256": "0" * 64}))
-    for name in ("notes.txt", "packed-8-0123abcd/mine.txt"):
-        write(tmp_path / "out" / name, ["mine"])
-        assert main(["--verify", str(tmp_path / "out")]) == 2
-        error = capsys.readouterr().err
-        assert "tokens_sha256 is not that of the token files" in error
-        assert "delete" not in error
-        assert f"keep this one, which also holds {name}" in error
-        (tmp_path / "out" / name).unlink()
-    meta.unlink()
-    with pytest.raises(DataError, match="looks like a prepared folder, but its meta.json is missing"):
-        corpus.find(str(tmp_path / "out"))
-
-
-@pytest.mark.parametrize("name", ["meta.json", "tokenizer.json", "val.idx", "thesis.txt"])
-def test_a_foreign_folder_named_partial_is_not_touched(name: str, tmp_path: Path, refuses: Callable[..., str]) -> None:
-    (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial" / name).write_text("mine")
-    source = write(tmp_path / "a.jsonl", TEXTS)
-    assert f"out.partial contains {name}, which is not part of a preparation" in refuses(
-        source, "--out", tmp_path / "out", *QUIET
-    )
-    assert (tmp_path / "out.partial" / name).read_text() == "mine"
+    assert "tokens_sha256 is not that of the token files" in refuses("--verify", tmp_path / "out")
 
 
 def test_a_prepared_folder_that_can_not_be_read_is_not_called_damaged(

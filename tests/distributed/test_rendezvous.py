@@ -17,30 +17,37 @@ SHORT, LONG = timedelta(seconds=0.3), timedelta(seconds=60)
 
 
 def test_a_restart_meets_under_a_prefix_of_its_own() -> None:
-    """In the second attempt rank 2 dies before it arrives, and in the third one all arrive late but rank 2."""
+    """A second attempt, whose rank 0 comes last, a third one that is not complete, and a fourth one."""
     store: Store = dist.HashStore()  # type: ignore[attr-defined]
-    found: dict[int, Store] = {}
 
-    def arrive(rank: int) -> None:
-        found[rank] = _store_of_this_attempt(store, rank, 3, LONG)
+    def attempt(*order: int) -> list[Store]:
+        found: dict[int, Store] = {}
 
-    def attempt(*order: int) -> None:
-        found.clear()
+        def arrive(rank: int) -> None:
+            found[rank] = _store_of_this_attempt(store, rank, 3, LONG)
+
         threads = [threading.Thread(target=arrive, args=(rank,)) for rank in order]
-        for thread in threads:
+        for rank, thread in zip(order, threads, strict=True):
+            before = registered(rank)
             thread.start()
+            while rank and store.check(["torchtitan_lite/attempt"]) and registered(rank) == before:
+                pass  # until it has seen the attempt before
         for thread in threads:
             thread.join()
-        found[2].set("key", "of this attempt")
-        assert {found[rank].get("key") for rank in range(3)} == {b"of this attempt"}
+        return [found[rank] for rank in range(3)]
 
-    attempt(0, 1, 2)
-    first = found[0]
+    def registered(rank: int) -> bytes:
+        newest = "torchtitan_lite/attempt"
+        key = f"{store.get(newest).decode()}/{rank}" if store.check([newest]) else newest
+        return store.get(key) if store.check([key]) else b""
+
+    first, second = attempt(0, 1, 2), attempt(1, 2, 0)
     with pytest.raises(dist.DistStoreError, match="missing: rank 1, 2"):
         _store_of_this_attempt(store, 0, 3, SHORT)
-    attempt(2, 1, 0)
-    found[0].set("key", "new")
-    assert first.get("key") == b"of this attempt"
+    for number, stores in enumerate((first, second, attempt(1, 2, 0))):
+        stores[2].set("key", str(number))
+        assert [each.get("key") for each in stores] == 3 * [str(number).encode()]
+    assert first[0].get("key") == b"0"
 
 
 @pytest.mark.parametrize("agent", [False, True])

@@ -25,9 +25,8 @@ def test_from_a_folder_of_text_to_a_run_in_three_commands(text: Path, tmp_path: 
 
 def test_the_page_names_the_limits_that_hold() -> None:
     from torchtitan_lite.data import mixture
-    from torchtitan_lite.data.prepare import encode, plan, split
+    from torchtitan_lite.data.prepare import documents, tokenizer
 
-    assert f"{plan.MAX_DOCUMENT_BYTES >> 20} MiB" in PAGE
+    assert f"{documents.LONGEST >> 20} MiB" in PAGE
     assert f"{mixture.LONGEST:,} entries" in PAGE
-    assert f"{encode._LISTED:,}" in PAGE
-    assert f"about {split.TRAINED_ON_BYTES >> 20} MB" in PAGE
+    assert f"about {tokenizer.TRAINED_ON_BYTES >> 20} MB" in PAGE

@@ -65,7 +65,10 @@ def test_the_table_at_the_top_has_real_lines_sections_and_commands() -> None:
     constants = (node.value for inside in nodes for node in inside if isinstance(node, ast.Constant))
     printed = "\n".join(value for value in constants if isinstance(value, str))
     pages = {name: (ROOT / name).read_text() for name in ("docs/incidents.md", "docs/data.md")}
-    pages |= {f"docs/{name}.md": (ROOT / f"docs/{name}.md").read_text() for name in ("checkpoints", "plan", "commands")}
+    pages |= {
+        f"docs/{name}.md": (ROOT / f"docs/{name}.md").read_text()
+        for name in ("checkpoints", "plan", "commands", "cluster")
+    }
     run = {line.split("  #")[0].strip() for page in pages.values() for line in commands(page)}
     rows = re.findall(r"^\| `(.*?)` \| \[.*?\]\((.*?)\) \| `(.*?)` \|$", PAGE.split("\n## ")[0], re.M)
     assert len(rows) == PAGE.split("\n## ")[0].count("\n| `")

@@ -13,9 +13,9 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 import torchtitan_lite as ttl
 from tests.helpers import python, ranks, records, succeeded, tiny
-from torchtitan_lite.data.prepare import split
+from torchtitan_lite.data.prepare.tokenizer import byte_level
 from torchtitan_lite.distributed.process_group import World
-from torchtitan_lite.errors import UserError
+from torchtitan_lite.errors import DataError, UserError
 from torchtitan_lite.tools.evaluation import evaluate, tables
 from torchtitan_lite.tools.evaluation.documents import Place, Scores
 from torchtitan_lite.tools.load_model import Opened
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         **sizes, num_key_value_heads=1, vocab_size=257, max_position_embeddings=16, eos_token_id=0
     )
     transformers.LlamaForCausalLM(config).save_pretrained(where)
-    split.byte_level().save(str(where / "tokenizer.json"))
+    byte_level().save(str(where / "tokenizer.json"))
     return where
 
 
@@ -63,7 +63,7 @@ def expected(folder: Path, length: int) -> list[float]:
 
     model: Any = transformers.LlamaForCausalLM.from_pretrained(folder)
     model.eval()
-    tokenizer = split.byte_level()
+    tokenizer = byte_level()
     tokenizer.encode_special_tokens = True
     found = []
     for text in TEXTS:
@@ -229,15 +229,17 @@ def test_a_total_compares_the_same_documents(folder: Path, texts: Path, tmp_path
 
 
 def test_text_like_special_tokens_is_text(folder: Path, tmp_path: Path) -> None:
-    """In a vocabulary of whole words, too."""
-    words = ["<unk>", "</s>", "a", "b", "<", "/", "s", ">"]
-    tokenizer = Tokenizer(models.Unigram([(word, -1.0) for word in words], 0))
-    opened = Opened("", torch.nn.Identity(), tokenizer, (1,), [])  # type: ignore[arg-type]
+    """It is refused if a vocabulary of whole words produces the end token nevertheless."""
+    words = [("<unk>", -1.0), ("</s>", -1.0), *((letter, -1.0) for letter in "ab</s>")]
+    usual, of_words = byte_level(), Tokenizer(models.Unigram(words, 0))
+    usual.add_special_tokens(["</s>"])
     file = tmp_path / "text.jsonl"
     file.write_text('{"text": "a</s>b"}\n')
-    (document,) = Place(str(file)).documents(opened)
-    assert 1 not in document.tokens
-    assert document.n_bytes == 6
+    end = usual.token_to_id("</s>")
+    (document,) = Place(str(file)).documents(Opened("", torch.nn.Identity(), usual, (end,), []))  # type: ignore[arg-type]
+    assert len(document.tokens) == document.n_bytes == 6
+    with pytest.raises(DataError, match="a document would be encoded with the end token '</s>' inside: 'a</s>b'"):
+        list(Place(str(file)).documents(Opened("", torch.nn.Identity(), of_words, (1,), [])))  # type: ignore[arg-type]
 
 
 def test_a_run_whose_text_has_changed_is_refused(text: Path, tmp_path: Path) -> None:
@@ -286,7 +288,10 @@ def test_a_prepared_folder_scores_as_its_text(runs: Path, text: Path, tmp_path: 
         (["HF", "--data", "TEXT", "nosuch.txt"], "nosuch.txt"),
         (["nosuch", "--data", "TEXT"], "nosuch does not exist"),
         (["HF", "nosuch", "--data", "TEXT"], "nosuch does not exist"),
-        (["HF", "--data", "TEXT", "--tokenizer=/dev/null"], "/dev/null is a device: name the model's tokenizer.json"),
+        (
+            ["HF", "--data", "TEXT", "--tokenizer=/dev/null"],
+            "/dev/null is not a regular file: name the model's tokenizer.json",
+        ),
         (["PAIRS", "--data", "TEXT"], "--source-key"),
         (["ONE", "--data", "PREPARED"], "another tokenizer"),
         (["ONE", "--json", "nosuch/x.json"], "is not a folder"),

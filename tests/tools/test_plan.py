@@ -19,7 +19,7 @@ from torchtitan_lite import plan
 from torchtitan_lite.config import load
 from torchtitan_lite.config.derive import Layout
 from torchtitan_lite.config.schema import Config, ModelConfig
-from torchtitan_lite.data.prepare import split
+from torchtitan_lite.data.prepare.tokenizer import byte_level
 from torchtitan_lite.distributed import initialize
 from torchtitan_lite.distributed.process_group import build_mesh
 from torchtitan_lite.models import Transformer, build
@@ -440,7 +440,7 @@ def test_the_vocabulary_is_the_one_that_training_would_have(tmp_path: Path) -> N
     def found(key: str, value: object) -> tuple[int, str]:
         return vocabulary(load.load(None, {key: value}, elsewhere=True).config)
 
-    split.byte_level().save(str(tmp_path / "tokenizer.json"))
+    byte_level().save(str(tmp_path / "tokenizer.json"))
     assert found("tokenizer.path", str(tmp_path / "tokenizer.json")) == (257, "")
     (tmp_path / "x.txt").write_text("def")
     assert found("data.path", str(tmp_path / "x.txt")) == (4096, "")

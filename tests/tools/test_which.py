@@ -23,10 +23,10 @@ from torchtitan_lite.config.schema import Config, flatten
 from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.data.objectives import open_samples
-from torchtitan_lite.data.prepare import plan, writer
 from torchtitan_lite.data.prepare.__main__ import main as prepare
 from torchtitan_lite.data.prepare.summary import verify
 from torchtitan_lite.data.token_files import TokenFiles, read_meta
+from torchtitan_lite.errors import DataError
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.monitoring import attempts
 from torchtitan_lite.tools.incidents.record import read_record
@@ -65,10 +65,10 @@ def prepared(source: Path, out: Path, *more: str) -> Path:
 
 def documents(folder: Path, split: str) -> Iterator[tuple[str, int, str]]:
     """The file, the line or row, and the text of each document, read from the files by their format alone."""
-    files = json.loads((folder / "origins.json").read_bytes())["files"]
+    files = json.loads((folder / "origins.json").read_bytes())
     origins = np.fromfile(folder / f"{split}.origins", np.int64).tolist()
     ends = np.fromfile(folder / f"{split}.idx", np.int64).tolist()
-    tokens = np.fromfile(folder / f"{split}-00000.bin", np.uint16)
+    tokens = np.fromfile(folder / f"{split}.bin", np.uint16)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     for origin, begin, end in zip(origins, [1, *ends], ends, strict=False):
         yield files[origin >> 36][0], origin & (1 << 36) - 1, tokenizer.decode(tokens[begin : end - 1].tolist())
@@ -103,8 +103,7 @@ def test_blocks_of_a_text_know_their_first_line_and_pairs_share_one(tmp_path: Pa
         assert (one, source, target) == (other, PAIRS[one - 1]["source"], PAIRS[one - 1]["target"])
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
-def test_every_document_knows_its_file_and_place(workers: str, tmp_path: Path) -> None:
+def test_every_document_knows_its_file_and_place(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     write_jsonl(tmp_path / "in/a.jsonl", TEXTS[:40])
     write_jsonl(tmp_path / "in/b.jsonl.gz", TEXTS[40:80])
@@ -112,7 +111,7 @@ def test_every_document_knows_its_file_and_place(workers: str, tmp_path: Path) -
         csv.writer(stream).writerows([("id", "text"), *enumerate(TEXTS[80:110])])
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS[110:]}), tmp_path / "in/d.parquet")
     (tmp_path / "in/e.jsonl").write_text('{"text": "the only one"}\n{"text": broken\n{"text": "after a broken one"}\n')
-    out = prepared(tmp_path / "in", tmp_path / "out", "--workers", workers, "--val-fraction", "0.3", "--on-error=skip")
+    out = prepared(tmp_path / "in", tmp_path / "out", "--val-fraction", "0.3", "--on-error=skip")
     found = [one for split in ("train", "val") for one in documents(out, split)]
     assert len(found) == 152
     assert Counter(text for *_, text in found) == Counter([*TEXTS, "the only one", "after a broken one"])
@@ -122,60 +121,30 @@ def test_every_document_knows_its_file_and_place(workers: str, tmp_path: Path) -
             assert places[file][place] == text
     in_e = {(place, text) for file, place, text in found if file.endswith("e.jsonl")}
     assert in_e == {(1, "the only one"), (3, "after a broken one")}
-    units = json.loads((out / "origins.json").read_bytes())["files"]
+    units = json.loads((out / "origins.json").read_bytes())
     lines = dict.fromkeys(("a.jsonl", "b.jsonl.gz", "c.csv", "e.jsonl"), "line")
     assert {Path(file).name: unit for file, unit in units} == lines | {"d.parquet": "row"}
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
-
-
-def test_a_stopped_preparation_keeps_its_origins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "CHUNK_DOCUMENTS", 7)
-    monkeypatch.setattr(writer, "COMMIT_EVERY_S", 0.0)
-    write_jsonl(tmp_path / "in.jsonl", TEXTS)
-    honest, left = writer.Writer.add, 0
-
-    def add(self: writer.Writer, *arguments: Any) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            self._origins[0].write(b"torn")  # not committed
-            self._origins[0].flush()
-            raise KeyboardInterrupt
-        honest(self, *arguments)
-
-    left = 5
-    with monkeypatch.context() as patched:
-        patched.setattr(writer.Writer, "add", add)
-        assert prepare([str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "new"), "--tokenizer=bytes"]) == 130
-    prepared(tmp_path / "in.jsonl", tmp_path / "new")
-    whole = contents(prepared(tmp_path / "in.jsonl", tmp_path / "whole"))
-    assert contents(tmp_path / "new") == whole
-    assert not verify(tmp_path / "new")
-
-
-def test_training_does_not_need_origins_and_verify_reads_them(
-    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_origins_are_found_and_a_folder_may_have_none(texts: Path, tmp_path: Path) -> None:
+    """As those of examples/from_megatron.py."""
     out = prepared(write_jsonl(tmp_path / "in.jsonl", TEXTS), tmp_path / "out")
-    (out / "train.origins").write_bytes(b"\1" * (out / "train.origins").stat().st_size)
-    read_meta(out)
-    (wrong,) = verify(out)
-    assert "origins.json is damaged: train.origins has changed since it was made" in wrong
     run = run_of(config_of(out), tmp_path)
-    assert which([str(run), "--step", "1"]) == 2
-    assert "train.origins has changed since it was made; training does not need it" in capsys.readouterr().err
     ours = [row["stream"] for row in seen(run_of(config_of(texts), tmp_path, "same"), "--step", "3")["documents"]]
+    content = bytearray((out / "train.origins").read_bytes())
+    content[-1] ^= 1
+    (out / "train.origins").write_bytes(content)
+    with pytest.raises(DataError, match=r"train\.origins has changed since it was made"):
+        verify(out)
+    meta = json.loads((out / "meta.json").read_bytes())
     for name in ("origins.json", "train.origins", "val.origins"):
         (out / name).unlink()
+        del meta["files"][name]
+    (out / "meta.json").write_text(json.dumps(meta))
     assert not verify(out)
-    content = seen(run, "--step", "3")
-    assert {(row["file"], row["line"]) for row in content["documents"]} == {(None, None)}
-    assert [row["stream"] for row in content["documents"]] == ours
-    said = capsys.readouterr().out
-    assert f"{out} does not tell where its documents came from. Prepared again" in said
+    shown = seen(run, "--step", "3")
+    assert {(row["file"], row["line"]) for row in shown["documents"]} == {(None, None)}
+    assert [row["stream"] for row in shown["documents"]] == ours
 
 
 # --- from steps to documents ------------------------------------------------------------------------------------

@@ -85,16 +85,18 @@ def load(
         problems.append(str(error))
     layers.append((origin, options))
     given, _ = _merged(layers)
-    problems += _import_own(given)
+    not_imported = dict(_import_own(given))
+    problems += not_imported.values()
     before = _saved_values(given, saved) if saved else {}
-    family = str(given.get("model.family", before.get("model.family", default_of("model.family")))).lower()
-    layers, notes = _with_size(layers, given, FAMILIES[family]) if family in FAMILIES else (layers, [])
+    name = str(given.get("model.family", before.get("model.family", default_of("model.family"))))
+    family = FAMILIES.get(name, FAMILIES.get(name.lower()))
+    layers, notes = _with_size(layers, given, family) if family else (layers, [])
     kept = _kept(before, given, _merged(layers)[0])
     fsdp = {key.removeprefix("fsdp."): value for key, value in given.items() if key.startswith("fsdp.")}
     strategy = {f"fsdp.{key}": value for key, value in strategy_keys(fsdp, local_world_size).items()}
     values, origins = _merged([*layers, (_KEPT, kept), ("fsdp.sharding_strategy", strategy)])
 
-    config, refused = _validated(values, origins, problems)
+    config, refused = _validated(values, origins, problems, set(not_imported))
     if "optim.warmup_steps" not in values and not config.train.epochs:
         config = fitting_warmup(config)
     machine = Machine(world_size, n_gpus, local_world_size)
@@ -132,6 +134,8 @@ def read_file(path: Path, chain: Sequence[Path] = ()) -> list[tuple[str, Layer]]
     if path.resolve() in chain:
         loop = " -> ".join(p.name for p in (*chain[chain.index(path.resolve()) :], path))
         raise ConfigError(f"{path}: base files form a cycle: {loop}; remove one of the `base` lines")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path}: not a file")
     content = b""
     try:
         content = path.read_bytes()
@@ -151,7 +155,7 @@ def read_file(path: Path, chain: Sequence[Path] = ()) -> list[tuple[str, Layer]]
         raise ConfigError(f'{path}: base = {base!r}: should be the name of one file, e.g. base = "debug.toml"')
     below = []
     if base:
-        beside = path.parent / Path(base).expanduser()
+        beside = path.parent / expand(base)
         is_here = not beside.exists() and Path(base).is_file()
         below = read_file(Path(base) if is_here else beside, (*chain, path.resolve()))
     tables = {name: table if isinstance(table, dict) else {"": table} for name, table in tree.items()}
@@ -186,8 +190,8 @@ def _several(text: str) -> str | list[str]:
     return parts if unfound(text) else text
 
 
-def _import_own(given: Layer) -> Iterator[str]:
-    """Import the parts of the user's own that are given. Yields what is wrong with one."""
+def _import_own(given: Layer) -> Iterator[tuple[str, str]]:
+    """Import the parts of the user's own that are given. Yields the key of each that is none, and what is wrong."""
     for key, registry in REGISTRIES.items():
         names = given.get(key, [])
         for name in [names] if isinstance(names, str) else names if isinstance(names, list) else []:
@@ -195,7 +199,7 @@ def _import_own(given: Layer) -> Iterator[str]:
                 try:
                     registry.add(name)
                 except ConfigError as error:
-                    yield str(error)
+                    yield key, str(error)
 
 
 def _merged(layers: Iterable[tuple[str, Layer]]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -216,8 +220,9 @@ def _saved_values(given: Layer, saved: Saved) -> Layer:
         before = saved(expand(out_dir) / name, resume)
     except (ConfigError, OSError, TypeError, ValueError):  # such a name is refused elsewhere
         return {}
-    family = str(given.get("model.family", before.get("model.family"))).lower()
-    return before if family == before.get("model.family") else {}  # nothing of it may suit another one
+    family = before.get("model.family", "")
+    is_same = str(given.get("model.family", family)).lower() == family.lower()
+    return before if is_same else {}  # nothing of it may suit another one
 
 
 def _with_size(
@@ -265,9 +270,15 @@ def _kept(before: Layer, given: Layer, values: Layer) -> Layer:
 # --- from values to a config ------------------------------------------------------------------------------------
 
 
-def _validated(values: Layer, origins: Mapping[str, str], problems: list[str]) -> tuple[Config, set[str]]:
-    """The config, and the keys whose values are refused. They are left out, so that the rest can still be checked."""
-    known, refused = known_keys(), set[str]()
+def _validated(
+    values: Layer, origins: Mapping[str, str], problems: list[str], refused: set[str]
+) -> tuple[Config, set[str]]:
+    """The config, and the keys whose values are refused. They are left out, so that the rest can still be checked.
+
+    Args:
+        refused: the keys that are refused already.
+    """
+    known = known_keys()
     for key in values.keys() - known.keys():
         near = hints.nearest(key, known)
         what = f"unknown key; the nearest known one is {near}, {example(near, origins[key])}"

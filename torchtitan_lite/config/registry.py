@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torchtitan_lite import hints
 from torchtitan_lite.errors import ConfigError
@@ -30,7 +30,7 @@ class Registry(dict[str, T], Generic[T]):
         page: of the docs: how to write an own one.
     """
 
-    def __init__(self, key: str, page: str, kind: type[T], entries: Mapping[str, T]) -> None:
+    def __init__(self, key: str, page: str, kind: type[Any], entries: Mapping[str, T]) -> None:
         super().__init__(entries)
         self.key, self.page, self.kind = key, page, kind
 

@@ -29,13 +29,13 @@ from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Array, Rows, Samples
 from torchtitan_lite.data.token_files import (
     HASHED_BYTES,
+    PREPARE_AGAIN,
     SPLITS,
     File,
     Meta,
     TokenFiles,
     document_ends,
     read_meta,
-    remedy,
     spots,
 )
 from torchtitan_lite.errors import DataError
@@ -167,9 +167,7 @@ def _make(folder: Path, meta: Meta, seq_len: int, index: Path) -> dict[str, File
         ends_file = folder / f"{split}.idx"
         ends = document_ends(folder, meta, split)
         if File.of(ends_file) != meta.files[ends_file.name]:
-            raise DataError(
-                f"{ends_file} has changed since it was made: the prepared data is damaged; {remedy(folder)}"
-            )
+            raise DataError(f"{ends_file} has changed since it was made: the prepared data is damaged; {PREPARE_AGAIN}")
         with (index / f"{split}.pieces").open("wb") as pieces, (index / f"{split}.rows").open("wb") as rows:
             before = np.zeros(2, np.int64)  # pieces, tokens
             rows.write(before.tobytes())

@@ -120,7 +120,7 @@ def require_pad(folder: Path) -> Tokenizer:
 
 
 def wrong_tokenizer(config: Config) -> dict[str, str]:
-    """Why `tokenizer.path` does not suit the objective, before any text is prepared; as `rules.conflicts`."""
+    """Why `tokenizer.path` does not suit the objective, before any text is prepared; as `broken_rules`."""
     path = config.tokenizer.path
     if problem(path):
         return {}  # reported by the rules

@@ -2,9 +2,10 @@
 
     meta.json                       Meta below, written last: a folder without it is incomplete
     tokenizer.json
-    train-00000.bin, ...            the tokens of all training documents, uint16 or uint32, in shards of equal length
-    train.idx                       the end of each document in the stream, int64
-    val-00000.bin, ..., val.idx     the same for validation
+    train.bin, val.bin              the tokens of all documents of a split, uint16 or uint32
+    train.idx, val.idx              the end of each document in the stream, int64
+    train.origins, val.origins      for each document: number of the file << 36 | line or row, int64 (if known)
+    origins.json                    the files of the text, each with the unit of its places (if known)
     skipped.log                     skipped texts, if any (--on-error skip)
     pairs.json                      only for pairs: their keys, and the prefix of each source
 
@@ -15,8 +16,9 @@ predicted from the end token before it.
 import hashlib
 import json
 import os
-import re
 import weakref
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_origin
@@ -30,16 +32,15 @@ from torchtitan_lite.errors import DataError, shortened
 FORMAT_VERSION = 4
 SPLITS = "train", "val"
 PAIRS = "pairs.json"  # only of pairs: documents are a source, its target, a source, ...
+ORIGINS = "origins.json"
+PLACE_BITS = 36
 _SPOTS = 64
 _SPOT_BYTES = 4096
 HASHED_BYTES = 256 << 20  # larger files are compared by size and 64 spots, except by verify
 _ENDS = 1 << 20  # document ends checked at a time
-_OURS = re.compile(
-    r"(train|val)(-\d+\.bin|\.(idx|origins))|skipped\.log"
-    r"|(meta|progress|tokenizer|pairs|origins)\.json(\.[0-9a-f]{8}\.new)?"
-    r"|packed-\d+-[0-9a-f]+(\.partial|\.lock)?"
-)  # the names in a prepared folder
-_PACKED = re.compile(r"(train|val)\.(pieces|rows)|hashes\.json(\.[0-9a-f]{8}\.new)?")  # in a packed-* folder
+PREPARE_AGAIN = (
+    "prepare the text again into another folder (train.py does so itself if you delete a folder in its cache)"
+)
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,11 @@ class Meta:
     unknown_tokens: int  # tokens for text that the vocabulary lacks
     vocab_size: int
     end_token: int
-    shard_tokens: int  # in each shard but the last of a split
     tokenizer_sha256: str
     tokens_sha256: str  # a hash of all token files' hashes: the identity of the data
     made_from: str  # a hash of the texts' names, sizes and times and of all options
     files: dict[str, File]
-    skipped: dict[str, int]  # the number of skipped documents, lines or files, by reason
-    skipped_first: list[str]  # the first of them; all are in skipped.log
+    skipped: dict[str, int]  # the number of skipped texts and files by reason; skipped.log lists them
 
     def tokens(self, split: str) -> int:
         """The number of tokens in a split's stream."""
@@ -91,76 +90,54 @@ def token_dtype(vocab_size: int) -> type[np.unsignedinteger]:
     return np.uint16 if vocab_size <= 2**16 else np.uint32
 
 
-def shard_name(split: str, number: int) -> str:
-    return f"{split}-{number:05d}.bin"
+def hashed(folder: Path, names: Iterable[str]) -> dict[str, File]:
+    """Hash these files on all cores."""
+    listed = list(names)
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(listed, pool.map(lambda name: File.of(folder / name), listed), strict=True))
 
 
-def shard_lengths(tokens: int, shard_tokens: int) -> list[int]:
-    """The number of tokens in each shard of a split."""
-    full, rest = divmod(tokens, shard_tokens)
-    return [shard_tokens] * full + [rest] * bool(rest)
-
-
-class TokenFile:
-    """A file of tokens. It is read, not mapped: a truncated file is then an error, not a SIGBUS."""
-
-    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
-        self.path, self._dtype = path, dtype
-        try:
-            self._descriptor = os.open(path, os.O_RDONLY)
-        except OSError as error:
-            raise DataError(f"{path} can't be read: {error.strerror}") from None
-        weakref.finalize(self, os.close, self._descriptor)
-
-    def read(self, first: int, n: int) -> NDArray[Any]:
-        """Tokens first, ..., first + n - 1 of the file, (n,).
-
-        Raises:
-            DataError: the file is unreadable or truncated.
-        """
-        size = self._dtype.itemsize
-        try:
-            data = os.pread(self._descriptor, n * size, first * size)
-        except OSError as error:
-            raise DataError(f"{self.path} can't be read at byte {first * size:,}: {error.strerror}") from None
-        if len(data) != n * size:
-            raise DataError(f"{self.path} ends before token {first + n:,}: it was truncated after the run started")
-        return np.frombuffer(data, self._dtype)
+def identity(files: dict[str, File]) -> str:
+    """`tokens_sha256` of these files."""
+    tokens = sorted((name, file.sha256) for name, file in files.items() if name.endswith(".bin"))
+    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
 
 class TokenFiles:
-    """The token stream of one split, in its shards."""
+    """The token stream of one split. It is read, not mapped: a truncated file is then an error, not a SIGBUS."""
 
     def __init__(self, folder: Path, meta: Meta, split: str) -> None:
-        self._folder, self._split, self._meta = folder, split, meta
+        """
+        Raises:
+            DataError: the file can't be opened.
+        """
+        self.path, self._vocab_size = folder / f"{split}.bin", meta.vocab_size
         self._dtype = np.dtype(token_dtype(meta.vocab_size))
-        self._shards: dict[int, TokenFile] = {}  # those that were opened
+        try:
+            self._descriptor = os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            raise DataError(f"{self.path} can't be read: {error.strerror}") from None
+        weakref.finalize(self, os.close, self._descriptor)
 
     def read(self, first: int, end: int) -> NDArray[Any]:
         """Tokens first, ..., end - 1 of the stream, (end - first,) uint16 or uint32.
 
         Raises:
-            DataError: a file is unreadable or truncated, or has a token outside the vocabulary.
+            DataError: the file is unreadable or truncated, or has a token outside the vocabulary.
         """
-        size = self._meta.shard_tokens
-        number, at = divmod(first, size)
-        if at + end - first <= size:  # the usual case: one shard has all of it
-            return self._read_shard(number, at, end - first)
-        parts = [self._read_shard(number, at, size - at)]
-        for begin in range((number + 1) * size, end, size):
-            parts.append(self._read_shard(begin // size, 0, min(end - begin, size)))
-        return np.concatenate(parts)
-
-    def _read_shard(self, number: int, first: int, n: int) -> NDArray[Any]:
-        if number not in self._shards:
-            self._shards[number] = TokenFile(self._folder / shard_name(self._split, number), self._dtype)
-        shard, vocab_size = self._shards[number], self._meta.vocab_size
-        tokens = shard.read(first, n)
-        if n and int(tokens.max()) >= vocab_size:
-            bad = int(np.argmax(tokens >= vocab_size))
+        size = self._dtype.itemsize
+        try:
+            data = os.pread(self._descriptor, (end - first) * size, first * size)
+        except OSError as error:
+            raise DataError(f"{self.path} can't be read at byte {first * size:,}: {error.strerror}") from None
+        if len(data) != (end - first) * size:
+            raise DataError(f"{self.path} ends before token {end:,}: it was truncated after the run started")
+        tokens = np.frombuffer(data, self._dtype)
+        if len(tokens) and int(tokens.max()) >= self._vocab_size:
+            bad = int(np.argmax(tokens >= self._vocab_size))
             raise DataError(
-                f"{shard.path} is damaged: token {first + bad:,} (at byte {(first + bad) * self._dtype.itemsize:,}) is "
-                f"{int(tokens[bad])}, but the vocabulary has {vocab_size} entries; {remedy(self._folder)} "
+                f"{self.path} is damaged: token {first + bad:,} (at byte {(first + bad) * size:,}) is "
+                f"{int(tokens[bad])}, but the vocabulary has {self._vocab_size} entries; {PREPARE_AGAIN} "
                 "(python -m torchtitan_lite.data.prepare --verify FOLDER reads every byte)"
             )
         return tokens
@@ -188,32 +165,10 @@ def document_ends(folder: Path, meta: Meta, split: str) -> NDArray[np.int64]:
             least = n_tokens - 1 if last and bad == len(block) - 1 else int(block[bad - 1]) if bad else before
             raise DataError(
                 f"{file} is damaged: document {first + bad:,} (at byte {8 * (first + bad):,}) ends at token "
-                f"{int(block[bad]):,}, but should end after {least:,} and at most at {n_tokens:,}; {remedy(folder)}"
+                f"{int(block[bad]):,}, but should end after {least:,} and at most at {n_tokens:,}; {PREPARE_AGAIN}"
             )
         before = int(block[-1])
     return ends
-
-
-def foreign(folder: Path) -> list[str]:
-    """The entries of a folder that are not part of prepared data, sorted."""
-    names = []
-    for entry in os.scandir(folder):
-        if not _OURS.fullmatch(entry.name):
-            names.append(entry.name)
-        elif entry.is_dir():  # of packing.py
-            names += [f"{entry.name}/{name}" for name in os.listdir(entry) if not _PACKED.fullmatch(name)]
-    return sorted(names)
-
-
-def remedy(folder: Path) -> str:
-    """How to repair a damaged folder. The user is never told to delete foreign files."""
-    try:
-        others = foreign(folder)
-    except OSError as error:
-        return f"it can't be listed: {error.strerror}"
-    if others:
-        return f"prepare the text again into another folder; keep this one, which also holds {others[0]}"
-    return "delete this folder, and prepare it again (train.py does so itself for a folder in its cache)"
 
 
 def spots(path: Path) -> str:
@@ -244,7 +199,7 @@ def read_meta(folder: Path) -> Meta:
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError) as error:
         if not folder.is_dir():
             raise DataError(f"{folder} is not a folder of prepared data") from None
-        raise DataError(f"{folder}: the prepared data is damaged ({error}); {remedy(folder)}") from None
+        raise DataError(f"{folder}: the prepared data is damaged ({error}); {PREPARE_AGAIN}") from None
     except OSError as error:
         raise DataError(f"{error.filename or folder} can't be read: {error.strerror}") from None
     return meta
@@ -291,19 +246,18 @@ def _require_consistent(meta: Meta) -> None:
     """Check that meta.json is consistent, and lists exactly the expected files with the expected sizes."""
     if not meta.end_token < meta.vocab_size <= 2**32:
         raise ValueError(f"meta.json: end_token {meta.end_token} is not in a vocabulary of {meta.vocab_size}")
-    if not meta.shard_tokens or max(map(meta.tokens, SPLITS)) > meta.shard_tokens * len(meta.files):
-        raise ValueError(f"meta.json: shard_tokens is {meta.shard_tokens}, with {len(meta.files)} files")
     if meta.val_documents > meta.documents:
         raise ValueError(f"meta.json: {meta.val_documents} of {meta.documents} documents are for validation")
     itemsize = np.dtype(token_dtype(meta.vocab_size)).itemsize
     sizes: dict[str, int] = {}  # in bytes
-    others = {"tokenizer.json", "skipped.log", PAIRS}
     for split in SPLITS:
-        for number, length in enumerate(shard_lengths(meta.tokens(split), meta.shard_tokens)):
-            sizes[shard_name(split, number)] = length * itemsize
-        sizes[f"{split}.idx"] = meta.n_documents(split) * 8
+        sizes |= {f"{split}.bin": meta.tokens(split) * itemsize, f"{split}.idx": meta.n_documents(split) * 8}
+        sizes[f"{split}.origins"] = meta.n_documents(split) * 8
     for name, file in meta.files.items():
-        if name not in others and sizes.get(name) != file.bytes:
+        if sizes.get(name, file.bytes) != file.bytes:
             raise ValueError(f"meta.json contradicts itself about {name}")
-    if missing := (sizes.keys() | {"tokenizer.json"}) - meta.files.keys():
+    required = {"tokenizer.json", *(f"{split}.{what}" for split in SPLITS for what in ("bin", "idx"))}
+    if ORIGINS in meta.files:
+        required |= sizes.keys()
+    if missing := required - meta.files.keys():
         raise ValueError(f"meta.json does not list {', '.join(sorted(missing))}")

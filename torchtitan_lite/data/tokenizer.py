@@ -5,7 +5,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from torchtitan_lite.config.find_text import expanded, kind_of
+from torchtitan_lite.config.find_text import kind_of
+from torchtitan_lite.config.paths import expand
 from torchtitan_lite.errors import ConfigError, DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -25,7 +26,7 @@ def load(path: Path) -> Tokenizer:
     Raises:
         DataError: the file is not a valid tokenizer.json.
     """
-    file = expanded(path, "tokenizer.path")
+    file = expand(path)
     problem = f"tokenizer.path: {path} can't be read as a tokenizer.json: "
     try:
         if file.exists() and not file.is_file():

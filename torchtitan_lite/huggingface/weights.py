@@ -171,7 +171,7 @@ def trained_config(folder: Path) -> ModelConfig:
         return ModelConfig.model_validate(values)
     except ValidationError as error:
         problems = "; ".join(f"model.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise CheckpointError(f"{folder / storage.STATE} is damaged: {problems}") from None
+        raise CheckpointError(f"{folder / storage.STATE} can't be used: {problems}") from None
 
 
 def keys_of(folder: Path) -> dict[str, Any]:

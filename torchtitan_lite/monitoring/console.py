@@ -4,7 +4,7 @@ import json
 import re
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torchtitan_lite.checkpointing.save import BaseCheckpointer
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.derive import Layout, options_against_copies
 from torchtitan_lite.config.families import FAMILIES
-from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.schema import Config, ModelConfig
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.distributed.process_group import World
@@ -104,11 +104,25 @@ def model_line(config: Config, parameters: str, widened: bool = False) -> str:
     products = ", its products in float32: this CPU has no instructions for them" if widened else ""
     if config.run.tf32 and config.run.device != "cpu" and config.fsdp.param_dtype == "float32":
         products = ", its products in TF32 on a GPU that has it"
-    layers = f"{' + '.join(map(str, model.stacks))} layer{'' if model.stacks == (1,) else 's'}"
     return (
-        f"model   {model.family} dim {model.dim}, {layers}, {counted(model.n_heads, 'head')}: {parameters}; "
+        f"model   {model.family} dim {model.dim}, {', '.join(_shape(model))}: {parameters}; "
         f"computes in {config.fsdp.param_dtype}{products}"
     )
+
+
+def _shape(model: ModelConfig) -> Iterator[str]:
+    """What makes a model besides its dim: numbers, and the switches that are on."""
+    reads = FAMILIES[model.family].keys
+    yield f"{' + '.join(map(str, model.stacks))} layer{'' if model.stacks == (1,) else 's'}"
+    yield f"{counted(model.n_heads, 'head')} of {model.dim_of_heads}"
+    if model.kv_heads != model.n_heads and "n_kv_heads" in reads:
+        yield f"{model.kv_heads} for keys and values"
+    yield f"feed-forward {model.dim_of_ffn}"
+    if model.has_experts:
+        yield f"{model.experts_per_token} of {model.n_experts} experts"
+    if model.window or ("layer_pattern" in reads and len(set(model.layer_pattern)) > 1):
+        yield f"layers {'/'.join(model.layer_pattern)}{f' with window {model.window}' if model.window else ''}"
+    yield from (key for key in ("tie_embeddings", *reads) if getattr(model, key) is True)
 
 
 def batch_line(config: Config, layout: Layout, world_size: int) -> str:

@@ -55,7 +55,7 @@ class Trackers:
             print_error(f"log.trackers: {name} failed: {error}; training continues without it")
 
 
-def _scalars(values: Mapping[str, Any]) -> dict[str, float]:
+def scalars(values: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a record, without its step and the time at which it was written."""
     return {key: float(v) for key, v in values.items() if key not in ("step", "time") and type(v) in (int, float)}
 
@@ -69,7 +69,7 @@ def tensorboard(config: LogConfig, folder: Path, state: TrainState) -> Tracker:
         writer.add_text("config", "\n".join(f"    {key} = {value}" for key, value in state.config.items()))
 
     def write(values: Mapping[str, Any]) -> None:
-        for key, value in _scalars(values).items():
+        for key, value in scalars(values).items():
             writer.add_scalar(key, value, values["step"])
 
     return Tracker(write, writer.close)
@@ -94,7 +94,7 @@ def weights_and_biases(config: LogConfig, folder: Path, state: TrainState) -> Tr
     file.write_text(f"{run.id}\n", encoding="utf-8")
 
     def write(values: Mapping[str, Any]) -> None:
-        run.log({grouped(key): v for key, v in _scalars(values).items()}, step=int(values["step"]))
+        run.log({grouped(key): v for key, v in scalars(values).items()}, step=int(values["step"]))
 
     return Tracker(write, run.finish)
 

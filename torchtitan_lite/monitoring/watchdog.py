@@ -120,7 +120,8 @@ class Watchdog:
         self._timeout_s, self._start_timeout_s = 60 * limits.timeout_minutes, 60 * limits.start_timeout_minutes
         self._interval_s = min(10.0, self._timeout_s / 40, self._start_timeout_s / 10)
         self._silent_s = min(self._timeout_s, self._start_timeout_s) / 2
-        self._thread_store = self._store.clone()  # type: ignore[attr-defined]  # a blocked thread must not block the main thread
+        # a connection of its own: a blocked thread must not block the main thread
+        self._thread_store = self._store.clone()  # type: ignore[attr-defined]
         self._own, self._worked, self._processor_s = RankState(), 0, 0.0
         self._quiet_s = 0.0  # since any rank is known to have made progress
         self._others: dict[int, RankState] = {}  # as last read

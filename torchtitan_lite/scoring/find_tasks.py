@@ -1,12 +1,13 @@
 """The tasks that a list of names stands for: .jsonl files and built-in tasks.
 
-A built-in task is made from the held-out documents of a run. To add one, write a module like brackets.py and enter its
-function in BUILT_IN.
+A built-in task, or a "module:name" of the user's own, is a function that makes it from held-out documents of a run.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FunctionType
 
 from torchtitan_lite.config.paths import problem
+from torchtitan_lite.config.registry import Registry, is_own
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.token_files import PAIRS, TokenFiles, document_ends
@@ -14,7 +15,9 @@ from torchtitan_lite.errors import DataError, UserError
 from torchtitan_lite.scoring.brackets import brackets
 from torchtitan_lite.scoring.questions import Task, read
 
-BUILT_IN: dict[str, Callable[[Iterable[str]], Task]] = {"brackets": brackets}
+BUILT_IN: Registry[Callable[[Iterable[str]], Task]] = Registry(
+    "eval.tasks", "docs/extending.md", FunctionType, {"brackets": brackets}
+)
 MOST_DOCUMENTS, MOST_TOKENS = 2000, 1 << 16  # held-out documents that are read of each source, and tokens of each
 
 
@@ -26,7 +29,7 @@ def find(names: Sequence[str], data: Callable[[], DataSet] | None, n_questions: 
         n_questions: of each task, drawn at random; 0: all.
 
     Raises:
-        DataError: a task does not exist or can't be read, or two have the same name.
+        UserError: a task does not exist or can't be read, or two have the same name.
     """
     tasks: list[Task] = []
     for _, task in find_each(names, data, n_questions):
@@ -42,9 +45,12 @@ def find_each(
     """As `find`: the index of each name, and its task or the error that it has."""
     known = set[str]()
     for i, name in enumerate(names):
-        if (make := BUILT_IN.get(name)) and data is None:
-            continue
         try:
+            if is_own(name):
+                BUILT_IN.add(name)
+            make = BUILT_IN.get(name)
+            if make and data is None:
+                continue
             if make and data:
                 task = make(held_out_documents(name, data()))
             elif name.endswith(".jsonl") or not problem(name):

@@ -8,17 +8,15 @@ A context that is too long loses its beginning. A continuation that is longer th
 by piece, each from the last token of the piece before.
 """
 
-import json
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.data.prepare.special_tokens import LiteralEncoder, LiteralError, literal
+from torchtitan_lite.data.prepare.tokenizer import as_text
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.scoring.likelihood import Window
@@ -75,20 +73,18 @@ def text_encoder(tokenizer: Tokenizer, ends: Collection[int], what: str) -> Enco
     Raises (when called):
         DataError: a text can't be encoded.
     """
-    definition = tokenizer.to_str()
-    usable = [end for end in ends if end < bpe.size(tokenizer)]
-    unknown = tokenizer.token_to_id(json.loads(definition)["model"].get("unk_token") or "")
-    plain = literal(definition)
-    encoder = LiteralEncoder(plain, definition, usable[0], -1 if unknown is None else unknown) if usable else None
+    plain = as_text(tokenizer.to_str())
 
     def encode(texts: list[str]) -> list[list[int]]:
-        if encoder is None:
-            return [encoding.ids for encoding in plain.encode_batch_fast(texts, add_special_tokens=False)]
-        encoded: list[Any] = encoder.batch(texts)
-        for ids in encoded:
-            if isinstance(ids, LiteralError):
-                raise DataError(f"the tokenizer can't encode {what}: it {ids}")
-        return [ids.tolist() for ids in encoded]
+        try:
+            encoded = [encoding.ids for encoding in plain.encode_batch_fast(texts, add_special_tokens=False)]
+        except BaseException as error:  # the library's panics are no Exception
+            raise DataError(f"the tokenizer can't encode {what}: {bpe.reason(error)}") from None
+        for text, ids in zip(texts, encoded, strict=True):
+            if inside := [end for end in ends if end in ids]:
+                name = plain.id_to_token(inside[0])
+                raise DataError(f"{what} would be encoded with the end token {name!r} inside: {text[:40]!a}")
+        return encoded
 
     return encode
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from torchtitan_lite.config import paths
+from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import MIN_TEMPERATURE
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.pairs import with_prefix
@@ -202,6 +203,7 @@ def main(argv: Sequence[str]) -> int:
     add("--best", action="store_true", help="of a run: the checkpoint with the lowest validation loss")
     add("--ema", action="store_true", help="use the averaged weights, see optim.ema_decay")
     add("--tokenizer", type=paths.argument, default=None, help="a tokenizer.json, where RUN has none")
+    add("--model.family", dest="family", default="", metavar="module:Name", help="of a model of your own: import it")
     args = parser.parse_args(argv)
     prepare_streams()
     return run_cli("generate", lambda: _run(args))
@@ -217,6 +219,8 @@ def _run(args: argparse.Namespace) -> int:
     problems += options.problems()
     if problems:
         raise ConfigError("\n  ".join(problems))
+    if args.family:
+        FAMILIES.add(args.family)
     try:
         run = best_checkpoint(args.run) if args.best else args.run
         opened = open_model(run, device_of(args.device), getattr(torch, args.dtype), args.tokenizer, ema=args.ema)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from torchtitan_lite import models
+from torchtitan_lite.config.paths import expand, is_prepared
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.distributed.parallelize import groups_of
 from torchtitan_lite.distributed.sharding import column_placement
@@ -15,7 +16,7 @@ from torchtitan_lite.process import env_int
 
 
 def check_patterns(config: Config) -> dict[str, str]:
-    """Check parameter patterns against the model. Returns the broken rules, as `conflicts` does."""
+    """Check parameter patterns against the model. Returns the broken rules, as `broken_rules` does."""
     with torch.device("meta"):
         model = models.build(config.model, config.model.vocab_size or config.tokenizer.vocab_size)
     shards = config.fsdp.mesh(env_int("WORLD_SIZE", 1))[1]
@@ -95,17 +96,22 @@ def check_default_text(config: Config) -> dict[str, str]:
     }
 
 
-def check_suffixes(config: Config) -> dict[str, str]:
-    """Check data.text_suffixes, as the search for text does. Returns the broken rules."""
-    if not config.data.text_suffixes:
+def check_text(config: Config) -> dict[str, str]:
+    """Look for text in the folders of [data], as the preparation does. Returns the broken rules."""
+    data = config.data
+    named = [*data.sources, *([data.path] if isinstance(data.path, str) else data.path)]
+    folders = [path for path in named if path and expand(path).is_dir() and not is_prepared(path)]
+    if not folders and not data.text_suffixes:
         return {}
-    from torchtitan_lite.data.prepare.corpus import checked_suffixes
+    from torchtitan_lite.data.prepare.texts import CONFIG, checked_suffixes, find
 
     try:
-        checked_suffixes(config.data.text_suffixes)
+        checked_suffixes(data.text_suffixes, CONFIG)
+        for folder in folders:
+            find(folder, data.text_key, data.text_suffixes, CONFIG)
     except DataError as error:
-        return {"data.text_suffixes": str(error)}
+        return {"data.path data.sources data.text_suffixes": str(error)}
     return {}
 
 
-ALL = [check_patterns, check_default_text, check_prompts, check_init_from, check_suffixes]
+ALL = [check_patterns, check_default_text, check_prompts, check_init_from, check_text]

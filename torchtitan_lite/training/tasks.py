@@ -14,7 +14,7 @@ from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.agreement import from_rank0
 from torchtitan_lite.distributed.generating import generating
-from torchtitan_lite.errors import DataError
+from torchtitan_lite.errors import DataError, UserError
 from torchtitan_lite.scoring.find_tasks import find
 from torchtitan_lite.scoring.questions import METRICS, Task
 from torchtitan_lite.scoring.task_scores import TaskScore, figure_text, score
@@ -106,6 +106,6 @@ def wrong_tasks(config: Config) -> dict[str, str]:
         return {"eval.tasks": f"eval.tasks: tasks are for decoders, not {config.model.family}; eval.tasks = [] works"}
     try:
         find(config.tasks, None)
-    except DataError as error:
+    except UserError as error:
         return {"eval.tasks": f"eval.tasks: {error}"}
     return {}

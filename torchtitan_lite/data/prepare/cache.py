@@ -1,30 +1,29 @@
 """Preparation of text into the cache, for train.py: all that train.py uses of this folder."""
 
 import os
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from filelock import FileLock
 
-from torchtitan_lite.config.find_text import expanded
+from torchtitan_lite.config.paths import expand
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
 from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.data.prepare import corpus as corpora
-from torchtitan_lite.data.prepare.encode import encode
-from torchtitan_lite.data.prepare.plan import Options, plan_of
-from torchtitan_lite.data.prepare.split import Info, plan_for
-from torchtitan_lite.data.prepare.summary import summary
+from torchtitan_lite.data.prepare.job import Job
+from torchtitan_lite.data.prepare.texts import CONFIG, Corpus, find, not_read, standard_library
 from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.errors import DataError
+from torchtitan_lite.terminal import counted
 
 
 def cache_folder(data: DataConfig) -> Path:
     """The cache folder of prepared data."""
     if data.cache_dir:
-        return expanded(data.cache_dir, "data.cache_dir")
+        return expand(data.cache_dir)
     if folder := os.environ.get("XDG_CACHE_HOME"):
-        return expanded(folder, "XDG_CACHE_HOME") / "torchtitan_lite"
+        return expand(folder) / "torchtitan_lite"
     try:
         return Path.home() / ".cache" / "torchtitan_lite"
     except RuntimeError:
@@ -35,7 +34,7 @@ def cache_folder(data: DataConfig) -> Path:
 
 
 def prepared_in_cache(
-    paths: Sequence[str | list[str]], data: DataConfig, config: TokenizerConfig, info: Info
+    paths: Sequence[str | list[str]], data: DataConfig, config: TokenizerConfig, info: Callable[[str], None]
 ) -> tuple[list[Path], list[str]]:
     """Prepare texts that share a tokenizer, if needed.
 
@@ -46,41 +45,58 @@ def prepared_in_cache(
         DataError: a text is missing, unusable or too short.
     """
     cache = cache_folder(data)
-    names = " ".join(path if isinstance(path, str) else " ".join(path) for path in paths)
-    pairs, default = data.objective == "pairs", data.objective == "pairs" and not names
-    if pairs and names and not data.target_key:
-        raise DataError(
-            f'data.objective = "pairs" needs prepared pairs, and {names} is not: run python -m '
-            f"torchtitan_lite.data.prepare {names} --source-key NAME --target-key NAME --out data/pairs, "
-            "and use data.path = data/pairs; or name its columns or keys with data.source_key and data.target_key"
-        )
-    if default and data.source_key:
-        raise DataError(f'data.source_key = "{data.source_key}" names a column, but data.path names no file to read')
-    key = data.source_key if pairs else data.text_key
-    texts = [] if default else [corpora.find(path, key, data.text_suffixes) for path in paths]
-    if pairs:
-        target, prefix = data.target_key, data.source_prefix
-        texts = [replace(corpus, target_key=target, source_prefix=prefix) for corpus in texts]
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        if default:
-            texts = [corpora.functions(cache)]
-        texts = [corpora.with_content(corpus, cache) for corpus in texts]
-        sentinels = data.objective != "causal"
-        trained, jobs = plan_for(texts, config, data.val_fraction, cache, Options(), info, sentinels=sentinels)
-        folders = []
-        for corpus, job in zip(texts, jobs, strict=True):
-            folder = cache / plan_of(corpus, job, Options())[:16]
-            folders.append(folder)
-            if folder.is_dir():
-                continue
-            with FileLock(cache / f"{folder.name}.lock"):
-                if not folder.is_dir():
-                    meta = encode(corpus, trained, job, folder, Options())
-                    info(f"data    {summary(meta)}")
-        return folders, corpora.not_read(texts, "data.text_suffixes")
+        texts = [_text(path, data, cache) for path in paths]
+        job = Job.of(config, data.val_fraction, sentinels=data.objective != "causal")
+        folders = [cache / job.made_from(corpus, texts)[:16] for corpus in texts]
+        for corpus, folder in zip(texts, folders, strict=True):
+            if not folder.is_dir():
+                with FileLock(cache / f"{folder.name}.lock"):
+                    if not folder.is_dir():
+                        _prepare(corpus, job, folder, texts, folders[0], info)
     except OSError as error:
         raise DataError(f"data.cache_dir: can't write to {cache}: {error}") from None
+    return folders, not_read(texts, CONFIG)
+
+
+def _text(path: str | list[str], data: DataConfig, cache: Path) -> Corpus:
+    """The text of `[data] path` or of one of `[data.sources]`, as texts or as pairs."""
+    if data.objective != "pairs":
+        return find(path, (data.text_key,), data.text_suffixes, CONFIG) if path else standard_library()
+    if path and not data.target_key:
+        name = path if isinstance(path, str) else " ".join(path)
+        raise DataError(
+            f'data.objective = "pairs" needs prepared pairs, and {name} is not: run python -m '
+            f"torchtitan_lite.data.prepare {name} --source-key NAME --target-key NAME --out data/pairs, "
+            "and use data.path = data/pairs; or name its columns or keys with data.source_key and data.target_key"
+        )
+    if path:
+        keys = data.source_key, data.target_key
+        return replace(find(path, keys, data.text_suffixes, CONFIG), source_prefix=data.source_prefix)
+    if data.source_key:
+        raise DataError(f'data.source_key = "{data.source_key}" names a column, but data.path names no file to read')
+    from torchtitan_lite.data.prepare.functions import functions
+
+    return replace(functions(cache), source_prefix=data.source_prefix)
+
+
+def _prepare(
+    corpus: Corpus, job: Job, folder: Path, texts: list[Corpus], first: Path, info: Callable[[str], None]
+) -> None:
+    """Prepare a folder of the cache. The first folder has the tokenizer that was trained for all."""
+    from torchtitan_lite.data.prepare.folder import partial_folder, prepare
+    from torchtitan_lite.data.prepare.summary import summary
+
+    name = "Python's standard library" if corpus.python_source else "your text"
+    info(f"data    preparing {name}: {counted(len(corpus.files), 'file')}, once for all runs ...")
+    given = (first / "tokenizer.json").read_text(encoding="utf-8") if folder != first else ""
+    try:
+        meta = prepare(corpus, job, folder, "stop", texts, given)
+    except DataError:  # corrected text gets another folder
+        shutil.rmtree(partial_folder(folder))
+        raise
+    info(f"data    {summary(meta)}")
 
 
 def as_in(folder: Path, config: TokenizerConfig) -> TokenizerConfig:
@@ -88,13 +104,3 @@ def as_in(folder: Path, config: TokenizerConfig) -> TokenizerConfig:
     path = config.path or str(folder / "tokenizer.json")
     end = bpe.load(folder / "tokenizer.json").id_to_token(read_meta(folder).end_token)
     return config.model_copy(update={"path": path, "end_token": config.end_token or end})
-
-
-def record_folder(work: Path) -> Path:
-    """The folder of the records of `with_content`: the cache, or `work` if there is no writable cache."""
-    try:
-        folder = cache_folder(DataConfig())
-        folder.mkdir(parents=True, exist_ok=True)
-    except (DataError, OSError):
-        return work
-    return folder

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.loader import MicroBatch
 from torchtitan_lite.data.mixture import Mixture
-from torchtitan_lite.data.prepare import corpus, split
-from torchtitan_lite.data.prepare.plan import Options
+from torchtitan_lite.data.prepare.documents import usable
+from torchtitan_lite.data.prepare.texts import COMMAND, find
 from torchtitan_lite.data.token_files import PAIRS, Meta, TokenFiles, document_ends, read_meta
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import ConfigError
@@ -63,7 +63,8 @@ class Place:
             ConfigError: the folder holds pairs.
         """
         if self.folder is None:
-            texts = split.documents(corpus.find(self.name, self.text_key, self.text_suffixes), Options())
+            corpus = find(self.name, (self.text_key,), self.text_suffixes, COMMAND._replace(or_skip=""))
+            texts = (document.texts[0] for document in usable(corpus))
             yield from _encoded(opened, islice(texts, self.most))
             return
         meta = read_meta(self.folder)

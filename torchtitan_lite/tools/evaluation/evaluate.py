@@ -31,7 +31,7 @@ from torchtitan_lite.config.schema import Config, RunConfig
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.objectives import open_samples
-from torchtitan_lite.data.prepare import corpus
+from torchtitan_lite.data.prepare.texts import COMMAND, find, not_read
 from torchtitan_lite.data.token_files import PAIRS, read_meta
 from torchtitan_lite.distributed.process_group import World, exit_process, process_group
 from torchtitan_lite.errors import CheckpointError, ConfigError, DataError, UserError, run_cli
@@ -41,7 +41,7 @@ from torchtitan_lite.monitoring import mfu
 from torchtitan_lite.process import local_rank
 from torchtitan_lite.scoring.find_tasks import BUILT_IN, find_each
 from torchtitan_lite.scoring.likelihood import bytes_per_token, over_ranks
-from torchtitan_lite.scoring.task_scores import TaskScore, score
+from torchtitan_lite.scoring.task_scores import TaskScore, figure_text, score
 from torchtitan_lite.scoring.task_tokens import Encoded, Inputs, encoded, text_encoder
 from torchtitan_lite.terminal import prepare_streams
 from torchtitan_lite.tools.evaluation import tables
@@ -83,6 +83,7 @@ class Options:
     ema: bool = False
     best: bool = False
     tokenizer: Path | None = None
+    family: str = ""  # "module:Name" of the user's own, to import
 
     def problems(self) -> list[str]:
         """The options that are out of range, and what works."""
@@ -124,6 +125,7 @@ def options_of(argv: Sequence[str]) -> Options:
     add("--best", action="store_true", help="of each run: the checkpoint with the lowest validation loss")
     add("--ema", action="store_true", help="use the averaged weights, see optim.ema_decay")
     add("--tokenizer", type=paths.argument, default=None, help="a tokenizer.json to use instead of the models' own")
+    add("--model.family", dest="family", default="", metavar="module:Name", help="of a model of your own: import it")
     add = parser.add_argument_group("tasks (docs/tasks.md)").add_argument
     add("--tasks", **several, metavar="TASK", help=f".jsonl files, or {', '.join(BUILT_IN)}")
     add("--questions", type=int, default=0, help="score N random questions of each task, always the same; 0: all")
@@ -243,8 +245,8 @@ def _places(model: Model, options: Options) -> Iterator[Place]:
         if paths.is_prepared(name):
             yield Place(name, paths.expand(name), split, most=most)
         else:
-            found = corpus.find(name, options.text_key, options.text_suffixes)
-            notes = tuple(corpus.not_read([found], "--text-suffixes"))
+            found = find(name, text_suffixes=options.text_suffixes)
+            notes = tuple(not_read([found], COMMAND))
             yield Place(name, None, split, options.text_key, tuple(options.text_suffixes), most, notes)
 
 
@@ -334,6 +336,8 @@ def evaluate(options: Options, world: World) -> list[dict[str, Any]]:
     """
     if problems := options.problems():
         raise ConfigError("\n  ".join(problems))
+    if options.family:
+        FAMILIES.add(options.family)
     if options.best:
         options = replace(options, models=[best_checkpoint(run) for run in options.models])
     if len(options.models) > 1:
@@ -361,16 +365,14 @@ def evaluate(options: Options, world: World) -> list[dict[str, Any]]:
         task_differences = tables.tasks_compared(task_scores, first_tasks)
 
         lines = [*model.opened.notes, model.opened.source, *tables.table(rows)]
-        lines += tables.difference_lines(differences, name_of_first)
-        lines += [
-            f"  no difference to {name_of_first}, {name}: the two were scored on different documents; --data TEXT "
-            "names the same for both"
-            for name in texts
-            if first and name not in (*differences, tables.TOTAL)
-        ]
+        named = [name for name in texts if first and (name in differences or name != tables.TOTAL)]
+        by_text = {name: tables.difference_text(row) for name, row in differences.items()}
+        why = "the two were scored on different documents; --data TEXT names the same for both"
+        lines += tables.minus(name_of_first, named, by_text, why)
         lines += tables.task_table(task_scores, length)
+        by_task = {name: figure_text(row, "score") for name, row in task_differences.items()}
         on_both = [name for name in task_scores if name in first_tasks]
-        lines += tables.task_difference_lines(task_differences, name_of_first, on_both)
+        lines += tables.minus(name_of_first, on_both, by_task, "the two were asked different questions")
         tokenizer = bpe.sha256(model.opened.tokenizer)
         first_tokenizer = first_tokenizer or tokenizer
         if (differences or task_differences) and tokenizer != first_tokenizer:

@@ -1,11 +1,12 @@
 """The figures of scores, their differences between models, and the tables of `evaluate`."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Iterable, Mapping
 
 from torchtitan_lite.scoring.questions import METRICS
 from torchtitan_lite.scoring.statistics import mean, plus_minus, ratio, ratio_difference
 from torchtitan_lite.scoring.task_scores import TaskScore, figure_text
+from torchtitan_lite.tools.columns import columns
 from torchtitan_lite.tools.evaluation.documents import Scores
 
 TOTAL = "(total)"  # no name of a text: an unlikely file
@@ -69,33 +70,29 @@ def compared(texts: dict[str, Scores], first: dict[str, Scores]) -> dict[str, di
 
 def table(rows: dict[str, dict[str, float]]) -> list[str]:
     """One line for each text, under a head."""
-    if not rows:
-        return []
-    width = max(len(name) for name in (*rows, "text"))
-    lines = [
-        f"  {'text':<{width}}  {'documents':>9}  {'window':>6}  {'tokens':>11}  {'nats/token':>20}  {'bits/byte':>20}  "
-        "perplexity"
+    cells = [["  text", "documents", "window", "tokens", "nats/token", "bits/byte", "perplexity"]]
+    for name, row in rows.items():
+        scores = (plus_minus(row[key], row[f"{key}_stderr"], 4) for key in ("loss", "bits_per_byte"))
+        sizes = f"{row['documents']:,}", f"{row['seq_len']}", f"{row['tokens']:,}"
+        cells.append([f"  {name}", *sizes, *scores, f"{row['perplexity']:,.2f}"])
+    return columns(cells, right=range(1, 7)) if rows else []
+
+
+def difference_text(row: dict[str, float]) -> str:
+    """The difference to the first model on a text."""
+    units = {"loss": "nats/token", "bits_per_byte": "bits/byte"}
+    finite = [key for key in units if key in row and math.isfinite(row[key])]
+    return ", ".join(f"{plus_minus(row[key], row[f'{key}_stderr'], 4)} {units[key]}" for key in finite)
+
+
+def minus(first: str, names: Iterable[str], differences: Mapping[str, str], why: str) -> list[str]:
+    """The comparison with the first model, one line for each text or task: the difference, or why there is none."""
+    return [
+        f"  minus {first}, {name}: {differences[name]}"
+        if name in differences
+        else f"  no difference to {first}, {name}: {why}"
+        for name in names
     ]
-    for name, row in rows.items():
-        loss, bits = (plus_minus(row[key], row[f"{key}_stderr"], 4) for key in ("loss", "bits_per_byte"))
-        lines.append(
-            f"  {name:<{width}}  {row['documents']:>9,}  {row['seq_len']:>6}  {row['tokens']:>11,}  {loss:>20}  "
-            f"{bits:>20}  {row['perplexity']:,.2f}"
-        )
-    return lines
-
-
-def difference_lines(rows: dict[str, dict[str, float]], first: str) -> list[str]:
-    """The comparison with the first model, one line for each text."""
-    lines = []
-    for name, row in rows.items():
-        parts = [
-            f"{plus_minus(row[key], row[f'{key}_stderr'], 4)} {unit}"
-            for key, unit in (("loss", "nats/token"), ("bits_per_byte", "bits/byte"))
-            if key in row and math.isfinite(row[key])
-        ]
-        lines.append(f"  minus {first}, {name}: {', '.join(parts)}")
-    return lines
 
 
 # --- tasks ------------------------------------------------------------------------------------------------------
@@ -118,34 +115,14 @@ def task_table(scores: dict[str, TaskScore], length: int) -> list[str]:
     Args:
         length: tokens in a window.
     """
-    if not scores:
-        return []
-    width = max(len(name) for name in (*scores, "task"))
-    heads = "".join(f"  {head:>16}" for head in ("accuracy", "per byte", "per token"))
-    lines = [f"  {'task':<{width}}  questions  window{heads}  chance  bits/byte of the right answers"]
-    starred = False
+    heads = "questions", "window", "accuracy", "per byte", "per token", "chance", "bits/byte of the right answers"
+    cells = [["  task", *heads]]
     for name, score in scores.items():
         figures, task = score.figures(), score.task
-        columns = ""
-        for metric in METRICS[task.kind]:
-            star = metric == task.main != METRICS[task.kind][0]
-            starred = starred or star
-            columns += f"  {figure_text(figures, metric) + '*' * star:>16}"
-        columns += f"  {'-':>16}" * (3 - len(METRICS[task.kind]))
-        bits = figure_text(figures, "bits_per_byte")
-        lines.append(f"  {name:<{width}}  {len(task.questions):>9,}  {length:>6}{columns}  {task.chance:>6.3f}  {bits}")
-    if starred:
-        lines.append("  *: the main score of the task")
-    return lines
-
-
-def task_difference_lines(differences: dict[str, dict[str, float]], first: str, on_both: Collection[str]) -> list[str]:
-    """The comparison with the first model, one line for each task that both were scored on."""
-    return [
-        *(f"  minus {first}, {name}: {figure_text(figures, 'score')}" for name, figures in differences.items()),
-        *(
-            f"  no difference to {first}, {name}: the two were asked different questions"
-            for name in on_both
-            if name not in differences
-        ),
-    ]
+        metrics = METRICS[task.kind]
+        texts = [figure_text(figures, m) + "*" * (m == task.main != metrics[0]) for m in metrics]
+        texts += ["-"] * (3 - len(metrics)) + [f"{task.chance:.3f}", figure_text(figures, "bits_per_byte")]
+        cells.append([f"  {name}", f"{len(task.questions):,}", f"{length}", *texts])
+    starred = any(score.task.main != METRICS[score.task.kind][0] for score in scores.values())
+    lines = columns(cells, right=range(1, 8)) if scores else []
+    return [*lines, *["  *: the main score of the task"] * starred]

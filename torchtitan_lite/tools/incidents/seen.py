@@ -4,6 +4,7 @@ Nothing here knows how a sample is cut from the text. The token files are replac
 and the loader draws the sample as in training. So this holds for every objective and packing.
 """
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +17,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import DataSet, Source
 from torchtitan_lite.data.loader import Loader, MicroBatch
 from torchtitan_lite.data.objectives import open_samples
-from torchtitan_lite.data.prepare.writer import PLACE_BITS, origins_name, read_origins
-from torchtitan_lite.data.token_files import PAIRS, TokenFiles, document_ends
-from torchtitan_lite.errors import DataError
+from torchtitan_lite.data.token_files import ORIGINS, PAIRS, PLACE_BITS, TokenFiles, document_ends
 
 _SHOWN = 64  # tokens of a text that are shown
 _TOGETHER = 1 << 20  # tokens decoded at a time
@@ -78,18 +77,10 @@ class Documents:
         self.ends = document_ends(source.folder, source.meta, split)
         self._tokenizer = Tokenizer.from_file(str(source.folder / "tokenizer.json"))
         self._pairs = PAIRS in source.meta.files
-        self._files = read_origins(source.folder)
-        self._origins: Numbers = np.empty(0, np.int64)
-        if self._files is not None:
-            file = source.folder / origins_name(split)
-            self._origins = np.memmap(file, dtype=np.int64, mode="r")
-            if len(self._origins) != len(self.ends):
-                raise DataError(f"{file} has {len(self._origins):,} documents, but {split}.idx has {len(self.ends):,}")
-
-    @property
-    def known(self) -> bool:
-        """Whether it is known where the documents came from."""
-        return self._files is not None
+        self.known = ORIGINS in source.meta.files  # whether it is known where the documents came from
+        if self.known:
+            self._files = json.loads((source.folder / ORIGINS).read_bytes())
+            self._origins = np.memmap(source.folder / f"{split}.origins", dtype=np.int64, mode="r")
 
     def span(self, document: int) -> Range:
         """The tokens of a document in the stream, with the end mark."""
@@ -111,7 +102,7 @@ class Documents:
             begin, stop = self.span(document)
             first, end = max(read[0], begin), min(read[1], stop)
             file, unit, place = "", "", 0
-            if self._files is not None:
+            if self.known:
                 number, place = divmod(int(self._origins[document]), 1 << PLACE_BITS)
                 file, unit = self._files[number]
             side = ("source", "target")[document % 2] if self._pairs else ""

@@ -1,0 +1,149 @@
+"""examples/own_*.py: a family, an optimizer, a tracker and a task from outside of the package."""
+
+import csv
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from examples.own_model import PARALLEL
+from examples.own_optimizer import LION, Lion
+from tests.config.parsing import mistakes, parse, write
+from tests.docs.pages import blocks
+from tests.helpers import ROOT, checkpoint, losses, python, ranks, records, succeeded, tensors, tiny
+from torchtitan_lite.config import load
+from torchtitan_lite.config.families import FAMILIES
+from torchtitan_lite.config.schema import OptimConfig, flatten
+from torchtitan_lite.config.sections.optim import OPTIMIZERS
+from torchtitan_lite.errors import ConfigError
+
+FAMILY, OPTIMIZER = "examples.own_model:PARALLEL", "examples.own_optimizer:LION"
+
+
+def options_of(page: str, key: str) -> list[str]:
+    """The options of the first command of a page that has this key."""
+    commands = "\n".join(blocks((ROOT / page).read_text())).splitlines()
+    command = next(line for line in commands if "train.py" in line and key in line)
+    return [word for word in command.split() if word.startswith(("--optim", "--log", "--eval", "--model"))]
+
+
+@pytest.fixture(scope="module")
+def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A run of 6 steps with all parts, on two ranks, and its command."""
+    folder = tmp_path_factory.mktemp("own")
+    given = [*options_of("docs/extending.md", "--optim.name"), *options_of("docs/own_model.md", "--model.family")]
+    given = [option.replace("lr=1e-4", "lr=3e-3") for option in given]
+    keys = {option.split("=")[0] for option in given}
+    plain = tiny(text, folder, run__name="mine", train__steps=6, checkpoint__every=3, eval__every=3)
+    command = [*(word for word in plain if word.split("=")[0] not in keys), *given, "--optim.max_norm=0.1"]
+    succeeded(ranks(2, *command))
+    return folder / "mine", command
+
+
+def test_the_parts_of_the_pages_work_in_one_run(trained: tuple[Path, list[str]], tmp_path: Path) -> None:
+    first, command = trained
+    run = shutil.copytree(first, tmp_path / "mine")
+    command = [*command, f"--run.out_dir={tmp_path}"]
+    straight, state = losses(run), tensors(checkpoint(run, 6))
+    assert straight[6][0] < straight[1][0]
+    assert {"pos_embeddings.weight", "layers.0.norm.weight"} <= state.keys(), "parallel blocks"
+    assert state["exp_avg.layers.0.attention.wq.weight"].shape == (32, 32), "not a DTensor: the rows of one rank"
+
+    # a resume has the same bits, so the optimizer's state is saved and loaded; the tracker drops the later rows
+    shutil.rmtree(checkpoint(run, 6))
+    assert "resumed after step 3" in succeeded(ranks(2, *command))
+    assert losses(run) == straight
+    assert all(torch.equal(state[name], tensor) for name, tensor in tensors(checkpoint(run, 6)).items())
+    with (run / "metrics.csv").open() as stream:
+        rows = [(int(row["step"]), float(row["value"])) for row in csv.DictReader(stream) if row["name"] == "loss"]
+    assert rows == [(step, loss) for step, (loss, _) in straight.items()]
+    assert any("task_recall" in record or "task/recall" in record for record in records(run))
+
+
+def test_a_name_in_a_checkpoint_is_not_imported(trained: tuple[Path, list[str]], tmp_path: Path) -> None:
+    """A resume, and a command that reads the model, have to repeat it."""
+    run, command = trained
+    given = [word for word in command if not word.startswith(("--model.family", "--optim.name"))]
+    result = ranks(2, *given)
+    assert result.returncode in (1, 2)
+    for key, name in (("model.family", FAMILY), ("optim.name", OPTIMIZER)):
+        assert f"imported only if the command or its file names it: --{key}={name}" in result.stderr
+    read = str(run), "--prompt=a", "--max-tokens=1"
+    refused = python(*read, script="-m torchtitan_lite.generate")
+    assert refused.returncode == 2
+    assert f"imported only if the command or its file names it: --model.family={FAMILY}" in refused.stderr
+    succeeded(python(*read, f"--model.family={FAMILY}", script="-m torchtitan_lite.generate"))
+    scored = [str(run), f"--model.family={FAMILY}", "--tasks", "examples.own_task:recall"]
+    assert "recall" in succeeded(python(*scored, script="-m torchtitan_lite.evaluate"))
+    # its config file is the user's, if the command gives it
+    succeeded(ranks(2, f"--config={run / 'config.toml'}", "--check-config"))
+
+
+@pytest.fixture
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registries as at the start of a process."""
+    for registry, name in ((FAMILIES, FAMILY), (OPTIMIZERS, OPTIMIZER)):
+        monkeypatch.setitem(registry, name, None)
+        monkeypatch.delitem(registry, name)
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_an_own_part_comes_from_the_command_or_a_file_and_not_from_a_run(tmp_path: Path) -> None:
+    before = flatten(parse().config) | {"model.family": FAMILY, "optim.name": OPTIMIZER}
+    with pytest.raises(ConfigError, match=f"the run so far: .model. family = '{FAMILY}': imported only if"):
+        load.load(None, {}, saved=lambda folder, resume: before)
+    assert FAMILY not in FAMILIES
+    file = write(tmp_path / "a.toml", f'[model]\nfamily = "{FAMILY}"\nsize = "10M"\n[optim]\nname = "{OPTIMIZER}"\n')
+    config = parse("--config", str(file)).config
+    assert (config.model.family, config.model.dim) == (FAMILY, PARALLEL.sizes["10M"]["dim"])
+    assert FAMILIES[FAMILY] is PARALLEL
+    assert OPTIMIZERS[OPTIMIZER] is LION
+    (note,) = parse(f"--model.family={FAMILY}", "--model.rope_theta=5e5").notes
+    assert "model.rope_theta = 500000.0 needs model.family" in note
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ("--model.family=examples.nosuch:X", "model.family: examples.nosuch:X: No module named 'examples.nosuch'"),
+        ("--model.family=examples.own_model:X", "has no attribute 'X'"),
+        ("--optim.name=examples.own_model:PARALLEL", "should be a Optimizer, not a Family; docs/extending.md has"),
+        ("--log.trackers=examples.own_tracker:table", "should be a Tracker, not a function; docs/extending.md has"),
+    ],
+)
+def test_a_name_that_is_no_entry_is_a_mistake(option: str, expected: str) -> None:
+    text = mistakes(option)
+    assert expected in text
+    assert "1 problem" in text
+
+
+def test_a_task_that_is_none_is_a_mistake(text: Path, tmp_path: Path) -> None:
+    result = ranks(1, *tiny(text, tmp_path, eval__tasks="examples.own_task:nosuch"), "--check-config")
+    assert result.returncode == 2
+    assert "eval.tasks: examples.own_task:nosuch: module 'examples.own_task' has no attribute 'nosuch'" in result.stderr
+
+
+def test_the_optimizer_obeys_the_guard_and_the_clipping() -> None:
+    """On plain tensors: an update that is withheld changes nothing, and gradients are divided by grad_scale."""
+    torch.manual_seed(0)
+    start, gradients = torch.randn(7, 3), [torch.randn(7, 3) for _ in range(3)]
+
+    def trained(scale: float, withheld: int) -> Sequence[torch.Tensor]:
+        parameter = torch.nn.Parameter(start.clone())
+        groups: list[dict[str, Any]] = [{"params": [parameter], "weight_decay": 0.1, "lr_factor": 1.0}]
+        optimizer = Lion(groups, OptimConfig(name="muon", lr=0.01))
+        optimizer.grad_scale = torch.tensor(scale)
+        for gradient in [*gradients[:withheld], None, *gradients[withheld:]]:
+            parameter.grad = torch.full((7, 3), torch.nan) if gradient is None else gradient * scale
+            optimizer.found_inf = torch.tensor(float(gradient is None))
+            optimizer.step()
+        return parameter.detach(), optimizer.state[parameter]["exp_avg"]
+
+    expected = trained(1.0, withheld=3)
+    assert not torch.equal(expected[0], start)
+    for scale, withheld in ((1.0, 0), (1.0, 1), (4.0, 2)):
+        for actual, tensor in zip(trained(scale, withheld), expected, strict=True):
+            assert torch.equal(actual, tensor)

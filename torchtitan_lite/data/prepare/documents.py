@@ -1,0 +1,328 @@
+"""The documents of a text, in a fixed order and constant memory.
+
+A document is the text of a .jsonl line, of a row of a .csv, .tsv or .parquet file, or a block of at most 64 KiB of
+plain text, cut at a line end. A pair is a line or row with two texts. Text is never repaired: malformed text becomes a
+Problem with its file and line.
+"""
+
+import contextlib
+import csv
+import gzip
+import hashlib
+import importlib
+import io
+import itertools
+import json
+import tokenize
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NamedTuple
+
+from torchtitan_lite.data.prepare.texts import Corpus, kind
+from torchtitan_lite.errors import DataError
+
+HASH_RANGE = 2**64
+LONGEST = 16 << 20  # bytes of a .jsonl line or of a text
+_READ = 128 * 1024
+OnError = Literal["stop", "skip"]
+
+
+class Document(NamedTuple):
+    """A text, or a source and its target."""
+
+    file: int  # number in the corpus
+    place: int  # its first line, or its row
+    texts: tuple[str, ...]
+    n_bytes: int  # of the texts in UTF-8
+    hash: int  # of the first text: 0 <= hash < HASH_RANGE. It decides the split
+
+
+class Problem(NamedTuple):
+    """An unusable text, or an unusable rest of a file."""
+
+    file: int
+    place: int  # 0: the file
+    reason: str  # its category
+    detail: str
+
+    def of(self, corpus: Corpus) -> str:
+        """The message, with the place."""
+        return f"{corpus.where(self.file, self.place)}: {self.detail}"
+
+
+class Unusable(NamedTuple):
+    """What a reader yields in place of the values of a document."""
+
+    reason: str
+    detail: str
+
+
+class UnreadableError(Exception):
+    """The rest of a file can't be read."""
+
+    def __init__(self, detail: str, place: int = 0) -> None:
+        super().__init__(detail)
+        self.place = place
+
+
+Read = Iterator[tuple[int, Sequence[Any] | Unusable]]  # of each document: the line or row, and the value of each key
+
+
+def refusal(corpus: Corpus, problem: Problem) -> DataError:
+    """The error for an unusable text."""
+    return DataError(f"{problem.of(corpus)}; correct or remove it{corpus.names.or_skip}")
+
+
+def usable(corpus: Corpus, on_error: OnError = "stop", first: int = 0) -> Iterator[Document]:
+    """The documents, starting at file number `first`.
+
+    Raises:
+        DataError: a text is unusable, with "stop".
+    """
+    for item in documents(corpus, first):
+        if isinstance(item, Document):
+            yield item
+        elif on_error == "stop":
+            raise refusal(corpus, item)
+
+
+def documents(
+    corpus: Corpus, first: int = 0, count: Callable[[int], object] = lambda n: None
+) -> Iterator[Document | Problem]:
+    """All documents and problems, starting at file number `first`.
+
+    Args:
+        count: called with the number of bytes, each time that some are read.
+    """
+    for number in range(first, len(corpus.files)):
+        place = 0
+        try:
+            for place, values in _read(corpus, corpus.files[number], count):
+                yield _document(corpus, number, place, values)
+        except UnreadableError as error:
+            yield Problem(number, error.place, "a file that can't be read to its end", str(error))
+        except (OSError, EOFError, zlib.error, SyntaxError, ValueError) as error:
+            after = f" after {corpus.where(number, place).rpartition(': ')[2]}" if place else ""
+            yield Problem(number, 0, "a file that can't be read to its end", f"can't be read{after}: {error}")
+
+
+def _document(corpus: Corpus, file: int, place: int, values: Sequence[Any] | Unusable) -> Document | Problem:
+    """The document with these values, which must be non-empty strings; in a pair, not of white space alone."""
+    if isinstance(values, Unusable):
+        return Problem(file, place, *values)
+    if len(values) < len(corpus.keys):
+        raise UnreadableError("has no columns; pairs are read from .jsonl, .csv, .tsv and .parquet files")
+    for key, value in zip(corpus.keys, values, strict=True):
+        if not isinstance(value, str) or not (value.strip() if len(values) == 2 else value):
+            shown = json.dumps(value, default=str)[:40]
+            return Problem(file, place, "no text", f'"{key}" should be text, but is {shown}')
+    texts = corpus.source_prefix + values[0], *values[1:]
+    try:
+        contents = [text.encode() for text in texts]
+    except UnicodeEncodeError as error:  # "\\ud83d", half of a surrogate pair, is valid JSON
+        return Problem(file, place, "no text", f"is not valid text: {error.reason}")
+    if max(map(len, contents)) > LONGEST:
+        return Problem(file, place, *_TOO_LONG)
+    number = int.from_bytes(hashlib.sha256(contents[0]).digest()[:8])
+    return Document(file, place, texts, sum(map(len, contents)), number)
+
+
+# --- readers ----------------------------------------------------------------------------------------------------
+
+_TOO_LONG = Unusable("a text that is too long", f"is longer than {LONGEST:,} bytes; divide it into several documents")
+
+
+def _blocks(stream: BinaryIO, corpus: Corpus) -> Read:
+    """Plain text, in blocks that end at the last line end within the limit. A longer line is cut between characters."""
+    line, pending = 1, b""
+    while pending := pending + stream.read(corpus.block - len(pending)):
+        at_end = len(pending) < corpus.block
+        cut = len(pending) if at_end else pending.rfind(b"\n") + 1 or _character_boundary(pending)
+        try:
+            yield line, [pending[:cut].decode()]
+        except UnicodeDecodeError as error:
+            at = line + pending.count(b"\n", 0, error.start)
+            yield at, Unusable("not UTF-8", f"byte {pending[error.start]:#04x} is not utf-8")
+        line += pending.count(b"\n", 0, cut)
+        pending = pending[cut:]
+
+
+def _character_boundary(data: bytes) -> int:
+    """The start of the last UTF-8 character, which may be incomplete. Continuation bytes are 10xxxxxx."""
+    start = len(data) - 1
+    while start > len(data) - 4 and data[start] & 0xC0 == 0x80:
+        start -= 1
+    return start
+
+
+def _json_lines(stream: BinaryIO, corpus: Corpus) -> Read:
+    """The values of each line, which must be a JSON object with all keys. Empty lines are ignored."""
+    for place, line in _lines(stream):
+        if line is None:
+            yield place, _TOO_LONG
+        elif line.strip():
+            yield place, _json_values(line, corpus)
+
+
+def _json_values(line: bytes, corpus: Corpus) -> Sequence[Any] | Unusable:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
+        return Unusable("not JSON", f"not JSON: {error}")
+    has = record if isinstance(record, dict) else {}
+    if missing := [key for key in corpus.keys if key not in has]:
+        keys = f"its keys are {', '.join(has)[:200]}" if has else "it is not an object with keys"
+        return Unusable(f'no "{missing[0]}"', f'no "{missing[0]}": {keys}; {_how(corpus)}')
+    return [has[key] for key in corpus.keys]
+
+
+def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
+    """Lines with their numbers; None: the line is too long."""
+    number = 0
+    while line := stream.readline(LONGEST + 1):
+        number += 1
+        if too_long := len(line) > LONGEST and not line.endswith(b"\n"):
+            while line and not line.endswith(b"\n"):
+                line = stream.readline(_READ)
+        yield number, None if too_long else line
+
+
+def _csv(stream: BinaryIO, corpus: Corpus) -> Read:
+    """Columns that are cut at commas, tabs, semicolons or bars: at those by which the header has all keys."""
+    yield from _table(stream, corpus, ",\t;|")
+
+
+def _tsv(stream: BinaryIO, corpus: Corpus) -> Read:
+    yield from _table(stream, corpus, "\t")
+
+
+def _table(stream: BinaryIO, corpus: Corpus, delimiters: str) -> Read:
+    csv.field_size_limit(LONGEST)
+    lines, head = _decoded(stream), list[str]()
+    while not (head and head[-1].strip()) and (line := next(lines, "")):
+        head.append(line)
+
+    def fit(delimiter: str) -> tuple[bool, int]:
+        columns = list[str]()
+        with contextlib.suppress(csv.Error):  # which reading the rows reports
+            columns = next(csv.reader(head[-1:], delimiter=delimiter), [])
+        return set(corpus.keys) <= set(columns), len(columns)
+
+    rows = csv.reader(itertools.chain(head, lines), strict=True, delimiter=max(delimiters, key=fit))
+    at, width = list[int](), 0  # of the header
+    while True:
+        place = rows.line_num + 1
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise UnreadableError(f"not CSV: {error}; the rest of the file can't be read", place) from None
+        if not row:  # an empty line
+            continue
+        if not at:
+            at, width = _positions(row, corpus), len(row)
+        elif max(at) < len(row) <= width:
+            yield place, [row[i] for i in at]
+        else:  # e.g. an unquoted comma cuts a text, or makes a piece of it the next column
+            yield place, Unusable("a row of another length", f"has {len(row)} columns, its header has {width}")
+
+
+def _decoded(stream: BinaryIO) -> Iterator[str]:
+    for number, line in _lines(stream):
+        if line is None:
+            raise UnreadableError(f"is longer than {LONGEST:,} bytes; the rest of the file can't be read", number)
+        try:
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            byte = f"byte {line[error.start]:#04x} is not utf-8"
+            raise UnreadableError(f"{byte}; the rest of the file can't be read", number) from None
+
+
+def _positions(columns: Sequence[str], corpus: Corpus) -> list[int]:
+    """Where the keys are among the columns of a table.
+
+    Raises:
+        UnreadableError: one of them is missing, or there are several of its name.
+    """
+    for key in corpus.keys:
+        if key not in columns:
+            raise UnreadableError(f'no column "{key}": its columns are {", ".join(columns)[:200]}; {_how(corpus)}')
+        if (n := columns.count(key)) > 1:
+            raise UnreadableError(f'has {n} columns "{key}"; which one holds the text is ambiguous')
+    return [columns.index(key) for key in corpus.keys]
+
+
+def _how(corpus: Corpus) -> str:
+    """How to choose the key or column of a text, or those of a pair."""
+    return f"{corpus.names.pair_keys if len(corpus.keys) == 2 else corpus.names.text_key} can name others"
+
+
+def _parquet(stream: BinaryIO, corpus: Corpus) -> Read:
+    pyarrow, parquet = need("pyarrow"), need("pyarrow.parquet")
+    row = 0
+    try:
+        with parquet.ParquetFile(stream) as table:
+            _positions(table.schema_arrow.names, corpus)
+            for batch in table.iter_batches(batch_size=256, columns=list(corpus.keys), use_threads=False):
+                for values in zip(*(batch.column(key) for key in corpus.keys), strict=True):
+                    row += 1
+                    try:
+                        yield row, [value.as_py() for value in values]
+                    except UnicodeDecodeError as error:
+                        yield row, Unusable("not UTF-8", f"byte {error.object[error.start]:#04x} is not utf-8")
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UnreadableError(f"can't be read as parquet after row {row}: {error}") from None
+
+
+READERS: dict[str, Callable[[BinaryIO, Corpus], Read]] = {
+    ".txt": _blocks,
+    ".jsonl": _json_lines,
+    ".csv": _csv,
+    ".tsv": _tsv,
+    ".parquet": _parquet,
+}
+
+
+# --- files ------------------------------------------------------------------------------------------------------
+
+
+class _Counted(io.FileIO):
+    """A file that counts the bytes that are read from it."""
+
+    def __init__(self, file: Path, count: Callable[[int], object]) -> None:
+        super().__init__(file)
+        self._count = count
+
+    def readinto(self, buffer: Any) -> int:
+        n = super().readinto(buffer)
+        self._count(n)
+        return n
+
+
+def _read(corpus: Corpus, file: Path, count: Callable[[int], object]) -> Read:
+    how = ".txt" if corpus.python_source else kind(file, corpus.text_suffixes)
+    with io.BufferedReader(_Counted(file, count), _READ) as opened:
+        if not opened.peek(1):
+            raise UnreadableError("is empty")
+        stream: Any = opened
+        if corpus.python_source:
+            with tokenize.open(file) as declared:
+                stream = io.BytesIO(b"".join(opened).decode(declared.encoding).encode())
+        elif file.suffix.lower() == ".gz":
+            stream = io.BufferedReader(gzip.GzipFile(fileobj=opened), _READ)
+        elif file.suffix.lower() == ".zst":
+            stream = io.BufferedReader(need("pyarrow").CompressedInputStream(opened, "zstd"), _READ)
+        yield from READERS[how](stream, corpus)
+
+
+def need(package: str) -> Any:
+    """An imported package of the extra `data`. Raises DataError if it is not installed."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise DataError(
+            f".parquet and .zst files need the package {package.split('.')[0]}, which is not installed: "
+            "pip install 'torchtitan_lite[data]' (in a clone: pip install -e '.[data]')"
+        ) from None

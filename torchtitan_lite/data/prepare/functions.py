@@ -1,0 +1,53 @@
+"""The default pairs: the functions of Python's standard library, and the first sentences of their docstrings."""
+
+import ast
+import hashlib
+import json
+import re
+import textwrap
+import tokenize
+from pathlib import Path
+
+from filelock import FileLock
+
+from torchtitan_lite.data.prepare.texts import CONFIG, Corpus, standard_library
+from torchtitan_lite.files import write_durably
+
+
+def functions(cache: Path) -> Corpus:
+    """A file of pairs in the cache, made once: bodies without docstrings, and first sentences of docstrings.
+
+    Of functions with the same body, the first is kept.
+    """
+    library = standard_library()
+    key = hashlib.sha256(json.dumps(library.identity()).encode()).hexdigest()[:16]
+    file = cache / f"functions-{key}.jsonl"
+    with FileLock(cache / f"{file.name}.lock"):
+        if not file.is_file():
+            pairs: dict[str, str] = {}
+            for text in library.files:
+                for body, sentence in _functions_of(text):
+                    pairs.setdefault(body, sentence)
+            lines = (json.dumps({"body": body, "docstring": sentence}) + "\n" for body, sentence in pairs.items())
+            write_durably(file, "".join(lines).encode())
+    return Corpus((file,), ("body", "docstring"), names=CONFIG)
+
+
+def _functions_of(file: Path) -> list[tuple[str, str]]:
+    """The body and the first sentence of the docstring of each function in a source file."""
+    with tokenize.open(file) as stream:
+        text = stream.read()
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):  # written for another version of Python
+        return []
+    lines, pairs = text.split("\n"), []  # as ast counts them: splitlines() also splits at form feeds
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and len(node.body) > 1:
+            begin = min(one.lineno for one in (node.body[1], *getattr(node.body[1], "decorator_list", ())))
+            body = textwrap.dedent("\n".join(lines[begin - 1 : node.body[-1].end_lineno]))
+            paragraph = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+            sentence = re.split(r"(?<=[.!?])\s", paragraph)[0]
+            if sentence:
+                pairs.append((body, sentence))
+    return pairs
