@@ -382,6 +382,29 @@ def test_machines_join_and_leave_and_a_spare_takes_over(nodes: Callable[..., Nod
     assert [r["step"] for r in records(machines.run) if "loss" in r] == list(range(1, about["step"] + 1))
 
 
+def test_machines_agree_on_the_next_id_after_one_is_closed(tmp_path: Path) -> None:
+    """By the loop of the page, with stand-ins: two ids are closed, and a torchrun of the third is killed."""
+    (loop,) = re.findall(r"^until n=.*?^done$", DOC, re.M | re.S)
+    script = loop.replace("torchrun ...", "./torchrun").replace(" ...;", ";").replace("python train.py", "echo")
+    programs = {
+        "torchrun": 'echo "$2" >> ids; exit $(sed -n "$(wc -l < ids)p" codes)',
+        "loop": script,
+    }
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "codes").write_text("1\n1\n137\n0\n1\n0\n1\n")
+    for name, content in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{content}\n")
+        (tmp_path / name).chmod(stat.S_IRWXU)
+    subprocess.run(["./loop"], cwd=tmp_path, check=True, timeout=HANGS_S)
+    (tmp_path / "runs/mine.id").write_text("7")  # by another machine
+    subprocess.run(["./loop"], cwd=tmp_path, check=True, timeout=HANGS_S)
+    ids = ["mine-0", "mine-1", "mine-2", "mine-2", "mine-7", "mine-8"]
+    assert (tmp_path / "ids").read_text().split() == ids
+    (tmp_path / "loop").write_text(script.replace("echo --check", "false --check"))
+    subprocess.run(["bash", "loop"], cwd=tmp_path, check=True, timeout=HANGS_S)
+    assert (tmp_path / "ids").read_text().split() == [*ids, "mine-8"], "it does not begin again"
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize(("wrong", "said"), [
     (["--train.step=3"], "the nearest known one is train.steps"),

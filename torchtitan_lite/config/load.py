@@ -155,7 +155,7 @@ def read_file(path: Path, chain: Sequence[Path] = ()) -> list[tuple[str, Layer]]
         raise ConfigError(f'{path}: base = {base!r}: should be the name of one file, e.g. base = "debug.toml"')
     below = []
     if base:
-        beside = path.parent / Path(base).expanduser()
+        beside = path.parent / expand(base)
         is_here = not beside.exists() and Path(base).is_file()
         below = read_file(Path(base) if is_here else beside, (*chain, path.resolve()))
     tables = {name: table if isinstance(table, dict) else {"": table} for name, table in tree.items()}
