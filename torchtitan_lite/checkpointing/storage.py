@@ -37,7 +37,7 @@ from torchtitan_lite.errors import CheckpointError, FormatError, UnreadableError
 from torchtitan_lite.files import sync_folder
 from torchtitan_lite.terminal import size
 
-FORMAT_VERSION = 3  # of manifest.json and state.json, the names of the config keys included
+FORMAT_VERSION = 4  # of manifest.json and state.json, the names of the config keys included
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # a file name: no path, no "..", not hidden
