@@ -13,19 +13,19 @@ Sharded: every rank writes and reads its own rows. Nothing is gathered.
 Each of the four ways loads what any other has written, on any world size. The dtensor way shows each step and is the
 place to customise; the dcp way leaves the work to torch. Below, each way has its save next to its load.
 
-checkpointing/storage.py defines when a checkpoint is complete, select.py which one is loaded, save.py how a save runs
-in the background. Command line: `python checkpoint.py verify | inspect | convert | export | import`.
+checkpointing/storage.py defines when a checkpoint is complete, find.py which one is loaded, save.py the steps of a
+save. Command line: `python checkpoint.py verify | inspect | convert | export | import`.
 """
 
 import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
@@ -41,12 +41,13 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpointing import compatibility, full_state, progress, storage, tensor_names
 from torchtitan_lite.checkpointing.dcp_storage import ShardReader, ShardWriter
-from torchtitan_lite.checkpointing.safetensors_file import FileRecord, specs_of, write_tensors
+from torchtitan_lite.checkpointing.find import checkpoint_to_resume
+from torchtitan_lite.checkpointing.safetensors_file import FileRecord, TensorWriter, specs_of, write_tensors
 from torchtitan_lite.checkpointing.save import BaseCheckpointer, Write
-from torchtitan_lite.checkpointing.select import select_checkpoint
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.checkpointing.storage import MODEL, OPTIMIZER, Manifest
+from torchtitan_lite.checkpointing.storage import MODEL, OPTIMIZER
 from torchtitan_lite.checkpointing.tensor_names import Parts, Tensors
+from torchtitan_lite.distributed.ranks import on_all, on_rank0
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.optim.optimizer import kept_hyperparameters, make_state
 
@@ -59,7 +60,8 @@ class Checkpointer(BaseCheckpointer):
 
         Never raises: `wait` returns the outcome.
         """
-        self.start_save(state, getattr(self, f"save_{self.config.state_dict}_by_{self.config.api}"))
+        save, _ = WAYS[self.config.state_dict, self.config.api]
+        self.start_save(state, functools.partial(save, self))
 
     def load(self, values: Mapping[str, Any]) -> TrainState | None:
         """Load the checkpoint that `config.resume` selects, and return its state; None if there is none.
@@ -73,47 +75,72 @@ class Checkpointer(BaseCheckpointer):
             CheckpointError: on every rank, before anything is overwritten: the checkpoint is damaged, or the run can't
                 continue with these values.
         """
-        selection = select_checkpoint(self.folder, self.config, self.world)
-        self.notes, self.damaged = selection.notes, selection.damaged
-        if selection.checkpoint is None:
+        found = checkpoint_to_resume(self.folder, self.config, self.world)
+        self.notes = found.notes
+        if found.folder is None:
             return None
-        folder, manifest = selection.checkpoint
-        self.forked_from = None if folder.parent == self.folder else folder
-        state = compatibility.read_state(folder, values, self.world, named_by_step=self.forked_from is None)
+        self.forked_from = found.folder if found.forked else None
+        if not found.forked:
+            self.damaged = [int(folder.name.removeprefix("step-")) for folder in found.damaged]
+        state = compatibility.read_state(found.folder, values, self.world, named_by_step=not found.forked)
         make_state(self.optimizer)  # a load fills existing tensors, and moments exist only after the first step
         with compatibility.optimizer_as_saved(self.optimizer, state):
-            compatibility.require_same_tensors(folder, manifest, self.parts(), self.world)
-            self.load_tensors(folder, manifest)
+            compatibility.require_same_tensors(found.folder, self.parts(), self.world)
+            self.load_tensors(found.folder)
         self.protect = {state.step}
         return state
 
-    def load_tensors(self, folder: Path, manifest: Manifest) -> None:
+    def load_tensors(self, folder: Path) -> None:
         """Load a checkpoint of either kind by the configured API, whichever API has saved it."""
-        getattr(self, f"load_{manifest.state_dict}_by_{self.config.api}")(folder)
+        kind = on_rank0(lambda: storage.read_manifest(folder).state_dict, self.world.untimed)
+        _, load = WAYS[kind, self.config.api]
+        load(self, folder)
 
     # --- full state dict, DTensor API ---------------------------------------------------------------------------
 
     def save_full_by_dtensor(self, background: bool) -> Write:
-        """Rank 0 gathers one whole tensor at a time, and writes it. Returns the function that does so."""
-        parts = self.parts()
-        specs = {file: specs_of(tensors) for file, tensors in parts.items()}
-        tensors = tensor_names.by_name(parts)
-        gather: Callable[[str], Tensor] = functools.partial(self.gather, tensors)
-        if background:
-            # The next step changes the tensors, so each rank copies its rows now. And full_tensor() would use the
-            # process group of training, where every rank has to start the same collectives in the same order.
-            copies = self.host_copies(full_state.needed_copies(tensors, self.world.rank))
-            gather = full_state.HostGather(tensors, copies, self.group)
-        return lambda folder: full_state.write_gathered(folder, specs, gather, writes=self.world.rank == 0)
+        """Gather one whole tensor at a time; rank 0 writes it. In the background, rank 0 first gathers all of them.
 
-    def gather(self, tensors: Tensors, name: str) -> Tensor:
-        """The whole tensor on rank 0's CPU, an empty one elsewhere."""
-        # full_tensor() is a collective with a timeout. Rank 0 comes to it after writing the previous tensor, which
-        # takes as long as its disk does. So the others wait for it here, in a group without a timeout.
-        dist.barrier(group=self.group)
-        tensor = tensors[name]
+        (full_tensor() is a collective of training's group, where all ranks start the same ones in the same order. So no
+        thread can call it while training goes on.)
+        """
+        parts = self.parts()
+        if not background:
+            return lambda folder: {file: self.write_gathered(folder / file, part) for file, part in parts.items()}
+        whole: Tensors = {}
+
+        def keep(name: str, tensor: Tensor) -> None:
+            whole.update(self.host_copies({name: tensor}))
+
+        for name, tensor in tensor_names.by_name(parts).items():
+            self.gather(tensor, functools.partial(keep, name))
+        return self.write_whole(whole)
+
+    def write_gathered(self, path: Path, tensors: Tensors) -> FileRecord:
+        """Write a file on rank 0, one whole tensor after another. Collective."""
+        with TensorWriter(path, specs_of(tensors)) as writer:
+            for name in writer.names:
+                self.gather(tensors[name], functools.partial(writer.add, name))
+            return FileRecord(**on_rank0(lambda: asdict(writer.close()), self.group))
+
+    def gather(self, tensor: Tensor, take: Callable[[Tensor], None]) -> None:
+        """Gather a whole tensor. `take` gets it on rank 0, and its error is raised on every rank."""
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        return whole.cpu().contiguous() if self.world.rank == 0 else torch.empty(0)
+        # full_tensor() has a timeout, and `take` lasts as long as rank 0's disk does. So the others wait here for it,
+        # in a group without one.
+        on_rank0(functools.partial(take, whole), self.group)
+
+    def write_whole(self, tensors: Tensors) -> Write:
+        """Returns the function that writes whole tensors, which rank 0 has in memory."""
+
+        def write(folder: Path) -> dict[str, FileRecord]:
+            parts = tensor_names.by_file(tensors, [MODEL, OPTIMIZER]) if self.world.rank == 0 else {}
+            return {
+                file: write_tensors(folder / file, specs_of(part), part.__getitem__, ahead=0)
+                for file, part in parts.items()
+            }
+
+        return write
 
     def load_full_by_dtensor(self, folder: Path) -> None:
         """Rank 0 reads one whole tensor at a time, and broadcasts it. Each rank keeps its rows.
@@ -121,19 +148,23 @@ class Checkpointer(BaseCheckpointer):
         If every rank read the file, every machine would need it, and a shared disk would be read once per rank.
         (distribute_tensor needs the whole tensor on every rank, also in the memory of a GPU.)
         """
+        opened = functools.cache(storage.open_tensors)
         for file, targets in self.parts().items():
-            read = storage.open_tensors(folder / file).get_tensor if self.world.rank == 0 else None
-            self.broadcast(targets, read)
+            self.broadcast(targets, lambda name, file=file: opened(folder / file).get_tensor(name))  # type: ignore[misc]
 
-    def broadcast(self, targets: Mapping[str, Tensor], read: Callable[[str], Tensor] | None) -> None:
+    def broadcast(self, targets: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> None:
         """Fill tensors from the whole ones that `read` returns on rank 0."""
         buffer = torch.empty(full_state.PIECE, dtype=torch.uint8, device=self.world.device)
+        whole: Tensor | None = None
+
+        def read_whole(name: str) -> None:
+            nonlocal whole
+            with progress.working(f"reading {name}"):
+                whole = None  # two at once would take more memory
+                whole = read(name).contiguous()  # another family's weights may be transposed views
+
         for name, target in targets.items():
-            whole = None
-            if read and self.world.rank == 0:
-                with progress.working(f"reading {name}"):
-                    whole = read(name).contiguous()  # another family's weights may be transposed views
-            dist.barrier(group=self.world.untimed)  # as in `gather`: the broadcasts have a timeout
+            on_rank0(functools.partial(read_whole, name), self.world.untimed)  # as in `gather`
             full_state.broadcast_rows(whole, target, buffer)
 
     # --- full state dict, DCP API -------------------------------------------------------------------------------
@@ -145,28 +176,24 @@ class Checkpointer(BaseCheckpointer):
         """
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         model, optimizer = get_state_dict(self.model, self.optimizer, options=options)
-        content = self.as_parts(model, optimizer) if self.world.rank == 0 else {}  # the other ranks get empty dicts
-        if background:  # on one rank, cpu_offload copies nothing from CPU to CPU: these are the live tensors
-            content = {file: {n: t.clone() for n, t in tensors.items()} for file, tensors in content.items()}
-
-        def write(folder: Path) -> dict[str, FileRecord]:
-            return {
-                file: write_tensors(folder / file, specs_of(tensors), tensors.__getitem__, ahead=0)
-                for file, tensors in content.items()
-            }
-
-        return write
+        # the other ranks get empty dicts
+        whole = tensor_names.by_name(self.as_parts(model, optimizer)) if self.world.rank == 0 else {}
+        # on one rank, cpu_offload copies nothing from CPU to CPU: these are the live tensors
+        return self.write_whole(self.host_copies(whole) if background else whole)
 
     def load_full_by_dcp(self, folder: Path) -> None:
         """Rank 0 reads everything into its memory. Torch broadcasts it, and each rank keeps its rows."""
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         model: dict[str, Any] = {}
         optimizer: dict[str, Any] = {}
-        if self.world.rank == 0:
+
+        @progress.working("reading the checkpoint")
+        def read() -> None:
             # set_model_state_dict is strict: it also wants the second names of tied parameters
-            model = tensor_names.with_tied(self.model, load_file(folder / MODEL))
-            optimizer = tensor_names.nested_state(self.model, self.optimizer, load_file(folder / OPTIMIZER))
-        dist.barrier(group=self.world.untimed)  # the collectives in these functions have a timeout
+            model.update(tensor_names.with_tied(self.model, load_file(folder / MODEL)))
+            optimizer.update(tensor_names.nested_state(self.model, self.optimizer, load_file(folder / OPTIMIZER)))
+
+        on_rank0(read, self.world.untimed)  # the collectives below have a timeout
         # Torch also loads `param_groups`: it makes lists of tuples such as betas, and a state dict with a learning rate
         # would overwrite that of the config. So we put ours back.
         with kept_hyperparameters(self.optimizer):
@@ -239,7 +266,17 @@ class Checkpointer(BaseCheckpointer):
         if self.world.local_world_size < self.world.world_size:
             self.broadcast(targets, weights.__getitem__)
         else:
-            full_state.copy_rows(weights or open_weights(False), targets)
+            on_all(lambda: full_state.copy_rows(weights or open_weights(False), targets), self.world.untimed)
+
+
+Save = Callable[[Checkpointer, bool], Write]  # its argument: in the background
+Load = Callable[[Checkpointer, Path], None]
+WAYS: Mapping[tuple[str, str], tuple[Save, Load]] = {  # by kind of state dict and API
+    ("full", "dtensor"): (Checkpointer.save_full_by_dtensor, Checkpointer.load_full_by_dtensor),
+    ("full", "dcp"): (Checkpointer.save_full_by_dcp, Checkpointer.load_full_by_dcp),
+    ("sharded", "dtensor"): (Checkpointer.save_sharded_by_dtensor, Checkpointer.load_sharded_by_dtensor),
+    ("sharded", "dcp"): (Checkpointer.save_sharded_by_dcp, Checkpointer.load_sharded_by_dcp),
+}
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from checkpoint import Checkpointer
 from torchtitan_lite.checkpointing.compatibility import fresh_state
-from torchtitan_lite.checkpointing.select import saved_config
+from torchtitan_lite.checkpointing.find import saved_config
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import cli
 from torchtitan_lite.config.schema import Config
@@ -85,7 +85,7 @@ def launch(argv: Sequence[str]) -> int:
                 print_line(f"note    {note}")
             loaded, data = start.prepared(command.loaded)  # before there is a process group, which has timeouts
             with process_group(config.run) as world:
-                lock = run_folder.lock(config.folder, world)
+                lock = run_folder.lock(config.folder)
                 log = Log(config.folder, speaks=world.rank == 0)
                 code = run(loaded, data, world, log)
                 lock.release()

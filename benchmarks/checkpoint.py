@@ -2,7 +2,8 @@
 
 Compares each way of saving with a plain write and fsync of the same bytes, and with a bare `dcp.save`, which syncs but
 neither hashes nor commits. For background saves it compares the pause of training with one in-memory copy of this
-rank's shards. Memory is measured by tests/checkpointing/test_checkpoint_memory.py.
+rank's shards, and measures what the first one takes of each rank's memory. Memory of the others is measured by
+tests/checkpointing/test_checkpoint_memory.py.
 
 `python -m benchmarks.checkpoint bytes` prints what loading a full checkpoint allocates on rank 1, and what it allocated
 when each tensor was sent by distribute_tensor.
@@ -27,6 +28,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import train
 from checkpoint import Checkpointer
+from tests.checkpointing.test_checkpoint_memory import peak_of
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import optimizer_tensors, own_tensors
@@ -134,6 +136,7 @@ class Bench:
         """Measure and print."""
         self.buffers = [torch.empty_like(part) for part in self.parts()]
         times: dict[str, list[float]] = {}
+        memory: dict[tuple[str, str], str] = {}
 
         def note(name: str, seconds: float) -> None:
             times.setdefault(name, []).append(seconds)
@@ -153,6 +156,11 @@ class Bench:
                 }
                 for name, seconds in found.items() if number >= 0 else ():
                     note(f"{kind} {api}: {name}", seconds)
+        for kind, api in WAYS:
+            peak = torch.zeros(self.world.world_size)
+            peak[self.world.rank] = peak_of(lambda kind=kind, api=api: self.save(kind, api, True))  # type: ignore[misc]
+            dist.all_reduce(peak)
+            memory[kind, api] = ", ".join(f"{n_mib:,.0f}" for n_mib in peak.tolist())
         for number in range(-1, rounds):
             for kind, api in WAYS:
                 found = {
@@ -164,7 +172,7 @@ class Bench:
                 for name in ("memory copy", "stands still", "load") if number >= 0 else ():
                     note(f"{kind} {api}: {name}", found[name])
         if self.world.rank == 0:
-            self._print(times, rounds)
+            self._print(times, rounds, memory)
 
     @torch.no_grad()
     def by_distribute_tensor(self) -> None:
@@ -185,24 +193,26 @@ class Bench:
         manifest = storage.read_manifest(folder)
         found = {
             "distribute_tensor": allocated(self.by_distribute_tensor),
-            "broadcast in pieces": allocated(lambda: checkpointer.load_tensors(folder, manifest)),
+            "broadcast in pieces": allocated(lambda: checkpointer.load_tensors(folder)),
         }
         if self.world.rank == 1:
             print(f"a state of {manifest.bytes / 2**20:,.0f} MiB; MiB that torch allocates on rank 1 to load it")
             for name, (total, peak) in found.items():
                 print(f"{name}: {total / 2**20:,.1f} in all, {peak / 2**20:,.1f} at once", flush=True)
 
-    def _print(self, times: dict[str, list[float]], rounds: int) -> None:
+    def _print(self, times: dict[str, list[float]], rounds: int, memory: dict[tuple[str, str], str]) -> None:
         n_bytes = sum(t.numel() * t.element_size() for t in self.state().values())
         print(f"{n_bytes / 1e9:.2f} GB on {self.world.world_size} ranks, torch {torch.__version__}, {rounds} rounds")
-        print("median (lowest to highest) of the ratios, and the median seconds of a save and a load")
-        print("| | plain write / save | save / bare dcp.save | stands still / memory copy | save, s | load, s |")
-        print("|---|---:|---:|---:|---:|---:|")
+        print("median (lowest to highest) of the ratios; median seconds; MiB of each rank for a background save")
+        columns = "plain write / save | save / bare dcp.save | stands still / memory copy"
+        print(f"| | {columns} | stands still, s | save, s | load, s | MiB |")
+        print("|---|---:|---:|---:|---:|---:|---:|---:|")
         for kind, api in WAYS:
             of = {name.split(": ")[1]: seconds for name, seconds in times.items() if name.startswith(f"{kind} {api}:")}
             pairs = ("plain write", "save"), ("save", "bare dcp.save"), ("stands still", "memory copy")
             cells = [_spread([a / b for a, b in zip(of[x], of[y], strict=True)]) for x, y in pairs]
-            cells += [f"{statistics.median(of[name]):.1f}" for name in ("save", "load")]
+            cells += [f"{statistics.median(of[name]):.2f}" for name in ("stands still", "save", "load")]
+            cells.append(memory[kind, api])
             print(f"| `{kind}`, `{api}` | {' | '.join(cells)} |")
 
 

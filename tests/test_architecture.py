@@ -222,8 +222,8 @@ def test_families_are_named_in_one_place() -> None:
 # what does one thing, and the only file that may name it
 ONE_PLACE = {
     "fnmatch.fnmatchcase": "config/patterns.py",  # patterns of parameters
-    "dist.broadcast_object_list": "",  # it unpickles: use agreement.from_rank0
-    "dist.all_gather_object": "",  # the same: from_all_ranks
+    "dist.broadcast_object_list": "",  # it unpickles: use ranks.on_rank0
+    "dist.all_gather_object": "",  # the same: ranks.gather
     "sched_getaffinity": "process.py",  # usable cores
     "it was renamed": "checkpointing/storage.py",
     "sequences x": "monitoring/console.py",  # the lines about model and batch
@@ -242,10 +242,10 @@ def test_each_shared_function_has_one_definition() -> None:
         text = path.read_text(encoding="utf-8")
         for what, only in ONE_PLACE.items():
             assert what not in text or where == only, f"{where}: {what} belongs to {only}"
-        # a run or a checkpoint becomes a folder in storage.checkpoints_of
-        assert "MANIFEST" not in text or where == "checkpointing/storage.py", f"{where}: use storage.checkpoints_of"
+        # a run or a checkpoint becomes a folder in find.candidates
+        assert "MANIFEST" not in text or where == "checkpointing/storage.py", f"{where}: use find.candidates"
         for node in ast.parse(text).body:
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and node.name != "main":
                 defined.setdefault(node.name, []).append(name_of(path))
-    for name in ("usable_cores", "sync_folder", "outcome_on_rank0", "checkpoints_of", "nearest", "first_match"):
+    for name in ("usable_cores", "sync_folder", "on_rank0", "candidates", "nearest", "first_match"):
         assert len(defined.get(name, [])) == 1, (name, defined.get(name))

@@ -26,16 +26,15 @@ def test_an_error_of_all_ranks_is_reported_once_after_all_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "error.json"
-    for name, value in (("ERROR_FILE", str(file)), ("RESTART_COUNT", "1"), ("MAX_RESTARTS", "1")):
-        monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     known_before: list[bool] = []
     monkeypatch.setattr("time.sleep", lambda seconds: known_before.append(file.exists()))
     assert run_cli("x", _raise(ConfigError("wrong")), 1) == 2
     assert known_before == [False], "local rank 0 ends it meanwhile, if it has the same error"
-    assert json.loads(file.read_text())["message"]["message"] == "[local rank 1] x: wrong"
+    assert json.loads(file.read_text())["message"]["message"] == "UserError: [local rank 1] x: wrong"
     assert run_cli("x", _raise(ConfigError("wrong"))) == 2
-    assert json.loads(file.read_text())["message"]["message"] == "x: wrong"
-    assert capsys.readouterr().err == "", "torchrun prints it"
+    assert json.loads(file.read_text())["message"]["message"] == "UserError: x: wrong"
+    assert capsys.readouterr().err == "[local rank 1] x: wrong\nx: wrong\n"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     ended: list[tuple[int, int]] = []
     monkeypatch.setattr("os.kill", lambda *of: ended.append(of))
@@ -53,12 +52,10 @@ def test_an_error_of_all_ranks_is_reported_once_after_all_else(
     ("error", "code", "expected"),
     [
         (PermissionError(13, "Permission denied", "/a/b"), 2, "x: /a/b: Permission denied: this process runs as uid"),
-        (OSError(36, "File name too long", "a" * 5000), 2, "(5,000 characters): File name too long: a name has at"),
+        (OSError(36, "File name too long", "a" * 5000), 2, "(5,000 characters): File name too long"),
         (OSError(28, "No space left on device", "/a"), 1, "x: /a: No space left on device: free some space"),
         (OSError(5, "Input/output error"), 1, "x: Input/output error"),
         (UnicodeDecodeError("utf-8", b"a\xe9", 1, 2, "no"), 2, "x: byte 0xe9 at position 1 is not utf-8"),
-        (UnicodeEncodeError("ascii", "\u00e9", 0, 1, "no"), 2, "can't be written as ascii; try PYTHONIOENCODING=utf-8"),
-        (RecursionError("deep"), 2, "x: the input is nested too deeply"),
         (MemoryError(), 2, "x: out of memory"),
         (RuntimeError("alloc_cpu.cpp: you tried to allocate 5 bytes\nmore"), 2, "x: out of memory: alloc_cpu.cpp"),
         (
@@ -68,7 +65,6 @@ def test_an_error_of_all_ranks_is_reported_once_after_all_else(
         ),
         (RuntimeError("Resource temporarily unavailable"), 2, "x: no more threads can be started"),
         (RuntimeError("unable to start watchdog thread"), 2, "x: no more threads can be started"),
-        (OverflowError("timeout"), 2, "x: a number is too large: timeout"),
         (UserError("this and that"), 2, "x: this and that"),
         (errors.SaveError("late"), 1, "x: late"),
         (KeyboardInterrupt(), 130, "x: stopped"),
@@ -91,10 +87,10 @@ def test_the_line_that_met_the_error_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "one.yaml").write_text("a: 1")
-    monkeypatch.setattr(migrate_accelerate, "translate", lambda content: [None] * (1 << 63))
+    monkeypatch.setattr(migrate_accelerate, "translate", lambda content: b"\xff".decode())
     assert migrate_accelerate.main([str(tmp_path / "one.yaml")]) == 2
     message = capsys.readouterr().err
-    assert "migrate: a number is too large: " in message
+    assert "migrate: byte 0xff at position 0 is not utf-8" in message
     assert "[torchtitan_lite/tools/migrate_accelerate.py:" in message
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import io
-import json
 import os
 import signal
 import sys
@@ -24,6 +23,7 @@ class UserError(Exception):
     """
 
     exit_code = 2
+    follows = False  # from the failure of another process
 
 
 class ConfigError(UserError):
@@ -67,10 +67,9 @@ class OutputError(UserError):
 
 
 class StuckError(UserError):
-    """Another rank died, or made this one wait too long."""
+    """Another rank failed, died, or made this one wait too long."""
 
     exit_code = 1
-    follows = False  # whether another process failed first; otherwise it may hang
 
 
 class NoMemoryError(UserError):
@@ -127,7 +126,7 @@ def run_cli(name: str, main: Callable[[], int], local_rank: int = 0) -> int:
         return 130
     except UserError as error:
         final = error.exit_code in (UserError.exit_code, REPEATS)
-        report(f"{name}: {error}", local_rank, follows=getattr(error, "follows", False), final=final)
+        report(f"{name}: {error}", local_rank, follows=error.follows, final=final)
         return error.exit_code
     except Exception as error:
         if isinstance(error, BrokenPipeError):  # the reader of a pipe, e.g. head, has exited
@@ -135,7 +134,7 @@ def run_cli(name: str, main: Callable[[], int], local_rank: int = 0) -> int:
             return 1
         message = _explained(error)
         if not message:
-            _tell_launcher(f"{name}: {error!r}", time.time(), traceback.format_exc())
+            _tell_torchrun(error)
             raise
         report(f"{name}: {message}", local_rank)
         try:
@@ -157,15 +156,8 @@ def _explained(error: Exception) -> str:
         message = f"no more threads can be started; ulimit -u or -v, or the limits of a container, are too low: {error}"
     elif isinstance(error, UnicodeDecodeError):
         message = f"byte {error.object[error.start]:#04x} at position {error.start:,} is not {error.encoding}"
-    elif isinstance(error, UnicodeEncodeError):
-        character = ascii(error.object[error.start])
-        message = f"the character {character} can't be written as {error.encoding}; try PYTHONIOENCODING=utf-8"
     elif isinstance(error, UnicodeError):
         message = str(error)
-    elif isinstance(error, RecursionError):
-        message = "the input is nested too deeply"
-    elif isinstance(error, OverflowError):
-        message = f"a number is too large: {error}"
     else:
         return ""
     return message + _where(error)
@@ -177,8 +169,6 @@ _NO_THREADS = "can't start new thread", "Resource temporarily unavailable", "una
 _HINTS = {
     errno.EACCES: "this process runs as uid {uid}; give it access, or choose another path",
     errno.EPERM: "this process runs as uid {uid}; give it access, or choose another path",
-    errno.ENAMETOOLONG: "a name has at most 255 bytes; choose a shorter path",
-    errno.ELOOP: "its symbolic links lead in a circle",
     errno.EMFILE: "too many files are open; raise the limit by ulimit -n",
     errno.ENOSPC: "free some space, or choose another disk",
     errno.EDQUOT: "free some space, or choose another disk",
@@ -202,52 +192,41 @@ def _where(error: Exception) -> str:
 
 
 def report(message: str, local_rank: int = 0, *, follows: bool = False, final: bool = False) -> None:
-    """Report an error that most likely all ranks have, once on each machine: on stderr, or in torchrun's last lines.
+    """Print an error that most likely all ranks have, once on each machine, and have torchrun repeat it at its end.
 
     torchrun kills all ranks as soon as one exits, so the others wait for the first to report. One that is still alive
     after 10 s has an error of its own.
 
     Args:
-        follows: the error follows from the death of another rank.
+        follows: the error follows from the failure of another rank. torchrun calls the earliest error the root cause,
+            and dates the death of a process when it notices it, so it gets time to do so.
         final: the next start would fail in the same way, so torchrun is ended before it makes one.
     """
-    happened = time.time() + (5 if follows else 0)
     if local_rank != 0:
         time.sleep(10)
         message = f"[local rank {local_rank}] {message}"
-    if not _tell_launcher(message, happened):
-        print_error(message)
-        if final and _restarts():
-            print_error("torchrun would try again, so it is ended; its traceback follows")
-            os.kill(os.getppid(), signal.SIGTERM)
-
-
-def _tell_launcher(message: str, happened: float, stack: str = "") -> bool:
-    """Write an error of this rank to the file that torchrun reads. Returns whether torchrun's last lines will have it.
-
-    torchrun calls the earliest failure the root cause. It dates a process that left no file, such as a killed one, when
-    it notices the death. So an error that follows from such a death is dated some seconds later.
-
-    Args:
-        stack: the traceback of a bug, shown in place of the message.
-    """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return False
-    info = {"timestamp": str(int(happened))} | ({"py_callstack": stack} if stack else {})
-    text = message.encode("utf-8", "backslashreplace").decode()  # torchrun prints it, and can't print a lone surrogate
+    print_error(message)
+    if follows and _LAUNCHED in os.environ:
+        time.sleep(5)
     try:
-        with open(f"{path}.new", "w", encoding="utf-8") as file:
-            json.dump({"message": {"message": text, "extraInfo": info}}, file)
-        os.replace(f"{path}.new", path)  # torchrun raises if it reads half of it
-    except OSError:
-        return False
-    return not _restarts()  # before a restart, torchrun prints nothing
+        raise UserError(message)  # torch records the error that is being handled
+    except UserError as error:
+        _tell_torchrun(error)
+    if final and os.environ.get("TORCHELASTIC_RESTART_COUNT") != os.environ.get("TORCHELASTIC_MAX_RESTARTS"):
+        print_error("torchrun would try again, so it is ended; its traceback follows")
+        os.kill(os.getppid(), signal.SIGTERM)
 
 
-def _restarts() -> bool:
-    """Whether torchrun starts the processes again when one fails."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT") != os.environ.get("TORCHELASTIC_MAX_RESTARTS")
+_LAUNCHED = "TORCHELASTIC_ERROR_FILE"  # in the environment of a process that torchrun has started
+
+
+def _tell_torchrun(error: Exception) -> None:
+    """Write this error, which is being handled, to torchrun's file for it."""
+    if _LAUNCHED in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        with contextlib.suppress(OSError):  # a full disk
+            get_error_handler().record_exception(error)
 
 
 def is_out_of_memory(error: Exception) -> bool:

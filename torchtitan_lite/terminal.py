@@ -5,7 +5,6 @@ import functools
 import io
 import os
 import sys
-from typing import TextIO
 
 
 def prepare_streams() -> None:
@@ -18,21 +17,11 @@ def prepare_streams() -> None:
         while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
             pass
         os.close(descriptor)
-    sys.stdout, sys.stderr = _prepared(sys.stdout), _prepared(sys.stderr)
-
-
-def _prepared(stream: TextIO | None) -> TextIO:
-    if stream is None:  # closed when Python started
-        return open(os.devnull, "w", encoding="utf-8")  # stays open for the life of the process
-    if isinstance(stream, io.TextIOWrapper):
-        stream.reconfigure(errors="backslashreplace")
-    return stream
-
-
-def encodable(text: str, stream: TextIO) -> str:
-    """The text, with characters that the stream can't encode escaped."""
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    return text.encode(encoding, "backslashreplace").decode(encoding)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115  # stays open
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+        setattr(sys, name, stream)
 
 
 def counted(n: int, what: str) -> str:
@@ -58,7 +47,7 @@ def size(n_bytes: float) -> str:
 def print_line(text: str) -> None:
     """Print a line. A full or closed stdout is reported once, on stderr."""
     try:
-        print(encodable(text, sys.stdout), flush=True)
+        print(text, flush=True)
     except (OSError, ValueError) as error:  # ValueError: the stream is closed
         print_error_once(f"stdout can't be written: {error}")
 
@@ -66,7 +55,7 @@ def print_line(text: str) -> None:
 def print_error(text: str) -> None:
     """Print a line to stderr, if possible."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        print(encodable(text, sys.stderr), file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
 
 
 @functools.cache

@@ -57,12 +57,12 @@ def test_verify_takes_a_folder_of_runs(first: Path, tmp_path: Path, capsys: pyte
     assert checkpoints.main(["verify", str(tmp_path / "runs")]) == 1
     said = capsys.readouterr().out
     assert (said.count("complete "), "DAMAGED" in said) == (1, True)
-    (tmp_path / "runs/started/run.json").write_text("{}")
-    for name, problem in (("started", "is a run without a checkpoint"), ("none", "does not exist")):
+    there = f"runs there: {tmp_path / 'runs/a'}, {tmp_path / 'runs/b'}"
+    for name, problem in (("started", "is not a run with a checkpoint, or a checkpoint"), ("none", "does not exist")):
         assert checkpoints.main(["verify", str(tmp_path / "runs" / name)]) == 2
-        assert capsys.readouterr().err == f"checkpoint.py: {tmp_path / 'runs' / name} {problem}\n"
+        assert capsys.readouterr().err == f"checkpoint.py: {tmp_path / 'runs' / name} {problem}; {there}\n"
 
 
 def test_generate_names_the_runs_of_a_folder_of_runs(first: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert generate.main([str(first.parent), "--prompt=a"]) == 2
-    assert f"but of runs: {first}" in capsys.readouterr().err
+    assert f"runs there: {first}" in capsys.readouterr().err

@@ -212,14 +212,14 @@ def broadcast_in_pieces(world: World) -> None:
             whole = {str(shape): torch.randint(1, 100, shape).to(dtype) for shape in SHAPES}
             zeros = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
             targets = {n: distribute_tensor(t, mesh, [Shard(0)]) if t.ndim else t for n, t in zeros.items()}
-            saver.broadcast(targets, whole.__getitem__ if world.rank == 0 else None)
+            saver.broadcast(targets, whole.__getitem__)  # on rank 0 alone
             for name, target in targets.items():
                 rows, first = local_rows(target)
                 expected = whole[name][first : first + len(rows)] if target.ndim else whole[name]
                 assert rows.equal(expected), (full_state.PIECE, dtype, name)
             whole = {str(shape): torch.randint(1, 100, shape).to(dtype) for shape in BY_COLUMNS}
             targets = {n: distribute_tensor(torch.zeros_like(t), mesh, [Shard(1)]) for n, t in whole.items()}
-            saver.broadcast(targets, whole.__getitem__ if world.rank == 0 else None)
+            saver.broadcast(targets, whole.__getitem__)  # on rank 0 alone
             for name, target in targets.items():
                 rows, _ = local_rows(target)
                 assert rows.equal(whole[name].chunk(3, dim=1)[world.rank]), (full_state.PIECE, dtype, name)

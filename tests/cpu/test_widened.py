@@ -125,7 +125,7 @@ def test_all_blocks_are_compiled_as_one(family: str, mode: str) -> None:
     assert (gradients[1] - gradients[0]).norm() < 0.02 * gradients[0].norm()
 
 
-@pytest.mark.parametrize(("env", "expected"), [({}, None), (AVX2, "('bfloat16', 'float16')")])
+@pytest.mark.parametrize(("env", "expected"), [({}, None), (AVX2, "['bfloat16', 'float16']")])
 @pytest.mark.extended
 def test_the_cpu_is_known_by_its_flags(env: dict[str, str], expected: str | None) -> None:
     code = "from torchtitan_lite.cpu.widened import slow_dtypes; print(slow_dtypes())"
@@ -169,7 +169,7 @@ def test_only_slow_dtypes_of_a_cpu_are_widened(monkeypatch: pytest.MonkeyPatch) 
     on_cpu, on_gpu = (World(0, 1, torch.device(device), 1) for device in ("cpu", "cuda"))
     bf16 = Config.model_validate({"fsdp": {"param_dtype": "bfloat16"}})
     mixed = {"fsdp": {"precision_overrides": [{"match": "layers.0.*", "param_dtype": "bfloat16"}]}}
-    for slow, expected in ((("bfloat16", "float16"), True), (("float16",), False)):
+    for slow, expected in ((["bfloat16", "float16"], True), (["float16"], False)):
         monkeypatch.setattr(widened, "slow_on_rank0", lambda slow=slow: slow)
         assert cpu.widens(bf16, on_cpu) == cpu.widens(Config.model_validate(mixed), on_cpu) == expected
         assert not cpu.widens(bf16, on_gpu)

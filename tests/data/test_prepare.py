@@ -93,7 +93,7 @@ def test_every_format_gives_the_same_documents(name: str, tmp_path: Path) -> Non
     assert meta.vocab_size == 257
     progress = list[int]()
     list(documents.documents(Corpus((source,)), count=progress.append))
-    assert sum(progress) == pytest.approx(source.stat().st_size, rel=0.2), "of .parquet, the columns and the footer"
+    assert sum(progress) == source.stat().st_size or name == "a.parquet"  # whose end is read more than once
     assert not verify(tmp_path / "out")
 
 

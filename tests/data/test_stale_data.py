@@ -100,7 +100,7 @@ def test_a_preparation_resumes_where_it_was(tmp_path: Path, monkeypatch: pytest.
     honest = folders.Writer.add
     for name in ("train.bin", "val.idx", "skipped.log"):
         with (tmp_path / "out.partial" / name).open("ab") as stream:
-            stream.write(b"torn")  # not committed
+            stream.write(b"torn" * 100_000)  # not committed
 
     def noted(self: folders.Writer, batch: folders.Batch, *args: Any) -> None:
         added.append(len(batch.items))

@@ -8,13 +8,15 @@ import contextlib
 import itertools
 import math
 import shutil
+import socket
 import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -24,12 +26,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from checkpoint import Checkpointer
-from torchtitan_lite.checkpointing.select import verify_together
+from torchtitan_lite.checkpointing.find import verify_together
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import optimizer_tensors
 from torchtitan_lite.config.patterns import first_match
 from torchtitan_lite.config.schema import (
     CheckpointConfig,
+    Config,
     FsdpConfig,
     GradScalerConfig,
     ModelConfig,
@@ -39,12 +42,20 @@ from torchtitan_lite.config.schema import (
 from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows
-from torchtitan_lite.distributed.agreement import from_all_ranks, from_rank0
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.parallelize import apply_fsdp
 from torchtitan_lite.distributed.process_group import World, exit_process, process_group, sum_over_ranks
+from torchtitan_lite.distributed.ranks import gather, on_all, on_rank0
 from torchtitan_lite.distributed.sharding import local_rows
-from torchtitan_lite.errors import CheckpointError, NonFiniteError
+from torchtitan_lite.errors import (
+    BusyError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    NonFiniteError,
+    StuckError,
+    UnreadableError,
+)
 from torchtitan_lite.models import LossOptions, Transformer, build
 from torchtitan_lite.models.gpt import GPT
 from torchtitan_lite.models.loss import IGNORE
@@ -53,6 +64,7 @@ from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, freeze, set_learning_rate, squared_norm
 from torchtitan_lite.scoring.validation import Validation, evaluate
 from torchtitan_lite.training.intact import require_finite
+from torchtitan_lite.training.start import require_agreement
 
 # 517 and 30 divide unevenly, and of 3 positions one of four ranks gets none
 MODEL = ModelConfig(family="gpt", dim=30, n_heads=2, n_layers=2, max_seq_len=3)
@@ -143,29 +155,69 @@ def case_initial_parameters_and_gradients_are_the_same_on_every_mesh() -> None:
                 )
 
 
-def case_values_keep_their_types_between_ranks() -> None:
+def _fail(error: Exception) -> NoReturn:
+    raise error
+
+
+def case_values_are_the_same_on_every_rank() -> None:
+    """Each as it was sent; what JSON would change is refused, where it is sent."""
     rank = dist.get_rank()
-    value: dict[Any, Any] = {
-        "": [(), [], {}, None, True, 1, -0.0, math.inf, "", "\udcff \u2028", Path("a b/c")],
-        1: {(1, "x"): [[(Path(),)]], None: {"tuple": [1], "path": "p"}},
-    }
-    with torch.device("meta"):
-        assert repr(from_rank0(value if rank == 0 else None)) == repr(value)
-        uneven = [("x" * 1000 * each, [each]) for each in range(4)]
-        assert from_all_ranks(uneven[rank]) == uneven
+    value: Any = [[], {}, None, True, 1, -0.0, math.inf, math.nan, "", "\udcff \u2028", {"a": [{"b": 1e-300}]}]
     group = dist.new_group([1, 3])
+    with torch.device("meta"):
+        assert repr(on_rank0(lambda: value if rank == 0 else _fail(AssertionError("not here")))) == repr(value)
+        uneven = [["x" * 1000 * each, [each]] for each in range(4)]
+        assert gather(uneven[rank]) == on_all(lambda: uneven[rank]) == uneven
     if rank in (1, 3):
-        assert from_rank0(rank, group) == 1
-        assert from_all_ranks(rank, group) == [1, 3]
-        with pytest.raises(TypeError, match="Tensor can't be sent between ranks"):
-            from_all_ranks(torch.zeros(1), group)
+        assert on_rank0(lambda: rank, group) == 1
+        assert gather(rank, group) == [1, 3]
+    for wrong in ((1, 2), {1: 2}):
+        with pytest.raises(AssertionError, match="JSON would change"):
+            gather(wrong)
+    with pytest.raises(TypeError if rank == 0 else StuckError, match="Tensor is not JSON serializable"):
+        on_rank0(lambda: torch.zeros(1))
+
+
+def case_an_error_of_one_rank_is_raised_on_all() -> None:
+    rank = dist.get_rank()
+    group = dist.new_group([1, 3])
+    with pytest.raises(UnreadableError, match="^disk 7$") as same:
+        on_rank0(lambda: _fail(UnreadableError("disk 7")))
+    assert same.value.follows == (rank != 0)
+    with pytest.raises(ZeroDivisionError if rank == 0 else StuckError, match="by zero"):
+        on_rank0(lambda: 1 // 0)
+    failures = {1: CheckpointError("a"), 2: ZeroDivisionError("b"), 3: OSError("c")}
+    with pytest.raises(ZeroDivisionError if rank == 2 else CheckpointError) as caught:
+        on_all(lambda: _fail(failures[rank]) if rank in failures else None)
+    assert str(caught.value) == ("b" if rank == 2 else "rank 1: a; rank 2: b; rank 3: c"), "a bug keeps its traceback"
+    if rank in (1, 3):  # an error of the first rank within an action of all is told once
+        with pytest.raises(DataError, match="^rank 0: of both$"):
+            on_all(lambda: on_rank0(lambda: _fail(DataError("of both")), group), group)
+    assert on_rank0(lambda: "and on") == "and on"
+
+
+def case_ranks_with_another_config_or_text_are_named() -> None:
+    rank = dist.get_rank()
+    world, host = World(rank, 4, CPU, 1), socket.gethostname()
+
+    def require(seed: int = 0, text: str = "a") -> list[str]:
+        data: Any = SimpleNamespace(tokenizer_sha256="t", vocab_size=9, identity=lambda: {"data": text})
+        return require_agreement(Config.model_validate({"run": {"seed": seed}}), data, world)
+
+    assert require() == [host]
+    with pytest.raises(ConfigError) as different:
+        require(seed=rank // 3)
+    assert str(different.value).endswith(f"\n  run.seed: 0 on ranks 0, 1, 2 ({host}); 1 on rank 3 ({host})")
+    assert isinstance(different.value, BusyError) == (rank != 3), "the most common values may work without the others"
+    with pytest.raises(ConfigError, match="the text of data, by its hash: 'a' on rank 0 .*; 'b' on ranks 1, 2, 3 "):
+        require(text="b" if rank else "a")
 
 
 @contextlib.contextmanager
 def shared_folder() -> Iterator[tuple[World, Path]]:
     """A folder that all ranks share while they are in here."""
     world = World(dist.get_rank(), 4, CPU, 1)
-    folder = from_rank0(Path(tempfile.mkdtemp()) if world.rank == 0 else None)
+    folder = Path(on_rank0(tempfile.mkdtemp))
     yield world, folder
     dist.barrier()
     if world.rank == 0:
@@ -313,20 +365,18 @@ def case_one_rank_that_cannot_prepare_a_save_fails_it_for_all() -> None:
     model = sharded(make_mesh(MESHES["4"]))
     optimizer = build_optimizer(model, OptimConfig(name="adamw"))
     with shared_folder() as (world, folder):
-        for api, kind in (("dcp", "sharded"), ("dtensor", "full")):
+        for api, kind, rank in (("dcp", "sharded", 2), ("dtensor", "full", 0)):  # of a full one, rank 0 has the copies
             checkpointer = Checkpointer(folder / kind, model, optimizer, way(api, kind, True), world)
             honest = checkpointer.host_copies
             for step in (1, 2):
-                fails = step == 1 and world.rank == 2
+                fails = step == 1 and world.rank == rank
                 checkpointer.host_copies = (lambda _: bytes(2**62)) if fails else honest  # type: ignore[assignment, return-value]
-                assert error_of(checkpointer, step) == ("rank 2: MemoryError()" if step == 1 else "")
+                assert error_of(checkpointer, step) == (f"rank {rank}: MemoryError()" if step == 1 else "")
             dist.barrier()
             assert [found.name for found in (folder / kind).iterdir()] == ["step-00000002"]
         mine = replace(world, local_world_size=3 if world.rank else 1)
         here = folder / ("nowhere" if world.rank else "full") / "step-00000002"
-        manifest, problems = verify_together(here, "full", mine)
-        assert manifest is not None
-        assert not problems, problems
+        assert verify_together(here, "full", mine) == []
 
 
 def case_no_memory_on_rank_0_for_a_whole_tensor_fails_the_save_for_all() -> None:
@@ -336,9 +386,9 @@ def case_no_memory_on_rank_0_for_a_whole_tensor_fails_the_save_for_all() -> None
     model = sharded(make_mesh(MESHES["4"]))
     optimizer = build_optimizer(model, OptimConfig(name="sgd"))
     with shared_folder() as (world, shared):
-        for beside, function in ((True, "empty"), (False, "Tensor.cpu")):
+        for beside, function in ((True, "empty_like"), (False, "Tensor.cpu")):
             checkpointer = Checkpointer(shared / function, model, optimizer, way("dtensor", "full", beside), world)
-            honest: Any = torch.empty if beside else torch.Tensor.cpu
+            honest: Any = torch.empty_like if beside else torch.Tensor.cpu
 
             def fail(first: Any, *rest: Any, honest: Any = honest, **more: Any) -> Any:
                 size = first.shape if isinstance(first, torch.Tensor) else first
@@ -378,6 +428,8 @@ def case_weights_of_another_run_reach_every_rank() -> None:
             assert parameter.full_tensor().equal(reference[key].float()), f"{name}: {key}"
         with pytest.raises(CheckpointError, match=" is - in the checkpoint and "):
             checkpointer.load_weights(lambda _: {})
+        with pytest.raises(CheckpointError, match="^disk 7$"):  # of rank 0, on every rank
+            checkpointer.broadcast(dict(model.named_parameters()), lambda _: _fail(CheckpointError("disk 7")))
 
 
 def case_clipping_is_that_of_torch() -> None:

@@ -28,9 +28,9 @@ from tests.helpers import HANGS_S, ROOT, losses, python, ranks, records, run_dis
 from torchtitan_lite import process
 from torchtitan_lite.checkpointing import save, storage
 from torchtitan_lite.config.schema import CheckpointConfig
-from torchtitan_lite.distributed.agreement import from_all_ranks
 from torchtitan_lite.distributed.lost import explained
 from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.ranks import gather
 from torchtitan_lite.errors import REPEATS, StuckError, UserError
 from torchtitan_lite.monitoring import attempts
 
@@ -107,7 +107,7 @@ def exchange_without_one(world: World, folder: Path) -> None:
             pass
     try:
         with explained():
-            from_all_ranks(world.rank, group)
+            gather(world.rank, group)
     except StuckError as error:
         (folder / f"error-{world.rank}").write_text(str(error))
     while len(list(folder.glob("error-*"))) < world.world_size - 1:
@@ -380,6 +380,29 @@ def test_machines_join_and_leave_and_a_spare_takes_over(nodes: Callable[..., Nod
     about = json.loads((machines.run / "run.json").read_text())
     assert about["status"] == "preempted"
     assert [r["step"] for r in records(machines.run) if "loss" in r] == list(range(1, about["step"] + 1))
+
+
+def test_machines_agree_on_the_next_id_after_one_is_closed(tmp_path: Path) -> None:
+    """By the loop of the page, with stand-ins: two ids are closed, and a torchrun of the third is killed."""
+    (loop,) = re.findall(r"^until n=.*?^done$", DOC, re.M | re.S)
+    script = loop.replace("torchrun ...", "./torchrun").replace(" ...;", ";").replace("python train.py", "echo")
+    programs = {
+        "torchrun": 'echo "$2" >> ids; exit $(sed -n "$(wc -l < ids)p" codes)',
+        "loop": script,
+    }
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "codes").write_text("1\n1\n137\n0\n1\n0\n1\n")
+    for name, content in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{content}\n")
+        (tmp_path / name).chmod(stat.S_IRWXU)
+    subprocess.run(["./loop"], cwd=tmp_path, check=True, timeout=HANGS_S)
+    (tmp_path / "runs/mine.id").write_text("7")  # by another machine
+    subprocess.run(["./loop"], cwd=tmp_path, check=True, timeout=HANGS_S)
+    ids = ["mine-0", "mine-1", "mine-2", "mine-2", "mine-7", "mine-8"]
+    assert (tmp_path / "ids").read_text().split() == ids
+    (tmp_path / "loop").write_text(script.replace("echo --check", "false --check"))
+    subprocess.run(["bash", "loop"], cwd=tmp_path, check=True, timeout=HANGS_S)
+    assert (tmp_path / "ids").read_text().split() == [*ids, "mine-8"], "it does not begin again"
 
 
 @pytest.mark.extended

@@ -103,7 +103,7 @@ class Machine:
             return
         if self.process.returncode == 0:
             raise PersonNeededError(f"{self.label} took the run for complete")
-        if self._soak.number() == self._number:
+        if self.process.returncode == 1 and self._soak.number() == self._number:
             self._soak.numbers.write_text(str(self._number + 1))
         self._soak.restarts += 1
         said = self.output.read_text(errors="replace").splitlines()

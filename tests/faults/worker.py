@@ -38,7 +38,7 @@ import torch
 
 import train
 from checkpoint import Checkpointer
-from torchtitan_lite.checkpointing import safetensors_file, select, storage
+from torchtitan_lite.checkpointing import safetensors_file, save, storage
 from torchtitan_lite.data.loader import PrefetchingLoader
 from torchtitan_lite.distributed.process_group import exit_process
 from torchtitan_lite.distributed.sharding import local_rows
@@ -66,8 +66,8 @@ SITES: dict[str, tuple[Any, str]] = {
     "commit": (storage, "commit"),
     "manifest": (storage, "_hash_of"),
     "before rename": (storage, "sync_folder"),
-    "after rename": (select, "to_keep"),
-    "purge": (select, "purge"),
+    "after rename": (save, "to_keep"),
+    "purge": (save, "purge"),
     "delete": (shutil, "rmtree"),
 }
 now = 0  # the step that this rank is at

@@ -182,8 +182,8 @@ def test_plan_prints_one_time_with_its_range_and_what_it_rests_on(capsys: pytest
     )
     assert parts
     assert sum(map(float, parts.groups())) == pytest.approx(step, abs=0.003)
-    assert "rests on published runs of h100: nine of ten" in out
-    assert re.search(r"^ +1,000 steps take \w+, likely \w+ to \w+: [\d,]+ device hours$", out, re.M)
+    assert "rests on published runs of h100; nine of ten held-out" in out
+    assert re.search(r"^ +the run takes \w+, likely \w+ to \w+: [\d,]+ device hours$", out, re.M)
     assert "try " not in out
     assert plan.main(["--world-size=8", "--device=b200"]) == 0
     assert "rests on other devices: b200 has no published run" in capsys.readouterr().out

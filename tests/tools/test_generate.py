@@ -224,7 +224,7 @@ def test_the_help_says_that_a_prompt_is_one_document(capsys: pytest.CaptureFixtu
 
 def test_folders_without_a_model_are_errors(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert generate.main([str(run.parent / "rnu"), "--prompt", "x"]) == 2
-    assert f"does not exist; other runs there: {run}" in capsys.readouterr().err
+    assert f"does not exist; runs there: {run}" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     assert generate.main([str(tmp_path / "empty"), "--prompt", "x"]) == 2
     assert "is not a run with a checkpoint" in capsys.readouterr().err

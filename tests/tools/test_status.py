@@ -11,10 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.helpers import ROOT, ranks, tiny
-from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.monitoring import attempts, run_folder
 from torchtitan_lite.tools import status
 from torchtitan_lite.tools.report import report
@@ -65,11 +63,10 @@ def test_a_lock_that_is_held_is_a_run_that_is_alive(run: Path, capsys: pytest.Ca
 
 def test_a_reader_that_tests_the_lock_refuses_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds a shared lock for an instant, in which a run may start."""
-    monkeypatch.setattr(run_folder, "from_rank0", lambda value: value)
     with (tmp_path / ".lock").open("w") as reader:
         fcntl.flock(reader, fcntl.LOCK_SH)
         monkeypatch.setattr(time, "sleep", lambda _: fcntl.flock(reader, fcntl.LOCK_UN))
-        run_folder.lock(tmp_path, World(0, 1, torch.device("cpu"), 1)).release()
+        run_folder.lock(tmp_path).release()
 
 
 def test_what_cannot_be_seen_from_here_is_not_called_dead(run: Path) -> None:

@@ -255,7 +255,7 @@ def test_a_fork_falls_back_to_the_checkpoint_before_a_damaged_one(run: Path, tex
         damage(run, step)
     refused = ranks(1, *options, "--run.name=other")
     assert refused.returncode == 2
-    assert f"no checkpoint in {run} is complete:" in refused.stderr
+    assert "no checkpoint is complete:" in refused.stderr
 
 
 @pytest.mark.parametrize("site", ["commit", "before rename", "delete"])

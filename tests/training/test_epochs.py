@@ -145,7 +145,7 @@ def test_a_run_can_be_checked_planned_and_tried(
     assert plan.main(["--device=h100", *elsewhere]) == 0
     said = capsys.readouterr().out
     assert "run     train.epochs = 2; the number of steps needs prepared data in data.path" in said
-    assert "expected a step takes" in said
+    assert "time    a step takes" in said
     assert "days" not in said
 
 

@@ -24,7 +24,7 @@ from tests.helpers import (
     succeeded,
     tiny,
 )
-from torchtitan_lite.checkpointing import compatibility, select, storage
+from torchtitan_lite.checkpointing import compatibility, find, storage
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import load, schema
 from torchtitan_lite.config.families import LLAMA
@@ -227,7 +227,7 @@ def test_the_values_are_those_of_the_checkpoint_to_resume_from(tmp_path: Path) -
         storage.commit(storage.begin(checkpoints, step), state, "full", 1, {})
 
     def rate(run: str, resume: str) -> Any:
-        return select.saved_config(tmp_path / run, resume).get("optim.lr")
+        return find.saved_config(tmp_path / run, resume).get("optim.lr")
 
     other = str(tmp_path / "b")
     assert [rate("a", resume) for resume in ("", other, "none")] == [4, 4, 4]

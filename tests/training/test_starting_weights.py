@@ -25,7 +25,7 @@ def test_the_check_of_a_config_refuses_weights_that_are_missing_or_of_another_mo
     for name, source, more, problem in (
         ("run", "runs/nosuch", {}, "model.init_from: nothing at runs/nosuch"),
         ("new", "runs/nosuch", {}, "model.init_from: nothing at runs/nosuch"),
-        ("new", tmp_path / "empty", {}, "is not a run with a checkpoint, a checkpoint or a Hugging Face folder"),
+        ("new", tmp_path / "empty", {}, "is not a run with a checkpoint, or a checkpoint"),
         ("new", first, {"model__dim": 64}, "dim is 32 in the checkpoint and 64 here"),
         ("new", first, {}, ""),
     ):

@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_lite.checkpointing import dcp_storage, storage
-from torchtitan_lite.checkpointing.progress import on_rank0
+from torchtitan_lite.checkpointing import dcp_storage, progress, storage
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.checkpointing.storage import Manifest
 from torchtitan_lite.checkpointing.tensor_names import Parts, by_name
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.families import FAMILIES
@@ -23,6 +21,7 @@ from torchtitan_lite.config.toml import format_value
 from torchtitan_lite.cpu import widens
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.ranks import on_rank0
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.process import fork_command
 from torchtitan_lite.terminal import counted
@@ -64,12 +63,13 @@ def read_state(folder: Path, expected: Mapping[str, Any], world: World, *, named
         CheckpointError: on every rank: it is damaged, or the run can't continue with these values.
     """
 
+    @progress.working("reading state.json")
     def read_and_compare() -> dict[str, Any]:
         state = storage.read_state(folder, named_by_step=named_by_step)
         require_same_run(folder, state, expected, fork=not named_by_step)
         return asdict(state)
 
-    return TrainState(**on_rank0(world, read_and_compare))
+    return TrainState(**on_rank0(read_and_compare, world.untimed))
 
 
 def require_same_run(folder: Path, saved: TrainState, expected: Mapping[str, Any], *, fork: bool) -> None:
@@ -124,18 +124,19 @@ def _rule_of(key: str) -> str:
     return "refused" if key == "tokenizer" else "fork"
 
 
-def require_same_tensors(folder: Path, manifest: Manifest, parts: Parts, world: World) -> None:
+def require_same_tensors(folder: Path, parts: Parts, world: World) -> None:
     """Raise CheckpointError on every rank if names or shapes of a checkpoint's tensors differ from these."""
 
+    @progress.working("reading the names of tensors")
     def compare() -> None:
-        if manifest.state_dict == "sharded":
+        if storage.read_manifest(folder).state_dict == "sharded":
             expected = shapes_of(by_name(parts))
             storage.compare(folder, dcp_storage.shapes(folder), expected, "model or optimizer")
             return
         for file, tensors in parts.items():
             storage.compare(folder, storage.read_shapes(folder / file), shapes_of(tensors), file.split(".")[0])
 
-    on_rank0(world, compare)
+    on_rank0(compare, world.untimed)
 
 
 def open_same_weights(
@@ -148,6 +149,7 @@ def open_same_weights(
     """
     weights: Mapping[str, Tensor] = {}
 
+    @progress.working("reading the weights")
     def open_and_compare() -> None:
         nonlocal weights
         weights = open_weights(True)
@@ -155,7 +157,7 @@ def open_same_weights(
         advice = "set [model], and its vocab_size or [tokenizer] path, to the folder's values"
         storage.compare(Path("model.init_from"), theirs, shapes_of(targets), "model", advice)
 
-    on_rank0(world, open_and_compare)
+    on_rank0(open_and_compare, world.untimed)
     return weights
 
 

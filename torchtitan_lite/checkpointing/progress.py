@@ -10,16 +10,10 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
-
-from torchtitan_lite.distributed.agreement import from_rank0
-from torchtitan_lite.distributed.process_group import World
-from torchtitan_lite.errors import CheckpointError, UnreadableError, UserError
-
-T = TypeVar("T")
+from typing import Any
 
 _COMPILERS = "/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py"
 _lock = threading.Lock()
@@ -94,21 +88,3 @@ def processor_s() -> float:
     while more := {number for number, parent in parents.items() if parent in family} - family:
         family |= more
     return sum(ticks.get(number, 0) for number in family) / os.sysconf("SC_CLK_TCK")
-
-
-def on_rank0(world: World, action: Callable[[], T]) -> T:
-    """The result of an action on rank 0, on every rank.
-
-    A UserError or OSError becomes a CheckpointError, but an UnreadableError stays one: it does not prove damage.
-    """
-    outcome: tuple[T | None, str, bool] = None, "", False
-    if world.rank == 0:
-        try:
-            with working("reading the checkpoint for all ranks"):
-                outcome = action(), "", False
-        except (UserError, OSError) as error:
-            outcome = None, str(error) or repr(error), isinstance(error, UnreadableError)
-    result, problem, unreadable = from_rank0(outcome, world.untimed)
-    if problem:
-        raise UnreadableError(problem) if unreadable else CheckpointError(problem)
-    return cast(T, result)

@@ -5,7 +5,6 @@ Format: 8 bytes with the length of a JSON header, the header, and the tensors' b
 """
 
 import contextlib
-import functools
 import hashlib
 import json
 import os
@@ -142,28 +141,50 @@ def layout(tensors: TensorSpecs) -> tuple[bytes, list[str]]:
     return len(text).to_bytes(8, "little") + text, order
 
 
-def write_tensors(path: Path, specs: TensorSpecs, tensor: Callable[[str], Tensor], ahead: int = 2) -> FileRecord:
-    """Write a file, and sync it to disk.
+class TensorWriter:
+    """Writes a file one tensor after another, in the order of `names`; the first one opens it.
 
     Args:
-        tensor: is called with each name when its turn comes, in the order of `layout`. What it returns, on the CPU,
-            must not change until this function has returned.
         ahead: see HashingStream.
     """
-    header, order = layout(specs)
-    working = functools.partial(progress.working, f"writing {path.name}")
-    with HashingStream(path, ahead) as stream:
-        with working():
-            stream.write(memoryview(header))
-        for name in order:
-            value = tensor(name)
-            dtype, shape = specs[name]
-            assert (value.dtype, tuple(value.shape)) == (dtype, tuple(shape)), f"{name} does not match its spec"
-            with working():
-                flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
-                stream.write(memoryview(flat.numpy()))  # type: ignore[arg-type]  # an array is a buffer
-        with working():
-            return stream.close()
+
+    def __init__(self, path: Path, specs: TensorSpecs, ahead: int = 2) -> None:
+        self._path, self._specs, self._ahead = path, specs, ahead
+        self._header, self.names = layout(specs)
+        self._stream: HashingStream | None = None
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Write the next tensor. Its CPU memory must not change until `close` has returned."""
+        with progress.working(f"writing {self._path.name}"):
+            tensor = tensor.detach().cpu().contiguous()
+            assert (tensor.dtype, tuple(tensor.shape)) == self._specs[name], f"{name} does not match its spec"
+            self._opened().write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]  # an array is a buffer
+
+    def close(self) -> FileRecord:
+        """Sync to disk and close."""
+        with progress.working(f"writing {self._path.name}"):
+            return self._opened().close()
+
+    def _opened(self) -> HashingStream:
+        if self._stream is None:
+            self._stream = HashingStream(self._path, self._ahead)
+            self._stream.write(memoryview(self._header))
+        return self._stream
+
+    def __enter__(self) -> "TensorWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if self._stream is not None:
+            self._stream.__exit__(kind, *rest)
+
+
+def write_tensors(path: Path, specs: TensorSpecs, tensor: Callable[[str], Tensor], ahead: int = 2) -> FileRecord:
+    """Write a file, and sync it to disk. `tensor` is called with each name when its turn comes."""
+    with TensorWriter(path, specs, ahead) as writer:
+        for name in writer.names:
+            writer.add(name, tensor(name))
+        return writer.close()
 
 
 def write_text(path: Path, text: str) -> FileRecord:

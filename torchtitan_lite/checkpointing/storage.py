@@ -37,7 +37,7 @@ from torchtitan_lite.errors import CheckpointError, FormatError, UnreadableError
 from torchtitan_lite.files import sync_folder
 from torchtitan_lite.terminal import size
 
-FORMAT_VERSION = 3  # of manifest.json and state.json, the names of the config keys included
+FORMAT_VERSION = 4  # of manifest.json and state.json, the names of the config keys included
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # a file name: no path, no "..", not hidden
@@ -62,12 +62,9 @@ class Manifest:
 # --- finding ----------------------------------------------------------------------------------------------------
 
 
-def checkpoints_of(path: Path) -> list[Path]:
-    """The checkpoints of a run, or in a folder, oldest first. A checkpoint gives itself, any other path nothing."""
-    if (path / MANIFEST).is_file():
-        return [path]
-    checkpoints = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    return [step_folder(checkpoints, step) for step in find_steps(checkpoints)]
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder has a manifest. It may be damaged."""
+    return (folder / MANIFEST).is_file()
 
 
 def misnamed(folder: Path, step: int) -> str:

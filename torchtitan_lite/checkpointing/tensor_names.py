@@ -1,5 +1,6 @@
 """The tensors of a state dict, and their names: flat in our files, nested in torch's functions."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,14 @@ def prefix(file: str) -> str:
 def by_name(parts: Parts) -> Tensors:
     """All tensors, by their names in a sharded state dict."""
     return {f"{prefix(file)}{name}": tensor for file, tensors in parts.items() for name, tensor in tensors.items()}
+
+
+def by_file(tensors: Tensors, files: Sequence[str]) -> Parts:
+    """The reverse of `by_name`."""
+    return {
+        file: {name.removeprefix(prefix(file)): t for name, t in tensors.items() if name.startswith(prefix(file))}
+        for file in files
+    }
 
 
 def with_tied(model: nn.Module, content: Tensors) -> Tensors:

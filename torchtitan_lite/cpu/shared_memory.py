@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_lite.cpu import barrier
-from torchtitan_lite.distributed.agreement import from_all_ranks, from_rank0
+from torchtitan_lite.distributed.ranks import on_all, on_rank0
 from torchtitan_lite.process import env_int
 
 SLOT = 4 << 20  # bytes per rank in each half; 8 MiB is no faster
@@ -37,7 +37,7 @@ class SharedMemory:
     """The memory that the ranks of a group share.
 
     Raises:
-        OSError: on every rank, if any rank can't map it.
+        Exception: on every rank, if any rank can't map it.
     """
 
     def __init__(self, group: dist.ProcessGroup, slot: int = SLOT) -> None:
@@ -45,31 +45,28 @@ class SharedMemory:
         around = slice(0, self.rank), slice(self.rank + 1, self.size)
         self.others = [part for part in around if part.start < part.stop]  # at most two copies for all of them
         self._turn, self._file = 0, -1
-        error, place = "", ("", (0, 0))
-        if self.rank == 0:
-            try:
-                # unnamed: a kill leaves nothing behind, and the limit of /dev/shm does not apply
-                self._file = os.memfd_create("torchtitan_lite")
-                os.ftruncate(self._file, 2 * self.size * slot + barrier.n_bytes(self.size))
-                self._map(slot)
-                self._barrier.initialise()
-                place = f"/proc/{os.getpid()}/fd/{self._file}", _identity(self._file)
-            except (OSError, AttributeError, ValueError) as caught:
-                error = str(caught)
-        path, identity = from_rank0(place, group)
-        if self.rank != 0 and path:
-            try:
+
+        def make() -> list[Any]:
+            # unnamed: a kill leaves nothing behind, and the limit of /dev/shm does not apply
+            self._file = os.memfd_create("torchtitan_lite")
+            os.ftruncate(self._file, 2 * self.size * slot + barrier.n_bytes(self.size))
+            self._map(slot)
+            self._barrier.initialise()
+            return [f"/proc/{os.getpid()}/fd/{self._file}", _identity(self._file)]
+
+        def share() -> None:
+            path, identity = on_rank0(make, group)
+            if self.rank != 0:
                 self._file = os.open(path, os.O_RDWR)
                 if _identity(self._file) != identity:  # ranks may be in different PID namespaces
                     raise OSError(f"{path} is another file for rank {self.rank}")
                 self._map(slot)
-            except (OSError, AttributeError, ValueError) as caught:
-                error = str(caught)
-        errors = from_all_ranks(error, group)
-        if self._file >= 0:
-            weakref.finalize(self, os.close, self._file)  # not earlier: closing it drops the lock
-        if any(errors):
-            raise OSError(next(text for text in errors if text))
+
+        try:
+            on_all(share, group)
+        finally:
+            if self._file >= 0:
+                weakref.finalize(self, os.close, self._file)  # not earlier: closing it drops the lock
 
     def _map(self, slot: int) -> None:
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.rank)
@@ -113,16 +110,16 @@ class SharedMemory:
         return True
 
 
-def _identity(descriptor: int) -> tuple[int, int]:
+def _identity(descriptor: int) -> list[int]:
     status = os.fstat(descriptor)
-    return status.st_dev, status.st_ino
+    return [status.st_dev, status.st_ino]
 
 
 def shared_memory_of(group: dist.ProcessGroup) -> SharedMemory | None:
     """The memory of a group, or None on every rank of it, with a warning on one."""
     try:
         return SharedMemory(group)
-    except OSError as error:
+    except Exception as error:
         if dist.get_rank(group) == 0:
             warnings.warn(f"ranks can't share memory ({error}); using gloo over TCP, which is slower", stacklevel=2)
         return None

@@ -12,40 +12,39 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.cpu import loss
-from torchtitan_lite.distributed.agreement import from_rank0
 from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.ranks import on_rank0
 from torchtitan_lite.models import Transformer
 
 Attend = Callable[..., Tensor]
 DTYPES = torch.bfloat16, torch.float16
 
 
-def slow_dtypes() -> tuple[str, ...]:
+def slow_dtypes() -> list[str]:
     """The 16-bit dtypes that this CPU has no instructions for: a product takes 20 to 40 times as long as in float32.
 
     Found by flags, as a choice by timing could differ between ranks and resumes.
     """
     if platform.machine() not in ("x86_64", "AMD64"):
-        return ()
+        return []
     mkldnn = torch.ops.mkldnn  # its answers respect ONEDNN_MAX_CPU_ISA, but it also emulates bfloat16
     bfloat16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     fast = {
         "bfloat16": bfloat16 and mkldnn._is_mkldnn_bf16_supported(),
         "float16": mkldnn._is_mkldnn_fp16_supported(),
     }
-    return tuple(dtype for dtype, supported in fast.items() if not supported)
+    return [dtype for dtype, supported in fast.items() if not supported]
 
 
 @functools.cache
-def slow_on_rank0() -> tuple[str, ...]:
+def slow_on_rank0() -> list[str]:
     """`slow_dtypes` of rank 0, which decides for all. The first call is a collective."""
-    return from_rank0(slow_dtypes()) if dist.is_initialized() else slow_dtypes()
+    return on_rank0(slow_dtypes)
 
 
 def widens(config: Config, world: World) -> bool:

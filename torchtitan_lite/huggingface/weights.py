@@ -20,6 +20,7 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
 from torchtitan_lite.checkpointing import dcp_storage, storage
+from torchtitan_lite.checkpointing.find import candidates
 from torchtitan_lite.checkpointing.safetensors_file import TensorSpecs, specs_of, write_tensors
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.families import FAMILIES
@@ -67,11 +68,7 @@ def find_weights(path: Path, config: ModelConfig) -> Path:
             del theirs["max_seq_len"]  # positions are computed: a shorter context is fine; T5's are relative
         _compare(folder, theirs, config)
         return folder
-    if not (checkpoints := storage.checkpoints_of(folder)):
-        raise CheckpointError(
-            f"model.init_from: {path} is not a run with a checkpoint, a checkpoint or a Hugging Face folder"
-        )
-    folder = checkpoints[-1]
+    folder = candidates(folder)[0]
     state = storage.read_state(folder, named_by_step=False)
     saved = {key.removeprefix("model."): v for key, v in state.identity.items() if key.startswith("model.")}
     for key in ("dropout", "vocab_size", *(["max_seq_len"] if config.family != "gpt" else [])):
@@ -229,9 +226,7 @@ def export(source: Path, out: Path, max_shard_bytes: int = MAX_SHARD_BYTES, *, e
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, `out` is not empty, or it can't be written.
     """
-    if not (checkpoints := storage.checkpoints_of(source)):
-        raise CheckpointError(f"{source} is neither a checkpoint nor a run with one")
-    folder = checkpoints[-1]
+    folder = candidates(source)[0]
     run = folder_of_tokenizer(folder)
     state, config = storage.read_state(folder, named_by_step=False), trained_config(folder)
     if out.is_file() or (out.is_dir() and any(out.iterdir())):

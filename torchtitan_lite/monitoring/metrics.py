@@ -17,7 +17,7 @@ from tqdm import tqdm
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import LogConfig
 from torchtitan_lite.files import append_line
-from torchtitan_lite.terminal import encodable, print_error
+from torchtitan_lite.terminal import print_error
 
 if TYPE_CHECKING:  # loaded only if the config asks for them
     from torchtitan_lite.monitoring.trackers import Trackers
@@ -117,7 +117,7 @@ class Log:
             return
         with self._reported("stdout"):
             shown = fit(text, shutil.get_terminal_size().columns) if fit and sys.stdout.isatty() else text
-            tqdm.write(encodable(shown, sys.stdout), file=sys.stdout)
+            tqdm.write(shown, file=sys.stdout)
             sys.stdout.flush()
         self._append(self._text, text)
 

@@ -18,8 +18,8 @@ from filelock import FileLock, Timeout
 
 from torchtitan_lite import __version__
 from torchtitan_lite.config.toml import Loaded, to_toml
-from torchtitan_lite.distributed.agreement import from_rank0
 from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.ranks import on_rank0
 from torchtitan_lite.errors import BusyError, ConfigError
 from torchtitan_lite.files import write_durably
 from torchtitan_lite.monitoring import attempts
@@ -59,16 +59,16 @@ def made(folder: Path, wanted: bool = True) -> Iterator[None]:
         raise
 
 
-def lock(folder: Path, world: World) -> FileLock:
+def lock(folder: Path) -> FileLock:
     """Lock the folder on rank 0 for as long as the returned object lives, so that only one run writes to it.
 
     Raises:
         BusyError: on every rank: another process holds the lock, or locking fails.
     """
     held = FileLock(folder / ".lock", timeout=0.5)  # a reader of the status may test it just now (tools/status.py)
-    problem = ""
-    if world.rank == 0:
-        holder = folder / ".lock-holder"
+    holder = folder / ".lock-holder"
+
+    def acquire() -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)  # the attempt that had made it may have failed since
             held.acquire()
@@ -76,14 +76,13 @@ def lock(folder: Path, world: World) -> FileLock:
             by = "another process"
             with contextlib.suppress(OSError):
                 by = holder.read_text() or by
-            problem = f"{folder} is being used by {by}; wait for it, or choose another --run.name=NAME"
+            raise BusyError(f"{folder} is being used by {by}; wait for it, or choose another --run.name=NAME") from None
         except (OSError, NotImplementedError) as error:
-            problem = f"{folder / '.lock'} can't be locked: {error}"
-        else:
-            with contextlib.suppress(OSError):  # used only in the message above
-                holder.write_text(f"process {os.getpid()} on {socket.gethostname()}")
-    if problem := from_rank0(problem):
-        raise BusyError(problem)
+            raise BusyError(f"{folder / '.lock'} can't be locked: {error}") from None
+        with contextlib.suppress(OSError):  # used only in the message above
+            holder.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+
+    on_rank0(acquire)
     return held
 
 

@@ -8,6 +8,7 @@ import FOLDER [OUT]  print, or write to OUT, a config for continued pretraining 
 """
 
 import argparse
+import itertools
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from torchtitan_lite.checkpointing import dcp_storage, storage
+from torchtitan_lite.checkpointing.find import candidates, find
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord, write_tensors
 from torchtitan_lite.config import paths, toml
 from torchtitan_lite.config.families import FAMILIES
@@ -33,33 +35,12 @@ from torchtitan_lite.tools.load_model import best_checkpoint
 PARTS = ("model.", storage.MODEL), ("optimizer.", storage.OPTIMIZER)  # name prefix in shards, file of the full state
 
 
-def named_checkpoints(path: Path) -> list[Path]:
-    """A checkpoint's folder itself, or all checkpoints of a run.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    if checkpoints := storage.checkpoints_of(path):
-        return checkpoints
-    if not path.exists():
-        raise CheckpointError(f"{path} does not exist")
-    if (path / "run.json").is_file():
-        raise CheckpointError(f"{path} is a run without a checkpoint")
-    raise CheckpointError(f"{path} is neither a checkpoint nor a run or a folder with one")
-
-
-def runs_of(path: Path) -> list[Path]:
-    """The runs in a folder of runs; any other path as it is."""
-    if storage.checkpoints_of(path) or not path.is_dir():
-        return [path]
-    return sorted(run.parent for run in path.glob("*/checkpoints") if storage.checkpoints_of(run.parent)) or [path]
-
-
 def verify(folders: Sequence[Path]) -> bool:
-    """Print the problems of each checkpoint. Returns whether all are complete."""
+    """Print the problems of each checkpoint of runs, or of folders of runs. Returns whether all are complete."""
     all_complete = True
-    for path in (run for folder in folders for run in runs_of(folder)):
-        for folder in named_checkpoints(path):
+    runs_in = {path: sorted(f.parent for f in path.glob("*/checkpoints") if storage.find_steps(f)) for path in folders}
+    for path in itertools.chain.from_iterable(runs or [path] for path, runs in runs_in.items()):
+        for folder in reversed(candidates(path)):
             try:
                 problems = storage.verify(folder)
             except (UnreadableError, FormatError) as error:
@@ -99,17 +80,18 @@ def inspect(folder: Path) -> None:
         print(f"  {list(shape)!s:>20}  {name}")
 
 
-def convert(folder: Path, out: Path) -> Path:
-    """Convert a sharded checkpoint to a full one, or the reverse, into a folder of checkpoints.
+def convert(path: Path, out: Path) -> Path:
+    """Convert a sharded checkpoint, or a run's newest complete one, to a full one, or the reverse.
 
-    From sharded to full, it holds one tensor at a time. `out` may belong to a run that is training; otherwise it gets
-    the run's tokenizer.json, so that generate, export and verify take it.
+    From sharded to full, it holds one tensor at a time. `out` is a folder of checkpoints. It may belong to a run that
+    is training; otherwise it gets the run's tokenizer.json, so that generate, export and verify take it.
 
     Raises:
-        CheckpointError: it is damaged, or `out` has a checkpoint of this step.
+        CheckpointError: none is complete, or `out` has a checkpoint of this step.
     """
-    if problems := storage.verify(folder):
-        raise CheckpointError("; ".join(problems))
+    folder, notes = find(path)
+    for note in notes:
+        print(f"note    {note}")
     manifest, state = storage.read_manifest(folder), storage.read_state(folder, named_by_step=False)
     if storage.step_folder(out, state.step).exists():
         raise CheckpointError(f"{storage.step_folder(out, state.step)} exists already")
@@ -262,9 +244,9 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "verify":
         return 0 if verify(arguments.paths) else 1
     if arguments.command == "inspect":
-        inspect(named_checkpoints(arguments.folder)[-1])
+        inspect(candidates(arguments.folder)[0])
     elif arguments.command == "convert":
-        print(f"converted to {convert(named_checkpoints(arguments.folder)[-1], arguments.out)}")
+        print(f"converted to {convert(arguments.folder, arguments.out)}")
     elif arguments.command == "export":
         source = best_checkpoint(arguments.source) if arguments.best else arguments.source
         model_class = weights.export(source, arguments.out, ema=arguments.ema)

@@ -20,12 +20,11 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel
 
-from torchtitan_lite.checkpointing.progress import on_rank0
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.distributed.agreement import from_all_ranks, require_agreement
 from torchtitan_lite.distributed.process_group import process_group
+from torchtitan_lite.distributed.ranks import gather, on_rank0
 from torchtitan_lite.errors import ConfigError, StuckError
 from torchtitan_lite.monitoring import mfu, run_folder
 from torchtitan_lite.monitoring.console import batch_line, fsdp_line, model_line
@@ -40,7 +39,7 @@ from torchtitan_lite.tools.estimate.simulate import GRADIENTS, OPTIMIZER, PARAME
 from torchtitan_lite.training import out_of_memory
 from torchtitan_lite.training.intact import settle
 from torchtitan_lite.training.session import Session, StepResult
-from torchtitan_lite.training.start import require_same_data
+from torchtitan_lite.training.start import require_agreement
 
 Step = Callable[[Session, int], StepResult]
 STEPS = 3
@@ -88,8 +87,7 @@ def run(loaded: Loaded, data: DataSet, build: Callable[..., Session], step: Step
         first = env_int("RANK", 0) == 0  # only rank 0 prints, and needs the plan
         plan = planned(loaded.config, data.vocab_size, env_int("WORLD_SIZE", 1)) if first else None
         with process_group(config.run) as world:
-            require_agreement(loaded.config, world)
-            require_same_data(config, data, world)
+            require_agreement(loaded.config, data, world)
             with contextlib.closing(build(config, data, world, Log(config.folder, speaks=first))) as session:
                 n_bytes, step_s = measure(session, step)
                 machines = checked_machines(loaded.config.folder, session)
@@ -107,21 +105,21 @@ def checked_machines(folder: Path, s: Session) -> str:
     s.checkpointer.folder = folder / "checkpoints"
     s.checkpointer.require_space(0)
     where = next(parent for parent in folder.parents if parent.is_dir())
-    file = Path(on_rank0(s.world, lambda: tempfile.mkstemp(prefix="dry-run-", dir=where)[1]))
-    sees = from_all_ranks((socket.gethostname(), file.exists()))
-    on_rank0(s.world, file.unlink)
-    blind = list(dict.fromkeys(host for host, seen in sees if not seen))
+    file = Path(on_rank0(lambda: tempfile.mkstemp(prefix="dry-run-", dir=where)[1]))
+    hosts, seen = gather(socket.gethostname()), gather(file.exists())
+    on_rank0(file.unlink)
+    blind = list(dict.fromkeys(host for host, sees in zip(hosts, seen, strict=True) if not sees))
     if blind and s.config.checkpoint.state_dict == "sharded":
         raise ConfigError(f"run.out_dir: {where} of rank 0 is not shared: {', '.join(blind)} can't see a file in it")
     dist.barrier()  # the clocks are read at the same time
-    clocks = from_all_ranks(time.time())
-    off = {host: clock - clocks[0] for (host, _), clock in zip(sees, clocks, strict=True)}
+    clocks = gather(time.time())
+    off = {host: clock - clocks[0] for host, clock in zip(hosts, clocks, strict=True)}
     if wrong := ", ".join(f"{host} by {s:+.1f} s" for host, s in off.items() if abs(s) > CLOCKS_S):
-        raise ConfigError(f"clocks differ from that of {sees[0][0]}: {wrong}. torchrun would take machines for lost")
-    hosts = counted(len({host for host, _ in sees}), "machine")
+        raise ConfigError(f"clocks differ from that of {hosts[0]}: {wrong}. torchrun would take machines for lost")
+    machines = counted(len(set(hosts)), "machine")
     seen_by = f"not seen by {', '.join(blind)}" if blind else "shared by all"
     apart = max(clocks) - min(clocks)
-    return f"ranks   {len(sees)} on {hosts}; clocks within {apart:.2f} s; {where} has room, and is {seen_by}"
+    return f"ranks   {len(hosts)} on {machines}; clocks within {apart:.2f} s; {where} has room, and is {seen_by}"
 
 
 def measure(s: Session, step: Step) -> tuple[dict[str, int], float]:

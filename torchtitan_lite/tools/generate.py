@@ -24,7 +24,7 @@ from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.pairs import with_prefix
 from torchtitan_lite.errors import ConfigError, OutputError, run_cli
 from torchtitan_lite.models.generation import Sampler, answers, beam_search, new_tokens, pieces
-from torchtitan_lite.terminal import counted, encodable, prepare_streams
+from torchtitan_lite.terminal import counted, prepare_streams
 from torchtitan_lite.tools.load_model import (
     Opened,
     best_checkpoint,
@@ -156,7 +156,7 @@ def _write(text: str) -> None:
         OutputError: stdout can't be written for another reason.
     """
     try:
-        print(encodable(text, sys.stdout), end="", flush=True)
+        print(text, end="", flush=True)
     except BrokenPipeError:
         raise
     except OSError as error:

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.checkpointing.find import find
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import own_tensors
 from torchtitan_lite.config import paths
@@ -80,7 +81,7 @@ def open_model(
         run, config = folder, hf.config_of(folder)
         weights = hf.open_weights(folder, config)
     else:
-        folder, notes = newest_complete(folder)
+        folder, notes = find(folder)
         run, config = hf.folder_of_tokenizer(folder), hf.trained_config(folder)
         weights = hf.read_weights(folder, ema=ema)
     where = tokenizer or run
@@ -142,34 +143,6 @@ def best_checkpoint(run: Path) -> Path:
     if step is None:
         raise CheckpointError(f"--best: {run} is not a run with a checkpoint of a step that was validated")
     return storage.step_folder(folder / "checkpoints", step)
-
-
-def newest_complete(path: Path) -> tuple[Path, list[str]]:
-    """A checkpoint's folder itself, or the newest checkpoint of a run that passes verification.
-
-    Returns:
-        the folder, and the problems of newer checkpoints.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    candidates = storage.checkpoints_of(path)[::-1]
-    if not candidates:
-        problem = "is not a run with a checkpoint, a checkpoint or a Hugging Face folder"
-        if not path.exists():
-            problem = "does not exist"
-        if runs := sorted(p.parent for p in path.glob("*/checkpoints")):
-            problem += f", but of runs: {', '.join(map(str, runs[:8]))}"
-        elif path.parent.is_dir() and (others := sorted(p.parent for p in path.parent.glob("*/checkpoints"))):
-            problem += f"; other runs there: {', '.join(map(str, others[:8]))}"
-        raise CheckpointError(f"{path} {problem}")
-    notes: list[str] = []
-    for folder in candidates:
-        problems = storage.verify(folder)
-        if not problems:
-            return folder, [f"damaged, skipped: {note}" for note in notes]
-        notes += problems
-    raise CheckpointError("\n  ".join(["no checkpoint is complete:", *notes]))
 
 
 def _tokenizer(where: Path, folder: Path) -> tuple[Tokenizer, tuple[int, ...]]:

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torchtitan_lite.checkpointing.progress import on_rank0
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.ranks import on_rank0
 from torchtitan_lite.errors import SaveError
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.monitoring import attempts
@@ -78,7 +78,7 @@ def missing(s: Session) -> list[Callback]:
 
     if not step:
         return []
-    found = [s.callbacks[i] for i in on_rank0(s.world, unfinished)]
+    found = [s.callbacks[i] for i in on_rank0(unfinished, s.world.untimed)]
     return [callback for callback in found if step == steps or due(step, callback.every)]
 
 

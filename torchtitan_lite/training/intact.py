@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpointing.tensor_names import optimizer_tensors, own_tensors
-from torchtitan_lite.distributed.agreement import from_all_ranks
 from torchtitan_lite.distributed.process_group import sum_over_ranks
+from torchtitan_lite.distributed.ranks import gather
 from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.errors import DivergedError, NonFiniteError
 from torchtitan_lite.terminal import counted
@@ -76,7 +76,7 @@ def require_equal_copies(model: nn.Module, optimizer: torch.optim.Optimizer, ste
     if not sum_over_ranks(ranks).any():
         return
     bad = [name for name, count in zip(tensors, sum_over_ranks(differs).tolist(), strict=True) if count]
-    hosts = from_all_ranks(socket.gethostname())
+    hosts = gather(socket.gethostname())
     where = ", ".join(f"{rank} ({hosts[rank]})" for rank, flag in enumerate(ranks.tolist()) if flag)
     raise DivergedError(
         f"step {step}: copies of the model differ: rank {where} against the first copy, in "

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from torchtitan_lite.checkpointing import storage
-from torchtitan_lite.checkpointing.progress import on_rank0
+from torchtitan_lite.distributed.ranks import on_rank0
 from torchtitan_lite.errors import SpikeError
 from torchtitan_lite.optim.finite_guard import too_many
 from torchtitan_lite.optim.spike_guard import Spike
@@ -47,7 +47,9 @@ def fork_without(s: Session, first: int, end: int) -> str:
     """
     report_save(s, wait=True)
     checkpoints, damaged, step = s.checkpointer.folder, s.checkpointer.damaged, s.state.step
-    saved = on_rank0(s.world, lambda: [n for n in storage.find_steps(checkpoints) if n < step and n not in damaged])
+    saved = on_rank0(
+        lambda: [n for n in storage.find_steps(checkpoints) if n < step and n not in damaged], s.world.untimed
+    )
     start = storage.step_folder(checkpoints, saved[-1]) if saved else s.checkpointer.forked_from or ""
     skipped = sorted([*s.config.data.skip_samples, [first, end]])
     return fork_command(f"{s.config.run.name}-without-{step}", str(start), data__skip_samples=str(skipped))

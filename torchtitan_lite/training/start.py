@@ -4,19 +4,25 @@ An attempt can fail for many reasons: wrong values, missing weights, a full disk
 folder last. An attempt that fails before is refused: it leaves no trace but in train.log.
 """
 
+import hashlib
+import json
+import platform
+import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan_lite.checkpointing.progress import on_rank0
+import torch
+
+from torchtitan_lite import __version__
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config, flatten
 from torchtitan_lite.config.toml import Loaded, format_value, to_toml_with_origins
 from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.token_files import PAIRS
-from torchtitan_lite.distributed.agreement import from_all_ranks, from_rank0, require_agreement
 from torchtitan_lite.distributed.process_group import World
-from torchtitan_lite.errors import REPEATS, ConfigError, DataError, RepeatError, StuckError, UserError
+from torchtitan_lite.distributed.ranks import gather, on_rank0
+from torchtitan_lite.errors import REPEATS, BusyError, ConfigError, RepeatError, StuckError, UserError
 from torchtitan_lite.files import write_durably
 from torchtitan_lite.monitoring import attempts, run_folder
 from torchtitan_lite.monitoring.console import source_lines, start_lines, what_next
@@ -43,10 +49,9 @@ def begin(loaded: Loaded, data: DataSet, world: World, log: Log) -> list[str]:
     Raises:
         UserError: on every rank.
     """
-    if refused := on_rank0(world, lambda: run_folder.why_not_again(loaded)):
+    if refused := on_rank0(lambda: run_folder.why_not_again(loaded), world.untimed):
         raise RepeatError(refused)
-    hosts = require_agreement(loaded.config, world)
-    require_same_data(loaded.config, data, world)
+    hosts = require_agreement(loaded.config, data, world)
     if world.rank == 0 and (changed := machines_line(attempts.read(loaded.config.folder), hosts, world.world_size)):
         log.info(changed)
     return hosts
@@ -63,22 +68,54 @@ def machines_line(before: Sequence[attempts.Attempt], hosts: Sequence[str], worl
     return f"start   since attempt {last.attempt}: {', '.join(changes)}, not {last.world_size} on {len(last.hosts)}"
 
 
-def require_same_data(config: Config, data: DataSet, world: World) -> None:
-    """Check this rank's data.
+def require_agreement(config: Config, data: DataSet, world: World) -> list[str]:
+    """Compare versions, config and data between all ranks. Returns the host names in the order of their ranks.
 
     Raises:
-        DataError: it differs from rank 0's.
-        ConfigError: the model's vocabulary is smaller than the tokenizer's.
+        ConfigError: on every rank, with each value that differs and the ranks that have it (on those with the most
+            common values it is a BusyError); or the model's vocabulary is smaller than the tokenizer's.
     """
-    if from_rank0(data.identity()) != data.identity():
-        raise DataError(
-            f"rank {world.rank} prepared different data than rank 0: is data.path the same text on every machine?"
-        )
+    values = {
+        "torchtitan_lite": __version__,
+        "torch": torch.__version__,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "device": world.device.type,
+        **flatten(config),
+        "the tokenizer, by its hash": data.tokenizer_sha256,
+        **{f"the text of {key}, by its hash": digest for key, digest in data.identity().items()},
+    }
+    mine = {key: repr(value) for key, value in values.items()}
+    # all values of all ranks only if they differ: with 16,384 ranks, these are 100 MB for each of them to read
+    digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
+    hosts, digests = zip(*gather([socket.gethostname(), digest]), strict=True)
+    if any(other != digest for other in digests):
+        lines = ["the ranks differ in config, data or versions:"]
+        of_ranks = gather(mine)
+        for key in dict.fromkeys(key for theirs in of_ranks for key in theirs):
+            ranks_of: dict[str, list[int]] = {}
+            for rank, theirs in enumerate(of_ranks):
+                ranks_of.setdefault(theirs.get(key, "missing"), []).append(rank)
+            if len(ranks_of) > 1:
+                shown = (f"{value} on {_ranks(ranks, hosts)}" for value, ranks in ranks_of.items())
+                lines.append(f"{key}: {'; '.join(shown)}")
+        # under a torchrun that starts again, only the machines with other values end, and the rest goes on without them
+        error = BusyError if digest == max(digests, key=digests.count) else ConfigError
+        raise error("\n  ".join(lines))
     if 0 < config.model.vocab_size < data.vocab_size:
         raise ConfigError(
             f"model.vocab_size = {config.model.vocab_size} is smaller than the tokenizer's {data.vocab_size} entries; "
             "model.vocab_size = 0 takes the tokenizer's"
         )
+    return list(dict.fromkeys(hosts))
+
+
+def _ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """rank 3 (node1), or ranks 8, 9 and 6 more (node1, node2)"""
+    where = ", ".join(dict.fromkeys(hosts[rank] for rank in ranks))
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} ({where})"
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"ranks {shown}{f' and {len(ranks) - 8} more' if len(ranks) > 8 else ''} ({where})"
 
 
 def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Session) -> None:
@@ -117,14 +154,14 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
         return run_folder.begin(config.folder, about | {"tasks": s.state.tasks} | run_folder.facts(world, hosts))
 
     with s.watchdog.loading("changing the files of the run"):
-        log.attempt = on_rank0(world, change_folder)
+        log.attempt = on_rank0(change_folder, world.untimed)
 
 
 def report_end(s: Session) -> int:
     """Log whether the run completed or was preempted, and write it to run.json. Returns the exit code. Collective."""
     config, step = s.config, s.state.step
     if step < config.train.steps or s.put_off:
-        why = min(filter(None, from_all_ranks(s.preemption.reason)))  # "SIG..." comes before "run.max_minutes"
+        why = min(filter(None, gather(s.preemption.reason)))  # "SIG..." comes before "run.max_minutes"
         then = f"the same command resumes from there{launcher_note(why)}"
         s.log.info(f"stopped after step {step} of {config.train.steps} ({why}); {then}")
         run_folder.end(config.folder, s.world, s.log.attempt, "preempted", step, why)

@@ -12,8 +12,8 @@ from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.distributed.agreement import from_rank0
 from torchtitan_lite.distributed.generating import generating
+from torchtitan_lite.distributed.ranks import gather
 from torchtitan_lite.errors import DataError, UserError
 from torchtitan_lite.scoring.find_tasks import find
 from torchtitan_lite.scoring.questions import METRICS, Task
@@ -45,10 +45,8 @@ class Tasks:
             if config.eval.tasks != ["auto"]:
                 raise
         digests = {task.name: _digest(task) for task in tasks}
-        if from_rank0(digests) != digests:
-            raise DataError(
-                "eval.tasks: this rank has read other questions than rank 0: is it the same file everywhere?"
-            )
+        if any(other != digests for other in gather(digests)):
+            raise DataError("eval.tasks: the ranks have read different questions: is it the same file everywhere?")
         if not tasks:
             return None
         inputs = Inputs([data.end_token], [data.end_token], config.input_len)

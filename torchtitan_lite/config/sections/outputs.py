@@ -75,7 +75,7 @@ class CheckpointConfig(Section):
     api: Literal["dtensor", "dcp"] = "dtensor"
     """API that gathers and distributes state dicts: DTensor or torch.distributed.checkpoint; the files are the same"""
     async_save: bool = False
-    """save in the background; costs a host copy of each rank's shards (full with dcp: of the whole state on rank 0)"""
+    """save in the background; costs a host copy of each rank's shards (full: of the whole state, on rank 0)"""
     resume: PathText = ""
     """a run or a checkpoint to start from, as a fork with a run.name of its own; it applies while this run has no \
 checkpoint. A run always resumes from its newest complete checkpoint"""

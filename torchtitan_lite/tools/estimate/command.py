@@ -103,7 +103,10 @@ def _device(options: argparse.Namespace) -> Device | None:
 
 
 def _model_lines(plan: Plan) -> list[str]:
-    config, layout = plan.config, plan.layout
+    config, layout, train = plan.config, plan.layout, plan.config.train
+    run = f"train.epochs = {train.epochs:g}; the number of steps needs prepared data in data.path"
+    if train.steps:
+        run = f"{train.steps:,} steps, {train.samples * config.target_len:,} tokens"
     active = f", {plan.n_active:,} of them active" if config.model.has_experts else ""
     note = "" if config.model.vocab_size else vocabulary(config)[1]
     return [
@@ -112,6 +115,7 @@ def _model_lines(plan: Plan) -> list[str]:
         f"mesh    {plan.world_size} x {plan.device.name if plan.device else 'cpu'} "
         f"= dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}",
         batch_line(config, layout, plan.world_size),
+        f"run     {run}",
     ]
 
 
@@ -139,13 +143,13 @@ def _memory_lines(plan: Plan) -> list[str]:
 
 def _time_lines(plan: Plan) -> list[str]:
     """The expected time with its range, its parts, and what it rests on."""
-    device, train = plan.device, plan.config.train
+    device = plan.device
     if device is None or unknown(plan):
         return [f"time    unknown: {unknown(plan)}"]
     step, (least, most) = expected(plan, device), likely(plan, device)
     rate = plan.layout.tokens_per_step / plan.world_size / step.total
     share = plan.flops_per_token * rate / device.peak_flops(plan.config.fsdp.param_dtype)
-    known = f"published runs of {device.name}: nine of ten that it was not fitted to are within {SPREAD:.0%} of it"
+    known = f"published runs of {device.name}; nine of ten held-out ones, of all devices, are within {SPREAD:.0%}"
     lines = [
         f"time    a step takes {step.total:.3f} s, likely {least:.3f} to {most:.3f}: {rate:,.0f} tokens per second and "
         f"device, {share:.0%} MFU",
@@ -154,14 +158,12 @@ def _time_lines(plan: Plan) -> list[str]:
         f"        rests on {known if device.sustained else f'other devices: {device.name} has no published run'} "
         "(docs/plan.md)",
     ]
-    if train.steps:
+    if plan.config.train.steps:
         run_s = [seconds * plan.full_steps for seconds in (step.total, least, most)]
         lines.append(
-            f"        {train.steps:,} steps take {duration(run_s[0])}, likely {duration(run_s[1])} to "
+            f"        the run takes {duration(run_s[0])}, likely {duration(run_s[1])} to "
             f"{duration(run_s[2])}: {run_s[0] * plan.world_size / 3600:,.0f} device hours"
         )
-    else:
-        lines.append(f"        train.epochs = {train.epochs:g}; the number of steps needs prepared data in data.path")
     return lines
 
 

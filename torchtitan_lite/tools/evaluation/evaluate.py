@@ -24,6 +24,7 @@ import torch
 from tokenizers import Tokenizer
 
 from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.checkpointing.find import candidates
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.families import FAMILIES
@@ -52,7 +53,6 @@ from torchtitan_lite.tools.load_model import (
     config_of,
     data_of,
     device_of,
-    newest_complete,
     open_model,
     out_of_range,
 )
@@ -196,7 +196,7 @@ def _lengths_of(path: Path) -> tuple[int, int]:
     if (folder / "config.json").is_file():
         model = hf.config_of(folder)
         return SOURCES if FAMILIES[model.family].encoder_decoder else min(model.max_seq_len, LONGEST), TARGETS
-    for checkpoint in storage.checkpoints_of(folder)[::-1] or [newest_complete(folder)[0]]:
+    for checkpoint in candidates(folder):
         with contextlib.suppress(CheckpointError):  # reported when it is opened
             config = config_of(checkpoint, storage.read_state(checkpoint, named_by_step=False))
             return config.train.seq_len, config.data.target_len or TARGETS

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.checkpointing.find import newest_complete
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
@@ -123,15 +124,11 @@ def checkpoint_before(folder: Path, attempts: Sequence[Attempt], step: int) -> t
     Raises:
         ConfigError: the checkpoint that a fork began with is gone or damaged.
     """
-    notes, checkpoints, first = list[str](), folder / "checkpoints", attempts[0]
+    checkpoints, first = folder / "checkpoints", attempts[0]
     own = [saved for saved in storage.find_steps(checkpoints) if first.step < saved < step]
-    candidates = [storage.step_folder(checkpoints, saved) for saved in reversed(own)]
-    for checkpoint in (*candidates, *([Path(first.forked_from)] if first.forked_from else [])):
-        problems = storage.verify(checkpoint)
-        if not problems:
-            return checkpoint, notes
-        notes += [f"damaged, skipped: {problem}" for problem in problems]
-    if first.forked_from:
+    folders = [storage.step_folder(checkpoints, saved) for saved in reversed(own)]
+    found = newest_complete([*folders, *([Path(first.forked_from)] if first.forked_from else [])])
+    if first.forked_from and not found.folder:
         missing = f"{folder} has no complete checkpoint before step {step}, nor the one that it was forked from:"
-        raise ConfigError("\n  ".join([missing, *notes]))
-    return None, notes
+        raise ConfigError("\n  ".join([missing, *found.notes]))
+    return found.folder, found.notes

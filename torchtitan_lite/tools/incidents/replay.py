@@ -30,8 +30,8 @@ from torchtitan_lite.config.schema import Config, flatten, known_keys, resume_ru
 from torchtitan_lite.config.sections.optim import OptimConfig
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.distributed.agreement import from_rank0, outcome_on_rank0, require_agreement
 from torchtitan_lite.distributed.process_group import process_group
+from torchtitan_lite.distributed.ranks import on_rank0
 from torchtitan_lite.errors import ConfigError, NonFiniteError, SpikeError, UserError
 from torchtitan_lite.monitoring import attempts as history
 from torchtitan_lite.monitoring import run_folder
@@ -43,7 +43,7 @@ from torchtitan_lite.tools.incidents.record import attempts_of, checkpoint_befor
 from torchtitan_lite.training import out_of_memory
 from torchtitan_lite.training.intact import settle
 from torchtitan_lite.training.session import Session, StepResult
-from torchtitan_lite.training.start import require_same_data
+from torchtitan_lite.training.start import require_agreement
 
 Step = Callable[[Session, int], StepResult]
 Numbers = Mapping[str, Any]
@@ -71,7 +71,7 @@ class Recorded:
     start: int  # the step of the checkpoint; 0: the run's beginning
     last: int
     checkpoint: str  # its folder; empty: none
-    steps: Mapping[int, Mapping[str, Any]]  # the logged ones, by step
+    steps: Mapping[str, Mapping[str, Any]]  # the logged ones, by step
     stopped: str  # why the last step ended the run, if it was not finite
     notes: Sequence[str]
     advice: str  # what a difference means
@@ -90,17 +90,13 @@ def run(n: int, loaded: Loaded, data: DataSet, build: Callable[..., Session], st
     """
     config = loaded.config
     with process_group(config.run) as world:
-        require_agreement(config, world)
-        require_same_data(config, data, world)
+        require_agreement(config, data, world)
 
         def read_it() -> dict[str, Any]:
             here = numbers_of(flatten(config), identity(config, data), bitwise_setting(config, world))
             return asdict(read(config, n, here))
 
-        fields, error = outcome_on_rank0(world.rank, read_it, world.untimed, (UserError, OSError))
-        if fields is None:
-            raise ConfigError(error)
-        recorded = Recorded(**fields)
+        recorded = Recorded(**on_rank0(read_it, world.untimed))
         with _elsewhere(config, recorded.checkpoint) as replayed:
             log = Log(replayed.folder, speaks=world.rank == 0)
             began = recorded.checkpoint or "the run's beginning: there is no complete checkpoint before"
@@ -160,7 +156,7 @@ def read(config: Config, n: int, here: Numbers) -> Recorded:
         start=start,
         last=made[-1],
         checkpoint=str(checkpoint or ""),
-        steps={step: record for step, record in steps.items() if step in made},
+        steps={str(step): record for step, record in steps.items() if step in made},
         stopped=_sentence(stop.string) if stop and int(stop[1]) in made else "",
         notes=notes,
         advice=_advice(makers, here, config.model.init_from if start == 0 else ""),
@@ -254,7 +250,7 @@ def compute(s: Session, step: Step, recorded: Recorded, folder: Path) -> str:
     Raises:
         DifferentError: on every rank, at the first difference.
     """
-    saved = from_rank0(storage.find_steps(folder / "checkpoints"))
+    saved = on_rank0(lambda: storage.find_steps(folder / "checkpoints"), s.world.untimed)
     compared, tensors, equal, stopped, of_ranks = 0, 0, recorded.start, "", False
     for number in range(recorded.start + 1, recorded.last + 1):
         s.watchdog.step(number)
@@ -264,7 +260,7 @@ def compute(s: Session, step: Step, recorded: Recorded, folder: Path) -> str:
                 settle(s)
         except NonFiniteError as error:
             stopped = _sentence(str(error))
-        if record := recorded.steps.get(number):
+        if record := recorded.steps.get(str(number)):
             values = _finite(loss.item()), _finite(grad_norm.item()), [*map(_finite, s.guard.rank_losses)]
             if difference := differs(record, dict(zip(_COMPARED, values, strict=True)), number, equal):
                 raise DifferentError(f"step {number} differs: {difference}. {recorded.advice}")
@@ -327,17 +323,21 @@ def _compare_tensors(s: Session, checkpoints: Path, step: int, advice: str) -> i
     """
     saved: Mapping[str, Tensor] = {}
     checkpoint = storage.step_folder(checkpoints, step)
-    if s.world.rank == 0:
+
+    def open_it() -> bool:
+        nonlocal saved
         with contextlib.suppress(UserError, OSError):  # the run has deleted it meanwhile
             saved = {} if storage.verify(checkpoint) else _saved(checkpoint)
-    if not from_rank0(len(saved)):
+        return bool(saved)
+
+    if not on_rank0(open_it, s.world.untimed):
         return 0
     different, tensors = list[str](), by_name(s.checkpointer.parts())
     for name, value in tensors.items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         if s.world.rank == 0 and not _same_bits(whole.cpu(), saved[name]):
             different.append(name)
-    if different := from_rank0(different):
+    if different := on_rank0(lambda: different):
         raise DifferentError(
             f"after step {step} {len(different):,} of {len(tensors):,} tensors differ from {checkpoint}, first "
             f"{different[0]}: the update differed, or memory changed before it was saved. {advice}"

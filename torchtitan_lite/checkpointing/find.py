@@ -1,0 +1,139 @@
+"""Which checkpoint is meant, by a path or by a run that resumes: the newest one that is complete."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.checkpointing import progress, storage
+from torchtitan_lite.checkpointing.safetensors_file import FileRecord
+from torchtitan_lite.config.schema import CheckpointConfig
+from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.ranks import on_all, on_rank0
+from torchtitan_lite.errors import CheckpointError
+
+
+@dataclass
+class Found:
+    """The newest complete checkpoint of several."""
+
+    folder: Path | None = None  # None: none is complete
+    damaged: list[Path] = field(default_factory=list)  # newer ones
+    notes: list[str] = field(default_factory=list)  # their problems
+    forked: bool = False  # whether it is another run's
+
+
+def candidates(path: Path) -> list[Path]:
+    """The checkpoints of a run or in a folder, newest first. A checkpoint gives itself. They may be damaged.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if storage.is_checkpoint(path):
+        return [path]
+    checkpoints = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    if steps := storage.find_steps(checkpoints):
+        return [storage.step_folder(checkpoints, step) for step in reversed(steps)]
+    problem = "is not a run with a checkpoint, or a checkpoint" if path.exists() else "does not exist"
+    runs = sorted(str(found.parent) for where in (path, path.parent) for found in where.glob("*/checkpoints"))
+    raise CheckpointError(f"{path} {problem}{'; runs there: ' if runs else ''}{', '.join(runs[:8])}")
+
+
+def newest_complete(folders: Iterable[Path], verify: Callable[[Path], list[str]] = storage.verify) -> Found:
+    """The first of these folders in which `verify` finds no problem."""
+    found = Found()
+    for folder in folders:
+        if not (problems := verify(folder)):
+            found.folder = folder
+            return found
+        found.damaged.append(folder)
+        found.notes.append(f"damaged: {'; '.join(problems)}")
+    return found
+
+
+def find(path: Path) -> tuple[Path, list[str]]:
+    """The newest complete checkpoint that a path means, and the problems of newer ones, in one process.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    found = newest_complete(candidates(path))
+    if found.folder is None:
+        raise CheckpointError("\n  ".join(["no checkpoint is complete:", *found.notes]))
+    return found.folder, found.notes
+
+
+# --- a run that resumes -----------------------------------------------------------------------------------------
+
+
+def checkpoint_to_resume(checkpoints: Path, config: CheckpointConfig, world: World) -> Found:
+    """The newest complete checkpoint of the run; if it has none, of the run or folder that `config.resume` names.
+
+    Raises:
+        CheckpointError: on every rank: there are some, but none is complete; or `config.resume` has none.
+    """
+
+    @progress.working("listing the checkpoints")
+    def list_them() -> list[Any]:
+        wrong = storage.incomplete_folders(checkpoints)
+        folders = [storage.step_folder(checkpoints, step) for step in reversed(storage.find_steps(checkpoints))]
+        forked = bool(config.resume and not (folders or wrong))
+        if forked:
+            folders = candidates(Path(config.resume).expanduser())
+        return [[str(folder) for folder in folders], wrong, forked]
+
+    folders, wrong, forked = on_rank0(list_them, world.untimed)
+    found = newest_complete(map(Path, folders), partial(verify_together, mode=config.verify, world=world))
+    found.notes[:0], found.forked = wrong, forked
+    if found.notes and not found.folder:
+        advice = "start another run with --run.name=NEW, from the beginning or from another checkpoint"
+        raise CheckpointError("\n  ".join(["no checkpoint is complete:", *found.notes, advice]))
+    return found
+
+
+def verify_together(folder: Path, mode: str, world: World) -> list[str]:
+    """All problems of a checkpoint, on every rank; none if it is complete. The ranks share the hashing.
+
+    A full state dict may be on a local disk of the first machine, so only that machine's ranks hash it.
+    """
+
+    @progress.working(f"reading the manifest of {folder.name}")
+    def read_manifest() -> list[Any]:
+        manifest, problem = storage.check_manifest(folder)
+        # rank 0's number of local ranks for all: another machine may have more or fewer
+        return [manifest and asdict(manifest), problem, world.local_world_size]
+
+    manifest, problem, n_hashing = on_rank0(read_manifest, world.untimed)
+    if problem:
+        return [problem]
+    if manifest["state_dict"] == "sharded":
+        n_hashing = world.world_size
+    by_size = sorted(manifest["files"].items(), key=lambda file: -file[1]["bytes"])
+    mine = by_size[world.rank :: n_hashing] if world.rank < n_hashing else []
+
+    @progress.working(f"verifying its share of {folder.name}")
+    def verify() -> list[str]:
+        checked = (storage.verify_file(folder, name, FileRecord(**record), mode) for name, record in mine)
+        return [problem for problem in checked if problem]
+
+    return [problem for problems in on_all(verify, world.untimed) for problem in problems]
+
+
+def saved_config(run: Path, resume: str) -> Mapping[str, Any]:
+    """The config of the checkpoint that this process expects to resume from, without verifying it; {} if there is none.
+
+    Args:
+        run: the run's folder.
+        resume: `checkpoint.resume`.
+
+    Raises:
+        FormatError: another version of torchtitan_lite wrote it.
+    """
+    for path in filter(None, (str(run), resume)):
+        with contextlib.suppress(CheckpointError, OSError, RuntimeError, ValueError):
+            for folder in candidates(Path(path).expanduser()):
+                with contextlib.suppress(CheckpointError):  # damaged
+                    return storage.read_state(folder, named_by_step=False).config
+    return {}

@@ -1,0 +1,112 @@
+"""What the ranks tell each other. An error of one rank is raised on all of them, so that none waits for it.
+
+Values travel as JSON. torch's own collectives of objects unpickle what arrives, which can run code.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_lite import errors
+
+T = TypeVar("T")
+
+
+def on_rank0(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """The result of an action on the group's first rank, on all of its ranks. Without a process group, of this one.
+
+    Raises:
+        UserError: the action raised it; the other ranks raise one of the same class and text. After any other error of
+            the first rank they raise a StuckError.
+    """
+    if not dist.is_initialized():
+        return action()
+    if dist.get_rank(group) == 0:
+        try:
+            result = action()
+            outcome = _to_bytes(["", result])
+        except Exception as error:
+            _broadcast(_to_bytes(_described(error)), group)
+            raise
+        _broadcast(outcome, group)
+        return result
+    kind, value = _from_bytes(_broadcast(None, group))
+    if kind:
+        raise _error(kind, value)
+    return value
+
+
+def on_all(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """The result of an action on each rank of the group, on every rank.
+
+    Raises:
+        UserError: on every rank, with the texts of all ranks that failed, and the class of the first of them (for an
+            error that is no UserError: StuckError). A rank with a bug raises that, and so does the only rank.
+    """
+    cause, outcome = None, list[Any]()
+    try:
+        outcome = ["", action()]
+    except Exception as error:
+        cause, outcome = error, _described(error)
+    of_ranks = gather(outcome, group)
+    bug = not isinstance(cause, errors.UserError | OSError | MemoryError)
+    if cause is not None and (bug or len(of_ranks) == 1):
+        raise cause
+    failed: dict[str, tuple[int, str]] = {}  # by text: the first rank with it, and the class
+    for rank, (kind, value) in enumerate(of_ranks):
+        if kind:
+            failed.setdefault(value, (rank, kind))
+    if failed:
+        texts = (text if text.startswith("rank ") else f"rank {rank}: {text}" for text, (rank, _) in failed.items())
+        (_, kind), *_ = failed.values()
+        raise _error(kind, "; ".join(texts)) from cause
+    return [value for _, value in of_ranks]
+
+
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The value of each rank of the group, on every rank."""
+    mine = _to_bytes(value)
+    sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([len(mine)], device="cpu"), group)
+    longest = max(int(size) for size in sizes)
+    data = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in sizes]
+    dist.all_gather(data, torch.cat([mine, mine.new_zeros(longest - len(mine))]), group)
+    return [_from_bytes(each[: int(size)]) for each, size in zip(data, sizes, strict=True)]
+
+
+def _broadcast(data: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
+    """The first rank's bytes, on every rank."""
+    source = dist.get_global_rank(group, 0) if group else 0
+    size = torch.tensor([0 if data is None else len(data)], device="cpu")
+    dist.broadcast(size, source, group)
+    if data is None:
+        data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
+    dist.broadcast(data, source, group)
+    return data
+
+
+def _described(error: Exception) -> list[Any]:
+    kind = type(error) if isinstance(error, errors.UserError) else errors.StuckError
+    return [kind.__name__, str(error) or repr(error)]
+
+
+def _error(kind: str, text: str) -> errors.UserError:
+    """The error of another rank, by `_described`."""
+    error: errors.UserError = getattr(errors, kind, errors.UserError)(text)
+    error.follows = True
+    return error
+
+
+def _to_bytes(value: Any) -> Tensor:
+    text = json.dumps(value)
+    # a tuple would arrive as a list, and the key 1 as "1"
+    assert repr(json.loads(text)) == repr(value), f"JSON would change {value!r}"
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def _from_bytes(data: Tensor) -> Any:
+    return json.loads(data.numpy().tobytes())
