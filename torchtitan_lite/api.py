@@ -403,8 +403,11 @@ def evaluate(
     config = data.config if isinstance(data, Data) else tokenizer.config
     opened = replace(_opened(model, tokenizer), config=config)
     world = World(0, 1, model.tok_embeddings.weight.device, torch.get_num_threads())
+    notes: list[str] = []
     with _evaluating(model):
-        scores = tables.with_total(dict(scoring.scores_of(opened, wanted, world, warnings.warn)), {})
+        scores = tables.with_total(dict(scoring.scores_of(opened, wanted, world, notes.append)), {})
+    for note in notes:
+        warnings.warn(note.replace("--text-suffixes", "text_suffixes"), stacklevel=2)
     return {names.get(text, text): tables.figures(part) for text, part in scores.items()}
 
 

@@ -168,13 +168,13 @@ def section(folder: Path) -> Iterator[str]:
         ids = (token for token in weights.end_tokens(folder) if 0 <= token < 2**32)
         if end := next(filter(None, map(tokenizer.id_to_token, ids)), None):
             yield f"end_token = {toml.format_value(end)}"
-    yield from recipe(ModelConfig.model_validate(keys))
+    yield recipe(ModelConfig.model_validate(keys))
 
 
 BATCH_TOKENS = 65_536  # of the recipe, per optimizer step
 
 
-def recipe(model: ModelConfig) -> Iterator[str]:
+def recipe(model: ModelConfig) -> str:
     """The lines of [data], [train] and [optim] for continued pretraining; docs/models.md has the reasons."""
     with torch.device("meta"):
         n_parameters = sum(parameter.numel() for parameter in build(model, 1).parameters())
@@ -187,29 +187,27 @@ def recipe(model: ModelConfig) -> Iterator[str]:
     limit = (
         f"the model takes {model.max_seq_len}, if there is memory" if seq_len < model.max_seq_len else "as the model"
     )
-    lr, source = "2e-5", "that of Code Llama's continued training on long sequences, arXiv:2308.12950"
-    yield ""
-    yield "# Continued pretraining; docs/models.md has the reasons and the sources."
+    lr, source, data = "2e-5", "that of Code Llama's continued training on long sequences, arXiv:2308.12950", ""
     if FAMILIES[model.family].encoder_decoder:
         lr, source = "1e-4", "the lower one that transformers' page on T5 gives for AdamW"
-        yield "[data]"
-        yield 'objective = "span_corruption"  # or "pairs", with target_len'
-        yield ""
-    yield "[train]"
-    yield f"seq_len = {seq_len}  # {limit}"
-    yield f"micro_batch_size = {min(max(fits // seq_len, 1), 8, batch)}  # sequences per rank and forward pass"
-    yield f"global_batch_size = {batch}  # {batch * seq_len:,} tokens per step; with 4 times as many, lr times 2"
-    yield f"steps = 500  # {500 * batch * seq_len:,} tokens; or epochs = 1 in its place"
-    yield ""
-    yield "[optim]"
-    yield 'name = "adamw"'
-    yield f"lr = {lr}  # {source}"
-    yield "# A larger rate learns the new text faster and forgets more of the old (Ibrahim et al., arXiv:2403.08763)."
-    yield "betas = [0.9, 0.95]"
-    yield "weight_decay = 0.1"
-    yield 'schedule = "cosine"  # warm up again, then decay again to a tenth'
-    yield "warmup_steps = 20"
-    yield "min_lr_ratio = 0.1"
+        data = '[data]\nobjective = "span_corruption"  # or "pairs", with target_len\n\n'
+    return f"""
+# Continued pretraining; docs/models.md has the reasons and the sources.
+{data}[train]
+seq_len = {seq_len}  # {limit}
+micro_batch_size = {min(max(fits // seq_len, 1), 8, batch)}  # sequences per rank and forward pass
+global_batch_size = {batch}  # {batch * seq_len:,} tokens per step; with 4 times as many, lr times 2
+steps = 500  # {500 * batch * seq_len:,} tokens; or epochs = 1 in its place
+
+[optim]
+name = "adamw"
+lr = {lr}  # {source}
+# A larger rate learns the new text faster and forgets more of the old (Ibrahim et al., arXiv:2403.08763).
+betas = [0.9, 0.95]
+weight_decay = 0.1
+schedule = "cosine"  # warm up again, then decay again to a tenth
+warmup_steps = 20
+min_lr_ratio = 0.1"""
 
 
 def main(argv: Sequence[str]) -> int:
