@@ -108,7 +108,7 @@ def test_files_that_are_not_scored_are_named(folder: Path, tmp_path: Path) -> No
     said = succeeded(ranks(1, str(folder), "--data", str(tmp_path), "--text-suffixes=.md", entry=ENTRY))
     assert "not read" not in said
     model, tokenizer = ttl.load_model(folder)
-    with pytest.warns(UserWarning, match="1 other files are not read: 1 x .md; text_suffixes names more") as caught:
+    with pytest.warns(UserWarning, match="1 other files are not read: 1 x .md; --text-suffixes names more") as caught:
         scores = ttl.evaluate(model, tokenizer, tmp_path)
     assert caught[0].filename == __file__
     assert scores[str(tmp_path)]["bytes"] == len("some text\n")

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torchtitan_lite.config.paths import _LONGEST_META
 from torchtitan_lite.errors import DataError, shortened
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 SPLITS = "train", "val"
 PAIRS = "pairs.json"  # only of pairs: documents are a source, its target, a source, ...
 ORIGINS = "origins.json"
