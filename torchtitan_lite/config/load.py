@@ -24,7 +24,6 @@ from pydantic_core import ErrorDetails
 from torchtitan_lite import hints
 from torchtitan_lite.config.families import FAMILIES, Family
 from torchtitan_lite.config.paths import expand
-from torchtitan_lite.config.registry import is_own
 from torchtitan_lite.config.schema import (
     REGISTRIES,
     Config,
@@ -194,12 +193,11 @@ def _import_own(given: Layer) -> Iterator[tuple[str, str]]:
     """Import the parts of the user's own that are given. Yields the key of each that is none, and what is wrong."""
     for key, registry in REGISTRIES.items():
         names = given.get(key, [])
-        for name in [names] if isinstance(names, str) else names if isinstance(names, list) else []:
-            if is_own(name) and name not in registry:
-                try:
-                    registry.add(name)
-                except ConfigError as error:
-                    yield key, str(error)
+        for name in names.split(",") if isinstance(names, str) else names if isinstance(names, list) else []:
+            try:
+                registry.add(str(name).strip())
+            except ConfigError as error:
+                yield key, str(error)
 
 
 def _merged(layers: Iterable[tuple[str, Layer]]) -> tuple[dict[str, Any], dict[str, str]]:

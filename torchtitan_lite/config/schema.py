@@ -16,7 +16,7 @@ from torchtitan_lite.config.registry import Registry
 from torchtitan_lite.config.section import IS_PATH, Bits, Frozen, Machine, Resume, Section, UsedIf, used_with
 from torchtitan_lite.config.sections import compute, data, fsdp, model, optim, outputs, run, train
 from torchtitan_lite.config.sections.compute import ActivationCheckpointingConfig, CompileConfig, SpeedConfig
-from torchtitan_lite.config.sections.data import DataConfig, TokenizerConfig, span_lengths
+from torchtitan_lite.config.sections.data import READERS, DataConfig, TokenizerConfig, span_lengths
 from torchtitan_lite.config.sections.fsdp import FsdpConfig, GradScalerConfig, PrecisionOverride
 from torchtitan_lite.config.sections.model import ModelConfig
 from torchtitan_lite.config.sections.optim import OPTIMIZERS, OptimConfig, ParameterGroup
@@ -140,7 +140,7 @@ def flatten(config: Config) -> dict[str, Any]:
     return {f"{section}.{key}": value for section, table in tree.items() for key, value in table.items()}
 
 
-REGISTRIES: dict[str, Registry[Any]] = {registry.key: registry for registry in (FAMILIES, OPTIMIZERS, TRACKERS)}
+REGISTRIES: dict[str, Registry[Any]] = {entries.key: entries for entries in (FAMILIES, OPTIMIZERS, TRACKERS, READERS)}
 
 
 def type_name(key: str) -> str:

@@ -219,8 +219,7 @@ def _run(args: argparse.Namespace) -> int:
     problems += options.problems()
     if problems:
         raise ConfigError("\n  ".join(problems))
-    if args.family:
-        FAMILIES.add(args.family)
+    FAMILIES.add(args.family)
     try:
         run = best_checkpoint(args.run) if args.best else args.run
         opened = open_model(run, device_of(args.device), getattr(torch, args.dtype), args.tokenizer, ema=args.ema)

@@ -3,13 +3,17 @@
 import functools
 import json
 import os
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, PositiveFloat
 
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.paths import expand, is_prepared, not_a_folder, problem
+from torchtitan_lite.config.registry import Registry
 from torchtitan_lite.config.section import (
     FORK,
     IS_PATH,
@@ -48,6 +52,26 @@ _SPANS = used_with("data.objective", "span_corruption")
 _PAIRS = used_with("data.objective", "pairs")
 
 
+@dataclass(frozen=True)
+class Reader:
+    """A reader of texts: plain data, like an optimizer."""
+
+    suffix: str  # of its files, e.g. ".csv"
+    read: str  # "module:function", which is called with a stream and the Corpus (data/prepare/documents.py)
+
+    def load(self) -> Callable[..., Any]:
+        """Import the function."""
+        read: Callable[..., Any] = pkgutil.resolve_name(self.read)
+        return read
+
+
+_BUILT_IN = {
+    suffix: Reader(suffix, f"torchtitan_lite.data.prepare.documents:read_{suffix[1:]}")
+    for suffix in (".txt", ".jsonl", ".csv", ".tsv", ".parquet")
+}
+READERS = Registry("data.text_suffixes", "docs/extending.md", Reader, _BUILT_IN)
+
+
 class TokenizerConfig(Section):
     on_resume: ClassVar[Resume] = Resume(
         "refused", "if the tokenizer changes (compared by hash)", by_hash=True, changes_steps=False
@@ -80,7 +104,7 @@ class DataConfig(Section):
     text_key: Annotated[str, _PREPARING] = "text"
     """the key of a .jsonl line, or the column of a .csv, .tsv or .parquet file, that holds the text"""
     text_suffixes: Annotated[list[str], _PREPARING] = []
-    """further suffixes to read: [".md", ".py"] as plain text, like .txt"""
+    """further suffixes to read: [".md", ".py"] as plain text, like .txt; or readers of your own (docs/extending.md)"""
     val_fraction: Annotated[float, _PREPARING] = Field(default=0.05, gt=0, lt=1)
     """fraction of the documents held out for validation, chosen by hash"""
     packing: Annotated[Literal["concat", "best_fit"], FORK] = "concat"
