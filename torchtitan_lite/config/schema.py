@@ -21,7 +21,6 @@ from torchtitan_lite.config.sections.fsdp import FsdpConfig, GradScalerConfig, P
 from torchtitan_lite.config.sections.model import ModelConfig
 from torchtitan_lite.config.sections.optim import OPTIMIZERS, OptimConfig, ParameterGroup
 from torchtitan_lite.config.sections.outputs import (
-    MIN_TEMPERATURE,
     TRACKERS,
     CheckpointConfig,
     EvalConfig,
@@ -33,7 +32,6 @@ from torchtitan_lite.config.sections.run import RunConfig
 from torchtitan_lite.config.sections.train import SpikeConfig, TrainConfig
 
 __all__ = [
-    "MIN_TEMPERATURE",
     "ActivationCheckpointingConfig",
     "CheckpointConfig",
     "CompileConfig",
@@ -82,6 +80,11 @@ class Config(Frozen):
     def folder(self) -> Path:
         """The run's folder."""
         return expand(self.run.out_dir) / self.run.name
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether the run has started before. What it started from may be gone since."""
+        return any(self.folder.glob("checkpoints/step-*"))
 
     @property
     def in_epochs(self) -> list[str]:

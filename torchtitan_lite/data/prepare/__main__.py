@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         add(name, nargs="+", action="extend", default=[], metavar=what, help=explanation)
 
     add("sources", nargs="*", metavar="SOURCE", help=f"{READABLE}, folders or globs")
-    add("--out", type=paths.argument, help="the folder to create")
+    add("--out", type=paths.expand, help="the folder to create")
     add("--tokenizer", default="", metavar="FILE", help='a tokenizer.json, or "bytes" for one token per byte')
     add("--end-token", default="", help="the token that ends a document; default: as [tokenizer] end_token")
     add("--train-tokenizer", type=int, metavar="N", help="train byte-level BPE with N entries (default: 4096)")
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     add_list("--held-out", "FILE", "validation text in its own files, instead of a fraction")
     add("--val-fraction", type=float, help="fraction of the documents for validation (default: 0.05)")
     add("--on-error", choices=("stop", "skip"), default="stop", help="skip: leave out unusable text, and list it")
-    add("--verify", type=paths.argument, metavar="FOLDER", help="check every byte of a prepared folder, and exit")
+    add("--verify", type=paths.expand, metavar="FOLDER", help="check every byte of a prepared folder, and exit")
     return parser
 
 

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from torchtitan_lite.config.find_text import files_below, kind_of, matching, reading
+from torchtitan_lite.config.paths import files_below, kind_of, matching, reading
 from torchtitan_lite.config.registry import is_own
 from torchtitan_lite.config.sections.data import READERS
 from torchtitan_lite.errors import DataError

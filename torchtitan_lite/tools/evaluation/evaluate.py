@@ -110,7 +110,7 @@ def options_of(argv: Sequence[str]) -> Options:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("models", nargs="+", type=paths.argument, metavar="MODEL", help="a run, a checkpoint or a Hugging Face folder")
+    add("models", nargs="+", type=paths.expand, metavar="MODEL", help="a run, a checkpoint or a Hugging Face folder")
     several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
     add("--data", **several, help="texts or prepared folders; none: the run's own text")
     add("--split", choices=["val", "train", "all"], default="val", help="of prepared folders")
@@ -119,13 +119,13 @@ def options_of(argv: Sequence[str]) -> Options:
     add("--documents", type=int, default=None, help="score only the first N documents of each text")
     add("--seq-len", type=int, default=0, help="tokens in a window; 0: as in training, of the shortest")
     add("--batch-size", type=int, default=8, help="windows in a batch")
-    add("--json", type=paths.argument, default=None, metavar="FILE", help="also write the figures here")
+    add("--json", type=paths.expand, default=None, metavar="FILE", help="also write the figures here")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the parameters")
     add("--tf32", action="store_true", help="on a GPU, compute float32 products in TF32")
     add("--best", action="store_true", help="of each run: the checkpoint with the lowest validation loss")
     add("--ema", action="store_true", help="use the averaged weights, see optim.ema_decay")
-    add("--tokenizer", type=paths.argument, default=None, help="a tokenizer.json to use instead of the models' own")
+    add("--tokenizer", type=paths.expand, default=None, help="a tokenizer.json to use instead of the models' own")
     add("--model.family", dest="family", default="", metavar="module:Name", help="of a model of your own: import it")
     add = parser.add_argument_group("tasks (docs/tasks.md)").add_argument
     add("--tasks", **several, metavar="TASK", help=f".jsonl files, or {', '.join(BUILT_IN)}")
