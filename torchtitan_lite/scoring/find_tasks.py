@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FunctionType
 
 from torchtitan_lite.config.paths import problem
-from torchtitan_lite.config.registry import Registry, is_own
+from torchtitan_lite.config.registry import Registry
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.token_files import PAIRS, TokenFiles, document_ends
@@ -46,8 +46,7 @@ def find_each(
     known = set[str]()
     for i, name in enumerate(names):
         try:
-            if is_own(name):
-                BUILT_IN.add(name)
+            BUILT_IN.add(name)
             make = BUILT_IN.get(name)
             if make and data is None:
                 continue

@@ -29,6 +29,7 @@ from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config, RunConfig
+from torchtitan_lite.config.sections.data import READERS
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.objectives import open_samples
@@ -109,22 +110,22 @@ def options_of(argv: Sequence[str]) -> Options:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("models", nargs="+", type=paths.argument, metavar="MODEL", help="a run, a checkpoint or a Hugging Face folder")
+    add("models", nargs="+", type=paths.expand, metavar="MODEL", help="a run, a checkpoint or a Hugging Face folder")
     several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
     add("--data", **several, help="texts or prepared folders; none: the run's own text")
     add("--split", choices=["val", "train", "all"], default="val", help="of prepared folders")
     add("--text-key", default="text", help="the key or column of .jsonl, .csv and .parquet files")
-    add("--text-suffixes", **several, help="further suffixes of plain text, e.g. .md")
+    add("--text-suffixes", **several, help="further suffixes of plain text, e.g. .md, or own readers")
     add("--documents", type=int, default=None, help="score only the first N documents of each text")
     add("--seq-len", type=int, default=0, help="tokens in a window; 0: as in training, of the shortest")
     add("--batch-size", type=int, default=8, help="windows in a batch")
-    add("--json", type=paths.argument, default=None, metavar="FILE", help="also write the figures here")
+    add("--json", type=paths.expand, default=None, metavar="FILE", help="also write the figures here")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the parameters")
     add("--tf32", action="store_true", help="on a GPU, compute float32 products in TF32")
     add("--best", action="store_true", help="of each run: the checkpoint with the lowest validation loss")
     add("--ema", action="store_true", help="use the averaged weights, see optim.ema_decay")
-    add("--tokenizer", type=paths.argument, default=None, help="a tokenizer.json to use instead of the models' own")
+    add("--tokenizer", type=paths.expand, default=None, help="a tokenizer.json to use instead of the models' own")
     add("--model.family", dest="family", default="", metavar="module:Name", help="of a model of your own: import it")
     add = parser.add_argument_group("tasks (docs/tasks.md)").add_argument
     add("--tasks", **several, metavar="TASK", help=f".jsonl files, or {', '.join(BUILT_IN)}")
@@ -236,6 +237,8 @@ def scores_of(
 
 def _places(model: Model, options: Options) -> Iterator[Place]:
     split, most = options.split, options.documents
+    for name in options.text_suffixes:
+        READERS.add(name)
     if not options.data:
         for source in model.own_data().sources:
             yield Place(source.name, source.folder, split, most=most)
@@ -336,8 +339,7 @@ def evaluate(options: Options, world: World) -> list[dict[str, Any]]:
     """
     if problems := options.problems():
         raise ConfigError("\n  ".join(problems))
-    if options.family:
-        FAMILIES.add(options.family)
+    FAMILIES.add(options.family)
     if options.best:
         options = replace(options, models=[best_checkpoint(run) for run in options.models])
     if len(options.models) > 1:
