@@ -47,7 +47,7 @@ from torchtitan_lite.distributed.process_group import World, process_group
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.tools.evaluation import tables
 from torchtitan_lite.tools.evaluation.documents import Scores
-from torchtitan_lite.tools.evaluation.evaluate import Model, Options, scores_of
+from torchtitan_lite.tools.evaluation.evaluate import Texts, scores_of
 from torchtitan_lite.tools.load_model import Opened
 
 SEQ_LEN = 256
@@ -184,9 +184,9 @@ def score(run: Run, peer: str, config: Config, data: DataSet, text: str, world: 
     logits: Logits = model if peer == "nanochat" else lambda rows: model(rows, rows)[0]
     tokenizer = bpe.load(data.folder / "tokenizer.json")
     scored: Any = Scored(logits, data.vocab_size)
-    opened = Opened(peer, scored, tokenizer, (data.end_token,), [])
-    options = Options(data=[str(data.folder) if text == "held out" else text])
-    [(_, scores)] = scores_of(Model(peer, opened, config), options, world, print)
+    opened = Opened(peer, scored, tokenizer, (data.end_token,), [], config=config)
+    texts = Texts(data=[str(data.folder) if text == "held out" else text])
+    [(_, scores)] = scores_of(opened, texts, world, print)
     return scores
 
 

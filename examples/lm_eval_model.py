@@ -22,9 +22,8 @@ from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.scoring.questions import Question, Task
 from torchtitan_lite.scoring.task_scores import score
 from torchtitan_lite.scoring.task_tokens import Inputs, encoded, text_encoder
-from torchtitan_lite.tools.evaluation import evaluate
 from torchtitan_lite.tools.generate import Options, tokens_of
-from torchtitan_lite.tools.load_model import device_of
+from torchtitan_lite.tools.load_model import device_of, open_model
 
 
 class Model(LM):  # type: ignore[misc]  # lm-eval has no types
@@ -33,9 +32,9 @@ class Model(LM):  # type: ignore[misc]  # lm-eval has no types
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._world = World(0, 1, device_of("auto"), 1)
-        model = evaluate.open_one(path, self._world.device, torch.float32, None)
-        self._opened, self._window = model.opened, model.window(evaluate.Options())
-        self._inputs = Inputs(model.opened.first_token(), model.opened.beginning(), self._window)
+        opened = open_model(path, self._world.device, torch.float32)
+        self._opened, self._window = opened, opened.window()
+        self._inputs = Inputs(opened.first_token(), opened.beginning(), self._window)
         self._encode = text_encoder(self._opened.tokenizer, self._opened.ends, "a text")
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:

@@ -21,9 +21,8 @@ from torchtitan_lite.data.pairs import questions
 from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.models.generation import answers
 from torchtitan_lite.scoring.validation import SUBSET_SEED
-from torchtitan_lite.tools.evaluation.evaluate import open_one
 from torchtitan_lite.tools.generate import Options, tokens_of
-from torchtitan_lite.tools.load_model import device_of
+from torchtitan_lite.tools.load_model import device_of, open_model
 
 KINDS = "rouge1", "rouge2", "rougeLsum"
 
@@ -35,14 +34,14 @@ def by_sentence(text: str) -> str:
 
 def scored(run: Path, samples: int, beams: int, max_tokens: int) -> Iterator[dict[str, str | float]]:
     """Source, reference, answer and scores of each pair."""
-    model = open_one(run, device_of("auto"), torch.float32, None)
-    opened, config, scorer = model.opened, model.config, RougeScorer(KINDS, use_stemmer=True)
+    opened = open_model(run, device_of("auto"), torch.float32)
+    config, scorer = opened.config, RougeScorer(KINDS, use_stemmer=True)
     if config is None or config.data.objective != "pairs":
         raise ConfigError(f'{run} was not trained with data.objective = "pairs": it has no held-out pairs')
     if beams > 1 and not answers(opened.model):
         raise ConfigError(f"--beams is for encoder-decoders, and {run} holds a decoder: leave it out")
     options = Options(max_tokens=max_tokens or config.data.target_len, temperature=0.0, beams=beams)
-    for source, target in questions(open_samples(model.own_data(), "val", config), samples, SUBSET_SEED):
+    for source, target in questions(open_samples(opened.own_data(), "val", config), samples, SUBSET_SEED):
         texts = (opened.tokenizer.decode(list(ids)) for ids in (source, target, tokens_of(opened, source, options)))
         asked, reference, answer = texts
         scores = scorer.score(by_sentence(reference), by_sentence(answer))

@@ -12,7 +12,7 @@ import operator
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -227,11 +227,10 @@ def load_model(
         UserError: there is no such model or tokenizer, or it is damaged.
     """
     file = None if tokenizer is None else paths.expand(os.fspath(tokenizer))
-    scored = scoring.open_one(Path(path), loading.device_of(device), dtype, file)
-    opened = scored.opened
+    opened = loading.open_model(Path(path), loading.device_of(device), dtype, file)
     for note in opened.notes:
         warnings.warn(note, stacklevel=2)
-    return opened.model.requires_grad_(), Tokenizer(opened.tokenizer, opened.ends, opened.prefix, scored.config)
+    return opened.model.requires_grad_(), Tokenizer(opened.tokenizer, opened.ends, opened.prefix, opened.config)
 
 
 # --- in the loop ------------------------------------------------------------------------------------------------
@@ -390,7 +389,7 @@ def evaluate(
         names = {os.fspath(text): os.fspath(text) for text in texts}
     if not names or "" in names:
         raise ConfigError('no text to score, e.g. ttl.evaluate(model, tokenizer, "my_text")')
-    options = scoring.Options(
+    wanted = scoring.Texts(
         data=list(names),
         split=split,
         text_key=text_key,
@@ -399,13 +398,13 @@ def evaluate(
         seq_len=seq_len,
         batch_size=batch_size,
     )
-    if problems := options.problems():
+    if problems := wanted.problems():
         raise ConfigError("\n  ".join(problems))
     config = data.config if isinstance(data, Data) else tokenizer.config
-    scored = scoring.Model("the model", _opened(model, tokenizer), config)
+    opened = replace(_opened(model, tokenizer), config=config)
     world = World(0, 1, model.tok_embeddings.weight.device, torch.get_num_threads())
     with _evaluating(model):
-        scores = tables.with_total(dict(scoring.scores_of(scored, options, world, warnings.warn)), {})
+        scores = tables.with_total(dict(scoring.scores_of(opened, wanted, world, warnings.warn)), {})
     return {names.get(text, text): tables.figures(part) for text, part in scores.items()}
 
 
@@ -417,7 +416,7 @@ def _opened(model: Transformer, tokenizer: Tokenizer) -> loading.Opened:
         ends=tokenizer.end_tokens,
         notes=[],
         prefix=tokenizer.source_prefix,
-        published=tokenizer.config is None,
+        config=tokenizer.config,
     )
 
 

@@ -16,7 +16,7 @@ TEXT = "caf\u00e9 cafe\u0301 \u212b \ufb01 x\u00b2 12345 3.14\tif  a:\r\n\n    r
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt": {},
     "llama": {"model__n_kv_heads": 1},
-    "qwen2": {"model__family": "llama", "model__n_kv_heads": 1, "model__qkv_bias": True},
+    "qwen2": {"model__family": "llama", "model__n_kv_heads": 1, "model__qkv_bias": True, "model__qk_norm": False},
     "qwen3": {"model__family": "llama", "model__n_kv_heads": 1, "model__qk_norm": True, "model__head_dim": 8},
     "mistral": {"model__window": 9},
     "smollm3": {},

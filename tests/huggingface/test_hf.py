@@ -118,6 +118,7 @@ def test_weights_and_config_go_out_as_they_came_in(theirs: Theirs) -> None:
 
 
 LLAMA = {"model__family": "llama", "model__n_kv_heads": 1, "model__hidden_dim": 48, "model__tie_embeddings": True}
+LLAMA |= {"model__qk_norm": False}
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("gpt", marks=pytest.mark.extended)])

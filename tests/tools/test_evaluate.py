@@ -1,5 +1,6 @@
 """`python -m torchtitan_lite.evaluate`: scores against transformers, on any number of ranks, and against validation."""
 
+import argparse
 import json
 import math
 from dataclasses import replace
@@ -46,7 +47,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def given(*arguments: Any) -> evaluate.Options:
+def given(*arguments: Any) -> argparse.Namespace:
     return evaluate.options_of([str(argument) for argument in arguments])
 
 
@@ -294,9 +295,9 @@ def test_a_prepared_folder_scores_as_its_text(runs: Path, text: Path, tmp_path: 
         ),
         (["PAIRS", "--data", "TEXT"], "--source-key"),
         (["ONE", "--data", "PREPARED"], "another tokenizer"),
-        (["ONE", "--json", "nosuch/x.json"], "is not a folder"),
-        (["ONE", "--json", "."], "--json=. is a folder"),
-        (["ONE", "--json", "/dev/null/x.json"], "is not a folder"),
+        (["ONE", "--json", "nosuch/x.json"], "it is a folder, or is not in one"),
+        (["ONE", "--json", "."], "--json=. can't be written: it is a folder"),
+        (["ONE", "--json", "/dev/null/x.json"], "is not in one that is writable"),
         (["HF", "--data", "TEXT", ""], "an empty name is no text"),
         (["ONE", "--documents=0"], "--documents=0 should be at least 1"),
         (["ONE", "--seq-len=-1"], "--seq-len=-1 should be"),

@@ -1,13 +1,14 @@
-"""Hugging Face's config.json, read and written by one strict pydantic model for each `model_type`.
+"""Hugging Face's config.json, read and written by one table for each `model_type`.
 
-A field that is a key of [model] has our name, and theirs as its alias; the others have their names. A key that no
-field has is refused, unless it is one of UNREAD: it may change what the model computes.
+A key of the table has a type, and our key of [model] or a function that reads it. `fixed` has the keys that we compute
+in one way only. A key that is in neither is refused, unless it is one of UNREAD: it may change what the model computes.
+What an export writes is read again, so that a model that Hugging Face can't express is refused, too.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError, create_model
 
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import ModelConfig
@@ -33,391 +34,64 @@ UNREAD = frozenset(
 )
 RENAMED = {"num_local_experts": "num_experts", "_sliding_window_pattern": "sliding_window_pattern"}  # since version 5
 FULL, WINDOWED, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-GELU: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
+UNKNOWN = "unknown"  # whether attention has rotary positions
 
-
-def _off(value: Any) -> Any:
-    if value:
-        raise ValueError("is not supported for this model_type")
-    return value
-
-
+Content = dict[str, Any]
 Count = Annotated[int, Field(gt=0, lt=2**31)]
-Off = Annotated[bool, AfterValidator(_off)]
+STRICT = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
+SCALED = {  # theirs -> ours; Llama 3's
+    "factor": "rope_factor",
+    "low_freq_factor": "rope_low_freq_factor",
+    "high_freq_factor": "rope_high_freq_factor",
+    "original_max_position_embeddings": "rope_original_max_seq_len",
+}
 
 
-class Strict(BaseModel):
-    """The base of all tables of config.json."""
+class Key(NamedTuple):
+    """A key of config.json that a model is made of."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    ours: str  # the key of [model]; empty: a function below reads it
+    type: Any
+    default: Any = ...  # of their class; ...: it has none
 
 
-class Published(Strict):
-    """What the config.json of every model has."""
+# --- reading: our keys that are made of several of theirs, by their content with defaults ---------------------------
 
-    vocab_size: Count
 
-    def keys(self) -> dict[str, Any]:
-        """Our keys of [model]. Raises ValueError for a variant that we don't have."""
-        return {name: getattr(self, name) for name in type(self).model_fields if name in ModelConfig.model_fields}
+def rotary(rope: Content, theta: float | None) -> Content:
+    """Our keys for rotary positions.
 
-    def implied(self) -> dict[str, Any]:
-        """By field, the only value that we compute, given the others. An export writes it."""
-        return {}
+    Args:
+        theta: the base, unless `rope` has one.
+    """
+    scaling = {ours: rope[theirs] for theirs, ours in SCALED.items() if rope.get(theirs) is not None}
+    if len(scaling) != (4 if "llama3" in (rope.get("rope_type"), rope.get("type")) else 0):
+        raise ValueError(f"llama3 needs {', '.join(SCALED)}")
+    return {"rope_theta": rope.get("rope_theta", theta), "rope_factor": 1.0} | scaling
 
-    @model_validator(mode="after")
-    def _as_implied(self) -> Self:
-        for key, known in self.implied().items():
-            if (found := getattr(self, key)) not in (known, None):
-                raise ValueError(f"{key} = {found} is not supported; {known} is")
-        return self
 
-    @classmethod
-    def more(cls, config: ModelConfig) -> dict[str, Any]:
-        """The fields of an export that are not keys of [model]."""
-        return {}
+def heads(t: Content) -> Content:
+    n_heads = t["num_attention_heads"]
+    return {
+        "n_kv_heads": t["num_key_value_heads"] or n_heads,
+        "head_dim": t["head_dim"] or t["hidden_size"] // n_heads,
+    }
 
 
-# --- decoders ---------------------------------------------------------------------------------------------------
+def one_rope(t: Content) -> Content:
+    """Heads, and rotary positions that all layers share."""
+    return heads(t) | rotary(t["rope_scaling"] or t["rope_parameters"] or {}, t["rope_theta"])
 
 
-class Rope(Strict):
-    """Rotary positions, which Llama 3 scales. Older files say `type`, and some have both."""
+def shortest(t: Content, key: str, default: list[Any], kinds: Mapping[Any, str]) -> Content:
+    """layer_pattern: the shortest list of kinds that gives those of all layers if it is repeated.
 
-    rope_type: Literal["default", "llama3"] | None = None
-    type: Literal["default", "llama3"] | None = None
-    rope_theta: float | None = None
-    factor: float | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    original_max_position_embeddings: Count | None = None
-
-    def keys(self, theta: float | None) -> dict[str, Any]:
-        """Our keys.
-
-        Args:
-            theta: the base, unless one is given here.
-        """
-        scaling = {
-            "rope_factor": self.factor,
-            "rope_low_freq_factor": self.low_freq_factor,
-            "rope_high_freq_factor": self.high_freq_factor,
-            "rope_original_max_seq_len": self.original_max_position_embeddings,
-        }
-        given = sum(value is not None for value in scaling.values())
-        if given != (4 if "llama3" in (self.rope_type, self.type) else 0):
-            raise ValueError("llama3 needs factor, low_freq_factor, high_freq_factor, original_max_position_embeddings")
-        base = self.rope_theta if "rope_theta" in self.model_fields_set else theta
-        return {"rope_theta": base} | (scaling if given else {"rope_factor": 1.0})
-
-
-class Decoder(Published):
-    """A decoder with RMSNorm, gated feed-forward and rotary positions, as most are."""
-
-    dim: Count = Field(alias="hidden_size")
-    n_layers: Annotated[Count, Field(le=2048)] = Field(alias="num_hidden_layers")
-    n_heads: Count = Field(alias="num_attention_heads")
-    n_kv_heads: Count | None = Field(None, alias="num_key_value_heads")
-    head_dim: Count | None = None
-    hidden_dim: Count = Field(alias="intermediate_size")
-    max_seq_len: Count = Field(2048, alias="max_position_embeddings")
-    norm_eps: float = Field(1e-6, alias="rms_norm_eps")
-    tie_embeddings: bool = Field(False, alias="tie_word_embeddings")
-    hidden_act: Literal["silu"] = "silu"
-    attention_bias: Off = False
-    mlp_bias: Off = False
-    rope_theta: float | None = 1e4
-    rope_scaling: Rope | None = None
-    rope_parameters: Rope | None = None
-    rope_interleaved: Off = False
-    use_sliding_window: Off = False
-    sliding_window: Count | None = None
-    layer_types: list[str] | None = None
-
-    def keys(self) -> dict[str, Any]:
-        heads = {"n_kv_heads": self.n_kv_heads or self.n_heads, "head_dim": self.head_dim or self.dim // self.n_heads}
-        return super().keys() | heads | self.rope() | self.layers()
-
-    def rope(self) -> dict[str, Any]:
-        """Our keys for the rotary positions."""
-        rope = self.rope_scaling or self.rope_parameters or Rope()  # transformers prefers the first
-        return rope.keys(self.rope_theta)
-
-    def layers(self) -> dict[str, Any]:
-        """Our keys for the kinds of layers. Here all are alike, and a sliding_window has no effect."""
-        shortest("layer_types", self.layer_types, [FULL] * self.n_layers, {FULL: "full"})
-        return {"window": 0, "layer_pattern": ["window"]}
-
-    def windowed(self, default: list[str]) -> dict[str, Any]:
-        """Our keys for layers of which some have a window.
-
-        Args:
-            default: layer_types, if there are none.
-        """
-        keys = shortest("layer_types", self.layer_types, default, {WINDOWED: "window", FULL: "full"})
-        return {"window": (self.sliding_window or 0) if "window" in keys["layer_pattern"] else 0} | keys
-
-    @classmethod
-    def more(cls, config: ModelConfig) -> dict[str, Any]:
-        rope = {"rope_type": "default", "rope_theta": config.rope_theta}
-        if config.rope_factor > 1:
-            rope |= {
-                "rope_type": "llama3",
-                "factor": config.rope_factor,
-                "low_freq_factor": config.rope_low_freq_factor,
-                "high_freq_factor": config.rope_high_freq_factor,
-                "original_max_position_embeddings": config.rope_original_max_seq_len,
-            }
-        scaling = {"rope_scaling": rope} if config.rope_factor > 1 else {}
-        return {"hidden_act": "silu", "rope_theta": config.rope_theta, "rope_parameters": rope} | scaling
-
-
-class Qwen(Decoder):
-    """Qwen2 and Qwen3, whose last layers may have windows."""
-
-    use_sliding_window: bool = False
-    max_window_layers: Annotated[int, Field(ge=0)] = 28
-    use_mrope: Off = False
-
-    def layers(self) -> dict[str, Any]:
-        if not self.use_sliding_window:
-            return {"window": 0, "layer_pattern": ["window"]}
-        return self.windowed([WINDOWED if i >= self.max_window_layers else FULL for i in range(self.n_layers)])
-
-    @classmethod
-    def more(cls, config: ModelConfig) -> dict[str, Any]:
-        types = [WINDOWED if kind == "window" and config.window else FULL for kind in config.layer_kinds]
-        windows = {"sliding_window": config.window or None, "use_sliding_window": bool(config.window)}
-        return super().more(config) | windows | {"layer_types": types}
-
-
-class Mistral(Decoder):
-    layer_types: None = None  # each layer has the window
-
-    def layers(self) -> dict[str, Any]:
-        return {"window": self.sliding_window or 0}
-
-    @classmethod
-    def more(cls, config: ModelConfig) -> dict[str, Any]:
-        return super().more(config) | {"sliding_window": config.window or None}
-
-
-class SmolLM3(Decoder):
-    no_rope_layer_interval: Count = 4
-    no_rope_layers: list[int] | None = None
-
-    def layers(self) -> dict[str, Any]:
-        default = [int((i + 1) % self.no_rope_layer_interval != 0) for i in range(self.n_layers)]
-        return super().layers() | shortest("no_rope_layers", self.no_rope_layers, default, {0: "nope", 1: "full"})
-
-    @classmethod
-    def more(cls, config: ModelConfig) -> dict[str, Any]:
-        rotates = [int(kind != "nope") for kind in config.layer_kinds]
-        layers = {"no_rope_layers": rotates, "layer_types": [FULL] * config.n_layers, "sliding_window": None}
-        return super().more(config) | layers
-
-
-class Olmoe(Decoder):
-    """A decoder with experts in each layer."""
-
-    n_experts: Count = Field(alias="num_experts")
-    experts_per_token: Count = Field(alias="num_experts_per_tok")
-    norm_topk_prob: bool = False
-    clip_qkv: None = None
-
-
-class Qwen3Moe(Olmoe):
-    hidden_dim: Count = Field(alias="moe_intermediate_size")
-    intermediate_size: Count | None = None  # of layers without experts
-    decoder_sparse_step: Literal[1] = 1
-    mlp_only_layers: list[int] | None = Field(None, max_length=0)
-
-
-class OlmoHybrid(Decoder):
-    """Attention has no rotary positions if rope_theta is null, as in the released model."""
-
-    linear_num_key_heads: Count | None = None
-    linear_num_value_heads: Count | None = None
-    linear_key_head_dim: Count | None = None
-    linear_value_head_dim: Count | None = None
-    linear_conv_kernel_dim: Count = 4
-    linear_allow_neg_eigval: bool = True
-
-    def rope(self) -> dict[str, Any]:
-        return {key: 1e4 if value is None else value for key, value in super().rope().items()}
-
-    def layers(self) -> dict[str, Any]:
-        given = self.model_fields_set
-        if "rope_parameters" in given and self.rope_parameters is None and "rope_theta" not in given:
-            raise ValueError(
-                "rope_parameters = null does not say whether attention has rotary positions, as versions of "
-                "transformers differ; rope_theta = null says that it has none"
-            )
-        n, kinds = self.n_layers, {LINEAR: "delta", FULL: "nope" if super().rope()["rope_theta"] is None else "full"}
-        default = [FULL if i % 4 == 3 or i + 1 == n < 4 else LINEAR for i in range(n)]
-        return shortest("layer_types", self.layer_types, default, kinds)
-
-    def implied(self) -> dict[str, Any]:
-        heads = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), self.n_heads)
-        widths = ModelConfig(dim=self.dim, n_heads=self.n_heads).delta_dims
-        dims = dict(zip(("linear_key_head_dim", "linear_value_head_dim"), widths, strict=True))
-        return heads | dims | {"linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True}
-
-    @classmethod
-    def more(cls, config: ModelConfig) -> dict[str, Any]:
-        theta = None if "nope" in config.layer_kinds else config.rope_theta
-        rope = {"rope_theta": theta, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
-        types = [LINEAR if kind == "delta" else FULL for kind in config.layer_kinds]
-        return super().more(config) | rope | {"layer_types": types}
-
-
-class Ropes(Strict):
-    """Rotary positions of each kind of layer."""
-
-    full_attention: Rope = Rope()
-    sliding_attention: Rope = Rope()
-
-
-class Olmo3(Decoder):
-    """Layers of two kinds, each with rotary positions of its own."""
-
-    rope_parameters: Ropes | None = None  # type: ignore[assignment]
-    rope_local_base_freq: float  # of windowed layers, whatever rope_theta is
-    sliding_window_pattern: Count = 6
-
-    def bases(self) -> dict[str, Any]:
-        """Our keys for the rotary positions of both kinds."""
-        ropes = self.rope_parameters or Ropes()
-        keys = ropes.full_attention.keys(self.rope_theta)
-        local = ropes.sliding_attention.keys(self.rope_local_base_freq)
-        if local["rope_factor"] > 1:
-            raise ValueError(f"scaled rotary positions of {WINDOWED} are not supported")
-        keys = self.rope_scaling.keys(keys["rope_theta"]) if self.rope_scaling else keys
-        return keys | {"window_rope_theta": local["rope_theta"]}
-
-    def rope(self) -> dict[str, Any]:
-        keys = self.bases()
-        if (local := keys.pop("window_rope_theta")) != keys["rope_theta"]:
-            raise ValueError(f"rope_theta = {local} of {WINDOWED} is not that of {FULL}")
-        return keys
-
-    def layers(self) -> dict[str, Any]:
-        every = self.sliding_window_pattern
-        return self.windowed([FULL if (i + 1) % every == 0 else WINDOWED for i in range(self.n_layers)])
-
-    @classmethod
-    def more(cls, config: ModelConfig) -> dict[str, Any]:
-        thetas = {FULL: config.rope_theta, WINDOWED: config.rope_theta}
-        if config.family == "gemma3":
-            thetas[WINDOWED] = config.window_rope_theta
-        return super().more(config) | {
-            "sliding_window": config.window or config.max_seq_len,  # transformers needs one, and no token is beyond
-            "layer_types": [WINDOWED if kind == "window" else FULL for kind in config.layer_kinds],
-            "rope_parameters": {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in thetas.items()},
-            "rope_local_base_freq": thetas[WINDOWED],
-        }
-
-
-class Gemma3(Olmo3):
-    hidden_act: Literal["silu"] = Field("silu", exclude=True)
-    hidden_activation: Literal["gelu_pytorch_tanh"] = GELU
-    query_pre_attn_scalar: Count | None = None
-    attn_logit_softcapping: None = None
-    final_logit_softcapping: None = None
-    use_bidirectional_attention: Off | None = None
-
-    def rope(self) -> dict[str, Any]:
-        return self.bases()
-
-    def implied(self) -> dict[str, Any]:
-        return {"query_pre_attn_scalar": self.head_dim}
-
-    @classmethod
-    def more(cls, config: ModelConfig) -> dict[str, Any]:
-        return super().more(config) | {"hidden_activation": GELU, "query_pre_attn_scalar": config.dim_of_heads}
-
-
-# --- GPT-2 and T5 -----------------------------------------------------------------------------------------------
-
-
-class GPT2(Published):
-    dim: Count = Field(alias="n_embd")
-    n_layers: Count = Field(alias="n_layer")
-    n_heads: Count = Field(alias="n_head")
-    max_seq_len: Count = Field(alias="n_positions")
-    norm_eps: float = Field(1e-5, alias="layer_norm_epsilon")
-    tie_embeddings: bool = Field(True, alias="tie_word_embeddings")
-    n_inner: Count | None = None
-    activation_function: Literal["gelu_new"] = "gelu_new"
-    scale_attn_weights: Literal[True] = True
-    scale_attn_by_inverse_layer_idx: Off = False
-    add_cross_attention: Off = False
-    attn_pdrop: float = 0.1
-    embd_pdrop: float = 0.1
-    resid_pdrop: float = 0.1
-
-    def implied(self) -> dict[str, Any]:
-        return {"n_inner": 4 * self.dim}
-
-    @classmethod
-    def more(cls, config: ModelConfig) -> dict[str, Any]:
-        dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), config.dropout)
-        return {"activation_function": "gelu_new"} | dropout
-
-
-class T5(Published):
-    """transformers 5 writes tie_word_embeddings = true for every T5, and before, it also meant the scale. Whether the
-    head is tied is only known from the weights: see weights.keys_of."""
-
-    dim: Count = Field(alias="d_model")
-    n_layers: Count = Field(alias="num_layers")
-    n_decoder_layers: Count | None = Field(None, alias="num_decoder_layers")
-    n_heads: Count = Field(alias="num_heads")
-    head_dim: Count = Field(alias="d_kv")
-    hidden_dim: Count = Field(alias="d_ff")
-    max_seq_len: Count = Field(512, alias="n_positions")
-    norm_eps: float = Field(1e-6, alias="layer_norm_epsilon")
-    scale_output: bool | None = Field(None, alias="scale_decoder_outputs")
-    tie_word_embeddings: bool = True
-    feed_forward_proj: Literal["relu", "gated-gelu"] = "relu"
-    dense_act_fn: str = "relu"
-    is_gated_act: bool = False
-    relative_attention_num_buckets: Literal[32] = 32
-    relative_attention_max_distance: Literal[128] = 128
-    decoder_start_token_id: Literal[0] = 0
-    pad_token_id: Literal[0] = 0
-    is_decoder: Off = False
-    dropout_rate: float = 0.1
-
-    def keys(self) -> dict[str, Any]:
-        scaled = self.tie_word_embeddings if self.scale_output is None else self.scale_output
-        blocks = {"n_decoder_layers": self.n_decoder_layers or self.n_layers}
-        return super().keys() | blocks | {"gated": self.feed_forward_proj == "gated-gelu", "scale_output": scaled}
-
-    def implied(self) -> dict[str, Any]:
-        gated = self.feed_forward_proj == "gated-gelu"
-        known = {"dense_act_fn": "gelu_new" if gated else "relu", "is_gated_act": gated}
-        return {key: value for key, value in known.items() if key in self.model_fields_set}
-
-    @classmethod
-    def more(cls, config: ModelConfig) -> dict[str, Any]:
-        # transformers 4 and 5 read tie_word_embeddings = false as: do not scale. Only version 4 also unties the head,
-        # so an unscaled model is written with a head of its own. Version 4 can't read a scaled model with one.
-        return {
-            "tie_word_embeddings": config.scale_output,
-            "dropout_rate": config.dropout,
-            "feed_forward_proj": "gated-gelu" if config.gated else "relu",
-            "relative_attention_num_buckets": 32,
-            "relative_attention_max_distance": 128,
-            "decoder_start_token_id": 0,
-            "pad_token_id": 0,
-        }
-
-
-def shortest(key: str, types: list[Any] | None, default: list[Any], kinds: Mapping[Any, str]) -> dict[str, Any]:
-    """layer_pattern: the shortest list of kinds that gives those of all layers if it is repeated."""
+    Args:
+        default: without the key, the value of each layer.
+        kinds: our name of each value.
+    """
     n = len(default)
-    values = default if types is None else types
+    values = default if t[key] is None else t[key]
     if len(values) < n or any(value not in kinds for value in values):
         known = " or ".join(map(str, kinds))
         raise ValueError(f"{key} = {shortened(values)} should be {known} for each of {n} layers")
@@ -427,62 +101,292 @@ def shortest(key: str, types: list[Any] | None, default: list[Any], kinds: Mappi
     }
 
 
-# --- in and out -------------------------------------------------------------------------------------------------
+def windowed(t: Content, default: list[str]) -> Content:
+    """Layers of which some have a window."""
+    keys = shortest(t, "layer_types", default, {WINDOWED: "window", FULL: "full"})
+    return {"window": (t["sliding_window"] or 0) if "window" in keys["layer_pattern"] else 0} | keys
+
+
+def llama(t: Content) -> Content:
+    """All layers are alike, and a sliding_window has no effect."""
+    shortest(t, "layer_types", [FULL] * t["num_hidden_layers"], {FULL: "full"})
+    return one_rope(t) | {"window": 0, "layer_pattern": ["window"]}
+
+
+def qwen(t: Content) -> Content:
+    """The last layers may have windows."""
+    if not t["use_sliding_window"]:
+        return one_rope(t) | {"window": 0, "layer_pattern": ["window"]}
+    default = [WINDOWED if i >= t["max_window_layers"] else FULL for i in range(t["num_hidden_layers"])]
+    return one_rope(t) | windowed(t, default)
+
+
+def mistral(t: Content) -> Content:
+    return one_rope(t) | {"window": t["sliding_window"] or 0}
+
+
+def smollm3(t: Content) -> Content:
+    rotates = [int((i + 1) % t["no_rope_layer_interval"] != 0) for i in range(t["num_hidden_layers"])]
+    return llama(t) | shortest(t, "no_rope_layers", rotates, {0: "nope", 1: "full"})
+
+
+def olmo_hybrid(t: Content) -> Content:
+    """Attention has no rotary positions if rope_theta is null, as in the released model."""
+    keys, n = one_rope(t), t["num_hidden_layers"]
+    if keys["rope_theta"] == UNKNOWN:
+        raise ValueError(
+            "rope_theta is missing, here and in rope_parameters, and versions of transformers differ in what this "
+            "means; rope_theta = null says that attention has no rotary positions"
+        )
+    kinds = {LINEAR: "delta", FULL: "nope" if keys["rope_theta"] is None else "full"}
+    default = [FULL if i % 4 == 3 or i + 1 == n < 4 else LINEAR for i in range(n)]
+    layers = shortest(t, "layer_types", default, kinds)
+    if len({*layers["layer_pattern"]}) < 2:
+        raise ValueError(f"layer_types should have both {LINEAR} and {FULL}")
+    return keys | {"rope_theta": keys["rope_theta"] or 1e4} | layers
+
+
+def gemma3(t: Content) -> Content:
+    """Layers of two kinds, each with rotary positions of its own."""
+    ropes, every = t["rope_parameters"] or {}, t["sliding_window_pattern"]
+    local = rotary(ropes.get(WINDOWED, {}), t["rope_local_base_freq"])  # whatever rope_theta is
+    if local["rope_factor"] > 1:
+        raise ValueError(f"scaled rotary positions of {WINDOWED} are not supported")
+    full = ropes.get(FULL, {})
+    if t["rope_scaling"]:
+        full = {"rope_theta": full.get("rope_theta", t["rope_theta"])} | t["rope_scaling"]
+    layers = windowed(t, [FULL if (i + 1) % every == 0 else WINDOWED for i in range(t["num_hidden_layers"])])
+    return heads(t) | rotary(full, t["rope_theta"]) | {"window_rope_theta": local["rope_theta"]} | layers
+
+
+def olmo3(t: Content) -> Content:
+    keys = gemma3(t)
+    if (local := keys.pop("window_rope_theta")) != keys["rope_theta"]:
+        raise ValueError(f"rope_theta = {local} of {WINDOWED} is not that of {FULL}")
+    return keys
+
+
+def t5(t: Content) -> Content:
+    """transformers 5 writes tie_word_embeddings = true for every T5, and before, it also meant the scale. Whether the
+    head is tied is only known from the weights: see weights.keys_of."""
+    return {
+        "n_decoder_layers": t["num_decoder_layers"] or t["num_layers"],
+        "gated": t["feed_forward_proj"] == "gated-gelu",
+        "scale_output": t["tie_word_embeddings"] if t["scale_decoder_outputs"] is None else t["scale_decoder_outputs"],
+    }
+
+
+# --- what a model_type computes in one way only, by their content ----------------------------------------------------
+
+_NO_BIAS = {"attention_bias": False, "mlp_bias": False, "rope_interleaved": False}
+_PLAIN = _NO_BIAS | {"hidden_act": "silu"}
+_ALIKE = _PLAIN | {"use_sliding_window": False}
+
+
+def widths_of_delta(t: Content) -> Content:
+    key, value = ModelConfig(dim=t["hidden_size"], n_heads=t["num_attention_heads"]).delta_dims
+    return _ALIKE | {
+        "linear_num_key_heads": t["num_attention_heads"],
+        "linear_num_value_heads": t["num_attention_heads"],
+        "linear_key_head_dim": key,
+        "linear_value_head_dim": value,
+        "linear_conv_kernel_dim": 4,
+        "linear_allow_neg_eigval": True,
+    }
+
+
+def feed_forward_of_t5(t: Content) -> Content:
+    gated = t["feed_forward_proj"] == "gated-gelu"
+    return {
+        "dense_act_fn": "gelu_new" if gated else "relu",
+        "is_gated_act": gated,
+        "relative_attention_num_buckets": 32,
+        "relative_attention_max_distance": 128,
+        "decoder_start_token_id": 0,
+        "pad_token_id": 0,
+        "is_decoder": False,
+    }
+
+
+# --- the model types ------------------------------------------------------------------------------------------------
 
 
 class Kind(NamedTuple):
     """A model_type."""
 
     architecture: str
-    content: type[Published]
-    ours: dict[str, Any]  # the keys of [model] that it stands for
-    defaults: dict[str, Any]  # of keys that config.json may leave out, where they differ from the class's
+    ours: Content  # the keys of [model] that it stands for
+    keys: Mapping[str, Key]
+    read: Callable[[Content], Content]
+    fixed: Callable[[Content], Content] = lambda _: _ALIKE
+    defaults: Mapping[str, Any] = {}  # of keys that config.json may leave out, where they differ from those of `keys`
 
+
+_ROPE_TYPE: Any = Literal["default", "llama3"] | None
+Rope: Any = create_model(  # older files say `type`, and some have both
+    "Rope",
+    __config__=STRICT,
+    rope_type=(_ROPE_TYPE, None),
+    type=(_ROPE_TYPE, None),
+    rope_theta=(float | None, None),
+    factor=(float | None, None),
+    low_freq_factor=(float | None, None),
+    high_freq_factor=(float | None, None),
+    original_max_position_embeddings=(Count | None, None),
+)
+Ropes: Any = create_model("Ropes", __config__=STRICT, full_attention=(Rope, None), sliding_attention=(Rope, None))
+
+DECODER = {
+    "vocab_size": Key("vocab_size", Count),
+    "hidden_size": Key("dim", Count),
+    "num_hidden_layers": Key("n_layers", Annotated[Count, Field(le=2048)]),
+    "num_attention_heads": Key("n_heads", Count),
+    "num_key_value_heads": Key("n_kv_heads", Count | None, None),
+    "head_dim": Key("head_dim", Count | None, None),
+    "intermediate_size": Key("hidden_dim", Count),
+    "max_position_embeddings": Key("max_seq_len", Count, 2048),
+    "rms_norm_eps": Key("norm_eps", float, 1e-6),
+    "tie_word_embeddings": Key("tie_embeddings", bool, False),
+    "rope_theta": Key("", float, 1e4),
+    "rope_scaling": Key("", Rope | None, None),
+    "rope_parameters": Key("", Rope | None, None),
+    "sliding_window": Key("", Count | None, None),
+    "layer_types": Key("", list[str] | None, None),
+}
+QWEN = DECODER | {
+    "use_sliding_window": Key("", bool, False),
+    "max_window_layers": Key("", Annotated[int, Field(ge=0)], 28),
+}
+MISTRAL = {name: key for name, key in DECODER.items() if name != "layer_types"}  # each layer has the window
+SMOLLM3 = DECODER | {
+    "no_rope_layer_interval": Key("", Count, 4),
+    "no_rope_layers": Key("", list[int] | None, None),
+}
+TWO_ROPES = DECODER | {
+    "rope_parameters": Key("", Ropes | None, None),
+    "rope_local_base_freq": Key("", float),
+    "sliding_window_pattern": Key("", Count, 6),
+}
+HYBRID = DECODER | {"rope_theta": Key("", float | None, UNKNOWN)}
+OLMOE = DECODER | {
+    "num_experts": Key("n_experts", Count),
+    "num_experts_per_tok": Key("experts_per_token", Count),
+    "norm_topk_prob": Key("norm_topk_prob", bool, False),
+}
+QWEN3_MOE = OLMOE | {
+    "moe_intermediate_size": Key("hidden_dim", Count),
+    "intermediate_size": Key("", Count | None, None),  # of layers without experts
+}
+GPT2 = {
+    "vocab_size": Key("vocab_size", Count),
+    "n_embd": Key("dim", Count),
+    "n_layer": Key("n_layers", Count),
+    "n_head": Key("n_heads", Count),
+    "n_positions": Key("max_seq_len", Count),
+    "layer_norm_epsilon": Key("norm_eps", float, 1e-5),
+    "tie_word_embeddings": Key("tie_embeddings", bool, True),
+    "attn_pdrop": Key("", float, 0.1),
+    "embd_pdrop": Key("", float, 0.1),
+    "resid_pdrop": Key("", float, 0.1),
+}
+T5 = {
+    "vocab_size": Key("vocab_size", Count),
+    "d_model": Key("dim", Count),
+    "num_layers": Key("n_layers", Count),
+    "num_decoder_layers": Key("n_decoder_layers", Count | None, None),
+    "num_heads": Key("n_heads", Count),
+    "d_kv": Key("head_dim", Count),
+    "d_ff": Key("hidden_dim", Count),
+    "n_positions": Key("max_seq_len", Count, 512),
+    "layer_norm_epsilon": Key("norm_eps", float, 1e-6),
+    "scale_decoder_outputs": Key("scale_output", bool | None, None),
+    "tie_word_embeddings": Key("", bool, True),
+    "feed_forward_proj": Key("", Literal["relu", "gated-gelu"], "relu"),
+    "dropout_rate": Key("", float, 0.1),
+}
 
 _LLAMA = {"family": "llama", "qk_norm": False, "qkv_bias": False}
-KINDS: dict[str, Kind] = {
-    "llama": Kind("LlamaForCausalLM", Decoder, _LLAMA, {}),
-    "qwen2": Kind("Qwen2ForCausalLM", Qwen, _LLAMA | {"qkv_bias": True}, {"sliding_window": 4096}),
-    "qwen3": Kind("Qwen3ForCausalLM", Qwen, _LLAMA | {"qk_norm": True}, {"sliding_window": 4096, "head_dim": 128}),
+KINDS = {
+    "llama": Kind("LlamaForCausalLM", _LLAMA, DECODER, llama),
+    "qwen2": Kind(
+        "Qwen2ForCausalLM",
+        _LLAMA | {"qkv_bias": True},
+        QWEN,
+        qwen,
+        lambda _: _PLAIN | {"use_mrope": False},
+        {"sliding_window": 4096},
+    ),
+    "qwen3": Kind(
+        "Qwen3ForCausalLM",
+        _LLAMA | {"qk_norm": True},
+        QWEN,
+        qwen,
+        lambda _: _PLAIN | {"use_mrope": False},
+        {"sliding_window": 4096, "head_dim": 128},
+    ),
     "mistral": Kind(
         "MistralForCausalLM",
-        Mistral,
         {"family": "mistral"},
+        MISTRAL,
+        mistral,
+        lambda _: _ALIKE | {"layer_types": None},
         {"num_key_value_heads": 8, "max_position_embeddings": 2**17, "sliding_window": 4096},
     ),
     "smollm3": Kind(
         "SmolLM3ForCausalLM",
-        SmolLM3,
         {"family": "smollm3"},
-        {"num_key_value_heads": 4, "max_position_embeddings": 2**15, "rope_theta": 2e6, "tie_word_embeddings": True},
+        SMOLLM3,
+        smollm3,
+        defaults={
+            **{"num_key_value_heads": 4, "max_position_embeddings": 2**15, "rope_theta": 2e6},
+            "tie_word_embeddings": True,
+        },
     ),
-    "olmo2": Kind("Olmo2ForCausalLM", Decoder, {"family": "olmo2"}, {"rms_norm_eps": 1e-5}),
+    "olmo2": Kind("Olmo2ForCausalLM", {"family": "olmo2"}, DECODER, llama, defaults={"rms_norm_eps": 1e-5}),
     "olmo3": Kind(
         "Olmo3ForCausalLM",
-        Olmo3,
         {"family": "olmo3"},
-        {
+        TWO_ROPES,
+        olmo3,
+        defaults={
             **{"rms_norm_eps": 1e-5, "rope_theta": 5e5, "rope_local_base_freq": 5e5},
             **{"sliding_window": 4096, "sliding_window_pattern": 4},
         },
     ),
     "olmo_hybrid": Kind(
-        "OlmoHybridForCausalLM", OlmoHybrid, {"family": "olmo_hybrid"}, {"max_position_embeddings": 65536}
+        "OlmoHybridForCausalLM",
+        {"family": "olmo_hybrid"},
+        HYBRID,
+        olmo_hybrid,
+        widths_of_delta,
+        {"max_position_embeddings": 65536},
     ),
     "gemma3_text": Kind(
         "Gemma3ForCausalLM",
-        Gemma3,
         {"family": "gemma3"},
+        TWO_ROPES,
+        gemma3,
+        lambda t: {
+            **_NO_BIAS,
+            "use_sliding_window": False,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": t["head_dim"],
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "use_bidirectional_attention": False,
+        },
         {
             **{"num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256, "tie_word_embeddings": True},
             **{"max_position_embeddings": 2**17, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
-            **{"sliding_window": 4096},
+            "sliding_window": 4096,
         },
     ),
     "qwen3_moe": Kind(
         "Qwen3MoeForCausalLM",
-        Qwen3Moe,
         {"family": "qwen3_moe"},
+        QWEN3_MOE,
+        llama,
+        lambda _: _ALIKE | {"decoder_sparse_step": 1, "mlp_only_layers": []},
         {
             **{"num_key_value_heads": 4, "max_position_embeddings": 2**15, "moe_intermediate_size": 768},
             **{"num_experts": 128, "num_experts_per_tok": 8},
@@ -490,16 +394,33 @@ KINDS: dict[str, Kind] = {
     ),
     "olmoe": Kind(
         "OlmoeForCausalLM",
-        Olmoe,
         {"family": "olmoe"},
+        OLMOE,
+        llama,
+        lambda _: _ALIKE | {"clip_qkv": None},
         {
             **{"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "intermediate_size": 2048},
             **{"num_experts": 64, "num_experts_per_tok": 8},
         },
     ),
-    "gpt2": Kind("GPT2LMHeadModel", GPT2, {"family": "gpt"}, {}),
-    "t5": Kind("T5ForConditionalGeneration", T5, {"family": "t5", "tie_embeddings": True}, {}),
+    "gpt2": Kind(
+        "GPT2LMHeadModel",
+        {"family": "gpt"},
+        GPT2,
+        lambda _: {},
+        lambda t: {
+            "n_inner": 4 * t["n_embd"],
+            "activation_function": "gelu_new",
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+        },
+    ),
+    "t5": Kind("T5ForConditionalGeneration", {"family": "t5", "tie_embeddings": True}, T5, t5, feed_forward_of_t5),
 }
+
+
+# --- in and out -------------------------------------------------------------------------------------------------
 
 
 def from_hf_config(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -512,21 +433,47 @@ def from_hf_config(content: Mapping[str, Any]) -> dict[str, Any]:
     if model_type not in [*KINDS]:
         raise CheckpointError(f"config.json: model_type {shortened(model_type)} is not among {', '.join(KINDS)}")
     kind = KINDS[str(model_type)]
-    unread = UNREAD - kind.content.model_fields.keys()
+    given = {**kind.defaults, **{RENAMED.get(key, key): value for key, value in content.items()}}
+    fields: Content = {name: (key.type, key.default) for name, key in kind.keys.items()}
     try:
-        given = {RENAMED.get(key, key): value for key, value in content.items() if key not in unread}
-        keys = kind.ours | kind.content.model_validate(kind.defaults | given).keys()
-        return _read(keys)
+        model = create_model("Published", __config__=STRICT, **fields)
+        read = model.model_validate({key: value for key, value in given.items() if key in fields})
+        theirs = {name: key.default for name, key in kind.keys.items()} | read.model_dump(exclude_unset=True)
+        _refuse_others(given.keys() - fields.keys(), given, kind.fixed(theirs))
+        ours = {key.ours: theirs[name] for name, key in kind.keys.items() if key.ours}
+        return _of_family(kind.ours | ours | kind.read(theirs))
     except ValidationError as error:
         raise CheckpointError("\n  ".join(f"config.json: {_problem(e)}" for e in error.errors())) from None
     except ValueError as error:
         raise CheckpointError(f"config.json: {error}") from None
 
 
-def _read(keys: dict[str, Any]) -> dict[str, Any]:
+def _refuse_others(names: Iterable[str], given: Content, fixed: Content) -> None:
+    """Raise ValueError for a key that is not known, and for a value other than the one that we compute.
+
+    Null switches a key off, or stands for a number that follows from others.
+    """
+    for name in sorted(names):
+        value = given[name]
+        if name in fixed:
+            known = fixed[name]
+            if value != known and not (value is None and (not known or type(known) is int)):
+                raise ValueError(f"{name} = {shortened(value)} is not supported for this model_type; {known} is")
+        elif name not in UNREAD:
+            raise ValueError(
+                f"{name} = {shortened(value)} is not known for this model_type; if it changes nothing in what the "
+                "model computes, a copy of the file without it is read"
+            )
+
+
+def _unread(family: str) -> set[str]:
+    """The keys of [model] that only other families read."""
+    return {key for entry in FAMILIES.values() for key in entry.keys} - {*FAMILIES[family].keys}
+
+
+def _of_family(keys: Content) -> Content:
     """The keys that our family reads. Raises ValueError if another has a value that the family does not stand for."""
-    family = FAMILIES[keys["family"]].keys
-    others = {key for entry in FAMILIES.values() for key in entry.keys if key not in family}
+    others = _unread(keys["family"])
     read = {key: value for key, value in keys.items() if key not in others}
     fixed = ModelConfig.model_validate(read).resolved()
     for key in keys.keys() & others:
@@ -537,15 +484,8 @@ def _read(keys: dict[str, Any]) -> dict[str, Any]:
 
 def _problem(error: Any) -> str:
     name = ".".join(map(str, error["loc"]))
-    if error["type"] == "missing":
-        return f"{name} is missing"
-    if error["type"] == "extra_forbidden":
-        return (
-            f"{name} = {shortened(error['input'])} is not known for this model_type; if it changes nothing in what the "
-            "model computes, a copy of the file without it is read"
-        )
-    message = error["msg"].removeprefix("Value error, ")
-    return f"{name} = {shortened(error['input'])}: {message}" if name else message
+    missing = error["type"] == "missing"
+    return f"{name} is missing" if missing else f"{name} = {shortened(error['input'])}: {error['msg']}"
 
 
 def to_hf_config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
@@ -560,30 +500,75 @@ def to_hf_config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
             f'model.family = "{config.family}" has no Hugging Face names, only {", ".join(known)} do '
             "(huggingface/configs.py); model.safetensors of a full checkpoint has its tensors under our names"
         )
-    if config.qk_norm and config.qkv_bias:
-        raise CheckpointError("no architecture of Hugging Face has both model.qk_norm and model.qkv_bias")
-    if config.router_bias:
-        raise CheckpointError(f"no {config.family} of Hugging Face has a bias of its routers (model.router_bias)")
+    ours = {key: value for key, value in config.resolved().items() if key not in _unread(config.family)}
+    config = ModelConfig.model_validate(ours)
     model_type = {"gpt": "gpt2", "gemma3": "gemma3_text"}.get(config.family, config.family)
-    if model_type == "olmo_hybrid" and {*config.layer_kinds} not in ({"delta", "full"}, {"delta", "nope"}):
-        raise CheckpointError(
-            f"model.layer_pattern = {config.layer_pattern} can't be exported: an olmo_hybrid of Hugging Face has "
-            'layers of the kind "delta", and either "full" or "nope"'
-        )
-    if "nope" in config.layer_pattern and model_type not in ("smollm3", "olmo_hybrid"):
-        raise CheckpointError('model.layer_pattern has "nope", which only model.family = "smollm3" can export')
     if model_type == "llama":
         model_type = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
-        if config.window and model_type == "llama":
-            raise CheckpointError('no Llama of Hugging Face has a window (model.window); model.family = "mistral" has')
     kind = KINDS[model_type]
-    common: dict[str, Any] = {"architectures": [kind.architecture], "model_type": model_type, "dtype": "float32"}
+    content: Content = {"architectures": [kind.architecture], "model_type": model_type, "dtype": "float32"}
     if model_type == "t5":
-        common |= {"is_encoder_decoder": True}
+        content |= {"is_encoder_decoder": True, "decoder_start_token_id": 0, "pad_token_id": 0}
     elif model_type not in ("llama", "qwen2", "qwen3", "gpt2"):  # their default may not be in the vocabulary
-        common |= {"pad_token_id": None}
-    ours = config.resolved() | {"vocab_size": vocab_size}
-    fields = kind.content.model_fields.items()
-    values = {field.serialization_alias or name: ours[name] for name, field in fields if name in ours}
-    made = kind.content.model_validate(values | kind.content.more(config))
-    return common | made.model_copy(update=made.implied()).model_dump(by_alias=True, exclude_unset=True)
+        content["pad_token_id"] = None
+    ours, values = config.resolved() | {"vocab_size": vocab_size}, _values(config)
+    content |= {name: values[name] for name in kind.keys if name in values}
+    content |= {name: ours[key.ours] for name, key in kind.keys.items() if key.ours}
+    content |= {name: value for name, value in kind.fixed(content).items() if value}  # what is off is off by default
+    try:
+        expressed = _variant(ModelConfig.model_validate(from_hf_config(content)))
+    except CheckpointError as error:
+        raise CheckpointError(f"no {kind.architecture} of Hugging Face is like this model; of its {error}") from None
+    for key, value in _variant(config).items():
+        if value != expressed[key]:
+            raise CheckpointError(
+                f"no {kind.architecture} of Hugging Face is like this model: it can't have "
+                f"model.{key} = {getattr(config, key)}"
+            )
+    return content
+
+
+def _values(config: ModelConfig) -> Content:
+    """The values of their keys that are made of several of ours. A model_type has some of these keys."""
+    kinds, reads, two_ropes = config.layer_kinds, FAMILIES[config.family].keys, config.family in ("olmo3", "gemma3")
+    types = {"delta": LINEAR, "window": WINDOWED if config.window or two_ropes else FULL}
+    theta = None if config.family == "olmo_hybrid" and "nope" in kinds else config.rope_theta
+    rope: Content = {"rope_type": "default", "rope_theta": theta}
+    values: Content = {
+        "rope_theta": theta,
+        "rope_parameters": rope,
+        "no_rope_layers": [int(kind != "nope") for kind in kinds],
+        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop", "dropout_rate"), config.dropout),
+        "feed_forward_proj": "gated-gelu" if config.gated else "relu",
+        # Of a T5. transformers 4 and 5 read false as: do not scale. Only version 4 also unties the head, so an unscaled
+        # model is written with a head of its own. Version 4 can't read a scaled model with one.
+        "tie_word_embeddings": config.scale_output,
+    }
+    if config.rope_factor > 1:
+        rope |= {"rope_type": "llama3"} | {theirs: getattr(config, ours) for theirs, ours in SCALED.items()}
+        values["rope_scaling"] = rope
+    if "layer_pattern" in reads:
+        values["layer_types"] = [types.get(kind, FULL) for kind in kinds]
+    if "window" in reads:
+        values |= {"use_sliding_window": bool(config.window), "sliding_window": config.window or None}
+    if two_ropes:
+        local = config.window_rope_theta if config.family == "gemma3" else theta
+        values |= {
+            "rope_parameters": {FULL: rope, WINDOWED: rope | {"rope_theta": local}},
+            "rope_local_base_freq": local,
+            "sliding_window": config.window or config.max_seq_len,  # transformers needs one, and no token is beyond
+        }
+    return values
+
+
+def _variant(config: ModelConfig) -> Content:
+    """What a family has and not each of its model types can express."""
+    length, reads = config.max_seq_len, FAMILIES[config.family].keys
+    values = {
+        "qk_norm": config.qk_norm,
+        "qkv_bias": config.qkv_bias,
+        "router_bias": config.router_bias,
+        "window": [min(window or length, length) for window in config.windows],
+        "layer_pattern": [kind.replace("window", "full") for kind in config.layer_kinds],
+    }
+    return {key: value for key, value in values.items() if key in reads}

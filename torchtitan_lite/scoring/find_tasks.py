@@ -21,48 +21,44 @@ BUILT_IN: Registry[Callable[[Iterable[str]], Task]] = Registry(
 MOST_DOCUMENTS, MOST_TOKENS = 2000, 1 << 16  # held-out documents that are read of each source, and tokens of each
 
 
-def find(names: Sequence[str], data: Callable[[], DataSet] | None, n_questions: int = 0) -> list[Task]:
+def find(
+    names: Sequence[str],
+    data: Callable[[], DataSet] | None,
+    n_questions: int = 0,
+    failed: Callable[[UserError], None] | None = None,
+) -> list[Task]:
     """Read tasks.
 
     Args:
         data: opens the data of the run, which built-in tasks are made from; None: leave these tasks out.
         n_questions: of each task, drawn at random; 0: all.
+        failed: is called with each error, instead of raising it, and the others are read.
 
     Raises:
         UserError: a task does not exist or can't be read, or two have the same name.
     """
-    tasks: list[Task] = []
-    for _, task in find_each(names, data, n_questions):
-        if isinstance(task, UserError):
-            raise task
-        tasks.append(task)
-    return tasks
-
-
-def find_each(
-    names: Sequence[str], data: Callable[[], DataSet] | None, n_questions: int
-) -> Iterator[tuple[int, Task | UserError]]:
-    """As `find`: the index of each name, and its task or the error that it has."""
-    known = set[str]()
-    for i, name in enumerate(names):
+    tasks: dict[str, Task] = {}
+    for name in names:
         try:
-            BUILT_IN.add(name)
-            make = BUILT_IN.get(name)
-            if make and data is None:
-                continue
-            if make and data:
-                task = make(held_out_documents(name, data()))
-            elif name.endswith(".jsonl") or not problem(name):
-                task = read(name)
-            else:
-                raise DataError(f"no task {name}: give a .jsonl file (docs/tasks.md), or {', '.join(BUILT_IN)}")
-            if task.name in known:
+            task = _task(name, data)
+            if task and task.name in tasks:
                 raise DataError(f"two tasks are called {task.name}; rename one of the files, or name each task once")
         except UserError as error:
-            yield i, error
+            if failed is None:
+                raise
+            failed(error)
         else:
-            known.add(task.name)
-            yield i, task.some(n_questions)
+            tasks |= {task.name: task.some(n_questions)} if task else {}
+    return list(tasks.values())
+
+
+def _task(name: str, data: Callable[[], DataSet] | None) -> Task | None:
+    BUILT_IN.add(name)
+    if make := BUILT_IN.get(name):
+        return make(held_out_documents(name, data())) if data else None
+    if name.endswith(".jsonl") or not problem(name):
+        return read(name)
+    raise DataError(f"no task {name}: give a .jsonl file (docs/tasks.md), or {', '.join(BUILT_IN)}")
 
 
 def held_out_documents(name: str, data: DataSet) -> Iterator[str]:

@@ -1,12 +1,12 @@
 """The questions of a task, read from a JSONL file. docs/tasks.md describes the format."""
 
-import json
-from collections.abc import Iterator
+import codecs
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import from_json
 
 from torchtitan_lite.config.paths import expand, problem
 from torchtitan_lite.errors import DataError, shortened
@@ -17,16 +17,10 @@ METRICS: dict[Kind, tuple[str, ...]] = {  # the first is the default
     "multiple choice": ("plain", "per_byte", "per_token"),
     "last word": ("accuracy",),
 }
-_KEYS: dict[Kind, tuple[str, ...]] = {
-    "multiple choice": ("context", "contexts", "choices", "answer"),
-    "last word": ("context", "continuation"),
-}
-_UNREAD = "id", "meta"
-_EXAMPLES: dict[Kind, str] = {
-    "multiple choice": '{"context": "The sky is", "choices": [" blue", " green"], "answer": 0}',
-    "last word": '{"context": "Once upon a", "continuation": " time"}',
-}
-_LONGEST_LINE = 1 << 24  # bytes
+_EXAMPLES = (
+    'multiple choice: {"context": "The sky is", "choices": [" blue", " green"], "answer": 0}; '
+    'last word: {"context": "Once upon a", "continuation": " time"}'
+)
 _SHOWN = 5  # problems of a file
 _SEED = 0  # of a subset
 
@@ -68,6 +62,60 @@ class Task:
         return replace(self, questions=[self.questions[i] for i in which])
 
 
+# --- lines of a file --------------------------------------------------------------------------------------------
+
+
+class _Line(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    id: Any = None  # of the user, as `meta`
+    meta: Any = None
+
+
+class _LastWord(_Line):
+    context: str
+    continuation: str = Field(pattern=r"\S")  # not blank
+
+    def question(self) -> tuple[Kind, Question]:
+        return "last word", Question((self.context,), (self.continuation,))
+
+
+class _MultipleChoice(_Line):
+    context: str | None = None
+    contexts: list[str] | None = None
+    choices: list[Annotated[str, Field(min_length=1)]] = Field(min_length=2)
+    answer: int = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        n = len(self.choices)
+        if self.answer >= n:
+            raise ValueError(f'"answer" is {self.answer} and should be the index of the right choice, 0 to {n - 1}')
+        if (self.context is None) == (self.contexts is None) or len(self.contexts or self.choices) != n:
+            raise ValueError(f'give "context", or "contexts", a list of {n} texts, one for each choice')
+        right = self.choices[self.answer]
+        if self.contexts is None and self.choices.count(right) > 1:
+            raise ValueError(f'"choices" has the right one, {shortened(right, 40)!r}, more than once')
+        return self
+
+    def question(self) -> tuple[Kind, Question]:
+        contexts = self.contexts or [self.context or ""] * len(self.choices)
+        return "multiple choice", Question(tuple(contexts), tuple(self.choices), self.answer)
+
+
+def _question(values: Any) -> tuple[Kind, Question]:
+    """The kind of a question and the question itself. Raises ValueError with what is wrong."""
+    if not isinstance(values, dict) or not ("continuation" in values or "choices" in values):
+        raise ValueError(f"no known kind of question. {_EXAMPLES}")
+    try:
+        return (_LastWord if "continuation" in values else _MultipleChoice).model_validate(values).question()
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        found = f'"{key}" is {shortened(repr(first["input"]), 40)}: ' if key else ""
+        raise ValueError(found + first["msg"].removeprefix("Value error, ")) from None
+
+
 def read(path: str) -> Task:
     """Read a task from a JSONL file. It is named after the file.
 
@@ -82,109 +130,30 @@ def read(path: str) -> Task:
     questions: list[Question] = []
     first_lines: dict[Kind, int] = {}
     problems, metric = [], ""
-    for number, line in _lines(file):
+    for number, line in enumerate(file.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
+        if not line.strip():
+            continue
         try:
-            values = _parsed(line)
-            if values.keys() == {"score"} and not questions:
+            values = from_json(line)
+            if isinstance(values, dict) and values.keys() == {"score"} and not questions:
                 metric = values["score"]
                 continue
             kind, question = _question(values)
         except ValueError as error:
             problems.append(f"line {number}: {error}")
-            continue
-        questions.append(question)
-        first_lines.setdefault(kind, number)
+        else:
+            questions.append(question)
+            first_lines.setdefault(kind, number)
     if len(first_lines) > 1:
-        (kind, line_of_first), (other, line_of_other) = list(first_lines.items())[:2]
-        problems.append(
-            f"line {line_of_other}: {other}, but line {line_of_first} is {kind}; put each kind into a file of its own"
-        )
-    if not questions and not problems:
-        problems.append(f"no questions; each line is one, e.g. {_EXAMPLES['multiple choice']}")
-    for kind in list(first_lines)[:1]:
-        if metric not in ("", *METRICS[kind]):
-            works = " or ".join(f'"{name}"' for name in METRICS[kind])
-            problems.append(f'line 1: "score": {json.dumps(metric)} is not a score of {kind}; {works} works')
+        kinds = " and ".join(f"{kind} (line {number})" for kind, number in first_lines.items())
+        problems.append(f"it has {kinds}; put each kind into a file of its own")
+    elif not first_lines and not problems:
+        problems.append(f"no questions; each line is one. {_EXAMPLES}")
+    elif metric and any(metric not in METRICS[kind] for kind in first_lines):
+        works = " or ".join(f'"{name}"' for kind in first_lines for name in METRICS[kind])
+        problems.append(f'line 1: "score": {metric!r} does not exist; {works} works')
     if problems:
         more = [f"... and {counted(len(problems) - _SHOWN, 'more problem')}"] if len(problems) > _SHOWN else []
         raise DataError("\n  ".join([f"task {path} can't be read:", *problems[:_SHOWN], *more]))
     (kind,) = first_lines
     return Task(file.name.removesuffix(".jsonl"), kind, questions, metric)
-
-
-def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, with their numbers."""
-    try:
-        with file.open("rb") as stream:
-            number = 0
-            while line := stream.readline(_LONGEST_LINE + 1):
-                number += 1
-                if len(line) > _LONGEST_LINE:
-                    raise DataError(f"task {file}: line {number} has more than {_LONGEST_LINE:,} bytes")
-                if line.strip():
-                    yield number, line
-    except OSError as error:
-        raise DataError(f"task {file} can't be read: {error.strerror or error}") from None
-
-
-def _parsed(line: bytes) -> dict[str, Any]:
-    try:
-        values = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"byte {error.start + 1} is not UTF-8") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON ({shortened(error, 80)}); each line is one question") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"should be an object, e.g. {_EXAMPLES['multiple choice']}")
-    return values
-
-
-def _question(values: dict[str, Any]) -> tuple[Kind, Question]:
-    """The kind of a question and the question itself. Raises ValueError with what is wrong."""
-    kind: Kind = "last word" if "continuation" in values else "multiple choice"
-    if kind == "multiple choice" and "choices" not in values:
-        examples = "; ".join(f"{name}: {text}" for name, text in _EXAMPLES.items())
-        raise ValueError(f"no known kind of question. {examples}")
-    if unknown := [key for key in values if key not in (*_KEYS[kind], *_UNREAD)]:
-        known = ", ".join(_KEYS[kind])
-        raise ValueError(f'unknown key "{shortened(unknown[0], 40)}" of {kind}; known: {known}; other data: "meta"')
-    if kind == "multiple choice":
-        return kind, _multiple_choice(values)
-    context = _text_of("context", values.get("context"))
-    word = _text_of("continuation", values["continuation"])
-    if not word.strip():
-        raise ValueError('"continuation" is blank')
-    return kind, Question((context,), (word,))
-
-
-def _multiple_choice(values: dict[str, Any]) -> Question:
-    choices, answer = values["choices"], values.get("answer")
-    if not isinstance(choices, list) or len(choices) < 2:
-        raise ValueError('"choices" should be a list of at least two texts, e.g. [" blue", " green"]')
-    texts = tuple(_text_of("choices", text) for text in choices)
-    if not all(texts):
-        raise ValueError('"choices" has an empty text, which no model can predict')
-    if type(answer) is not int or not 0 <= answer < len(texts):
-        raise ValueError(
-            f'"answer" is {shortened(json.dumps(answer), 40)} and should be the index of the right choice, '
-            f"0 to {len(texts) - 1}"
-        )
-    if "contexts" not in values:
-        if texts.count(texts[answer]) > 1:
-            raise ValueError(f'"choices" has the right one, {shortened(json.dumps(texts[answer]), 40)}, more than once')
-        return Question((_text_of("context", values.get("context")),) * len(texts), texts, answer)
-    contexts = values["contexts"]
-    if "context" in values or not isinstance(contexts, list) or len(contexts) != len(texts):
-        raise ValueError(
-            f'"contexts" should be a list of {len(texts)} texts, one for each choice, and replaces "context"'
-        )
-    return Question(tuple(_text_of("contexts", text) for text in contexts), texts, answer)
-
-
-def _text_of(key: str, value: Any) -> str:
-    """The value of a key that holds text. Raises ValueError for anything else."""
-    if not isinstance(value, str):
-        raise ValueError(f'"{key}" is {shortened(json.dumps(value), 40)} and should be text in quotes')
-    if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
-        raise ValueError(f'"{key}" has half of a surrogate pair, which UTF-8 can\'t represent')
-    return value

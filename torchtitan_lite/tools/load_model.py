@@ -3,14 +3,12 @@
 Of a checkpoint also what it was trained with: its config, and its data if that has not changed since.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.find import find
@@ -29,6 +27,7 @@ from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.models.generation import answers
 from torchtitan_lite.monitoring.attempts import Attempt, best_step
 
+LONGEST = 2048  # tokens in a window of a Hugging Face model, unless another length is given
 _SECTIONS = "run", "model", "data", "tokenizer", "train"  # of a config: what a reader of data or a checkpoint needs
 
 
@@ -42,12 +41,12 @@ class Opened:
     ends: tuple[int, ...]  # tokens that end a document
     notes: list[str]  # damaged checkpoints that were skipped
     prefix: str = ""  # of a source, as in training
-    folder: Path = Path()  # the checkpoint or Hugging Face folder
-    published: bool = False  # whether it is a Hugging Face folder
+    config: Config | None = None  # of the run that trained it; None: a Hugging Face folder
+    state: TrainState | None = None  # of its checkpoint
 
     def first_token(self) -> list[int]:
         """Of a run, the end token; of a Hugging Face folder, the token that the tokenizer puts first, if any."""
-        if not self.published:
+        if self.config:
             return list(self.ends[:1])
         with_special, without = (self.tokenizer.encode("a", add_special_tokens=flag).ids for flag in (True, False))
         return [int(with_special[0])] if with_special[:1] != without[:1] else []
@@ -56,6 +55,32 @@ class Opened:
         """What precedes a document: the first token, else the end token if the model has it."""
         size = self.model.tok_embeddings.num_embeddings
         return self.first_token() or [end for end in self.ends[:1] if end < size]
+
+    def window(self, seq_len: int = 0) -> int:
+        """The tokens of a window to score: seq_len, or 0 for the length of training.
+
+        Raises:
+            ConfigError: the model takes fewer.
+        """
+        limit = self.model.config.max_seq_len
+        length = seq_len or (self.config.train.seq_len if self.config else min(limit, LONGEST))
+        if length > limit:
+            raise ConfigError(f"--seq-len={length}: {self.source} takes at most {limit} tokens (max_seq_len)")
+        return length
+
+    def own_data(self) -> DataSet:
+        """The data that the run was trained on, prepared again if it is no longer in the cache.
+
+        Raises:
+            ConfigError: there is none, or it has changed since the checkpoint was saved.
+        """
+        if self.config is None or self.state is None:
+            raise ConfigError(
+                f"{self.source} is a Hugging Face folder, which has no text of its own: give --data, or --tasks"
+            )
+        data = prepare_all(self.config.data, self.config.tokenizer, lambda _: None)
+        require_same_data(self.source, data, self.state)
+        return data
 
 
 def open_model(
@@ -72,20 +97,19 @@ def open_model(
         CheckpointError: there is none, it is damaged, or has no averages.
         DataError: there is no tokenizer.json, or it has more entries than the model.
     """
-    folder, notes = paths.expand(path), list[str]()
-    published = (folder / "config.json").is_file()
-    weights: Mapping[str, Tensor]
-    if published:
+    folder, notes, trained, state, prefix = paths.expand(path), list[str](), None, None, ""
+    if (folder / "config.json").is_file():
         if ema:
             raise CheckpointError(f"--ema: {path} is a Hugging Face folder; the averages are in the run's checkpoints")
-        run, config = folder, hf.config_of(folder)
+        run, config, ends = folder, hf.config_of(folder), hf.end_tokens(folder)
         weights = hf.open_weights(folder, config)
     else:
         folder, notes = find(folder)
-        run, config = hf.folder_of_tokenizer(folder), hf.trained_config(folder)
-        weights = hf.read_weights(folder, ema=ema)
-    where = tokenizer or run
-    entries, ends = _tokenizer(where, folder)
+        run, state = hf.folder_of_tokenizer(folder), storage.read_state(folder, named_by_step=False)
+        trained, ends = config_of(folder, state), (state.end_token,)
+        config, weights = trained.model, hf.read_weights(folder, ema=ema)
+        prefix = source_prefix(run)
+    entries = _tokenizer(tokenizer or run)
     embeddings = weights.get("tok_embeddings.weight")
     if embeddings is None or embeddings.ndim != 2 or not len(embeddings):
         raise CheckpointError(f"{folder} has no token embeddings: it holds a different kind of model")
@@ -97,23 +121,21 @@ def open_model(
     storage.compare(folder, {name: tuple(t.shape) for name, t in weights.items()}, shapes, "model", "it can't be used")
     if bpe.size(entries) > model.tok_embeddings.num_embeddings:
         raise DataError(
-            f"{where}: its tokenizer has {bpe.size(entries)} entries, and the model in {folder} has "
+            f"{tokenizer or run}: its tokenizer has {bpe.size(entries)} entries, and the model in {folder} has "
             f"{model.tok_embeddings.num_embeddings}: it belongs to another model"
         )
     buffers = dict(model.named_buffers())
-    for name, buffer in buffers.items():
-        if name not in shapes:
-            setattr(model, name, torch.empty_like(buffer, device=device))
+    for name in buffers.keys() - shapes.keys():
+        setattr(model, name, torch.empty_like(buffers[name], device=device))
     model.reset_buffers()
     # saved buffers, the biases of routers, stay float32
     placed = {name: weights[name].to(device, None if name in buffers else dtype) for name in shapes}
     model.load_state_dict(placed, strict=False, assign=True)
     model.tie_weights()
     source = f"{folder} ({config.family}, {sum(p.numel() for p in model.parameters()):,} parameters)"
-    prefix = "" if published else source_prefix(run)
     if prefix and answers(model):
         notes = [*notes, f"each source begins with {prefix!r}, as in training"]
-    return Opened(source, model.eval().requires_grad_(False), entries, ends, notes, prefix, folder, published)
+    return Opened(source, model.eval().requires_grad_(False), entries, ends, notes, prefix, trained, state)
 
 
 def device_of(name: str) -> torch.device:
@@ -145,16 +167,13 @@ def best_checkpoint(run: Path) -> Path:
     return storage.step_folder(folder / "checkpoints", step)
 
 
-def _tokenizer(where: Path, folder: Path) -> tuple[Tokenizer, tuple[int, ...]]:
-    """The tokenizer in a file or folder, and the tokens that end a document, if known."""
+def _tokenizer(where: Path) -> Tokenizer:
+    """The tokenizer in a file or folder."""
     file = where / "tokenizer.json" if where.is_dir() else where
     if not file.is_file():
         problem = f"is {kind_of(file)}" if file.exists() else "does not exist"
         raise DataError(f"{file} {problem}: name the model's tokenizer.json with --tokenizer=FILE")
-    tokenizer = bpe.load(file)
-    if (folder / "config.json").is_file():
-        return tokenizer, hf.end_tokens(folder)
-    return tokenizer, (storage.read_state(folder, named_by_step=False).end_token,)
+    return bpe.load(file)
 
 
 def config_of(folder: Path, state: TrainState | Attempt) -> Config:
@@ -172,17 +191,6 @@ def config_of(folder: Path, state: TrainState | Attempt) -> Config:
         return Config.model_validate(tree)
     except ValueError as error:
         raise CheckpointError(f"{folder}: the config that it was trained with can't be read: {error}") from None
-
-
-def data_of(name: str, config: Config, state: TrainState) -> DataSet:
-    """The data of a run, prepared again if it is no longer in the cache.
-
-    Raises:
-        ConfigError: it has changed since the checkpoint was saved.
-    """
-    data = prepare_all(config.data, config.tokenizer, lambda _: None)
-    require_same_data(name, data, state)
-    return data
 
 
 def require_same_data(name: str, data: DataSet, state: TrainState | Attempt) -> None:

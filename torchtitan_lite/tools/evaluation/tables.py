@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from torchtitan_lite.scoring.questions import METRICS
 from torchtitan_lite.scoring.statistics import mean, plus_minus, ratio, ratio_difference
@@ -66,6 +68,43 @@ def compared(texts: dict[str, Scores], first: dict[str, Scores]) -> dict[str, di
     if len(differences) < len(texts):
         differences.pop(TOTAL, None)  # of other documents
     return differences
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The scores of a model."""
+
+    path: str
+    texts: dict[str, Scores]
+    tasks: dict[str, TaskScore]
+    window: int  # tokens
+    tokenizer: str  # its hash
+
+
+def compared_with_first(model: Scored, first: Scored | None) -> tuple[list[str], dict[str, Any]]:
+    """The lines of a model, and its entry of --json: its scores, and the difference to those of the first model."""
+    rows = {name: figures(scores) for name, scores in model.texts.items()}
+    lines = [*table(rows), *task_table(model.tasks, model.window)]
+    result: dict[str, Any] = {"model": model.path, "texts": rows}
+    if model.tasks:
+        result["tasks"] = {
+            name: {"kind": one.task.kind, "metric": one.task.main, **one.figures(), "seq_len": model.window}
+            for name, one in model.tasks.items()
+        }
+    if first is None:
+        return lines, result
+    by_text, by_task = compared(model.texts, first.texts), tasks_compared(model.tasks, first.tasks)
+    texts = {name: difference_text(row) for name, row in by_text.items()}
+    tasks = {name: figure_text(row, "score") for name, row in by_task.items()}
+    named = [name for name in model.texts if name in texts or name != TOTAL]
+    why = "the two were scored on different documents; --data TEXT names the same for both"
+    lines += minus(first.path, named, texts, why)
+    on_both = [name for name in model.tasks if name in first.tasks]
+    lines += minus(first.path, on_both, tasks, "the two were asked different questions")
+    if (texts or tasks) and model.tokenizer != first.tokenizer:
+        lines.append("  (the tokenizers differ, so windows of equal length hold different amounts of text)")
+    differences = {"minus_first": by_text, "tasks_minus_first": by_task}
+    return lines, result | {key: rows for key, rows in differences.items() if rows}
 
 
 def table(rows: dict[str, dict[str, float]]) -> list[str]:
