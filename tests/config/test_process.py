@@ -28,7 +28,7 @@ def test_a_folder_of_another_user_is_an_error(key: str, tmp_path: Path) -> None:
     for path in (theirs, theirs / "file.txt"):
         code, error = limited("restricted", f"--{key}={path}", "--check-config", "--run.name=unmade")
         assert code == 2, error
-        assert all(word in error for word in (key, str(path), "ermission denied"))
+        assert all(word in error for word in (str(path), "ermission denied"))
 
 
 @pytest.mark.extended

@@ -85,6 +85,7 @@ _WITHOUT: dict[str, dict[str, Any]] = {
     "optim.schedule": {"optim.schedule": "constant"},
     "train.batch_schedule": {"train.batch_schedule": [[0, 8]]},
     "train.epochs": {"train.epochs": 2.0},
+    "model.layer_pattern": {"model.layer_pattern": ["full"]},
     "eval.every": {"eval.every": 0},
     "eval.tasks": {"eval.tasks": []},
     "train.steps": {"train.steps": 4},

@@ -1,6 +1,8 @@
-"""examples/own_*.py: a family, an optimizer, a tracker and a task from outside of the package."""
+"""examples/own_*.py: a family, an optimizer, a text reader, a tracker and a task from outside of the package."""
 
 import csv
+import json
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,11 +18,14 @@ from tests.docs.pages import blocks
 from tests.helpers import ROOT, checkpoint, losses, python, ranks, records, succeeded, tensors, tiny
 from torchtitan_lite.config import load
 from torchtitan_lite.config.families import FAMILIES
-from torchtitan_lite.config.schema import OptimConfig, flatten
+from torchtitan_lite.config.schema import DataConfig, OptimConfig, TokenizerConfig, flatten
+from torchtitan_lite.config.sections.data import READERS
 from torchtitan_lite.config.sections.optim import OPTIMIZERS
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.data.dataset import prepare_all
+from torchtitan_lite.errors import ConfigError, DataError
 
 FAMILY, OPTIMIZER = "examples.own_model:PARALLEL", "examples.own_optimizer:LION"
+READER = "examples.own_reader:NOTEBOOK"
 
 
 def options_of(page: str, key: str) -> list[str]:
@@ -85,7 +90,7 @@ def test_a_name_in_a_checkpoint_is_not_imported(trained: tuple[Path, list[str]],
 @pytest.fixture
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Registries as at the start of a process."""
-    for registry, name in ((FAMILIES, FAMILY), (OPTIMIZERS, OPTIMIZER)):
+    for registry, name in ((FAMILIES, FAMILY), (OPTIMIZERS, OPTIMIZER), (READERS, READER)):
         monkeypatch.setitem(registry, name, None)
         monkeypatch.delitem(registry, name)
 
@@ -111,7 +116,11 @@ def test_an_own_part_comes_from_the_command_or_a_file_and_not_from_a_run(tmp_pat
         ("--model.family=examples.nosuch:X", "model.family: examples.nosuch:X: No module named 'examples.nosuch'"),
         ("--model.family=examples.own_model:X", "has no attribute 'X'"),
         ("--optim.name=examples.own_model:PARALLEL", "should be a Optimizer, not a Family; docs/extending.md has"),
-        ("--log.trackers=examples.own_tracker:table", "should be a Tracker, not a function; docs/extending.md has"),
+        ("--data.text_suffixes=.md,examples.own_task:recall", "should be a Reader, not a function; docs/extending.md"),
+        (
+            "--log.trackers=wandb, examples.own_tracker:table",
+            "should be a Tracker, not a function; docs/extending.md has",
+        ),
     ],
 )
 def test_a_name_that_is_no_entry_is_a_mistake(option: str, expected: str) -> None:
@@ -124,6 +133,61 @@ def test_a_task_that_is_none_is_a_mistake(text: Path, tmp_path: Path) -> None:
     result = ranks(1, *tiny(text, tmp_path, eval__tasks="examples.own_task:nosuch"), "--check-config")
     assert result.returncode == 2
     assert "eval.tasks: examples.own_task:nosuch: module 'examples.own_task' has no attribute 'nosuch'" in result.stderr
+
+
+# --- the text reader --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def books(text: Path, tmp_path: Path) -> Path:
+    """Notebooks with the text."""
+    folder = tmp_path / "books"
+    folder.mkdir()
+    for file in text.glob("*.txt"):
+        lines = file.read_text().splitlines(keepends=True)
+        for i in range(4):
+            part = lines[len(lines) * i // 4 : len(lines) * (i + 1) // 4]
+            cells = [{"source": part}, {"source": "the last cell\n"}]
+            (folder / f"{file.stem}{i}.ipynb").write_text(json.dumps({"cells": cells}))
+    return folder
+
+
+def test_the_reader_of_the_page_reads_notebooks(books: Path, tmp_path: Path) -> None:
+    page = blocks((ROOT / "docs/extending.md").read_text())
+    trains, prepares = next(block for block in page if READER in block).splitlines()
+    (option,) = (word for word in trains.split() if "text_suffixes" in word)
+    command = [*tiny(books, tmp_path, run__name="run", train__steps=2, optim__warmup_steps=1), option]
+    succeeded(ranks(1, *command))
+    assert losses(tmp_path / "run").keys() == {1, 2}
+    resumed = ranks(1, *command[:-1], "--train.steps=3")
+    assert resumed.returncode == 2
+    assert f"imported only if the command or its file names it: --data.text_suffixes={READER}" in resumed.stderr
+    succeeded(ranks(1, *command, "--train.steps=3"))
+
+    # the other commands read it, too
+    out = tmp_path / "prepared"
+    words = prepares.replace("books --", f"{books} --").replace("data/books", f"{out} --tokenizer bytes").split()
+    assert "prepared" in succeeded(python(*words[3:], script="-m torchtitan_lite.data.prepare"))
+    scored = [str(tmp_path / "run"), "--data", str(books), "--text-suffixes", READER, "--documents=1"]
+    assert "books" in succeeded(python(*scored, script="-m torchtitan_lite.evaluate"))
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_a_changed_reader_prepares_the_text_again(books: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text((ROOT / "examples/own_reader.py").read_text())
+    monkeypatch.syspath_prepend(tmp_path)
+    data = DataConfig(path=str(books), text_suffixes=["mine:NOTEBOOK"], cache_dir=str(tmp_path / "cache"))
+
+    def folder() -> Path:
+        return prepare_all(data, TokenizerConfig(path="bytes"), lambda _: None).folder
+
+    with pytest.raises(DataError, match="imported only if the command"):
+        folder()
+    READERS.add("mine:NOTEBOOK")
+    first = folder()
+    assert folder() == first
+    os.utime(tmp_path / "mine.py", ns=(0, 0))
+    assert folder() != first
 
 
 def test_the_optimizer_obeys_the_guard_and_the_clipping() -> None:

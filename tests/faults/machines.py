@@ -289,11 +289,11 @@ class Soak:
         """A short break, or one that is longer than the run's time limit."""
         machine = self.machines[name]
         seconds = self._rng.choice((2.0, 8.0, self._timeout_s + 10))
-        self._disturbs(f"frozen {seconds:g} s", name, breaks=seconds > 8 and self._in_world(name))
+        alone = len(self.up()) == 1  # it goes on where it was
+        self._disturbs(f"frozen {seconds:g} s", name, breaks=seconds > 8 and self._in_world(name) and not alone)
         send(machine.processes(), signal.SIGSTOP)
         machine.frozen = True
         thaws = time.monotonic() + seconds
-        alone = len(self.up()) == 1
         self.until(lambda: time.monotonic() > thaws or (not alone and seconds > 8 and
                    self._trains(self._since, self._after)), "a frozen machine")  # fmt: skip
         if time.monotonic() < thaws:

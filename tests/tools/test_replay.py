@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.helpers import checkpoint, ranks, records, succeeded, tiny
-from torchtitan_lite.checkpointing.compatibility import bitwise_setting
 from torchtitan_lite.config import cli
 from torchtitan_lite.config.schema import Config, flatten
-from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.monitoring import attempts
 from torchtitan_lite.tools.incidents.replay import differs, numbers_of, read
@@ -206,18 +203,6 @@ def test_steps_that_two_attempts_made_with_other_values_are_not_replayed(trained
     attempts.add(tmp_path / "run", second | {"config": first["config"] | {"model.init_from": "only read at step 0"}})
     shutil.rmtree(checkpoint(tmp_path / "run", 4))
     assert read(config, 8, here).start == 0
-
-
-def test_the_instructions_of_the_cpu_are_part_of_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Environment variables limit them, so that the same CPU rounds in another way."""
-    world = World(0, 1, torch.device("cpu"), 1)
-    here = bitwise_setting(Config(), world)["instructions"]
-    assert here.startswith(torch.backends.cpu.get_cpu_capability())
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    monkeypatch.setenv("MKL_ENABLE_INSTRUCTIONS", "SSE4_2")
-    assert bitwise_setting(Config(), world)["instructions"].endswith(
-        ", ONEDNN_MAX_CPU_ISA=AVX2, MKL_ENABLE_INSTRUCTIONS=SSE4_2"
-    )
 
 
 def test_what_else_differs_is_named_before_the_hardware(trained: Path, tmp_path: Path) -> None:

@@ -101,8 +101,6 @@ def require_same_run(folder: Path, saved: TrainState, expected: Mapping[str, Any
     paths = ["tokenizer.path"] if "tokenizer" in changed else []
     paths += ["data.path", "data.sources"] if any(key in changed for key in content) else []
     own = [key for key in (*changed, *paths) if key in known and before[key] != expected[key]]
-    if "model.init_from" in changed:
-        lines.append("(model.init_from is read only at step 0, so it would have no effect)")
     if own:
         back = " ".join(hints.option(key, before[key], format_value(before[key])) for key in own)
         lines.append(f"continue with its own values: {back}")
@@ -202,7 +200,7 @@ def bitwise_setting(config: Config, world: World) -> dict[str, Any]:
         "shared_memory_copies": in_rank_order and layout.dp_replicate > 2,
         "device": torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
         "cpu": "" if on_gpu else re.findall(r"model name\s*: (.*)|\Z", Path("/proc/cpuinfo").read_text())[0],
-        "instructions": "" if on_gpu else _instructions(),
+        "instructions": "" if on_gpu else torch.backends.cpu.get_cpu_capability(),
         "tf32": config.run.tf32 and on_gpu,
         "deterministic": config.run.deterministic or not on_gpu,
         "threads": world.threads,
@@ -219,11 +217,3 @@ def _compilation(config: Config) -> str:
 
 
 AUTOTUNING = "TORCHINDUCTOR_MAX_AUTOTUNE"
-# they choose the kernels of oneDNN and MKL; ATEN_CPU_CAPABILITY, of ATen, is in what torch reports
-_KERNELS = "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR"
-
-
-def _instructions() -> str:
-    """The instructions that the kernels of a CPU use, as far as the environment limits them."""
-    limits = [f"{name}={os.environ[name]}" for name in _KERNELS if os.environ.get(name)]
-    return ", ".join([torch.backends.cpu.get_cpu_capability(), *limits])

@@ -2,16 +2,12 @@
 
 import argparse
 import functools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan_lite import hints
 from torchtitan_lite.config import load, paths, schema, toml
-from torchtitan_lite.config.section import spelled
-
-_BARE = "\0"  # an option without a value
 
 # the keys that `--help` shows
 _MOST_SET = {
@@ -72,27 +68,16 @@ def parse(
     if arguments["help_all"]:
         parser.print_help()
         raise SystemExit(0)
-    problems: list[str] = []
     known = schema.known_keys()
-    values: dict[str, Any] = {}
-    if rest:
-        flags = [flag.removeprefix("--") for flag in (*known, *parser._option_string_actions, *own)]
-        problems += [f"command line: {text}" for text in hints.not_options(rest, flags)]
-        values |= {key: load.parse_value(key, value) for key, value in hints.unknown_keys(rest)}
-    meant = {key: (value, flag) for flag in SHORTHANDS if arguments[flag] for key, value in SHORTHANDS[flag].items()}
-    values |= {key: value for key, (value, _) in meant.items()}
-    for key in known:
-        text = arguments[key]
-        if text is None:
-            continue
-        if text == _BARE and known[key].annotation is not bool:
-            problems.append(f"command line: --{key} needs a value, {load.example(key)}")
-            continue
-        parsed = True if text == _BARE else load.parse_value(key, text)
-        if key in meant and spelled(known[key].annotation, parsed) != meant[key][0]:
-            means = f"{meant[key][1]} means {key} = {json.dumps(meant[key][0])}"
-            problems.append(f"command line: --{key}={text}: {means}; leave one of the two out")
-        values[key] = parsed
+    flags = [flag.removeprefix("--") for flag in (*known, *parser._option_string_actions, *own)]
+    problems = [f"command line: {text}" for text in hints.not_options(rest, flags)]
+    given = hints.unknown_keys(rest) | {key: arguments[key] for key in known if arguments[key] is not None}
+    values = {key: load.parse_value(key, text) for key, text in given.items()}
+    for flag, keys in SHORTHANDS.items():
+        if arguments[flag]:
+            both = keys.keys() & values
+            problems += [f"command line: {flag} sets {key}; leave --{key} or {flag} out" for key in both]
+            values |= keys
     loaded = load.load(
         arguments["config"],
         values,
@@ -121,7 +106,7 @@ def _parser(shows_all: bool) -> argparse.ArgumentParser:
     )
     add_flag = functools.partial(parser.add_argument, action="store_true")
     add_flag("--help-all", help=f"show all {len(schema.known_keys())} keys; --help shows those that are set most")
-    parser.add_argument("--config", type=paths.argument, metavar="FILE", help="a TOML experiment, see configs/")
+    parser.add_argument("--config", type=paths.expand, metavar="FILE", help="a TOML experiment, see configs/")
     add_flag("--print-config", help="print every value with its origin, and exit")
     add_flag("--check-config", help="check the config for this world size, and prepared data, and exit")
     add_flag("--inspect", help="print the sharded model and its FSDP groups, and exit")
@@ -139,7 +124,8 @@ def _parser(shows_all: bool) -> argparse.ArgumentParser:
         group = groups.setdefault(section, parser.add_argument_group(f"[{section}]"))
         shown = "-" if defaults[key] == "" else toml.format_value(defaults[key])
         text = f"{field.description} (default: {shown})".replace("%", "%%")
-        # values stay text here: the config checks them all together
         shown = text if shows_all or key in _MOST_SET else argparse.SUPPRESS
-        group.add_argument(f"--{key}", dest=key, nargs="?", const=_BARE, metavar=schema.type_name(key), help=shown)
+        # values stay text here: the config checks them all together
+        add_key = functools.partial(group.add_argument, f"--{key}", dest=key, metavar=schema.type_name(key), help=shown)
+        add_key(nargs="?", const="true") if field.annotation is bool else add_key()
     return parser

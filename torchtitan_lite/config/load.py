@@ -13,6 +13,8 @@ Paths are relative to the working directory; `base` is looked for next to its fi
 This needs neither torch nor a process group.
 """
 
+import ast
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -24,7 +26,6 @@ from pydantic_core import ErrorDetails
 from torchtitan_lite import hints
 from torchtitan_lite.config.families import FAMILIES, Family
 from torchtitan_lite.config.paths import expand
-from torchtitan_lite.config.registry import is_own
 from torchtitan_lite.config.schema import (
     REGISTRIES,
     Config,
@@ -40,7 +41,7 @@ from torchtitan_lite.config.sections.fsdp import strategy_keys
 from torchtitan_lite.config.sections.model import default_shape, rate_note
 from torchtitan_lite.config.sections.optim import fitting_warmup
 from torchtitan_lite.config.toml import Loaded, format_value
-from torchtitan_lite.errors import ConfigError, shortened
+from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.terminal import counted
 
 Layer = Mapping[str, Any]  # values by "section.key", unchecked
@@ -110,8 +111,8 @@ def load(
     if problems:
         raise ConfigError("\n  ".join([f"the configuration has {counted(len(problems), 'problem')}:", *problems]))
     notes += _without_effect(config, given, origins)
-    if config.model.init_from and "optim.lr" not in values:
-        notes += rate_note(config)
+    if config.model.init_from and "optim.lr" not in values and not config.has_checkpoint:
+        notes.append(rate_note(config))
     unused = {key for key, rule in usage_rules() if not rule.holds(config)}
     return Loaded(config, origins, notes, kept=[key for key in kept if key not in unused])
 
@@ -132,24 +133,14 @@ def read_file(path: Path, chain: Sequence[Path] = ()) -> list[tuple[str, Layer]]
     """
     path = expand(path)
     if path.resolve() in chain:
-        loop = " -> ".join(p.name for p in (*chain[chain.index(path.resolve()) :], path))
-        raise ConfigError(f"{path}: base files form a cycle: {loop}; remove one of the `base` lines")
-    if path.exists() and not path.is_file():
-        raise ConfigError(f"{path}: not a file")
-    content = b""
+        raise ConfigError(f"{path}: base files form a cycle: {' -> '.join(p.name for p in (*chain, path))}")
     try:
-        content = path.read_bytes()
-        tree = tomli.loads(content.decode("utf-8-sig"))  # editors on Windows may write a byte order mark
+        tree = tomli.loads(path.read_text(encoding="utf-8-sig"))  # editors on Windows may write a byte order mark
     except FileNotFoundError:
         referrer = f" (named as base by {chain[-1].name})" if chain else ""
-        raise ConfigError(f"{path}: no such file{referrer}{hints.sibling(path)}") from None
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        wrong = f"byte {content[error.start]:#04x} in line {line} is not UTF-8"
-        raise ConfigError(f"{path}: {wrong}; save the file as UTF-8") from None
-    except (OSError, ValueError) as error:  # ValueError: not TOML
-        fix = hints.in_quotes(content.decode(errors="replace"), str(error))
-        raise ConfigError(f"{shortened(path)}: can't be read as TOML: {shortened(error)}{fix}") from None
+        raise ConfigError(f"{path}: no such file{referrer}") from None
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or not TOML
+        raise ConfigError(f"{path}: can't be read as TOML: {error}") from None
     base = tree.pop("base", "")
     if not isinstance(base, str):
         raise ConfigError(f'{path}: base = {base!r}: should be the name of one file, e.g. base = "debug.toml"')
@@ -164,42 +155,28 @@ def read_file(path: Path, chain: Sequence[Path] = ()) -> list[tuple[str, Layer]]
 
 
 def parse_value(key: str, text: str) -> Any:
-    """Parse a value of the command line as TOML; if it is not TOML, it is a string (`--run.name=a`)."""
+    """Parse a value of the command line as TOML or, like .5 and True, as Python; else it is text (`--run.name=a`)."""
     field = known_keys().get(key)
-    # a dict[str, ...] has str among its arguments, but is not text
     annotation = field.annotation if field is not None else None
+    # a dict[str, ...] has str among its arguments, but is not text
     is_text = annotation is str or (get_origin(annotation) is not dict and str in get_args(annotation))
     if is_text and text[:1] not in ("'", '"', "["):
-        return _several(text) if key == "data.path" and "," in text else text
-    if text in ("True", "False"):
-        text = text.lower()
-    try:
-        return tomli.loads(f"value = {text}")["value"]
-    except ValueError:
-        try:
-            return float(text)  # .5 and 1E5 are common, but not TOML
-        except ValueError:
-            return text
-
-
-def _several(text: str) -> str | list[str]:
-    """The paths that a text separates by commas, unless there is a text at all of it."""
-    from torchtitan_lite.config.find_text import unfound
-
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    return parts if unfound(text) else text
+        return text.split(",") if key == "data.path" and "," in text else text
+    for parse in (lambda text: tomli.loads(f"value = {text}")["value"], ast.literal_eval):
+        with contextlib.suppress(ValueError, SyntaxError):
+            return parse(text)
+    return text
 
 
 def _import_own(given: Layer) -> Iterator[tuple[str, str]]:
     """Import the parts of the user's own that are given. Yields the key of each that is none, and what is wrong."""
     for key, registry in REGISTRIES.items():
         names = given.get(key, [])
-        for name in [names] if isinstance(names, str) else names if isinstance(names, list) else []:
-            if is_own(name) and name not in registry:
-                try:
-                    registry.add(name)
-                except ConfigError as error:
-                    yield key, str(error)
+        for name in names.split(",") if isinstance(names, str) else names if isinstance(names, list) else []:
+            try:
+                registry.add(str(name).strip())
+            except ConfigError as error:
+                yield key, str(error)
 
 
 def _merged(layers: Iterable[tuple[str, Layer]]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -215,11 +192,8 @@ def _merged(layers: Iterable[tuple[str, Layer]]) -> tuple[dict[str, Any], dict[s
 def _saved_values(given: Layer, saved: Saved) -> Layer:
     """The values of the checkpoint that the run resumes from; {} if there is none, or none of another family."""
     names = "run.out_dir", "run.name", "checkpoint.resume"
-    out_dir, name, resume = (given.get(key, default_of(key)) for key in names)
-    try:
-        before = saved(expand(out_dir) / name, resume)
-    except (ConfigError, OSError, TypeError, ValueError):  # such a name is refused elsewhere
-        return {}
+    out_dir, name, resume = (str(given.get(key, default_of(key))) for key in names)
+    before = saved(expand(out_dir) / name, resume)
     family = before.get("model.family", "")
     is_same = str(given.get("model.family", family)).lower() == family.lower()
     return before if is_same else {}  # nothing of it may suit another one
@@ -321,10 +295,10 @@ def _without_effect(config: Config, given: Layer, origins: Mapping[str, str]) ->
 
 def _describe(key: str, value: Any, origin: str, message: str) -> str:
     if origin == COMMAND_LINE:
-        return f"{origin}: --{key}={shortened(str(value))}: {message}"
+        return f"{origin}: --{key}={value}: {message}"
     section, _, name = key.rpartition(".")
     table = f"[{section}] " if section else ""
-    return f"{origin}: {table}{name} = {shortened(repr(value))}: {message}"
+    return f"{origin}: {table}{name} = {value!r}: {message}"
 
 
 def example(key: str, origin: str = COMMAND_LINE) -> str:
@@ -336,18 +310,11 @@ def example(key: str, origin: str = COMMAND_LINE) -> str:
 
 
 def _sentence(item: ErrorDetails) -> str:
-    """What is wrong with a value. A part of it is named, and shown."""
+    """What is wrong with a value, or with a part of it."""
     message = item["msg"].removeprefix("Input ").removeprefix("Value error, ")
-    message = message[:1].lower() + message[1:]
     if item["type"] == "literal_error":
         message += hints.choice(str(item["input"]), item["ctx"]["expected"])
-    key, inside = ".".join(map(str, item["loc"][:2])), [p for p in item["loc"][2:] if p not in ("str", "list[str]")]
-    if not inside:
-        return message
-    part = shortened(key + "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in inside))
-    if item["type"] == "missing":
-        return f"{part} is missing"
-    if item["type"] == "extra_forbidden":
-        fields = get_args(known_keys()[key].annotation)[0].model_fields
-        return f"{part}: unknown key; the nearest known one is {hints.nearest(str(inside[-1]), fields)}"
-    return f"{part} = {shortened(repr(item['input']))} {message}"
+    message = message[:1].lower() + message[1:]
+    section, name, *inside = (part for part in item["loc"] if part not in ("str", "list[str]"))
+    part = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in inside)
+    return f"{section}.{name}{part}: {message}" if part else message

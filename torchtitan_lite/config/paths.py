@@ -1,17 +1,17 @@
-"""Paths from the user: `~`, problems, and prepared folders. find_text.py has what only the search for text needs."""
+"""Paths from the user: `~`, problems, prepared folders, and the search for text."""
 
-import argparse
 import contextlib
+import glob
 import json
 import os
-import stat
+from collections.abc import Iterator
 from pathlib import Path
 
-from torchtitan_lite.errors import ConfigError, shortened
+from torchtitan_lite.errors import ConfigError, DataError, UserError
 
 
 def expand(path: str | Path) -> Path:
-    """Replace `~` or `~name`.
+    """Replace `~` or `~name`. Also the argparse `type` of a path.
 
     Raises:
         ConfigError: the user or the home folder is unknown.
@@ -19,50 +19,18 @@ def expand(path: str | Path) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        name = Path(path).parts[0]
-        why = f"there is no user {name[1:]}" if name != "~" else f"HOME is not set, and uid {os.getuid()} has no name"
-        raise ConfigError(f"{path}: {name} is not known: {why}; write the path in full") from None
-
-
-def argument(text: str) -> Path:
-    """The argparse `type` of a path."""
-    if not text or "\0" in text:
-        raise argparse.ArgumentTypeError(f"{text!r} is no path")
-    try:
-        return expand(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise ConfigError(f"{path}: the home folder is not known; write the path in full") from None
 
 
 def problem(path: str | Path) -> str:
     """Why a file or folder can't be read; empty if it can. Does not open it."""
     try:
-        where = expand(path)
-        is_folder = stat.S_ISDIR(where.stat().st_mode)
-    except ConfigError as error:
-        return str(error)
+        expand(path).stat()
     except FileNotFoundError:
-        return f"nothing at {shortened(path)} (looked in {Path.cwd()})"
-    except (OSError, ValueError) as error:  # ValueError: a NUL
-        return f"{shortened(path)}: {getattr(error, 'strerror', None) or error}"
-    effective = os.access in os.supports_effective_ids
-    if not os.access(where, os.R_OK | os.X_OK if is_folder else os.R_OK, effective_ids=effective):
-        return f"{path}: permission denied to uid {os.geteuid()}"
-    return ""
-
-
-def not_a_folder(path: str) -> str:
-    """Why a path can't be a folder; empty if it is one, or can become one."""
-    try:
-        where = expand(path)
-        return f"{path} can't be written: it is not a folder" if where.exists() and not where.is_dir() else ""
-    except ConfigError as error:
+        return f"nothing at {path} (looked in {Path.cwd()})"
+    except (ConfigError, OSError) as error:
         return str(error)
-    except OSError as error:
-        return f"{shortened(path)}: {error.strerror or error}"
-
-
-_LONGEST_META = 256 << 20  # bytes
+    return "" if os.access(expand(path), os.R_OK) else f"{path}: permission denied to uid {os.geteuid()}"
 
 
 def is_prepared(path: str | Path) -> bool:
@@ -70,14 +38,66 @@ def is_prepared(path: str | Path) -> bool:
 
     A folder of text may hold an unrelated meta.json. An unreadable folder gives False: reading it reports the error.
     """
-    with contextlib.suppress(OSError, ValueError, RuntimeError):
-        folder = Path(path).expanduser()
-        file = folder / "meta.json"
-        if not file.is_file():
-            return False
-        if {"tokenizer.json", "train.idx"} <= {entry.name for entry in os.scandir(folder)}:
+    folder = expand(path)
+    with contextlib.suppress(OSError, ValueError):
+        content = (folder / "meta.json").read_bytes()
+        if {"tokenizer.json", "train.idx"} <= set(os.listdir(folder)):
             return True
-        if file.stat().st_size <= _LONGEST_META:
-            content = json.loads(file.read_bytes())
-            return isinstance(content, dict) and {"format_version", "tokens_sha256"} <= content.keys()
+        return {"format_version", "tokens_sha256"} <= set(json.loads(content))
     return False
+
+
+# --- the search for text ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def reading(path: str | Path) -> Iterator[None]:
+    """Turn an OSError into a DataError about its file, or about this path."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{error.filename or path} can't be read: {error.strerror or error}") from None
+
+
+def kind_of(path: Path) -> str:
+    """What a path leads to, for messages."""
+    return "a folder" if path.is_dir() else "a file" if path.is_file() else "not a regular file"
+
+
+def matching(entry: str) -> list[Path]:
+    """The path itself if it exists, even with `[` or `*` in its name; else the files and folders that match it, sorted.
+
+    Raises:
+        UserError: it can't be read, or its `~` is unknown.
+    """
+    path = expand(entry)
+    with reading(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        path.lstat()
+        return [path]
+    return [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+
+
+def files_below(folder: Path) -> list[Path]:
+    """All files in a folder and its subfolders, sorted. Linked folders are followed; each folder is read once.
+
+    Raises:
+        DataError: a folder can't be listed: it may hold text.
+    """
+    files, left, seen = list[Path](), [folder], set[str]()
+    with reading(folder):
+        while left:
+            here = left.pop()
+            if (real := os.path.realpath(here)) in seen:
+                continue
+            seen.add(real)
+            for entry in sorted(here.iterdir(), reverse=True):
+                (left if entry.is_dir() else files).append(entry)
+    return sorted(files)
+
+
+def unfound(entry: str) -> str:
+    """Why an entry of `[data] path` matches nothing; empty if it matches something."""
+    try:
+        return "" if matching(entry) else f"nothing found at {entry}"
+    except UserError as error:
+        return str(error)

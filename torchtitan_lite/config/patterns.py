@@ -3,8 +3,6 @@
 import fnmatch
 from collections.abc import Iterator, Sequence
 
-from torchtitan_lite.errors import shortened
-
 
 def first_match(name: str, patterns: Sequence[str]) -> int | None:
     """The index of the first pattern that matches a name, or None."""
@@ -30,4 +28,4 @@ def unused(
             why = "earlier patterns match all of its parameters"
             if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
                 why = hints.pattern(pattern, names)
-            yield f'{key}: {field}"{shortened(pattern)}" matches no {what}: {why}'
+            yield f'{key}: {field}"{pattern}" matches no {what}: {why}'

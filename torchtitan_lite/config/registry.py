@@ -17,9 +17,9 @@ from torchtitan_lite.errors import ConfigError
 T = TypeVar("T")
 
 
-def is_own(name: object) -> bool:
+def is_own(name: str) -> bool:
     """Whether this is a "module:Name"."""
-    return isinstance(name, str) and re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name) is not None
+    return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name) is not None
 
 
 class Registry(dict[str, T], Generic[T]):
@@ -35,11 +35,16 @@ class Registry(dict[str, T], Generic[T]):
         self.key, self.page, self.kind = key, page, kind
 
     def add(self, name: str) -> None:
-        """Import "module:Name", from the working directory too, and enter it.
+        """Import "module:Name", from the working directory too, and enter it. What is in here stays as it is.
+
+        Args:
+            name: as a command, or the file that it names, gives it. One that is no "module:Name" is ignored.
 
         Raises:
             ConfigError: there is none, or it is no entry.
         """
+        if not is_own(name) or name in self:
+            return
         if (here := str(Path.cwd())) not in sys.path:
             sys.path.append(here)
         try:
@@ -60,7 +65,11 @@ class Registry(dict[str, T], Generic[T]):
         if name in self or name.lower() in self:
             return name if name in self else name.lower()
         if is_own(name):
-            raise ValueError(f"imported only if the command or its file names it: --{self.key}={name}")
+            raise ValueError(self.not_imported(name))
         *others, last = map(repr, self)
         choices = f"{', '.join(others)} or {last}"
         raise ValueError(f"should be {choices}{hints.choice(name, choices)}; {self.page} adds one of your own")
+
+    def not_imported(self, name: str) -> str:
+        """What is wrong with a "module:Name" that is not in here."""
+        return f"imported only if the command or its file names it: --{self.key}={name}"

@@ -16,12 +16,11 @@ from torchtitan_lite.config.registry import Registry
 from torchtitan_lite.config.section import IS_PATH, Bits, Frozen, Machine, Resume, Section, UsedIf, used_with
 from torchtitan_lite.config.sections import compute, data, fsdp, model, optim, outputs, run, train
 from torchtitan_lite.config.sections.compute import ActivationCheckpointingConfig, CompileConfig, SpeedConfig
-from torchtitan_lite.config.sections.data import DataConfig, TokenizerConfig, span_lengths
+from torchtitan_lite.config.sections.data import READERS, DataConfig, TokenizerConfig, span_lengths
 from torchtitan_lite.config.sections.fsdp import FsdpConfig, GradScalerConfig, PrecisionOverride
 from torchtitan_lite.config.sections.model import ModelConfig
 from torchtitan_lite.config.sections.optim import OPTIMIZERS, OptimConfig, ParameterGroup
 from torchtitan_lite.config.sections.outputs import (
-    MIN_TEMPERATURE,
     TRACKERS,
     CheckpointConfig,
     EvalConfig,
@@ -33,7 +32,6 @@ from torchtitan_lite.config.sections.run import RunConfig
 from torchtitan_lite.config.sections.train import SpikeConfig, TrainConfig
 
 __all__ = [
-    "MIN_TEMPERATURE",
     "ActivationCheckpointingConfig",
     "CheckpointConfig",
     "CompileConfig",
@@ -82,6 +80,11 @@ class Config(Frozen):
     def folder(self) -> Path:
         """The run's folder."""
         return expand(self.run.out_dir) / self.run.name
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether the run has started before. What it started from may be gone since."""
+        return any(self.folder.glob("checkpoints/step-*"))
 
     @property
     def in_epochs(self) -> list[str]:
@@ -140,7 +143,7 @@ def flatten(config: Config) -> dict[str, Any]:
     return {f"{section}.{key}": value for section, table in tree.items() for key, value in table.items()}
 
 
-REGISTRIES: dict[str, Registry[Any]] = {registry.key: registry for registry in (FAMILIES, OPTIMIZERS, TRACKERS)}
+REGISTRIES: dict[str, Registry[Any]] = {entries.key: entries for entries in (FAMILIES, OPTIMIZERS, TRACKERS, READERS)}
 
 
 def type_name(key: str) -> str:

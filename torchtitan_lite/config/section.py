@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_origin
 
-import tomli
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -140,34 +139,16 @@ def spelled(annotation: Any, value: Any, *, commas: bool = True) -> Any:
         commas: whether they separate; not in free text.
     """
     if (kind := get_origin(annotation)) in (list, tuple):
-        if isinstance(value, str):
-            value = _items(get_args(annotation)[0], value) if commas else [value]
-        elif isinstance(value, int | float | dict):
-            value = [value]
-        if not isinstance(value, list):
-            return value
-        return kind([spelled(get_args(annotation)[0], item) for item in value])
+        if isinstance(value, str) and commas:
+            # a comma in brackets belongs to a pattern: layers.[0,1].*
+            value = [part.strip() for part in re.findall(r"(?:\[[^\]]*\]|[^,])+", value)]
+        items = value if isinstance(value, list | tuple) else [value]
+        return kind(spelled(get_args(annotation)[0], item) for item in items)
     if not isinstance(value, str):
         return value
     kinds = [annotation, *get_args(annotation)]  # of a Literal, or of a union with one
     choices = {c.lower(): c for k in kinds if get_origin(k) is Literal for c in get_args(k) if isinstance(c, str)}
     return choices.get(value.lower(), choices.get(_SHORT_NAMES.get(value.lower(), value), value))
-
-
-def _items(annotation: Any, text: str) -> list[Any]:
-    """The items of a list that is written without its brackets."""
-    names = get_origin(annotation) is Annotated and get_args(annotation)[0] is str  # of entries of a registry
-    if annotation is str or get_origin(annotation) is Literal or names:
-        # a comma in brackets belongs to a pattern: layers.[0,1].*
-        return [part.strip() for part in re.findall(r"(?:\[[^\]]*\]|[^,])+", text)]
-    try:
-        return list(tomli.loads(f"value = [{text}]")["value"])
-    except ValueError:
-        pass
-    try:
-        return [float(part) for part in text.split(",")]  # .9,.95 is common, but not TOML
-    except ValueError:
-        return [text]
 
 
 # --- types of fields --------------------------------------------------------------------------------------------

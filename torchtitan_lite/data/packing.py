@@ -23,7 +23,7 @@ import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
 
-from torchtitan_lite.config.find_text import reading
+from torchtitan_lite.config.paths import reading
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Array, Rows, Samples

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from torchtitan_lite.config.find_text import kind_of
-from torchtitan_lite.config.paths import expand
+from torchtitan_lite.config.paths import expand, kind_of
 from torchtitan_lite.errors import ConfigError, DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"

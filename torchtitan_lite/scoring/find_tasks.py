@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FunctionType
 
 from torchtitan_lite.config.paths import problem
-from torchtitan_lite.config.registry import Registry, is_own
+from torchtitan_lite.config.registry import Registry
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.token_files import PAIRS, TokenFiles, document_ends
@@ -53,8 +53,7 @@ def find(
 
 
 def _task(name: str, data: Callable[[], DataSet] | None) -> Task | None:
-    if is_own(name):
-        BUILT_IN.add(name)
+    BUILT_IN.add(name)
     if make := BUILT_IN.get(name):
         return make(held_out_documents(name, data())) if data else None
     if name.endswith(".jsonl") or not problem(name):

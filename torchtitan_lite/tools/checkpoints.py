@@ -215,8 +215,8 @@ def main(argv: Sequence[str]) -> int:
         prog="checkpoint.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("verify").add_argument("paths", type=paths.argument, nargs="+")
-    commands.add_parser("inspect").add_argument("folder", type=paths.argument)
+    commands.add_parser("verify").add_argument("paths", type=paths.expand, nargs="+")
+    commands.add_parser("inspect").add_argument("folder", type=paths.expand)
     for name, first, what, written in (
         ("convert", "folder", "a run (its newest checkpoint) or a checkpoint", "the folder in which step-N is written"),
         (
@@ -227,13 +227,13 @@ def main(argv: Sequence[str]) -> int:
         ),
     ):
         command = commands.add_parser(name)
-        command.add_argument(first, type=paths.argument, help=what)
-        command.add_argument("out", type=paths.argument, help=written)
+        command.add_argument(first, type=paths.expand, help=what)
+        command.add_argument("out", type=paths.expand, help=written)
     command.add_argument("--ema", action="store_true", help="the averaged weights, see optim.ema_decay")
     command.add_argument("--best", action="store_true", help="of a run: the checkpoint with the lowest validation loss")
     command = commands.add_parser("import")
-    command.add_argument("folder", type=paths.argument)
-    command.add_argument("out", type=paths.argument, nargs="?")
+    command.add_argument("folder", type=paths.expand)
+    command.add_argument("out", type=paths.expand, nargs="?")
     arguments = parser.parse_args(argv)
     return run_cli("checkpoint.py", lambda: _run(arguments))
 

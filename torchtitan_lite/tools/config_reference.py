@@ -21,7 +21,7 @@ the command line; `base` is looked for next to the file that names it first. Cho
 
 A list may be written without brackets: `--log.trackers=tensorboard,wandb`, `--optim.betas=0.9,0.95`, or a single value.
 A comma inside brackets belongs to a pattern (`layers.[0,1].*`). `sample.prompts` is not split, since text has commas:
-`--sample.prompts='["one, two", "three"]'` works. A `data.path` of which nothing exists as it stands is split too.
+`--sample.prompts='["one, two", "three"]'` works. A name with a comma is quoted: `--data.path='"a,b.txt"'`.
 """
 
 

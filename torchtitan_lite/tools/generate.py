@@ -19,7 +19,6 @@ import torch
 
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.families import FAMILIES
-from torchtitan_lite.config.schema import MIN_TEMPERATURE
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.pairs import with_prefix
 from torchtitan_lite.errors import ConfigError, OutputError, run_cli
@@ -83,16 +82,12 @@ class Options:
 
     def problems(self) -> list[str]:
         """The options that are out of range, and what works."""
-        warm = MIN_TEMPERATURE <= self.temperature < float("inf")
         return out_of_range(
             self,
             beams=(1 <= self.beams <= MOST_BEAMS, f"1 to {MOST_BEAMS}, e.g. 4"),
             length_penalty=(-10 <= self.length_penalty <= 10, "between -10 and 10, e.g. 1.0"),
             max_tokens=(self.max_tokens >= 1, "at least 1"),
-            temperature=(
-                warm or self.temperature == 0,
-                f"0 (always the likeliest token) or at least {MIN_TEMPERATURE}, e.g. 0.8",
-            ),
+            temperature=(0 <= self.temperature < float("inf"), "0 (always the likeliest token) or more, e.g. 0.8"),
             top_k=(self.top_k >= 0, "0 (all) or more, e.g. 50"),
             top_p=(0 < self.top_p <= 1, "above 0 and at most 1, e.g. 0.95"),
             seed=(0 <= self.seed < 2**63, "0 or more and have at most 63 bits, e.g. 0"),
@@ -187,7 +182,7 @@ def main(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("run", type=paths.argument, metavar="RUN", help="a run, one of its checkpoints, or a Hugging Face folder")
+    add("run", type=paths.expand, metavar="RUN", help="a run, one of its checkpoints, or a Hugging Face folder")
     add("--prompt", help='the beginning of the text, or ""; one document, also behind an end token inside it')
     add("--source", default=None, help="encoder-decoders: the text to answer, e.g. to summarize")
     add("--beams", type=int, default=1, help="encoder-decoders: number of beams; replaces sampling")
@@ -202,7 +197,7 @@ def main(argv: Sequence[str]) -> int:
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the parameters")
     add("--best", action="store_true", help="of a run: the checkpoint with the lowest validation loss")
     add("--ema", action="store_true", help="use the averaged weights, see optim.ema_decay")
-    add("--tokenizer", type=paths.argument, default=None, help="a tokenizer.json, where RUN has none")
+    add("--tokenizer", type=paths.expand, default=None, help="a tokenizer.json, where RUN has none")
     add("--model.family", dest="family", default="", metavar="module:Name", help="of a model of your own: import it")
     args = parser.parse_args(argv)
     prepare_streams()
@@ -219,8 +214,7 @@ def _run(args: argparse.Namespace) -> int:
     problems += options.problems()
     if problems:
         raise ConfigError("\n  ".join(problems))
-    if args.family:
-        FAMILIES.add(args.family)
+    FAMILIES.add(args.family)
     try:
         run = best_checkpoint(args.run) if args.best else args.run
         opened = open_model(run, device_of(args.device), getattr(torch, args.dtype), args.tokenizer, ema=args.ema)

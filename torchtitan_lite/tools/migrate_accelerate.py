@@ -366,7 +366,7 @@ def read(file: Path) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m torchtitan_lite.migrate", description=__doc__.splitlines()[0])
-    parser.add_argument("file", type=paths.argument, help="an Accelerate config, e.g. default_config.yaml")
+    parser.add_argument("file", type=paths.expand, help="an Accelerate config, e.g. default_config.yaml")
     file: Path = parser.parse_args(argv).file
 
     def run() -> int:

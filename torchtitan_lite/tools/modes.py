@@ -11,7 +11,6 @@ from torchtitan_lite.process import local_rank
 from torchtitan_lite.terminal import print_line
 from torchtitan_lite.tools import dry_run, inspect
 from torchtitan_lite.tools.incidents import replay
-from torchtitan_lite.training.epochs import data_is_prepared
 from torchtitan_lite.training.session import Session, StepResult
 from torchtitan_lite.training.start import prepared
 
@@ -26,7 +25,7 @@ def run(
     notes = [f"note    {note}" for note in command.loaded.notes]
     if command.check_config and (refused := why_not_again(command.loaded)):
         raise RepeatError(refused)
-    if command.check_config and data_is_prepared(command.loaded.config):
+    if command.check_config and command.loaded.config.data.is_prepared:
         prepared(command.loaded)  # is refused if it is damaged
     if command.print_config or command.check_config:
         notes.append(f"the configuration is fine; its run is in {command.loaded.config.folder}")

@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
         description="Whether a run is alive, its step, loss and speed, and how long ago its last record was.",
         allow_abbrev=False,
     )
-    parser.add_argument("run", nargs="?", type=paths.argument, help="the run's folder; default: the newest in runs/")
+    parser.add_argument("run", nargs="?", type=paths.expand, help="the run's folder; default: the newest in runs/")
     args = parser.parse_args(argv)
     return run_cli("status", lambda: _status(args.run or _newest()))
 

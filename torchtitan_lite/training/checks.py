@@ -99,8 +99,7 @@ def check_default_text(config: Config) -> dict[str, str]:
 def check_text(config: Config) -> dict[str, str]:
     """Look for text in the folders of [data], as the preparation does. Returns the broken rules."""
     data = config.data
-    named = [*data.sources, *([data.path] if isinstance(data.path, str) else data.path)]
-    folders = [path for path in named if path and expand(path).is_dir() and not is_prepared(path)]
+    folders = [path for path in data.texts if expand(path).is_dir() and not is_prepared(path)]
     if not folders and not data.text_suffixes:
         return {}
     from torchtitan_lite.data.prepare.texts import CONFIG, checked_suffixes, find
@@ -108,7 +107,7 @@ def check_text(config: Config) -> dict[str, str]:
     try:
         checked_suffixes(data.text_suffixes, CONFIG)
         for folder in folders:
-            find(folder, data.text_key, data.text_suffixes, CONFIG)
+            find(folder, [data.text_key], data.text_suffixes, CONFIG)
     except DataError as error:
         return {"data.path data.sources data.text_suffixes": str(error)}
     return {}

@@ -14,7 +14,6 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from torchtitan_lite.config.paths import is_prepared
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.sections.optim import fitting_warmup, warmup_rules
 from torchtitan_lite.config.toml import Loaded
@@ -69,12 +68,6 @@ def resolved(loaded: Loaded, data: DataSet, info: Callable[[str], None] = print)
     return replace(loaded, config=found, written=config)
 
 
-def data_is_prepared(config: Config) -> bool:
-    """Whether all data is in prepared folders."""
-    paths = list(config.data.sources) if config.data.sources else [config.data.path]
-    return all(isinstance(path, str) and path and is_prepared(path) for path in paths)
-
-
 def planned(loaded: Loaded) -> Config:
     """The config for a plan: in steps, or with 0 steps if their number needs data that is not prepared here.
 
@@ -83,7 +76,7 @@ def planned(loaded: Loaded) -> Config:
     config = loaded.config
     if not config.train.epochs and config.optim.schedule != "step":
         return config
-    if data_is_prepared(config):
+    if config.data.is_prepared:
         return resolved(loaded, prepare_all(config.data, config.tokenizer, print)).config
     steps = 0 if config.train.epochs else config.train.steps
     return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})

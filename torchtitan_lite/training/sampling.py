@@ -146,8 +146,7 @@ def known_tokenizer(config: Config) -> Tokenizer | None:
     """
     if config.tokenizer.path:
         return bpe.load(expand(config.tokenizer.path))
-    named = config.data.sources or ([config.data.path] if isinstance(config.data.path, str) else [])
-    prepared = [expand(path) for path in named if path and not problem(path) and is_prepared(path)]
+    prepared = [expand(path) for path in config.data.texts if is_prepared(path)]
     with contextlib.suppress(DataError):  # a damaged folder is reported when the run opens it
         if prepared:
             return bpe.load(prepared[0] / "tokenizer.json")

@@ -55,21 +55,9 @@ emulates it, for tests"""
 
 
 def rules(config: "Config", machine: Machine) -> Rules:
-    """The broken rules of activation checkpointing and of float8."""
-    checkpointing = config.activation_checkpointing
-    n_blocks = sum(config.model.stacks)
-    if checkpointing.mode != "none" and checkpointing.every > max(n_blocks - 1, 1):
-        yield (
-            "activation_checkpointing.every model.n_layers",
-            f"activation_checkpointing.every = {checkpointing.every} applies only to the first of {n_blocks} "
-            f"blocks; every = {max(n_blocks - 1, 1)} works",
-        )
-    if config.speed.float8:
-        yield from _float8_rules(config)
-
-
-def _float8_rules(config: "Config") -> Rules:
     """What float8 does not go with."""
+    if not config.speed.float8:
+        return
     fsdp, micro_batch = config.fsdp, config.train.micro_batch_size
     # the product for a weight's gradient sums over the tokens; batches of pairs end at a multiple of 8 columns
     lengths = {8} if config.data.objective == "pairs" else {config.input_len, config.target_len}

@@ -2,14 +2,17 @@
 
 import functools
 import json
-import os
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, PositiveFloat
 
 from torchtitan_lite.config.families import FAMILIES
-from torchtitan_lite.config.paths import expand, is_prepared, not_a_folder, problem
+from torchtitan_lite.config.paths import is_prepared, problem, unfound
+from torchtitan_lite.config.registry import Registry
 from torchtitan_lite.config.section import (
     FORK,
     IS_PATH,
@@ -22,30 +25,39 @@ from torchtitan_lite.config.section import (
     UsedIf,
     used_with,
 )
-from torchtitan_lite.errors import shortened
 
 if TYPE_CHECKING:
     from torchtitan_lite.config.schema import Config
 
 
-def _all_prepared(config: "Config") -> bool:
-    """Whether all data is already prepared. `local_rules` reports unreadable paths."""
-    data = config.data
-    named = list(data.sources) if data.sources else [data.path] if isinstance(data.path, str) else []
-    try:
-        return any(named) and all(is_prepared(path) for path in named)
-    except (OSError, RuntimeError):
-        return False
-
-
-_PREPARING = UsedIf("data.path data.sources", "text to prepare", lambda c: not _all_prepared(c))
+_PREPARING = UsedIf("data.path data.sources", "text to prepare", lambda c: not c.data.is_prepared)
 _TRAINING_TOKENIZER = UsedIf(
     "tokenizer.path data.path data.sources",
     "a tokenizer to train",
-    lambda c: not c.tokenizer.path and not _all_prepared(c),
+    lambda c: not c.tokenizer.path and not c.data.is_prepared,
 )
 _SPANS = used_with("data.objective", "span_corruption")
 _PAIRS = used_with("data.objective", "pairs")
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A reader of texts: plain data, like an optimizer."""
+
+    suffix: str  # of its files, e.g. ".csv"
+    read: str  # "module:function", which is called with a stream and the Corpus (data/prepare/documents.py)
+
+    def load(self) -> Callable[..., Any]:
+        """Import the function."""
+        read: Callable[..., Any] = pkgutil.resolve_name(self.read)
+        return read
+
+
+_BUILT_IN = {
+    suffix: Reader(suffix, f"torchtitan_lite.data.prepare.documents:read_{suffix[1:]}")
+    for suffix in (".txt", ".jsonl", ".csv", ".tsv", ".parquet")
+}
+READERS = Registry("data.text_suffixes", "docs/extending.md", Reader, _BUILT_IN)
 
 
 class TokenizerConfig(Section):
@@ -80,7 +92,7 @@ class DataConfig(Section):
     text_key: Annotated[str, _PREPARING] = "text"
     """the key of a .jsonl line, or the column of a .csv, .tsv or .parquet file, that holds the text"""
     text_suffixes: Annotated[list[str], _PREPARING] = []
-    """further suffixes to read: [".md", ".py"] as plain text, like .txt"""
+    """further suffixes to read: [".md", ".py"] as plain text, like .txt; or readers of your own (docs/extending.md)"""
     val_fraction: Annotated[float, _PREPARING] = Field(default=0.05, gt=0, lt=1)
     """fraction of the documents held out for validation, chosen by hash"""
     packing: Annotated[Literal["concat", "best_fit"], FORK] = "concat"
@@ -109,6 +121,16 @@ decoder fills them; pairs: a source and its target"""
     """cache folder for prepared text; empty: $XDG_CACHE_HOME/torchtitan_lite or ~/.cache/torchtitan_lite"""
     skip_samples: Annotated[list[list[int]], FORK] = Field(default=[], examples=[[[800, 960]]])
     """ranges of the run's samples to skip: with [[800, 960]] no step sees the samples 800 to 959"""
+
+    @property
+    def texts(self) -> list[str]:
+        """The entries of `path` or `sources`; none: the default text."""
+        return [*self.sources, *([self.path] if self.path and isinstance(self.path, str) else self.path)]
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether all data is in prepared folders."""
+        return bool(self.texts) and all(map(is_prepared, self.texts))
 
     def position(self, first: int, size: int) -> int:
         """Moves a batch that would start at `first` past every skipped range that it overlaps."""
@@ -182,14 +204,11 @@ def rules(config: "Config", machine: Machine) -> Rules:
                 f'data.{key} = {json.dumps(value)} is for data.objective = "causal", not "{data.objective}"; '
                 f"leave it out",
             )
-    if data.cache_dir and (wrong := not_a_folder(data.cache_dir)):
-        yield "data.cache_dir", f"data.cache_dir: {wrong}"
-    bounds = [bound for pair in data.skip_samples for bound in (pair if len(pair) == 2 else (1, 0))]
-    rising = all(a < b for a, b in zip(bounds[::2], bounds[1::2], strict=True))
-    if bounds != sorted(bounds) or not rising or any(not 0 <= bound < 1 << 53 for bound in bounds):
+    bounds = [bound for pair in data.skip_samples for bound in pair]
+    if any(len(pair) != 2 or pair[0] >= pair[1] for pair in data.skip_samples) or bounds != sorted(bounds):
         yield (
             "data.skip_samples",
-            f"data.skip_samples = {shortened(data.skip_samples)} should be pairs of a first sample and the one after "
+            f"data.skip_samples = {data.skip_samples} should be pairs of a first sample and the one after "
             "the last, ascending and without overlap, e.g. [[800, 960], [2400, 2480]]",
         )
     if data.sources and data.path:
@@ -208,15 +227,13 @@ def _pair_rules(config: "Config") -> Rules:
             'data.objective = "pairs" needs data.target_len, the maximum tokens of a target, e.g. data.target_len = 32 '
             "(train.seq_len is that of a source)",
         )
-    if data.source_key or data.target_key or data.source_prefix:
-        keys = f"data.source_key = {data.source_key!r} and data.target_key = {data.target_key!r}"
-        example = 'e.g. data.source_key = "text" and data.target_key = "headline"'
-        if not data.source_key or not data.target_key:
-            wrong = "name the columns or keys of a source and its target: both are needed"
-            yield "data.source_key data.target_key", f"{keys} {wrong}, {example}"
-        elif data.source_key == data.target_key:
-            wrong = "are equal, but name two columns or keys"
-            yield "data.source_key data.target_key", f"{keys} {wrong}, {example}"
+    keys = [data.source_key, data.target_key]
+    if (any(keys) or data.source_prefix) and (not all(keys) or keys[0] == keys[1]):
+        yield (
+            "data.source_key data.target_key",
+            f"data.source_key = {data.source_key!r} and data.target_key = {data.target_key!r} should name the columns "
+            'or keys of a source and of its target, e.g. data.source_key = "text" and data.target_key = "headline"',
+        )
     is_decoder = not FAMILIES[model.family].encoder_decoder
     if is_decoder and train.seq_len <= model.max_seq_len < config.input_len:
         yield (
@@ -229,9 +246,8 @@ def _pair_rules(config: "Config") -> Rules:
 def local_rules(config: "Config", machine: Machine) -> Rules:
     """The broken rules of texts, prepared folders and tokenizers."""
     data, model, tokenizer = config.data, config.model, config.tokenizer
-    texts = [*data.sources, *([data.path] if isinstance(data.path, str) else [])]
-    trained = not tokenizer.path and not any(is_prepared(path) for path in texts if not problem(path))
-    if trained and 0 < model.vocab_size < tokenizer.vocab_size:
+    prepared = [path for path in data.texts if is_prepared(path)]
+    if not tokenizer.path and not prepared and 0 < model.vocab_size < tokenizer.vocab_size:
         yield (
             "model.vocab_size tokenizer.vocab_size",
             f"model.vocab_size = {model.vocab_size} is smaller than tokenizer.vocab_size = "
@@ -239,32 +255,12 @@ def local_rules(config: "Config", machine: Machine) -> Rules:
         )
     if tokenizer.path and (wrong := problem(tokenizer.path)):
         yield "tokenizer.path", f"tokenizer.path: {wrong}"
-    paths = [data.path] if isinstance(data.path, str) else data.path
-    for key, named in (("data.path", paths), ("data.sources", data.sources)):
-        if missing := [why for path in named if path and (why := _missing_text(path))]:
-            yield key, f"{key}: {'; '.join(missing)} (looked in {Path.cwd()})"
-    places: dict[str, str] = {}
-    for path in data.sources:
-        if problem(path) == "" and (first := places.setdefault(os.path.realpath(expand(path)), path)) != path:
-            yield (
-                "data.sources same",
-                f'data.sources: "{first}" and "{path}" are the same; name it once, with the sum of both weights',
-            )
-    if data.path == []:
-        yield "data.path", 'data.path = [] names no text; data.path = "" is Python\'s standard library'
-    if isinstance(data.path, list) and (prepared := [p for p in paths if not problem(p) and is_prepared(p)]):
+    if missing := [why for path in data.texts if (why := unfound(path))]:
+        key = "data.sources" if data.sources else "data.path"
+        yield key, f"{key}: {'; '.join(missing)} (looked in {Path.cwd()})"
+    if prepared and isinstance(data.path, list):
         yield (
             "data.path",
             f"data.path: {prepared[0]} is a prepared folder, which can't be in a list; use "
             f'path = "{prepared[0]}", or mix it with [data.sources] "{prepared[0]}" = 1.0',
         )
-
-
-def _missing_text(path: str) -> str:
-    """Why there is no text at a path or glob; empty if there is some."""
-    wrong = problem(path)
-    if not wrong.startswith("nothing at"):
-        return wrong
-    from torchtitan_lite.config.find_text import unfound
-
-    return unfound(path)

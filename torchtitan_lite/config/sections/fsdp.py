@@ -37,9 +37,9 @@ class FsdpConfig(Section):
         Field(default="", examples=["FULL_SHARD"])
     )
     """FSDP1's name for a choice of dp_replicate, dp_shard and reshard_after_forward; empty: use those keys"""
-    dp_replicate: Annotated[int, BITS] = -1
+    dp_replicate: Annotated[int, BITS] = Field(default=-1, ge=-1)
     """number of replicas of the sharded model (HSDP); -1: world size / dp_shard, or 1 if that is -1 too"""
-    dp_shard: int = -1
+    dp_shard: int = Field(default=-1, ge=-1)
     """ranks per replica; -1: world size / dp_replicate; 1: no sharding"""
     shard_columns: Annotated[list[str], BITS] = Field(default=[], examples=[["layers.*.attention.wk.weight"]])
     """patterns of matrices to split over the ranks by columns (dim 1), such as those with fewer rows than ranks"""
@@ -139,7 +139,7 @@ def strategy_keys(given: Mapping[str, Any], local_world_size: int) -> dict[str, 
     return {key: value for key, value in keys.items() if given.get(key, -1) in (-1, "default")}
 
 
-def _contradictions(fsdp: FsdpConfig, local_world_size: int) -> Rules:
+def _contradictions(fsdp: FsdpConfig) -> Rules:
     """The keys that contradict the strategy."""
     strategy = fsdp.sharding_strategy
     for key, meant in STRATEGIES.get(strategy, {}).items():
@@ -149,13 +149,6 @@ def _contradictions(fsdp: FsdpConfig, local_world_size: int) -> Rules:
                 f"fsdp.{key} fsdp.sharding_strategy",
                 f'sharding_strategy = "{strategy}" {why}; leave one of the two out',
             )
-    if "HYBRID" not in strategy:
-        return
-    without = {"dp_replicate": ("replicas", '"FULL_SHARD" or "SHARD_GRAD_OP"'), "dp_shard": ("shards", '"NO_SHARD"')}
-    for key, (what, other) in without.items():
-        if getattr(fsdp, key) == 1 and (key, local_world_size) != ("dp_shard", 1):  # on one rank it means that itself
-            why = f"needs {what}; without them use {other}"
-            yield f"fsdp.{key} fsdp.sharding_strategy", f'sharding_strategy = "{strategy}" {why}'
 
 
 # --- rules ------------------------------------------------------------------------------------------------------
@@ -164,15 +157,11 @@ def _contradictions(fsdp: FsdpConfig, local_world_size: int) -> Rules:
 def rules(config: "Config", machine: Machine) -> Rules:
     """The broken rules of the mesh and of offloading."""
     fsdp = config.fsdp
-    yield from _contradictions(fsdp, machine.local_world_size)
-    for key, value in (("dp_shard", fsdp.dp_shard), ("dp_replicate", fsdp.dp_replicate)):
-        if value != -1 and value < 1:
-            yield f"fsdp.{key}", f"fsdp.{key} = {value} should be -1 (all remaining ranks) or at least 1"
-            return
+    yield from _contradictions(fsdp)
     world_size = machine.world_size
     replicate, shard = fsdp.mesh(world_size)
     if replicate * shard != world_size:
-        works = replicate if world_size % replicate == 0 else 1
+        works = replicate if replicate and world_size % replicate == 0 else 1
         yield (
             "fsdp.dp_shard fsdp.dp_replicate",
             f"fsdp.dp_replicate = {replicate} x fsdp.dp_shard = {shard} does not give the world size "

@@ -63,6 +63,7 @@ class ParameterGroup(Section):
     """replaces [optim] weight_decay; absent: unchanged"""
 
 
+_Beta = Annotated[float, Field(ge=0, lt=1)]
 _STEPPED = used_with("optim.schedule", "step")
 
 
@@ -76,7 +77,7 @@ class OptimConfig(Section):
 sgd: with a momentum of 0.9"""
     lr: PositiveFloat = 8e-3
     """peak learning rate"""
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.99)
     """adamw, and muon's AdamW part: decay rates of the two moments"""
     eps: PositiveFloat = 1e-8
     """adamw, and muon's AdamW part: added to the root of the second moment"""
@@ -112,12 +113,10 @@ step: multiplied by step_gamma every step_every steps"""
 
 
 def rules(config: "Config", machine: Machine) -> Rules:
-    """The broken rules of [optim], alone and with the number of steps."""
+    """The broken rules of [optim] with the number of steps."""
     optim = config.optim
     if not config.train.epochs:  # else their number is not known yet: training/epochs.py checks it
         yield from warmup_rules(optim, config.train.steps)
-    if any(not 0 <= beta < 1 for beta in optim.betas):
-        yield "optim.betas", f"optim.betas = {list(optim.betas)} should be in [0, 1), e.g. [0.9, 0.95]"
 
 
 def warmup_rules(optim: OptimConfig, steps: int) -> Rules:

@@ -5,9 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat
 
-from torchtitan_lite.config.paths import not_a_folder
 from torchtitan_lite.config.section import BITS, FORK, Machine, PathText, Rules, Section
-from torchtitan_lite.errors import shortened
 
 if TYPE_CHECKING:
     from torchtitan_lite.config.schema import Config
@@ -45,21 +43,15 @@ hashing are progress"""
 
 
 def rules(config: "Config", machine: Machine) -> Rules:
-    """The broken rules of a name, a folder and a device."""
+    """The broken rules of a name, an exit code and a device."""
     name, device = config.run.name, config.run.device
-    if Path(name).name != name or name in ("", ".", "..") or not name.isprintable() or len(name.encode()) > 200:
-        yield (
-            "run.name",
-            f"run.name = {shortened(repr(name))} should be the plain name of a folder, of at most 200 bytes, "
-            'e.g. run.name = "first"',
-        )
+    if name in ("", "..") or Path(name).name != name:
+        yield "run.name", f'run.name = "{name}" should be the plain name of a folder, e.g. run.name = "first"'
     if (code := config.run.preempted_exit_code) in (1, 2):
         yield (
             "run.preempted_exit_code",
             f"run.preempted_exit_code = {code} is the exit code of a failure; run.preempted_exit_code = 75 works",
         )
-    if wrong := not_a_folder(config.run.out_dir):
-        yield "run.out_dir", f"run.out_dir: {wrong}"
     if device == "cuda" and machine.n_gpus == 0:
         yield "run.device", 'run.device = "cuda", but torch sees no GPU here; run.device = "cpu" works'
     if device != "cpu" and 0 < machine.n_gpus < machine.local_world_size:

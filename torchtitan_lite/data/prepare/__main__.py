@@ -16,6 +16,7 @@ from filelock import FileLock, Timeout
 
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
+from torchtitan_lite.config.sections.data import READERS
 from torchtitan_lite.data.prepare.folder import prepare
 from torchtitan_lite.data.prepare.job import BYTES, Job
 from torchtitan_lite.data.prepare.summary import report, summary, verify
@@ -52,20 +53,20 @@ def _parser() -> argparse.ArgumentParser:
         add(name, nargs="+", action="extend", default=[], metavar=what, help=explanation)
 
     add("sources", nargs="*", metavar="SOURCE", help=f"{READABLE}, folders or globs")
-    add("--out", type=paths.argument, help="the folder to create")
+    add("--out", type=paths.expand, help="the folder to create")
     add("--tokenizer", default="", metavar="FILE", help='a tokenizer.json, or "bytes" for one token per byte')
     add("--end-token", default="", help="the token that ends a document; default: as [tokenizer] end_token")
     add("--train-tokenizer", type=int, metavar="N", help="train byte-level BPE with N entries (default: 4096)")
     add("--sentinels", action="store_true", help="the trained tokenizer gets T5's pad and sentinels")
     add("--text-key", help="the key of a .jsonl line, or the column of a table, that holds the text (default: text)")
-    add_list("--text-suffixes", "SUFFIX", "further suffixes of plain text, e.g. .md .py")
+    add_list("--text-suffixes", "SUFFIX", "further suffixes of plain text, e.g. .md .py; or own readers, module:Name")
     add("--source-key", default="", metavar="NAME", help="pairs: the key or column of the source")
     add("--target-key", default="", metavar="NAME", help="pairs: the key or column of the target")
     add("--source-prefix", default="", metavar="TEXT", help='pairs: put before each source, e.g. "summarize: "')
     add_list("--held-out", "FILE", "validation text in its own files, instead of a fraction")
     add("--val-fraction", type=float, help="fraction of the documents for validation (default: 0.05)")
     add("--on-error", choices=("stop", "skip"), default="stop", help="skip: leave out unusable text, and list it")
-    add("--verify", type=paths.argument, metavar="FOLDER", help="check every byte of a prepared folder, and exit")
+    add("--verify", type=paths.expand, metavar="FOLDER", help="check every byte of a prepared folder, and exit")
     return parser
 
 
@@ -144,6 +145,8 @@ def _corpus(arguments: argparse.Namespace) -> Corpus:
     """The files, read as texts or as pairs; those of --held-out are last."""
     source, target = arguments.source_key, arguments.target_key
     keys = (source, target) if source else (arguments.text_key or "text",)
+    for name in arguments.text_suffixes:
+        READERS.add(name)
     corpus = find(arguments.sources, keys, arguments.text_suffixes)
     if arguments.held_out:
         held_out = find(arguments.held_out, keys, arguments.text_suffixes)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
+from torchtitan_lite.config.sections.data import READERS
 from torchtitan_lite.data.prepare.texts import Corpus, kind
 from torchtitan_lite.errors import DataError
 
@@ -128,12 +129,12 @@ def _document(corpus: Corpus, file: int, place: int, values: Sequence[Any] | Unu
     return Document(file, place, texts, sum(map(len, contents)), number)
 
 
-# --- readers ----------------------------------------------------------------------------------------------------
+# --- the readers (READERS in config/sections/data.py) -----------------------------------------------------------
 
 _TOO_LONG = Unusable("a text that is too long", f"is longer than {LONGEST:,} bytes; divide it into several documents")
 
 
-def _blocks(stream: BinaryIO, corpus: Corpus) -> Read:
+def read_txt(stream: BinaryIO, corpus: Corpus) -> Read:
     """Plain text, in blocks that end at the last line end within the limit. A longer line is cut between characters."""
     line, pending = 1, b""
     while pending := pending + stream.read(corpus.block - len(pending)):
@@ -156,7 +157,7 @@ def _character_boundary(data: bytes) -> int:
     return start
 
 
-def _json_lines(stream: BinaryIO, corpus: Corpus) -> Read:
+def read_jsonl(stream: BinaryIO, corpus: Corpus) -> Read:
     """The values of each line, which must be a JSON object with all keys. Empty lines are ignored."""
     for place, line in _lines(stream):
         if line is None:
@@ -188,12 +189,12 @@ def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
         yield number, None if too_long else line
 
 
-def _csv(stream: BinaryIO, corpus: Corpus) -> Read:
+def read_csv(stream: BinaryIO, corpus: Corpus) -> Read:
     """Columns that are cut at commas, tabs, semicolons or bars: at those by which the header has all keys."""
     yield from _table(stream, corpus, ",\t;|")
 
 
-def _tsv(stream: BinaryIO, corpus: Corpus) -> Read:
+def read_tsv(stream: BinaryIO, corpus: Corpus) -> Read:
     yield from _table(stream, corpus, "\t")
 
 
@@ -259,7 +260,7 @@ def _how(corpus: Corpus) -> str:
     return f"{corpus.names.pair_keys if len(corpus.keys) == 2 else corpus.names.text_key} can name others"
 
 
-def _parquet(stream: BinaryIO, corpus: Corpus) -> Read:
+def read_parquet(stream: BinaryIO, corpus: Corpus) -> Read:
     pyarrow, parquet = need("pyarrow"), need("pyarrow.parquet")
     row = 0
     try:
@@ -274,15 +275,6 @@ def _parquet(stream: BinaryIO, corpus: Corpus) -> Read:
                         yield row, Unusable("not UTF-8", f"byte {error.object[error.start]:#04x} is not utf-8")
     except (pyarrow.ArrowException, OSError) as error:
         raise UnreadableError(f"can't be read as parquet after row {row}: {error}") from None
-
-
-READERS: dict[str, Callable[[BinaryIO, Corpus], Read]] = {
-    ".txt": _blocks,
-    ".jsonl": _json_lines,
-    ".csv": _csv,
-    ".tsv": _tsv,
-    ".parquet": _parquet,
-}
 
 
 # --- files ------------------------------------------------------------------------------------------------------
@@ -314,7 +306,7 @@ def _read(corpus: Corpus, file: Path, count: Callable[[int], object]) -> Read:
             stream = io.BufferedReader(gzip.GzipFile(fileobj=opened), _READ)
         elif file.suffix.lower() == ".zst":
             stream = io.BufferedReader(need("pyarrow").CompressedInputStream(opened, "zstd"), _READ)
-        yield from READERS[how](stream, corpus)
+        yield from READERS[how].load()(stream, corpus)
 
 
 def need(package: str) -> Any:

@@ -3,6 +3,7 @@
 This module imports no reader and no encoder: a run whose text is in the cache needs neither.
 """
 
+import inspect
 import os
 import re
 import sysconfig
@@ -13,10 +14,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from torchtitan_lite.config.find_text import files_below, kind_of, matching, reading
+from torchtitan_lite.config.paths import files_below, kind_of, matching, reading
+from torchtitan_lite.config.registry import is_own
+from torchtitan_lite.config.sections.data import READERS
 from torchtitan_lite.errors import DataError
 
-KINDS = ".txt", ".jsonl", ".csv", ".tsv", ".parquet"
 COMPRESSED = ".gz", ".zst"
 READABLE = ".txt, .jsonl, .csv and .tsv files (also .gz and .zst) and .parquet files"
 _MAX_BLOCK = 64 * 1024  # bytes
@@ -66,15 +68,16 @@ class Corpus:
     files: tuple[Path, ...]
     keys: tuple[str, ...] = ("text",)  # of a .jsonl line, or columns of a table: of a text, or of a source and a target
     source_prefix: str = ""  # pairs: put before each source
-    text_suffixes: tuple[str, ...] = ()  # of plain text, besides .txt
+    text_suffixes: tuple[str, ...] = ()  # of plain text, besides .txt; and own readers
     python_source: bool = False  # decode by the encoding that a source file declares (PEP 263), else strict UTF-8
     n_held_out: int = 0  # the last files, which are the validation text; 0: documents are held out by hash
     ignored: tuple[Path, ...] = ()  # other files of the folders
     names: Names = COMMAND
 
     def identity(self) -> list[object]:
-        """Path, size, mtime and ctime (ns) of each file, and all that decides how they are read."""
-        stats = [(file, stat_of(file)) for file in self.files]
+        """Path, size, mtime and ctime (ns) of each file and own reader, and all that decides how they are read."""
+        own = [Path(inspect.getfile(READERS[name].load())) for name in self.text_suffixes if is_own(name)]
+        stats = [(file, stat_of(file)) for file in (*self.files, *own)]
         files = [[os.path.abspath(file), s.st_size, s.st_mtime_ns, s.st_ctime_ns] for file, s in stats]
         options = self.keys, self.source_prefix, sorted(self.text_suffixes), self.python_source, self.n_held_out
         return [files, *options]
@@ -110,20 +113,29 @@ def unit_of(file: Path) -> str:
 
 
 def kind(file: Path, text_suffixes: Collection[str] = ()) -> str:
-    """How a file is read, by its suffix without that of a compression; empty: not at all."""
+    """Its entry of READERS, by the suffix without that of a compression; empty: it is not read."""
     suffix = file.suffix.lower()
     if suffix in COMPRESSED:
         suffix = Path(file.stem).suffix.lower()
         if suffix == ".parquet":  # which compresses its columns itself
             return ""
-    return suffix if suffix in KINDS else ".txt" if suffix in text_suffixes else ""
+    own = {READERS[name].suffix: name for name in text_suffixes if name in READERS}
+    default = suffix if suffix in READERS else ".txt" if suffix in text_suffixes else ""
+    return own.get(suffix, default)
 
 
 def checked_suffixes(text_suffixes: Iterable[str], names: Names) -> tuple[str, ...]:
-    """The suffixes in lower case. Raises DataError for what is no suffix of plain text."""
-    suffixes = tuple(dict.fromkeys(suffix.lower() for suffix in text_suffixes))
+    """The suffixes in lower case, and the names of readers of the user's own.
+
+    Raises:
+        DataError: one is no suffix of plain text, or a name that no command has given.
+    """
+    suffixes = tuple(dict.fromkeys(name if is_own(name) else name.lower() for name in text_suffixes))
     for suffix in suffixes:
-        if not re.fullmatch(r"\.[^./\s]+", suffix) or suffix in (*KINDS[1:], *COMPRESSED):
+        if is_own(suffix):
+            if suffix not in READERS:
+                raise DataError(f"{names.text_suffixes}: {READERS.not_imported(suffix)}")
+        elif not re.fullmatch(r"\.[^./\s]+", suffix) or suffix in (*list(READERS)[1:], *COMPRESSED):
             raise DataError(
                 f'{names.text_suffixes}: "{suffix}" should be the suffix of plain text, with its dot, e.g. .md; '
                 ".jsonl, .csv, .tsv and .parquet have readers of their own, .gz and .zst follow it"

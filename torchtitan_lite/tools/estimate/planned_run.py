@@ -8,8 +8,7 @@ import torch
 
 from torchtitan_lite import models
 from torchtitan_lite.config.derive import Layout, derive
-from torchtitan_lite.config.find_text import unfound
-from torchtitan_lite.config.paths import expand, is_prepared
+from torchtitan_lite.config.paths import expand, is_prepared, unfound
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.errors import ConfigError
@@ -97,13 +96,12 @@ def vocabulary(config: Config) -> tuple[int, str]:
         ConfigError: `tokenizer.path` is not on this machine.
     """
     data, path = config.data, config.tokenizer.path
-    texts = [*([data.path] if isinstance(data.path, str) else data.path), *data.sources]
-    prepared = [p for p in texts if p and is_prepared(p)]
+    prepared = [p for p in data.texts if is_prepared(p)]
     if prepared or path:
         file = expand(prepared[0]) / "tokenizer.json" if prepared else expand(path)
         if not file.is_file():
             raise ConfigError(f"{file} is not on this machine; --model.vocab_size=N gives its number of entries")
         return bpe.size(bpe.load(file)), ""
-    missing = [p for p in texts if p and unfound(p)]
+    missing = [p for p in data.texts if unfound(p)]
     note = f"{', '.join(missing[:1])} is not on this machine: if it is a prepared folder, give --model.vocab_size=N"
     return config.tokenizer.vocab_size, note if missing else ""

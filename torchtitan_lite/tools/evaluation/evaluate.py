@@ -28,6 +28,7 @@ from torchtitan_lite.checkpointing.find import candidates
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config, RunConfig
+from torchtitan_lite.config.sections.data import READERS
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.objectives import open_samples
@@ -93,22 +94,22 @@ def options_of(argv: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("models", nargs="+", type=paths.argument, metavar="MODEL", help="a run, a checkpoint or a Hugging Face folder")
+    add("models", nargs="+", type=paths.expand, metavar="MODEL", help="a run, a checkpoint or a Hugging Face folder")
     several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
     add("--data", **several, help="texts or prepared folders; none: the run's own text")
     add("--split", choices=["val", "train", "all"], default="val", help="of prepared folders")
     add("--text-key", default="text", help="the key or column of .jsonl, .csv and .parquet files")
-    add("--text-suffixes", **several, help="further suffixes of plain text, e.g. .md")
+    add("--text-suffixes", **several, help="further suffixes of plain text, e.g. .md, or own readers")
     add("--documents", type=int, default=None, help="score only the first N documents of each text")
     add("--seq-len", type=int, default=0, help="tokens in a window; 0: as in training, of the shortest")
     add("--batch-size", type=int, default=8, help="windows in a batch")
-    add("--json", type=paths.argument, default=None, metavar="FILE", help="also write the figures here")
+    add("--json", type=paths.expand, default=None, metavar="FILE", help="also write the figures here")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the parameters")
     add("--tf32", action="store_true", help="on a GPU, compute float32 products in TF32")
     add("--best", action="store_true", help="of each run: the checkpoint with the lowest validation loss")
     add("--ema", action="store_true", help="use the averaged weights, see optim.ema_decay")
-    add("--tokenizer", type=paths.argument, default=None, help="a tokenizer.json to use instead of the models' own")
+    add("--tokenizer", type=paths.expand, default=None, help="a tokenizer.json to use instead of the models' own")
     add("--model.family", dest="family", default="", metavar="module:Name", help="of a model of your own: import it")
     add = parser.add_argument_group("tasks (docs/tasks.md)").add_argument
     add("--tasks", **several, metavar="TASK", help=f".jsonl files, or {', '.join(BUILT_IN)}")
@@ -147,6 +148,8 @@ def scores_of(opened: Opened, texts: Texts, world: World, note: Callable[[str], 
 
 
 def _places(opened: Opened, texts: Texts) -> Iterator[Place]:
+    for name in texts.text_suffixes:
+        READERS.add(name)
     if not texts.data:
         for source in opened.own_data().sources:
             yield Place(source.name, source.folder, texts.split, most=texts.documents)
@@ -222,8 +225,7 @@ def evaluate(args: argparse.Namespace, world: World) -> list[dict[str, Any]]:
         problems.append(f"--json={args.json} can't be written: it is a folder, or is not in one that is writable")
     if problems:
         raise ConfigError("\n  ".join(problems))
-    if args.family:
-        FAMILIES.add(args.family)
+    FAMILIES.add(args.family)
     models = [best_checkpoint(run) for run in args.models] if args.best else args.models
     if len(models) > 1:
         texts = in_common_windows(models, texts)

@@ -225,7 +225,7 @@ def _parser() -> argparse.ArgumentParser:
         description="The documents that steps of a run saw, or the steps that see a text.",
         allow_abbrev=False,
     )
-    parser.add_argument("run", type=paths.argument, metavar="RUN", help="the folder of a run")
+    parser.add_argument("run", type=paths.expand, metavar="RUN", help="the folder of a run")
     parser.add_argument("--step", type=int, default=None, metavar="N", help="the step, or the first of several")
     parser.add_argument("--to", type=int, default=None, metavar="M", help="the last step")
     parser.add_argument(
@@ -233,7 +233,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--rank-by-loss", action="store_true", help="sort by the loss under the checkpoint before")
     parser.add_argument("--find", default=None, metavar="TEXT", help="the steps whose documents hold this text")
-    parser.add_argument("--json", type=paths.argument, default=None, metavar="FILE", help="also write all of it here")
+    parser.add_argument("--json", type=paths.expand, default=None, metavar="FILE", help="also write all of it here")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute losses")
     return parser
 

@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--out",
-        type=paths.argument,
+        type=paths.expand,
         help="the file to write (default: report.html in the run's folder, or in the folder above it for several runs)",
     )
     parser.add_argument("--table", action="store_true", help="print a table, the best validation first; write no page")
