@@ -211,7 +211,7 @@ def matrices_are_split_by_columns_where_a_pattern_matches(build: Build) -> None:
     for pattern, expected in (
         ("*norm.weight", "matches no matrix"),
         ("*.w2.weight", r"w2.weight has 50 columns, which fsdp.dp_shard = 4 does not divide; fsdp.dp_shard = 2 works"),
-        ("layer.*", "matches no matrix: did you mean"),
+        ("layer.*", "matches no matrix: the nearest is"),
     ):
         with pytest.raises(ConfigError, match=expected):
             build(fsdp__shard_columns=[pattern])
@@ -406,7 +406,7 @@ def an_override_has_to_match_a_group_as_a_whole(build: Build) -> None:
     for matches, expected in (
         (["layers.0.attention.*"], "but group 'layers.0' is gathered and cast together"),
         (["output.*"], "but group 'norm, output' is gathered"),
-        (["layer.0.*"], "matches no parameter: did you mean"),
+        (["layer.0.*"], "matches no parameter: the nearest is"),
         (["*", "layers.0.*"], "earlier patterns match all of its parameters"),
     ):
         with pytest.raises(ConfigError, match=expected):

@@ -94,7 +94,7 @@ def test_groups_have_their_own_rate_and_decay(name: str, model: Transformer) -> 
 @pytest.mark.parametrize(
     ("groups", "expected"),
     [
-        ([{"match": "layer.0.*"}], 'match = "layer.0.*" matches no parameter: did you mean "layers.0.*"?'),
+        ([{"match": "layer.0.*"}], 'match = "layer.0.*" matches no parameter: the nearest is "layers.0.*"'),
         ([{"match": "*"}, {"match": "*norm*"}], 'match = "*norm*" matches no parameter: earlier patterns match all'),
     ],
 )

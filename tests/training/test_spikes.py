@@ -309,7 +309,7 @@ def test_no_batch_touches_a_skipped_range_and_none_is_lost_without_need(bounds: 
 
 
 @pytest.mark.parametrize(
-    "wrong", [[[3]], [[0, 2**63 - 1]], [[5, 5]], [[5, 3]], [[0, 4], [3, 9]], [[8, 9], [1, 2]], [[-1, 4]], [[1, 2, 3]]]
+    "wrong", [[[3]], [[5, 5]], [[5, 3]], [[0, 4], [3, 9]], [[8, 9], [1, 2]], [[-1, 4]], [[1, 2, 3]]]
 )
 def test_ranges_that_are_none_are_a_mistake_in_the_config(wrong: list[list[int]]) -> None:
     with pytest.raises(ConfigError, match=r"data\.skip_samples = .* e\.g\. \[\[800, 960\], \[2400, 2480\]\]"):

@@ -205,7 +205,7 @@ def rules(config: "Config", machine: Machine) -> Rules:
                 f"leave it out",
             )
     bounds = [bound for pair in data.skip_samples for bound in pair]
-    if any(len(pair) != 2 or pair[0] >= pair[1] for pair in data.skip_samples) or bounds != sorted(bounds):
+    if any(len(pair) != 2 or not 0 <= pair[0] < pair[1] for pair in data.skip_samples) or bounds != sorted(bounds):
         yield (
             "data.skip_samples",
             f"data.skip_samples = {data.skip_samples} should be pairs of a first sample and the one after "
