@@ -38,7 +38,7 @@ from torchtitan_lite.config.schema import (
 )
 from torchtitan_lite.config.section import Machine
 from torchtitan_lite.config.sections.fsdp import strategy_keys
-from torchtitan_lite.config.sections.model import default_shape, rate_note
+from torchtitan_lite.config.sections.model import default_shape, rate_note, started_from
 from torchtitan_lite.config.sections.optim import fitting_warmup
 from torchtitan_lite.config.toml import Loaded, format_value
 from torchtitan_lite.errors import ConfigError
@@ -111,7 +111,7 @@ def load(
     if problems:
         raise ConfigError("\n  ".join([f"the configuration has {counted(len(problems), 'problem')}:", *problems]))
     notes += _without_effect(config, given, origins)
-    if config.model.init_from and "optim.lr" not in values and not config.has_checkpoint:
+    if config.model.init_from and "optim.lr" not in values and not started_from(config):
         notes.append(rate_note(config))
     unused = {key for key, rule in usage_rules() if not rule.holds(config)}
     return Loaded(config, origins, notes, kept=[key for key in kept if key not in unused])

@@ -25,6 +25,7 @@ from torchtitan_lite.checkpointing.safetensors_file import TensorSpecs, specs_of
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config, ModelConfig
+from torchtitan_lite.config.sections.model import started_from
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.errors import CheckpointError, DataError, FormatError
 from torchtitan_lite.huggingface.configs import from_hf_config, to_hf_config
@@ -78,7 +79,7 @@ def find_weights(path: Path, config: ModelConfig) -> Path:
 
 def check_source(config: Config) -> dict[str, str]:
     """Checks that `model.init_from` holds this architecture. Nothing, if the run has started from it before."""
-    if config.has_checkpoint:
+    if started_from(config):
         return {}
     try:
         find_weights(Path(config.model.init_from), config.model)

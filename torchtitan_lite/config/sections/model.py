@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+import tomli
 from pydantic import AfterValidator, Field, PositiveFloat, ValidationInfo, field_validator, model_validator
 
 from torchtitan_lite.config.families import FAMILIES, Family
@@ -301,9 +302,18 @@ def rules(config: "Config", machine: Machine) -> Rules:
 
 
 def local_rules(config: "Config", machine: Machine) -> Rules:
-    """Nothing is at `model.init_from`."""
-    if config.model.init_from and not config.has_checkpoint and (wrong := problem(config.model.init_from)):
+    """Nothing is at `model.init_from`. It may be gone once the run has started from it."""
+    if config.model.init_from and not started_from(config) and (wrong := problem(config.model.init_from)):
         yield "model.init_from", f"model.init_from: {wrong}"
+
+
+def started_from(config: "Config") -> bool:
+    """Whether the run has a checkpoint, and has started from `model.init_from`."""
+    try:
+        before = tomli.loads((config.folder / "config.toml").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return config.has_checkpoint and bool(before["model"].get("init_from") == config.model.init_from)
 
 
 def rate_note(config: "Config") -> str:
