@@ -121,8 +121,8 @@ def test_the_home_of_an_unknown_user_is_an_error(capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit) as left:
         main(["a.jsonl", "--out", "~nobody-of-this-name/x"])
     assert left.value.code == 2
-    assert "there is no user nobody-of-this-name" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="there is no user nobody-of-this-name"):
+    assert "argument --out: ~nobody-of-this-name/x: the home folder is not known" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="the home folder is not known"):
         cache_folder(DataConfig(cache_dir="~nobody-of-this-name"))
 
 

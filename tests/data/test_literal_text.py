@@ -185,7 +185,7 @@ def test_a_path_that_is_no_tokenizer_is_an_error(tmp_path: Path, monkeypatch: py
         (tmp_path / "pipe", "it is not a regular file"),
         (tmp_path, "it is a folder"),
         (tmp_path / "nothing", "No such file"),
-        (Path("~nobody-of-this-name/t.json"), "there is no user nobody-of-this-name"),
+        (Path("~nobody-of-this-name/t.json"), "the home folder is not known"),
     ):
         with pytest.raises(UserError, match=expected):
             tokenizers_.load(path)

@@ -1,5 +1,6 @@
 """Paths from the user: `~`, problems, prepared folders, and the search for text."""
 
+import argparse
 import contextlib
 import glob
 import json
@@ -8,6 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchtitan_lite.errors import ConfigError, DataError, UserError
+
+
+class _HomeError(ConfigError, argparse.ArgumentTypeError):
+    """Of both kinds, so that argparse prints it where it was parsing."""
 
 
 def expand(path: str | Path) -> Path:
@@ -19,7 +24,7 @@ def expand(path: str | Path) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise ConfigError(f"{path}: the home folder is not known; write the path in full") from None
+        raise _HomeError(f"{path}: the home folder is not known; write the path in full") from None
 
 
 def problem(path: str | Path) -> str:
