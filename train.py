@@ -101,7 +101,7 @@ def run(loaded: Loaded, data: DataSet, world: World, log: Log) -> int:
     config, s = loaded.config, None
     closing = contextlib.ExitStack()
     try:
-        hosts = start.begin(loaded, data, world, log)
+        hosts = start.begin(loaded, data, world)
         s = build(config, data, world, log)
         closing.callback(s.close)
         start.take_over(hosts, loaded, data, s)

@@ -165,8 +165,11 @@ def test_other_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
-        (["--data.source_key=text"], "both are needed"),
-        (["--data.source_key=text", "--data.target_key=text"], "are equal, but name two columns"),
+        (["--data.source_key=text"], "should name the columns or keys of a source and of its target"),
+        (
+            ["--data.source_key=text", "--data.target_key=text"],
+            "should name the columns or keys of a source and of its target",
+        ),
         (["--data.source_key=text", "--data.target_key=title", "--data.path="], "but data.path names no file to read"),
         (["--data.source_key=body", "--data.target_key=title"], 'no column "body": its columns are headline, title'),
         ([], "needs prepared pairs, and .* is not: .* or name its columns or keys with data.source_key"),

@@ -112,7 +112,8 @@ def test_initial_values_never_change() -> None:
 )
 def test_named_sizes_have_the_size_of_their_name(family: str, name: str) -> None:
     vocabulary, expected = PARAMETERS.get((family, name), (97, 0))
-    values = {"family": family, "tie_embeddings": family == "gpt"} | dict(REGISTRY[family].sizes[name])
+    values = {"family": family, "tie_embeddings": family == "gpt"}
+    values |= {**REGISTRY[family].defaults, **REGISTRY[family].sizes[name]}
     with torch.device("meta"):
         model = build(ModelConfig.model_validate(values), vocabulary)
     count = sum(p.numel() for p in model.parameters())

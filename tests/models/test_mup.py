@@ -156,7 +156,6 @@ def test_the_base_width_itself_is_the_plain_model(text: Path, tmp_path: Path) ->
     [
         (["--model.tie_embeddings=true"], "makes them one matrix; model.tie_embeddings = false works"),
         (["--optim.name=sgd"], 'those of optim.name = "sgd" do not'),
-        (["--model.family=t5", "--data.objective=span_corruption"], "mup_base_dim"),
     ],
 )
 def test_what_it_does_not_scale_is_refused(options: list[str], named: str) -> None:

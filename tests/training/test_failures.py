@@ -59,11 +59,11 @@ def test_a_damaged_data_folder_is_refused_before_torchrun_starts(text: Path, tmp
     )
     command = tiny(data, tmp_path / "runs", run__name="run")
     assert succeeded(ranks(1, *command, "--check-config")).endswith(f"its run is in {tmp_path / 'runs/run'}\n")
-    tokens = data / "train-00000.bin"
+    tokens = data / "train.bin"
     tokens.write_bytes(tokens.read_bytes()[:-1000])
     refused = ranks(1, *command, "--check-config")
     assert refused.returncode == 2
-    assert "train-00000.bin" in refused.stderr
+    assert "train.bin" in refused.stderr
 
 
 def test_a_start_names_the_machines_that_joined_and_left() -> None:

@@ -59,7 +59,7 @@ LLAMA: dict[str, dict[str, Any]] = {
     "1M": _llama(128, 2, 2, 2, 384),
     "3M": _llama(256, 4, 4, 2, 704),
     "15M": _llama(384, 8, 6, 3, 1088),
-    "150M": _llama(768, 16, 12, 4, 2048),
+    "150M": _llama(768, 16, 12, 4, 2048) | {"tie_embeddings": True},  # with a vocabulary of 65,536
     "1B": _llama(2048, 16, 32, 8, 8192, theta=5e5) | _TIED,  # Llama 3.2
     "3B": _llama(3072, 28, 24, 8, 8192, theta=5e5) | _TIED,  # Llama 3.2
     "8B": _llama(4096, 32, 32, 8, 14336, theta=5e5) | _UNTIED,  # Llama 3

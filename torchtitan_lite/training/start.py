@@ -43,7 +43,7 @@ def prepared(loaded: Loaded) -> tuple[Loaded, DataSet]:
     return loaded, data
 
 
-def begin(loaded: Loaded, data: DataSet, world: World, log: Log) -> list[str]:
+def begin(loaded: Loaded, data: DataSet, world: World) -> list[str]:
     """Check that the run's folder is of this version, and that all ranks mean the same run. Returns their hosts.
 
     Raises:
@@ -51,10 +51,7 @@ def begin(loaded: Loaded, data: DataSet, world: World, log: Log) -> list[str]:
     """
     if refused := on_rank0(lambda: run_folder.why_not_again(loaded), world.untimed):
         raise RepeatError(refused)
-    hosts = require_agreement(loaded.config, data, world)
-    if world.rank == 0 and (changed := machines_line(attempts.read(loaded.config.folder), hosts, world.world_size)):
-        log.info(changed)
-    return hosts
+    return require_agreement(loaded.config, data, world)
 
 
 def machines_line(before: Sequence[attempts.Attempt], hosts: Sequence[str], world_size: int) -> str:
@@ -128,6 +125,8 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
     finished = step >= config.train.steps
     layout = derive(config, world.world_size)
     log.info(start_lines(config, layout, world, s.model, data, s.samples, s.state, s.resumed, s.checkpointer))
+    if world.rank == 0 and (changed := machines_line(attempts.read(config.folder), hosts, world.world_size)):
+        log.info(changed)
     if s.resumed and loaded_config.kept:
         values = flatten(config)
         kept = ", ".join(f"{key} = {format_value(values[key])}" for key in loaded_config.kept)
