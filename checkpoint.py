@@ -25,6 +25,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.checkpointing import compatibility, full_state, progress, storage, tensor_names  # before torch
+
+# isort: split
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -39,7 +42,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.checkpointing import compatibility, full_state, progress, storage, tensor_names
 from torchtitan_lite.checkpointing.dcp_storage import ShardReader, ShardWriter
 from torchtitan_lite.checkpointing.find import checkpoint_to_resume
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord, TensorWriter, specs_of, write_tensors

@@ -31,9 +31,9 @@ def test_an_error_of_all_ranks_is_reported_once_after_all_else(
     monkeypatch.setattr("time.sleep", lambda seconds: known_before.append(file.exists()))
     assert run_cli("x", _raise(ConfigError("wrong")), 1) == 2
     assert known_before == [False], "local rank 0 ends it meanwhile, if it has the same error"
-    assert json.loads(file.read_text())["message"]["message"] == "UserError: [local rank 1] x: wrong"
+    assert json.loads(file.read_text())["message"]["message"] == "[local rank 1] x: wrong"
     assert run_cli("x", _raise(ConfigError("wrong"))) == 2
-    assert json.loads(file.read_text())["message"]["message"] == "UserError: x: wrong"
+    assert json.loads(file.read_text())["message"]["message"] == "x: wrong"
     assert capsys.readouterr().err == "[local rank 1] x: wrong\nx: wrong\n"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     ended: list[tuple[int, int]] = []

@@ -3,12 +3,14 @@
 import contextlib
 import errno
 import io
+import json
 import os
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 from torchtitan_lite.terminal import print_error
 
@@ -134,7 +136,7 @@ def run_cli(name: str, main: Callable[[], int], local_rank: int = 0) -> int:
             return 1
         message = _explained(error)
         if not message:
-            _tell_torchrun(error)
+            _tell_torchrun(traceback.format_exc(), time.time())
             raise
         report(f"{name}: {message}", local_rank)
         try:
@@ -199,34 +201,27 @@ def report(message: str, local_rank: int = 0, *, follows: bool = False, final: b
 
     Args:
         follows: the error follows from the failure of another rank. torchrun calls the earliest error the root cause,
-            and dates the death of a process when it notices it, so it gets time to do so.
+            and dates the death of a process when it notices it, so this one is dated later.
         final: the next start would fail in the same way, so torchrun is ended before it makes one.
     """
     if local_rank != 0:
         time.sleep(10)
         message = f"[local rank {local_rank}] {message}"
     print_error(message)
-    if follows and _LAUNCHED in os.environ:
-        time.sleep(5)
-    try:
-        raise UserError(message)  # torch records the error that is being handled
-    except UserError as error:
-        _tell_torchrun(error)
+    _tell_torchrun(message, time.time() + (60 if follows else 0))
     if final and os.environ.get("TORCHELASTIC_RESTART_COUNT") != os.environ.get("TORCHELASTIC_MAX_RESTARTS"):
         print_error("torchrun would try again, so it is ended; its traceback follows")
         os.kill(os.getppid(), signal.SIGTERM)
 
 
-_LAUNCHED = "TORCHELASTIC_ERROR_FILE"  # in the environment of a process that torchrun has started
-
-
-def _tell_torchrun(error: Exception) -> None:
-    """Write this error, which is being handled, to torchrun's file for it."""
-    if _LAUNCHED in os.environ:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
+def _tell_torchrun(message: str, when: float) -> None:
+    """Write the error file that torchrun reads. torch's own writer adds a traceback, and dates the error now."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        text = message.encode("utf-8", "backslashreplace").decode()  # torchrun can't print a lone surrogate
         with contextlib.suppress(OSError):  # a full disk
-            get_error_handler().record_exception(error)
+            error = {"message": {"message": text, "extraInfo": {"timestamp": str(int(when))}}}
+            Path(f"{path}.new").write_text(json.dumps(error))
+            os.replace(f"{path}.new", path)  # torchrun raises if it reads half of it
 
 
 def is_out_of_memory(error: Exception) -> bool:
