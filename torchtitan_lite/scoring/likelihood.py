@@ -24,11 +24,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Window:
-    """A row: input tokens, and the target of each, IGNORE where nothing is predicted."""
+    """Consecutive tokens, of which all but the first `known` are predicted. Compact: a task may have millions."""
 
     item: int  # whose sum it is added to
-    tokens: list[int]
-    targets: list[int]
+    ids: NDArray[np.int32]
+    known: int = 1  # at least 1
+
+    def __len__(self) -> int:
+        """The columns of its row."""
+        return len(self.ids) - 1
 
 
 @dataclass(frozen=True)
@@ -44,12 +48,13 @@ Measure = Callable[[nn.Module, Batch, torch.device], Tensor]  # sums over the ta
 
 def padded(windows: list[Window]) -> Batch:
     """A batch of windows. Padding follows the tokens of a row, which do not attend to it."""
-    length = max(len(window.tokens) for window in windows)
+    length = max(map(len, windows))
     tokens = torch.zeros(len(windows), length, dtype=torch.int64)
     targets = torch.full((len(windows), length), IGNORE)
     for row, window in enumerate(windows):
-        tokens[row, : len(window.tokens)] = torch.tensor(window.tokens)
-        targets[row, : len(window.targets)] = torch.tensor(window.targets)
+        ids = torch.from_numpy(window.ids)
+        tokens[row, : len(window)] = ids[:-1]
+        targets[row, window.known - 1 : len(window)] = ids[window.known :]
     return Batch(torch.tensor([window.item for window in windows]), MicroBatch(tokens, targets))
 
 
