@@ -107,8 +107,8 @@ def test_held_out_files_are_the_validation_text(tmp_path: Path, refuses: Callabl
     assert decoded(out, "train") == TEXTS[:300]
     assert decoded(out, "val") == ["zqzq \u4e2d" * 500, *TEXTS[300:]], "a token per byte spells characters it never saw"
     assert "was made from other text or options" in refuses(train, val, "--out", out, "--tokenizer", "bytes")
-    assert "a.jsonl is both text to train on and --held-out" in refuses(
-        train, "--held-out", train, "--out", tmp_path / "x"
+    assert "a.jsonl: line 1: is held out, too" in refuses(
+        train, "--held-out", train, "--out", tmp_path / "x", "--tokenizer", "bytes"
     )
     succeeds(train, "--held-out", val, "--out", tmp_path / "bpe", "--train-tokenizer", 280)
     vocabulary = Tokenizer.from_file(str(tmp_path / "bpe/tokenizer.json")).get_vocab()

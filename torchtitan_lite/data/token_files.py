@@ -28,6 +28,7 @@ from pydantic import ConfigDict, NonNegativeInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from torchtitan_lite.errors import DataError, shortened
+from torchtitan_lite.files import naming
 
 FORMAT_VERSION = 5
 SPLITS = "train", "val"
@@ -138,6 +139,7 @@ def read_meta(folder: Path) -> Meta:
 
     Raises:
         DataError: the folder is damaged or has another format version.
+        OSError: the system can't read it.
     """
     try:
         content = (folder / "meta.json").read_bytes()
@@ -156,8 +158,6 @@ def read_meta(folder: Path) -> Meta:
         if not folder.is_dir():
             raise DataError(f"{folder} is not a folder of prepared data") from None
         problems = [str(error)]
-    except OSError as error:
-        raise DataError(f"{error.filename or folder} can't be read: {error.strerror}") from None
     except (ValueError, TypeError, RecursionError) as error:
         problems = [f"meta.json: {error}"]
     if problems:
@@ -169,29 +169,21 @@ class TokenFiles:
     """The token stream of one split. It is read, not mapped: a truncated file is then an error, not a SIGBUS."""
 
     def __init__(self, folder: Path, meta: Meta, split: str) -> None:
-        """
-        Raises:
-            DataError: the file can't be opened.
-        """
         self.path, self._vocab_size = folder / f"{split}.bin", meta.vocab_size
         self._dtype = np.dtype(token_dtype(meta.vocab_size))
-        try:
-            self._descriptor = os.open(self.path, os.O_RDONLY)
-        except OSError as error:
-            raise DataError(f"{self.path} can't be read: {error.strerror}") from None
+        self._descriptor = os.open(self.path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
 
     def read(self, first: int, end: int) -> NDArray[Any]:
         """Tokens first, ..., end - 1 of the stream, (end - first,) uint16 or uint32.
 
         Raises:
-            DataError: the file is unreadable or truncated, or has a token outside the vocabulary.
+            DataError: the file is truncated, or has a token outside the vocabulary.
+            OSError: the system can't read it.
         """
         size = self._dtype.itemsize
-        try:
+        with naming(self.path):
             data = os.pread(self._descriptor, (end - first) * size, first * size)
-        except OSError as error:
-            raise DataError(f"{self.path} can't be read at byte {first * size:,}: {error.strerror}") from None
         if len(data) != (end - first) * size:
             raise DataError(f"{self.path} ends before token {end:,}: it was truncated after the run started")
         tokens = np.frombuffer(data, self._dtype)

@@ -109,7 +109,8 @@ def sums_by_item(
     sums = torch.zeros(n_values, len(items), dtype=torch.float64)
     for rows, values in parts:
         sums.index_add_(1, rows, values.cpu())
-    return over_ranks(sums, world)
+    # a world of one needs no process group: see api.py
+    return sum_over_ranks(sums.to(world.device)).cpu() if world.world_size > 1 else sums
 
 
 def in_turn(batches: Iterable[T], world: World) -> Iterator[tuple[T, bool]]:
@@ -122,11 +123,6 @@ def in_turn(batches: Iterable[T], world: World) -> Iterator[tuple[T, bool]]:
     while batches_of_round := list(islice(remaining, world.world_size)):
         counts = world.rank < len(batches_of_round)
         yield batches_of_round[world.rank if counts else -1], counts
-
-
-def over_ranks(values: Tensor, world: World) -> Tensor:
-    """The sum over ranks, in host memory. A world of one needs no process group: see api.py."""
-    return sum_over_ranks(values.to(world.device)).cpu() if world.world_size > 1 else values
 
 
 def bytes_per_token(tokenizer: Tokenizer, end: int | None = None) -> NDArray[np.int64]:

@@ -128,8 +128,6 @@ def _corpus(arguments: argparse.Namespace) -> Corpus:
     corpus = find(arguments.sources, keys, arguments.text_suffixes)
     if arguments.held_out:
         held_out = find(arguments.held_out, keys, arguments.text_suffixes)
-        if both := {file.resolve() for file in corpus.files} & {file.resolve() for file in held_out.files}:
-            raise ConfigError(f"{min(both)} is both text to train on and --held-out; name it once")
         files, ignored = corpus.files + held_out.files, corpus.ignored + held_out.ignored
         corpus = replace(corpus, files=files, ignored=ignored, n_held_out=len(held_out.files))
     return replace(corpus, source_prefix=arguments.source_prefix)
