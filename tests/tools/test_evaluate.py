@@ -237,7 +237,7 @@ def test_text_like_special_tokens_is_text(folder: Path, tmp_path: Path) -> None:
     usual.add_special_tokens(["</s>"])
     file = tmp_path / "text.jsonl"
     file.write_text('{"text": "a</s>b"}\n')
-    end = usual.token_to_id("</s>")
+    end = usual.get_vocab()["</s>"]
     model: Any = torch.nn.Identity()
     (document,) = documents(Opened("", model, usual, (end,), []), str(file), Texts())
     assert len(document.tokens) == document.n_bytes == 6

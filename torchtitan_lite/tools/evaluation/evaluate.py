@@ -39,7 +39,6 @@ from torchtitan_lite.distributed.ranks import gather
 from torchtitan_lite.errors import CheckpointError, ConfigError, run_cli
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models.generation import answers
-from torchtitan_lite.monitoring import mfu
 from torchtitan_lite.process import local_rank
 from torchtitan_lite.scoring import find_tasks
 from torchtitan_lite.scoring.find_tasks import BUILT_IN
@@ -183,10 +182,6 @@ def evaluate(args: argparse.Namespace, world: World) -> list[dict[str, Any]]:
     models = [best_checkpoint(run) for run in args.models] if args.best else args.models
     if len(models) > 1 and not texts.seq_len:
         texts = replace(texts, seq_len=min(map(_window_of, models)))
-    if world.device.type == "cuda" and world.rank == 0:
-        fixes = "--dtype=bfloat16", "--tf32", "a newer GPU"
-        if slow := mfu.slow_products(world.device, args.dtype, tf32=args.tf32, options=fixes):
-            print(f"note    {slow}")
     results: list[dict[str, Any]] = []
     first = None
     for path in models:
