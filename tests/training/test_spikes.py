@@ -213,7 +213,7 @@ def test_the_printed_command_of_a_stopped_run_trains_without_the_samples(name: s
     assert "SPIKE" not in said
     assert (f", after its step {saved};" in said) == bool(saved)
     fork, record = tmp_path / "run-without-17", read_record(tmp_path / "run-without-17")
-    assert [record.samples(step).start for step in (16, 17, 18)] == [poison - 6, end, end + 6]
+    assert [record.samples[step].start for step in (16, 17, 18)] == [poison - 6, end, end + 6]
     run(n, "told", env=env, **PLAIN | keys | {"data__skip_samples": str([*own, [poison, end]])})
     before, after, told = (losses(folder) for folder in (tmp_path / "run", fork, tmp_path / "told"))
     assert all(after[step] == before[step] for step in after if step < 17)
@@ -252,7 +252,7 @@ def test_the_printed_command_does_not_start_from_a_damaged_checkpoint(run: Run, 
 def test_which_tells_what_was_skipped(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(2, "run", **PLAIN, **TOLD)
     record = read_record(tmp_path / "run")
-    first = [(record.samples(step).start, record.samples(step).stop) for step in range(1, 25)]
+    first = [(record.samples[step].start, record.samples[step].stop) for step in range(1, 25)]
     assert first == [(6 * i, 6 * i + 6) for i in range(12)] + [(102 + 6 * i, 108 + 6 * i) for i in range(12)]
 
     def said(*words: str) -> str:
