@@ -24,7 +24,6 @@ from torchtitan_lite.errors import REPEATS, ConfigError, SpikeError
 from torchtitan_lite.optim.spike_guard import Spike, limit
 from torchtitan_lite.tools.incidents import which
 from torchtitan_lite.tools.incidents.record import read_record
-from torchtitan_lite.tools.report.page import page
 from torchtitan_lite.tools.report.runs import read_run
 from torchtitan_lite.training.spikes import act
 
@@ -131,9 +130,7 @@ def test_the_update_of_a_skipped_spike_is_withheld_bit_for_bit(name: str, run: R
     assert len(states[2].spikes["losses"]) == 6
     if name == "float16":  # a spike is a step without overflow
         assert states[1].grad_scaler == {**states[0].grad_scaler, "good_steps": 1, "skipped_steps": 0}
-    marked = read_run(tmp_path / "run")
-    assert marked.events[17] == "spike skipped"
-    assert "run: 1 loss spike, the first at step 17." in page([marked])
+    assert read_run(tmp_path / "run").events[17] == "spike skipped"
 
 
 def test_a_resume_skips_the_same_spikes(text: Path, run: Run, tmp_path: Path) -> None:

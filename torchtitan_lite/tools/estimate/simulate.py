@@ -138,7 +138,8 @@ class Timeline(TorchDispatchMode):
         kind = _COLLECTIVES.get(function.__name__.split(".")[0])
         if kind is None:
             return
-        part, *_, whole = sorted([*tensors_of(args[0]), *tensors_of(args[1])] * 2, key=Tensor.numel)
+        tensors = sorted((*tensors_of(args[0]), *tensors_of(args[1])), key=Tensor.numel)
+        part, whole = tensors[0], tensors[-1]
         ranks = self.n_copies if kind == "all-reduce" else whole.numel() // part.numel()
         self.follow(whole, SENDING)
         self.collectives[
