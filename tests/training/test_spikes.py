@@ -262,13 +262,8 @@ def test_which_tells_what_was_skipped(run: Run, tmp_path: Path, capsys: pytest.C
     step = said("--step", "13")
     assert "note    the samples 72 to 101 were skipped before step 13" in step
     assert "step 13: samples 102 to 107" in step
-    skipped = said("--samples", "72", "102")
-    assert skipped.startswith("samples 72 to 101: ")
-    assert samples(skipped, "step -") == set(range(72, 102))
     found = said("--find", "e", "--step", "11", "--to", "14")
     assert samples(found, "step 1") == {*range(60, 72), *range(102, 114)}
-    assert which.main([str(tmp_path / "run"), "--samples", "9", "9"]) == 2
-    assert "--samples needs the first sample and the one after the last" in capsys.readouterr().err
 
 
 @extended
