@@ -57,7 +57,7 @@ class UnreadableError(CheckpointError):
 
 
 class SaveError(UserError):
-    """The last checkpoint of a run could not be written."""
+    """A checkpoint can't be written."""
 
     exit_code = 1
 

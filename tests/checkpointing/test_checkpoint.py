@@ -21,7 +21,7 @@ from torchtitan_lite.checkpointing import dcp_storage, safetensors_file, storage
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord, specs_of, write_tensors
 from torchtitan_lite.checkpointing.save import purge, to_keep
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.errors import CheckpointError, SaveError
 
 
 def again(finished: Path, text: Path, tmp_path: Path, **more: object) -> str:
@@ -370,12 +370,12 @@ def test_a_full_disk_fails_only_the_last_save(finished: Path, text: Path, tmp_pa
 
 
 def test_too_little_space_is_reported_with_both_numbers(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"a checkpoint takes 9.* GiB, but .* GiB free"):
+    with pytest.raises(SaveError, match=r"a checkpoint takes 9.* GiB, but .* GiB free"):
         storage.require_space(tmp_path / "not" / "there", 10**27)
     full = os.statvfs_result([4096, 4096, 100, 1, 1, 0, 0, 0, 0, 255])
     with (
         patch("os.statvfs", lambda _: full),
-        pytest.raises(CheckpointError, match=r"a checkpoint takes 0\.10 MiB, but .* has only 4,096 bytes free"),
+        pytest.raises(SaveError, match=r"a checkpoint takes 0\.10 MiB, but .* has only 4,096 bytes free"),
     ):
         storage.require_space(tmp_path, 100_000)
     storage.require_space(tmp_path, 1)

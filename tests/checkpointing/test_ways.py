@@ -24,7 +24,7 @@ from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import CheckpointConfig
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.distributed.sharding import local_rows
-from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.errors import CheckpointError, SaveError
 from torchtitan_lite.huggingface.weights import whole_weights
 
 # --- background saves -------------------------------------------------------------------------------------------
@@ -108,11 +108,11 @@ def save_on_a_full_disk(world: World, folder: Path) -> list[list[int]]:
         patched.setattr("os.statvfs", free)
         for step in (2, 3):
             save_now(saver, step)
-        with pytest.raises(CheckpointError, match="a checkpoint takes"):
+        with pytest.raises(SaveError, match="a checkpoint takes"):
             saver.require_space(3)
         refused = checkpointer(keep_latest=3)
         refused.load({})
-        with pytest.raises(CheckpointError, match="a checkpoint takes"):
+        with pytest.raises(SaveError, match="a checkpoint takes"):
             refused.require_space(3)
         kept.append(storage.find_steps(folder))
         lower = checkpointer(keep_latest=2)

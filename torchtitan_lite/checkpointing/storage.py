@@ -33,7 +33,7 @@ from pydantic import TypeAdapter, ValidationError
 from torchtitan_lite import __version__
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord, sha256_of, write_text
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.errors import CheckpointError, FormatError, UnreadableError, shortened
+from torchtitan_lite.errors import CheckpointError, FormatError, SaveError, UnreadableError, shortened
 from torchtitan_lite.files import sync_folder
 from torchtitan_lite.terminal import size
 
@@ -320,7 +320,7 @@ def discarded(folder: Path) -> Path:
 
 
 def require_space(checkpoints: Path, n_bytes: int, deletable: Sequence[Path] = ()) -> None:
-    """Raise CheckpointError if the disk has less free space than a checkpoint of this size needs.
+    """Raise SaveError if the disk has less free space than a checkpoint of this size needs.
 
     Args:
         deletable: checkpoints that will be deleted before; their bytes count as free.
@@ -329,7 +329,7 @@ def require_space(checkpoints: Path, n_bytes: int, deletable: Sequence[Path] = (
     status = os.statvfs(where)
     free = status.f_bavail * status.f_frsize
     if free < n_bytes and free + sum(f.stat().st_size for folder in deletable for f in folder.iterdir()) < n_bytes:
-        raise CheckpointError(f"a checkpoint takes {size(n_bytes)}, but {where} has only {size(free)} free")
+        raise SaveError(f"a checkpoint takes {size(n_bytes)}, but {where} has only {size(free)} free")
 
 
 # --- comparing --------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Preemption: on a signal (TERM, INT, HUP, USR1) or at the time limit, the run finishes its step, saves and exits.
 
-So it does if a machine of the same job waits to join it (`run_folder.lock`). A signal only sets a reason. Each step's reduction sums the requests of all ranks, so all stop after the same step.
+So it does if a machine of the same job waits to join it (`run_folder.lock`). A signal only sets a reason. Each step's
+reduction sums the requests of all ranks, so all stop after the same step.
 A second Ctrl-C (INT) ends the process at once, without saving. Any other signal after the first is the same request:
 Slurm signals both launcher and workers, and torchrun forwards what it gets.
 
