@@ -225,7 +225,6 @@ ONE_PLACE = {
     "dist.broadcast_object_list": "",  # it unpickles: use ranks.on_rank0
     "dist.all_gather_object": "",  # the same: ranks.gather
     "sched_getaffinity": "process.py",  # usable cores
-    "it was renamed": "checkpointing/storage.py",
     "sequences x": "monitoring/console.py",  # the lines about model and batch
 }
 

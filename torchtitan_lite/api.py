@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite import cpu, models
-from torchtitan_lite.checkpointing import compatibility, dcp_storage, full_state, storage
+from torchtitan_lite.checkpointing import compatibility, full_state
 from torchtitan_lite.checkpointing.tensor_names import own_tensors
 from torchtitan_lite.config import load, paths
 from torchtitan_lite.config.schema import Config, default_of, known_keys
@@ -200,10 +200,11 @@ def build_model(config: Config, vocab_size: int = 0) -> Transformer:
     blocks.apply_compile(model, config.compile, all_lengths=config.data.objective == "pairs")
     materialise(model, loading.device_of(config.run.device), config.run.seed)
     if config.model.init_from:
-        source, targets = weights.open_weights(Path(config.model.init_from), config.model), own_tensors(model)
-        theirs = {name: shape for name, (_, shape) in dcp_storage.specs(source).items()}
-        shapes = compatibility.shapes_of(targets)
-        storage.compare(Path("model.init_from"), theirs, shapes, "model", "use its [model] and its tokenizer")
+        folder, notes = weights.find_weights(Path(config.model.init_from), config.model)
+        for note in notes:
+            warnings.warn(note, stacklevel=2)
+        source, targets = weights.open_weights(folder, config.model), own_tensors(model)
+        compatibility.require_same_weights(source, targets)
         with torch.no_grad():
             full_state.copy_rows(source, targets)
     return model

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.helpers import checkpoint, losses, python, ranks, succeeded, tiny
-from torchtitan_lite.checkpointing.safetensors_file import specs_of
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.distributed import initialize
@@ -248,7 +247,7 @@ def test_a_head_is_tied_only_if_it_equals_the_embeddings(own_head: bool, tmp_pat
     assert config.tie_embeddings != own_head
     assert hf.open_weights(tmp_path, config).get("output.weight", head).equal(head)
     with pytest.raises(CheckpointError, match=r"model\.tie_embeddings is (True|False) in the checkpoint"):
-        hf.open_weights(tmp_path, config.model_copy(update={"tie_embeddings": own_head}))
+        hf.find_weights(tmp_path, config.model_copy(update={"tie_embeddings": own_head}))
 
 
 def test_sharded_folders_are_read(theirs: Theirs, tmp_path: Path) -> None:
@@ -264,7 +263,7 @@ def test_a_file_of_an_export_has_at_most_the_given_size(n_fitting: int, theirs: 
     parts = names.hf_names(weights, config.family)
     sizes = {name: 4 * names.to_hf(o, weights.__getitem__, config.family).numel() for name, o in parts.items()}
     max_bytes = sum(list(sizes.values())[:n_fitting]) or 1
-    hf._write_shards(tmp_path, weights, specs_of(weights), config.family, max_bytes)
+    hf._write_shards(tmp_path, weights, config.family, max_bytes)
     files = [sorted(load_file(file)) for file in sorted(tmp_path.glob("model*.safetensors"))]
     assert files[0] == sorted(list(parts)[: max(n_fitting, 1)])
     assert all(len(tensors) == 1 or sum(sizes[name] for name in tensors) <= max_bytes for tensors in files)
@@ -277,7 +276,7 @@ def test_import_prints_a_config_that_works(theirs: Theirs, tmp_path: Path) -> No
     output = succeeded(python("import", str(theirs.folder), script="checkpoint.py"))
     (tmp_path / "c.toml").write_text(f'{output}\n[tokenizer]\npath = "{tmp_path / "c.toml"}"\n')
     config = load.load(tmp_path / "c.toml", {}).config
-    assert hf.open_weights(theirs.folder, config.model)
+    assert hf.find_weights(theirs.folder, config.model)[0] == theirs.folder
     assert (config.optim.name, config.optim.lr) == ("adamw", 2e-5)
     assert config.train.seq_len == config.model.max_seq_len == 64
     assert config.train.global_batch_size * config.train.seq_len == 65_536
