@@ -26,6 +26,7 @@ ROOT = Path(__file__).parent.parent
 # logged. Three micro-batches on one rank, two on two: most of a step's time is Python, once for each of them.
 TINY = {
     "model.family": "gpt",
+    "model.tie_embeddings": False,
     "model.dim": 32,
     "model.n_layers": 2,
     "model.n_heads": 2,

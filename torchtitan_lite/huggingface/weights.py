@@ -143,16 +143,12 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
 
 def _read_shards(folder: Path) -> dict[str, Tensor]:
     index = folder / INDEX
-    weight_map = storage.read_json(index).get("weight_map", {}) if index.is_file() else {"": "model.safetensors"}
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{index}: its weight_map should give the file of each tensor")
+    weight_map = storage.read_json(index)["weight_map"] if index.is_file() else {"": "model.safetensors"}
     weights: dict[str, Tensor] = {}
     for name in sorted(set(weight_map.values())):
-        if Path(name).name != name or ((folder / name).is_symlink() and not (folder / name).exists()):
-            raise CheckpointError(f"{index} names {name}, which is not a file of this folder")
         try:
             weights |= load_file(folder / name)
-        except Exception as error:
+        except Exception as error:  # a download that was cut off, too
             raise CheckpointError(f"{folder / name} can't be read: {error}") from None
     return weights
 
