@@ -162,7 +162,7 @@ def build_watched(config: Config, data: DataSet, world: World, log: Log, watchdo
     callbacks = build_callbacks(config, data, world, model, validation)
 
     # 5. The newest checkpoint of the run, else the weights that model.init_from names.
-    preemption = Preemption(config.run.max_minutes)
+    preemption = Preemption(config.run.max_minutes, config.folder / run_folder.JOINING)
     best_of = functools.partial(attempts.best_step, config.folder)
     checkpointer = Checkpointer(config.folder / "checkpoints", model, optimizer, config.checkpoint, world, best_of)
     questions = {name: digest for callback in callbacks for name, digest in callback.questions.items()}

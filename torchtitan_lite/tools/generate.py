@@ -38,7 +38,7 @@ def encode(opened: Opened, prompt: str) -> list[int]:
     """The tokens of a prompt. That of an encoder-decoder, its source, gets the prefix and the end token of training.
 
     Raises:
-        ConfigError: it is empty, is not valid UTF-8, can't be encoded, or is too long for the model.
+        ConfigError: it is empty, can't be encoded, or is too long for the model.
     """
     is_source, limit = answers(opened.model), opened.model.config.max_seq_len
     ids = bpe.encode(opened.tokenizer, with_prefix(opened.prefix, prompt) if is_source and prompt else prompt, "prompt")

@@ -29,7 +29,7 @@ from torchtitan_lite.monitoring.console import source_lines, start_lines, what_n
 from torchtitan_lite.monitoring.goodput import goodput_line
 from torchtitan_lite.monitoring.metrics import Log
 from torchtitan_lite.terminal import counted, duration, print_line
-from torchtitan_lite.training.preemption import launcher_note
+from torchtitan_lite.training.preemption import JOINS, launcher_note
 from torchtitan_lite.training.session import Session, report_save
 
 
@@ -160,11 +160,12 @@ def report_end(s: Session) -> int:
     """Log whether the run completed or was preempted, and write it to run.json. Returns the exit code. Collective."""
     config, step = s.config, s.state.step
     if step < config.train.steps or s.put_off:
-        why = min(filter(None, gather(s.preemption.reason)))  # "SIG..." comes before "run.max_minutes"
+        why = min(filter(None, gather(s.preemption.reason)))  # "SIG..." comes first
         then = f"the same command resumes from there{launcher_note(why)}"
         s.log.info(f"stopped after step {step} of {config.train.steps} ({why}); {then}")
         run_folder.end(config.folder, s.world, s.log.attempt, "preempted", step, why)
-        return 0 if why.startswith("run.") else config.run.preempted_exit_code
+        codes = {JOINS: StuckError.exit_code}  # torchrun starts all machines again
+        return codes.get(why, config.run.preempted_exit_code if why.startswith("SIG") else 0)
     run_folder.end(config.folder, s.world, s.log.attempt, "complete", step)
     if s.meter.first_step == step:
         s.log.info(f"finished: step {step} of train.steps = {config.train.steps}; {what_next(config)}")
