@@ -28,7 +28,7 @@ def bare_session(config: Config, world: World, model: Transformer, loader: Any) 
         optimizer=optimizer,
         scaler=scaler,
         guard=FiniteGuard(optimizer, scaler),
-        preemption=Preemption(max_minutes=0),
+        preemption=Preemption(max_minutes=0, joining=Path("none")),
         watchdog=watchdog,
         loader=loader,
         checkpointer=unused,

@@ -62,12 +62,6 @@ class SaveError(UserError):
     exit_code = 1
 
 
-class OutputError(UserError):
-    """The requested output can't be written."""
-
-    exit_code = 1
-
-
 class StuckError(UserError):
     """Another rank failed, died, or made this one wait too long."""
 

@@ -25,7 +25,7 @@ from torchtitan_lite.config.schema import CheckpointConfig
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.errors import CheckpointError, SaveError
-from torchtitan_lite.huggingface.weights import whole_weights
+from torchtitan_lite.huggingface.weights import read_weights
 
 # --- background saves -------------------------------------------------------------------------------------------
 
@@ -178,7 +178,7 @@ def on_two_machines(world: World, folder: Path, api: str, mesh: str, background:
     require_loaded(2, [], disk / "fork", resume=str(run))
     # model.init_from: the weights alone
     fresh = State(mesh, 2, "llama", world)
-    checkpointer(fresh, disk / "new").load_weights(lambda _: whole_weights(storage.step_folder(run, 2)))
+    checkpointer(fresh, disk / "new").load_weights(lambda: (storage.step_folder(run, 2), []), read_weights)
     loaded = fresh.whole()
     assert all(loaded[name].equal(tensor) for name, tensor in expected[2].items() if name.startswith("model."))
 
