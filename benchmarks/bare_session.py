@@ -1,5 +1,6 @@
 """A session for steps alone: without a run's folder, validation, checkpoints and log. Benchmarks and tests use it."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 

@@ -21,7 +21,7 @@ from torchtitan_lite.checkpointing import safetensors_file, storage
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord, specs_of, write_tensors
 from torchtitan_lite.checkpointing.save import purge, to_keep
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.errors import CheckpointError, SaveError
+from torchtitan_lite.errors import SaveError
 
 
 def again(finished: Path, text: Path, tmp_path: Path, **more: object) -> str:

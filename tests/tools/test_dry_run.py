@@ -1,7 +1,7 @@
 """`train.py --dry-run`: planned and measured values agree, and no files remain."""
 
-import re
 import os
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
