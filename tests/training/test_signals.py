@@ -150,11 +150,11 @@ def test_a_machine_that_torchrun_lost_makes_room_for_one_of_the_same_job(text: P
         env = os.environ | {"PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": job}
         return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
-    first = started("mine")
+    first = started("mine-1")
     wait_for(first, "step ")
     stranger, _ = started("another").communicate()
     assert "is being used by process" in stranger
-    second = started("mine")
+    second = started("mine-2")
     last, _ = first.communicate(timeout=HANGS_S)
     assert first.returncode == 1, "which torchrun starts again"
     assert "(another machine of the job waits)" in last

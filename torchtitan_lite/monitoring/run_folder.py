@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
@@ -62,8 +63,11 @@ def made(folder: Path, wanted: bool = True) -> Iterator[None]:
 
 
 def job() -> str:
-    """torchrun's --rdzv-id. "none": each machine has been given its rank, or there is one process without torchrun."""
-    return os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    """torchrun's --rdzv-id, without the number that docs/cluster.md counts up when an id was closed.
+
+    "none": each machine has been given its rank, or there is one process without torchrun.
+    """
+    return re.sub(r"-\d+$", "", os.environ.get("TORCHELASTIC_RUN_ID", "none"))
 
 
 def lock(folder: Path) -> FileLock:
