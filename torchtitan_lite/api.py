@@ -46,7 +46,7 @@ from torchtitan_lite.tools.evaluation import evaluate as scoring
 from torchtitan_lite.tools.evaluation import tables
 from torchtitan_lite.tools.evaluation.documents import Split
 from torchtitan_lite.training import checks
-from torchtitan_lite.training.start import prepared
+from torchtitan_lite.training.start_and_end import prepared
 
 Text = str | os.PathLike[str]  # a path, or for data also a glob
 Device = Literal["auto", "cpu", "cuda"]

@@ -27,7 +27,7 @@ from torchtitan_lite.models.attention import attend
 from torchtitan_lite.models.generation import KeysValues
 from torchtitan_lite.models.loss import IGNORE, summed_cross_entropy
 from torchtitan_lite.tools.allocator import peak_of
-from torchtitan_lite.training.callbacks import garbage_on_schedule
+from torchtitan_lite.training.between_steps import garbage_on_schedule
 
 LLAMA = ModelConfig(dim=48, n_heads=6, n_kv_heads=2, n_layers=2, max_seq_len=64)
 GPT = ModelConfig(family="gpt", dim=48, n_heads=4, n_layers=2, max_seq_len=64)

@@ -45,14 +45,14 @@ from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.monitoring import run_folder
 from torchtitan_lite.process import env_int
-from torchtitan_lite.training import callbacks, sampling, tasks
+from torchtitan_lite.training import between_steps, sampling, tasks
 
 # where a fault can be: the function that is about to be called
 SITES: dict[str, tuple[Any, str]] = {
     "step": (train, "train_step"),
     "batch": (PrefetchingLoader, "batch"),
     "forward": (Transformer, "forward"),
-    "eval": (callbacks, "evaluate"),
+    "eval": (between_steps, "evaluate"),
     "sample": (sampling, "sample"),
     "task": (tasks.Tasks, "score"),
     "load": (Checkpointer, "load_tensors"),

@@ -89,7 +89,7 @@ def lock(folder: Path) -> FileLock:
 # --- run.json and attempts.jsonl ----------------------------------------------------------------------------------
 
 
-def begin(folder: Path, attempt: Mapping[str, Any]) -> int:
+def record_start(folder: Path, attempt: Mapping[str, Any]) -> int:
     """Record that an attempt has taken over the folder, durably, on rank 0. Returns its number.
 
     Args:
@@ -104,7 +104,7 @@ def begin(folder: Path, attempt: Mapping[str, Any]) -> int:
     return number
 
 
-def end(
+def record_end(
     folder: Path, world: World, attempt: int, status: str, step: int, reason: str = "", repeats: bool = False
 ) -> None:
     """Record how an attempt ended: "complete", "preempted" or "failed". One that was refused has no record.

@@ -29,6 +29,7 @@ from torchtitan_lite.errors import ConfigError, StuckError
 from torchtitan_lite.monitoring import mfu, run_folder
 from torchtitan_lite.monitoring.console import batch_line, fsdp_line, model_line
 from torchtitan_lite.monitoring.metrics import Log
+from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.process import env_int
 from torchtitan_lite.terminal import counted, duration, size
 from torchtitan_lite.tools.allocator import own_bytes, peak_of
@@ -37,11 +38,10 @@ from torchtitan_lite.tools.estimate import step_time
 from torchtitan_lite.tools.estimate.planned_run import Plan, make_plan
 from torchtitan_lite.tools.estimate.simulate import GRADIENTS, OPTIMIZER, PARAMETERS
 from torchtitan_lite.training import out_of_memory
-from torchtitan_lite.training.intact import settle
-from torchtitan_lite.training.session import Session, StepResult
-from torchtitan_lite.training.start import require_agreement
+from torchtitan_lite.training.session import Session, settle
+from torchtitan_lite.training.start_and_end import require_agreement
 
-Step = Callable[[Session, int], StepResult]
+Step = Callable[[Session, int], StepRecord]
 STEPS = 3
 CLOCKS_S = 2.0  # torchrun compares heartbeats of 5 s (docs/cluster.md) by the clocks of the machines
 TOTAL = "total at the peak"
@@ -102,8 +102,8 @@ def checked_machines(folder: Path, s: Session) -> str:
     Raises:
         UserError: on every rank.
     """
-    s.checkpointer.folder = folder / "checkpoints"
-    s.checkpointer.require_space(0)
+    s.services.checkpointer.folder = folder / "checkpoints"
+    s.services.checkpointer.require_space(0)
     where = next(parent for parent in folder.parents if parent.is_dir())
     file = Path(on_rank0(lambda: tempfile.mkstemp(prefix="dry-run-", dir=where)[1]))
     hosts, seen = gather(socket.gethostname()), gather(file.exists())
@@ -135,14 +135,14 @@ def measure(s: Session, step: Step) -> tuple[dict[str, int], float]:
         n_bytes[GRADIENTS] = own_bytes(p.grad for p in parameters if p.grad is not None)
 
     def make(number: int) -> None:
-        s.watchdog.step(number)
+        s.services.watchdog.step(number)
         step(s, number).loss.item()  # reading the loss waits for the device
 
-    s.optimizer.register_step_pre_hook(measure_gradients)
-    with s.watchdog.explained(), out_of_memory.explained(s.config):
+    s.trained.optimizer.register_step_pre_hook(measure_gradients)
+    with s.services.watchdog.explained(), out_of_memory.explained(s.config):
         make(1)
-        n_bytes[PARAMETERS] = own_bytes((*s.model.parameters(), *s.model.buffers()))
-        n_bytes[OPTIMIZER] = own_bytes(v for state in s.optimizer.state.values() for v in state.values())
+        n_bytes[PARAMETERS] = own_bytes((*s.trained.model.parameters(), *s.trained.model.buffers()))
+        n_bytes[OPTIMIZER] = own_bytes(v for state in s.trained.optimizer.state.values() for v in state.values())
         if s.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             make(2)
