@@ -48,6 +48,7 @@ from torchtitan_lite.monitoring.watchdog import Watchdog
 from torchtitan_lite.optim import optimizer as optim
 from torchtitan_lite.optim.finite_guard import FiniteGuard, Guard, Skipped
 from torchtitan_lite.optim.grad_scaler import GradScaler
+from torchtitan_lite.optim.groups import freeze
 from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.process import env_int, local_rank
 from torchtitan_lite.scoring.validation import Validation
@@ -144,7 +145,7 @@ def build(config: Config, data: DataSet, world: World, log: Log) -> Session:
 
 def build_watched(config: Config, data: DataSet, world: World, log: Log, watchdog: Watchdog) -> Session:
     """The parts, in their order."""
-    # 1. The mesh: which ranks shard one copy of the model, and which hold further copies.
+    # 1. The mesh: which ranks shard one replica of the model, and which hold further replicas.
     mesh = build_mesh(config.fsdp, world.device)
 
     # 2. The model: sharded on the meta device, without storage. Each rank then allocates and fills its own shards.
@@ -158,23 +159,21 @@ def build_watched(config: Config, data: DataSet, world: World, log: Log, watchdo
 
     # 4. The data: which sequences a batch has is a function of the seed and one integer, state.samples_consumed.
     samples = open_samples(data, "train", config)
-    loader = PrefetchingLoader(
-        Loader(
-            samples,
-            micro_batch_size=config.train.micro_batch_size,
-            rank=world.rank,
-            world_size=world.world_size,
-            seed=config.run.seed,
-            document_mask=config.data.document_mask,
-            pin=world.device.type == "cuda",
-        ),
-        world.device,
+    of_rank = Loader(
+        samples,
+        micro_batch_size=config.train.micro_batch_size,
+        rank=world.rank,
+        world_size=world.world_size,
+        seed=config.run.seed,
+        document_mask=config.data.document_mask,
+        pin=world.device.type == "cuda",
     )
+    loader = PrefetchingLoader(of_rank, world.device)
     validation = Validation.of(config, data, config.train.micro_batch_size, world.rank, world.world_size)
     beside = build_beside(config, data, world, validation)
 
     # 5. The newest checkpoint of the run, else the weights that model.init_from names.
-    preemption = Preemption(config.run.max_minutes)
+    preemption = Preemption(config.run.max_minutes)  # the time limit includes the load
     best_of = functools.partial(attempts.best_step, config.folder)
     checkpointer = Checkpointer(config.folder / "checkpoints", model, optimizer, config.checkpoint, world, best_of)
     fresh = fresh_state(config, data, world, validation.identity(), beside.questions)
@@ -182,8 +181,19 @@ def build_watched(config: Config, data: DataSet, world: World, log: Log, watchdo
         resumed = load_newest(config, checkpointer, fresh, log)
     state = resumed.continued_by(fresh) if resumed else fresh
 
-    # 6. What withholds an update: the loss scale of float16, and the guards against updates not finite and loss spikes.
+    # 6. What may withhold an update (with float16, of a scaled loss), and what is around the steps.
     scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, world.device, state.grad_scaler)
+    guards = build_guards(config, world, state, scaler, checkpointer, log)
+    meter = Meter(state, world.device, peak_tokens_per_second(config, model, world))
+    services = Services(log, meter, watchdog, preemption, checkpointer)
+    trained = Trained(model, optimizer, scaler, guards, samples, loader)
+    return Session(config, world, trained, services, beside, state, resumed)
+
+
+def build_guards(
+    config: Config, world: World, state: TrainState, scaler: GradScaler, checkpointer: Checkpointer, log: Log
+) -> list[Guard]:
+    """The guard against updates that are not finite, and with [spike] the one against loss spikes."""
     skipped = Skipped(state.skipped)
     max_skipped = config.train.max_skipped if config.train.on_nonfinite == "skip" else 0
     guards: list[Guard] = [FiniteGuard(scaler, skipped, max_skipped)]
@@ -191,21 +201,25 @@ def build_watched(config: Config, data: DataSet, world: World, log: Log, watchdo
         from torchtitan_lite.training import spikes
 
         guards.append(spikes.build_guard(config, world, state, skipped, checkpointer, log))
-    meter = Meter(state, world.device, peak_tokens_per_second(config, model, world))
-    trained = Trained(model, optimizer, scaler, guards, samples, loader)
-    services = Services(log, meter, watchdog, preemption, checkpointer)
-    return Session(config, world, trained, services, beside, state, resumed)
+    return guards
 
 
 def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh, *, widen: bool = False) -> models.Transformer:
     """Build the model on the meta device and shard it: every parameter is a DTensor without storage."""
     with torch.device("meta"):
         model = models.build(config.model, vocab_size, models.LossOptions.of(config))
-    optim.freeze(model, config.optim.freeze)
+    freeze(model, config.optim.freeze)
     if config.speed.float8:
         from torchtitan_lite.distributed import float8
 
         float8.convert(model, mesh)
+    # On a CPU these functions are replaced. The results are the same, but for the order of sums; each has a key:
+    #     of the model     attend: products over blocks of queries, cpu/attention.py     speed.block_attention
+    #                      nn.RMSNorm, rotate: fewer passes over memory, cpu/fused.py    speed.fused_functions
+    #                      cross_entropy: in chunks that fit the cache, cpu/loss.py      speed.chunked_loss
+    #                      nn.Linear, multiply, and the two above that multiply, if the
+    #                      CPU has no 16-bit products: float32, cpu/widened.py           speed.widened_products
+    #     of FSDP2         collectives of one machine: cpu/shared_memory.py              speed.shared_memory
     if mesh.device_type == "cpu":
         cpu.apply(model, config.speed, widen=widen)
     # The order matters: checkpointing replaces a block's forward, compilation takes the result, and fully_shard puts
@@ -243,9 +257,8 @@ def train(s: Session) -> None:
     config, steps, beside = s.config, s.config.train.steps, s.beside
     log, preemption = s.services.log, s.services.preemption
     reading = config.log.every, config.checkpoint.every, *(look.every for look in beside.looks)
-    log.start_bar(s.state.step, steps)
     with garbage_on_schedule(config.speed.gc_every):
-        for step in range(s.state.step + 1, steps + 1):
+        for step in log.progress(s.state.step + 1, steps):
             s.services.watchdog.step(step)
             if beside.profile:
                 beside.profile.start(step)
@@ -272,10 +285,8 @@ def train(s: Session) -> None:
                     log.info(line)
                 if due(step, config.speed.gc_every):
                     gc.collect()
-            log.advance_bar()
             if stops:
                 break
-    log.close()
 
 
 def train_step(s: Session, step: int) -> StepRecord:
@@ -290,7 +301,7 @@ def train_step(s: Session, step: int) -> StepRecord:
         batch = s.trained.loader.batch(first, size)
     services.watchdog.computing()
     loss = forward_backward(config, s.world, s.trained, step, batch)
-    # A rank holds the gradients of its own shards, so their norm is a sum over ranks. With HSDP, each shard has copies.
+    # A rank holds the gradients of its own shards, so their norm is a sum over ranks. With HSDP, each replica has them.
     squared_norm = optim.squared_norm(model, copies=config.fsdp.mesh(s.world.world_size)[0])
     record = StepRecord(
         step,
@@ -330,7 +341,7 @@ def forward_backward(config: Config, world: World, trained: Trained, step: int, 
         seed(stream(config.run.seed, step, i, world.rank))
         # By default backward reduces each micro-batch, and gradients accumulate as shards. grad_sync can put it off.
         parallelize.before_micro_batch(model, config.fsdp, last=i == len(batch.micro_batches) - 1)
-        loss = model(*micro.on(device))  # summed over this rank's targets
+        loss = model(**micro.on(device))  # summed over this rank's targets
         # FSDP2's reduce-scatter AVERAGES gradients over ranks. The gradient of the mean loss per token is their SUM,
         # divided by the valid targets of the global batch; so the average is multiplied by the number of ranks. No rank
         # divides by its own number of targets: with masked targets the ranks have different numbers.

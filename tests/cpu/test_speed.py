@@ -23,8 +23,7 @@ from torchtitan_lite.cpu import loss as in_chunks
 from torchtitan_lite.distributed.blocks import apply_activation_checkpointing, apply_compile
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.models import LossOptions, Transformer, build, llama
-from torchtitan_lite.models.attention import attend
-from torchtitan_lite.models.generation import KeysValues
+from torchtitan_lite.models.attention import KeysValues, attend
 from torchtitan_lite.models.loss import IGNORE, summed_cross_entropy
 from torchtitan_lite.tools.allocator import peak_of
 from torchtitan_lite.training.between_steps import garbage_on_schedule

@@ -60,7 +60,8 @@ from torchtitan_lite.models import LossOptions, Transformer, build
 from torchtitan_lite.models.gpt import GPT
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.optim.grad_scaler import GradScaler
-from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, freeze, set_learning_rate, squared_norm
+from torchtitan_lite.optim.groups import freeze
+from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, set_learning_rate, squared_norm
 from torchtitan_lite.scoring.validation import Validation, evaluate
 from torchtitan_lite.training.intact import require_finite
 from torchtitan_lite.training.start_and_end import require_agreement

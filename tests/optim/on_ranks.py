@@ -32,7 +32,8 @@ from torchtitan_lite.distributed.parallelize import apply_fsdp
 from torchtitan_lite.distributed.process_group import World, build_mesh
 from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.models import Transformer, build
-from torchtitan_lite.optim.optimizer import build_optimizer, freeze, set_learning_rate
+from torchtitan_lite.optim.groups import freeze
+from torchtitan_lite.optim.optimizer import build_optimizer, set_learning_rate
 from torchtitan_lite.tools.allocator import own_bytes
 
 # rows of 30 and 10 do not divide by 4, and of one row all ranks but one of each copy have none

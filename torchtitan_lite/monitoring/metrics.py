@@ -109,7 +109,6 @@ class Log:
         self.attempt = 0  # its number in attempts.jsonl, once it has taken over the run's folder
         self._folder = folder
         self._text = folder / "train.log"
-        self._bar: tqdm[Any] | None = None
         self._failed: set[str] = set()
         self._trackers: Trackers | None = None
 
@@ -161,19 +160,19 @@ class Log:
         with self._reported(str(file)):
             append_line(file, line)
 
-    def start_bar(self, step: int, steps: int) -> None:
-        """Show a progress bar at this step, if stderr is a terminal."""
-        with self._reported("the progress bar"):
-            if self._speaks and sys.stderr.isatty():
-                self._bar = tqdm(initial=step, total=steps, unit="step", dynamic_ncols=True, leave=False)
-
-    def advance_bar(self) -> None:
-        if self._bar is not None:
+    def progress(self, first: int, last: int) -> Iterator[int]:
+        """The steps from `first` to `last`, with a progress bar, if stderr is a terminal."""
+        bar: tqdm[Any] | None = None
+        if self._speaks and sys.stderr.isatty():
             with self._reported("the progress bar"):
-                self._bar.update()
-
-    def close(self) -> None:
-        if self._bar is not None:
-            with self._reported("the progress bar"):
-                self._bar.close()
-            self._bar = None
+                bar = tqdm(initial=first - 1, total=last, unit="step", dynamic_ncols=True, leave=False)
+        try:
+            for step in range(first, last + 1):
+                yield step
+                if bar is not None:
+                    with self._reported("the progress bar"):
+                        bar.update()
+        finally:
+            if bar is not None:
+                with self._reported("the progress bar"):
+                    bar.close()
