@@ -46,7 +46,7 @@ from torchtitan_lite.monitoring import attempts, run_folder
 from torchtitan_lite.monitoring.metrics import Log, Meter
 from torchtitan_lite.monitoring.watchdog import Watchdog
 from torchtitan_lite.optim import optimizer as optim
-from torchtitan_lite.optim.finite_guard import FiniteGuard, Guard, Skipped
+from torchtitan_lite.optim.finite_guard import FiniteGuard, Guard
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.groups import freeze
 from torchtitan_lite.optim.step_record import StepRecord
@@ -56,7 +56,7 @@ from torchtitan_lite.terminal import print_error, print_line
 from torchtitan_lite.training import checks, out_of_memory, start_and_end
 from torchtitan_lite.training.between_steps import (
     build_beside,
-    garbage_on_schedule,
+    disable_automatic_garbage,
     left_out,
     log_step,
     make_up,
@@ -87,7 +87,7 @@ def launch(argv: Sequence[str]) -> int:
             saved=saved_config,  # a run that resumes keeps its values, whatever today's defaults are
         )
         config = command.loaded.config
-        with out_of_memory.explained(config), run_folder.made(config.folder, command.trains):
+        with out_of_memory.with_advice(config), run_folder.made(config.folder, command.trains):
             if not command.trains:
                 from torchtitan_lite.tools import modes
 
@@ -120,10 +120,9 @@ def run(loaded: Loaded, data: DataSet, world: World, log: Log) -> int:
         looks = left_out(s)  # at the step that the run resumes from
         if looks or s.state.step < config.train.steps:
             closing.enter_context(log.tracking(config.log, s.state))
-        preemption = s.services.preemption
-        with preemption, s.services.watchdog.explained(), out_of_memory.explained(config):
+        with s.services.preemption, s.services.watchdog.naming_lost_ranks(), out_of_memory.with_advice(config):
             make_up(s, looks)
-            if not preemption.agreed:
+            if not s.services.preemption.agreed:
                 train(s)
             return start_and_end.report_end(s)
     except Exception as error:
@@ -194,7 +193,7 @@ def build_guards(
     config: Config, world: World, state: TrainState, scaler: GradScaler, checkpointer: Checkpointer, log: Log
 ) -> list[Guard]:
     """The guard against updates that are not finite, and with [spike] the one against loss spikes."""
-    skipped = Skipped(state.skipped)
+    skipped = list(state.skipped)  # of all guards
     max_skipped = config.train.max_skipped if config.train.on_nonfinite == "skip" else 0
     guards: list[Guard] = [FiniteGuard(scaler, skipped, max_skipped)]
     if config.spike.action != "off":
@@ -254,39 +253,39 @@ def train(s: Session) -> None:
 
     A stop first logs and saves. What else is due at its step, the next start makes up (`make_up`).
     """
-    config, steps, beside = s.config, s.config.train.steps, s.beside
-    log, preemption = s.services.log, s.services.preemption
+    config, steps, beside, preemption = s.config, s.config.train.steps, s.beside, s.services.preemption
     reading = config.log.every, config.checkpoint.every, *(look.every for look in beside.looks)
-    with garbage_on_schedule(config.speed.gc_every):
-        for step in log.progress(s.state.step + 1, steps):
-            s.services.watchdog.step(step)
-            if beside.profile:
-                beside.profile.start(step)
-            record = train_step(s, step)
+    if config.speed.gc_every:
+        disable_automatic_garbage()
+    for step in s.services.log.progress(s.state.step + 1, steps):
+        s.services.watchdog.step(step)
+        if beside.profile:
+            beside.profile.start(step)
+        record = train_step(s, step)
 
-            last = step == steps
-            if last or preemption.agreed or any(due(step, every) for every in reading):
-                settle(s)  # now, and wait for the device; otherwise the next step does it, without waiting
-            stops = preemption.agreed
-            ends = last or stops
-            with s.services.meter.paused():
-                if ends or due(step, config.log.every):
-                    log_step(s, record)
-                if beside.validation and not stops and (last or due(step, config.eval.every)):
-                    beside.validation.take(s)
-                if beside.tasks and not stops and (last or due(step, config.eval.tasks_every)):
-                    beside.tasks.take(s)
-                if ends or due(step, config.checkpoint.every):
-                    save(s, ends=ends)
-                if beside.samples and not stops and (last or due(step, config.sample.every)):
-                    beside.samples.take(s)
-                report_save(s.services.checkpointer, log, wait=False)  # one in the background may have ended
-                if beside.profile and (line := beside.profile.stop(step, last=ends)):
-                    log.info(line)
-                if due(step, config.speed.gc_every):
-                    gc.collect()
-            if stops:
-                break
+        last = step == steps
+        if last or preemption.agreed or any(due(step, every) for every in reading):
+            settle(s)  # now, and wait for the device; otherwise the next step does it, without waiting
+        stops = preemption.agreed
+        ends = last or stops
+        with s.services.meter.paused():
+            if ends or due(step, config.log.every):
+                log_step(s, record)
+            if beside.validation and not stops and (last or due(step, config.eval.every)):
+                beside.validation.take(s)
+            if beside.tasks and not stops and (last or due(step, config.eval.tasks_every)):
+                beside.tasks.take(s)
+            if ends or due(step, config.checkpoint.every):
+                save(s, ends=ends)
+            if beside.samples and not stops and (last or due(step, config.sample.every)):
+                beside.samples.take(s)
+            report_save(s.services.checkpointer, s.services.log, wait=False)  # one in the background may have ended
+            if beside.profile and (line := beside.profile.stop(step, last=ends)):
+                s.services.log.info(line)
+            if due(step, config.speed.gc_every):
+                gc.collect()
+        if stops:
+            break
 
 
 def train_step(s: Session, step: int) -> StepRecord:

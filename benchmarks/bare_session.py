@@ -8,7 +8,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.monitoring.metrics import Meter
-from torchtitan_lite.optim.finite_guard import FiniteGuard, Skipped
+from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.optimizer import build_optimizer
 from torchtitan_lite.training.preemption import Preemption
@@ -21,6 +21,6 @@ def bare_session(config: Config, world: World, model: Transformer, loader: Any) 
     watchdog: Any = SimpleNamespace(computing=lambda: None)
     optimizer = build_optimizer(model, config.optim)
     scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, world.device)
-    trained = Trained(model, optimizer, scaler, [FiniteGuard(scaler, Skipped([]))], unused, loader)
+    trained = Trained(model, optimizer, scaler, [FiniteGuard(scaler, [])], unused, loader)
     services = Services(unused, Meter(TrainState(), world.device), watchdog, Preemption(max_minutes=0), unused)
     return Session(config, world, trained, services, Beside(), TrainState())

@@ -7,6 +7,7 @@ the figure NAME. With --stand-in everything runs on the CPU, with tiny sizes.
 import contextlib
 import ctypes
 import functools
+import gc
 import importlib.util
 import json
 import math
@@ -56,7 +57,7 @@ from torchtitan_lite.monitoring import mfu
 from torchtitan_lite.tools.estimate import step_time
 from torchtitan_lite.tools.estimate.planned_run import Plan, make_plan
 from torchtitan_lite.tools.estimate.simulate import fake_world
-from torchtitan_lite.training.between_steps import garbage_on_schedule
+from torchtitan_lite.training.between_steps import disable_automatic_garbage
 from torchtitan_lite.training.session import Session, settle
 
 ROOT = Path(__file__).parent.parent
@@ -300,9 +301,12 @@ def session(config: Config, world: World) -> Iterator[Session]:
     )
     prefetching = PrefetchingLoader(loader, world.device)
     try:
-        with garbage_on_schedule(config.speed.gc_every):
-            yield bare_session(config, world, model, prefetching)
+        if config.speed.gc_every:
+            disable_automatic_garbage()
+        yield bare_session(config, world, model, prefetching)
     finally:
+        gc.enable()
+        gc.unfreeze()
         prefetching.close()
 
 

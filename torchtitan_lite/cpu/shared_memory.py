@@ -52,13 +52,13 @@ class SharedMemory:
             os.ftruncate(self._file, 2 * self.size * slot + barrier.n_bytes(self.size))
             self._map(slot)
             self._barrier.initialise()
-            return [f"/proc/{os.getpid()}/fd/{self._file}", _identity(self._file)]
+            return [f"/proc/{os.getpid()}/fd/{self._file}", _inode(self._file)]
 
         def share() -> None:
-            path, identity = on_rank0(make, group)
+            path, inode = on_rank0(make, group)
             if self.rank != 0:
                 self._file = os.open(path, os.O_RDWR)
-                if _identity(self._file) != identity:  # ranks may be in different PID namespaces
+                if _inode(self._file) != inode:  # ranks may be in different PID namespaces
                     raise OSError(f"{path} is another file for rank {self.rank}")
                 self._map(slot)
 
@@ -110,7 +110,7 @@ class SharedMemory:
         return True
 
 
-def _identity(descriptor: int) -> list[int]:
+def _inode(descriptor: int) -> list[int]:
     status = os.fstat(descriptor)
     return [status.st_dev, status.st_ino]
 

@@ -31,11 +31,8 @@ CODE = Path(__file__).parents[2]
 def make(folder: Path) -> bool:
     """Make the folder, and check that it can be written. Returns whether it did not exist."""
     try:
-        try:
-            folder.mkdir(parents=True)
-            new = True
-        except FileExistsError:
-            new = False
+        new = not folder.is_dir()
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "train.log").touch()
     except OSError as error:
         raise ConfigError(f"run.out_dir: {folder} can't be written: {error}") from None

@@ -30,7 +30,6 @@ class Guard(Protocol):
 
     def suspects(self, record: StepRecord) -> Tensor:
         """() bool on the device: whether the update is withheld. `check` was called for the step before."""
-        ...
 
     def check(self, record: StepRecord) -> Incident | None:
         """What this means, once it is on the host.
@@ -38,23 +37,14 @@ class Guard(Protocol):
         Raises:
             UserError: on every rank: the run stops.
         """
-        ...
 
     def state(self) -> Mapping[str, Any]:
         """Its part of the TrainState, for a checkpoint."""
-        ...
 
 
-class Skipped:
-    """The steps whose updates the guards of a run have withheld, without float16's overflows."""
-
-    def __init__(self, steps: list[int]) -> None:
-        self.steps = list(steps)
-
-    def add(self, step: int, most: int) -> bool:
-        """Add the last step. Returns whether it is one too many: more than `most` in a row."""
-        self.steps.append(step)
-        return self.steps[-most - 1 :] == list(range(step - most, step + 1))
+def too_many(skipped: list[int], most: int) -> bool:
+    """Whether the last of these steps are more than `most` in a row."""
+    return skipped[-most - 1 :] == list(range(skipped[-1] - most, skipped[-1] + 1))
 
 
 class FiniteGuard:
@@ -64,9 +54,10 @@ class FiniteGuard:
     halved. Without float16 they are an error.
     """
 
-    def __init__(self, scaler: GradScaler, skipped: Skipped, max_skipped: int = 0) -> None:
+    def __init__(self, scaler: GradScaler, skipped: list[int], max_skipped: int = 0) -> None:
         """
         Args:
+            skipped: the steps whose updates the guards of this run have withheld, without float16's overflows.
             max_skipped: this many steps in a row may be skipped; one more is an error.
         """
         self._scaler, self._skipped, self._max_skipped = scaler, skipped, max_skipped
@@ -89,7 +80,8 @@ class FiniteGuard:
             what = "the gradient norm is not finite, though the loss of every rank is"
             if ranks:
                 what = f"the loss is not finite on rank {', '.join(ranks)}"
-            if not self._skipped.add(step, self._max_skipped):
+            self._skipped.append(step)
+            if not too_many(self._skipped, self._max_skipped):
                 first, end = record.samples
                 line = f"SKIPPED step {step}: not finite; run samples {first} to {end - 1}"
                 return Incident({"skipped_samples": [first, end]}, line)
@@ -99,4 +91,4 @@ class FiniteGuard:
         )
 
     def state(self) -> Mapping[str, Any]:
-        return {"skipped": [*self._skipped.steps]}
+        return {"skipped": [*self._skipped]}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchtitan_lite.config.schema import SpikeConfig
 from torchtitan_lite.errors import SpikeError
-from torchtitan_lite.optim.finite_guard import Incident, Skipped
+from torchtitan_lite.optim.finite_guard import Incident, too_many
 from torchtitan_lite.optim.step_record import StepRecord
 
 _MAD = 1.4826  # times the median absolute deviation is the standard deviation of a normal distribution
@@ -54,13 +54,14 @@ class SpikeGuard:
         config: SpikeConfig,
         warmup_steps: int,
         window: Mapping[str, Sequence[float]],
-        skipped: Skipped,
+        skipped: list[int],
         max_skipped: int,
         fork: Callable[[StepRecord], str],
     ) -> None:
         """
         Args:
             window: from TrainState: `spikes` as it was saved.
+            skipped: as in FiniteGuard.
             max_skipped: this many steps in a row may be skipped; one more is an error.
             fork: the command of a run without the samples of a step. Collective.
         """
@@ -81,8 +82,8 @@ class SpikeGuard:
         return (record.loss.double() > self._limits[0]) | (record.grad_norm.double() > self._limits[1])
 
     def check(self, record: StepRecord) -> Incident | None:
-        numbers, step, action = record.numbers, record.step, self._config.action
-        loss, grad_norm = numbers.loss, numbers.grad_norm
+        loss, grad_norm, *_ = record.numbers
+        step, action, (first, end) = record.step, self._config.action, record.samples
         if not math.isfinite(loss) or not math.isfinite(grad_norm):  # it is FiniteGuard's
             return None
         is_spike = loss > self._limits[0] or grad_norm > self._limits[1]
@@ -93,7 +94,6 @@ class SpikeGuard:
             return None
         loss_limit, norm_limit = (value if math.isfinite(value) else None for value in self._limits)
         spike = Spike(loss, grad_norm, loss_limit, norm_limit)
-        first, end = record.samples
         what = f"{spike}; run samples {first} to {end - 1}"
         found = spike._asdict() | record.losses_of_ranks() | {"samples": [first, end], "action": action}
         line = f"SPIKE   step {step}: {what}{'' if action == 'log' else '; the update was withheld'}"
@@ -103,12 +103,14 @@ class SpikeGuard:
                 f"step {step}: {what}. The update was withheld, and nothing was saved after it\n"
                 f"  This command starts a run that skips these samples:\n  {self._fork(record)}"
             )
-        elif action == "skip" and self._skipped.add(step, self._max_skipped):
-            error = SpikeError(
-                f"step {step}: {what}. This and the {self._max_skipped} steps before it were skipped "
-                "(train.max_skipped), and nothing has been saved since. If the loss is right, a larger "
-                "spike.loss_deviations or spike.norm_deviations accepts it; a lower optim.lr may help"
-            )
+        if action == "skip":
+            self._skipped.append(step)
+            if too_many(self._skipped, self._max_skipped):
+                error = SpikeError(
+                    f"step {step}: {what}. This and the {self._max_skipped} steps before it were skipped "
+                    "(train.max_skipped), and nothing has been saved since. If the loss is right, a larger "
+                    "spike.loss_deviations or spike.norm_deviations accepts it; a lower optim.lr may help"
+                )
         return Incident({"spike": found}, line, error)
 
     def state(self) -> Mapping[str, Any]:

@@ -139,7 +139,7 @@ def measure(s: Session, step: Step) -> tuple[dict[str, int], float]:
         step(s, number).loss.item()  # reading the loss waits for the device
 
     s.trained.optimizer.register_step_pre_hook(measure_gradients)
-    with s.services.watchdog.explained(), out_of_memory.explained(s.config):
+    with s.services.watchdog.naming_lost_ranks(), out_of_memory.with_advice(s.config):
         make(1)
         n_bytes[PARAMETERS] = own_bytes((*s.trained.model.parameters(), *s.trained.model.buffers()))
         n_bytes[OPTIMIZER] = own_bytes(v for state in s.trained.optimizer.state.values() for v in state.values())

@@ -1,11 +1,9 @@
 """The work beside the steps: log, validate, score tasks, save, sample. `train` in train.py says when each is due."""
 
-import contextlib
 import functools
 import gc
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -184,21 +182,12 @@ def report_save(checkpointer: BaseCheckpointer, log: Log, *, wait: bool, ends: b
     return saved.error
 
 
-@contextlib.contextmanager
-def garbage_on_schedule(every: int) -> Iterator[None]:
-    """Disable automatic collection, if `every` is not 0: `train` collects at the same steps on all ranks.
+def disable_automatic_garbage() -> None:
+    """Leave the collection of garbage to `train`, which collects at the same steps on all ranks.
 
     Automatic collection happens at a different step on each rank, and all ranks wait for each one. Existing objects
     (mostly torch's modules) are frozen, so a collection takes milliseconds.
     """
-    if not every:
-        yield
-        return
     gc.collect()
     gc.freeze()
     gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()

@@ -7,7 +7,6 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.distributed.ranks import on_rank0
 from torchtitan_lite.monitoring.metrics import Log
-from torchtitan_lite.optim.finite_guard import Skipped
 from torchtitan_lite.optim.spike_guard import SpikeGuard
 from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.process import fork_command
@@ -15,7 +14,7 @@ from torchtitan_lite.training.between_steps import report_save
 
 
 def build_guard(
-    config: Config, world: World, state: TrainState, skipped: Skipped, checkpointer: BaseCheckpointer, log: Log
+    config: Config, world: World, state: TrainState, skipped: list[int], checkpointer: BaseCheckpointer, log: Log
 ) -> SpikeGuard:
     """The guard that [spike] describes."""
 
@@ -25,13 +24,14 @@ def build_guard(
         Without a checkpoint of its own, it starts as this run did.
         """
         report_save(checkpointer, log, wait=True)
-        folder, damaged = checkpointer.folder, checkpointer.damaged
+        folder = checkpointer.folder
         saved = on_rank0(
-            lambda: [n for n in storage.find_steps(folder) if n < record.step and n not in damaged], world.untimed
+            lambda: [n for n in storage.find_steps(folder) if n < record.step and n not in checkpointer.damaged],
+            world.untimed,
         )
         start = storage.step_folder(folder, saved[-1]) if saved else checkpointer.forked_from or ""
-        left_out = sorted([*config.data.skip_samples, [*record.samples]])
-        return fork_command(f"{config.run.name}-without-{record.step}", str(start), data__skip_samples=str(left_out))
+        skipped = str(sorted([*config.data.skip_samples, [*record.samples]]))
+        return fork_command(f"{config.run.name}-without-{record.step}", str(start), data__skip_samples=skipped)
 
     return SpikeGuard(
         config.spike, config.optim.warmup_steps, state.spikes, skipped, config.train.max_skipped, fork_without

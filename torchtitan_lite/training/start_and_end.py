@@ -167,11 +167,10 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
 
 def report_end(s: Session) -> int:
     """Log whether the run completed or was preempted, and write it to run.json. Returns the exit code. Collective."""
-    config, step = s.config, s.state.step
-    log, meter, preemption = s.services.log, s.services.meter, s.services.preemption
-    rest = left_out(s) if preemption.agreed else []
+    config, step, log, meter = s.config, s.state.step, s.services.log, s.services.meter
+    rest = left_out(s) if s.services.preemption.agreed else []
     if step < config.train.steps or rest:
-        why = min(filter(None, gather(preemption.reason)))  # "SIG..." comes before "run.max_minutes"
+        why = min(filter(None, gather(s.services.preemption.reason)))  # "SIG..." comes before "run.max_minutes"
         names = " and ".join(look.name for look in rest)
         then = f"resumes from there{f', with the {names} that were due' if rest else ''}{launcher_note(why)}"
         log.info(f"stopped after step {step} of {config.train.steps} ({why}); the same command {then}")

@@ -104,7 +104,7 @@ def run(n: int, loaded: Loaded, data: DataSet, build: Callable[..., Session], st
                 log.info(f"note    {note}")
             log.info(f"replay  steps {recorded.start + 1} to {recorded.last}, from {began}")
             s = build(replayed, data, world, log)
-            with contextlib.closing(s), s.services.watchdog.explained(), out_of_memory.explained(config):
+            with contextlib.closing(s), s.services.watchdog.naming_lost_ranks(), out_of_memory.with_advice(config):
                 result = compute(s, step, recorded, config.folder)
             if world.rank == 0:
                 print_line(f"equal   {result}")
