@@ -335,8 +335,9 @@ def dtypes_of(t: Session) -> tuple[dict[str, tuple[torch.dtype, ...]], list[Even
     seen: dict[str, tuple[torch.dtype, ...]] = {}
 
     def before(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            seen[name] = next(module.parameters()).dtype, *(arg.dtype for arg in args)
+        def hook(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+            seen[name] = next(module.parameters()).dtype, *(tensor.dtype for tensor in tensors)
 
         return hook
 
@@ -347,7 +348,8 @@ def dtypes_of(t: Session) -> tuple[dict[str, tuple[torch.dtype, ...]], list[Even
     handles = []
     for name in looked_at:
         module = t.trained.model.get_submodule(name)
-        handles += [module.register_forward_pre_hook(before(name)), module.register_forward_hook(after(name))]
+        handles.append(module.register_forward_pre_hook(before(name), with_kwargs=True))
+        handles.append(module.register_forward_hook(after(name)))
     events = events_of_a_step(t)
     for handle in handles:
         handle.remove()
