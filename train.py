@@ -301,7 +301,7 @@ def train_step(s: Session, step: int) -> StepRecord:
     services.watchdog.computing()
     loss = forward_backward(config, s.world, s.trained, step, batch)
     # A rank holds the gradients of its own shards, so their norm is a sum over ranks. With HSDP, each replica has them.
-    squared_norm = optim.squared_norm(model, copies=config.fsdp.mesh(s.world.world_size)[0])
+    squared_norm = optim.squared_norm(model, replicas=config.fsdp.mesh(s.world.world_size)[0])
     record = StepRecord(
         step,
         samples=(first, first + size),

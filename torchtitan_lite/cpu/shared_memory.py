@@ -233,7 +233,7 @@ def _sum(parts: list[Tensor], out: Tensor) -> None:
         out += part
 
 
-class _Copies:
+class _Replicas:
     """Stands in for the dp_replicate group in FSDP, whose all-reduce can't be set: here it uses shared memory.
 
     It equals the group, because torch looks up a group's backend when a collective raises.
@@ -263,15 +263,15 @@ def apply_shared_memory(model: nn.Module, mesh: DeviceMesh) -> None:
     if mesh.device_type != "cpu" or not one_machine:
         return
     axes = [mesh.get_group(axis) for axis in range(mesh.ndim)]  # dp_shard, or dp_replicate and dp_shard
-    *copies, shards = [shared_memory_of(group) if group.size() > 1 else None for group in axes]
+    *replicas, shards = [shared_memory_of(group) if group.size() > 1 else None for group in axes]
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if shards is not None:
         gather, reduce = AllGather(shards), ReduceScatter(shards)
         for module in sharded:
             module.set_custom_all_gather(gather)  # type: ignore[arg-type]  # a protocol in all but name
             module.set_custom_reduce_scatter(reduce)  # type: ignore[arg-type]
-    for shared in filter(None, copies):
+    for shared in filter(None, replicas):
         for module in sharded:
             parameters: Any = module._get_fsdp_state()._fsdp_param_group
             if parameters is not None:  # torch has no set_custom_all_reduce
-                parameters.mesh_info.replicate_process_group = _Copies(shared)
+                parameters.mesh_info.replicate_process_group = _Replicas(shared)

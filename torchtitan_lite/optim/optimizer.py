@@ -90,15 +90,15 @@ def kept_hyperparameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         group.update(values)
 
 
-def squared_norm(model: nn.Module, copies: int) -> Tensor:
+def squared_norm(model: nn.Module, replicas: int) -> Tensor:
     """This rank's part of the squared gradient norm, () float64. The parts of all ranks add up to it.
 
     Args:
-        copies: so many ranks hold the same shards (HSDP).
+        replicas: so many ranks hold the same shards (HSDP).
     """
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([g.to_local() if isinstance(g, DTensor) else g for g in grads])
-    return norm.double().square() / copies  # the square of a float32 may need a float64
+    return norm.double().square() / replicas  # the square of a float32 may need a float64
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, norm: Tensor, max_norm: float, scale: Tensor) -> None:

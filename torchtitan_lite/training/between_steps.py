@@ -20,7 +20,7 @@ from torchtitan_lite.monitoring.metrics import Log, peak_memory_gib
 from torchtitan_lite.optim.optimizer import learning_rate
 from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.scoring.validation import Validation, eval_line, evaluate, evaluate_average
-from torchtitan_lite.training.intact import require_equal_copies, require_finite
+from torchtitan_lite.training.intact import require_equal_replicas, require_finite
 from torchtitan_lite.training.session import Beside, Look, Session, due
 
 
@@ -153,7 +153,7 @@ def save(s: Session, *, ends: bool) -> None:
     """
     trained, services, state = s.trained, s.services, s.state
     require_finite(trained.model, state.step)
-    require_equal_copies(trained.model, trained.optimizer, state.step)
+    require_equal_replicas(trained.model, trained.optimizer, state.step)
     report_save(services.checkpointer, services.log, wait=True, ends=ends)
     state = replace(state, grad_scaler=trained.scaler.state_dict(), loss_since=services.meter.loss_since.tolist())
     for guard in trained.guards:

@@ -31,7 +31,7 @@ def require_finite(model: nn.Module, step: int) -> None:
         )
 
 
-def require_equal_copies(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+def require_equal_replicas(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     """With HSDP, compare the copies of parameters and optimizer state. A checkpoint saves only one copy.
 
     Each rank compares one integer for each tensor, its digest, with that of the rank with the first copy. Collective.
