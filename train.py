@@ -50,7 +50,7 @@ from torchtitan_lite.optim.finite_guard import FiniteGuard, Guard
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.groups import freeze
 from torchtitan_lite.optim.step_record import StepRecord
-from torchtitan_lite.process import env_int, local_rank
+from torchtitan_lite.process import env_int, local_rank, prepare_process
 from torchtitan_lite.scoring.validation import Validation
 from torchtitan_lite.terminal import print_error, print_line
 from torchtitan_lite.training import checks, out_of_memory, start_and_end
@@ -64,7 +64,7 @@ from torchtitan_lite.training.between_steps import (
     report_save,
     save,
 )
-from torchtitan_lite.training.preemption import Preemption, launcher_note, prepare_process
+from torchtitan_lite.training.preemption import Preemption, launcher_note
 from torchtitan_lite.training.session import Services, Session, Trained, due, settle, stream
 
 

@@ -20,8 +20,6 @@ from typing import Any
 import torch
 
 from torchtitan_lite.distributed.process_group import World, sum_over_ranks
-from torchtitan_lite.process import die_with_launcher
-from torchtitan_lite.terminal import prepare_streams
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
@@ -118,14 +116,6 @@ def _in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_in_child)
-
-
-def prepare_process() -> None:
-    """Make this process end with its launcher, its output safe to print to, and CUDA's segments of memory growable."""
-    if not any(name.endswith("ALLOC_CONF") for name in os.environ):  # torch reads it when CUDA is first used
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    die_with_launcher()
-    prepare_streams()
 
 
 def launcher_note(reason: str = "SIGINT") -> str:
