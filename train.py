@@ -172,7 +172,7 @@ def build_watched(config: Config, data: DataSet, world: World, log: Log, watchdo
     beside = build_beside(config, data, world, validation)
 
     # 5. The newest checkpoint of the run, else the weights that model.init_from names.
-    preemption = Preemption(config.run.max_minutes)  # the time limit includes the load
+    preemption = Preemption(config.run.max_minutes, config.folder / run_folder.JOINING)  # the time includes the load
     best_of = functools.partial(attempts.best_step, config.folder)
     checkpointer = Checkpointer(config.folder / "checkpoints", model, optimizer, config.checkpoint, world, best_of)
     fresh = fresh_state(config, data, world, validation.identity(), beside.questions)

@@ -1,5 +1,6 @@
 """A session for steps alone: without a run's folder, validation, checkpoints and log. Benchmarks and tests use it."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,5 +23,5 @@ def bare_session(config: Config, world: World, model: Transformer, loader: Any) 
     optimizer = build_optimizer(model, config.optim)
     scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, world.device)
     trained = Trained(model, optimizer, scaler, [FiniteGuard(scaler, [])], unused, loader)
-    services = Services(unused, Meter(TrainState(), world.device), watchdog, Preemption(max_minutes=0), unused)
+    services = Services(unused, Meter(TrainState(), world.device), watchdog, Preemption(0, Path("none")), unused)
     return Session(config, world, trained, services, Beside(), TrainState())

@@ -46,8 +46,8 @@ from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.distributed.process_group import World, process_group
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.tools.evaluation import tables
-from torchtitan_lite.tools.evaluation.documents import Scores
-from torchtitan_lite.tools.evaluation.evaluate import Texts, scores_of
+from torchtitan_lite.tools.evaluation.documents import Scores, Texts
+from torchtitan_lite.tools.evaluation.evaluate import scores_of
 from torchtitan_lite.tools.load_model import Opened
 
 SEQ_LEN = 256

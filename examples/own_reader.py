@@ -7,7 +7,7 @@ import json
 from typing import BinaryIO
 
 from torchtitan_lite.config.sections.data import Reader
-from torchtitan_lite.data.prepare.documents import Read, UnreadableError
+from torchtitan_lite.data.prepare.documents import Read
 from torchtitan_lite.data.prepare.texts import Corpus
 
 
@@ -16,7 +16,7 @@ def cells(stream: BinaryIO, corpus: Corpus) -> Read:
     try:
         texts = ["".join(cell["source"]) for cell in json.load(stream)["cells"]]
     except (KeyError, TypeError) as error:
-        raise UnreadableError(f"not a notebook: {error}") from None
+        raise ValueError(f"not a notebook: {error}") from None
     yield 1, ["\n\n".join(texts)]
 
 

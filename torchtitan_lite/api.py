@@ -45,7 +45,7 @@ from torchtitan_lite.tools import generate as generating
 from torchtitan_lite.tools import load_model as loading
 from torchtitan_lite.tools.evaluation import evaluate as scoring
 from torchtitan_lite.tools.evaluation import tables
-from torchtitan_lite.tools.evaluation.documents import Split
+from torchtitan_lite.tools.evaluation.documents import Split, Texts
 from torchtitan_lite.training import checks
 from torchtitan_lite.training.start_and_end import prepared
 
@@ -390,7 +390,7 @@ def evaluate(
         names = {os.fspath(text): os.fspath(text) for text in texts}
     if not names or "" in names:
         raise ConfigError('no text to score, e.g. ttl.evaluate(model, tokenizer, "my_text")')
-    wanted = scoring.Texts(
+    wanted = Texts(
         data=list(names),
         split=split,
         text_key=text_key,
@@ -406,9 +406,9 @@ def evaluate(
     world = World(0, 1, model.tok_embeddings.weight.device, torch.get_num_threads())
     notes: list[str] = []
     with _evaluating(model):
-        scores = tables.with_total(dict(scoring.scores_of(opened, wanted, world, notes.append)), {})
+        scores = tables.with_total(dict(scoring.scores_of(opened, wanted, world, notes.append)))
     for note in notes:
-        warnings.warn(note.replace("--text-suffixes", "text_suffixes"), stacklevel=2)
+        warnings.warn(note, stacklevel=2)
     return {names.get(text, text): tables.figures(part) for text, part in scores.items()}
 
 

@@ -238,7 +238,7 @@ def test_text_that_can_not_be_used_is_an_error_and_leaves_nothing(
 
 
 def test_text_shorter_than_one_sequence_is_an_error(prepared: Path) -> None:
-    with pytest.raises(DataError, match=r"less than one sequence of train\.seq_len \+ 1 = 1000001; use more text or"):
+    with pytest.raises(DataError, match=r"one sequence of train\.seq_len = 1000000 takes 1000001; use more text or"):
         Samples(prepared, "train", 1_000_000)
 
 

@@ -203,13 +203,13 @@ BAD: list[tuple[str, str | bytes, str]] = [
     (
         "a.csv",
         "text,other\na,b\n",
-        'no column "headline": its columns are text, other; --source-key and --target-key can',
+        'no column "headline": its columns are text, other; --text-key (data.text_key), or --source-key and',
     ),
     ("a.csv", "text,headline\na,b\nc\n", "line 3: has 1 columns, its header has 2"),
     ("a.csv", "text,headline\na,b\nc,\n", 'line 3: "headline" should be text, but is ""'),
-    ("a.csv", b"text,headline\na,b\n\xff,d\n", "line 3: byte 0xff is not utf-8"),
+    ("a.csv", b"text,headline\na,b\n\xff,d\n", "can't be read after line 2: 'utf-8' codec"),
     ("a.csv", 'text,headline\n" ",b\n', 'line 2: "text" should be text, but is " "'),
-    ("a.jsonl", GOOD + '{"text": "a"}\n', 'line 2: no "headline": its keys are text; --source'),
+    ("a.jsonl", GOOD + '{"text": "a"}\n', 'line 2: no "headline": its keys are text; --text-key'),
     ("a.jsonl", '{"text": "", "headline": "b"}\n', 'line 1: "text" should be text, but is ""'),
     ("a.jsonl", '{"text": "a", "headline": " \\n "}\n', 'line 1: "headline" should be text, but is " \\n "'),
     ("a.jsonl", '{"text": "a", "headline": null}\n', 'line 1: "headline" should be text, but is null'),
@@ -234,9 +234,9 @@ def test_a_bad_pair_is_refused_with_its_place_or_skipped_and_counted(
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ("--source-key a", "pairs need both --source-key and --target-key"),
-        ("--source-prefix x", "pairs need both --source-key and --target-key"),
-        ("--source-key a --target-key a", "are both 'a'"),
+        ("--source-key a", "pairs need two keys or columns"),
+        ("--source-prefix x", "pairs need two keys or columns"),
+        ("--source-key a --target-key a", "pairs need two keys or columns"),
         ("--source-key a --target-key b --text-key c", "--text-key is for texts"),
     ],
 )

@@ -107,8 +107,8 @@ def test_held_out_files_are_the_validation_text(tmp_path: Path, refuses: Callabl
     assert decoded(out, "train") == TEXTS[:300]
     assert decoded(out, "val") == ["zqzq \u4e2d" * 500, *TEXTS[300:]], "a token per byte spells characters it never saw"
     assert "was made from other text or options" in refuses(train, val, "--out", out, "--tokenizer", "bytes")
-    assert "a.jsonl is both text to train on and --held-out" in refuses(
-        train, "--held-out", train, "--out", tmp_path / "x"
+    assert "a.jsonl: line 1: is held out, too" in refuses(
+        train, "--held-out", train, "--out", tmp_path / "x", "--tokenizer", "bytes"
     )
     succeeds(train, "--held-out", val, "--out", tmp_path / "bpe", "--train-tokenizer", 280)
     vocabulary = Tokenizer.from_file(str(tmp_path / "bpe/tokenizer.json")).get_vocab()
@@ -127,7 +127,7 @@ def test_folders_and_globs_are_read_and_reported(tmp_path: Path, capsys: pytest.
     assert read_meta(out).documents == 400
     assert "vocabulary 300" in said
     assert said.count("document ") >= 3
-    assert "bytes/token" in said
+    assert "400 documents" in said
     assert [path.name for path in out.parent.iterdir()] == ["mine"], "something was left beside it"
     succeeds("--verify", out)
     assert "complete and undamaged" in capsys.readouterr().out
@@ -205,25 +205,17 @@ def test_validation_text_of_which_nothing_can_be_used_is_an_error(tmp_path: Path
     assert "out.partial/skipped.log" in said
 
 
-def test_messages_name_the_options_that_the_user_has(tmp_path: Path, refuses: Callable[..., str]) -> None:
-    """Those of the command, or those of train.py's config."""
-
-    def refused_by_a_run(**data: object) -> str:
-        config = DataConfig.model_validate({"path": str(tmp_path / "in"), "cache_dir": str(tmp_path / "cache")} | data)
-        with pytest.raises(DataError) as caught:
-            prepare_all(config, TokenizerConfig(), lambda _: None)
-        return str(caught.value)
-
+def test_messages_name_the_options(tmp_path: Path, refuses: Callable[..., str]) -> None:
+    """Those of the command, and the keys of a config."""
     command = tmp_path / "in", "--out", tmp_path / "out"
     write(tmp_path / "in/a.csv", TEXTS[:20])
-    assert "too short for --train-tokenizer 4096: it yields" in (said := refuses(*command, "--train-tokenizer", 4096))
-    assert "use more text or --train-tokenizer 3" in said
-    assert "too short for tokenizer.vocab_size = 4096: it yields" in refused_by_a_run()
-    assert "its columns are id, text; --text-key can name others" in refuses(*command, "--text-key", "body")
-    assert "its columns are id, text; data.text_key can name others" in refused_by_a_run(text_key="body")
+    said = refuses(*command, "--train-tokenizer", 4096)
+    assert "the text is too short for tokenizer.vocab_size (--train-tokenizer) = 4096: it yields 3" in said
+    assert "its columns are id, text; --text-key (data.text_key), or" in refuses(*command, "--text-key", "body")
     (tmp_path / "in/b.txt").touch()
-    assert "b.txt: is empty; correct or remove it, or leave it out with --on-error skip" in refuses(*command)
-    assert "b.txt: is empty; correct or remove it, or prepare the text without it (python -m" in refused_by_a_run()
+    data = DataConfig(path=str(tmp_path / "in"), cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(DataError, match=r"b\.txt: can't be read: is empty; correct or remove it, .*--on-error skip"):
+        prepare_all(data, TokenizerConfig(), lambda _: None)
 
 
 # --- text that can't be used ------------------------------------------------------------------------------------
@@ -234,24 +226,32 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "broken JSON": ("a.jsonl", GOOD + b'{"text": "cut\n' + GOOD, r"a\.jsonl: line 2: not JSON"),
     "JSON not UTF-8": ("a.jsonl", GOOD + b'{"text": "\xff"}\n', r"a\.jsonl: line 2: not JSON: .*can't decode"),
     "nested JSON": ("a.jsonl", GOOD + b"[" * 100_000 + b"\n", r"a\.jsonl: line 2: not JSON"),
-    "missing key": ("a.jsonl", GOOD + b'{"body": "x"}\n', 'line 2: no "text": its keys are body; --text-key can'),
+    "missing key": ("a.jsonl", GOOD + b'{"body": "x"}\n', 'line 2: no "text": its keys are body; --text-key'),
     "not an object": ("a.jsonl", GOOD + b'["text"]\n', r'a\.jsonl: line 2: no "text": it is not an object'),
     "surrogate": ("a.jsonl", GOOD + b'{"text": "\\ud83d"}\n', "line 2: is not valid text: surrogates not"),
     "a list": ("a.jsonl", GOOD + b'{"text": [1, 2]}\n', r'line 2: "text" should be text, but is \[1, 2\]'),
     "null": ("a.jsonl", GOOD * 4 + b'{"text": null}\n', r'a\.jsonl: line 5: "text" should be text, but is null'),
     "empty text": ("a.jsonl", b'{"text": ""}\n', r'a\.jsonl: line 1: "text" should be text, but is ""'),
-    "empty file": ("a.txt", b"", r"a\.txt: is empty"),
+    "empty file": ("a.txt", b"", r"a\.txt: can't be read: is empty"),
     "long JSON": ("a.jsonl", GOOD + b'{"text": "' + b"x" * 17_000_000 + b'"}\n', "line 2: is longer than 16,777,216 b"),
     "truncated gzip": ("a.jsonl.gz", gzip.compress(GOOD * 500)[:-12], r"a\.jsonl\.gz: can't be read.*end"),
     "damaged gzip": ("a.jsonl.gz", gzip.compress(GOOD)[:12] + b"garbage!" * 9, r"a\.jsonl\.gz: can't be read"),
     "truncated zstd": ("a.jsonl.zst", zstd(GOOD * 500)[:-6], r"a\.jsonl\.zst: can't be read: Truncated compressed"),
     "no zstd": ("a.jsonl.zst", b"plain text", r"a\.jsonl\.zst: can't be read"),
-    "truncated parquet": ("a.parquet", b"PAR1" + b"\0" * 100, r"a\.parquet: can't be read as parquet"),
-    "csv without the column": ("a.csv", b"id,body\n1,x\n", r'a\.csv: no column "text": its columns are id, body'),
+    "truncated parquet": ("a.parquet", b"PAR1" + b"\0" * 100, r"a\.parquet: can't be read: "),
+    "csv without the column": (
+        "a.csv",
+        b"id,body\n1,x\n",
+        "a.csv: can't be read: no column .text.: its columns are id, body",
+    ),
     "short row": ("a.csv", b"id,text\n1,good\n2\n", r"a\.csv: line 3: has 1 columns, its header has 2"),
     "empty cell": ("a.csv", b"id,text\n1,good\n2,\n", 'a.csv: line 3: "text" should be text, but is ""'),
-    "open quote": ("a.csv", b'id,text\n1,good\n2,"never\nclosed', r"a\.csv: line 3: not CSV: unexpected end"),
-    "csv not UTF-8": ("a.csv", b"id,text\n1,good\n2,gr\xfc\n", r"a\.csv: line 3: byte 0xfc is not utf-8"),
+    "open quote": (
+        "a.csv",
+        b'id,text\n1,good\n2,"never\nclosed',
+        r"a\.csv: can't be read after line 2: unexpected end",
+    ),
+    "csv not UTF-8": ("a.csv", b"id,text\n1,good\n2,gr\xfc\n", r"a\.csv: can't be read after line 2: 'utf-8' codec"),
 }
 
 
@@ -310,7 +310,7 @@ def test_a_line_without_end_takes_no_memory(name: str, tmp_path: Path, monkeypat
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert isinstance(problem, documents.Problem)
-    assert f"{name}: line 1: is longer than " in problem.of(corpus)
+    assert re.search(f"{name}: .*line 1:? is longer than ", problem.of(corpus))
     assert peak < 8 << 20
 
 
@@ -373,32 +373,6 @@ folder.COMMIT_EVERY_S = 0.0
 folder.BATCH_BYTES = 16 * 1024
 sys.exit(command.main(sys.argv[1:]))
 """
-
-
-STOPPED = """
-import sys, time
-from torchtitan_lite.data.prepare import __main__ as command, folder
-def wait(*_):
-    print("writing", flush=True)
-    while True:
-        time.sleep(0.01)  # not signal.pause(), which a signal just before it would not end
-folder.Writer.add = wait
-sys.exit(command.main(sys.argv[1:]))
-"""
-
-
-def test_ctrl_c_says_how_to_resume(tmp_path: Path) -> None:
-    source = write(tmp_path / "a.jsonl", TEXTS)
-    command = [sys.executable, "-c", STOPPED, source, "--out", tmp_path / "out", "--tokenizer", "bytes"]
-    with subprocess.Popen(
-        list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "writing\n"
-        process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=HANGS_S)
-    assert process.returncode == 130
-    assert "run the same command again to resume" in error
 
 
 def test_the_number_of_threads_changes_no_byte(tmp_path: Path) -> None:

@@ -40,8 +40,9 @@ from torchtitan_lite.config.schema import (
     RunConfig,
 )
 from torchtitan_lite.data.loader import Loader
+from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.data.order import Indices
-from torchtitan_lite.data.samples import Rows
+from torchtitan_lite.data.samples import Rows, Samples
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.parallelize import apply_fsdp
 from torchtitan_lite.distributed.process_group import World, exit_process, process_group, sum_over_ranks
@@ -491,10 +492,11 @@ def case_parameters_that_are_not_finite_are_not_saved() -> None:
         require_finite(model, 5)
 
 
-class Uneven:
+class Uneven(Samples):
     """Sequences of 1, 2 or 3 targets."""
 
-    seq_len = 3
+    def __init__(self) -> None:
+        self.seq_len = self.target_len = 3
 
     def draw(self, run_samples: Indices, seed: int | None) -> Rows:
         rows = Rows.empty(len(run_samples), 3)
@@ -523,7 +525,8 @@ def case_a_validation_sums_over_ranks_and_knows_its_standard_error() -> None:
     unigram = float(-torch.xlogy(share, share).sum()) / math.log(2) * len(of_all) / float(lengths[of_all].sum())
     for micro_batch_size in (1, 2, 3):
         loader = Loader(Uneven(), micro_batch_size=micro_batch_size, rank=dist.get_rank(), world_size=4, seed=None)
-        score = evaluate(model, Validation(loader, 10, lengths), CPU)
+        validation = Validation(loader, 10, lengths, Mixture([Uneven()], [1.0], ["one"]))
+        score = evaluate(model, validation, CPU)
         for found, stderr, sizes, unit in (
             (score.loss, score.loss_stderr, [float(len(k)) for k in known], 1.0),
             (score.bits_per_byte, score.bits_per_byte_stderr, [float(lengths[k].sum()) for k in known], math.log(2)),

@@ -29,7 +29,8 @@ def public_options() -> set[str]:
 
 def test_every_public_option_is_offered_or_explained() -> None:
     table = TEXT.split("## Every public option")[1]
-    listed = dict(re.findall(r"^\| `([\w()]+)` \| (.+) \|$", table, re.M))
+    rows = re.findall(r"^\| (`[\w()]+`(?:, `[\w()]+`)*) \| (.+) \|$", table, re.M)
+    listed = {name: what for names, what in rows for name in re.findall(r"`([\w()]+)`", names)}
     installed = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2])
     since = {name: (2, int((re.findall(r"since torch 2\.(\d+)\)$", what) or [0])[0])) for name, what in listed.items()}
     assert public_options() == {name for name in listed if since[name] <= installed}
@@ -64,7 +65,10 @@ def test_the_table_of_strategies_is_that_of_the_code() -> None:
 def test_what_is_called_used_is_used_outside_of_the_tests() -> None:
     files = [*(ROOT / "torchtitan_lite").rglob("*.py"), ROOT / "train.py", ROOT / "checkpoint.py"]
     code = "\n".join(file.read_text() for file in files)
-    methods = {row[0].strip("`"): row[1] for row in ROWS if len(row) == 2 and row[0].strip("`") in dir(FSDPModule)}
+    pairs = [row for row in ROWS if len(row) == 2]
+    methods = {
+        name: what for names, what in pairs for name in re.findall(r"`(\w+)`", names) if hasattr(FSDPModule, name)
+    }
     assert len(methods) > 15
     for method, what in methods.items():
         assert bool(re.search(rf"\.{method}\(", code)) != what.startswith(("not ", "in the tests")), f"{method}: {what}"

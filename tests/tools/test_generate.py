@@ -206,7 +206,7 @@ def test_text_is_streamed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--prompt", "x", "--top-k=-1", "--max-tokens=0"], "--top-k=-1 should be 0 (all) or more"),
         (["--prompt", "x", "--max-tokens=-5"], "--max-tokens=-5 should be at least 1"),
         (["--prompt", "x", "--seed=" + "9" * 30], "have at most 63 bits"),
-        (["--prompt", "a\udcff"], "the prompt is not valid UTF-8: 'a\\udcff'"),
+        (["--prompt", "a\udcff"], "the tokenizer can't encode the prompt 'a\\udcff'"),
     ],
 )
 def test_invalid_options_are_errors_that_say_what_works(

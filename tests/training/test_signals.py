@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT, python, ranks, succeeded, tiny
+from tests.helpers import HANGS_S, ROOT, python, ranks, succeeded, tiny
 from tests.training.test_faults import RUN, saved_steps, status, wait_for
 from torchtitan_lite.training.preemption import Preemption, launcher_note
 
@@ -22,7 +22,7 @@ def received(*signals: int, late: bool = False) -> tuple[str, list[int]]:
     now = 100.0
     codes: list[int] = []
     words: list[str] = []
-    preemption = Preemption(1, clock=lambda: now, end=codes.append)
+    preemption = Preemption(1, Path("none"), clock=lambda: now, end=codes.append)
     preemption.on_abort = words.append
     now += 61.0 * late
     for number in signals:
@@ -64,7 +64,7 @@ def test_torchrun_s_traceback_is_announced(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_hanging_file_system_does_not_delay_the_exit() -> None:
     codes: list[int] = []
-    preemption = Preemption(0, end=codes.append)
+    preemption = Preemption(0, Path("none"), end=codes.append)
     preemption.on_abort = lambda _: threading.Event().wait()
     preemption.received(INT)
     preemption.received(INT)
@@ -74,7 +74,7 @@ def test_a_hanging_file_system_does_not_delay_the_exit() -> None:
 @pytest.mark.parametrize("number", [TERM, INT, HUP, USR1])
 def test_each_signal_is_seen_and_each_handler_restored(number: signal.Signals) -> None:
     before = signal.getsignal(number)
-    with Preemption(0) as preemption:
+    with Preemption(0, Path("none")) as preemption:
         os.kill(os.getpid(), number)
         wait_until(lambda: preemption.reason == number.name)
     assert signal.getsignal(number) is before
@@ -82,7 +82,7 @@ def test_each_signal_is_seen_and_each_handler_restored(number: signal.Signals) -
 
 def test_a_signal_to_a_child_does_not_reach_its_parent() -> None:
     """Such as the workers of a pool that is ended."""
-    with Preemption(0) as preemption:
+    with Preemption(0, Path("none")) as preemption:
         if not (pid := os.fork()):
             try:
                 signal.alarm(100)  # ends a child that survives
@@ -100,7 +100,7 @@ def test_a_signal_to_a_child_does_not_reach_its_parent() -> None:
 def test_what_nohup_ignores_stays_ignored() -> None:
     before = signal.signal(HUP, signal.SIG_IGN)
     try:
-        with Preemption(0) as preemption:
+        with Preemption(0, Path("none")) as preemption:
             os.kill(os.getpid(), HUP)
             assert signal.getsignal(HUP) is signal.SIG_IGN
             os.kill(os.getpid(), TERM)  # which comes after it
@@ -139,6 +139,32 @@ def test_the_exit_code_tells_a_signal_from_a_completed_run_and_a_time_limit(text
     succeeded(ranks(1, *command))
     assert status(tmp_path / "run")["status"] == "complete"
     assert ranks(1, *command, "--train.steps=99", fault="term:0:20:forward").returncode == 75
+
+
+@pytest.mark.extended
+def test_a_machine_that_torchrun_lost_makes_room_for_one_of_the_same_job(text: Path, tmp_path: Path) -> None:
+    """torchrun stops counting a machine that stood still for seconds, and starts the next one without it."""
+    command = [sys.executable, "-u", "train.py", *tiny(text, tmp_path, **RUN | {"train__steps": 99999})]
+
+    def started(job: str) -> subprocess.Popen[str]:
+        env = os.environ | {"PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": job}
+        return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    first = started("mine")
+    wait_for(first, "step ")
+    stranger, _ = started("another").communicate()
+    assert "is being used by process" in stranger
+    second = started("mine")
+    last, _ = first.communicate(timeout=HANGS_S)
+    assert first.returncode == 1, "which torchrun starts again"
+    assert "(another machine of the job waits)" in last
+    left = status(tmp_path / "run")
+    assert saved_steps(tmp_path / "run")[-1] == left["step"]
+    wait_for(second, f"run     {tmp_path / 'run'}  resumed after step {left['step']}")
+    wait_for(second, "step ")
+    second.terminate()
+    said, _ = second.communicate()
+    assert second.returncode == 0, said
 
 
 @pytest.mark.extended

@@ -90,6 +90,8 @@ class Mixture:
 
     def draw(self, run_samples: Indices, seed: int | None) -> Rows:
         """These samples of a run; without a seed, each source's in file order."""
+        if len(self.sources) == 1:
+            return self.sources[0].trimmed(self.sources[0].draw(run_samples, seed))
         rows = Rows.empty(len(run_samples), self.seq_len, self.target_len)
         which, numbers = self.interleave.locate(run_samples)
         for k, source in enumerate(self.sources):

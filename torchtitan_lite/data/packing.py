@@ -8,14 +8,13 @@ A sequence is its documents, each preceded by the previous end token, from which
 
     packed-T-HASH/train.pieces   (P, 2) int64: the start of each piece in the token stream, and its length
     packed-T-HASH/train.rows     (R + 1, 2) int64: the number of pieces, and of tokens, before sequence r
-    packed-T-HASH/hashes.json    sizes and hashes of these files, checked at each start
+    packed-T-HASH/hashes.json    sizes and hashes of these files, checked at each start as those of meta.json
 """
 
 import bisect
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +26,7 @@ from torchtitan_lite.config.paths import reading
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Array, Rows, Samples
-from torchtitan_lite.data.token_files import (
-    HASHED_BYTES,
-    PREPARE_AGAIN,
-    SPLITS,
-    File,
-    Meta,
-    TokenFiles,
-    document_ends,
-    read_meta,
-    spots,
-)
+from torchtitan_lite.data.token_files import FILES, SPLITS, Meta, TokenFiles, changed, document_ends, hashed, read_meta
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.files import flush_to_disk, write_durably
 
@@ -45,8 +34,6 @@ _WINDOW = 1 << 15  # documents packed together
 Pairs = NDArray[np.int64]
 NAMES = tuple(f"{split}.{what}" for split in SPLITS for what in ("pieces", "rows"))
 HASHES = "hashes.json"
-REMEDY = f"delete the files {', '.join(NAMES)} and {HASHES} and this folder: the next start makes them again"
-_checked: dict[Path, tuple[tuple[int, ...], ...]] = {}  # each verified index and the stats of its files
 
 
 class PackedSamples(Samples):
@@ -59,23 +46,18 @@ class PackedSamples(Samples):
         """
         meta = read_meta(folder)
         self.seq_len = self.target_len = seq_len
-        self._stream, self._n_tokens = TokenFiles(folder, meta, split), meta.tokens(split)
-        self._index = pack(folder, meta, seq_len, lambda _: None)
-        self._pieces: Array = np.memmap(self._index / f"{split}.pieces", dtype=np.int64, mode="r").reshape(-1, 2)
-        self._rows: Array = np.memmap(self._index / f"{split}.rows", dtype=np.int64, mode="r").reshape(-1, 2)
+        self._stream = TokenFiles(folder, meta, split)
+        index = pack(folder, meta, seq_len, lambda _: None)
+        self._pieces: Array = np.memmap(index / f"{split}.pieces", dtype=np.int64, mode="r").reshape(-1, 2)
+        self._rows: Array = np.memmap(index / f"{split}.rows", dtype=np.int64, mode="r").reshape(-1, 2)
         self.n_samples = len(self._rows) - 1
-        self.mean_tokens = (self._n_tokens - 1) / self.n_samples
+        self.mean_tokens = (meta.tokens(split) - 1) / self.n_samples
 
     def draw(self, run_samples: Indices, seed: int | None) -> Rows:
         rows = Rows.empty(len(run_samples), self.seq_len)
         for row, index in enumerate(self.indices(run_samples, seed).tolist()):
             at = 0
             for begin, length in self._pieces[self._rows[index, 0] : self._rows[index + 1, 0]].tolist():
-                if not (0 < begin < begin + length <= self._n_tokens and at + length <= self.seq_len):
-                    raise DataError(
-                        f"{self._index} is damaged: sequence {index:,} takes {length:,} tokens from {begin:,} on, "
-                        f"after {at:,} others; {REMEDY}"
-                    )
                 tokens = self._stream.read(begin - 1, begin + length)
                 rows.tokens[row, at : at + length], rows.targets[row, at : at + length] = tokens[:-1], tokens[1:]
                 rows.begins[row, at] = True
@@ -89,7 +71,7 @@ class PackedSamples(Samples):
 
 
 def pack(folder: Path, meta: Meta, seq_len: int, info: Callable[[str], None]) -> Path:
-    """The index folder for this sequence length: built if missing, then checked against its hashes.
+    """The index folder for this sequence length: built if missing, then compared with its hashes.
 
     Raises:
         DataError: the index can't be written or is damaged.
@@ -103,83 +85,44 @@ def pack(folder: Path, meta: Meta, seq_len: int, info: Callable[[str], None]) ->
                     partial = index.with_name(f"{index.name}.partial")
                     shutil.rmtree(partial, ignore_errors=True)
                     partial.mkdir()
-                    hashes = {name: vars(file) for name, file in _make(folder, meta, seq_len, partial).items()}
+                    for split in SPLITS:
+                        _write(document_ends(folder, meta, split), seq_len, partial / split)
+                    hashes = FILES.dump_python(hashed(partial, NAMES))
                     write_durably(partial / HASHES, json.dumps(hashes).encode())
                     partial.rename(index)
     except OSError as error:
         raise DataError(
             f'data.packing = "best_fit" writes an index to {folder}, which is not possible: {error}'
         ) from None
-    with reading(index):
-        _require_undamaged(index)
+    for problem in damage(index):
+        raise DataError(problem)
     return index
 
 
-def _require_undamaged(index: Path) -> None:
-    """Check the index against its hashes. A process does not read unchanged files again.
-
-    Raises:
-        DataError: the index is damaged.
-    """
-    stats = [(index / name).stat() for name in NAMES if (index / name).is_file()]
-    state = tuple((s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats)
-    if _checked.get(index) == state:
-        return
-    for problem in _problems(index):
-        raise DataError(problem)
-    _checked[index] = state
-
-
-def damaged_indices(folder: Path, meta: Meta) -> Iterator[str]:
-    """Read every byte of the indices in a prepared folder. A line for each damaged file."""
-    for index in sorted(folder.glob(f"packed-*-{meta.tokens_sha256[:12]}")):
-        yield from _problems(index, read_all=True)
-
-
-def _problems(index: Path, *, read_all: bool = False) -> Iterator[str]:
+def damage(index: Path, *, in_full: bool = False) -> list[str]:
+    """What is wrong with each damaged file of an index; `in_full`: every byte is read."""
     try:
-        content = json.loads((index / HASHES).read_bytes())
-        expected = {name: File(**content[name]) for name in NAMES}
-    except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):
-        yield f"{index}: the index of packed documents is damaged ({HASHES}); {REMEDY}"
-        return
-    for name, file in expected.items():
-        path, problem = index / name, ""
-        if not path.is_file():
-            problem = "is missing"
-        elif path.stat().st_size != file.bytes:
-            problem = f"has {path.stat().st_size:,} bytes instead of {file.bytes:,}"
-        else:
-            in_full = read_all or file.bytes <= HASHED_BYTES
-            if file != (File.of(path) if in_full else replace(file, spots=spots(path))):
-                problem = "has changed since it was made"
-        if problem:
-            yield f"{index}: the index of packed documents is damaged ({name} {problem}); {REMEDY}"
+        with reading(index):
+            problems = changed(index, FILES.validate_json((index / HASHES).read_bytes()), in_full=in_full)
+    except ValueError:  # of the content
+        problems = [f"{HASHES} has changed since it was made"]
+    remedy = "delete this folder: the next start makes it again"
+    return [f"{index}: the index of packed documents is damaged ({problem}); {remedy}" for problem in problems]
 
 
-def _make(folder: Path, meta: Meta, seq_len: int, index: Path) -> dict[str, File]:
-    """Write the index files to the folder `index`.
-
-    Raises:
-        DataError: the .idx file has changed since it was prepared.
-    """
-    for split in SPLITS:
-        ends_file = folder / f"{split}.idx"
-        ends = document_ends(folder, meta, split)
-        if File.of(ends_file) != meta.files[ends_file.name]:
-            raise DataError(f"{ends_file} has changed since it was made: the prepared data is damaged; {PREPARE_AGAIN}")
-        with (index / f"{split}.pieces").open("wb") as pieces, (index / f"{split}.rows").open("wb") as rows:
-            before = np.zeros(2, np.int64)  # pieces, tokens
-            rows.write(before.tobytes())
-            for first in range(0, len(ends), _WINDOW):
-                begin = int(ends[first - 1]) if first else 1
-                for row in _rows(_pieces(begin, np.asarray(ends[first : first + _WINDOW]), seq_len), seq_len):
-                    before += (len(row), row[:, 1].sum())
-                    pieces.write(row.tobytes())
-                    rows.write(before.tobytes())
-            flush_to_disk(pieces)
-            flush_to_disk(rows)
-    return {name: File.of(index / name) for name in NAMES}
+def _write(ends: Pairs, seq_len: int, name: Path) -> None:
+    """Write NAME.pieces and NAME.rows of the documents with these ends."""
+    with name.with_suffix(".pieces").open("wb") as pieces, name.with_suffix(".rows").open("wb") as rows:
+        before = np.zeros(2, np.int64)  # pieces, tokens
+        rows.write(before.tobytes())
+        for first in range(0, len(ends), _WINDOW):
+            begin = int(ends[first - 1]) if first else 1
+            for row in _rows(_pieces(begin, np.asarray(ends[first : first + _WINDOW]), seq_len), seq_len):
+                before += (len(row), row[:, 1].sum())
+                pieces.write(row.tobytes())
+                rows.write(before.tobytes())
+        flush_to_disk(pieces)
+        flush_to_disk(rows)
 
 
 def _pieces(begin: int, ends: Pairs, seq_len: int) -> Pairs:

@@ -11,7 +11,6 @@ its rows. The order stays a function of (seed, i): each window of 4,096 samples 
 length, and its blocks of 128 are permuted. Validation is not sorted: its first samples are a random subset.
 """
 
-import contextlib
 import functools
 import json
 from pathlib import Path
@@ -30,7 +29,6 @@ from torchtitan_lite.models.loss import IGNORE
 
 WINDOW, BLOCK = 4096, 128
 _SIDES = "sources", "targets"
-_COUNTED = 1 << 20  # lengths counted at a time
 _MULTIPLE = 8  # of the columns that are kept
 
 
@@ -74,10 +72,7 @@ class PairSamples(Samples):
         return np.minimum(lengths, self._longest) if cut else lengths
 
     def _note(self) -> str:
-        cut = np.zeros(2, np.int64)
-        for first in range(0, self.n_samples, _COUNTED):
-            pairs = np.arange(first, min(first + _COUNTED, self.n_samples))
-            cut += (self.lengths(pairs, cut=False) > self._longest).sum(axis=0)
+        cut = (self.lengths(np.arange(self.n_samples), cut=False) > self._longest).sum(axis=0)
         cuts = [
             f"{n:,} {side} cut to {limit} tokens" for n, side, limit in zip(cut, _SIDES, self._longest, strict=True)
         ]
@@ -171,7 +166,5 @@ def with_prefix(prefix: str, source: str) -> str:
 
 def source_prefix(folder: Path) -> str:
     """What a run's or a prepared folder's pairs have before each source; empty for other folders."""
-    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
-        prefix = json.loads((folder / PAIRS).read_bytes()).get("source_prefix")
-        return prefix if isinstance(prefix, str) else ""
-    return ""
+    file = folder / PAIRS
+    return str(json.loads(file.read_bytes())["source_prefix"]) if file.is_file() else ""

@@ -50,20 +50,25 @@ class Samples:
     mean_tokens: float  # valid targets per sequence, on average
     notes: tuple[str, ...] = ()  # logged at the start
 
-    def __init__(self, folder: Path, split: str, seq_len: int) -> None:
+    def __init__(
+        self, folder: Path, split: str, seq_len: int, target_len: int | None = None, raw: int | None = None
+    ) -> None:
         """
+        Args:
+            raw: tokens of the stream in a sequence, if they are not seq_len.
+
         Raises:
             DataError: the split is shorter than one sequence, or the folder is damaged.
         """
-        meta = read_meta(folder)
-        self.seq_len = self.target_len = seq_len
+        meta, raw = read_meta(folder), raw or seq_len
+        self.seq_len, self.target_len = seq_len, target_len or seq_len
         self._stream, self._end = TokenFiles(folder, meta, split), meta.end_token
-        self._n_tokens = n_tokens = meta.tokens(split)
-        self.n_samples, self.mean_tokens = (n_tokens - 1) // seq_len, float(seq_len)
+        n_tokens = meta.tokens(split)
+        self.n_samples, self.mean_tokens = (n_tokens - 1) // raw, float(raw)
         if self.n_samples < 1:
             raise DataError(
-                f"the {split} text of {folder} has {n_tokens:,} tokens, less than one sequence of train.seq_len + 1 = "
-                f"{seq_len + 1}; use more text or train.seq_len = {max(n_tokens - 1, 1)}"
+                f"the {split} text of {folder} has {n_tokens:,} tokens, and one sequence of train.seq_len = {seq_len} "
+                f"takes {raw + 1}; use more text or a smaller train.seq_len"
             )
 
     def indices(self, run_samples: Indices, seed: int | None) -> Indices:
@@ -82,7 +87,7 @@ class Samples:
         return rows
 
     def n_targets(self, run_samples: Indices, seed: int | None) -> int:
-        return len(run_samples) * self.seq_len
+        return len(run_samples) * self.target_len
 
     def trimmed(self, rows: Rows) -> Rows:
         """The rows without columns that are padding in all of them, where lengths vary."""

@@ -27,7 +27,6 @@ from torchtitan_lite.config.sections.data import SpanLengths, span_lengths
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Array, Rows, Samples
-from torchtitan_lite.data.token_files import TokenFiles, read_meta
 from torchtitan_lite.errors import DataError
 
 
@@ -39,20 +38,9 @@ class SpanSamples(Samples):
         Raises:
             DataError: the split is shorter than one sample, or the tokenizer has no pad or too few sentinels.
         """
-        meta = read_meta(folder)
         self.lengths = span_lengths(seq_len, config.noise_density, config.mean_span_length)
-        self.seq_len, self.target_len = seq_len, self.lengths.targets
-        self.mean_tokens = float(self.lengths.raw)
-        self._stream = TokenFiles(folder, meta, split)
-        self._end = meta.end_token
+        super().__init__(folder, split, seq_len, self.lengths.targets, self.lengths.raw)
         self._sentinels = sentinels(folder, self.lengths.spans)
-        n_tokens = meta.tokens(split)
-        self.n_samples = (n_tokens - 1) // self.lengths.raw
-        if self.n_samples < 1:
-            raise DataError(
-                f"the {split} text of {folder} has {n_tokens - 1:,} tokens, but a sample of train.seq_len = {seq_len} "
-                f"is made of {self.lengths.raw}; use more text or a smaller train.seq_len"
-            )
 
     def draw(self, run_samples: Indices, seed: int | None) -> Rows:
         indices = self.indices(run_samples, seed).tolist()
@@ -65,9 +53,6 @@ class SpanSamples(Samples):
                 tokens = replaced(text, cut, self._sentinels)
                 side[row, : len(tokens)], side[row, len(tokens)] = tokens, self._end
         return rows
-
-    def n_targets(self, run_samples: Indices, seed: int | None) -> int:
-        return len(run_samples) * self.target_len
 
 
 def mask(lengths: SpanLengths, key: str) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

@@ -24,8 +24,10 @@ from torchtitan_lite.errors import BusyError, ConfigError
 from torchtitan_lite.files import write_durably
 from torchtitan_lite.monitoring import attempts
 from torchtitan_lite.monitoring.goodput import goodput, process_age_s
+from torchtitan_lite.terminal import print_line
 
 CODE = Path(__file__).parents[2]
+JOINING = ".joining"  # exists while another process of the same job waits for the lock
 
 
 def make(folder: Path) -> bool:
@@ -59,11 +61,15 @@ def made(folder: Path, wanted: bool = True) -> Iterator[None]:
 def lock(folder: Path) -> FileLock:
     """Lock the folder on rank 0 for as long as the returned object lives, so that only one run writes to it.
 
+    torchrun stops counting a machine that did not answer for some seconds, and starts those that join without it. If
+    it still trains, it holds the lock: it is asked to save and end, and starts again together with the new ones.
+
     Raises:
-        BusyError: on every rank: another process holds the lock, or locking fails.
+        BusyError: on every rank: a process of another job holds the lock, or locking fails.
     """
     held = FileLock(folder / ".lock", timeout=0.5)  # a reader of the status may test it just now (tools/status.py)
-    holder = folder / ".lock-holder"
+    holder, job = folder / ".lock-holder", os.environ.get("TORCHELASTIC_RUN_ID", "none")  # --rdzv-id
+    me = f"process {os.getpid()} on {socket.gethostname()}" + (f", job {job}" if job != "none" else "")
 
     def acquire() -> None:
         try:
@@ -73,11 +79,17 @@ def lock(folder: Path) -> FileLock:
             by = "another process"
             with contextlib.suppress(OSError):
                 by = holder.read_text() or by
-            raise BusyError(f"{folder} is being used by {by}; wait for it, or choose another --run.name=NAME") from None
+            if not by.endswith(f", job {job}"):
+                message = f"{folder} is being used by {by}; wait for it, or choose another --run.name=NAME"
+                raise BusyError(message) from None
+            (folder / JOINING).touch()
+            print_line(f"note    {folder} is being used by {by}, which is asked to save and start again with this one")
+            held.acquire(timeout=-1)
         except (OSError, NotImplementedError) as error:
             raise BusyError(f"{folder / '.lock'} can't be locked: {error}") from None
-        with contextlib.suppress(OSError):  # used only in the message above
-            holder.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        with contextlib.suppress(OSError):
+            holder.write_text(me)
+            (folder / JOINING).unlink(missing_ok=True)
 
     on_rank0(acquire)
     return held

@@ -10,8 +10,8 @@ from torchtitan_lite.config.paths import problem
 from torchtitan_lite.config.registry import Registry
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.data.token_files import PAIRS, TokenFiles, document_ends
-from torchtitan_lite.errors import DataError, UserError
+from torchtitan_lite.data.token_files import PAIRS, documents
+from torchtitan_lite.errors import DataError
 from torchtitan_lite.scoring.brackets import brackets
 from torchtitan_lite.scoring.questions import Task, read
 
@@ -21,34 +21,21 @@ BUILT_IN: Registry[Callable[[Iterable[str]], Task]] = Registry(
 MOST_DOCUMENTS, MOST_TOKENS = 2000, 1 << 16  # held-out documents that are read of each source, and tokens of each
 
 
-def find(
-    names: Sequence[str],
-    data: Callable[[], DataSet] | None,
-    n_questions: int = 0,
-    failed: Callable[[UserError], None] | None = None,
-) -> list[Task]:
+def find(names: Sequence[str], data: Callable[[], DataSet] | None, n_questions: int = 0) -> list[Task]:
     """Read tasks.
 
     Args:
         data: opens the data of the run, which built-in tasks are made from; None: leave these tasks out.
         n_questions: of each task, drawn at random; 0: all.
-        failed: is called with each error, instead of raising it, and the others are read.
 
     Raises:
         UserError: a task does not exist or can't be read, or two have the same name.
     """
     tasks: dict[str, Task] = {}
-    for name in names:
-        try:
-            task = _task(name, data)
-            if task and task.name in tasks:
-                raise DataError(f"two tasks are called {task.name}; rename one of the files, or name each task once")
-        except UserError as error:
-            if failed is None:
-                raise
-            failed(error)
-        else:
-            tasks |= {task.name: task.some(n_questions)} if task else {}
+    for task in filter(None, (_task(name, data) for name in names)):
+        if task.name in tasks:
+            raise DataError(f"two tasks are called {task.name}; rename one of the files, or name each task once")
+        tasks[task.name] = task.some(n_questions)
     return list(tasks.values())
 
 
@@ -71,9 +58,6 @@ def held_out_documents(name: str, data: DataSet) -> Iterator[str]:
     for source in data.sources:
         if PAIRS in source.meta.files:
             raise DataError(f"task {name}: {source.name} holds pairs, and the task is made from text")
-        ends = document_ends(source.folder, source.meta, "val")
-        stream = TokenFiles(source.folder, source.meta, "val")
-        for i in range(0, len(ends), -(-len(ends) // MOST_DOCUMENTS)):
-            first, end = int(ends[i - 1]) if i else 1, int(ends[i]) - 1
-            tokens = stream.read(first, min(end, first + MOST_TOKENS)).tolist()
+        step = -(-source.meta.val_documents // MOST_DOCUMENTS)
+        for tokens in documents(source.folder, source.meta, "val", step, MOST_TOKENS):
             yield tokenizer.decode(tokens, skip_special_tokens=False)

@@ -24,11 +24,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Window:
-    """A row: input tokens, and the target of each, IGNORE where nothing is predicted."""
+    """Consecutive tokens, of which all but the first `known` are predicted. Compact: a task may have millions."""
 
     item: int  # whose sum it is added to
-    tokens: list[int]
-    targets: list[int]
+    ids: NDArray[np.int32]
+    known: int = 1  # at least 1
+
+    def __len__(self) -> int:
+        """The columns of its row."""
+        return len(self.ids) - 1
 
 
 @dataclass(frozen=True)
@@ -44,12 +48,13 @@ Measure = Callable[[nn.Module, Batch, torch.device], Tensor]  # sums over the ta
 
 def padded(windows: list[Window]) -> Batch:
     """A batch of windows. Padding follows the tokens of a row, which do not attend to it."""
-    length = max(len(window.tokens) for window in windows)
+    length = max(map(len, windows))
     tokens = torch.zeros(len(windows), length, dtype=torch.int64)
     targets = torch.full((len(windows), length), IGNORE)
     for row, window in enumerate(windows):
-        tokens[row, : len(window.tokens)] = torch.tensor(window.tokens)
-        targets[row, : len(window.targets)] = torch.tensor(window.targets)
+        ids = torch.from_numpy(window.ids)
+        tokens[row, : len(window)] = ids[:-1]
+        targets[row, window.known - 1 : len(window)] = ids[window.known :]
     return Batch(torch.tensor([window.item for window in windows]), MicroBatch(tokens, targets))
 
 
@@ -104,7 +109,8 @@ def sums_by_item(
     sums = torch.zeros(n_values, len(items), dtype=torch.float64)
     for rows, values in parts:
         sums.index_add_(1, rows, values.cpu())
-    return over_ranks(sums, world)
+    # a world of one needs no process group: see api.py
+    return sum_over_ranks(sums.to(world.device)).cpu() if world.world_size > 1 else sums
 
 
 def in_turn(batches: Iterable[T], world: World) -> Iterator[tuple[T, bool]]:
@@ -117,11 +123,6 @@ def in_turn(batches: Iterable[T], world: World) -> Iterator[tuple[T, bool]]:
     while batches_of_round := list(islice(remaining, world.world_size)):
         counts = world.rank < len(batches_of_round)
         yield batches_of_round[world.rank if counts else -1], counts
-
-
-def over_ranks(values: Tensor, world: World) -> Tensor:
-    """The sum over ranks, in host memory. A world of one needs no process group: see api.py."""
-    return sum_over_ranks(values.to(world.device)).cpu() if world.world_size > 1 else values
 
 
 def bytes_per_token(tokenizer: Tokenizer, end: int | None = None) -> NDArray[np.int64]:

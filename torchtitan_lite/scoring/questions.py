@@ -10,7 +10,6 @@ from pydantic_core import from_json
 
 from torchtitan_lite.config.paths import expand, problem
 from torchtitan_lite.errors import DataError, shortened
-from torchtitan_lite.terminal import counted
 
 Kind = Literal["multiple choice", "last word"]
 METRICS: dict[Kind, tuple[str, ...]] = {  # the first is the default
@@ -21,7 +20,6 @@ _EXAMPLES = (
     'multiple choice: {"context": "The sky is", "choices": [" blue", " green"], "answer": 0}; '
     'last word: {"context": "Once upon a", "continuation": " time"}'
 )
-_SHOWN = 5  # problems of a file
 _SEED = 0  # of a subset
 
 
@@ -120,40 +118,30 @@ def read(path: str) -> Task:
     """Read a task from a JSONL file. It is named after the file.
 
     Raises:
-        DataError: lists the first problems, each with its line.
+        DataError: the first problem, with its line.
     """
-    if error := problem(path):
-        raise DataError(f"task {path}: {error}")
     file = expand(path)
-    if not file.is_file():
-        raise DataError(f"task {path}: not a file; a task is a .jsonl file (docs/tasks.md)")
+    if wrong := problem(path) or ("" if file.is_file() else "not a file; a task is a .jsonl file (docs/tasks.md)"):
+        raise DataError(f"task {path}: {wrong}")
     questions: list[Question] = []
-    first_lines: dict[Kind, int] = {}
-    problems, metric = [], ""
+    kinds, metric = set[Kind](), ""
     for number, line in enumerate(file.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
         if not line.strip():
             continue
         try:
             values = from_json(line)
-            if isinstance(values, dict) and values.keys() == {"score"} and not questions:
+            if not questions and isinstance(values, dict) and values.keys() == {"score"}:
                 metric = values["score"]
                 continue
             kind, question = _question(values)
+            kinds.add(kind)
+            if len(kinds) > 1:
+                raise ValueError(f"a {kind} question after others; put each kind into a file of its own")
+            if metric and metric not in METRICS[kind]:
+                raise ValueError(f'"score": {metric!r} does not exist; {" or ".join(METRICS[kind])} works')
         except ValueError as error:
-            problems.append(f"line {number}: {error}")
-        else:
-            questions.append(question)
-            first_lines.setdefault(kind, number)
-    if len(first_lines) > 1:
-        kinds = " and ".join(f"{kind} (line {number})" for kind, number in first_lines.items())
-        problems.append(f"it has {kinds}; put each kind into a file of its own")
-    elif not first_lines and not problems:
-        problems.append(f"no questions; each line is one. {_EXAMPLES}")
-    elif metric and any(metric not in METRICS[kind] for kind in first_lines):
-        works = " or ".join(f'"{name}"' for kind in first_lines for name in METRICS[kind])
-        problems.append(f'line 1: "score": {metric!r} does not exist; {works} works')
-    if problems:
-        more = [f"... and {counted(len(problems) - _SHOWN, 'more problem')}"] if len(problems) > _SHOWN else []
-        raise DataError("\n  ".join([f"task {path} can't be read:", *problems[:_SHOWN], *more]))
-    (kind,) = first_lines
-    return Task(file.name.removesuffix(".jsonl"), kind, questions, metric)
+            raise DataError(f"task {path} can't be read: line {number}: {error}") from None
+        questions.append(question)
+    if not questions:
+        raise DataError(f"task {path} can't be read: no questions; each line is one. {_EXAMPLES}")
+    return Task(file.name.removesuffix(".jsonl"), kinds.pop(), questions, metric)

@@ -4,11 +4,9 @@ An item is a sequence of the validation set, a document or a question.
 """
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 Array = NDArray[np.float64]
 Pair = tuple[Array, Array]  # by item: the values, and what their sum is divided by
@@ -45,39 +43,8 @@ def ratio_difference(one: Pair, other: Pair) -> tuple[float, float]:
     ratios = [float(values.sum()) / total for (values, _), total in zip((one, other), totals, strict=True)]
     difference = ratios[0] - ratios[1]
     residuals = (one[0] - ratios[0] * one[1]) / totals[0] - (other[0] - ratios[1] * other[1]) / totals[1]
-    return difference, _root_of_sum(float(np.square(residuals).sum()), len(residuals))
-
-
-@dataclass(frozen=True)
-class Sums:
-    """Sums over n items of K values each, and of their products: all that a ratio and its error need.
-
-    They are additive. So ranks can share them in place of the values, of which each rank has those of its own items.
-    """
-
-    n: int
-    totals: Tensor  # (K,) float64
-    products: Tensor  # (K, K) float64
-
-    @classmethod
-    def of(cls, values: Tensor) -> "Sums":
-        """The sums of values (K, n), float64."""
-        return cls(values.shape[1], values.sum(1), values @ values.T)
-
-    def ratio(self, value: int, of: int) -> tuple[float, float]:
-        """The ratio of two totals, named by their index, and its standard error: see `ratio`."""
-        total = float(self.totals[of])
-        if not total:
-            return math.nan, math.nan
-        ratio = float(self.totals[value]) / total
-        p = self.products
-        squares = float(p[value, value] - 2 * ratio * p[value, of] + ratio**2 * p[of, of])
-        return ratio, _root_of_sum(max(squares, 0.0), self.n) / total
-
-
-def _root_of_sum(squares: float, n: int) -> float:
-    """The standard error of the sum of n residuals with these squares; NaN for one."""
-    return math.sqrt(squares * n / (n - 1)) if n > 1 else math.nan
+    n, squares = len(residuals), float(np.square(residuals).sum())
+    return difference, math.sqrt(squares * n / (n - 1)) if n > 1 else math.nan
 
 
 def plus_minus(value: float, stderr: float, digits: int) -> str:

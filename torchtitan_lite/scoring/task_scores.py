@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.models.loss import IGNORE
-from torchtitan_lite.scoring.likelihood import Batch, nats_only, padded, sums_by_item
+from torchtitan_lite.scoring.likelihood import Batch, Window, nats_only, padded, sums_by_item
 from torchtitan_lite.scoring.questions import METRICS, Task
 from torchtitan_lite.scoring.statistics import Array, mean, plus_minus, ratio
-from torchtitan_lite.scoring.task_tokens import Encoded, Span
+from torchtitan_lite.scoring.task_tokens import Encoded
 
 BATCH_TOKENS = 4096  # of a batch, padding included
 LOGITS_BYTES = 1 << 28  # of a batch whose logits are stored, in float32
@@ -79,8 +79,8 @@ def _sums_by_choice(model: Transformer, encoded: Encoded, world: World, *, greed
         batch_tokens = max(min(BATCH_TOKENS, LOGITS_BYTES // (4 * model.tok_embeddings.num_embeddings)), 1)
     sums = sums_by_item(
         model,
-        _batches(encoded.spans, batch_tokens),
-        lambda spans: padded([span.window() for span in spans]),
+        _batches(encoded.windows, batch_tokens),
+        padded,
         encoded.n_tokens,
         world,
         measure=_nats_and_misses if greedy else nats_only,
@@ -89,14 +89,14 @@ def _sums_by_choice(model: Transformer, encoded: Encoded, world: World, *, greed
     return list(sums.numpy())
 
 
-def _batches(spans: list[Span], most: int) -> list[list[Span]]:
-    """The spans by length: as many in a batch as have `most` tokens with padding, at least one."""
-    batches: list[list[Span]] = []
-    for span in sorted(spans, key=len, reverse=True):  # sorting is stable
+def _batches(windows: list[Window], most: int) -> list[list[Window]]:
+    """The windows by length: as many in a batch as have `most` tokens with padding, at least one."""
+    batches: list[list[Window]] = []
+    for window in sorted(windows, key=len, reverse=True):  # sorting is stable
         if batches and (len(batches[-1]) + 1) * len(batches[-1][0]) <= most:
-            batches[-1].append(span)
+            batches[-1].append(window)
         else:
-            batches.append([span])
+            batches.append([window])
     return batches
 
 

@@ -18,7 +18,6 @@ from tokenizers import Tokenizer
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.prepare.tokenizer import as_text
 from torchtitan_lite.errors import ConfigError, DataError
-from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.scoring.likelihood import Window
 from torchtitan_lite.scoring.questions import Question, Task
 
@@ -35,31 +34,11 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class Span:
-    """Tokens of which all but the first `known` are predicted: a window, compact.
-
-    A benchmark has tens of millions of tokens.
-    """
-
-    choice: int  # numbered over all questions
-    ids: NDArray[np.int32]
-    known: int  # at least 1
-
-    def __len__(self) -> int:
-        """The length of its window."""
-        return len(self.ids) - 1
-
-    def window(self) -> Window:
-        ids = self.ids.tolist()
-        return Window(self.choice, ids[:-1], [IGNORE] * (self.known - 1) + ids[self.known :])
-
-
-@dataclass(frozen=True)
 class Encoded:
     """A task in tokens."""
 
     task: Task
-    spans: list[Span]
+    windows: list[Window]  # the item of each is a choice, numbered over all questions
     n_tokens: NDArray[np.int64]  # of each choice
     n_bytes: NDArray[np.int64]  # of each choice's text in UTF-8
 
@@ -100,7 +79,7 @@ def encoded(task: Task, encode: Encode, inputs: Inputs) -> Encoded:
     together = encode([context + choice for _, context, choice in pairs])
     before = dict.fromkeys(context for _, context, _ in pairs)
     lengths = dict(zip(before, map(len, encode(list(before))), strict=True))
-    spans: list[Span] = []
+    windows: list[Window] = []
     n_tokens = []
     for number, ((question, context, _), ids) in enumerate(zip(pairs, together, strict=True)):
         # a choice that merges into the last token of its context would have none
@@ -116,10 +95,10 @@ def encoded(task: Task, encode: Encode, inputs: Inputs) -> Encoded:
                 f"task {task.name}: question {question + 1} has an empty context, and the model has no token that "
                 "begins a text; give it a context"
             )
-        spans += _spans(number, stream, start, inputs.length)
+        windows += _windows(number, stream, start, inputs.length)
         n_tokens.append(len(stream) - start)
     n_bytes = [len(choice.encode()) for question in task.questions for choice in question.choices]
-    return Encoded(task, spans, np.array(n_tokens), np.array(n_bytes))
+    return Encoded(task, windows, np.array(n_tokens), np.array(n_bytes))
 
 
 def _pairs(question: Question) -> list[tuple[str, str]]:
@@ -131,12 +110,12 @@ def _pairs(question: Question) -> list[tuple[str, str]]:
     ]
 
 
-def _spans(number: int, stream: list[int], start: int, length: int) -> list[Span]:
-    """The spans that predict stream[start:] once, the context cut on its left."""
-    spans = []
+def _windows(number: int, stream: list[int], start: int, length: int) -> list[Window]:
+    """The windows that predict stream[start:] once, the context cut on its left."""
+    windows = []
     while start < len(stream):
         end = min(len(stream), start + length)
         first = max(end - length - 1, 0)
-        spans.append(Span(number, np.array(stream[first:end], np.int32), start - first))
+        windows.append(Window(number, np.array(stream[first:end], np.int32), start - first))
         start = end
-    return spans
+    return windows

@@ -23,12 +23,11 @@ from torchtitan_lite.distributed.parallelize import evaluating
 from torchtitan_lite.distributed.process_group import sum_over_ranks
 from torchtitan_lite.models.loss import IGNORE, bits_per_byte
 from torchtitan_lite.scoring.likelihood import bytes_per_token, row_nats, row_sizes
-from torchtitan_lite.scoring.statistics import Sums, plus_minus
+from torchtitan_lite.scoring.statistics import Array, plus_minus, ratio
 
 # The seed of the subset. It is not run.seed, so that runs with different seeds are comparable.
 SUBSET_SEED = 0
 CPU = torch.device("cpu")
-UNIGRAM = "unigram: the score of guessing each token by its frequency alone; a model that has learned is below it"
 
 
 @dataclass
@@ -38,10 +37,8 @@ class Validation:
     loader: Loader
     n_samples: int
     bytes_per_token: Tensor  # (V,) int64
-    n_available: int = 0  # sequences in the split
+    samples: Mixture  # of several sources, each has its own score too
     unigram: float | None = None  # bits per byte; the first evaluation computes it
-    mixture: Mixture | None = None  # several sources, each of which has its own score too
-    explained: bool = False  # whether the log has explained the unigram score
 
     @classmethod
     def of(cls, config: Config, data: DataSet, micro_batch_size: int, rank: int, world_size: int) -> "Validation":
@@ -58,8 +55,12 @@ class Validation:
         )
         tokenizer = Tokenizer.from_file(str(data.folder / "tokenizer.json"))
         lengths = torch.from_numpy(bytes_per_token(tokenizer, data.end_token))
-        mixture = samples if len(samples.sources) > 1 else None
-        return cls(loader, n_samples, lengths, samples.n_samples, mixture=mixture)
+        return cls(loader, n_samples, lengths, samples)
+
+    @property
+    def n_available(self) -> int:
+        """Sequences in the split."""
+        return self.samples.n_samples
 
     def identity(self) -> dict[str, int]:
         """Identifies the subset: losses on different subsets are not comparable."""
@@ -78,14 +79,12 @@ class Validation:
         finally:
             loader.close()
 
-    def by_source(self) -> Tensor:
-        """Which source each of this rank's sequences belongs to, in order: (N, sources) float64 ones and zeros."""
-        assert self.mixture is not None
+    def numbers(self) -> Tensor:
+        """The numbers of this rank's sequences, (N,), in order. The last ones may be surplus, which are masked."""
         size = self.loader.micro_batch_size
         firsts = np.arange(0, self.n_samples, size * self.loader.world_size) + self.loader.rank * size
-        rows = (firsts[:, None] + np.arange(size)).ravel()  # the last ones may be surplus, which are masked
-        which, _ = self.mixture.interleave.locate(np.minimum(rows, self.n_samples - 1))
-        return torch.from_numpy(which)[:, None].eq(torch.arange(len(self.mixture.names))).double()
+        numbers = (firsts[:, None] + np.arange(size)).ravel()
+        return torch.from_numpy(np.minimum(numbers, self.n_samples - 1))
 
 
 @dataclass(frozen=True)
@@ -127,33 +126,25 @@ def evaluate(model: nn.Module, validation: Validation, device: torch.device) -> 
     if validation.unigram is None:
         validation.unigram = unigram_bits_per_byte(sum_over_ranks(counts.to(device)).cpu(), validation.bytes_per_token)
 
-    # nats, tokens and bytes of this rank's N sequences, (3, N) float64. Masked rows are zeros.
+    # nats, tokens and bytes of this rank's N sequences, (3, N). Masked rows are zeros.
     values = torch.cat((torch.cat(nats).double().cpu()[None], torch.cat(sizes, dim=1).double()))
-    mine = Sums.of(values)
-    n_scored = (values[1] > 0).sum().double()
-    by_source = (values @ validation.by_source()).T.flatten() if validation.mixture else values[:0, 0]
-    shared = sum_over_ranks(
-        torch.cat((n_scored[None], mine.totals, mine.products.flatten(), by_source)).to(device)
-    ).cpu()
-    sums = Sums(int(shared[0]), shared[1:4], shared[4:13].view(3, 3))
-    loss, loss_stderr = sums.ratio(0, of=1)
-    nats_per_byte, nats_per_byte_stderr = sums.ratio(0, of=2)
-    names = validation.mixture.names if validation.mixture else []
-    sources = {
-        name: (
-            source_nats / tokens if tokens else math.nan,
-            bits_per_byte(source_nats, n_bytes) if n_bytes else math.nan,
-        )
-        for name, (source_nats, tokens, n_bytes) in zip(names, shared[13:].view(-1, 3).tolist(), strict=True)
-    }
-    return Score(
-        loss=loss,
-        loss_stderr=loss_stderr,
-        bits_per_byte=bits_per_byte(nats_per_byte, 1),
-        bits_per_byte_stderr=bits_per_byte(nats_per_byte_stderr, 1),
-        unigram_bits_per_byte=validation.unigram,
-        sources=sources,
-    )
+    own = torch.zeros(3, validation.n_samples, dtype=torch.float64).index_add_(1, validation.numbers(), values)
+    every: Array = sum_over_ranks(own.to(device)).cpu().numpy()
+    sources = {}
+    if len(validation.samples.sources) > 1:
+        which, _ = validation.samples.interleave.locate(np.arange(validation.n_samples))
+        for k, name in enumerate(validation.samples.names):
+            (loss, _), (bits, _) = _figures(every[:, which == k])
+            sources[name] = loss, bits
+    (loss, loss_stderr), (bits, bits_stderr) = _figures(every)
+    return Score(loss, loss_stderr, bits, bits_stderr, validation.unigram, sources)
+
+
+def _figures(values: Array) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Loss and bits per byte of sequences, each with its standard error, of their nats, tokens and bytes (3, N)."""
+    nats, tokens, n_bytes = values
+    bits, bits_stderr = ratio(nats, n_bytes)
+    return ratio(nats, tokens), (bits_per_byte(bits, 1), bits_per_byte(bits_stderr, 1))
 
 
 def evaluate_average(
@@ -185,9 +176,6 @@ def eval_line(step: int, score: Score, validation: Validation, seconds: float, *
         if unigram > 0 and math.isfinite(bits):
             gain = 100 * (1 - bits / unigram)
             notes = f"{abs(gain):.0f} % {'below' if gain >= 0 else 'above'} {notes}"
-        if not validation.explained:
-            validation.explained = True
-            notes = f"{notes})\n        ({UNIGRAM}"
     lines = ["  ".join([*parts, f"({notes})"])]
     for name, (loss, bits) in score.sources.items():
         lines.append(f"        {name}: loss {loss:.4f}" + (f"  bits/byte {bits:.3f}" if math.isfinite(bits) else ""))

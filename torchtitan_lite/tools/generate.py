@@ -39,7 +39,7 @@ def encode(opened: Opened, prompt: str) -> list[int]:
     """The tokens of a prompt. A source gets the prefix and the end token that the encoder has seen with each text.
 
     Raises:
-        ConfigError: it is an empty source, is not valid UTF-8, can't be encoded, or is too long for the model.
+        ConfigError: it is an empty source, can't be encoded, or is too long for the model.
     """
     if answers(opened.model) and prompt:
         prompt = with_prefix(opened.prefix, prompt)

@@ -102,12 +102,12 @@ def check_text(config: Config) -> dict[str, str]:
     folders = [path for path in data.texts if expand(path).is_dir() and not is_prepared(path)]
     if not folders and not data.text_suffixes:
         return {}
-    from torchtitan_lite.data.prepare.texts import CONFIG, checked_suffixes, find
+    from torchtitan_lite.data.prepare.texts import checked_suffixes, find
 
     try:
-        checked_suffixes(data.text_suffixes, CONFIG)
+        checked_suffixes(data.text_suffixes)
         for folder in folders:
-            find(folder, [data.text_key], data.text_suffixes, CONFIG)
+            find(folder, [data.text_key], data.text_suffixes)
     except DataError as error:
         return {"data.path data.sources data.text_suffixes": str(error)}
     return {}

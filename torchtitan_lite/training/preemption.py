@@ -1,6 +1,7 @@
 """Preemption: on a signal (TERM, INT, HUP, USR1) or at the time limit, the run finishes its step, saves and exits.
 
-A signal only sets a reason. Each step's record sums the requests of all ranks, so all stop after the same step.
+So it does if a machine of the same job waits to join it (`run_folder.lock`). A signal only sets a reason. Each step's
+record sums the requests of all ranks, so all stop after the same step.
 A second Ctrl-C (INT) ends the process at once, without saving. Any other signal after the first is the same request:
 Slurm signals both launcher and workers, and torchrun forwards what it gets.
 
@@ -14,6 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,6 +23,7 @@ import torch
 
 from torchtitan_lite.distributed.process_group import World, sum_over_ranks
 
+JOINS = "another machine of the job waits"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -29,12 +32,17 @@ class Preemption:
 
     Args:
         max_minutes: the time limit; 0: none.
+        joining: a file that exists while another machine waits.
         clock: monotonic, in seconds.
         end: ends the process at once, with an exit code.
     """
 
     def __init__(
-        self, max_minutes: float, clock: Callable[[], float] = time.monotonic, end: Callable[[int], Any] = os._exit
+        self,
+        max_minutes: float,
+        joining: Path,
+        clock: Callable[[], float] = time.monotonic,
+        end: Callable[[int], Any] = os._exit,
     ) -> None:
         self.reason = ""
         self.agreed = False  # whether any rank was asked; one step late, equal on all ranks
@@ -42,7 +50,8 @@ class Preemption:
         self._limit_s = 60 * max_minutes if max_minutes else float("inf")
         self._max_minutes = max_minutes
         self._clock, self._end = clock, end
-        self._started = clock()
+        self._joining = joining
+        self._started = self._looked = clock()
         self._interrupted = False  # by a first Ctrl-C
         self._before: dict[int, Any] = {}
 
@@ -99,6 +108,9 @@ class Preemption:
         """Whether this rank was asked to stop."""
         if not self.reason and self._clock() - self._started > self._limit_s:
             self.reason = f"run.max_minutes = {self._max_minutes:g}"
+        if not self.reason and self._clock() - self._looked > 5:  # not at each step: a shared file system is slow
+            self._looked = self._clock()
+            self.reason = JOINS if self._joining.exists() else ""
         return bool(self.reason)
 
     def agree(self, world: World) -> None:
@@ -120,7 +132,7 @@ os.register_at_fork(after_in_child=_in_child)
 
 def launcher_note(reason: str = "SIGINT") -> str:
     """A line for a run that stops: torchrun reports every signal as an error, with a long traceback."""
-    if "TORCHELASTIC_MAX_RESTARTS" not in os.environ or reason.startswith("run."):
+    if "TORCHELASTIC_MAX_RESTARTS" not in os.environ or not reason.startswith("SIG"):
         return ""
     return "\nnote    torchrun now prints a traceback of its own for the signal: it is expected, and nothing is lost"
 

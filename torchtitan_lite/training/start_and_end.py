@@ -30,7 +30,7 @@ from torchtitan_lite.monitoring.goodput import goodput_line
 from torchtitan_lite.monitoring.metrics import Log
 from torchtitan_lite.terminal import counted, duration, print_line
 from torchtitan_lite.training.between_steps import left_out, report_save
-from torchtitan_lite.training.preemption import launcher_note
+from torchtitan_lite.training.preemption import JOINS, launcher_note
 from torchtitan_lite.training.session import Session
 
 
@@ -170,12 +170,13 @@ def report_end(s: Session) -> int:
     config, step, log, meter = s.config, s.state.step, s.services.log, s.services.meter
     rest = left_out(s) if s.services.preemption.agreed else []
     if step < config.train.steps or rest:
-        why = min(filter(None, gather(s.services.preemption.reason)))  # "SIG..." comes before "run.max_minutes"
+        why = min(filter(None, gather(s.services.preemption.reason)))  # "SIG..." comes first
         names = " and ".join(look.name for look in rest)
         then = f"resumes from there{f', with the {names} that were due' if rest else ''}{launcher_note(why)}"
         log.info(f"stopped after step {step} of {config.train.steps} ({why}); the same command {then}")
         run_folder.record_end(config.folder, s.world, log.attempt, "preempted", step, why)
-        return 0 if why.startswith("run.") else config.run.preempted_exit_code
+        codes = {JOINS: StuckError.exit_code}  # torchrun starts all machines again
+        return codes.get(why, config.run.preempted_exit_code if why.startswith("SIG") else 0)
     run_folder.record_end(config.folder, s.world, log.attempt, "complete", step)
     if meter.first_step == step:
         log.info(f"finished: step {step} of train.steps = {config.train.steps}; {what_next(config)}")

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -20,8 +21,8 @@ from torchtitan_lite.config.sections.data import READERS
 from torchtitan_lite.data.prepare.folder import prepare
 from torchtitan_lite.data.prepare.job import BYTES, Job
 from torchtitan_lite.data.prepare.summary import report, summary, verify
-from torchtitan_lite.data.prepare.texts import COMMAND, READABLE, Corpus, find, not_read
-from torchtitan_lite.data.token_files import PREPARE_AGAIN, read_meta
+from torchtitan_lite.data.prepare.texts import READABLE, Corpus, find, not_read
+from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.data.tokenizer import SMALLEST
 from torchtitan_lite.errors import ConfigError, DataError, run_cli
 
@@ -29,69 +30,57 @@ from torchtitan_lite.errors import ConfigError, DataError, run_cli
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     arguments = _parser().parse_args(argv)
-    return run_cli("prepare", lambda: _run(arguments))
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    try:
-        return _verify(arguments.verify) if arguments.verify else _make(arguments)
-    except KeyboardInterrupt:
-        print("prepare: stopped; run the same command again to resume", file=sys.stderr)
-        return 130
-    except OSError as error:
-        print(f"prepare: {error}; run the same command again to resume", file=sys.stderr)
-        return 1
+    return run_cli("prepare", lambda: _verify(arguments.verify) if arguments.verify else _make(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "python -m torchtitan_lite.data.prepare", description="Tokenize text for training, on all cores."
+        "python -m torchtitan_lite.data.prepare",
+        description="Tokenize text for training, on all cores. If it is interrupted, run the same command again to "
+        "resume.",
     )
+    several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
     add = parser.add_argument
-
-    def add_list(name: str, what: str, explanation: str) -> None:
-        add(name, nargs="+", action="extend", default=[], metavar=what, help=explanation)
-
     add("sources", nargs="*", metavar="SOURCE", help=f"{READABLE}, folders or globs")
     add("--out", type=paths.expand, help="the folder to create")
-    add("--tokenizer", default="", metavar="FILE", help='a tokenizer.json, or "bytes" for one token per byte')
+    add_one_of = parser.add_mutually_exclusive_group().add_argument
+    add_one_of("--tokenizer", default="", metavar="FILE", help='a tokenizer.json, or "bytes" for one token per byte')
+    add_one_of("--train-tokenizer", type=int, metavar="N", help="train byte-level BPE with N entries (default: 4096)")
     add("--end-token", default="", help="the token that ends a document; default: as [tokenizer] end_token")
-    add("--train-tokenizer", type=int, metavar="N", help="train byte-level BPE with N entries (default: 4096)")
     add("--sentinels", action="store_true", help="the trained tokenizer gets T5's pad and sentinels")
     add("--text-key", help="the key of a .jsonl line, or the column of a table, that holds the text (default: text)")
-    add_list("--text-suffixes", "SUFFIX", "further suffixes of plain text, e.g. .md .py; or own readers, module:Name")
+    more = "further suffixes of plain text, e.g. .md .py; or own readers, module:Name"
+    add("--text-suffixes", **several, metavar="SUFFIX", help=more)
     add("--source-key", default="", metavar="NAME", help="pairs: the key or column of the source")
     add("--target-key", default="", metavar="NAME", help="pairs: the key or column of the target")
     add("--source-prefix", default="", metavar="TEXT", help='pairs: put before each source, e.g. "summarize: "')
-    add_list("--held-out", "FILE", "validation text in its own files, instead of a fraction")
-    add("--val-fraction", type=float, help="fraction of the documents for validation (default: 0.05)")
+    add_one_of = parser.add_mutually_exclusive_group().add_argument
+    add_one_of("--held-out", **several, metavar="FILE", help="validation text in its own files, instead of a fraction")
+    default = DataConfig().val_fraction
+    add_one_of("--val-fraction", type=float, default=default, help="fraction of the documents held out (default: 0.05)")
     add("--on-error", choices=("stop", "skip"), default="stop", help="skip: leave out unusable text, and list it")
     add("--verify", type=paths.expand, metavar="FOLDER", help="check every byte of a prepared folder, and exit")
     return parser
 
 
 def _verify(folder: Path) -> int:
-    from torchtitan_lite.data.packing import damaged_indices  # which needs torch
-
     if problems := verify(folder):
-        raise DataError("\n  ".join([f"{folder}: the prepared data is damaged; {PREPARE_AGAIN}", *problems]))
-    if damaged := list(damaged_indices(folder, read_meta(folder))):
-        raise DataError("\n  ".join(damaged))
+        raise DataError("\n  ".join(problems))
     print(f"{folder}: complete and undamaged. {summary(read_meta(folder))}")
     return 0
 
 
 def _make(arguments: argparse.Namespace) -> int:
-    _require_usable(arguments)
+    if problem := _problem(arguments):
+        raise ConfigError(problem)
     corpus, out = _corpus(arguments), arguments.out
     config = TokenizerConfig(
         path=arguments.tokenizer,
         end_token=arguments.end_token,
         vocab_size=arguments.train_tokenizer or TokenizerConfig().vocab_size,
     )
-    fraction = DataConfig().val_fraction if arguments.val_fraction is None else arguments.val_fraction
-    job = Job.of(config, fraction, sentinels=arguments.sentinels or len(corpus.keys) == 2)
-    for note in not_read([corpus], COMMAND):
+    job = Job.of(config, arguments.val_fraction, sentinels=arguments.sentinels or len(corpus.keys) == 2)
+    for note in not_read([corpus]):
         print(f"data    {note}")
     out.parent.mkdir(parents=True, exist_ok=True)
     lock = out.with_name(f".{out.name}.lock")
@@ -110,35 +99,24 @@ def _make(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _require_usable(arguments: argparse.Namespace) -> None:
-    """
-    Raises:
-        ConfigError: an option is missing, wrong, or without effect beside another.
-    """
-    if not arguments.sources or not arguments.out:
-        raise ConfigError("needs text and an output folder, e.g. prepare my_text --out data/mine")
-    if arguments.out.name in ("", ".."):
-        example = arguments.out / "prepared"
-        raise ConfigError(f"--out {arguments.out} should name a new folder, e.g. --out {example}")
-    if arguments.val_fraction is not None:
-        if arguments.held_out:
-            raise ConfigError("--val-fraction and --held-out: leave one of the two out")
-        if not 0 < arguments.val_fraction < 1:
-            raise ConfigError(f"--val-fraction {arguments.val_fraction} should be between 0 and 1, e.g. 0.05")
-    if arguments.train_tokenizer is not None:
-        if arguments.tokenizer:
-            raise ConfigError("--tokenizer and --train-tokenizer: leave one of the two out")
-        if not SMALLEST <= arguments.train_tokenizer < 2**31:
-            raise ConfigError(f"--train-tokenizer {arguments.train_tokenizer} should be at least {SMALLEST}")
-    if arguments.sentinels and arguments.tokenizer not in ("", BYTES):
-        raise ConfigError("--sentinels is for a tokenizer that is trained here; leave it out with --tokenizer")
+def _problem(arguments: argparse.Namespace) -> str:
+    """What is wrong with the options: one is missing, out of range, or without effect beside another."""
     source, target = arguments.source_key, arguments.target_key
-    if bool(source) != bool(target) or (arguments.source_prefix and not target):
-        raise ConfigError("pairs need both --source-key and --target-key, e.g. --source-key text --target-key summary")
-    if source and source == target:
-        raise ConfigError(f"--source-key and --target-key are both {source!r}; they name two keys or columns")
+    if not arguments.sources or not arguments.out:
+        return "needs text and an output folder, e.g. prepare my_text --out data/mine"
+    if arguments.out.name in ("", ".."):
+        return f"--out {arguments.out} should name a new folder, e.g. --out {arguments.out / 'prepared'}"
+    if not 0 < arguments.val_fraction < 1:
+        return f"--val-fraction {arguments.val_fraction} should be between 0 and 1, e.g. 0.05"
+    if arguments.train_tokenizer is not None and not SMALLEST <= arguments.train_tokenizer < 2**31:
+        return f"--train-tokenizer {arguments.train_tokenizer} should be at least {SMALLEST}"
+    if arguments.sentinels and arguments.tokenizer not in ("", BYTES):
+        return "--sentinels is for a tokenizer that is trained here; leave it out with --tokenizer"
+    if bool(source) != bool(target) or (arguments.source_prefix and not target) or (source and source == target):
+        return "pairs need two keys or columns, e.g. --source-key text --target-key summary"
     if source and arguments.text_key is not None:
-        raise ConfigError("--text-key is for texts; pairs have --source-key and --target-key")
+        return "--text-key is for texts; pairs have --source-key and --target-key"
+    return ""
 
 
 def _corpus(arguments: argparse.Namespace) -> Corpus:
@@ -150,8 +128,6 @@ def _corpus(arguments: argparse.Namespace) -> Corpus:
     corpus = find(arguments.sources, keys, arguments.text_suffixes)
     if arguments.held_out:
         held_out = find(arguments.held_out, keys, arguments.text_suffixes)
-        if both := {file.resolve() for file in corpus.files} & {file.resolve() for file in held_out.files}:
-            raise ConfigError(f"{min(both)} is both text to train on and --held-out; name it once")
         files, ignored = corpus.files + held_out.files, corpus.ignored + held_out.ignored
         corpus = replace(corpus, files=files, ignored=ignored, n_held_out=len(held_out.files))
     return replace(corpus, source_prefix=arguments.source_prefix)

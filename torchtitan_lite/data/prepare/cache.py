@@ -12,9 +12,9 @@ from torchtitan_lite.config.paths import expand
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.prepare.job import Job
-from torchtitan_lite.data.prepare.texts import CONFIG, Corpus, find, not_read, standard_library
+from torchtitan_lite.data.prepare.texts import Corpus, find, not_read, standard_library
 from torchtitan_lite.data.token_files import read_meta
-from torchtitan_lite.errors import DataError
+from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.terminal import counted
 
 
@@ -22,11 +22,9 @@ def cache_folder(data: DataConfig) -> Path:
     """The cache folder of prepared data."""
     if data.cache_dir:
         return expand(data.cache_dir)
-    if folder := os.environ.get("XDG_CACHE_HOME"):
-        return expand(folder) / "torchtitan_lite"
     try:
-        return Path.home() / ".cache" / "torchtitan_lite"
-    except RuntimeError:
+        return expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "torchtitan_lite"
+    except ConfigError:
         raise DataError(
             "data.cache_dir: there is no default folder, because HOME is not set and this user has no home folder; "
             'set one, e.g. data.cache_dir = "/tmp/cache"'
@@ -57,13 +55,13 @@ def prepared_in_cache(
                         _prepare(corpus, job, folder, texts, folders[0], info)
     except OSError as error:
         raise DataError(f"data.cache_dir: can't write to {cache}: {error}") from None
-    return folders, not_read(texts, CONFIG)
+    return folders, not_read(texts)
 
 
 def _text(path: str | list[str], data: DataConfig, cache: Path) -> Corpus:
     """The text of `[data] path` or of one of `[data.sources]`, as texts or as pairs."""
     if data.objective != "pairs":
-        return find(path, (data.text_key,), data.text_suffixes, CONFIG) if path else standard_library()
+        return find(path, (data.text_key,), data.text_suffixes) if path else standard_library()
     if path and not data.target_key:
         name = path if isinstance(path, str) else " ".join(path)
         raise DataError(
@@ -73,7 +71,7 @@ def _text(path: str | list[str], data: DataConfig, cache: Path) -> Corpus:
         )
     if path:
         keys = data.source_key, data.target_key
-        return replace(find(path, keys, data.text_suffixes, CONFIG), source_prefix=data.source_prefix)
+        return replace(find(path, keys, data.text_suffixes), source_prefix=data.source_prefix)
     if data.source_key:
         raise DataError(f'data.source_key = "{data.source_key}" names a column, but data.path names no file to read')
     from torchtitan_lite.data.prepare.functions import functions

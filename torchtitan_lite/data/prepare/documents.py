@@ -5,7 +5,6 @@ plain text, cut at a line end. A pair is a line or row with two texts. Text is n
 Problem with its file and line.
 """
 
-import contextlib
 import csv
 import gzip
 import hashlib
@@ -27,6 +26,8 @@ HASH_RANGE = 2**64
 LONGEST = 16 << 20  # bytes of a .jsonl line or of a text
 _READ = 128 * 1024
 OnError = Literal["stop", "skip"]
+# what a reader raises where the rest of a file can't be read: the file system, decompression, csv, pyarrow, or itself
+_UNREADABLE = OSError, EOFError, zlib.error, csv.Error, SyntaxError, ValueError, NotImplementedError
 
 
 class Document(NamedTuple):
@@ -59,20 +60,15 @@ class Unusable(NamedTuple):
     detail: str
 
 
-class UnreadableError(Exception):
-    """The rest of a file can't be read."""
-
-    def __init__(self, detail: str, place: int = 0) -> None:
-        super().__init__(detail)
-        self.place = place
-
-
 Read = Iterator[tuple[int, Sequence[Any] | Unusable]]  # of each document: the line or row, and the value of each key
 
 
 def refusal(corpus: Corpus, problem: Problem) -> DataError:
     """The error for an unusable text."""
-    return DataError(f"{problem.of(corpus)}; correct or remove it{corpus.names.or_skip}")
+    return DataError(
+        f"{problem.of(corpus)}; correct or remove it, or leave it out with python -m torchtitan_lite.data.prepare ... "
+        "--on-error skip"
+    )
 
 
 def usable(corpus: Corpus, on_error: OnError = "stop", first: int = 0) -> Iterator[Document]:
@@ -101,9 +97,7 @@ def documents(
         try:
             for place, values in _read(corpus, corpus.files[number], count):
                 yield _document(corpus, number, place, values)
-        except UnreadableError as error:
-            yield Problem(number, error.place, "a file that can't be read to its end", str(error))
-        except (OSError, EOFError, zlib.error, SyntaxError, ValueError) as error:
+        except _UNREADABLE as error:
             after = f" after {corpus.where(number, place).rpartition(': ')[2]}" if place else ""
             yield Problem(number, 0, "a file that can't be read to its end", f"can't be read{after}: {error}")
 
@@ -112,8 +106,6 @@ def _document(corpus: Corpus, file: int, place: int, values: Sequence[Any] | Unu
     """The document with these values, which must be non-empty strings; in a pair, not of white space alone."""
     if isinstance(values, Unusable):
         return Problem(file, place, *values)
-    if len(values) < len(corpus.keys):
-        raise UnreadableError("has no columns; pairs are read from .jsonl, .csv, .tsv and .parquet files")
     for key, value in zip(corpus.keys, values, strict=True):
         if not isinstance(value, str) or not (value.strip() if len(values) == 2 else value):
             shown = json.dumps(value, default=str)[:40]
@@ -132,10 +124,13 @@ def _document(corpus: Corpus, file: int, place: int, values: Sequence[Any] | Unu
 # --- the readers (READERS in config/sections/data.py) -----------------------------------------------------------
 
 _TOO_LONG = Unusable("a text that is too long", f"is longer than {LONGEST:,} bytes; divide it into several documents")
+_HOW = "--text-key (data.text_key), or --source-key and --target-key for pairs, can name others"
 
 
 def read_txt(stream: BinaryIO, corpus: Corpus) -> Read:
     """Plain text, in blocks that end at the last line end within the limit. A longer line is cut between characters."""
+    if len(corpus.keys) == 2:
+        raise ValueError("has no columns; pairs are read from .jsonl, .csv, .tsv and .parquet files")
     line, pending = 1, b""
     while pending := pending + stream.read(corpus.block - len(pending)):
         at_end = len(pending) < corpus.block
@@ -174,7 +169,7 @@ def _json_values(line: bytes, corpus: Corpus) -> Sequence[Any] | Unusable:
     has = record if isinstance(record, dict) else {}
     if missing := [key for key in corpus.keys if key not in has]:
         keys = f"its keys are {', '.join(has)[:200]}" if has else "it is not an object with keys"
-        return Unusable(f'no "{missing[0]}"', f'no "{missing[0]}": {keys}; {_how(corpus)}')
+        return Unusable(f'no "{missing[0]}"', f'no "{missing[0]}": {keys}; {_HOW}')
     return [has[key] for key in corpus.keys]
 
 
@@ -205,76 +200,50 @@ def _table(stream: BinaryIO, corpus: Corpus, delimiters: str) -> Read:
         head.append(line)
 
     def fit(delimiter: str) -> tuple[bool, int]:
-        columns = list[str]()
-        with contextlib.suppress(csv.Error):  # which reading the rows reports
-            columns = next(csv.reader(head[-1:], delimiter=delimiter), [])
+        columns = next(csv.reader(head[-1:], delimiter=delimiter), [])
         return set(corpus.keys) <= set(columns), len(columns)
 
     rows = csv.reader(itertools.chain(head, lines), strict=True, delimiter=max(delimiters, key=fit))
-    at, width = list[int](), 0  # of the header
-    while True:
-        place = rows.line_num + 1
-        try:
-            row = next(rows)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            raise UnreadableError(f"not CSV: {error}; the rest of the file can't be read", place) from None
-        if not row:  # an empty line
-            continue
-        if not at:
+    at, width, place = list[int](), 0, 1  # `width` of the header
+    for row in rows:
+        if not at and row:
             at, width = _positions(row, corpus), len(row)
-        elif max(at) < len(row) <= width:
+        elif row and max(at) < len(row) <= width:
             yield place, [row[i] for i in at]
-        else:  # e.g. an unquoted comma cuts a text, or makes a piece of it the next column
+        elif row:  # e.g. an unquoted comma cuts a text, or makes a piece of it the next column
             yield place, Unusable("a row of another length", f"has {len(row)} columns, its header has {width}")
+        place = rows.line_num + 1
 
 
 def _decoded(stream: BinaryIO) -> Iterator[str]:
     for number, line in _lines(stream):
         if line is None:
-            raise UnreadableError(f"is longer than {LONGEST:,} bytes; the rest of the file can't be read", number)
-        try:
-            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            byte = f"byte {line[error.start]:#04x} is not utf-8"
-            raise UnreadableError(f"{byte}; the rest of the file can't be read", number) from None
+            raise ValueError(f"line {number} is longer than {LONGEST:,} bytes")
+        yield line.decode("utf-8-sig" if number == 1 else "utf-8")
 
 
 def _positions(columns: Sequence[str], corpus: Corpus) -> list[int]:
     """Where the keys are among the columns of a table.
 
     Raises:
-        UnreadableError: one of them is missing, or there are several of its name.
+        ValueError: one of them is missing, or there are several of its name.
     """
     for key in corpus.keys:
         if key not in columns:
-            raise UnreadableError(f'no column "{key}": its columns are {", ".join(columns)[:200]}; {_how(corpus)}')
+            raise ValueError(f'no column "{key}": its columns are {", ".join(columns)[:200]}; {_HOW}')
         if (n := columns.count(key)) > 1:
-            raise UnreadableError(f'has {n} columns "{key}"; which one holds the text is ambiguous')
+            raise ValueError(f'has {n} columns "{key}"; which one holds the text is ambiguous')
     return [columns.index(key) for key in corpus.keys]
 
 
-def _how(corpus: Corpus) -> str:
-    """How to choose the key or column of a text, or those of a pair."""
-    return f"{corpus.names.pair_keys if len(corpus.keys) == 2 else corpus.names.text_key} can name others"
-
-
 def read_parquet(stream: BinaryIO, corpus: Corpus) -> Read:
-    pyarrow, parquet = need("pyarrow"), need("pyarrow.parquet")
     row = 0
-    try:
-        with parquet.ParquetFile(stream) as table:
-            _positions(table.schema_arrow.names, corpus)
-            for batch in table.iter_batches(batch_size=256, columns=list(corpus.keys), use_threads=False):
-                for values in zip(*(batch.column(key) for key in corpus.keys), strict=True):
-                    row += 1
-                    try:
-                        yield row, [value.as_py() for value in values]
-                    except UnicodeDecodeError as error:
-                        yield row, Unusable("not UTF-8", f"byte {error.object[error.start]:#04x} is not utf-8")
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UnreadableError(f"can't be read as parquet after row {row}: {error}") from None
+    with need("pyarrow.parquet").ParquetFile(stream) as table:
+        _positions(table.schema_arrow.names, corpus)
+        for batch in table.iter_batches(batch_size=256, columns=list(corpus.keys), use_threads=False):
+            for values in zip(*(batch.column(key) for key in corpus.keys), strict=True):
+                row += 1
+                yield row, [value.as_py() for value in values]
 
 
 # --- files ------------------------------------------------------------------------------------------------------
@@ -297,7 +266,7 @@ def _read(corpus: Corpus, file: Path, count: Callable[[int], object]) -> Read:
     how = ".txt" if corpus.python_source else kind(file, corpus.text_suffixes)
     with io.BufferedReader(_Counted(file, count), _READ) as opened:
         if not opened.peek(1):
-            raise UnreadableError("is empty")
+            raise ValueError("is empty")
         stream: Any = opened
         if corpus.python_source:
             with tokenize.open(file) as declared:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from torchtitan_lite.data.prepare.texts import CONFIG, Corpus, standard_library
+from torchtitan_lite.data.prepare.texts import Corpus, standard_library
 from torchtitan_lite.files import write_durably
 
 
@@ -30,7 +30,7 @@ def functions(cache: Path) -> Corpus:
                     pairs.setdefault(body, sentence)
             lines = (json.dumps({"body": body, "docstring": sentence}) + "\n" for body, sentence in pairs.items())
             write_durably(file, "".join(lines).encode())
-    return Corpus((file,), ("body", "docstring"), names=CONFIG)
+    return Corpus((file,), ("body", "docstring"))
 
 
 def _functions_of(file: Path) -> list[tuple[str, str]]:

@@ -14,6 +14,7 @@ from torchtitan_lite.data.tokenizer import END_OF_DOCUMENT, N_SENTINELS, PAD, SM
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.terminal import counted
 
+_VOCAB_SIZE = "tokenizer.vocab_size (--train-tokenizer)"
 TRAINED_ON_BYTES = 128 << 20  # approximate; a tokenizer learns little from more text
 _LONG_WORD = re.compile(r"(\S{1000})")  # the trainer's time is quadratic in the length of a word
 
@@ -86,12 +87,11 @@ def held_out_below(corpus: Corpus, fraction: float, on_error: OnError = "stop") 
     return max(below, lowest + 1)
 
 
-def train(texts: Iterable[str], vocab_size: int, *, sentinels: bool = False, option: str = "vocab_size") -> Tokenizer:
+def train(texts: Iterable[str], vocab_size: int, *, sentinels: bool = False) -> Tokenizer:
     """Train a byte-level BPE tokenizer of exactly `vocab_size` entries: the end token, 256 bytes, merges.
 
     Args:
         sentinels: T5's special tokens instead: pad and the end token first, the sentinels last, in descending order.
-        option: names `vocab_size` in messages.
 
     Raises:
         DataError: the text is too short.
@@ -101,8 +101,8 @@ def train(texts: Iterable[str], vocab_size: int, *, sentinels: bool = False, opt
         special, last = [PAD, "</s>"], [sentinel(i) for i in reversed(range(N_SENTINELS))]
     if vocab_size < (smallest := 256 + len(special) + len(last)):
         raise DataError(
-            f"{option} {vocab_size} has no room for 256 bytes, and {', '.join(special)} and {len(last)} sentinels; "
-            f"{option} {smallest} works"
+            f"{_VOCAB_SIZE} = {vocab_size} has no room for 256 bytes, {', '.join(special)} and {len(last)} sentinels; "
+            f"{smallest} works"
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -118,8 +118,8 @@ def train(texts: Iterable[str], vocab_size: int, *, sentinels: bool = False, opt
     learned = tokenizer.get_vocab_size()
     if learned != vocab_size:
         raise DataError(
-            f"the text is too short for {option} {vocab_size}: it yields {learned} entries; use more text or "
-            f"{option} {learned}"
+            f"the text is too short for {_VOCAB_SIZE} = {vocab_size}: it yields {learned} entries; use more text or "
+            f"{learned}"
         )
     return tokenizer
 

@@ -4,34 +4,58 @@ An encoder-decoder, or a decoder that was trained on pairs, is scored on the row
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from pathlib import Path
-from typing import Literal
+from itertools import chain, islice
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from torchtitan_lite.config import paths
+from torchtitan_lite.data import token_files
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.loader import MicroBatch
 from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.data.prepare.documents import usable
-from torchtitan_lite.data.prepare.texts import COMMAND, find
-from torchtitan_lite.data.token_files import PAIRS, Meta, TokenFiles, document_ends, read_meta
+from torchtitan_lite.data.prepare.texts import find
+from torchtitan_lite.data.token_files import PAIRS, SPLITS, read_meta
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.models.loss import IGNORE
-from torchtitan_lite.scoring.likelihood import Batch, Window, bytes_per_token, padded, row_nats, row_sizes, sums_by_item
+from torchtitan_lite.scoring.likelihood import Batch, Window, bytes_per_token, padded, row_sizes, sums_by_item
 from torchtitan_lite.scoring.statistics import Array
 from torchtitan_lite.scoring.task_tokens import text_encoder
-from torchtitan_lite.tools.load_model import Opened
+from torchtitan_lite.tools.load_model import Opened, out_of_range
 
+T = TypeVar("T")
 Split = Literal["val", "train", "all"]
 ENCODED_TOGETHER = 256  # documents
 SORTED_TOGETHER = 1024  # windows, sorted by length so that a batch has little padding
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The texts to score, and how."""
+
+    data: Sequence[str] = ()  # texts and prepared folders; none: the run's own
+    split: Split = "val"  # of prepared folders
+    text_key: str = "text"
+    text_suffixes: Sequence[str] = ()
+    documents: int | None = None  # of each text; None: all
+    seq_len: int = 0  # 0: as in training
+    batch_size: int = 8
+
+    def problems(self) -> list[str]:
+        """The options that are out of range, and what works."""
+        return out_of_range(
+            self,
+            documents=(self.documents is None or self.documents >= 1, "at least 1"),
+            batch_size=(self.batch_size >= 1, "at least 1"),
+            seq_len=(self.seq_len >= 0, "0 (as in training) or more"),
+        )
 
 
 @dataclass(frozen=True)
@@ -43,60 +67,30 @@ class Document:
     hash: int  # of the text
 
 
-@dataclass(frozen=True)
-class Place:
-    """A text (a file, a folder or a glob), or a split of a prepared folder."""
+def documents(opened: Opened, name: str, texts: Texts) -> Iterator[Document]:
+    """The documents of a text (a file, a folder or a glob) or a prepared folder, in tokens of this model.
 
-    name: str
-    folder: Path | None = None  # prepared
-    split: Split = "val"
-    text_key: str = "text"
-    text_suffixes: tuple[str, ...] = ()
-    most: int | None = None  # documents
-    notes: tuple[str, ...] = ()  # files of the text's folder that are not read
-
-    def documents(self, opened: Opened) -> Iterator[Document]:
-        """The documents in tokens of this model.
-
-        Raises:
-            DataError: a text can't be read or encoded.
-            ConfigError: the folder holds pairs.
-        """
-        if self.folder is None:
-            corpus = find(self.name, (self.text_key,), self.text_suffixes, COMMAND._replace(or_skip=""))
-            texts = (document.texts[0] for document in usable(corpus))
-            yield from _encoded(opened, islice(texts, self.most))
-            return
-        meta = read_meta(self.folder)
-        if PAIRS in meta.files:
-            raise ConfigError(f"{self.folder} holds pairs, and {opened.source} is a decoder: give it texts")
-        own = bpe.load(self.folder / "tokenizer.json")
-        spans = islice(self._spans(meta), self.most)
-        if bpe.sha256(own) != bpe.sha256(opened.tokenizer):
-            yield from _encoded(opened, (own.decode(tokens, skip_special_tokens=False) for tokens in spans))
-            return
-        lengths = bytes_per_token(own, meta.end_token)
-        for tokens in spans:
-            text = own.decode(tokens, skip_special_tokens=False)
-            yield Document(tokens, int(lengths[tokens].sum()), hash_of(text.encode()))
-
-    def n_bytes(self) -> int | None:
-        """The bytes of the raw text, if a prepared folder is read in full. A tokenizer may not keep every byte."""
-        if self.folder is None or self.most is not None:
-            return None
-        meta = read_meta(self.folder)
-        parts = {"all": meta.text_bytes, "val": meta.val_text_bytes, "train": meta.text_bytes - meta.val_text_bytes}
-        return parts[self.split]
-
-    def _spans(self, meta: Meta) -> Iterator[list[int]]:
-        assert self.folder is not None
-        for name in ("train", "val") if self.split == "all" else (self.split,):
-            if not meta.n_documents(name):
-                continue
-            stream, first = TokenFiles(self.folder, meta, name), 1
-            for end in document_ends(self.folder, meta, name):
-                yield stream.read(first, int(end) - 1).tolist()
-                first = int(end)
+    Raises:
+        DataError: a text can't be read or encoded.
+        ConfigError: the folder holds pairs.
+    """
+    if not paths.is_prepared(name):
+        corpus = find(name, (texts.text_key,), texts.text_suffixes)
+        yield from _encoded(opened, islice((document.texts[0] for document in usable(corpus)), texts.documents))
+        return
+    folder = paths.expand(name)
+    meta, own = read_meta(folder), bpe.load(folder / "tokenizer.json")
+    if PAIRS in meta.files:
+        raise ConfigError(f"{folder} holds pairs, and {opened.source} is a decoder: give it texts")
+    lengths = bytes_per_token(own, meta.end_token)
+    splits = SPLITS if texts.split == "all" else (texts.split,)
+    stored = islice(chain.from_iterable(token_files.documents(folder, meta, name) for name in splits), texts.documents)
+    if bpe.sha256(own) != bpe.sha256(opened.tokenizer):
+        yield from _encoded(opened, (own.decode(tokens, skip_special_tokens=False) for tokens in stored))
+        return
+    for tokens in stored:
+        text = own.decode(tokens, skip_special_tokens=False)
+        yield Document(tokens, int(lengths[tokens].sum()), hash_of(text.encode()))
 
 
 def _encoded(opened: Opened, texts: Iterable[str]) -> Iterator[Document]:
@@ -131,10 +125,6 @@ class Scores:
         parts = zip(self._arrays(), other._arrays(), strict=True)
         return Scores(*(np.concatenate(pair) for pair in parts), seq_len=self.seq_len)
 
-    def first(self, n: int | None) -> "Scores":
-        """The scores of the first n documents; None: of all."""
-        return Scores(*(part[:n] for part in self._arrays()), seq_len=self.seq_len)
-
     def of_the_same(self, other: "Scores") -> bool:
         """Whether both are of the same documents."""
         return len(self) == len(other) and np.array_equal(self.hashes, other.hashes)
@@ -155,48 +145,58 @@ def score_documents(
         prefix: tokens before each document. Without them, a document's first token has no prediction.
         length: tokens of a window; at most the model's max_seq_len.
     """
-    sizes: list[tuple[int, int, int]] = []  # tokens, bytes and hash of each document
+    sizes: list[tuple[int, ...]] = []  # tokens, bytes and hash of each document
 
     def windows() -> Iterator[Window]:
         for number, document in enumerate(documents):
-            stream = prefix + document.tokens
-            inputs, targets = stream[:-1], stream[1:]
-            sizes.append((len(targets), document.n_bytes, document.hash))
-            for start in range(0, len(targets), length):
-                yield Window(number, inputs[start : start + length], targets[start : start + length])
+            stream = np.array(prefix + document.tokens, np.int32)
+            n_targets = max(len(stream) - 1, 0)
+            sizes.append((n_targets, document.n_bytes, document.hash))
+            for start in range(0, n_targets, length):
+                yield Window(number, stream[start : start + length + 1])
 
     def batches() -> Iterator[list[Window]]:
         remaining = windows()
         while together := list(islice(remaining, SORTED_TOGETHER)):
-            together.sort(key=lambda window: -len(window.tokens))
+            together.sort(key=len, reverse=True)
             for first in range(0, len(together), batch_size):
                 yield together[first : first + batch_size]
 
-    (nats,) = sums_by_item(model, batches(), padded, sizes, world)
-    return Scores(nats.numpy(), *np.array(sizes, dtype=np.float64).reshape(-1, 3).T, seq_len=length)
+    return _scores(model, batches(), padded, sizes, world, length)
 
 
-def score_rows(model: Transformer, samples: Mixture, lengths: Tensor, world: World, batch_size: int) -> Scores:
-    """Score the targets of all rows: pairs, or spans that an encoder-decoder has to fill in. Collective.
+def score_rows(
+    model: Transformer, samples: Mixture, n: int | None, lengths: Tensor, world: World, batch_size: int
+) -> Scores:
+    """Score the targets of rows: pairs, or spans that an encoder-decoder has to fill in. Collective.
 
     Args:
+        n: so many rows; None: all.
         lengths: bytes of text of each token, (V,) int64.
     """
+    sizes: list[tuple[int, ...]] = []
 
-    def load(first: int) -> Batch:
-        numbers = np.arange(first, min(first + batch_size, samples.n_samples))
-        rows = samples.draw(numbers, None)
-        return Batch(
-            torch.from_numpy(numbers), MicroBatch(torch.from_numpy(rows.tokens), torch.from_numpy(rows.targets))
-        )
+    def batches() -> Iterator[Batch]:
+        end = min(samples.n_samples, n or samples.n_samples)
+        for first in range(0, end, batch_size):
+            numbers = np.arange(first, min(first + batch_size, end))
+            drawn = samples.draw(numbers, None)
+            rows = MicroBatch(torch.from_numpy(drawn.tokens), torch.from_numpy(drawn.targets))
+            hashes = [hash_of(row[row != IGNORE].tobytes()) for row in drawn.targets]
+            sizes.extend(zip(*row_sizes(rows, lengths).tolist(), hashes, strict=True))
+            yield Batch(torch.from_numpy(numbers), rows)
 
-    def measure(model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
-        nats = row_nats(model, batch.rows, device).double().cpu()
-        hashes = [hash_of(row[row != IGNORE].tobytes()) for row in batch.rows.targets.numpy()]
-        return torch.stack((nats, *row_sizes(batch.rows, lengths).double(), torch.tensor(hashes, dtype=torch.float64)))
+    return _scores(model, batches(), lambda batch: batch, sizes, world, samples.seq_len)
 
-    n = samples.n_samples
-    return Scores(
-        *sums_by_item(model, range(0, n, batch_size), load, range(n), world, measure, n_values=4).numpy(),
-        seq_len=samples.seq_len,
-    )
+
+def _scores(
+    model: Transformer,
+    batches: Iterable[T],
+    load: Callable[[T], Batch],
+    sizes: list[tuple[int, ...]],
+    world: World,
+    length: int,
+) -> Scores:
+    """The scores of items whose sizes are listed as their batches are made."""
+    (nats,) = sums_by_item(model, batches, load, sizes, world)
+    return Scores(nats.numpy(), *np.array(sizes, dtype=np.float64).reshape(-1, 3).T, seq_len=length)

@@ -16,7 +16,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,14 +32,13 @@ from torchtitan_lite.config.sections.data import READERS
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.objectives import open_samples
-from torchtitan_lite.data.prepare.texts import COMMAND, find, not_read
+from torchtitan_lite.data.prepare.texts import find, not_read
 from torchtitan_lite.data.token_files import PAIRS, read_meta
 from torchtitan_lite.distributed.process_group import World, exit_process, process_group
 from torchtitan_lite.distributed.ranks import gather
-from torchtitan_lite.errors import CheckpointError, ConfigError, DataError, UserError, run_cli
+from torchtitan_lite.errors import CheckpointError, ConfigError, run_cli
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models.generation import answers
-from torchtitan_lite.monitoring import mfu
 from torchtitan_lite.process import local_rank
 from torchtitan_lite.scoring import find_tasks
 from torchtitan_lite.scoring.find_tasks import BUILT_IN
@@ -48,7 +47,7 @@ from torchtitan_lite.scoring.task_scores import TaskScore, score
 from torchtitan_lite.scoring.task_tokens import Inputs, encoded, text_encoder
 from torchtitan_lite.terminal import prepare_streams
 from torchtitan_lite.tools.evaluation import tables
-from torchtitan_lite.tools.evaluation.documents import Place, Scores, Split, score_documents, score_rows
+from torchtitan_lite.tools.evaluation.documents import Scores, Texts, documents, score_documents, score_rows
 from torchtitan_lite.tools.load_model import (
     LONGEST,
     Opened,
@@ -60,29 +59,6 @@ from torchtitan_lite.tools.load_model import (
 )
 
 SOURCES, TARGETS = 512, 150  # tokens of a source and a target, if the model was not trained on pairs here
-
-
-@dataclass(frozen=True)
-class Texts:
-    """The texts to score, and how."""
-
-    data: Sequence[str] = ()
-    split: Split = "val"
-    text_key: str = "text"
-    text_suffixes: Sequence[str] = ()
-    documents: int | None = None
-    seq_len: int = 0  # 0: as in training
-    batch_size: int = 8
-    target_len: int = 0  # of pairs; 0: as in training
-
-    def problems(self) -> list[str]:
-        """The options that are out of range, and what works."""
-        return out_of_range(
-            self,
-            documents=(self.documents is None or self.documents >= 1, "at least 1"),
-            batch_size=(self.batch_size >= 1, "at least 1"),
-            seq_len=(self.seq_len >= 0, "0 (as in training) or more"),
-        )
 
 
 def options_of(argv: Sequence[str]) -> argparse.Namespace:
@@ -129,80 +105,58 @@ def scores_of(opened: Opened, texts: Texts, world: World, note: Callable[[str], 
     Raises:
         UserError: a text is missing or unusable, or does not suit the model.
     """
-    config = opened.config
-    of_pairs = config is not None and config.data.objective == "pairs" and not texts.data
-    if answers(opened.model) or of_pairs or any(map(_holds_pairs, texts.data)):
-        yield from _scores_of_pairs(opened, texts, world)
-        return
-    length = opened.window(texts.seq_len)
-    for text in [*_places(opened, texts)]:  # each exists, before the first is scored
-        for line in text.notes:
-            note(line)
-        documents, beginning = text.documents(opened), opened.beginning()
-        scores = score_documents(opened.model, documents, beginning, length, world, texts.batch_size)
-        if not scores.tokens.sum():
-            raise ConfigError(f"{text.name} has no text to score")
-        exact = text.n_bytes()
-        scale = exact / scores.n_bytes.sum() if exact and scores.n_bytes.sum() else 1.0
-        yield text.name, replace(scores, n_bytes=scores.n_bytes * scale)
-
-
-def _places(opened: Opened, texts: Texts) -> Iterator[Place]:
     for name in texts.text_suffixes:
         READERS.add(name)
-    if not texts.data:
-        for source in opened.own_data().sources:
-            yield Place(source.name, source.folder, texts.split, most=texts.documents)
-    for name in texts.data:
-        if not name:
-            raise DataError("an empty name is no text to score")
-        if paths.is_prepared(name):
-            yield Place(name, paths.expand(name), texts.split, most=texts.documents)
-        else:
-            notes = tuple(not_read([find(name, text_suffixes=texts.text_suffixes)], COMMAND))
-            yield Place(name, None, texts.split, texts.text_key, tuple(texts.text_suffixes), texts.documents, notes)
+    of_pairs = opened.config is not None and opened.config.data.objective == "pairs" and not texts.data
+    if answers(opened.model) or of_pairs or any(map(_holds_pairs, texts.data)):
+        yield from _scores_of_rows(opened, texts, world)
+        return
+    length, names = opened.window(texts.seq_len), {name: name for name in texts.data}
+    if not names:
+        names = {source.name: str(source.folder) for source in opened.own_data().sources}
+    raw = [name for name in texts.data if not paths.is_prepared(name)]
+    for line in not_read([find(name, text_suffixes=texts.text_suffixes) for name in raw]):
+        note(line)  # each exists, before the first is scored
+    for name, place in names.items():
+        found = documents(opened, place, texts)
+        scores = score_documents(opened.model, found, opened.beginning(), length, world, texts.batch_size)
+        if not scores.tokens.sum():
+            raise ConfigError(f"{name} has no text to score")
+        yield name, scores
 
 
 def _holds_pairs(name: str) -> bool:
     return paths.is_prepared(name) and PAIRS in read_meta(paths.expand(name)).files
 
 
-def _scores_of_pairs(opened: Opened, texts: Texts, world: World) -> Iterator[tuple[str, Scores]]:
+def _scores_of_rows(opened: Opened, texts: Texts, world: World) -> Iterator[tuple[str, Scores]]:
     """The scores of rows: targets of pairs, or spans that were cut out of a text."""
     config = opened.config or Config.model_validate(
-        {"model": opened.model.config.model_dump(), "data": {"objective": "pairs", "target_len": TARGETS}}
-    )
-    seq_len = texts.seq_len or (config.train.seq_len if opened.config else SOURCES)
-    objective, target_len = config.data.objective, config.data.target_len
-    if texts.split == "all":
-        raise ConfigError("--split=all: pairs are scored on one split; val or train works")
-    if texts.data:
-        if others := [name for name in texts.data if not paths.is_prepared(name)]:
-            raise ConfigError(
-                f"--data={others[0]}: pairs are scored in prepared folders; "
-                f"python -m torchtitan_lite.data.prepare {others[0]} --source-key ... --target-key ... --out FOLDER"
-            )
-        sets = [DataSet.of({name: (1.0, paths.expand(name))}) for name in texts.data]
-        objective = "pairs" if all(map(_holds_pairs, texts.data)) else objective
-        target_len = (target_len or TARGETS) if objective == "pairs" else 0
-    else:
-        sets = [DataSet((source,)) for source in opened.own_data().sources]
-    if objective == "pairs":
-        target_len = texts.target_len or target_len
-    config = config.model_copy(
-        update={
-            "train": config.train.model_copy(update={"seq_len": seq_len}),
-            "data": config.data.model_copy(update={"objective": objective, "target_len": target_len}),
+        {
+            "model": opened.model.config.model_dump(),
+            "train": {"seq_len": SOURCES},
+            "data": {"objective": "pairs", "target_len": TARGETS},
         }
     )
-    for data in sets:
-        tokenizer = Tokenizer.from_file(str(data.folder / "tokenizer.json"))
+    if texts.split == "all":
+        raise ConfigError("--split=all: pairs are scored on one split; val or train works")
+    if others := [name for name in texts.data if not paths.is_prepared(name)]:
+        raise ConfigError(
+            f"--data={others[0]}: pairs are scored in prepared folders; "
+            f"python -m torchtitan_lite.data.prepare {others[0]} --source-key ... --target-key ... --out FOLDER"
+        )
+    data, train = config.data, config.train.model_copy(update={"seq_len": texts.seq_len or config.train.seq_len})
+    if texts.data and all(map(_holds_pairs, texts.data)):
+        data = data.model_copy(update={"objective": "pairs", "target_len": data.target_len or TARGETS})
+    config = config.model_copy(update={"train": train, "data": data})
+    folders = {name: (1.0, paths.expand(name)) for name in texts.data}
+    for source in (DataSet.of(folders) if folders else opened.own_data()).sources:
+        tokenizer = Tokenizer.from_file(str(source.folder / "tokenizer.json"))
         if tokenizer.get_vocab() != opened.tokenizer.get_vocab():
-            raise ConfigError(f"{data.folder} was prepared with another tokenizer than that of {opened.source}")
-        samples = open_samples(data, texts.split, config)
-        n_bytes = torch.from_numpy(bytes_per_token(tokenizer, data.end_token))
-        scores = score_rows(opened.model, samples, n_bytes, world, texts.batch_size)
-        yield data.sources[0].name, scores.first(texts.documents)
+            raise ConfigError(f"{source.folder} was prepared with another tokenizer than that of {opened.source}")
+        samples = open_samples(DataSet((source,)), texts.split, config)
+        n_bytes = torch.from_numpy(bytes_per_token(tokenizer, source.meta.end_token))
+        yield source.name, score_rows(opened.model, samples, texts.documents, n_bytes, world, texts.batch_size)
 
 
 # --- the command ------------------------------------------------------------------------------------------------
@@ -215,10 +169,9 @@ def evaluate(args: argparse.Namespace, world: World) -> list[dict[str, Any]]:
         args: see `options_of`.
 
     Raises:
-        UserError: an option is wrong, or a model or text is missing, unusable, or does not suit the other. A task that
-            can't be scored is raised after all others are scored and written.
+        UserError: an option is wrong, or a model, text or task is missing, unusable, or does not suit the other.
     """
-    texts = Texts(*(getattr(args, field.name) for field in fields(Texts)[:-1]))
+    texts = Texts(*(getattr(args, field.name) for field in fields(Texts)))
     problems = texts.problems() + out_of_range(args, questions=(args.questions >= 0, "0 (all) or more"))
     out = args.json and paths.expand(args.json).absolute()
     if out and (out.is_dir() or not out.parent.is_dir() or not os.access(out.parent, os.W_OK)):
@@ -227,88 +180,58 @@ def evaluate(args: argparse.Namespace, world: World) -> list[dict[str, Any]]:
         raise ConfigError("\n  ".join(problems))
     FAMILIES.add(args.family)
     models = [best_checkpoint(run) for run in args.models] if args.best else args.models
-    if len(models) > 1:
-        texts = in_common_windows(models, texts)
-    if world.device.type == "cuda" and world.rank == 0:
-        fixes = "--dtype=bfloat16", "--tf32", "a newer GPU"
-        if slow := mfu.slow_products(world.device, args.dtype, tf32=args.tf32, options=fixes):
-            print(f"note    {slow}")
+    if len(models) > 1 and not texts.seq_len:
+        texts = replace(texts, seq_len=min(map(_window_of, models)))
     results: list[dict[str, Any]] = []
-    failed: dict[str, None] = {}  # reasons, each once
     first = None
     for path in models:
         opened = open_model(path, world.device, getattr(torch, args.dtype), args.tokenizer, ema=args.ema)
         note = print if world.rank == 0 and not results else lambda _: None  # notes are printed once
-        own, window = texts.data or not args.tasks, opened.window(texts.seq_len)
-        model = tables.Scored(
-            str(path),
-            tables.with_total(dict(scores_of(opened, texts, world, note)), first.texts if first else {}) if own else {},
-            tasks_of(opened, args, window, world, failed) if args.tasks else {},
-            window,
-            bpe.sha256(opened.tokenizer),
-        )
+        window = opened.window(texts.seq_len)
+        tasks = tasks_of(opened, args, window, world) if args.tasks else {}
+        own = dict(scores_of(opened, texts, world, note)) if texts.data or not tasks else {}
+        model = tables.Scored(str(path), tables.with_total(own), tasks, window, bpe.sha256(opened.tokenizer))
         lines, result = tables.compared_with_first(model, first)
         if world.rank == 0:
             print("\n".join([*opened.notes, opened.source, *lines]), flush=True)
         results.append(result)
         first = first or model
     if out and world.rank == 0:
-        text = json.dumps(_finite({"models": results}), indent=2)
-        out.write_text(text + "\n", encoding="utf-8")
-    if failed:
-        raise ConfigError("\n  ".join(["not all tasks were scored:", *failed]))
+        out.write_text(json.dumps(_finite({"models": results}), indent=2) + "\n", encoding="utf-8")
     return results
 
 
-def in_common_windows(models: Sequence[Path], texts: Texts) -> Texts:
-    """The options, with the shortest lengths of the models in place of each model's own.
-
-    Raises:
-        UserError: there is no such model.
-    """
-    windows, targets = zip(*map(_lengths_of, models), strict=True)
-    return replace(texts, seq_len=texts.seq_len or min(windows), target_len=min(targets))
-
-
-def _lengths_of(path: Path) -> tuple[int, int]:
-    """The tokens of a model's windows and targets on its own. Any checkpoint has them: a resume can't change them."""
+def _window_of(path: Path) -> int:
+    """The tokens of a model's windows on its own. Any checkpoint has them: a resume can't change them."""
     folder = paths.expand(path)
     if (folder / "config.json").is_file():
         model = hf.config_of(folder)
-        return SOURCES if FAMILIES[model.family].encoder_decoder else min(model.max_seq_len, LONGEST), TARGETS
+        return SOURCES if FAMILIES[model.family].encoder_decoder else min(model.max_seq_len, LONGEST)
     for checkpoint in candidates(folder):
         with contextlib.suppress(CheckpointError):  # reported when it is opened
-            config = config_of(checkpoint, storage.read_state(checkpoint, named_by_step=False))
-            return config.train.seq_len, config.data.target_len or TARGETS
-    return LONGEST, TARGETS
+            return config_of(checkpoint, storage.read_state(checkpoint, named_by_step=False)).train.seq_len
+    return LONGEST
 
 
-def tasks_of(
-    opened: Opened, args: argparse.Namespace, window: int, world: World, failed: dict[str, None]
-) -> dict[str, TaskScore]:
+def tasks_of(opened: Opened, args: argparse.Namespace, window: int, world: World) -> dict[str, TaskScore]:
     """The scores of --tasks by name. Collective.
 
     Args:
         window: its tokens.
-        failed: gets the reasons why others have none: missing, unusable, or wrong for the model.
 
     Raises:
         ConfigError: the model is no decoder, or the ranks have read different tasks.
+        UserError: a task is missing, unusable, or does not suit the model.
     """
     if answers(opened.model):
         raise ConfigError(f"{opened.source} is an encoder-decoder, and tasks are for decoders: leave --tasks out")
     inputs = Inputs(opened.first_token(), opened.beginning(), window)
     encode = text_encoder(opened.tokenizer, opened.ends, "a question")
-    ready = []
-    for task in find_tasks.find(args.tasks, opened.own_data, args.questions, lambda e: failed.update({str(e): None})):
-        try:
-            ready.append(encoded(task, encode, inputs))
-        except UserError as error:
-            failed[str(error)] = None
-    names = [one.task.name for one in ready]
+    tasks = [encoded(task, encode, inputs) for task in find_tasks.find(args.tasks, opened.own_data, args.questions)]
+    names = [one.task.name for one in tasks]
     if world.world_size > 1 and any(others != names for others in gather(names)):
         raise ConfigError("--tasks: the ranks have read different questions: is it the same file everywhere?")
-    return {one.task.name: score(opened.model, one, world) for one in ready}
+    return {one.task.name: score(opened.model, one, world) for one in tasks}
 
 
 def _finite(tree: Any) -> Any:

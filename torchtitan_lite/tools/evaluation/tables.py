@@ -45,13 +45,9 @@ def difference(scores: Scores, first: Scores) -> dict[str, float]:
     return figures
 
 
-def with_total(texts: dict[str, Scores], first: dict[str, Scores]) -> dict[str, Scores]:
-    """The scores of each text and, of several, of all together: in the order of the first model's texts.
-
-    Another model may name the same texts in another order.
-    """
-    known = [name for name in first if name != TOTAL]
-    parts = [texts[name] for name in (known if set(known) == set(texts) else texts)]
+def with_total(texts: dict[str, Scores]) -> dict[str, Scores]:
+    """The scores of each text and, of several, of all together."""
+    parts = list(texts.values())
     return texts | ({TOTAL: sum(parts[1:], parts[0])} if len(parts) > 1 else {})
 
 
@@ -60,14 +56,11 @@ def compared(texts: dict[str, Scores], first: dict[str, Scores]) -> dict[str, di
 
     The names do not matter: one text may be prepared in two folders.
     """
-    differences = {
+    return {
         name: difference(scores, other)
         for name, scores in texts.items()
         if (other := next(filter(scores.of_the_same, first.values()), None)) is not None
     }
-    if len(differences) < len(texts):
-        differences.pop(TOTAL, None)  # of other documents
-    return differences
 
 
 @dataclass(frozen=True)
