@@ -143,7 +143,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_wrong_options_of_other_commands_never_raise(run: Path) -> None:
     generating = ["max-tokens", "temperature", "top-k", "top-p", "seed", "device", "dtype", "tokenizer", "prompt"]
-    planning = ["world-size", "device", "peak-tflops", "memory-gib", "memory-gbs", "intra-node-gbs", "per-node"]
+    planning = ["world-size", "device"]
     preparing = ["val-fraction", "on-error", "text-key", "end-token", "tokenizer", "verify", "train-tokenizer"]
     cases: list[tuple[Main, list[str]]] = []
     for word in WORDS:

@@ -19,7 +19,7 @@ MIB = {"MiB": 1.0, "GiB": 1024.0}
 
 def rows(output: str) -> dict[str, list[str]]:
     """Cells by the first one."""
-    table = output[output.index("memory of rank 0") :].splitlines()
+    table = output[output.index("memory of rank 0 at") :].splitlines()
     return {cells[0]: cells[1:] for line in table if len(cells := re.split(r"  +", line.strip())) > 1}
 
 
@@ -34,10 +34,8 @@ def test_planned_memory_matches_measured_memory(world_size: int, text: Path, tmp
     more = {"train__global_batch_size": 8, "run__name": "run"} | large
     output = succeeded(ranks(world_size, "--dry-run", *tiny(text, tmp_path, **more)))
     found = rows(output)
-    for kind in ("parameters", "optimizer state", "gradients", "total at the peak"):
-        planned, measured, ratio = found[kind]
-        assert mib(planned) == pytest.approx(mib(measured), rel=0.05)
-        assert float(ratio) == pytest.approx(1, abs=0.05)
+    planned, measured = found["memory of rank 0 at the peak"]
+    assert mib(planned) == pytest.approx(mib(measured), rel=0.05)
     (step,) = found["time of a step"]
     (rate,) = found["tokens per second"]
     assert float(rate.replace(",", "")) == pytest.approx(8 * 256 / float(step.removesuffix(" s")), rel=0.05)

@@ -4,7 +4,6 @@ import re
 import statistics
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,16 +13,24 @@ from benchmarks import published
 from tests.helpers import ROOT
 from tests.tools.memory import VOCABULARY, config_of
 from torchtitan_lite import plan
-from torchtitan_lite.config.derive import Layout
 from torchtitan_lite.models import build
 from torchtitan_lite.monitoring.mfu import DEVICES, flops_per_token
 from torchtitan_lite.tools.estimate import simulate
 from torchtitan_lite.tools.estimate.planned_run import make_plan
-from torchtitan_lite.tools.estimate.step_time import SPREAD, Machine, expected, expected_s, likely, micro_batch, shares
+from torchtitan_lite.tools.estimate.step_time import (
+    SPREAD,
+    expected,
+    expected_s,
+    likely,
+    micro_batch,
+    rate,
+    shares,
+    work_s,
+)
 from torchtitan_lite.tools.estimate.work import Attention, Collective, Product, Traffic, Work, _bytes
 
 MEDIAN, WORST = 0.10, 0.25
-H100 = Machine(DEVICES["h100"])
+H100 = DEVICES["h100"]
 
 
 def documented() -> dict[tuple[str, ...], tuple[float, float, float, bool]]:
@@ -69,8 +76,7 @@ def test_an_operator_reads_its_inputs_and_writes_what_it_changes(operator: Any, 
 
 
 def test_a_call_takes_its_latency_however_small_it_is() -> None:
-    run: Any = SimpleNamespace(layout=Layout(1, 8, 1, 0, 1), world_size=8)
-    found = expected_s(run, {Collective("all-gather", 0, 8): 3}, DEVICES["h100"])
+    found = expected_s({Collective("all-gather", 0, 8): 3}, H100, 8)
     assert found["all-gather"] == pytest.approx((3 * (20e-6 + 8 * 2e-6), 3))
 
 
@@ -145,12 +151,13 @@ def product(m: int, n: int, k: int) -> Counter[Work]:
 
 def test_narrow_products_are_less_efficient() -> None:
     rates = [
-        m * 4096 * 4096 / H100.products_s(product(m, 4096, 4096), "forward", fused=False) for m in (64, 1024, 16384)
+        m * 4096 * 4096 / work_s(product(m, 4096, 4096), "forward", H100, fused=False)[0] for m in (64, 1024, 16384)
     ]
     assert rates == sorted(rates)
     assert rates[0] < 0.3 * rates[2]
     assert 2 * rates[2] == pytest.approx(0.62 * 989e12, rel=0.15)
-    assert 2 * 4096**3 / H100.products_s(product(4096, 4096, 4096), "forward", fused=True) == H100.rate(2), "hidden"
+    fused, *_ = work_s(product(4096, 4096, 4096), "forward", H100, fused=True)
+    assert 2 * 4096**3 / fused == rate(H100, 2), "hidden"
 
 
 def test_communication_costs_what_computation_cannot_hide() -> None:
@@ -192,10 +199,10 @@ def test_plan_prints_one_time_with_its_range_and_what_it_rests_on(capsys: pytest
 def test_the_range_holds_nine_of_ten_published_runs_and_is_wider_without_any() -> None:
     held = [abs(error) for _, _, error, calibrates in documented().values() if not calibrates]
     assert sum(error <= SPREAD for error in held) >= 0.9 * len(held)
-    found = make_plan(config_of("llama, bfloat16, selective", 8), 8, DEVICES["h100"])
-    (least, most), step = likely(found, DEVICES["h100"]), expected(found, DEVICES["h100"]).total
+    found = make_plan(config_of("llama, bfloat16, selective", 8), 8, H100)
+    (least, most), step = likely(found, H100), expected(found, H100).total
     assert (least, most) == pytest.approx((step / (1 + SPREAD), step / (1 - SPREAD)))
-    assert shares(DEVICES["h100"]) == (0.62, 0.62)
+    assert shares(H100) == (0.62, 0.62)
     assert shares(DEVICES["b200"]) == (0.31, 0.72), "from MI300X to H200"
     fast, slow = (expected(found, replace(DEVICES["b200"], sustained=share)).total for share in (0.72, 0.31))
     assert likely(found, DEVICES["b200"]) == pytest.approx((fast / (1 + SPREAD), slow / (1 - SPREAD)))
@@ -203,6 +210,6 @@ def test_the_range_holds_nine_of_ten_published_runs_and_is_wider_without_any() -
 
 def test_a_slower_device_is_expected_to_take_longer() -> None:
     config = config_of("llama, bfloat16, selective", 8)
-    found = make_plan(config, 8, DEVICES["h100"])
-    half = replace(DEVICES["h100"], half_flops=DEVICES["h100"].half_flops / 2, memory_bandwidth=1e12, intra_node=1e9)
-    assert expected(found, half).total > expected(found, DEVICES["h100"]).total
+    found = make_plan(config, 8, H100)
+    half = replace(H100, half_flops=H100.half_flops / 2, memory_bandwidth=1e12, intra_node=1e9)
+    assert expected(found, half).total > expected(found, H100).total

@@ -1,9 +1,8 @@
-"""The report of several runs: its place, table, changes by step, narrow screens, and the page of a live run."""
+"""The report of several runs: its place, table, changes by step and narrow screens."""
 
 import json
 import re
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
@@ -135,41 +134,3 @@ def test_the_table_has_the_best_run_first_and_the_keys_that_differ(
     assert capsys.readouterr().out.splitlines()[1].split() == ["run", "1/20", "-", "-", "-", "complete"]
     assert report.main([str(tmp_path / "none"), "--table"]) == 2
     assert "none is not the folder of a run" in capsys.readouterr().err
-
-
-def test_a_live_page_reloads_itself_until_the_run_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    pages: list[str] = []
-
-    def tick(seconds: float) -> None:
-        """What the run does while the report waits."""
-        assert seconds == 7
-        page = run / "report.html"
-        pages.append(page.read_text() if page.exists() else "")
-        if len(pages) == 1:
-            write_run(run, [step(1)], run_json=about("running"))
-        elif len(pages) == 2:
-            with (run / "metrics.jsonl").open("a") as stream:
-                stream.write(json.dumps(step(2)) + "\n")
-        else:
-            (run / "run.json").write_text(about("complete"))
-
-    monkeypatch.setattr(time, "sleep", tick)
-    for wrong, message in (("0", "--live=0 should be 1 second or more"), ("5", "is not the folder of a run")):
-        assert report.main([str(tmp_path / "nothing"), "--live", wrong]) == 2
-        assert message in capsys.readouterr().err
-    assert report.main([str(run), "--live", "7"]) == 0
-    assert pages[0] == "", "no step yet"
-    assert "location.reload(), 7 * 1000" in pages[1]
-    shown = [re.search(r"<span>step</span><b>(\d)</b>", page) for page in pages[1:]]
-    assert [found and found[1] for found in shown] == ["1", "2"]
-    last = (run / "report.html").read_text()
-    assert "location.reload(), " not in last
-    assert ">complete</b>" in last
-    assert not list(run.glob(".report*"))
-    said = capsys.readouterr().out
-    assert "waiting " in said
-    assert "live    ended" in said

@@ -15,7 +15,7 @@ kernels. Their products may then round otherwise with another number of ranks. A
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -121,20 +121,13 @@ def _write_unless(withheld: Tensor, tensors: Sequence[Tensor], values: Sequence[
         torch.where(withheld, tensor, value, out=tensor)
 
 
-def exchanges(
-    matrices: Iterable[nn.Parameter], ranks: int = 0, split_dim: Callable[[nn.Parameter], int] = shard_dim
-) -> Iterable[list[nn.Parameter]]:
-    """Matrices that are exchanged together: of one shape, sharded alike, and at most OWNED_BYTES for each owner.
-
-    Args:
-        ranks: the number of owners; 0: the ranks that hold the matrices.
-        split_dim: the dim at which a matrix is split over them.
-    """
+def exchanges(matrices: Iterable[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
+    """Matrices that are exchanged together: of one shape, sharded alike, and at most OWNED_BYTES for each owner."""
     shapes: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for matrix in matrices:
-        shapes[tuple(matrix.shape), split_dim(matrix)].append(matrix)
+        shapes[tuple(matrix.shape), shard_dim(matrix)].append(matrix)
     for same in shapes.values():
-        owners = ranks or ranks_of(same[0])[1] * ranks_of(same[0], of_replicas=True)[1]
+        owners = ranks_of(same[0])[1] * ranks_of(same[0], of_replicas=True)[1]
         n = max(OWNED_BYTES // (same[0].numel() * 4), 1) * owners
         yield from (same[i : i + n] for i in range(0, len(same), n))
 

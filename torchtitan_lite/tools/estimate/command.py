@@ -6,29 +6,18 @@ The figures come from a simulated step (simulate.py).
 """
 
 import argparse
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from typing import Any
 
 from torchtitan_lite.config import cli
-from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.schema import Config, flatten
 from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.monitoring.console import batch_line, model_line
 from torchtitan_lite.monitoring.mfu import DEVICES, Device
 from torchtitan_lite.terminal import duration, size
-from torchtitan_lite.tools.estimate.planned_run import MOST_RANKS, RESERVE, Plan, make_plan, vocabulary
+from torchtitan_lite.tools.estimate.planned_run import RESERVE, Plan, make_plan, vocabulary
 from torchtitan_lite.tools.estimate.step_time import SPREAD, expected, likely, unknown
 from torchtitan_lite.training import epochs
-
-# figures of another device, by option: field of Device, unit, help
-FIGURES = {
-    "peak-tflops": ("half_flops", 1e12, "dense TFLOPs per second in the dtype that is computed in"),
-    "memory-gib": ("memory_gib", 1.0, "memory of a device, GiB"),
-    "memory-gbs": ("memory_bandwidth", 1e9, "bandwidth of that memory, GB per second"),
-    "intra-node-gbs": ("intra_node", 1e9, "bandwidth between devices of a machine, GB per second and direction"),
-    "inter-node-gbs": ("inter_node", 1e9, "a device's share of the network, GB per second and direction"),
-    "per-node": ("per_node", 1, "devices of a machine"),
-}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,27 +25,25 @@ def main(argv: Sequence[str]) -> int:
         prog="python -m torchtitan_lite.plan",
         description="Memory and time of a run, and what to try. Nothing is allocated; no GPU is needed. Every option "
         "of train.py works as well: --config FILE, --section.key=value, ...",
+        epilog="Another device is an entry of torchtitan_lite/monitoring/devices.toml.",
         allow_abbrev=False,
     )
     parser.add_argument("--world-size", type=int, default=1, help="ranks of the run (default: 1)")
-    parser.add_argument("--device", default="h100", help=f"cpu, {', '.join(DEVICES)}, or own figures (default: h100)")
-    own = parser.add_argument_group("own figures, for another device")
-    for flag, (field, _, text) in FIGURES.items():
-        own.add_argument(f"--{flag}", dest=field, type=float, metavar="N", help=text)
+    parser.add_argument(
+        *("--device",), type=str.lower, default="h100", choices=["cpu", *DEVICES], help="of the run (default: h100)"
+    )
     options, config_options = parser.parse_known_args(argv)
-    return run_cli("plan", lambda: _plan(options, config_options))
+    return run_cli("plan", lambda: _plan(options.world_size, DEVICES.get(options.device), config_options))
 
 
-def _plan(options: argparse.Namespace, config_options: Sequence[str]) -> int:
-    world_size: int = options.world_size
-    if not 1 <= world_size <= MOST_RANKS:
-        raise ConfigError(f"--world-size={world_size} should be 1 or more, and at most {MOST_RANKS:,}")
-    device = _device(options)
+def _plan(world_size: int, device: Device | None, config_options: Sequence[str]) -> int:
+    if world_size < 1:
+        raise ConfigError(f"--world-size={world_size} should be 1 or more")
     per_node = min(device.per_node, world_size) if device else world_size
     command = cli.parse(
         config_options,
         True,  # the run is for another machine
-        ["help", "world-size", "device", *FIGURES],
+        ["help", "world-size", "device"],
         n_gpus=per_node if device else 0,
         world_size=world_size,
         local_world_size=per_node,
@@ -66,40 +53,6 @@ def _plan(options: argparse.Namespace, config_options: Sequence[str]) -> int:
     for line in _advice(plan):
         print(line, flush=True)
     return 0
-
-
-def _device(options: argparse.Namespace) -> Device | None:
-    """The device of --device, with the figures of the other options in place of its own; None for the CPU.
-
-    Raises:
-        ConfigError: the name is unknown, and figures are missing.
-    """
-    figures = {
-        field: getattr(options, field) * unit
-        for field, unit, _ in FIGURES.values()
-        if getattr(options, field) is not None
-    }
-    bad = [flag for flag, (field, _, _) in FIGURES.items() if not 0 < figures.get(field, 1) < math.inf]
-    if bad:
-        raise ConfigError("; ".join(f"--{flag} should be above 0 and finite" for flag in bad))
-    if "half_flops" in figures:
-        figures |= {"fp32_flops": figures["half_flops"], "bf16": True, "tf32": False}  # whatever the dtype is
-    if "per_node" in figures:
-        figures["per_node"] = int(figures["per_node"])
-        if figures["per_node"] < 1:
-            raise ConfigError(f"--per-node={options.per_node} should be 1 or more")
-    name = options.device.lower()
-    if name == "cpu" and not figures:
-        return None
-    if name in DEVICES:
-        return replace(DEVICES[name], **figures)
-    missing = [flag for flag, (field, _, _) in FIGURES.items() if field not in figures and field != "per_node"]
-    if missing:
-        raise ConfigError(
-            f"--device={options.device} is not known: {', '.join(DEVICES)} and cpu are. For another give its figures: "
-            + " ".join(f"--{flag}=N" for flag in missing)
-        )
-    return Device(options.device, driver_name="", **figures)
 
 
 def _model_lines(plan: Plan) -> list[str]:
@@ -185,38 +138,24 @@ def _advice(plan: Plan) -> Iterator[str]:
 
 def _changes(plan: Plan) -> Iterator[tuple[str, Config, int]]:
     """Each change on top of those before it: all options so far, the config, the world size."""
-    config, world_size = plan.config, plan.world_size
-    options: dict[str, object] = {}
-
-    def text() -> str:
-        return " ".join(f"--{key}={str(value).lower()}" for key, value in options.items())
-
-    changes: list[tuple[str, str, object]] = []
-    if config.fsdp.param_dtype == "float32":
-        changes.append(("fsdp", "param_dtype", "bfloat16"))
-    if config.fsdp.reshard_after_forward != "default":
-        changes.append(("fsdp", "reshard_after_forward", True))
-    if config.activation_checkpointing.mode == "none":
-        changes.append(("activation_checkpointing", "mode", "selective"))
-    changes.append(("activation_checkpointing", "every", 1))
-    changes.append(("activation_checkpointing", "mode", "full"))
-    micro_batch_size = config.train.micro_batch_size
-    while micro_batch_size > 1:
-        micro_batch_size //= 2
-        changes.append(("train", "micro_batch_size", micro_batch_size))
-    for section, key, value in changes:
-        values = getattr(config, section)
-        if getattr(values, key) != value:
-            config = config.model_copy(update={section: values.model_copy(update={key: value})})
-            options[f"{section}.{key}"] = value
-            yield text(), config, world_size
-    if plan.layout.dp_replicate > 1:  # one copy of the model, sharded over all ranks
-        one_copy = config.fsdp.model_copy(update={"dp_shard": -1, "dp_replicate": 1})
-        config = config.model_copy(update={"fsdp": one_copy})
-        options |= {"fsdp.dp_shard": -1, "fsdp.dp_replicate": 1}
-        yield text(), config, world_size
-    for _ in range(3):
-        world_size *= 2
-        if world_size > MOST_RANKS:
-            return
-        yield f"{text()} --world-size={world_size}".strip(), config, world_size
+    config, size = plan.config, plan.config.train.micro_batch_size
+    changes: list[dict[str, Any]] = [
+        *[{"fsdp.param_dtype": "bfloat16"}] * (config.fsdp.param_dtype == "float32"),
+        *[{"activation_checkpointing.mode": "selective"}] * (config.activation_checkpointing.mode == "none"),
+        {"activation_checkpointing.mode": "full"},
+        *({"train.micro_batch_size": size >> n} for n in range(1, size.bit_length())),
+        # one copy of the model, sharded over all ranks
+        *[{"fsdp.dp_shard": -1, "fsdp.dp_replicate": 1}] * (plan.layout.dp_replicate > 1 or config.fsdp.dp_shard > 0),
+    ]
+    values, given = flatten(config), dict[str, Any]()
+    for change in changes:
+        if change.items() <= values.items():
+            continue
+        values, given = values | change, given | change
+        for key, value in change.items():
+            section, name = key.split(".")
+            config = config.model_copy(update={section: getattr(config, section).model_copy(update={name: value})})
+        text = " ".join(f"--{key}={value}" for key, value in given.items())
+        yield text, config, plan.world_size
+    for world_size in (2 * plan.world_size, 4 * plan.world_size, 8 * plan.world_size):
+        yield f"{text} --world-size={world_size}", config, world_size

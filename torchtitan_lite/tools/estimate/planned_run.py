@@ -17,7 +17,6 @@ from torchtitan_lite.tools.estimate.muon import muon_step
 from torchtitan_lite.tools.estimate.simulate import GRADIENTS, OPTIMIZER, PARAMETERS, Simulated, simulate
 from torchtitan_lite.tools.estimate.work import Traffic, Work
 
-MOST_RANKS = 1_000_000
 RESERVE = 0.06  # of the device's memory: CUDA context, NCCL buffers, fragmentation
 
 
@@ -69,9 +68,8 @@ def make_plan(config: Config, world_size: int, device: Device | None, *, on_gpu:
     n_parameters = sum(p.numel() for p in model.parameters())
     flops = flops_per_token(model, config.input_len, config.target_len)
     simulated = simulate(config, world_size, vocab_size, on_gpu=on_gpu)
-    # The simulated rank 0 may own fewer matrices than another rank, so Muon's products and exchanges are counted apart.
-    columns = config.fsdp.shard_columns
-    products, exchanges = muon_step(model, config.optim, layout, on_gpu=on_gpu, shard_columns=columns)
+    # of Muon's matrices, the simulated rank owns another number in a shallow model: they are counted in the whole one
+    products, exchanges = muon_step(model, config.optim, layout, on_gpu=on_gpu)
     start, n_bytes = simulated.peaks["start"], 4 * n_parameters
     shards = start[PARAMETERS] - sum(buffer.nbytes for buffer in model.buffers())  # of a rank; buffers are not saved
     update: Counter[Work] = Counter({w: n for w, n in simulated.optimizer.items() if isinstance(w, Traffic)})

@@ -36,7 +36,6 @@ from torchtitan_lite.cpu.fused import fuse_norms
 from torchtitan_lite.distributed.blocks import apply_activation_checkpointing
 from torchtitan_lite.distributed.parallelize import apply_fsdp, before_micro_batch
 from torchtitan_lite.distributed.process_group import build_mesh
-from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models.attention import attend
 from torchtitan_lite.optim.groups import freeze
 from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, make_state, squared_norm
@@ -53,7 +52,7 @@ class Simulated:
     """A step of one rank."""
 
     peaks: Peaks
-    collectives: list[Counter[Collective]]  # of the first, a middle and the last micro-batch, or fewer
+    collectives: list[Counter[Collective]]  # of the first, a middle and the last micro-batch, or of fewer
     work: list[Counter[Work]]  # in the same way
     optimizer: Counter[Work]  # clipping and the update
     exchanges: Counter[Collective] = field(default_factory=Counter)  # of Muon: see `make_plan`
@@ -65,23 +64,25 @@ class Simulated:
 
     def micro_batches(self, grad_accum_steps: int) -> list[tuple[int, int]]:
         """Which of the simulated micro-batches a step has, and how often."""
-        last = len(self.collectives) - 1
-        if grad_accum_steps == 1:
-            return [(last, 1)]
-        return [(0, 1), (1 if last == 2 else 0, max(grad_accum_steps - 2, 0)), (last, 1)]
+        n = len(self.work)
+        return [(i, 1 + (grad_accum_steps - n) * (i == (n - 1) // 2)) for i in range(n)]
 
 
 class Timeline(TorchDispatchMode):
-    """Follows every storage from allocation to release, and counts collectives."""
+    """Follows every storage from allocation to release, and counts collectives.
 
-    def __init__(self) -> None:
+    Args:
+        n_copies: of the model, over which an all-reduce sums.
+    """
+
+    def __init__(self, n_copies: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = 0
+        self.n_copies, self.now = n_copies, 0
         self.storages: list[Storage] = []
         self.collectives: Counter[Collective] = Counter()
         self.recorder = Recorder(self._storage_of)
         self.phase, self.micro = "forward", 0
-        self._parts: list[tuple[int, str]] = [(0, "start")]  # first moment and name of each part of the step
+        self._parts: list[tuple[int, str]] = [(1, "start")]  # first moment and name of each part of the step
         self._alive: dict[int, tuple[Any, Storage]] = {}  # by id: the weak reference that reports its release
 
     def part(self, name: str) -> None:
@@ -135,20 +136,16 @@ class Timeline(TorchDispatchMode):
             self._born(id(storage), reference, storage.nbytes(), GATHERED)
 
     def _collective(self, function: Any, args: Any) -> None:
-        name = function.__name__.split(".")[0]
-        if name == "_allgather_base_":
-            whole, part = args[0], args[1]
-            collective = Collective(f"all-gather, {self.phase}", whole.nbytes, whole.numel() // part.numel())
-        elif name == "_reduce_scatter_base_":
-            part, whole = args[0], args[1]
-            collective = Collective("reduce-scatter", whole.nbytes, whole.numel() // part.numel())
-        elif name == "allreduce_":
-            collective = Collective("all-reduce", sum(t.nbytes for t in args[0]), 0)
-            whole = args[0][0]
-        else:
+        kind = _COLLECTIVES.get(function.__name__.split(".")[0])
+        if kind is None:
             return
+        tensors = sorted((*tensors_of(args[0]), *tensors_of(args[1])), key=Tensor.numel)
+        part, whole = tensors[0], tensors[-1]
+        ranks = self.n_copies if kind == "all-reduce" else whole.numel() // part.numel()
         self.follow(whole, SENDING)
-        self.collectives[collective] += 1
+        self.collectives[
+            Collective(f"{kind}, {self.phase}" if kind == "all-gather" else kind, whole.nbytes, ranks)
+        ] += 1
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -160,34 +157,27 @@ class Timeline(TorchDispatchMode):
             self._resized(storage)
             return result
 
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
-        try:
-            with self:
-                yield
-        finally:
-            torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+        with patch.object(torch.UntypedStorage, "resize_", resize_), self:
+            yield
 
     def peaks(self) -> Peaks:
         """The peak of each part of the step."""
-        changes = [(s.born, s.bytes) for s in self.storages]
-        changes += [(s.died, -s.bytes) for s in self.storages if s.died is not None]
-        changes.sort()
-        peaks, held, i = {}, 0, 0
+        changes = {s.born: (s.kind, s.bytes) for s in self.storages}
+        changes |= {s.died: (s.kind, -s.bytes) for s in self.storages if s.died is not None}
+        held, peaks = dict.fromkeys(KINDS, 0), Peaks()
         ends = [start for start, _ in self._parts[1:]] + [self.now + 1]
         for (start, name), end in zip(self._parts, ends, strict=True):
-            most, when = held, start - 1
-            while i < len(changes) and changes[i][0] < end:
-                held += changes[i][1]
-                if held > most:
-                    most, when = held, changes[i][0]
-                i += 1
-            peaks[name] = dict.fromkeys(KINDS, 0)
-            for s in self.storages:
-                if s.born <= when and (s.died is None or s.died > when):
-                    peaks[name][s.kind] += s.bytes
+            peaks[name] = dict(held)
+            for moment in range(start, end):
+                kind, n_bytes = changes[moment]
+                held[kind] += n_bytes
+                if sum(held.values()) > sum(peaks[name].values()):
+                    peaks[name] = dict(held)
         return peaks
 
 
+# torch's names
+_COLLECTIVES = {"_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter", "allreduce_": "all-reduce"}
 _FSDP_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param"
 
 
@@ -227,14 +217,11 @@ def simulate(config: Config, world_size: int, vocab_size: int, *, on_gpu: bool) 
     depths = list(config.model.stacks)
     few = [-(-(prefetch + 3) * group // period) * period + depth % period for depth in depths]
     few = [depth if depth <= least + period else least for depth, least in zip(depths, few, strict=True)]
+    if config.optim.freeze or config.fsdp.shard_columns:
+        few = depths  # patterns may name deeper blocks
     with fake_world(world_size):
         mesh = build_mesh(config.fsdp, torch.device("cpu"))  # one: torch compares different ones rank by rank
-        try:
-            shallow = whole = simulate_depths(config, mesh, vocab_size, few, on_gpu)
-        except ConfigError:
-            if few == depths:
-                raise
-            return simulate_depths(config, mesh, vocab_size, depths, on_gpu)  # a pattern names a deeper block
+        shallow = whole = simulate_depths(config, mesh, vocab_size, few, on_gpu)
         for i, depth in enumerate(depths):
             if depth > few[i]:
                 deeper = [least + period * (j == i) for j, least in enumerate(few)]
@@ -265,7 +252,7 @@ def _extrapolated(base: Simulated, one: Simulated, more: Simulated, times: int) 
 def simulate_depths(config: Config, mesh: DeviceMesh, vocab_size: int, depths: list[int], on_gpu: bool) -> Simulated:
     """Simulate a model of these depths, one for each stack of blocks, inside `fake_world`."""
     layout, fsdp = derive(config, mesh.size()), config.fsdp.model_copy(update={"cpu_offload": False})
-    timeline = Timeline()
+    timeline = Timeline(layout.dp_replicate)
     with torch.device("meta"):
         keys = dict(zip(("n_layers", "n_decoder_layers"), depths, strict=False))
         model = models.build(config.model.model_copy(update=keys), vocab_size, models.LossOptions.of(config))
@@ -284,7 +271,7 @@ def simulate_depths(config: Config, mesh: DeviceMesh, vocab_size: int, depths: l
             if getattr(module, "window", 0):
                 module.attend = _windowed_on_gpu  # type: ignore[assignment]
     _mark_blocks(model, timeline)
-    alike = fsdp.grad_sync == "every" and fsdp.reshard_after_backward
+    alike = fsdp.grad_sync == "every" and fsdp.reshard_after_backward  # the first micro-batch and those after it
     with contextlib.ExitStack() as stack:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         model.to_empty(device="cpu")

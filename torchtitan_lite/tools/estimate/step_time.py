@@ -15,9 +15,8 @@ assumed. The error on other published runs is the range that is printed. docs/la
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, replace
 
-from torchtitan_lite.config.derive import Layout
 from torchtitan_lite.monitoring.mfu import DEVICES, Device
 from torchtitan_lite.tools.estimate.muon import GATHERED
 from torchtitan_lite.tools.estimate.planned_run import Plan
@@ -32,7 +31,7 @@ LINKS = 0.8  # share of the nominal bandwidth of links
 LATENCY_S = 20e-6, 2e-6  # of a collective, and of each rank
 
 
-@dataclass(frozen=True)
+@dataclass
 class Expected:
     """Seconds of a step."""
 
@@ -44,13 +43,7 @@ class Expected:
 
     @property
     def total(self) -> float:
-        return float(sum(getattr(self, field.name) for field in fields(self)))
-
-    def __add__(self, other: "Expected") -> "Expected":
-        return Expected(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
-    def times(self, n: int) -> "Expected":
-        return Expected(*(n * getattr(self, f.name) for f in fields(self)))
+        return float(sum(astuple(self)))
 
 
 def shares(device: Device) -> tuple[float, float]:
@@ -66,46 +59,34 @@ def shares(device: Device) -> tuple[float, float]:
     return min(d.sustained or 1.0 for d in fitted), max(d.sustained or 1.0 for d in near)
 
 
-@dataclass(frozen=True)
-class Machine:
-    """The rates of a device."""
+def rate(device: Device, width: int) -> float:
+    """FLOPs per second of large products; `width`: bytes of an element."""
+    return math.sqrt(math.prod(shares(device))) * (device.fp32_flops if width == 4 else device.half_flops)
 
-    device: Device
 
-    def rate(self, width: int) -> float:
-        """FLOPs per second of large products; `width`: bytes of an element."""
-        nominal = self.device.fp32_flops if width == 4 else self.device.half_flops
-        return math.sqrt(math.prod(shares(self.device))) * nominal
+def work_s(work: Counter[Work], phase: str, device: Device, *, fused: bool) -> tuple[float, float, float]:
+    """Seconds of products, of attention and of other operators.
 
-    @property
-    def bandwidth(self) -> float:
-        """Bytes per second of memory."""
-        return MEMORY * self.device.memory_bandwidth
-
-    def products_s(self, work: Counter[Work], phase: str, *, fused: bool) -> float:
-        total = 0.0
-        for w, n in work.items():
-            if isinstance(w, Product) and w.phase == phase:
-                computing = 2 * w.batch * w.m * w.n * w.k / self.rate(w.width)
-                moving = w.batch * w.width * (w.m * w.k + w.k * w.n + w.m * w.n) / self.bandwidth
-                total += n * (max(computing, moving) if fused else computing + moving)
-        return total
-
-    def attention_s(self, work: Counter[Work], phase: str) -> float:
-        return sum(
-            n * 2 * w.products * w.heads * w.scores * w.head_dim / (ATTENTION * self.rate(w.width))
-            for w, n in work.items()
-            if isinstance(w, Attention) and w.phase == phase
-        )
-
-    def others_s(self, work: Counter[Work], phase: str, *, fused: bool) -> float:
-        return work[Traffic(phase, fused)] / self.bandwidth
+    Args:
+        fused: whether the blocks are compiled.
+    """
+    bandwidth = MEMORY * device.memory_bandwidth
+    products = attention = 0.0
+    for w, n in work.items():
+        if isinstance(w, Product) and w.phase == phase:
+            computing = 2 * w.batch * w.m * w.n * w.k / rate(device, w.width)
+            moving = w.batch * w.width * (w.m * w.k + w.k * w.n + w.m * w.n) / bandwidth
+            products += n * (max(computing, moving) if fused else computing + moving)
+        elif isinstance(w, Attention) and w.phase == phase:
+            flops = 2 * w.products * w.heads * w.scores * w.head_dim
+            attention += n * flops / (ATTENTION * rate(device, w.width))
+    return products, attention, work[Traffic(phase, fused)] / bandwidth
 
 
 def unknown(plan: Plan) -> str:
     """Why the time of a step is not estimated; empty if it is."""
     if plan.device is None:
-        return "the peak of this device is not known; give --peak-tflops and bandwidths"
+        return "the peak of this device is not known"
     if plan.config.fsdp.cpu_offload:
         return "copies to the host are not estimated"
     return "float8 is not estimated" if plan.config.speed.float8 else ""
@@ -113,15 +94,14 @@ def unknown(plan: Plan) -> str:
 
 def expected(plan: Plan, device: Device) -> Expected:
     """The expected time of a step."""
-    machine, simulated = Machine(device), plan.simulated
-    update_s = machine.others_s(simulated.optimizer, "optimizer", fused=False)
-    products_s = machine.products_s(simulated.optimizer, "optimizer", fused=False)
-    exchanged = expected_s(plan, simulated.exchanges, device)
-    step = Expected(optimizer=update_s + (products_s + sum(seconds for seconds, _ in exchanged.values())))
+    simulated = plan.simulated
+    exchanged = expected_s(simulated.exchanges, device, plan.world_size)
+    update_s = sum(work_s(simulated.optimizer, "optimizer", device, fused=False))
+    parts = [Expected(optimizer=update_s + sum(seconds for seconds, _ in exchanged.values()))]
     for i, times in simulated.micro_batches(plan.layout.grad_accum_steps):
-        sent = expected_s(plan, simulated.collectives[i], device)
-        step += micro_batch(machine, simulated.work[i], sent, fused=plan.config.compile.enabled).times(times)
-    return step
+        sent = expected_s(simulated.collectives[i], device, plan.world_size)
+        parts += [micro_batch(device, simulated.work[i], sent, fused=plan.config.compile.enabled)] * times
+    return Expected(*map(sum, zip(*map(astuple, parts), strict=True)))
 
 
 def likely(plan: Plan, device: Device) -> tuple[float, float]:
@@ -130,55 +110,52 @@ def likely(plan: Plan, device: Device) -> tuple[float, float]:
     return least / (1 + SPREAD), most / (1 - SPREAD)
 
 
-def micro_batch(machine: Machine, work: Counter[Work], sent: dict[str, tuple[float, int]], *, fused: bool) -> Expected:
+def micro_batch(device: Device, work: Counter[Work], sent: dict[str, tuple[float, int]], *, fused: bool) -> Expected:
     """The expected time of one micro-batch.
 
     Args:
         sent: seconds and number of calls by kind of collective.
         fused: whether the blocks are compiled.
     """
-    both = Expected()
+    found = Expected()
     for phase in ("forward", "backward"):
-        products, attention = machine.products_s(work, phase, fused=fused), machine.attention_s(work, phase)
-        others = machine.others_s(work, phase, fused=fused)
+        products, attention, others = work_s(work, phase, device, fused=fused)
         launches = work[Traffic(phase, fused, kernels=True)] + sum(
             n for w, n in work.items() if not isinstance(w, Traffic) and w.phase == phase
         )
-        device_s = products + attention + others
-        waiting = max(LAUNCH_S * launches - device_s, 0.0)
+        device_s = max(products + attention + others, LAUNCH_S * launches)
         total = sum(seconds for kind, (seconds, _) in sent.items() if ("forward" in kind) == (phase == "forward"))
         seconds, calls = sent.get("all-gather, forward" if phase == "forward" else "reduce-scatter", (0.0, 1))
-        exposed = max(seconds / calls, total - device_s - waiting)
-        both += Expected(products, attention, others + waiting, exposed + CONTENTION * (total - exposed))
-    return both
+        exposed = max(seconds / calls, total - device_s)
+        found.products += products
+        found.attention += attention
+        found.others += device_s - products - attention
+        found.exposed += exposed + CONTENTION * (total - exposed)
+    return found
 
 
-def link_s(collective: Collective, device: Device, layout: Layout, world_size: int) -> float:
+def link_s(collective: Collective, device: Device, world_size: int) -> float:
     """Lower bound of a collective's time, from the bytes that cross the slowest link.
 
     Ranks of a shard group are neighbours; copies (all-reduce, Muon's all-gather) are dp_shard ranks apart. All ranks of
     a machine send their share to other machines at the same time.
     """
-    per_node = min(device.per_node, world_size)
-    rounds = 2 if collective.kind == "all-reduce" else 1
-    between_copies = collective.kind in ("all-reduce", GATHERED)
-    if between_copies:
-        ranks, machines = layout.dp_replicate, min(layout.dp_replicate, -(-world_size // per_node))
-        network = device.inter_node  # each rank has its own partners
+    per_node, ranks = min(device.per_node, world_size), collective.ranks
+    if collective.kind in ("all-reduce", GATHERED):
+        machines, network = min(ranks, -(-world_size // per_node)), device.inter_node  # each rank has its own partners
     else:
-        ranks, machines = collective.ranks, -(-collective.ranks // per_node)
-        network = device.inter_node * per_node
-    inside = collective.bytes * (ranks - 1) / max(ranks, 1) / device.intra_node
-    between = collective.bytes * (machines - 1) / machines / network if machines > 1 else 0.0
-    return rounds * max(0.0 if between_copies and machines > 1 else inside, between)
+        machines, network = -(-ranks // per_node), device.inter_node * per_node
+    spread = collective.kind in ("all-reduce", GATHERED) and machines > 1  # no two of them on one machine
+    inside_s = 0.0 if spread else collective.bytes * (ranks - 1) / ranks / device.intra_node
+    between_s = collective.bytes * (machines - 1) / machines / network
+    return max(inside_s, between_s) * (2 if collective.kind == "all-reduce" else 1)
 
 
-def expected_s(plan: Plan, collectives: Mapping[Collective, int], device: Device) -> dict[str, tuple[float, int]]:
+def expected_s(collectives: Mapping[Collective, int], device: Device, world_size: int) -> dict[str, tuple[float, int]]:
     """Expected seconds, and number of calls, by kind of collective."""
     expected: dict[str, tuple[float, int]] = {}
     for collective, times in collectives.items():
         seconds, calls = expected.get(collective.kind, (0.0, 0))
-        latency = LATENCY_S[0] + LATENCY_S[1] * (collective.ranks or plan.layout.dp_replicate)
-        each = link_s(collective, device, plan.layout, plan.world_size) / LINKS + latency
+        each = link_s(collective, device, world_size) / LINKS + LATENCY_S[0] + LATENCY_S[1] * collective.ranks
         expected[collective.kind] = seconds + times * each, calls + times
     return expected

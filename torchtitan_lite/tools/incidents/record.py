@@ -1,8 +1,7 @@
 """How the steps of a run were made, by its attempts: with which config, from which samples and checkpoint."""
 
-import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_lite.checkpointing import storage
@@ -18,45 +17,18 @@ from torchtitan_lite.training.start_and_end import prepared
 
 
 @dataclass(frozen=True)
-class Segment:
-    """Consecutive steps of one attempt and batch size, whose samples follow each other."""
-
-    first: int
-    last: int
-    start: int  # the first sample of the first step
-    size: int
-    skipped: int = 0  # samples before `start`, by data.skip_samples
-
-
-@dataclass(frozen=True)
 class Record:
-    """A run, with its data, and the steps that its attempts made or will make."""
+    """A run, with its data, and the steps that its attempts made or will make; of a fork, those after its start."""
 
-    folder: Path
     attempts: Sequence[Attempt]
-    config: Config  # of the newest attempt, in steps
+    config: Config  # of the newest attempt
     data: DataSet
-    segments: list[Segment]
+    samples: Mapping[int, range]  # of the run, by step
 
-    @property
-    def steps(self) -> range:
-        """The steps of the run, also those to come; of a fork, those after its start."""
-        return range(self.segments[0].first, self.segments[-1].last + 1)
-
-    def within(self, steps: range) -> list[Segment]:
-        """The parts of segments that are of these steps."""
-        parts = []
-        for s in self.segments:
-            first, last = max(s.first, steps.start), min(s.last, steps.stop - 1)
-            if first <= last:
-                skipped = s.skipped if first == s.first else 0
-                parts.append(Segment(first, last, s.start + (first - s.first) * s.size, s.size, skipped))
-        return parts
-
-    def samples(self, step: int) -> range:
-        """The samples of the run that a step sees."""
-        (segment,) = self.within(range(step, step + 1))
-        return range(segment.start, segment.start + segment.size)
+    def skipped(self, step: int) -> range:
+        """The samples before those of a step that `data.skip_samples` skipped."""
+        before = self.samples[step - 1].stop if step - 1 in self.samples else self.attempts[0].samples
+        return range(before, self.samples[step].start)
 
 
 def read_record(folder: Path) -> Record:
@@ -69,28 +41,24 @@ def read_record(folder: Path) -> Record:
     attempts = attempts_of(folder)
     loaded, data = prepared(Loaded(config_of(folder, attempts[-1]), {}))
     require_same_data(str(folder), data, attempts[-1])
-    segments: list[Segment] = []
-    for attempt in attempts:  # it makes the steps after its start again
-        segments = [replace(s, last=min(s.last, attempt.step)) for s in segments if s.first <= attempt.step]
-        segments += _segments(attempt, config_of(folder, attempt))
-    if not segments:
+    samples: dict[int, range] = {}
+    last = loaded.config.train.steps
+    for attempt in reversed(attempts):  # the later ones made the steps after `last` again
+        samples.update(_samples(attempt, config_of(folder, attempt), last))
+        last = min(last, attempt.step)
+    if not samples:
         raise ConfigError(f"{folder} has no step to make: it began after step {attempts[0].step} (train.steps)")
-    return Record(folder, attempts, loaded.config, data, segments)
+    return Record(attempts, loaded.config, data, dict(sorted(samples.items())))
 
 
-def _segments(attempt: Attempt, config: Config) -> Iterator[Segment]:
-    """All steps of an attempt, also those to come."""
-    train, position = config.train, attempt.samples
-    changes = [after for after, _ in train.batch_schedule if attempt.step < after < train.steps]
-    for done, end in itertools.pairwise([attempt.step, *changes, train.steps]):
-        size = train.batch_size(done + 1)
-        while done < end:
-            start = config.data.position(position, size)
-            # the steps until one would touch a range of data.skip_samples
-            until = ((max((a - size - start) // size + 1, 1), b) for a, b in config.data.skip_samples)
-            n = min([end - done, *(n for n, b in until if start + n * size < b)])
-            yield Segment(done + 1, done + n, start, size, start - position)
-            position, done = start + n * size, done + n
+def _samples(attempt: Attempt, config: Config, last: int) -> Iterator[tuple[int, range]]:
+    """The steps of an attempt up to `last`, with their samples."""
+    position = attempt.samples
+    for step in range(attempt.step + 1, min(config.train.steps, last) + 1):
+        size = config.train.batch_size(step)
+        start = config.data.position(position, size)
+        position = start + size
+        yield step, range(start, position)
 
 
 def attempts_of(folder: Path) -> Sequence[Attempt]:

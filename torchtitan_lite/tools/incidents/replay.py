@@ -10,9 +10,7 @@ import contextlib
 import json
 import math
 import re
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,6 @@ from torchtitan_lite.checkpointing import dcp_storage, storage
 from torchtitan_lite.checkpointing.compatibility import AUTOTUNING, bitwise_setting, identity
 from torchtitan_lite.checkpointing.tensor_names import by_name, prefix
 from torchtitan_lite.config.schema import Config, flatten, known_keys, resume_rule
-from torchtitan_lite.config.sections.optim import OptimConfig
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.process_group import process_group
@@ -37,9 +34,9 @@ from torchtitan_lite.monitoring import attempts as history
 from torchtitan_lite.monitoring import run_folder
 from torchtitan_lite.monitoring.attempts import Attempt
 from torchtitan_lite.monitoring.metrics import Log
-from torchtitan_lite.optim.optimizer import learning_rate
 from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.terminal import counted, print_line
+from torchtitan_lite.tools.elsewhere import elsewhere
 from torchtitan_lite.tools.incidents.record import attempts_of, checkpoint_before, require_own_step
 from torchtitan_lite.training import out_of_memory
 from torchtitan_lite.training.session import Session, settle
@@ -48,6 +45,7 @@ from torchtitan_lite.training.start_and_end import require_agreement
 Step = Callable[[Session, int], StepRecord]
 Numbers = Mapping[str, Any]
 _COMPARED = "loss", "grad_norm", "rank_losses"
+_STOPPED = "stopped"  # why a step ended the run: it was not finite
 _NOT_FINITE = r"step (\d+): (.*not finite|gradients still overflow)"  # of a NonFiniteError
 _HARDWARE = (
     "Replay it once more: if two replays agree with each other, a fault hit the run; if they differ, this machine "
@@ -71,8 +69,7 @@ class Recorded:
     start: int  # the step of the checkpoint; 0: the run's beginning
     last: int
     checkpoint: str  # its folder; empty: none
-    steps: Mapping[str, Mapping[str, Any]]  # the logged ones, by step
-    stopped: str  # why the last step ended the run, if it was not finite
+    steps: Mapping[str, Numbers]  # the recorded ones, by step: values of _COMPARED, or _STOPPED
     notes: Sequence[str]
     advice: str  # what a difference means
 
@@ -97,7 +94,7 @@ def run(n: int, loaded: Loaded, data: DataSet, build: Callable[..., Session], st
             return asdict(read(config, n, here))
 
         recorded = Recorded(**on_rank0(read_it, world.untimed))
-        with _elsewhere(config, recorded.checkpoint) as replayed:
+        with elsewhere(config, checkpoint={"resume": recorded.checkpoint}) as replayed:
             log = Log(replayed.folder, speaks=world.rank == 0)
             began = recorded.checkpoint or "the run's beginning: there is no complete checkpoint before"
             for note in recorded.notes:
@@ -108,22 +105,6 @@ def run(n: int, loaded: Loaded, data: DataSet, build: Callable[..., Session], st
                 result = compute(s, step, recorded, config.folder)
             if world.rank == 0:
                 print_line(f"equal   {result}")
-
-
-@contextlib.contextmanager
-def _elsewhere(config: Config, checkpoint: str) -> Iterator[Config]:
-    """The run in a temporary folder, as a fork of this checkpoint."""
-    folder = tempfile.mkdtemp(prefix="replay-")
-    parts = {
-        "run": config.run.model_copy(update={"out_dir": folder}),
-        "checkpoint": config.checkpoint.model_copy(update={"resume": checkpoint}),
-    }
-    try:
-        replayed = config.model_copy(update=parts)
-        run_folder.make(replayed.folder)
-        yield replayed
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 # --- what was recorded ------------------------------------------------------------------------------------------
@@ -141,36 +122,30 @@ def read(config: Config, n: int, here: Numbers) -> Recorded:
     folder = config.folder.absolute()
     attempts = attempts_of(folder)
     require_own_step(folder, attempts, n, "--replay")
-    steps = _logged(folder)
-    stop = re.match(_NOT_FINITE, attempts[-1].reason)
-    known = {*steps, *([int(stop[1])] if stop else [])}
-    if not 1 <= n <= max(known, default=0):
-        raise ConfigError(f"--replay={n}: {folder} has recorded the steps up to {max(known, default=0)}")
+    steps: dict[int, Numbers] = {}
+    for record in history.records(folder):
+        values = record.get("spike", record)  # a spike that ended the run has a record of its own
+        if "loss" in values:
+            steps[record["step"]] = {key: values.get(key) for key in _COMPARED}
+    if stop := re.match(_NOT_FINITE, attempts[-1].reason):
+        steps[int(stop[1])] = {_STOPPED: _sentence(stop.string)}
+    if not 1 <= n <= max(steps, default=0):
+        raise ConfigError(f"--replay={n}: {folder} has recorded the steps up to {max(steps, default=0)}")
     checkpoint, notes = checkpoint_before(folder, attempts, n)
     start = storage.read_state(checkpoint, named_by_step=False).step if checkpoint else 0
-    made = range(start + 1, min(step for step in known if step >= n) + 1)
+    made = range(start + 1, min(step for step in steps if step >= n) + 1)
     numbers = {maker.attempt for step in made if (maker := history.of_step(attempts, step))}
     makers = [attempt for attempt in attempts if attempt.attempt in numbers]
-    _require_same(n, made, makers, here, config.optim)
+    for maker in makers:
+        _require_same(n, made, maker, here)
     return Recorded(
         start=start,
         last=made[-1],
         checkpoint=str(checkpoint or ""),
         steps={str(step): record for step, record in steps.items() if step in made},
-        stopped=_sentence(stop.string) if stop and int(stop[1]) in made else "",
         notes=notes,
         advice=_advice(makers, here, config.model.init_from if start == 0 else ""),
     )
-
-
-def _logged(folder: Path) -> dict[int, dict[str, Any]]:
-    """What is compared of each logged step that counts. A spike that ended the run has a record of its own."""
-    steps: dict[int, dict[str, Any]] = {}
-    for record in history.records(folder):
-        values = record.get("spike", record)
-        if "loss" in values:
-            steps[record["step"]] = {key: values.get(key) for key in _COMPARED}
-    return steps
 
 
 def numbers_of(config: Mapping[str, Any], identity: Numbers, setting: Numbers) -> dict[str, Any]:
@@ -191,31 +166,18 @@ def _matters(key: str) -> bool:
     return rule.changes_steps or rule.changes_start
 
 
-def _require_same(n: int, made: range, makers: Sequence[Attempt], here: Numbers, optim: OptimConfig) -> None:
-    """Raise ConfigError if these steps were made with other values than those of this command."""
-
-    def differing(then: Numbers, now: Numbers, *, start: bool) -> dict[str, tuple[str, str]]:
-        """The values of each key that differ, and that these steps depend on."""
-        keys = [key for key in now if start or key not in known_keys() or not resume_rule(key).changes_start]
-        pairs = {key: (then.get(key), now[key]) for key in keys if then.get(key) != now[key]}
-        before, after = ([learning_rate(optim, step, values["train.steps"]) for step in made] for values in (then, now))
-        if before == after:
-            pairs.pop("train.steps", None)
-        return {key: (json.dumps(before), json.dumps(after)) for key, (before, after) in pairs.items()}
-
-    values = [numbers_of(attempt.config, attempt.identity, attempt.setting) for attempt in makers]
-    for attempt, before, after in zip(makers[1:], values, values[1:], strict=False):
-        if pairs := differing(before, after, start=False):
-            changes = ", ".join(f"{key} {was} -> {now}" for key, (was, now) in pairs.items())
-            raise ConfigError(
-                f"--replay={n}: the steps {made.start} to {made[-1]}, which follow the newest complete checkpoint "
-                f"before, were not made with the same values: a resume after step {attempt.step} has changed "
-                f"{changes}. So no command repeats all of them bit for bit; a step before the change, or after a later "
-                "checkpoint, can be replayed"
-            )
-    if pairs := differing(values[0], here, start=made.start == 1):
-        head = f"--replay={n}: a replay needs the command, the processes, the kind of CPU and the torch of the run:"
-        lines = [f"{key} was {was}, and is {now} here" for key, (was, now) in pairs.items()]
+def _require_same(n: int, made: range, maker: Attempt, here: Numbers) -> None:
+    """Raise ConfigError if an attempt made its part of these steps with other values than those of this command."""
+    then = numbers_of(maker.config, maker.identity, maker.setting)
+    began = made.start == 1 and maker.step == 0  # else it has not read the keys that only a start reads
+    keys = [key for key in here if began or key not in known_keys() or not resume_rule(key).changes_start]
+    different = [key for key in keys if then.get(key) != here[key]]
+    if different:
+        head = (
+            f"--replay={n}: the steps {made.start} to {made[-1]}, from the newest complete checkpoint before on, need "
+            f"the command, the processes, the kind of CPU and the torch of the run. Of attempt {maker.attempt}:"
+        )
+        lines = [f"{key} was {json.dumps(then.get(key))}, and is {json.dumps(here[key])} here" for key in different]
         raise ConfigError("\n  ".join([head, *lines]))
 
 
@@ -231,14 +193,15 @@ def _advice(makers: Sequence[Attempt], here: Numbers, init_from: str) -> str:
         if then != code:
             changes = ", ".join(f"{key} {then.get(key)} -> {value}" for key, value in code.items())
             return f"The code is not that of the run, so this may be the cause: {changes}"
-    doubts = ["The code has uncommitted changes. If they are not those of the run, they may be the cause. "]
-    doubts = doubts if code.get("dirty") else []
+    doubts = ""
+    if code.get("dirty"):
+        doubts = "The code has uncommitted changes. If they are not those of the run, they may be the cause. "
     if init_from:
-        doubts.append(
+        doubts += (
             f"The run began with the weights in {init_from}, and has recorded no hash of them. If they have changed "
             "since, that is the cause. "
         )
-    return "".join(doubts) + _HARDWARE
+    return doubts + _HARDWARE
 
 
 # --- comparing --------------------------------------------------------------------------------------------------
@@ -251,7 +214,7 @@ def compute(s: Session, step: Step, recorded: Recorded, folder: Path) -> str:
         DifferentError: on every rank, at the first difference.
     """
     saved = on_rank0(lambda: storage.find_steps(folder / "checkpoints"), s.world.untimed)
-    compared, tensors, equal, stopped, of_ranks = 0, 0, recorded.start, "", False
+    compared, tensors, equal, stopped = 0, 0, recorded.start, ""
     for number in range(recorded.start + 1, recorded.last + 1):
         s.services.watchdog.step(number)
         numbers = step(s, number).numbers
@@ -260,22 +223,21 @@ def compute(s: Session, step: Step, recorded: Recorded, folder: Path) -> str:
                 settle(s)
         except NonFiniteError as error:
             stopped = _sentence(str(error))
-        if record := recorded.steps.get(str(number)):
+        then = recorded.steps.get(str(number), {})
+        if stopped != then.get(_STOPPED, ""):
+            was, now = (reason or f"step {number} is finite" for reason in (then.get(_STOPPED, ""), stopped))
+            raise DifferentError(f"{now} here; the run recorded: {was}. {recorded.advice}")
+        if stopped:
+            return f"bit for bit, and not finite again: {stopped}. {_CAUSE}"
+        if then:
             values = _finite(numbers.loss), _finite(numbers.grad_norm), [*map(_finite, numbers.rank_losses)]
-            if difference := differs(record, dict(zip(_COMPARED, values, strict=True)), number, equal):
+            if difference := differs(then, dict(zip(_COMPARED, values, strict=True)), number, equal):
                 raise DifferentError(f"step {number} differs: {difference}. {recorded.advice}")
-            compared, equal, of_ranks = compared + 1, number, bool(record.get("rank_losses"))
-        expected = recorded.stopped if number == recorded.last else ""
-        if stopped != expected:
-            then, now = (stop or f"step {number} is finite" for stop in (expected, stopped))
-            raise DifferentError(f"{now} here; the run recorded: {then}. {recorded.advice}")
+            compared, equal = compared + 1, number
         if number in saved:
             tensors += _compare_tensors(s, folder / "checkpoints", number, recorded.advice)
-    if stopped:
-        return f"bit for bit, and not finite again: {stopped}. {_CAUSE}"
     also = f", and {counted(tensors, 'tensor')} of a checkpoint" if tensors else ""
-    figures = "loss, gradient norm and each rank's loss" if of_ranks else "loss and gradient norm"
-    return f"bit for bit: {figures} of {counted(compared, 'step')}{also}. {_CAUSE}"
+    return f"bit for bit: the losses and the gradient norm of {counted(compared, 'step')}{also}. {_CAUSE}"
 
 
 def _sentence(text: str) -> str:

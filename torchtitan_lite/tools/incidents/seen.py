@@ -5,7 +5,7 @@ and the loader draws the sample as in training. So this holds for every objectiv
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import DataSet, Source
-from torchtitan_lite.data.loader import Loader, MicroBatch
+from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.token_files import ORIGINS, PAIRS, PLACE_BITS, TokenFiles, document_ends
 
@@ -25,24 +25,6 @@ _SAMPLES = 1 << 16  # samples looked at at a time
 
 Range = tuple[int, int]  # of tokens of a stream
 Numbers = NDArray[np.int64]  # ascending
-
-
-class Reads:
-    """Stands in for the TokenFiles of a source, and notes what is read."""
-
-    def __init__(self, stream: Any, *, blank: bool = False) -> None:
-        """
-        Args:
-            blank: give zeros instead of reading.
-        """
-        self.stream, self._blank = stream, blank
-        self.ranges: list[Range] = []
-        self.note: Callable[[Range], object] = self.ranges.append
-
-    def read(self, first: int, end: int) -> NDArray[Any]:
-        """See TokenFiles."""
-        self.note((first, end))
-        return np.zeros(end - first, np.uint16) if self._blank else self.stream.read(first, end)
 
 
 @dataclass(frozen=True)
@@ -61,7 +43,6 @@ class Part:
     begin: int
     stop: int
     text: str  # the beginning of this part
-    document_text: str  # the beginning of the document
 
 
 class Documents:
@@ -106,15 +87,11 @@ class Documents:
                 number, place = divmod(int(self._origins[document]), 1 << PLACE_BITS)
                 file, unit = self._files[number]
             side = ("source", "target")[document % 2] if self._pairs else ""
+            ids = self.stream.read(first, min(end, first + _SHOWN)).tolist()
             yield Part(
                 *(self.name, document, side, file, unit, place, stop - begin, first - begin, end - begin, first, end),
-                text=self._text(first, end),
-                document_text=self._text(begin, stop),
+                text=self._tokenizer.decode(ids, skip_special_tokens=True),
             )
-
-    def _text(self, first: int, end: int) -> str:
-        ids = self.stream.read(first, min(end, first + _SHOWN)).tolist()
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def holding(self, text: str) -> Numbers:
         """The documents whose decoded text holds `text`."""
@@ -131,6 +108,20 @@ class Documents:
         return np.array(documents, np.int64)
 
 
+@dataclass
+class Reads:
+    """Stands in for the TokenFiles of a source, and notes what is read."""
+
+    documents: Documents
+    log: list[tuple[Documents, Range]]  # of all sources
+    blank: bool = False  # give zeros instead of reading
+
+    def read(self, first: int, end: int) -> NDArray[Any]:
+        """See TokenFiles."""
+        self.log.append((self.documents, (first, end)))
+        return np.zeros(end - first, np.uint16) if self.blank else self.documents.stream.read(first, end)
+
+
 class Seen:
     """What samples of a run hold."""
 
@@ -141,30 +132,25 @@ class Seen:
         """
         self._mixture = open_samples(data, "train", config)
         self.documents = [Documents(source) for source in data.sources]
-        self._reads = [Reads(source._stream) for source in self._mixture.sources]
+        self._log: list[tuple[Documents, Range]] = []
+        self._reads = [Reads(documents, self._log) for documents in self.documents]
         for source, reads in zip(self._mixture.sources, self._reads, strict=True):
             source._stream = reads  # type: ignore[assignment]  # it reads in the same way
+        self._seed = config.run.seed
         self._loader = Loader(
             self._mixture,
             micro_batch_size=1,
             rank=0,
             world_size=1,
-            seed=config.run.seed,
+            seed=self._seed,
             document_mask=config.data.document_mask,
         )
-        self._seed = config.run.seed
-        self.causal = config.data.objective == "causal"
-
-    def draw(self, sample: int) -> tuple[MicroBatch, list[tuple[Documents, Range]]]:
-        """A sample of the run as a batch of one row, and what was read for it, in order."""
-        log: list[tuple[Documents, Range]] = []
-        for documents, reads in zip(self.documents, self._reads, strict=True):
-            reads.note = lambda read, documents=documents: log.append((documents, read))  # type: ignore[misc]
-        return self._loader.batch(sample, 1).micro_batches[0], log
 
     def parts(self, sample: int) -> list[Part]:
         """The parts of documents that a sample of the run holds, in its order."""
-        return [part for documents, read in self.draw(sample)[1] for part in documents.parts(read)]
+        self._log.clear()
+        self._loader.batch(sample, 1)
+        return [part for documents, read in self._log for part in documents.parts(read)]
 
     def sequences_with(self, documents: Sequence[Numbers]) -> list[Numbers]:
         """The sequences of each source, in the order of its files, that hold one of its documents.
@@ -175,17 +161,15 @@ class Seen:
         return [self._sequences_with(k, numbers) for k, numbers in enumerate(documents)]
 
     def _sequences_with(self, source: int, documents: Numbers) -> Numbers:
-        samples, own, found = self._mixture.sources[source], self.documents[source], list[int]()
-        if not len(documents):
-            return documents
-        samples._stream = reads = Reads(None, blank=True)  # type: ignore[assignment]
-        for sequence in range(samples.n_samples):
-            reads.ranges.clear()
+        samples, found = self._mixture.sources[source], list[int]()
+        self._reads[source].blank = True
+        for sequence in range(samples.n_samples if len(documents) else 0):
+            self._log.clear()
             samples.draw(np.array([sequence]), None)
-            ranges = [own.of(read) for read in reads.ranges]
+            ranges = [own.of(read) for own, read in self._log]
             if any(np.searchsorted(documents, r.start) < np.searchsorted(documents, r.stop) for r in ranges):
                 found.append(sequence)
-        samples._stream = self._reads[source]  # type: ignore[assignment]
+        self._reads[source].blank = False
         return np.array(found, np.int64)
 
     def samples_with(self, sequences: Sequence[Numbers], samples: range) -> list[int]:

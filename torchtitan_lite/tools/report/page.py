@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from importlib import resources
 
-from torchtitan_lite.terminal import counted, duration
+from torchtitan_lite.terminal import duration
 from torchtitan_lite.tools.report.figure import COLOURS, figure
 from torchtitan_lite.tools.report.runs import RESULTS, Records, Run, rows
 
@@ -19,29 +19,22 @@ _STATUS = {
 }
 # the policy forbids all requests, even if text of a run got into the markup
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
-# it stops once the reader has zoomed, hidden a curve or pressed a button
-_RELOAD = """
-const timer = setTimeout(() => location.reload(), SECONDS * 1000);
-for (const event of ["plotly_relayout", "plotly_restyle"])
-  document.getElementById("{plot_id}").on(event, () => clearTimeout(timer));
-"""
 
 
-def page(runs: Sequence[Run], reload_s: int = 0) -> str:
-    """The page as HTML. With `reload_s`, an open page reloads itself every so many seconds."""
+def page(runs: Sequence[Run]) -> str:
+    """The page as HTML."""
     names = escape(", ".join(run.name for run in runs))
     style = resources.files("torchtitan_lite.tools.report").joinpath("report.css").read_text(encoding="utf-8")
     curves = figure(runs).to_html(
         full_html=False,
         include_plotlyjs=True,
         div_id="curves",
-        post_script=_RELOAD.replace("SECONDS", str(reload_s)) if reload_s else None,
         config={"responsive": True, "displaylogo": False, "modeBarButtons": [["toImage", "zoom2d", "pan2d"]]},
     )
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        f"<title>{names}</title><style>{style}</style></head><body><main>{_head(runs)}{_notes(runs)}"
+        f"<title>{names}</title><style>{style}</style></head><body><main>{_head(runs)}"
         f"<div class=scroll>{curves}</div>{_times(runs)}"
         f"{_sections(runs, 'Changed on a resume', _changes)}{_sections(runs, 'Samples, the latest first', _samples)}"
         f"{_sections(runs, 'Config', _config)}</main></body></html>\n"
@@ -98,21 +91,6 @@ def _tiles(run: Run) -> str:
 
 def _keys(run: Run) -> list[str]:
     return list(dict.fromkeys(key for record in run.records for key in record))
-
-
-def _notes(runs: Sequence[Run]) -> str:
-    sentences = []
-    for run in runs:
-        found = []
-        if spikes := run.having("spike"):
-            found.append(f"{counted(len(spikes), 'loss spike')}, the first at step {spikes[0]['step']}")
-        if bad := [str(r["step"]) for r in run.steps if r["loss"] is None]:
-            some = ", ".join(bad[:8]) + (", ..." if len(bad) > 8 else "")
-            found.append(f"the loss was not finite at {counted(len(bad), 'recorded step')}: {some}")
-        if skipped := run.having("skipped_samples"):
-            found.append(f"{counted(len(skipped), 'step')} skipped, the first is {skipped[0]['step']}")
-        sentences += [escape(f"{run.name}: {note}.") for note in found]
-    return f"<p class=note>{' '.join(sentences)}</p>"
 
 
 def seconds_of(run: Run) -> dict[str, float]:
