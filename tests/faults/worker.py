@@ -157,7 +157,8 @@ def _vanish(_: Any) -> None:
 
 def _flip(args: Any, bit: int = 3) -> None:
     with torch.no_grad():
-        local_rows(args[0].model.output.weight)[0].view(torch.int32)[0, 0] ^= 1 << bit
+        model = getattr(args[0], "trained", args[0]).model  # of a session, or of a checkpointer
+        local_rows(model.output.weight)[0].view(torch.int32)[0, 0] ^= 1 << bit
 
 
 def _flip_after(args: Any) -> Callable[[Any], Any]:

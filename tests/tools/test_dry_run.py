@@ -51,7 +51,8 @@ def checked(world: World, folder: Path, wrong: str) -> str:
     if world.rank == 1 and wrong == "disk":
         dry_run.Path.exists = lambda self: False  # type: ignore[attr-defined, method-assign]
     config = Config.model_validate({"checkpoint": {"state_dict": "sharded"}}, context="layers")
-    s: Any = SimpleNamespace(world=world, config=config, checkpointer=SimpleNamespace(require_space=lambda step: None))
+    services = SimpleNamespace(checkpointer=SimpleNamespace(require_space=lambda step: None))
+    s: Any = SimpleNamespace(world=world, config=config, services=services)
     try:
         return dry_run.checked_machines(folder / "run", s)
     except ConfigError as error:

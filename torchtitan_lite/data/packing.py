@@ -23,7 +23,6 @@ from filelock import FileLock
 from numpy.typing import NDArray
 
 from torchtitan_lite.config.paths import reading
-from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Array, Rows, Samples
 from torchtitan_lite.data.token_files import FILES, SPLITS, Meta, TokenFiles, changed, document_ends, hashed, read_meta
@@ -158,9 +157,3 @@ def _rows(pieces: Pairs, seq_len: int) -> Iterator[Any]:
             with_room[rest].append(row)
     for row_pieces in sorted(sorted(row) for row in rows):
         yield pieces[row_pieces]
-
-
-def pack_all(data: DataSet, seq_len: int, info: Callable[[str], None]) -> None:
-    """Build the index of each source, before the process group exists: its collectives would time out."""
-    for source in data.sources:
-        pack(source.folder, source.meta, seq_len, info)

@@ -48,9 +48,10 @@ def resolved(loaded: Loaded, data: DataSet, info: Callable[[str], None] = print)
     """
     config = loaded.config
     if config.data.packing == "best_fit":
-        from torchtitan_lite.data.packing import pack_all
+        from torchtitan_lite.data.packing import pack
 
-        pack_all(data, config.train.seq_len, info)
+        for source in data.sources:  # before there is a process group, whose collectives would time out
+            pack(source.folder, source.meta, config.train.seq_len, info)
     if not config.in_epochs:
         return loaded
     n_samples = open_samples(data, "train", config).n_samples
