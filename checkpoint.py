@@ -14,7 +14,7 @@ Each of the four ways loads what any other has written, on any world size. The d
 place to customise; the dcp way leaves the work to torch. Below, each way has its save next to its load.
 
 checkpointing/storage.py defines when a checkpoint is complete, find.py which one is loaded, save.py the steps of a
-save. Command line: `python checkpoint.py verify | inspect | convert | export | import`.
+save. Command line: `python checkpoint.py verify | inspect | export | import`.
 """
 
 import contextlib
@@ -84,7 +84,7 @@ class Checkpointer(BaseCheckpointer):
         self.forked_from = found.folder if found.forked else None
         if not found.forked:
             self.damaged = [int(folder.name.removeprefix("step-")) for folder in found.damaged]
-        state = compatibility.read_state(found.folder, values, self.world, named_by_step=not found.forked)
+        state = compatibility.read_state(found.folder, values, self.world, fork=found.forked)
         make_state(self.optimizer)  # a load fills existing tensors, and moments exist only after the first step
         with compatibility.optimizer_as_saved(self.optimizer, state):
             compatibility.require_same_tensors(found.folder, self.parts(), self.world)
@@ -252,23 +252,28 @@ class Checkpointer(BaseCheckpointer):
 
     # --- the weights of another model ---------------------------------------------------------------------------
 
-    def load_weights(self, open_weights: Callable[[bool], Mapping[str, Tensor]]) -> None:
+    def load_weights(
+        self, find: Callable[[], tuple[Path, list[str]]], open_weights: Callable[[Path], Mapping[str, Tensor]]
+    ) -> None:
         """Load only a model's weights, as `model.init_from` asks for before the first step.
 
         On one machine each rank reads its rows; on several, rank 0 sends them.
 
         Args:
-            open_weights: returns whole tensors by our names, read lazily. Its argument: verify the files (on rank 0).
+            find: returns the folder of the weights, verified, and notes for the log. Called on rank 0.
+            open_weights: returns the whole tensors of a folder by our names, read lazily.
 
         Raises:
             CheckpointError: on every rank, before anything is overwritten: the weights are of another model.
         """
         targets = tensor_names.own_tensors(self.model)
-        weights = compatibility.open_same_weights(open_weights, targets, self.world)
+        folder, notes = compatibility.find_same_weights(find, open_weights, targets, self.world)
+        self.notes += notes
         if self.world.local_world_size < self.world.world_size:
+            weights = open_weights(folder) if self.world.rank == 0 else {}
             self.broadcast(targets, weights.__getitem__)
         else:
-            on_all(lambda: full_state.copy_rows(weights or open_weights(False), targets), self.world.untimed)
+            on_all(lambda: full_state.copy_rows(open_weights(folder), targets), self.world.untimed)
 
 
 Save = Callable[[Checkpointer, bool], Write]  # its argument: in the background

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from checkpoint import Checkpointer
 from torchtitan_lite.checkpointing.compatibility import fresh_state
-from torchtitan_lite.checkpointing.find import saved_config
+from torchtitan_lite.checkpointing.find import config_to_resume
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import cli
 from torchtitan_lite.config.schema import Config
@@ -84,7 +84,7 @@ def launch(argv: Sequence[str]) -> int:
             local_world_size=env_int("LOCAL_WORLD_SIZE", 1),
             n_gpus=torch.cuda.device_count(),
             checks=checks.ALL,
-            saved=saved_config,  # a run that resumes keeps its values, whatever today's defaults are
+            saved=config_to_resume,  # a run that resumes keeps its values, whatever today's defaults are
         )
         config = command.loaded.config
         with out_of_memory.with_advice(config), run_folder.made(config.folder, command.trains):
@@ -237,15 +237,15 @@ def load_newest(config: Config, checkpointer: Checkpointer, fresh: TrainState, l
     """Load the checkpoint to resume from, or the weights to start from. Returns the saved state, if any."""
     try:
         saved = checkpointer.load(fresh.values)
+        if config.model.init_from and not saved:
+            from torchtitan_lite.huggingface import weights
+
+            find = functools.partial(weights.find_weights, Path(config.model.init_from), config.model)
+            checkpointer.load_weights(find, lambda folder: weights.open_weights(folder, config.model))
+        return saved
     finally:
         for note in checkpointer.notes:
             log.info(f"note    {note}")
-    if config.model.init_from and not saved:
-        from torchtitan_lite.huggingface import weights
-
-        source = Path(config.model.init_from)
-        checkpointer.load_weights(lambda verify: weights.open_weights(source, config.model, verify))
-    return saved
 
 
 def train(s: Session) -> None:

@@ -2,16 +2,14 @@
 
 import ast
 import graphlib
-import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from benchmarks.weight import recipe
-from tests.helpers import ROOT, TINY, options, python, start, succeeded
+from tests.helpers import ROOT
 
 PACKAGE = ROOT / "torchtitan_lite"
 # Each room imports only from rooms above it, and from itself. Rooms on one line do not import from each other.
@@ -121,55 +119,6 @@ def test_a_command_module_is_only_a_name() -> None:
 
 # --- rule 2 -----------------------------------------------------------------------------------------------------
 
-# what a plain run has no use for: it is imported when it is asked for
-NOT_LOADED = (
-    "torchtitan_lite.tools",
-    *("torchtitan_lite.training.tasks", "torchtitan_lite.training.sampling"),
-    # tasks: all but the engine, its statistics and validation
-    *(
-        f"torchtitan_lite.scoring.{path.stem}"
-        for path in sorted((PACKAGE / "scoring").glob("*.py"))
-        if path.stem not in ("__init__", "likelihood", "statistics", "validation")
-    ),
-    "torchtitan_lite.huggingface",
-    "torchtitan_lite.data.prepare.__main__",
-    *("torchtitan_lite.monitoring.trackers", "torchtitan_lite.monitoring.profiler"),
-    "torchtitan_lite.optim.average",
-    *("torchtitan_lite.optim.spike_guard", "torchtitan_lite.training.spikes", "torchtitan_lite.distributed.float8"),
-    *("plotly", "pyarrow", "tensorboard", "torchao", "wandb", "transformers"),
-)
-_RUN = """
-import json, sys
-import train
-from torchtitan_lite.distributed import process_group
-def exit_process(code=0):
-    print("LOADED " + json.dumps(sorted(sys.modules)))
-    real(code)
-real, train.exit_process, process_group.exit_process = process_group.exit_process, exit_process, exit_process
-train.exit_process(train.main(sys.argv[1:]))
-"""
-
-
-@pytest.fixture(scope="module")
-def loaded(text: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Every module that a two-step run of the defaults has imported at its end, on text that is prepared already."""
-    out = tmp_path_factory.mktemp("loaded")
-    arguments = [str(text), "--out", str(out / "data"), "--train-tokenizer", "400"]
-    succeeded(python(*arguments, script="-m torchtitan_lite.data.prepare"))
-    values = TINY | {"data.path": out / "data", "run.out_dir": out, "train.steps": 2, "optim.warmup_steps": 1}
-    values["model.family"] = "llama"
-    said = succeeded(start([sys.executable, "-c", _RUN, *options(values), "--run.name=run"]))
-    (listed,) = re.findall(r"^LOADED (.*)$", said, re.M)
-    return set(json.loads(listed))
-
-
-def test_a_plain_run_loads_nothing_that_it_does_not_use(loaded: set[str]) -> None:
-    assert "torchtitan_lite.distributed.parallelize" in loaded
-    assert not sorted(m for m in loaded for unused in NOT_LOADED if m == unused or m.startswith(f"{unused}."))
-
-
-# --- rule 3 -----------------------------------------------------------------------------------------------------
-
 
 def test_the_readme_names_the_recipe_and_its_sum() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -188,7 +137,7 @@ def test_the_readme_has_a_line_for_each_folder() -> None:
             assert re.search(rf"\b{folder}/", text), f"README.md has no line for torchtitan_lite/{folder}/"
 
 
-# --- rule 4 -----------------------------------------------------------------------------------------------------
+# --- rule 3 -----------------------------------------------------------------------------------------------------
 
 
 def test_families_are_named_in_one_place() -> None:
@@ -204,7 +153,7 @@ def test_families_are_named_in_one_place() -> None:
                 assert where == "config/sections/model.py", f"{where}:{node.lineno} names the family {node.value!r}"
 
 
-# --- rule 5 -----------------------------------------------------------------------------------------------------
+# --- rule 4 -----------------------------------------------------------------------------------------------------
 
 
 # what does one thing, and the only file that may name it
@@ -213,7 +162,6 @@ ONE_PLACE = {
     "dist.broadcast_object_list": "",  # it unpickles: use ranks.on_rank0
     "dist.all_gather_object": "",  # the same: ranks.gather
     "sched_getaffinity": "process.py",  # usable cores
-    "it was renamed": "checkpointing/storage.py",
     "sequences x": "monitoring/console.py",  # the lines about model and batch
 }
 

@@ -57,13 +57,7 @@ class UnreadableError(CheckpointError):
 
 
 class SaveError(UserError):
-    """The last checkpoint of a run could not be written."""
-
-    exit_code = 1
-
-
-class OutputError(UserError):
-    """The requested output can't be written."""
+    """A checkpoint can't be written."""
 
     exit_code = 1
 

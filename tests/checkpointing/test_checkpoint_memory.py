@@ -95,7 +95,10 @@ def measure(world: World, folder: Path, hf_folder: Path) -> dict[str, float]:
             peaks[f"load {kind} {api}"] = peak_of(lambda way=(kind, api): checkpointer(*way).load({}))  # type: ignore[misc]
     importer = checkpointer("full", "dtensor")
     peaks["import"] = peak_of(
-        lambda: importer.load_weights(lambda verify: weights.open_weights(hf_folder, config.model, verify))
+        lambda: importer.load_weights(
+            lambda: weights.find_weights(hf_folder, config.model),
+            lambda found: weights.open_weights(found, config.model),
+        )
     )
     peaks["gradients"] = sum(p.to_local().numel() for p in model.parameters()) * 4 / MIB  # type: ignore[attr-defined]
     return peaks

@@ -14,14 +14,16 @@ from typing import Any
 
 import pytest
 import tomli_w
+from torch.distributed import checkpoint as dcp
 
 import train
 from torchtitan_lite import models, plan
 from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.checkpointing.dcp_storage import ShardWriter
 from torchtitan_lite.checkpointing.safetensors_file import specs_of, write_tensors
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.storage import Manifest
-from torchtitan_lite.checkpointing.tensor_names import own_tensors
+from torchtitan_lite.checkpointing.tensor_names import by_name, own_tensors
 from torchtitan_lite.config import cli, schema, toml
 from torchtitan_lite.data.prepare import __main__
 from torchtitan_lite.data.prepare.tokenizer import byte_level
@@ -105,18 +107,22 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run.mkdir()
     config = cli.parse([*MODEL, "--run.name=run"], world_size=1, n_gpus=0).loaded.config
     model = own_tensors(models.build(config.model, 257))
+    moments = {f"exp_avg.{name}": tensor for name, tensor in model.items()}
     folder = storage.begin(run / "checkpoints", 1)
     records = {
         file: write_tensors(folder / file, specs_of(tensors), tensors.__getitem__)
         for file, tensors in (
             (storage.MODEL, model),
-            (storage.OPTIMIZER, {f"exp_avg.{name}": tensor for name, tensor in model.items()}),
+            (storage.OPTIMIZER, moments),
         )
     }
     identity = {f"model.{key}": value for key, value in config.model.resolved().items()}
     state = TrainState(step=1, identity=identity, config=schema.flatten(config))
-    full = storage.commit(folder, state, "full", 1, records)
-    checkpoints.convert(full, run.parent / "sharded")
+    storage.commit(folder, state, "full", 1, records)
+    folder = storage.begin(run.parent / "sharded", 1)
+    writer = ShardWriter(folder)
+    dcp.save(by_name({storage.MODEL: model, storage.OPTIMIZER: moments}), storage_writer=writer, no_dist=True)
+    storage.commit(folder, state, "sharded", 1, writer.records)
     byte_level().save(str(run / "tokenizer.json"))
     hf.export(run, run.parent / "hf")
     (run / "config.toml").write_text(toml.to_toml_with_origins(toml.Loaded(config, {})))
@@ -153,7 +159,7 @@ def test_wrong_options_of_other_commands_never_raise(run: Path) -> None:
         cases += [(generate.main, [word, "--prompt=a"]), (migrate_accelerate.main, [word])]
         cases += [(checkpoints.main, ["export", str(run), word]), (report.main, [word])]
         cases += [(checkpoints.main, [what, word]) for what in ("verify", "inspect", "import")]
-        cases += [(checkpoints.main, [what, word, "out"]) for what in ("convert", "export", "import")]
+        cases += [(checkpoints.main, [what, word, "out"]) for what in ("export", "import")]
     for main, argv in sample(cases, 100):
         refused_or_fine(main, argv)
         for left in ("out", ".out.work"):
@@ -195,8 +201,7 @@ def test_a_damaged_checkpoint_is_refused(run: Path, kind: str, name: str) -> Non
             file.write_bytes(content)
             assert checkpoints.main(["verify", str(folder)]) == 1
             refused_or_fine(checkpoints.main, ["inspect", str(folder)])
-            for command in ("convert", "export"):
-                assert checkpoints.main([command, str(folder), "out"]) in (1, 2)
+            assert checkpoints.main(["export", str(folder), "out"]) in (1, 2)
             words = [str(folder), "--prompt=a", "--max-tokens=1", f"--tokenizer={run / 'tokenizer.json'}"]
             assert generate.main(words) in (1, 2)
 

@@ -80,9 +80,13 @@ def test_a_published_size_is_the_published_model() -> None:
     assert (large.qk_norm, large.induction_head, large.tie_embeddings) == (False, False, False)
 
 
-def test_a_size_in_python_has_its_keys() -> None:
-    assert ModelConfig(size="15M") == model("--model.size=15M")
-    assert ModelConfig(family="gpt", size="10M").n_layers == 8
-    assert ModelConfig(size="15M", n_layers=2).model_dump() == {**ModelConfig(size="15M").model_dump(), "n_layers": 2}
+def test_the_defaults_of_a_family_make_its_architecture() -> None:
+    """Whatever numbers are given; a key that is given wins."""
+    assert model("--model.family=gpt").tie_embeddings
+    assert model("--model.family=gpt", "--model.n_layers=2").tie_embeddings
+    assert not model("--model.family=gpt", "--model.size=124M", "--model.tie_embeddings=false").tie_embeddings
+
+
+def test_an_unknown_size_is_refused() -> None:
     with pytest.raises(ValueError, match="no such size of llama; known: 1M, 3M, 15M"):
         ModelConfig(size="16M")

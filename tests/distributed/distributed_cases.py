@@ -416,6 +416,10 @@ def case_no_memory_on_rank_0_for_a_whole_tensor_fails_the_save_for_all() -> None
 
 def case_weights_of_another_run_reach_every_rank() -> None:
     """Sent by rank 0, and read by each rank of one machine."""
+
+    def found() -> tuple[Path, list[str]]:
+        return Path("unused"), []
+
     for (name, family), on_one_machine in itertools.product(FAMILIES.items(), (False, True)):
         world = World(dist.get_rank(), 4, CPU, 1, local_world_size=4 if on_one_machine else 1)
         reference = {key: p.detach().bfloat16() for key, p in plain(seed=3, family=family).named_parameters()}
@@ -423,12 +427,12 @@ def case_weights_of_another_run_reach_every_rank() -> None:
         checkpointer = Checkpointer(
             Path("unused"), model, build_optimizer(model, OptimConfig(name="adamw")), CheckpointConfig(), world
         )
-        checkpointer.load_weights(lambda _, reference=reference: reference)  # type: ignore[misc]
+        checkpointer.load_weights(found, lambda _, reference=reference: reference)  # type: ignore[misc]
         for key, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)
             assert parameter.full_tensor().equal(reference[key].float()), f"{name}: {key}"
         with pytest.raises(CheckpointError, match=" is - in the checkpoint and "):
-            checkpointer.load_weights(lambda _: {})
+            checkpointer.load_weights(found, lambda _: {})
         with pytest.raises(CheckpointError, match="^disk 7$"):  # of rank 0, on every rank
             checkpointer.broadcast(dict(model.named_parameters()), lambda _: _fail(CheckpointError("disk 7")))
 

@@ -26,7 +26,10 @@ LLAMA = {
     **{"optim.warmup_steps": 2, "optim.lr": 0.002, "optim.name": "adamw"},
     **{"train.micro_batch_size": 1, "train.global_batch_size": 6, "run.threads": 1},
 }
-GPT = {k: v for k, v in LLAMA.items() if k not in ("model.n_kv_heads", "model.hidden_dim")} | {"model.family": "gpt"}
+GPT = {k: v for k, v in LLAMA.items() if k not in ("model.n_kv_heads", "model.hidden_dim")} | {
+    "model.family": "gpt",
+    "model.tie_embeddings": False,
+}
 T5 = {key: value for key, value in LLAMA.items() if key != "model.n_kv_heads"} | {
     **{"model.family": "t5", "model.n_layers": 2, "model.n_decoder_layers": 3, "model.head_dim": 5},
     "data.objective": "span_corruption",

@@ -12,9 +12,8 @@ while the machines start, one of these happens:
     full          for some seconds every write of a checkpoint fails, as on a full disk
     clock         for some seconds the clocks of all training processes are an hour back
 
-This module does what a supervisor does on each machine: it starts torchrun again when it has ended by itself. A
-torchrun that ends with an error closes its rendezvous for all, so the number in its --rdzv-id is in a file that all
-machines share: see `Machine.tend`.
+This module does what the loop of docs/cluster.md does on each machine: it starts torchrun again when it has ended by
+itself, and counts the number of the --rdzv-id up, in a file that all machines share, if that id was closed.
 
 In the history that counts (attempts.jsonl), each step must have seen each of its samples once, and its loss must be
 that of an undisturbed process. What happens at event i follows from the seed, i and which machines are there. The
@@ -98,15 +97,15 @@ class Machine:
         return f"{self.name}{self.starts}"
 
     def tend(self) -> None:
-        """Start torchrun again if it has ended by itself, with the next number if the file still has its own."""
+        """Start torchrun again if it has ended by itself, with the next number if its own was closed."""
         if self.process is None or self.process.poll() is None:
             return
         if self.process.returncode == 0:
             raise PersonNeededError(f"{self.label} took the run for complete")
-        if self.process.returncode == 1 and self._soak.number() == self._number:
+        said = self.output.read_text(errors="replace").rpartition(f" {self.label} mine-")[2].splitlines()
+        if any("RendezvousClosedError" in line for line in said):
             self._soak.numbers.write_text(str(self._number + 1))
         self._soak.restarts += 1
-        said = self.output.read_text(errors="replace").splitlines()
         why = [line for line in said if "Error" in line][-1:] or said[-1:]
         print(f"     torchrun of {self.label} ended with {self.process.returncode}: {' '.join(why)[-150:]}", flush=True)
         self.start()

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from torchtitan_lite.checkpointing import dcp_storage
+from torchtitan_lite.checkpointing.safetensors_file import specs_of
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.distributed import initialize
@@ -205,10 +206,10 @@ def test_an_imported_folder_computes_the_same(gated: bool, scaled: bool, own_hea
 def exported(folder: Path, model: Any) -> Path:
     """Written as `checkpoint.py export` does, from a model instead of a checkpoint."""
     folder.mkdir()
-    weights = {name: p.detach() for name, p in model.named_parameters()}
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    weights = dcp_storage.LazyTensors(specs_of(parameters), parameters.__getitem__)
     (folder / "config.json").write_text(json.dumps(configs.to_hf_config(model.config, 97)))
-    specs = dcp_storage.specs(weights)
-    hf._write_shards(folder, *hf.with_head(weights, specs, model.config), "t5", hf.MAX_SHARD_BYTES)
+    hf._write_shards(folder, hf.with_head(weights, model.config), "t5", hf.MAX_SHARD_BYTES)
     return folder
 
 

@@ -1,5 +1,6 @@
 """`train.py --dry-run`: planned and measured values agree, and no files remain."""
 
+import os
 import re
 import time
 from pathlib import Path
@@ -48,9 +49,10 @@ def checked(world: World, folder: Path, wrong: str) -> str:
     if world.rank == 1 and wrong == "clock":
         real = time.time
         dry_run.time.time = lambda: real() + 5  # type: ignore[attr-defined]
-    if world.rank == 1 and wrong == "disk":
-        dry_run.Path.exists = lambda self: False  # type: ignore[attr-defined, method-assign]
-    config = Config.model_validate({"checkpoint": {"state_dict": "sharded"}}, context="layers")
+    if world.rank == 1 and wrong.startswith("disk"):
+        Path.exists = lambda self: False  # type: ignore[attr-defined, method-assign, assignment]
+    config = Config.model_validate({}, context="layers")
+    os.environ["TORCHELASTIC_RUN_ID"] = "none" if wrong == "disk of fixed ranks" else "mine"
     services = SimpleNamespace(checkpointer=SimpleNamespace(require_space=lambda step: None))
     s: Any = SimpleNamespace(world=world, config=config, services=services)
     try:
@@ -60,9 +62,10 @@ def checked(world: World, folder: Path, wrong: str) -> str:
 
 
 @pytest.mark.parametrize(("wrong", "expected"), [
-    ("", "has room, and is shared by all"),
+    ("", "clocks within"),
     ("clock", "clocks differ from that of"),
     ("disk", "of rank 0 is not shared"),
+    ("disk of fixed ranks", "clocks within"),
 ])  # fmt: skip
 def test_the_disk_and_the_clocks_of_all_machines_are_checked(wrong: str, expected: str, tmp_path: Path) -> None:
     for said in run_distributed(checked, 2, tmp_path, wrong):

@@ -82,7 +82,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 def test_a_refused_command_is_no_attempt(why: str, run: Path, again: Again) -> None:
     more, fault, expected = REFUSED[why]
     before = contents(run)
-    said = again(code=2, fault=fault, **{"train__steps": 12} | more)
+    said = again(code=1 if why == "a full disk" else 2, fault=fault, **{"train__steps": 12} | more)
     assert expected in said
     assert "Traceback" not in said
     assert contents(run) == before
@@ -90,6 +90,14 @@ def test_a_refused_command_is_no_attempt(why: str, run: Path, again: Again) -> N
     assert not list(run.glob("*.new"))
     assert "resumed after step 8" in again(train__steps=9)
     assert begun(run) == [(0, "complete"), (8, "complete")]
+
+
+def test_a_check_refuses_what_a_start_would(run: Path, again: Again) -> None:
+    before = contents(run)
+    said = again("--check-config", code=2, optim__lr=0.5, train__steps=12)
+    assert "has made 8 steps with other values than this command has:" in said
+    assert "the configuration is fine" in again("--check-config", train__steps=12)
+    assert contents(run) == before
 
 
 @pytest.mark.parametrize("name", ["config.toml", "attempts.jsonl"])

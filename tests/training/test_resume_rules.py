@@ -227,7 +227,7 @@ def test_the_values_are_those_of_the_checkpoint_to_resume_from(tmp_path: Path) -
         storage.commit(storage.begin(checkpoints, step), state, "full", 1, {})
 
     def rate(run: str, resume: str) -> Any:
-        return find.saved_config(tmp_path / run, resume).get("optim.lr")
+        return find.config_to_resume(tmp_path / run, resume).get("optim.lr")
 
     other = str(tmp_path / "b")
     assert [rate("a", resume) for resume in ("", other, "none")] == [4, 4, 4]

@@ -60,11 +60,13 @@ def test_a_folder_becomes_a_config(run: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--prompt=x"], "--prompt is for decoders, and .* holds an encoder-decoder .t5.: use --source"),
         (["--source=x", "--beams=0"], "--beams=0 should be 1 to 1000, e.g. 4"),
         (["--source=x", "--length-penalty=nan"], "--length-penalty=nan should be between"),
-        (["--source="], "the source is empty"),
-        (["--source=" + "a " * 400], "the source has .* tokens; the model takes at most 37"),
+        (["--source="], "the prompt is empty"),
+        (
+            ["--source=" + "a " * 400],
+            "the prompt has .* tokens, and the model takes .*: a prompt of at most 37 works",
+        ),
     ],
 )
 def test_sources_that_are_refused(

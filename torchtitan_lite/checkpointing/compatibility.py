@@ -52,12 +52,12 @@ def identity(config: Config, data: DataSet) -> dict[str, Any]:
     return content | {f"model.{key}": model[key] for key in kept}
 
 
-def read_state(folder: Path, expected: Mapping[str, Any], world: World, *, named_by_step: bool) -> TrainState:
+def read_state(folder: Path, expected: Mapping[str, Any], world: World, *, fork: bool) -> TrainState:
     """The state of a checkpoint, on every rank.
 
     Args:
         expected: `values` of this run's state.
-        named_by_step: the checkpoint is of the same run. Otherwise this run is a fork of it.
+        fork: the checkpoint is of another run.
 
     Raises:
         CheckpointError: on every rank: it is damaged, or the run can't continue with these values.
@@ -65,11 +65,30 @@ def read_state(folder: Path, expected: Mapping[str, Any], world: World, *, named
 
     @progress.working("reading state.json")
     def read_and_compare() -> dict[str, Any]:
-        state = storage.read_state(folder, named_by_step=named_by_step)
-        require_same_run(folder, state, expected, fork=not named_by_step)
+        state = storage.read_state(folder)
+        require_same_run(folder, state, expected, fork=fork)
         return asdict(state)
 
     return TrainState(**on_rank0(read_and_compare, world.untimed))
+
+
+def saved_config(folder: Path, values: Mapping[str, Any]) -> Config:
+    """The model, data and lengths of a checkpoint or a run that was trained with these values of "section.key".
+
+    Other sections may name parts of the user's own, which a tool does not import.
+
+    Raises:
+        CheckpointError: they can't be used.
+    """
+    tree: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, name = key.split(".", 1)
+        if section in ("run", "model", "data", "tokenizer", "train"):
+            tree.setdefault(section, {})[name] = value
+    try:
+        return Config.model_validate(tree)
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: the config that it was trained with can't be read: {error}") from None
 
 
 def require_same_run(folder: Path, saved: TrainState, expected: Mapping[str, Any], *, fork: bool) -> None:
@@ -127,36 +146,39 @@ def require_same_tensors(folder: Path, parts: Parts, world: World) -> None:
 
     @progress.working("reading the names of tensors")
     def compare() -> None:
-        if storage.read_manifest(folder).state_dict == "sharded":
-            expected = shapes_of(by_name(parts))
-            storage.compare(folder, dcp_storage.shapes(folder), expected, "model or optimizer")
-            return
-        for file, tensors in parts.items():
-            storage.compare(folder, storage.read_shapes(folder / file), shapes_of(tensors), file.split(".")[0])
+        saved = {name: tuple(entry["shape"]) for name, entry in dcp_storage.read_index(folder).items()}
+        storage.compare(folder, saved, shapes_of(by_name(parts)), "model or optimizer")
 
     on_rank0(compare, world.untimed)
 
 
-def open_same_weights(
-    open_weights: Callable[[bool], Mapping[str, Tensor]], targets: Mapping[str, Tensor], world: World
-) -> Mapping[str, Tensor]:
-    """Open the weights that a run starts from, on rank 0; the other ranks get none. `open_weights(True)` verifies them.
+def find_same_weights(
+    find: Callable[[], tuple[Path, list[str]]],
+    open_weights: Callable[[Path], Mapping[str, Tensor]],
+    targets: Mapping[str, Tensor],
+    world: World,
+) -> tuple[Path, list[str]]:
+    """The folder of the weights that a run starts from, and notes on it, on every rank. See Checkpointer.load_weights.
 
     Raises:
-        CheckpointError: on every rank, if names or shapes differ from the model's.
+        CheckpointError: on every rank: there are none, or their names or shapes differ from the model's.
     """
-    weights: Mapping[str, Tensor] = {}
 
-    @progress.working("reading the weights")
-    def open_and_compare() -> None:
-        nonlocal weights
-        weights = open_weights(True)
-        theirs = {name: shape for name, (_, shape) in dcp_storage.specs(weights).items()}
-        advice = "set [model], and its vocab_size or [tokenizer] path, to the folder's values"
-        storage.compare(Path("model.init_from"), theirs, shapes_of(targets), "model", advice)
+    @progress.working("verifying the weights")
+    def find_and_compare() -> list[Any]:  # as JSON has it
+        folder, notes = find()
+        require_same_weights(open_weights(folder), targets)
+        return [str(folder), notes]
 
-    on_rank0(open_and_compare, world.untimed)
-    return weights
+    folder, notes = on_rank0(find_and_compare, world.untimed)
+    return Path(folder), notes
+
+
+def require_same_weights(weights: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError if names or shapes of the weights that a model starts from differ from the model's."""
+    theirs = {name: shape for name, (_, shape) in dcp_storage.specs(weights).items()}
+    advice = "set [model], and its vocab_size or [tokenizer] path, to the folder's values"
+    storage.compare(Path("model.init_from"), theirs, shapes_of(targets), "model", advice)
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

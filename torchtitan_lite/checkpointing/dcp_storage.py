@@ -7,17 +7,13 @@ code from a checkpoint. Here it is JSON:
     index.json                           name -> dtype, shape, and for each part: offsets, shape, file, key
 """
 
-import abc
-import copy
 import json
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -31,19 +27,19 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from torchtitan_lite.checkpointing import progress
-from torchtitan_lite.checkpointing.safetensors_file import (
-    WRITABLE,
-    FileRecord,
-    TensorSpecs,
-    specs_of,
-    write_tensors,
-    write_text,
+from torchtitan_lite.checkpointing.safetensors_file import FileRecord, TensorSpecs, specs_of, write_tensors, write_text
+from torchtitan_lite.checkpointing.storage import (
+    MODEL,
+    OPTIMIZER,
+    open_tensors,
+    read_json,
+    read_manifest,
+    read_specs,
 )
-from torchtitan_lite.checkpointing.storage import open_tensors, read_json, read_shapes
-from torchtitan_lite.errors import CheckpointError, shortened
+from torchtitan_lite.checkpointing.tensor_names import prefix
+from torchtitan_lite.errors import CheckpointError
 
 INDEX = "index.json"
-DTYPES = {str(dtype).removeprefix("torch.") for dtype in WRITABLE}
 
 
 def _done(value: Any) -> Future[Any]:
@@ -108,15 +104,19 @@ class ShardWriter(_NothingToPrepare, StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index, on the coordinator."""
         places = {result.index: result.storage_data for written in results for result in written}
-        tensors = {}
+        index = {}
         for name, entry in metadata.state_dict_metadata.items():
             assert isinstance(entry, TensorStorageMetadata), f"{name} is not a tensor"
             parts = []
             for chunk in entry.chunks:
                 file, key = places[MetadataIndex(name, chunk.offsets)]
                 parts.append({"offsets": list(chunk.offsets), "shape": list(chunk.sizes), "file": file, "key": key})
-            tensors[name] = entry.properties.dtype, entry.size, parts
-        self.records[INDEX] = _write_index(self.folder, tensors)
+            index[name] = {"dtype": _name_of(entry.properties.dtype), "shape": list(entry.size), "parts": parts}
+        self.records[INDEX] = write_text(self.folder / INDEX, json.dumps(index, indent=1) + "\n")
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _key(item: WriteItem) -> str:
@@ -142,7 +142,7 @@ class ShardReader(_NothingToPrepare, StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         tensors: dict[str, Any] = {}
-        for name, entry in read_index(self.folder).items():
+        for name, entry in read_json(self.folder / INDEX).items():
             chunks = []
             for part in entry["parts"]:
                 offsets, sizes = torch.Size(part["offsets"]), torch.Size(part["shape"])
@@ -175,132 +175,56 @@ class ShardReader(_NothingToPrepare, StorageReader):
         return _done(None)
 
 
-def write_whole(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, FileRecord]:
-    """Write whole tensors as a sharded checkpoint of one rank."""
-    file = "shard-00000-of-00001.safetensors"
-    keys = {name: f"{name}@{','.join('0' * tensor.ndim)}" for name, tensor in tensors.items()}
-    index = {}
-    for name, tensor in tensors.items():
-        part = {"offsets": [0] * tensor.ndim, "shape": list(tensor.shape), "file": file, "key": keys[name]}
-        index[name] = tensor.dtype, tensor.shape, [part]
-    by_key = {keys[name]: tensor for name, tensor in tensors.items()}
-    record = write_tensors(folder / file, specs_of(by_key), by_key.__getitem__)
-    return {file: record, INDEX: _write_index(folder, index)}
-
-
-def _write_index(
-    folder: Path, tensors: Mapping[str, tuple[torch.dtype, torch.Size, list[dict[str, Any]]]]
-) -> FileRecord:
-    """Write the index, from the dtype, shape and parts of each tensor."""
-    content = {
-        name: {"dtype": str(dtype).removeprefix("torch."), "shape": list(shape), "parts": parts}
-        for name, (dtype, shape, parts) in tensors.items()
-    }
-    return write_text(folder / INDEX, json.dumps(content, indent=1) + "\n")
-
-
 def read_index(folder: Path) -> dict[str, Any]:
-    """The index: by tensor name its dtype, shape and parts.
-
-    Raises:
-        CheckpointError: it is damaged, or the parts of a tensor do not add up to its shape.
-    """
-    path = folder / INDEX
-    content = read_json(path)
-    try:
-        for name, entry in content.items():
-            shape, parts = _sizes(entry["shape"]), entry["parts"]
-            if entry["dtype"] not in DTYPES:
-                raise ValueError(f"{name} has the dtype {entry['dtype']}")
-            if sum(math.prod(_sizes(part["shape"])) for part in parts) != math.prod(shape):
-                raise ValueError(f"the parts of {name} do not add up to its shape {shape}")
-            for part in parts:
-                _require_part(name, shape, part)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged: {shortened(error)}") from None
-    return content
-
-
-def _sizes(value: Any) -> list[int]:
-    """Validate sizes or offsets."""
-    if not isinstance(value, list) or any(type(n) is not int or not 0 <= n < 2**62 for n in value):
-        raise ValueError(f"{shortened(value)} should be a list of sizes")
-    return value
-
-
-def _require_part(name: str, shape: list[int], part: Mapping[str, Any]) -> None:
-    file, key, offsets, sizes = part["file"], part["key"], _sizes(part["offsets"]), _sizes(part["shape"])
-    if not isinstance(key, str) or Path(file).name != file or file.startswith("."):
-        raise ValueError(f"{name} is in {file!r}, which is not a plain file of its folder")
-    if not len(offsets) == len(sizes) == len(shape) or any(
-        offset + size > n for offset, size, n in zip(offsets, sizes, shape, strict=True)
-    ):
-        raise ValueError(f"{name} of shape {shape} has no part of shape {sizes} at {offsets}")
-
-
-def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor. Errors: see `read_checked_index`."""
-    return {name: tuple(entry["shape"]) for name, entry in read_checked_index(folder).items()}
-
-
-def read_checked_index(folder: Path) -> dict[str, Any]:
-    """The index, checked against the headers of all shards.
-
-    Raises:
-        CheckpointError: the index or a file is damaged, or a file lacks a part.
-    """
-    index = read_index(folder)
-    parts = [part for entry in index.values() for part in entry["parts"]]
-    headers = {file: read_shapes(folder / file) for file in {part["file"] for part in parts}}
-    for part in parts:
-        if headers[part["file"]].get(part["key"]) != tuple(part["shape"]):
-            raise CheckpointError(f"{folder / part['file']} does not hold {part['key']} of shape {part['shape']}")
+    """By name in a sharded state dict, the dtype, shape and parts of each tensor of a checkpoint of either kind."""
+    if read_manifest(folder).state_dict == "sharded":
+        return read_json(folder / INDEX)
+    index = {}
+    for file in (MODEL, OPTIMIZER):
+        for name, (dtype, shape) in read_specs(folder / file).items():
+            part = {"offsets": [0] * len(shape), "shape": shape, "file": file, "key": name}
+            index[f"{prefix(file)}{name}"] = {"dtype": _name_of(dtype), "shape": shape, "parts": [part]}
     return index
 
 
 class LazyTensors(Mapping[str, Tensor]):
     """Tensors that are made on access, of known dtypes and shapes."""
 
-    @abc.abstractmethod
-    def specs(self) -> TensorSpecs:
-        """Dtypes and shapes."""
-
-
-class WholeTensors(LazyTensors):
-    """The tensors of a sharded checkpoint whose names start with a prefix, read lazily and whole."""
-
-    def __init__(self, folder: Path, prefix: str) -> None:
-        self._folder = folder
-        index = read_checked_index(folder)
-        self._entries = {n.removeprefix(prefix): e for n, e in index.items() if n.startswith(prefix)}
-
-    def specs(self) -> TensorSpecs:
-        return {name: (getattr(torch, e["dtype"]), tuple(e["shape"])) for name, e in self._entries.items()}
+    def __init__(self, specs: TensorSpecs, make: Callable[[str], Tensor]) -> None:
+        self.specs, self._make = specs, make
 
     def __getitem__(self, name: str) -> Tensor:
-        entry = self._entries[name]
-        whole = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
-        for part in entry["parts"]:
-            try:
-                tensor = open_tensors(self._folder / part["file"]).get_tensor(part["key"])
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{self._folder / part['file']} can't be read: {error}") from None
-            whole[_slices(part["offsets"], part["shape"])] = tensor
-        return whole
+        return self._make(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+        return iter(self.specs)
 
     def __len__(self) -> int:
-        return len(self._entries)
-
-    def __or__(self, others: "WholeTensors") -> "WholeTensors":
-        """These tensors of a checkpoint, replaced by others of it with the same names."""
-        both = copy.copy(self)
-        both._entries = self._entries | others._entries
-        return both
+        return len(self.specs)
 
 
 def specs(tensors: Mapping[str, Tensor]) -> TensorSpecs:
     """Dtypes and shapes, without reading lazy tensors."""
-    return tensors.specs() if isinstance(tensors, LazyTensors) else specs_of(tensors)
+    return tensors.specs if isinstance(tensors, LazyTensors) else specs_of(tensors)
+
+
+def read_tensors(folder: Path, *prefixes: str) -> LazyTensors:
+    """The tensors of a checkpoint of either kind whose names start with a prefix, without it, read lazily and whole.
+
+    Of two with the same name, it is the one with the later prefix.
+    """
+    index = read_index(folder)
+    entries = {n.removeprefix(p): entry for p in prefixes for n, entry in index.items() if n.startswith(p)}
+
+    def read(name: str) -> Tensor:
+        entry = entries[name]
+        parts = [open_tensors(folder / part["file"]).get_tensor(part["key"]) for part in entry["parts"]]
+        if len(parts) == 1:
+            whole: Tensor = parts[0]
+            return whole
+        whole = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
+        for part, rows in zip(entry["parts"], parts, strict=True):
+            whole[_slices(part["offsets"], part["shape"])] = rows
+        return whole
+
+    return LazyTensors({n: (getattr(torch, e["dtype"]), tuple(e["shape"])) for n, e in entries.items()}, read)

@@ -53,13 +53,16 @@ def newest_complete(folders: Iterable[Path], verify: Callable[[Path], list[str]]
     return found
 
 
-def find(path: Path) -> tuple[Path, list[str]]:
+def find(path: Path, mode: str = "full") -> tuple[Path, list[str]]:
     """The newest complete checkpoint that a path means, and the problems of newer ones, in one process.
+
+    Args:
+        mode: what is verified, see storage.verify_file.
 
     Raises:
         CheckpointError: there is none.
     """
-    found = newest_complete(candidates(path))
+    found = newest_complete(candidates(path), partial(storage.verify, mode=mode))
     if found.folder is None:
         raise CheckpointError("\n  ".join(["no checkpoint is complete:", *found.notes]))
     return found.folder, found.notes
@@ -121,7 +124,7 @@ def verify_together(folder: Path, mode: str, world: World) -> list[str]:
     return [problem for problems in on_all(verify, world.untimed) for problem in problems]
 
 
-def saved_config(run: Path, resume: str) -> Mapping[str, Any]:
+def config_to_resume(run: Path, resume: str) -> Mapping[str, Any]:
     """The config of the checkpoint that this process expects to resume from, without verifying it; {} if there is none.
 
     Args:
@@ -135,5 +138,5 @@ def saved_config(run: Path, resume: str) -> Mapping[str, Any]:
         with contextlib.suppress(CheckpointError, OSError, RuntimeError, ValueError):
             for folder in candidates(Path(path).expanduser()):
                 with contextlib.suppress(CheckpointError):  # damaged
-                    return storage.read_state(folder, named_by_step=False).config
+                    return storage.read_state(folder).config
     return {}

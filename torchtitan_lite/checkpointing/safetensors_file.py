@@ -4,13 +4,13 @@ The library's `save_file` needs all tensors at once and a second pass for hashin
 Format: 8 bytes with the length of a JSON header, the header, and the tensors' bytes without gaps.
 """
 
+import collections
 import contextlib
 import hashlib
 import json
 import os
-import queue
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,6 +32,7 @@ WRITABLE = {  # the supported dtypes, and their names in the file
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+DTYPES = {name: dtype for dtype, name in WRITABLE.items()}
 _CHUNK = 8 << 20  # bytes written and hashed at a time
 _SYNC_EVERY = 4 << 30  # bytes; during one long sync at the end the watchdog would see no progress
 
@@ -60,8 +61,7 @@ def _start_writeback(descriptor: int, start: int, n_bytes: int) -> None:
 class HashingStream:
     """A file that a second thread hashes while it is written. Both release the GIL.
 
-    Written bytes must not change until `close` has returned. An error in its `with` block abandons the rest. `close`
-    raises the second thread's error: nobody else would see it.
+    Written bytes must not change until `close` has returned. An error of either thread is raised here.
 
     Args:
         ahead: how many chunks writing may be ahead of hashing, to bound memory. 0: any number, if the bytes stay in
@@ -70,27 +70,21 @@ class HashingStream:
 
     def __init__(self, path: Path, ahead: int = 2) -> None:
         self._file: BinaryIO = path.open("xb")
-        self._bytes, self._synced, self._abandoned = 0, 0, False
+        self._bytes, self._synced, self._ahead = 0, 0, ahead
         self._hash = hashlib.sha256()
-        self._error: BaseException | None = None  # of the second thread
-        self._chunks: queue.Queue[memoryview | None] = queue.Queue(maxsize=ahead)
-        self._thread = threading.Thread(target=self._digest, daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1)
+        self._hashing: collections.deque[Future[None]] = collections.deque()  # oldest chunk first
 
-    def _digest(self) -> None:
-        while (chunk := self._chunks.get()) is not None:
-            if self._abandoned or self._error:
-                continue  # `write` must not wait for room in the queue
-            try:
-                self._hash.update(chunk)
-                progress.advance(len(chunk))
-            except BaseException as error:
-                self._error = error
+    def _digest(self, chunk: memoryview) -> None:
+        self._hash.update(chunk)
+        progress.advance(len(chunk))
 
     def write(self, data: memoryview) -> None:
         for start in range(0, len(data), _CHUNK):
             chunk = data[start : start + _CHUNK]
-            self._chunks.put(chunk)
+            self._hashing.append(self._thread.submit(self._digest, chunk))
+            if 0 < self._ahead < len(self._hashing):
+                self._hashing.popleft().result()
             with naming(self._file.name):
                 self._file.write(chunk)
             _start_writeback(self._file.fileno(), self._bytes, len(chunk))
@@ -101,26 +95,17 @@ class HashingStream:
                 self._synced = self._bytes
 
     def close(self) -> FileRecord:
-        """Sync to disk and close."""
-        try:
-            flush_to_disk(self._file)
-        finally:
-            self._end()
-        if self._error:
-            raise self._error
+        """Sync to disk. The `with` block closes it."""
+        flush_to_disk(self._file)
+        for chunk in self._hashing:
+            chunk.result()
         return FileRecord(self._bytes, self._hash.hexdigest())
 
     def __enter__(self) -> "HashingStream":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind and not self._file.closed:
-            self._abandoned = True
-            self._end()
-
-    def _end(self) -> None:
-        self._chunks.put(None)
-        self._thread.join()
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown(cancel_futures=True)
         with naming(self._file.name):  # closing writes again what failed
             self._file.close()
 
@@ -161,7 +146,7 @@ class TensorWriter:
             self._opened().write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]  # an array is a buffer
 
     def close(self) -> FileRecord:
-        """Sync to disk and close."""
+        """Sync to disk."""
         with progress.working(f"writing {self._path.name}"):
             return self._opened().close()
 
@@ -174,9 +159,9 @@ class TensorWriter:
     def __enter__(self) -> "TensorWriter":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._stream is not None:
-            self._stream.__exit__(kind, *rest)
+            self._stream.__exit__(*error)
 
 
 def write_tensors(path: Path, specs: TensorSpecs, tensor: Callable[[str], Tensor], ahead: int = 2) -> FileRecord:

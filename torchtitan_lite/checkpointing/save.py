@@ -25,7 +25,7 @@ from torchtitan_lite.checkpointing.tensor_names import Parts, Tensors, optimizer
 from torchtitan_lite.config.schema import CheckpointConfig
 from torchtitan_lite.distributed.process_group import World, untimed_group
 from torchtitan_lite.distributed.ranks import on_all, on_rank0
-from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.errors import SaveError
 from torchtitan_lite.models import Transformer
 
 Write = Callable[[Path], dict[str, FileRecord]]  # writes this rank's files into an existing folder
@@ -156,7 +156,7 @@ class BaseCheckpointer(ABC):
         def begin() -> str:
             try:
                 storage.require_space(self.folder, n_bytes)
-            except CheckpointError:  # e.g. the first save with a lower keep_latest: delete first what it would after
+            except SaveError:  # e.g. the first save with a lower keep_latest: delete first what it would after
                 self._delete_old(state.step)
                 storage.require_space(self.folder, n_bytes)
             return str(storage.begin(self.folder, state.step))
@@ -195,7 +195,7 @@ class BaseCheckpointer(ABC):
     # --- space and retention ------------------------------------------------------------------------------------
 
     def require_space(self, step: int) -> None:
-        """Raise CheckpointError on every rank if the disk has no room for a checkpoint after this step.
+        """Raise SaveError on every rank if the disk has no room for a checkpoint after this step.
 
         If it needs the space, the first save deletes what retention does not keep.
         """

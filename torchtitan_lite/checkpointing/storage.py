@@ -5,7 +5,6 @@
                               state.json                                     TrainState
                               manifest.json                                  written last: size and SHA-256 of each file
                 .tmp-*          being written, or left by a killed run: never read, removed by the next save
-                .convert-*      being written by `checkpoint.py convert`: never read or removed by a run
                 .trash-*        being deleted
 
 A save writes into a hidden folder and syncs it. The rename at the end commits it.
@@ -13,34 +12,37 @@ Functions that read raise CheckpointError for damage, its subclass UnreadableErr
 what another version of torchtitan_lite wrote.
 """
 
-import errno
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
-import stat
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import torch
-from pydantic import TypeAdapter, ValidationError
 
 from torchtitan_lite import __version__
-from torchtitan_lite.checkpointing.safetensors_file import FileRecord, sha256_of, write_text
+from torchtitan_lite.checkpointing.safetensors_file import (
+    DTYPES,
+    FileRecord,
+    TensorSpecs,
+    sha256_of,
+    write_text,
+)
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.errors import CheckpointError, FormatError, UnreadableError, shortened
+from torchtitan_lite.errors import CheckpointError, FormatError, SaveError, UnreadableError, shortened
 from torchtitan_lite.files import sync_folder
 from torchtitan_lite.terminal import size
 
 FORMAT_VERSION = 4  # of manifest.json and state.json, the names of the config keys included
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
-_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # a file name: no path, no "..", not hidden
 # these mean that a checkpoint is damaged; any other OSError is an I/O error
 _MISSING = FileNotFoundError, NotADirectoryError, IsADirectoryError
 
@@ -59,6 +61,20 @@ class Manifest:
         return sum(record.bytes for record in self.files.values())
 
 
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raise CheckpointError if a file is missing or has another content, and UnreadableError for an I/O error."""
+    try:
+        yield
+    except (*_MISSING, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}") from None
+    except OSError as error:
+        raise UnreadableError(
+            f"{error.filename or path} can't be read: {error.strerror or error}. This is an I/O error, not damage, and "
+            "nothing was changed. Make the file readable and start the same command again"
+        ) from None
+
+
 # --- finding ----------------------------------------------------------------------------------------------------
 
 
@@ -67,26 +83,20 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
-def misnamed(folder: Path, step: int) -> str:
-    """The problem of a checkpoint in a folder named after another step; "" if there is none."""
-    if _NAME.fullmatch(folder.name) and folder.name != step_folder(folder.parent, step).name:
-        return f"{folder} holds step {step}: it was renamed; restore its name"
-    return ""
-
-
 def step_folder(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step-{step:08d}"
 
 
 def find_steps(checkpoints: Path) -> list[int]:
     """The steps of all folders with a manifest, ascending. They may be damaged, see `verify`."""
-    try:
-        names = [match for entry in checkpoints.iterdir() if (match := _NAME.fullmatch(entry.name))]
-    except _MISSING:
-        return []
-    except OSError as error:
-        raise _unreadable(checkpoints, error) from None
-    return sorted(int(name[1]) for name in names if _is_file(checkpoints / name[0] / MANIFEST))
+    steps = []
+    with _reading(checkpoints), contextlib.suppress(*_MISSING):
+        for folder in checkpoints.iterdir():
+            if match := _NAME.fullmatch(folder.name):
+                with contextlib.suppress(*_MISSING):  # also if retention deletes it meanwhile
+                    (folder / MANIFEST).stat()
+                    steps.append(int(match[1]))
+    return sorted(steps)
 
 
 def incomplete_folders(checkpoints: Path) -> list[str]:
@@ -102,50 +112,16 @@ def incomplete_folders(checkpoints: Path) -> list[str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        UnreadableError: an I/O error.
-        CheckpointError: it is missing, not a JSON object, or has a duplicate key.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
-    except (*_MISSING, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} can't be read: {error!r}") from None
-    except OSError as error:
-        raise _unreadable(path, error) from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is damaged: it is not a JSON object")
-    return content
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        raise ValueError("a key appears twice")
-    return content
-
-
-def _is_file(path: Path) -> bool:
-    """Path.is_file, but an I/O error raises UnreadableError; newer versions of Python return False."""
-    try:
-        return stat.S_ISREG(path.stat().st_mode)
-    except _MISSING:
-        return False
-    except OSError as error:
-        raise _unreadable(path, error) from None
-
-
-def _unreadable(path: Path, error: OSError) -> UnreadableError:
-    """The error for a file that can't be read now, but may be intact."""
-    return UnreadableError(
-        f"{path} can't be read: {error.strerror or error}. This is an I/O error, not damage, and "
-        "nothing was changed. Make the file readable and start the same command again"
-    )
+    """Read a JSON object."""
+    with _reading(path):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise TypeError("it is not a JSON object")
+        return content
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and validate a manifest: its format, its own hash, and that it names only files of its folder."""
+    """Read a manifest, and check its format and its own hash."""
     content = read_json(folder / MANIFEST)
     version = content.get("format_version")
     if version != FORMAT_VERSION:
@@ -156,70 +132,46 @@ def read_manifest(folder: Path) -> Manifest:
         )
     if content.pop("sha256", "") != _hash_of(content):
         raise CheckpointError(f"{folder / MANIFEST} is damaged: its SHA-256 does not match its content")
-    try:
-        files = {name: FileRecord(int(r["bytes"]), str(r["sha256"])) for name, r in content["files"].items()}
-        manifest = Manifest(int(content["step"]), str(content["state_dict"]), int(content["world_size"]), files)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise CheckpointError(f"{folder / MANIFEST} is damaged: {error!r}") from None
-    try:
-        bad = [name for name in files if not _PLAIN.fullmatch(name) or (folder / name).is_symlink()]
-    except OSError as error:
-        raise _unreadable(Path(error.filename or folder), error) from None
-    if bad:
-        raise CheckpointError(f"{folder / MANIFEST} names {bad[0]!r}, which is not a plain file of its folder")
-    if STATE not in files or manifest.state_dict not in ("full", "sharded"):
-        raise CheckpointError(f"{folder / MANIFEST} is damaged: no {STATE}, or an unknown state_dict")
-    return manifest
+    files = {name: FileRecord(**record) for name, record in content["files"].items()}
+    return Manifest(content["step"], content["state_dict"], content["world_size"], files)
 
 
 def _hash_of(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def read_state(folder: Path, named_by_step: bool = True) -> TrainState:
-    """The state.json of a checkpoint. With `named_by_step`, the folder has to be named after its step."""
+def read_state(folder: Path) -> TrainState:
+    """The state.json of a checkpoint."""
     read_manifest(folder)  # another format has other keys
     content = read_json(folder / STATE)
-    if wrong := sorted({field.name for field in fields(TrainState)} ^ content.keys()):
-        raise CheckpointError(f"{folder / STATE} is damaged: missing or unknown: {', '.join(wrong)}")
-    try:
-        state = TypeAdapter(TrainState).validate_json(json.dumps(content), strict=True)
-    except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise CheckpointError(f"{folder / STATE} is damaged: {problems}") from None
-    if named_by_step and (problem := misnamed(folder, state.step)):
-        raise CheckpointError(problem)
-    return state
+    with _reading(folder / STATE):
+        return TrainState(**content)
 
 
 def verify_file(folder: Path, name: str, record: FileRecord, mode: str) -> str:
     """The problem of a file; "" if there is none. Mode "full" compares its hash, "size" its size, "off" nothing."""
     path = folder / name
     try:
-        if mode == "off":
-            return ""
-        size = path.stat().st_size
-        if size != record.bytes:
-            return f"{path}: {size:,} bytes; the manifest says {record.bytes:,}"
-        if mode == "full" and sha256_of(path) != record.sha256:
-            return f"{path}: its SHA-256 does not match the manifest: the file is damaged"
-    except _MISSING as error:
-        return f"{path}: can't be read: {error.strerror or error}"
-    except OSError as error:
-        raise _unreadable(path, error) from None
+        with _reading(path):
+            if mode != "off" and (n_bytes := path.stat().st_size) != record.bytes:
+                return f"{path}: {n_bytes:,} bytes; the manifest says {record.bytes:,}"
+            if mode == "full" and sha256_of(path) != record.sha256:
+                return f"{path}: its SHA-256 does not match the manifest: the file is damaged"
+    except UnreadableError:
+        raise
+    except CheckpointError as error:
+        return str(error)
     return ""
 
 
 def check_manifest(folder: Path) -> tuple[Manifest | None, str]:
     """The manifest, or its problem."""
     try:
-        manifest = read_manifest(folder)
+        return read_manifest(folder), ""
     except UnreadableError:
         raise
     except CheckpointError as error:
         return None, str(error)
-    problem = misnamed(folder, manifest.step)
-    return (None, problem) if problem else (manifest, "")
 
 
 def verify(folder: Path, mode: str = "full") -> list[str]:
@@ -235,51 +187,35 @@ def open_tensors(file: Path) -> Any:
     return safetensors.safe_open(file, framework="pt")
 
 
-def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor in a safetensors file, from its header."""
-    try:
-        with open_tensors(file) as tensors:
-            return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118  # no dict
-    except (OSError, safetensors.SafetensorError) as error:
-        raise CheckpointError(f"{file} can't be read: {error}") from None
+def read_specs(file: Path) -> TensorSpecs:
+    """The dtype and shape of every tensor in a safetensors file, from its header."""
+    with open_tensors(file) as tensors:
+        slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  # no dict
+        return {name: (DTYPES[part.get_dtype()], tuple(part.get_shape())) for name, part in slices.items()}
 
 
 # --- writing ----------------------------------------------------------------------------------------------------
 
 
-def begin(checkpoints: Path, step: int, *, locked: bool = True) -> Path:
-    """Make a hidden folder to write a checkpoint into.
-
-    Args:
-        locked: the caller holds the run's lock, so leftovers here are from killed processes and are removed. Without
-            the lock nothing is removed, and the new folder's name protects it from the run.
+def begin(checkpoints: Path, step: int) -> Path:
+    """Make a hidden folder to write a checkpoint into, and remove the leftovers of killed processes.
 
     Raises:
         OSError: also if the parent of `checkpoints` does not exist.
     """
     checkpoints.mkdir(exist_ok=True)  # no parents: an unmounted file system must not be replaced by a folder
-    for left in (*checkpoints.glob(".tmp-*"), *checkpoints.glob(".trash-*")) if locked else ():
+    for left in (*checkpoints.glob(".tmp-*"), *checkpoints.glob(".trash-*")):
         shutil.rmtree(left, ignore_errors=True)
-    kind = "tmp" if locked else "convert"
-    folder = checkpoints / f".{kind}-{step_folder(checkpoints, step).name}-{uuid.uuid4().hex[:8]}"
+    folder = checkpoints / f".tmp-{step_folder(checkpoints, step).name}-{uuid.uuid4().hex[:8]}"
     folder.mkdir()
     return folder
 
 
-def commit(
-    folder: Path,
-    state: TrainState,
-    state_dict: str,
-    world_size: int,
-    files: Mapping[str, FileRecord],
-    *,
-    replace: bool = True,
-) -> Path:
-    """Commit a written folder, and return its final path.
+def commit(folder: Path, state: TrainState, state_dict: str, world_size: int, files: Mapping[str, FileRecord]) -> Path:
+    """Commit a written folder, and return its final path. It replaces a checkpoint of this step, which is damaged.
 
     Args:
         files: what was written into it; already synced.
-        replace: an existing checkpoint of this step, which is damaged; otherwise it is an error.
 
     Raises:
         OSError, CheckpointError: it is not committed; nothing else has changed.
@@ -301,13 +237,8 @@ def commit(
     write_text(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
     sync_folder(folder)
     final = step_folder(folder.parent, state.step)
-    damaged = discarded(final) if replace and final.exists() else None
-    try:
-        folder.rename(final)
-    except OSError as error:
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
-            raise
-        raise CheckpointError(f"{final} already exists") from None
+    damaged = discarded(final) if final.exists() else None
+    folder.rename(final)
     sync_folder(folder.parent)
     if damaged is not None:
         shutil.rmtree(damaged, ignore_errors=True)
@@ -320,7 +251,7 @@ def discarded(folder: Path) -> Path:
 
 
 def require_space(checkpoints: Path, n_bytes: int, deletable: Sequence[Path] = ()) -> None:
-    """Raise CheckpointError if the disk has less free space than a checkpoint of this size needs.
+    """Raise SaveError if the disk has less free space than a checkpoint of this size needs.
 
     Args:
         deletable: checkpoints that will be deleted before; their bytes count as free.
@@ -329,7 +260,7 @@ def require_space(checkpoints: Path, n_bytes: int, deletable: Sequence[Path] = (
     status = os.statvfs(where)
     free = status.f_bavail * status.f_frsize
     if free < n_bytes and free + sum(f.stat().st_size for folder in deletable for f in folder.iterdir()) < n_bytes:
-        raise CheckpointError(f"a checkpoint takes {size(n_bytes)}, but {where} has only {size(free)} free")
+        raise SaveError(f"a checkpoint takes {size(n_bytes)}, but {where} has only {size(free)} free")
 
 
 # --- comparing --------------------------------------------------------------------------------------------------

@@ -158,7 +158,12 @@ T5: dict[str, dict[str, Any]] = {
 _ROTARY = ("n_kv_heads", "head_dim", "hidden_dim", "rope_theta")
 _EXPERTS = ("n_experts", "experts_per_token", "norm_topk_prob", "router_bias")
 _BUILT_IN = {
-    "gpt": Family("torchtitan_lite.models.gpt:GPT", GPT, keys=("dropout", "mup_base_dim")),
+    "gpt": Family(
+        "torchtitan_lite.models.gpt:GPT",
+        GPT,
+        defaults={"tie_embeddings": True},
+        keys=("dropout", "mup_base_dim"),
+    ),
     "llama": Family(
         "torchtitan_lite.models.llama:Llama",
         LLAMA,

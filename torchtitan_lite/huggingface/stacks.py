@@ -7,36 +7,16 @@
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from torchtitan_lite.checkpointing.dcp_storage import LazyTensors, specs
-from torchtitan_lite.checkpointing.safetensors_file import TensorSpecs
 from torchtitan_lite.errors import CheckpointError
 
 _OF_ONE = re.compile(r"(.*\.feed_forward\.w[123])\.(\d+)(\.weight)")
 _OF_ALL = re.compile(r"(.*\.feed_forward\.w[123])(\.weight)")
-
-
-class _Lazy(LazyTensors):
-    """Tensors with known shapes, by functions that make them."""
-
-    def __init__(self, known: TensorSpecs, make: Mapping[str, Callable[[], Tensor]]) -> None:
-        self._known, self._make = known, make
-
-    def specs(self) -> TensorSpecs:
-        return self._known
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._make[name]()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._make)
-
-    def __len__(self) -> int:
-        return len(self._make)
 
 
 def stacked(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -62,7 +42,7 @@ def stacked(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         matrices = [experts[i] for i in range(len(experts))]
         known[name] = matrices[0].dtype, (len(matrices), *matrices[0].shape)
         make[name] = functools.partial(torch.stack, matrices)
-    return _Lazy(known, make)
+    return LazyTensors(known, lambda name: make[name]())
 
 
 def unstacked(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -79,4 +59,4 @@ def unstacked(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         for i in range(shape[0]):
             one = f"{match[1]}.{i}{match[2]}"
             known[one], make[one] = (dtype, shape[1:]), lambda name=name, i=i: stack(name)[i]  # type: ignore[misc]
-    return _Lazy(known, make)
+    return LazyTensors(known, lambda name: make[name]())

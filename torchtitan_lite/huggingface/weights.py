@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
 from torchtitan_lite.checkpointing import dcp_storage, storage
-from torchtitan_lite.checkpointing.find import candidates
-from torchtitan_lite.checkpointing.safetensors_file import TensorSpecs, specs_of, write_tensors
+from torchtitan_lite.checkpointing.compatibility import saved_config
+from torchtitan_lite.checkpointing.dcp_storage import LazyTensors, read_tensors
+from torchtitan_lite.checkpointing.find import find
+from torchtitan_lite.checkpointing.safetensors_file import specs_of, write_tensors
+from torchtitan_lite.checkpointing.tensor_names import prefix
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config, ModelConfig
@@ -37,44 +38,39 @@ INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5_000_000_000  # of an exported file, as in transformers
 
 
-def open_weights(path: Path, config: ModelConfig, verify: bool = True) -> Mapping[str, Tensor]:
-    """The weights of a run (its newest checkpoint), a checkpoint or a Hugging Face folder, under our names.
-
-    Files are memory-mapped. Tensors of a sharded checkpoint are assembled on access.
+def find_weights(path: Path, config: ModelConfig, mode: str = "full") -> tuple[Path, list[str]]:
+    """The newest complete checkpoint of a run, a checkpoint, or a Hugging Face folder, and notes on newer ones.
 
     Args:
-        verify: hash a checkpoint's files first.
+        mode: what is verified of a checkpoint, see storage.verify_file.
 
     Raises:
-        CheckpointError: it is none of those, is damaged, or holds a different model.
-    """
-    folder = find_weights(path, config)
-    if (folder / "config.json").is_file():
-        return stacked(drop_tied(from_hf(_read_shards(folder), config.family), config))
-    return whole_weights(folder) if verify else read_weights(folder)
-
-
-def find_weights(path: Path, config: ModelConfig) -> Path:
-    """The checkpoint or Hugging Face folder that `open_weights` reads, which holds a model of this config.
-
-    Raises:
-        CheckpointError: as `open_weights`; damaged weights are not noticed.
+        CheckpointError: it is none of those, or holds a model of another config.
     """
     folder = paths.expand(path)
     if (folder / "config.json").is_file():
-        theirs = keys_of(folder)
+        theirs, notes = keys_of(folder), list[str]()
         del theirs["vocab_size"]  # compared later, by shape
         if config.family == "t5" or (config.family != "gpt" and config.max_seq_len < theirs["max_seq_len"]):
             del theirs["max_seq_len"]  # positions are computed: a shorter context is fine; T5's are relative
-        _compare(folder, theirs, config)
-        return folder
-    folder = candidates(folder)[0]
-    state = storage.read_state(folder, named_by_step=False)
-    saved = {key.removeprefix("model."): v for key, v in state.identity.items() if key.startswith("model.")}
-    for key in ("dropout", "vocab_size", *(["max_seq_len"] if config.family != "gpt" else [])):
-        saved.pop(key, None)
-    _compare(folder, saved, config)
-    return folder
+    else:
+        folder, notes = find(folder, mode)
+        identity = storage.read_state(folder).identity.items()
+        theirs = {key.removeprefix("model."): value for key, value in identity if key.startswith("model.")}
+        for key in ("dropout", "vocab_size", *(["max_seq_len"] if config.family != "gpt" else [])):
+            theirs.pop(key, None)
+    ours = config.resolved()
+    saved = {f"model.{key}": value for key, value in theirs.items()}
+    expected = {f"model.{key}": ours[key] for key in theirs}
+    storage.compare(folder, saved, expected, "model", "set [model] to the folder's values, or train from the beginning")
+    return folder, notes
+
+
+def open_weights(folder: Path, config: ModelConfig) -> Mapping[str, Tensor]:
+    """The weights in a checkpoint or a Hugging Face folder, under our names. Files are memory-mapped."""
+    if (folder / "config.json").is_file():
+        return stacked(drop_tied(from_hf(_read_shards(folder), config.family), config))
+    return read_weights(folder)
 
 
 def check_source(config: Config) -> dict[str, str]:
@@ -82,52 +78,27 @@ def check_source(config: Config) -> dict[str, str]:
     if started_from(config):
         return {}
     try:
-        find_weights(Path(config.model.init_from), config.model)
+        find_weights(Path(config.model.init_from), config.model, "size")
     except (CheckpointError, FormatError) as error:
         return {"model.init_from": f"model.init_from = {config.model.init_from}: {error}"}
     return {}
 
 
-def whole_weights(folder: Path, *, ema: bool = False) -> Mapping[str, Tensor]:
-    """Verify a checkpoint and return the model's tensors.
-
-    Raises:
-        CheckpointError: it is damaged, or see `read_weights`.
-    """
-    if problems := storage.verify(folder):
-        raise CheckpointError("; ".join(problems))
-    return read_weights(folder, ema=ema)
-
-
-def read_weights(folder: Path, *, ema: bool = False) -> Mapping[str, Tensor]:
-    """The model's tensors of a verified checkpoint. Those of a sharded one are assembled on access.
+def read_weights(folder: Path, *, ema: bool = False) -> LazyTensors:
+    """The model's tensors of a verified checkpoint, read on access.
 
     Args:
         ema: the averages (optim.ema_decay) in place of the parameters that were trained.
 
     Raises:
-        CheckpointError: it can't be read, or has no averages.
+        CheckpointError: it has no averages.
     """
-    weights = _tensors(folder, storage.MODEL)
-    if not ema:
-        return weights
-    averages = _tensors(folder, storage.OPTIMIZER, f"{KEY}.")
-    if not averages:
+    averages = f"{prefix(storage.OPTIMIZER)}{KEY}."
+    if ema and not read_tensors(folder, averages):
         raise CheckpointError(
             f"--ema: {folder} holds no averages of the weights: it was saved with optim.ema_decay = 0"
         )
-    return weights | averages
-
-
-def _tensors(folder: Path, file: str, prefix: str = "") -> Any:
-    """The tensors of a file of a full state dict, or the same of a sharded one, whose names start with a prefix."""
-    if storage.read_manifest(folder).state_dict == "sharded":
-        return dcp_storage.WholeTensors(folder, file.removesuffix("safetensors") + prefix)
-    try:
-        tensors = load_file(folder / file)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{folder / file} can't be read: {error}") from None
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    return read_tensors(folder, prefix(storage.MODEL), *([averages] if ema else []))
 
 
 def config_of(folder: Path) -> ModelConfig:
@@ -135,16 +106,10 @@ def config_of(folder: Path) -> ModelConfig:
     return ModelConfig.model_validate(keys_of(folder))
 
 
-def folder_of_tokenizer(checkpoint: Path) -> Path:
-    """Where a checkpoint's tokenizer.json should be: in its run, or next to it, where `convert` puts it."""
-    checkpoints = checkpoint.parent
-    return checkpoints if (checkpoints / "tokenizer.json").is_file() else checkpoints.parent
-
-
 def tokenizer_notes(source: Path, ours: Path) -> list[str]:
     """A note if the weights in a run, checkpoint or Hugging Face folder were trained with another vocabulary."""
     source = paths.expand(source)
-    file = (source if (source / "tokenizer.json").is_file() else folder_of_tokenizer(source)) / "tokenizer.json"
+    file = (source if (source / "tokenizer.json").is_file() else source.parent.parent) / "tokenizer.json"
     try:
         if not file.is_file() or bpe.load(file).get_vocab() == bpe.load(ours).get_vocab():
             return []
@@ -154,21 +119,6 @@ def tokenizer_notes(source: Path, ours: Path) -> list[str]:
         f"the weights of {source} were trained with another tokenizer, so most tokens stand for other text here: "
         f"--tokenizer.path={shlex.quote(str(file))} uses theirs"
     ]
-
-
-def trained_config(folder: Path) -> ModelConfig:
-    """The [model] section that a checkpoint was trained with.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
-    state = storage.read_state(folder, named_by_step=False)
-    values = {key.removeprefix("model."): value for key, value in state.config.items() if key.startswith("model.")}
-    try:
-        return ModelConfig.model_validate(values)
-    except ValidationError as error:
-        problems = "; ".join(f"model.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise CheckpointError(f"{folder / storage.STATE} can't be used: {problems}") from None
 
 
 def keys_of(folder: Path) -> dict[str, Any]:
@@ -191,71 +141,58 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
     return tuple(end for end in (named if isinstance(named, list) else [named]) if type(end) is int)
 
 
-def _compare(folder: Path, theirs: dict[str, Any], config: ModelConfig) -> None:
-    """Compare a folder's model keys with the config's."""
-    ours = config.resolved()
-    saved = {f"model.{key}": value for key, value in theirs.items()}
-    expected = {f"model.{key}": ours[key] for key in theirs}
-    storage.compare(folder, saved, expected, "model", "set [model] to the folder's values, or train from the beginning")
-
-
 def _read_shards(folder: Path) -> dict[str, Tensor]:
     index = folder / INDEX
-    weight_map = storage.read_json(index).get("weight_map", {}) if index.is_file() else {"": "model.safetensors"}
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{index}: its weight_map should give the file of each tensor")
+    weight_map = storage.read_json(index)["weight_map"] if index.is_file() else {"": "model.safetensors"}
     weights: dict[str, Tensor] = {}
     for name in sorted(set(weight_map.values())):
-        if Path(name).name != name or ((folder / name).is_symlink() and not (folder / name).exists()):
-            raise CheckpointError(f"{index} names {name}, which is not a file of this folder")
         try:
             weights |= load_file(folder / name)
-        except Exception as error:
+        except Exception as error:  # a download that was cut off, too
             raise CheckpointError(f"{folder / name} can't be read: {error}") from None
     return weights
 
 
-def export(source: Path, out: Path, max_shard_bytes: int = MAX_SHARD_BYTES, *, ema: bool = False) -> str:
-    """Write a checkpoint, or a run's newest one, as a Hugging Face folder in float32. Returns the class that reads it.
+def export(
+    source: Path, out: Path, max_shard_bytes: int = MAX_SHARD_BYTES, *, ema: bool = False
+) -> tuple[str, list[str]]:
+    """Write a checkpoint, or a run's newest complete one, as a Hugging Face folder in float32.
 
     The folder is written under a temporary name and renamed at the end. Memory: one tensor.
 
     Args:
         ema: see `read_weights`.
 
+    Returns:
+        the class of transformers that reads it, and notes on newer checkpoints that are damaged.
+
     Raises:
-        CheckpointError: there is no checkpoint, it is damaged, `out` is not empty, or it can't be written.
+        CheckpointError: no checkpoint is complete, `out` is not empty, or it can't be written.
     """
-    folder = candidates(source)[0]
-    run = folder_of_tokenizer(folder)
-    state, config = storage.read_state(folder, named_by_step=False), trained_config(folder)
+    folder, notes = find(source)
+    state = storage.read_state(folder)
+    config = saved_config(folder, state.config).model
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise CheckpointError(f"{out} exists already; name a new folder")
-    weights = whole_weights(folder, ema=ema)
-    specs = dcp_storage.specs(weights)
-    if len(specs.get("tok_embeddings.weight", ("", ()))[1]) != 2:
-        raise CheckpointError(f"{folder} has no token embeddings: it is not a model's checkpoint")
-    content = to_hf_config(config, specs["tok_embeddings.weight"][1][0])
+    weights = with_head(read_weights(folder, ema=ema), config)
+    content = to_hf_config(config, weights.specs["tok_embeddings.weight"][1][0])
     temporary = out.with_name(f".{out.name}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        if (run / "tokenizer.json").is_file():
-            _write_tokenizer(temporary, bpe.load(run / "tokenizer.json"), state.end_token, config)
+        tokenizer = folder.parent.parent / "tokenizer.json"
+        if tokenizer.is_file():
+            _write_tokenizer(temporary, bpe.load(tokenizer), state.end_token, config)
         # without these, readers use the architecture's defaults, which are wrong for our vocabulary
         content["eos_token_id"] = state.end_token
         if config.family != "t5":
             content["bos_token_id"] = state.end_token
         (temporary / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        weights, specs = with_head(weights, specs, config)
-        if config.has_experts:
-            weights = unstacked(weights)
-            specs = dcp_storage.specs(weights)
-        _write_shards(temporary, weights, specs, config.family, max_shard_bytes)
+        _write_shards(temporary, unstacked(weights) if config.has_experts else weights, config.family, max_shard_bytes)
         if out.is_dir():
             out.rmdir()
         temporary.rename(out)
-        return str(content["architectures"][0])
+        return str(content["architectures"][0]), notes
     except OSError as error:
         raise CheckpointError(f"{out} can't be written: {error}") from None
     finally:
@@ -282,28 +219,28 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, end: int, config: Model
     (folder / "tokenizer_config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def with_head(
-    weights: Mapping[str, Tensor], specs: TensorSpecs, config: ModelConfig
-) -> tuple[Mapping[str, Tensor], TensorSpecs]:
+def with_head(weights: LazyTensors, config: ModelConfig) -> LazyTensors:
     """The tensors to export, by our names: those of a T5 with tied embeddings that are not scaled have a head as well.
 
-    See names.to_hf_config.
+    See configs._values.
 
     Raises:
         CheckpointError: no version of transformers reads such a T5.
     """
     if config.family != "t5" or config.tie_embeddings == config.scale_output:
-        return weights, specs
+        return weights
     if config.scale_output:
         raise CheckpointError(
             "transformers can't read a T5 with model.scale_output = true and a head of its own (tie_embeddings = false)"
         )
     head, table = "output.weight", "tok_embeddings.weight"
-    return dict(weights) | {head: weights[table]}, dict(specs) | {head: specs[table]}
+    specs = {**weights.specs, head: weights.specs[table]}
+    return LazyTensors(specs, lambda name: weights[table if name == head else name])
 
 
-def _write_shards(folder: Path, weights: Mapping[str, Tensor], specs: TensorSpecs, family: str, max_bytes: int) -> None:
+def _write_shards(folder: Path, weights: Mapping[str, Tensor], family: str, max_bytes: int) -> None:
     """Write model.safetensors, or files of at most max_bytes (unless one tensor is larger) with an index."""
+    specs = dcp_storage.specs(weights)
     parts = hf_names(specs, family)
     theirs = specs_of(
         {name: to_hf(ours, lambda n: torch.empty(specs[n][1], device="meta"), family) for name, ours in parts.items()}

@@ -58,6 +58,11 @@ def made(folder: Path, wanted: bool = True) -> Iterator[None]:
         raise
 
 
+def job() -> str:
+    """torchrun's --rdzv-id. "none": each machine has been given its rank, or there is one process without torchrun."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", "none")
+
+
 def lock(folder: Path) -> FileLock:
     """Lock the folder on rank 0 for as long as the returned object lives, so that only one run writes to it.
 
@@ -68,8 +73,8 @@ def lock(folder: Path) -> FileLock:
         BusyError: on every rank: a process of another job holds the lock, or locking fails.
     """
     held = FileLock(folder / ".lock", timeout=0.5)  # a reader of the status may test it just now (tools/status.py)
-    holder, job = folder / ".lock-holder", os.environ.get("TORCHELASTIC_RUN_ID", "none")  # --rdzv-id
-    me = f"process {os.getpid()} on {socket.gethostname()}" + (f", job {job}" if job != "none" else "")
+    holder = folder / ".lock-holder"
+    me = f"process {os.getpid()} on {socket.gethostname()}" + (f", job {job()}" if job() != "none" else "")
 
     def acquire() -> None:
         try:
@@ -79,7 +84,7 @@ def lock(folder: Path) -> FileLock:
             by = "another process"
             with contextlib.suppress(OSError):
                 by = holder.read_text() or by
-            if not by.endswith(f", job {job}"):
+            if not by.endswith(f", job {job()}"):
                 message = f"{folder} is being used by {by}; wait for it, or choose another --run.name=NAME"
                 raise BusyError(message) from None
             (folder / JOINING).touch()

@@ -1,38 +1,30 @@
 """Commands on checkpoints, in one process: `python checkpoint.py COMMAND`.
 
 verify RUN...        hash every file of every checkpoint and report problems; also a folder of runs
-inspect FOLDER       list a checkpoint's files and tensors, and the step of its run
-convert FOLDER OUT   turn a sharded checkpoint into a full one, or the reverse (runs load both)
+inspect FOLDER       list the files and tensors of a checkpoint, or of a run's newest complete one
 export RUN OUT       write a Hugging Face folder; --ema: of the averaged weights, --best: of its best checkpoint
 import FOLDER [OUT]  print, or write to OUT, a config for continued pretraining of a Hugging Face folder
 """
 
 import argparse
 import itertools
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from torchtitan_lite.checkpointing import dcp_storage, storage
 from torchtitan_lite.checkpointing.find import candidates, find
-from torchtitan_lite.checkpointing.safetensors_file import FileRecord, write_tensors
 from torchtitan_lite.config import paths, toml
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.data.token_files import PAIRS
 from torchtitan_lite.errors import CheckpointError, FormatError, UnreadableError, run_cli
 from torchtitan_lite.huggingface import weights
 from torchtitan_lite.models import build
 from torchtitan_lite.monitoring import attempts
 from torchtitan_lite.terminal import counted, size
 from torchtitan_lite.tools.load_model import best_checkpoint
-
-PARTS = ("model.", storage.MODEL), ("optimizer.", storage.OPTIMIZER)  # name prefix in shards, file of the full state
 
 
 def verify(folders: Sequence[Path]) -> bool:
@@ -56,7 +48,7 @@ def verify(folders: Sequence[Path]) -> bool:
 
 def inspect(folder: Path) -> None:
     """Print a checkpoint's state, files and tensors."""
-    manifest, state = storage.read_manifest(folder), storage.read_state(folder, named_by_step=False)
+    manifest, state = storage.read_manifest(folder), storage.read_state(folder)
     print(
         f"step {state.step}, {counted(state.tokens, 'token')}, {counted(state.samples_consumed, 'sample')}; "
         f"{manifest.state_dict} state"
@@ -68,65 +60,8 @@ def inspect(folder: Path) -> None:
     print(f"saved by {counted(manifest.world_size, 'rank')}; {size(manifest.bytes)} in {files}")
     for name, record in manifest.files.items():
         print(f"  {record.bytes:>15,}  {record.sha256[:12]}...  {name}")
-    if manifest.state_dict == "sharded":
-        shapes = dcp_storage.shapes(folder)
-    else:
-        shapes = {
-            f"{prefix}{name}": shape
-            for prefix, file in PARTS
-            for name, shape in storage.read_shapes(folder / file).items()
-        }
-    for name, shape in shapes.items():
-        print(f"  {list(shape)!s:>20}  {name}")
-
-
-def convert(path: Path, out: Path) -> Path:
-    """Convert a sharded checkpoint, or a run's newest complete one, to a full one, or the reverse.
-
-    From sharded to full, it holds one tensor at a time. `out` is a folder of checkpoints. It may belong to a run that
-    is training; otherwise it gets the run's tokenizer.json, so that generate, export and verify take it.
-
-    Raises:
-        CheckpointError: none is complete, or `out` has a checkpoint of this step.
-    """
-    folder, notes = find(path)
-    for note in notes:
-        print(f"note    {note}")
-    manifest, state = storage.read_manifest(folder), storage.read_state(folder, named_by_step=False)
-    if storage.step_folder(out, state.step).exists():
-        raise CheckpointError(f"{storage.step_folder(out, state.step)} exists already")
-    temporary = None
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        temporary = storage.begin(out, state.step, locked=False)
-        if manifest.state_dict == "full":
-            converted = storage.commit(temporary, state, "sharded", 1, _one_shard(folder, temporary), replace=False)
-        else:
-            records = {}
-            for prefix, file in PARTS:
-                tensors = dcp_storage.WholeTensors(folder, prefix)
-                records[file] = write_tensors(temporary / file, tensors.specs(), tensors.__getitem__)
-            converted = storage.commit(temporary, state, "full", manifest.world_size, records, replace=False)
-        source = weights.folder_of_tokenizer(folder)
-        if not (weights.folder_of_tokenizer(converted) / "tokenizer.json").is_file():
-            for name in ("tokenizer.json", PAIRS):  # so that `out` can be used as a run is
-                if (source / name).is_file():
-                    shutil.copyfile(source / name, out / name)
-        return converted
-    except OSError as error:
-        raise CheckpointError(f"{out} can't be written: {error}") from None
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)  # a committed folder has been renamed
-
-
-def _one_shard(folder: Path, out: Path) -> dict[str, FileRecord]:
-    """Write the tensors of a full checkpoint as the shards of a single rank."""
-    try:
-        tensors = {prefix + name: t for prefix, file in PARTS for name, t in load_file(folder / file).items()}
-    except SafetensorError as error:
-        raise CheckpointError(f"{folder} can't be read: {error}") from None
-    return dcp_storage.write_whole(out, tensors)
+    for name, entry in dcp_storage.read_index(folder).items():
+        print(f"  {list(entry['shape'])!s:>20}  {name}")
 
 
 def import_config(folder: Path, out: Path | None) -> None:
@@ -217,18 +152,9 @@ def main(argv: Sequence[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("verify").add_argument("paths", type=paths.expand, nargs="+")
     commands.add_parser("inspect").add_argument("folder", type=paths.expand)
-    for name, first, what, written in (
-        ("convert", "folder", "a run (its newest checkpoint) or a checkpoint", "the folder in which step-N is written"),
-        (
-            "export",
-            "source",
-            "a run (its newest checkpoint) or a checkpoint",
-            "the Hugging Face folder to write: new or empty",
-        ),
-    ):
-        command = commands.add_parser(name)
-        command.add_argument(first, type=paths.expand, help=what)
-        command.add_argument("out", type=paths.expand, help=written)
+    command = commands.add_parser("export")
+    command.add_argument("source", type=paths.expand, help="a run (its newest complete checkpoint) or a checkpoint")
+    command.add_argument("out", type=paths.expand, help="the Hugging Face folder to write: new or empty")
     command.add_argument("--ema", action="store_true", help="the averaged weights, see optim.ema_decay")
     command.add_argument("--best", action="store_true", help="of a run: the checkpoint with the lowest validation loss")
     command = commands.add_parser("import")
@@ -242,18 +168,20 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "verify":
         return 0 if verify(arguments.paths) else 1
     if arguments.command == "inspect":
-        inspect(candidates(arguments.folder)[0])
-    elif arguments.command == "convert":
-        print(f"converted to {convert(arguments.folder, arguments.out)}")
+        folder, notes = find(arguments.folder)
+        inspect(folder)
     elif arguments.command == "export":
         source = best_checkpoint(arguments.source) if arguments.best else arguments.source
-        model_class = weights.export(source, arguments.out, ema=arguments.ema)
+        model_class, notes = weights.export(source, arguments.out, ema=arguments.ema)
         print(f"exported to {arguments.out}: transformers.{model_class}.from_pretrained reads it")
         if model_class == "Qwen2ForCausalLM":  # transformers 5 ignores the class that tokenizer_config.json names
-            print(
-                "note    for this class AutoTokenizer builds Qwen2's own tokenizer; "
+            notes.append(
+                "for this class AutoTokenizer builds Qwen2's own tokenizer; "
                 "load another one with transformers.PreTrainedTokenizerFast.from_pretrained"
             )
     else:
         import_config(arguments.folder, arguments.out)
+        notes = []
+    for note in notes:
+        print(f"note    {note}")
     return 0

@@ -9,7 +9,6 @@ is streamed to stdout; everything else goes to stderr.
 import argparse
 import contextlib
 import functools
-import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +20,7 @@ from torchtitan_lite.config import paths
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.pairs import with_prefix
-from torchtitan_lite.errors import ConfigError, OutputError, run_cli
+from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.models.generation import Sampler, answers, beam_search, new_tokens, pieces
 from torchtitan_lite.terminal import counted, prepare_streams
 from torchtitan_lite.tools.load_model import (
@@ -36,29 +35,23 @@ MOST_BEAMS = 1000
 
 
 def encode(opened: Opened, prompt: str) -> list[int]:
-    """The tokens of a prompt. A source gets the prefix and the end token that the encoder has seen with each text.
+    """The tokens of a prompt. That of an encoder-decoder, its source, gets the prefix and the end token of training.
 
     Raises:
-        ConfigError: it is an empty source, can't be encoded, or is too long for the model.
+        ConfigError: it is empty, can't be encoded, or is too long for the model.
     """
-    if answers(opened.model) and prompt:
-        prompt = with_prefix(opened.prefix, prompt)
-    ids = bpe.encode(opened.tokenizer, prompt, "prompt")
-    limit = opened.model.config.max_seq_len
-    if answers(opened.model):
-        if not ids:
-            raise ConfigError('the source is empty; give the model a text, e.g. --source "summarize: ..."')
+    is_source, limit = answers(opened.model), opened.model.config.max_seq_len
+    ids = bpe.encode(opened.tokenizer, with_prefix(opened.prefix, prompt) if is_source and prompt else prompt, "prompt")
+    if is_source and ids:
         ids += [end for end in opened.ends[:1] if ids[-1] != end]
-        if len(ids) > limit:
-            raise ConfigError(f"the source has {len(ids)} tokens; the model takes at most {limit} (max_seq_len)")
-        return ids
-    ids = ids or opened.beginning()  # an empty prompt is the beginning of a document
+    elif not is_source:
+        ids = ids or opened.beginning()  # an empty prompt is the beginning of a document
     if not ids:
         raise ConfigError("the prompt is empty, and the model has no token that begins a text: give it one")
-    if len(ids) >= limit:
+    if len(ids) > (longest := limit if is_source else limit - 1):
         raise ConfigError(
-            f"the prompt has {len(ids)} tokens; prompt and answer together have at most {limit} (max_seq_len): "
-            f"a prompt of at most {limit - 1} works"
+            f"the prompt has {len(ids)} tokens, and the model takes {limit} (max_seq_len; of a decoder, with the "
+            f"answer): a prompt of at most {longest} works"
         )
     return ids
 
@@ -98,34 +91,26 @@ def answer(opened: Opened, prompt: str, options: Options) -> str:
     """Print the prompt and stream the model's continuation; of an encoder-decoder, only the answer.
 
     Returns:
-        a line with token rates.
+        a line with the rate of the new tokens, which includes the time of the prompt.
 
     Raises:
         ConfigError: see `encode`.
     """
-    ids = encode(opened, prompt)
-    continues = not answers(opened.model)
-    if continues:
-        _write(prompt)
-    times: list[float] = []
+    ids, n_tokens = encode(opened, prompt), 0
+    if continues := not answers(opened.model):
+        print(prompt, end="", flush=True)
 
-    def timed() -> Iterator[int]:
+    def counting() -> Iterator[int]:
+        nonlocal n_tokens
         for token in tokens_of(opened, ids, options):
-            times.append(time.perf_counter())
+            n_tokens += 1
             yield token
 
     started = time.perf_counter()
-    for text in pieces(opened.tokenizer, ids if continues else [], timed()):
-        _write(text)
-    _write("\n")
-    if not times:
-        return "the model ended the text at once"
-    first = f"{counted(len(ids), 'token')} of {'prompt' if continues else 'source'} in {times[0] - started:.2f} s"
-    if options.beams > 1:  # no token is known before the last
-        return f"{counted(len(times), 'token')} by {options.beams} beams; {first}"
-    if len(times) == 1:
-        return f"1 token; {first}"
-    return f"{len(times)} tokens, {(len(times) - 1) / (times[-1] - times[0]):,.1f} tokens/s; {first}"
+    for text in pieces(opened.tokenizer, ids if continues else [], counting()):
+        print(text, end="", flush=True)
+    print(flush=True)
+    return f"{counted(n_tokens, 'token')}, {n_tokens / (time.perf_counter() - started):,.1f} tokens/s"
 
 
 def tokens_of(opened: Opened, ids: list[int], options: Options) -> Iterable[int]:
@@ -136,38 +121,10 @@ def tokens_of(opened: Opened, ids: list[int], options: Options) -> Iterable[int]
     return new_tokens(model, ids, options.max_tokens, options.sampler, ends)
 
 
-def _line() -> str:
-    try:
-        return input("prompt> " if sys.stdin.isatty() else "").removesuffix("\r")  # of lines that end in CR LF
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"the input is not {error.encoding} text: {error}") from None
-
-
-def _write(text: str) -> None:
-    """Print without a newline.
-
-    Raises:
-        BrokenPipeError: the reader has closed the pipe.
-        OutputError: stdout can't be written for another reason.
-    """
-    try:
-        print(text, end="", flush=True)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        _drop_output()
-        raise OutputError(f"stdout can't be written: {error.strerror or error}") from None
-
-
-def _drop_output() -> None:
-    """Discard buffered output, which Python would otherwise try to write again at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def converse(opened: Opened, options: Options) -> None:
     """Answer each line of input independently, until an empty line or the end of the input."""
     with contextlib.suppress(EOFError):
-        while prompt := _line():
+        while prompt := input("prompt> " if sys.stdin.isatty() else ""):
             try:
                 print(answer(opened, prompt, options), file=sys.stderr)
             except ConfigError as error:  # too long: the next may be shorter
@@ -183,8 +140,8 @@ def main(argv: Sequence[str]) -> int:
     )
     add = parser.add_argument
     add("run", type=paths.expand, metavar="RUN", help="a run, one of its checkpoints, or a Hugging Face folder")
-    add("--prompt", help='the beginning of the text, or ""; one document, also behind an end token inside it')
-    add("--source", default=None, help="encoder-decoders: the text to answer, e.g. to summarize")
+    of_decoders = 'the beginning of the text, or ""; one document, also behind an end token inside it'
+    add("--prompt", "--source", help=f"{of_decoders}; encoder-decoders: the text to answer, e.g. to summarize")
     add("--beams", type=int, default=1, help="encoder-decoders: number of beams; replaces sampling")
     add("--length-penalty", type=float, default=1.0, help="beam search: a larger one prefers longer answers")
     add("--interactive", action="store_true", help="ask for prompts, until an empty line")
@@ -206,41 +163,20 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     options = Options(**{field.name: getattr(args, field.name) for field in fields(Options)})
-    problems = []
-    if args.prompt is None and args.source is None and not args.interactive:
+    problems = options.problems()
+    if args.prompt is None and not args.interactive:
         problems.append('nothing to continue; e.g. --prompt "def ", --source "summarize: ..." or --interactive')
-    if args.prompt is not None and args.source is not None:
-        problems.append("--prompt is for decoders, and --source for encoder-decoders: give one of them")
-    problems += options.problems()
     if problems:
         raise ConfigError("\n  ".join(problems))
     FAMILIES.add(args.family)
-    try:
-        run = best_checkpoint(args.run) if args.best else args.run
-        opened = open_model(run, device_of(args.device), getattr(torch, args.dtype), args.tokenizer, ema=args.ema)
-        for note in [*opened.notes, opened.source]:
-            print(note, file=sys.stderr)
-        _require_family(args, opened)
-        prompt = args.prompt if args.source is None else args.source
-        if prompt is not None:
-            print(answer(opened, prompt, options), file=sys.stderr)
-        if args.interactive:
-            converse(opened, options)
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # e.g. `| head`
-        _drop_output()
+    run = best_checkpoint(args.run) if args.best else args.run
+    opened = open_model(run, device_of(args.device), getattr(torch, args.dtype), args.tokenizer, ema=args.ema)
+    for note in [*opened.notes, opened.source]:
+        print(note, file=sys.stderr)
+    if args.beams > 1 and not answers(opened.model):
+        raise ConfigError(f"--beams is for encoder-decoders, and {args.run} holds a decoder: leave it out")
+    if args.prompt is not None:
+        print(answer(opened, args.prompt, options), file=sys.stderr)
+    if args.interactive:
+        converse(opened, options)
     return 0
-
-
-def _require_family(args: argparse.Namespace, opened: Opened) -> None:
-    """Raise ConfigError if an option does not suit the model."""
-    family = opened.model.config.family
-    if answers(opened.model) and args.prompt is not None:
-        raise ConfigError(f"--prompt is for decoders, and {args.run} holds an encoder-decoder ({family}): use --source")
-    if not answers(opened.model) and (args.source is not None or args.beams > 1):
-        name = "--beams" if args.source is None else "--source"
-        raise ConfigError(
-            f"{name} is for encoder-decoders, and {args.run} holds a decoder ({family}): use --prompt without --beams"
-        )

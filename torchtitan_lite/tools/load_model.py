@@ -5,12 +5,12 @@ Of a checkpoint also what it was trained with: its config, and its data if that 
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 
-from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.checkpointing import dcp_storage, storage
+from torchtitan_lite.checkpointing.compatibility import saved_config, shapes_of
 from torchtitan_lite.checkpointing.find import find
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import own_tensors
@@ -28,7 +28,6 @@ from torchtitan_lite.models.generation import answers
 from torchtitan_lite.monitoring.attempts import Attempt, best_step
 
 LONGEST = 2048  # tokens in a window of a Hugging Face model, unless another length is given
-_SECTIONS = "run", "model", "data", "tokenizer", "train"  # of a config: what a reader of data or a checkpoint needs
 
 
 @dataclass(frozen=True)
@@ -105,20 +104,18 @@ def open_model(
         weights = hf.open_weights(folder, config)
     else:
         folder, notes = find(folder)
-        run, state = hf.folder_of_tokenizer(folder), storage.read_state(folder, named_by_step=False)
-        trained, ends = config_of(folder, state), (state.end_token,)
+        run, state = folder.parent.parent, storage.read_state(folder)
+        trained, ends = saved_config(folder, state.config), (state.end_token,)
         config, weights = trained.model, hf.read_weights(folder, ema=ema)
         prefix = source_prefix(run)
     entries = _tokenizer(tokenizer or run)
-    embeddings = weights.get("tok_embeddings.weight")
-    if embeddings is None or embeddings.ndim != 2 or not len(embeddings):
-        raise CheckpointError(f"{folder} has no token embeddings: it holds a different kind of model")
     if problems := dict(shape_rules(config)):
         raise CheckpointError("\n  ".join([f"{folder} describes a model that can't be built:", *problems.values()]))
+    theirs = {name: shape for name, (_, shape) in dcp_storage.specs(weights).items()}
     with torch.device("meta"):
-        model = build(config, embeddings.shape[0])
-    shapes = {name: tuple(tensor.shape) for name, tensor in own_tensors(model).items()}
-    storage.compare(folder, {name: tuple(t.shape) for name, t in weights.items()}, shapes, "model", "it can't be used")
+        model = build(config, max(theirs.get("tok_embeddings.weight", (1,))[0], 1))
+    shapes = shapes_of(own_tensors(model))
+    storage.compare(folder, theirs, shapes, "model", "it can't be used")
     if bpe.size(entries) > model.tok_embeddings.num_embeddings:
         raise DataError(
             f"{tokenizer or run}: its tokenizer has {bpe.size(entries)} entries, and the model in {folder} has "
@@ -174,23 +171,6 @@ def _tokenizer(where: Path) -> Tokenizer:
         problem = f"is {kind_of(file)}" if file.exists() else "does not exist"
         raise DataError(f"{file} {problem}: name the model's tokenizer.json with --tokenizer=FILE")
     return bpe.load(file)
-
-
-def config_of(folder: Path, state: TrainState | Attempt) -> Config:
-    """The model, data and lengths of a checkpoint or an attempt.
-
-    Raises:
-        CheckpointError: it can't be read.
-    """
-    tree: dict[str, dict[str, Any]] = {}
-    for key, value in state.config.items():
-        section, name = key.split(".", 1)
-        if section in _SECTIONS:
-            tree.setdefault(section, {})[name] = value
-    try:
-        return Config.model_validate(tree)
-    except ValueError as error:
-        raise CheckpointError(f"{folder}: the config that it was trained with can't be read: {error}") from None
 
 
 def require_same_data(name: str, data: DataSet, state: TrainState | Attempt) -> None:

@@ -1,9 +1,12 @@
 """The modes of train.py: `--print-config`, `--check-config`, `--inspect`, `--dry-run` and `--replay N`."""
 
 from collections.abc import Callable
+from functools import partial
 
+from torchtitan_lite.checkpointing import compatibility, find, storage
 from torchtitan_lite.config.cli import Command
-from torchtitan_lite.config.toml import to_toml_with_origins
+from torchtitan_lite.config.schema import flatten
+from torchtitan_lite.config.toml import Loaded, to_toml_with_origins
 from torchtitan_lite.errors import RepeatError
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.monitoring.run_folder import why_not_again
@@ -24,10 +27,8 @@ def run(
 ) -> None:
     """Do what the command asks for. `build`, `train_step` and `sharded_model` are those of train.py."""
     notes = [f"note    {note}" for note in command.loaded.notes]
-    if command.check_config and (refused := why_not_again(command.loaded)):
-        raise RepeatError(refused)
-    if command.check_config and command.loaded.config.data.is_prepared:
-        prepared(command.loaded)  # is refused if it is damaged
+    if command.check_config:
+        check(command.loaded)
     if command.print_config or command.check_config:
         notes.append(f"the configuration is fine; its run is in {command.loaded.config.folder}")
         if local_rank() == 0:
@@ -42,3 +43,20 @@ def run(
         replay.run(command.replay, loaded, data, build, train_step)
     else:
         inspect.run(loaded.config, data.vocab_size, sharded_model)
+
+
+def check(loaded: Loaded) -> None:
+    """Raise what a start would raise, as far as that is known without preparing text, a process group or a model."""
+    if refused := why_not_again(loaded):
+        raise RepeatError(refused)
+    here, data = flatten(loaded.config), None
+    if loaded.config.data.is_prepared:
+        loaded, data = prepared(loaded)  # is refused if it is damaged
+        here = flatten(loaded.config)
+    if not storage.find_steps(loaded.config.folder / "checkpoints"):
+        return
+    newest = find.newest_complete(find.candidates(loaded.config.folder), partial(storage.verify, mode="size")).folder
+    if newest is not None:
+        saved = storage.read_state(newest)
+        content = compatibility.identity(loaded.config, data) if data else saved.identity
+        compatibility.require_same_run(newest, saved, {**here, **content}, fork=False)

@@ -99,14 +99,19 @@ def _status(folder: Path) -> int:
     status = status_of(folder, about, records)
     reason = "" if status.active else about["reason"].split("\n")[0]
     lines = [f"run     {folder}: {status.text}{reason and f': {reason}'}"]
+    last_attempt = attempts.read(folder)[-1]
+    lines.append(f"ranks   {last_attempt.world_size} on {', '.join(last_attempt.hosts)}")
     steps = [record for record in records if "loss" in record][-10:]
     if steps:
         last, n_steps = steps[-1], attempts.that_count(attempts.read(folder))[-1].config["train.steps"]
         loss = "not finite" if last["loss"] is None else f"{last['mean_loss']:.4f}"
         lines.append(f"step    {last['step']:,} of {n_steps:,}, {_ago(last['time'])}, loss {loss}")
         rate = sorted(record["tokens_per_second"] for record in steps)[len(steps) // 2]
-        names = (saved.name.removeprefix("step-") for saved in (folder / "checkpoints").glob("step-*"))
-        best = attempts.best_step(folder, [int(name) for name in names if name.isdecimal()])
+        named = {saved.name.removeprefix("step-"): saved for saved in (folder / "checkpoints").glob("step-*")}
+        saved = {int(name): each.stat().st_mtime for name, each in named.items() if name.isdecimal()}
+        if saved:
+            lines.append(f"saved   step {max(saved):,}, {_ago(saved[max(saved)])}")
+        best = attempts.best_step(folder, [*saved])
         if best is not None:
             lines.append(f"best    the checkpoint of step {best:,}, by validation loss")
         lines.append(f"speed   {rate:,.0f} tokens per second, {goodput_line(folder)}")

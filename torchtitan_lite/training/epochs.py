@@ -50,7 +50,7 @@ def resolved(loaded: Loaded, data: DataSet, info: Callable[[str], None] = print)
     if config.data.packing == "best_fit":
         from torchtitan_lite.data.packing import pack
 
-        for source in data.sources:  # before there is a process group, whose collectives would time out
+        for source in data.sources:
             pack(source.folder, source.meta, config.train.seq_len, info)
     if not config.in_epochs:
         return loaded

@@ -8,6 +8,7 @@ import hashlib
 import json
 import platform
 import socket
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,7 +53,27 @@ def require_one_run(loaded: Loaded, data: DataSet, world: World) -> list[str]:
     """
     if refused := on_rank0(lambda: run_folder.why_not_again(loaded), world.untimed):
         raise RepeatError(refused)
-    return require_agreement(loaded.config, data, world)
+    hosts = require_agreement(loaded.config, data, world)
+    require_shared(loaded.config.folder, loaded.config)
+    return hosts
+
+
+def require_shared(folder: Path, config: Config) -> None:
+    """Check that all machines see the run's folder, or what it will be in. Collective.
+
+    If all checkpoints are full and torchrun gives each machine a fixed rank, only rank 0 needs it. With an --rdzv-id,
+    rank 0 of the next attempt may be on any machine, which would begin again at step 0.
+
+    Raises:
+        ConfigError: on every rank.
+    """
+    where = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+    file = Path(on_rank0(lambda: tempfile.mkstemp(prefix=".shared-", dir=where)[1]))
+    blind = [host for host, sees in gather([socket.gethostname(), file.exists()]) if not sees]
+    on_rank0(file.unlink)
+    if blind and (config.checkpoint.state_dict == "sharded" or run_folder.job() != "none"):
+        names = ", ".join(dict.fromkeys(blind))
+        raise ConfigError(f"run.out_dir: {where} of rank 0 is not shared: {names} can't see a file in it")
 
 
 def machines_line(before: Sequence[attempts.Attempt], hosts: Sequence[str], world_size: int) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tomli
-from pydantic import AfterValidator, Field, PositiveFloat, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, ValidationInfo, field_validator
 
 from torchtitan_lite.config.families import FAMILIES, Family
 from torchtitan_lite.config.paths import problem
@@ -135,17 +135,6 @@ model.window; full: to all tokens; nope: to all tokens, without positions; delta
         if sizes and size not in sizes:
             raise ValueError(f"no such size of {family}; known: {', '.join(sizes)}")
         return size
-
-    @model_validator(mode="before")
-    @classmethod
-    def _with_size(cls, values: Any) -> Any:
-        """Add the keys of a size that is given in Python. load.py has added them already, in its layers."""
-        if not isinstance(values, dict) or "size" not in values:
-            return values
-        family = FAMILIES.get(str(values.get("family", cls.model_fields["family"].default)).lower())
-        if family is None:
-            return values
-        return {**family.defaults, **family.sizes.get(values["size"], {}), **values}
 
     def resolved(self) -> dict[str, Any]:
         """Every key, with derived values in place of 0, except vocab_size."""

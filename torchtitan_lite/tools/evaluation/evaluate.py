@@ -24,6 +24,7 @@ import torch
 from tokenizers import Tokenizer
 
 from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.checkpointing.compatibility import saved_config
 from torchtitan_lite.checkpointing.find import candidates
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.families import FAMILIES
@@ -52,7 +53,6 @@ from torchtitan_lite.tools.load_model import (
     LONGEST,
     Opened,
     best_checkpoint,
-    config_of,
     device_of,
     open_model,
     out_of_range,
@@ -209,7 +209,7 @@ def _window_of(path: Path) -> int:
         return SOURCES if FAMILIES[model.family].encoder_decoder else min(model.max_seq_len, LONGEST)
     for checkpoint in candidates(folder):
         with contextlib.suppress(CheckpointError):  # reported when it is opened
-            return config_of(checkpoint, storage.read_state(checkpoint, named_by_step=False)).train.seq_len
+            return saved_config(checkpoint, storage.read_state(checkpoint).config).train.seq_len
     return LONGEST
 
 

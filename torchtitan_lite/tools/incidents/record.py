@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.checkpointing.compatibility import saved_config
 from torchtitan_lite.checkpointing.find import newest_complete
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml import Loaded
@@ -12,7 +13,7 @@ from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.monitoring import attempts as history
 from torchtitan_lite.monitoring.attempts import Attempt
-from torchtitan_lite.tools.load_model import config_of, require_same_data
+from torchtitan_lite.tools.load_model import require_same_data
 from torchtitan_lite.training.start_and_end import prepared
 
 
@@ -39,12 +40,12 @@ def read_record(folder: Path) -> Record:
         DataError: the data can't be read.
     """
     attempts = attempts_of(folder)
-    loaded, data = prepared(Loaded(config_of(folder, attempts[-1]), {}))
+    loaded, data = prepared(Loaded(saved_config(folder, attempts[-1].config), {}))
     require_same_data(str(folder), data, attempts[-1])
     samples: dict[int, range] = {}
     last = loaded.config.train.steps
     for attempt in reversed(attempts):  # the later ones made the steps after `last` again
-        samples.update(_samples(attempt, config_of(folder, attempt), last))
+        samples.update(_samples(attempt, saved_config(folder, attempt.config), last))
         last = min(last, attempt.step)
     if not samples:
         raise ConfigError(f"{folder} has no step to make: it began after step {attempts[0].step} (train.steps)")

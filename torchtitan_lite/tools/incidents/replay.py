@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import __version__
-from torchtitan_lite.checkpointing import dcp_storage, storage
+from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.compatibility import AUTOTUNING, bitwise_setting, identity
-from torchtitan_lite.checkpointing.tensor_names import by_name, prefix
+from torchtitan_lite.checkpointing.dcp_storage import read_tensors
+from torchtitan_lite.checkpointing.tensor_names import by_name
 from torchtitan_lite.config.schema import Config, flatten, known_keys, resume_rule
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
@@ -132,7 +132,7 @@ def read(config: Config, n: int, here: Numbers) -> Recorded:
     if not 1 <= n <= max(steps, default=0):
         raise ConfigError(f"--replay={n}: {folder} has recorded the steps up to {max(steps, default=0)}")
     checkpoint, notes = checkpoint_before(folder, attempts, n)
-    start = storage.read_state(checkpoint, named_by_step=False).step if checkpoint else 0
+    start = storage.read_state(checkpoint).step if checkpoint else 0
     made = range(start + 1, min(step for step in steps if step >= n) + 1)
     numbers = {maker.attempt for step in made if (maker := history.of_step(attempts, step))}
     makers = [attempt for attempt in attempts if attempt.attempt in numbers]
@@ -289,7 +289,7 @@ def _compare_tensors(s: Session, checkpoints: Path, step: int, advice: str) -> i
     def open_it() -> bool:
         nonlocal saved
         with contextlib.suppress(UserError, OSError):  # the run has deleted it meanwhile
-            saved = {} if storage.verify(checkpoint) else _saved(checkpoint)
+            saved = {} if storage.verify(checkpoint) else read_tensors(checkpoint, "")
         return bool(saved)
 
     if not on_rank0(open_it, s.world.untimed):
@@ -305,14 +305,6 @@ def _compare_tensors(s: Session, checkpoints: Path, step: int, advice: str) -> i
             f"{different[0]}: the update differed, or memory changed before it was saved. {advice}"
         )
     return len(tensors)
-
-
-def _saved(checkpoint: Path) -> Mapping[str, Tensor]:
-    """A checkpoint's tensors by name in a sharded state dict, read when they are needed."""
-    if storage.read_manifest(checkpoint).state_dict == "sharded":
-        return dcp_storage.WholeTensors(checkpoint, "")
-    files = storage.MODEL, storage.OPTIMIZER
-    return {f"{prefix(file)}{name}": value for file in files for name, value in load_file(checkpoint / file).items()}
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
