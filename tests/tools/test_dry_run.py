@@ -50,7 +50,7 @@ def checked(world: World, folder: Path, wrong: str) -> str:
         real = time.time
         dry_run.time.time = lambda: real() + 5  # type: ignore[attr-defined]
     if world.rank == 1 and wrong.startswith("disk"):
-        Path.exists = lambda self: False  # type: ignore[attr-defined, method-assign, assignment]
+        Path.exists = lambda self: False  # type: ignore[method-assign]
     config = Config.model_validate({}, context="layers")
     os.environ["TORCHELASTIC_RUN_ID"] = "none" if wrong == "disk of fixed ranks" else "mine"
     services = SimpleNamespace(checkpointer=SimpleNamespace(require_space=lambda step: None))

@@ -69,7 +69,7 @@ def require_shared(folder: Path, config: Config) -> None:
     """
     where = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
     file = Path(on_rank0(lambda: tempfile.mkstemp(prefix=".shared-", dir=where)[1]))
-    blind = [host for host, sees in gather([socket.gethostname(), file.exists()]) if not sees]
+    blind = [host for host in gather("" if file.exists() else socket.gethostname()) if host]
     on_rank0(file.unlink)
     if blind and (config.checkpoint.state_dict == "sharded" or run_folder.job() != "none"):
         names = ", ".join(dict.fromkeys(blind))
