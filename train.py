@@ -10,6 +10,7 @@ The same command again resumes the run.
 
 import contextlib
 import functools
+import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from torchtitan_lite import cpu, models  # before torch: it may set a variable t
 
 # isort: split
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from checkpoint import Checkpointer
@@ -41,19 +43,29 @@ from torchtitan_lite.distributed.process_group import (
 )
 from torchtitan_lite.errors import run_cli
 from torchtitan_lite.monitoring import attempts, run_folder
-from torchtitan_lite.monitoring.metrics import Log
+from torchtitan_lite.monitoring.metrics import Log, Meter
 from torchtitan_lite.monitoring.watchdog import Watchdog
 from torchtitan_lite.optim import optimizer as optim
-from torchtitan_lite.optim.finite_guard import FiniteGuard
+from torchtitan_lite.optim.finite_guard import FiniteGuard, Guard
 from torchtitan_lite.optim.grad_scaler import GradScaler
-from torchtitan_lite.process import env_int, local_rank
+from torchtitan_lite.optim.groups import freeze
+from torchtitan_lite.optim.step_record import StepRecord
+from torchtitan_lite.process import env_int, local_rank, prepare_process
 from torchtitan_lite.scoring.validation import Validation
 from torchtitan_lite.terminal import print_error, print_line
-from torchtitan_lite.training import checks, out_of_memory, start
-from torchtitan_lite.training.callbacks import build_callbacks, garbage_on_schedule, make_up, missing
-from torchtitan_lite.training.intact import settle
-from torchtitan_lite.training.preemption import Preemption, launcher_note, prepare_process
-from torchtitan_lite.training.session import Session, StepResult, Sums, due, stream
+from torchtitan_lite.training import checks, out_of_memory, start_and_end
+from torchtitan_lite.training.between_steps import (
+    build_beside,
+    disable_automatic_garbage,
+    left_out,
+    log_step,
+    make_up,
+    peak_tokens_per_second,
+    report_save,
+    save,
+)
+from torchtitan_lite.training.preemption import Preemption, launcher_note
+from torchtitan_lite.training.session import Services, Session, Trained, due, settle, stream
 
 
 def main(argv: Sequence[str]) -> int:
@@ -75,7 +87,7 @@ def launch(argv: Sequence[str]) -> int:
             saved=config_to_resume,  # a run that resumes keeps its values, whatever today's defaults are
         )
         config = command.loaded.config
-        with out_of_memory.explained(config), run_folder.made(config.folder, command.trains):
+        with out_of_memory.with_advice(config), run_folder.made(config.folder, command.trains):
             if not command.trains:
                 from torchtitan_lite.tools import modes
 
@@ -83,7 +95,7 @@ def launch(argv: Sequence[str]) -> int:
                 return 0
             for note in command.loaded.notes if prints else ():
                 print_line(f"note    {note}")
-            loaded, data = start.prepared(command.loaded)  # before there is a process group, which has timeouts
+            loaded, data = start_and_end.prepared(command.loaded)  # before there is a process group, which has timeouts
             with process_group(config.run) as world:
                 lock = run_folder.lock(config.folder)
                 log = Log(config.folder, speaks=world.rank == 0)
@@ -101,20 +113,20 @@ def run(loaded: Loaded, data: DataSet, world: World, log: Log) -> int:
     config, s = loaded.config, None
     closing = contextlib.ExitStack()
     try:
-        hosts = start.begin(loaded, data, world)
+        hosts = start_and_end.require_one_run(loaded, data, world)
         s = build(config, data, world, log)
         closing.callback(s.close)
-        start.take_over(hosts, loaded, data, s)
-        due_before = missing(s)  # at the step that the run resumes from
-        if due_before or s.state.step < config.train.steps:
+        start_and_end.take_over(hosts, loaded, data, s)
+        looks = left_out(s)  # at the step that the run resumes from
+        if looks or s.state.step < config.train.steps:
             closing.enter_context(log.tracking(config.log, s.state))
-        with s.preemption, s.watchdog.explained(), out_of_memory.explained(config):
-            make_up(s, due_before)
-            if not s.preemption.agreed:
+        with s.services.preemption, s.services.watchdog.naming_lost_ranks(), out_of_memory.with_advice(config):
+            make_up(s, looks)
+            if not s.services.preemption.agreed:
                 train(s)
-            return start.report_end(s)
+            return start_and_end.report_end(s)
     except Exception as error:
-        start.report_failure(config, world, log, error, s)
+        start_and_end.report_failure(config, world, log, error, s)
         raise
     finally:
         closing.close()
@@ -132,7 +144,7 @@ def build(config: Config, data: DataSet, world: World, log: Log) -> Session:
 
 def build_watched(config: Config, data: DataSet, world: World, log: Log, watchdog: Watchdog) -> Session:
     """The parts, in their order."""
-    # 1. The mesh: which ranks shard one copy of the model, and which hold further copies.
+    # 1. The mesh: which ranks shard one replica of the model, and which hold further replicas.
     mesh = build_mesh(config.fsdp, world.device)
 
     # 2. The model: sharded on the meta device, without storage. Each rank then allocates and fills its own shards.
@@ -146,70 +158,67 @@ def build_watched(config: Config, data: DataSet, world: World, log: Log, watchdo
 
     # 4. The data: which sequences a batch has is a function of the seed and one integer, state.samples_consumed.
     samples = open_samples(data, "train", config)
-    loader = PrefetchingLoader(
-        Loader(
-            samples,
-            micro_batch_size=config.train.micro_batch_size,
-            rank=world.rank,
-            world_size=world.world_size,
-            seed=config.run.seed,
-            document_mask=config.data.document_mask,
-            pin=world.device.type == "cuda",
-        ),
-        world.device,
+    of_rank = Loader(
+        samples,
+        micro_batch_size=config.train.micro_batch_size,
+        rank=world.rank,
+        world_size=world.world_size,
+        seed=config.run.seed,
+        document_mask=config.data.document_mask,
+        pin=world.device.type == "cuda",
     )
+    loader = PrefetchingLoader(of_rank, world.device)
     validation = Validation.of(config, data, config.train.micro_batch_size, world.rank, world.world_size)
-    callbacks = build_callbacks(config, data, world, model, validation)
+    beside = build_beside(config, data, world, validation)
 
     # 5. The newest checkpoint of the run, else the weights that model.init_from names.
-    preemption = Preemption(config.run.max_minutes, config.folder / run_folder.JOINING)
+    preemption = Preemption(config.run.max_minutes, config.folder / run_folder.JOINING)  # the time includes the load
     best_of = functools.partial(attempts.best_step, config.folder)
     checkpointer = Checkpointer(config.folder / "checkpoints", model, optimizer, config.checkpoint, world, best_of)
-    questions = {name: digest for callback in callbacks for name, digest in callback.questions.items()}
-    fresh = fresh_state(config, data, world, validation.identity(), questions)
+    fresh = fresh_state(config, data, world, validation.identity(), beside.questions)
     with watchdog.loading("loading a checkpoint"):
         resumed = load_newest(config, checkpointer, fresh, log)
     state = resumed.continued_by(fresh) if resumed else fresh
 
-    # 6. The guards: a loss scale for float16, updates that are not finite, and loss spikes.
+    # 6. What may withhold an update (with float16, of a scaled loss), and what is around the steps.
     scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, world.device, state.grad_scaler)
-    max_skipped = config.train.max_skipped if config.train.on_nonfinite == "skip" else 0
-    guard = FiniteGuard(optimizer, scaler, max_skipped, state.skipped)
-    spikes = None
-    if config.spike.action != "off":
-        from torchtitan_lite.optim.spike_guard import SpikeGuard
+    guards = build_guards(config, world, state, scaler, checkpointer, log)
+    meter = Meter(state, world.device, peak_tokens_per_second(config, model, world))
+    services = Services(log, meter, watchdog, preemption, checkpointer)
+    trained = Trained(model, optimizer, scaler, guards, samples, loader)
+    return Session(config, world, trained, services, beside, state, resumed)
 
-        spikes = SpikeGuard(config.spike, config.optim.warmup_steps, state.spikes)
-    return Session(
-        config=config,
-        world=world,
-        dp_replicate=config.fsdp.mesh(world.world_size)[0],
-        model=model,
-        optimizer=optimizer,
-        scaler=scaler,
-        guard=guard,
-        samples=samples,
-        loader=loader,
-        preemption=preemption,
-        watchdog=watchdog,
-        checkpointer=checkpointer,
-        log=log,
-        state=state,
-        resumed=resumed,
-        spikes=spikes,
-        callbacks=callbacks,
-    )
+
+def build_guards(
+    config: Config, world: World, state: TrainState, scaler: GradScaler, checkpointer: Checkpointer, log: Log
+) -> list[Guard]:
+    """The guard against updates that are not finite, and with [spike] the one against loss spikes."""
+    skipped = list(state.skipped)  # of all guards
+    max_skipped = config.train.max_skipped if config.train.on_nonfinite == "skip" else 0
+    guards: list[Guard] = [FiniteGuard(scaler, skipped, max_skipped)]
+    if config.spike.action != "off":
+        from torchtitan_lite.training import spikes
+
+        guards.append(spikes.build_guard(config, world, state, skipped, checkpointer, log))
+    return guards
 
 
 def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh, *, widen: bool = False) -> models.Transformer:
     """Build the model on the meta device and shard it: every parameter is a DTensor without storage."""
     with torch.device("meta"):
         model = models.build(config.model, vocab_size, models.LossOptions.of(config))
-    optim.freeze(model, config.optim.freeze)
+    freeze(model, config.optim.freeze)
     if config.speed.float8:
         from torchtitan_lite.distributed import float8
 
         float8.convert(model, mesh)
+    # On a CPU these functions are replaced. The results are the same, but for the order of sums; each has a key:
+    #     of the model     attend: products over blocks of queries, cpu/attention.py     speed.block_attention
+    #                      nn.RMSNorm, rotate: fewer passes over memory, cpu/fused.py    speed.fused_functions
+    #                      cross_entropy: in chunks that fit the cache, cpu/loss.py      speed.chunked_loss
+    #                      nn.Linear, multiply, and the two above that multiply, if the
+    #                      CPU has no 16-bit products: float32, cpu/widened.py           speed.widened_products
+    #     of FSDP2         collectives of one machine: cpu/shared_memory.py              speed.shared_memory
     if mesh.device_type == "cpu":
         cpu.apply(model, config.speed, widen=widen)
     # The order matters: checkpointing replaces a block's forward, compilation takes the result, and fully_shard puts
@@ -240,80 +249,104 @@ def load_newest(config: Config, checkpointer: Checkpointer, fresh: TrainState, l
 
 
 def train(s: Session) -> None:
-    """Train from the step after `s.state` to the last one, or until the run is preempted."""
-    steps = s.config.train.steps
-    s.log.start_bar(s.state.step, steps)
-    with garbage_on_schedule(s.config.speed.gc_every):
-        for step in range(s.state.step + 1, steps + 1):
-            s.watchdog.step(step)
-            for callback in s.callbacks:
-                if callback.before:
-                    callback.before(step)
-            result = train_step(s, step)
-            reads = s.stopping or any(callback.reads_step and due(step, callback.every) for callback in s.callbacks)
-            if reads:
-                settle(s)  # now, and wait for the device; otherwise the next step does it, without waiting
-            for callback in s.callbacks:  # training/callbacks.py: log, validate, score tasks, save, sample, profile
-                last = step == steps or (s.preemption.agreed and callback.when_preempted)
-                if last or due(step, callback.every):
-                    with s.meter.paused():
-                        callback.after(s, result)
-            s.log.advance_bar()
-            if s.preemption.agreed:
-                break
-    s.log.close()
+    """Train from the step after `s.state` to the last one, or until the ranks agree to stop.
+
+    A stop first logs and saves. What else is due at its step, the next start makes up (`make_up`).
+    """
+    config, steps, beside, preemption = s.config, s.config.train.steps, s.beside, s.services.preemption
+    reading = config.log.every, config.checkpoint.every, *(look.every for look in beside.looks)
+    if config.speed.gc_every:
+        disable_automatic_garbage()
+    for step in s.services.log.progress(s.state.step + 1, steps):
+        s.services.watchdog.step(step)
+        if beside.profile:
+            beside.profile.start(step)
+        record = train_step(s, step)
+
+        last = step == steps
+        if last or preemption.agreed or any(due(step, every) for every in reading):
+            settle(s)  # now, and wait for the device; otherwise the next step does it, without waiting
+        stops = preemption.agreed
+        ends = last or stops
+        with s.services.meter.paused():
+            if ends or due(step, config.log.every):
+                log_step(s, record)
+            if beside.validation and not stops and (last or due(step, config.eval.every)):
+                beside.validation.take(s)
+            if beside.tasks and not stops and (last or due(step, config.eval.tasks_every)):
+                beside.tasks.take(s)
+            if ends or due(step, config.checkpoint.every):
+                save(s, ends=ends)
+            if beside.samples and not stops and (last or due(step, config.sample.every)):
+                beside.samples.take(s)
+            report_save(s.services.checkpointer, s.services.log, wait=False)  # one in the background may have ended
+            if beside.profile and (line := beside.profile.stop(step, last=ends)):
+                s.services.log.info(line)
+            if due(step, config.speed.gc_every):
+                gc.collect()
+        if stops:
+            break
 
 
-def train_step(s: Session, step: int) -> StepResult:
+def train_step(s: Session, step: int) -> StepRecord:
     """One optimizer step: forward and backward of each micro-batch, one all-reduce of sums, clipping, the update."""
-    config = s.config
+    config, services = s.config, s.services
+    model, optimizer, scaler = s.trained.model, s.trained.optimizer, s.trained.scaler
     if config.fsdp.explicit_prefetching:
-        parallelize.unshard_first(s.model)  # this all-gather overlaps with fetching the batch
-    with s.meter.timing("data_s"):
+        parallelize.unshard_first(model)  # this all-gather overlaps with fetching the batch
+    with services.meter.timing("data_s"):
         size = config.train.batch_size(step)
         first = config.data.position(s.state.samples_consumed, size)  # further on where data.skip_samples says so
-        batch = s.loader.batch(first, size)
-    s.watchdog.computing()
-    sums = forward_backward(s, step, batch)
-    loss, grad_norm = sums.loss.float() / batch.global_tokens, sums.squared_norm.sqrt().float() / s.scaler.scale
-    result = StepResult(loss, grad_norm)
+        batch = s.trained.loader.batch(first, size)
+    services.watchdog.computing()
+    loss = forward_backward(config, s.world, s.trained, step, batch)
+    # A rank holds the gradients of its own shards, so their norm is a sum over ranks. With HSDP, each replica has them.
+    squared_norm = optim.squared_norm(model, replicas=config.fsdp.mesh(s.world.world_size)[0])
+    record = StepRecord(
+        step,
+        samples=(first, first + size),
+        targets=batch.global_tokens,
+        loss=loss,
+        squared_norm=squared_norm,
+        loss_scale=scaler.scale,
+        loads=model.loads,
+        stop=services.preemption.requested(),
+        world=s.world,
+    )
     # the fused AdamW gets the factor as `grad_scale`, and applies it to the gradients as it reads them
-    optim.clip_gradients(s.optimizer, grad_norm, config.optim.max_norm, s.scaler.scale)
+    optim.clip_gradients(optimizer, record.grad_norm, config.optim.max_norm, scaler.scale)
 
-    settle(s)  # of the previous step, which the device has finished by now: the host does not wait
-    s.meter.add_loss(sums.loss, batch.global_tokens)
-    optim.set_learning_rate(s.optimizer, optim.learning_rate(config.optim, step, config.train.steps))
-    with s.meter.timing("optimizer_s"):
-        suspect = None if s.spikes is None else s.spikes.suspect(step, loss, grad_norm)
-        s.guard.update(step, sums.rank_losses, grad_norm, suspect)
-        s.model.balance(sums.loads, s.optimizer.found_inf)
-    s.loads = sums.loads
-    s.preemption.share(sums.stop_requests)
+    settle(s)  # the previous step, which the device has finished by now: the host does not wait
+    services.meter.add_loss(record.loss_sum, record.targets)
+    optim.set_learning_rate(optimizer, optim.learning_rate(config.optim, step, config.train.steps))
+    with services.meter.timing("optimizer_s"):
+        withheld = torch.stack([guard.suspects(record) for guard in s.trained.guards]).any()
+        optimizer.update(step, withheld)  # where it is true, on the device, nothing changes
+        scaler.update(~record.finite)
+        model.balance(record.loads, optimizer.found_inf)
 
-    s.state = s.state.after_step(first + size, batch.global_tokens)
-    return result
+    s.unread, s.state = record, s.state.after_step(first + size, batch.global_tokens)
+    return record
 
 
-def forward_backward(s: Session, step: int, batch: Batch) -> Sums:
-    """Accumulate the gradients of a batch. Returns the sums over all ranks."""
-    device, world = s.world.device, s.world
+def forward_backward(config: Config, world: World, trained: Trained, step: int, batch: Batch) -> Tensor:
+    """Accumulate the gradients of a batch. Returns the sum of this rank's losses, ()."""
+    device, model = world.device, trained.model
     loss_sum = torch.zeros((), device=device)
-    s.model.loads = None
+    model.loads = None
     for i, micro in enumerate(batch.micro_batches):
         # Seeds dropout from the step, so no random state has to be saved. (torch.manual_seed is slower.)
         seed = torch.manual_seed if device.type == "cuda" else torch.default_generator.manual_seed
-        seed(stream(s.config.run.seed, step, i, world.rank))
+        seed(stream(config.run.seed, step, i, world.rank))
         # By default backward reduces each micro-batch, and gradients accumulate as shards. grad_sync can put it off.
-        parallelize.before_micro_batch(s.model, s.config.fsdp, last=i == len(batch.micro_batches) - 1)
-        loss = s.model(*micro.on(device))  # summed over this rank's targets
+        parallelize.before_micro_batch(model, config.fsdp, last=i == len(batch.micro_batches) - 1)
+        loss = model(**micro.on(device))  # summed over this rank's targets
         # FSDP2's reduce-scatter AVERAGES gradients over ranks. The gradient of the mean loss per token is their SUM,
         # divided by the valid targets of the global batch; so the average is multiplied by the number of ranks. No rank
         # divides by its own number of targets: with masked targets the ranks have different numbers.
-        s.scaler.scaled(loss * (world.world_size / batch.global_tokens)).backward()
+        trained.scaler.scaled(loss * (world.world_size / batch.global_tokens)).backward()
         loss_sum += loss.detach()
-    # A rank holds the gradients of its own shards, so their norm is a sum over ranks. With HSDP, each shard has copies.
-    squared_norm = optim.squared_norm(s.model, s.dp_replicate)
-    return Sums.over_ranks(loss_sum, squared_norm, s.model.loads, stop=s.preemption.requested(), world=world)
+    return loss_sum
 
 
 if __name__ == "__main__":

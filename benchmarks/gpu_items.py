@@ -7,6 +7,7 @@ the figure NAME. With --stand-in everything runs on the CPU, with tiny sizes.
 import contextlib
 import ctypes
 import functools
+import gc
 import importlib.util
 import json
 import math
@@ -56,8 +57,8 @@ from torchtitan_lite.monitoring import mfu
 from torchtitan_lite.tools.estimate import step_time
 from torchtitan_lite.tools.estimate.planned_run import Plan, make_plan
 from torchtitan_lite.tools.estimate.simulate import fake_world
-from torchtitan_lite.training.callbacks import garbage_on_schedule
-from torchtitan_lite.training.session import Session
+from torchtitan_lite.training.between_steps import disable_automatic_garbage
+from torchtitan_lite.training.session import Session, settle
 
 ROOT = Path(__file__).parent.parent
 GIB = 2**30
@@ -300,9 +301,12 @@ def session(config: Config, world: World) -> Iterator[Session]:
     )
     prefetching = PrefetchingLoader(loader, world.device)
     try:
-        with garbage_on_schedule(config.speed.gc_every):
-            yield bare_session(config, world, model, prefetching)
+        if config.speed.gc_every:
+            disable_automatic_garbage()
+        yield bare_session(config, world, model, prefetching)
     finally:
+        gc.enable()
+        gc.unfreeze()
         prefetching.close()
 
 
@@ -320,7 +324,7 @@ def run_steps(s: Session, plan: Plan, steps: int = STEPS, *, hidden: bool = Fals
         train.train_step(s, step)
         synchronise()
         times.append(time.perf_counter() - start)
-    s.guard.check()
+    settle(s)
     if not STAND_IN:
         peak = torch.cuda.max_memory_allocated()
     step_s = statistics.median(times[warm_up:])
@@ -432,7 +436,7 @@ def fake_rank(config: str, values: dict[str, Any], world_size: int) -> Figures:
     with fake_world(world_size):
         world = World(0, world_size, DEVICE, 1, min(world_size, 8))
         with session(settings, world) as s:
-            for module in s.model.modules():
+            for module in s.trained.model.modules():
                 if isinstance(module, FSDPModule):
                     module.set_custom_all_gather(gather)  # type: ignore[arg-type]  # a protocol in all but name
                     module.set_custom_reduce_scatter(reduce)  # type: ignore[arg-type]
@@ -526,7 +530,12 @@ def stage_collectives() -> None:
 def losses_of(config: Config, world: World) -> Tensor:
     """Loss and gradient norm of eight steps, (8, 2)."""
     with session(config, world) as s:
-        return torch.tensor([[float(x) for x in train.train_step(s, step)] for step in range(1, 9)])
+        return torch.tensor(
+            [
+                [record.loss.item(), record.grad_norm.item()]
+                for record in (train.train_step(s, step) for step in range(1, 9))
+            ]
+        )
 
 
 def one_of_ranks(rank: int, n: int, port: int, cases: dict[str, dict[str, Any]], out: str) -> None:

@@ -46,6 +46,7 @@ from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import World, build_mesh
 from torchtitan_lite.huggingface import configs, names
 from torchtitan_lite.models.loss import IGNORE
+from torchtitan_lite.training.session import settle
 
 Curve = list[tuple[float, float]]  # loss and gradient norm of each step
 Job = tuple[str, str]  # way and dtype
@@ -129,9 +130,9 @@ def ours(world: World, folder: Path, copies: int, dtype: str, steps: int, **more
     session = bare_session(config, world, model, loader)
     curve = []
     for step in range(1, steps + 1):
-        loss, norm = train.train_step(session, step)
-        session.guard.check()
-        curve.append((loss.item(), norm.item()))
+        record = train.train_step(session, step)
+        settle(session)
+        curve.append((record.loss.item(), record.grad_norm.item()))
     return curve
 
 

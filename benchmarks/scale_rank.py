@@ -27,7 +27,7 @@ STORE = "set", "get", "wait", "add", "check", "compare_set", "multi_get"
 def counting(report: Path) -> None:
     """Count in this process, by phase. Rank 0 writes its counts to `report` at the end."""
     import train
-    from torchtitan_lite.training import callbacks
+    from torchtitan_lite.training import between_steps
 
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     phase = "start"
@@ -47,7 +47,7 @@ def counting(report: Path) -> None:
     for owner in (dist.TCPStore, dist.PrefixStore):  # type: ignore[attr-defined]
         for name in STORE:
             setattr(owner, name, counted(getattr(owner, name), "requests"))
-    step, save, train_all = train.train_step, callbacks.save, train.train
+    step, save, train_all = train.train_step, between_steps.save, train.train
 
     def train_step(s: Any, number: int) -> Any:
         nonlocal phase
@@ -56,10 +56,10 @@ def counting(report: Path) -> None:
         phase = "between"
         return result
 
-    def saved(*given: Any) -> None:
+    def saved(s: Any, *, ends: bool) -> None:
         nonlocal phase
         phase = "save"
-        save(*given)
+        save(s, ends=ends)
         phase = "between"
 
     def whole(s: Any) -> None:
@@ -67,7 +67,7 @@ def counting(report: Path) -> None:
         if s.world.rank == 0:
             report.write_text(json.dumps(counts), encoding="utf-8")
 
-    replaced: list[tuple[Any, str, Any]] = [(train, "train_step", train_step), (callbacks, "save", saved)]
+    replaced: list[tuple[Any, str, Any]] = [(train, "train_step", train_step), (train, "save", saved)]
     for module, name, function in (*replaced, (train, "train", whole)):
         setattr(module, name, function)
 

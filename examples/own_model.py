@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchtitan_lite.config.families import GPT, Family
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.models import gpt
-from torchtitan_lite.models.generation import KeysValues
+from torchtitan_lite.models.attention import KeysValues
 from torchtitan_lite.models.loss import LossOptions
 from torchtitan_lite.models.transformer import Transformer
 
@@ -27,7 +27,7 @@ class ParallelBlock(nn.Module):
     def forward(self, x: Tensor, cache: KeysValues | None = None, mask: Any = None) -> Tensor:
         """(B, T, D) -> (B, T, D)"""
         h = self.norm(x)
-        return x + self.attention(h, cache, mask) + self.feed_forward(h)
+        return x + self.attention(h, cache=cache, mask=mask) + self.feed_forward(h)
 
 
 class Parallel(Transformer):
@@ -38,9 +38,9 @@ class Parallel(Transformer):
         super().__init__(config, vocab_size, losses, blocks, nn.LayerNorm(config.dim, config.norm_eps))
         self.pos_embeddings = nn.Embedding(config.max_seq_len, config.dim)
 
-    def inputs(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """Embedded tokens and positions, (B, T, D)."""
-        return (self.tok_embeddings(tokens) + self.pos_embeddings(positions),)
+    def inputs(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Embedded tokens and positions, (B, T, D); blocks get nothing else."""
+        return self.tok_embeddings(tokens) + self.pos_embeddings(positions), {}
 
 
 PARALLEL = Family(f"{__name__}:Parallel", sizes=GPT, keys=("dropout",))

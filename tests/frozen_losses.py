@@ -39,7 +39,7 @@ def losses(config: Config, world: World) -> list[float]:
         seed=config.run.seed,
     )
     session = bare_session(config, world, model, loader)
-    return [train.train_step(session, step)[0].item() for step in range(1, config.train.steps + 1)]
+    return [train.train_step(session, step).loss.item() for step in range(1, config.train.steps + 1)]
 
 
 def main(argv: Sequence[str]) -> int:

@@ -235,9 +235,9 @@ def test_bfloat16_by_autocast(place: Path) -> None:
         model = ttl.build_model(config, data.vocab_size)
     _, batch = next(data.batches())
     with torch.autocast("cpu", torch.bfloat16):
-        loss = model(*batch.micro_batches[0].on(torch.device("cpu")))
+        loss = model(**batch.micro_batches[0].on(torch.device("cpu")))
     loss.backward()
-    exact = model(*batch.micro_batches[0].on(torch.device("cpu")))
+    exact = model(**batch.micro_batches[0].on(torch.device("cpu")))
     assert loss.item() != exact.item()
     assert loss.item() == pytest.approx(exact.item(), rel=0.01)
 

@@ -16,14 +16,13 @@ config:                 cli derive families load paths patterns registry schema 
 config.sections:        compute data fsdp model optim outputs run train
 cpu:                    attention barrier fused loss shared_memory widened
 data:                   dataset loader mixture objectives order samples token_files tokenizer
-distributed:            blocks initialize lost normal_values parallelize post_forward process_group ranks rendezvous
-                        sharding
-models:                 attention chunked_loss cuda_attention generation induction llama loss loss_operators
-                        transformer
+distributed:            blocks initialize lost normal_values overrides parallelize post_forward process_group ranks
+                        rendezvous sharding
+models:                 attention chunked_loss cuda_attention induction llama loss loss_operators transformer
 monitoring:             attempts console goodput metrics run_folder watchdog
-optim:                  finite_guard grad_scaler guarded muon optimizer
+optim:                  finite_guard grad_scaler groups guarded muon optimizer step_record
 scoring:                likelihood statistics validation
-training:               callbacks checks intact out_of_memory preemption session start
+training:               between_steps checks intact out_of_memory preemption session start_and_end
 """
 # packages that no plain run needs
 NOT_LOADED = {"plotly", "pyarrow", "tensorboard", "torchao", "wandb", "transformers"}

@@ -40,13 +40,14 @@ from torchtitan_lite.huggingface import weights
 from torchtitan_lite.models import LossOptions, Transformer
 from torchtitan_lite.models.generation import answers, pieces
 from torchtitan_lite.optim import optimizer as optim
+from torchtitan_lite.optim.groups import freeze
 from torchtitan_lite.tools import generate as generating
 from torchtitan_lite.tools import load_model as loading
 from torchtitan_lite.tools.evaluation import evaluate as scoring
 from torchtitan_lite.tools.evaluation import tables
 from torchtitan_lite.tools.evaluation.documents import Split, Texts
 from torchtitan_lite.training import checks
-from torchtitan_lite.training.start import prepared
+from torchtitan_lite.training.start_and_end import prepared
 
 Text = str | os.PathLike[str]  # a path, or for data also a glob
 Device = Literal["auto", "cpu", "cuda"]
@@ -121,7 +122,7 @@ class Data:
         """Each step and its global batch, to train.steps: the samples of a run with this config, in the same order.
 
         A batch has `micro_batches`, and in `global_tokens` the number of targets of all of them. `micro.on(device)`
-        gives the arguments of the model.
+        gives the arguments of the model, by name.
         """
         train, data = self.config.train, self.config.data
         samples = open_samples(self.dataset, "train", self.config)
@@ -191,7 +192,7 @@ def build_model(config: Config, vocab_size: int = 0) -> Transformer:
         warnings.warn("the model computes in float32, not in fsdp.param_dtype: use torch.autocast", stacklevel=2)
     with torch.device("meta"):
         model = models.build(config.model, size, LossOptions.of(config))
-    optim.freeze(model, config.optim.freeze)
+    freeze(model, config.optim.freeze)
     cpu.apply(model, config.speed)
     blocks.apply_activation_checkpointing(model, config.activation_checkpointing)
     blocks.apply_compile(model, config.compile, all_lengths=config.data.objective == "pairs")
@@ -241,7 +242,7 @@ def build_optimizer(model: torch.nn.Module, config: Config) -> torch.optim.Optim
     >>> optimizer = ttl.build_optimizer(model, config)
     >>> for step, batch in data.batches():
     ...     for micro in batch.micro_batches:
-    ...         loss = model(*micro.on(torch.device("cpu")))
+    ...         loss = model(**micro.on(torch.device("cpu")))
     ...         (loss / batch.global_tokens).backward()
     ...     norm = ttl.clip_grad_norm(model, optimizer, config.optim.max_norm)
     ...     rate = ttl.set_learning_rate(optimizer, config, step)

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from torchtitan_lite.errors import ConfigError, shortened
-from torchtitan_lite.terminal import counted
+from torchtitan_lite.terminal import counted, prepare_streams
 
 
 def env_int(name: str, default: int) -> int:
@@ -86,6 +86,14 @@ def quota_of_cores(root: Path = Path("/")) -> float:
                     quota, period = (folder / "cpu.max").read_text().split()
                 quotas.append(int(quota) / int(period))
     return min((cores for cores in quotas if cores > 0), default=0)
+
+
+def prepare_process() -> None:
+    """Make this process end with its launcher, its output safe to print to, and CUDA's segments of memory growable."""
+    if not any(name.endswith("ALLOC_CONF") for name in os.environ):  # torch reads it when CUDA is first used
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    die_with_launcher()
+    prepare_streams()
 
 
 def die_with_launcher() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import train
-from torchtitan_lite.training import start
+from torchtitan_lite.training import start_and_end
 
 
 def main(argv: Sequence[str]) -> int:
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
             os.environ.pop(name, None)
         pwd.getpwuid = _no_such_user
     elif how == "denied":
-        vars(start)["prepare_all"] = _denied
+        vars(start_and_end)["prepare_all"] = _denied
     else:
         vars(train)["build"] = _huge
     return train.main(argv)

@@ -23,11 +23,10 @@ from torchtitan_lite.cpu import loss as in_chunks
 from torchtitan_lite.distributed.blocks import apply_activation_checkpointing, apply_compile
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.models import LossOptions, Transformer, build, llama
-from torchtitan_lite.models.attention import attend
-from torchtitan_lite.models.generation import KeysValues
+from torchtitan_lite.models.attention import KeysValues, attend
 from torchtitan_lite.models.loss import IGNORE, summed_cross_entropy
 from torchtitan_lite.tools.allocator import peak_of
-from torchtitan_lite.training.callbacks import garbage_on_schedule
+from torchtitan_lite.training.between_steps import disable_automatic_garbage
 
 LLAMA = ModelConfig(dim=48, n_heads=6, n_kv_heads=2, n_layers=2, max_seq_len=64)
 GPT = ModelConfig(family="gpt", dim=48, n_heads=4, n_layers=2, max_seq_len=64)
@@ -412,17 +411,15 @@ def test_garbage_is_collected_on_schedule_only() -> None:
             ring: list[Any] = []
             ring.append(ring)
 
-    assert gc.isenabled()
-    with garbage_on_schedule(every=5):
-        assert not gc.isenabled()
+    disable_automatic_garbage()
+    try:
         before = gc.get_stats()[0]["collections"]
         cycles(5000)
         assert gc.get_stats()[0]["collections"] == before
         assert gc.collect() >= 5000
-    assert gc.isenabled()
-    assert gc.get_freeze_count() == 0
-    with garbage_on_schedule(every=0):
-        assert gc.isenabled()
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 _WATCHED = """

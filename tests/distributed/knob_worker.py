@@ -30,7 +30,7 @@ from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import World, build_mesh, exit_process, process_group
 from torchtitan_lite.distributed.sharding import local_rows
-from torchtitan_lite.training.session import Session
+from torchtitan_lite.training.session import Session, settle
 
 
 def training(config: Config, world: World) -> Session:
@@ -53,26 +53,26 @@ def digest(parameter: torch.Tensor) -> str:
 
 def measure(t: Session) -> dict[str, Any]:
     """Losses and norms of some steps, names, and the frozen parameters before and after."""
-    frozen = {name: p for name, p in t.model.named_parameters() if not p.requires_grad}
+    frozen = {name: p for name, p in t.trained.model.named_parameters() if not p.requires_grad}
     before = {name: digest(p) for name, p in frozen.items()}
     losses, norms = [], []
     for step in range(1, STEPS + 1):
-        loss, norm = train.train_step(t, step)
-        t.guard.check()
-        losses.append(loss.item())
-        norms.append(norm.item())
+        numbers = train.train_step(t, step).numbers
+        settle(t)
+        losses.append(numbers.loss)
+        norms.append(numbers.grad_norm)
     return {
         "losses": losses,
         "norms": norms,
-        "names": list(t.model.state_dict()),
+        "names": list(t.trained.model.state_dict()),
         "frozen": [before, {name: digest(p) for name, p in frozen.items()}],
-        "skipped": t.scaler.skipped_steps,
-        "devices": sorted({local_rows(p)[0].device.type for p in (*t.model.parameters(), *_state(t))}),
+        "skipped": t.trained.scaler.skipped_steps,
+        "devices": sorted({local_rows(p)[0].device.type for p in (*t.trained.model.parameters(), *_state(t))}),
     }
 
 
 def _state(t: Session) -> list[torch.Tensor]:
-    return [value for state in t.optimizer.state.values() for key, value in state.items() if key != "step"]
+    return [value for state in t.trained.optimizer.state.values() for key, value in state.items() if key != "step"]
 
 
 def main(argv: Sequence[str]) -> int:

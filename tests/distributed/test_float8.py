@@ -23,6 +23,7 @@ from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import World, build_mesh
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.training.checks import check_patterns
+from torchtitan_lite.training.session import settle
 
 needs_torchao = pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="torchao is not installed")
 SHAPE = {"model.dim": 32, "model.n_heads": 2, "model.n_kv_heads": 1, "model.hidden_dim": 48}
@@ -48,14 +49,14 @@ def steps(world: World, name: str) -> tuple[list[tuple[float, float]], list[Any]
     t = training(Case(world.world_size, ROWS[name]).config(), world)
     curve = []
     for step in range(1, STEPS + 1):
-        loss, norm = train.train_step(t, step)
-        t.guard.check()
-        curve.append((loss.item(), norm.item()))
+        numbers = train.train_step(t, step).numbers
+        settle(t)
+        curve.append((numbers.loss, numbers.grad_norm))
     shards = []
     with torch.no_grad():
-        for key, value in t.model.state_dict().items():
+        for key, value in t.trained.model.state_dict().items():
             shards.append((key, tuple(value.shape), str(value.dtype), type(value.to_local()).__name__))
-    return curve, shards, sum(type(module).__name__ == "Float8Linear" for module in t.model.modules())
+    return curve, shards, sum(type(module).__name__ == "Float8Linear" for module in t.trained.model.modules())
 
 
 def all_steps(world: World, names: list[str]) -> list[Any]:
@@ -110,7 +111,7 @@ def require_gathered_in_float8(world: World) -> None:
     """What is gathered, that its scale is that of the weights at the time, and the gradients."""
     plain = {f"speed.{key}": False for key in ("chunked_loss", "block_attention", "fused_functions")}
     config = Case(world.world_size, ON | plain).config()
-    model, other = training(config, world).model, by_torchao(config, world)
+    model, other = training(config, world).trained.model, by_torchao(config, world)
     seen = []
     layer: Any = model.get_submodule("layers.1.attention.wk")
     layer.register_forward_pre_hook(lambda module, _: seen.append((module.weight._data.dtype, module.weight._scale)))

@@ -13,7 +13,7 @@ from tests.helpers import options, ranks, records, succeeded, tiny
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord, write_text
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.training import session
+from torchtitan_lite.optim import step_record
 
 SIZES = 2, 4, 8
 
@@ -71,7 +71,7 @@ def test_the_manifest_of_16384_shards_is_read_in_seconds(tmp_path: Path) -> None
 
 def main(argv: Sequence[str]) -> int:
     """An entry for `ranks`: train.py, with a limit that two ranks are above."""
-    session.MOST_RANKS = 1
+    step_record.MOST_RANKS = 1
     return train.main(argv)
 
 

@@ -11,7 +11,7 @@ from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.parallelize import apply_fsdp, before_micro_batch
 from torchtitan_lite.distributed.process_group import World, build_mesh
 from torchtitan_lite.models import Transformer, build
-from torchtitan_lite.optim.optimizer import freeze
+from torchtitan_lite.optim.groups import freeze
 
 # rows of 30, 10 and 3 divide by neither 2 nor 4, and of 3 one of four ranks has none
 MODEL = ModelConfig(family="llama", dim=30, n_heads=3, n_kv_heads=1, hidden_dim=3, n_layers=2, max_seq_len=8)

@@ -45,7 +45,7 @@ def test_every_command_of_the_page_runs(text: Path, tmp_path: Path) -> None:
     ("file", "said"),
     [
         *(("tools/incidents/replay.py", s) for s in ("tensors differ", "differs: ", "; on all ranks", "equal   ")),
-        ("training/spikes.py", "SPIKE "),
+        ("optim/spike_guard.py", "SPIKE "),
         ("checkpointing/storage.py", "its SHA-256 does not match the manifest"),
         ("training/intact.py", "copies of the model differ"),
         ("data/token_files.py", "has changed since it was made"),

@@ -13,7 +13,7 @@ from tests.docs.pages import blocks, commands, obeyed
 from tests.helpers import ROOT, checkpoint, losses, ranks, succeeded, tiny
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.monitoring import attempts
-from torchtitan_lite.training import start
+from torchtitan_lite.training import start_and_end
 
 PAGE = (ROOT / "docs/incidents.md").read_text()
 LAUNCH = "torchrun --nproc-per-node 2 train.py "
@@ -88,7 +88,7 @@ def test_a_lost_machine() -> None:
     hosts = [f"node{number}" for number in range(4)]
     fields: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(attempts.Attempt)}
     before = attempts.Attempt(**fields | {"attempt": 4, "world_size": 32, "hosts": hosts})
-    assert quoted("A lost machine") == [general(start.machines_line([before], hosts[:3], 24))]
+    assert quoted("A lost machine") == [general(start_and_end.machines_line([before], hosts[:3], 24))]
 
 
 @pytest.mark.extended

@@ -13,8 +13,7 @@ from tests.fake_cuda.operators import OperatorLog
 from tests.fake_cuda.step import DEVICE, config_of, logged_step
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.distributed.process_group import World, use_tf32
-from torchtitan_lite.models.attention import attend, within_documents
-from torchtitan_lite.models.generation import KeysValues
+from torchtitan_lite.models.attention import KeysValues, attend, within_documents
 from torchtitan_lite.models.llama import Attention
 from torchtitan_lite.monitoring import mfu
 

@@ -45,14 +45,14 @@ from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.monitoring import run_folder
 from torchtitan_lite.process import env_int
-from torchtitan_lite.training import callbacks, sampling, tasks
+from torchtitan_lite.training import between_steps, sampling, tasks
 
 # where a fault can be: the function that is about to be called
 SITES: dict[str, tuple[Any, str]] = {
     "step": (train, "train_step"),
     "batch": (PrefetchingLoader, "batch"),
     "forward": (Transformer, "forward"),
-    "eval": (callbacks, "evaluate"),
+    "eval": (between_steps, "evaluate"),
     "sample": (sampling, "sample"),
     "task": (tasks.Tasks, "score"),
     "load": (Checkpointer, "load_tensors"),
@@ -157,7 +157,8 @@ def _vanish(_: Any) -> None:
 
 def _flip(args: Any, bit: int = 3) -> None:
     with torch.no_grad():
-        local_rows(args[0].model.output.weight)[0].view(torch.int32)[0, 0] ^= 1 << bit
+        model = getattr(args[0], "trained", args[0]).model  # of a session, or of a checkpointer
+        local_rows(model.output.weight)[0].view(torch.int32)[0, 0] ^= 1 << bit
 
 
 def _flip_after(args: Any) -> Callable[[Any], Any]:

@@ -31,7 +31,7 @@ def test_the_host_waits_only_for_the_step_before(name: str, found: Any) -> None:
     step = found["steps"][name]
     assert step["operators"] > 300
     expected = "waits for an event of the step before"
-    assert [waits for _, _, waits in step["waits"]] == [expected, expected], step["waits"]
+    assert [waits for _, _, waits in step["waits"]] == [expected], step["waits"]
 
 
 def kernels(step: dict[str, Any]) -> list[str]:

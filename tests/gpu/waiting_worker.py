@@ -6,12 +6,13 @@ import torch
 
 import train
 from torchtitan_lite.distributed.process_group import exit_process
-from torchtitan_lite.training.session import Session, StepResult
+from torchtitan_lite.optim.step_record import StepRecord
+from torchtitan_lite.training.session import Session
 
 plain = train.train_step
 
 
-def train_step(s: Session, step: int) -> StepResult:
+def train_step(s: Session, step: int) -> StepRecord:
     if step > 2:  # the first ones make state, and compile
         torch.cuda.set_sync_debug_mode("error")
     try:

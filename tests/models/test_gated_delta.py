@@ -14,7 +14,7 @@ from tests.models.test_model import HYBRID, make
 from torchtitan_lite.config.schema import OptimConfig
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models import gated_delta
-from torchtitan_lite.optim.optimizer import parameter_groups
+from torchtitan_lite.optim.groups import parameter_groups
 
 transformers = pytest.importorskip("transformers")
 

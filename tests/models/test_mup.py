@@ -15,6 +15,7 @@ from torchtitan_lite.config import cli
 from torchtitan_lite.config.schema import ModelConfig, OptimConfig
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.optim import optimizer as optim
+from torchtitan_lite.optim.groups import parameter_groups
 
 WIDTHS = 64, 128, 256, 512, 1024
 VOCABULARY = 64
@@ -122,7 +123,7 @@ def test_rates_fall_with_the_width_and_decay_does_not(name: str) -> None:
     model = built(256, 64)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     factors, decays = {}, {}
-    for group in optim.parameter_groups(model, settings):
+    for group in parameter_groups(model, settings):
         for parameter in group["params"]:
             factors[names[id(parameter)]] = group["lr_factor"]
             decays[names[id(parameter)]] = group["lr_factor"] * group["weight_decay"]

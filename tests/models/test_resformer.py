@@ -8,7 +8,7 @@ import torch
 from torchtitan_lite.config.schema import ModelConfig, OptimConfig
 from torchtitan_lite.distributed import initialize
 from torchtitan_lite.models import build
-from torchtitan_lite.optim.optimizer import parameter_groups
+from torchtitan_lite.optim.groups import parameter_groups
 
 SIZES = {"dim": 32, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 16}
 TOKENS = torch.arange(30).reshape(2, 15) % 61
@@ -40,9 +40,9 @@ def test_without_values_it_is_llama_and_with_them_the_formula() -> None:
     seen: list[Any] = []
     attend = model.layers[2].attention.attend
 
-    def noted(q: Any, k: Any, v: Any, *more: Any) -> Any:
+    def noted(q: Any, k: Any, v: Any, **more: Any) -> Any:
         seen.append(v)
-        return attend(q, k, v, *more)
+        return attend(q, k, v, **more)
 
     model.layers[2].attention.attend = noted
     model(TOKENS)

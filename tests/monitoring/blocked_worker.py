@@ -72,9 +72,9 @@ def main(argv: Sequence[str]) -> int:
     with process_group(LIMITS) as world:
         if world.rank == 0:
             about = {"step": 3, "samples": 0, "config": {}, "setting": {}, "tasks": {}}
-            run_folder.begin(folder, about | run_folder.facts(world, [""]))
+            run_folder.record_start(folder, about | run_folder.facts(world, [""]))
         watching = Watchdog(folder, world, limits if case == "stops" else LIMITS)
-        watching.on_abort = lambda why: run_folder.end(folder, world, 1, "failed", 3, why)
+        watching.on_abort = lambda why: run_folder.record_end(folder, world, 1, "failed", 3, why)
         limit_group_timeouts()
         late = 0 if case == "rank 0 fetches" else 1
         if case != "stops":

@@ -14,10 +14,11 @@ from tests.optim import on_ranks
 from tests.optim.on_ranks import MODEL
 from torchtitan_lite.config.derive import Layout
 from torchtitan_lite.config.schema import ModelConfig, OptimConfig
-from torchtitan_lite.distributed.sharding import column_placement
+from torchtitan_lite.distributed.overrides import column_placement
 from torchtitan_lite.models import build
 from torchtitan_lite.optim import muon
-from torchtitan_lite.optim.optimizer import build_optimizer, parameter_groups
+from torchtitan_lite.optim.groups import parameter_groups
+from torchtitan_lite.optim.optimizer import build_optimizer
 from torchtitan_lite.tools.estimate.muon import EXCHANGED, GATHERED, muon_step
 from torchtitan_lite.tools.estimate.work import Product
 

@@ -225,7 +225,11 @@ def test_batches_of_any_size_give_the_same_scores(
     """One batch of all questions, or one for each choice."""
     tasks = [questions.read(str(jsonl(tmp_path / f"{i}.jsonl", rows))) for i, rows in enumerate((CHOICE, WORD))]
     forwards: list[int] = []
-    opened.model.register_forward_pre_hook(lambda _, arguments: forwards.append(len(arguments[0])))
+
+    def tokens_of(positional: Any, named: Any) -> Any:
+        return positional[0] if positional else named["tokens"]
+
+    opened.model.register_forward_pre_hook(lambda _, a, k: forwards.append(len(tokens_of(a, k))), with_kwargs=True)
     together = [score_of(opened, task).figures() for task in tasks]
     assert min(forwards) > 1
     forwards.clear()
@@ -236,7 +240,7 @@ def test_batches_of_any_size_give_the_same_scores(
     assert score_of(opened, tasks[1]).figures() == pytest.approx(together[1], rel=1e-5)
     assert set(forwards) == {1}
     sizes: list[int] = []
-    opened.model.register_forward_pre_hook(lambda _, arguments: sizes.append(arguments[0].numel()))
+    opened.model.register_forward_pre_hook(lambda _, a, k: sizes.append(tokens_of(a, k).numel()), with_kwargs=True)
     limit = 8 * 4 * opened.model.tok_embeddings.num_embeddings  # 8 tokens, in float32
     monkeypatch.setattr(task_scores, "LOGITS_BYTES", limit)
     score_of(opened, tasks[1])

@@ -17,6 +17,7 @@ from torchtitan_lite.data.prepare.tokenizer import train as train_tokenizer
 from torchtitan_lite.distributed import initialize
 from torchtitan_lite.huggingface import weights
 from torchtitan_lite.models import Transformer, build, generation
+from torchtitan_lite.models.attention import KeysValues
 from torchtitan_lite.models.generation import Sampler, new_tokens, pieces
 from torchtitan_lite.tools import generate
 
@@ -56,7 +57,7 @@ def test_logits_and_tokens_are_the_same_with_the_cache(model: Transformer) -> No
         torch.testing.assert_close(parts, model(tokens), rtol=1e-4, atol=1e-4)
         for layer, window in zip(cache, model.config.windows, strict=True):
             assert layer.length == 24
-            if isinstance(layer, generation.KeysValues):
+            if isinstance(layer, KeysValues):
                 assert layer._kept is not None
                 assert layer._kept[0].shape[1] == (window - 1 if window else 24)
     prompt = [5, 6, 7]

@@ -219,12 +219,12 @@ def test_a_finished_run_that_is_started_again_stays_complete(run: Path, again: A
 def test_another_rank_records_the_end_for_a_rank_0_that_is_gone(rank0_lives: bool, tmp_path: Path) -> None:
     world, other = (World(rank, 3, torch.device("cpu"), 1) for rank in (0, 1))
     start = {"step": 0, "samples": 0, "config": {}, "setting": {}, "tasks": {}}
-    number = run_folder.begin(tmp_path, start | run_folder.facts(world, ["here"]))
-    run_folder.end(tmp_path, other, 0, "failed", 3, "a rank that was refused")
+    number = run_folder.record_start(tmp_path, start | run_folder.facts(world, ["here"]))
+    run_folder.record_end(tmp_path, other, 0, "failed", 3, "a rank that was refused")
     assert about(tmp_path)["status"] == "running"
     if rank0_lives:
-        run_folder.end(tmp_path, world, number, "failed", 3, "lost rank 1")
-    run_folder.end(tmp_path, other, number, "failed", 3, "rank 1 died")
+        run_folder.record_end(tmp_path, world, number, "failed", 3, "lost rank 1")
+    run_folder.record_end(tmp_path, other, number, "failed", 3, "rank 1 died")
     (made,) = attempts.read(tmp_path)
     assert made.reason == about(tmp_path)["reason"] == ("lost rank 1" if rank0_lives else "rank 1 died")
 

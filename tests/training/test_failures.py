@@ -18,7 +18,7 @@ from torchtitan_lite import errors
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.errors import ConfigError, DataError, StuckError, run_cli
 from torchtitan_lite.monitoring import attempts, run_folder
-from torchtitan_lite.training import start
+from torchtitan_lite.training import start_and_end
 
 
 def test_nan_on_one_rank_stops_the_run_before_it_is_saved(text: Path, tmp_path: Path) -> None:
@@ -69,10 +69,10 @@ def test_a_damaged_data_folder_is_refused_before_torchrun_starts(text: Path, tmp
 def test_a_start_names_the_machines_that_joined_and_left() -> None:
     fields: dict[str, Any] = {f.name: 0 for f in dataclasses.fields(attempts.Attempt)}
     before = [attempts.Attempt(**fields | {"attempt": 4, "world_size": 24, "hosts": ["node0", "node1", "node2"]})]
-    assert start.machines_line([], ["node0"], 8) == ""
-    assert start.machines_line(before, ["node2", "node0", "node1"], 24) == ""
+    assert start_and_end.machines_line([], ["node0"], 8) == ""
+    assert start_and_end.machines_line(before, ["node2", "node0", "node1"], 24) == ""
     line = "start   since attempt 4: node3 joined, node1 left, node2 left, 16 ranks on 2 machines, not 24 on 3"
-    assert start.machines_line(before, ["node3", "node0"], 16) == line
+    assert start_and_end.machines_line(before, ["node3", "node0"], 16) == line
 
 
 @pytest.mark.extended

@@ -12,20 +12,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers import assert_same_end, checkpoint, losses, ranks, records, succeeded, tensors, tiny
 from torchtitan_lite.checkpointing import storage
-from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import load
-from torchtitan_lite.config.schema import Config, DataConfig
-from torchtitan_lite.errors import REPEATS, ConfigError, SpikeError
-from torchtitan_lite.optim.spike_guard import Spike, limit
+from torchtitan_lite.config.schema import DataConfig, SpikeConfig
+from torchtitan_lite.errors import REPEATS, ConfigError
+from torchtitan_lite.optim.spike_guard import SpikeGuard, limit
+from torchtitan_lite.optim.step_record import Numbers
 from torchtitan_lite.tools.incidents import which
 from torchtitan_lite.tools.incidents.record import read_record
 from torchtitan_lite.tools.report.runs import read_run
-from torchtitan_lite.training.spikes import act
 
 extended = pytest.mark.extended
 POISON = {"POISON": "[[96, 102]]"}  # all of step 17
@@ -155,16 +155,21 @@ def test_too_many_skipped_spikes_in_a_row_stop_the_run(run: Run, tmp_path: Path)
 
 
 def test_spikes_and_steps_that_are_not_finite_are_counted_together() -> None:
-    config = Config.model_validate({"spike": {"action": "skip"}, "train": {"max_skipped": 3}}, context="layers")
-    s: Any = SimpleNamespace(config=config, last_samples=[8, 16], rank_losses=dict)
-    s.log = SimpleNamespace(record=lambda _: None, info=lambda _: None)
-    spike = Spike(9.0, 1.0, 4.0, None)
-    s.guard, s.state = SimpleNamespace(skipped=[1, 3, 4]), TrainState(step=5, skipped=[1, 3, 4])
-    act(s, spike)
-    assert s.guard.skipped == s.state.skipped == [1, 3, 4, 5]
-    s.guard, s.state = SimpleNamespace(skipped=[2, 3, 4]), TrainState(step=5, skipped=[2, 3, 4])
-    with pytest.raises(SpikeError, match=r"^step 5: loss 9\.0000 above 4\.0000; run samples 8 to 15\. This and the 3 "):
-        act(s, spike)
+    config = SpikeConfig.model_validate({"action": "skip", "window": 4})
+    numbers = Numbers(loss=9.0, grad_norm=1.0, loss_scale=1.0, stop_requests=0.0, rank_losses=[9.0])
+    record: Any = SimpleNamespace(step=5, samples=(8, 16), numbers=numbers, losses_of_ranks=dict)
+    record.loss, record.grad_norm = torch.tensor(9.0), torch.tensor(1.0)
+    window = {"losses": [4.0] * 4, "norms": [1.0] * 4}
+    for skipped, too_many in (([1, 3, 4], False), ([2, 3, 4], True)):
+        guard = SpikeGuard(config, 0, window, skipped, 3, lambda _: "")
+        assert guard.suspects(record)
+        found = guard.check(record)
+        assert found is not None
+        assert skipped[-2:] == [4, 5]
+        said = r"^step 5: loss 9\.0000 above 4\.6400; run samples 8 to 15\. This and the 3 steps"
+        assert bool(found.error) == too_many
+        assert not too_many or re.match(said, str(found.error))
+        assert guard.state() == {"spikes": window}
 
 
 # --- stop -------------------------------------------------------------------------------------------------------

@@ -16,6 +16,15 @@ PIECE = 64 << 20  # bytes that are sent at a time
 def broadcast_rows(whole: Tensor | None, target: Tensor, buffer: Tensor) -> None:
     """Fill this rank's rows of a tensor from rank 0's whole one. Collective.
 
+    Of a (5, 4) tensor on 2 ranks, rank 1 has rows 3 and 4, which are elements 12 to 19 in one row of width 20. If a
+    piece has room for 8 elements:
+
+        piece        0 to 7    8 to 15     16 to 19
+        to rank 0    all       8 to 11     none
+        to rank 1    none      12 to 15    all
+
+    Split by columns, rank 1 has columns 2 and 3 of 5 rows of width 4: of a piece, which is 2 rows, it gets `[:, 2:4]`.
+
     Args:
         whole: on the CPU of rank 0, None elsewhere.
         buffer: (PIECE,) uint8 on the ranks' devices. All pieces go through it, so nothing else is allocated.

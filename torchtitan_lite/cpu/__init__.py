@@ -1,14 +1,8 @@
 """Faster implementations for CPUs. Names, shapes and checkpoints of a model stay the same; each has a key in [speed].
 
-The models hold plain functions. `apply` replaces some on a built model, before activation checkpointing, compilation
-and `fully_shard`. A new one falls back to the plain one where that is as fast, e.g. for long sequences.
-
-    key                       replaces             by
-    speed.block_attention     attend               attention.py: large products over blocks of queries
-    speed.fused_functions     RMSNorm, rotate      fused.py: few passes over memory
-    speed.chunked_loss        cross_entropy        loss.py: in place, in chunks that fit into the cache
-    speed.widened_products    products of 16 bits  widened.py: float32, on CPUs without instructions for them
-    speed.shared_memory       FSDP's collectives   shared_memory.py: mapped memory, set up after `fully_shard`
+The models hold plain functions. `apply` replaces some on a built model (train.py has the table), before activation
+checkpointing, compilation and `fully_shard`. A new one falls back to the plain one where that is as fast, e.g. for long
+sequences.
 """
 
 from torchtitan_lite.config.families import FAMILIES

@@ -24,7 +24,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, dropout: float = 0
     seen = min(length, window or length)
     if causal and q.device.type == "cpu" and not _varies(length) and length * seen <= MAX_SEQ_LEN**2:
         return block_attention(q, k, v, window)
-    return plain.attend(q, k, v, mask, dropout, window)
+    return plain.attend(q, k, v, mask=mask, dropout=dropout, window=window)
 
 
 def _varies(length: int) -> bool:

@@ -52,13 +52,13 @@ class SharedMemory:
             os.ftruncate(self._file, 2 * self.size * slot + barrier.n_bytes(self.size))
             self._map(slot)
             self._barrier.initialise()
-            return [f"/proc/{os.getpid()}/fd/{self._file}", _identity(self._file)]
+            return [f"/proc/{os.getpid()}/fd/{self._file}", _inode(self._file)]
 
         def share() -> None:
-            path, identity = on_rank0(make, group)
+            path, inode = on_rank0(make, group)
             if self.rank != 0:
                 self._file = os.open(path, os.O_RDWR)
-                if _identity(self._file) != identity:  # ranks may be in different PID namespaces
+                if _inode(self._file) != inode:  # ranks may be in different PID namespaces
                     raise OSError(f"{path} is another file for rank {self.rank}")
                 self._map(slot)
 
@@ -110,7 +110,7 @@ class SharedMemory:
         return True
 
 
-def _identity(descriptor: int) -> list[int]:
+def _inode(descriptor: int) -> list[int]:
     status = os.fstat(descriptor)
     return [status.st_dev, status.st_ino]
 
@@ -233,7 +233,7 @@ def _sum(parts: list[Tensor], out: Tensor) -> None:
         out += part
 
 
-class _Copies:
+class _Replicas:
     """Stands in for the dp_replicate group in FSDP, whose all-reduce can't be set: here it uses shared memory.
 
     It equals the group, because torch looks up a group's backend when a collective raises.
@@ -263,15 +263,15 @@ def apply_shared_memory(model: nn.Module, mesh: DeviceMesh) -> None:
     if mesh.device_type != "cpu" or not one_machine:
         return
     axes = [mesh.get_group(axis) for axis in range(mesh.ndim)]  # dp_shard, or dp_replicate and dp_shard
-    *copies, shards = [shared_memory_of(group) if group.size() > 1 else None for group in axes]
+    *replicas, shards = [shared_memory_of(group) if group.size() > 1 else None for group in axes]
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if shards is not None:
         gather, reduce = AllGather(shards), ReduceScatter(shards)
         for module in sharded:
             module.set_custom_all_gather(gather)  # type: ignore[arg-type]  # a protocol in all but name
             module.set_custom_reduce_scatter(reduce)  # type: ignore[arg-type]
-    for shared in filter(None, copies):
+    for shared in filter(None, replicas):
         for module in sharded:
             parameters: Any = module._get_fsdp_state()._fsdp_param_group
             if parameters is not None:  # torch has no set_custom_all_reduce
-                parameters.mesh_info.replicate_process_group = _Copies(shared)
+                parameters.mesh_info.replicate_process_group = _Replicas(shared)

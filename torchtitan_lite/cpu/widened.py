@@ -73,9 +73,9 @@ def widen(model: Transformer) -> None:
     model.output.cross_entropy = functools.partial(loss.chunked_cross_entropy, product_dtype=torch.float32)
 
 
-def in_float32(attend: Attend, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
+def in_float32(attend: Attend, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Attention on float32 copies, rounded to the dtype of the queries."""
-    return attend(q.float(), k.float(), v.float(), *options).to(q.dtype)
+    return attend(q.float(), k.float(), v.float(), **options).to(q.dtype)
 
 
 def multiplied_in_float32(multiply: Attend, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

@@ -33,12 +33,10 @@ class MicroBatch:
     targets: Tensor  # (B, S), IGNORE where masked; S is T except for encoder-decoders
     positions: Tensor | None = None  # (B, T) within the document, with document_mask
 
-    def on(self, device: torch.device) -> tuple[Tensor | None, ...]:
-        """The model's arguments, on its device."""
-        tokens, targets = (part.to(device, non_blocking=True) for part in (self.tokens, self.targets))
-        if self.positions is None:
-            return tokens, targets
-        return tokens, targets, None, self.positions.to(device, non_blocking=True)
+    def on(self, device: torch.device) -> dict[str, Tensor]:
+        """The model's arguments by name, on its device."""
+        given = {"tokens": self.tokens, "targets": self.targets, "positions": self.positions}
+        return {name: part.to(device, non_blocking=True) for name, part in given.items() if part is not None}
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,8 @@ def apply_activation_checkpointing(model: Transformer, config: ActivationCheckpo
 
 
 def _checkpointed(forward: Callable[..., Tensor], options: dict[str, Any]) -> Callable[..., Tensor]:
-    def checkpointed(*args: Tensor) -> Tensor:
-        return checkpoint(forward, *args, **options)
+    def checkpointed(*args: Any, **kwargs: Any) -> Tensor:
+        return checkpoint(forward, *args, **options, **kwargs)
 
     return checkpointed
 

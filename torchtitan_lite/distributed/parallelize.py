@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from torchtitan_lite.config.patterns import first_match, unused
+from torchtitan_lite.config.patterns import unused
 from torchtitan_lite.config.schema import FsdpConfig
+from torchtitan_lite.distributed.overrides import column_placement, dtypes_of_group
 from torchtitan_lite.distributed.post_forward import one_mesh
-from torchtitan_lite.distributed.sharding import column_placement
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import Transformer
 
@@ -68,7 +68,7 @@ def groups_of(model: Transformer, config: FsdpConfig) -> list[Group]:
         if reshard == "default" or (not isinstance(reshard, bool) and modules is chain[-1]):
             reshard = modules is not chain[-1]
         try:
-            dtypes = _dtypes(", ".join(names[m] for m in modules), parameters, config)
+            dtypes = dtypes_of_group(", ".join(names[m] for m in modules), parameters, config)
         except ConfigError as error:
             wrong.append(str(error))
             continue
@@ -90,27 +90,6 @@ def _chain(model: Transformer, size: int) -> list[list[nn.Module]]:
     after_input = {model.layers, *head, *(module for group in layers for module in group)}
     inputs = [m for m in model.children() if m not in after_input and any(True for _ in m.parameters())]
     return [*layers, inputs + head] if model.config.tie_embeddings else [inputs, *layers, head]
-
-
-def _dtypes(
-    group: str, parameters: list[str], config: FsdpConfig
-) -> tuple[torch.dtype, torch.dtype, torch.dtype | None]:
-    """param_dtype, reduce_dtype and output_dtype, which all parameters of a group share."""
-    first_with: dict[tuple[str, str, str], str] = {}
-    for name in parameters:
-        dtypes = {key: getattr(config, key) for key in ("param_dtype", "reduce_dtype", "output_dtype")}
-        i = first_match(name, [override.match for override in config.precision_overrides])
-        if i is not None:
-            dtypes |= config.precision_overrides[i].model_dump(exclude={"match"}, exclude_none=True)
-        first_with.setdefault((dtypes["param_dtype"], dtypes["reduce_dtype"], dtypes["output_dtype"]), name)
-    if len(first_with) > 1:
-        one, other = list(first_with.values())[:2]
-        raise ConfigError(
-            f"fsdp.precision_overrides: {one} and {other} would get different dtypes, but group '{group}' is "
-            f"gathered and cast together; a pattern has to match all of: {', '.join(parameters)}"
-        )
-    param, reduce, output = next(iter(first_with))
-    return getattr(torch, param), getattr(torch, reduce), getattr(torch, output) if output else None
 
 
 def apply_fsdp(model: Transformer, mesh: DeviceMesh, config: FsdpConfig) -> None:

@@ -1,4 +1,4 @@
-"""Causal attention by PyTorch's kernels, within a window if a layer has one, and the mask of documents and windows.
+"""Causal attention by PyTorch's kernels, within a window if a layer has one; its mask of documents; its cache.
 
 cuda_attention.py chooses the kernel on a GPU. A CPU has a faster way for short sequences: cpu/attention.py.
 """
@@ -58,3 +58,25 @@ def causal(q: Tensor, k: Tensor, window: int = 0) -> dict[str, Any]:
     if n == 1:  # it sees all keys: a mask would rule out kernels, and have shared heads copied
         return {}
     return {"attn_mask": torch.ones(n, of, dtype=torch.bool, device=q.device).tril(of - n)}
+
+
+class KeysValues:
+    """The key-value cache of one layer, for generation.
+
+    Args:
+        window: the keys that a token of this layer sees, its own included: older ones are dropped. 0: none are.
+    """
+
+    def __init__(self, window: int = 0) -> None:
+        self.length = 0  # tokens so far, dropped ones too
+        self._window = window
+        self._kept: tuple[Tensor, Tensor] | None = None
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append T new tokens, (B, T, heads, E) each. Returns the keys and values that any of them can see."""
+        self.length += k.shape[1]
+        if self._kept is not None:
+            k, v = torch.cat((self._kept[0], k), dim=1), torch.cat((self._kept[1], v), dim=1)
+        first = max(k.shape[1] + 1 - self._window, 0) if self._window else 0  # that the next token can see
+        self._kept = k[:, first:], v[:, first:]
+        return k, v

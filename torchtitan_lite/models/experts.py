@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.models import llama, olmo
-from torchtitan_lite.models.generation import KeysValues
+from torchtitan_lite.models.attention import KeysValues
 from torchtitan_lite.models.grouped_products import grouped_product
 from torchtitan_lite.models.loss import IGNORE
 
@@ -97,7 +97,7 @@ class TransformerBlock(llama.TransformerBlock):
         self.feed_forward = FeedForward(config)  # type: ignore[assignment]
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeysValues | None = None, mask: Any = None) -> Any:
-        x = x + self.attention(self.attention_norm(x), cos, sin, cache, mask)
+        x = x + self.attention(self.attention_norm(x), cos, sin, cache=cache, mask=mask)
         more, logits, chosen = self.feed_forward(self.ffn_norm(x))
         return (x + more, logits, chosen) if self.training else x + more
 

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.models import llama, olmo
-from torchtitan_lite.models.generation import KeysValues
+from torchtitan_lite.models.attention import KeysValues
 from torchtitan_lite.models.transformer import Fill
 
 CHUNK = 64  # tokens
@@ -203,7 +203,7 @@ class AttentionBlock(olmo.TransformerBlock):
         self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, cache: KeysValues | None = None, mask: Any = None
     ) -> Tensor:
         """(B, T, D) -> (B, T, D). It needs no positions: the mask separates documents."""
-        return super().forward(x, cos, sin, cache, mask)
+        return super().forward(x, cos, sin, cache=cache, mask=mask)
 
 
 class OlmoHybrid(llama.Llama):
@@ -218,9 +218,10 @@ class OlmoHybrid(llama.Llama):
         kinds = zip(super().new_cache(), self.config.layer_kinds, strict=True)
         return [Memory() if kind == "delta" else cache for cache, kind in kinds]
 
-    def inputs(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+    def inputs(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Embedded tokens (B, T, D), cos and sin, and the positions, which have two dims only with documents."""
-        return *super().inputs(tokens, positions), positions
+        x, shared = super().inputs(tokens, positions)
+        return x, shared | {"positions": positions}
 
     @torch.no_grad()
     def reset_parameters(self, normal_: Fill) -> None:

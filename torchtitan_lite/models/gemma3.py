@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.models import llama
-from torchtitan_lite.models.generation import KeysValues
+from torchtitan_lite.models.attention import KeysValues
 from torchtitan_lite.models.loss import LossOptions
 from torchtitan_lite.models.transformer import Fill
 
@@ -56,7 +56,7 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeysValues | None = None, mask: Any = None) -> Tensor:
         """(B, T, D) -> (B, T, D); cos and sin are (2, T, E) or (2, B, T, E), float32"""
-        attention = self.attention(self.attention_norm(x), cos[self.table], sin[self.table], cache, mask)
+        attention = self.attention(self.attention_norm(x), cos[self.table], sin[self.table], cache=cache, mask=mask)
         x = x + self.post_attention_norm(attention)
         return x + self.post_ffn_norm(self.feed_forward(self.ffn_norm(x)))
 
@@ -72,10 +72,10 @@ class Gemma3(llama.Llama):
         for name in ("rope_cos", "rope_sin"):
             self.register_buffer(name, getattr(self, name).new_empty(2, *self.rope_cos.shape[-2:]), persistent=False)
 
-    def inputs(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+    def inputs(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Embedded tokens (B, T, D), and cos and sin of their positions, (2, T, E) or (2, B, T, E)."""
-        x = self.tok_embeddings(tokens)
-        return x * self.config.dim**0.5, self.rope_cos[:, positions], self.rope_sin[:, positions]
+        x = self.tok_embeddings(tokens) * self.config.dim**0.5
+        return x, {"cos": self.rope_cos[:, positions], "sin": self.rope_sin[:, positions]}
 
     @torch.no_grad()
     def reset_buffers(self) -> None:

@@ -1,41 +1,16 @@
-"""Text generation, shared by the `generate` command and the samples of a training run, and the key-value cache."""
+"""Text generation, shared by the `generate` command and the samples of a training run."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.errors import NonFiniteError
-
-if TYPE_CHECKING:  # the models import KeysValues from here
-    from tokenizers import Tokenizer
-
-    from torchtitan_lite.models import Transformer
-
-
-class KeysValues:
-    """The key-value cache of one layer, for generation.
-
-    Args:
-        window: the keys that a token of this layer sees, its own included: older ones are dropped. 0: none are.
-    """
-
-    def __init__(self, window: int = 0) -> None:
-        self.length = 0  # tokens so far, dropped ones too
-        self._window = window
-        self._kept: tuple[Tensor, Tensor] | None = None
-
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append T new tokens, (B, T, heads, E) each. Returns the keys and values that any of them can see."""
-        self.length += k.shape[1]
-        if self._kept is not None:
-            k, v = torch.cat((self._kept[0], k), dim=1), torch.cat((self._kept[1], v), dim=1)
-        first = max(k.shape[1] + 1 - self._window, 0) if self._window else 0  # that the next token can see
-        self._kept = k[:, first:], v[:, first:]
-        return k, v
+from torchtitan_lite.models import Transformer
 
 
 @dataclass(frozen=True)
@@ -74,7 +49,7 @@ class Sampler:
         return int(torch.multinomial(logits.softmax(0), 1, generator=self._generator))
 
 
-def answers(model: "Transformer") -> bool:
+def answers(model: Transformer) -> bool:
     """Whether the model answers a prompt, as an encoder-decoder does, instead of continuing it."""
     return FAMILIES[model.config.family].encoder_decoder
 
@@ -86,7 +61,7 @@ class Continuation:
         prompt: at least one token, and fewer than max_seq_len.
     """
 
-    def __init__(self, model: "Transformer", prompt: list[int]) -> None:
+    def __init__(self, model: Transformer, prompt: list[int]) -> None:
         self._model = cast(Any, model)
         self._prompt = prompt
         self._device = model.tok_embeddings.weight.device
@@ -116,7 +91,7 @@ class Continuation:
 
 @torch.no_grad()
 def new_tokens(
-    model: "Transformer",
+    model: Transformer,
     prompt: list[int],
     max_tokens: int,
     choose: Callable[[Tensor], int],
@@ -143,7 +118,7 @@ def new_tokens(
 
 @torch.no_grad()
 def beam_search(
-    model: "Transformer",
+    model: Transformer,
     prompt: list[int],
     max_tokens: int,
     beams: int,
@@ -188,7 +163,7 @@ def beam_search(
     return tokens[:-1] if tokens and tokens[-1] in ends else tokens
 
 
-def pieces(tokenizer: "Tokenizer", prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
+def pieces(tokenizer: Tokenizer, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
     """Yield the text of new tokens once it is known: a token may end in the middle of a character.
 
     (The library's DecodeStream raises on invalid UTF-8, which an untrained model produces.)

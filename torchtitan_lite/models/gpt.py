@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite.config.schema import ModelConfig
-from torchtitan_lite.models.attention import attend
-from torchtitan_lite.models.generation import KeysValues
+from torchtitan_lite.models.attention import KeysValues, attend
 from torchtitan_lite.models.loss import LossOptions
 from torchtitan_lite.models.transformer import Transformer
 
@@ -34,7 +33,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.extend(k, v)
         dropout = self.dropout if self.training else 0.0
-        return self.wo(self.attend(q, k, v, mask, dropout).flatten(2))
+        return self.wo(self.attend(q, k, v, mask=mask, dropout=dropout).flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -63,7 +62,7 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor, cache: KeysValues | None = None, mask: Any = None) -> Tensor:
         """(B, T, D) -> (B, T, D)"""
-        x = x + self.dropout(self.attention(self.attention_norm(x), cache, mask))
+        x = x + self.dropout(self.attention(self.attention_norm(x), cache=cache, mask=mask))
         return x + self.dropout(self.feed_forward(self.ffn_norm(x)))
 
 
@@ -76,6 +75,6 @@ class GPT(Transformer):
         self.pos_embeddings = nn.Embedding(config.max_seq_len, config.dim)
         self.dropout = nn.Dropout(config.dropout)
 
-    def inputs(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+    def inputs(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Embedded tokens and positions, (B, T, D)."""
-        return (self.dropout(self.tok_embeddings(tokens) + self.pos_embeddings(positions)),)
+        return self.dropout(self.tok_embeddings(tokens) + self.pos_embeddings(positions)), {}

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite.config.schema import ModelConfig
-from torchtitan_lite.models.attention import attend
-from torchtitan_lite.models.generation import KeysValues
+from torchtitan_lite.models.attention import KeysValues, attend
 from torchtitan_lite.models.loss import LossOptions
 from torchtitan_lite.models.transformer import Transformer
 
@@ -54,7 +53,7 @@ class Attention(nn.Module):
         v = v if added is None else v + added
         if cache is not None:
             k, v = cache.extend(k, v)
-        return self.wo(self.attend(q, k, v, mask, 0.0, self.window).flatten(2))
+        return self.wo(self.attend(q, k, v, mask=mask, window=self.window).flatten(2))
 
     def normed_heads(self, x: Tensor, norm: nn.Module) -> Tensor:
         """(B, T, H E) -> (B, T, H, E), each head normalised by itself"""
@@ -110,7 +109,7 @@ class TransformerBlock(nn.Module):
         self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeysValues | None = None, mask: Any = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, cache, mask)
+        x = x + self.attention(self.attention_norm(x), cos, sin, cache=cache, mask=mask)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -128,9 +127,9 @@ class Llama(Transformer):
         self.register_buffer("rope_cos", torch.empty(shape, dtype=torch.float32), persistent=False)
         self.register_buffer("rope_sin", torch.empty(shape, dtype=torch.float32), persistent=False)
 
-    def inputs(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+    def inputs(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Embedded tokens (B, T, D), and cos and sin of their positions, (T, E) or (B, T, E)."""
-        return self.tok_embeddings(tokens), self.rope_cos[positions], self.rope_sin[positions]
+        return self.tok_embeddings(tokens), {"cos": self.rope_cos[positions], "sin": self.rope_sin[positions]}
 
     @torch.no_grad()
     def reset_buffers(self) -> None:

@@ -31,9 +31,8 @@ class LossOptions:
 
     @classmethod
     def of(cls, config: Config) -> "LossOptions":
-        train = config.train
-        routers = train.router_aux_loss, train.router_z_loss, train.router_bias_rate
-        return cls(train.z_loss, *routers, config.speed.chunked_loss)
+        c = config.train
+        return cls(c.z_loss, c.router_aux_loss, c.router_z_loss, c.router_bias_rate, config.speed.chunked_loss)
 
 
 def summed_cross_entropy(logits: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:

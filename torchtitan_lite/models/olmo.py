@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.models import llama
-from torchtitan_lite.models.generation import KeysValues
+from torchtitan_lite.models.attention import KeysValues
 
 
 class Attention(llama.Attention):
@@ -31,7 +31,7 @@ class TransformerBlock(llama.TransformerBlock):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeysValues | None = None, mask: Any = None) -> Tensor:
         """(B, T, D) -> (B, T, D)"""
-        x = x + self.attention_norm(self.attention(x, cos, sin, cache, mask))
+        x = x + self.attention_norm(self.attention(x, cos, sin, cache=cache, mask=mask))
         return x + self.ffn_norm(self.feed_forward(x))
 
 

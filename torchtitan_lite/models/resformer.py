@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.models import llama
-from torchtitan_lite.models.generation import KeysValues
+from torchtitan_lite.models.attention import KeysValues
 from torchtitan_lite.models.loss import LossOptions
 
 
@@ -48,7 +48,7 @@ class TransformerBlock(llama.TransformerBlock):
         h, values = self.attention_norm(x), None
         if self.table is not None:
             values = (3 * torch.sigmoid(self.gate(h)).unsqueeze(-1) * added[:, :, self.table]).type_as(h)
-        x = x + self.attention(h, cos, sin, cache, mask, values)
+        x = x + self.attention(h, cos, sin, cache=cache, mask=mask, added=values)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -62,7 +62,8 @@ class ResFormer(llama.Llama):
         self.n_tables = sum(has_table(layer, config.n_layers) for layer in range(config.n_layers))
         self.value_embeddings = nn.Embedding(vocab_size, self.n_tables * config.kv_heads * config.dim_of_heads)
 
-    def inputs(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+    def inputs(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """As in Llama, and value embeddings (B, T, tables, K, E)."""
+        x, shared = super().inputs(tokens, positions)
         added = self.value_embeddings(tokens).unflatten(-1, (self.n_tables, self.config.kv_heads, -1))
-        return *super().inputs(tokens, positions), added
+        return x, shared | {"added": added}

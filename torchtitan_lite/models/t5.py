@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.models import cuda_attention
-from torchtitan_lite.models.generation import KeysValues
+from torchtitan_lite.models.attention import KeysValues
 from torchtitan_lite.models.loss import IGNORE, LossOptions
 from torchtitan_lite.models.transformer import Fill, Transformer
 
@@ -70,7 +70,7 @@ class Attention(nn.Module):
             if cache is not None:
                 k, v = cache.extend(k, v)
         dropout = self.dropout if self.training else 0.0
-        return self.wo(self.attend(q, k, v, bias, dropout).flatten(2))
+        return self.wo(self.attend(q, k, v, bias=bias, dropout=dropout).flatten(2))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dropout: float) -> Tensor:
@@ -235,7 +235,8 @@ class T5(Transformer):
         memory = None if unused else self._encode(encoder, source, encoder_bias.masked_fill(padding, MASKED))
         x = self.dropout(x)
         for i, layer in enumerate(decoder):
-            x = layer(x, memory, bias, source_bias, *(cache[2 * i : 2 * i + 2] if cache else ()))
+            own, cross = cache[2 * i : 2 * i + 2] if cache else (None, None)
+            x = layer(x, memory, bias=bias, source_bias=source_bias, own=own, cross=cross)
         x = self.dropout(self.norm(x))
         if self.config.scale_output:
             x = x * self.config.dim**-0.5

@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite.config.schema import ModelConfig
-from torchtitan_lite.models.attention import within_documents
+from torchtitan_lite.models.attention import KeysValues, within_documents
 from torchtitan_lite.models.chunked_loss import chunked_cross_entropy
-from torchtitan_lite.models.generation import KeysValues
 from torchtitan_lite.models.induction import Entries, entries
 from torchtitan_lite.models.loss import LossOptions, of_each, summed_cross_entropy
 
@@ -54,8 +53,8 @@ class Transformer(nn.Module):
         """For generation: an empty cache for each block."""
         return [KeysValues(window) for window in self.config.windows]
 
-    def inputs(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """The input of the first block, (B, T, D), and what every block gets unchanged. Positions: (T,) or (B, T)."""
+    def inputs(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The input of the first block, (B, T, D), and by name what every block gets. Positions: (T,) or (B, T)."""
         raise NotImplementedError
 
     def forward(
@@ -86,15 +85,14 @@ class Transformer(nn.Module):
             positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)
         # FlexAttention has no dropout, and no backward on the CPU
         dense = not tokens.is_cuda or (self.training and self.config.dropout > 0)
-        masks: dict[int, list[Any]] = {}  # by window; without a mask, the arguments of compiled blocks do not change
+        masks: dict[int, Any] = {}  # by window
         for window in set(windows):
             if documents or (0 < window < tokens.shape[1] and not (dense or cache)):
-                mask = within_documents(positions.expand_as(tokens), dense=dense, window=window)
-                masks[window] = [None, mask]
-        x, *unchanged = self.inputs(tokens, positions)
+                masks[window] = within_documents(positions.expand_as(tokens), dense=dense, window=window)
+        x, shared = self.inputs(tokens, positions)
         routed: list[Any] = []  # what blocks with experts return in training
         for i, layer in enumerate(self.layers):
-            x = layer(x, *unchanged, *([cache[i]] if cache else masks.get(windows[i], [])))
+            x = layer(x, **shared, cache=cache[i] if cache else None, mask=masks.get(windows[i]))
             if isinstance(x, tuple):
                 x, *more = x
                 routed.append(more)

@@ -38,16 +38,18 @@ class Meter:
 
     Args:
         state: where the run starts or resumes.
+        peak_tokens_per_second: of all devices, for MFU; 0: unknown.
     """
 
-    def __init__(self, state: TrainState, device: torch.device) -> None:
+    def __init__(self, state: TrainState, device: torch.device, peak_tokens_per_second: float = 0.0) -> None:
+        self.peak_tokens_per_second = peak_tokens_per_second
         self.started = self._lap_started = time.perf_counter()
         self.first_step, self._tokens = state.step, state.tokens
         self._parts: dict[str, float] = {}
         # (2,) float64: the summed loss of all ranks and its tokens, since the last multiple of log.every
         self.loss_since = torch.tensor(state.loss_since, dtype=torch.float64, device=device)
 
-    def begin(self) -> None:
+    def start_lap(self) -> None:
         """The steps begin now."""
         self._lap_started = time.perf_counter()
 
@@ -76,9 +78,9 @@ class Meter:
         """The mean time of the steps up to this one, with all that happened between them."""
         return (time.perf_counter() - self.started) / (step - self.first_step)
 
-    def add_loss(self, total: Tensor, tokens: int) -> None:
+    def add_loss(self, total: Tensor, targets: int) -> None:
         """Add the summed loss of a step, () float64, without waiting. One that is not finite is left out."""
-        sums = torch.stack([total, torch.full_like(total, tokens)])
+        sums = torch.stack([total, torch.full_like(total, targets)])
         self.loss_since += torch.where(total.isfinite(), sums, 0.0)
 
     def mean_loss(self) -> float | None:
@@ -107,7 +109,6 @@ class Log:
         self.attempt = 0  # its number in attempts.jsonl, once it has taken over the run's folder
         self._folder = folder
         self._text = folder / "train.log"
-        self._bar: tqdm[Any] | None = None
         self._failed: set[str] = set()
         self._trackers: Trackers | None = None
 
@@ -159,19 +160,19 @@ class Log:
         with self._reported(str(file)):
             append_line(file, line)
 
-    def start_bar(self, step: int, steps: int) -> None:
-        """Show a progress bar at this step, if stderr is a terminal."""
-        with self._reported("the progress bar"):
-            if self._speaks and sys.stderr.isatty():
-                self._bar = tqdm(initial=step, total=steps, unit="step", dynamic_ncols=True, leave=False)
-
-    def advance_bar(self) -> None:
-        if self._bar is not None:
+    def progress(self, first: int, last: int) -> Iterator[int]:
+        """The steps from `first` to `last`, with a progress bar, if stderr is a terminal."""
+        bar: tqdm[Any] | None = None
+        if self._speaks and sys.stderr.isatty():
             with self._reported("the progress bar"):
-                self._bar.update()
-
-    def close(self) -> None:
-        if self._bar is not None:
-            with self._reported("the progress bar"):
-                self._bar.close()
-            self._bar = None
+                bar = tqdm(initial=first - 1, total=last, unit="step", dynamic_ncols=True, leave=False)
+        try:
+            for step in range(first, last + 1):
+                yield step
+                if bar is not None:
+                    with self._reported("the progress bar"):
+                        bar.update()
+        finally:
+            if bar is not None:
+                with self._reported("the progress bar"):
+                    bar.close()

@@ -24,7 +24,7 @@ class Profile:
         self._world = world
         self._running: Any = None
 
-    def begin(self, step: int) -> None:
+    def start(self, step: int) -> None:
         if step != self._first:
             return
         activities = [ProfilerActivity.CPU]
@@ -36,7 +36,7 @@ class Profile:
         self._running = profile(activities=activities)
         self._running.start()
 
-    def end(self, step: int, *, last: bool = False) -> str:
+    def stop(self, step: int, *, last: bool = False) -> str:
         """Stop after the last step to profile, or if `last` step of the run. Returns a line for the log, or ""."""
         if self._running is None or not (step == self._last or last):
             return ""

@@ -34,11 +34,8 @@ JOINING = ".joining"  # exists while another process of the same job waits for t
 def make(folder: Path) -> bool:
     """Make the folder, and check that it can be written. Returns whether it did not exist."""
     try:
-        try:
-            folder.mkdir(parents=True)
-            new = True
-        except FileExistsError:
-            new = False
+        new = not folder.is_dir()
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "train.log").touch()
     except OSError as error:
         raise ConfigError(f"run.out_dir: {folder} can't be written: {error}") from None
@@ -110,7 +107,7 @@ def lock(folder: Path) -> FileLock:
 # --- run.json and attempts.jsonl ----------------------------------------------------------------------------------
 
 
-def begin(folder: Path, attempt: Mapping[str, Any]) -> int:
+def record_start(folder: Path, attempt: Mapping[str, Any]) -> int:
     """Record that an attempt has taken over the folder, durably, on rank 0. Returns its number.
 
     Args:
@@ -125,7 +122,7 @@ def begin(folder: Path, attempt: Mapping[str, Any]) -> int:
     return number
 
 
-def end(
+def record_end(
     folder: Path, world: World, attempt: int, status: str, step: int, reason: str = "", repeats: bool = False
 ) -> None:
     """Record how an attempt ended: "complete", "preempted" or "failed". One that was refused has no record.

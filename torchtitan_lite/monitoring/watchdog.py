@@ -155,11 +155,11 @@ class Watchdog:
     @contextlib.contextmanager
     def loading(self, what: str) -> Iterator[None]:
         """All ranks load something in this context, and synchronise at the end."""
-        with self.explained(), progress.doing(what):
+        with self.naming_lost_ranks(), progress.doing(what):
             yield
             dist.barrier(group=self._world.untimed)
 
-    def explained(self) -> contextlib.AbstractContextManager[None]:
+    def naming_lost_ranks(self) -> contextlib.AbstractContextManager[None]:
         """Turn a communication error in this context into a StuckError that names the ranks that ended."""
         return explained(self._explain)
 

@@ -24,7 +24,7 @@ KEY = "ema"
 def keep_average(optimizer: GuardedOptimizer, decay: float) -> None:
     """Update the averages at the end of each `optimizer.step`.
 
-    Where `found_inf` is 1, nothing changes. In a run, FiniteGuard sets `step_number`; in a loop of its own, it counts.
+    Where `found_inf` is 1, nothing changes. `update` sets `step_number`; without it, it counts.
     """
     optimizer.defaults["ema_decay"] = decay
     plain = optimizer.step

@@ -13,7 +13,7 @@ from torchtitan_lite.distributed.sharding import local_rows
 class GuardedOptimizer(torch.optim.Optimizer):
     """An optimizer whose update can be withheld on the device, without the host knowing.
 
-    `clip_gradients` and FiniteGuard set these before each `step`, which has to obey them, as torch's fused AdamW does:
+    `clip_gradients` and `update` set these before each `step`, which has to obey them, as torch's fused AdamW does:
 
         found_inf    () float32; where it is 1, parameters and state stay as they are. None is 0
         grad_scale   () float32; the update divides the gradients by it. None is 1
@@ -31,6 +31,14 @@ class GuardedOptimizer(torch.optim.Optimizer):
     def step_number(self, number: int) -> None:
         for group in self.param_groups:  # so `state_dict` has it
             group["step_number"] = number
+
+    def update(self, step: int, withheld: Tensor) -> None:
+        """Update by a step's gradients, and drop them. Where `withheld` is true, () bool, nothing changes."""
+        # with cpu_offload, the parameters are on the host
+        self.found_inf = withheld.float().to(self.param_groups[0]["params"][0].device)
+        self.step_number = step - 1
+        self.step()
+        self.zero_grad()
 
     def multiply_gradients(self, factor: Tensor) -> None:
         """Multiply the gradients by () float32, before or within the next `step`."""

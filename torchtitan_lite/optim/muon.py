@@ -1,13 +1,13 @@
 """Muon (Jordan et al., 2024) for sharded matrices: momentum, made orthogonal by a Newton-Schulz iteration.
 
 The iteration needs whole matrices, and a rank holds rows. So each matrix has an owner: an all-to-all brings the rows of
-many matrices to their owners, each owner orthogonalises its own, and a second all-to-all returns the rows. With copies
-(HSDP), each copy does so with some of the matrices, and an all-gather between the copies brings them the others'. So a
+many matrices to their owners, each owner orthogonalises its own, and a second all-to-all returns the rows. With HSDP,
+each replica does so with some of the matrices, and an all-gather between the replicas brings them the others'. So a
 rank does 1 / world size of the products, if there are that many matrices, and sends about 2 N / R elements for N
-parameters on R ranks of a copy, and with copies about N / R more.
+parameters on R ranks of a replica, and with several replicas about N / R more.
 
 Of a stack of matrices (E, M, N), such as a layer's experts, a rank holds whole ones, unless it is split at another dim:
-then it orthogonalises its own, without an exchange. (Each copy does so with all of them.)
+then it orthogonalises its own, without an exchange. (Each replica does so with all of them.)
 
 On a CPU an owner computes one matrix at a time, from contiguous copies of the same rows. So an update does not depend
 on the number of ranks, bit for bit. On a GPU it computes its matrices of one shape as a batch, which takes fewer
@@ -127,20 +127,20 @@ def exchanges(matrices: Iterable[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
     for matrix in matrices:
         shapes[tuple(matrix.shape), shard_dim(matrix)].append(matrix)
     for same in shapes.values():
-        owners = ranks_of(same[0])[1] * ranks_of(same[0], copies=True)[1]
+        owners = ranks_of(same[0])[1] * ranks_of(same[0], of_replicas=True)[1]
         n = max(OWNED_BYTES // (same[0].numel() * 4), 1) * owners
         yield from (same[i : i + n] for i in range(0, len(same), n))
 
 
-def ranks_of(matrix: Tensor, *, copies: bool = False) -> tuple[Any, int, int]:
+def ranks_of(matrix: Tensor, *, of_replicas: bool = False) -> tuple[Any, int, int]:
     """The process group that shards a matrix, its size, and this rank in it; None, 1, 0 if it is not sharded.
 
     Args:
-        copies: the group of the ranks that hold the same part of it, instead.
+        of_replicas: the group of the ranks that hold the same part of it, instead.
     """
     if isinstance(matrix, DTensor):
         for axis, placement in enumerate(matrix.placements):
-            if placement.is_shard() != copies and matrix.device_mesh.size(axis) > 1:
+            if placement.is_shard() != of_replicas and matrix.device_mesh.size(axis) > 1:
                 group = matrix.device_mesh.get_group(axis)
                 return group, dist.get_world_size(group), dist.get_rank(group)
     return None, 1, 0
@@ -163,21 +163,23 @@ def orthogonalised(matrices: list[nn.Parameter], rows: list[Tensor], first: int)
         matrices: of one shape (M, N), sharded alike.
         rows: this rank's rows of what to orthogonalise, one tensor for each matrix.
         first: the owner of the first matrix, modulo the number of owners; the next one owns the next. Owner k is rank
-            k // copies of copy k % copies.
+            k // replicas of replica k % replicas.
     """
-    group, n_copies, copy = ranks_of(matrices[0], copies=True)
-    turns = [range((i - first) % n_copies, len(rows), n_copies) for i in range(n_copies)]  # what each copy owns
-    mine = turns[copy]
-    done = _within_copy([matrices[i] for i in mine], [rows[i] for i in mine], (first + mine.start) // n_copies)
+    group, n_replicas, replica = ranks_of(matrices[0], of_replicas=True)
+    turns = [
+        range((i - first) % n_replicas, len(rows), n_replicas) for i in range(n_replicas)
+    ]  # what each replica owns
+    mine = turns[replica]
+    done = _within_replica([matrices[i] for i in mine], [rows[i] for i in mine], (first + mine.start) // n_replicas)
     if group is None:
         return done
     if not rows[0].numel():  # nor have the ranks of `group`
         return rows
-    most = -(-len(rows) // n_copies)
+    most = -(-len(rows) // n_replicas)
     sent = rows[0].new_zeros(most, *rows[0].shape)
     for place, own in zip(sent, done, strict=False):
         place.copy_(own)
-    received = sent.new_empty(n_copies, *sent.shape)
+    received = sent.new_empty(n_replicas, *sent.shape)
     dist.all_gather(list(received), sent, group=group)
     found = rows[:]
     for turn, parts in zip(turns, received, strict=True):
@@ -186,8 +188,8 @@ def orthogonalised(matrices: list[nn.Parameter], rows: list[Tensor], first: int)
     return found
 
 
-def _within_copy(matrices: list[nn.Parameter], rows: list[Tensor], first: int) -> list[Tensor]:
-    """`orthogonalised`, by the ranks of one copy."""
+def _within_replica(matrices: list[nn.Parameter], rows: list[Tensor], first: int) -> list[Tensor]:
+    """`orthogonalised`, by the ranks of one replica."""
     if not matrices:
         return []
     group, n_ranks, rank = ranks_of(matrices[0])

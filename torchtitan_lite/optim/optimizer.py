@@ -1,37 +1,18 @@
-"""The optimizer, its parameter groups, and the learning-rate schedule."""
+"""The optimizer, the learning-rate schedule, and clipping."""
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.config.patterns import first_match, unused
 from torchtitan_lite.config.schema import OptimConfig
 from torchtitan_lite.config.sections.optim import OPTIMIZERS
-from torchtitan_lite.errors import ConfigError, shortened
+from torchtitan_lite.optim.groups import parameter_groups
 from torchtitan_lite.optim.guarded import SGD, AdamW, GuardedOptimizer, HostGuarded, multiply_gradients
-
-
-def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze the parameters whose names match a pattern. Call it before sharding.
-
-    Raises:
-        ConfigError: a pattern matches no parameter, or no parameter is left to train.
-    """
-    names = [name for name, _ in model.named_parameters()]
-    # one at a time: patterns may overlap
-    wrong = [message for pattern in patterns for message in unused("optim.freeze", names, [pattern], field="")]
-    if wrong:
-        raise ConfigError("\n  ".join(wrong))
-    for name in names:
-        if first_match(name, patterns) is not None:
-            model.get_parameter(name).requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(f"optim.freeze = {shortened(list(patterns))} leaves no parameter to train")
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> GuardedOptimizer:
@@ -56,59 +37,6 @@ def adamw(groups: list[dict[str, Any]], config: OptimConfig) -> GuardedOptimizer
 
 def sgd(groups: list[dict[str, Any]], config: OptimConfig) -> GuardedOptimizer:
     return SGD(groups, lr=config.lr, momentum=0.9)
-
-
-def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
-    """Parameters by weight decay and `lr_factor`. [[optim.groups]] override the defaults; only matrices decay.
-
-    With muon, a group's key `muon` tells the matrices of the blocks from the others.
-    """
-    chosen: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    untied = dict(model.named_parameters())  # without the head if it is the embeddings
-    patterns = [group.match for group in config.groups]
-    for name in names:
-        parameter = model.get_parameter(name)
-        decay, factor = config.weight_decay if parameter.ndim > 1 else 0.0, 1.0
-        embeds = name == "value_embeddings.weight" or (name == "tok_embeddings.weight" and "output.weight" in untied)
-        if config.name == "muon" and embeds:
-            factor = config.muon_embedding_lr_factor
-        i = first_match(name, patterns)
-        if i is not None:
-            group = config.groups[i]
-            decay = decay if group.weight_decay is None else group.weight_decay
-            factor *= group.lr_factor
-        by_muon = config.name == "muon" and is_matrix_of_block(name, parameter)
-        if parameter.ndim == 2 and name.startswith(("layers.", "output.")):
-            scale = scale_of(getattr(model, "width", 1.0), by_muon)
-            decay, factor = decay / scale, factor * scale  # rate times decay stays
-        chosen.setdefault((decay, factor, by_muon), []).append(parameter)
-    wrong = list(unused("optim.groups", names, patterns))
-    if wrong:
-        raise ConfigError("\n  ".join(wrong))
-    return [
-        {"params": parameters, "weight_decay": decay, "lr_factor": factor}
-        | ({"muon": by_muon} if config.name == "muon" else {})
-        for (decay, factor, by_muon), parameters in chosen.items()
-    ]
-
-
-def is_matrix_of_block(name: str, parameter: Tensor) -> bool:
-    """Whether Muon orthogonalises it. A convolution's weights are no matrix: each row filters one channel by itself."""
-    return parameter.ndim > 1 and name.startswith("layers.") and ".conv_" not in name
-
-
-def scale_of(width: float, by_muon: bool) -> float:
-    """What muP multiplies a matrix's rate by: a step then changes its outputs by as much at every width.
-
-    Source: Yang et al., 2022, table 3; for Muon, the same argument.
-
-    Args:
-        width: model.dim / model.mup_base_dim.
-    """
-    if by_muon:  # an orthogonal update keeps sizes, but is multiplied by 0.2 sqrt(max(M, N))
-        return width**-0.5
-    return width**-1.0  # AdamW changes each weight by about the rate, and an output sums `width` times as many of them
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
@@ -162,15 +90,15 @@ def kept_hyperparameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         group.update(values)
 
 
-def squared_norm(model: nn.Module, copies: int) -> Tensor:
+def squared_norm(model: nn.Module, replicas: int) -> Tensor:
     """This rank's part of the squared gradient norm, () float64. The parts of all ranks add up to it.
 
     Args:
-        copies: so many ranks hold the same shards (HSDP).
+        replicas: so many ranks hold the same shards (HSDP).
     """
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([g.to_local() if isinstance(g, DTensor) else g for g in grads])
-    return norm.double().square() / copies  # the square of a float32 may need a float64
+    return norm.double().square() / replicas  # the square of a float32 may need a float64
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, norm: Tensor, max_norm: float, scale: Tensor) -> None:

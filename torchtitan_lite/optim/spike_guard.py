@@ -2,20 +2,21 @@
 
 A loss or gradient norm is a spike if it is far above the median of the last `window` steps, measured in deviations. The
 comparison runs on the device, with limits that the host computes from steps it has read already. So no step waits, and
-FiniteGuard withholds the update of a spike as it does that of a step that is not finite. The host reads the result one
-step later.
+the update of a spike is withheld as that of a step that is not finite. The host reads the result one step later.
 """
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchtitan_lite.config.schema import SpikeConfig
-from torchtitan_lite.optim.finite_guard import HostCopy
+from torchtitan_lite.errors import SpikeError
+from torchtitan_lite.optim.finite_guard import Incident, too_many
+from torchtitan_lite.optim.step_record import StepRecord
 
 _MAD = 1.4826  # times the median absolute deviation is the standard deviation of a normal distribution
 _LEAST = 0.02  # of the median: a deviation of equal values would be 0
@@ -46,49 +47,71 @@ def limit(values: Sequence[float], window: int, deviations: float) -> float:
 
 
 class SpikeGuard:
-    """Compares each step with the window. All ranks have equal values, and come to the same result."""
+    """Compares each step with the window, and does what `spike.action` says. A Guard of finite_guard.py."""
 
-    def __init__(self, config: SpikeConfig, warmup_steps: int, window: Mapping[str, Sequence[float]]) -> None:
+    def __init__(
+        self,
+        config: SpikeConfig,
+        warmup_steps: int,
+        window: Mapping[str, Sequence[float]],
+        skipped: list[int],
+        max_skipped: int,
+        fork: Callable[[StepRecord], str],
+    ) -> None:
         """
         Args:
-            window: from TrainState: `window` as it was saved.
+            window: from TrainState: `spikes` as it was saved.
+            skipped: as in FiniteGuard.
+            max_skipped: this many steps in a row may be skipped; one more is an error.
+            fork: the command of a run without the samples of a step. Collective.
         """
-        self._config, self._warmup_steps = config, warmup_steps
+        self._config, self._warmup_steps, self._fork = config, warmup_steps, fork
+        self._skipped, self._max_skipped = skipped, max_skipped
         # the losses and gradient norms of the last steps; those whose update was withheld are not among them
-        self.window = {key: list(window.get(key, ())) for key in ("losses", "norms")}
+        self._window = {key: list(window.get(key, ())) for key in ("losses", "norms")}
         self._limits = math.inf, math.inf
-        self._pending: HostCopy | None = None
 
-    def suspect(self, step: int, loss: Tensor, grad_norm: Tensor) -> Tensor | None:
-        """Compare a step, without waiting. Call `check` for the previous step first.
-
-        Args:
-            loss, grad_norm: () float32, of the global batch.
-
-        Returns:
-            () bool for FiniteGuard.update; None if the update is applied anyway.
-        """
+    def suspects(self, record: StepRecord) -> Tensor:
         c = self._config
         self._limits = math.inf, math.inf
-        if step > self._warmup_steps:
-            losses, norms = self.window.values()
+        if record.step > self._warmup_steps:
+            losses, norms = self._window.values()
             self._limits = limit(losses, c.window, c.loss_deviations), limit(norms, c.window, c.norm_deviations)
-        flag = (loss.double() > self._limits[0]) | (grad_norm.double() > self._limits[1])
-        self._pending = HostCopy(torch.stack([loss, grad_norm, flag.float()]))
-        return None if c.action == "log" else flag
+        if c.action == "log":
+            return torch.zeros_like(record.finite)
+        return (record.loss.double() > self._limits[0]) | (record.grad_norm.double() > self._limits[1])
 
-    def check(self) -> Spike | None:
-        """The last step, once, if it was a spike. Steps that are not finite are FiniteGuard's."""
-        if self._pending is None:
+    def check(self, record: StepRecord) -> Incident | None:
+        loss, grad_norm, *_ = record.numbers
+        step, action, (first, end) = record.step, self._config.action, record.samples
+        if not math.isfinite(loss) or not math.isfinite(grad_norm):  # it is FiniteGuard's
             return None
-        loss, grad_norm, flag = self._pending.read()
-        self._pending = None
-        if not math.isfinite(loss) or not math.isfinite(grad_norm):
-            return None
-        if self._config.action == "log" or not flag:
-            for values, value in zip(self.window.values(), (loss, grad_norm), strict=True):
+        is_spike = loss > self._limits[0] or grad_norm > self._limits[1]
+        if action == "log" or not is_spike:
+            for values, value in zip(self._window.values(), (loss, grad_norm), strict=True):
                 values[:] = [*values, value][-self._config.window :]
-        if not flag:
+        if not is_spike:
             return None
         loss_limit, norm_limit = (value if math.isfinite(value) else None for value in self._limits)
-        return Spike(loss, grad_norm, loss_limit, norm_limit)
+        spike = Spike(loss, grad_norm, loss_limit, norm_limit)
+        what = f"{spike}; run samples {first} to {end - 1}"
+        found = spike._asdict() | record.losses_of_ranks() | {"samples": [first, end], "action": action}
+        line = f"SPIKE   step {step}: {what}{'' if action == 'log' else '; the update was withheld'}"
+        error = None
+        if action == "stop":
+            error = SpikeError(
+                f"step {step}: {what}. The update was withheld, and nothing was saved after it\n"
+                f"  This command starts a run that skips these samples:\n  {self._fork(record)}"
+            )
+        if action == "skip":
+            self._skipped.append(step)
+            if too_many(self._skipped, self._max_skipped):
+                error = SpikeError(
+                    f"step {step}: {what}. This and the {self._max_skipped} steps before it were skipped "
+                    "(train.max_skipped), and nothing has been saved since. If the loss is right, a larger "
+                    "spike.loss_deviations or spike.norm_deviations accepts it; a lower optim.lr may help"
+                )
+        return Incident({"spike": found}, line, error)
+
+    def state(self) -> Mapping[str, Any]:
+        return {"spikes": {key: list(values) for key, values in self._window.items()}}

@@ -60,7 +60,7 @@ def padded(windows: list[Window]) -> Batch:
 
 def row_nats(model: nn.Module, rows: MicroBatch, device: torch.device) -> Tensor:
     """The summed negative log-likelihood of each row's targets in nats, (B,) float32 on the device."""
-    nats: Tensor = model(*rows.on(device), per_sequence=True)
+    nats: Tensor = model(**rows.on(device), per_sequence=True)
     return nats
 
 

@@ -102,10 +102,9 @@ def _batches(windows: list[Window], most: int) -> list[list[Window]]:
 
 def _nats_and_misses(model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
     """A measure of two values: the negative log-likelihood, and the targets that are not the likeliest token."""
-    tokens, targets = batch.rows.on(device)
-    assert targets is not None
-    known = targets != IGNORE
-    logits, wanted = model(tokens)[known].float(), targets[known]
+    rows = batch.rows.on(device)
+    known = rows["targets"] != IGNORE
+    logits, wanted = model(rows["tokens"])[known].float(), rows["targets"][known]
     nats = -logits.log_softmax(-1).gather(1, wanted[:, None])[:, 0]
     misses = (logits.argmax(-1) != wanted).float()
     sizes = known.sum(1).tolist()

@@ -23,6 +23,7 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.monitoring import mfu
 from torchtitan_lite.monitoring.console import batch_line, fsdp_line, model_line
 from torchtitan_lite.monitoring.metrics import Log
+from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.process import env_int
 from torchtitan_lite.terminal import counted, duration, size
 from torchtitan_lite.tools.allocator import own_bytes, peak_of
@@ -31,11 +32,10 @@ from torchtitan_lite.tools.elsewhere import elsewhere
 from torchtitan_lite.tools.estimate import step_time
 from torchtitan_lite.tools.estimate.planned_run import Plan, make_plan
 from torchtitan_lite.training import out_of_memory
-from torchtitan_lite.training.intact import settle
-from torchtitan_lite.training.session import Session, StepResult
-from torchtitan_lite.training.start import require_agreement, require_shared
+from torchtitan_lite.training.session import Session, settle
+from torchtitan_lite.training.start_and_end import require_agreement, require_shared
 
-Step = Callable[[Session, int], StepResult]
+Step = Callable[[Session, int], StepRecord]
 STEPS = 3
 CLOCKS_S = 2.0  # torchrun compares heartbeats of 5 s (docs/cluster.md) by the clocks of the machines
 
@@ -77,8 +77,8 @@ def checked_machines(folder: Path, s: Session) -> str:
     Raises:
         UserError: on every rank.
     """
-    s.checkpointer.folder = folder / "checkpoints"
-    s.checkpointer.require_space(0)
+    s.services.checkpointer.folder = folder / "checkpoints"
+    s.services.checkpointer.require_space(0)
     require_shared(folder, s.config)
     hosts = gather(socket.gethostname())
     dist.barrier()  # the clocks are read at the same time
@@ -96,19 +96,21 @@ def measure(s: Session, step: Step) -> tuple[int, float]:
     step."""
 
     def make(number: int) -> None:
-        s.watchdog.step(number)
+        s.services.watchdog.step(number)
         step(s, number).loss.item()  # reading the loss waits for the device
 
     n_bytes = 0
-    with s.watchdog.explained(), out_of_memory.explained(s.config):
+    with s.services.watchdog.naming_lost_ranks(), out_of_memory.with_advice(s.config):
         make(1)
         if s.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             make(2)
             n_bytes = torch.cuda.max_memory_allocated()
         elif s.world.rank == 0:
-            state = [value for values in s.optimizer.state.values() for value in values.values()]
-            n_bytes = own_bytes((*s.model.parameters(), *s.model.buffers(), *state)) + peak_of(lambda: make(2))
+            state = [value for values in s.trained.optimizer.state.values() for value in values.values()]
+            n_bytes = own_bytes((*s.trained.model.parameters(), *s.trained.model.buffers(), *state)) + peak_of(
+                lambda: make(2)
+            )
         else:
             make(2)
         before = time.perf_counter()

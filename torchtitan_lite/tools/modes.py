@@ -10,18 +10,19 @@ from torchtitan_lite.config.toml import Loaded, to_toml_with_origins
 from torchtitan_lite.errors import RepeatError
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.monitoring.run_folder import why_not_again
+from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.process import local_rank
 from torchtitan_lite.terminal import print_line
 from torchtitan_lite.tools import dry_run, inspect
 from torchtitan_lite.tools.incidents import replay
-from torchtitan_lite.training.session import Session, StepResult
-from torchtitan_lite.training.start import prepared
+from torchtitan_lite.training.session import Session
+from torchtitan_lite.training.start_and_end import prepared
 
 
 def run(
     command: Command,
     build: Callable[..., Session],
-    train_step: Callable[[Session, int], StepResult],
+    train_step: Callable[[Session, int], StepRecord],
     sharded_model: Callable[..., Transformer],
 ) -> None:
     """Do what the command asks for. `build`, `train_step` and `sharded_model` are those of train.py."""

@@ -7,11 +7,11 @@ import torch
 from torchtitan_lite import models
 from torchtitan_lite.config.paths import expand, is_prepared
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.distributed.overrides import column_placement
 from torchtitan_lite.distributed.parallelize import groups_of
-from torchtitan_lite.distributed.sharding import column_placement
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.monitoring.console import MANY
-from torchtitan_lite.optim.optimizer import freeze, parameter_groups
+from torchtitan_lite.optim.groups import freeze, parameter_groups
 from torchtitan_lite.process import env_int
 
 

@@ -1,8 +1,7 @@
-"""What must not reach an update or a checkpoint: values that are not finite, spikes, and copies that differ."""
+"""What must not reach a checkpoint: parameters that are not finite, and copies that differ."""
 
 import functools
 import socket
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -15,30 +14,9 @@ from torchtitan_lite.distributed.ranks import gather
 from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.errors import DivergedError, NonFiniteError
 from torchtitan_lite.terminal import counted
-from torchtitan_lite.training.session import Session
 
 PIECE = 1 << 20  # elements whose products with weights are in memory at a time: 8 MiB
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by size of an element
-
-
-def settle(s: Session) -> None:
-    """Read the result of the last update on the host: was it skipped, was it a spike, do the ranks agree to stop?
-
-    Raises:
-        NonFiniteError: on every rank: the loss or the gradient norm was not finite, and no more steps may be skipped.
-        SpikeError: on every rank: a loss spike, after which the run stops.
-    """
-    s.guard.check()
-    if s.guard.skipped != s.state.skipped:
-        first, end = s.last_samples
-        s.state = replace(s.state, skipped=list(s.guard.skipped))
-        s.log.record({"step": s.state.step, "skipped_samples": [first, end]})
-        s.log.info(f"SKIPPED step {s.state.step}: not finite; run samples {first} to {end - 1}")
-    if s.spikes is not None and (spike := s.spikes.check()):
-        from torchtitan_lite.training.spikes import act
-
-        act(s, spike)
-    s.preemption.update_agreed()
 
 
 def require_finite(model: nn.Module, step: int) -> None:
@@ -53,7 +31,7 @@ def require_finite(model: nn.Module, step: int) -> None:
         )
 
 
-def require_equal_copies(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+def require_equal_replicas(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     """With HSDP, compare the copies of parameters and optimizer state. A checkpoint saves only one copy.
 
     Each rank compares one integer for each tensor, its digest, with that of the rank with the first copy. Collective.

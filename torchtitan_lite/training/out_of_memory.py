@@ -8,7 +8,7 @@ from torchtitan_lite.errors import NoMemoryError, is_out_of_memory
 
 
 @contextlib.contextmanager
-def explained(config: Config) -> Iterator[None]:
+def with_advice(config: Config) -> Iterator[None]:
     """Turn out-of-memory errors of the device or the host into NoMemoryError, which says what to try next."""
     try:
         yield

@@ -1,7 +1,7 @@
 """Preemption: on a signal (TERM, INT, HUP, USR1) or at the time limit, the run finishes its step, saves and exits.
 
 So it does if a machine of the same job waits to join it (`run_folder.lock`). A signal only sets a reason. Each step's
-reduction sums the requests of all ranks, so all stop after the same step.
+record sums the requests of all ranks, so all stop after the same step.
 A second Ctrl-C (INT) ends the process at once, without saving. Any other signal after the first is the same request:
 Slurm signals both launcher and workers, and torchrun forwards what it gets.
 
@@ -20,12 +20,8 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from torchtitan_lite.distributed.process_group import World, sum_over_ranks
-from torchtitan_lite.optim.finite_guard import HostCopy
-from torchtitan_lite.process import die_with_launcher
-from torchtitan_lite.terminal import prepare_streams
 
 JOINS = "another machine of the job waits"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -50,7 +46,6 @@ class Preemption:
     ) -> None:
         self.reason = ""
         self.agreed = False  # whether any rank was asked; one step late, equal on all ranks
-        self._requests: HostCopy | None = None
         self.on_abort: Callable[[str], Any] = lambda _: None  # called with the reason before the process ends at once
         self._limit_s = 60 * max_minutes if max_minutes else float("inf")
         self._max_minutes = max_minutes
@@ -118,22 +113,10 @@ class Preemption:
             self.reason = JOINS if self._joining.exists() else ""
         return bool(self.reason)
 
-    def share(self, requests: Tensor) -> None:
-        """Keep the number of ranks that were asked to stop, a () tensor equal on all ranks, for `update_agreed`."""
-        self._requests = HostCopy(requests)
-
     def agree(self, world: World) -> None:
         """Ask all ranks now whether one of them was asked to stop. Collective; for the time between two steps."""
-        requests = torch.tensor(float(self.requested()), dtype=torch.float64, device=world.device)
-        sum_over_ranks(requests)
-        self.share(requests)
-        self.update_agreed()
-
-    def update_agreed(self) -> None:
-        """Read the number shared last. One step later the host does not have to wait for the device."""
-        if self._requests is not None:
-            self.agreed |= any(self._requests.read())
-            self._requests = None
+        requests = torch.tensor(float(self.requested()), device=world.device)
+        self.agreed |= bool(sum_over_ranks(requests) > 0)
 
 
 _in_use: list[Preemption] = []
@@ -145,14 +128,6 @@ def _in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_in_child)
-
-
-def prepare_process() -> None:
-    """Make this process end with its launcher, its output safe to print to, and CUDA's segments of memory growable."""
-    if not any(name.endswith("ALLOC_CONF") for name in os.environ):  # torch reads it when CUDA is first used
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    die_with_launcher()
-    prepare_streams()
 
 
 def launcher_note(reason: str = "SIGINT") -> str:

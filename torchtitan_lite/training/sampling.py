@@ -27,7 +27,7 @@ from torchtitan_lite.models.generation import Sampler, answers, new_tokens
 from torchtitan_lite.monitoring.console import cut
 from torchtitan_lite.scoring.validation import SUBSET_SEED
 from torchtitan_lite.terminal import counted
-from torchtitan_lite.training.session import Session, StepResult, stream
+from torchtitan_lite.training.session import Session, stream
 
 HELD_OUT = 3  # pairs
 SHOWN = 120  # characters of a source on the terminal; samples.jsonl has all of it
@@ -96,15 +96,11 @@ def wrong_prompts(config: Config, tokenizer: Tokenizer) -> list[str]:
     return problems
 
 
-def sample(prompts: Prompts, s: Session, _: StepResult | None = None) -> None:
-    """Continue every prompt, log the text and write it to samples.jsonl, unless the run stops. Collective."""
-    step, before = s.state.step, time.perf_counter()
-    if s.preemption.agreed:
-        s.put_off = True
-        s.log.info(f"sample  step {step}  not made before the run stops; the same command makes it")
-        return
+def sample(prompts: Prompts, s: Session) -> None:
+    """Continue every prompt, log the text and write it to samples.jsonl. Collective."""
+    step, model, log, before = s.state.step, s.trained.model, s.services.log, time.perf_counter()
     seed = stream(s.config.run.seed, step, 0, 0)
-    with generating(s.model, s.config.fsdp, s.world.device):
+    with generating(model, s.config.fsdp, s.world.device):
         for i, ids in enumerate(prompts.ids):
             began = time.perf_counter()
             sampler = Sampler(prompts.config.temperature, seed=seed + i)
@@ -115,22 +111,22 @@ def sample(prompts: Prompts, s: Session, _: StepResult | None = None) -> None:
                 dist.broadcast(token, src=0)
                 return int(token)
 
-            tokens = list(new_tokens(s.model, ids, prompts.config.max_tokens, agreed, (prompts.end,)))
+            tokens = list(new_tokens(model, ids, prompts.config.max_tokens, agreed, (prompts.end,)))
             prompt = prompts.texts[i]
-            if answers(s.model) or prompts.references:
+            if answers(model) or prompts.references:
                 text = prompts.tokenizer.decode(tokens)
             else:
                 text = prompts.tokenizer.decode([*ids, *tokens]).removeprefix(prompts.tokenizer.decode(ids))
             seconds = time.perf_counter() - began
             reference = {"reference": prompts.references[i]} if prompts.references else {}
             record = {"step": step, "prompt": prompt, "text": text, **reference, "seconds": seconds}
-            s.log.record(record, "samples.jsonl")
+            log.record(record, "samples.jsonl")
             target = f"  (target: {_quoted(reference['reference'])})" if reference else ""
             shown = prompt if not reference or len(prompt) <= SHOWN else f"{prompt[:SHOWN]}..."
-            s.log.info(f"sample  step {step}  {_quoted(shown)} -> {_quoted(text)}{target}", cut)
+            log.info(f"sample  step {step}  {_quoted(shown)} -> {_quoted(text)}{target}", cut)
     seconds = time.perf_counter() - before
     if seconds > 10:
-        s.log.info(f"sample  step {step}  took {seconds:.0f} s; raise sample.every or lower sample.max_tokens")
+        log.info(f"sample  step {step}  took {seconds:.0f} s; raise sample.every or lower sample.max_tokens")
 
 
 def _quoted(text: str) -> str:

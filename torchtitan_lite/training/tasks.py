@@ -19,7 +19,7 @@ from torchtitan_lite.scoring.find_tasks import find
 from torchtitan_lite.scoring.questions import METRICS, Task
 from torchtitan_lite.scoring.task_scores import TaskScore, figure_text, score
 from torchtitan_lite.scoring.task_tokens import Encoded, Inputs, encoded, text_encoder
-from torchtitan_lite.training.session import Session, StepResult
+from torchtitan_lite.training.session import Session
 
 TOO_LONG_S = 60
 
@@ -53,23 +53,18 @@ class Tasks:
         encode = text_encoder(bpe.load(data.folder / "tokenizer.json"), (data.end_token,), "a question")
         return cls([encoded(task, encode, inputs) for task in tasks], digests)
 
-    def score(self, s: Session, _: StepResult | None) -> None:
-        """Score, log and record all tasks, unless the run was asked to stop. Collective."""
-        step = s.state.step
-        if s.preemption.agreed:
-            s.put_off = True
-            s.log.info(f"task    step {step}  not scored before the run stops; the same command scores it")
-            return
-        before = time.perf_counter()
-        with generating(s.model, s.config.fsdp, s.world.device):
-            scores = [score(s.model, task, s.world) for task in self.encoded]
+    def score(self, s: Session) -> None:
+        """Score, log and record all tasks. Collective."""
+        step, model, log, before = s.state.step, s.trained.model, s.services.log, time.perf_counter()
+        with generating(model, s.config.fsdp, s.world.device):
+            scores = [score(model, task, s.world) for task in self.encoded]
         seconds = time.perf_counter() - before
         for task_score in scores:
-            s.log.record({"step": step, **record(task_score)})
-            s.log.info(f"task    step {step}  {line(task_score)}")
-        s.log.record({"step": step, "task_s": seconds})
+            log.record({"step": step, **record(task_score)})
+            log.info(f"task    step {step}  {line(task_score)}")
+        log.record({"step": step, "task_s": seconds})
         if seconds > TOO_LONG_S:
-            s.log.info(f"task    step {step}  took {seconds:.0f} s; raise eval.tasks_every or set eval.task_questions")
+            log.info(f"task    step {step}  took {seconds:.0f} s; raise eval.tasks_every or set eval.task_questions")
 
 
 def _digest(task: Task) -> str:

@@ -11,8 +11,8 @@ from torch import nn
 
 from torchtitan_lite.config.derive import Layout
 from torchtitan_lite.config.schema import OptimConfig
+from torchtitan_lite.optim.groups import freeze, parameter_groups
 from torchtitan_lite.optim.muon import ITERATIONS, dtype_of_iteration
-from torchtitan_lite.optim.optimizer import freeze, parameter_groups
 from torchtitan_lite.tools.estimate.work import Collective, Product, Work
 
 EXCHANGED, GATHERED = "all-to-all, muon", "all-gather, muon"  # kinds of collectives

@@ -37,7 +37,8 @@ from torchtitan_lite.distributed.blocks import apply_activation_checkpointing
 from torchtitan_lite.distributed.parallelize import apply_fsdp, before_micro_batch
 from torchtitan_lite.distributed.process_group import build_mesh
 from torchtitan_lite.models.attention import attend
-from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, freeze, make_state, squared_norm
+from torchtitan_lite.optim.groups import freeze
+from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, make_state, squared_norm
 from torchtitan_lite.tools.estimate.work import Collective, Recorder, Storage, Work, local, tensors_of
 
 KINDS = "parameters", "optimizer state", "gradients", "gathered parameters", "communication buffers", "activations"

@@ -14,7 +14,7 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.monitoring import attempts as history
 from torchtitan_lite.monitoring.attempts import Attempt
 from torchtitan_lite.tools.load_model import require_same_data
-from torchtitan_lite.training.start import prepared
+from torchtitan_lite.training.start_and_end import prepared
 
 
 @dataclass(frozen=True)

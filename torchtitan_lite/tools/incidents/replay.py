@@ -34,15 +34,15 @@ from torchtitan_lite.monitoring import attempts as history
 from torchtitan_lite.monitoring import run_folder
 from torchtitan_lite.monitoring.attempts import Attempt
 from torchtitan_lite.monitoring.metrics import Log
+from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.terminal import counted, print_line
 from torchtitan_lite.tools.elsewhere import elsewhere
 from torchtitan_lite.tools.incidents.record import attempts_of, checkpoint_before, require_own_step
 from torchtitan_lite.training import out_of_memory
-from torchtitan_lite.training.intact import settle
-from torchtitan_lite.training.session import Session, StepResult
-from torchtitan_lite.training.start import require_agreement
+from torchtitan_lite.training.session import Session, settle
+from torchtitan_lite.training.start_and_end import require_agreement
 
-Step = Callable[[Session, int], StepResult]
+Step = Callable[[Session, int], StepRecord]
 Numbers = Mapping[str, Any]
 _COMPARED = "loss", "grad_norm", "rank_losses"
 _STOPPED = "stopped"  # why a step ended the run: it was not finite
@@ -101,7 +101,7 @@ def run(n: int, loaded: Loaded, data: DataSet, build: Callable[..., Session], st
                 log.info(f"note    {note}")
             log.info(f"replay  steps {recorded.start + 1} to {recorded.last}, from {began}")
             s = build(replayed, data, world, log)
-            with contextlib.closing(s), s.watchdog.explained(), out_of_memory.explained(config):
+            with contextlib.closing(s), s.services.watchdog.naming_lost_ranks(), out_of_memory.with_advice(config):
                 result = compute(s, step, recorded, config.folder)
             if world.rank == 0:
                 print_line(f"equal   {result}")
@@ -216,8 +216,8 @@ def compute(s: Session, step: Step, recorded: Recorded, folder: Path) -> str:
     saved = on_rank0(lambda: storage.find_steps(folder / "checkpoints"), s.world.untimed)
     compared, tensors, equal, stopped = 0, 0, recorded.start, ""
     for number in range(recorded.start + 1, recorded.last + 1):
-        s.watchdog.step(number)
-        loss, grad_norm = step(s, number)
+        s.services.watchdog.step(number)
+        numbers = step(s, number).numbers
         try:
             with contextlib.suppress(SpikeError):  # the last step of a run that it stopped
                 settle(s)
@@ -230,7 +230,7 @@ def compute(s: Session, step: Step, recorded: Recorded, folder: Path) -> str:
         if stopped:
             return f"bit for bit, and not finite again: {stopped}. {_CAUSE}"
         if then:
-            values = _finite(loss.item()), _finite(grad_norm.item()), [*map(_finite, s.guard.rank_losses)]
+            values = _finite(numbers.loss), _finite(numbers.grad_norm), [*map(_finite, numbers.rank_losses)]
             if difference := differs(then, dict(zip(_COMPARED, values, strict=True)), number, equal):
                 raise DifferentError(f"step {number} differs: {difference}. {recorded.advice}")
             compared, equal = compared + 1, number
@@ -294,7 +294,7 @@ def _compare_tensors(s: Session, checkpoints: Path, step: int, advice: str) -> i
 
     if not on_rank0(open_it, s.world.untimed):
         return 0
-    different, tensors = list[str](), by_name(s.checkpointer.parts())
+    different, tensors = list[str](), by_name(s.services.checkpointer.parts())
     for name, value in tensors.items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         if s.world.rank == 0 and not _same_bits(whole.cpu(), saved[name]):

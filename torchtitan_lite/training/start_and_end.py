@@ -1,4 +1,4 @@
-"""The start and the end of a training attempt.
+"""The start and the end of an attempt to train.
 
 An attempt can fail for many reasons: wrong values, missing weights, a full disk. So `take_over` changes the run's
 folder last. An attempt that fails before is refused: it leaves no trace but in train.log.
@@ -30,8 +30,9 @@ from torchtitan_lite.monitoring.console import source_lines, start_lines, what_n
 from torchtitan_lite.monitoring.goodput import goodput_line
 from torchtitan_lite.monitoring.metrics import Log
 from torchtitan_lite.terminal import counted, duration, print_line
+from torchtitan_lite.training.between_steps import left_out, report_save
 from torchtitan_lite.training.preemption import JOINS, launcher_note
-from torchtitan_lite.training.session import Session, report_save
+from torchtitan_lite.training.session import Session
 
 
 def prepared(loaded: Loaded) -> tuple[Loaded, DataSet]:
@@ -44,7 +45,7 @@ def prepared(loaded: Loaded) -> tuple[Loaded, DataSet]:
     return loaded, data
 
 
-def begin(loaded: Loaded, data: DataSet, world: World) -> list[str]:
+def require_one_run(loaded: Loaded, data: DataSet, world: World) -> list[str]:
     """Check that the run's folder is of this version, and that all ranks mean the same run. Returns their hosts.
 
     Raises:
@@ -142,16 +143,18 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
     Raises:
         UserError: on every rank. The attempt is not in attempts.jsonl.
     """
-    config, world, log, step = s.config, s.world, s.log, s.state.step
+    config, world, log, step = s.config, s.world, s.services.log, s.state.step
+    watchdog, checkpointer = s.services.watchdog, s.services.checkpointer
     finished = step >= config.train.steps
     layout = derive(config, world.world_size)
-    log.info(start_lines(config, layout, world, s.model, data, s.samples, s.state, s.resumed, s.checkpointer))
+    model, samples = s.trained.model, s.trained.samples
+    log.info(start_lines(config, layout, world, model, data, samples, s.state, s.resumed, checkpointer))
     if world.rank == 0 and (changed := machines_line(attempts.read(config.folder), hosts, world.world_size)):
         log.info(changed)
     if s.resumed and loaded_config.kept:
         values = flatten(config)
         kept = ", ".join(f"{key} = {format_value(values[key])}" for key in loaded_config.kept)
-        whose = f"of {s.checkpointer.forked_from}" if s.checkpointer.forked_from else "the run's own"
+        whose = f"of {checkpointer.forked_from}" if checkpointer.forked_from else "the run's own"
         log.info(f"resume  {kept}: {whose}, not given by this command; today's defaults differ")
     if config.model.init_from and not s.resumed and world.rank == 0:
         from torchtitan_lite.huggingface.weights import tokenizer_notes
@@ -159,8 +162,8 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
         for note in tokenizer_notes(Path(config.model.init_from), data.folder / "tokenizer.json"):
             log.info(f"note    {note}")
     if not finished:
-        with s.watchdog.loading("comparing the space on the disk"):
-            s.checkpointer.require_space(step)
+        with watchdog.loading("comparing the space on the disk"):
+            checkpointer.require_space(step)
 
     def change_folder() -> int:
         if not finished:
@@ -168,41 +171,50 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
             for name in ("tokenizer.json", PAIRS):
                 if (data.folder / name).is_file():
                     write_durably(config.folder / name, (data.folder / name).read_bytes())
-        fork = s.checkpointer.forked_from
+        fork = checkpointer.forked_from
         about = {"step": step, "samples": s.state.samples_consumed, "forked_from": str(fork.absolute() if fork else "")}
         about |= {"config": s.state.config, "setting": s.state.bitwise_setting, "identity": s.state.identity}
-        return run_folder.begin(config.folder, about | {"tasks": s.state.tasks} | run_folder.facts(world, hosts))
+        about |= {"tasks": s.state.tasks}
+        return run_folder.record_start(config.folder, about | run_folder.facts(world, hosts))
 
-    with s.watchdog.loading("changing the files of the run"):
+    with watchdog.loading("changing the files of the run"):
         log.attempt = on_rank0(change_folder, world.untimed)
+
+    def on_abort(why: str) -> None:
+        run_folder.record_end(config.folder, world, log.attempt, "failed", s.state.step, why)
+
+    s.services.preemption.on_abort = watchdog.on_abort = on_abort
 
 
 def report_end(s: Session) -> int:
     """Log whether the run completed or was preempted, and write it to run.json. Returns the exit code. Collective."""
-    config, step = s.config, s.state.step
-    if step < config.train.steps or s.put_off:
-        why = min(filter(None, gather(s.preemption.reason)))  # "SIG..." comes first
-        then = f"the same command resumes from there{launcher_note(why)}"
-        s.log.info(f"stopped after step {step} of {config.train.steps} ({why}); {then}")
-        run_folder.end(config.folder, s.world, s.log.attempt, "preempted", step, why)
+    config, step, log, meter = s.config, s.state.step, s.services.log, s.services.meter
+    rest = left_out(s) if s.services.preemption.agreed else []
+    if step < config.train.steps or rest:
+        why = min(filter(None, gather(s.services.preemption.reason)))  # "SIG..." comes first
+        names = " and ".join(look.name for look in rest)
+        then = f"resumes from there{f', with the {names} that were due' if rest else ''}{launcher_note(why)}"
+        log.info(f"stopped after step {step} of {config.train.steps} ({why}); the same command {then}")
+        run_folder.record_end(config.folder, s.world, log.attempt, "preempted", step, why)
         codes = {JOINS: StuckError.exit_code}  # torchrun starts all machines again
         return codes.get(why, config.run.preempted_exit_code if why.startswith("SIG") else 0)
-    run_folder.end(config.folder, s.world, s.log.attempt, "complete", step)
-    if s.meter.first_step == step:
-        s.log.info(f"finished: step {step} of train.steps = {config.train.steps}; {what_next(config)}")
+    run_folder.record_end(config.folder, s.world, log.attempt, "complete", step)
+    if meter.first_step == step:
+        log.info(f"finished: step {step} of train.steps = {config.train.steps}; {what_next(config)}")
         return 0
-    for line in source_lines(s.samples, s.state, config.data.skip_samples):
-        s.log.info(line)
-    seconds = time.perf_counter() - s.meter.started
-    n_steps = counted(step - s.meter.first_step, "step")
-    s.log.info(f"done    {n_steps} in {duration(seconds)}, {goodput_line(config.folder)}; {what_next(config)}")
+    for line in source_lines(s.trained.samples, s.state, config.data.skip_samples):
+        log.info(line)
+    seconds = time.perf_counter() - meter.started
+    n_steps = counted(step - meter.first_step, "step")
+    log.info(f"done    {n_steps} in {duration(seconds)}, {goodput_line(config.folder)}; {what_next(config)}")
     return 0
 
 
 def report_failure(config: Config, world: World, log: Log, error: Exception, s: Session | None) -> None:
     """Write a failure to run.json. Without a session, the attempt was refused."""
     if s is not None and isinstance(error, UserError) and not isinstance(error, StuckError):
-        report_save(s, wait=True)  # every rank has raised this error, so a background save can still complete
+        # every rank has raised this error, so a background save can still complete
+        report_save(s.services.checkpointer, log, wait=True, ends=True)
     step = 0 if s is None else s.state.step
     repeats = isinstance(error, UserError) and error.exit_code == REPEATS
-    run_folder.end(config.folder, world, log.attempt, "failed", step, str(error) or repr(error), repeats)
+    run_folder.record_end(config.folder, world, log.attempt, "failed", step, str(error) or repr(error), repeats)
