@@ -224,7 +224,10 @@ def test_neither_split_is_ever_empty(tmp_path: Path) -> None:
     ("content", "expected"),
     [
         (b"tiny\n", "the text has 1 usable document; at least 2 are needed"),
-        (b"too little to learn from\n" * 200, "too short for tokenizer.vocab_size = 517: it yields"),
+        (
+            b"too little to learn from\n" * 200,
+            "too short for tokenizer.vocab_size .--train-tokenizer. = 517: it yields",
+        ),
         (b"one line\n" * 30_000 + b"gr\xfc\n", r"a\.txt: line 30001: byte 0xfc is not utf-8; correct or rem"),
     ],
 )

@@ -90,7 +90,7 @@ VALUES: list[tuple[list[str], str]] = [
     (["--out", "/"], "--out / should name a new folder, e.g. --out /prepared"),
     (["--out", "a/.."], "should name a new folder"),
     (["--tokenizer", "no.json"], "can't be read as a tokenizer.json"),
-    (["--tokenizer", "."], "can't be read as a tokenizer.json: Is a directory"),
+    (["--tokenizer", "."], "can't be read as a tokenizer.json: [Errno 21] Is a directory"),
 ]
 
 

@@ -55,7 +55,7 @@ PLACES = {
 }
 OF_INSTANCES = {"_fsdp_param_group"}  # test_shared_memory.py reads it
 NOT_TORCHS = {"_exit", "_current_frames", "_replace", "_option_string_actions", "_asdict"}  # but Python's
-NOT_TORCHS |= {"_stream"}  # ours, used by another file
+NOT_TORCHS |= {"_stream", "_end"}  # ours, used by another file
 NOT_TORCHS |= {"_precomputed_scale"}  # torchao's
 NOT_TORCHS |= {"_sliding_window_pattern"}  # a key of transformers' config.json
 

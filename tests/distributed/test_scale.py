@@ -80,4 +80,4 @@ def test_records_of_many_ranks_have_no_list_of_them_and_can_be_replayed(text: Pa
     succeeded(ranks(2, *command, entry="tests.distributed.test_scale"))
     assert not any("rank_losses" in record for record in records(tmp_path / "run"))
     said = succeeded(ranks(2, *command, "--replay=4"))
-    assert "bit for bit: loss and gradient norm of 2 steps" in said
+    assert "bit for bit: the losses and the gradient norm of 2 steps" in said

@@ -132,7 +132,8 @@ def test_named_sizes_have_the_size_of_their_name(family: str, name: str) -> None
 def test_published_experts_have_their_number_of_active_parameters() -> None:
     for family, size, expected in (("qwen3_moe", "30B-A3B", 3_353_032_704), ("olmoe", "1B-7B", 1_282_017_280)):
         with torch.device("meta"):
-            model = build(ModelConfig(family=family, size=size), PARAMETERS[family, size][0])
+            values = {"family": family, **REGISTRY[family].defaults, **REGISTRY[family].sizes[size]}
+            model = build(ModelConfig.model_validate(values), PARAMETERS[family, size][0])
         assert active_parameters(model) == expected
 
 

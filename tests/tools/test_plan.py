@@ -193,8 +193,8 @@ def test_flops_of_a_recurrence_are_those_of_its_chunks() -> None:
     plan = make_plan(config_with(same | ours, 1), 1, None)
     planned = [(p, n) for p, n in plan.simulated.work[0].items() if isinstance(p, Product)]
     tokens = torch.zeros(4, 256, dtype=torch.int64)
-    size = {key.removeprefix("model."): value for key, value in same.items()} | {"size": "1M"}
-    _, counted = counted_flops(size | {"vocab_size": VOCABULARY}, tokens, tokens)
+    model_config = load.load(None, same | {"model.vocab_size": VOCABULARY}, elsewhere=True).config.model
+    _, counted = counted_flops(model_config.model_dump(), tokens, tokens)
     assert sum(n * 2 * p.batch * p.m * p.n * p.k for p, n in planned) == counted
 
 
