@@ -42,19 +42,14 @@ from torchtitan_lite.distributed.process_group import (
     process_group,
 )
 from torchtitan_lite.errors import run_cli
-from torchtitan_lite.monitoring import attempts, run_folder
-from torchtitan_lite.monitoring.metrics import Log, Meter
-from torchtitan_lite.monitoring.watchdog import Watchdog
 from torchtitan_lite.optim import optimizer as optim
 from torchtitan_lite.optim.finite_guard import FiniteGuard, Guard
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.groups import freeze
 from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.process import env_int, local_rank, prepare_process
-from torchtitan_lite.scoring.validation import Validation
-from torchtitan_lite.terminal import print_error, print_line
-from torchtitan_lite.training import checks, out_of_memory, start_and_end
-from torchtitan_lite.training.between_steps import (
+from torchtitan_lite.run import attempts, checks, out_of_memory, run_folder, start_and_end
+from torchtitan_lite.run.between_steps import (
     build_beside,
     disable_automatic_garbage,
     left_out,
@@ -64,8 +59,12 @@ from torchtitan_lite.training.between_steps import (
     report_save,
     save,
 )
-from torchtitan_lite.training.preemption import Preemption, launcher_note
-from torchtitan_lite.training.session import Services, Session, Trained, due, settle, stream
+from torchtitan_lite.run.metrics import Log, Meter
+from torchtitan_lite.run.preemption import Preemption, launcher_note
+from torchtitan_lite.run.session import Services, Session, Trained, due, settle, stream
+from torchtitan_lite.run.watchdog import Watchdog
+from torchtitan_lite.scoring.validation import Validation
+from torchtitan_lite.terminal import print_error, print_line
 
 
 def main(argv: Sequence[str]) -> int:
@@ -197,7 +196,7 @@ def build_guards(
     max_skipped = config.train.max_skipped if config.train.on_nonfinite == "skip" else 0
     guards: list[Guard] = [FiniteGuard(scaler, skipped, max_skipped)]
     if config.spike.action != "off":
-        from torchtitan_lite.training import spikes
+        from torchtitan_lite.run import spikes
 
         guards.append(spikes.build_guard(config, world, state, skipped, checkpointer, log))
     return guards

@@ -8,12 +8,12 @@ from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.models import Transformer
-from torchtitan_lite.monitoring.metrics import Meter
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.optimizer import build_optimizer
-from torchtitan_lite.training.preemption import Preemption
-from torchtitan_lite.training.session import Beside, Services, Session, Trained
+from torchtitan_lite.run.metrics import Meter
+from torchtitan_lite.run.preemption import Preemption
+from torchtitan_lite.run.session import Beside, Services, Session, Trained
 
 
 def bare_session(config: Config, world: World, model: Transformer, loader: Any) -> Session:

@@ -34,7 +34,7 @@ from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import World, build_mesh, exit_process, process_group
-from torchtitan_lite.training.session import Session
+from torchtitan_lite.run.session import Session
 
 Step = Callable[[], None]
 SIZES = "dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads"

@@ -53,12 +53,12 @@ from torchtitan_lite.models import loss_operators
 from torchtitan_lite.models.attention import attend, within_documents
 from torchtitan_lite.models.chunked_loss import chunked_cross_entropy
 from torchtitan_lite.models.loss import IGNORE
-from torchtitan_lite.monitoring import mfu
+from torchtitan_lite.run import mfu
+from torchtitan_lite.run.between_steps import disable_automatic_garbage
+from torchtitan_lite.run.session import Session, settle
 from torchtitan_lite.tools.estimate import step_time
 from torchtitan_lite.tools.estimate.planned_run import Plan, make_plan
 from torchtitan_lite.tools.estimate.simulate import fake_world
-from torchtitan_lite.training.between_steps import disable_automatic_garbage
-from torchtitan_lite.training.session import Session, settle
 
 ROOT = Path(__file__).parent.parent
 GIB = 2**30

@@ -46,7 +46,7 @@ from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import World, build_mesh
 from torchtitan_lite.huggingface import configs, names
 from torchtitan_lite.models.loss import IGNORE
-from torchtitan_lite.training.session import settle
+from torchtitan_lite.run.session import settle
 
 Curve = list[tuple[float, float]]  # loss and gradient norm of each step
 Job = tuple[str, str]  # way and dtype

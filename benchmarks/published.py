@@ -15,7 +15,7 @@ from typing import Any
 
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.monitoring.mfu import DEVICES, Device
+from torchtitan_lite.run.mfu import DEVICES, Device
 from torchtitan_lite.tools.estimate import step_time
 from torchtitan_lite.tools.estimate.planned_run import Plan, make_plan
 from torchtitan_lite.tools.estimate.work import Product, Work

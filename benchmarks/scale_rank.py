@@ -27,7 +27,7 @@ STORE = "set", "get", "wait", "add", "check", "compare_set", "multi_get"
 def counting(report: Path) -> None:
     """Count in this process, by phase. Rank 0 writes its counts to `report` at the end."""
     import train
-    from torchtitan_lite.training import between_steps
+    from torchtitan_lite.run import between_steps
 
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     phase = "start"

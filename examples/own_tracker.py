@@ -10,7 +10,7 @@ from typing import Any
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import LogConfig
 from torchtitan_lite.config.sections import outputs
-from torchtitan_lite.monitoring.trackers import Tracker, scalars
+from torchtitan_lite.run.trackers import Tracker, scalars
 
 
 def table(config: LogConfig, folder: Path, state: TrainState) -> Tracker:

@@ -24,9 +24,9 @@ from tests.helpers import ROOT, TINY, losses, options, ranks, succeeded
 VERSIONS = ["2.11.0", "2.13.0", "2.15.0"]
 PART = ["distributed", "checkpointing", "optim", "cpu", "models"]  # folders of tests/
 PART += [
-    "training/test_resume.py",
-    "training/test_world_sizes.py",
-    "training/test_t5_runs.py",
+    "run/test_resume.py",
+    "run/test_world_sizes.py",
+    "run/test_t5_runs.py",
     "tools/test_plan.py",
     "gpu/test_imports.py",
     "docs/test_fsdp_docs.py",

@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.forkserver import ADDRESS, Server
 from tests.forkserver import HANGS_S as HANGS_S
 from torchtitan_lite.checkpointing import dcp_storage
-from torchtitan_lite.monitoring import attempts
+from torchtitan_lite.run import attempts
 
 ROOT = Path(__file__).parent.parent
 

@@ -24,9 +24,8 @@ ROOMS = [
     ["optim"],
     ["checkpointing"],
     ["huggingface"],
-    ["monitoring"],
     ["scoring"],
-    ["training"],
+    ["run"],
     ["tools"],
     ["api"],
 ]
@@ -162,7 +161,7 @@ ONE_PLACE = {
     "dist.broadcast_object_list": "",  # it unpickles: use ranks.on_rank0
     "dist.all_gather_object": "",  # the same: ranks.gather
     "sched_getaffinity": "process.py",  # usable cores
-    "sequences x": "monitoring/console.py",  # the lines about model and batch
+    "sequences x": "run/console.py",  # the lines about model and batch
 }
 
 

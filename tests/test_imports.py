@@ -19,10 +19,10 @@ data:                   dataset loader mixture objectives order samples token_fi
 distributed:            blocks initialize lost normal_values overrides parallelize post_forward process_group ranks
                         rendezvous sharding
 models:                 attention chunked_loss cuda_attention induction llama loss loss_operators transformer
-monitoring:             attempts console goodput metrics run_folder watchdog
 optim:                  finite_guard grad_scaler groups guarded muon optimizer step_record
+run:                    attempts between_steps checks console goodput intact metrics out_of_memory preemption
+                        run_folder session start_and_end watchdog
 scoring:                likelihood statistics validation
-training:               between_steps checks intact out_of_memory preemption session start_and_end
 """
 # packages that no plain run needs
 NOT_LOADED = {"plotly", "pyarrow", "tensorboard", "torchao", "wandb", "transformers"}

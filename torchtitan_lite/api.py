@@ -41,13 +41,13 @@ from torchtitan_lite.models import LossOptions, Transformer
 from torchtitan_lite.models.generation import answers, pieces
 from torchtitan_lite.optim import optimizer as optim
 from torchtitan_lite.optim.groups import freeze
+from torchtitan_lite.run import checks
+from torchtitan_lite.run.start_and_end import prepared
 from torchtitan_lite.tools import generate as generating
 from torchtitan_lite.tools import load_model as loading
 from torchtitan_lite.tools.evaluation import evaluate as scoring
 from torchtitan_lite.tools.evaluation import tables
 from torchtitan_lite.tools.evaluation.documents import Split, Texts
-from torchtitan_lite.training import checks
-from torchtitan_lite.training.start_and_end import prepared
 
 Text = str | os.PathLike[str]  # a path, or for data also a glob
 Device = Literal["auto", "cpu", "cuda"]

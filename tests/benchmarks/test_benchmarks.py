@@ -15,7 +15,7 @@ from tests.helpers import ROOT, start, succeeded
 from torchtitan_lite.config import cli, load
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.models import build
-from torchtitan_lite.monitoring import mfu
+from torchtitan_lite.run import mfu
 
 
 @pytest.mark.parametrize("n", [1, 2])

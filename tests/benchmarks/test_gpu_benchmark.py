@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import gpu, gpu_items
 from tests.helpers import HANGS_S, start, succeeded
-from torchtitan_lite.monitoring import mfu
+from torchtitan_lite.run import mfu
 from torchtitan_lite.tools.estimate import planned_run
 
 # stands for the interpreter that runs an item: -m benchmarks.gpu_items FUNCTION OPTIONS FILE

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import train
-from torchtitan_lite.training import start_and_end
+from torchtitan_lite.run import start_and_end
 
 
 def main(argv: Sequence[str]) -> int:

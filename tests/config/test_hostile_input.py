@@ -28,7 +28,7 @@ from torchtitan_lite.config import cli, schema, toml
 from torchtitan_lite.data.prepare import __main__
 from torchtitan_lite.data.prepare.tokenizer import byte_level
 from torchtitan_lite.huggingface import weights as hf
-from torchtitan_lite.monitoring import attempts
+from torchtitan_lite.run import attempts
 from torchtitan_lite.tools import checkpoints, generate, migrate_accelerate
 from torchtitan_lite.tools.report import report
 

@@ -10,8 +10,8 @@ from torchtitan_lite.config import cli, load
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.sections.optim import OPTIMIZERS
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.run import checks
 from torchtitan_lite.tools import generate
-from torchtitan_lite.training import checks
 
 
 def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from tests.helpers import ROOT, losses, python, ranks, succeeded, tiny
 from tests.models.published import PARAMETERS
 from torchtitan_lite.config import load
 from torchtitan_lite.data.prepare.__main__ import main as prepare
-from torchtitan_lite.monitoring import mfu
-from torchtitan_lite.monitoring.mfu import Device
+from torchtitan_lite.run import mfu
+from torchtitan_lite.run.mfu import Device
 from torchtitan_lite.tools.estimate import step_time
 from torchtitan_lite.tools.estimate.planned_run import Plan, make_plan
 

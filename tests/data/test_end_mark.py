@@ -17,10 +17,10 @@ from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.huggingface import weights
+from torchtitan_lite.run.sampling import Prompts
 from torchtitan_lite.scoring.validation import Validation
 from torchtitan_lite.tools import checkpoints
 from torchtitan_lite.tools.load_model import open_model
-from torchtitan_lite.training.sampling import Prompts
 
 END, OTHER = 517, 518  # </s> and <END> of the tokenizer below, whose <|endoftext|> is 0
 

@@ -19,7 +19,7 @@ from torchtitan_lite.data.prepare.documents import usable
 from torchtitan_lite.data.prepare.texts import find
 from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.errors import ConfigError, DataError, UserError
-from torchtitan_lite.training.checks import check_text
+from torchtitan_lite.run.checks import check_text
 
 
 def tree(root: Path, *names: str) -> Path:

@@ -29,7 +29,7 @@ from torchtitan_lite.data.samples import Samples
 from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.models.loss import IGNORE
-from torchtitan_lite.monitoring.console import seen_of_sources
+from torchtitan_lite.run.console import seen_of_sources
 from torchtitan_lite.scoring.validation import Validation
 from torchtitan_lite.tools.report.page import page
 from torchtitan_lite.tools.report.runs import read_run

@@ -24,7 +24,7 @@ from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.token_files import document_ends, read_meta
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.models.loss import IGNORE
-from torchtitan_lite.training.sampling import Prompts
+from torchtitan_lite.run.sampling import Prompts
 
 ROWS = [(f'the {i}-th text, "quoted",\nof {"many words " * (i % 9)}', f"text {i}") for i in range(300)]
 GOOD = '{"text": "a", "headline": "b"}\n'

@@ -63,9 +63,9 @@ from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.groups import freeze
 from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, set_learning_rate, squared_norm
+from torchtitan_lite.run.intact import require_finite
+from torchtitan_lite.run.start_and_end import require_agreement
 from torchtitan_lite.scoring.validation import Validation, evaluate
-from torchtitan_lite.training.intact import require_finite
-from torchtitan_lite.training.start_and_end import require_agreement
 
 # 517 and 30 divide unevenly, and of 3 positions one of four ranks gets none
 MODEL = ModelConfig(family="gpt", dim=30, n_heads=2, n_layers=2, max_seq_len=3)

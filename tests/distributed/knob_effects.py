@@ -32,7 +32,7 @@ from torchtitan_lite.distributed.process_group import build_mesh
 from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.errors import ConfigError, NonFiniteError
 from torchtitan_lite.optim import finite_guard, muon
-from torchtitan_lite.training.session import Session, settle
+from torchtitan_lite.run.session import Session, settle
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 Build = Callable[..., Session]

@@ -30,7 +30,7 @@ from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import World, build_mesh, exit_process, process_group
 from torchtitan_lite.distributed.sharding import local_rows
-from torchtitan_lite.training.session import Session, settle
+from torchtitan_lite.run.session import Session, settle
 
 
 def training(config: Config, world: World) -> Session:

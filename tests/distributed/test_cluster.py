@@ -32,7 +32,7 @@ from torchtitan_lite.distributed.lost import explained
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.distributed.ranks import gather
 from torchtitan_lite.errors import REPEATS, StuckError, UserError
-from torchtitan_lite.monitoring import attempts
+from torchtitan_lite.run import attempts
 
 LAZY = "TORCH_GLOO_LAZY_INIT"
 DOC = (ROOT / "docs/cluster.md").read_text()

@@ -22,8 +22,8 @@ from torchtitan_lite.distributed import blocks, float8, parallelize
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import World, build_mesh
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.training.checks import check_patterns
-from torchtitan_lite.training.session import settle
+from torchtitan_lite.run.checks import check_patterns
+from torchtitan_lite.run.session import settle
 
 needs_torchao = pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="torchao is not installed")
 SHAPE = {"model.dim": 32, "model.n_heads": 2, "model.n_kv_heads": 1, "model.hidden_dim": 48}

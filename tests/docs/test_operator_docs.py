@@ -12,8 +12,7 @@ import pytest
 from tests.docs.pages import blocks, commands, obeyed
 from tests.helpers import ROOT, checkpoint, losses, ranks, succeeded, tiny
 from torchtitan_lite.checkpointing import storage
-from torchtitan_lite.monitoring import attempts
-from torchtitan_lite.training import start_and_end
+from torchtitan_lite.run import attempts, start_and_end
 
 PAGE = (ROOT / "docs/incidents.md").read_text()
 LAUNCH = "torchrun --nproc-per-node 2 train.py "

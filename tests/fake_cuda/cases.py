@@ -15,7 +15,7 @@ from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.distributed.process_group import World, use_tf32
 from torchtitan_lite.models.attention import KeysValues, attend, within_documents
 from torchtitan_lite.models.llama import Attention
-from torchtitan_lite.monitoring import mfu
+from torchtitan_lite.run import mfu
 
 VOCABULARY = 512
 _BASE = {

@@ -20,7 +20,7 @@ from torchtitan_lite.data.loader import Loader, PrefetchingLoader
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows
 from torchtitan_lite.distributed.process_group import World, build_mesh
-from torchtitan_lite.training.session import Session
+from torchtitan_lite.run.session import Session
 
 DEVICE = torch.device("cuda", 0)
 

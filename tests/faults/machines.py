@@ -40,7 +40,7 @@ from tests.faults.figures import HEADER, row, stamp
 from tests.forkserver import free_port
 from tests.helpers import ROOT, losses, ranks, succeeded, tiny
 from torchtitan_lite.checkpointing import storage
-from torchtitan_lite.monitoring import attempts
+from torchtitan_lite.run import attempts
 
 NAMES = ("a", "b", "c")
 BATCH = 6

@@ -43,9 +43,8 @@ from torchtitan_lite.data.loader import PrefetchingLoader
 from torchtitan_lite.distributed.process_group import exit_process
 from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.models import Transformer
-from torchtitan_lite.monitoring import run_folder
 from torchtitan_lite.process import env_int
-from torchtitan_lite.training import between_steps, sampling, tasks
+from torchtitan_lite.run import between_steps, run_folder, sampling, tasks
 
 # where a fault can be: the function that is about to be called
 SITES: dict[str, tuple[Any, str]] = {

@@ -7,7 +7,7 @@ import torch
 import train
 from torchtitan_lite.distributed.process_group import exit_process
 from torchtitan_lite.optim.step_record import StepRecord
-from torchtitan_lite.training.session import Session
+from torchtitan_lite.run.session import Session
 
 plain = train.train_step
 

@@ -14,7 +14,7 @@ from torchtitan_lite.distributed import initialize, normal_values
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.models.llama import rotary_tables, rotate
 from torchtitan_lite.models.loss import IGNORE, bits_per_byte
-from torchtitan_lite.monitoring.mfu import active_parameters
+from torchtitan_lite.run.mfu import active_parameters
 
 SMALL = ModelConfig(family="gpt", dim=32, n_heads=2, n_layers=2, max_seq_len=16)
 LLAMA = ModelConfig(family="llama", dim=32, n_heads=4, n_kv_heads=2, hidden_dim=48, n_layers=2, max_seq_len=16)

@@ -18,7 +18,7 @@ from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.data.packing import PackedSamples
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.samples import Samples
-from torchtitan_lite.monitoring.resumed import validation_change
+from torchtitan_lite.run.resumed import validation_change
 from torchtitan_lite.scoring import validation
 from torchtitan_lite.scoring.validation import Score, Validation, eval_line, unigram_bits_per_byte
 

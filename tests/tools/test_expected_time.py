@@ -14,7 +14,7 @@ from tests.helpers import ROOT
 from tests.tools.memory import VOCABULARY, config_of
 from torchtitan_lite import plan
 from torchtitan_lite.models import build
-from torchtitan_lite.monitoring.mfu import DEVICES, flops_per_token
+from torchtitan_lite.run.mfu import DEVICES, flops_per_token
 from torchtitan_lite.tools.estimate import simulate
 from torchtitan_lite.tools.estimate.planned_run import make_plan
 from torchtitan_lite.tools.estimate.step_time import (

@@ -22,7 +22,7 @@ from torchtitan_lite.data.prepare.tokenizer import byte_level
 from torchtitan_lite.distributed import initialize
 from torchtitan_lite.distributed.process_group import build_mesh
 from torchtitan_lite.models import Transformer, build
-from torchtitan_lite.monitoring.mfu import DEVICES, flops_per_token, multiplied_parameters, named
+from torchtitan_lite.run.mfu import DEVICES, flops_per_token, multiplied_parameters, named
 from torchtitan_lite.terminal import size
 from torchtitan_lite.tools.estimate import command, simulate
 from torchtitan_lite.tools.estimate.planned_run import Plan, make_plan, vocabulary

@@ -13,7 +13,7 @@ from tests.helpers import checkpoint, ranks, records, succeeded, tiny
 from torchtitan_lite.config import cli
 from torchtitan_lite.config.schema import Config, flatten
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.monitoring import attempts
+from torchtitan_lite.run import attempts
 from torchtitan_lite.tools.incidents.replay import differs, numbers_of, read
 from torchtitan_lite.tools.incidents.which import main as which
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import HANGS_S, ranks, start, succeeded, tiny
-from torchtitan_lite.monitoring import attempts
+from torchtitan_lite.run import attempts
 
 pytest.importorskip("plotly")
 

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("plotly")
 
 from tests.tools.test_report import about, attempt, figure_of, made, step, traces_of, write_run
-from torchtitan_lite.monitoring import attempts
+from torchtitan_lite.run import attempts
 from torchtitan_lite.tools.report import report
 from torchtitan_lite.tools.report.runs import read_run
 

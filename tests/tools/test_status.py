@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT, ranks, tiny
-from torchtitan_lite.monitoring import attempts, run_folder
+from torchtitan_lite.run import attempts, run_folder
 from torchtitan_lite.tools import status
 from torchtitan_lite.tools.report import report
 

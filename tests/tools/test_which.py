@@ -27,7 +27,7 @@ from torchtitan_lite.data.prepare.summary import verify
 from torchtitan_lite.data.token_files import TokenFiles, read_meta
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.models.loss import IGNORE
-from torchtitan_lite.monitoring import attempts
+from torchtitan_lite.run import attempts
 from torchtitan_lite.tools.incidents.record import read_record
 from torchtitan_lite.tools.incidents.which import main as which
 

@@ -236,7 +236,7 @@ def _kept(before: Layer, given: Layer, values: Layer) -> Layer:
         if key in today
         and key not in given
         and keeps_value(key)
-        and value != today[key] != "epoch"  # checkpoints have the steps of "epoch", see training/epochs.py
+        and value != today[key] != "epoch"  # checkpoints have the steps of "epoch", see run/epochs.py
         and not (resized and key.startswith("model."))
     }
 

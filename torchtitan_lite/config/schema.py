@@ -88,7 +88,7 @@ class Config(Frozen):
 
     @property
     def in_epochs(self) -> list[str]:
-        """The keys that are in epochs, which training/epochs.py turns into steps."""
+        """The keys that are in epochs, which run/epochs.py turns into steps."""
         values: dict[str, object] = {
             "eval.every": self.eval.every,
             "eval.tasks_every": self.eval.tasks_every,

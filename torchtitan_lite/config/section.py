@@ -160,7 +160,7 @@ def _every(least: int, value: Any) -> Any:
     raise ValueError(f'should be "epoch", or a number of steps of at least {least}')
 
 
-if TYPE_CHECKING:  # training/epochs.py replaces "epoch" before anything counts steps
+if TYPE_CHECKING:  # run/epochs.py replaces "epoch" before anything counts steps
     Every = int
     PositiveEvery = int
 else:

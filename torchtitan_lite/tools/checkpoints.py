@@ -22,7 +22,7 @@ from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.errors import CheckpointError, FormatError, UnreadableError, run_cli
 from torchtitan_lite.huggingface import weights
 from torchtitan_lite.models import build
-from torchtitan_lite.monitoring import attempts
+from torchtitan_lite.run import attempts
 from torchtitan_lite.terminal import counted, size
 from torchtitan_lite.tools.load_model import best_checkpoint
 

@@ -20,20 +20,19 @@ from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.process_group import process_group
 from torchtitan_lite.distributed.ranks import gather
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.monitoring import mfu
-from torchtitan_lite.monitoring.console import batch_line, fsdp_line, model_line
-from torchtitan_lite.monitoring.metrics import Log
 from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.process import env_int
+from torchtitan_lite.run import mfu, out_of_memory
+from torchtitan_lite.run.console import batch_line, fsdp_line, model_line
+from torchtitan_lite.run.metrics import Log
+from torchtitan_lite.run.session import Session, settle
+from torchtitan_lite.run.start_and_end import require_agreement, require_shared
 from torchtitan_lite.terminal import counted, duration, size
 from torchtitan_lite.tools.allocator import own_bytes, peak_of
 from torchtitan_lite.tools.columns import columns
 from torchtitan_lite.tools.elsewhere import elsewhere
 from torchtitan_lite.tools.estimate import step_time
 from torchtitan_lite.tools.estimate.planned_run import Plan, make_plan
-from torchtitan_lite.training import out_of_memory
-from torchtitan_lite.training.session import Session, settle
-from torchtitan_lite.training.start_and_end import require_agreement, require_shared
 
 Step = Callable[[Session, int], StepRecord]
 STEPS = 3

@@ -9,7 +9,7 @@ from typing import Any
 
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.errors import StuckError
-from torchtitan_lite.monitoring import run_folder
+from torchtitan_lite.run import run_folder
 
 
 @contextlib.contextmanager

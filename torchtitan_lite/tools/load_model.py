@@ -25,7 +25,7 @@ from torchtitan_lite.errors import CheckpointError, ConfigError, DataError
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.models.generation import answers
-from torchtitan_lite.monitoring.attempts import Attempt, best_step
+from torchtitan_lite.run.attempts import Attempt, best_step
 
 LONGEST = 2048  # tokens in a window of a Hugging Face model, unless another length is given
 

@@ -9,14 +9,14 @@ from torchtitan_lite.config.schema import flatten
 from torchtitan_lite.config.toml import Loaded, to_toml_with_origins
 from torchtitan_lite.errors import RepeatError
 from torchtitan_lite.models import Transformer
-from torchtitan_lite.monitoring.run_folder import why_not_again
 from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.process import local_rank
+from torchtitan_lite.run.run_folder import why_not_again
+from torchtitan_lite.run.session import Session
+from torchtitan_lite.run.start_and_end import prepared
 from torchtitan_lite.terminal import print_line
 from torchtitan_lite.tools import dry_run, inspect
 from torchtitan_lite.tools.incidents import replay
-from torchtitan_lite.training.session import Session
-from torchtitan_lite.training.start_and_end import prepared
 
 
 def run(

@@ -16,8 +16,8 @@ from typing import Any
 
 from torchtitan_lite.config import paths
 from torchtitan_lite.errors import ConfigError, run_cli
-from torchtitan_lite.monitoring import attempts
-from torchtitan_lite.monitoring.goodput import goodput_line
+from torchtitan_lite.run import attempts
+from torchtitan_lite.run.goodput import goodput_line
 from torchtitan_lite.terminal import duration
 
 

@@ -115,7 +115,7 @@ step: multiplied by step_gamma every step_every steps"""
 def rules(config: "Config", machine: Machine) -> Rules:
     """The broken rules of [optim] with the number of steps."""
     optim = config.optim
-    if not config.train.epochs:  # else their number is not known yet: training/epochs.py checks it
+    if not config.train.epochs:  # else their number is not known yet: run/epochs.py checks it
         yield from warmup_rules(optim, config.train.steps)
 
 

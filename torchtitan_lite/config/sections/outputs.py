@@ -91,8 +91,8 @@ TRACKERS = Registry(
     "docs/extending.md",
     Tracker,
     {
-        "tensorboard": Tracker("torchtitan_lite.monitoring.trackers:tensorboard", package="tensorboard"),
-        "wandb": Tracker("torchtitan_lite.monitoring.trackers:weights_and_biases", package="wandb"),
+        "tensorboard": Tracker("torchtitan_lite.run.trackers:tensorboard", package="tensorboard"),
+        "wandb": Tracker("torchtitan_lite.run.trackers:weights_and_biases", package="wandb"),
     },
 )
 

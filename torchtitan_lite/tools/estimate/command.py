@@ -12,12 +12,12 @@ from typing import Any
 from torchtitan_lite.config import cli
 from torchtitan_lite.config.schema import Config, flatten
 from torchtitan_lite.errors import ConfigError, run_cli
-from torchtitan_lite.monitoring.console import batch_line, model_line
-from torchtitan_lite.monitoring.mfu import DEVICES, Device
+from torchtitan_lite.run import epochs
+from torchtitan_lite.run.console import batch_line, model_line
+from torchtitan_lite.run.mfu import DEVICES, Device
 from torchtitan_lite.terminal import duration, size
 from torchtitan_lite.tools.estimate.planned_run import RESERVE, Plan, make_plan, vocabulary
 from torchtitan_lite.tools.estimate.step_time import SPREAD, expected, likely, unknown
-from torchtitan_lite.training import epochs
 
 
 def main(argv: Sequence[str]) -> int:
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
         prog="python -m torchtitan_lite.plan",
         description="Memory and time of a run, and what to try. Nothing is allocated; no GPU is needed. Every option "
         "of train.py works as well: --config FILE, --section.key=value, ...",
-        epilog="Another device is an entry of torchtitan_lite/monitoring/devices.toml.",
+        epilog="Another device is an entry of torchtitan_lite/run/devices.toml.",
         allow_abbrev=False,
     )
     parser.add_argument("--world-size", type=int, default=1, help="ranks of the run (default: 1)")

@@ -12,7 +12,7 @@ from torchtitan_lite.config.paths import expand, is_prepared, unfound
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.monitoring.mfu import Device, active_parameters, flops_per_token
+from torchtitan_lite.run.mfu import Device, active_parameters, flops_per_token
 from torchtitan_lite.tools.estimate.muon import muon_step
 from torchtitan_lite.tools.estimate.simulate import GRADIENTS, OPTIMIZER, PARAMETERS, Simulated, simulate
 from torchtitan_lite.tools.estimate.work import Traffic, Work

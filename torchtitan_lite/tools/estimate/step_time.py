@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
 
-from torchtitan_lite.monitoring.mfu import DEVICES, Device
+from torchtitan_lite.run.mfu import DEVICES, Device
 from torchtitan_lite.tools.estimate.muon import GATHERED
 from torchtitan_lite.tools.estimate.planned_run import Plan
 from torchtitan_lite.tools.estimate.work import Attention, Collective, Product, Traffic, Work

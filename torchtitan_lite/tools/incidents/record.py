@@ -11,10 +11,10 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.monitoring import attempts as history
-from torchtitan_lite.monitoring.attempts import Attempt
+from torchtitan_lite.run import attempts as history
+from torchtitan_lite.run.attempts import Attempt
+from torchtitan_lite.run.start_and_end import prepared
 from torchtitan_lite.tools.load_model import require_same_data
-from torchtitan_lite.training.start_and_end import prepared
 
 
 @dataclass(frozen=True)

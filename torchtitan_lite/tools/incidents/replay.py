@@ -30,17 +30,16 @@ from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.process_group import process_group
 from torchtitan_lite.distributed.ranks import on_rank0
 from torchtitan_lite.errors import ConfigError, NonFiniteError, SpikeError, UserError
-from torchtitan_lite.monitoring import attempts as history
-from torchtitan_lite.monitoring import run_folder
-from torchtitan_lite.monitoring.attempts import Attempt
-from torchtitan_lite.monitoring.metrics import Log
 from torchtitan_lite.optim.step_record import StepRecord
+from torchtitan_lite.run import attempts as history
+from torchtitan_lite.run import out_of_memory, run_folder
+from torchtitan_lite.run.attempts import Attempt
+from torchtitan_lite.run.metrics import Log
+from torchtitan_lite.run.session import Session, settle
+from torchtitan_lite.run.start_and_end import require_agreement
 from torchtitan_lite.terminal import counted, print_line
 from torchtitan_lite.tools.elsewhere import elsewhere
 from torchtitan_lite.tools.incidents.record import attempts_of, checkpoint_before, require_own_step
-from torchtitan_lite.training import out_of_memory
-from torchtitan_lite.training.session import Session, settle
-from torchtitan_lite.training.start_and_end import require_agreement
 
 Step = Callable[[Session, int], StepRecord]
 Numbers = Mapping[str, Any]

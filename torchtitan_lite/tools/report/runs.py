@@ -10,8 +10,8 @@ from typing import Any
 
 from torchtitan_lite.config.toml import format_value
 from torchtitan_lite.errors import DataError
-from torchtitan_lite.monitoring import attempts
-from torchtitan_lite.monitoring.goodput import goodput
+from torchtitan_lite.run import attempts
+from torchtitan_lite.run.goodput import goodput
 from torchtitan_lite.tools.columns import columns
 from torchtitan_lite.tools.status import Status, status_of
 

@@ -1,0 +1,91 @@
+"""Two ranks, of which one comes late or never, and collectives that never give up: `FOLDER CASE`.
+
+The main threads are blocked in C, as under NCCL, whose collectives raise no error: only a thread can end the process.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_lite.checkpointing import progress
+from torchtitan_lite.config.schema import RunConfig
+from torchtitan_lite.distributed.process_group import limit_group_timeouts, process_group
+from torchtitan_lite.run import run_folder
+from torchtitan_lite.run.watchdog import Watchdog
+
+LIMITS = RunConfig(device="cpu", threads=1, timeout_minutes=0.08)
+LIMIT_S = 60 * LIMITS.timeout_minutes
+START_MINUTES = 0.05
+LONG_S = 2.5 * LIMIT_S
+SPIN = f"import time; end = time.monotonic() + {LONG_S}\nwhile time.monotonic() < end: pass"
+
+
+def compile_by(action: Callable[[], object]) -> None:
+    """Compile a function, which takes as long as the action."""
+
+    def backend(graph: Any, _: Any) -> Any:
+        action()
+        return graph.forward
+
+    torch.compile(lambda x: 2 * x, backend=backend)(torch.ones(2))
+
+
+def hash_slowly() -> None:
+    """As on a slow disk: a few bytes at a time, and hardly any processor time."""
+    end = time.monotonic() + LONG_S
+    with progress.working("verifying its share"):
+        while time.monotonic() < end:
+            time.sleep(LIMIT_S / 10)
+            progress.advance(1)
+
+
+def stop() -> None:
+    """SIGSTOP, and SIGCONT after the end of the other rank."""
+    subprocess.Popen(["sh", "-c", f"sleep 20; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def receive_nothing() -> None:
+    dist.recv(torch.zeros(1), src=1 - dist.get_rank())
+
+
+LATE: dict[str, Callable[[], object]] = {
+    "compiles": lambda: compile_by(lambda: exec(SPIN)),
+    "compiles elsewhere": lambda: compile_by(lambda: subprocess.run([sys.executable, "-c", SPIN], check=True)),
+    "compiler hangs": lambda: compile_by(receive_nothing),
+    "hashes": hash_slowly,
+    "stops": stop,
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    folder, case = Path(argv[0]), argv[1]
+    limits = LIMITS.model_copy(update={"timeout_minutes": 60.0, "start_timeout_minutes": START_MINUTES})
+    with process_group(LIMITS) as world:
+        if world.rank == 0:
+            about = {"step": 3, "samples": 0, "config": {}, "setting": {}, "tasks": {}}
+            run_folder.record_start(folder, about | run_folder.facts(world, [""]))
+        watching = Watchdog(folder, world, limits if case == "stops" else LIMITS)
+        watching.on_abort = lambda why: run_folder.record_end(folder, world, 1, "failed", 3, why)
+        limit_group_timeouts()
+        late = 0 if case == "rank 0 fetches" else 1
+        if case != "stops":
+            watching.step(4)
+            if "fetches" not in case or world.rank != late:
+                watching.computing()
+            if case == "forward pass" and world.rank != late:
+                watching.forward()
+        if world.rank == late:
+            LATE.get(case, receive_nothing)()
+        dist.all_reduce(torch.zeros(1))
+        watching.close()
+        print(f"rank {world.rank} is done")
+    return 0

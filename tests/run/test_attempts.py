@@ -1,0 +1,367 @@
+"""A run only moves forward: refused commands, forks, damaged checkpoints, and the history that each attempt leaves."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from filelock import FileLock
+
+from tests.helpers import assert_same_end, checkpoint, losses, python, ranks, records, succeeded, tiny
+from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.run import attempts, run_folder
+
+RUN = {"run__name": "run", "train__steps": 8, "checkpoint__every": 2, "eval__every": 0}
+extended = pytest.mark.extended
+Again = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 8 steps with checkpoints at 4, 6 and 8."""
+    folder = tmp_path_factory.mktemp("attempts")
+    succeeded(ranks(1, *tiny(text, folder, **RUN)))
+    return folder / "run"
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    shutil.copytree(finished, tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def again(run: Path, text: Path) -> Again:
+    """The command of the run again; its output, also on stderr if it must fail with `code`, -1 for any."""
+
+    def start(*flags: str, n: int = 1, code: int = 0, env: Any = None, fault: str = "", **more: Any) -> str:
+        result = ranks(n, *flags, *tiny(text, run.parent, **RUN | more), env=env, fault=fault)
+        if not code:
+            return succeeded(result)
+        output = result.stdout + result.stderr
+        assert result.returncode == code if code > 0 else result.returncode, output
+        return output
+
+    return start
+
+
+def about(run: Path) -> dict[str, Any]:
+    return json.loads((run / "run.json").read_text())
+
+
+def contents(run: Path) -> dict[str, object]:
+    """What a refused command must not change."""
+    files = ("metrics.jsonl", "attempts.jsonl", "run.json", "config.toml", "tokenizer.json")
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    return {name: (run / name).read_bytes() for name in files} | {"checkpoints": names}
+
+
+def begun(run: Path) -> list[tuple[int, str]]:
+    """The step that each attempt began after, and how it ended."""
+    return [(attempt.step, attempt.ended) for attempt in attempts.read(run)]
+
+
+# --- refused ----------------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "another identity": ({"train__seq_len": 16}, "", "train.seq_len is 32 in the"),
+    "a full disk": ({}, "error:0:0:space", "No space left on device"),
+    "files that can't grow": ({}, "full:0:0:lock", "File too large"),
+}
+
+
+@pytest.mark.parametrize(
+    "why", [pytest.param(why, marks=[] if why == "another identity" else [extended]) for why in REFUSED]
+)
+def test_a_refused_command_is_no_attempt(why: str, run: Path, again: Again) -> None:
+    more, fault, expected = REFUSED[why]
+    before = contents(run)
+    said = again(code=1 if why == "a full disk" else 2, fault=fault, **{"train__steps": 12} | more)
+    assert expected in said
+    assert "Traceback" not in said
+    assert contents(run) == before
+    assert not (run / "stacks").exists()
+    assert not list(run.glob("*.new"))
+    assert "resumed after step 8" in again(train__steps=9)
+    assert begun(run) == [(0, "complete"), (8, "complete")]
+
+
+def test_a_check_refuses_what_a_start_would(run: Path, again: Again) -> None:
+    before = contents(run)
+    said = again("--check-config", code=2, optim__lr=0.5, train__steps=12)
+    assert "has made 8 steps with other values than this command has:" in said
+    assert "the configuration is fine" in again("--check-config", train__steps=12)
+    assert contents(run) == before
+
+
+@pytest.mark.parametrize("name", ["config.toml", "attempts.jsonl"])
+def test_a_file_that_can_t_be_written_is_named(name: str, run: Path, again: Again) -> None:
+    (run / name).unlink()
+    (run / name).mkdir()
+    said = again(code=2, train__steps=9)
+    assert f"{run / name}" in said
+    assert "Is a directory" in said
+    assert "Traceback" not in said
+
+
+def test_an_error_or_a_kill_while_it_loads_is_no_attempt(run: Path, again: Again) -> None:
+    before = contents(run)
+    assert "Traceback" in again(code=-1, fault="raise:0:0:hash", train__steps=12)
+    again(code=-1, fault="kill:0:0:space", train__steps=12)
+    assert contents(run) == before
+
+
+@pytest.mark.parametrize("value", ["RUN", "RUN/checkpoints/step-00000004"])
+def test_a_run_does_not_go_back_within_its_folder(value: str, run: Path, again: Again) -> None:
+    """A path into the run itself."""
+    before = contents(run)
+    said = again(code=2, checkpoint__resume=value.replace("RUN", str(run)))
+    assert "a run does not go back within its folder" in said
+    assert f"--run.name=NEW, from an earlier checkpoint with --checkpoint.resume={run}/checkpoints/step-N" in said
+    assert contents(run) == before
+
+
+def test_a_folder_of_an_older_version_is_refused(run: Path, again: Again) -> None:
+    (run / "attempts.jsonl").unlink()
+    (run / "run.json").write_text('{"status": "complete", "step": 8, "reason": "", "time": 1.0, "attempt": "abc"}')
+    before = (run / "run.json").read_bytes()
+    expected = f"{run} was made by an older version: finish it, or export it, with the last commit of 0.4 (6b3ed8e"
+    assert expected in again(code=2, train__steps=9)
+    assert (run / "run.json").read_bytes() == before
+    for command in ("status", "report"):
+        assert expected in python(str(run), script=f"-m torchtitan_lite.{command}").stderr
+
+
+def test_a_command_that_finds_the_folder_in_use_is_no_attempt(run: Path, again: Again) -> None:
+    before = contents(run)
+    (run / ".lock-holder").write_text("process 7 on node3")
+    with FileLock(run / ".lock"):
+        assert f"{run} is being used by process 7 on node3;" in again(code=1)  # the same command may work later
+    assert contents(run) == before
+
+
+def test_stacks_of_an_earlier_attempt_are_kept(run: Path, again: Again) -> None:
+    """A restart must not remove files that the previous attempt's error names."""
+    stacks = run / "stacks"
+    stacks.mkdir()
+    (stacks / "rank-0.txt").write_text("Timeout (0:00:08)!\nwhere it hung\n")
+    again(train__steps=9)
+    assert (stacks / "rank-0.txt").read_text() == "Timeout (0:00:08)!\nwhere it hung\n"
+    assert os.listdir(stacks) == ["rank-0.txt"]
+
+
+# --- the history ------------------------------------------------------------------------------------------------
+
+
+def test_an_attempt_records_how_it_was_started_and_how_it_ended(run: Path) -> None:
+    (made,) = attempts.read(run)
+    assert (made.attempt, made.step, made.samples, made.world_size) == (1, 0, 0, 1)
+    assert made.config["train.steps"] == 8
+    assert made.setting["world_size"] == 1
+    assert made.versions["torch"] == torch.__version__
+    assert made.hosts == [os.uname().nodename]
+    assert "--run.name=run" in made.command
+    assert made.device.startswith("cpu")
+    assert (made.ended, made.last_step, made.reason) == ("complete", 8, "")
+    assert made.time < records(run)[0]["time"] < made.end_time
+    assert {record["attempt"] for record in records(run)} == {1}
+    status = about(run)
+    assert (status["status"], status["step"], status["attempt"]) == ("complete", 8, 1)
+
+
+def test_after_a_kill_the_records_of_the_last_attempt_count(text: Path, tmp_path: Path) -> None:
+    """SIGKILL in step 8, after the checkpoint of step 6: steps 7 and on are made again. No line is removed."""
+    run, command = tmp_path / "run", tiny(text, tmp_path, **RUN | {"eval__every": 4, "sample__every": 4})
+    assert ranks(1, *command, fault="kill:0:8:step").returncode
+    assert (about(run)["status"], begun(run)) == ("running", [(0, "")])
+    left = (run / "metrics.jsonl").read_bytes() + b'{"step": 8, "lo'  # as a kill while it writes leaves it
+    (run / "metrics.jsonl").write_bytes(left)
+    history = (run / "attempts.jsonl").read_bytes() + b'{"attempt": 1, "en'
+    (run / "attempts.jsonl").write_bytes(history)
+    assert "resumed after step 6" in succeeded(ranks(1, *command))
+    assert (run / "metrics.jsonl").read_bytes().startswith(left + b"\n")
+    assert (run / "attempts.jsonl").read_bytes().startswith(history + b"\n")
+    assert begun(run) == [(0, ""), (6, "complete")]
+    assert attempts.read(run)[1].samples == 6 * attempts.read(run)[0].config["train.global_batch_size"]
+    by_step = [(record["step"], record["attempt"]) for record in attempts.records(run) if "loss" in record]
+    assert by_step == [(step, 1 if step < 7 else 2) for step in range(1, 9)]
+    assert [record["step"] for record in attempts.records(run) if "val_loss" in record] == [4, 8]
+    assert {record["step"] for record in attempts.records(run, "samples.jsonl")} == {4, 8}
+    written = [json.loads(line) for line in left.splitlines()[:-1]]
+    assert [record["step"] for record in written if "loss" in record] == list(range(1, 8)), "7 was made twice"
+
+
+def test_a_failed_attempt_says_why(run: Path, again: Again) -> None:
+    again(code=-1, fault="raise:0:10:step", train__steps=12)
+    status, last = about(run), attempts.read(run)[-1]
+    assert (status["status"], status["step"], status["attempt"]) == ("failed", 9, 2)
+    assert "a bug in somebody's loader" in status["reason"]
+    assert (last.ended, last.last_step, last.reason) == ("failed", 9, status["reason"])
+    assert "resumed after step 8" in again(train__steps=9)
+
+
+def test_a_finished_run_that_is_started_again_stays_complete(run: Path, again: Again) -> None:
+    before = contents(run)
+    assert "finished: step 8 of train.steps = 4" in again(train__steps=4)
+    assert (about(run)["status"], about(run)["step"]) == ("complete", 8)
+    after = contents(run)
+    assert [name for name in before if before[name] != after[name]] == ["attempts.jsonl", "run.json"]
+    assert records(run)[-1]["step"] == 8
+
+
+@pytest.mark.parametrize("rank0_lives", [False, True])
+def test_another_rank_records_the_end_for_a_rank_0_that_is_gone(rank0_lives: bool, tmp_path: Path) -> None:
+    world, other = (World(rank, 3, torch.device("cpu"), 1) for rank in (0, 1))
+    start = {"step": 0, "samples": 0, "config": {}, "setting": {}, "tasks": {}}
+    number = run_folder.record_start(tmp_path, start | run_folder.facts(world, ["here"]))
+    run_folder.record_end(tmp_path, other, 0, "failed", 3, "a rank that was refused")
+    assert about(tmp_path)["status"] == "running"
+    if rank0_lives:
+        run_folder.record_end(tmp_path, world, number, "failed", 3, "lost rank 1")
+    run_folder.record_end(tmp_path, other, number, "failed", 3, "rank 1 died")
+    (made,) = attempts.read(tmp_path)
+    assert made.reason == about(tmp_path)["reason"] == ("lost rank 1" if rank0_lives else "rank 1 died")
+
+
+# --- damaged checkpoints ----------------------------------------------------------------------------------------
+
+
+def damage(run: Path, step: int) -> None:
+    file = checkpoint(run, step) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+
+
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=extended)])
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
+    n: int, run: Path, finished: Path, again: Again
+) -> None:
+    damage(run, 8)
+    output = again(n=n)
+    assert "model.safetensors: its SHA-256 does not match the manifest" in output
+    assert f"run     {run}  resumed after step 6; newer checkpoints are damaged" in output
+    assert "their steps are made again: 8\n" in output
+    assert storage.verify(checkpoint(run, 8)) == [], "it was saved again"
+    assert [path.name for path in (run / "checkpoints").glob(".*")] == []
+    assert begun(run) == [(0, "complete"), (6, "complete")]
+    if n == 1:
+        assert_same_end(run, finished, 8)
+
+
+def test_a_fork_falls_back_to_the_checkpoint_before_a_damaged_one(run: Path, text: Path) -> None:
+    damage(run, 8)
+    options = tiny(text, run.parent, run__name="fork", train__steps=8, checkpoint__every=2, checkpoint__resume=run)
+    output = succeeded(ranks(1, *options))
+    assert f"a fork of {checkpoint(run, 6)}, after its step 6" in output
+    assert begun(run.parent / "fork") == [(6, "complete")]
+    for step in (2, 4, 6):
+        damage(run, step)
+    refused = ranks(1, *options, "--run.name=other")
+    assert refused.returncode == 2
+    assert "no checkpoint is complete:" in refused.stderr
+
+
+@pytest.mark.parametrize("site", ["commit", "before rename", "delete"])
+def test_a_kill_while_a_damaged_checkpoint_is_replaced_loses_nothing(site: str, run: Path, again: Again) -> None:
+    damage(run, 8)
+    again(code=-1, fault=f"kill:0:8:{site}")
+    assert storage.verify(checkpoint(run, 6)) == []
+    assert f"resumed after step {8 if site == 'delete' else 6}" in again(train__steps=9)
+    assert storage.verify(checkpoint(run, 9)) == []
+    assert losses(run).keys() == set(range(1, 10))
+
+
+def test_a_damaged_checkpoint_counts_for_nothing_in_retention(run: Path, again: Again) -> None:
+    """It is never resumed; the first save at or after its step deletes it, though it is among the newest."""
+    damage(run, 8)
+    again(train__steps=9, checkpoint__every=0, checkpoint__keep_latest=2)
+    assert storage.find_steps(run / "checkpoints") == [6, 9]
+    damage(run, 9)
+    assert "resumed after step 6" in again(train__steps=7, checkpoint__every=0, checkpoint__keep_latest=1)
+    assert storage.find_steps(run / "checkpoints") == [6, 7, 9], "its step comes later"
+    damage(run, 6)
+    damage(run, 7)
+    said = again(code=2)
+    assert "no checkpoint is complete:" in said
+    assert "start another run with --run.name=NEW" in said
+    assert storage.find_steps(run / "checkpoints") == [6, 7, 9], "nothing is deleted"
+
+
+def test_a_run_does_not_start_over_where_a_checkpoint_was(run: Path, again: Again) -> None:
+    for step in (2, 4, 6):
+        shutil.rmtree(checkpoint(run, step))
+    (checkpoint(run, 8) / "manifest.json").unlink()
+    before = contents(run)
+    said = again(code=2)
+    assert "no checkpoint is complete:" in said
+    assert "step-00000008: not a folder step-N with a manifest.json" in said
+    assert contents(run) == before
+
+
+# --- forks ------------------------------------------------------------------------------------------------------
+
+
+def test_a_fork_starts_from_another_run_s_checkpoint(run: Path, finished: Path, again: Again) -> None:
+    """With what the run has learned with, unless the command says otherwise; afterwards it is a run of its own."""
+    again(train__steps=9)
+    before, source = contents(run), checkpoint(run, 6)
+    fork = {"run__name": "fork", "checkpoint__resume": source}
+    output = again(**fork, optim__lr=1e-3)
+    assert f"run     {run.parent / 'fork'}  new, a fork of {source}, after its step 6; the same command" in output
+    assert "optim.lr 0.004 -> 0.001" in output
+    assert begun(run.parent / "fork") == [(6, "complete")]
+    assert attempts.of_step(attempts.read(run.parent / "fork"), 6) is None, "the other run made it"
+    assert losses(run.parent / "fork").keys() == {7, 8}
+    assert "resumed after step 8" in again(**fork, optim__lr=1e-3, train__steps=9), "its own come first"
+    assert contents(run) == before
+    again(**fork | {"run__name": "same", "checkpoint__resume": run / "checkpoints"})
+    assert begun(run.parent / "same") == [(9, "complete")]
+    shutil.rmtree(checkpoint(run, 9))
+    again(**fork | {"run__name": "equal"})
+    assert tensors_equal(run.parent / "equal", finished)
+
+
+def tensors_equal(run: Path, other: Path) -> bool:
+    """In the checkpoints of step 8."""
+    file = "model.safetensors"
+    return (checkpoint(run, 8) / file).read_bytes() == (checkpoint(other, 8) / file).read_bytes()
+
+
+def test_a_fork_that_starts_again_before_its_first_save_takes_the_newest_checkpoint(run: Path, again: Again) -> None:
+    """The other run may train meanwhile. What the fork made from its earlier checkpoint no longer counts."""
+    shutil.move(checkpoint(run, 8), run / "later")
+    fork = {"run__name": "fork", "checkpoint__resume": run, "checkpoint__every": 4, "train__steps": 12}
+    again(code=-1, fault="kill:0:8", **fork)
+    assert losses(run.parent / "fork").keys() == {7}
+    shutil.move(run / "later", checkpoint(run, 8))
+    assert f"a fork of {checkpoint(run, 8)}, after its step 8" in again(**fork)
+    made = attempts.read(run.parent / "fork")
+    assert [attempt.step for attempt in made] == [6, 8]
+    assert losses(run.parent / "fork").keys() == {9, 10, 11, 12}
+    assert attempts.that_count(made) == attempts.since_fork(made) == made[1:]
+
+
+def test_after_its_first_save_a_fork_does_not_need_the_other_run(run: Path, again: Again) -> None:
+    """Its retention deletes the checkpoint, and it may be moved."""
+    fork = {"run__name": "fork", "checkpoint__resume": checkpoint(run, 6)}
+    again(**fork)
+    shutil.rmtree(checkpoint(run, 6))
+    assert "resumed after step 8" in again(**fork, train__steps=9)
+    shutil.rmtree(run.parent / "fork/checkpoints")
+    assert f"nothing at {checkpoint(run, 6)}" in again(code=2, **fork)
+
+
+def test_a_fork_says_which_values_came_from_there(run: Path, text: Path, tmp_path: Path) -> None:
+    """A value that the command does not give, and for which today's default differs, is the other run's."""
+    command = [word for word in tiny(text, tmp_path, **RUN) if not word.startswith("--optim.lr")]
+    (tmp_path / "mine.toml").write_text("[optim]\nlr = 0.002\n")
+    succeeded(ranks(1, "--config", str(tmp_path / "mine.toml"), *command, "--run.name=one", "--train.steps=4"))
+    output = succeeded(ranks(1, *command, "--run.name=two", f"--checkpoint.resume={tmp_path / 'one'}"))
+    source = checkpoint(tmp_path / "one", 4)
+    assert f"resume  optim.lr = 0.002: of {source}, not given by this command; today's defaults differ" in output
+    assert attempts.read(tmp_path / "two")[0].config["optim.lr"] == 0.002

@@ -1,0 +1,201 @@
+"""A failing run prints the reason, exits with an error, and keeps its files."""
+
+import contextlib
+import dataclasses
+import json
+import re
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from tests.helpers import checkpoint, limited, losses, python, ranks, succeeded, tensors, tiny
+from torchtitan_lite import errors
+from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.errors import ConfigError, DataError, StuckError, run_cli
+from torchtitan_lite.run import attempts, run_folder, start_and_end
+
+
+def test_nan_on_one_rank_stops_the_run_before_it_is_saved(text: Path, tmp_path: Path) -> None:
+    command = tiny(text, tmp_path, run__name="nan", checkpoint__every=2, eval__every=0, log__every=4)
+    result = ranks(2, *command, fault="nan:1:3:forward:99")
+    assert result.returncode != 0
+    assert result.stderr.count("step 3: the loss is not finite on rank 1. The update was withheld") == 1
+    assert storage.find_steps(tmp_path / "nan/checkpoints") == [2]
+    assert not losses(tmp_path / "nan"), "step 4, one late, must not be logged"
+    run = json.loads((tmp_path / "nan/run.json").read_text())
+    assert (run["status"], run["repeats"]) == ("failed", True)
+
+
+def test_a_failure_that_would_repeat_does_not_repeat(text: Path, tmp_path: Path) -> None:
+    """The same config and commit are refused, whatever the number of ranks; a change or --retry is not."""
+    command = tiny(text, tmp_path, run__name="nan", train__epochs=1, eval__every=0)
+    command = [word for word in command if not word.startswith("--train.steps")]
+    assert ranks(1, *command, fault="nan:0:3:forward:99").returncode == errors.REPEATS
+    history = (tmp_path / "nan/attempts.jsonl").read_text()
+    for n, mode in ((2, []), (1, []), (1, ["--check-config"])):
+        again = ranks(n, *command, *mode)
+        assert again.returncode == (errors.REPEATS if n == 1 else 1)
+        assert "the last attempt had the same config and code, and failed: step 3: the loss is not" in again.stderr
+        assert "add --retry to try again" in again.stderr
+    assert (tmp_path / "nan/attempts.jsonl").read_text() == history
+    for changed in ("--optim.lr=1e-4", "--retry"):
+        succeeded(ranks(1, *command, "--check-config", changed))
+    (commit,) = re.findall('"commit": "(.*?)"', history)
+    (tmp_path / "nan/attempts.jsonl").write_text(history.replace(commit, "0" * 40))
+    succeeded(ranks(1, *command, "--check-config"))
+
+
+def test_a_damaged_data_folder_is_refused_before_torchrun_starts(text: Path, tmp_path: Path) -> None:
+    """Outside of torchrun, which would end with 1."""
+    data = tmp_path / "data"
+    succeeded(
+        python(str(text), "--out", str(data), "--train-tokenizer", "517", script="-m torchtitan_lite.data.prepare")
+    )
+    command = tiny(data, tmp_path / "runs", run__name="run")
+    assert succeeded(ranks(1, *command, "--check-config")).endswith(f"its run is in {tmp_path / 'runs/run'}\n")
+    tokens = data / "train.bin"
+    tokens.write_bytes(tokens.read_bytes()[:-1000])
+    refused = ranks(1, *command, "--check-config")
+    assert refused.returncode == 2
+    assert "train.bin" in refused.stderr
+
+
+def test_a_start_names_the_machines_that_joined_and_left() -> None:
+    fields: dict[str, Any] = {f.name: 0 for f in dataclasses.fields(attempts.Attempt)}
+    before = [attempts.Attempt(**fields | {"attempt": 4, "world_size": 24, "hosts": ["node0", "node1", "node2"]})]
+    assert start_and_end.machines_line([], ["node0"], 8) == ""
+    assert start_and_end.machines_line(before, ["node2", "node0", "node1"], 24) == ""
+    line = "start   since attempt 4: node3 joined, node1 left, node2 left, 16 ranks on 2 machines, not 24 on 3"
+    assert start_and_end.machines_line(before, ["node3", "node0"], 16) == line
+
+
+@pytest.mark.extended
+def test_a_vocabulary_that_does_not_fit_names_both_numbers(text: Path, tmp_path: Path) -> None:
+    succeeded(ranks(1, *tiny(text, tmp_path, run__name="first", train__steps=3)))
+    own = tmp_path / "first/tokenizer.json"
+    command = tiny(text, tmp_path, run__name="second", train__steps=3, tokenizer__path=own)
+    result = ranks(1, *command, "--model.vocab_size=400")
+    assert result.returncode == 2
+    assert "model.vocab_size = 400 is smaller than the tokenizer's 517 entries" in result.stderr
+    succeeded(ranks(1, *command, "--model.vocab_size=600"))
+    assert tensors(checkpoint(tmp_path / "second", 3))["output.weight"].shape == (600, 32)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [(b"too short", "at least 2 are needed"), (b"caf\xe9\n" * 2000, "text.txt: line 1: byte 0xe9 is not utf-8")],
+)
+def test_refused_data_leaves_no_run_folder_and_keeps_one_that_is_there(
+    content: bytes, problem: str, tmp_path: Path
+) -> None:
+    (tmp_path / "text.txt").write_bytes(content)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/metrics.jsonl").write_text("")
+    for name in ("new", "there"):
+        result = ranks(1, *tiny(tmp_path / "text.txt", tmp_path, run__name=name))
+        assert result.returncode == 2
+        assert problem in result.stderr
+        assert "Traceback" not in result.stderr
+    assert not (tmp_path / "new").exists()
+    assert (tmp_path / "there/metrics.jsonl").exists()
+
+
+def test_a_failed_preparation_removes_only_a_folder_that_it_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> None:
+        with pytest.raises(DataError), run_folder.made(tmp_path / "run"):
+            raise DataError("no text")
+
+    fails()
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
+    fails()
+    assert (tmp_path / "run").exists(), "a person's"
+    (tmp_path / "run/train.log").unlink()
+    (tmp_path / "run").rmdir()
+    with run_folder.made(tmp_path / "run"):  # another attempt prepares its data
+        fails()
+        assert (tmp_path / "run/train.log").exists()
+    shutil.rmtree(tmp_path / "run")  # by that attempt, which fails while this one prepares
+    run_folder.lock(tmp_path / "run").release()
+    assert (tmp_path / "run/.lock").exists()
+
+
+@pytest.mark.extended
+def test_an_out_of_memory_error_names_an_option(text: Path, tmp_path: Path) -> None:
+    """16 GB of address space, and logits that take 39."""
+    arguments = tiny(text, tmp_path, run__name="run", train__micro_batch_size=1024, model__vocab_size=300_000)
+    arguments.append("--speed.chunked_loss=false")  # which would never have them all
+    result = limited("AS", 16 * 10**9, arguments, tmp_path)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "out of memory: " in result.stderr
+    assert "try --train.micro_batch_size=512: the same global batch in more micro-batches" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_port_in_use_is_reported(text: Path, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        there = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        result = ranks(1, *tiny(text, tmp_path, run__name="run"), env=there)
+    assert result.returncode == 1
+    assert f"the ranks can't meet at 127.0.0.1:{there['MASTER_PORT']}" in result.stderr
+    assert "choose another MASTER_PORT" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def torchruns_last_lines(files: dict[int, Path]) -> str:
+    """What torchrun prints last, given the error files of its ranks; a missing file is that of a killed rank."""
+    failures = {r: ProcessFailure(r, 123, 1 if f.is_file() else -9, str(f)) for r, f in files.items()}
+    return ChildFailedError("train.py", failures).format_msg().partition("Root Cause (first observed failure):")[2]
+
+
+def test_an_unwritable_folder_is_an_error(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file where the folder should be")
+    env = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    result = ranks(1, *tiny(text, tmp_path / "runs"), env=env)
+    assert result.returncode == 2
+    assert "can't be written" in result.stderr
+    assert "Traceback" not in result.stderr
+    last = torchruns_last_lines({0: tmp_path / "error.json"})
+    assert "traceback : train.py: " in last
+    assert "can't be written" in last
+
+
+def _dead_rank() -> int:
+    stuck = StuckError("rank 1 died")
+    stuck.follows = True
+    raise stuck
+
+
+def _config_error() -> int:
+    raise ConfigError("two lines\nwith a fix")
+
+
+def test_torchrun_repeats_the_error_of_the_rank_that_failed_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {rank: tmp_path / f"error-{rank}.json" for rank in range(2)}
+
+    def fail(rank: int, main: Callable[[], int]) -> str:
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(files[rank]))
+        with contextlib.suppress(ZeroDivisionError):
+            assert run_cli("train.py", main) in (1, 2)
+        return torchruns_last_lines({rank: files[rank]})
+
+    fail(0, _dead_rank)
+    killed = torchruns_last_lines(files)
+    assert "rank      : 1" in killed
+    assert "exitcode  : -9" in killed
+    assert "traceback : train.py: two lines\n  with a fix\n" in fail(1, _config_error)
+    last = fail(1, lambda: 1 // 0)
+    assert "Traceback (most recent call last):" in last
+    assert "ZeroDivisionError: integer division or modulo by zero" in last
+    assert sorted(tmp_path.iterdir()) == sorted(files.values())

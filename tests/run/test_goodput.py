@@ -1,0 +1,71 @@
+"""Goodput: the share of the time since the first launch in steps that count, also after kills."""
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import python, ranks, succeeded, tiny
+from tests.run.test_history import begin
+from torchtitan_lite.run import attempts, goodput
+from torchtitan_lite.run.goodput import goodput_line, process_age_s
+from torchtitan_lite.tools.report.page import page
+from torchtitan_lite.tools.report.runs import read_run
+
+RUN = {"run__name": "run", "train__steps": 9, "checkpoint__every": 3, "log__every": 2, "eval__every": 4}
+
+
+def goodput_of(folder: Path) -> tuple[float, float]:
+    return goodput.goodput(attempts.read(folder), attempts.records(folder))
+
+
+def test_only_the_steps_that_count_are_training(tmp_path: Path) -> None:
+    assert goodput_of(tmp_path) == (0.0, 0.0)
+    begin(tmp_path, 1, 0)  # launched at 1 s
+    assert goodput_of(tmp_path) == (0.0, 0.0)
+    steps = [(1, 1, 11.0), (1, 2, 21.0), (1, 3, 31.0), (2, 3, 61.0), (2, 4, 71.0)]
+    lines = [{"attempt": a, "step": s, "time": t, "loss": 1.0, "seconds": 5.0} for a, s, t in steps]
+    lines.append({"attempt": 2, "step": 4, "time": 75.0, "save_s": 3.0})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    begin(tmp_path, 2, 2)
+    assert goodput_of(tmp_path) == (20 / 74, 74.0)
+    attempts.add(tmp_path, {"attempt": 2, "ended": "complete", "last_step": 4, "end_time": 81.0})
+    assert goodput_of(tmp_path) == (0.25, 80.0)
+    assert goodput_line(tmp_path) == "goodput 25% of 1m20s since the first launch"
+    begin(tmp_path, 3, 4)  # started again a day later: there is nothing to train
+    attempts.add(tmp_path, {"attempt": 3, "ended": "complete", "last_step": 4, "end_time": 86481.0})
+    assert goodput_of(tmp_path) == (0.25, 80.0)
+
+
+def test_a_clock_that_was_set_back_does_not_make_it_more_than_the_whole(tmp_path: Path) -> None:
+    begin(tmp_path, 1, 0)
+    line = {"attempt": 1, "step": 1, "time": 0.5, "loss": 1.0, "seconds": 5.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    assert goodput_of(tmp_path) == (1.0, 5.0)
+
+
+def test_a_killed_run_has_the_same_goodput_everywhere(text: Path, tmp_path: Path) -> None:
+    """SIGKILL in step 9, after the checkpoint of step 6. Steps 7 and 8 are made again."""
+    before = time.time()
+    assert ranks(1, *tiny(text, tmp_path, **RUN), fault="kill:0:9:step").returncode
+    run = tmp_path / "run"
+    said = succeeded(ranks(1, *tiny(text, tmp_path, **RUN)))
+    share, whole_s = goodput_of(run)
+    trained_s = sum(record["seconds"] for record in attempts.records(run) if "loss" in record)
+    assert [record["step"] for record in attempts.records(run) if "loss" in record] == [2, 4, 6, 8, 9]
+    assert 0 < share == pytest.approx(trained_s / whole_s)
+    assert whole_s <= time.time() - before + 1  # forked ranks are launched by the test's server
+    about = json.loads((run / "run.json").read_text())
+    assert about["goodput"] == round(share, 4)
+    line = goodput_line(run)
+    assert re.search(rf"^done .*, {line}", said, re.M)
+    assert line in succeeded(python(str(run), script="-m torchtitan_lite.status"))
+    assert f"<b>{share:.1%}</b>" in page([read_run(run)])
+
+
+def test_the_age_of_a_process_is_since_its_start() -> None:
+    age = process_age_s()
+    assert 0 < age < 1e6
+    assert process_age_s() >= age

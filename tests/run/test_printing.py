@@ -1,0 +1,102 @@
+"""Failures to print or log do not end a run: full disks, closed streams and other encodings."""
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ranks, succeeded, tiny
+from tests.run.test_faults import saved_steps, status
+from torchtitan_lite import terminal
+from torchtitan_lite.run.metrics import Log
+
+FULL = Path("/dev/full")
+needs_full = pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full here")
+SHORT = {"run__name": "run", "train__steps": 4, "eval__every": 2, "checkpoint__every": 2, "sample__every": 2}
+SAMPLES = ['--sample.prompts=["caf\u00e9 \u2603"]', "--sample.max_tokens=2"]
+
+
+def with_stdout(
+    out: str, *arguments: str, encoding: str = "utf-8", entry: str = "train"
+) -> subprocess.CompletedProcess[str]:
+    env = {"STREAM_OUT": out, "STREAM_ENCODING": encoding, "STREAM_ENTRY": entry}
+    return ranks(1, *arguments, entry="tests.run.streams", env=env)
+
+
+LOGS = "train.log", "metrics.jsonl", "samples.jsonl"
+
+
+@pytest.mark.parametrize("out", [pytest.param(str(FULL), marks=needs_full), "closed", "broken"])
+@pytest.mark.extended
+def test_a_run_without_a_usable_stdout_ends_well(out: str, text: Path, tmp_path: Path) -> None:
+    run, failing = tmp_path / "run", {"closed": 0, "broken": 1}.get(out, 4)
+    run.mkdir()
+    for name in LOGS if out == str(FULL) else ():  # logs on a full disk, too
+        (run / name).symlink_to(FULL)
+    result = with_stdout(out, *tiny(text, tmp_path, **SHORT), *SAMPLES)
+    succeeded(result)
+    assert saved_steps(run) == [2, 4]
+    assert status(run)["status"] == "complete"
+    assert out == str(FULL) or "step    4/4" in (run / "train.log").read_text()
+    for name in ("stdout", *LOGS)[:failing]:
+        assert sum(f"{name} can't be written: " in line for line in result.stderr.splitlines()) == 1, name
+    assert result.stderr.count("training continues") == failing
+    assert "Traceback" not in result.stderr
+
+
+def test_a_terminal_that_is_not_utf8_gets_escapes(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "said"
+    succeeded(with_stdout(str(out), *tiny(text, tmp_path, **SHORT), *SAMPLES, encoding="ascii"))
+    assert 'sample  step 2  "caf\\xe9 \\u2603" -> ' in out.read_text("ascii")
+    assert 'sample  step 2  "caf\u00e9 \u2603" -> ' in (tmp_path / "run/train.log").read_text("utf-8")
+    out.unlink()
+    arguments = [str(tmp_path / "run"), "--prompt=caf\u00e9 \u2603", "--max-tokens=2"]
+    succeeded(with_stdout(str(out), *arguments, encoding="ascii", entry="torchtitan_lite.generate"))
+    assert out.read_text("ascii").startswith("caf\\xe9 \\u2603")
+    full = with_stdout("/dev/full", *arguments, entry="torchtitan_lite.generate")
+    assert full.returncode == 1
+    assert "generate: No space left on device" in full.stderr
+    assert "Traceback" not in full.stderr
+
+
+@pytest.mark.extended
+def test_a_step_is_saved_before_it_is_sampled(text: Path, tmp_path: Path) -> None:
+    result = ranks(1, *tiny(text, tmp_path, **SHORT), *SAMPLES, fault="raise:0:2:sample")
+    assert result.returncode != 0
+    assert saved_steps(tmp_path / "run") == [2]
+
+
+class Broken(io.TextIOWrapper):
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO(), encoding="utf-8")
+
+    def write(self, _: str) -> int:
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("broken", ["stdout", "both", "closed"])
+def test_a_log_never_raises(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stderr", Broken() if broken == "both" else errors)
+    out = Broken()
+    if broken == "closed":
+        out.close()
+    monkeypatch.setattr(sys, "stdout", out)
+    log = Log(tmp_path, speaks=True)
+    for _ in range(3):
+        log.info("a line \u2603 \udc80")
+        log.record({"step": 1, "odd": object()})
+    assert (tmp_path / "train.log").read_text("utf-8") == "a line \u2603 \\udc80\n" * 3
+    if broken != "both":
+        errors.flush()
+        said = errors.buffer.getvalue().decode()
+        assert said.count("stdout can't be written") == 1
+        assert said.count("metrics.jsonl can't be written") == 1
+
+
+def test_a_complaint_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        terminal.print_error_once("disk 7 is full")
+    assert capfd.readouterr().err == "disk 7 is full\n"

@@ -1,0 +1,39 @@
+"""The prompts of samples: those of the config, or the start of a document."""
+
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from tests.helpers import ranks, succeeded, tiny
+from torchtitan_lite.config.schema import Config, DataConfig, SampleConfig
+from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.data.prepare.__main__ import main
+from torchtitan_lite.run.sampling import Prompts
+
+
+def test_without_prompts_other_text_is_sampled_from_the_start_of_a_document(tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": f"text {n}"}) + "\n" for n in range(20)))
+    out = tmp_path / "data"
+    assert main([str(tmp_path / "text.jsonl"), "--out", str(out), "--tokenizer=bytes", "--val-fraction=0.4"]) == 0
+    data, tokenizer = DataSet.of({"": (1.0, out)}), Tokenizer.from_file(str(out / "tokenizer.json"))
+
+    def prompts(config: Config) -> list[tuple[str, list[int]]]:
+        found = Prompts.of(config, data)
+        return list(zip(found.texts, found.ids, strict=True))
+
+    assert prompts(Config()) == [(text, tokenizer.encode(text).ids) for text in ("def ", "The ")]
+    own = Config(data=DataConfig(path=str(out)))
+    assert prompts(own) == [("", [data.end_token])]
+    named = own.model_copy(update={"sample": SampleConfig(prompts=["mine", ""])})
+    assert prompts(named) == [("mine", tokenizer.encode("mine").ids), ("", [data.end_token])]
+
+
+def test_a_run_samples_from_the_start_of_a_document_on_two_ranks(text: Path, tmp_path: Path) -> None:
+    more = {"train__steps": 2, "optim__warmup_steps": 1, "sample__every": 2, "sample__max_tokens": 2}
+    output = succeeded(ranks(2, *tiny(text, tmp_path, run__name="run", **more)))
+    (sample,) = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
+    assert sample["prompt"] == ""
+    assert sample["text"]
+    assert "<|" not in sample["text"], "the token before the document is not shown"
+    assert f"generate {tmp_path / 'run'} --interactive" in output, "there is no prompt that fits every text"

@@ -1,0 +1,339 @@
+"""Compares the table of docs/resume.md with the behaviour."""
+
+import fnmatch
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+import torch
+
+from tests.helpers import (
+    ROOT,
+    TINY,
+    assert_same_end,
+    checkpoint,
+    forget_after,
+    losses,
+    options,
+    ranks,
+    records,
+    succeeded,
+    tiny,
+)
+from torchtitan_lite.checkpointing import compatibility, find, storage
+from torchtitan_lite.checkpointing.state import TrainState
+from torchtitan_lite.config import load, schema
+from torchtitan_lite.config.families import LLAMA
+from torchtitan_lite.config.schema import Config, FsdpConfig
+from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.run import resumed
+from torchtitan_lite.tools import config_reference
+
+ROWS = [
+    (re.findall(r"`([^`]+)`", keys), verdict.split(",")[0].split(":")[0].strip())
+    for keys, verdict in re.findall(
+        r"^\| (`.+?) \| ((?:allowed|refused|fork).*?) \|$", (ROOT / "docs/resume.md").read_text(), re.M
+    )
+]
+
+
+WORLD = World(0, 4, torch.device("cpu"), 1, local_world_size=4)
+
+
+def verdict_of(key: str) -> str:
+    """What the first row that matches says."""
+    return next(verdict for patterns, verdict in ROWS for p in patterns if fnmatch.fnmatchcase(key, p))
+
+
+def test_the_table_is_made_from_the_keys() -> None:
+    page = (ROOT / "docs/resume.md").read_text()
+    table = "\n".join(config_reference.resume_table())
+    assert f"\n{table}\n\n" in page, "python -m torchtitan_lite.tools.config_reference resume"
+    assert len(ROWS) == len(config_reference.resume_table()) - 2
+    for key in schema.known_keys():
+        assert verdict_of(key) == schema.resume_rule(key).rule, key
+
+
+def test_the_keys_that_a_resume_compares() -> None:
+    """Another list would refuse checkpoints, or continue them with other values."""
+
+    def keys(chosen: Callable[[str], bool]) -> set[str]:
+        return {key for key in schema.known_keys() if chosen(key)}
+
+    model = {"family", "vocab_size", "dim", "n_layers", "n_decoder_layers", "n_heads", "n_kv_heads", "head_dim"}
+    model |= {"hidden_dim", "tie_embeddings", "n_experts", "router_bias", "gated", "qk_norm", "qkv_bias"}
+    refused = {f"model.{key}" for key in model} | {"optim.name", "optim.freeze"}
+    fork = {key for key in schema.known_keys() if key.startswith(("model.", "optim."))} - refused
+    fork -= {"model.size", "model.init_from", "model.induction_head"}
+    data = {"packing", "document_mask", "objective", "noise_density", "mean_span_length", "target_len", "blind_source"}
+    fork |= {f"data.{key}" for key in data} | {"data.skip_samples", "train.seq_len", "run.seed"}
+    fork |= {"train.global_batch_size", "train.batch_schedule", "train.z_loss"}
+    fork |= {"train.router_aux_loss", "train.router_z_loss", "train.router_bias_rate"}
+    replayed = {"train.steps", "train.on_nonfinite", "train.max_skipped"}
+    replayed |= {"spike.action", "spike.window", "spike.loss_deviations", "spike.norm_deviations"}
+    replayed |= {"grad_scaler.init_scale", "grad_scaler.growth_interval"}
+    by_hash = {key for key in schema.known_keys() if schema.resume_rule(key).by_hash}
+    assert by_hash == keys(lambda key: key.startswith(("data.", "tokenizer."))) - fork
+    assert keys(lambda key: schema.resume_rule(key).rule == "refused") - by_hash == refused | {"model.init_from"}
+    assert keys(lambda key: schema.resume_rule(key).rule == "fork") - by_hash == fork
+    assert keys(lambda key: schema.resume_rule(key).changes_steps) == refused | fork | replayed
+    assert keys(lambda key: schema.resume_rule(key).changes_start) == {"model.init_from", "model.induction_head"}
+
+
+@pytest.fixture(scope="module")
+def first(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 3 steps."""
+    folder = tmp_path_factory.mktemp("rules")
+    succeeded(ranks(1, *tiny(text, folder, run__name="run", train__steps=3, optim__schedule="wsd")))
+    return folder / "run"
+
+
+def setting(values: dict[str, Any]) -> dict[str, Any]:
+    return compatibility.bitwise_setting(load.load(None, values, world_size=4).config, WORLD)
+
+
+def test_what_changes_the_last_bits_is_part_of_the_setting() -> None:
+    """The line "not bit for bit" is made of it."""
+    by_gloo = {"speed.shared_memory": False}
+    changes: list[dict[str, Any]] = [
+        *({"fsdp.dp_shard": 1}, {"fsdp.param_dtype": "bfloat16"}, {"fsdp.reduce_dtype": "bfloat16"}),
+        {"fsdp.shard_columns": ["*.wk.weight"]},
+        *({"fsdp.output_dtype": "bfloat16"}, {"fsdp.cast_forward_inputs": True}, {"fsdp.grad_sync": "last"}),
+        {"fsdp.precision_overrides": [{"match": "layers.0.*", "param_dtype": "bfloat16"}]},
+        *({"compile.enabled": True, "compile.backend": "eager"}, {"train.micro_batch_size": 3}, by_gloo),
+        *({"speed.chunked_loss": False}, {"speed.block_attention": False}, {"speed.fused_functions": False}),
+    ]
+    for change in changes:
+        assert resumed.differences(setting({}), setting(change)), change
+    # gloo adds the gradients of more than two ranks by their position in a group's buffer
+    assert resumed.differences(setting(by_gloo), setting(by_gloo | {"fsdp.blocks_per_group": 2}))
+    assert not resumed.differences(setting({}), setting({"fsdp.blocks_per_group": 2}))
+    offloaded = Config().model_copy(update={"fsdp": FsdpConfig(cpu_offload=True)})  # a rule wants a GPU for it
+    assert compatibility.bitwise_setting(offloaded, WORLD)["cpu_offload"]
+    by_the_machine = {
+        "fsdp.cpu_offload",
+        "run.device",
+        "run.threads",
+        "run.deterministic",
+        "run.tf32",
+        "speed.widened_products",
+        "speed.float8",
+    }
+    # what is computed again is compiled into the backward pass: bfloat16 was rounded elsewhere with "selective"
+    compiled = {"compile.enabled": True, "compile.backend": "eager"}
+    recomputed = {"activation_checkpointing.mode": "full", "activation_checkpointing.every": 1}
+    assert resumed.differences(setting(compiled), setting(compiled | recomputed))
+    changed = {key for change in (*changes, recomputed) for key in change}
+    changed |= {"fsdp.blocks_per_group", "fsdp.dp_replicate"}
+    assert schema.bitwise_keys().keys() == (changed - {"fsdp.dp_shard"}) | by_the_machine
+    same = {"fsdp.reshard_after_forward": False, "activation_checkpointing.mode": "full", "run.name": "x"}
+    assert not resumed.differences(setting({}), setting(same | {"speed.gc_every": 0}))
+    plain, sent = (load.load(None, x).config for x in ({}, by_gloo))
+    for elsewhere in (World(0, 4, torch.device("cpu"), 1, local_world_size=2), World(0, 2, torch.device("cpu"), 1, 2)):
+        there = compatibility.bitwise_setting(sent, elsewhere)
+        assert there["shared_memory"] is False, "gloo's TCP, or a sum of two"
+        assert not resumed.differences(compatibility.bitwise_setting(plain, elsewhere), there)
+
+
+def other_value(key: str) -> Any:
+    """Another value than the default."""
+    field = schema.known_keys()[key]
+    if get_origin(field.annotation) is Literal:
+        return next(choice for choice in get_args(field.annotation) if choice != field.default)
+    if isinstance(field.default, bool):
+        return not field.default
+    if isinstance(field.default, int | float):
+        return field.default + 1
+    return f"{field.default}x" if isinstance(field.default, str) else (field.examples or [["x"]])[0]
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer")  # the values need not be valid
+def test_no_other_key_is_part_of_the_setting() -> None:
+    """A resume with another value of it would be reported as not bit for bit."""
+    before = compatibility.bitwise_setting(Config(), WORLD)
+    for key in schema.known_keys().keys() - schema.bitwise_keys().keys() - {"fsdp.dp_shard", "model.family"}:
+        section, name = key.split(".")
+        changed = getattr(Config(), section).model_copy(update={name: other_value(key)})
+        assert compatibility.bitwise_setting(Config().model_copy(update={section: changed}), WORLD) == before, key
+
+
+# --- keys that are not given --------------------------------------------------------------------------------------
+
+
+def test_a_run_keeps_its_values_of_keys_that_are_not_given(text: Path, tmp_path: Path) -> None:
+    """Today's defaults are others, and one rank that took them would be refused."""
+    own = {"optim.betas": "[0.8, 0.9]", "train.steps": 4, "data.document_mask": "true", "data.val_fraction": 0.1}
+    command = TINY | {"data.path": text, "run.out_dir": tmp_path, "checkpoint.every": 2} | own
+    succeeded(ranks(2, *options(command), "--run.name=straight"))
+    forget_after(shutil.copytree(tmp_path / "straight", tmp_path / "run"), 2)
+    given = {key: value for key, value in command.items() if not schema.keeps_value(key)} | {"run.name": "run"}
+    assert own.keys().isdisjoint(given)
+
+    asked = ranks(1, *options(given | {"optim.lr": 1e-3}))  # a key that is given
+    assert asked.returncode == 2
+    assert [line for line in asked.stderr.splitlines() if " in the checkpoint" in line] == [
+        "  optim.lr is 0.004 in the checkpoint and 0.001 here"
+    ]
+
+    output = succeeded(ranks(2, *options(given)))
+    (line,) = (line for line in output.splitlines() if line.startswith("resume "))
+    for expected in ("optim.betas = [0.8, 0.9]", "model.dim = 32", "train.steps = 4", "tokenizer.vocab_size = 517"):
+        assert expected in line
+    assert "muon" not in line, "adamw does not read its keys"
+    assert "changed since then: run.name straight -> run\n" in output
+    assert_same_end(tmp_path / "run", tmp_path / "straight", 4)
+    assert (
+        "betas = [0.8, 0.9]                           # the run so far\n" in (tmp_path / "run/config.toml").read_text()
+    )
+
+
+def kept(before: dict[str, Any], **given: Any) -> list[str]:
+    """The keys whose values a command takes over from a run with this config."""
+    values = {key.replace("__", "."): value for key, value in given.items()}
+    loaded = load.load(None, values, saved=lambda folder, resume: before)
+    values_now = schema.flatten(loaded.config)
+    assert all(values_now[key] == before[key] for key in loaded.kept)
+    return sorted(loaded.kept)
+
+
+def test_another_size_or_default_does_not_meet_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = schema.flatten(load.load(None, {}).config)
+    unused = {"optim.decay_ratio": 0.5}  # of wsd: no difference, and nothing to tell
+    assert kept(before) == []
+    monkeypatch.setitem(LLAMA["1M"], "n_layers", 3)
+    assert kept(before | unused) == kept(before, model__size="1M") == ["model.n_layers"]
+    assert kept(before, model__n_layers=2) == [], "a number that is given leaves the others"
+    assert kept(before, model__size="3M") == kept(before, model__family="gpt") == [], "another model is refused"
+    other = before | {"optim.muon_momentum": 0.5, "train.steps": 400, "data.path": "elsewhere", "log.every": 3}
+    assert kept(other) == ["model.n_layers", "optim.muon_momentum", "train.steps"]
+    assert kept(other | {"data.objective": "span_corruption"}, model__family="gpt") == []
+    assert kept(other, train__epochs=2.0, optim__muon_momentum=0.9) == ["model.n_layers"]
+    stepped = before | {"optim.schedule": "step", "optim.step_every": 40}
+    assert kept(stepped) == ["model.n_layers", "optim.schedule"], "the default, an epoch, has the steps of this resume"
+    gpt = schema.flatten(load.load(None, {"model.family": "gpt", "model.size": "10M"}).config)
+    found = load.load(None, {"model.size": "10M"}, saved=lambda folder, resume: gpt).config.model
+    assert (found.family, found.dim) == ("gpt", 320), "a size of the run's family"
+
+
+def test_the_values_are_those_of_the_checkpoint_to_resume_from(tmp_path: Path) -> None:
+    for run, step in (("a", 2), ("a", 4), ("b", 6)):
+        checkpoints = tmp_path / run / "checkpoints"
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        state = TrainState(step=step, config={"optim.lr": step})
+        storage.commit(storage.begin(checkpoints, step), state, "full", 1, {})
+
+    def rate(run: str, resume: str) -> Any:
+        return find.config_to_resume(tmp_path / run, resume).get("optim.lr")
+
+    other = str(tmp_path / "b")
+    assert [rate("a", resume) for resume in ("", other, "none")] == [4, 4, 4]
+    assert [rate("new", resume) for resume in ("", other, "none", "~nobody/x\0")] == [None, 6, None, None]
+    (checkpoint(tmp_path / "a", 4) / "state.json").write_text("{")  # damaged
+    assert rate("a", "") == 2
+
+
+REFUSED: dict[str, tuple[Any, Any]] = {
+    "model.dim": (32, 64),
+    "model.tie_embeddings": (False, True),
+    "optim.name": ("adamw", "sgd"),
+    "optim.freeze": ("[]", '["layers.0.*"]'),
+}
+OTHER_DATA = {
+    **{"tokenizer__vocab_size": 400, "data__val_fraction": 0.3, "data__packing": "best_fit"},
+    "data__document_mask": True,
+}
+
+
+@pytest.mark.extended
+def test_refused_changes_are_listed_with_both_values(first: Path, text: Path, tmp_path: Path) -> None:
+    shutil.copytree(first, tmp_path / "run")
+    before = (tmp_path / "run/metrics.jsonl").read_bytes()
+    more = {key.replace(".", "__"): now for key, (_, now) in REFUSED.items()} | OTHER_DATA
+    result = ranks(1, *tiny(text, tmp_path, **{"run__name": "run", "train__steps": 6, **more}))
+    assert result.returncode == 2
+    said = result.stderr.replace("'", '"')
+    for key, (old, new) in REFUSED.items():
+        assert f"{key} is {old} in the checkpoint and {new} here" in said
+    assert "tokenizer is " in said
+    assert "data is " in said
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
+
+
+FORK: dict[str, Any] = {
+    **{"optim.lr": 1e-3, "optim.weight_decay": 0.0, "optim.schedule": "constant", "train.global_batch_size": 9},
+    **{"optim.groups": '[{match = "*norm*", lr_factor = 0.5}]', "run.seed": 3, "train.seq_len": 16},
+    **{"data.document_mask": "true", "model.norm_eps": 1e-6},
+}
+ALLOWED: dict[str, Any] = {
+    **{"train.steps": 5, "train.micro_batch_size": 3, "eval.every": 1, "checkpoint.every": 1},
+    **{"checkpoint.api": "dcp", "fsdp.param_dtype": "bfloat16", "activation_checkpointing.mode": "full"},
+    "run.threads": 2,
+}
+
+
+def test_values_that_mean_the_same_are_the_same(first: Path, text: Path, tmp_path: Path) -> None:
+    """0 stands for a number. What the run started from may be gone."""
+    shutil.copytree(first, tmp_path / "run")
+    state_file = checkpoint(tmp_path / "run", 3) / "state.json"
+    state = json.loads(state_file.read_text())
+    state["config"]["model.init_from"] = str(tmp_path / "gone")
+    state_file.write_text(json.dumps(state))
+    config_file = tmp_path / "run/config.toml"
+    config_file.write_text(config_file.read_text().replace('init_from = ""', f'init_from = "{tmp_path / "gone"}"'))
+    more = {"model__vocab_size": 517, "model__init_from": tmp_path / "gone", "optim__schedule": "wsd"}
+    more["checkpoint__verify"] = "off"  # the file was edited
+    output = succeeded(ranks(1, *tiny(text, tmp_path, run__name="run", train__steps=4, **more)))
+    assert "resumed after step 3" in output
+    assert "init_from" not in output.split("\ndone ")[0]
+
+
+def test_allowed_changes_are_logged_and_a_fork_may_change_the_rest(first: Path, text: Path, tmp_path: Path) -> None:
+    assert all(verdict_of(key) == "allowed" for key in ALLOWED)
+    assert all(verdict_of(key) == "fork" for key in FORK)
+    shutil.copytree(first, tmp_path / "run")
+    more = {key.replace(".", "__"): value for key, value in (ALLOWED | FORK).items()}
+    refused = ranks(1, *tiny(text, tmp_path, run__name="run", **more))
+    assert refused.returncode == 2
+    assert {key for key in FORK if f"{key} is " in refused.stderr} == FORK.keys()
+    fork = {"run__name": "fork", "checkpoint__resume": tmp_path / "run"}
+    output = succeeded(ranks(1, *tiny(text, tmp_path, **fork, **more)))
+    said = next(line for line in output.splitlines() if "changed since then" in line)
+    for key in ALLOWED | FORK:
+        assert f"{key} " in said
+    assert "optim.lr 0.004 -> 0.001" in said
+    assert "train.global_batch_size 6 -> 9" in said
+    after = [r for r in records(tmp_path / "fork") if r["step"] > 3 and "lr" in r]
+    assert [r["lr"] for r in after] == [1e-3, 1e-3]
+    assert [r["tokens"] for r in after] == [3 * 6 * 32 + 9 * 16, 3 * 6 * 32 + 18 * 16]
+
+
+@pytest.mark.extended
+def test_a_longer_run_follows_the_longer_schedule(first: Path, text: Path, tmp_path: Path) -> None:
+    shutil.copytree(first, tmp_path / "run")
+    succeeded(ranks(1, *tiny(text, tmp_path, run__name="run", train__steps=40, optim__schedule="wsd", log__every=1)))
+    rates = {r["step"]: r["lr"] for r in records(tmp_path / "run") if "lr" in r}
+    assert rates[3] == pytest.approx(0.1 * 4e-3)  # the end of the short one
+    assert rates[4] == rates[30] == 4e-3  # back at its height
+    assert rates[40] == pytest.approx(0.1 * 4e-3)
+    assert set(losses(tmp_path / "run")) == set(range(1, 41))
+
+
+def test_the_original_command_drops_the_steps_of_a_longer_run_that_was_killed(
+    first: Path, text: Path, tmp_path: Path
+) -> None:
+    """The longer run has not saved. The model is that of the shorter one, so its folder describes that one."""
+    shutil.copytree(first, tmp_path / "run")
+    command = tiny(text, tmp_path, run__name="run", optim__schedule="wsd", checkpoint__every=0)
+    before = losses(tmp_path / "run")
+    said = ranks(1, *command, "--train.steps=9", fault="kill:0:6")
+    assert said.returncode != 0
+    assert losses(tmp_path / "run").keys() > before.keys()
+    said_again = succeeded(ranks(1, *command, "--train.steps=3"))
+    assert "finished: step 3 of train.steps = 3" in said_again
+    assert losses(tmp_path / "run") == before
+    status = json.loads((tmp_path / "run/run.json").read_text())
+    assert (status["status"], status["step"]) == ("complete", 3)

@@ -1,0 +1,192 @@
+"""Signals: which save and stop, which are one request, and which end the process at once."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import HANGS_S, ROOT, python, ranks, succeeded, tiny
+from tests.run.test_faults import RUN, saved_steps, status, wait_for
+from torchtitan_lite.run.preemption import Preemption, launcher_note
+
+TERM, INT, HUP, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
+
+
+def received(*signals: int, late: bool = False) -> tuple[str, list[int]]:
+    """The reason of a preemption after these signals, and the exit codes of aborts. `late`: after the time limit."""
+    now = 100.0
+    codes: list[int] = []
+    words: list[str] = []
+    preemption = Preemption(1, Path("none"), clock=lambda: now, end=codes.append)
+    preemption.on_abort = words.append
+    now += 61.0 * late
+    for number in signals:
+        assert not codes
+        preemption.requested()
+        preemption.received(number)
+    assert len(words) == len(codes)
+    assert preemption.requested()
+    return preemption.reason, codes
+
+
+@pytest.mark.parametrize("signals", [
+    (TERM,),
+    (INT,),
+    (TERM, TERM),  # by Slurm, and forwarded by torchrun
+    (USR1, USR1, TERM),
+    (TERM, INT),
+    (INT, HUP, TERM),
+])  # fmt: skip
+def test_signals_are_one_request(signals: tuple[int, ...]) -> None:
+    assert received(*signals) == (signal.Signals(signals[0]).name, [])
+
+
+@pytest.mark.parametrize("signals", [(INT, INT), (TERM, INT, INT), (INT, TERM, INT)])
+def test_a_second_ctrl_c_ends_at_once(signals: tuple[int, ...]) -> None:
+    assert received(*signals) == (signal.Signals(signals[0]).name, [130])
+
+
+def test_ctrl_c_after_the_time_limit_is_a_first_one() -> None:
+    assert received(INT, late=True) == ("run.max_minutes = 1", [])
+
+
+def test_torchrun_s_traceback_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launcher_note("SIGINT") == ""
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    assert "torchrun now prints a traceback of its own" in launcher_note("SIGINT")
+    assert launcher_note("run.max_minutes = 1") == "", "every rank exits with 0"
+
+
+def test_a_hanging_file_system_does_not_delay_the_exit() -> None:
+    codes: list[int] = []
+    preemption = Preemption(0, Path("none"), end=codes.append)
+    preemption.on_abort = lambda _: threading.Event().wait()
+    preemption.received(INT)
+    preemption.received(INT)
+    assert codes == [130]
+
+
+@pytest.mark.parametrize("number", [TERM, INT, HUP, USR1])
+def test_each_signal_is_seen_and_each_handler_restored(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with Preemption(0, Path("none")) as preemption:
+        os.kill(os.getpid(), number)
+        wait_until(lambda: preemption.reason == number.name)
+    assert signal.getsignal(number) is before
+
+
+def test_a_signal_to_a_child_does_not_reach_its_parent() -> None:
+    """Such as the workers of a pool that is ended."""
+    with Preemption(0, Path("none")) as preemption:
+        if not (pid := os.fork()):
+            try:
+                signal.alarm(100)  # ends a child that survives
+                os.kill(os.getpid(), TERM)
+                while True:  # another signal may end the pause
+                    signal.pause()
+            finally:
+                os._exit(1)  # not into pytest, which would wait here for ever
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -TERM
+        os.kill(os.getpid(), USR1)  # which comes after it
+        wait_until(preemption.requested)
+        assert preemption.reason == "SIGUSR1"
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(HUP, signal.SIG_IGN)
+    try:
+        with Preemption(0, Path("none")) as preemption:
+            os.kill(os.getpid(), HUP)
+            assert signal.getsignal(HUP) is signal.SIG_IGN
+            os.kill(os.getpid(), TERM)  # which comes after it
+            wait_until(preemption.requested)
+            assert preemption.reason == "SIGTERM"
+        assert signal.getsignal(HUP) is signal.SIG_IGN
+    finally:
+        signal.signal(HUP, before)
+
+
+def wait_until(condition: object) -> None:
+    end = time.monotonic() + 30
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_a_closed_terminal_saves(text: Path, tmp_path: Path) -> None:
+    """SIGHUP, as torchrun forwards it when the terminal closes or ssh drops."""
+    succeeded(ranks(2, *tiny(text, tmp_path, **RUN), fault="hup:1:7:forward"))
+    left = status(tmp_path / "run")
+    assert (left["status"], left["step"]) in [("preempted", 7), ("preempted", 8), ("preempted", 9)]
+    assert saved_steps(tmp_path / "run")[-1] == left["step"]
+
+
+def test_the_exit_code_tells_a_signal_from_a_completed_run_and_a_time_limit(text: Path, tmp_path: Path) -> None:
+    """On all ranks, whichever of them was asked."""
+    command = tiny(text, tmp_path, **RUN, run__preempted_exit_code=75)
+    said = succeeded(python("term:1:3:forward", *command, script="-m tests.run.signalled"))
+    assert "codes {0: 75, 1: 75}" in said
+    left = status(tmp_path / "run")
+    assert (left["status"], left["reason"]) == ("preempted", "SIGTERM"), "though rank 0 was not asked"
+    assert saved_steps(tmp_path / "run") == [left["step"]]
+    succeeded(ranks(1, *command, "--run.max_minutes=1e-9"))
+    assert status(tmp_path / "run")["status"] == "preempted"
+    succeeded(ranks(1, *command))
+    assert status(tmp_path / "run")["status"] == "complete"
+    assert ranks(1, *command, "--train.steps=99", fault="term:0:20:forward").returncode == 75
+
+
+@pytest.mark.extended
+def test_a_machine_that_torchrun_lost_makes_room_for_one_of_the_same_job(text: Path, tmp_path: Path) -> None:
+    """torchrun stops counting a machine that stood still for seconds, and starts the next one without it."""
+    command = [sys.executable, "-u", "train.py", *tiny(text, tmp_path, **RUN | {"train__steps": 99999})]
+
+    def started(job: str) -> subprocess.Popen[str]:
+        env = os.environ | {"PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": job}
+        return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    first = started("mine-1")
+    wait_for(first, "step ")
+    stranger, _ = started("another").communicate()
+    assert "is being used by process" in stranger
+    second = started("mine-2")
+    last, _ = first.communicate(timeout=HANGS_S)
+    assert first.returncode == 1, "which torchrun starts again"
+    assert "(another machine of the job waits)" in last
+    left = status(tmp_path / "run")
+    assert saved_steps(tmp_path / "run")[-1] == left["step"]
+    wait_for(second, f"run     {tmp_path / 'run'}  resumed after step {left['step']}")
+    wait_for(second, "step ")
+    second.terminate()
+    said, _ = second.communicate()
+    assert second.returncode == 0, said
+
+
+@pytest.mark.extended
+def test_ctrl_c_again_ends_a_save_that_takes_long(text: Path, tmp_path: Path) -> None:
+    """Two ranks: rank 0 waits for a disk, rank 1 for rank 0, where Python runs no handlers."""
+    command = "slow:0:8:save", *tiny(text, tmp_path, **RUN | {"train__steps": 9999})
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "tests.run.signalled", *command],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), "FAULT_SECONDS": "500"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_for(process, "FAULT slow fired")
+    end = time.monotonic() + 60
+    while process.poll() is None:
+        assert time.monotonic() < end, "Ctrl-C does not help"
+        process.send_signal(INT)
+        time.sleep(0.1)
+    output, errors = process.communicate()
+    assert process.returncode == 0, output + errors
+    assert "codes {0: 130, 1: 130}" in output
+    assert errors.count("a second Ctrl-C: stopped without saving; the same command resumes") == 1
+    left = status(tmp_path / "run")
+    assert left["status"] == "failed"
+    assert "stopped without saving" in left["reason"]
+    assert saved_steps(tmp_path / "run") == [5]

@@ -1,0 +1,326 @@
+"""Loss spikes: detected, logged, skipped, or the end of a run; and ranges of samples that a run is told to skip."""
+
+import functools
+import json
+import math
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.helpers import assert_same_end, checkpoint, losses, ranks, records, succeeded, tensors, tiny
+from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.config import load
+from torchtitan_lite.config.schema import DataConfig, SpikeConfig
+from torchtitan_lite.errors import REPEATS, ConfigError
+from torchtitan_lite.optim.spike_guard import SpikeGuard, limit
+from torchtitan_lite.optim.step_record import Numbers
+from torchtitan_lite.tools.incidents import which
+from torchtitan_lite.tools.incidents.record import read_record
+from torchtitan_lite.tools.report.runs import read_run
+
+extended = pytest.mark.extended
+POISON = {"POISON": "[[96, 102]]"}  # all of step 17
+PLAIN: dict[str, Any] = {"model__n_layers": 1, "train__steps": 24, "eval__every": 0, "checkpoint__every": 6}
+PLAIN |= {"optim__lr": 4e-3}
+SPIKE: dict[str, Any] = {"spike__window": 6, "spike__loss_deviations": 4.0}
+SKIP = PLAIN | SPIKE | {"spike__action": "skip"}
+STOP = PLAIN | SPIKE | {"spike__action": "stop"}
+TOLD = {"data__skip_samples": "[[72,102]]"}  # the steps 13 to 17
+FLOAT16 = {"fsdp__param_dtype": "float16", "grad_scaler__init_scale": 256.0, "grad_scaler__growth_interval": 4}
+MUON = {"optim__name": "muon", "optim__lr": 5e-3, "spike__loss_deviations": 2.0}  # it learns less in so few steps
+SGD = {"optim__name": "sgd", "optim__lr": 0.5, "spike__loss_deviations": 2.0}
+IN_THE_NEXT_STEP = {"log__every": 5}  # where the result is read, unless a step is logged or saved
+Run = Callable[..., str]
+
+
+def trained(
+    text: Path, folder: Path, n: int, name: str, *flags: str, env: Any = POISON, code: int = 0, **keys: Any
+) -> str:
+    """The output of a run, also on stderr if it must fail."""
+    return obeyed(n, [*tiny(text, folder, run__name=name, **keys), *flags], env, code)
+
+
+def obeyed(n: int, words: list[str], env: Any = POISON, code: int = 0, fault: str = "") -> str:
+    result = ranks(n, *words, entry="tests.run.spike_worker", env=env, fault=fault)
+    if not code:
+        return succeeded(result)
+    assert result.returncode == (code if n == 1 else 1), "torchrun's own"
+    assert "Traceback" not in result.stderr
+    return result.stdout + result.stderr
+
+
+@pytest.fixture
+def run(text: Path, tmp_path: Path) -> Run:
+    return functools.partial(trained, text, tmp_path)
+
+
+def ends_as(one: Path, other: Path, step: int = 24, every: int = 1) -> None:
+    """It ends as the other one, and no step is logged twice."""
+    logged = [record["step"] for record in records(one) if "loss" in record]
+    assert logged == [number for number in range(1, step + 1) if number % every == 0 or number == step]
+    assert_same_end(one, other, step)
+
+
+# --- detection --------------------------------------------------------------------------------------------------
+
+
+def test_a_limit_needs_a_full_window_and_ignores_outliers() -> None:
+    assert limit([1.0] * 7, 8, 8.0) == math.inf
+    assert limit([1.0] * 8, 8, 0.0) == math.inf
+    assert limit([2.0] * 8, 8, 8.0) == pytest.approx(2.0 + 8 * 0.02 * 2.0)  # not at 2.0, though nothing deviates
+    noisy = [2.0, 2.2, 1.8, 2.1, 1.9, 2.2, 1.8, 2.0]
+    assert limit(noisy, 8, 8.0) == pytest.approx(2.0 + 8 * 1.4826 * 0.15)
+    assert limit([*noisy[:7], 1e6], 8, 8.0) < 6
+    assert limit([9.0, 9.0, *noisy], 8, 8.0) == limit(noisy, 8, 8.0)  # saved with a longer window
+
+
+@extended
+def test_logging_changes_nothing(run: Run, tmp_path: Path) -> None:
+    assert "SPIKE   step 17: loss 6." in run(1, "log", **PLAIN, **SPIKE, spike__action="log")
+    run(1, "off", **PLAIN)
+    ends_as(tmp_path / "log", tmp_path / "off")
+    (found,) = [record for record in records(tmp_path / "log") if "spike" in record]
+    assert (found["step"], found["spike"]["samples"], found["spike"]["action"]) == (17, [96, 102], "log")
+    assert found["spike"]["loss"] == losses(tmp_path / "log")[17][0] > found["spike"]["loss_limit"]
+
+
+@extended
+@pytest.mark.parametrize("warmup", [16, 17])
+def test_nothing_is_a_spike_during_the_warm_up(warmup: int, run: Run) -> None:
+    keys = SKIP | {"spike__loss_deviations": 1.0, "train__steps": 18, "optim__warmup_steps": warmup}
+    said = run(1, "run", **keys)
+    assert ("SPIKE   step 17: " in said) == (warmup == 16)
+    assert "SPIKE   step 16: " not in said
+
+
+# --- skip -------------------------------------------------------------------------------------------------------
+
+SKIPS: dict[str, tuple[int, dict[str, Any]]] = {
+    "adamw": (2, {}),
+    "sgd": (2, SGD),
+    "muon": (2, MUON | {"optim__ema_decay": 0.9}),
+    "float16": (1, FLOAT16),
+}
+
+
+@pytest.mark.parametrize("name", [name if name == "adamw" else pytest.param(name, marks=extended) for name in SKIPS])
+def test_the_update_of_a_skipped_spike_is_withheld_bit_for_bit(name: str, run: Run, tmp_path: Path) -> None:
+    n, keys = SKIPS[name]
+    said = run(n, "run", **SKIP | {"train__steps": 18, "checkpoint__every": 1} | keys)
+    assert "SPIKE   step 17: loss 6." in said
+    assert said.count("SPIKE") == 1
+    folders = [checkpoint(tmp_path / "run", step) for step in (16, 17, 18)]
+    before, at, after = map(tensors, folders)
+    assert all(at[name].equal(before[name]) for name in before)
+    assert not all(after[name].equal(at[name]) for name in before)
+    states = [storage.read_state(folder) for folder in folders]
+    assert [state.skipped for state in states] == [[], [17], [17]]
+    (found,) = [record["spike"] for record in records(tmp_path / "run") if "spike" in record]
+    assert (found["samples"], found["action"]) == ([96, 102], "skip")
+    assert found["loss"] not in states[2].spikes["losses"]
+    assert len(states[2].spikes["losses"]) == 6
+    if name == "float16":  # a spike is a step without overflow
+        assert states[1].grad_scaler == {**states[0].grad_scaler, "good_steps": 1, "skipped_steps": 0}
+    assert read_run(tmp_path / "run").events[17] == "spike skipped"
+
+
+def test_a_resume_skips_the_same_spikes(text: Path, run: Run, tmp_path: Path) -> None:
+    """The window is part of the checkpoint of step 14: it would not be full at step 17 otherwise."""
+    words = tiny(text, tmp_path, run__name="run", **SKIP)
+    assert "stopped after step 14 of 24" in obeyed(2, words, fault="term:1:14")
+    said = obeyed(2, words)
+    assert "resumed after step 14" in said
+    assert "SPIKE   step 17: loss 6." in said
+    run(2, "straight", **SKIP)
+    assert_same_end(tmp_path / "run", tmp_path / "straight", 24)
+    mine, theirs = (storage.read_state(checkpoint(tmp_path / name, 24)) for name in ("run", "straight"))
+    assert (mine.spikes, mine.skipped) == (theirs.spikes, theirs.skipped)
+
+
+@extended
+def test_too_many_skipped_spikes_in_a_row_stop_the_run(run: Run, tmp_path: Path) -> None:
+    said = run(1, "run", env={"POISON": "[[96, 140]]"}, code=REPEATS, **SKIP, train__max_skipped=2)
+    assert "step 19: loss 6." in said
+    assert "This and the 2 steps before it were skipped (train.max_skipped)" in said
+    assert storage.find_steps(tmp_path / "run/checkpoints") == [6, 12, 18]
+
+
+def test_spikes_and_steps_that_are_not_finite_are_counted_together() -> None:
+    config = SpikeConfig.model_validate({"action": "skip", "window": 4})
+    numbers = Numbers(loss=9.0, grad_norm=1.0, loss_scale=1.0, stop_requests=0.0, rank_losses=[9.0])
+    record: Any = SimpleNamespace(step=5, samples=(8, 16), numbers=numbers, losses_of_ranks=dict)
+    record.loss, record.grad_norm = torch.tensor(9.0), torch.tensor(1.0)
+    window = {"losses": [4.0] * 4, "norms": [1.0] * 4}
+    for skipped, too_many in (([1, 3, 4], False), ([2, 3, 4], True)):
+        guard = SpikeGuard(config, 0, window, skipped, 3, lambda _: "")
+        assert guard.suspects(record)
+        found = guard.check(record)
+        assert found is not None
+        assert skipped[-2:] == [4, 5]
+        said = r"^step 5: loss 9\.0000 above 4\.6400; run samples 8 to 15\. This and the 3 steps"
+        assert bool(found.error) == too_many
+        assert not too_many or re.match(said, str(found.error))
+        assert guard.state() == {"spikes": window}
+
+
+# --- stop -------------------------------------------------------------------------------------------------------
+
+
+def printed_fork(said: str) -> list[str]:
+    """The words after train.py of the command that a stopped run has printed."""
+    (line,) = {line.strip() for line in said.splitlines() if "--run.name=" in line and "-without-" in line}
+    words = shlex.split(line)
+    at = words.index("train.py")
+    assert Path(words[0]).name in ("torchrun", "python", Path(sys.executable).name)
+    return words[at + 1 :]
+
+
+STOPS: dict[str, tuple[int, dict[str, Any], int | None]] = {  # number of ranks, options, where the fork starts
+    "logged": (2, {}, 12),
+    "read in the next step": (1, {**IN_THE_NEXT_STEP, "checkpoint__async_save": True}, 12),
+    "a step that would be saved": (1, {"checkpoint__every": 17}, None),
+    "with a range of its own": (1, {"data__skip_samples": "[[12, 20]]", "checkpoint__every": 5}, 15),
+}
+
+
+@pytest.mark.parametrize("name", [name if name == "logged" else pytest.param(name, marks=extended) for name in STOPS])
+def test_the_printed_command_of_a_stopped_run_trains_without_the_samples(name: str, run: Run, tmp_path: Path) -> None:
+    n, keys, saved = STOPS[name]
+    poison = 96 if "data__skip_samples" not in keys else 104  # its batches begin at 0, 6, 20, 26, ...
+    env, end = {"POISON": f"[[{poison}, {poison + 6}]]"}, poison + 6
+    said = run(n, "run", env=env, code=REPEATS, **STOP | keys)
+    assert re.search(rf"SPIKE   step 17: loss 6\..*; run samples {poison} to {end - 1}; the update was withheld", said)
+    assert f"run samples {poison} to {end - 1}. The update was withheld, and nothing was saved after it" in said
+    steps = storage.find_steps(tmp_path / "run/checkpoints")
+    assert steps[-1:] == ([saved] if saved else [])
+    status = json.loads((tmp_path / "run/run.json").read_text())
+    assert (status["status"], status["reason"] in said) == ("failed", True)
+
+    words = printed_fork(said)
+    assert [word for word in words if word.startswith("--checkpoint.resume")] == [
+        f"--checkpoint.resume={checkpoint(tmp_path / 'run', step)}" for step in steps[-1:]
+    ]
+    own = json.loads(keys.get("data__skip_samples", "[]"))
+    assert words[-1] == f"--data.skip_samples={[*own, [poison, end]]}"
+    said = obeyed(n, words, env)
+    assert "SPIKE" not in said
+    assert (f", after its step {saved};" in said) == bool(saved)
+    fork, record = tmp_path / "run-without-17", read_record(tmp_path / "run-without-17")
+    assert [record.samples[step].start for step in (16, 17, 18)] == [poison - 6, end, end + 6]
+    run(n, "told", env=env, **PLAIN | keys | {"data__skip_samples": str([*own, [poison, end]])})
+    before, after, told = (losses(folder) for folder in (tmp_path / "run", fork, tmp_path / "told"))
+    assert all(after[step] == before[step] for step in after if step < 17)
+    assert after == {step: values for step, values in told.items() if step > (saved or 0)}
+    mine, theirs = (tensors(checkpoint(folder, 24)) for folder in (fork, tmp_path / "told"))
+    assert all(mine[name].equal(theirs[name]) for name in theirs)
+
+
+@extended
+def test_a_fork_that_stops_before_it_saves_is_forked_again(run: Run, tmp_path: Path) -> None:
+    """Both steps 17 and 18 are poisoned, so step 17 of the fork is a spike, too. It starts where the fork did."""
+    env = {"POISON": "[[96, 108]]"}
+    first = printed_fork(run(1, "run", env=env, code=REPEATS, **STOP))
+    source = f"--checkpoint.resume={checkpoint(tmp_path / 'run', 12)}"
+    by_run = [f"--checkpoint.resume={tmp_path / 'run'}" if word == source else word for word in first]
+    words = printed_fork(obeyed(1, by_run, env, code=REPEATS))
+    assert words[-1] == "--data.skip_samples=[[96, 102], [102, 108]]"
+    assert source in words
+    assert words[:-3] == first[:-3], "no option is given twice"
+    assert "done    12 steps" in obeyed(1, words, env)
+    fork = tmp_path / "run-without-17-without-17"
+    assert storage.read_state(checkpoint(fork, 24)).samples_consumed == 24 * 6 + 12
+
+
+@extended
+def test_the_printed_command_does_not_start_from_a_damaged_checkpoint(run: Run, tmp_path: Path) -> None:
+    run(1, "run", code=REPEATS, **STOP)
+    (checkpoint(tmp_path / "run", 12) / "optimizer.safetensors").write_bytes(b"")
+    words = printed_fork(run(1, "run", code=REPEATS, **STOP | {"checkpoint__every": 100}))
+    assert f"--checkpoint.resume={checkpoint(tmp_path / 'run', 6)}" in words
+
+
+# --- tools ------------------------------------------------------------------------------------------------------
+
+
+def test_which_tells_what_was_skipped(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(2, "run", **PLAIN, **TOLD)
+    record = read_record(tmp_path / "run")
+    first = [(record.samples[step].start, record.samples[step].stop) for step in range(1, 25)]
+    assert first == [(6 * i, 6 * i + 6) for i in range(12)] + [(102 + 6 * i, 108 + 6 * i) for i in range(12)]
+
+    def said(*words: str) -> str:
+        assert not which.main([str(tmp_path / "run"), *words])
+        return capsys.readouterr().out
+
+    def samples(said: str, beginning: str) -> set[int]:
+        return {int(line.split()[3]) for line in said.splitlines() if line.startswith(beginning)}
+
+    step = said("--step", "13")
+    assert "note    the samples 72 to 101 were skipped before step 13" in step
+    assert "step 13: samples 102 to 107" in step
+    found = said("--find", "e", "--step", "11", "--to", "14")
+    assert samples(found, "step 1") == {*range(60, 72), *range(102, 114)}
+
+
+@extended
+@pytest.mark.parametrize("action", ["skip", "stop"])
+def test_a_spike_is_replayed(action: str, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = SKIP if action == "skip" else STOP
+    run(2, "run", code=REPEATS * (action == "stop"), **keys)
+    for step in (17, 18) if action == "skip" else (17,):
+        said = run(2, "run", f"--replay={step}", **keys)
+        assert f"replay  steps 13 to {step}" in said
+        assert "equal   bit for bit" in said
+    assert not which.main([str(tmp_path / "run"), "--step", "17"])
+    assert "step 17: samples 96 to 101" in capsys.readouterr().out
+
+
+# --- samples that a run is told to skip -------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    bounds=st.lists(st.integers(0, 300), min_size=0, max_size=8, unique=True).map(sorted),
+    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=60),
+)
+def test_no_batch_touches_a_skipped_range_and_none_is_lost_without_need(bounds: list[int], sizes: list[int]) -> None:
+    skipped = [list(pair) for pair in zip(bounds[::2], bounds[1::2], strict=False)]
+    data, at = DataConfig(skip_samples=skipped), 0
+    for size in sizes:
+        first = data.position(at, size)
+        assert first >= at
+        assert not any(first < end and begin < first + size for begin, end in skipped)
+        lost = set(range(at, first)) - {i for begin, end in skipped for i in range(begin, end)}
+        assert len(lost) <= (size - 1) * len(skipped)
+        at = first + size
+    assert DataConfig(skip_samples=[[0, 10], [10, 20]]).position(0, 4) == 20
+
+
+@pytest.mark.parametrize(
+    "wrong", [[[3]], [[5, 5]], [[5, 3]], [[0, 4], [3, 9]], [[8, 9], [1, 2]], [[-1, 4]], [[1, 2, 3]]]
+)
+def test_ranges_that_are_none_are_a_mistake_in_the_config(wrong: list[list[int]]) -> None:
+    with pytest.raises(ConfigError, match=r"data\.skip_samples = .* e\.g\. \[\[800, 960\], \[2400, 2480\]\]"):
+        load.load(None, {"data.skip_samples": wrong})
+
+
+@extended
+def test_ranges_hold_on_other_world_sizes_and_across_a_resume(run: Run, tmp_path: Path) -> None:
+    keys = PLAIN | {"optim__schedule": "constant"}
+    run(2, "run", **keys | TOLD | {"train__steps": 10})
+    run(1, "run", **keys, **TOLD)
+    run(2, "straight", **keys, **TOLD)
+    one, other = losses(tmp_path / "run"), losses(tmp_path / "straight")
+    assert [value[0] for value in one.values()] == pytest.approx([value[0] for value in other.values()], rel=1e-4)
+    assert "data.skip_samples is [[72, 102]] in the checkpoint and [] here" in run(
+        2, "straight", code=REPEATS, **keys, data__skip_samples="[]"
+    )

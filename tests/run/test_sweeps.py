@@ -1,0 +1,195 @@
+"""Commands that would change what a run learns with: refused, asked for, recorded and shown. And a sweep's table."""
+
+import json
+import re
+import shlex
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import checkpoint, ranks, succeeded, tiny
+from torchtitan_lite.checkpointing import compatibility
+from torchtitan_lite.checkpointing.state import TrainState
+from torchtitan_lite.config.schema import Config, flatten
+from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.run import attempts
+from torchtitan_lite.tools.report.runs import read_run
+
+
+@pytest.fixture(scope="module")
+def first(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of 4 steps, with a checkpoint of step 2."""
+    folder = tmp_path_factory.mktemp("sweeps")
+    succeeded(ranks(1, *tiny(text, folder, run__name="run", train__steps=4, checkpoint__every=2)))
+    return folder / "run"
+
+
+def copied(run: Path, tmp_path: Path) -> Path:
+    shutil.copytree(run, tmp_path / run.name)
+    return tmp_path / run.name
+
+
+def again(text: Path, run: Path, *flags: str, n: int = 1, code: int = 0, **more: Any) -> str:
+    values = {"run__name": run.name, "train__steps": 4, "checkpoint__every": 2} | more
+    result = ranks(n, *flags, *tiny(text, run.parent, **values))
+    output = result.stdout + result.stderr
+    assert result.returncode == code, output
+    return output
+
+
+RECORD = ("run.json", ".lock-holder", ".lock")  # of the attempt
+
+
+# --- the rule -----------------------------------------------------------------------------------------------------
+
+
+def states(changes: dict[str, Any]) -> tuple[TrainState, TrainState]:
+    saved = TrainState(step=7, config=flatten(Config()))
+    return saved, TrainState(step=7, config=flatten(Config()) | changes)
+
+
+def refused(changes: dict[str, Any], *, fork: bool = False) -> str:
+    saved, state = states(changes)
+    try:
+        compatibility.require_same_run(Path("runs/run/checkpoints/step-7"), saved, state.values, fork=fork)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("optim.lr", 1e-3), ("optim.betas", [0.9, 0.95]), ("optim.weight_decay", 0.0), ("optim.warmup_steps", 1)),
+        *(("optim.schedule", "constant"), ("optim.groups", [{"match": "*norm*"}]), ("optim.max_norm", 2.0)),
+        *(("train.global_batch_size", 32), ("train.z_loss", 1e-4), ("run.seed", 3), ("train.seq_len", 64)),
+        *(("model.norm_eps", 1e-6), ("data.objective", "pairs"), ("data.skip_samples", [[0, 8]])),
+    ],
+)
+def test_what_a_run_learns_with_needs_a_fork(key: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = ["train.py", "--config=a.toml", "--run.name", "run", "--checkpoint.resume=runs/old", f"--{key}={value}"]
+    monkeypatch.setattr("sys.argv", argv)
+    message = refused({key: value})
+    assert f"{key} is " in message
+    assert "runs/run has made 7 steps with other values than this command has:" in message
+    assert re.search(rf"continue with its own values: '?--{key}=", message)
+    words = shlex.split(message.splitlines()[-1])
+    assert words[1:3] == ["train.py", "--config=a.toml"]
+    assert words[3:] == [argv[-1], "--run.name=run-from-7", "--checkpoint.resume=runs/run/checkpoints/step-7"]
+    assert not refused({key: value}, fork=True)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("model.dim", 256), ("model.n_heads", 8), ("model.qk_norm", True), ("model.family", "gpt")),
+        *(("optim.name", "sgd"), ("optim.freeze", ["norm.*"]), ("model.init_from", "runs/other")),
+    ],
+)
+def test_what_contradicts_the_tensors_is_refused_by_a_fork_too(key: str, value: Any) -> None:
+    for fork in (False, True):
+        message = refused({key: value}, fork=fork)
+        assert f"{key} is " in message
+        assert re.search(rf"continue with its own values: '?--{key}=", message)
+        assert "start a new run with --run.name=NEW" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("train.steps", 9), ("train.micro_batch_size", 2), ("fsdp.param_dtype", "bfloat16"), ("run.threads", 2)),
+        *(("log.every", 1), ("checkpoint.every", 1), ("sample.prompts", ["x"]), ("eval.samples", 3)),
+        *(("speed.chunked_loss", False), ("compile.enabled", True), ("model.init_from", ""), ("optim.lr", 8e-3)),
+        *(("data.path", "moved"), ("run.out_dir", "elsewhere")),
+    ],
+)
+def test_everything_else_resumes_as_before(key: str, value: Any) -> None:
+    assert not refused({key: value})
+
+
+def test_values_with_unset_keys_are_shown_as_toml_has_them() -> None:
+    """As a group of a real config has: TOML has no null."""
+    given = {"match": "*norm*", "lr_factor": 0.5, "weight_decay": None}
+    saved, state = states({"optim.groups": [given]})
+    with pytest.raises(CheckpointError) as caught:
+        compatibility.require_same_run(Path("runs/run/checkpoints/step-7"), state, saved.values, fork=False)
+    assert """'--optim.groups=[{ match = "*norm*", lr_factor = 0.5 }]'""" in str(caught.value)
+
+
+def test_other_text_is_named_by_the_key_to_give() -> None:
+    """By a fork, too, unless it names a text."""
+    saved, here = (TrainState(step=7, config=flatten(Config()) | {"data.path": path}) for path in ("my_text", ""))
+    saved, here = (replace(s, identity={"tokenizer": "t", "data": d * 64}) for s, d in ((saved, "a"), (here, "b")))
+    where = Path("runs/run/checkpoints/step-7")
+    for fork in (False, True):
+        with pytest.raises(CheckpointError) as caught:
+            compatibility.require_same_run(where, saved, here.values, fork=fork)
+        assert "data is aaaaaaaaaaaa... in the checkpoint and bbbbbbbbbbbb... here" in str(caught.value)
+        assert "continue with its own values: --data.path=my_text" in str(caught.value)
+    other = {**here.values, "data.path": "other_text"}
+    compatibility.require_same_run(where, saved, other, fork=True)
+    with pytest.raises(
+        CheckpointError, match=r"other text needs the tokenizer of the run: --tokenizer\.path=runs/run/"
+    ):
+        compatibility.require_same_run(where, saved, other | {"tokenizer": "u"}, fork=True)
+
+
+def test_the_order_of_sources_decides_the_order_of_samples() -> None:
+    saved, here = (
+        TrainState(step=7, config=flatten(Config()), identity={"tokenizer": "t", "order of data.sources": order})
+        for order in (["a", "b"], ["b", "a"])
+    )
+    with pytest.raises(CheckpointError, match=r"order of data\.sources is \['a', 'b'\] in the checkpoint"):
+        compatibility.require_same_run(Path("runs/run/checkpoints/step-7"), saved, here.values, fork=False)
+
+
+# --- runs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "steps"), [(1, 4), (2, 9)])
+def test_another_rate_is_refused_with_one_message_before_anything_else_is_done(
+    n: int, steps: int, first: Path, text: Path, tmp_path: Path
+) -> None:
+    """Also if the run is finished: a sweep's second rate must not pass as done."""
+    run = copied(first, tmp_path)
+    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file() and file.name not in RECORD}
+    output = again(text, run, n=n, code=3 - n, train__steps=steps, optim__lr=1e-3)
+    assert output.count(f"{run} has made 4 steps with other values than this command has:") == 1
+    assert "optim.lr is 0.004 in the checkpoint and 0.001 here" in output
+    assert "continue with its own values: --optim.lr=0.004" in output
+    assert not re.search(r"^step |finished|Traceback|changed since then", output, re.M)
+    assert {file: file.read_bytes() for file in before} == before
+    about = json.loads((run / "run.json").read_text())
+    assert about["status"] == "complete"
+    assert "finished: step 4" in again(text, run, optim__lr=0.004)
+
+
+def test_changes_are_recorded_by_attempt(first: Path, text: Path, tmp_path: Path) -> None:
+    run = copied(first, tmp_path)
+    output = again(text, run, train__steps=6, log__every=2)
+    assert "train.steps 4 -> 6" in output
+    again(text, run, train__steps=8, log__every=2)
+    made = attempts.read(run)
+    assert [(one.step, one.config["train.steps"], one.config["log.every"]) for one in made] == [
+        *((0, 4, 1), (4, 6, 2), (6, 8, 2))
+    ]
+    changes = [change for change in read_run(run).changes if change[1].startswith(("train.", "log."))]
+    assert changes == [(4, "train.steps", "4", "6"), (4, "log.every", "1", "2"), (6, "train.steps", "6", "8")]
+
+
+def test_the_printed_fork_continues_with_the_new_rate(first: Path, text: Path, tmp_path: Path) -> None:
+    run = copied(first, tmp_path)
+    output = again(text, run, code=2, train__steps=6, optim__lr=1e-3)
+    (line,) = (line for line in output.splitlines() if "--run.name=run-from-4" in line)
+    said = succeeded(ranks(1, *shlex.split(line.split(" train.py ")[1])))
+    assert f"a fork of {checkpoint(run, 4)}, after its step 4" in said
+    assert "optim.lr 0.004 -> 0.001" in said
+    assert attempts.read(tmp_path / "run-from-4")[-1].config["optim.lr"] == 0.001
+
+
+def test_another_run_s_checkpoint_may_be_continued_with_other_values(first: Path, text: Path, tmp_path: Path) -> None:
+    options = tiny(text, tmp_path, run__name="new", train__steps=6, optim__lr=1e-3, checkpoint__resume=first)
+    assert f"a fork of {checkpoint(first, 4)}, after its step 4" in succeeded(ranks(1, *options))

@@ -1,0 +1,154 @@
+"""[eval] tasks: scored during training, the same on any number of ranks and after a resume, and without any effect."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import assert_same_end, losses, ranks, records, succeeded, tiny
+from tests.scoring.test_tasks import CHOICE, WORD, jsonl
+from torchtitan_lite.config.schema import Config, DataConfig, EvalConfig, ModelConfig
+from torchtitan_lite.run.checks import check_prompts
+from torchtitan_lite.tools.report.runs import read_run
+
+STILL = {"optim__lr": 1e-30, "optim__warmup_steps": 0}  # no parameter changes
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A task of each kind, as a TOML list."""
+    folder = tmp_path_factory.mktemp("tasks")
+    kinds = {"choice": CHOICE, "word": WORD}
+    return json.dumps([str(jsonl(folder / f"{name}.jsonl", rows)) for name, rows in kinds.items()])
+
+
+def scores(run: Path) -> dict[int, dict[str, Any]]:
+    """The records of tasks by step, without times."""
+    found: dict[int, dict[str, Any]] = {}
+    for record in records(run):
+        values = {key: value for key, value in record.items() if key.startswith("task") and key != "task_s"}
+        if values:
+            assert not values.keys() & found.get(record["step"], {}).keys(), "recorded twice"
+            found.setdefault(record["step"], {}).update(values)
+    return found
+
+
+def test_tasks_are_scored_and_training_is_the_same_bits(text: Path, files: str, tmp_path: Path) -> None:
+    """On two ranks that shard, with dropout, and with the options that decide when parameters are gathered.
+
+    Also with a tied head, and with averaged weights.
+    """
+    knobs = {"fsdp__explicit_prefetching": "true", "fsdp__reshard_after_forward": "false", "model__dropout": 0.1}
+    knobs |= {"model__tie_embeddings": "true", "optim__ema_decay": 0.9}
+    more = {"train__steps": 5, "checkpoint__every": 5, "eval__every": 0, **knobs}
+    wanted = {"eval__tasks": files, "eval__tasks_every": 2}
+    said = succeeded(ranks(2, *tiny(text, tmp_path, run__name="tasks", **more, **wanted)))
+    succeeded(ranks(2, *tiny(text, tmp_path, run__name="none", **more)))
+    assert_same_end(tmp_path / "tasks", tmp_path / "none", 5)
+    found = scores(tmp_path / "tasks")
+    assert found.keys() == {2, 4, 5}
+    for values in found.values():
+        for name, keys in (("choice", ("plain", "per_byte", "per_token")), ("word", ())):
+            assert 0 <= values[f"task/{name}"] <= 1
+            for key in ("stderr", "chance", "questions", *keys):
+                assert values[f"task_{key}/{name}"] >= 0
+    assert found[2]["task_chance/choice"] == pytest.approx((1 / 3 + 6 / 2) / 7)
+    assert scores(tmp_path / "none") == {}
+    (line,) = (line for line in said.splitlines() if line.startswith("task    step 5  choice"))
+    assert f"choice  {found[5]['task/choice']:.3f} +- {found[5]['task_stderr/choice']:.3f}  (chance 0.476; 7 " in line
+
+    # a resume names the task whose file was replaced, and records it
+    for file in json.loads(files):
+        shutil.copy(file, tmp_path)
+    jsonl(tmp_path / "choice.jsonl", [*CHOICE[1:], CHOICE[0]])
+    wanted["eval__tasks"] = files.replace(str(Path(json.loads(files)[0]).parent), str(tmp_path))
+    said = succeeded(ranks(2, *tiny(text, tmp_path, run__name="tasks", **more | {"train__steps": 6}, **wanted)))
+    (line,) = (line for line in said.splitlines() if "other questions" in line)
+    assert "eval.tasks choice has other questions: do not compare its scores with those of earlier steps" in line
+    changed = {key: (before, now) for _, key, before, now in read_run(tmp_path / "tasks").changes}
+    before, now = changed["eval.tasks choice"]
+    assert before != now
+    assert "eval.tasks word" not in changed
+
+
+@pytest.mark.extended
+def test_any_number_of_ranks_finds_the_same(text: Path, files: str, tmp_path: Path) -> None:
+    """To the last bit, for the same parameters: sharded, in replicas, and on more ranks than there are questions."""
+    more = {"train__steps": 1, "checkpoint__every": 0, "eval__every": 0, "eval__tasks": files, **STILL}
+    meshes: dict[int, dict[str, Any]] = {1: {}, 2: {"fsdp__blocks_per_group": 2}, 4: {"fsdp__dp_replicate": 2}}
+    found = []
+    for n, mesh in meshes.items():
+        succeeded(ranks(n, *tiny(text, tmp_path, run__name=str(n), **more, **mesh)))
+        found.append(scores(tmp_path / str(n)))
+    assert found[0] == found[1] == found[2]
+    assert found[0][1]["task_bits_per_byte/choice"] > 0
+
+
+def test_which_runs_score_brackets() -> None:
+    """Those on the default text, unless they say otherwise; an encoder-decoder can't."""
+    default, mine, t5 = EvalConfig(), DataConfig(path="mine"), ModelConfig(family="t5")
+    for config, expected in (
+        (Config(), ["brackets"]),
+        (Config(data=mine), []),
+        (Config(data=DataConfig(sources={"mine": 1.0})), []),
+        (Config(model=t5), []),
+        (Config(eval=EvalConfig(tasks=[])), []),
+        (Config(eval=EvalConfig(tasks=["auto", "a.jsonl"])), ["brackets", "a.jsonl"]),
+        (Config(data=mine, eval=EvalConfig(tasks=["auto", "a.jsonl"])), ["a.jsonl"]),
+        (Config(data=mine, eval=EvalConfig(tasks=["brackets"])), ["brackets"]),
+    ):
+        assert config.tasks == expected
+    assert default.tasks == ["auto"]
+
+
+def test_wrong_tasks_are_found_before_the_run(text: Path, files: str, tmp_path: Path) -> None:
+    """By --check-config, with the rest."""
+    bad = jsonl(tmp_path / "bad.jsonl", [CHOICE[0], {"context": "a"}])
+    for more, message in (
+        ({"eval__tasks": bad}, "line 2: no known kind of question"),
+        ({"eval__tasks": "nosuch.jsonl"}, "nothing at nosuch.jsonl"),
+        ({"eval__tasks": "piqa"}, "no task piqa"),
+        ({"eval__tasks": files, "eval__task_questions": -1}, "greater than or equal to 0"),
+    ):
+        result = ranks(1, *tiny(text, tmp_path, **more), "--check-config")
+        assert result.returncode == 2
+        assert message in result.stderr
+    config = Config(model=ModelConfig(family="t5"), eval=EvalConfig(tasks=["brackets"]))
+    assert "tasks are for decoders" in check_prompts(config)["eval.tasks"]
+
+
+@pytest.mark.extended
+def test_the_first_run_scores_brackets_at_its_end(tmp_path: Path) -> None:
+    """On the default text, without any option about tasks."""
+    options = [o for o in tiny(tmp_path, tmp_path, train__steps=3, run__name="run") if "data.path" not in o]
+    succeeded(ranks(2, *options))
+    assert scores(tmp_path / "run").keys() == {3}
+    values = scores(tmp_path / "run")[3]
+    assert (values["task_questions/brackets"], values["task_chance/brackets"]) == (198, pytest.approx(1 / 3))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("log_every", [1, 3])
+def test_a_resume_scores_a_step_at_which_the_run_was_stopped_or_killed(
+    text: Path, files: str, tmp_path: Path, log_every: int
+) -> None:
+    """Once, with the same bits, also the last step. Signals come during the step before, and during the step itself."""
+    more = {"train__steps": 6, "checkpoint__every": 0, "eval__every": 0, "eval__tasks": files, "eval__tasks_every": 3}
+    more |= {"log__every": log_every}
+    succeeded(ranks(2, *tiny(text, tmp_path, run__name="straight", **more)))
+    straight = tmp_path / "straight"
+    assert scores(straight).keys() == {3, 6}
+    for fault in ("term:1:2", "term:1:3", "term:1:5", "term:1:6", "kill:1:6:task"):
+        killed = fault.startswith("kill")
+        run = tmp_path / fault.replace(":", "-")
+        command = tiny(text, tmp_path, run__name=run.name, **more | {"checkpoint__every": 3 * killed})
+        assert bool(ranks(2, *command, fault=fault).returncode) == killed
+        said = succeeded(ranks(2, *command))
+        assert not killed or "resumed after step 3" in said
+        assert scores(run) == scores(straight), fault
+        assert losses(run).items() >= losses(straight).items(), fault
+    again = succeeded(ranks(2, *command))
+    assert "finished: step 6" in again
+    assert "task    step" not in again

@@ -1,0 +1,219 @@
+"""Profiles, trackers, and MFU in the step line."""
+
+import gzip
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers import losses, ranks, records, succeeded, tiny
+from torchtitan_lite.checkpointing.state import TrainState
+from torchtitan_lite.config import load
+from torchtitan_lite.config.schema import Config, FsdpConfig, LogConfig, RunConfig
+from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.run import mfu, trackers
+from torchtitan_lite.run.console import step_line
+from torchtitan_lite.run.mfu import peak_flops
+
+
+@pytest.mark.extended
+def test_a_profile_has_a_trace_per_rank_and_does_not_change_training(text: Path, tmp_path: Path) -> None:
+    command = tiny(text, tmp_path, train__steps=6, run__name="run", eval__every=0)
+    output = succeeded(ranks(2, *command, "--profile.steps=[3, 4]"))
+    folder = tmp_path / "run/profile"
+    assert f"profile steps 3 to 4 are in {folder}" in output
+    for rank in (0, 1):
+        events = json.loads(gzip.decompress((folder / f"rank-{rank}.json.gz").read_bytes()))["traceEvents"]
+        names = [event.get("name") for event in events]
+        assert names.count("Optimizer.step#AdamW.step") == 2
+        assert any("all_gather" in str(name) for name in names)
+        assert "aten::" in (folder / f"operators-rank-{rank}.txt").read_text()
+    succeeded(ranks(2, *command, "--run.name=without"))
+    assert losses(tmp_path / "run") == losses(tmp_path / "without")
+
+
+def scalars_of(folder: Path, tag: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    return [(event.step, event.value) for event in found.Scalars(tag)]
+
+
+@pytest.mark.extended
+def test_tensorboard_has_each_step_once_also_after_a_resume(text: Path, tmp_path: Path) -> None:
+    command = tiny(text, tmp_path, run__name="run", checkpoint__every=5, eval__every=10)
+    trackers = '--log.trackers=["tensorboard"]'
+    result = ranks(1, *command, trackers, fault="kill:0:8")  # 6 and 7 are in the files, and come again
+    assert result.returncode != 0
+    assert "resumed after step 5" in succeeded(ranks(1, *command, trackers))
+    run = tmp_path / "run"
+    ours = [(r["step"], r["loss"]) for r in records(run) if "loss" in r]
+    theirs = scalars_of(run / "tensorboard", "loss")
+    assert [step for step, _ in theirs] == [step for step, _ in ours] == list(range(1, 21))
+    assert [value for _, value in theirs] == pytest.approx([value for _, value in ours])
+    assert len(scalars_of(run / "tensorboard", "val_loss")) == 2
+
+
+@pytest.mark.extended
+def test_wandb_offline_keeps_its_run(text: Path, tmp_path: Path) -> None:
+    command = tiny(text, tmp_path, run__name="run", checkpoint__every=5, eval__every=0)
+    command += ['--log.trackers=["wandb"]']
+    env = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "HOME": str(tmp_path)}
+    run = tmp_path / "run"
+    succeeded(ranks(1, *command, fault="term:0:7", env=env))
+    name = (run / "wandb-id.txt").read_text().strip()
+    succeeded(ranks(1, *command, env=env))
+    assert (run / "wandb-id.txt").read_text().strip() == name
+    parts = [folder.name for folder in (run / "wandb").glob("offline-run-*")]
+    assert len(parts) == 2
+    assert all(part.endswith(name) for part in parts), "both are parts of one run"
+    for part in parts:
+        (file,) = (run / "wandb" / part).glob("*.wandb")
+        assert b"train/grad_norm" in file.read_bytes()
+
+
+class FakeWandb:
+    """Stands for the package wandb, and for the run that it opens."""
+
+    id = "abc"
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, dict[str, float]]] = []
+        self.opened = self.finished = 0
+
+    def init(self, **_: Any) -> "FakeWandb":
+        self.opened += 1
+        return self
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.sent.append((step, values))
+
+    def finish(self) -> None:
+        self.finished += 1
+
+    @property
+    def steps(self) -> list[int]:
+        return [step for step, _ in self.sent]
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+def test_wandb_names_are_in_groups(wandb: FakeWandb, tmp_path: Path) -> None:
+    def logged(values: dict[str, Any]) -> list[str]:
+        opened = trackers.Trackers(LogConfig(trackers=["wandb"]), tmp_path, TrainState())
+        opened.record({"step": 7, **values})
+        opened.close()
+        step, scalars = wandb.sent.pop()
+        assert step == 7
+        return list(scalars)
+
+    step = {"loss": 1.0, "rank_losses": [1.0], "lr": 1.0, "tokens_per_second": 1.0, "seconds": 1.0, "data_s": 0.0}
+    assert logged(step) == ["train/loss", "train/lr", "time/tokens_per_second", "time/seconds", "time/data_s"]
+    score = {"val_loss": 1.0, "val_bits_per_byte/web": 1.0, "unigram_bits_per_byte": 1.0, "eval_s": 1.0, "time": 1.7e9}
+    assert logged(score) == ["val/loss", "val/bits_per_byte/web", "val/unigram_bits_per_byte", "time/eval_s"]
+    others = {"ema_val_loss": 1.0, "task/brackets": 1.0, "task_stderr/brackets": 1.0, "save_s": 1.0, "bytes": 5}
+    assert logged(others) == ["val/ema_loss", "task/brackets", "task/stderr/brackets", "time/save_s", "train/bytes"]
+    (tmp_path / "wandb-id.txt").write_text("")  # the disk was full
+    assert logged(step)[:2] == ["train/loss", "train/lr"]
+
+
+def test_wandb_gets_each_record_at_once_and_repeated_steps_again(wandb: FakeWandb, tmp_path: Path) -> None:
+    """W&B itself keeps the first record of a step."""
+    for first in (1, 3):
+        opened = trackers.Trackers(LogConfig(trackers=["wandb"]), tmp_path, TrainState(step=first - 1))
+        for step in (first, first + 1, first + 2):
+            opened.record({"step": step, "loss": 1.0})
+            assert wandb.steps[-1] == step
+        opened.close()
+    assert wandb.steps == [1, 2, 3, 3, 4, 5]
+    assert (wandb.opened, wandb.finished) == (2, 2)
+
+
+@pytest.mark.parametrize("when", ["opens", "writes", "closes"])
+def test_a_tracker_that_fails_is_reported_once(
+    when: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def fail(*_: Any) -> None:
+        raise SystemExit("no licence")
+
+    def start(*_: Any) -> trackers.Tracker:
+        if when == "opens":
+            fail()
+        return trackers.Tracker(fail if when == "writes" else lambda _: None, fail)
+
+    monkeypatch.setattr(trackers, "tensorboard", start)
+    opened = trackers.Trackers(LogConfig(trackers=["tensorboard"]), tmp_path, TrainState())
+    for _ in range(2):
+        opened.record({"step": 1, "loss": 10**400})
+    opened.close()
+    opened.close()
+    complaint = "log.trackers: tensorboard failed: no licence; training continues without it\n"
+    assert capfd.readouterr().err == complaint
+
+
+@pytest.mark.parametrize(("key", "value", "message"), [
+    ("log.trackers", ["wandb"], r'run pip install -e "\.\[wandb\]"'),
+    *(("profile.steps", steps, r"profile\.steps") for steps in ([3], [4, 3], [0, 1])),
+])  # fmt: skip
+def test_a_mistake_in_the_config_is_an_error(
+    key: str, value: list[Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # not installed
+    with pytest.raises(ConfigError, match=message):
+        load.load(None, {key: value})
+
+
+def test_mfu_is_logged_only_if_the_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    record: dict[str, Any] = {"step": 7, "tokens_per_second": 5000.0, "peak_memory_gib": 1.0}
+    record |= {"loss": 2.0, "mean_loss": 2.0, "grad_norm": 1.0, "lr": 1e-3}
+    assert "mfu" not in step_line(record, 10, 0.0, 1.0)
+    assert "tok/s 5,000  mfu 41.3 %  mem" in step_line(record | {"mfu": 0.413}, 10, 0.0, 1.0)
+    cpu = World(0, 4, torch.device("cpu"), 1)
+    assert peak_flops(Config(), cpu) == 0
+    gpu = World(0, 4, torch.device("cuda"), 1)
+    for name, expected in {"NVIDIA H100 80GB HBM3": 4 * mfu.DEVICES["h100"].half_flops, "Some GPU": 0.0}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+        config = Config(fsdp=FsdpConfig(param_dtype="bfloat16"))
+        assert peak_flops(config, gpu) == expected
+        lines = mfu.start_lines(config, gpu)
+        assert len(lines) == (not expected)
+        assert not lines or "the peak of Some GPU is not known; run.peak_tflops = " in lines[0]
+        own = config.model_copy(update={"run": RunConfig(peak_tflops=100)})
+        assert peak_flops(own, gpu) == peak_flops(own, cpu) == 4e14
+        assert not mfu.start_lines(own, gpu)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tf32", "said"),
+    [
+        ("NVIDIA H100 80GB HBM3", "float32", False, "at 67 of 989 TFLOP/s; --mixed-precision or run.tf32 = true is"),
+        ("Some GPU", "float32", False, "without tensor cores; --mixed-precision or run.tf32 = true is faster"),
+        ("AMD Instinct MI300X", "float32", False, "at 163.4 of 1307.4 TFLOP/s; --mixed-precision is faster"),
+        ("NVIDIA H100 80GB HBM3", "float32", True, ""),
+        ("NVIDIA H100 80GB HBM3", "bfloat16", False, ""),
+        ("Tesla T4", "bfloat16", False, 'Tesla T4 emulates bfloat16, no faster than float32; fsdp.param_dtype = "fl'),
+        ("Tesla T4", "float32", True, 'at 8.1 of 65 TFLOP/s; fsdp.param_dtype = "float16" is faster'),
+        ("Tesla T4", "float16", False, ""),
+    ],
+)
+def test_the_start_names_a_dtype_that_is_slow_on_the_gpu(
+    name: str, dtype: Any, tf32: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capability = (7, 5) if "T4" in name else (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    config = Config(fsdp=FsdpConfig(param_dtype=dtype), run=RunConfig(tf32=tf32, peak_tflops=1))
+    lines = mfu.start_lines(config, World(0, 1, torch.device("cuda"), 1))
+    assert len(lines) == bool(said)
+    assert not said or said in lines[0]

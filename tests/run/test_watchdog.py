@@ -1,0 +1,187 @@
+"""Watchdog: slow disks are tolerated, hanging ranks are named, and all ranks exit."""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.helpers import ranks, succeeded, tiny
+from tests.run.test_faults import RUN, saved_steps, status
+from torchtitan_lite.checkpointing import progress
+from torchtitan_lite.checkpointing.safetensors_file import sha256_of
+from torchtitan_lite.distributed.lost import is_lost
+
+SHARDED = {"checkpoint__state_dict": "sharded"}
+slow = pytest.mark.slow
+
+NCCL = (
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:77, {} (run with NCCL_DEBUG=INFO for details), "
+    "NCCL version 2.27.5\nnccl{}: System call (e.g. socket, malloc) or external library call failed or device error.\n"
+    "Last error:\n"
+)
+ASYNCHRONOUS = (
+    "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be "
+    "incorrect.\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\nCompile with `TORCH_USE_CUDA_DSA` to enable "
+    "device-side assertions.\n"
+)
+GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/"
+LOST = [
+    GLOO + "unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete",
+    GLOO + "unbound_buffer.cc:129] Timed out waiting 3000ms for send operation to complete",
+    GLOO + "pair.cc:553] Connection closed by peer [127.0.0.1]:59106. This is typically caused by a remote worker",
+    GLOO + "pair.cc:534] Read error [10.0.0.2]:4242: Connection reset by peer",
+    GLOO + "pair.cc:355] writev [10.0.0.2]:4242: Broken pipe",
+    GLOO + "unbound_buffer.cc:80] Application timeout caused pair closure",
+    GLOO + "buffer.cc:80] Read timeout [10.0.0.2]:4242",
+    "Connect timeout [10.0.0.2]:4242",
+    "Rank 1 timed out in monitoredBarrier after 3000 ms.",
+    "Wait timeout",
+    "NCCL communicator was aborted on rank 0. Original reason for failure was: [Rank 0] Watchdog caught collective "
+    "operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600123 milliseconds",
+    dist.DistStoreError("wait timeout after 5000ms, keys: /attempt 0//x"),
+    dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed."),
+    dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:77, remote error"),
+    dist.DistBackendError(NCCL.format("remote process exited or there was a network error", "RemoteError")),
+    dist.DistBackendError(NCCL.format("unhandled system error", "SystemError")),
+]
+NOT_LOST = [
+    "CUDA error: peer access is already enabled",
+    "CUDA error: peer mapping resources exhausted",
+    "CUDA error: peer access is not supported between these two devices",
+    "CUDA error: an illegal memory access was encountered" + ASYNCHRONOUS,
+    "CUDA error: device-side assert triggered" + ASYNCHRONOUS,
+    "CUDA error: the launch timed out and was terminated" + ASYNCHRONOUS,
+    "CUDA error: uncorrectable ECC error encountered" + ASYNCHRONOUS,
+    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",
+    "backend='inductor' raised:\nCompilationError: at 23:4:\n    tl.store(out_ptr0 + (x2), tmp8, None)\n    ^\n",
+    "backend='inductor' raised:\nLoweringException: AssertionError: can't store to a peer buffer",
+    "backend='inductor' raised:\nCppCompileError: C++ compile error",
+    "out of resource: shared memory, Required: 131072, Hardware limit: 101376. Reducing block sizes may help.",
+    'Error(s) in loading state_dict for GPT:\n\tMissing key(s) in state_dict: "store.weight"',
+    "Cannot store a tensor of dtype torch.int64 in a parameter",
+    "setStorage: sizes [4], strides [1] need a storage of 16 bytes, which is out of bounds",
+    "the value of timeout must be positive",
+    "DataLoader: the socket of worker 3 is closed",
+    "The size of tensor a (3) must match the size of tensor b (4) at non-singleton dimension 0",
+    dist.DistBackendError(NCCL.format("unhandled cuda error", "UnhandledCudaError")),
+    dist.DistBackendError(
+        NCCL.format("invalid usage", "InvalidUsage") + "Duplicate GPU detected : rank 1 and rank 0 both on CUDA"
+    ),
+]
+
+
+@pytest.mark.parametrize(("error", "expected"), [*((e, True) for e in LOST), *((e, False) for e in NOT_LOST)])
+def test_communication_errors_are_told_from_others(error: str | RuntimeError, expected: bool) -> None:
+    assert is_lost(RuntimeError(error) if isinstance(error, str) else error) == expected
+
+
+def test_compiler_errors_are_not_communication_errors() -> None:
+    from torch._inductor.exc import InductorError
+
+    assert not is_lost(InductorError(BrokenPipeError(32, "Broken pipe"), None))
+    assert not is_lost(InductorError(ConnectionResetError(104, "Connection reset by peer"), None))
+
+
+def test_the_activity_of_each_thread_is_known(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(20_000_000))
+    before, inside, done = progress.moved(), threading.Event(), threading.Event()
+    assert not progress.operations()
+
+    def save() -> None:
+        with progress.doing("saving step 5"), progress.working("writing a.safetensors"):
+            inside.set()
+            done.wait(30)
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    assert inside.wait(30)
+    with progress.doing("loading"):
+        both = [("loading", False), ("saving step 5: writing a.safetensors", True)]
+        assert sorted(progress.operations()) == both
+        sha256_of(tmp_path / "file")
+    done.set()
+    thread.join()
+    assert progress.moved() - before >= 20_000_000
+    assert not progress.operations()
+
+
+@pytest.mark.extended
+def test_every_group_of_every_mesh_gives_up_in_time(tmp_path: Path) -> None:
+    result = ranks(4, str(tmp_path), entry="tests.run.mesh_timeouts")
+    found = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(4)]
+    assert not any(each["late"] for each in found), "groups that are made in a step have torch's timeout"
+    assert all(each["resharding"] == 2 for each in found), "reshard_after_forward = 2: the groups share one mesh"
+    seen = [group for each in found for group in each["seen"]]
+    assert len({name for name, *_ in seen}) >= 4, result.stderr  # all ranks; the two axes; reshard_after_forward = 2
+    for name, what, seconds, lost, error in seen:
+        assert lost, f"{name} ({what}): {error}"
+        assert seconds < 60, f"{name} ({what}) waited {seconds:.0f} s"
+
+
+@pytest.mark.parametrize("source", ["", pytest.param("--model.init_from={}", marks=slow)])
+@pytest.mark.extended
+def test_a_verification_may_take_longer_than_a_step(
+    source: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sixteen seconds of hashing on one rank, and a step may take twelve. Of a resume, or of weights to start from."""
+    command = tiny(text, tmp_path, **RUN, **SHARDED, run__timeout_minutes=0.2)
+    succeeded(ranks(2, *command, "--train.steps=5"))
+    monkeypatch.setenv("FAULT_SECONDS", "8")
+    more = [source.format(tmp_path / "run"), "--run.name=second"] if source else []
+    slowly = succeeded(ranks(2, *command, *more, "--train.steps=6", fault=f"slow:{0 if source else 1}:0:hash:2"))
+    assert source or "resumed after step 5" in slowly
+
+
+@pytest.mark.parametrize(("fault", "more", "whom"), [
+    ("hang:1:5:write", SHARDED, "rank 1 (saving step 5: writing shard-00001-of-00002.safetensors)"),
+    pytest.param("hang:0:5:write", {}, "rank 0 (saving step 5: writing model.safetensors)", marks=slow),
+    pytest.param("hang:0:5:commit", {}, "rank 0 (saving step 5: making or committing its folder)", marks=slow),
+    pytest.param("hang:1:5:save", {}, "rank 1 (step 5, computing)", marks=slow),
+    pytest.param(
+        "hang:1:5:sync", {**SHARDED, "checkpoint__async_save": True},
+        "rank 1 (saving step 5: writing shard-00001-of-00002.safetensors)", marks=slow,
+    ),
+])  # fmt: skip
+@pytest.mark.extended
+def test_a_rank_that_hangs_inside_a_save_is_named(
+    fault: str, more: dict[str, Any], whom: str, text: Path, tmp_path: Path
+) -> None:
+    result = ranks(2, *tiny(text, tmp_path, **RUN, **more, run__timeout_minutes=0.15), fault=fault, timeout=90)
+    assert result.returncode != 0
+    said = "saving step 5: no rank made progress for run.timeout_minutes = 0.15; the others wait for "
+    assert f"train.py: {said}{whom}. Stacks are in " in result.stderr
+    run = tmp_path / "run"
+    hanging = fault.split(":")[1]
+    assert "faults/worker.py" in (run / f"stacks/rank-{hanging}.txt").read_text()
+    assert (run / f"stacks/rank-{1 - int(hanging)}.txt").read_text()
+    assert status(run)["status"] == "failed"
+    assert status(run)["reason"].startswith(said)
+    assert saved_steps(run) == []
+
+
+@slow
+def test_a_rank_that_hangs_while_it_loads_is_named(text: Path, tmp_path: Path) -> None:
+    command = tiny(text, tmp_path, **RUN, **SHARDED, run__timeout_minutes=0.15)
+    succeeded(ranks(2, *command, "--train.steps=5"))
+    result = ranks(2, *command, "--train.steps=6", fault="hang:1:0:hash", timeout=90)
+    assert result.returncode != 0
+    assert "loading a checkpoint: no rank made progress for run.timeout_minutes = 0.15" in result.stderr
+    assert "wait for rank 1 (loading a checkpoint: verifying its share of step-00000005)" in result.stderr
+
+
+@slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_hangs_in_a_save_ends_the_run(
+    rank: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the one that hosts the store, which then does not answer."""
+    monkeypatch.setenv("FAULT_SECONDS", "600")
+    command = tiny(text, tmp_path, **RUN, **SHARDED, run__timeout_minutes=0.15)
+    result = ranks(2, *command, fault=f"stop:{rank}:5:write", timeout=90)
+    assert result.returncode != 0
+    assert f"wait for rank {rank}, silent for " in result.stderr
+    assert status(tmp_path / "run")["status"] == "failed"

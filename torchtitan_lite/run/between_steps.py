@@ -1,0 +1,193 @@
+"""The work beside the steps: log, validate, score tasks, save, sample. `train` in train.py says when each is due."""
+
+import functools
+import gc
+import math
+import time
+from dataclasses import replace
+from typing import Any
+
+from torchtitan_lite.checkpointing.save import BaseCheckpointer
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.ranks import on_rank0
+from torchtitan_lite.errors import SaveError
+from torchtitan_lite.models import Transformer
+from torchtitan_lite.optim.optimizer import learning_rate
+from torchtitan_lite.optim.step_record import StepRecord
+from torchtitan_lite.run import attempts
+from torchtitan_lite.run.console import fitted, seen_of_sources, step_line
+from torchtitan_lite.run.intact import require_equal_replicas, require_finite
+from torchtitan_lite.run.metrics import Log, peak_memory_gib
+from torchtitan_lite.run.session import Beside, Look, Session, due
+from torchtitan_lite.scoring.validation import Validation, eval_line, evaluate, evaluate_average
+
+
+def build_beside(config: Config, data: DataSet, world: World, validation: Validation) -> Beside:
+    """What the config asks for beside the steps. Collective. UserError: something does not suit the run."""
+    beside = Beside()
+    if config.eval.every:
+        keys = ["val_loss", "ema_val_loss"] if config.optim.ema_decay else ["val_loss"]
+        beside.validation = Look("validation", config.eval.every, keys, functools.partial(validate, validation))
+    if config.tasks:
+        from torchtitan_lite.run.tasks import Tasks
+
+        if tasks := Tasks.of(config, data):
+            keys = [f"task/{name}" for name in tasks.digests]
+            beside.tasks = Look("tasks", config.eval.tasks_every, keys, tasks.score)
+            beside.questions = tasks.digests
+    if config.sample.every:
+        from torchtitan_lite.run.sampling import Prompts, sample
+
+        prompts = Prompts.of(config, data)
+        beside.samples = Look("samples", config.sample.every, ["prompt"], functools.partial(sample, prompts))
+    if config.profile.steps:
+        from torchtitan_lite.run.profiler import Profile
+
+        beside.profile = Profile(config.profile, config.folder, world)
+    return beside
+
+
+def left_out(s: Session) -> list[Look]:
+    """What is due after the step of `s.state` and has no record: a stop or a kill came before it. Collective."""
+    step, steps = s.state.step, s.config.train.steps
+    looks = [look for look in s.beside.looks if step == steps or due(step, look.every)]
+
+    def missing() -> list[int]:
+        files = "metrics.jsonl", "samples.jsonl"
+        keys = {k for file in files for r in attempts.records(s.config.folder, file) if r["step"] == step for k in r}
+        return [i for i, look in enumerate(looks) if not keys.issuperset(look.keys)]
+
+    return [looks[i] for i in on_rank0(missing, s.world.untimed)] if step else []
+
+
+def make_up(s: Session, looks: list[Look]) -> None:
+    """Take what was left out, before the first step. A request to stop is obeyed after each. Collective."""
+    for look in looks:
+        s.services.watchdog.step(s.state.step)
+        look.take(s)
+        s.services.preemption.agree(s.world)
+        if s.services.preemption.agreed:
+            break
+    s.services.meter.start_lap()
+
+
+def log_step(s: Session, record: StepRecord) -> None:
+    """Record and log the step. Rates cover the time since the last line, without saves and validations.
+
+    `loss` is that of the step, which a replay compares. `mean_loss` is the mean per token over the steps since the last
+    multiple of log.every: a line that a preemption adds in between does not divide them, so a resume has the same mean.
+    """
+    state, steps, scaler, meter = s.state, s.config.train.steps, s.trained.scaler, s.services.meter
+    lap = meter.lap(state.tokens)
+    if s.world.device.type == "cuda":
+        lap.parts.pop("optimizer_s", None)  # the host only launches the kernels
+    values: dict[str, Any] = {
+        "step": state.step,
+        "loss": _finite(record.numbers.loss),  # not finite in a skipped step
+        "mean_loss": meter.mean_loss(),
+        "grad_norm": _finite(record.numbers.grad_norm),
+        "lr": learning_rate(s.config.optim, state.step, steps),
+        "tokens": state.tokens,
+        "tokens_per_second": lap.tokens / lap.seconds,
+        "peak_memory_gib": peak_memory_gib(s.world.device),
+        "seconds": lap.seconds,
+        **lap.parts,
+    }
+    values |= {key: [_finite(loss) for loss in losses] for key, losses in record.losses_of_ranks().items()}
+    if scaler.enabled:
+        values |= {"loss_scale": scaler.scale.item(), "skipped_steps": scaler.skipped_steps}
+    if len(s.trained.samples.sources) > 1:
+        skipped = s.config.data.skip_samples
+        values["sources"] = seen_of_sources(s.trained.samples, state.samples_consumed, skipped)
+    if record.loads is not None:  # the fullest and the emptiest expert of a layer, as shares of its mean
+        shares = record.loads / record.loads.mean(1, keepdim=True)
+        values |= {"load_max": _finite(shares.max().item()), "load_min": _finite(shares.min().item())}
+    if meter.peak_tokens_per_second:
+        values["mfu"] = values["tokens_per_second"] / meter.peak_tokens_per_second
+    s.services.log.record(values)
+    left_s = meter.seconds_per_step(state.step) * (steps - state.step)
+    s.services.log.info(step_line(values, steps, lap.parts["data_s"] / lap.seconds, left_s), fitted)
+    if state.step % s.config.log.every == 0:
+        meter.loss_since.zero_()
+
+
+def _finite(value: float) -> float | None:
+    """The value for JSON, which has no NaN and no infinity."""
+    return value if math.isfinite(value) else None
+
+
+def peak_tokens_per_second(config: Config, model: Transformer, world: World) -> float:
+    """Tokens per second at the nominal peak of all devices, for MFU; 0 if it is unknown, as for rows of any length."""
+    if config.data.objective == "pairs" or (world.device.type != "cuda" and not config.run.peak_tflops):
+        return 0.0
+    from torchtitan_lite.run.mfu import flops_per_token, peak_flops
+
+    return peak_flops(config, world) / flops_per_token(model, config.input_len, config.target_len)
+
+
+def validate(validation: Validation, s: Session) -> None:
+    """Score the validation set; with optim.ema_decay, the average of the weights too. Collective."""
+    step, before, device, log = s.state.step, time.perf_counter(), s.world.device, s.services.log
+    score = evaluate(s.trained.model, validation, device)
+    seconds = time.perf_counter() - before
+    log.record({"step": step, **score.record(), "eval_samples": validation.n_samples, "eval_s": seconds})
+    best = s.world.rank == 0 and attempts.best_step(s.config.folder, range(1, step + 1)) == step
+    log.info(eval_line(step, score, validation, seconds, best=best))
+    if s.config.optim.ema_decay:
+        record, line = evaluate_average(step, s.trained.model, s.trained.optimizer, validation, device)
+        log.record(record)
+        log.info(line)
+
+
+def save(s: Session, *, ends: bool) -> None:
+    """Save a checkpoint, after the previous save has ended, if that runs in the background.
+
+    Args:
+        ends: whether the run ends after this step.
+
+    Raises:
+        NonFiniteError, DivergedError: on every rank: this state must not reach a checkpoint.
+        SaveError: the last save of the run failed. An earlier one is only logged.
+    """
+    trained, services, state = s.trained, s.services, s.state
+    require_finite(trained.model, state.step)
+    require_equal_replicas(trained.model, trained.optimizer, state.step)
+    report_save(services.checkpointer, services.log, wait=True, ends=ends)
+    state = replace(state, grad_scaler=trained.scaler.state_dict(), loss_since=services.meter.loss_since.tolist())
+    for guard in trained.guards:
+        state = replace(state, **guard.state())
+    services.checkpointer.save(state)
+    wait = ends or not services.checkpointer.config.async_save
+    error = report_save(services.checkpointer, services.log, wait=wait, ends=ends)
+    if ends and error:
+        raise SaveError(f"the last checkpoint was not saved: {error}. Older checkpoints are untouched")
+
+
+def report_save(checkpointer: BaseCheckpointer, log: Log, *, wait: bool, ends: bool = False) -> str:
+    """Log a save once it is committed, or has failed. Returns the error, which does not end the run."""
+    saved = checkpointer.wait() if wait or checkpointer.finished() else None
+    if saved is None:
+        return ""
+    if saved.error:
+        then = "" if ends else ", training continues"
+        log.info(f"NOT SAVED  step {saved.step}: {saved.error}; older checkpoints are untouched{then}")
+    else:
+        paused = f", training paused for {saved.stopped_s:.1f} s" if checkpointer.config.async_save else ""
+        log.record({"step": saved.step, "save_s": saved.stopped_s if paused else saved.seconds, "bytes": saved.bytes})
+        log.info(f"saved   {saved.folder}  ({saved.bytes / 2**20:.1f} MiB, {saved.seconds:.1f} s{paused})")
+    if saved.note:
+        log.info(f"note    older checkpoints were not deleted: {saved.note}")
+    return saved.error
+
+
+def disable_automatic_garbage() -> None:
+    """Leave the collection of garbage to `train`, which collects at the same steps on all ranks.
+
+    Automatic collection happens at a different step on each rank, and all ranks wait for each one. Existing objects
+    (mostly torch's modules) are frozen, so a collection takes milliseconds.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()

@@ -1,0 +1,116 @@
+"""Config checks that need the model's parameter names or a tokenizer, but no process group."""
+
+from collections.abc import Callable
+
+import torch
+
+from torchtitan_lite import models
+from torchtitan_lite.config.paths import expand, is_prepared
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.distributed.overrides import column_placement
+from torchtitan_lite.distributed.parallelize import groups_of
+from torchtitan_lite.errors import ConfigError, DataError
+from torchtitan_lite.optim.groups import freeze, parameter_groups
+from torchtitan_lite.process import env_int
+from torchtitan_lite.run.console import MANY
+
+
+def check_patterns(config: Config) -> dict[str, str]:
+    """Check parameter patterns against the model. Returns the broken rules, as `broken_rules` does."""
+    with torch.device("meta"):
+        model = models.build(config.model, config.model.vocab_size or config.tokenizer.vocab_size)
+    shards = config.fsdp.mesh(env_int("WORLD_SIZE", 1))[1]
+    checks: dict[str, Callable[[], object]] = {
+        "optim.freeze": lambda: freeze(model, config.optim.freeze),
+        "optim.groups": lambda: parameter_groups(model, config.optim),
+        "fsdp.precision_overrides": lambda: groups_of(model, config.fsdp),
+        "fsdp.shard_columns": lambda: column_placement(model, config.fsdp.shard_columns, shards),
+    }
+    if config.speed.float8:
+        from torchtitan_lite.distributed.float8 import require_shapes
+
+        checks["speed.float8"] = lambda: require_shapes(model, shards)
+    broken: dict[str, str] = {}
+    for key, check in checks.items():
+        try:
+            check()
+        except ConfigError as error:
+            broken |= {f"{key} {number}": line for number, line in enumerate(str(error).split("\n  "))}
+    return broken
+
+
+def check_prompts(config: Config) -> dict[str, str]:
+    """Check tasks, and a tokenizer that exists already for the objective and the prompts. Returns the broken rules."""
+    if config.data.objective == "causal" and not config.sample.every and not config.tasks:
+        return {}
+    if config.data.objective != "causal" and config.tokenizer.path:
+        from torchtitan_lite.data.spans import wrong_tokenizer
+
+        if found := wrong_tokenizer(config):
+            return found
+    if config.tasks:
+        from torchtitan_lite.run.tasks import wrong_tasks
+
+        if found := wrong_tasks(config):
+            return found
+    if not config.sample.every or not config.sample.prompts:
+        return {}
+    from torchtitan_lite.run.sampling import known_tokenizer, wrong_prompts
+
+    try:
+        tokenizer = known_tokenizer(config)
+    except DataError as error:
+        return {"tokenizer.path": str(error)}
+    problems = wrong_prompts(config, tokenizer) if tokenizer else []
+    return {f"sample.prompts {n}": wrong for n, wrong in enumerate(problems)}
+
+
+def check_init_from(config: Config) -> dict[str, str]:
+    """Check that model.init_from holds this model, without reading weights. Returns the broken rules."""
+    if not config.model.init_from:
+        return {}
+    from torchtitan_lite.huggingface.weights import check_source
+
+    return check_source(config)
+
+
+# of Python's standard library: tokens, with a vocabulary of 4,096, and functions with a docstring
+_TOKENS, _PAIRS = 3_400_000, 6_300
+
+
+def check_default_text(config: Config) -> dict[str, str]:
+    """Refuse a large model that would read Python's standard library many times. Returns the broken rules."""
+    data, train = config.data, config.train
+    samples = _PAIRS if data.objective == "pairs" else _TOKENS / train.seq_len
+    epochs = train.epochs or train.samples / samples
+    if data.path or data.sources or epochs <= MANY:
+        return {}
+    with torch.device("meta"):
+        model = models.build(config.model, config.model.vocab_size or config.tokenizer.vocab_size)
+    n = sum(parameter.numel() for parameter in model.parameters())
+    if n <= 100e6:
+        return {}
+    return {
+        "data.path train.steps": f"data.path is empty, so {n / 1e6:,.0f} million parameters would learn from Python's "
+        f'standard library, read {epochs:,.0f} times; data.path = "my_text" with text of your own works (docs/data.md)'
+    }
+
+
+def check_text(config: Config) -> dict[str, str]:
+    """Look for text in the folders of [data], as the preparation does. Returns the broken rules."""
+    data = config.data
+    folders = [path for path in data.texts if expand(path).is_dir() and not is_prepared(path)]
+    if not folders and not data.text_suffixes:
+        return {}
+    from torchtitan_lite.data.prepare.texts import checked_suffixes, find
+
+    try:
+        checked_suffixes(data.text_suffixes)
+        for folder in folders:
+            find(folder, [data.text_key], data.text_suffixes)
+    except DataError as error:
+        return {"data.path data.sources data.text_suffixes": str(error)}
+    return {}
+
+
+ALL = [check_patterns, check_default_text, check_prompts, check_init_from, check_text]

@@ -1,0 +1,273 @@
+"""The text of the terminal: the run at its start, each step, and the next commands. metrics.Log prints it."""
+
+import json
+import re
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from torchtitan_lite import BUSY_AT_START, __version__
+from torchtitan_lite.checkpointing.save import BaseCheckpointer
+from torchtitan_lite.checkpointing.state import TrainState
+from torchtitan_lite.config.derive import Layout, options_against_copies
+from torchtitan_lite.config.families import FAMILIES
+from torchtitan_lite.config.schema import Config, ModelConfig
+from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.data.mixture import Mixture
+from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.errors import shortened
+from torchtitan_lite.models import Transformer
+from torchtitan_lite.process import cpu_threads, python_command
+from torchtitan_lite.terminal import counted, duration
+
+MANY = 10  # epochs; more get a note
+
+
+def start_lines(
+    config: Config,
+    layout: Layout,
+    world: World,
+    model: Transformer,
+    data: DataSet,
+    samples: Mixture,
+    state: TrainState,
+    loaded: TrainState | None,
+    checkpointer: BaseCheckpointer,
+) -> str:
+    """The lines at the start, with every derived number. `loaded` is the state as saved, if the run is resumed."""
+    n_parameters = sum(p.numel() for p in model.parameters())
+    mine = sum(local_rows(p)[0].numel() for p in model.parameters())
+    lines = [
+        f"torchtitan_lite {__version__}  torch {torch.__version__}  {world.device.type}  world {world.world_size} = "
+        f"dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}  {counted(world.threads, 'thread')} per rank "
+        f"({cpu_threads(config.run.threads)[1]})",
+        model_line(
+            config,
+            f"{n_parameters:,} parameters, {mine:,} on rank 0",
+            widened=state.bitwise_setting["widened_products"],
+        ),
+        batch_line(config, layout, world.world_size),
+        *data_lines(config, data, samples),
+        f"fsdp    {fsdp_line(config)}",
+        f"run     {config.folder}  {_origin(loaded, checkpointer)}",
+    ]
+    if world.device.type == "cpu" and world.threads > 1 and BUSY_AT_START:
+        lines.append(
+            "run     other processes use this machine, so threads do not spin (GOMP_SPINCOUNT=1000). On quiet "
+            "cores that is 20 % slower: start again when they are"
+        )
+    if world.device.type == "cuda":
+        from torchtitan_lite.run import mfu
+
+        lines += copies_lines(config, layout) + mfu.start_lines(config, world)
+    if not state.bitwise_setting["deterministic"]:
+        lines.append("run     a resume is not bit for bit on a GPU without run.deterministic = true")
+    if loaded:
+        from torchtitan_lite.run.resumed import resume_lines
+
+        lines += resume_lines(config, loaded, state)
+    if config.model.init_from and not loaded:
+        lines.append(f"run     starts from the weights of {config.model.init_from}")
+    return "\n".join(lines)
+
+
+def _origin(loaded: TrainState | None, checkpointer: BaseCheckpointer) -> str:
+    """Where the run starts."""
+    if loaded is None:
+        return "new; the same command resumes it"
+    if checkpointer.forked_from:
+        return f"new, a fork of {checkpointer.forked_from}, after its step {loaded.step}; the same command resumes it"
+    damaged = ", ".join(map(str, sorted(checkpointer.damaged)))
+    note = f"; newer checkpoints are damaged, and their steps are made again: {damaged}" if damaged else ""
+    return f"resumed after step {loaded.step}{note}"
+
+
+def copies_lines(config: Config, layout: Layout) -> list[str]:
+    """Where nothing is sharded, what saves FSDP's copies (`plan` says whether it fits); empty if that is set."""
+    sets = options_against_copies(config, layout)
+    if not sets:
+        return []
+    keys = [f"fsdp.{key} = {json.dumps(value)}" for key, value in sets[-1].items()]
+    if len(sets) > 1:
+        keys[-1] += " (sums in another order)"
+    *others, last = keys
+    named = f"{', '.join(others)} and {last}" if others else last
+    return [f"fsdp    nothing is sharded: {named} would save copies, if they fit in memory (see plan)"]
+
+
+def model_line(config: Config, parameters: str, widened: bool = False) -> str:
+    model = config.model
+    products = ", its products in float32: this CPU has no instructions for them" if widened else ""
+    if config.run.tf32 and config.run.device != "cpu" and config.fsdp.param_dtype == "float32":
+        products = ", its products in TF32 on a GPU that has it"
+    return (
+        f"model   {model.family} dim {model.dim}, {', '.join(_shape(model))}: {parameters}; "
+        f"computes in {config.fsdp.param_dtype}{products}"
+    )
+
+
+def _shape(model: ModelConfig) -> Iterator[str]:
+    """What makes a model besides its dim: numbers, and the switches that are on."""
+    reads = FAMILIES[model.family].keys
+    yield f"{' + '.join(map(str, model.stacks))} layer{'' if model.stacks == (1,) else 's'}"
+    yield f"{counted(model.n_heads, 'head')} of {model.dim_of_heads}"
+    if model.kv_heads != model.n_heads and "n_kv_heads" in reads:
+        yield f"{model.kv_heads} for keys and values"
+    yield f"feed-forward {model.dim_of_ffn}"
+    if model.has_experts:
+        yield f"{model.experts_per_token} of {model.n_experts} experts"
+    if model.window or ("layer_pattern" in reads and len(set(model.layer_pattern)) > 1):
+        yield f"layers {'/'.join(model.layer_pattern)}{f' with window {model.window}' if model.window else ''}"
+    yield from (key for key in ("tie_embeddings", *reads) if getattr(model, key) is True)
+
+
+def batch_line(config: Config, layout: Layout, world_size: int) -> str:
+    masked = f", {layout.masked_sequences} of them masked" if layout.masked_sequences else ""
+    of = f"{config.train.seq_len} tokens = {layout.tokens_per_step:,} tokens per step"
+    if config.data.objective != "causal":
+        of = f"at most {config.input_len} tokens and {config.target_len} targets"
+    rows, ranks = counted(config.train.micro_batch_size, "sequence"), counted(world_size, "rank")
+    last = "; the last steps, see train.batch_schedule" if config.train.batch_schedule else ""
+    return f"batch   {rows} x {ranks} x {layout.grad_accum_steps} accumulation{masked}, of {of}{last}"
+
+
+def data_lines(config: Config, data: DataSet, samples: Mixture) -> list[str]:
+    """The text, its amount and the number of epochs; for a mixture, of each source."""
+    seen = seen_of_sources(samples, config.train.samples)
+    notes = [*data.notes, *(note for source in samples.sources for note in source.notes)]
+    if often := [f"{shortened(name)} {of['epochs']:.0f} times" for name, of in seen.items() if of["epochs"] > MANY]:
+        notes.append(
+            f"the run reads {', '.join(often)}: after about four, the same text again teaches little "
+            "(arXiv:2305.16264); more text or fewer steps is better"
+        )
+    notes = [f"data    {note}" for note in notes]
+    held_out = f"{data.tokens('val'):,} held out; vocabulary {data.vocab_size}"
+    if config.data.packing == "best_fit":
+        held_out += "; documents packed whole"
+    if config.data.document_mask:
+        held_out += "; attention within documents"
+    if len(data.sources) == 1:
+        ((name, of),) = seen.items()
+        amount = f"{shortened(name)}: {data.tokens('train'):,} tokens to train on, {of['epochs']:.2f} epochs"
+        return [f"data    {amount} in {counted(config.train.steps, 'step')}; {held_out}", *notes]
+    lines = [f"data    {data.tokens('train'):,} tokens to train on, in {len(data.sources)} sources; {held_out}"]
+    for source, planned in zip(data.sources, seen.values(), strict=True):
+        share = source.weight / sum(s.weight for s in data.sources)
+        lines.append(
+            f"data    {100 * share:5.1f} % {source.name}: {source.meta.train_tokens:,} tokens, "
+            f"{planned['epochs']:.2f} epochs in {counted(config.train.steps, 'step')}"
+        )
+    return [*lines, *notes]
+
+
+def seen_of_sources(samples: Mixture, n: int, skipped: Sequence[Sequence[int]] = ()) -> dict[str, dict[str, float]]:
+    """Tokens and epochs of each source in a run's first n samples (best_fit: by a sequence's mean tokens).
+
+    Args:
+        skipped: data.skip_samples. Of a range that begins within a batch, the batch's samples before it count as seen.
+    """
+    counts = samples.consumed(n)
+    for first, end in skipped:
+        bounds = zip(samples.consumed(min(end, n)), samples.consumed(min(first, n)), strict=True)
+        counts = [count - (upto - before) for count, (upto, before) in zip(counts, bounds, strict=True)]
+    return {
+        name: {"tokens": round(count * source.mean_tokens), "epochs": round(count / source.n_samples, 4)}
+        for name, source, count in zip(samples.names, samples.sources, counts, strict=True)
+    }
+
+
+def source_lines(samples: Mixture, state: TrainState, skipped: Sequence[Sequence[int]]) -> list[str]:
+    """The tokens of each source of a mixture that a run has seen, one line each."""
+    if len(samples.sources) < 2:
+        return []
+    sources = seen_of_sources(samples, state.samples_consumed, skipped).items()
+    return [f"data    {name}: {seen['tokens']:,} tokens seen, {seen['epochs']:.2f} epochs" for name, seen in sources]
+
+
+def fsdp_line(config: Config) -> str:
+    """The options of FSDP and of blocks that are in use."""
+    fsdp, checkpointing = config.fsdp, config.activation_checkpointing
+    parts = [f"reshard_after_forward {str(fsdp.reshard_after_forward).lower()}", f"sums in {fsdp.reduce_dtype}"]
+    if fsdp.blocks_per_group > 1:
+        parts.append(f"groups of {fsdp.blocks_per_group} blocks")
+    if fsdp.explicit_prefetching:
+        parts.append(
+            f"prefetches {counted(fsdp.forward_prefetch, 'group')} in forward, {fsdp.backward_prefetch} in backward"
+        )
+    if not fsdp.reshard_after_backward:
+        parts.append("stays gathered between micro-batches")
+    if fsdp.output_dtype:
+        parts.append(f"outputs {fsdp.output_dtype}")
+    if fsdp.cast_forward_inputs:
+        parts.append("casts all inputs")
+    if fsdp.grad_sync != "every":
+        parts.append(f"grad_sync {fsdp.grad_sync}")
+    if fsdp.precision_overrides:
+        parts.append(f"precision overrides for {', '.join(o.match for o in fsdp.precision_overrides)}")
+    if fsdp.cpu_offload:
+        parts.append("offloaded to the host" + ("" if fsdp.pin_memory else ", not pinned"))
+    if fsdp.shard_columns:
+        parts.append(f"split by columns: {', '.join(fsdp.shard_columns)}")
+    if fsdp.separate_reduce_scatter_group:
+        parts.append("reduce-scatter in its own process group")
+    if fsdp.reduce_scatter_buffers > 1:
+        parts.append(f"{fsdp.reduce_scatter_buffers} reduce-scatter buffers")
+    if checkpointing.mode != "none":
+        blocks = "every block" if checkpointing.every == 1 else f"1 block in {checkpointing.every}"
+        parts.append(f"{checkpointing.mode} activation checkpointing of {blocks}")
+    if config.compile.enabled:
+        parts.append(f"blocks compiled by {config.compile.backend}")
+    if config.speed.float8:
+        parts.append("blocks multiply in float8 (emulated on a CPU)")
+    if config.optim.freeze:
+        parts.append(f"frozen: {', '.join(config.optim.freeze)}")
+    return "; ".join(parts)
+
+
+def step_line(record: dict[str, Any], steps: int, data_share: float, left_s: float) -> str:
+    """A step's record on one line, with the mean loss since the last one. The time of the end is local."""
+    now, then = time.localtime(), time.localtime(time.time() + left_s)
+    end = time.strftime("%H:%M" if now[:3] == then[:3] else "%a %d %b %H:%M", then)
+    loss = "not finite" if record["loss"] is None else f"{record['mean_loss']:.4f}"
+    norm = "overflow, skipped" if record["grad_norm"] is None else f"{record['grad_norm']:.2f}"
+    scale = f"  scale {record['loss_scale']:g}, {record['skipped_steps']} skipped" if "loss_scale" in record else ""
+    loads = f"  loads {record['load_min']:.2f}-{record['load_max']:.2f}" if "load_max" in record else ""
+    mfu = f"  mfu {100 * record['mfu']:.1f} %" if "mfu" in record else ""
+    return (
+        f"step    {record['step']:>{len(str(steps))}}/{steps}  loss {loss}  "
+        f"grad_norm {norm}{scale}{loads}  lr {record['lr']:.2e}  tok/s {record['tokens_per_second']:,.0f}{mfu}  "
+        f"mem {record['peak_memory_gib']:.2f} GiB  data {100 * data_share:.0f} %  eta {duration(left_s)} ({end})"
+    )
+
+
+def fitted(line: str, columns: int) -> str:
+    """A step line shortened to the terminal's width: the least important fields are dropped first."""
+    for name in ("mem", "lr", "data", "scale", "loads", "mfu", "grad_norm", "eta"):
+        if len(line) <= columns:
+            break
+        line = re.sub(rf"  {name} .*?(?=  |$)", "", line)
+    return line
+
+
+def cut(line: str, columns: int) -> str:
+    """The beginning of a line that is too long for the terminal."""
+    return line if len(line) <= columns else f"{line[: columns - 3]}..."
+
+
+def what_next(config: Config) -> str:
+    """The commands to use after a finished run: one for its model, one for its curves."""
+    folder = shlex.quote(str(config.folder))
+    python = shlex.quote(python_command())
+    defaults = [] if config.data.path or config.data.sources else ["def "]
+    prompt = next(filter(None, config.sample.prompts or defaults), "")
+    kind = "source" if FAMILIES[config.model.family].encoder_decoder else "prompt"
+    return (
+        f"the run is in {config.folder}\n"
+        f"next    prompt it:       {python} -m torchtitan_lite.generate {folder} "
+        + (f"--{kind} {shlex.quote(prompt)}\n" if prompt else "--interactive\n")
+        + f"        plot its curves: {python} -m torchtitan_lite.report {folder}"
+    )

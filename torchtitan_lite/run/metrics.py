@@ -1,0 +1,178 @@
+"""The log of a run: lines on the terminal and in train.log, records in metrics.jsonl. Only rank 0 writes."""
+
+import json
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from torchtitan_lite.checkpointing.state import TrainState
+from torchtitan_lite.config.schema import LogConfig
+from torchtitan_lite.files import append_line
+from torchtitan_lite.terminal import print_error
+
+if TYPE_CHECKING:  # loaded only if the config asks for them
+    from torchtitan_lite.run.trackers import Trackers
+
+GIB = 2**30
+
+
+class Lap(NamedTuple):
+    """What was measured since the last lap."""
+
+    seconds: float
+    parts: dict[str, float]  # the seconds of each named part of a step
+    tokens: int
+
+
+class Meter:
+    """Measures what a log line shows: the time of training without saves and validations, tokens, and the mean loss.
+
+    Args:
+        state: where the run starts or resumes.
+        peak_tokens_per_second: of all devices, for MFU; 0: unknown.
+    """
+
+    def __init__(self, state: TrainState, device: torch.device, peak_tokens_per_second: float = 0.0) -> None:
+        self.peak_tokens_per_second = peak_tokens_per_second
+        self.started = self._lap_started = time.perf_counter()
+        self.first_step, self._tokens = state.step, state.tokens
+        self._parts: dict[str, float] = {}
+        # (2,) float64: the summed loss of all ranks and its tokens, since the last multiple of log.every
+        self.loss_since = torch.tensor(state.loss_since, dtype=torch.float64, device=device)
+
+    def start_lap(self) -> None:
+        """The steps begin now."""
+        self._lap_started = time.perf_counter()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The time in this context does not count as training."""
+        before = time.perf_counter()
+        yield
+        self._lap_started += time.perf_counter() - before
+
+    @contextmanager
+    def timing(self, part: str) -> Iterator[None]:
+        """Count the time in this context as a named part of training."""
+        before = time.perf_counter()
+        yield
+        self._parts[part] = self._parts.get(part, 0.0) + time.perf_counter() - before
+
+    def lap(self, tokens: int) -> Lap:
+        """End a lap; `tokens` is the number that the run has trained on so far."""
+        now = time.perf_counter()
+        lap = Lap(now - self._lap_started, self._parts, tokens - self._tokens)
+        self._lap_started, self._parts, self._tokens = now, {}, tokens
+        return lap
+
+    def seconds_per_step(self, step: int) -> float:
+        """The mean time of the steps up to this one, with all that happened between them."""
+        return (time.perf_counter() - self.started) / (step - self.first_step)
+
+    def add_loss(self, total: Tensor, targets: int) -> None:
+        """Add the summed loss of a step, () float64, without waiting. One that is not finite is left out."""
+        sums = torch.stack([total, torch.full_like(total, targets)])
+        self.loss_since += torch.where(total.isfinite(), sums, 0.0)
+
+    def mean_loss(self) -> float | None:
+        """The loss per token in `loss_since`. Waits for the device."""
+        total, tokens = self.loss_since.tolist()
+        return total / tokens if tokens else None
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """This rank's peak memory so far, in GiB (2^30 bytes): reserved on the GPU, or resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / GIB
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+
+
+class Log:
+    """Rank 0's terminal and files; does nothing on other ranks.
+
+    Never raises: a full disk or a closed terminal must not end a run. A stream or file that can't be written is
+    reported once on stderr, and tried again each time.
+    """
+
+    def __init__(self, folder: Path, speaks: bool) -> None:
+        self._speaks = speaks
+        self.attempt = 0  # its number in attempts.jsonl, once it has taken over the run's folder
+        self._folder = folder
+        self._text = folder / "train.log"
+        self._failed: set[str] = set()
+        self._trackers: Trackers | None = None
+
+    def info(self, text: str, fit: Callable[[str, int], str] | None = None) -> None:
+        """Write a line to the terminal and to train.log. `fit(text, columns)` shortens it for a terminal."""
+        if not self._speaks:
+            return
+        with self._reported("stdout"):
+            shown = fit(text, shutil.get_terminal_size().columns) if fit and sys.stdout.isatty() else text
+            tqdm.write(shown, file=sys.stdout)
+            sys.stdout.flush()
+        self._append(self._text, text)
+
+    @contextmanager
+    def tracking(self, config: LogConfig, state: TrainState) -> Iterator[None]:
+        """Pass the records of metrics.jsonl in this context to `log.trackers`."""
+        if not config.trackers or not self._speaks:
+            yield
+            return
+        from torchtitan_lite.run.trackers import Trackers
+
+        self._trackers = trackers = Trackers(config, self._folder, state)
+        try:
+            yield
+        finally:
+            self._trackers = None
+            trackers.close()
+
+    def record(self, values: dict[str, Any], file: str = "metrics.jsonl") -> None:
+        """Append a line to a file of records."""
+        if self._speaks:
+            with self._reported(f"a record of {file}"):
+                about = {"attempt": self.attempt, "time": round(time.time(), 3)}
+                self._append(self._folder / file, json.dumps({**values, **about}))
+            if self._trackers is not None and file == "metrics.jsonl":
+                self._trackers.record(values)
+
+    @contextmanager
+    def _reported(self, what: str) -> Iterator[None]:
+        """Report an error in this context, once for each `what`."""
+        try:
+            yield
+        except Exception as error:  # any error: losing a line is better than losing the run
+            if what not in self._failed:
+                self._failed.add(what)
+                print_error(f"{what} can't be written: {error}; training continues")
+
+    def _append(self, file: Path, line: str) -> None:
+        with self._reported(str(file)):
+            append_line(file, line)
+
+    def progress(self, first: int, last: int) -> Iterator[int]:
+        """The steps from `first` to `last`, with a progress bar, if stderr is a terminal."""
+        bar: tqdm[Any] | None = None
+        if self._speaks and sys.stderr.isatty():
+            with self._reported("the progress bar"):
+                bar = tqdm(initial=first - 1, total=last, unit="step", dynamic_ncols=True, leave=False)
+        try:
+            for step in range(first, last + 1):
+                yield step
+                if bar is not None:
+                    with self._reported("the progress bar"):
+                        bar.update()
+        finally:
+            if bar is not None:
+                with self._reported("the progress bar"):
+                    bar.close()

@@ -1,0 +1,196 @@
+"""The run folder: its lock; run.json, which has the newest status; and what an attempt adds to attempts.jsonl."""
+
+import contextlib
+import json
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli
+import torch
+from filelock import FileLock, Timeout
+
+from torchtitan_lite import __version__
+from torchtitan_lite.config.toml import Loaded, to_toml
+from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.ranks import on_rank0
+from torchtitan_lite.errors import BusyError, ConfigError
+from torchtitan_lite.files import write_durably
+from torchtitan_lite.run import attempts
+from torchtitan_lite.run.goodput import goodput, process_age_s
+from torchtitan_lite.terminal import print_line
+
+CODE = Path(__file__).parents[2]
+JOINING = ".joining"  # exists while another process of the same job waits for the lock
+
+
+def make(folder: Path) -> bool:
+    """Make the folder, and check that it can be written. Returns whether it did not exist."""
+    try:
+        new = not folder.is_dir()
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "train.log").touch()
+    except OSError as error:
+        raise ConfigError(f"run.out_dir: {folder} can't be written: {error}") from None
+    return new
+
+
+@contextlib.contextmanager
+def made(folder: Path, wanted: bool = True) -> Iterator[None]:
+    """`make` the folder, if wanted. It is removed again if it is new and the block fails before anything is in it.
+
+    Another attempt may prepare its data for this folder meanwhile: `lock` makes it again.
+    """
+    new = wanted and make(folder)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            if new and os.listdir(folder) == ["train.log"] and not (folder / "train.log").stat().st_size:
+                (folder / "train.log").unlink()
+                folder.rmdir()
+        raise
+
+
+def job() -> str:
+    """torchrun's --rdzv-id, without the number that docs/cluster.md counts up when an id was closed.
+
+    "none": each machine has been given its rank, or there is one process without torchrun.
+    """
+    return re.sub(r"-\d+$", "", os.environ.get("TORCHELASTIC_RUN_ID", "none"))
+
+
+def lock(folder: Path) -> FileLock:
+    """Lock the folder on rank 0 for as long as the returned object lives, so that only one run writes to it.
+
+    torchrun stops counting a machine that did not answer for some seconds, and starts those that join without it. If
+    it still trains, it holds the lock: it is asked to save and end, and starts again together with the new ones.
+
+    Raises:
+        BusyError: on every rank: a process of another job holds the lock, or locking fails.
+    """
+    held = FileLock(folder / ".lock", timeout=0.5)  # a reader of the status may test it just now (tools/status.py)
+    holder = folder / ".lock-holder"
+    me = f"process {os.getpid()} on {socket.gethostname()}" + (f", job {job()}" if job() != "none" else "")
+
+    def acquire() -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)  # the attempt that had made it may have failed since
+            held.acquire()
+        except Timeout:
+            by = "another process"
+            with contextlib.suppress(OSError):
+                by = holder.read_text() or by
+            if not by.endswith(f", job {job()}"):
+                message = f"{folder} is being used by {by}; wait for it, or choose another --run.name=NAME"
+                raise BusyError(message) from None
+            (folder / JOINING).touch()
+            print_line(f"note    {folder} is being used by {by}, which is asked to save and start again with this one")
+            held.acquire(timeout=-1)
+        except (OSError, NotImplementedError) as error:
+            raise BusyError(f"{folder / '.lock'} can't be locked: {error}") from None
+        with contextlib.suppress(OSError):
+            holder.write_text(me)
+            (folder / JOINING).unlink(missing_ok=True)
+
+    on_rank0(acquire)
+    return held
+
+
+# --- run.json and attempts.jsonl ----------------------------------------------------------------------------------
+
+
+def record_start(folder: Path, attempt: Mapping[str, Any]) -> int:
+    """Record that an attempt has taken over the folder, durably, on rank 0. Returns its number.
+
+    Args:
+        attempt: the fields of attempts.Attempt from `command` to `forked_from`.
+
+    Raises:
+        OSError: it is not recorded.
+    """
+    number = max((earlier.attempt for earlier in attempts.read(folder)), default=0) + 1
+    attempts.add(folder, {"attempt": number, "time": round(time.time() - process_age_s(), 3), **attempt})
+    _write(folder, number, "running", attempt["step"], "")
+    return number
+
+
+def record_end(
+    folder: Path, world: World, attempt: int, status: str, step: int, reason: str = "", repeats: bool = False
+) -> None:
+    """Record how an attempt ended: "complete", "preempted" or "failed". One that was refused has no record.
+
+    Rank 0 records it. Another rank records a failure, for a rank 0 that may be gone, unless it has.
+
+    Args:
+        attempt: its number; 0: it has not taken over the folder.
+        repeats: the same config and code would fail again, see `why_not_again`.
+    """
+    if not attempt or (world.rank and status != "failed"):
+        return
+    about = attempts.newest_status(folder)
+    if world.rank and (about.get("attempt"), about.get("status")) != (attempt, "running"):
+        return
+    with contextlib.suppress(OSError):  # a full disk
+        ended = {"attempt": attempt, "ended": status, "last_step": step, "reason": reason}
+        attempts.add(folder, ended | {"end_time": round(time.time(), 3)})
+    _write(folder, attempt, status, step, reason, repeats)
+
+
+def why_not_again(loaded: Loaded) -> str:
+    """Why this attempt is refused: the last one had the same config and code, and failed for good. Empty: it is not."""
+    folder = loaded.config.folder
+    about = attempts.newest_status(folder)
+    if loaded.retry or not about.get("repeats") or attempts.read(folder)[-1].git != git_state(CODE):
+        return ""
+    if tomli.loads((folder / "config.toml").read_text()) != tomli.loads(to_toml(loaded.written or loaded.config)):
+        return ""
+    return (
+        f"the last attempt had the same config and code, and failed: {about['reason'].splitlines()[0]}\n  Change the "
+        "config, commit a change of the code, or add --retry to try again"
+    )
+
+
+def _write(folder: Path, attempt: int, status: str, step: int, reason: str, repeats: bool = False) -> None:
+    """Write run.json, unless the disk is full, which does not stop training."""
+    about = {"format_version": attempts.FORMAT_VERSION, "attempt": attempt, "status": status}
+    about |= {"step": step, "reason": reason, "repeats": repeats}
+    with contextlib.suppress(OSError):
+        share, _ = goodput(attempts.read(folder), attempts.records(folder))
+        about |= {"time": round(time.time(), 3), "goodput": round(share, 4)}
+        write_durably(folder / "run.json", (json.dumps(about, indent=2) + "\n").encode())
+
+
+def facts(world: World, hosts: Sequence[str]) -> dict[str, Any]:
+    """How an attempt was started: command, code, versions, hosts, device."""
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else platform.processor()
+    return {
+        "command": sys.argv,
+        "git": git_state(CODE),
+        "versions": {"torchtitan_lite": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "device": f"{world.device.type} {device}".strip(),
+        "hosts": hosts,
+        "world_size": world.world_size,
+    }
+
+
+def git_state(folder: Path) -> dict[str, Any]:
+    """The commit, and whether tracked files differ; empty if the code is not a git repository."""
+    try:
+        if not (folder / ".git").exists():
+            return {}
+        git = ["git", "-C", str(folder)]
+        commit, changes = (
+            subprocess.run([*git, *words], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+            for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+        )
+        return {"commit": commit, "dirty": bool(changes)}
+    except (OSError, subprocess.SubprocessError):
+        return {}

@@ -1,0 +1,38 @@
+"""The guard against loss spikes in a run. Loaded only if [spike] asks for it."""
+
+from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.checkpointing.save import BaseCheckpointer
+from torchtitan_lite.checkpointing.state import TrainState
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.ranks import on_rank0
+from torchtitan_lite.optim.spike_guard import SpikeGuard
+from torchtitan_lite.optim.step_record import StepRecord
+from torchtitan_lite.process import fork_command
+from torchtitan_lite.run.between_steps import report_save
+from torchtitan_lite.run.metrics import Log
+
+
+def build_guard(
+    config: Config, world: World, state: TrainState, skipped: list[int], checkpointer: BaseCheckpointer, log: Log
+) -> SpikeGuard:
+    """The guard that [spike] describes."""
+
+    def fork_without(record: StepRecord) -> str:
+        """The command of a run that starts from the newest checkpoint, and skips the step's samples. Collective.
+
+        Without a checkpoint of its own, it starts as this run did.
+        """
+        report_save(checkpointer, log, wait=True)
+        folder = checkpointer.folder
+        saved = on_rank0(
+            lambda: [n for n in storage.find_steps(folder) if n < record.step and n not in checkpointer.damaged],
+            world.untimed,
+        )
+        start = storage.step_folder(folder, saved[-1]) if saved else checkpointer.forked_from or ""
+        skipped = str(sorted([*config.data.skip_samples, [*record.samples]]))
+        return fork_command(f"{config.run.name}-without-{record.step}", str(start), data__skip_samples=skipped)
+
+    return SpikeGuard(
+        config.spike, config.optim.warmup_steps, state.spikes, skipped, config.train.max_skipped, fork_without
+    )

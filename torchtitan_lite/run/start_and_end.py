@@ -1,0 +1,220 @@
+"""The start and the end of an attempt to train.
+
+An attempt can fail for many reasons: wrong values, missing weights, a full disk. So `take_over` changes the run's
+folder last. An attempt that fails before is refused: it leaves no trace but in train.log.
+"""
+
+import hashlib
+import json
+import platform
+import socket
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from torchtitan_lite import __version__
+from torchtitan_lite.config.derive import derive
+from torchtitan_lite.config.schema import Config, flatten
+from torchtitan_lite.config.toml import Loaded, format_value, to_toml_with_origins
+from torchtitan_lite.data.dataset import DataSet, prepare_all
+from torchtitan_lite.data.token_files import PAIRS
+from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.ranks import gather, on_rank0
+from torchtitan_lite.errors import REPEATS, BusyError, ConfigError, RepeatError, StuckError, UserError
+from torchtitan_lite.files import write_durably
+from torchtitan_lite.run import attempts, run_folder
+from torchtitan_lite.run.between_steps import left_out, report_save
+from torchtitan_lite.run.console import source_lines, start_lines, what_next
+from torchtitan_lite.run.goodput import goodput_line
+from torchtitan_lite.run.metrics import Log
+from torchtitan_lite.run.preemption import JOINS, launcher_note
+from torchtitan_lite.run.session import Session
+from torchtitan_lite.terminal import counted, duration, print_line
+
+
+def prepared(loaded: Loaded) -> tuple[Loaded, DataSet]:
+    """Prepare the data, and turn epochs into steps. Without a process group: collectives of others would time out."""
+    data = prepare_all(loaded.config.data, loaded.config.tokenizer, print_line)
+    if loaded.config.in_epochs or loaded.config.data.packing == "best_fit":
+        from torchtitan_lite.run import epochs
+
+        loaded = epochs.resolved(loaded, data, print_line)
+    return loaded, data
+
+
+def require_one_run(loaded: Loaded, data: DataSet, world: World) -> list[str]:
+    """Check that the run's folder is of this version, and that all ranks mean the same run. Returns their hosts.
+
+    Raises:
+        UserError: on every rank.
+    """
+    if refused := on_rank0(lambda: run_folder.why_not_again(loaded), world.untimed):
+        raise RepeatError(refused)
+    hosts = require_agreement(loaded.config, data, world)
+    require_shared(loaded.config.folder, loaded.config)
+    return hosts
+
+
+def require_shared(folder: Path, config: Config) -> None:
+    """Check that all machines see the run's folder, or what it will be in. Collective.
+
+    If all checkpoints are full and torchrun gives each machine a fixed rank, only rank 0 needs it. With an --rdzv-id,
+    rank 0 of the next attempt may be on any machine, which would begin again at step 0.
+
+    Raises:
+        ConfigError: on every rank.
+    """
+    where = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+    file = Path(on_rank0(lambda: tempfile.mkstemp(prefix=".shared-", dir=where)[1]))
+    blind = [host for host in gather("" if file.exists() else socket.gethostname()) if host]
+    on_rank0(file.unlink)
+    if blind and (config.checkpoint.state_dict == "sharded" or run_folder.job() != "none"):
+        names = ", ".join(dict.fromkeys(blind))
+        raise ConfigError(f"run.out_dir: {where} of rank 0 is not shared: {names} can't see a file in it")
+
+
+def machines_line(before: Sequence[attempts.Attempt], hosts: Sequence[str], world_size: int) -> str:
+    """The machines that joined and left since the last attempt; empty if there was none, or nothing has changed."""
+    if not before or (before[-1].world_size, set(before[-1].hosts)) == (world_size, set(hosts)):
+        return ""
+    last = before[-1]
+    changes = [f"{host} joined" for host in hosts if host not in last.hosts]
+    changes += [f"{host} left" for host in last.hosts if host not in hosts]
+    changes.append(f"{counted(world_size, 'rank')} on {counted(len(hosts), 'machine')}")
+    return f"start   since attempt {last.attempt}: {', '.join(changes)}, not {last.world_size} on {len(last.hosts)}"
+
+
+def require_agreement(config: Config, data: DataSet, world: World) -> list[str]:
+    """Compare versions, config and data between all ranks. Returns the host names in the order of their ranks.
+
+    Raises:
+        ConfigError: on every rank, with each value that differs and the ranks that have it (on those with the most
+            common values it is a BusyError); or the model's vocabulary is smaller than the tokenizer's.
+    """
+    values = {
+        "torchtitan_lite": __version__,
+        "torch": torch.__version__,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "device": world.device.type,
+        **flatten(config),
+        "the tokenizer, by its hash": data.tokenizer_sha256,
+        **{f"the text of {key}, by its hash": digest for key, digest in data.identity().items()},
+    }
+    mine = {key: repr(value) for key, value in values.items()}
+    # all values of all ranks only if they differ: with 16,384 ranks, these are 100 MB for each of them to read
+    digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
+    hosts, digests = zip(*gather([socket.gethostname(), digest]), strict=True)
+    if any(other != digest for other in digests):
+        lines = ["the ranks differ in config, data or versions:"]
+        of_ranks = gather(mine)
+        for key in dict.fromkeys(key for theirs in of_ranks for key in theirs):
+            ranks_of: dict[str, list[int]] = {}
+            for rank, theirs in enumerate(of_ranks):
+                ranks_of.setdefault(theirs.get(key, "missing"), []).append(rank)
+            if len(ranks_of) > 1:
+                shown = (f"{value} on {_ranks(ranks, hosts)}" for value, ranks in ranks_of.items())
+                lines.append(f"{key}: {'; '.join(shown)}")
+        # under a torchrun that starts again, only the machines with other values end, and the rest goes on without them
+        error = BusyError if digest == max(digests, key=digests.count) else ConfigError
+        raise error("\n  ".join(lines))
+    if 0 < config.model.vocab_size < data.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size = {config.model.vocab_size} is smaller than the tokenizer's {data.vocab_size} entries; "
+            "model.vocab_size = 0 takes the tokenizer's"
+        )
+    return list(dict.fromkeys(hosts))
+
+
+def _ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """rank 3 (node1), or ranks 8, 9 and 6 more (node1, node2)"""
+    where = ", ".join(dict.fromkeys(hosts[rank] for rank in ranks))
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} ({where})"
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"ranks {shown}{f' and {len(ranks) - 8} more' if len(ranks) > 8 else ''} ({where})"
+
+
+def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Session) -> None:
+    """Log the start, and make the run's folder that of this attempt.
+
+    Raises:
+        UserError: on every rank. The attempt is not in attempts.jsonl.
+    """
+    config, world, log, step = s.config, s.world, s.services.log, s.state.step
+    watchdog, checkpointer = s.services.watchdog, s.services.checkpointer
+    finished = step >= config.train.steps
+    layout = derive(config, world.world_size)
+    model, samples = s.trained.model, s.trained.samples
+    log.info(start_lines(config, layout, world, model, data, samples, s.state, s.resumed, checkpointer))
+    if world.rank == 0 and (changed := machines_line(attempts.read(config.folder), hosts, world.world_size)):
+        log.info(changed)
+    if s.resumed and loaded_config.kept:
+        values = flatten(config)
+        kept = ", ".join(f"{key} = {format_value(values[key])}" for key in loaded_config.kept)
+        whose = f"of {checkpointer.forked_from}" if checkpointer.forked_from else "the run's own"
+        log.info(f"resume  {kept}: {whose}, not given by this command; today's defaults differ")
+    if config.model.init_from and not s.resumed and world.rank == 0:
+        from torchtitan_lite.huggingface.weights import tokenizer_notes
+
+        for note in tokenizer_notes(Path(config.model.init_from), data.folder / "tokenizer.json"):
+            log.info(f"note    {note}")
+    if not finished:
+        with watchdog.loading("comparing the space on the disk"):
+            checkpointer.require_space(step)
+
+    def change_folder() -> int:
+        if not finished:
+            write_durably(config.folder / "config.toml", to_toml_with_origins(loaded_config).encode())
+            for name in ("tokenizer.json", PAIRS):
+                if (data.folder / name).is_file():
+                    write_durably(config.folder / name, (data.folder / name).read_bytes())
+        fork = checkpointer.forked_from
+        about = {"step": step, "samples": s.state.samples_consumed, "forked_from": str(fork.absolute() if fork else "")}
+        about |= {"config": s.state.config, "setting": s.state.bitwise_setting, "identity": s.state.identity}
+        about |= {"tasks": s.state.tasks}
+        return run_folder.record_start(config.folder, about | run_folder.facts(world, hosts))
+
+    with watchdog.loading("changing the files of the run"):
+        log.attempt = on_rank0(change_folder, world.untimed)
+
+    def on_abort(why: str) -> None:
+        run_folder.record_end(config.folder, world, log.attempt, "failed", s.state.step, why)
+
+    s.services.preemption.on_abort = watchdog.on_abort = on_abort
+
+
+def report_end(s: Session) -> int:
+    """Log whether the run completed or was preempted, and write it to run.json. Returns the exit code. Collective."""
+    config, step, log, meter = s.config, s.state.step, s.services.log, s.services.meter
+    rest = left_out(s) if s.services.preemption.agreed else []
+    if step < config.train.steps or rest:
+        why = min(filter(None, gather(s.services.preemption.reason)))  # "SIG..." comes first
+        names = " and ".join(look.name for look in rest)
+        then = f"resumes from there{f', with the {names} that were due' if rest else ''}{launcher_note(why)}"
+        log.info(f"stopped after step {step} of {config.train.steps} ({why}); the same command {then}")
+        run_folder.record_end(config.folder, s.world, log.attempt, "preempted", step, why)
+        codes = {JOINS: StuckError.exit_code}  # torchrun starts all machines again
+        return codes.get(why, config.run.preempted_exit_code if why.startswith("SIG") else 0)
+    run_folder.record_end(config.folder, s.world, log.attempt, "complete", step)
+    if meter.first_step == step:
+        log.info(f"finished: step {step} of train.steps = {config.train.steps}; {what_next(config)}")
+        return 0
+    for line in source_lines(s.trained.samples, s.state, config.data.skip_samples):
+        log.info(line)
+    seconds = time.perf_counter() - meter.started
+    n_steps = counted(step - meter.first_step, "step")
+    log.info(f"done    {n_steps} in {duration(seconds)}, {goodput_line(config.folder)}; {what_next(config)}")
+    return 0
+
+
+def report_failure(config: Config, world: World, log: Log, error: Exception, s: Session | None) -> None:
+    """Write a failure to run.json. Without a session, the attempt was refused."""
+    if s is not None and isinstance(error, UserError) and not isinstance(error, StuckError):
+        # every rank has raised this error, so a background save can still complete
+        report_save(s.services.checkpointer, log, wait=True, ends=True)
+    step = 0 if s is None else s.state.step
+    repeats = isinstance(error, UserError) and error.exit_code == REPEATS
+    run_folder.record_end(config.folder, world, log.attempt, "failed", step, str(error) or repr(error), repeats)

@@ -1,0 +1,104 @@
+"""Tasks during training: [eval] tasks are scored every so many steps, and at the end.
+
+They change nothing in training: no random number is drawn, and the parameters are sharded again afterwards.
+"""
+
+import hashlib
+import math
+import time
+from dataclasses import dataclass
+
+from torchtitan_lite.config.families import FAMILIES
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data import tokenizer as bpe
+from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.distributed.generating import generating
+from torchtitan_lite.distributed.ranks import gather
+from torchtitan_lite.errors import DataError, UserError
+from torchtitan_lite.run.session import Session
+from torchtitan_lite.scoring.find_tasks import find
+from torchtitan_lite.scoring.questions import METRICS, Task
+from torchtitan_lite.scoring.task_scores import TaskScore, figure_text, score
+from torchtitan_lite.scoring.task_tokens import Encoded, Inputs, encoded, text_encoder
+
+TOO_LONG_S = 60
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """The tasks of a run, in tokens."""
+
+    encoded: list[Encoded]
+    digests: dict[str, str]  # of the questions, by name
+
+    @classmethod
+    def of(cls, config: Config, data: DataSet) -> "Tasks | None":
+        """Read and encode the tasks; None if the default text has too few brackets. Collective.
+
+        Raises:
+            UserError: a task can't be read, does not suit the model, or differs from rank 0's.
+        """
+        tasks = []
+        try:
+            tasks = find(config.tasks, lambda: data, config.eval.task_questions)
+        except DataError:
+            if config.eval.tasks != ["auto"]:
+                raise
+        digests = {task.name: _digest(task) for task in tasks}
+        if any(other != digests for other in gather(digests)):
+            raise DataError("eval.tasks: the ranks have read different questions: is it the same file everywhere?")
+        if not tasks:
+            return None
+        inputs = Inputs([data.end_token], [data.end_token], config.input_len)
+        encode = text_encoder(bpe.load(data.folder / "tokenizer.json"), (data.end_token,), "a question")
+        return cls([encoded(task, encode, inputs) for task in tasks], digests)
+
+    def score(self, s: Session) -> None:
+        """Score, log and record all tasks. Collective."""
+        step, model, log, before = s.state.step, s.trained.model, s.services.log, time.perf_counter()
+        with generating(model, s.config.fsdp, s.world.device):
+            scores = [score(model, task, s.world) for task in self.encoded]
+        seconds = time.perf_counter() - before
+        for task_score in scores:
+            log.record({"step": step, **record(task_score)})
+            log.info(f"task    step {step}  {line(task_score)}")
+        log.record({"step": step, "task_s": seconds})
+        if seconds > TOO_LONG_S:
+            log.info(f"task    step {step}  took {seconds:.0f} s; raise eval.tasks_every or set eval.task_questions")
+
+
+def _digest(task: Task) -> str:
+    digest = hashlib.sha256(f"{task.kind} {task.main}".encode())
+    for question in task.questions:
+        digest.update(repr(question).encode())
+    return digest.hexdigest()
+
+
+def record(task_score: TaskScore) -> dict[str, float | None]:
+    """For metrics.jsonl: the main score first."""
+    name, figures = task_score.task.name, task_score.figures()
+    figures = {"score": figures.pop("score"), **figures}
+    short = {"score": "task", "score_stderr": "task_stderr"}
+    return {
+        f"{short.get(key, f'task_{key}')}/{name}": value if math.isfinite(value) else None
+        for key, value in figures.items()
+    }
+
+
+def line(task_score: TaskScore) -> str:
+    """The score of a task, for the log."""
+    figures, task = task_score.figures(), task_score.task
+    others = [f"{key.replace('_', ' ')} {figures[key]:.3f}" for key in METRICS[task.kind] if key != task.main]
+    notes = [f"chance {task.chance:.3f}", f"{len(task.questions)} questions", *others]
+    return f"{task.name}  {figure_text(figures, 'score')}  ({'; '.join(notes)})"
+
+
+def wrong_tasks(config: Config) -> dict[str, str]:
+    """The problems of [eval] tasks, by key; those that need the data are found later."""
+    if FAMILIES[config.model.family].encoder_decoder:
+        return {"eval.tasks": f"eval.tasks: tasks are for decoders, not {config.model.family}; eval.tasks = [] works"}
+    try:
+        find(config.tasks, None)
+    except UserError as error:
+        return {"eval.tasks": f"eval.tasks: {error}"}
+    return {}
