@@ -147,3 +147,9 @@ def test_rules_of_use_name_keys_that_exist() -> None:
         assert {key, *rule.decided_by.split()} <= known.keys()
     of_one = {k for k, field in known.items() if str(field.description).startswith(("gpt:", "llama:", "muon:", "wsd:"))}
     assert of_one - {"model.family", "optim.name"} <= {key for key, _ in rules}
+
+
+def test_a_window_without_effect_is_none() -> None:
+    """Nor for the cache of generation."""
+    assert not any(load.load(None, {"model.family": "gpt", "model.window": 8}).config.model.windows)
+    assert any(load.load(None, {"model.family": "llama", "model.window": 8}).config.model.windows)

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from tests.data.test_data import make
 from tests.helpers import checkpoint, ranks, succeeded, tiny
 from torchtitan_lite.config.schema import Config, DataConfig, TokenizerConfig
+from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.token_files import read_meta
@@ -101,3 +103,13 @@ def test_an_end_mark_is_no_text_where_it_is_an_ordinary_entry(prepared: dict[str
     config = Config.model_validate({"train": {"seq_len": 16}})
     assert Validation.of(config, data, 1, 0, 1).bytes_per_token[70] == 1
     assert Validation.of(config, DataSet((ordinary,)), 1, 0, 1).bytes_per_token[70] == 0
+
+
+def test_an_exported_tokenizer_is_the_one_that_prepared_the_data(prepared: dict[str, Path]) -> None:
+    """An export adds the end mark as a post_processor."""
+    tokenizer = Tokenizer.from_file(str(prepared["usual"] / "tokenizer.json"))
+    before = bpe.sha256(tokenizer)
+    tokenizer.post_processor = TemplateProcessing(single=["$A", "</s>"], special_tokens=[("</s>", END)])
+    assert bpe.sha256(tokenizer) == before
+    tokenizer.add_tokens(["another"])
+    assert bpe.sha256(tokenizer) != before

@@ -209,7 +209,7 @@ def other(meta: Path, values: dict[str, Any]) -> bytes:
 
 
 DAMAGE: list[bytes | dict[str, Any]] = [
-    *(b"", b"{", b"\xff", b"[" * 200_000, b'{"format_version": 5}'),
+    *(b"", b"{", b"\xff", b"[" * 200_000, b'{"format_version": 6}'),
     *({"documents": "many"}, {"train_tokens": -1}),
     *({"files": []}, {"skipped": 3}, {"tokens_sha256": None}),
     *({"unknown_tokens": True}, {"more": 1}),
@@ -233,7 +233,7 @@ def test_a_folder_of_another_version_is_to_be_prepared_again(version: int | None
     shutil.copytree(lines, tmp_path / "out")
     meta = tmp_path / "out/meta.json"
     meta.write_bytes(other(meta, {"format_version": version}))
-    says = f"out has format {version}, but this version reads 5: prepare the text again into"
+    says = f"out has format {version}, but this version reads 6: prepare the text again into"
     with pytest.raises(DataError, match=says):
         read_meta(tmp_path / "out")
 

@@ -217,3 +217,14 @@ def test_the_start_names_a_dtype_that_is_slow_on_the_gpu(
     lines = mfu.start_lines(config, World(0, 1, torch.device("cuda"), 1))
     assert len(lines) == bool(said)
     assert not said or said in lines[0]
+
+
+def test_a_tracker_may_change_its_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """W&B's idiom: log(values, step=values.pop("step"))."""
+    taken = []
+    monkeypatch.setattr(
+        trackers, "tensorboard", lambda *_: trackers.Tracker(lambda values: taken.append(values.pop("step")), list)
+    )
+    record = {"step": 1, "loss": 2.0}
+    trackers.Trackers(LogConfig(trackers=["tensorboard"]), tmp_path, TrainState()).record(record)
+    assert (taken, record) == ([1], {"step": 1, "loss": 2.0})

@@ -415,3 +415,11 @@ def test_bad_options_are_errors(arguments: list[str], message: str, run: Path, t
     given = evaluate.options_of([str(named.get(word, word)) for word in arguments])
     with pytest.raises(UserError, match=message):
         evaluate.evaluate(given, ALONE)
+
+
+@pytest.mark.parametrize("wrong", [
+    (("a",), ("b", "c"), 0), (("a", "a"), ("b", "c"), 2), (("a", "a"), ("b", "c"), -1), (("a", "a"), ("b", ""), 0),
+])  # fmt: skip
+def test_a_question_of_an_own_task_is_checked(wrong: tuple[tuple[str, ...], tuple[str, ...], int]) -> None:
+    with pytest.raises(DataError, match="a question needs a context for each choice"):
+        Question(*wrong)

@@ -155,7 +155,7 @@ T5: dict[str, dict[str, Any]] = {
     "t5-v1_1-xxl": _t5(4096, 24, 64, 10240),
 }
 
-_ROTARY = ("n_kv_heads", "head_dim", "hidden_dim", "rope_theta")
+_ROTARY = ("n_kv_heads", "head_dim", "rope_theta")
 _EXPERTS = ("n_experts", "experts_per_token", "norm_topk_prob", "router_bias")
 _BUILT_IN = {
     "gpt": Family(
@@ -213,7 +213,7 @@ _BUILT_IN = {
         "torchtitan_lite.models.gated_delta:OlmoHybrid",
         OLMO_HYBRID,
         defaults={"layer_pattern": [*_DELTA, "full"]},
-        keys=("n_kv_heads", "hidden_dim", "rope_theta", "layer_pattern"),
+        keys=("n_kv_heads", "rope_theta", "layer_pattern"),
         hidden_dim=(8, 3, 64),
         fused_functions=True,
         delta=True,
@@ -236,14 +236,14 @@ _BUILT_IN = {
     "olmoe": Family(
         "torchtitan_lite.models.experts:Olmoe",
         OLMOE,
-        keys=("n_kv_heads", "hidden_dim", "rope_theta", *_EXPERTS),
+        keys=("n_kv_heads", "rope_theta", *_EXPERTS),
         hidden_dim=(8, 3, 64),
         fused_functions=True,
     ),
     "t5": Family(
         "torchtitan_lite.models.t5:T5",
         T5,
-        keys=("dropout", "head_dim", "hidden_dim", "gated", "scale_output", "n_decoder_layers"),
+        keys=("dropout", "head_dim", "gated", "scale_output", "n_decoder_layers"),
         fused_functions=True,
         encoder_decoder=True,
     ),

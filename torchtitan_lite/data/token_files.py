@@ -30,7 +30,7 @@ from pydantic.dataclasses import dataclass
 from torchtitan_lite.errors import DataError, shortened
 from torchtitan_lite.files import naming
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 SPLITS = "train", "val"
 PAIRS = "pairs.json"  # only of pairs: documents are a source, its target, a source, ...
 ORIGINS = "origins.json"

@@ -1,6 +1,7 @@
 """Tokenizers of the `tokenizers` library: the user's own, or byte-level BPE trained on the text (lossless)."""
 
 import hashlib
+import json
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -88,5 +89,6 @@ def size(tokenizer: Tokenizer) -> int:
 
 
 def sha256(tokenizer: Tokenizer) -> str:
-    """The hash of a tokenizer's definition, in hex."""
-    return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
+    """The hash of a tokenizer's definition, in hex, without the post_processor: an export adds one."""
+    definition = json.loads(tokenizer.to_str()) | {"post_processor": None}
+    return hashlib.sha256(json.dumps(definition).encode()).hexdigest()

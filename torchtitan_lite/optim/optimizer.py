@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.config.schema import OptimConfig
 from torchtitan_lite.config.sections.optim import OPTIMIZERS
+from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.optim.groups import parameter_groups
 from torchtitan_lite.optim.guarded import SGD, AdamW, GuardedOptimizer, HostGuarded, multiply_gradients
 
@@ -22,6 +23,11 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> GuardedOptimizer:
         ConfigError: a pattern of [[optim.groups]] matches no parameter.
     """
     optimizer: GuardedOptimizer = OPTIMIZERS[config.name].load()(parameter_groups(model, config), config)
+    if not isinstance(optimizer, GuardedOptimizer):
+        raise ConfigError(
+            f"optim.name: {config.name} builds a {type(optimizer).__name__}. It should be a GuardedOptimizer, which "
+            "clips and withholds an update that is not finite; docs/extending.md has an example"
+        )
     if config.ema_decay:
         from torchtitan_lite.optim.average import keep_average
 

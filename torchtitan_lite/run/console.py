@@ -126,7 +126,11 @@ def _shape(model: ModelConfig) -> Iterator[str]:
 
 
 def batch_line(config: Config, layout: Layout, world_size: int) -> str:
-    masked = f", {layout.masked_sequences} of them masked" if layout.masked_sequences else ""
+    masked, each, rest = "", *divmod(config.train.batch_size(1), world_size)
+    if layout.masked_sequences:
+        masked = f", {layout.masked_sequences} of them padding"
+        best = max(n for n in range(1, config.train.micro_batch_size + 1) if each % n == 0)
+        masked += "" if rest else f" (none with train.micro_batch_size = {best})"
     of = f"{config.train.seq_len} tokens = {layout.tokens_per_step:,} tokens per step"
     if config.data.objective != "causal":
         of = f"at most {config.input_len} tokens and {config.target_len} targets"

@@ -39,7 +39,7 @@ class Trackers:
         """Log the numbers of a record of metrics.jsonl."""
         for name, tracker in list(self._open.items()):
             with self._reported(name):
-                tracker.write(values)
+                tracker.write(dict(values))  # it may change its own
 
     def close(self) -> None:
         for name, tracker in list(self._open.items()):

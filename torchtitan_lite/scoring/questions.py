@@ -31,6 +31,13 @@ class Question:
     choices: tuple[str, ...]
     answer: int = 0  # the index of the right choice
 
+    def __post_init__(self) -> None:
+        if not (0 <= self.answer < len(self.choices) == len(self.contexts) and all(self.choices)):
+            raise DataError(
+                "a question needs a context for each choice, choices that are not empty, and the index of the right "
+                f"one: {shortened(self)}"
+            )
+
 
 @dataclass(frozen=True)
 class Task:

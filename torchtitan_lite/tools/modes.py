@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from torchtitan_lite.checkpointing import compatibility, find, storage
 from torchtitan_lite.config.cli import Command
@@ -53,10 +54,19 @@ def check(loaded: Loaded) -> None:
     if loaded.config.data.is_prepared:
         loaded, data = prepared(loaded)  # is refused if it is damaged
         here = flatten(loaded.config)
-    if not storage.find_steps(loaded.config.folder / "checkpoints"):
+    config = loaded.config
+    fork = not storage.find_steps(config.folder / "checkpoints")
+    if fork and not config.checkpoint.resume:
         return
-    newest = find.newest_complete(find.candidates(loaded.config.folder), partial(storage.verify, mode="size")).folder
-    if newest is not None:
-        saved = storage.read_state(newest)
-        content = compatibility.identity(loaded.config, data) if data else saved.identity
-        compatibility.require_same_run(newest, saved, {**here, **content}, fork=False)
+    source = Path(config.checkpoint.resume) if fork else config.folder
+    newest = find.newest_complete(find.candidates(source), partial(storage.verify, mode="size")).folder
+    if newest is None:
+        return
+    saved = storage.read_state(newest)
+    if data:
+        content = compatibility.identity(config, data)
+    else:  # the text is taken for the same
+        size = config.model.vocab_size or saved.identity["model.vocab_size"]
+        model = {f"model.{key}": value for key, value in (config.model.resolved() | {"vocab_size": size}).items()}
+        content = {key: model.get(key, value) for key, value in saved.identity.items()}
+    compatibility.require_same_run(newest, saved, {**here, **content}, fork=fork)

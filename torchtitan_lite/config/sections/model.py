@@ -155,7 +155,8 @@ model.window; full: to all tokens; nope: to all tokens, without positions; delta
     @property
     def windows(self) -> list[int]:
         """The window of each block of a decoder, in tokens; 0: it attends to all."""
-        return [self.window if kind == "window" else 0 for kind in self.layer_kinds]
+        window = self.window if "window" in FAMILIES[self.family].keys else 0
+        return [window if kind == "window" else 0 for kind in self.layer_kinds]
 
     @property
     def has_room_for_induction(self) -> bool:

@@ -124,13 +124,15 @@ def _time_lines(plan: Plan) -> list[str]:
 
 
 def _advice(plan: Plan) -> Iterator[str]:
-    """Changes that make the run fit, each simulated, on top of those before, the cheapest first."""
+    """Changes that make the run fit, each simulated, on top of those before."""
     if plan.fits:
         return
     for options, config, world_size in _changes(plan):
         changed = make_plan(config, world_size, plan.device)
         total = size(sum(changed.device_bytes.values()))
-        yield f"try     {total}, {'fits' if changed.fits else 'not yet'}: {options}"
+        known = changed.device is not None and not unknown(changed)
+        time = f", {expected(changed, changed.device).total:.3f} s a step" if known and changed.device else ""
+        yield f"try     {total}, {'fits' if changed.fits else 'not yet'}{time}: {options}"
         if changed.fits:
             return
     yield "        none of these is enough: more ranks, a smaller model, or a device with more memory"
