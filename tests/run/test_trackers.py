@@ -221,10 +221,12 @@ def test_the_start_names_a_dtype_that_is_slow_on_the_gpu(
 
 def test_a_tracker_may_change_its_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """W&B's idiom: log(values, step=values.pop("step"))."""
-    taken = []
-    monkeypatch.setattr(
-        trackers, "tensorboard", lambda *_: trackers.Tracker(lambda values: taken.append(values.pop("step")), list)
-    )
+    taken: list[int] = []
+
+    def write(values: Any) -> None:
+        taken.append(values.pop("step"))
+
+    monkeypatch.setattr(trackers, "tensorboard", lambda *_: trackers.Tracker(write, lambda: None))
     record = {"step": 1, "loss": 2.0}
     trackers.Trackers(LogConfig(trackers=["tensorboard"]), tmp_path, TrainState()).record(record)
     assert (taken, record) == ([1], {"step": 1, "loss": 2.0})
