@@ -18,12 +18,14 @@ import tempfile
 import tomllib
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import tomli_w
 import torch
 
 from tests.forkserver import Server
 from tests.helpers import HANGS_S, TINY, checkpoint, options, records, server, tensors
+from torchtitan_lite.checkpointing import storage
 
 STEPS = 12
 COMPARED = "loss", "mean_loss", "grad_norm", "lr", "tokens", "val_loss", "rank_losses", "loss_scale", "load_max"
@@ -216,7 +218,10 @@ def differences(name: str, older: Checkout, newer: Checkout) -> list[str]:
             found.append(f"rank {rank}: inputs of forward {at} of {len(old)} and {len(new)}")
     old, new = (compared_records(run) for run in (theirs, mine))
     found += [f"record {a}, {b} before" for b, a in itertools.zip_longest(old, new) if a != b][:1]
-    before, now = (tensors(checkpoint(run, STEPS)) for run in (theirs, mine))
+    manifest = json.loads((checkpoint(theirs, STEPS) / storage.MANIFEST).read_text())
+    with patch.object(storage, "FORMAT_VERSION", manifest["format_version"]):
+        before = tensors(checkpoint(theirs, STEPS))
+    now = tensors(checkpoint(mine, STEPS))
     wrong = before.keys() ^ now.keys() | {k for k in before.keys() & now.keys() if bits(before[k]) != bits(now[k])}
     return found + ([f"{len(wrong)} of {len(before)} tensors, the first {min(wrong)}"] if wrong else [])
 
