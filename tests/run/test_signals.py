@@ -147,7 +147,7 @@ def test_a_machine_that_torchrun_lost_makes_room_for_one_of_the_same_job(text: P
     command = [sys.executable, "-u", "train.py", *tiny(text, tmp_path, **RUN | {"train__steps": 99999})]
 
     def started(job: str) -> subprocess.Popen[str]:
-        env = os.environ | {"PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": job}
+        env = os.environ | {"PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": job, "TORCHELASTIC_MAX_RESTARTS": "3"}
         return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     first = started("mine-1")
@@ -162,6 +162,8 @@ def test_a_machine_that_torchrun_lost_makes_room_for_one_of_the_same_job(text: P
     assert saved_steps(tmp_path / "run")[-1] == left["step"]
     wait_for(second, f"run     {tmp_path / 'run'}  resumed after step {left['step']}")
     wait_for(second, "step ")
+    third, _ = started("mine-3").communicate(timeout=HANGS_S)
+    assert "is being used by process" in third, "two that do not know each other do not displace each other for ever"
     second.terminate()
     said, _ = second.communicate()
     assert second.returncode == 0, said

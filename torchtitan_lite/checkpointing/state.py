@@ -44,6 +44,7 @@ class TrainState:
             end_token=fresh.end_token,
             validation=fresh.validation,
             tasks={**self.tasks, **fresh.tasks},
+            identity=fresh.identity,  # a fork may have another text
             bitwise_setting=fresh.bitwise_setting,
             config=fresh.config,
         )

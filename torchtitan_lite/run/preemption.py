@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from torchtitan_lite.distributed.process_group import World, sum_over_ranks
+from torchtitan_lite.run.run_folder import JOINS
 
-JOINS = "another machine of the job waits"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 

@@ -29,6 +29,7 @@ from torchtitan_lite.terminal import print_line
 
 CODE = Path(__file__).parents[2]
 JOINING = ".joining"  # exists while another process of the same job waits for the lock
+JOINS = "another machine of the job waits"  # the reason for which an attempt ends then
 
 
 def make(folder: Path) -> bool:
@@ -88,7 +89,11 @@ def lock(folder: Path) -> FileLock:
             by = "another process"
             with contextlib.suppress(OSError):
                 by = holder.read_text() or by
-            if not by.endswith(f", job {job()}"):
+            asked = [attempt.end_time for attempt in attempts.read(folder) if attempt.reason == JOINS]
+            starts_again = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+            # two torchruns that do not know each other, by mistake, would displace each other without end
+            recently = bool(asked) and time.time() - max(asked) < 300
+            if not by.endswith(f", job {job()}") or not starts_again or recently:
                 message = f"{folder} is being used by {by}; wait for it, or choose another --run.name=NAME"
                 raise BusyError(message) from None
             (folder / JOINING).touch()

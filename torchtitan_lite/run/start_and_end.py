@@ -30,7 +30,8 @@ from torchtitan_lite.run.between_steps import left_out, report_save
 from torchtitan_lite.run.console import source_lines, start_lines, what_next
 from torchtitan_lite.run.goodput import goodput_line
 from torchtitan_lite.run.metrics import Log
-from torchtitan_lite.run.preemption import JOINS, launcher_note
+from torchtitan_lite.run.preemption import launcher_note
+from torchtitan_lite.run.run_folder import JOINS
 from torchtitan_lite.run.session import Session
 from torchtitan_lite.terminal import counted, duration, print_line
 

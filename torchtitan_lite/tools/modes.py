@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from torchtitan_lite.checkpointing import compatibility, find, storage
 from torchtitan_lite.config.cli import Command
+from torchtitan_lite.config.paths import expand
 from torchtitan_lite.config.schema import flatten
 from torchtitan_lite.config.toml import Loaded, to_toml_with_origins
-from torchtitan_lite.errors import RepeatError
+from torchtitan_lite.errors import CheckpointError, RepeatError
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.process import local_rank
@@ -58,10 +58,10 @@ def check(loaded: Loaded) -> None:
     fork = not storage.find_steps(config.folder / "checkpoints")
     if fork and not config.checkpoint.resume:
         return
-    source = Path(config.checkpoint.resume) if fork else config.folder
+    source = expand(config.checkpoint.resume) if fork else config.folder
     newest = find.newest_complete(find.candidates(source), partial(storage.verify, mode="size")).folder
     if newest is None:
-        return
+        raise CheckpointError(f"no checkpoint in {source} is complete")
     saved = storage.read_state(newest)
     if data:
         content = compatibility.identity(config, data)
