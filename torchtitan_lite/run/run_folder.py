@@ -102,8 +102,8 @@ def lock(folder: Path) -> FileLock:
         except (OSError, NotImplementedError) as error:
             raise BusyError(f"{folder / '.lock'} can't be locked: {error}") from None
         with contextlib.suppress(OSError):
-            holder.write_text(me)
             (folder / JOINING).unlink(missing_ok=True)
+            holder.write_text(me)  # last: it fails on a full disk
 
     on_rank0(acquire)
     return held
