@@ -52,47 +52,47 @@ def config_of(options: dict[str, object]) -> Config:
     return cli.parse([*given, "--check-config"], world_size=1, n_gpus=0, local_world_size=1).loaded.config
 
 
+def our_jobs() -> list[learning.Job]:
+    """All jobs of benchmarks/learning.py that train.py runs."""
+    widths = [learning.width_job(dim, base, rate) for dim, base in learning.WIDTHS for rate in learning.RATES]
+    jobs = [*learning.search_jobs(), *learning.end_jobs(learning.OURS | learning.LARGER), *learning.config_jobs()]
+    return [*jobs, *widths, *(job for job in learning.cost_jobs() if not job.is_peer)]
+
+
 def test_each_recipe_is_a_config() -> None:
-    larger = [one.run(one.rates[0], 614_400) for one in learning.LARGER.values() if one.ours]
-    jobs = [*learning.WIDTH_JOBS.values(), *learning.default_jobs(), *learning.config_jobs()]
-    for options in [*learning.CANDIDATES.values(), *larger, *(options for _, options, _ in jobs)]:
-        assert config_of(options).train.steps == options["train.steps"]
+    options = {json.dumps(job.options): job for job in our_jobs()}
+    for job in options.values():
+        assert config_of(job.options).train.steps == job.options["train.steps"]
 
 
-def test_the_searched_default_is_the_default() -> None:
+def test_the_measured_default_is_the_default() -> None:
     """That is: the defaults of the keys."""
-    default = config_of({})
-    found = config_of(learning.default_jobs()[0][1])
+    default, found = config_of({}), config_of(learning.OURS["default"])
     assert (found.model, found.optim, found.tokenizer) == (default.model, default.optim, default.tokenizer)
     assert found.train.model_copy(update={"micro_batch_size": default.train.micro_batch_size}) == default.train
 
 
 def test_the_larger_default_is_the_larger_config() -> None:
     larger = load.load(ROOT / "configs" / "larger.toml", {}, world_size=1, n_gpus=0).config
-    found = config_of(learning.LARGER["default, 4 x 256"].run(8e-3, larger.train.steps * 2048))
+    found = config_of(learning.LARGER["default, 4 x 256"])
     assert (found.model, found.optim) == (larger.model, larger.optim)
     assert found.train.model_copy(update={"micro_batch_size": larger.train.micro_batch_size}) == larger.train
 
 
-def test_no_result_is_of_a_recipe_that_changed_since() -> None:
-    """Of the stages that can still be run."""
-    lines = learning.RESULTS.read_text(encoding="utf-8").splitlines()
-    jobs = [("search", name, options, 0) for name, options in learning.CANDIDATES.items()]
-    jobs += [("widths", *job) for job in learning.WIDTH_JOBS.values()]
-    jobs += [("final", *job) for job in learning.default_jobs()]
-    jobs += [("cost", *job) for job in learning.cost_jobs(learning.BESIDE, seeds=learning.COST_SEEDS)]
-    keys = {learning._key(*job) for job in jobs}
-    found = [one for one in map(json.loads, lines) if one["stage"] in ("search", "widths", "final", "cost")]
-    assert len(found) > 40
-    for one in found:
-        assert one["key"] in keys, one
+def test_no_result_is_of_a_recipe_that_changed_since(tmp_path: Path) -> None:
+    search = learning.Search(tmp_path, learning.RESULTS)
+    peers = [job for name in learning.PEERS for job in learning.trial_jobs(name) + learning.peer_jobs(search, name)]
+    known = {job.key for job in [*our_jobs(), *learning.cost_jobs(), *peers]}
+    assert len(search.results) > 40
+    for key in search.results:
+        assert key in known, key
 
 
 def test_two_programs_are_compared_on_the_same_documents() -> None:
     """Against the formula of a ratio, by hand: differences of 8 and 12 bits in documents of 10 and 30 bytes."""
-    ours = [{"bits": [20.0, 40.0], "bytes": [10, 30]}, {"bits": [24.0, 44.0], "bytes": [10, 30]}]
-    theirs = [{"bits": [14.0, 30.0], "bytes": [10, 30]}]
-    difference, error = learning.paired(ours, theirs)
+    job = learning.end_jobs(learning.OURS)[0]
+    ours = [(job, {"bits": bits, "bytes": [10, 30]}) for bits in ([20.0, 40.0], [24.0, 44.0])]
+    difference, error = learning.paired(ours, [(job, {"bits": [14.0, 30.0], "bytes": [10, 30]})])
     assert difference == (8 + 12) / 40
     assert error == pytest.approx(math.sqrt(((8 - 5) ** 2 + (12 - 15) ** 2) * 2) / 40)
 
@@ -108,7 +108,9 @@ def test_figures_have_a_title_a_description_and_a_ground(tmp_path: Path) -> None
         assert "<text" in svg
         assert len(svg) < 64 << 10
     plotted = (ROOT / "docs/learning.svg").read_text()
-    found = learning.comparison(learning.Search(tmp_path, learning.RESULTS, {}))
-    assert len(found) >= 3  # until the present default is measured, the peers
-    for _, _, rows in found.values():
-        assert f">{statistics.mean(learning.mean_of(rows)):.3f}<" in plotted
+    search = learning.Search(tmp_path, learning.RESULTS)
+    for text in learning.TEXTS:
+        found = learning.ends(search, "2 x 128", text)
+        assert len(found) >= 3
+        for rows in found.values():
+            assert f">{statistics.mean(learning.bits_of(rows)):.3f}<" in plotted
