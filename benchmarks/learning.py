@@ -436,24 +436,24 @@ def plot(search: Search, file: Path) -> None:
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(8, 2.6), layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(8, 3), layout="constrained", sharex=True, sharey=True)
     values: list[str] = []
+    names = list(reversed(ends(search, "2 x 128", "code") | ends(search, "2 x 128", "prose")))
     for axis, text in zip(axes, TEXTS, strict=True):
-        found = ends(search, "2 x 128", text)
-        for at, name in enumerate(reversed(found)):
-            bits = bits_of(found[name])
+        for name, rows in ends(search, "2 x 128", text).items():
+            bits, at = bits_of(rows), names.index(name)
             mean, error = statistics.mean(bits), statistics.stdev(bits) if len(bits) > 1 else 0.0
             color = "gray" if name.startswith("nano") else "tab:blue"
             axis.errorbar(mean, at, xerr=error, fmt="o", capsize=3, color=color)
             place: dict[str, Any] = {"ha": "center", "textcoords": "offset points", "fontsize": 9}
             axis.annotate(f"{mean:.3f}", (mean, at), (0, 6), **place)
             values.append(f"{name}, {text}: {mean:.3f}")
-        axis.set(title=f"held-out {text}", ylim=(-0.6, len(found)), yticks=range(len(found)))
-        axis.set_yticklabels(list(reversed(found)))
+        axis.set(title=f"held-out {text}", ylim=(-0.6, len(names)))
         axis.margins(x=0.12)
-    figure.suptitle("Bits per byte (lower is better) in the same processor time", fontsize=10)
+    axes[0].set_yticks(range(len(names)), names)
+    figure.suptitle("Bits per byte (lower is better) in about the same processor time", fontsize=10)
     note = f"Points are means over seeds, error bars their standard deviations. {'; '.join(values)}."
-    svg.save(figure, file, "What programs learn in the same processor time", note)
+    svg.save(figure, file, "What programs learn in about the same processor time", note)
     plt.close(figure)
 
 
