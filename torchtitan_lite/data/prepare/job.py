@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from torchtitan_lite.config.schema import TokenizerConfig
+from torchtitan_lite.config.sections.data import TokenizerConfig
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.prepare.texts import Corpus
 from torchtitan_lite.data.token_files import FORMAT_VERSION
