@@ -44,7 +44,7 @@ from torchtitan_lite.checkpointing.dcp_storage import ShardWriter
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import by_name
 from torchtitan_lite.distributed.process_group import World
-from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.errors import CheckpointError
 
 Results = dict[str, str]  # by tool
@@ -81,7 +81,7 @@ def tool(name: str, world: World, folder: Path, *, threads: bool = False) -> Too
         return Tool(live, save, lambda: dcp.load(live(), storage_reader=reader))
     if name == SAFETENSORS:
         folder.mkdir()
-        file, rows = folder / "model.safetensors", {key: local_rows(t)[0] for key, t in live().items()}
+        file, rows = folder / "model.safetensors", {key: own_part(t)[0] for key, t in live().items()}
         return Tool(live, lambda: save_file(rows, file), lambda: [rows[n].copy_(t) for n, t in load_file(file).items()])
 
     def save_ours() -> None:
@@ -125,7 +125,7 @@ def answer(action: Callable[[], object]) -> str:
 
 
 def parts(of: Tool) -> list[Tensor]:
-    return [local_rows(tensor.detach())[0] for tensor in of.tensors().values()]
+    return [own_part(tensor.detach())[0] for tensor in of.tensors().values()]
 
 
 # --- a death within a save --------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from benchmarks.contenders import Shape, training_of
 from torchtitan_lite.config.schema import RunConfig
 from torchtitan_lite.cpu.loss import CHUNK
 from torchtitan_lite.distributed.process_group import exit_process, process_group
-from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.run.session import Session
 from torchtitan_lite.tools.allocator import peak_of
 
@@ -37,7 +37,7 @@ MIB = 2**20
 def held(t: Session) -> int:
     """Bytes of this rank's shards of parameters and moments."""
     moments = [v for state in t.trained.optimizer.state.values() for v in state.values() if v.ndim]
-    return sum(local_rows(tensor)[0].nbytes for tensor in (*t.trained.model.parameters(), *moments))
+    return sum(own_part(tensor)[0].nbytes for tensor in (*t.trained.model.parameters(), *moments))
 
 
 def peak_of_a_step(t: Session) -> int:

@@ -206,7 +206,6 @@ def test_the_state_of_a_model_in_training_stays(place: Path) -> None:
     assert set(ttl.evaluate(model, data.tokenizer, ["my_text", data.dataset.folder], documents=1)) == {
         "my_text",
         str(data.dataset.folder),
-        "(total)",
     }
     assert model.training
     assert all(parameter.requires_grad for parameter in model.parameters())

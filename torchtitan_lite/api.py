@@ -363,7 +363,7 @@ def evaluate(
 
     Args:
         data: the held-out text of `open_data`, a text (a file, a folder or a glob), a prepared folder, or several.
-        split: of prepared data: val, train or all.
+        split: of prepared data: val or train.
         text_key: the key or column of .jsonl, .csv and .parquet files.
         text_suffixes: further suffixes of plain text, e.g. [".md"].
         documents: score only so many of each text.
@@ -371,7 +371,7 @@ def evaluate(
         batch_size: windows in a batch.
 
     Returns:
-        by text, and "(total)" of several: documents, seq_len, tokens, bytes, loss, bits_per_byte, perplexity, and
+        by text: documents, seq_len, tokens, bytes, loss, bits_per_byte, perplexity, and
         standard errors (NaN where undefined).
 
     Raises:
@@ -400,7 +400,7 @@ def evaluate(
     world = World(0, 1, model.tok_embeddings.weight.device, torch.get_num_threads())
     notes: list[str] = []
     with _evaluating(model):
-        scores = tables.with_total(dict(scoring.scores_of(opened, wanted, world, notes.append)))
+        scores = dict(scoring.scores_of(opened, wanted, world, notes.append))
     for note in notes:
         warnings.warn(note, stacklevel=2)
     return {names.get(text, text): tables.figures(part) for text, part in scores.items()}

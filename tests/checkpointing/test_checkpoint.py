@@ -232,7 +232,7 @@ def test_the_order_of_writes_survives_a_power_cut(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(os, "fsync", recorded_sync)
     monkeypatch.setattr(Path, "rename", recorded_rename)
-    folder = storage.begin(tmp_path, 1)
+    folder = storage.new_folder(tmp_path, 1)
     weight = torch.ones(3)
     record = write_tensors(folder / "model.safetensors", specs_of({"w": weight}), lambda _: weight)
     storage.commit(folder, TrainState(step=1), "full", 1, {"model.safetensors": record})
@@ -275,7 +275,7 @@ def test_retention_keeps_the_newest(tmp_path: Path) -> None:
         (1, 0, (4,)): {4, 6},
     }.items():
         for step in range(1, 7):
-            storage.commit(storage.begin(tmp_path, step), TrainState(step=step), "full", 1, {})
+            storage.commit(storage.new_folder(tmp_path, step), TrainState(step=step), "full", 1, {})
         assert to_keep(storage.find_steps(tmp_path), latest, every, also) == kept
         purge(tmp_path, kept)
         assert set(storage.find_steps(tmp_path)) == kept
@@ -296,7 +296,7 @@ def test_leftovers_of_killed_processes_are_deleted(tmp_path: Path) -> None:
     for name in (".tmp-step-00000001-abc", ".trash-step-00000002-abc"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x").write_text("")
-    folder = storage.begin(tmp_path, 3)
+    folder = storage.new_folder(tmp_path, 3)
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
 
 

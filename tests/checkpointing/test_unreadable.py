@@ -21,7 +21,7 @@ FILES = ("manifest.json", "state.json")
 
 def small(checkpoints: Path, step: int = 4) -> Path:
     """A checkpoint without tensors."""
-    return storage.commit(storage.begin(checkpoints, step), TrainState(step=step), "full", 1, {})
+    return storage.commit(storage.new_folder(checkpoints, step), TrainState(step=step), "full", 1, {})
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, file: Path, number: int) -> None:

@@ -23,7 +23,7 @@ from torchtitan_lite.checkpointing import full_state, storage
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import CheckpointConfig
 from torchtitan_lite.distributed.process_group import World
-from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.errors import CheckpointError, SaveError
 from torchtitan_lite.huggingface.weights import read_weights
 
@@ -33,11 +33,11 @@ from torchtitan_lite.huggingface.weights import read_weights
 def train_while_saving(world: World, folder: Path, mesh: str) -> None:
     """Nothing is written before training has taken a step more; then the bytes have to be those of the first step."""
     trained = threading.Event()
-    begin = storage.begin
+    new_folder = storage.new_folder
 
     def begin_after_training(*args: Any, **kwargs: Any) -> Path:
         assert trained.wait(60)
-        return begin(*args, **kwargs)
+        return new_folder(*args, **kwargs)
 
     for kind, api in WAYS:
         state = State(mesh, 1, "llama", world)
@@ -48,7 +48,7 @@ def train_while_saving(world: World, folder: Path, mesh: str) -> None:
             with pytest.MonkeyPatch.context() as patched:
                 if background:
                     trained.clear()
-                    patched.setattr(storage, "begin", begin_after_training)
+                    patched.setattr(storage, "new_folder", begin_after_training)
                 checkpointer.save(TrainState(step=1))
                 if background:
                     before = state.whole()
@@ -91,46 +91,30 @@ def test_retention_keeps_the_loaded_checkpoint(tmp_path: Path) -> None:
     assert run_distributed(save_after_a_load, 1, tmp_path) == [[[1], [2], [2, 3], [2, 4]]]
 
 
-def save_on_a_full_disk(world: World, folder: Path) -> list[list[int]]:
-    """Room for three checkpoints and a half, which saves without retention fill."""
+def save_on_a_full_disk(world: World, folder: Path) -> list[int]:
+    """Room for half a checkpoint."""
     state = State("1", 1, "llama", world)
     state.step()
-
-    def checkpointer(**options: Any) -> Checkpointer:
-        return Checkpointer(folder, state.model, state.optimizer, CheckpointConfig(**options), world)
-
-    saver = checkpointer(keep_latest=0)
+    saver = Checkpointer(folder, state.model, state.optimizer, CheckpointConfig(keep_latest=1), world)
+    saver.require_space()
     save_now(saver, 1)
-    room = int(3.5 * used(folder))
-    kept = [storage.find_steps(folder)]
     with pytest.MonkeyPatch.context() as patched:
-        free = lambda _: os.statvfs_result((1, 1, 0, 0, room - used(folder), 0, 0, 0, 0, 0))  # noqa: E731
-        patched.setattr("os.statvfs", free)
-        for step in (2, 3):
-            save_now(saver, step)
+        patched.setattr("os.statvfs", lambda _: os.statvfs_result((1, 1, 0, 0, used(folder) // 2, 0, 0, 0, 0, 0)))
         with pytest.raises(SaveError, match="a checkpoint takes"):
-            saver.require_space(3)
-        refused = checkpointer(keep_latest=3)
-        refused.load({})
-        with pytest.raises(SaveError, match="a checkpoint takes"):
-            refused.require_space(3)
-        kept.append(storage.find_steps(folder))
-        lower = checkpointer(keep_latest=2)
-        assert lower.load({}) is not None
-        lower.require_space(3)
-        kept.append(storage.find_steps(folder))
-        save_now(lower, 4)
-        kept.append(storage.find_steps(folder))
-    return kept
+            saver.require_space()
+        saver.save(TrainState(step=2))
+        outcome = saver.wait()
+    assert outcome is not None
+    assert "a checkpoint takes" in outcome.error
+    return storage.find_steps(folder)
 
 
 def used(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def test_a_lower_keep_latest_makes_room_on_a_full_disk(tmp_path: Path) -> None:
-    """The start deletes nothing: it may be refused yet."""
-    assert run_distributed(save_on_a_full_disk, 1, tmp_path) == [[[1], [1, 2, 3], [1, 2, 3], [3, 4]]]
+def test_without_room_for_a_checkpoint_neither_a_run_nor_a_save_begins(tmp_path: Path) -> None:
+    assert run_distributed(save_on_a_full_disk, 1, tmp_path) == [[1]]
 
 
 # --- machines that share no disk --------------------------------------------------------------------------------
@@ -214,14 +198,14 @@ def broadcast_in_pieces(world: World) -> None:
             targets = {n: distribute_tensor(t, mesh, [Shard(0)]) if t.ndim else t for n, t in zeros.items()}
             saver.broadcast(targets, whole.__getitem__)  # on rank 0 alone
             for name, target in targets.items():
-                rows, first = local_rows(target)
+                rows, first = own_part(target)
                 expected = whole[name][first : first + len(rows)] if target.ndim else whole[name]
                 assert rows.equal(expected), (full_state.PIECE, dtype, name)
             whole = {str(shape): torch.randint(1, 100, shape).to(dtype) for shape in BY_COLUMNS}
             targets = {n: distribute_tensor(torch.zeros_like(t), mesh, [Shard(1)]) for n, t in whole.items()}
             saver.broadcast(targets, whole.__getitem__)  # on rank 0 alone
             for name, target in targets.items():
-                rows, _ = local_rows(target)
+                rows, _ = own_part(target)
                 assert rows.equal(whole[name].chunk(3, dim=1)[world.rank]), (full_state.PIECE, dtype, name)
 
 

@@ -108,7 +108,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = cli.parse([*MODEL, "--run.name=run"], world_size=1, n_gpus=0).loaded.config
     model = own_tensors(models.build(config.model, 257))
     moments = {f"exp_avg.{name}": tensor for name, tensor in model.items()}
-    folder = storage.begin(run / "checkpoints", 1)
+    folder = storage.new_folder(run / "checkpoints", 1)
     records = {
         file: write_tensors(folder / file, specs_of(tensors), tensors.__getitem__)
         for file, tensors in (
@@ -119,7 +119,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     identity = {f"model.{key}": value for key, value in config.model.resolved().items()}
     state = TrainState(step=1, identity=identity, config=schema.flatten(config))
     storage.commit(folder, state, "full", 1, records)
-    folder = storage.begin(run.parent / "sharded", 1)
+    folder = storage.new_folder(run.parent / "sharded", 1)
     writer = ShardWriter(folder)
     dcp.save(by_name({storage.MODEL: model, storage.OPTIMIZER: moments}), storage_writer=writer, no_dist=True)
     storage.commit(folder, state, "sharded", 1, writer.records)

@@ -183,7 +183,7 @@ def test_impossible_names_are_errors(path: str | list[str], expected: str) -> No
 def test_a_file_that_disappears_is_an_error(tmp_path: Path) -> None:
     texts = find(str(tree(tmp_path, "a.txt", "b.txt")))
     (tmp_path / "b.txt").unlink()
-    for use in (texts.identity, lambda: texts.size):
+    for use in (texts.fingerprint, lambda: texts.size):
         with pytest.raises(DataError, match=r"b\.txt can't be read: No such file or directory"):
             use()
 

@@ -314,7 +314,7 @@ def test_a_line_without_end_takes_no_memory(name: str, tmp_path: Path, monkeypat
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert isinstance(problem, documents.Problem)
-    assert re.search(f"{name}: .*line 1:? is longer than ", problem.of(corpus))
+    assert re.search(f"{name}: .*line 1:? is longer than ", problem.message(corpus))
     assert peak < 8 << 20
 
 

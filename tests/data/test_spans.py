@@ -111,7 +111,7 @@ def test_rows_come_from_the_text_and_change_with_the_epoch(folder: Path) -> None
 def test_a_mixture_of_the_folder_draws_the_same_rows_in_every_layout(folder: Path) -> None:
     config = Config(data=SPANS.model_copy(update={"path": str(folder)}), train=TrainConfig(seq_len=SEQ_LEN))
     samples = open_samples(prepare_all(config.data, config.tokenizer, print), "train", config)
-    assert samples.target_len == config.target_len == span_lengths(SEQ_LEN, 0.15, 3.0).targets
+    assert samples.sources[0].target_len == config.target_len == span_lengths(SEQ_LEN, 0.15, 3.0).targets
     same_in_every_layout(samples)
 
 

@@ -47,7 +47,7 @@ from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.parallelize import apply_fsdp
 from torchtitan_lite.distributed.process_group import World, exit_process, process_group, sum_over_ranks
 from torchtitan_lite.distributed.ranks import gather, on_all, on_rank0
-from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.errors import (
     BusyError,
     CheckpointError,
@@ -491,7 +491,7 @@ def case_parameters_that_are_not_finite_are_not_saved() -> None:
     model = sharded(make_mesh(MESHES["4"]))
     require_finite(model, 1)
     if dist.get_rank() == 2:
-        local_rows(model.get_parameter("layers.1.attention.wo.weight").detach())[0][0, 0] = math.inf
+        own_part(model.get_parameter("layers.1.attention.wo.weight").detach())[0][0, 0] = math.inf
     with pytest.raises(NonFiniteError, match="step 5: not finite: 1 parameter, the first is layers.1.attention.wo"):
         require_finite(model, 5)
 

@@ -29,7 +29,7 @@ from torchtitan_lite.config.schema import Config, RunConfig
 from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import World, build_mesh, exit_process, process_group
-from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.run.session import Session, settle
 
 
@@ -67,7 +67,7 @@ def measure(t: Session) -> dict[str, Any]:
         "names": list(t.trained.model.state_dict()),
         "frozen": [before, {name: digest(p) for name, p in frozen.items()}],
         "skipped": t.trained.scaler.skipped_steps,
-        "devices": sorted({local_rows(p)[0].device.type for p in (*t.trained.model.parameters(), *_state(t))}),
+        "devices": sorted({own_part(p)[0].device.type for p in (*t.trained.model.parameters(), *_state(t))}),
     }
 
 

@@ -56,7 +56,7 @@ def test_what_rank_0_handles_grows_linearly_and_by_this_much_for_each_rank(
 
 
 def test_the_manifest_of_16384_shards_is_read_in_seconds(tmp_path: Path) -> None:
-    n, made = 16_384, storage.begin(tmp_path, 1)
+    n, made = 16_384, storage.new_folder(tmp_path, 1)
     files = {f"shard-{rank:05d}-of-{n:05d}.safetensors": FileRecord(0, "0" * 64) for rank in range(n)}
     for name in files:
         (made / name).touch()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.huggingface.test_hf import TOKENS, config_of, ours
 from tests.huggingface.test_parity import HYBRID as THEIR_HYBRID
-from tests.huggingface.test_parity import difference
+from tests.huggingface.test_parity import difference, save_as_released
 from tests.models.test_model import HYBRID, make
 from torchtitan_lite.config.schema import OptimConfig
 from torchtitan_lite.huggingface import weights as hf
@@ -62,7 +62,7 @@ def test_a_deep_model_differs_from_that_of_transformers_by_less_than_one_roundin
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-        theirs.save_pretrained(tmp_path)
+        save_as_released(theirs, tmp_path)
         config = config_of(tmp_path)
         assert config.layer_kinds == ["delta", "delta", "delta", "full", "delta"]
         logits = theirs(TOKENS).logits

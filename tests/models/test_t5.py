@@ -209,7 +209,7 @@ def exported(folder: Path, model: Any) -> Path:
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     weights = dcp_storage.LazyTensors(specs_of(parameters), parameters.__getitem__)
     (folder / "config.json").write_text(json.dumps(configs.to_hf_config(model.config, 97)))
-    hf._write_shards(folder, hf.with_head(weights, model.config), "t5", hf.MAX_SHARD_BYTES)
+    hf._write_model(folder / "model.safetensors", hf.with_head(weights, model.config), "t5")
     return folder
 
 

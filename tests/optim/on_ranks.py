@@ -30,7 +30,7 @@ from torchtitan_lite.config.schema import (
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.parallelize import apply_fsdp
 from torchtitan_lite.distributed.process_group import World, build_mesh
-from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.optim.groups import freeze
 from torchtitan_lite.optim.optimizer import build_optimizer, set_learning_rate
@@ -155,11 +155,11 @@ def follow_averages(world: World, mesh: str) -> dict[str, int]:
         assert 0 < len(parameters) < len(list(model.parameters()))
         expected: dict[str, Tensor] = {}
         for step in range(1, STEPS + 1):
-            before = {name: local_rows(p)[0].clone() for name, p in parameters.items()}
+            before = {name: own_part(p)[0].clone() for name, p in parameters.items()}
             give_gradients(parameters.values(), step, nan=step in WITHHELD and math.isnan(WITHHELD[step]))
             optimizer.update(step, torch.tensor(step in WITHHELD))
             for name, p in parameters.items():
-                weight, ema = local_rows(p)[0], optimizer.state[p]["ema"]
+                weight, ema = own_part(p)[0], optimizer.state[p]["ema"]
                 if step in WITHHELD:
                     assert weight.equal(before[name])
                 else:
@@ -167,7 +167,7 @@ def follow_averages(world: World, mesh: str) -> dict[str, int]:
                     expected[name] = after(expected.get(name, weight), weight, step).clone()
                 assert isinstance(ema, DTensor) == isinstance(p, DTensor)
                 assert ema.shape == p.shape
-                assert local_rows(ema)[0].equal(expected[name]), f"{label}, step {step}, {name}"
+                assert own_part(ema)[0].equal(expected[name]), f"{label}, step {step}, {name}"
         assert len(optimizer.state) == len(parameters)
         found[label] = own_bytes(value for state in optimizer.state.values() for value in state.values())
     return found
@@ -201,7 +201,7 @@ class Trained:
     def rows(self) -> dict[str, Tensor]:
         """This rank's rows of everything."""
         content = own_tensors(self.model) | optimizer_tensors(self.model, self.optimizer)
-        return {name: local_rows(tensor)[0].clone() for name, tensor in content.items()}
+        return {name: own_part(tensor)[0].clone() for name, tensor in content.items()}
 
 
 def load_averages(world: World, folder: Path) -> None:

@@ -224,7 +224,7 @@ def test_the_values_are_those_of_the_checkpoint_to_resume_from(tmp_path: Path) -
         checkpoints = tmp_path / run / "checkpoints"
         checkpoints.mkdir(parents=True, exist_ok=True)
         state = TrainState(step=step, config={"optim.lr": step})
-        storage.commit(storage.begin(checkpoints, step), state, "full", 1, {})
+        storage.commit(storage.new_folder(checkpoints, step), state, "full", 1, {})
 
     def rate(run: str, resume: str) -> Any:
         return find.config_to_resume(tmp_path / run, resume).get("optim.lr")

@@ -117,7 +117,7 @@ def test_the_entropy_of_one_token_is_zero_and_of_no_bytes_is_undefined() -> None
 
 def test_the_line_leaves_out_what_is_undefined(folder: Path) -> None:
     validation = validation_of(DataSet.of({"a": (1.0, folder)}), 5)
-    of = f"5 of {validation.n_available} sequences, 1.0 s)"
+    of = f"5 of {validation.samples.n_samples} sequences, 1.0 s)"
 
     def line(loss: float, loss_stderr: float, bits: float, bits_stderr: float, unigram: float) -> str:
         return eval_line(7, Score(loss, loss_stderr, bits, bits_stderr, unigram), validation, 1.0)

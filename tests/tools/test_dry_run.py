@@ -53,7 +53,7 @@ def checked(world: World, folder: Path, wrong: str) -> str:
         Path.exists = lambda self: False  # type: ignore[method-assign]
     config = Config.model_validate({}, context="layers")
     os.environ["TORCHELASTIC_RUN_ID"] = "none" if wrong == "disk of fixed ranks" else "mine"
-    services = SimpleNamespace(checkpointer=SimpleNamespace(require_space=lambda step: None))
+    services = SimpleNamespace(checkpointer=SimpleNamespace(require_space=lambda: None))
     s: Any = SimpleNamespace(world=world, config=config, services=services)
     try:
         return dry_run.checked_machines(folder / "run", s)

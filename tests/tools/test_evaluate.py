@@ -216,18 +216,14 @@ def test_a_difference_is_that_of_the_scores_also_of_other_targets() -> None:
     assert tables.difference(one, one)["loss_stderr"] == 0
 
 
-def test_a_total_compares_the_same_documents() -> None:
+def test_texts_are_compared_by_their_documents_under_any_name() -> None:
+    """E.g. one text, prepared in two folders with two tokenizers."""
     eights = np.full(4, 8.0)
-    scores = {name: Scores(np.arange(1.0, 5) * k, eights, eights, eights * k) for k, name in enumerate("abc", 2)}
-    first = tables.with_total({name: scores[name] for name in "ab"})
-    for second, expected in (("ab", True), ("bc", False)):
-        compared = tables.compared(tables.with_total({name: scores[name] for name in second}), first)
-        assert (tables.TOTAL in compared) == expected
-        if expected:
-            assert compared[tables.TOTAL]["bits_per_byte_stderr"] == 0
-    # under any name: e.g. one text, prepared in two folders with two tokenizers
-    changed = replace(scores["a"], hashes=eights)
-    assert tables.compared({"d": scores["a"], "e": changed}, {"a": scores["a"]}).keys() == {"d"}
+    scores = Scores(np.arange(1.0, 5), eights, eights, eights)
+    changed = replace(scores, hashes=eights + 1)
+    compared = tables.compared({"d": scores, "e": changed}, {"a": scores})
+    assert compared.keys() == {"d"}
+    assert compared["d"]["bits_per_byte_stderr"] == 0
 
 
 def test_text_like_special_tokens_is_text(folder: Path, tmp_path: Path) -> None:
@@ -266,18 +262,28 @@ def test_an_encoder_decoder_scores_as_in_its_validation(runs: Path, tmp_path: Pa
 
 
 def test_a_prepared_folder_scores_as_its_text(runs: Path, text: Path, tmp_path: Path) -> None:
-    """The same documents, as text or as tokens; --split=all is all of them."""
-    out = tmp_path / "prepared"
+    """The same documents, as text or as tokens."""
+    out, other = tmp_path / "prepared", tmp_path / "other.txt"
+    other.write_text("to train on")
     tokenizer = f"--tokenizer={runs / 'one' / 'tokenizer.json'}"
-    succeeded(ranks(1, str(text), f"--out={out}", tokenizer, entry="torchtitan_lite.data.prepare.__main__"))
-    arguments = [runs / "one", "--split=all", "--data", out, text]
+    succeeded(
+        ranks(
+            1,
+            str(other),
+            "--held-out",
+            str(text),
+            f"--out={out}",
+            tokenizer,
+            entry="torchtitan_lite.data.prepare.__main__",
+        )
+    )
+    arguments = [runs / "one", "--data", out, text]
     (model,) = scored(2, *arguments, out=tmp_path / "scores.json")
     tokens, raw = model["texts"][str(out)], model["texts"][str(text)]
     assert tokens["documents"] == raw["documents"]
     assert (tokens["tokens"], tokens["bytes"]) == (raw["tokens"], raw["bytes"])
     assert tokens["loss"] == pytest.approx(raw["loss"], rel=1e-6)  # batches have other windows
-    assert model["texts"][tables.TOTAL]["bytes"] == 2 * raw["bytes"]
-    (some,) = scored(1, runs / "one", "--split=all", "--documents=1", "--data", out, text, out=tmp_path / "some.json")
+    (some,) = scored(1, runs / "one", "--documents=1", "--data", out, text, out=tmp_path / "some.json")
     assert some["texts"][str(out)]["documents"] == some["texts"][str(text)]["documents"] == 1
     assert some["texts"][str(text)]["loss_stderr"] is None
 

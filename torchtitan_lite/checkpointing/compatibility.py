@@ -145,11 +145,11 @@ def require_same_tensors(folder: Path, parts: Parts, world: World) -> None:
     """Raise CheckpointError on every rank if names or shapes of a checkpoint's tensors differ from these."""
 
     @progress.working("reading the names of tensors")
-    def compare() -> None:
+    def compare_names() -> None:
         saved = {name: tuple(entry["shape"]) for name, entry in dcp_storage.read_index(folder).items()}
-        storage.compare(folder, saved, shapes_of(by_name(parts)), "model or optimizer")
+        storage.require_equal(folder, saved, shapes_of(by_name(parts)), "model or optimizer")
 
-    on_rank0(compare, world.untimed)
+    on_rank0(compare_names, world.untimed)
 
 
 def find_same_weights(
@@ -178,7 +178,7 @@ def require_same_weights(weights: Mapping[str, Tensor], targets: Mapping[str, Te
     """Raise CheckpointError if names or shapes of the weights that a model starts from differ from the model's."""
     theirs = {name: shape for name, (_, shape) in dcp_storage.specs(weights).items()}
     advice = "set [model], and its vocab_size or [tokenizer] path, to the folder's values"
-    storage.compare(Path("model.init_from"), theirs, shapes_of(targets), "model", advice)
+    storage.require_equal(Path("model.init_from"), theirs, shapes_of(targets), "model", advice)
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

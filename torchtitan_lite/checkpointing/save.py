@@ -25,7 +25,6 @@ from torchtitan_lite.checkpointing.tensor_names import Parts, Tensors, optimizer
 from torchtitan_lite.config.schema import CheckpointConfig
 from torchtitan_lite.distributed.process_group import World, untimed_group
 from torchtitan_lite.distributed.ranks import on_all, on_rank0
-from torchtitan_lite.errors import SaveError
 from torchtitan_lite.models import Transformer
 
 Write = Callable[[Path], dict[str, FileRecord]]  # writes this rank's files into an existing folder
@@ -153,13 +152,9 @@ class BaseCheckpointer(ABC):
         """Returns the size of the checkpoint. n_bytes is what it needs at least."""
 
         @progress.working("making its folder")
-        def begin() -> str:
-            try:
-                storage.require_space(self.folder, n_bytes)
-            except SaveError:  # e.g. the first save with a lower keep_latest: delete first what it would after
-                self._delete_old(state.step)
-                storage.require_space(self.folder, n_bytes)
-            return str(storage.begin(self.folder, state.step))
+        def make_folder() -> str:
+            storage.require_space(self.folder, n_bytes)
+            return str(storage.new_folder(self.folder, state.step))
 
         def write_files() -> dict[str, Any]:
             return {name: asdict(record) for name, record in write(folder).items()}
@@ -168,7 +163,7 @@ class BaseCheckpointer(ABC):
         def commit() -> None:
             storage.commit(folder, state, self.config.state_dict, self.world.world_size, files)
 
-        folder = Path(on_rank0(begin, self.group))
+        folder = Path(on_rank0(make_folder, self.group))
         try:
             written = on_all(write_files, self.group)
             files = {name: FileRecord(**record) for records in written for name, record in records.items()}
@@ -194,19 +189,10 @@ class BaseCheckpointer(ABC):
 
     # --- space and retention ------------------------------------------------------------------------------------
 
-    def require_space(self, step: int) -> None:
-        """Raise SaveError on every rank if the disk has no room for a checkpoint after this step.
-
-        If it needs the space, the first save deletes what retention does not keep.
-        """
-
-        @progress.working("comparing the space on the disk")
-        def require() -> None:
-            steps = storage.find_steps(self.folder)
-            old = sorted({*steps} - self._kept(steps, step))
-            storage.require_space(self.folder, self._n_bytes(), [storage.step_folder(self.folder, s) for s in old])
-
-        on_rank0(require, self.world.untimed)
+    def require_space(self) -> None:
+        """Raise SaveError on every rank if the disk has no room for a checkpoint."""
+        compare = progress.working("comparing the space on the disk")(storage.require_space)
+        on_rank0(lambda: compare(self.folder, self._n_bytes()), self.world.untimed)
 
     def _delete_old(self, step: int) -> str:
         """Apply retention, on rank 0. Returns the error, which does not fail the save."""

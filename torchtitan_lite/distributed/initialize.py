@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_lite.distributed.normal_values import normal_
-from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.models import Transformer
 
 
@@ -61,4 +61,4 @@ def require_initialised(model: nn.Module) -> None:
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Name and local storage of each parameter and buffer."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    return [(name, local_rows(t)[0].detach()) for name, t in named]
+    return [(name, own_part(t)[0].detach()) for name, t in named]

@@ -14,7 +14,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from torchtitan_lite.distributed.sharding import local_rows, shard_dim
+from torchtitan_lite.distributed.sharding import own_part, shard_dim
 from torchtitan_lite.models.induction import Entries
 
 _GAMMA = 0x9E3779B97F4A7C15
@@ -29,7 +29,7 @@ def normal_(seed: int, name: str, parameter: Tensor, deviation: float, added: En
     Args:
         added: rows, columns and values of elements of a matrix, which are added.
     """
-    shard, first_row = local_rows(parameter)
+    shard, first_row = own_part(parameter)
     flat, dim = shard.view(-1), shard_dim(parameter)
     first = first_row * math.prod(parameter.shape[dim + 1 :])
     # split at dim 1, each row has elements of other ranks before and after this rank's

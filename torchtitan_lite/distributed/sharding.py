@@ -10,7 +10,7 @@ def shard_dim(parameter: Tensor) -> int:
     return next((placement.dim for placement in placements if isinstance(placement, Shard)), 0)
 
 
-def local_rows(parameter: Tensor) -> tuple[Tensor, int]:
+def own_part(parameter: Tensor) -> tuple[Tensor, int]:
     """This rank's part of a parameter, and the index of its first row; of `shard_dim`, where that is not dim 0.
 
     `fully_shard` splits a dim as torch.chunk does: ceil(rows / ranks) each, fewer or none on the last ranks.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.optim.guarded import GuardedOptimizer
 
 KEY = "ema"
@@ -52,7 +52,7 @@ def keep_average(optimizer: GuardedOptimizer, decay: float) -> None:
 
 def _update(average: Tensor, parameter: Tensor, share: float, found_inf: Tensor | None) -> None:
     # not lerp, which rounds the last elements of a shard differently: each element is rounded by itself
-    mean, weight = local_rows(average)[0], local_rows(parameter)[0]
+    mean, weight = own_part(average)[0], own_part(parameter)[0]
     moved = weight if share == 1 else (weight - mean).mul_(share).add_(mean)
     mean.copy_(moved if found_inf is None else torch.where(found_inf != 0, mean, moved))
 
@@ -70,7 +70,7 @@ def averaged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 @torch.no_grad()
 def _swap(optimizer: torch.optim.Optimizer) -> None:
     for parameter, state in optimizer.state.items():
-        mean, weight = local_rows(state[KEY])[0], local_rows(parameter)[0]
+        mean, weight = own_part(state[KEY])[0], own_part(parameter)[0]
         kept = weight.clone()
         weight.copy_(mean)
         mean.copy_(kept)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.distributed.sharding import own_part
 
 
 class GuardedOptimizer(torch.optim.Optimizer):
@@ -86,4 +86,4 @@ class SGD(HostGuarded, torch.optim.SGD):
 
 def multiply_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
     """Multiply the gradients in place by () float32."""
-    torch._foreach_mul_([local_rows(p.grad)[0] for p in parameters if p.grad is not None], factor)
+    torch._foreach_mul_([own_part(p.grad)[0] for p in parameters if p.grad is not None], factor)

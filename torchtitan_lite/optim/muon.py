@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.config.schema import OptimConfig
-from torchtitan_lite.distributed.sharding import local_rows, shard_dim
+from torchtitan_lite.distributed.sharding import own_part, shard_dim
 from torchtitan_lite.optim.guarded import AdamW
 
 ITERATIONS = 5
@@ -67,7 +67,7 @@ class Muon(AdamW):
         directions = self._directions(matrices, withheld)
         # an orthogonal update times 0.2 sqrt(max) has the size of AdamW's (Moonlight, 2025)
         scale = 0.2 * max(matrices[0].shape[-2:]) ** 0.5
-        weights = [local_rows(matrix)[0] for matrix in matrices]
+        weights = [own_part(matrix)[0] for matrix in matrices]
         of = orthogonalised if matrices[0].ndim == 2 else orthogonalised_stacks
         updates = _cast(of(matrices, directions, first), weights[0].dtype)
         torch._foreach_mul_(updates, scale)
@@ -80,13 +80,13 @@ class Muon(AdamW):
 
     def _directions(self, matrices: list[nn.Parameter], withheld: Tensor | None) -> list[Tensor]:
         """This rank's rows of Nesterov's momentum, in the dtype of the iteration."""
-        gradients: Any = [local_rows(matrix.grad)[0] for matrix in matrices]  # type: ignore[arg-type]
+        gradients: Any = [own_part(matrix.grad)[0] for matrix in matrices]  # type: ignore[arg-type]
         if self.grad_scale is not None:
             gradients = torch._foreach_div(gradients, self.grad_scale)
         for matrix in matrices:
             if not self.state[matrix]:
                 self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
-        buffers = [local_rows(self.state[matrix]["momentum_buffer"])[0] for matrix in matrices]
+        buffers = [own_part(self.state[matrix]["momentum_buffer"])[0] for matrix in matrices]
         # not lerp, which rounds the last elements of a shard differently: products and sums are rounded one by one
         gradients = torch._foreach_mul(gradients, 1 - self.momentum)
         if withheld is None:

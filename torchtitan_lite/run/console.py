@@ -18,7 +18,7 @@ from torchtitan_lite.config.schema import Config, ModelConfig
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.distributed.process_group import World
-from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.errors import shortened
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.process import cpu_threads, python_command
@@ -40,7 +40,7 @@ def start_lines(
 ) -> str:
     """The lines at the start, with every derived number. `loaded` is the state as saved, if the run is resumed."""
     n_parameters = sum(p.numel() for p in model.parameters())
-    mine = sum(local_rows(p)[0].numel() for p in model.parameters())
+    mine = sum(own_part(p)[0].numel() for p in model.parameters())
     lines = [
         f"torchtitan_lite {__version__}  torch {torch.__version__}  {world.device.type}  world {world.world_size} = "
         f"dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}  {counted(world.threads, 'thread')} per rank "

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite.checkpointing.tensor_names import optimizer_tensors, own_tensors
 from torchtitan_lite.distributed.process_group import sum_over_ranks
 from torchtitan_lite.distributed.ranks import gather
-from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.errors import DivergedError, NonFiniteError
 from torchtitan_lite.terminal import counted
 
@@ -21,7 +21,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by s
 
 def require_finite(model: nn.Module, step: int) -> None:
     """Raise NonFiniteError on every rank if a parameter is not finite on any."""
-    finite = [local_rows(parameter)[0].isfinite().all() for parameter in model.parameters()]
+    finite = [own_part(parameter)[0].isfinite().all() for parameter in model.parameters()]
     bad = (~torch.stack(finite)).float()
     if sum_over_ranks(bad).any():
         names = [name for (name, _), flag in zip(model.named_parameters(), bad.tolist(), strict=True) if flag]
@@ -44,7 +44,7 @@ def require_equal_replicas(model: nn.Module, optimizer: torch.optim.Optimizer, s
         return
     group = parameter.device_mesh.get_group("dp_replicate")
     tensors = own_tensors(model) | optimizer_tensors(model, optimizer)
-    digests = [digest(local_rows(tensor)[0]) for tensor in tensors.values()]
+    digests = [digest(own_part(tensor)[0]) for tensor in tensors.values()]
     mine = torch.stack([one.to(digests[0].device) for one in digests])
     first = mine.clone()
     dist.broadcast(first, src=dist.get_global_rank(group, 0), group=group)

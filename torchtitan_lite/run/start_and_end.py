@@ -164,7 +164,7 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
             log.info(f"note    {note}")
     if not finished:
         with watchdog.loading("comparing the space on the disk"):
-            checkpointer.require_space(step)
+            checkpointer.require_space()
 
     def change_folder() -> int:
         if not finished:

@@ -77,7 +77,7 @@ def checked_machines(folder: Path, s: Session) -> str:
         UserError: on every rank.
     """
     s.services.checkpointer.folder = folder / "checkpoints"
-    s.services.checkpointer.require_space(0)
+    s.services.checkpointer.require_space()
     require_shared(folder, s.config)
     hosts = gather(socket.gethostname())
     dist.barrier()  # the clocks are read at the same time

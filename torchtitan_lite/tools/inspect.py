@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite.config.schema import Config, FsdpConfig
 from torchtitan_lite.distributed.parallelize import Group, groups_of
 from torchtitan_lite.distributed.process_group import build_mesh, process_group
-from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.tools.columns import columns
 
@@ -32,7 +32,7 @@ def describe(model: Transformer, config: FsdpConfig) -> str:
     """
     parameters = dict(model.named_parameters())
     n = sum(p.numel() for p in parameters.values())
-    mine = sum(local_rows(p)[0].nbytes for p in parameters.values())
+    mine = sum(own_part(p)[0].nbytes for p in parameters.values())
     total = ("total", f"{n:,}", "", f"{mine / 2**20:.2f}", "", "", "", "", "")
     rows = [COLUMNS, *(_row(group, parameters) for group in groups_of(model, config)), total]
     return "\n".join([str(model), "", *columns(rows, NUMBERS)])
@@ -46,7 +46,7 @@ def _row(group: Group, parameters: dict[str, torch.nn.Parameter]) -> tuple[str, 
         group.name,
         f"{numel:,}",
         f"{sum(p.numel() for p in mine if not p.requires_grad):,}",
-        f"{sum(local_rows(p)[0].nbytes for p in mine) / 2**20:.2f}",
+        f"{sum(own_part(p)[0].nbytes for p in mine) / 2**20:.2f}",
         f"{numel * group.param_dtype.itemsize / 2**20:.2f}",
         SHORT[group.param_dtype] + (f" -> {SHORT[group.output_dtype]}" if group.output_dtype else ""),
         SHORT[group.reduce_dtype],

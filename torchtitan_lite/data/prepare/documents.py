@@ -13,7 +13,6 @@ import importlib
 import io
 import itertools
 import json
-import tokenize
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -51,8 +50,8 @@ class Problem(NamedTuple):
     reason: str  # its category
     detail: str
 
-    def of(self, corpus: Corpus) -> str:
-        """The message, with the place."""
+    def message(self, corpus: Corpus) -> str:
+        """With the place."""
         return f"{corpus.where(self.file, self.place)}: {self.detail}"
 
 
@@ -69,8 +68,8 @@ Read = Iterator[tuple[int, Sequence[Any] | Unusable]]  # of each document: the l
 def refusal(corpus: Corpus, problem: Problem) -> DataError:
     """The error for an unusable text."""
     return DataError(
-        f"{problem.of(corpus)}; correct or remove it, or leave it out with python -m torchtitan_lite.data.prepare ... "
-        "--on-error skip"
+        f"{problem.message(corpus)}; correct or remove it, or leave it out with "
+        "python -m torchtitan_lite.data.prepare ... --on-error skip"
     )
 
 
@@ -263,19 +262,15 @@ class _Counted(io.FileIO):
 
 
 def _read(corpus: Corpus, file: Path, count: Callable[[int], object]) -> Read:
-    how = ".txt" if corpus.python_source else kind(file, corpus.text_suffixes)
     with io.BufferedReader(_Counted(file, count), _READ) as opened:
         if not opened.peek(1):
             raise ValueError("is empty")
         stream: Any = opened
-        if corpus.python_source:
-            with tokenize.open(file) as declared:
-                stream = io.BytesIO(b"".join(opened).decode(declared.encoding).encode())
-        elif file.suffix.lower() == ".gz":
+        if file.suffix.lower() == ".gz":
             stream = io.BufferedReader(gzip.GzipFile(fileobj=opened), _READ)
         elif file.suffix.lower() == ".zst":
             stream = io.BufferedReader(need("pyarrow").CompressedInputStream(opened, "zstd"), _READ)
-        yield from READERS[how].load()(stream, corpus)
+        yield from READERS[kind(file, corpus.text_suffixes)].load()(stream, corpus)
 
 
 def need(package: str) -> Any:

@@ -240,7 +240,7 @@ class Writer:
     def _skip(self, problem: Problem) -> None:
         if self._on_error == "stop":
             raise refusal(self._corpus, problem)
-        self._write(SKIPPED, f"{problem.of(self._corpus)}\n".encode(errors="backslashreplace"))
+        self._write(SKIPPED, f"{problem.message(self._corpus)}\n".encode(errors="backslashreplace"))
         self._progress.skipped[problem.reason] = self._progress.skipped.get(problem.reason, 0) + 1
 
     def _write(self, name: str, content: bytes) -> None:
@@ -288,7 +288,7 @@ class Writer:
             vocab_size=bpe.size(self._tokenizer),
             end_token=self._end,
             tokenizer_sha256=bpe.sha256(self._tokenizer),
-            tokens_sha256=metas.identity(files_hashed),
+            tokens_sha256=metas.tokens_hash(files_hashed),
             made_from=p.made_from,
             files=files_hashed,
             skipped=dict(sorted(p.skipped.items())),

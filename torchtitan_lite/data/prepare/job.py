@@ -46,6 +46,6 @@ class Job:
         Args:
             training: the texts that a tokenizer is trained on.
         """
-        trained_on = [] if self.tokenizer else [one.identity() for one in training]
-        inputs = [FORMAT_VERSION, corpus.identity(), asdict(self), trained_on]
+        trained_on = [] if self.tokenizer else [one.fingerprint() for one in training]
+        inputs = [FORMAT_VERSION, corpus.fingerprint(), asdict(self), trained_on]
         return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()

@@ -12,8 +12,6 @@ An encoder-decoder is scored on the targets of pairs: those it was trained on, o
 
 import argparse
 import contextlib
-import json
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from pydantic_core import to_json
 from tokenizers import Tokenizer
 
 from torchtitan_lite.checkpointing import storage
@@ -73,7 +72,7 @@ def options_of(argv: Sequence[str]) -> argparse.Namespace:
     add("models", nargs="+", type=paths.expand, metavar="MODEL", help="a run, a checkpoint or a Hugging Face folder")
     several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
     add("--data", **several, help="texts or prepared folders; none: the run's own text")
-    add("--split", choices=["val", "train", "all"], default="val", help="of prepared folders")
+    add("--split", choices=["val", "train"], default="val", help="of prepared folders")
     add("--text-key", default="text", help="the key or column of .jsonl, .csv and .parquet files")
     add("--text-suffixes", **several, help="further suffixes of plain text, e.g. .md, or own readers")
     add("--documents", type=int, default=None, help="score only the first N documents of each text")
@@ -82,7 +81,6 @@ def options_of(argv: Sequence[str]) -> argparse.Namespace:
     add("--json", type=paths.expand, default=None, metavar="FILE", help="also write the figures here")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the parameters")
-    add("--tf32", action="store_true", help="on a GPU, compute float32 products in TF32")
     add("--best", action="store_true", help="of each run: the checkpoint with the lowest validation loss")
     add("--ema", action="store_true", help="use the averaged weights, see optim.ema_decay")
     add("--tokenizer", type=paths.expand, default=None, help="a tokenizer.json to use instead of the models' own")
@@ -138,8 +136,6 @@ def _scores_of_rows(opened: Opened, texts: Texts, world: World) -> Iterator[tupl
             "data": {"objective": "pairs", "target_len": TARGETS},
         }
     )
-    if texts.split == "all":
-        raise ConfigError("--split=all: pairs are scored on one split; val or train works")
     if others := [name for name in texts.data if not paths.is_prepared(name)]:
         raise ConfigError(
             f"--data={others[0]}: pairs are scored in prepared folders; "
@@ -190,14 +186,14 @@ def evaluate(args: argparse.Namespace, world: World) -> list[dict[str, Any]]:
         window = opened.window(texts.seq_len)
         tasks = tasks_of(opened, args, window, world) if args.tasks else {}
         own = dict(scores_of(opened, texts, world, note)) if texts.data or not tasks else {}
-        model = tables.Scored(str(path), tables.with_total(own), tasks, window, bpe.sha256(opened.tokenizer))
+        model = tables.Scored(str(path), own, tasks, window, bpe.sha256(opened.tokenizer))
         lines, result = tables.compared_with_first(model, first)
         if world.rank == 0:
             print("\n".join([*opened.notes, opened.source, *lines]), flush=True)
         results.append(result)
         first = first or model
     if out and world.rank == 0:
-        out.write_text(json.dumps(_finite({"models": results}), indent=2) + "\n", encoding="utf-8")
+        out.write_bytes(to_json({"models": results}, indent=2, inf_nan_mode="null") + b"\n")
     return results
 
 
@@ -234,22 +230,13 @@ def tasks_of(opened: Opened, args: argparse.Namespace, window: int, world: World
     return {one.task.name: score(opened.model, one, world) for one in tasks}
 
 
-def _finite(tree: Any) -> Any:
-    """NaN as null: JSON has no NaN."""
-    if isinstance(tree, dict):
-        return {key: _finite(value) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_finite(value) for value in tree]
-    return None if isinstance(tree, float) and not math.isfinite(tree) else tree
-
-
 def main(argv: Sequence[str]) -> NoReturn:
     """The command line. Ends the process: gloo's threads must not outlive the interpreter."""
     options = options_of(argv)
 
     def run() -> int:
         device_of(options.device)  # before there is a process group
-        with process_group(RunConfig(device=options.device, tf32=options.tf32)) as world:
+        with process_group(RunConfig(device=options.device)) as world:
             evaluate(options, world)
         return 0
 

@@ -177,7 +177,7 @@ class Seen:
         found = list[int]()
         for first in range(samples.start, samples.stop, _SAMPLES):
             chunk = np.arange(first, min(first + _SAMPLES, samples.stop))
-            which, numbers = self._mixture.interleave.locate(chunk)
+            which, numbers = self._mixture.locate(chunk)
             for k, (source, wanted) in enumerate(zip(self._mixture.sources, sequences, strict=True)):
                 mine = which == k
                 found += chunk[mine][np.isin(source.indices(numbers[mine], self._seed), wanted)].tolist()
