@@ -173,7 +173,7 @@ def export(source: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str
     config = saved_config(folder, state.config).model
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise CheckpointError(f"{out} exists already; name a new folder")
-    weights = with_head(read_weights(folder, ema=ema), config)
+    weights = read_weights(folder, ema=ema)
     content = to_hf_config(config, weights.specs["tok_embeddings.weight"][1][0])
     temporary = out.with_name(f".{out.name}.tmp")
     try:
@@ -217,25 +217,6 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, end: int, config: Model
         "pad_token": bpe.PAD if tokenizer.token_to_id(bpe.PAD) is not None else name,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def with_head(weights: LazyTensors, config: ModelConfig) -> LazyTensors:
-    """The tensors to export, by our names: those of a T5 with tied embeddings that are not scaled have a head as well.
-
-    See configs._values.
-
-    Raises:
-        CheckpointError: no version of transformers reads such a T5.
-    """
-    if config.family != "t5" or config.tie_embeddings == config.scale_output:
-        return weights
-    if config.scale_output:
-        raise CheckpointError(
-            "transformers can't read a T5 with model.scale_output = true and a head of its own (tie_embeddings = false)"
-        )
-    head, table = "output.weight", "tok_embeddings.weight"
-    specs = {**weights.specs, head: weights.specs[table]}
-    return LazyTensors(specs, lambda name: weights[table if name == head else name])
 
 
 def _write_model(file: Path, weights: Mapping[str, Tensor], family: str) -> None:

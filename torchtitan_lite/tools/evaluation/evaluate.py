@@ -11,7 +11,6 @@ An encoder-decoder is scored on the targets of pairs: those it was trained on, o
 """
 
 import argparse
-import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
@@ -22,9 +21,7 @@ import torch
 from pydantic_core import to_json
 from tokenizers import Tokenizer
 
-from torchtitan_lite.checkpointing import storage
-from torchtitan_lite.checkpointing.compatibility import saved_config
-from torchtitan_lite.checkpointing.find import candidates
+from torchtitan_lite.checkpointing.find import config_to_resume
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config, RunConfig
@@ -36,7 +33,7 @@ from torchtitan_lite.data.prepare.texts import find, not_read
 from torchtitan_lite.data.token_files import PAIRS, read_meta
 from torchtitan_lite.distributed.process_group import World, exit_process, process_group
 from torchtitan_lite.distributed.ranks import gather
-from torchtitan_lite.errors import CheckpointError, ConfigError, run_cli
+from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models.generation import answers
 from torchtitan_lite.process import local_rank
@@ -203,10 +200,7 @@ def _window_of(path: Path) -> int:
     if (folder / "config.json").is_file():
         model = hf.config_of(folder)
         return SOURCES if FAMILIES[model.family].encoder_decoder else min(model.max_seq_len, LONGEST)
-    for checkpoint in candidates(folder):
-        with contextlib.suppress(CheckpointError):  # reported when it is opened
-            return saved_config(checkpoint, storage.read_state(checkpoint).config).train.seq_len
-    return LONGEST
+    return int(config_to_resume(folder, "").get("train.seq_len", LONGEST))
 
 
 def tasks_of(opened: Opened, args: argparse.Namespace, window: int, world: World) -> dict[str, TaskScore]:
