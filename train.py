@@ -216,7 +216,7 @@ def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh, *, widen: b
     #                      nn.RMSNorm, rotate: fewer passes over memory, cpu/fused.py    speed.fused_functions
     #                      cross_entropy: in chunks that fit the cache, cpu/loss.py      speed.chunked_loss
     #                      nn.Linear, multiply, and the two above that multiply, if the
-    #                      CPU has no 16-bit products: float32, cpu/widened.py           speed.widened_products
+    #                      CPU has no 16-bit matmuls: float32, cpu/widen.py           speed.widen_matmuls
     #     of FSDP2         collectives of one machine: cpu/shared_memory.py              speed.shared_memory
     if mesh.device_type == "cpu":
         cpu.apply(model, config.speed, widen=widen)

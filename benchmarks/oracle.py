@@ -143,7 +143,7 @@ def ours_rounded(world: World, folder: Path, copies: int, dtype: str, steps: int
         wide = x.float()
         return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + (self.eps or 0))).to(x.dtype)
 
-    fast = "chunked_loss", "block_attention", "fused_functions", "widened_products"
+    fast = "chunked_loss", "block_attention", "fused_functions", "widen_matmuls"
     with mock.patch.object(nn.RMSNorm, "forward", norm):
         return ours(world, folder, copies, dtype, steps, **{f"speed__{key}": False for key in fast})
 

@@ -4,7 +4,7 @@ It measures three shapes in float32 and bfloat16, some minutes each; --shapes, -
 add deeper and larger models.
 
 Every contender (contenders.py) is built once. Then they take turns of a few steps, in a different order each round,
-together with a matrix product as the practical peak. A ratio thus compares turns within the same half minute, and other
+together with a matmul as the practical peak. A ratio thus compares turns within the same half minute, and other
 load on the machine affects both. Prints a table for docs/lab with medians and quartiles. On a busy machine look at
 the ratio by CPU time, which excludes waiting, including that for other ranks.
 """
@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.contenders import CONTENDERS, EXTRA, GROWTH, PRODUCTS, SHAPES, STAND_INS, WIDENED, Shape, missing
 from benchmarks.machine import cpu
-from torchtitan_lite.cpu.widened import slow_dtypes
+from torchtitan_lite.cpu.widen import slow_dtypes
 from torchtitan_lite.process import usable_cores
 
 ROOT = Path(__file__).parent.parent
@@ -263,7 +263,7 @@ def main() -> None:
         for dtype in given.dtypes:
             if device == "cpu" and dtype in slow_dtypes():
                 print(f"left out: {name} in {dtype}. This CPU has no instructions for it: the others take 20 times as")
-                print("long as in float32. Ours computes its products in float32, and is in the table for float32\n")
+                print("long as in float32. Ours computes its matmuls in float32, and is in the table for float32\n")
                 continue
             shape = replace((SHAPES | GROWTH)[name], dtype=dtype)
             widened = [WIDENED] * (device == "cpu" and dtype == "float32" and "bfloat16" in slow_dtypes())

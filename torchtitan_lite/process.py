@@ -41,7 +41,7 @@ def local_rank() -> int:
 def cpu_threads(configured: int) -> tuple[int, str]:
     """The number of CPU threads of this rank, and where it comes from. `configured` is run.threads.
 
-    It changes how a matrix product is summed, so it is fixed and recorded for a bitwise resume. torchrun sets
+    It changes how a matmul is summed, so it is fixed and recorded for a bitwise resume. torchrun sets
     OMP_NUM_THREADS=1 by itself, so the variable is used only without a launcher.
     """
     if configured:

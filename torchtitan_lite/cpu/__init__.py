@@ -7,9 +7,9 @@ sequences.
 
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import SpeedConfig
-from torchtitan_lite.cpu import attention, fused, loss, widened
+from torchtitan_lite.cpu import attention, fused, loss
 from torchtitan_lite.cpu.shared_memory import apply_shared_memory
-from torchtitan_lite.cpu.widened import widens
+from torchtitan_lite.cpu.widen import use_float32_matmuls, widens
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.models import attention as plain
 
@@ -20,7 +20,7 @@ def apply(model: Transformer, config: SpeedConfig, *, widen: bool = False) -> No
     """Replace functions of a model by faster ones.
 
     Args:
-        widen: compute 16-bit products in float32; see `widens`.
+        widen: compute 16-bit matmuls in float32; see `widens`.
     """
     if config.block_attention:
         for module in model.modules():
@@ -31,4 +31,4 @@ def apply(model: Transformer, config: SpeedConfig, *, widen: bool = False) -> No
         fused.fuse_rotations(model)
     model.output.cross_entropy = loss.chunked_cross_entropy  # where model.output.chunked is set
     if widen:
-        widened.widen(model)
+        use_float32_matmuls(model)

@@ -1,4 +1,4 @@
-"""Causal attention by large matrix products over blocks of queries.
+"""Causal attention by large matmuls over blocks of queries.
 
 PyTorch's CPU flash kernel multiplies small tiles and reaches a fifth of the speed of a batched product in bfloat16
 (docs/lab). `block_attention` multiplies each block of queries by all keys up to the block's end and masks only the

@@ -13,14 +13,14 @@ ROWS = 1024  # rows of the weight's gradient that fit into a core's cache
 
 
 def chunked_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0, *, product_dtype: torch.dtype | None = None
+    x: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0, *, matmul_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """models.chunked_loss.chunked_cross_entropy; with `product_dtype`, its products are computed in that dtype."""
+    """models.chunked_loss.chunked_cross_entropy; with `matmul_dtype`, its products are computed in that dtype."""
     if x.device.type != "cpu":
         return plain.chunked_cross_entropy(x, weight, targets, z_loss)
     wants_dx = torch.is_grad_enabled() and x.requires_grad
     wants_dw = torch.is_grad_enabled() and weight.requires_grad
-    rows, goals, dtype = x.flatten(0, 1), targets.flatten(), product_dtype or weight.dtype
+    rows, goals, dtype = x.flatten(0, 1), targets.flatten(), matmul_dtype or weight.dtype
     return _ChunkedCrossEntropy.apply(rows, weight, goals, wants_dx, wants_dw, z_loss, dtype)  # type: ignore[no-untyped-call]
 
 
@@ -36,19 +36,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         wants_dx: bool,
         wants_dw: bool,
         z_loss: float,
-        product_dtype: torch.dtype,
+        matmul_dtype: torch.dtype,
     ) -> Tensor:
         chunk = CHUNK * (2 if x.dtype == torch.float32 else 1)
         dx = torch.empty_like(x) if wants_dx else None
         dw = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wants_dw else None
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
-        matrix = weight.to(product_dtype)
+        matrix = weight.to(matmul_dtype)
         for start in range(0, len(x), chunk):
-            part = x[start : start + chunk].to(product_dtype)
+            part = x[start : start + chunk].to(matmul_dtype)
             logits = (part @ matrix.T).to(x.dtype)
             losses, d_logits = _softmax_minus_onehot(logits, targets[start : start + chunk], z_loss)
             loss += losses.sum()
-            d_logits = d_logits.to(product_dtype)
+            d_logits = d_logits.to(matmul_dtype)
             if dx is not None:
                 dx[start : start + chunk] = d_logits @ matrix
             if dw is not None:

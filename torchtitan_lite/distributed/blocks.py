@@ -25,7 +25,7 @@ ATTENTION = {
     )
 }
 FLEX_ATTENTION = ("flex_attention", "inductor_compiled_code")  # within a compiled block, and compiled by itself
-EXPERTS = "grouped_product.default"
+EXPERTS = "grouped_matmul.default"
 
 
 def apply_activation_checkpointing(model: Transformer, config: ActivationCheckpointingConfig) -> None:

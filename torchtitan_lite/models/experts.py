@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.models import llama, olmo
 from torchtitan_lite.models.attention import KeysValues
-from torchtitan_lite.models.grouped_products import grouped_product
+from torchtitan_lite.models.grouped_matmul import grouped_matmul
 from torchtitan_lite.models.loss import IGNORE
 
 
@@ -57,7 +57,7 @@ class Stack(nn.Module):
 
     def __init__(self, n: int, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.multiply = grouped_product  # cpu/ may replace it
+        self.multiply = grouped_matmul  # cpu/ may replace it
         self.weight = nn.Parameter(torch.empty(n, outputs, inputs))
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:

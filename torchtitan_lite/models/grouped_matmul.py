@@ -14,7 +14,7 @@ from torch import Tensor
 _ALIGNED = 16  # bytes that `torch.nn.functional.grouped_mm` wants the rows of its factors to be multiples of
 
 
-def loop_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def loop_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Multiply the rows of each group with a matrix of its own.
 
     Args:
@@ -45,15 +45,15 @@ def _bounds(ends: Tensor) -> list[tuple[int, int]]:
 
 
 _NAME = "torchtitan_lite::grouped_"
-grouped_product = torch.library.custom_op(f"{_NAME}product", loop_product, mutates_args=(), device_types="cpu")
+grouped_matmul = torch.library.custom_op(f"{_NAME}matmul", loop_matmul, mutates_args=(), device_types="cpu")
 grouped_gradient = torch.library.custom_op(f"{_NAME}gradient", loop_gradient, mutates_args=(), device_types="cpu")
 
 
-@grouped_product.register_kernel("cuda")
-def _product_on_cuda(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+@grouped_matmul.register_kernel("cuda")
+def _matmul_on_cuda(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if _grouped_mm_takes(x, weight):
         return F.grouped_mm(x, weight.mT, offs=ends)
-    return loop_product(x, weight, ends)
+    return loop_matmul(x, weight, ends)
 
 
 @grouped_gradient.register_kernel("cuda")
@@ -70,8 +70,8 @@ def _grouped_mm_takes(*factors: Tensor) -> bool:
     return aligned and all(t.dtype == torch.bfloat16 for t in factors)
 
 
-@grouped_product.register_fake
-def _fake_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+@grouped_matmul.register_fake
+def _fake_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(len(x), weight.shape[1])
 
 
@@ -88,10 +88,10 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Non
     x, weight, ends = ctx.saved_tensors
     grad = grad.contiguous()
     return (
-        grouped_product(grad, weight.mT, ends) if ctx.needs_input_grad[0] else None,
+        grouped_matmul(grad, weight.mT, ends) if ctx.needs_input_grad[0] else None,
         grouped_gradient(grad, x, ends) if ctx.needs_input_grad[1] else None,
         None,
     )
 
 
-grouped_product.register_autograd(_backward, setup_context=_keep)
+grouped_matmul.register_autograd(_backward, setup_context=_keep)

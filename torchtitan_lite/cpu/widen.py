@@ -48,14 +48,14 @@ def slow_on_rank0() -> list[str]:
 
 
 def widens(config: Config, world: World) -> bool:
-    """Whether 16-bit products are computed in float32. The first call is a collective."""
+    """Whether 16-bit matmuls are computed in float32. The first call is a collective."""
     dtypes = config.fsdp.dtypes("param_dtype") - {None, "float32"}
-    if not dtypes or not config.speed.widened_products or world.device.type != "cpu":
+    if not dtypes or not config.speed.widen_matmuls or world.device.type != "cpu":
         return False
     return not dtypes.isdisjoint(slow_on_rank0())
 
 
-def widen(model: Transformer) -> None:
+def use_float32_matmuls(model: Transformer) -> None:
     """Compute the products of nn.Linear, of experts, of attention and of the output matrix in float32.
 
     Whatever computes attention by then goes on doing so, on float32 copies.
@@ -70,7 +70,7 @@ def widen(model: Transformer) -> None:
             experts: Any = module
             experts.multiply = functools.partial(multiplied_in_float32, experts.multiply)
     model.output.linear = linear  # type: ignore[assignment]  # its first argument has another name
-    model.output.cross_entropy = functools.partial(loss.chunked_cross_entropy, product_dtype=torch.float32)
+    model.output.cross_entropy = functools.partial(loss.chunked_cross_entropy, matmul_dtype=torch.float32)
 
 
 def in_float32(attend: Attend, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -84,7 +84,7 @@ def multiplied_in_float32(multiply: Attend, x: Tensor, weight: Tensor, ends: Ten
 
 
 class Linear(nn.Linear):
-    """nn.Linear whose 16-bit products are computed in float32."""
+    """nn.Linear whose 16-bit matmuls are computed in float32."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) -> (..., N), in the dtype of x."""
