@@ -1,8 +1,8 @@
-"""The product of each expert's tokens with its matrix, as one operator, which FakeTensors and compiled blocks see too.
+"""The grouped matmul of experts, each group of tokens with its own matrix, as one operator.
 
-On a GPU `torch.nn.functional.grouped_mm` computes it in bfloat16, and the host does not wait for the loads. Otherwise
-it is a loop of products, for which the host reads the loads: on a CPU that costs nothing, and works in any dtype and
-shape.
+FakeTensors and compiled blocks see the operator too. On a GPU in bfloat16 it calls `torch.nn.functional.grouped_mm`,
+and the host does not wait for the loads. Otherwise it loops over matmuls, in any dtype and shape. The loop reads the
+loads on the host, which on a CPU costs nothing.
 """
 
 from typing import Any
@@ -11,16 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_ALIGNED = 16  # bytes that `torch.nn.functional.grouped_mm` wants the rows of its factors to be multiples of
+_ALIGNED = 16  # bytes; `torch.nn.functional.grouped_mm` needs row strides that are multiples of this
 
 
 def loop_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiply the rows of each group with a matrix of its own.
+    """Multiply each group of rows by its own matrix.
 
     Args:
         x: (N, I), the rows of group 0 first.
         weight: (G, O, I).
-        ends: (G,) int32, the row after the last one of each group; the last is N.
+        ends: (G,) int32, the end row of each group (exclusive); the last is N.
 
     Returns:
         (N, O)
@@ -32,7 +32,7 @@ def loop_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def loop_gradient(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """The gradient of `weight`, (G, O, I), from that of the result, (N, O). It is 0 for a group without rows."""
+    """Compute the gradient of `weight`, (G, O, I), from the result's, (N, O). A group without rows gets 0."""
     out = x.new_empty(len(ends), grad.shape[1], x.shape[1])
     for g, (start, end) in enumerate(_bounds(ends)):
         torch.mm(grad[start:end].T, x[start:end], out=out[g])
@@ -62,7 +62,7 @@ def _gradient_on_cuda(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
         return loop_gradient(grad, x, ends)
     out = F.grouped_mm(grad.T, x, offs=ends)
     empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
-    return out.masked_fill_(empty[:, None, None], 0)  # a B200 writes something else there (pytorch #172439)
+    return out.masked_fill_(empty[:, None, None], 0)  # a B200 leaves garbage in empty groups (pytorch #172439)
 
 
 def _grouped_mm_takes(*factors: Tensor) -> bool:
