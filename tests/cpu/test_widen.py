@@ -63,7 +63,7 @@ def test_inputs_of_any_shape_have_gradients(shape: tuple[int, ...]) -> None:
 def test_attention_computes_in_float32(attend: widen.Attend) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 24, 4, 8).bfloat16() for _ in range(3))
-    found = widen.in_float32(attend, q, k, v)
+    found = widen.attend_in_float32(attend, q, k, v)
     expected = attend(q.float(), k.float(), v.float())
     assert found.dtype == torch.bfloat16
     assert found.equal(expected.bfloat16())

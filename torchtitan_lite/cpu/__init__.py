@@ -1,8 +1,8 @@
-"""Faster implementations for CPUs. Names, shapes and checkpoints of a model stay the same; each has a key in [speed].
+"""Faster functions for CPUs, each with a key in [speed]. A model's names, shapes and checkpoints stay the same.
 
-The models hold plain functions. `apply` replaces some on a built model (train.py has the table), before activation
-checkpointing, compilation and `fully_shard`. A new one falls back to the plain one where that is as fast, e.g. for long
-sequences.
+Models use plain functions. `apply` replaces some of them on a built model (train.py has the table), before activation
+checkpointing, compilation and `fully_shard`. A replacement falls back to the plain function where that is as fast, e.g.
+for long sequences.
 """
 
 from torchtitan_lite.config.families import FAMILIES
@@ -17,7 +17,7 @@ __all__ = ["apply", "apply_shared_memory", "widens"]
 
 
 def apply(model: Transformer, config: SpeedConfig, *, widen: bool = False) -> None:
-    """Replace functions of a model by faster ones.
+    """Replace a model's functions by faster ones.
 
     Args:
         widen: compute 16-bit matmuls in float32; see `widens`.
