@@ -424,7 +424,7 @@ def test_a_failure_that_would_repeat_ends_torchrun(wrong: list[str], said: str, 
     assert machines.alive.pop("node0").wait(HANGS_S) == 1
     printed = machines.said()
     assert said in printed
-    assert "torchrun would try again, so it is ended" in printed
+    assert "ending torchrun, because a restart would fail in the same way" in printed
     assert machines.attempts <= 1
 
 
