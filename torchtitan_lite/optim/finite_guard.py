@@ -28,7 +28,7 @@ class Incident(NamedTuple):
 class Guard(Protocol):
     """Decides about the update of each step. All ranks have equal records, and come to the same result."""
 
-    def suspects(self, record: StepRecord) -> Tensor:
+    def withholds(self, record: StepRecord) -> Tensor:
         """() bool on the device: whether the update is withheld. `check` was called for the step before."""
 
     def check(self, record: StepRecord) -> Incident | None:
@@ -62,7 +62,7 @@ class FiniteGuard:
         """
         self._scaler, self._skipped, self._max_skipped = scaler, skipped, max_skipped
 
-    def suspects(self, record: StepRecord) -> Tensor:
+    def withholds(self, record: StepRecord) -> Tensor:
         return ~record.finite
 
     def check(self, record: StepRecord) -> Incident | None:
