@@ -50,25 +50,31 @@ from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.process import env_int, local_rank, prepare_process
 from torchtitan_lite.run import attempts, checks, out_of_memory, run_folder, start_and_end
 from torchtitan_lite.run.between_steps import (
-    build_beside,
+    build_periodic_work,
     disable_automatic_garbage,
-    left_out,
     log_step,
-    make_up,
+    missed_evaluations,
     peak_tokens_per_second,
     report_save,
+    run_missed,
     save,
 )
 from torchtitan_lite.run.metrics import Log, Meter
 from torchtitan_lite.run.preemption import Preemption, launcher_note
-from torchtitan_lite.run.session import Services, Session, Trained, due, settle, stream
+from torchtitan_lite.run.session import Services, Session, Trained, check_last_step, due, forward_seed
 from torchtitan_lite.run.watchdog import Watchdog
 from torchtitan_lite.scoring.validation import Validation
 from torchtitan_lite.terminal import print_error, print_line
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line. Returns the exit code. User errors are printed once per machine."""
+    """Run the command line. User errors are printed once per machine.
+
+    Returns:
+        The exit code. 0: finished, or stopped at run.max_minutes. run.preempted_exit_code (0): stopped by a signal.
+        1: the machine, the disk or another rank failed. 2: the command, config, data or checkpoint is wrong.
+        3: training failed, and would again (a NaN, a loss spike). 130: Ctrl-C at the start, or twice.
+    """
     return run_cli("train.py", lambda: launch(argv), local_rank())
 
 
@@ -116,11 +122,11 @@ def run(loaded: Loaded, data: DataSet, world: World, log: Log) -> int:
         s = build(config, data, world, log)
         closing.callback(s.close)
         start_and_end.take_over(hosts, loaded, data, s)
-        looks = left_out(s)  # due at the step that the run resumes from, but never finished
-        if looks or s.state.step < config.train.steps:
+        missed = missed_evaluations(s)  # due at the step that the run resumes from, but never finished
+        if missed or s.state.step < config.train.steps:
             closing.enter_context(log.tracking(config.log, s.state))
         with s.services.preemption, s.services.watchdog.naming_lost_ranks(), out_of_memory.with_advice(config):
-            make_up(s, looks)
+            run_missed(s, missed)
             if not s.services.preemption.agreed:
                 train(s)
             return start_and_end.report_end(s)
@@ -142,7 +148,7 @@ def build(config: Config, data: DataSet, world: World, log: Log) -> Session:
 
 
 def build_watched(config: Config, data: DataSet, world: World, log: Log, watchdog: Watchdog) -> Session:
-    """Build the parts in order."""
+    """Build mesh, model, optimizer, data, checkpointer and guards, in this order."""
     # 1. The mesh: which ranks shard one replica of the model, and which hold further replicas.
     mesh = build_mesh(config.fsdp, world.device)
 
@@ -157,7 +163,7 @@ def build_watched(config: Config, data: DataSet, world: World, log: Log, watchdo
 
     # 4. The data: a batch's sequences are a function of the seed and one integer, state.samples_consumed.
     samples = open_samples(data, "train", config)
-    of_rank = Loader(
+    rank_loader = Loader(
         samples,
         micro_batch_size=config.train.micro_batch_size,
         rank=world.rank,
@@ -166,26 +172,32 @@ def build_watched(config: Config, data: DataSet, world: World, log: Log, watchdo
         document_mask=config.data.document_mask,
         pin=world.device.type == "cuda",
     )
-    loader = PrefetchingLoader(of_rank, world.device)
+    loader = PrefetchingLoader(rank_loader, world.device)
     validation = Validation.of(config, data, config.train.micro_batch_size, world.rank, world.world_size)
-    beside = build_beside(config, data, world, validation)
+    periodic = build_periodic_work(config, data, world, validation)
 
     # 5. The newest checkpoint of the run, else the weights that model.init_from names.
     preemption = Preemption(config.run.max_minutes, config.folder / run_folder.JOINING)  # max_minutes includes the load
     best_of = functools.partial(attempts.best_step, config.folder)
     checkpointer = Checkpointer(config.folder / "checkpoints", model, optimizer, config.checkpoint, world, best_of)
-    fresh = fresh_state(config, data, world, validation.identity(), beside.questions)
+    fresh = fresh_state(config, data, world, validation.identity(), periodic.task_hashes)
     with watchdog.loading("loading a checkpoint"):
         resumed = load_newest(config, checkpointer, fresh, log)
     state = resumed.continued_by(fresh) if resumed else fresh
 
-    # 6. The loss scaler, the guards that may withhold an update, and the services around the steps.
+    # 6. The loss scale (float16), the guards that can withhold an update, and the clock.
     scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, world.device, state.grad_scaler)
     guards = build_guards(config, world, state, scaler, checkpointer, log)
     meter = Meter(state, world.device, peak_tokens_per_second(config, model, world))
-    services = Services(log, meter, watchdog, preemption, checkpointer)
-    trained = Trained(model, optimizer, scaler, guards, samples, loader)
-    return Session(config, world, trained, services, beside, state, resumed)
+    return Session(
+        config,
+        world,
+        Trained(model=model, optimizer=optimizer, scaler=scaler, guards=guards, samples=samples, loader=loader),
+        Services(log=log, meter=meter, watchdog=watchdog, preemption=preemption, checkpointer=checkpointer),
+        periodic,
+        state,
+        resumed,
+    )
 
 
 def build_guards(
@@ -250,36 +262,36 @@ def load_newest(config: Config, checkpointer: Checkpointer, fresh: TrainState, l
 def train(s: Session) -> None:
     """Train from the step after `s.state` to the last one, or until the ranks agree to stop.
 
-    A stop first logs and saves. The next start does what else was due at that step (`make_up`).
+    A stop first logs and saves. The next start runs what else was due at that step (`run_missed`).
     """
-    config, steps, beside, preemption = s.config, s.config.train.steps, s.beside, s.services.preemption
-    reading = config.log.every, config.checkpoint.every, *(look.every for look in beside.looks)
+    config, steps, periodic, preemption = s.config, s.config.train.steps, s.periodic, s.services.preemption
+    reading = config.log.every, config.checkpoint.every, *(one.every for one in periodic.evaluations)
     if config.speed.gc_every:
         disable_automatic_garbage()
     for step in s.services.log.progress(s.state.step + 1, steps):
         s.services.watchdog.step(step)
-        if beside.profile:
-            beside.profile.start(step)
+        if periodic.profile:
+            periodic.profile.start(step)
         record = train_step(s, step)
 
         last = step == steps
         if last or preemption.agreed or any(due(step, every) for every in reading):
-            settle(s)  # now, and wait for the device; otherwise the next step settles it without waiting
-        stops = preemption.agreed
+            check_last_step(s)  # now, and wait for the device; otherwise the next step does it, without waiting
+        stops = preemption.agreed  # `check_last_step` sets it, here or within `train_step`
         ends = last or stops
         with s.services.meter.paused():
             if ends or due(step, config.log.every):
                 log_step(s, record)
-            if beside.validation and not stops and (last or due(step, config.eval.every)):
-                beside.validation.take(s)
-            if beside.tasks and not stops and (last or due(step, config.eval.tasks_every)):
-                beside.tasks.take(s)
+            if periodic.validation and not stops and (last or due(step, config.eval.every)):
+                periodic.validation.run(s)
+            if periodic.tasks and not stops and (last or due(step, config.eval.tasks_every)):
+                periodic.tasks.run(s)
             if ends or due(step, config.checkpoint.every):
                 save(s, ends=ends)
-            if beside.samples and not stops and (last or due(step, config.sample.every)):
-                beside.samples.take(s)
-            report_save(s.services.checkpointer, s.services.log, wait=False)  # a background save may have ended
-            if beside.profile and (line := beside.profile.stop(step, last=ends)):
+            if periodic.samples and not stops and (last or due(step, config.sample.every)):
+                periodic.samples.run(s)
+            report_save(s.services.checkpointer, s.services.log, wait=False)  # one in the background may have ended
+            if periodic.profile and (line := periodic.profile.stop(step, last=ends)):
                 s.services.log.info(line)
             if due(step, config.speed.gc_every):
                 gc.collect()
@@ -315,16 +327,16 @@ def train_step(s: Session, step: int) -> StepRecord:
     # sets the factor as `grad_scale`; the fused AdamW applies it to the gradients as it reads them
     optim.clip_gradients(optimizer, record.grad_norm, config.optim.max_norm, scaler.scale)
 
-    settle(s)  # the previous step: the device has finished it, so the host does not wait
+    check_last_step(s)  # the previous step, which the device has finished by now: the host does not wait
     services.meter.add_loss(record.loss_sum, record.targets)
     optim.set_learning_rate(optimizer, optim.learning_rate(config.optim, step, config.train.steps))
     with services.meter.timing("optimizer_s"):
-        withheld = torch.stack([guard.suspects(record) for guard in s.trained.guards]).any()
-        optimizer.update(step, withheld)  # changes nothing if `withheld` is true, on the device
+        withheld = torch.stack([guard.withholds(record) for guard in s.trained.guards]).any()
+        optimizer.update(step, withheld)  # where it is true, on the device, nothing changes
         scaler.update(~record.finite)
         model.balance(record.loads, optimizer.found_inf)
 
-    s.unread, s.state = record, s.state.after_step(first + size, batch.global_tokens)
+    s.unchecked, s.state = record, s.state.after_step(first + size, batch.global_tokens)
     return record
 
 
@@ -336,8 +348,8 @@ def forward_backward(config: Config, world: World, trained: Trained, step: int, 
     for i, micro in enumerate(batch.micro_batches):
         # Seeds dropout from the step, so there is no random state to save. (torch.manual_seed is slower.)
         seed = torch.manual_seed if device.type == "cuda" else torch.default_generator.manual_seed
-        seed(stream(config.run.seed, step, i, world.rank))
-        # By default each backward reduces its gradients, which accumulate as shards. grad_sync can defer the reduction.
+        seed(forward_seed(config.run.seed, step, i, world.rank))
+        # By default backward reduces each micro-batch, and gradients accumulate as shards. grad_sync can put it off.
         parallelize.before_micro_batch(model, config.fsdp, last=i == len(batch.micro_batches) - 1)
         loss = model(**micro.on(device))  # summed over this rank's targets
         # FSDP2's reduce-scatter AVERAGES gradients over ranks. The gradient of the mean loss per token is their SUM,

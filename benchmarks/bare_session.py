@@ -13,7 +13,7 @@ from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.optimizer import build_optimizer
 from torchtitan_lite.run.metrics import Meter
 from torchtitan_lite.run.preemption import Preemption
-from torchtitan_lite.run.session import Beside, Services, Session, Trained
+from torchtitan_lite.run.session import PeriodicWork, Services, Session, Trained
 
 
 def bare_session(config: Config, world: World, model: Transformer, loader: Any) -> Session:
@@ -24,4 +24,4 @@ def bare_session(config: Config, world: World, model: Transformer, loader: Any) 
     scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, world.device)
     trained = Trained(model, optimizer, scaler, [FiniteGuard(scaler, [])], unused, loader)
     services = Services(unused, Meter(TrainState(), world.device), watchdog, Preemption(0, Path("none")), unused)
-    return Session(config, world, trained, services, Beside(), TrainState())
+    return Session(config, world, trained, services, PeriodicWork(), TrainState())

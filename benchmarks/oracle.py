@@ -46,7 +46,7 @@ from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import World, build_mesh
 from torchtitan_lite.huggingface import configs, names
 from torchtitan_lite.models.loss import IGNORE
-from torchtitan_lite.run.session import settle
+from torchtitan_lite.run.session import check_last_step
 
 Curve = list[tuple[float, float]]  # loss and gradient norm of each step
 Job = tuple[str, str]  # way and dtype
@@ -131,7 +131,7 @@ def ours(world: World, folder: Path, copies: int, dtype: str, steps: int, **more
     curve = []
     for step in range(1, steps + 1):
         record = train.train_step(session, step)
-        settle(session)
+        check_last_step(session)
         curve.append((record.loss.item(), record.grad_norm.item()))
     return curve
 

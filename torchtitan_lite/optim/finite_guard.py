@@ -28,7 +28,7 @@ class Incident(NamedTuple):
 class Guard(Protocol):
     """Decides whether to withhold each update. All ranks have equal records, and so decide the same."""
 
-    def suspects(self, record: StepRecord) -> Tensor:
+    def withholds(self, record: StepRecord) -> Tensor:
         """Return whether to withhold the update, () bool on the device. `check` has seen the previous step."""
 
     def check(self, record: StepRecord) -> Incident | None:
@@ -62,7 +62,7 @@ class FiniteGuard:
         """
         self._scaler, self._skipped, self._max_skipped = scaler, skipped, max_skipped
 
-    def suspects(self, record: StepRecord) -> Tensor:
+    def withholds(self, record: StepRecord) -> Tensor:
         return ~record.finite
 
     def check(self, record: StepRecord) -> Incident | None:

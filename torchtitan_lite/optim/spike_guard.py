@@ -71,7 +71,7 @@ class SpikeGuard:
         self._window = {key: list(window.get(key, ())) for key in ("losses", "norms")}
         self._limits = math.inf, math.inf
 
-    def suspects(self, record: StepRecord) -> Tensor:
+    def withholds(self, record: StepRecord) -> Tensor:
         c = self._config
         self._limits = math.inf, math.inf
         if record.step > self._warmup_steps:
