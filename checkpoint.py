@@ -119,7 +119,7 @@ class Checkpointer(BaseCheckpointer):
         return self.write_whole(whole)
 
     def write_gathered(self, path: Path, tensors: Tensors) -> FileRecord:
-        """Write a file on rank 0, one whole tensor after another. Collective."""
+        """Write a file on rank 0, one whole tensor at a time. Collective."""
         with TensorWriter(path, specs_of(tensors)) as writer:
             for name in writer.names:
                 self.gather(tensors[name], functools.partial(writer.add, name))
@@ -163,7 +163,7 @@ class Checkpointer(BaseCheckpointer):
             nonlocal whole
             with progress.working(f"reading {name}"):
                 whole = None  # free it before reading the next
-                whole = read(name).contiguous()  # another family's weights may be transposed views
+                whole = read(name).contiguous()  # imported weights may be transposed views
 
         for name, target in targets.items():
             on_rank0(functools.partial(read_whole, name), self.world.untimed)  # as in `gather`
@@ -250,7 +250,7 @@ class Checkpointer(BaseCheckpointer):
         by_file = {MODEL: model, OPTIMIZER: tensor_names.flat(optimizer)}
         return {file: {name: by_file[file][name] for name in tensors} for file, tensors in self.parts().items()}
 
-    # --- the weights of another model ---------------------------------------------------------------------------
+    # --- imported weights ---------------------------------------------------------------------------------------
 
     def load_weights(
         self, find: Callable[[], tuple[Path, list[str]]], open_weights: Callable[[Path], Mapping[str, Tensor]]

@@ -1,4 +1,4 @@
-"""A session for steps alone: without a run's folder, validation, checkpoints and log. Benchmarks and tests use it."""
+"""A session for single steps, without run folder, validation, checkpoints or log, for benchmarks and tests."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +17,8 @@ from torchtitan_lite.run.session import PeriodicWork, Services, Session, Trained
 
 
 def bare_session(config: Config, world: World, model: Transformer, loader: Any) -> Session:
-    """What `train.train_step` works with, for a sharded model and its loader."""
-    unused: Any = None  # the loop's, not a step's
+    """Build the session that `train.train_step` needs, for a sharded model and its loader."""
+    unused: Any = None  # the loop reads these, a step does not
     watchdog: Any = SimpleNamespace(computing=lambda: None)
     optimizer = build_optimizer(model, config.optim)
     scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, world.device)

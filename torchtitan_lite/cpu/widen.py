@@ -69,7 +69,7 @@ def use_float32_matmuls(model: Transformer) -> None:
         elif hasattr(module, "multiply"):
             experts: Any = module
             experts.multiply = functools.partial(multiply_in_float32, experts.multiply)
-    model.output.linear = linear  # type: ignore[assignment]  # its first argument has another name
+    model.output.linear = linear  # type: ignore[assignment]  # F.linear's first argument has a different name
     model.output.cross_entropy = functools.partial(loss.chunked_cross_entropy, matmul_dtype=torch.float32)
 
 

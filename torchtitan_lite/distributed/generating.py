@@ -11,7 +11,7 @@ from torchtitan_lite.config.schema import FsdpConfig
 from torchtitan_lite.distributed.parallelize import evaluating, groups_of
 from torchtitan_lite.models import Transformer
 
-GATHERED_BYTES = 1 << 30  # on a CPU, whose free memory all ranks share
+GATHERED_BYTES = 1 << 30  # limit on a CPU, where all ranks share the memory
 
 
 @contextlib.contextmanager

@@ -49,7 +49,7 @@ def require_initialised(model: nn.Module) -> None:
         if tensor.is_meta:
             problems.append(f"{name} is on the meta device")
         elif tensor.is_floating_point() and not tensor.isfinite().all():
-            problems.append(f"{name} holds values that are not finite: it was not initialised completely")
+            problems.append(f"{name} has values that are not finite: it was not fully initialised")
         elif not tensor.is_floating_point() and (tensor == torch.iinfo(tensor.dtype).min).any():
             problems.append(f"{name} was not initialised")
         elif tensor.ndim > 1 and tensor.numel() > 1 and (tensor == tensor.flatten()[0]).all():

@@ -58,7 +58,7 @@ def _takes_groups(q: Tensor) -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def flash_works() -> bool:
-    """Whether PyTorch has a flash kernel, and the GPU is an A100 or newer."""
+    """Return whether PyTorch has a flash kernel, and the GPU is an A100 or newer."""
     return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability() >= (8, 0)
 
 
@@ -116,7 +116,7 @@ def _in_order(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A compiled function whose result selective checkpointing can keep: it sees it only with this option."""
+    """Compile a function so that selective checkpointing can see, and keep, its result."""
     try:
         return torch.compile(function, options={"wrap_inductor_compiled_regions": True})
     except RuntimeError:  # this torch has no such option
@@ -131,8 +131,8 @@ def _flex_attention_compiled() -> Callable[..., Any]:
 
 
 def _flex_attention() -> Callable[..., Any]:
-    """FlexAttention, compiled: it is a fused kernel only then."""
-    if torch.compiler.is_compiling():  # as a part of its block
+    """Return FlexAttention, compiled: only then is it a fused kernel."""
+    if torch.compiler.is_compiling():  # the block's compilation includes it
         from torch.nn.attention.flex_attention import flex_attention
 
         return flex_attention

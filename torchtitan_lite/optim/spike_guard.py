@@ -1,8 +1,9 @@
 """The guard against loss spikes, on the device. Imported only if [spike] asks for it.
 
-A loss or gradient norm is a spike if it is far above the median of the last `window` steps, measured in deviations. The
-comparison runs on the device, with limits that the host computes from earlier steps. So no step waits, and a spike's
-update is withheld like one that is not finite. The host reads the result one step later.
+A loss or gradient norm is a spike if it is more than a number of stds above the median of the last `window` steps. The
+std is estimated from the median absolute deviation. The comparison runs on the device, with limits that the host
+computes from earlier steps. So no step waits, and a spike's update is withheld like one that is not finite. The host
+reads the result one step later.
 """
 
 import math
@@ -36,14 +37,14 @@ class Spike(NamedTuple):
         return ", ".join(f"{name} {value:.4f} above {limit:.4f}" for name, value, limit in above)
 
 
-def limit(values: Sequence[float], window: int, deviations: float) -> float:
+def limit(values: Sequence[float], window: int, n_stds: float) -> float:
     """Return the value above which the next one is a spike; infinite with fewer than `window` values."""
-    if len(values) < window or not deviations:
+    if len(values) < window or not n_stds:
         return math.inf
     values = values[-window:]  # a resume may have shortened the window
     median = statistics.median(values)
     std = _MAD * statistics.median(abs(value - median) for value in values)
-    return median + deviations * max(std, _LEAST * abs(median))
+    return median + n_stds * max(std, _LEAST * abs(median))
 
 
 class SpikeGuard:
