@@ -1,4 +1,4 @@
-"""16-bit products in float32, for CPUs without 16-bit instructions: the same numbers, and a choice that is recorded."""
+"""16-bit matmuls in float32, for CPUs without 16-bit instructions: the same numbers, and a choice that is recorded."""
 
 import os
 import shutil
@@ -139,7 +139,7 @@ def test_the_cpu_is_known_by_its_flags(env: dict[str, str], expected: str | None
         assert said == expected
 
 
-SAID = "its products in float32: this CPU has no instructions for them"
+SAID = "its matmuls in float32: this CPU has no instructions for them"
 
 
 @pytest.mark.extended

@@ -561,7 +561,7 @@ def muon_as_on_gpu() -> AbstractContextManager[Any]:
 
 
 def muon_exchanges_each_shape_twice_a_step(build: Build) -> None:
-    """In the dtype of its products, whatever the number of micro-batches and the dtype of the computation."""
+    """In the dtype of its matmuls, whatever the number of micro-batches and the dtype of the computation."""
     for param_dtype, place, dtype in (
         ("float32", nullcontext(), fp32),
         ("bfloat16", nullcontext(), fp32),

@@ -157,19 +157,19 @@ class AllGather(_Collective):
         shared = self._by_group[group.group_name]
         if shared is None:
             return _all_gather(output_tensor, input_tensor, group, async_op)
-        mine = input_tensor.view(torch.uint8)
+        own = input_tensor.view(torch.uint8)
         rows = output_tensor.view(torch.uint8).view(shared.size, -1)
         start = 0
-        while start < len(mine):
+        while start < len(own):
             half = shared.half(torch.uint8)
-            stop = min(start + half.shape[1], len(mine))
-            half[shared.rank, : stop - start] = mine[start:stop]
+            stop = min(start + half.shape[1], len(own))
+            half[shared.rank, : stop - start] = own[start:stop]
             shared.barrier()
             for others in shared.others:
                 rows[others, start:stop] = half[others, : stop - start]
             start = stop
-        if rows[shared.rank].data_ptr() != mine.data_ptr():  # FSDP's input already is that row
-            rows[shared.rank] = mine
+        if rows[shared.rank].data_ptr() != own.data_ptr():  # FSDP's input already is that row
+            rows[shared.rank] = own
         return _Done() if async_op else None
 
 
@@ -215,9 +215,9 @@ def all_reduce(shared: SharedMemory, tensor: Tensor, op: Any = dist.ReduceOp.SUM
         else:  # each rank sums one part; summing all would cost the square of the ranks in total
             edges = [len(piece) * i // shared.size for i in range(shared.size + 1)]
             parts = [slice(*pair) for pair in itertools.pairwise(edges)]
-            mine = parts[shared.rank]
-            _sum(list(slots[:, mine]), piece[mine])
-            slots[shared.rank, mine] = piece[mine]  # no other rank reads it before the barrier
+            own = parts[shared.rank]
+            _sum(list(slots[:, own]), piece[own])
+            slots[shared.rank, own] = piece[own]  # no other rank reads it before the barrier
             shared.barrier()
             for rank, part in enumerate(parts):
                 if rank != shared.rank:

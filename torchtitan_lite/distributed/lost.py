@@ -53,7 +53,7 @@ def is_gone(error: RuntimeError) -> bool:
     return any(phrase in text for phrase in _GONE) or not any(phrase in text for phrase in _LATE)
 
 
-def reset(who: str, error: RuntimeError) -> str:
+def gone_message(who: str, error: RuntimeError) -> str:
     """Return the message for a closed connection (`is_gone`)."""
     return (
         f"connection reset: {who}. If that process printed no error, it was killed; dmesg on its machine names it if "
@@ -67,14 +67,14 @@ def shortened(error: RuntimeError) -> str:
     return f"({first.partition('. This is typically caused')[0]})"
 
 
-def at_start(error: RuntimeError) -> str:
+def start_message(error: RuntimeError) -> str:
     """Return the message during startup, before a Watchdog can add details."""
-    what = reset("a process died", error) if is_gone(error) else f"waited for the other ranks. {shortened(error)}"
-    return f"rank {env_int('RANK', 0)}, starting: {what}"
+    why = gone_message("a process died", error) if is_gone(error) else f"waited for the other ranks. {shortened(error)}"
+    return f"rank {env_int('RANK', 0)}, starting: {why}"
 
 
 @contextlib.contextmanager
-def explained(explain: Callable[[RuntimeError], str] = at_start) -> Iterator[None]:
+def explaining_lost_ranks(explain: Callable[[RuntimeError], str] = start_message) -> Iterator[None]:
     """Turn a communication error in this context into a StuckError."""
     try:
         yield

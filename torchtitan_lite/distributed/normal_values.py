@@ -33,14 +33,14 @@ def normal_(seed: int, name: str, parameter: Tensor, std: float, added: Entries 
     flat, dim = shard.view(-1), shard_dim(parameter)
     first = first_row * math.prod(parameter.shape[dim + 1 :])
     # with shards at dim 1, this rank has only a part of each row
-    mine, others = math.prod(shard.shape[dim:]), math.prod(parameter.shape[dim:]) - math.prod(shard.shape[dim:])
+    own, others = math.prod(shard.shape[dim:]), math.prod(parameter.shape[dim:]) - math.prod(shard.shape[dim:])
     table = _quantiles().to(flat.device) * std
     key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     for start in range(0, flat.numel(), _CHUNK):
         stop = min(start + _CHUNK, flat.numel())
         index = torch.arange(first + start, first + stop, dtype=torch.int64, device=flat.device)
         if dim:
-            index += (index - first) // mine * others
+            index += (index - first) // own * others
         flat[start:stop] = table[splitmix64(int.from_bytes(key[:8], "little"), index) >> 48 & (_LEVELS - 1)]
     if added is not None:
         *places, values = added

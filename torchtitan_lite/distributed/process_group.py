@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan_lite import process
 from torchtitan_lite.config.schema import FsdpConfig, RunConfig
-from torchtitan_lite.distributed.lost import explained
+from torchtitan_lite.distributed.lost import explaining_lost_ranks
 from torchtitan_lite.distributed.rendezvous import Store, find_ranks
 from torchtitan_lite.terminal import flush
 
@@ -51,7 +51,7 @@ def process_group(run: RunConfig) -> Iterator[World]:
     process.die_with_launcher()
     process.allow_open_files()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    with explained():
+    with explaining_lost_ranks():
         if "RANK" in os.environ:
             store, rank, world_size = find_ranks(run.start_timeout_minutes)
         else:

@@ -69,12 +69,12 @@ def on_all(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> l
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return the values of all ranks of the group, on every rank."""
-    mine = _to_bytes(value)
+    own = _to_bytes(value)
     sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.tensor([len(mine)], device="cpu"), group)
+    dist.all_gather(sizes, torch.tensor([len(own)], device="cpu"), group)
     longest = max(int(size) for size in sizes)
     data = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in sizes]
-    dist.all_gather(data, torch.cat([mine, mine.new_zeros(longest - len(mine))]), group)
+    dist.all_gather(data, torch.cat([own, own.new_zeros(longest - len(own))]), group)
     return [_from_bytes(each[: int(size)]) for each, size in zip(data, sizes, strict=True)]
 
 

@@ -56,14 +56,14 @@ def entries(config: ModelConfig, vocab_size: int) -> Mapping[str, Entries]:
         "layers.1.attention.wo": {(i, i): -COPY for i in range(1, e)},
     }
     tokens = torch.arange(vocab_size, device="cpu")
-    found = {
+    embeddings = {
         "tok_embeddings.weight": (
             tokens,
             torch.zeros_like(tokens),
             torch.full(tokens.shape, CONSTANT, dtype=torch.float32, device="cpu"),
         )
     }
-    return found | {f"{name}.weight": _entries(values) for name, values in added.items()}
+    return embeddings | {f"{name}.weight": _entries(values) for name, values in added.items()}
 
 
 def _entries(values: Mapping[tuple[int, int], float]) -> Entries:

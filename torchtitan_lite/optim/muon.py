@@ -169,23 +169,23 @@ def orthogonalised(matrices: list[nn.Parameter], rows: list[Tensor], first: int)
     turns = [
         range((i - first) % n_replicas, len(rows), n_replicas) for i in range(n_replicas)
     ]  # the matrices of each replica
-    mine = turns[replica]
-    done = _within_replica([matrices[i] for i in mine], [rows[i] for i in mine], (first + mine.start) // n_replicas)
+    own = turns[replica]
+    own_rows = _within_replica([matrices[i] for i in own], [rows[i] for i in own], (first + own.start) // n_replicas)
     if group is None:
-        return done
+        return own_rows
     if not rows[0].numel():  # the other ranks of `group` have no rows either
         return rows
     most = -(-len(rows) // n_replicas)
     sent = rows[0].new_zeros(most, *rows[0].shape)
-    for place, own in zip(sent, done, strict=False):
-        place.copy_(own)
+    for place, part in zip(sent, own_rows, strict=False):
+        place.copy_(part)
     received = sent.new_empty(n_replicas, *sent.shape)
     dist.all_gather(list(received), sent, group=group)
-    found = rows[:]
+    result = rows[:]
     for turn, parts in zip(turns, received, strict=True):
         for i, part in zip(turn, parts, strict=False):
-            found[i] = part
-    return found
+            result[i] = part
+    return result
 
 
 def _within_replica(matrices: list[nn.Parameter], rows: list[Tensor], first: int) -> list[Tensor]:
@@ -212,26 +212,26 @@ def _within_replica(matrices: list[nn.Parameter], rows: list[Tensor], first: int
     from_ranks = [n_owned * count * n for count in counts] + [0] * (n_ranks - len(counts))
     received = sent.new_empty(sum(from_ranks))
     dist.all_to_all_single(received, sent, from_ranks, to_owners, group=group)
-    done: list[Tensor] = []
+    orthogonal: list[Tensor] = []
     if n_owned:
         wholes = received.new_empty(n_owned, m, n)
         for block, first_row in _blocks(received, n_owned, m, n, per_rank):
             _rows_of(wholes, block, first_row).copy_(block.transpose(0, 1))
-        done = _each(wholes if wholes.is_cuda else list(wholes), transposed=by_columns)
+        orthogonal = _each(wholes if wholes.is_cuda else list(wholes), transposed=by_columns)
         del wholes, block
     del received
     sent = sent.new_empty(sum(from_ranks))
-    if done:
+    if orthogonal:
         for block, first_row in _blocks(sent, n_owned, m, n, per_rank):
-            torch.stack([_rows_of(whole[None], block, first_row)[0] for whole in done], dim=1, out=block)
-    del done
+            torch.stack([_rows_of(whole[None], block, first_row)[0] for whole in orthogonal], dim=1, out=block)
+    del orthogonal
     received = sent.new_empty(sum(to_owners))
     dist.all_to_all_single(received, sent, to_owners, from_ranks, group=group)
-    found = rows[:]
+    result = rows[:]
     for owner, part in zip(owners, received.split([to_owners[owner] for owner in owners]), strict=True):
         for i, own in zip(owned[owner], part.view(len(owned[owner]), own_count, n), strict=True):
-            found[i] = own.T if by_columns else own
-    return found
+            result[i] = own.T if by_columns else own
+    return result
 
 
 def _blocks(flat: Tensor, n_matrices: int, m: int, n: int, per_rank: int) -> Iterator[tuple[Tensor, int]]:
