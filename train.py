@@ -307,13 +307,14 @@ def train_step(s: Session, step: int) -> StepRecord:
         parallelize.unshard_first(model)  # this all-gather overlaps with fetching the batch
     with services.meter.timing("data_s"):
         size = config.train.batch_size(step)
+        # samples_consumed, unless data.skip_samples moves it past a range
         first = config.data.position(s.state.samples_consumed, size)  # jumps over data.skip_samples
         batch = s.trained.loader.batch(first, size)
     services.watchdog.computing()
     loss = forward_backward(config, s.world, s.trained, step, batch)
     # Each rank has its own shards' gradients, so the squared norm is a sum over ranks. With HSDP, each replica adds it.
     squared_norm = optim.squared_norm(model, replicas=config.fsdp.mesh(s.world.world_size)[0])
-    record = StepRecord(
+    record = StepRecord(  # sums the parts of all ranks: the one small all-reduce of a step
         step,
         samples=(first, first + size),
         targets=batch.global_tokens,
@@ -353,8 +354,9 @@ def forward_backward(config: Config, world: World, trained: Trained, step: int, 
         parallelize.before_micro_batch(model, config.fsdp, last=i == len(batch.micro_batches) - 1)
         loss = model(**micro.on(device))  # summed over this rank's targets
         # FSDP2's reduce-scatter AVERAGES gradients over ranks. The gradient of the mean loss per token is their SUM,
-        # divided by the global batch's number of valid targets. So multiply the average by the number of ranks. No rank
-        # divides by its own number of targets, because masking makes them differ between ranks.
+        # divided by the global batch's number of valid targets. So multiply the average by the number of ranks. (gloo
+        # has no scaled sums, which set_gradient_divide_factor needs.) No rank divides by its own number of targets,
+        # because masking makes them differ between ranks.
         trained.scaler.scaled(loss * (world.world_size / batch.global_tokens)).backward()
         loss_sum += loss.detach()
     return loss_sum

@@ -12,9 +12,15 @@ this:
     forward     all-gather, in param_dtype; compute; free, unless reshard_after_forward is False
     backward    all-gather again, if freed; compute; free; reduce-scatter the gradients, in reduce_dtype
 
-So only the computing and prefetched groups are gathered, and the optimizer sees only shards. Exceptions: the head is
-not freed after forward, embeddings are not gathered for backward, and `reshard_after_backward = false` keeps everything
-for the next micro-batch.
+So only the computing and prefetched groups are gathered, and the optimizer sees only shards. Exceptions:
+
+    the head                          not freed after forward, unless reshard_after_forward is True: backward begins
+                                      with it (with speed.chunked_loss only its norm is needed)
+    untied embeddings                 not gathered for backward
+    reshard_after_backward = false    everything stays gathered until the step's last micro-batch
+
+With HSDP (fsdp.dp_replicate) a group's gradients are reduce-scattered in dp_shard, then all-reduced in dp_replicate.
+Both average, so together they average over all ranks, as train.py assumes.
 """
 
 import contextlib
@@ -167,6 +173,7 @@ def _set_prefetch(chain: list[FSDPModule], config: FsdpConfig, tied: bool, devic
     for i, module in enumerate(forward_chain):
         module.set_modules_to_forward_prefetch(forward_chain[i + 1 : i + 1 + config.forward_prefetch])
     for i, module in enumerate(chain):
+        # untied embeddings are listed, too: with unshard_in_backward off, this gathers nothing
         module.set_modules_to_backward_prefetch(chain[max(i - config.backward_prefetch, 0) : i][::-1])
         if device_type == "cpu":
             # otherwise gloo's all-gather ends before the computation begins, and nothing overlaps

@@ -150,8 +150,8 @@ class Transformer(nn.Module):
 class Head(nn.Linear):
     """The output matrix and the loss.
 
-    With `chunked`, forward computes the loss, and FSDP gathers the matrix only for that time. Otherwise forward returns
-    all logits, FSDP casts them to fsdp.output_dtype, and `logits_or_loss` computes the loss from them.
+    With `chunked`, forward computes the loss and its gradients, so backward does not read the matrix. Otherwise forward
+    returns all logits, FSDP casts them to fsdp.output_dtype, and `logits_or_loss` computes the loss from them.
     """
 
     linear, cross_entropy = staticmethod(F.linear), staticmethod(chunked_cross_entropy)  # cpu/ replaces them

@@ -50,8 +50,8 @@ def too_many(skipped: list[int], most: int) -> bool:
 class FiniteGuard:
     """Withholds an update if a rank's loss or the gradient norm is not finite.
 
-    With float16, infinite gradients of a finite loss are an overflow: the step is counted, and the loss scale is
-    halved. Without float16 they are an error.
+    With float16, infinite gradients of a finite loss are an overflow: the step is counted, and GradScaler halves the
+    loss scale. Without float16 they are an error.
     """
 
     def __init__(self, scaler: GradScaler, skipped: list[int], max_skipped: int = 0) -> None:

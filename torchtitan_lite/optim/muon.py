@@ -33,7 +33,7 @@ OWNED_BYTES = 64 << 20  # per owner and exchange, but at least one matrix; a ste
 
 
 class Muon(AdamW):
-    """Muon for groups with `muon`, fused AdamW for the others.
+    """Muon for groups with `muon` (matrices of the blocks, see groups.py), fused AdamW for the others.
 
     A matrix's state is `momentum_buffer`, a DTensor like the parameter.
     """
@@ -163,27 +163,26 @@ def orthogonalised(matrices: list[nn.Parameter], rows: list[Tensor], first: int)
         matrices: parameters of one shape (M, N), sharded alike.
         rows: this rank's rows of the values to orthogonalise, one tensor per matrix.
         first: the first matrix's owner, modulo the number of owners; the next owner has the next matrix. Owner k is
-            rank k // replicas of replica k % replicas.
+            rank k // replicas of replica k % replicas. From owner 0, with 2 replicas of 2 ranks, the owners are
+            (replica 0, rank 0), (1, 0), (0, 1), (1, 1).
     """
     group, n_replicas, replica = ranks_of(matrices[0], of_replicas=True)
-    turns = [
-        range((i - first) % n_replicas, len(rows), n_replicas) for i in range(n_replicas)
-    ]  # the matrices of each replica
-    own = turns[replica]
+    of_replica = [range((i - first) % n_replicas, len(rows), n_replicas) for i in range(n_replicas)]  # its matrices
+    own = of_replica[replica]
     own_rows = _within_replica([matrices[i] for i in own], [rows[i] for i in own], (first + own.start) // n_replicas)
     if group is None:
         return own_rows
     if not rows[0].numel():  # the other ranks of `group` have no rows either
         return rows
-    most = -(-len(rows) // n_replicas)
-    sent = rows[0].new_zeros(most, *rows[0].shape)
+    n_sent = -(-len(rows) // n_replicas)
+    sent = rows[0].new_zeros(n_sent, *rows[0].shape)
     for place, part in zip(sent, own_rows, strict=False):
         place.copy_(part)
     received = sent.new_empty(n_replicas, *sent.shape)
     dist.all_gather(list(received), sent, group=group)
     result = rows[:]
-    for turn, parts in zip(turns, received, strict=True):
-        for i, part in zip(turn, parts, strict=False):
+    for its, parts in zip(of_replica, received, strict=True):
+        for i, part in zip(its, parts, strict=False):
             result[i] = part
     return result
 
@@ -218,7 +217,7 @@ def _within_replica(matrices: list[nn.Parameter], rows: list[Tensor], first: int
         for block, first_row in _blocks(received, n_owned, m, n, per_rank):
             _rows_of(wholes, block, first_row).copy_(block.transpose(0, 1))
         orthogonal = _each(wholes if wholes.is_cuda else list(wholes), transposed=by_columns)
-        del wholes, block
+        del wholes, block  # views of them would keep `received` alive
     del received
     sent = sent.new_empty(sum(from_ranks))
     if orthogonal:

@@ -49,6 +49,7 @@ class StepRecord:
         """
         n = 3 + world.world_size
         sums = torch.zeros(n + (0 if loads is None else loads.numel()), dtype=torch.float64, device=loss.device)
+        # sums: loss, squared norm, stop requests, loss of each rank, loads
         sums[0], sums[1] = loss, squared_norm
         sums[2:3].fill_(float(stop))  # sums[2] = 1.0 would make the host wait for the device
         sums[3 + world.rank] = loss  # the other ranks add 0 here
