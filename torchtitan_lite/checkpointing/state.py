@@ -38,7 +38,7 @@ class TrainState:
         )
 
     def continued_by(self, fresh: "TrainState") -> "TrainState":
-        """This saved state in a run that resumes: what describes the config and the machines is the run's own."""
+        """Keep everything saved except the fields that describe this attempt's config, data and machines."""
         return replace(
             self,
             end_token=fresh.end_token,
