@@ -155,8 +155,8 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
     if s.resumed and loaded_config.kept:
         values = flatten(config)
         kept = ", ".join(f"{key} = {format_value(values[key])}" for key in loaded_config.kept)
-        whose = f"of {checkpointer.forked_from}" if checkpointer.forked_from else "the run's own"
-        log.info(f"resume  {kept}: {whose}, not given by this command; today's defaults differ")
+        source = checkpointer.forked_from or "the checkpoint"
+        log.info(f"resume  {kept}: kept from {source} (not set here; the defaults differ)")
     if config.model.init_from and not s.resumed and world.rank == 0:
         from torchtitan_lite.huggingface.weights import tokenizer_notes
 
