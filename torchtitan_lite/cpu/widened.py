@@ -15,9 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_lite.config.schema import Config
 from torchtitan_lite.cpu import loss
-from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.distributed.ranks import on_rank0
 from torchtitan_lite.models import Transformer
 
@@ -45,14 +43,6 @@ def slow_dtypes() -> list[str]:
 def slow_on_rank0() -> list[str]:
     """`slow_dtypes` of rank 0, which decides for all. The first call is a collective."""
     return on_rank0(slow_dtypes)
-
-
-def widens(config: Config, world: World) -> bool:
-    """Whether 16-bit products are computed in float32. The first call is a collective."""
-    dtypes = config.fsdp.dtypes("param_dtype") - {None, "float32"}
-    if not dtypes or not config.speed.widened_products or world.device.type != "cpu":
-        return False
-    return not dtypes.isdisjoint(slow_on_rank0())
 
 
 def widen(model: Transformer) -> None:

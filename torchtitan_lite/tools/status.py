@@ -17,7 +17,6 @@ from typing import Any
 from torchtitan_lite.config import paths
 from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.run import attempts
-from torchtitan_lite.run.goodput import goodput_line
 from torchtitan_lite.terminal import duration
 
 
@@ -114,7 +113,7 @@ def _status(folder: Path) -> int:
         best = attempts.best_step(folder, [*saved])
         if best is not None:
             lines.append(f"best    the checkpoint of step {best:,}, by validation loss")
-        lines.append(f"speed   {rate:,.0f} tokens per second, {goodput_line(folder)}")
+        lines.append(f"speed   {rate:,.0f} tokens per second, {attempts.goodput_line(folder)}")
     else:
         lines.append("step    none has been logged")
     print("\n".join("".join(c if c.isprintable() else "?" for c in line) for line in lines))

@@ -11,7 +11,6 @@ from typing import Any
 from torchtitan_lite.config.toml import format_value
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.run import attempts
-from torchtitan_lite.run.goodput import goodput
 from torchtitan_lite.tools.columns import columns
 from torchtitan_lite.tools.status import Status, status_of
 
@@ -114,7 +113,7 @@ def read_run(folder: Path) -> Run:
             records=records,
             samples=attempts.records(folder, "samples.jsonl"),
             config_text=(folder / "config.toml").read_text(encoding="utf-8"),
-            goodput=goodput(history, records),
+            goodput=attempts.goodput(history, records),
         )
     except OSError as error:
         raise DataError(f"{folder} can't be read: {error}") from None
