@@ -1,6 +1,6 @@
 """Published throughputs, as configs of ours, and what `plan` expects for them.
 
-Some rows calibrate the constants of step_time.py and `Device.sustained`. The others were not used: they test them. All
+Some rows calibrate the constants of planned_run.py and `Device.sustained`. The others test them. All
 rows of the sources are here whose settings `plan` has and the source states: bfloat16, FSDP alone or one GPU, no host
 offload; of llm-foundry's many rows those with 2,048 tokens and 8, 128 or 256 GPUs, and the 70 B on 64. llm.c and llmq
 shard only the optimizer's state and are programs in CUDA: here they are compiled and keep their parameters gathered.
@@ -16,7 +16,7 @@ from typing import Any
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.run.mfu import DEVICES, Device
-from torchtitan_lite.tools.estimate import step_time
+from torchtitan_lite.tools.estimate import planned_run
 from torchtitan_lite.tools.estimate.planned_run import Plan, make_plan
 from torchtitan_lite.tools.estimate.work import Product, Work
 
@@ -233,7 +233,7 @@ def compare(row: Row) -> Compared:
         recomputing = [_with_recomputed_products(work, plan) for work in plan.simulated.work]
         plan = replace(plan, simulated=replace(plan.simulated, work=recomputing))
     tokens = row.micro_batches * row.micro_batch * row.seq_len
-    return Compared(row, round(tokens / step_time.expected(plan, device).total))
+    return Compared(row, round(tokens / planned_run.expected(plan, device).total))
 
 
 def _with_recomputed_products(work: Counter[Work], plan: Plan) -> Counter[Work]:

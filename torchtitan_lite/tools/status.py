@@ -6,6 +6,7 @@ which the kernel releases when rank 0 ends. Every reader of the status uses it.
 
 import argparse
 import fcntl
+import json
 import os
 import socket
 import time
@@ -90,10 +91,26 @@ def _newest() -> Path:
     return max(runs, key=lambda folder: runs[folder])
 
 
+def runs_in(folder: Path) -> str:
+    """For a message: the runs in a folder that was named in place of one of them; empty if it has none."""
+    names = sorted(file.parent.name for file in folder.glob("*/run.json"))
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return f"; it has the runs {', '.join(names[:10])}{more}" if names else ""
+
+
+def _has_files(checkpoint: Path) -> bool:
+    """Whether a checkpoint has the files of its manifest, of their sizes. (`checkpoint.py verify` compares hashes.)"""
+    try:
+        files = json.loads((checkpoint / "manifest.json").read_bytes())["files"]
+        return all((checkpoint / name).stat().st_size == about["bytes"] for name, about in files.items())
+    except (OSError, ValueError, KeyError):
+        return False
+
+
 def _status(folder: Path) -> int:
     about = attempts.newest_status(folder)
     if not about:
-        raise ConfigError(f"{folder} is not the folder of a run: it has no run.json that can be read")
+        raise ConfigError(f"{folder} is not the folder of a run: it has no run.json that can be read{runs_in(folder)}")
     records = attempts.records(folder)
     status = status_of(folder, about, records)
     reason = "" if status.active else about["reason"].split("\n")[0]
@@ -107,7 +124,7 @@ def _status(folder: Path) -> int:
         lines.append(f"step    {last['step']:,} of {n_steps:,}, {_ago(last['time'])}, loss {loss}")
         rate = sorted(record["tokens_per_second"] for record in steps)[len(steps) // 2]
         named = {saved.name.removeprefix("step-"): saved for saved in (folder / "checkpoints").glob("step-*")}
-        saved = {int(name): each.stat().st_mtime for name, each in named.items() if name.isdecimal()}
+        saved = {int(n): each.stat().st_mtime for n, each in named.items() if n.isdecimal() and _has_files(each)}
         if saved:
             lines.append(f"saved   step {max(saved):,}, {_ago(saved[max(saved)])}")
         best = attempts.best_step(folder, [*saved])

@@ -20,12 +20,13 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from torchtitan_lite.config import paths
+from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.data import token_files
 from torchtitan_lite.data.dataset import Source
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.token_files import ORIGINS, PAIRS, PLACE_BITS, TokenFiles, document_ends
 from torchtitan_lite.errors import ConfigError, run_cli
-from torchtitan_lite.terminal import counted, prepare_streams, print_line
+from torchtitan_lite.terminal import counted, prepare_streams
 from torchtitan_lite.tools.incidents.record import Record, read_record, require_own_step
 
 _TOKENS = 64  # of a text that are shown
@@ -178,6 +179,7 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigError("give --step N, also with --to M; or --find TEXT, also with --step and --to")
     if options.json and not options.json.absolute().parent.is_dir():
         raise ConfigError(f"--json={options.json}: {options.json.absolute().parent} is not a folder")
+    FAMILIES.add(options.family)
     record = read_record(options.run)
     steps, sources = _steps(options, record), [*map(Documents, record.data.sources)]
     notes = [
@@ -207,9 +209,9 @@ def _run(options: argparse.Namespace) -> int:
         first, end = record.samples[steps.start].start, record.samples[steps[-1]].stop
         title = f"{which}: samples {first} to {end - 1}, {counted(len(found), 'part')} of documents"
     for line in (*(f"note    {note}" for note in notes), title, *(row.line() for row in found[:most])):
-        print_line(line)
+        print(line)
     if len(found) > most:
-        print_line(f"and {len(found) - most:,} more; --json FILE has all")
+        print(f"and {len(found) - most:,} more; --json FILE has all")
     if options.json:
         content = {
             "run": str(options.run),
@@ -233,6 +235,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--to", type=int, default=None, metavar="M", help="the last step")
     parser.add_argument("--find", default=None, metavar="TEXT", help="the steps whose documents hold this text")
     parser.add_argument("--json", type=paths.expand, default=None, metavar="FILE", help="also write all of it here")
+    own = "of a model of your own: import it"
+    parser.add_argument("--model.family", dest="family", default="", metavar="module:Name", help=own)
     options = parser.parse_args(argv)
     prepare_streams()
     return run_cli("which", lambda: _run(options))
