@@ -1,4 +1,4 @@
-"""What a run is doing, from its folder: `python -m torchtitan_lite.status [RUN]`. It needs no torch.
+"""What a run is doing, from its folder: `python -m torchtitan_lite.status RUN`. It needs no torch.
 
 run.json has the newest status. A killed process writes none, so `status_of` compares it with the lock of the folder,
 which the kernel releases when rank 0 ends. Every reader of the status uses it.
@@ -79,16 +79,9 @@ def main(argv: Sequence[str]) -> int:
         description="Whether a run is alive, its step, loss and speed, and how long ago its last record was.",
         allow_abbrev=False,
     )
-    parser.add_argument("run", nargs="?", type=paths.expand, help="the run's folder; default: the newest in runs/")
+    parser.add_argument("run", type=paths.expand, metavar="RUN", help="the folder of a run")
     args = parser.parse_args(argv)
-    return run_cli("status", lambda: _status(args.run or _newest()))
-
-
-def _newest() -> Path:
-    runs = {file.parent: file.stat().st_mtime for file in Path("runs").glob("*/run.json")}
-    if not runs:
-        raise ConfigError("there is no run in runs/: name its folder, e.g. python -m torchtitan_lite.status FOLDER")
-    return max(runs, key=lambda folder: runs[folder])
+    return run_cli("status", lambda: _status(args.run))
 
 
 def runs_in(folder: Path) -> str:

@@ -81,10 +81,10 @@ class Timeline(TorchDispatchMode):
         self.n_copies, self.compiled, self.now = n_copies, compiled, 0
         self.storages: list[Storage] = []
         self.collectives: Counter[Collective] = Counter()
-        self.recorder = Recorder(self._storage_of)
+        self.recorder = Recorder(lambda tensor: self._alive.get(id(tensor.untyped_storage())))
         self.phase, self.micro = "forward", 0
         self._parts: list[tuple[int, str]] = [(1, "start")]  # first moment and name of each part of the step
-        self._alive: dict[int, tuple[Any, Storage]] = {}  # by id: the weak reference that reports its release
+        self._alive: dict[int, Storage] = {}  # by id of torch's storage
 
     def part(self, name: str) -> None:
         self.recorder.end_of_kernel(self.phase)
@@ -105,36 +105,27 @@ class Timeline(TorchDispatchMode):
     def follow(self, tensor: Tensor, kind: str) -> None:
         """Follow a tensor's storage, or set the kind of one that is followed already."""
         storage = tensor.untyped_storage()
-        key = id(storage)
-        known = self._alive.get(key)
-        if known is not None:
-            if kind != ACTIVATIONS:
-                known[1].kind = kind
-            return
-        self._born(key, weakref.ref(storage, lambda _: self._dead(key)), storage.nbytes(), kind)
+        known = self._alive.get(key := id(storage))
+        if known is None:
+            self._born(storage, kind, weakref.ref(storage, lambda _: self._dead(key)))
+        elif kind != ACTIVATIONS:
+            known.kind = kind
 
-    def _storage_of(self, tensor: Tensor) -> Storage | None:
-        _, storage = self._alive.get(id(tensor.untyped_storage()), (None, None))
-        return storage
-
-    def _born(self, key: int, reference: Any, n_bytes: int, kind: str) -> None:
+    def _born(self, storage: Any, kind: str, reference: Any) -> None:
         self.now += 1
-        entry = Storage(self.now, n_bytes, kind)
+        self._alive[id(storage)] = entry = Storage(self.now, storage.nbytes(), kind, reference)
         self.storages.append(entry)
-        self._alive[key] = reference, entry
 
     def _dead(self, key: int) -> None:
         self.now += 1
-        self._alive.pop(key)[1].died = self.now
+        self._alive.pop(key).died = self.now
 
     def _resized(self, storage: Any) -> None:
         """FSDP frees and allocates gathered parameters by resizing their storage."""
         if known := self._alive.get(id(storage)):
-            reference, entry = known
             self.now += 1
-            entry.died = self.now
-            entry.kind = GATHERED
-            self._born(id(storage), reference, storage.nbytes(), GATHERED)
+            known.died, known.kind = self.now, GATHERED
+            self._born(storage, GATHERED, known.reference)
 
     def _collective(self, function: Any, args: Any) -> None:
         kind = _COLLECTIVES.get(function.__name__.split(".")[0])

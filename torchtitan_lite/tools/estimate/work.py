@@ -73,6 +73,7 @@ class Storage:
     born: int
     bytes: int
     kind: str
+    reference: Any  # the weak reference that reports its release
     died: int | None = None
 
 
