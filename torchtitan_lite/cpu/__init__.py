@@ -1,8 +1,8 @@
-"""Faster implementations for CPUs. Names, shapes and checkpoints of a model stay the same; each has a key in [speed].
+"""Faster functions for CPUs, each with a key in [speed]. A model's names, shapes and checkpoints stay the same.
 
-The models hold plain functions. `apply` replaces some on a built model (train.py has the table), before activation
-checkpointing, compilation and `fully_shard`. A new one falls back to the plain one where that is as fast, e.g. for long
-sequences. What not every run needs (widened.py, shared_memory.py) is imported where it is used.
+Models use plain functions. `apply` replaces some of them on a built model (train.py has the table), before activation
+checkpointing, compilation and `fully_shard`. A replacement falls back to the plain function where that is as fast, e.g.
+for long sequences. What not every run needs (widen.py, shared_memory.py) is imported where it is used.
 """
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,20 +17,20 @@ from torchtitan_lite.process import env_int
 
 
 def widens(config: Config, world: World) -> bool:
-    """Whether 16-bit products are computed in float32. The first call is a collective."""
+    """Return whether to compute 16-bit matmuls in float32. The first call is a collective."""
     dtypes = config.fsdp.dtypes("param_dtype") - {None, "float32"}
-    if not dtypes or not config.speed.widened_products or world.device.type != "cpu":
+    if not dtypes or not config.speed.widen_matmuls or world.device.type != "cpu":
         return False
-    from torchtitan_lite.cpu import widened
+    from torchtitan_lite.cpu.widen import slow_on_rank0
 
-    return not dtypes.isdisjoint(widened.slow_on_rank0())
+    return not dtypes.isdisjoint(slow_on_rank0())
 
 
 def apply(model: Transformer, config: SpeedConfig, *, widen: bool = False) -> None:
-    """Replace functions of a model by faster ones.
+    """Replace a model's functions by faster ones.
 
     Args:
-        widen: compute 16-bit products in float32; see `widens`.
+        widen: compute 16-bit matmuls in float32; see `widens`.
     """
     if config.block_attention:
         for module in model.modules():
@@ -41,9 +41,9 @@ def apply(model: Transformer, config: SpeedConfig, *, widen: bool = False) -> No
         fused.fuse_rotations(model)
     model.output.cross_entropy = loss.chunked_cross_entropy  # where model.output.chunked is set
     if widen:
-        from torchtitan_lite.cpu import widened
+        from torchtitan_lite.cpu.widen import use_float32_matmuls
 
-        widened.widen(model)
+        use_float32_matmuls(model)
 
 
 def apply_shared_memory(model: Transformer, mesh: DeviceMesh) -> None:
