@@ -56,7 +56,7 @@ from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.run import mfu
 from torchtitan_lite.run.between_steps import disable_automatic_garbage
 from torchtitan_lite.run.session import Session, check_last_step
-from torchtitan_lite.tools.estimate import step_time
+from torchtitan_lite.tools.estimate import planned_run
 from torchtitan_lite.tools.estimate.planned_run import Plan, make_plan
 from torchtitan_lite.tools.estimate.simulate import fake_world
 
@@ -166,7 +166,7 @@ def matmuls() -> Figures:
             total_s, total = total_s + n * seconds, total + n * flops
         if card:
             found[f"{file}, share of the peak"] = total / total_s / card.half_flops
-            found[f"plan_{file}, share of the peak"] = sum(step_time.shares(card)) / 2
+            found[f"plan_{file}, share of the peak"] = sum(planned_run.shares(card)) / 2
     return found
 
 
@@ -208,7 +208,7 @@ def attention() -> Figures:
         if card and isinstance(ours, float):
             key = f"heads of {head_dim}, share of the peak"
             found[key] = ours * 1e12 / card.half_flops
-            found[f"plan_{key}"] = step_time.ATTENTION * sum(step_time.shares(card)) / 2
+            found[f"plan_{key}"] = planned_run.ATTENTION * sum(planned_run.shares(card)) / 2
     return found
 
 
@@ -249,10 +249,10 @@ def copies() -> Figures:
     for _ in range(1000):
         small.add_(1)
     found["launch, us"] = 1e3 * (time.perf_counter() - start)
-    found["plan_launch, us"] = 1e6 * step_time.LAUNCH_S
+    found["plan_launch, us"] = 1e6 * planned_run.LAUNCH_S
     if card := gpu():
         found["share of the bandwidth"] = 1e9 * found["copy, GB/s"] / card.memory_bandwidth
-        found["plan_share of the bandwidth"] = step_time.MEMORY
+        found["plan_share of the bandwidth"] = planned_run.MEMORY
     return found
 
 
@@ -334,7 +334,7 @@ def run_steps(s: Session, plan: Plan, steps: int = STEPS, *, hidden: bool = Fals
     found["first step, s"] = times[0]
     if plan.device:
         found["MFU"] = plan.flops_per_token * found["tokens/s"] / plan.device.peak_flops(s.config.fsdp.param_dtype)
-        expected = step_time.expected(plan, plan.device)
+        expected = planned_run.expected(plan, plan.device)
         found["plan_step, s"] = expected.total - (expected.exposed if hidden else 0.0)
     return found
 
@@ -446,7 +446,7 @@ def fake_rank(config: str, values: dict[str, Any], world_size: int) -> Figures:
             found |= by_kind(lambda: train.train_step(s, 4))
     found["communication's stand-in, s"] = gather.take_seconds() + reduce.take_seconds()
     if plan.device:
-        expected = step_time.expected(plan, plan.device)
+        expected = planned_run.expected(plan, plan.device)
         found |= {f"plan_{kind}, s": getattr(expected, kind) for kind in ("products", "attention", "optimizer")}
         found["plan_others and copies, s"] = expected.others
         found["others and copies, s"] = found["others, s"] + found["copies, s"] - found["communication's stand-in, s"]

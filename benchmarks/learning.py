@@ -503,7 +503,7 @@ def repeated() -> tuple[float, list[float]]:
 
     from torchtitan_lite.api import load_config
     from torchtitan_lite.data.dataset import prepare_all
-    from torchtitan_lite.tools.incidents.seen import Documents
+    from torchtitan_lite.tools.incidents.which import Documents
 
     config = load_config()
     (source,) = prepare_all(config.data, config.tokenizer, lambda _: None).sources

@@ -28,7 +28,7 @@ from torchtitan_lite.cpu.loss import CHUNK
 from torchtitan_lite.distributed.process_group import exit_process, process_group
 from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.run.session import Session
-from torchtitan_lite.tools.allocator import peak_of
+from torchtitan_lite.tools.dry_run import peak_of
 
 ROOT = Path(__file__).parent.parent
 MIB = 2**20

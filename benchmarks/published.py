@@ -1,10 +1,10 @@
 """Published throughputs, as our configs, compared with the expectation of `plan`.
 
-Some rows calibrate the constants of step_time.py and `Device.sustained`. The others test them. Includes all rows whose
-settings the source states and `plan` supports: bfloat16, FSDP alone or one GPU, no host offload. From llm-foundry it
-takes the rows with 2,048 tokens on 8, 128 or 256 GPUs, and 70 B on 64. llm.c and llmq are CUDA programs that shard only
-the optimizer's state; here they are compiled and keep parameters gathered. `python -m benchmarks.published` prints the
-table of docs/lab/plan.md in a few minutes.
+Some rows calibrate the constants of planned_run.py and `Device.sustained`. The others test them. Includes all rows
+whose settings the source states and `plan` supports: bfloat16, FSDP alone or one GPU, no host offload. From llm-foundry
+it takes the rows with 2,048 tokens on 8, 128 or 256 GPUs, and 70 B on 64. llm.c and llmq are CUDA programs that shard
+only the optimizer's state; here they are compiled and keep parameters gathered. `python -m benchmarks.published` prints
+the table of docs/lab/plan.md in a few minutes.
 """
 
 import statistics
@@ -16,7 +16,7 @@ from typing import Any
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.run.mfu import DEVICES, Device
-from torchtitan_lite.tools.estimate import step_time
+from torchtitan_lite.tools.estimate import planned_run
 from torchtitan_lite.tools.estimate.planned_run import Plan, make_plan
 from torchtitan_lite.tools.estimate.work import Product, Work
 
@@ -233,7 +233,7 @@ def compare(row: Row) -> Compared:
         recomputing = [_with_recomputed_matmuls(work, plan) for work in plan.simulated.work]
         plan = replace(plan, simulated=replace(plan.simulated, work=recomputing))
     tokens = row.micro_batches * row.micro_batch * row.seq_len
-    return Compared(row, round(tokens / step_time.expected(plan, device).total))
+    return Compared(row, round(tokens / planned_run.expected(plan, device).total))
 
 
 def _with_recomputed_matmuls(work: Counter[Work], plan: Plan) -> Counter[Work]:

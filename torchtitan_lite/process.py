@@ -38,6 +38,15 @@ def local_rank() -> int:
         return 0
 
 
+def process_age_s() -> float:
+    """Seconds since this process was started, imports included; 0 where /proc does not tell."""
+    try:
+        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return max(float(Path("/proc/uptime").read_text().split()[0]) - started, 0.0)
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
 def cpu_threads(configured: int) -> tuple[int, str]:
     """Return this rank's number of CPU threads, and where it comes from. `configured` is run.threads.
 

@@ -18,7 +18,7 @@ from torchtitan_lite.checkpointing import full_state, safetensors_file, storage
 from torchtitan_lite.config.schema import CheckpointConfig, ModelConfig, OptimConfig
 from torchtitan_lite.distributed.process_group import World, limit_group_timeouts
 from torchtitan_lite.optim.optimizer import build_optimizer, make_state
-from torchtitan_lite.tools.allocator import peak_of
+from torchtitan_lite.tools.dry_run import peak_of
 
 MODEL = ModelConfig(family="gpt", dim=256, n_heads=2, n_layers=1, max_seq_len=3)  # its largest tensor: 517 x 256
 PIECE = 100_000  # bytes; no multiple of a row

@@ -9,7 +9,7 @@ import tomli
 import train
 from tests.config.parsing import mistakes, one_of, parse
 from torchtitan_lite import plan
-from torchtitan_lite.config import load, schema
+from torchtitan_lite.config import load, messages, schema
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import FsdpConfig, LogConfig
 from torchtitan_lite.config.sections.optim import OPTIMIZERS
@@ -144,11 +144,11 @@ def test_commas_separate_texts_unless_the_name_is_quoted(tmp_path: Path) -> None
 @pytest.mark.parametrize("key", list(schema.known_keys()))
 def test_an_example_for_the_shell_is_an_option(key: str) -> None:
     """A shell gives it back as one word, which means the value of the TOML example."""
-    (word,) = shlex.split(load.example(key).removeprefix("e.g. "))
+    (word,) = shlex.split(messages.example(key).removeprefix("e.g. "))
     name, _, text = word.removeprefix("--").partition("=")
     assert name == key
     section, field = key.split(".")
-    wanted = tomli.loads(load.example(key, "a file").removeprefix("e.g. ").replace(key, "value", 1))["value"]
+    wanted = tomli.loads(messages.example(key, "a file").removeprefix("e.g. ").replace(key, "value", 1))["value"]
     found = getattr(type(schema.Config.model_fields[section].default)(**{field: load.parse_value(key, text)}), field)
     if key in ("optim.groups", "fsdp.precision_overrides"):
         found = [item.model_dump(exclude_unset=True) for item in found]

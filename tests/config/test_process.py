@@ -39,7 +39,7 @@ def test_a_user_without_a_name_and_a_home_is_told_what_to_set(tmp_path: Path) ->
     assert "data.cache_dir =" in error
     code, error = limited("homeless", "--check-config", "--data.path=~/x")
     assert code == 2
-    assert "has no name; write the path in full" in error
+    assert "the home folder is not known; write the path in full" in error
 
 
 def test_several_ranks_print_one_message(text: Path, tmp_path: Path) -> None:

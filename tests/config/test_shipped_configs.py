@@ -12,7 +12,7 @@ from torchtitan_lite.config import load
 from torchtitan_lite.data.prepare.__main__ import main as prepare
 from torchtitan_lite.run import mfu
 from torchtitan_lite.run.mfu import Device
-from torchtitan_lite.tools.estimate import step_time
+from torchtitan_lite.tools.estimate import planned_run
 from torchtitan_lite.tools.estimate.planned_run import Plan, make_plan
 
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
@@ -105,7 +105,7 @@ def test_every_config_fits_its_cluster_with_room(file: Path) -> None:
     if file.stem in PUBLISHED:
         assert (found.vocab_size, found.n_parameters) == PARAMETERS[model.family, model.size]
     if found.device:
-        step = step_time.expected(found, found.device)
+        step = planned_run.expected(found, found.device)
         assert step.exposed < step.products, "bound by computing"
         assert found.config.fsdp.param_dtype == "bfloat16"
         # batches of pairs have many shapes, and compiled blocks would be compiled for them again
@@ -133,8 +133,8 @@ def test_configs_ship_as_the_fastest_setting_that_fits(name: str, change: dict[s
     assert shipped.device
     assert other.device
     if sum(other.device_bytes.values()) <= ROOM * other.device.memory_gib * GIB:
-        fastest = 0.98 * step_time.expected(shipped, shipped.device).total
-        assert step_time.expected(other, other.device).total > fastest
+        fastest = 0.98 * planned_run.expected(shipped, shipped.device).total
+        assert planned_run.expected(other, other.device).total > fastest
 
 
 @pytest.mark.slow

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from torchtitan_lite import cpu
 from torchtitan_lite.cpu import shared_memory
-from torchtitan_lite.cpu.shared_memory import AllGather, ReduceScatter, SharedMemory, all_reduce, apply_shared_memory
+from torchtitan_lite.cpu.shared_memory import AllGather, ReduceScatter, SharedMemory, all_reduce
 from torchtitan_lite.distributed.lost import is_lost
 from torchtitan_lite.distributed.process_group import World, limit_group_timeouts
 
@@ -125,7 +126,7 @@ def used(_world: World, shape: str) -> None:
     neighbours = int(shape.split("/")[1]) if "/" in shape else True
     expected = gradients(sharded(mesh, neighbours=neighbours))
     model = sharded(mesh, neighbours=neighbours)
-    apply_shared_memory(model, mesh)
+    cpu.apply_shared_memory(model, mesh)
 
     def loss() -> Tensor:
         return model(torch.full((2, 9), dist.get_rank() + 1.0)).square().sum()
@@ -156,7 +157,7 @@ def without(world: World, broken: int) -> None:
         if world.rank == broken:
             for name in ("memfd_create", "open"):
                 stack.enter_context(patch.object(os, name, side_effect=OSError("not today")))
-        apply_shared_memory(model, mesh)
+        cpu.apply_shared_memory(model, mesh)
     assert [("not today" in str(w.message)) for w in said] == [True] * (world.rank == 0)
     assert all(gradient.any() for gradient in gradients(model))
 
@@ -176,7 +177,7 @@ def lost(world: World) -> str:
     """The last rank ends. The others wait in each of the collectives, FSDP's all-reduce too."""
     mesh = DeviceMesh("cpu", torch.arange(world.world_size).view(-1, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
     model = sharded(mesh)
-    apply_shared_memory(model, mesh)
+    cpu.apply_shared_memory(model, mesh)
     shared = SharedMemory(mesh.get_group("dp_replicate"))
     shared.barrier()
     last = world.world_size - 1

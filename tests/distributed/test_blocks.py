@@ -13,7 +13,7 @@ from torchtitan_lite.config.schema import ActivationCheckpointingConfig, Compile
 from torchtitan_lite.distributed.blocks import apply_activation_checkpointing, apply_compile
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.models import Transformer, build
-from torchtitan_lite.tools.allocator import peak_of
+from torchtitan_lite.tools.dry_run import peak_of
 
 LLAMA = ModelConfig(dim=64, n_heads=4, n_layers=4, max_seq_len=64)
 GPT = ModelConfig(family="gpt", dim=64, n_heads=4, n_layers=4, max_seq_len=64, dropout=0.1)

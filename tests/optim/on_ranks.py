@@ -34,7 +34,7 @@ from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.optim.groups import freeze
 from torchtitan_lite.optim.optimizer import build_optimizer, set_learning_rate
-from torchtitan_lite.tools.allocator import own_bytes
+from torchtitan_lite.tools.dry_run import own_bytes
 
 # rows of 30 and 10 do not divide by 4, and of one row all ranks but one of each copy have none
 MODEL = ModelConfig(family="llama", dim=30, n_heads=3, n_kv_heads=1, hidden_dim=1, n_layers=5, max_seq_len=8)

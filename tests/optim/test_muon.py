@@ -19,8 +19,7 @@ from torchtitan_lite.models import build
 from torchtitan_lite.optim import muon
 from torchtitan_lite.optim.groups import parameter_groups
 from torchtitan_lite.optim.optimizer import build_optimizer
-from torchtitan_lite.tools.estimate.muon import EXCHANGED, GATHERED, muon_step
-from torchtitan_lite.tools.estimate.work import Product
+from torchtitan_lite.tools.estimate.work import EXCHANGED, GATHERED, Product, muon_step
 
 
 def expected(mesh: str) -> tuple[int, int, int]:

@@ -9,8 +9,9 @@ import pytest
 
 from tests.helpers import python, ranks, succeeded, tiny
 from tests.run.test_history import begin
-from torchtitan_lite.run import attempts, goodput
-from torchtitan_lite.run.goodput import goodput_line, process_age_s
+from torchtitan_lite.process import process_age_s
+from torchtitan_lite.run import attempts
+from torchtitan_lite.run.attempts import goodput_line
 from torchtitan_lite.tools.report.page import page
 from torchtitan_lite.tools.report.runs import read_run
 
@@ -18,7 +19,7 @@ RUN = {"run__name": "run", "train__steps": 9, "checkpoint__every": 3, "log__ever
 
 
 def goodput_of(folder: Path) -> tuple[float, float]:
-    return goodput.goodput(attempts.read(folder), attempts.records(folder))
+    return attempts.goodput(attempts.read(folder), attempts.records(folder))
 
 
 def test_only_the_steps_that_count_are_training(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.parallelize import before_micro_batch
 from torchtitan_lite.distributed.process_group import World, build_mesh, exit_process, process_group, sum_over_ranks
 from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, squared_norm
-from torchtitan_lite.tools.allocator import own_bytes, peak_of
+from torchtitan_lite.tools.dry_run import own_bytes, peak_of
 
 VOCABULARY = 2048
 BASE = {

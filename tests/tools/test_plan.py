@@ -1,5 +1,6 @@
 """Compares `plan`'s memory, communication and time with measurements and manual counts."""
 
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -25,8 +26,7 @@ from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.run.mfu import DEVICES, flops_per_token, multiplied_parameters, named
 from torchtitan_lite.terminal import size
 from torchtitan_lite.tools.estimate import command, simulate
-from torchtitan_lite.tools.estimate.planned_run import Plan, make_plan, vocabulary
-from torchtitan_lite.tools.estimate.step_time import link_s
+from torchtitan_lite.tools.estimate.planned_run import Plan, link_s, make_plan, vocabulary
 from torchtitan_lite.tools.estimate.work import Collective, Product
 
 H100 = DEVICES["h100"]
@@ -288,6 +288,20 @@ def test_invalid_options_are_errors_that_say_what_works(
 ) -> None:
     assert plan.main(arguments) == 2
     assert said in capsys.readouterr().err
+
+
+def test_prepared_data_gives_the_epochs_of_the_run(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(text), "--out", str(tmp_path / "data"), "--train-tokenizer", "400"]
+    succeeded(python(*words, script="-m torchtitan_lite.data.prepare"))
+    small = ["--model.dim=32", "--model.n_layers=2", "--model.n_heads=2", "--train.seq_len=32", "--train.steps=100"]
+    assert plan.main([*small, "--device=cpu", f"--data.path={tmp_path / 'data'}"]) == 0
+    found = re.search(
+        rf"^data    {tmp_path / 'data'}: ([\d,]+) .* ([\d.]+) epochs in 100", capsys.readouterr().out, re.M
+    )
+    assert found
+    assert float(found[2]) == pytest.approx(100 * 8 * 32 / int(found[1].replace(",", "")), abs=0.01)
 
 
 def test_a_device_is_one_of_those_that_are_known(capsys: pytest.CaptureFixture[str]) -> None:

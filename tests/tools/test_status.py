@@ -44,10 +44,13 @@ def test_a_killed_run_does_not_run_for_ever(run: Path, capsys: pytest.CaptureFix
     assert json.loads((run / "run.json").read_text())["status"] == "running"
     assert report.main([str(run), "--table"]) == 0
     assert re.search(r"stopped without a word, last record \d+\w* ago", capsys.readouterr().out)
+    shutil.copytree(run / "checkpoints/step-00000004", run / "checkpoints/step-00000006")
+    (run / "checkpoints/step-00000006/optimizer.safetensors").write_bytes(b"")  # damaged
     (run / "checkpoints/step-00000004.bak").mkdir()  # somebody's copy
     out = said(capsys, run, 1)
     assert re.search(rf"^run     {run}: stopped without a word, last record \w+ ago$", out, re.M)
     assert re.search(r"^step    5 of 8, \w+ ago, loss \d\.\d{4}$", out, re.M)
+    assert re.search(r"^saved   step 4, \w+ ago$", out, re.M)
     assert re.search(r"^speed   [\d,]+ tokens per second, goodput \d+% of \w+ since the first launch$", out, re.M)
 
 
@@ -86,6 +89,9 @@ def test_a_failure_has_its_reason(run: Path, capsys: pytest.CaptureFixture[str])
     about = attempts.newest_status(run) | {"status": "failed", "reason": "step 6: it \x1b broke\nmore"}
     (run / "run.json").write_text(json.dumps(about))
     assert f"run     {run}: failed: step 6: it ? broke\n" in said(capsys, run, 1)
+    for command in (status.main, report.main):
+        assert command([str(run.parent)]) == 2
+        assert "; it has the runs run\n" in capsys.readouterr().err
     (run / "metrics.jsonl").unlink()
     assert "step    none has been logged" in said(capsys, run, 1)
     for content in ("{", None):

@@ -4,6 +4,8 @@ import csv
 import gzip
 import io
 import json
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +18,7 @@ import pytest
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from tests.helpers import ranks, succeeded, tiny
+from tests.helpers import ROOT, ranks, succeeded, tiny
 from torchtitan_lite.checkpointing.compatibility import identity
 from torchtitan_lite.config.schema import Config, flatten
 from torchtitan_lite.data.dataset import prepare_all
@@ -360,6 +362,18 @@ def test_steps_before_a_fork_are_of_the_other_run(
     assert said in capsys.readouterr().err
     assert which([str(run), "--step", "31"]) == 2
     assert "--step=31: the run has the steps 13 to 30" in capsys.readouterr().err
+
+
+def test_the_reader_of_a_pipe_may_leave(texts: Path, tmp_path: Path) -> None:
+    run = run_of(config_of(texts), tmp_path)
+    command = [sys.executable, "-m", "torchtitan_lite.which", str(run), "--step=1", "--to=200"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as process:
+        assert process.stdout
+        assert process.stderr
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
 
 
 def test_mistakes_are_refused(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

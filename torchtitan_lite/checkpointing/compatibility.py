@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from torchtitan_lite.checkpointing import dcp_storage, progress, storage
@@ -87,8 +88,12 @@ def saved_config(folder: Path, values: Mapping[str, Any]) -> Config:
             tree.setdefault(section, {})[name] = value
     try:
         return Config.model_validate(tree)
-    except ValueError as error:
-        raise CheckpointError(f"{folder}: the config that it was trained with can't be read: {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        key, why = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+        raise CheckpointError(
+            f"{folder}: the config that it was trained with can't be read: {key} = {first['input']!r}: {why}"
+        ) from None
 
 
 def require_same_run(folder: Path, saved: TrainState, expected: Mapping[str, Any], *, fork: bool) -> None:

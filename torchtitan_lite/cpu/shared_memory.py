@@ -25,7 +25,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_lite.cpu import barrier
 from torchtitan_lite.distributed.ranks import on_all, on_rank0
-from torchtitan_lite.process import env_int
 
 SLOT = 4 << 20  # bytes per rank in each half; 8 MiB is no faster
 SMALL = 16 << 10  # bytes of a tensor; up to this, each rank sums the whole all-reduce itself
@@ -257,11 +256,8 @@ class _Replicas:
         return _Done()
 
 
-def apply_shared_memory(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Use shared memory for a sharded model's collectives, if all ranks are on one machine's CPU."""
-    one_machine = env_int("LOCAL_WORLD_SIZE", 1) == dist.get_world_size()
-    if mesh.device_type != "cpu" or not one_machine:
-        return
+def apply(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Use shared memory for a sharded model's collectives."""
     axes = [mesh.get_group(axis) for axis in range(mesh.ndim)]  # dp_shard, or dp_replicate and dp_shard
     *replicas, shards = [shared_memory_of(group) if group.size() > 1 else None for group in axes]
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]

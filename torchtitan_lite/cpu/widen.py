@@ -15,9 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_lite.config.schema import Config
 from torchtitan_lite.cpu import loss
-from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.distributed.ranks import on_rank0
 from torchtitan_lite.models import Transformer
 
@@ -45,14 +43,6 @@ def slow_dtypes() -> list[str]:
 def slow_on_rank0() -> list[str]:
     """Return rank 0's `slow_dtypes`, which decide for all ranks. The first call is a collective."""
     return on_rank0(slow_dtypes)
-
-
-def widens(config: Config, world: World) -> bool:
-    """Return whether to compute 16-bit matmuls in float32. The first call is a collective."""
-    dtypes = config.fsdp.dtypes("param_dtype") - {None, "float32"}
-    if not dtypes or not config.speed.widen_matmuls or world.device.type != "cpu":
-        return False
-    return not dtypes.isdisjoint(slow_on_rank0())
 
 
 def use_float32_matmuls(model: Transformer) -> None:

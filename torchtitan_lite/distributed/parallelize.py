@@ -36,7 +36,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torchtitan_lite.config.patterns import unused
 from torchtitan_lite.config.schema import FsdpConfig
 from torchtitan_lite.distributed.overrides import column_placement, dtypes_of_group
-from torchtitan_lite.distributed.post_forward import one_mesh
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import Transformer
 
@@ -116,6 +115,8 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, config: FsdpConfig) -> None
     placement = column_placement(model, config.shard_columns, mesh.shape[-1])
     with contextlib.ExitStack() as sharing:
         if type(config.reshard_after_forward) is int:
+            from torchtitan_lite.distributed.post_forward import one_mesh
+
             sharing.enter_context(one_mesh())
         for group in groups:
             mp_policy = replace(

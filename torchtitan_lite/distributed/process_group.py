@@ -10,12 +10,12 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]  # exported, but not by name
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan_lite import process
 from torchtitan_lite.config.schema import FsdpConfig, RunConfig
 from torchtitan_lite.distributed.lost import explaining_lost_ranks
-from torchtitan_lite.distributed.rendezvous import Store, find_ranks
 from torchtitan_lite.terminal import flush
 
 
@@ -53,6 +53,8 @@ def process_group(run: RunConfig) -> Iterator[World]:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     with explaining_lost_ranks():
         if "RANK" in os.environ:
+            from torchtitan_lite.distributed.rendezvous import find_ranks
+
             store, rank, world_size = find_ranks(run.start_timeout_minutes)
         else:
             store, rank, world_size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]  # exported, but not by name

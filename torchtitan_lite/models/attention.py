@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_lite.models import cuda_attention
-
 
 def within_documents(positions: Tensor, *, dense: bool, window: int = 0) -> Any:
     """Return a causal mask that keeps attention within a document and a window.
@@ -22,6 +20,8 @@ def within_documents(positions: Tensor, *, dense: bool, window: int = 0) -> Any:
         window: number of keys that a query sees, up to its own; 0: all of its document.
     """
     if not dense:
+        from torchtitan_lite.models import cuda_attention
+
         return cuda_attention.block_mask(positions, window)
     documents = (positions == 0).cumsum(1)  # (B, T), the index of each token's document
     mask = (documents[:, :, None] == documents[:, None, :]).tril()
@@ -37,6 +37,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, dropout: float = 0
         window: number of keys that a query sees, up to its own; 0: all.
     """
     if q.is_cuda or not (mask is None or isinstance(mask, Tensor)):
+        from torchtitan_lite.models import cuda_attention
+
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         return cuda_attention.attend(q, k, v, mask, dropout, causal(q, k, window)).transpose(1, 2)
     if q.shape[2] != k.shape[2]:  # copying shared heads is faster on the CPU than SDPA's enable_gqa

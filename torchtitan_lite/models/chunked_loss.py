@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_lite.models import loss_operators
 from torchtitan_lite.models.loss import IGNORE
 
 LOGITS_BYTES = 1 << 30  # per chunk; smaller chunks save memory, but each costs a pass over the weight's gradient
@@ -42,6 +41,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_dw: bool, z_loss: float
     ) -> Tensor:
+        from torchtitan_lite.models import loss_operators
+
         vocab_size, wants = len(weight), wants_dx or wants_dw
         padding = loss_operators.padding(x, vocab_size)
         if padding and wants:  # in evaluation, the copy would cost more than it saves

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite.config.schema import ModelConfig
-from torchtitan_lite.models import cuda_attention
 from torchtitan_lite.models.attention import KeysValues
 from torchtitan_lite.models.loss import IGNORE, LossOptions
 from torchtitan_lite.models.transformer import Fill, Transformer
@@ -78,6 +77,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dropout: float) -> Ten
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     bias = bias.to(q.dtype).expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     if q.is_cuda:
+        from torchtitan_lite.models import cuda_attention
+
         return cuda_attention.attend_with_bias(q, k, v, bias, dropout).transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=1.0).transpose(1, 2)
 

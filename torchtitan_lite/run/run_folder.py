@@ -23,8 +23,8 @@ from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.distributed.ranks import on_rank0
 from torchtitan_lite.errors import BusyError, ConfigError
 from torchtitan_lite.files import write_durably
+from torchtitan_lite.process import process_age_s
 from torchtitan_lite.run import attempts
-from torchtitan_lite.run.goodput import goodput, process_age_s
 from torchtitan_lite.terminal import print_line
 
 CODE = Path(__file__).parents[2]
@@ -168,7 +168,7 @@ def _write(folder: Path, attempt: int, status: str, step: int, reason: str, repe
     about = {"format_version": attempts.FORMAT_VERSION, "attempt": attempt, "status": status}
     about |= {"step": step, "reason": reason, "repeats": repeats}
     with contextlib.suppress(OSError):
-        share, _ = goodput(attempts.read(folder), attempts.records(folder))
+        share, _ = attempts.goodput(attempts.read(folder), attempts.records(folder))
         about |= {"time": round(time.time(), 3), "goodput": round(share, 4)}
         write_durably(folder / "run.json", (json.dumps(about, indent=2) + "\n").encode())
 

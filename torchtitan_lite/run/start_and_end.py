@@ -28,7 +28,6 @@ from torchtitan_lite.files import write_durably
 from torchtitan_lite.run import attempts, run_folder
 from torchtitan_lite.run.between_steps import missed_evaluations, report_save
 from torchtitan_lite.run.console import source_lines, start_lines, what_next
-from torchtitan_lite.run.goodput import goodput_line
 from torchtitan_lite.run.metrics import Log
 from torchtitan_lite.run.preemption import launcher_note
 from torchtitan_lite.run.run_folder import JOINS
@@ -207,7 +206,7 @@ def report_end(s: Session) -> int:
         log.info(line)
     seconds = time.perf_counter() - meter.started
     n_steps = counted(step - meter.first_step, "step")
-    log.info(f"done    {n_steps} in {duration(seconds)}, {goodput_line(config.folder)}; {what_next(config)}")
+    log.info(f"done    {n_steps} in {duration(seconds)}, {attempts.goodput_line(config.folder)}; {what_next(config)}")
     return 0
 
 

@@ -6,32 +6,39 @@ measures memory, and the third is timed.
 """
 
 import contextlib
+import gc
+import os
+import shutil
 import socket
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
 
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.process_group import process_group
 from torchtitan_lite.distributed.ranks import gather
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.errors import ConfigError, StuckError
 from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.process import env_int
-from torchtitan_lite.run import mfu, out_of_memory
+from torchtitan_lite.run import mfu, out_of_memory, run_folder
 from torchtitan_lite.run.console import batch_line, fsdp_line, model_line
 from torchtitan_lite.run.metrics import Log
 from torchtitan_lite.run.session import Session, check_last_step
 from torchtitan_lite.run.start_and_end import require_agreement, require_shared
 from torchtitan_lite.terminal import counted, duration, size
-from torchtitan_lite.tools.allocator import own_bytes, peak_of
 from torchtitan_lite.tools.columns import columns
-from torchtitan_lite.tools.elsewhere import elsewhere
-from torchtitan_lite.tools.estimate import step_time
+from torchtitan_lite.tools.estimate import planned_run
 from torchtitan_lite.tools.estimate.planned_run import Plan, make_plan
 
 Step = Callable[[Session, int], StepRecord]
@@ -45,6 +52,22 @@ def planned(config: Config, vocab_size: int, world_size: int) -> Plan:
     device = mfu.named(torch.cuda.get_device_name()) if on_gpu else None
     model = config.model.model_copy(update={"vocab_size": config.model.vocab_size or vocab_size})
     return make_plan(config.model_copy(update={"model": model}), world_size, device, on_gpu=on_gpu)
+
+
+@contextlib.contextmanager
+def elsewhere(config: Config, **changes: dict[str, Any]) -> Iterator[Config]:
+    """The run with other values by section, in a temporary folder; kept only if a rank hangs, for its stacks."""
+    folder = tempfile.mkdtemp(prefix="torchtitan-lite-")
+    changes = {"run": {"out_dir": folder}, **changes}
+    there = config.model_copy(
+        update={section: getattr(config, section).model_copy(update=values) for section, values in changes.items()}
+    )
+    try:
+        run_folder.make(there.folder)
+        yield there
+    finally:
+        if not isinstance(sys.exception(), StuckError):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def run(loaded: Loaded, data: DataSet, build: Callable[..., Session], step: Step) -> None:
@@ -119,13 +142,34 @@ def measure(s: Session, step: Step) -> tuple[int, float]:
     return n_bytes, step_s
 
 
+def peak_of(compute: Callable[[], object]) -> int:
+    """The peak of bytes that `compute` allocates on top of what exists, from the events of PyTorch's CPU allocator."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler
+    gc.collect()  # garbage freed during `compute` would be subtracted
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        compute()
+    assert trace.profiler is not None
+    events = [e for e in trace.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+def own_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of this rank's shards. Shared storage, such as that of a group's gradients, is counted once."""
+    own = [(t.to_local() if isinstance(t, DTensor) else t).untyped_storage() for t in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in own}.values())
+
+
 def compare(plan: Plan, n_bytes: int, step_s: float, folder: Path) -> str:
     """A table of planned and measured values: see `measure`."""
     config, layout, steps = plan.config, plan.layout, plan.config.train.steps
     planned_bytes = sum(plan.device_bytes.values())
     expected_s = 0.0
-    if plan.device is not None and not step_time.unknown(plan):
-        expected_s = step_time.expected(plan, plan.device).total
+    if plan.device is not None and not planned_run.unknown(plan):
+        expected_s = planned_run.expected(plan, plan.device).total
     rows = [
         ("", "planned", "measured"),
         ("memory of rank 0 at the peak", size(planned_bytes), size(n_bytes)),

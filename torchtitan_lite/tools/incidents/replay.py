@@ -38,7 +38,7 @@ from torchtitan_lite.run.metrics import Log
 from torchtitan_lite.run.session import Session, check_last_step
 from torchtitan_lite.run.start_and_end import require_agreement
 from torchtitan_lite.terminal import counted, print_line
-from torchtitan_lite.tools.elsewhere import elsewhere
+from torchtitan_lite.tools.dry_run import elsewhere
 from torchtitan_lite.tools.incidents.record import attempts_of, checkpoint_before, require_own_step
 
 Step = Callable[[Session, int], StepRecord]
