@@ -46,7 +46,7 @@ def run(block: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
 def copied(source: Path, run: Path) -> Path:
     """The last checkpoint of a copy of a run. A link has the name of the page."""
     last = checkpoint(shutil.copytree(source, run), 4)
-    last.with_name("step-00000500").symlink_to(last)
+    last.with_name("step-00000750").symlink_to(last)
     return last
 
 
