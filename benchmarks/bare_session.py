@@ -1,4 +1,4 @@
-"""A session for steps alone: without a run's folder, validation, checkpoints and log. Benchmarks and tests use it."""
+"""A session for single steps, without run folder, validation, checkpoints or log, for benchmarks and tests."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,15 +13,15 @@ from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.optimizer import build_optimizer
 from torchtitan_lite.run.metrics import Meter
 from torchtitan_lite.run.preemption import Preemption
-from torchtitan_lite.run.session import Beside, Services, Session, Trained
+from torchtitan_lite.run.session import PeriodicWork, Services, Session, Trained
 
 
 def bare_session(config: Config, world: World, model: Transformer, loader: Any) -> Session:
-    """What `train.train_step` works with, for a sharded model and its loader."""
-    unused: Any = None  # the loop's, not a step's
+    """Build the session that `train.train_step` needs, for a sharded model and its loader."""
+    unused: Any = None  # the loop reads these, a step does not
     watchdog: Any = SimpleNamespace(computing=lambda: None)
     optimizer = build_optimizer(model, config.optim)
     scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, world.device)
     trained = Trained(model, optimizer, scaler, [FiniteGuard(scaler, [])], unused, loader)
     services = Services(unused, Meter(TrainState(), world.device), watchdog, Preemption(0, Path("none")), unused)
-    return Session(config, world, trained, services, Beside(), TrainState())
+    return Session(config, world, trained, services, PeriodicWork(), TrainState())

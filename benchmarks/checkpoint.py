@@ -1,12 +1,12 @@
 """Saving and loading a state of about 1 GB: `python -m benchmarks.checkpoint [rounds [processes [full | sharded]]]`.
 
 Compares each way of saving with a plain write and fsync of the same bytes, and with a bare `dcp.save`, which syncs but
-neither hashes nor commits. For background saves it compares the pause of training with one in-memory copy of this
-rank's shards, and measures what the first one takes of each rank's memory. Memory of the others is measured by
-tests/checkpointing/test_checkpoint_memory.py.
+neither hashes nor commits. For background saves it compares training's pause with one in-memory copy of this rank's
+shards, and measures how much memory the first one takes on each rank. tests/checkpointing/test_checkpoint_memory.py
+measures the memory of other saves.
 
-`python -m benchmarks.checkpoint bytes` prints what loading a full checkpoint allocates on rank 1, and what it allocated
-when each tensor was sent by distribute_tensor.
+`python -m benchmarks.checkpoint bytes` prints how much memory rank 1 allocates to load a full checkpoint, compared with
+sending each tensor by distribute_tensor.
 """
 
 import itertools
@@ -53,7 +53,7 @@ WAYS = [(kind, api) for kind in (sys.argv[3:4] or ["full", "sharded"]) for api i
 
 
 def config_of(world: World) -> Config:
-    """A Llama of 97 M parameters: 1.2 GB with AdamW's moments."""
+    """Return the config of a 97 M parameter Llama: 1.2 GB with AdamW's moments."""
     return settings.load(None, SIZE, world_size=world.world_size).config
 
 
@@ -68,10 +68,12 @@ class Bench:
         self.optimizer = build_optimizer(self.model, config.optim)
         make_state(self.optimizer)
         self.checkpointers = {
-            (kind, api, beside): Checkpointer(folder / f"{kind}-{api}-{beside}", self.model, self.optimizer, way, world)
+            (kind, api, background): Checkpointer(
+                folder / f"{kind}-{api}-{background}", self.model, self.optimizer, way, world
+            )
             for kind, api in WAYS
-            for beside in (False, True)
-            for way in [CheckpointConfig.model_validate({"state_dict": kind, "api": api, "async_save": beside})]
+            for background in (False, True)
+            for way in [CheckpointConfig.model_validate({"state_dict": kind, "api": api, "async_save": background})]
         }
         self.step = 0
 
@@ -94,12 +96,12 @@ class Bench:
             os.fsync(stream.fileno())
 
     def bare_dcp(self) -> None:
-        """Plain torch: no hashes, no commit."""
+        """Save with plain torch: no hashes, no commit."""
         dcp.save(self.state(), storage_writer=dcp.FileSystemWriter(self.folder / "dcp"))
 
-    def save(self, kind: str, api: str, beside: bool) -> float:
-        """Save, and return how long training was paused."""
-        checkpointer = self.checkpointers[kind, api, beside]
+    def save(self, kind: str, api: str, background: bool) -> float:
+        """Save, and return training's pause in seconds."""
+        checkpointer = self.checkpointers[kind, api, background]
         self.step += 1
         checkpointer.save(TrainState(step=self.step))
         saved = checkpointer.wait()
@@ -122,7 +124,7 @@ class Bench:
         (self.folder / "plain").mkdir()
 
     def timed(self, action: Callable[[], object], *, writes: bool = True) -> float:
-        """Seconds, of the slowest rank."""
+        """Return the slowest rank's seconds."""
         if writes and self.world.rank == 0:
             self.make_room()
         dist.barrier()
@@ -147,8 +149,8 @@ class Bench:
             dist.all_reduce(stopped, op=dist.ReduceOp.MAX)
             return float(stopped)
 
-        for number in range(-1, rounds):  # the first round makes pages and buffers
-            for kind, api in WAYS:  # what is compared runs next to each other: the disk's speed changes by the minute
+        for number in range(-1, rounds):  # the first round allocates pages and buffers
+            for kind, api in WAYS:  # compared saves run back to back: the disk's speed changes by the minute
                 found = {
                     "plain write": self.timed(self.plain),
                     "bare dcp.save": self.timed(self.bare_dcp),
@@ -176,7 +178,7 @@ class Bench:
 
     @torch.no_grad()
     def by_distribute_tensor(self) -> None:
-        """The former way: every rank makes the whole tensor, and rank 0's is scattered."""
+        """Load the former way: every rank allocates the whole tensor, and rank 0 scatters its own."""
         folder = storage.step_folder(self.checkpointers["full", "dtensor", False].folder, self.step)
         for file, targets in self.checkpointers["full", "dtensor", False].parts().items():
             read = storage.open_tensors(folder / file).get_tensor
@@ -186,7 +188,7 @@ class Bench:
                     target.copy_(distribute_tensor(whole, target.device_mesh, target.placements))
 
     def count(self) -> None:
-        """Print what loading allocates."""
+        """Print how much memory loading allocates."""
         self.save("full", "dtensor", False)
         checkpointer = self.checkpointers["full", "dtensor", False]
         folder = storage.step_folder(checkpointer.folder, self.step)
@@ -217,7 +219,7 @@ class Bench:
 
 
 def allocated(action: Callable[[], object]) -> tuple[int, int]:
-    """Bytes that an action allocates, in all and at its peak."""
+    """Return the bytes that an action allocates, in total and at its peak."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as trace:
         action()
     assert trace.profiler is not None
@@ -231,7 +233,7 @@ def _spread(ratios: list[float]) -> str:
 
 
 def main() -> None:
-    """Start two ranks, or be one."""
+    """Start the ranks, or run as one of them."""
     count = sys.argv[1:2] == ["bytes"]
     rounds = int(sys.argv[1]) if sys.argv[1:] and not count else 7
     ranks = sys.argv[2] if sys.argv[2:] else "2"

@@ -1,8 +1,8 @@
-"""Defects of other checkpoints, and the same attacks here: `python -m benchmarks.defects [ROW ...]`.
+"""Attacks on other tools' checkpoints and on ours: `python -m benchmarks.defects [ROW ...]`.
 
-Each row attacks a checkpoint of a plain tool and one of this project, with the same tensors, and prints what each
-answers. The tools: torch.distributed.checkpoint (DCP) with its own files, the safetensors library, transformers'
-distributed `save_pretrained`, and the Checkpointer in its four ways. docs/lab/defects.md explains the rows.
+Each row attacks a plain tool's checkpoint and one of this project, with the same tensors, and prints both outcomes. The
+tools: torch.distributed.checkpoint (DCP) with its own files, the safetensors library, transformers' distributed
+`save_pretrained`, and the Checkpointer in its four ways. docs/lab/defects.md explains the rows.
 """
 
 import argparse
@@ -56,7 +56,7 @@ DIES = "this rank dies now"
 
 
 class Tool(NamedTuple):
-    """Live tensors, and what saves and loads them. Both raise the tool's error."""
+    """Live tensors, and functions that save and load them, or raise the tool's error."""
 
     tensors: Callable[[], Mapping[str, Tensor]]
     save: Callable[[], object]
@@ -64,7 +64,7 @@ class Tool(NamedTuple):
 
 
 def tool(name: str, world: World, folder: Path, *, threads: bool = False) -> Tool:
-    """A tool on this mesh of 1 or 2 ranks, which saves into this folder. With `threads`, another thread writes."""
+    """Set up a tool on this mesh of 1 or 2 ranks, to save into this folder. `threads`: write in a second thread."""
     if name == TRANSFORMERS:
         return transformers(world, folder)
     state = State(str(world.world_size), 1, "llama", world)
@@ -98,7 +98,7 @@ def tool(name: str, world: World, folder: Path, *, threads: bool = False) -> Too
 
 
 def transformers(world: World, folder: Path) -> Tool:
-    """Its FSDP2 on 2 ranks; on one, what loads without."""
+    """Set up transformers' FSDP2 on 2 ranks; on one, the unsharded model."""
     from transformers import AutoModelForCausalLM
 
     model: Any = contenders.hugging_face_llama(oracle.SHAPE)
@@ -114,7 +114,7 @@ def transformers(world: World, folder: Path) -> Tool:
 
 
 def answer(action: Callable[[], object]) -> str:
-    """The error of an action, in short; "" if it succeeds."""
+    """Return an action's error, shortened; "" if it succeeds."""
     try:
         action()
     except CheckpointException as error:
@@ -128,12 +128,12 @@ def parts(of: Tool) -> list[Tensor]:
     return [local_rows(tensor.detach())[0] for tensor in of.tensors().values()]
 
 
-# --- a death within a save --------------------------------------------------------------------------------------
+# --- a death during a save --------------------------------------------------------------------------------------
 
 
 @contextmanager
 def rank_dies(who: int) -> Iterator[None]:
-    """By SIGKILL when it is about to write, after the other one has written its part."""
+    """Kill a rank by SIGKILL when it is about to write, after the other rank has written its part."""
 
     def dying(write_data: Callable[..., Any]) -> Callable[..., Any]:
         def write(*args: Any) -> Any:
@@ -154,7 +154,7 @@ def rank_dies(who: int) -> Iterator[None]:
 
 
 def save_values(world: World, name: str, folder: Path, values: list[float], who: int) -> None:
-    """Save once for each value, which all tensors then hold. In the last save a rank dies."""
+    """Fill all tensors with each value in turn, and save. In the last save a rank dies."""
     saver = tool(name, world, folder)
     for value in values:
         for part in parts(saver):
@@ -164,7 +164,7 @@ def save_values(world: World, name: str, folder: Path, values: list[float], who:
 
 
 def load_values(world: World, name: str, folder: Path) -> str:
-    """Load on one rank, and say what the tensors hold then."""
+    """Load on one rank, and describe the tensors' values."""
     loader = tool(name, world, folder)
     for part in parts(loader):
         part.fill_(9)
@@ -179,7 +179,7 @@ def load_values(world: World, name: str, folder: Path) -> str:
 
 
 def dies_in(values: list[float], who: int, names: list[str]) -> Callable[[Path], Results]:
-    """A row: save these values, the last one not to its end, then load."""
+    """Build a row: save these values, interrupt the last save, then load."""
 
     def attack(folder: Path) -> Results:
         found = {}
@@ -227,7 +227,7 @@ def bits(world: World, folder: Path) -> Results:
 
 
 def pickles(world: World, folder: Path) -> Results:
-    """Put a pickle that runs a command in the place of a file, and load."""
+    """Replace a file by a pickle that runs a command, and load."""
     canary = folder / "canary"
     bomb = pickle.dumps(Bomb(canary))
 
@@ -267,14 +267,14 @@ def pickles(world: World, folder: Path) -> Results:
 
 
 def threads(world: World, folder: Path) -> Results:
-    """A disk that is full for every thread but the main one, and a hash that fails."""
+    """Save to a disk that is full for every thread but the main one, and with a hash that fails."""
     failed, honest, full = threading.Event(), FileSystem.create_stream, OSError(errno.ENOSPC, "No space left on device")
 
     def create_stream(*args: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
             failed.set()
             raise full
-        failed.wait()  # so each thread gets one of the two files
+        failed.wait()  # makes each thread take one of the two files
         return honest(*args)
 
     def outcome(name: str, owner: Any, attribute: str, broken: Any, *, threads: bool = True) -> str:
@@ -298,7 +298,7 @@ def on_one_rank(attack: Callable[[World, Path], Results]) -> Callable[[Path], Re
     return lambda folder: run_distributed(attack, 1, folder)[0]
 
 
-# --- another version of torch -----------------------------------------------------------------------------------
+# --- a different version of torch -------------------------------------------------------------------------------
 
 
 def save_each(world: World, folder: Path) -> str:
@@ -312,7 +312,7 @@ def load_each(world: World, folder: Path) -> Results:
 
 
 def newer_torch(python: Path) -> Callable[[Path], Results]:
-    """A row: this interpreter saves with its torch, and this one loads."""
+    """Build a row: `python` saves with its torch, and this interpreter loads."""
 
     def attack(folder: Path) -> Results:
         if not python.exists():
@@ -332,7 +332,7 @@ def newer_torch(python: Path) -> Callable[[Path], Results]:
 
 
 class Row(NamedTuple):
-    """A row of the table. `holds`: what each answer of this project has to match."""
+    """A row of the table. `holds`: a pattern that each of this project's answers must match."""
 
     defect: str
     attack: Callable[[Path], Results]
@@ -340,7 +340,7 @@ class Row(NamedTuple):
 
 
 def rows_of(python: Path) -> dict[str, Row]:
-    """All rows, by name."""
+    """Return all rows by name."""
     names = [DCP, TRANSFORMERS, *SHARDED]
     only_first = r"loads; \d+ tensors hold the first save"
     return {
@@ -357,7 +357,7 @@ def rows_of(python: Path) -> dict[str, Row]:
 
 
 def line(defect: str, found: Results) -> str:
-    """A line of the table: the answers of others, and those of this project; equal ones once."""
+    """Format a row: the answers of others, and this project's; equal answers once."""
     sides: tuple[dict[str, list[str]], dict[str, list[str]]] = {}, {}
     for name, text in found.items():
         sides[name in OURS].setdefault(text, []).append(name)
@@ -367,7 +367,7 @@ def line(defect: str, found: Results) -> str:
 
 def main(argv: list[str]) -> int:
     """Print the table. Exit code 1: an attack on this project succeeded."""
-    from benchmarks import defects  # not __main__: the ranks import it
+    from benchmarks import defects  # not __main__, because the ranks import it
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.defects", description=__doc__)
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"{', '.join(rows_of(Path()))}; default: all")

@@ -14,7 +14,7 @@ checkpointing:          compatibility dcp_storage find full_state progress safet
                         tensor_names
 config:                 cli derive families load paths patterns registry schema section toml
 config.sections:        compute data fsdp model optim outputs run train
-cpu:                    attention barrier fused loss shared_memory widened
+cpu:                    attention barrier fused loss shared_memory widen
 data:                   dataset loader mixture objectives order samples token_files tokenizer
 distributed:            blocks initialize lost normal_values overrides parallelize post_forward process_group ranks
                         rendezvous sharding

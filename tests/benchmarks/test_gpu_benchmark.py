@@ -89,7 +89,7 @@ def on_stand_in(name: str, results: Path) -> dict[str, Any]:
 CHEAP = ["1B, one rank of 8"]
 # by function of gpu_items.py: what a stand-in must find
 EXPECTED = {
-    "save_pause": {"pause, s", "tokens/s beside it"},
+    "save_pause": {"pause, s", "tokens/s meanwhile"},
     "row": {"step, s", "plan_step, s", "MFU"},
     "fake_rank": {"products, s", "plan_products, s", "others and copies, s"},
     "copies": {"copy, GB/s"},

@@ -333,7 +333,7 @@ def case_a_block_that_is_not_initialised_is_found() -> None:
     with torch.device("meta"):
         model = Forgetful(MODEL, 517, LossOptions())
     apply_fsdp(model, make_mesh(MESHES["4"]), FsdpConfig())
-    with pytest.raises(RuntimeError, match="layers.0.attention.wq.weight holds values that are not finite") as caught:
+    with pytest.raises(RuntimeError, match="layers.0.attention.wq.weight has values that are not finite") as caught:
         materialise(model, CPU, 7)
     assert "output.weight" not in str(caught.value)
 

@@ -32,7 +32,7 @@ from torchtitan_lite.distributed.process_group import build_mesh
 from torchtitan_lite.distributed.sharding import local_rows
 from torchtitan_lite.errors import ConfigError, NonFiniteError
 from torchtitan_lite.optim import finite_guard, muon
-from torchtitan_lite.run.session import Session, settle
+from torchtitan_lite.run.session import Session, check_last_step
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 Build = Callable[..., Session]
@@ -435,7 +435,7 @@ def an_overflow_is_a_counted_skip_and_too_many_stop_the_run(build: Build) -> Non
     before = [local_rows(p)[0].clone() for p in t.trained.model.parameters()]
     for step in (1, 2):
         record = train.train_step(t, step)
-        settle(t)
+        check_last_step(t)
         assert record.loss.isfinite()
         assert not record.grad_norm.isfinite()
         assert t.trained.scaler.skipped_steps == step
@@ -446,7 +446,7 @@ def an_overflow_is_a_counted_skip_and_too_many_stop_the_run(build: Build) -> Non
         patch.object(finite_guard, "MIN_SCALE", 2.0**38),
         pytest.raises(NonFiniteError, match="step 3: gradients still overflow float16 with a loss scale of 1.37"),
     ):
-        settle(t)
+        check_last_step(t)
 
 
 def the_scale_grows_when_nothing_overflows_and_survives_a_checkpoint(build: Build) -> None:
@@ -454,7 +454,7 @@ def the_scale_grows_when_nothing_overflows_and_survives_a_checkpoint(build: Buil
     scales = []
     for step in range(1, 6):
         train.train_step(t, step)
-        settle(t)
+        check_last_step(t)
         scales.append(t.trained.scaler.scale.item())
     assert scales == [1024, 2048, 2048, 4096, 4096]
     assert t.trained.scaler.state_dict() == {"scale": 4096.0, "good_steps": 1, "skipped_steps": 0}
@@ -480,7 +480,7 @@ def a_loss_that_is_not_finite_stops_a_float16_run(build: Build) -> None:
         local_rows(t.trained.model.get_parameter("norm.weight"))[0].fill_(torch.inf)
     train.train_step(t, 1)
     with pytest.raises(NonFiniteError, match="step 1: the loss is not finite on rank 0, 1"):
-        settle(t)
+        check_last_step(t)
 
 
 def small_gradients_survive_float16_because_the_loss_is_scaled(build: Build) -> None:
@@ -561,7 +561,7 @@ def muon_as_on_gpu() -> AbstractContextManager[Any]:
 
 
 def muon_exchanges_each_shape_twice_a_step(build: Build) -> None:
-    """In the dtype of its products, whatever the number of micro-batches and the dtype of the computation."""
+    """In the dtype of its matmuls, whatever the number of micro-batches and the dtype of the computation."""
     for param_dtype, place, dtype in (
         ("float32", nullcontext(), fp32),
         ("bfloat16", nullcontext(), fp32),

@@ -30,7 +30,7 @@ from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import World, build_mesh, exit_process, process_group
 from torchtitan_lite.distributed.sharding import local_rows
-from torchtitan_lite.run.session import Session, settle
+from torchtitan_lite.run.session import Session, check_last_step
 
 
 def training(config: Config, world: World) -> Session:
@@ -58,7 +58,7 @@ def measure(t: Session) -> dict[str, Any]:
     losses, norms = [], []
     for step in range(1, STEPS + 1):
         numbers = train.train_step(t, step).numbers
-        settle(t)
+        check_last_step(t)
         losses.append(numbers.loss)
         norms.append(numbers.grad_norm)
     return {

@@ -28,7 +28,7 @@ from tests.helpers import HANGS_S, ROOT, losses, python, ranks, records, run_dis
 from torchtitan_lite import process
 from torchtitan_lite.checkpointing import save, storage
 from torchtitan_lite.config.schema import CheckpointConfig
-from torchtitan_lite.distributed.lost import explained
+from torchtitan_lite.distributed.lost import explaining_lost_ranks
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.distributed.ranks import gather
 from torchtitan_lite.errors import REPEATS, StuckError, UserError
@@ -106,7 +106,7 @@ def exchange_without_one(world: World, folder: Path) -> None:
         while stat.read_text().rpartition(")")[2].split()[0] != "Z":
             pass
     try:
-        with explained():
+        with explaining_lost_ranks():
             gather(world.rank, group)
     except StuckError as error:
         (folder / f"error-{world.rank}").write_text(str(error))
@@ -424,7 +424,7 @@ def test_a_failure_that_would_repeat_ends_torchrun(wrong: list[str], said: str, 
     assert machines.alive.pop("node0").wait(HANGS_S) == 1
     printed = machines.said()
     assert said in printed
-    assert "torchrun would try again, so it is ended" in printed
+    assert "ending torchrun, because a restart would fail in the same way" in printed
     assert machines.attempts <= 1
 
 

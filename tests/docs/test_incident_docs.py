@@ -47,7 +47,7 @@ def test_every_command_of_the_page_runs(text: Path, tmp_path: Path) -> None:
         *(("tools/incidents/replay.py", s) for s in ("tensors differ", "differs: ", "; on all ranks", "equal   ")),
         ("optim/spike_guard.py", "SPIKE "),
         ("checkpointing/storage.py", "its SHA-256 does not match the manifest"),
-        ("run/intact.py", "copies of the model differ"),
+        ("run/intact.py", "replicas of the model differ"),
         ("data/token_files.py", "has changed since it was made"),
     ],
 )

@@ -117,7 +117,7 @@ def mask_facts() -> dict[str, Any]:
 
 
 def tf32_facts() -> list[Any]:
-    """Without and with run.tf32: torch's precision of float32 products, and what the start of a run says."""
+    """Without and with run.tf32: torch's precision of float32 matmuls, and what the start of a run says."""
     found: list[Any] = []
     for tf32 in (False, True):
         config = config_of({"run.device": "cuda", "run.tf32": tf32}, 1)

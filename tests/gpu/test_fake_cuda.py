@@ -92,7 +92,7 @@ def test_shared_heads_are_copied_only_where_no_kernel_takes_them(
 
 def test_tf32_is_a_choice_that_the_start_of_a_run_names(found: Any) -> None:
     without, with_tf32 = found["tf32"]
-    line = "run     float32 products run at 67 of 989 TFLOP/s; --mixed-precision or run.tf32 = true is faster"
+    line = "run     float32 matmuls run at 67 of 989 TFLOP/s; --mixed-precision or run.tf32 = true is faster"
     assert without == ["highest", [line]]
     assert with_tf32 == ["high", []]
 

@@ -29,8 +29,8 @@ def built(width: int, base: int, family: str = "llama") -> models.Transformer:
     model = models.build(ModelConfig(family=family, mup_base_dim=base, **sizes), VOCABULARY)
     generator = torch.Generator().manual_seed(0)
 
-    def fill(name: str, parameter: Tensor, deviation: float, added: object = None) -> None:
-        parameter.normal_(0, deviation, generator=generator)
+    def fill(name: str, parameter: Tensor, std: float, added: object = None) -> None:
+        parameter.normal_(0, std, generator=generator)
 
     model.reset_parameters(fill)
     return model

@@ -59,12 +59,12 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 def test_initial_values_are_those_of_the_paper() -> None:
     model = make(dim=128, head_dim=16, hidden_dim=512, n_heads=16, vocab_size=997)
-    deviations = {"wq": (128 * 16) ** -0.5, "attention.wo": (16 * 16) ** -0.5, "w2": 512**-0.5, "tok_embeddings": 1.0}
+    stds = {"wq": (128 * 16) ** -0.5, "attention.wo": (16 * 16) ** -0.5, "w2": 512**-0.5, "tok_embeddings": 1.0}
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
             assert (parameter == 1).all(), name
             continue
-        expected = next((d for part, d in deviations.items() if f"{part}.weight" in name), 128**-0.5)
+        expected = next((std for part, std in stds.items() if f"{part}.weight" in name), 128**-0.5)
         assert parameter.std().item() == pytest.approx(expected, rel=0.15 if "bias" in name else 0.02), name
 
 

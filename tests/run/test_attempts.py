@@ -377,5 +377,5 @@ def test_a_fork_says_which_values_came_from_there(run: Path, text: Path, tmp_pat
     succeeded(ranks(1, "--config", str(tmp_path / "mine.toml"), *command, "--run.name=one", "--train.steps=4"))
     output = succeeded(ranks(1, *command, "--run.name=two", f"--checkpoint.resume={tmp_path / 'one'}"))
     source = checkpoint(tmp_path / "one", 4)
-    assert f"resume  optim.lr = 0.002: of {source}, not given by this command; today's defaults differ" in output
+    assert f"resume  optim.lr = 0.002: kept from {source} (not set here; the defaults differ)" in output
     assert attempts.read(tmp_path / "two")[0].config["optim.lr"] == 0.002

@@ -271,7 +271,7 @@ def test_copies_that_differ_are_not_saved(start: Start, run: Path) -> None:
     """HSDP: a bit flips in the memory of one rank."""
     output = start("flip:3:7", n=4, fails=True, fsdp__dp_replicate=2)
     assert re.search(
-        r"step 10: copies of the model differ: rank (2 \(\S+\), )?3 \(\S+\) against the first copy", output
+        r"step 10: replicas of the model differ: rank (2 \(\S+\), )?3 \(\S+\) from the first replica", output
     )
     assert "output.weight" in output
     assert saved_steps(run) == [5]

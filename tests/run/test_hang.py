@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers import ranks, succeeded
 from tests.run.blocked_worker import LIMITS, START_MINUTES
-from torchtitan_lite.distributed.lost import explained
+from torchtitan_lite.distributed.lost import explaining_lost_ranks
 from torchtitan_lite.errors import StuckError
 from torchtitan_lite.run.watchdog import Place, RankState, explain_hang
 
@@ -82,10 +82,10 @@ def test_a_rank_that_dies_before_there_is_a_watchdog_leaves_no_traceback(monkeyp
     monkeypatch.setenv("RANK", "0")
     for world_size, error in (("2", RuntimeError("size mismatch")), ("1", reset)):
         monkeypatch.setenv("WORLD_SIZE", world_size)
-        with pytest.raises(RuntimeError), explained():
+        with pytest.raises(RuntimeError), explaining_lost_ranks():
             raise error
     monkeypatch.setenv("WORLD_SIZE", "2")
     said = r"^rank 0, starting: connection reset: a process died\. "
-    with pytest.raises(StuckError, match=said) as caught, explained():
+    with pytest.raises(StuckError, match=said) as caught, explaining_lost_ranks():
         raise reset
     assert caught.value.follows

@@ -120,7 +120,7 @@ def test_what_changes_the_last_bits_is_part_of_the_setting() -> None:
         "run.threads",
         "run.deterministic",
         "run.tf32",
-        "speed.widened_products",
+        "speed.widen_matmuls",
         "speed.float8",
     }
     # what is computed again is compiled into the backward pass: bfloat16 was rounded elsewhere with "selective"

@@ -162,7 +162,7 @@ def test_spikes_and_steps_that_are_not_finite_are_counted_together() -> None:
     window = {"losses": [4.0] * 4, "norms": [1.0] * 4}
     for skipped, too_many in (([1, 3, 4], False), ([2, 3, 4], True)):
         guard = SpikeGuard(config, 0, window, skipped, 3, lambda _: "")
-        assert guard.suspects(record)
+        assert guard.withholds(record)
         found = guard.check(record)
         assert found is not None
         assert skipped[-2:] == [4, 5]

@@ -241,7 +241,7 @@ def test_steps_that_were_not_logged_are_compared_with_the_next_record(trained: P
     assert [read(config, n, here).last for n in (5, 6, 9)] == [5, 9, 9]
     assert "9" not in read(config, 5, here).steps
     assert read(config, 9, here).steps["9"] == {"stopped": "step 9: the loss is not finite on rank 0"}
-    reason = "step 9: copies of the model differ"
+    reason = "step 9: replicas of the model differ"
     attempts.add(tmp_path / "run", {"attempt": 1, "ended": "failed", "last_step": 8, "reason": reason})
     with pytest.raises(ConfigError, match="has recorded the steps up to 5"):
         read(config, 6, here)

@@ -217,7 +217,7 @@ def bitwise_setting(config: Config, world: World) -> dict[str, Any]:
         "block_attention": config.speed.block_attention and not on_gpu and not of_all_lengths,
         "fused_functions": config.speed.fused_functions and family.fused_functions and not on_gpu,
         "blocks_per_group": config.fsdp.blocks_per_group if groups_matter else 1,
-        "widened_products": widens(config, world),
+        "widen_matmuls": widens(config, world),
         "shared_memory": in_rank_order and layout.dp_shard > 2,
         "shared_memory_copies": in_rank_order and layout.dp_replicate > 2,
         "device": torch.cuda.get_device_name(world.device) if on_gpu else "cpu",

@@ -112,7 +112,9 @@ def _parser(shows_all: bool) -> argparse.ArgumentParser:
     add_flag("--inspect", help="print the sharded model and its FSDP groups, and exit")
     add_flag("--dry-run", help="run three steps in a temporary folder, print memory and time, and exit")
     add_flag("--retry", help="start although the last attempt failed, and would again (docs/cluster.md)")
-    parser.add_argument("--replay", type=int, metavar="N", help="compare step N, made again, with the run, and exit")
+    parser.add_argument(
+        "--replay", type=int, metavar="N", help="re-run step N, compare it bit for bit with the log, exit"
+    )
     shorthands = parser.add_argument_group("shorthands")
     for flag, keys in SHORTHANDS.items():
         meaning = " ".join(f"--{key}={str(value).lower()}" for key, value in keys.items())

@@ -1,15 +1,15 @@
-"""Faster implementations for CPUs. Names, shapes and checkpoints of a model stay the same; each has a key in [speed].
+"""Faster functions for CPUs, each with a key in [speed]. A model's names, shapes and checkpoints stay the same.
 
-The models hold plain functions. `apply` replaces some on a built model (train.py has the table), before activation
-checkpointing, compilation and `fully_shard`. A new one falls back to the plain one where that is as fast, e.g. for long
-sequences.
+Models use plain functions. `apply` replaces some of them on a built model (train.py has the table), before activation
+checkpointing, compilation and `fully_shard`. A replacement falls back to the plain function where that is as fast, e.g.
+for long sequences.
 """
 
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import SpeedConfig
-from torchtitan_lite.cpu import attention, fused, loss, widened
+from torchtitan_lite.cpu import attention, fused, loss
 from torchtitan_lite.cpu.shared_memory import apply_shared_memory
-from torchtitan_lite.cpu.widened import widens
+from torchtitan_lite.cpu.widen import use_float32_matmuls, widens
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.models import attention as plain
 
@@ -17,10 +17,10 @@ __all__ = ["apply", "apply_shared_memory", "widens"]
 
 
 def apply(model: Transformer, config: SpeedConfig, *, widen: bool = False) -> None:
-    """Replace functions of a model by faster ones.
+    """Replace a model's functions by faster ones.
 
     Args:
-        widen: compute 16-bit products in float32; see `widens`.
+        widen: compute 16-bit matmuls in float32; see `widens`.
     """
     if config.block_attention:
         for module in model.modules():
@@ -31,4 +31,4 @@ def apply(model: Transformer, config: SpeedConfig, *, widen: bool = False) -> No
         fused.fuse_rotations(model)
     model.output.cross_entropy = loss.chunked_cross_entropy  # where model.output.chunked is set
     if widen:
-        widened.widen(model)
+        use_float32_matmuls(model)

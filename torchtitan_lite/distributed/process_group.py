@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan_lite import process
 from torchtitan_lite.config.schema import FsdpConfig, RunConfig
-from torchtitan_lite.distributed.lost import explained
+from torchtitan_lite.distributed.lost import explaining_lost_ranks
 from torchtitan_lite.distributed.rendezvous import Store, find_ranks
 from torchtitan_lite.terminal import flush
 
@@ -34,10 +34,10 @@ class World:
 
 @contextlib.contextmanager
 def process_group(run: RunConfig) -> Iterator[World]:
-    """A process group over all ranks that torchrun started, or a world of one under plain python.
+    """Open a process group over all of torchrun's ranks, or a world of one under plain python.
 
     Collectives of CPU tensors use gloo, those of CUDA tensors NCCL. Without an exception, the ranks wait for each other
-    at the end: torchrun ends the others as soon as one has exited with a code other than 0.
+    at the end: torchrun kills the others as soon as one exits with a nonzero code.
     """
     device = choose_device(run.device, process.env_int("LOCAL_RANK", 0))
     threads, _ = process.cpu_threads(run.threads)
@@ -51,7 +51,7 @@ def process_group(run: RunConfig) -> Iterator[World]:
     process.die_with_launcher()
     process.allow_open_files()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    with explained():
+    with explaining_lost_ranks():
         if "RANK" in os.environ:
             store, rank, world_size = find_ranks(run.start_timeout_minutes)
         else:
@@ -70,14 +70,14 @@ _UNTIMED, NO_LIMIT_MINUTES = "untimed", 30 * 24 * 60.0
 
 
 def untimed_group() -> dist.ProcessGroup:
-    """A gloo group of all ranks without a timeout, for saves and loads. The watchdog ends those that hang."""
+    """Make a gloo group of all ranks without a timeout, for saves and loads. The watchdog ends hanging ones."""
     timeout = timedelta(minutes=NO_LIMIT_MINUTES)
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout, group_desc=_UNTIMED)
     return group
 
 
 def limit_group_timeouts(timeout_minutes: float = NO_LIMIT_MINUTES) -> None:
-    """Give every group but the untimed ones this timeout. The groups of a mesh start with torch's 30 minutes.
+    """Set the timeout of every group but the untimed one. A mesh's groups start with torch's 30 minutes.
 
     With a Watchdog there is no limit: NCCL would abort the process, and gloo raise, while another rank compiles.
     """
@@ -87,7 +87,7 @@ def limit_group_timeouts(timeout_minutes: float = NO_LIMIT_MINUTES) -> None:
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
-    """The device of this rank: of run.device, "auto", "cpu" or "cuda". A GPU becomes the current one."""
+    """Return this rank's device for run.device ("auto", "cpu" or "cuda"). A GPU becomes the current device."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     device = torch.device("cuda", local_rank)
@@ -96,13 +96,13 @@ def choose_device(name: str, local_rank: int) -> torch.device:
 
 
 def use_tf32(run: RunConfig, device: torch.device) -> None:
-    """Obey run.tf32. For the process: torch has no setting for a device."""
+    """Apply run.tf32 to the process: torch has no setting per device."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if run.tf32 else "highest")
 
 
 def build_mesh(config: FsdpConfig, device: torch.device) -> DeviceMesh:
-    """The mesh for `fully_shard`: axis dp_shard, or dp_replicate x dp_shard (HSDP)."""
+    """Build the mesh for `fully_shard`: axis dp_shard, or dp_replicate x dp_shard (HSDP)."""
     replicate, shard = config.mesh(dist.get_world_size())
     if replicate == 1:
         return init_device_mesh(device.type, (shard,), mesh_dim_names=("dp_shard",))

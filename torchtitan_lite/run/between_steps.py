@@ -1,4 +1,4 @@
-"""The work beside the steps: log, validate, score tasks, save, sample. `train` in train.py says when each is due."""
+"""The work between steps: log, validate, score tasks, save, sample. `train` in train.py says when each is due."""
 
 import functools
 import gc
@@ -20,53 +20,53 @@ from torchtitan_lite.run import attempts
 from torchtitan_lite.run.console import fitted, seen_of_sources, step_line
 from torchtitan_lite.run.intact import require_equal_replicas, require_finite
 from torchtitan_lite.run.metrics import Log, peak_memory_gib
-from torchtitan_lite.run.session import Beside, Look, Session, due
+from torchtitan_lite.run.session import Evaluation, PeriodicWork, Session, due
 from torchtitan_lite.scoring.validation import Validation, eval_line, evaluate, evaluate_average
 
 
-def build_beside(config: Config, data: DataSet, world: World, validation: Validation) -> Beside:
-    """What the config asks for beside the steps. Collective. UserError: something does not suit the run."""
-    beside = Beside()
+def build_periodic_work(config: Config, data: DataSet, world: World, validation: Validation) -> PeriodicWork:
+    """Build the evaluations and the profiler of the config. Collective. UserError: one does not suit the run."""
+    periodic = PeriodicWork()
     if config.eval.every:
         keys = ["val_loss", "ema_val_loss"] if config.optim.ema_decay else ["val_loss"]
-        beside.validation = Look("validation", config.eval.every, keys, functools.partial(validate, validation))
+        periodic.validation = Evaluation("validation", config.eval.every, keys, functools.partial(validate, validation))
     if config.tasks:
         from torchtitan_lite.run.tasks import Tasks
 
         if tasks := Tasks.of(config, data):
             keys = [f"task/{name}" for name in tasks.digests]
-            beside.tasks = Look("tasks", config.eval.tasks_every, keys, tasks.score)
-            beside.questions = tasks.digests
+            periodic.tasks = Evaluation("tasks", config.eval.tasks_every, keys, tasks.score)
+            periodic.task_hashes = tasks.digests
     if config.sample.every:
         from torchtitan_lite.run.sampling import Prompts, sample
 
         prompts = Prompts.of(config, data)
-        beside.samples = Look("samples", config.sample.every, ["prompt"], functools.partial(sample, prompts))
+        periodic.samples = Evaluation("samples", config.sample.every, ["prompt"], functools.partial(sample, prompts))
     if config.profile.steps:
         from torchtitan_lite.run.profiler import Profile
 
-        beside.profile = Profile(config.profile, config.folder, world)
-    return beside
+        periodic.profile = Profile(config.profile, config.folder, world)
+    return periodic
 
 
-def left_out(s: Session) -> list[Look]:
-    """What is due after the step of `s.state` and has no record: a stop or a kill came before it. Collective."""
+def missed_evaluations(s: Session) -> list[Evaluation]:
+    """Return the evaluations due at the step of `s.state` that the last attempt did not finish. Collective."""
     step, steps = s.state.step, s.config.train.steps
-    looks = [look for look in s.beside.looks if step == steps or due(step, look.every)]
+    evaluations = [one for one in s.periodic.evaluations if step == steps or due(step, one.every)]
 
     def missing() -> list[int]:
         files = "metrics.jsonl", "samples.jsonl"
         keys = {k for file in files for r in attempts.records(s.config.folder, file) if r["step"] == step for k in r}
-        return [i for i, look in enumerate(looks) if not keys.issuperset(look.keys)]
+        return [i for i, one in enumerate(evaluations) if not keys.issuperset(one.keys)]
 
-    return [looks[i] for i in on_rank0(missing, s.world.untimed)] if step else []
+    return [evaluations[i] for i in on_rank0(missing, s.world.untimed)] if step else []
 
 
-def make_up(s: Session, looks: list[Look]) -> None:
-    """Take what was left out, before the first step. A request to stop is obeyed after each. Collective."""
-    for look in looks:
+def run_missed(s: Session, missed: list[Evaluation]) -> None:
+    """Run these before the first step. Ends after the one during which a rank was asked to stop. Collective."""
+    for evaluation in missed:
         s.services.watchdog.step(s.state.step)
-        look.take(s)
+        evaluation.run(s)
         s.services.preemption.agree(s.world)
         if s.services.preemption.agreed:
             break

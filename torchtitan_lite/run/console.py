@@ -48,7 +48,7 @@ def start_lines(
         model_line(
             config,
             f"{n_parameters:,} parameters, {mine:,} on rank 0",
-            widened=state.bitwise_setting["widened_products"],
+            widened=state.bitwise_setting["widen_matmuls"],
         ),
         batch_line(config, layout, world.world_size),
         *data_lines(config, data, samples),
@@ -101,12 +101,12 @@ def copies_lines(config: Config, layout: Layout) -> list[str]:
 
 def model_line(config: Config, parameters: str, widened: bool = False) -> str:
     model = config.model
-    products = ", its products in float32: this CPU has no instructions for them" if widened else ""
+    matmuls = ", its matmuls in float32: this CPU has no instructions for them" if widened else ""
     if config.run.tf32 and config.run.device != "cpu" and config.fsdp.param_dtype == "float32":
-        products = ", its products in TF32 on a GPU that has it"
+        matmuls = ", its matmuls in TF32 on a GPU that has it"
     return (
         f"model   {model.family} dim {model.dim}, {', '.join(_shape(model))}: {parameters}; "
-        f"computes in {config.fsdp.param_dtype}{products}"
+        f"computes in {config.fsdp.param_dtype}{matmuls}"
     )
 
 

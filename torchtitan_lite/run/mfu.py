@@ -79,14 +79,14 @@ class Device:
     Args:
         driver_name: a pattern that all of the driver's name, without maker and family, has to match.
         bf16: whether it has products of bfloat16; without, they are emulated, at the rate of float32 at best.
-        tf32: whether torch computes float32 products in TF32 if it is asked to.
-        sustained: share of the peak that very large products reach, fitted to published runs; None: there are none.
+        tf32: whether torch computes float32 matmuls in TF32 if it is asked to.
+        sustained: share of the peak that very large matmuls reach, fitted to published runs; None: there are none.
     """
 
     name: str
     driver_name: str
     half_flops: float  # of float16 and bfloat16, dense, per second
-    fp32_flops: float  # torch computes float32 products in float32 (no TF32), unless run.tf32 is true
+    fp32_flops: float  # torch computes float32 matmuls in float32 (no TF32), unless run.tf32 is true
     memory_gib: float  # as the driver reports
     memory_bandwidth: float
     intra_node: float  # between devices of a machine
@@ -186,4 +186,4 @@ def slow_products(gpu: torch.device, dtype: str, *, tf32: bool, options: tuple[s
         f"at {device.fp32_flops / 1e12:g} of {device.half_flops / 1e12:g} TFLOP/s" if device else "without tensor cores"
     )
     fixes = [options[2]] if before_ampere else [options[0], *([options[1]] if has_tf32 else [])]
-    return f"float32 products run {rates}; {' or '.join(fixes)} is faster"
+    return f"float32 matmuls run {rates}; {' or '.join(fixes)} is faster"

@@ -26,7 +26,7 @@ from torchtitan_lite.distributed.ranks import gather, on_rank0
 from torchtitan_lite.errors import REPEATS, BusyError, ConfigError, RepeatError, StuckError, UserError
 from torchtitan_lite.files import write_durably
 from torchtitan_lite.run import attempts, run_folder
-from torchtitan_lite.run.between_steps import left_out, report_save
+from torchtitan_lite.run.between_steps import missed_evaluations, report_save
 from torchtitan_lite.run.console import source_lines, start_lines, what_next
 from torchtitan_lite.run.goodput import goodput_line
 from torchtitan_lite.run.metrics import Log
@@ -155,8 +155,8 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
     if s.resumed and loaded_config.kept:
         values = flatten(config)
         kept = ", ".join(f"{key} = {format_value(values[key])}" for key in loaded_config.kept)
-        whose = f"of {checkpointer.forked_from}" if checkpointer.forked_from else "the run's own"
-        log.info(f"resume  {kept}: {whose}, not given by this command; today's defaults differ")
+        source = checkpointer.forked_from or "the checkpoint"
+        log.info(f"resume  {kept}: kept from {source} (not set here; the defaults differ)")
     if config.model.init_from and not s.resumed and world.rank == 0:
         from torchtitan_lite.huggingface.weights import tokenizer_notes
 
@@ -190,10 +190,10 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
 def report_end(s: Session) -> int:
     """Log whether the run completed or was preempted, and write it to run.json. Returns the exit code. Collective."""
     config, step, log, meter = s.config, s.state.step, s.services.log, s.services.meter
-    rest = left_out(s) if s.services.preemption.agreed else []
+    rest = missed_evaluations(s) if s.services.preemption.agreed else []
     if step < config.train.steps or rest:
         why = min(filter(None, gather(s.services.preemption.reason)))  # "SIG..." comes first
-        names = " and ".join(look.name for look in rest)
+        names = " and ".join(one.name for one in rest)
         then = f"resumes from there{f', with the {names} that were due' if rest else ''}{launcher_note(why)}"
         log.info(f"stopped after step {step} of {config.train.steps} ({why}); the same command {then}")
         run_folder.record_end(config.folder, s.world, log.attempt, "preempted", step, why)

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from torchtitan_lite.checkpointing import progress
 from torchtitan_lite.config.schema import RunConfig
-from torchtitan_lite.distributed.lost import explained, is_gone, reset, shortened
+from torchtitan_lite.distributed.lost import explaining_lost_ranks, gone_message, is_gone, shortened
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.errors import ConfigError, StuckError, report
 from torchtitan_lite.process import local_rank
@@ -161,7 +161,7 @@ class Watchdog:
 
     def naming_lost_ranks(self) -> contextlib.AbstractContextManager[None]:
         """Turn a communication error in this context into a StuckError that names the ranks that ended."""
-        return explained(self._explain)
+        return explaining_lost_ranks(self._explain)
 
     def close(self) -> None:
         """Stop watching, and remove files without stacks."""
@@ -189,7 +189,7 @@ class Watchdog:
             who = "a process on another machine died, or the network to it failed"
         with contextlib.suppress(OSError):  # for `_has_ended` of others; `close` keeps the file
             self._file.write(_FOLLOWS)
-        return f"{where}: {reset(who, error)}"
+        return f"{where}: {gone_message(who, error)}"
 
     def _last_seen(self, rank: int) -> str:
         with contextlib.suppress(RuntimeError):  # the store is gone, too

@@ -47,7 +47,7 @@ class Expected:
 
 
 def shares(device: Device) -> tuple[float, float]:
-    """The least and the most of the nominal peak that large products reach.
+    """The least and the most of the nominal peak that large matmuls reach.
 
     Without published runs: the least of all devices that have some, and the most of the three nearest in peak. The
     share falls as the peak grows, because the power does not grow with it.
@@ -60,7 +60,7 @@ def shares(device: Device) -> tuple[float, float]:
 
 
 def rate(device: Device, width: int) -> float:
-    """FLOPs per second of large products; `width`: bytes of an element."""
+    """FLOPs per second of large matmuls; `width`: bytes of an element."""
     return math.sqrt(math.prod(shares(device))) * (device.fp32_flops if width == 4 else device.half_flops)
 
 

@@ -122,9 +122,9 @@ class Recorder:
             self.end_of_kernel(phase)
             *batch, size, columns = args[1].shape
             self.work[Product(phase, math.prod(batch), size, columns, size // 2, args[1].element_size())] += 1
-        elif name in ("grouped_product", "grouped_gradient"):
+        elif name in ("grouped_matmul", "grouped_gradient"):
             # (rows, inputs) x (experts, outputs, inputs), and its gradient from (rows, outputs) x (rows, inputs)
-            experts = len(args[1]) if name == "grouped_product" else len(out)
+            experts = len(args[1]) if name == "grouped_matmul" else len(out)
             rows, other = -(-len(args[0]) // experts), args[1].shape[1]
             self.end_of_kernel(phase)
             self.work[Product(phase, experts, rows, other, args[0].shape[1], args[0].element_size())] += 1

@@ -82,7 +82,7 @@ def options_of(argv: Sequence[str]) -> argparse.Namespace:
     add("--json", type=paths.expand, default=None, metavar="FILE", help="also write the figures here")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the parameters")
-    add("--tf32", action="store_true", help="on a GPU, compute float32 products in TF32")
+    add("--tf32", action="store_true", help="on a GPU, compute float32 matmuls in TF32")
     add("--best", action="store_true", help="of each run: the checkpoint with the lowest validation loss")
     add("--ema", action="store_true", help="use the averaged weights, see optim.ema_decay")
     add("--tokenizer", type=paths.expand, default=None, help="a tokenizer.json to use instead of the models' own")
