@@ -114,6 +114,7 @@ def test_seeking_in_a_mixture_is_replaying_it(weights: list[float], first: int, 
 def test_round_weights_make_a_short_table() -> None:
     assert mixed([0.7, 0.3]).table.tolist() == [0, 0, 1, 0, 0, 1, 0, 0, 0, 1]
     assert mixed([2, 1, 1]).counts.tolist() == [2, 1, 1]
+    assert mixed([140, 60]).table.tolist() == mixed([0.7, 0.3]).table.tolist(), "only the ratio matters"
     with pytest.raises(ConfigError, match="a weight of 1e-06 of .* is less than one sample in 65,536"):
         mixed([1, 1e-6])
 

@@ -297,3 +297,33 @@ def test_prompts_of_an_encoder_decoder_begin_as_sources_did(tmp_path: Path) -> N
     long = config.model_copy(update={"sample": SampleConfig(every=1, prompts=["x" * (limit - 5)])})
     with pytest.raises(ConfigError, match=f"with prefix 'summarize: ' is longer than {limit} tokens"):
         Prompts.of(long, data)
+
+
+def test_a_source_is_on_one_side_only_whatever_its_targets_are(tmp_path: Path) -> None:
+    """Three pairs of each source, with the same three targets."""
+    pairs = [(f"source {i}", target) for i in range(60) for target in ("one", "two", "three")]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": s, "headline": t}) + "\n" for s, t in pairs))
+    out = tmp_path / "out"
+    assert main([str(tmp_path / "a.jsonl"), *KEYS, "--val-fraction", "0.4", "--out", str(out)]) == 0
+    train, val = ({source for source, _ in decoded(out, split)} for split in ("train", "val"))
+    assert (len(train) + len(val), train & val) == (60, set())
+    assert 10 < len(val) < 40
+
+
+def test_the_blocks_of_a_window_have_another_order_in_each_epoch_and_window(
+    prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the places of the blocks among the sorted ones: their pairs differ anyway."""
+    monkeypatch.setattr(pairs_module, "WINDOW", 100)
+    monkeypatch.setattr(pairs_module, "BLOCK", 10)
+    samples = PairSamples(prepared, "train", config_of(prepared, seq_len=256))
+    assert samples.n_samples >= 200
+
+    def order(first: int, seed: int) -> tuple[int, ...]:
+        """Of the blocks, by the shortest pair of each."""
+        lengths = samples.lengths(samples.indices(np.arange(first, first + 100), seed)).tolist()
+        shortest = [min(map(tuple, lengths[at : at + 10])) for at in range(0, 100, 10)]
+        return tuple(sorted(range(10), key=lambda block: (shortest[block], block)))
+
+    places = [order(0, 3), order(100, 3), order(0, 4), *(order(epoch * samples.n_samples, 3) for epoch in (1, 2))]
+    assert len(set(places)) == 5

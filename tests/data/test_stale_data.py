@@ -256,3 +256,18 @@ def test_a_prepared_folder_that_can_not_be_read_is_not_called_damaged(
     monkeypatch.setattr(token_files, "spots", fails)
     with pytest.raises(OSError, match="Input/output error"):
         read_meta(lines)
+
+
+def test_an_older_file_in_the_place_of_a_text_is_noticed(tmp_path: Path) -> None:
+    """Of the same size, while the newest file of the text stays; its time of change is that of the rename."""
+    (tmp_path / "in").mkdir()
+    for name, fruit, age_s in (("older.txt", "peach", 90), ("in/a.txt", "apple", 60), ("in/b.txt", "grape", 0)):
+        file = tmp_path / name
+        file.write_text("".join(f"{i}: one {fruit} fell from the tree\n" for i in range(400)))
+        os.utime(file, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns - age_s * 10**9))
+    before = make(tmp_path / "in", tmp_path / "cache", 257)
+    assert "apple" in "".join(decoded(before, "train"))
+    (tmp_path / "older.txt").rename(tmp_path / "in/a.txt")
+    after = "".join(decoded(make(tmp_path / "in", tmp_path / "cache", 257), "train"))
+    assert "peach" in after
+    assert "apple" not in after

@@ -273,3 +273,14 @@ def test_the_length_of_an_import_fits_into_the_memory_of_its_training_state(
     (line,) = (line for line in lines if line.startswith("seq_len"))
     assert line.startswith(f"seq_len = {seq_len}  # ")
     assert "micro_batch_size = 1  # sequences" in "\n".join(lines)
+
+
+def test_a_shorter_context_is_accepted_where_positions_are_computed(theirs: Theirs) -> None:
+    shorter, longer = (theirs.config.model_copy(update={"max_seq_len": n}) for n in (32, 128))
+    learned = theirs.config.family == "gpt"
+    for config in (longer, *([shorter] * learned)):
+        with pytest.raises(
+            CheckpointError, match=rf"max_seq_len is 64 in the checkpoint and {config.max_seq_len} here"
+        ):
+            hf.find_weights(theirs.folder, config)
+    assert learned or hf.find_weights(theirs.folder, shorter)[0] == theirs.folder

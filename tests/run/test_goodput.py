@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import python, ranks, succeeded, tiny
+from tests.helpers import python, ranks, records, succeeded, tiny
 from tests.run.test_history import begin
 from torchtitan_lite.process import process_age_s
 from torchtitan_lite.run import attempts
@@ -70,3 +70,16 @@ def test_the_age_of_a_process_is_since_its_start() -> None:
     age = process_age_s()
     assert 0 < age < 1e6
     assert process_age_s() >= age
+
+
+def test_rates_leave_out_what_is_no_training_and_waiting_for_data_is_shown(text: Path, tmp_path: Path) -> None:
+    """A validation, a save and a sample after step 2 take a second and a half each, and so does the batch of step 3."""
+    more = {"train__steps": 4, "eval__every": 2, "checkpoint__every": 2, "sample__every": 2, "sample__max_tokens": 2}
+    fault = ",".join(f"slow:0:{step}:{site}" for step, site in ((2, "eval"), (2, "save"), (2, "sample"), (3, "batch")))
+    command = tiny(text, tmp_path, **RUN | more | {"log__every": 1})
+    succeeded(ranks(1, *command, fault=fault, env={"FAULT_SECONDS": "1.5"}))
+    logged = {record["step"]: record for record in records(tmp_path / "run") if "loss" in record}
+    assert logged[3]["data_s"] >= 1.5 > logged[2]["data_s"]
+    for record in logged.values():
+        assert record["seconds"] - record["data_s"] < 1.5
+        assert record["tokens_per_second"] == pytest.approx(6 * 32 / record["seconds"], rel=0.01)

@@ -4,8 +4,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from tests.helpers import python, ranks, succeeded, tiny
+from tests.helpers import checkpoint, python, ranks, succeeded, tiny
 
 
 @pytest.fixture(scope="module")
@@ -54,3 +56,21 @@ def test_a_run_resumes_whose_source_is_gone(first: Path, text: Path, tmp_path: P
     succeeded(ranks(1, *command))
     shutil.rmtree(tmp_path / "source")
     succeeded(python("--check-config", *command, "--train.steps=4"))
+
+
+def test_damaged_weights_and_tensors_that_the_model_lacks_are_refused(first: Path, text: Path, tmp_path: Path) -> None:
+    damaged = shutil.copytree(checkpoint(first, 2), tmp_path / "damaged")
+    file = damaged / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    larger = tmp_path / "larger"
+    succeeded(python("export", str(first), str(larger), script="checkpoint.py"))
+    weights = load_file(larger / "model.safetensors")
+    save_file(weights | {"transformer.h.2.ln_1.weight": torch.ones(32)}, larger / "model.safetensors", {"format": "pt"})
+    for source, problem in (
+        (damaged, "model.safetensors: its SHA-256 does not match the manifest"),
+        (larger, "layers.2.attention_norm.weight is (32,) in the checkpoint and - here"),
+    ):
+        result = ranks(1, *tiny(text, tmp_path, run__name="new", train__steps=3, model__init_from=source))
+        assert result.returncode == 2, result.stdout + result.stderr
+        assert problem in result.stderr
+        assert not (tmp_path / "new/metrics.jsonl").exists()

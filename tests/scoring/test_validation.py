@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from tests.data.test_data import make, rows
 from tests.helpers import checkpoint, ranks, records, succeeded, tiny
@@ -18,9 +19,10 @@ from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.data.packing import PackedSamples
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.samples import Samples
+from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.run.resumed import validation_change
 from torchtitan_lite.scoring import validation
-from torchtitan_lite.scoring.validation import Score, Validation, eval_line, unigram_bits_per_byte
+from torchtitan_lite.scoring.validation import SUBSET_SEED, Score, Validation, eval_line, unigram_bits_per_byte
 
 NAN = math.nan
 
@@ -169,3 +171,22 @@ def test_validations_are_comparable_on_equal_subsets_only() -> None:
     assert validation_change(subset, subset | {"samples": 64}) == said
     assert validation_change(subset, subset | {"seed": 1})
     assert not validation_change(everything, everything | {"seed": 1}), "the whole text is the same in any order"
+
+
+def test_bits_per_byte_have_the_bytes_of_the_targets_that_were_scored(folder: Path, tmp_path: Path) -> None:
+    """Five of some hundred sequences, which have other bytes per token than the whole split."""
+    more = {"train__steps": 1, "optim__warmup_steps": 0, "eval__every": 1, "eval__samples": 5, "checkpoint__every": 0}
+    succeeded(ranks(2, *tiny(folder, tmp_path, run__name="run", **more)))
+    (found,) = [record for record in records(tmp_path / "run") if "val_loss" in record]
+    samples, tokenizer = Samples(folder, "val", 32), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    end = read_meta(folder).end_token
+
+    def bytes_per_target(numbers: np.ndarray, seed: int | None) -> float:
+        targets = [target for row in samples.draw(numbers, seed).targets.tolist() for target in row]
+        # a character of a byte-level entry stands for a byte
+        text = (tokenizer.id_to_token(target) for target in targets if target != end)
+        return sum(map(len, text)) / len(targets)
+
+    scored, whole = bytes_per_target(np.arange(5), SUBSET_SEED), bytes_per_target(np.arange(samples.n_samples), None)
+    assert abs(scored / whole - 1) > 0.01
+    assert found["val_bits_per_byte"] == pytest.approx(found["val_loss"] / scored / math.log(2), rel=1e-6)

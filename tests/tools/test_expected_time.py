@@ -15,7 +15,7 @@ from tests.tools.memory import VOCABULARY, config_of
 from torchtitan_lite import plan
 from torchtitan_lite.models import build
 from torchtitan_lite.run.mfu import DEVICES, flops_per_token
-from torchtitan_lite.tools.estimate import simulate
+from torchtitan_lite.tools.estimate import command, simulate
 from torchtitan_lite.tools.estimate.planned_run import (
     SPREAD,
     expected,
@@ -217,3 +217,12 @@ def test_a_slower_device_is_expected_to_take_longer() -> None:
     found = make_plan(config, 8, H100)
     half = replace(H100, half_flops=H100.half_flops / 2, memory_bandwidth=1e12, intra_node=1e9)
     assert expected(found, half).total > expected(found, H100).total
+
+
+def test_device_hours_are_those_of_all_devices() -> None:
+    """Of ten million steps, which take days."""
+    plan_ = make_plan(config_of("llama, bfloat16, selective", 8, **{"train.steps": 10**7}), 8, H100)
+    (line,) = (line for line in command._time_lines(plan_) if "device hours" in line)
+    hours = float(line.rpartition(": ")[2].removesuffix(" device hours").replace(",", ""))
+    assert hours == pytest.approx(8 * 10**7 * expected(plan_, H100).total / 3600, abs=1)
+    assert hours > 50
