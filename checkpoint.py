@@ -77,24 +77,24 @@ class Checkpointer(BaseCheckpointer):
             CheckpointError: on every rank, before anything is overwritten: the checkpoint is damaged, or the run can't
                 continue with these values.
         """
-        found = checkpoint_to_resume(self.folder, self.config, self.world)
+        found = checkpoint_to_resume(self.folder, self.config, self.process)
         self.notes = found.notes
         if found.folder is None:
             return None
         self.forked_from = found.folder if found.forked else None
         if not found.forked:
             self.damaged = [int(folder.name.removeprefix("step-")) for folder in found.damaged]
-        state = compatibility.read_state(found.folder, values, self.world, fork=found.forked)
+        state = compatibility.read_state(found.folder, values, self.process, fork=found.forked)
         make_state(self.optimizer)  # a load fills existing tensors, and moments exist only after the first step
         with compatibility.optimizer_as_saved(self.optimizer, state):
-            compatibility.require_same_tensors(found.folder, self.parts(), self.world)
+            compatibility.require_same_tensors(found.folder, self.parts(), self.process)
             self.load_tensors(found.folder)
         self.protect = {state.step}
         return state
 
     def load_tensors(self, folder: Path) -> None:
         """Load a checkpoint of either kind by the configured API, whichever API saved it."""
-        kind = on_rank0(lambda: storage.read_manifest(folder).state_dict, self.world.untimed)
+        kind = on_rank0(lambda: storage.read_manifest(folder).state_dict, self.process.untimed)
         _, load = WAYS[kind, self.config.api]
         load(self, folder)
 
@@ -136,7 +136,7 @@ class Checkpointer(BaseCheckpointer):
         """Return the function that writes whole tensors from rank 0's memory."""
 
         def write(folder: Path) -> dict[str, FileRecord]:
-            parts = tensor_names.by_file(tensors, [MODEL, OPTIMIZER]) if self.world.rank == 0 else {}
+            parts = tensor_names.by_file(tensors, [MODEL, OPTIMIZER]) if self.process.rank == 0 else {}
             return {
                 file: write_tensors(folder / file, specs_of(part), part.__getitem__, ahead=0)
                 for file, part in parts.items()
@@ -156,7 +156,7 @@ class Checkpointer(BaseCheckpointer):
 
     def broadcast(self, targets: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> None:
         """Fill tensors from the whole ones that `read` returns on rank 0."""
-        buffer = torch.empty(full_state.PIECE, dtype=torch.uint8, device=self.world.device)
+        buffer = torch.empty(full_state.PIECE, dtype=torch.uint8, device=self.process.device)
         whole: Tensor | None = None
 
         def read_whole(name: str) -> None:
@@ -166,7 +166,7 @@ class Checkpointer(BaseCheckpointer):
                 whole = read(name).contiguous()  # imported weights may be transposed views
 
         for name, target in targets.items():
-            on_rank0(functools.partial(read_whole, name), self.world.untimed)  # as in `gather`
+            on_rank0(functools.partial(read_whole, name), self.process.untimed)  # as in `gather`
             full_state.broadcast_rows(whole, target, buffer)
 
     # --- full state dict, DCP API -------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class Checkpointer(BaseCheckpointer):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         model, optimizer = get_state_dict(self.model, self.optimizer, options=options)
         # the other ranks get empty dicts
-        whole = tensor_names.by_name(self.as_parts(model, optimizer)) if self.world.rank == 0 else {}
+        whole = tensor_names.by_name(self.as_parts(model, optimizer)) if self.process.rank == 0 else {}
         # on one rank, cpu_offload copies nothing from CPU to CPU: these are the live tensors
         return self.write_whole(self.host_copies(whole) if background else whole)
 
@@ -195,7 +195,7 @@ class Checkpointer(BaseCheckpointer):
             model.update(tensor_names.with_tied(self.model, load_file(folder / MODEL)))
             optimizer.update(tensor_names.nested_state(self.model, self.optimizer, load_file(folder / OPTIMIZER)))
 
-        on_rank0(read, self.world.untimed)  # the collectives below have a timeout
+        on_rank0(read, self.process.untimed)  # the collectives below have a timeout
         # Torch also loads `param_groups`: it turns tuples such as betas into lists, and a saved learning rate would
         # overwrite the config's. So we restore ours.
         with kept_hyperparameters(self.optimizer):
@@ -225,7 +225,7 @@ class Checkpointer(BaseCheckpointer):
         """Read each rank's rows into its tensors, from whichever files have them."""
         tensors = tensor_names.by_name(self.parts())
         with failures_of_ranks():
-            dcp.load(tensors, storage_reader=ShardReader(folder), process_group=self.world.untimed)
+            dcp.load(tensors, storage_reader=ShardReader(folder), process_group=self.process.untimed)
 
     # --- sharded state dict, DCP API ----------------------------------------------------------------------------
 
@@ -242,7 +242,7 @@ class Checkpointer(BaseCheckpointer):
         with kept_hyperparameters(self.optimizer), failures_of_ranks():
             model, optimizer = get_state_dict(self.model, self.optimizer)
             tensors = tensor_names.by_name(self.as_parts(model, optimizer))
-            dcp.load(tensors, storage_reader=ShardReader(folder), process_group=self.world.untimed)
+            dcp.load(tensors, storage_reader=ShardReader(folder), process_group=self.process.untimed)
             set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
     def as_parts(self, model: Mapping[str, Any], optimizer: Any) -> Parts:
@@ -267,13 +267,13 @@ class Checkpointer(BaseCheckpointer):
             CheckpointError: on every rank, before anything is overwritten: the weights belong to a different model.
         """
         targets = tensor_names.own_tensors(self.model)
-        folder, notes = compatibility.find_same_weights(find, open_weights, targets, self.world)
+        folder, notes = compatibility.find_same_weights(find, open_weights, targets, self.process)
         self.notes += notes
-        if self.world.local_world_size < self.world.world_size:
-            weights = open_weights(folder) if self.world.rank == 0 else {}
+        if self.process.local_world_size < self.process.world_size:
+            weights = open_weights(folder) if self.process.rank == 0 else {}
             self.broadcast(targets, weights.__getitem__)
         else:
-            on_all(lambda: full_state.copy_rows(open_weights(folder), targets), self.world.untimed)
+            on_all(lambda: full_state.copy_rows(open_weights(folder), targets), self.process.untimed)
 
 
 Save = Callable[[Checkpointer, bool], Write]  # the bool: save in the background

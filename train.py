@@ -35,7 +35,7 @@ from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.distributed import blocks, parallelize
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import (
-    World,
+    Process,
     build_mesh,
     exit_process,
     limit_group_timeouts,
@@ -101,10 +101,10 @@ def launch(argv: Sequence[str]) -> int:
             for note in command.loaded.notes if prints else ():
                 print_line(f"note    {note}")
             loaded, data = start_and_end.prepared(command.loaded)  # before the process group, which has timeouts
-            with process_group(config.run) as world:
+            with process_group(config.run) as process:
                 lock = run_folder.lock(config.folder)
-                log = Log(config.folder, speaks=world.rank == 0)
-                code = run(loaded, data, world, log)
+                log = Log(config.folder, speaks=process.rank == 0)
+                code = run(loaded, data, process, log)
                 lock.release()
                 return code
     except KeyboardInterrupt:
@@ -113,13 +113,13 @@ def launch(argv: Sequence[str]) -> int:
         return 130
 
 
-def run(loaded: Loaded, data: DataSet, world: World, log: Log) -> int:
+def run(loaded: Loaded, data: DataSet, process: Process, log: Log) -> int:
     """Build, take over the run's folder, and train. Writes the outcome to run.json. Returns the exit code."""
     config, s = loaded.config, None
     closing = contextlib.ExitStack()
     try:
-        hosts = start_and_end.require_one_run(loaded, data, world)
-        s = build(config, data, world, log)
+        hosts = start_and_end.require_one_run(loaded, data, process)
+        s = build(config, data, process, log)
         closing.callback(s.close)
         start_and_end.take_over(hosts, loaded, data, s)
         missed = missed_evaluations(s)  # due at the step that the run resumes from, but never finished
@@ -131,32 +131,32 @@ def run(loaded: Loaded, data: DataSet, world: World, log: Log) -> int:
                 train(s)
             return start_and_end.report_end(s)
     except Exception as error:
-        start_and_end.report_failure(config, world, log, error, s)
+        start_and_end.report_failure(config, process, log, error, s)
         raise
     finally:
         closing.close()
 
 
-def build(config: Config, data: DataSet, world: World, log: Log) -> Session:
+def build(config: Config, data: DataSet, process: Process, log: Log) -> Session:
     """Build all parts of a run, and load the state that it starts from. Does not change the run's folder."""
-    watchdog = Watchdog(config.folder, world, config.run)
+    watchdog = Watchdog(config.folder, process, config.run)
     try:
-        return build_watched(config, data, world, log, watchdog)
+        return build_watched(config, data, process, log, watchdog)
     except BaseException:
         watchdog.close()
         raise
 
 
-def build_watched(config: Config, data: DataSet, world: World, log: Log, watchdog: Watchdog) -> Session:
+def build_watched(config: Config, data: DataSet, process: Process, log: Log, watchdog: Watchdog) -> Session:
     """Build mesh, model, optimizer, data, checkpointer and guards, in this order."""
     # 1. The mesh: which ranks shard one replica of the model, and which hold further replicas.
-    mesh = build_mesh(config.fsdp, world.device)
+    mesh = build_mesh(config.fsdp, process.device)
 
     # 2. The model: sharded on the meta device, without storage. Each rank then allocates and fills its own shards.
-    model = sharded_model(config, data.vocab_size, mesh, widen=cpu.widens(config, world))
+    model = sharded_model(config, data.vocab_size, mesh, widen=cpu.widens(config, process))
     limit_group_timeouts()  # no timeouts: the watchdog ends hanging runs
     model.register_forward_pre_hook(lambda *_: watchdog.forward())
-    materialise(model, world.device, config.run.seed, offload=config.fsdp.cpu_offload)
+    materialise(model, process.device, config.run.seed, offload=config.fsdp.cpu_offload)
 
     # 3. The optimizer, after sharding: its parameters are DTensors, so its moments are sharded like them.
     optimizer = optim.build_optimizer(model, config.optim)
@@ -166,32 +166,32 @@ def build_watched(config: Config, data: DataSet, world: World, log: Log, watchdo
     rank_loader = Loader(
         samples,
         micro_batch_size=config.train.micro_batch_size,
-        rank=world.rank,
-        world_size=world.world_size,
+        rank=process.rank,
+        world_size=process.world_size,
         seed=config.run.seed,
         document_mask=config.data.document_mask,
-        pin=world.device.type == "cuda",
+        pin=process.device.type == "cuda",
     )
-    loader = PrefetchingLoader(rank_loader, world.device)
-    validation = Validation.of(config, data, config.train.micro_batch_size, world.rank, world.world_size)
-    periodic = build_periodic_work(config, data, world, validation)
+    loader = PrefetchingLoader(rank_loader, process.device)
+    validation = Validation.of(config, data, config.train.micro_batch_size, process.rank, process.world_size)
+    periodic = build_periodic_work(config, data, process, validation)
 
     # 5. The newest checkpoint of the run, else the weights that model.init_from names.
     preemption = Preemption(config.run.max_minutes, config.folder / run_folder.JOINING)  # max_minutes includes the load
     best_of = functools.partial(attempts.best_step, config.folder)
-    checkpointer = Checkpointer(config.folder / "checkpoints", model, optimizer, config.checkpoint, world, best_of)
-    fresh = fresh_state(config, data, world, validation.identity(), periodic.task_hashes)
+    checkpointer = Checkpointer(config.folder / "checkpoints", model, optimizer, config.checkpoint, process, best_of)
+    fresh = fresh_state(config, data, process, validation.identity(), periodic.task_hashes)
     with watchdog.loading("loading a checkpoint"):
         resumed = load_newest(config, checkpointer, fresh, log)
     state = resumed.continued_by(fresh) if resumed else fresh
 
     # 6. The loss scale (float16), the guards that can withhold an update, and the clock.
-    scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, world.device, state.grad_scaler)
-    guards = build_guards(config, world, state, scaler, checkpointer, log)
-    meter = Meter(state, world.device, peak_tokens_per_second(config, model, world))
+    scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, process.device, state.grad_scaler)
+    guards = build_guards(config, process, state, scaler, checkpointer, log)
+    meter = Meter(state, process.device, peak_tokens_per_second(config, model, process))
     return Session(
         config,
-        world,
+        process,
         Trained(model=model, optimizer=optimizer, scaler=scaler, guards=guards, samples=samples, loader=loader),
         Services(log=log, meter=meter, watchdog=watchdog, preemption=preemption, checkpointer=checkpointer),
         periodic,
@@ -201,7 +201,7 @@ def build_watched(config: Config, data: DataSet, world: World, log: Log, watchdo
 
 
 def build_guards(
-    config: Config, world: World, state: TrainState, scaler: GradScaler, checkpointer: Checkpointer, log: Log
+    config: Config, process: Process, state: TrainState, scaler: GradScaler, checkpointer: Checkpointer, log: Log
 ) -> list[Guard]:
     """Build the guard against updates that are not finite, and with [spike] the one against loss spikes."""
     skipped = list(state.skipped)  # the guards share it
@@ -210,7 +210,7 @@ def build_guards(
     if config.spike.action != "off":
         from torchtitan_lite.run import spikes
 
-        guards.append(spikes.build_guard(config, world, state, skipped, checkpointer, log))
+        guards.append(spikes.build_guard(config, process, state, skipped, checkpointer, log))
     return guards
 
 
@@ -311,9 +311,9 @@ def train_step(s: Session, step: int) -> StepRecord:
         first = config.data.position(s.state.samples_consumed, size)  # jumps over data.skip_samples
         batch = s.trained.loader.batch(first, size)
     services.watchdog.computing()
-    loss = forward_backward(config, s.world, s.trained, step, batch)
+    loss = forward_backward(config, s.process, s.trained, step, batch)
     # Each rank has its own shards' gradients, so the squared norm is a sum over ranks. With HSDP, each replica adds it.
-    squared_norm = optim.squared_norm(model, replicas=config.fsdp.mesh(s.world.world_size)[0])
+    squared_norm = optim.squared_norm(model, replicas=config.fsdp.mesh(s.process.world_size)[0])
     record = StepRecord(  # sums the parts of all ranks: the one small all-reduce of a step
         step,
         samples=(first, first + size),
@@ -323,7 +323,7 @@ def train_step(s: Session, step: int) -> StepRecord:
         loss_scale=scaler.scale,
         loads=model.loads,
         stop=services.preemption.requested(),
-        world=s.world,
+        process=s.process,
     )
     # sets the factor as `grad_scale`; the fused AdamW applies it to the gradients as it reads them
     optim.clip_gradients(optimizer, record.grad_norm, config.optim.max_norm, scaler.scale)
@@ -341,15 +341,15 @@ def train_step(s: Session, step: int) -> StepRecord:
     return record
 
 
-def forward_backward(config: Config, world: World, trained: Trained, step: int, batch: Batch) -> Tensor:
+def forward_backward(config: Config, process: Process, trained: Trained, step: int, batch: Batch) -> Tensor:
     """Accumulate the gradients of a batch. Returns the sum of this rank's losses, ()."""
-    device, model = world.device, trained.model
+    device, model = process.device, trained.model
     loss_sum = torch.zeros((), device=device)
     model.loads = None
     for i, micro in enumerate(batch.micro_batches):
         # Seeds dropout from the step, so there is no random state to save. (torch.manual_seed is slower.)
         seed = torch.manual_seed if device.type == "cuda" else torch.default_generator.manual_seed
-        seed(forward_seed(config.run.seed, step, i, world.rank))
+        seed(forward_seed(config.run.seed, step, i, process.rank))
         # By default backward reduces each micro-batch, and gradients accumulate as shards. grad_sync can put it off.
         parallelize.before_micro_batch(model, config.fsdp, last=i == len(batch.micro_batches) - 1)
         loss = model(**micro.on(device))  # summed over this rank's targets
@@ -357,7 +357,7 @@ def forward_backward(config: Config, world: World, trained: Trained, step: int, 
         # divided by the global batch's number of valid targets. So multiply the average by the number of ranks. (gloo
         # has no scaled sums, which set_gradient_divide_factor needs.) No rank divides by its own number of targets,
         # because masking makes them differ between ranks.
-        trained.scaler.scaled(loss * (world.world_size / batch.global_tokens)).backward()
+        trained.scaler.scaled(loss * (process.world_size / batch.global_tokens)).backward()
         loss_sum += loss.detach()
     return loss_sum
 

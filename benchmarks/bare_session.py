@@ -6,7 +6,7 @@ from typing import Any
 
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
@@ -16,12 +16,12 @@ from torchtitan_lite.run.preemption import Preemption
 from torchtitan_lite.run.session import PeriodicWork, Services, Session, Trained
 
 
-def bare_session(config: Config, world: World, model: Transformer, loader: Any) -> Session:
+def bare_session(config: Config, process: Process, model: Transformer, loader: Any) -> Session:
     """Build the session that `train.train_step` needs, for a sharded model and its loader."""
     unused: Any = None  # the loop reads these, a step does not
     watchdog: Any = SimpleNamespace(computing=lambda: None)
     optimizer = build_optimizer(model, config.optim)
-    scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, world.device)
+    scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, process.device)
     trained = Trained(model, optimizer, scaler, [FiniteGuard(scaler, [])], unused, loader)
-    services = Services(unused, Meter(TrainState(), world.device), watchdog, Preemption(0, Path("none")), unused)
-    return Session(config, world, trained, services, PeriodicWork(), TrainState())
+    services = Services(unused, Meter(TrainState(), process.device), watchdog, Preemption(0, Path("none")), unused)
+    return Session(config, process, trained, services, PeriodicWork(), TrainState())

@@ -35,7 +35,7 @@ from torchtitan_lite.checkpointing.tensor_names import optimizer_tensors, own_te
 from torchtitan_lite.config import load as settings
 from torchtitan_lite.config.schema import CheckpointConfig, Config, RunConfig
 from torchtitan_lite.distributed.initialize import materialise
-from torchtitan_lite.distributed.process_group import World, build_mesh, exit_process, process_group
+from torchtitan_lite.distributed.process_group import Process, build_mesh, exit_process, process_group
 from torchtitan_lite.optim.optimizer import build_optimizer, make_state
 
 ROOT = Path(__file__).parent.parent
@@ -52,24 +52,24 @@ SIZE = {
 WAYS = [(kind, api) for kind in (sys.argv[3:4] or ["full", "sharded"]) for api in ("dtensor", "dcp")]
 
 
-def config_of(world: World) -> Config:
+def config_of(process: Process) -> Config:
     """Return the config of a 97 M parameter Llama: 1.2 GB with AdamW's moments."""
-    return settings.load(None, SIZE, world_size=world.world_size).config
+    return settings.load(None, SIZE, world_size=process.world_size).config
 
 
 class Bench:
     """One rank's part of the measurements."""
 
-    def __init__(self, world: World, folder: Path) -> None:
-        self.world, self.folder = world, folder
-        config = config_of(world)
-        self.model = train.sharded_model(config, 8192, build_mesh(config.fsdp, world.device))
-        materialise(self.model, world.device, 0)
+    def __init__(self, process: Process, folder: Path) -> None:
+        self.process, self.folder = process, folder
+        config = config_of(process)
+        self.model = train.sharded_model(config, 8192, build_mesh(config.fsdp, process.device))
+        materialise(self.model, process.device, 0)
         self.optimizer = build_optimizer(self.model, config.optim)
         make_state(self.optimizer)
         self.checkpointers = {
             (kind, api, background): Checkpointer(
-                folder / f"{kind}-{api}-{background}", self.model, self.optimizer, way, world
+                folder / f"{kind}-{api}-{background}", self.model, self.optimizer, way, process
             )
             for kind, api in WAYS
             for background in (False, True)
@@ -89,7 +89,7 @@ class Bench:
 
     def plain(self) -> None:
         """Write and sync this rank's bytes."""
-        with (self.folder / "plain" / f"rank-{self.world.rank}").open("wb") as stream:
+        with (self.folder / "plain" / f"rank-{self.process.rank}").open("wb") as stream:
             for part in self.parts():
                 stream.write(memoryview(part.detach().reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
             stream.flush()
@@ -125,7 +125,7 @@ class Bench:
 
     def timed(self, action: Callable[[], object], *, writes: bool = True) -> float:
         """Return the slowest rank's seconds."""
-        if writes and self.world.rank == 0:
+        if writes and self.process.rank == 0:
             self.make_room()
         dist.barrier()
         before = time.perf_counter()
@@ -159,8 +159,8 @@ class Bench:
                 for name, seconds in found.items() if number >= 0 else ():
                     note(f"{kind} {api}: {name}", seconds)
         for kind, api in WAYS:
-            peak = torch.zeros(self.world.world_size)
-            peak[self.world.rank] = peak_of(lambda kind=kind, api=api: self.save(kind, api, True))  # type: ignore[misc]
+            peak = torch.zeros(self.process.world_size)
+            peak[self.process.rank] = peak_of(lambda kind=kind, api=api: self.save(kind, api, True))  # type: ignore[misc]
             dist.all_reduce(peak)
             memory[kind, api] = ", ".join(f"{n_mib:,.0f}" for n_mib in peak.tolist())
         for number in range(-1, rounds):
@@ -173,7 +173,7 @@ class Bench:
                 }
                 for name in ("memory copy", "stands still", "load") if number >= 0 else ():
                     note(f"{kind} {api}: {name}", found[name])
-        if self.world.rank == 0:
+        if self.process.rank == 0:
             self._print(times, rounds, memory)
 
     @torch.no_grad()
@@ -183,7 +183,7 @@ class Bench:
         for file, targets in self.checkpointers["full", "dtensor", False].parts().items():
             read = storage.open_tensors(folder / file).get_tensor
             for name, target in targets.items():
-                whole = read(name) if self.world.rank == 0 else torch.empty(target.shape, dtype=target.dtype)
+                whole = read(name) if self.process.rank == 0 else torch.empty(target.shape, dtype=target.dtype)
                 if isinstance(target, DTensor):
                     target.copy_(distribute_tensor(whole, target.device_mesh, target.placements))
 
@@ -197,14 +197,14 @@ class Bench:
             "distribute_tensor": allocated(self.by_distribute_tensor),
             "broadcast in pieces": allocated(lambda: checkpointer.load_tensors(folder)),
         }
-        if self.world.rank == 1:
+        if self.process.rank == 1:
             print(f"a state of {manifest.bytes / 2**20:,.0f} MiB; MiB that torch allocates on rank 1 to load it")
             for name, (total, peak) in found.items():
                 print(f"{name}: {total / 2**20:,.1f} in all, {peak / 2**20:,.1f} at once", flush=True)
 
     def _print(self, times: dict[str, list[float]], rounds: int, memory: dict[tuple[str, str], str]) -> None:
         n_bytes = sum(t.numel() * t.element_size() for t in self.state().values())
-        print(f"{n_bytes / 1e9:.2f} GB on {self.world.world_size} ranks, torch {torch.__version__}, {rounds} rounds")
+        print(f"{n_bytes / 1e9:.2f} GB on {self.process.world_size} ranks, torch {torch.__version__}, {rounds} rounds")
         print("median (lowest to highest) of the ratios; median seconds; MiB of each rank for a background save")
         columns = "plain write / save | save / bare dcp.save | stands still / memory copy"
         print(f"| | {columns} | stands still, s | save, s | load, s | MiB |")
@@ -238,8 +238,8 @@ def main() -> None:
     rounds = int(sys.argv[1]) if sys.argv[1:] and not count else 7
     ranks = sys.argv[2] if sys.argv[2:] else "2"
     if dist.is_torchelastic_launched():
-        with process_group(RunConfig(device="cpu", threads=1)) as world:
-            bench = Bench(world, Path(os.environ["BENCHMARK_FOLDER"]))
+        with process_group(RunConfig(device="cpu", threads=1)) as process:
+            bench = Bench(process, Path(os.environ["BENCHMARK_FOLDER"]))
             bench.count() if count else bench.run(rounds)
         exit_process()
     with tempfile.TemporaryDirectory() as folder:

@@ -33,7 +33,7 @@ from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows
 from torchtitan_lite.distributed.initialize import materialise
-from torchtitan_lite.distributed.process_group import World, build_mesh, exit_process, process_group
+from torchtitan_lite.distributed.process_group import Process, build_mesh, exit_process, process_group
 from torchtitan_lite.run.session import Session
 
 Step = Callable[[], None]
@@ -122,27 +122,27 @@ def config_of(shape: Shape, world_size: int, more: dict[str, Any], device: str =
     return load.load(None, values | more, world_size=world_size, n_gpus=n_gpus, local_world_size=world_size).config
 
 
-def training_of(shape: Shape, world: World, more: dict[str, Any]) -> Session:
+def training_of(shape: Shape, process: Process, more: dict[str, Any]) -> Session:
     """Build a session like train.build's, on random tokens and without files."""
-    config = config_of(shape, world.world_size, more, world.device.type)
-    widen = cpu.widens(config, world)
-    model = train.sharded_model(config, shape.vocab_size, build_mesh(config.fsdp, world.device), widen=widen)
-    materialise(model, world.device, seed=0)
+    config = config_of(shape, process.world_size, more, process.device.type)
+    widen = cpu.widens(config, process)
+    model = train.sharded_model(config, shape.vocab_size, build_mesh(config.fsdp, process.device), widen=widen)
+    materialise(model, process.device, seed=0)
     loader = Loader(
         RandomSamples(shape),
         micro_batch_size=shape.micro_batch_size,
-        rank=world.rank,
-        world_size=world.world_size,
+        rank=process.rank,
+        world_size=process.world_size,
         seed=None,
     )
-    return bare_session(config, world, model, loader)
+    return bare_session(config, process, model, loader)
 
 
-def ours(**more: Any) -> Callable[[Shape, World], Step]:
+def ours(**more: Any) -> Callable[[Shape, Process], Step]:
     """Run train.train_step with all its checks; `section__key=value` sets config keys."""
 
-    def build(shape: Shape, world: World) -> Step:
-        t = training_of(shape, world, {key.replace("__", "."): value for key, value in more.items()})
+    def build(shape: Shape, process: Process) -> Step:
+        t = training_of(shape, process, {key.replace("__", "."): value for key, value in more.items()})
 
         def step() -> None:
             train.train_step(t, t.state.step + 1)
@@ -155,14 +155,14 @@ def ours(**more: Any) -> Callable[[Shape, World], Step]:
 # --- without a library: our model, computed plainly -------------------------------------------------------------
 
 
-def batch_of(shape: Shape, world: World) -> tuple[Tensor, Tensor]:
+def batch_of(shape: Shape, process: Process) -> tuple[Tensor, Tensor]:
     """Return this rank's tokens and targets, (B, T) each."""
-    generator = torch.Generator().manual_seed(world.rank)
+    generator = torch.Generator().manual_seed(process.rank)
     rows = torch.randint(shape.vocab_size, (shape.micro_batch_size, shape.seq_len + 1), generator=generator)
-    return rows[:, :-1].to(world.device), rows[:, 1:].to(world.device)
+    return rows[:, :-1].to(process.device), rows[:, 1:].to(process.device)
 
 
-def plain_model(shape: Shape, world: World) -> nn.Module:
+def plain_model(shape: Shape, process: Process) -> nn.Module:
     """Build the Llama of models/llama.py, with PyTorch's attention and unchunked logits."""
     config = ModelConfig(
         **{key: getattr(shape, key) for key in SIZES},
@@ -170,7 +170,7 @@ def plain_model(shape: Shape, world: World) -> nn.Module:
     )
     with torch.device("meta"):
         model = models.build(config, shape.vocab_size)
-    materialise(model, world.device, seed=0)
+    materialise(model, process.device, seed=0)
     return model
 
 
@@ -184,32 +184,32 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
 
-def bare_fsdp2(shape: Shape, world: World) -> Step:
+def bare_fsdp2(shape: Shape, process: Process) -> Step:
     """Apply fully_shard to each block and the root, with a minimal training loop."""
-    model: Any = plain_model(shape, world)
-    return loop(sharded(model, model.layers, shape, world), shape, world)
+    model: Any = plain_model(shape, process)
+    return loop(sharded(model, model.layers, shape, process), shape, process)
 
 
-def ddp(shape: Shape, world: World) -> Step:
+def ddp(shape: Shape, process: Process) -> Step:
     """Use DistributedDataParallel with autocast: all parameters on each rank."""
-    return loop(DistributedDataParallel(plain_model(shape, world)), shape, world, autocast=True)
+    return loop(DistributedDataParallel(plain_model(shape, process)), shape, process, autocast=True)
 
 
-def sharded(model: Any, layers: Any, shape: Shape, world: World) -> Any:
+def sharded(model: Any, layers: Any, shape: Shape, process: Process) -> Any:
     """Apply fully_shard to each block and the root, in place."""
-    mesh = init_device_mesh(world.device.type, (world.world_size,))
+    mesh = init_device_mesh(process.device.type, (process.world_size,))
     for module in (*layers, model):
         fully_shard(module, mesh=mesh, mp_policy=policy(shape))
     return model
 
 
-def loop(model: nn.Module, shape: Shape, world: World, *, autocast: bool = False) -> Step:
+def loop(model: nn.Module, shape: Shape, process: Process, *, autocast: bool = False) -> Step:
     """Return the step of a minimal training loop. The model returns logits, or an object that has them."""
     optimizer = adamw(model)
-    tokens, targets = batch_of(shape, world)
+    tokens, targets = batch_of(shape, process)
 
     def step() -> None:
-        with torch.autocast(world.device.type, shape.torch_dtype, enabled=autocast and shape.dtype != "float32"):
+        with torch.autocast(process.device.type, shape.torch_dtype, enabled=autocast and shape.dtype != "float32"):
             out = model(tokens)
         logits = getattr(out, "logits", out)
         F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()).backward()
@@ -241,22 +241,22 @@ def hugging_face_llama(shape: Shape) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**values))
 
 
-def bare_fsdp2_hf(shape: Shape, world: World) -> Step:
+def bare_fsdp2_hf(shape: Shape, process: Process) -> Step:
     """Run Fabric's training without Fabric."""
     model: Any = hugging_face_llama(shape)
-    return loop(sharded(model, model.model.layers, shape, world), shape, world)
+    return loop(sharded(model, model.model.layers, shape, process), shape, process)
 
 
-def ddp_hf(shape: Shape, world: World) -> Step:
+def ddp_hf(shape: Shape, process: Process) -> Step:
     """Run Accelerate's CPU training without Accelerate."""
-    return loop(DistributedDataParallel(hugging_face_llama(shape)), shape, world, autocast=True)
+    return loop(DistributedDataParallel(hugging_face_llama(shape)), shape, process, autocast=True)
 
 
-def transformers_fsdp2(shape: Shape, world: World) -> Step:
+def transformers_fsdp2(shape: Shape, process: Process) -> Step:
     """Use transformers' own FSDP2. On one rank it neither shards nor casts, so autocast does."""
-    model = hugging_face_llama(shape).to(world.device)
-    alone = world.world_size == 1
-    return loop(shard_with_transformers(model, world.world_size, dtype=shape.dtype), shape, world, autocast=alone)
+    model = hugging_face_llama(shape).to(process.device)
+    alone = process.world_size == 1
+    return loop(shard_with_transformers(model, process.world_size, dtype=shape.dtype), shape, process, autocast=alone)
 
 
 def shard_with_transformers(model: Any, dp_shard: int, dp_replicate: int = 1, *, dtype: str) -> Any:
@@ -270,7 +270,7 @@ def shard_with_transformers(model: Any, dp_shard: int, dp_replicate: int = 1, *,
     return type(model).maybe_distribute_model(model, config, mesh)
 
 
-def fabric(shape: Shape, world: World) -> Step:
+def fabric(shape: Shape, process: Process) -> Step:
     """Use Lightning Fabric's ModelParallelStrategy, which is FSDP2."""
     from lightning_fabric import Fabric
     from lightning_fabric.strategies.model_parallel import ModelParallelStrategy
@@ -281,14 +281,14 @@ def fabric(shape: Shape, world: World) -> Step:
         return fully_shard(model, mesh=mesh["data_parallel"], mp_policy=policy(shape))
 
     # its default is tensor parallelism on one machine, without any communication here
-    strategy = ModelParallelStrategy(parallelize, data_parallel_size=world.world_size, tensor_parallel_size=1)
-    lightning = Fabric(accelerator=world.device.type, devices=world.world_size, strategy=strategy)
+    strategy = ModelParallelStrategy(parallelize, data_parallel_size=process.world_size, tensor_parallel_size=1)
+    lightning = Fabric(accelerator=process.device.type, devices=process.world_size, strategy=strategy)
     lightning.launch()
     model = lightning.setup(hugging_face_llama(shape))
     mine: Any = next(model.parameters())
-    assert mine.device_mesh.size() == world.world_size, mine.device_mesh
+    assert mine.device_mesh.size() == process.world_size, mine.device_mesh
     optimizer: Any = lightning.setup_optimizers(adamw(model))
-    tokens, _ = batch_of(shape, world)
+    tokens, _ = batch_of(shape, process)
 
     def step() -> None:
         lightning.backward(model(input_ids=tokens, labels=tokens).loss)
@@ -299,7 +299,7 @@ def fabric(shape: Shape, world: World) -> Step:
     return step
 
 
-def accelerate(shape: Shape, world: World) -> Step:
+def accelerate(shape: Shape, process: Process) -> Step:
     """Use Accelerate with FSDP2. On a CPU it silently uses DDP, which we accept only there."""
     from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin
@@ -307,7 +307,7 @@ def accelerate(shape: Shape, world: World) -> Step:
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"]
     )
-    on_cpu = world.device.type == "cpu"
+    on_cpu = process.device.type == "cpu"
     accelerator = Accelerator(
         cpu=on_cpu, mixed_precision="bf16" if shape.dtype == "bfloat16" else "no", fsdp_plugin=plugin
     )
@@ -315,7 +315,7 @@ def accelerate(shape: Shape, world: World) -> Step:
     model, optimizer = accelerator.prepare(bare, adamw(bare))
     if on_cpu:
         assert isinstance(model, DistributedDataParallel), type(model)
-    tokens, _ = batch_of(shape, world)
+    tokens, _ = batch_of(shape, process)
 
     def step() -> None:
         accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
@@ -331,11 +331,11 @@ def accelerate(shape: Shape, world: World) -> Step:
 MATMULS = 2  # per step of the roof
 
 
-def roof(shape: Shape, world: World) -> Step:
+def roof(shape: Shape, process: Process) -> Step:
     """Multiply square matrices on all ranks at once: the machine's practical peak."""
     generator = torch.Generator().manual_seed(0)
     size = shape.roof, shape.roof
-    one, other = (torch.randn(size, generator=generator).to(world.device, shape.torch_dtype) for _ in range(2))
+    one, other = (torch.randn(size, generator=generator).to(process.device, shape.torch_dtype) for _ in range(2))
     out = torch.empty_like(one)
 
     def matmuls() -> None:
@@ -345,7 +345,7 @@ def roof(shape: Shape, world: World) -> Step:
     return matmuls
 
 
-CONTENDERS: dict[str, Callable[[Shape, World], Step]] = {
+CONTENDERS: dict[str, Callable[[Shape, Process], Step]] = {
     "torchtitan_lite": ours(),
     "torchtitan_lite, compiled": ours(compile__enabled=True),
     "torchtitan_lite, fast paths off": ours(
@@ -396,28 +396,28 @@ def main() -> None:
     """Build one contender, then run the steps that standard input asks for."""
     name, shape = sys.argv[1], Shape(**json.loads(sys.argv[2]))
     device: Any = os.environ.get("BENCHMARK_DEVICE", "cpu")
-    with process_group(RunConfig(device=device, threads=int(os.environ["OMP_NUM_THREADS"]))) as world:
-        before = peak_mib(world.device)
-        step = CONTENDERS[name](shape, world)
-        _say(world, ready=name)
+    with process_group(RunConfig(device=device, threads=int(os.environ["OMP_NUM_THREADS"]))) as process:
+        before = peak_mib(process.device)
+        step = CONTENDERS[name](shape, process)
+        _say(process, ready=name)
         for line in sys.stdin:
             dist.barrier()
             start, on_cores = time.perf_counter(), time.process_time()
             for _ in range(int(line)):
                 step()
-            if world.device.type == "cuda":
+            if process.device.type == "cuda":
                 torch.cuda.synchronize()
             dist.barrier()
             seconds = time.perf_counter() - start
             spent = torch.tensor(time.process_time() - on_cores)
             dist.all_reduce(spent)
-            cpu_s = spent.item() / world.world_size
-            _say(world, seconds=seconds, cpu_s=cpu_s, peak_mib=peak_mib(world.device), before_mib=before)
+            cpu_s = spent.item() / process.world_size
+            _say(process, seconds=seconds, cpu_s=cpu_s, peak_mib=peak_mib(process.device), before_mib=before)
     exit_process()
 
 
-def _say(world: World, **values: Any) -> None:
-    if world.rank == 0:
+def _say(process: Process, **values: Any) -> None:
+    if process.rank == 0:
         print(json.dumps(values), flush=True)
 
 

@@ -43,7 +43,7 @@ from torchtitan_lite.checkpointing import safetensors_file, storage
 from torchtitan_lite.checkpointing.dcp_storage import ShardWriter
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import by_name
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.errors import CheckpointError
 
@@ -63,11 +63,11 @@ class Tool(NamedTuple):
     load: Callable[[], object]
 
 
-def tool(name: str, world: World, folder: Path, *, threads: bool = False) -> Tool:
+def tool(name: str, process: Process, folder: Path, *, threads: bool = False) -> Tool:
     """Set up a tool on this mesh of 1 or 2 ranks, to save into this folder. `threads`: write in a second thread."""
     if name == TRANSFORMERS:
-        return transformers(world, folder)
-    state = State(str(world.world_size), 1, "llama", world)
+        return transformers(process, folder)
+    state = State(str(process.world_size), 1, "llama", process)
     state.step()
     kind, api = name.split() if name in OURS else WAYS[0]
     ours = state.checkpointer(folder, kind, api, background=threads)
@@ -97,13 +97,13 @@ def tool(name: str, world: World, folder: Path, *, threads: bool = False) -> Too
     return Tool(live, save_ours, load_ours)
 
 
-def transformers(world: World, folder: Path) -> Tool:
+def transformers(process: Process, folder: Path) -> Tool:
     """Set up transformers' FSDP2 on 2 ranks; on one, the unsharded model."""
     from transformers import AutoModelForCausalLM
 
     model: Any = contenders.hugging_face_llama(oracle.SHAPE)
-    if world.world_size > 1:
-        contenders.shard_with_transformers(model, world.world_size, dtype="float32")
+    if process.world_size > 1:
+        contenders.shard_with_transformers(model, process.world_size, dtype="float32")
     tensors = dict(model.named_parameters())
 
     def load() -> None:
@@ -153,9 +153,9 @@ def rank_dies(who: int) -> Iterator[None]:
         yield
 
 
-def save_values(world: World, name: str, folder: Path, values: list[float], who: int) -> None:
+def save_values(process: Process, name: str, folder: Path, values: list[float], who: int) -> None:
     """Fill all tensors with each value in turn, and save. In the last save a rank dies."""
-    saver = tool(name, world, folder)
+    saver = tool(name, process, folder)
     for value in values:
         for part in parts(saver):
             part.fill_(value)
@@ -163,9 +163,9 @@ def save_values(world: World, name: str, folder: Path, values: list[float], who:
             saver.save()
 
 
-def load_values(world: World, name: str, folder: Path) -> str:
+def load_values(process: Process, name: str, folder: Path) -> str:
     """Load on one rank, and describe the tensors' values."""
-    loader = tool(name, world, folder)
+    loader = tool(name, process, folder)
     for part in parts(loader):
         part.fill_(9)
     if error := answer(loader.load):
@@ -201,7 +201,7 @@ def dies_in(values: list[float], who: int, names: list[str]) -> Callable[[Path],
 # --- attacks on one rank ----------------------------------------------------------------------------------------
 
 
-def bits(world: World, folder: Path) -> Results:
+def bits(process: Process, folder: Path) -> Results:
     """Flip single bits in the files with tensors, one at a time, and load."""
 
     def content(of: Tool) -> list[bytes]:
@@ -209,7 +209,7 @@ def bits(world: World, folder: Path) -> Results:
 
     found = {}
     for name in (DCP, SAFETENSORS, *OURS):
-        of = tool(name, world, folder / name)
+        of = tool(name, process, folder / name)
         of.save()
         expected, random, outcomes = content(of), Random(1), Counter[str]()
         files = sorted(file for file in (folder / name).rglob("*") if file.suffix in (".distcp", ".safetensors"))
@@ -226,7 +226,7 @@ def bits(world: World, folder: Path) -> Results:
     return found
 
 
-def pickles(world: World, folder: Path) -> Results:
+def pickles(process: Process, folder: Path) -> Results:
     """Replace a file by a pickle that runs a command, and load."""
     canary = folder / "canary"
     bomb = pickle.dumps(Bomb(canary))
@@ -236,7 +236,7 @@ def pickles(world: World, folder: Path) -> Results:
         error = answer(load)
         return "the command ran" if canary.exists() else error and "refused"
 
-    plain = tool(DCP, world, folder / DCP)
+    plain = tool(DCP, process, folder / DCP)
     plain.save()
     (folder / DCP / ".metadata").write_bytes(bomb)
     dcp.save({"extra": Bomb(canary)}, checkpoint_id=folder / "value")
@@ -248,7 +248,7 @@ def pickles(world: World, folder: Path) -> Results:
         "`torch.load`": outcome(lambda: torch.load(folder / "file.pt")),
     }
     for name in OURS:
-        attacked, outcomes = tool(name, world, folder / name), Counter[str]()
+        attacked, outcomes = tool(name, process, folder / name), Counter[str]()
         attacked.save()
         checkpoint = storage.step_folder(folder / name, 1)
         honest = {file: file.read_bytes() for file in checkpoint.iterdir()}
@@ -266,7 +266,7 @@ def pickles(world: World, folder: Path) -> Results:
     return found
 
 
-def threads(world: World, folder: Path) -> Results:
+def threads(process: Process, folder: Path) -> Results:
     """Save to a disk that is full for every thread but the main one, and with a hash that fails."""
     failed, honest, full = threading.Event(), FileSystem.create_stream, OSError(errno.ENOSPC, "No space left on device")
 
@@ -278,7 +278,7 @@ def threads(world: World, folder: Path) -> Results:
         return honest(*args)
 
     def outcome(name: str, owner: Any, attribute: str, broken: Any, *, threads: bool = True) -> str:
-        attacked = tool(name, world, folder / f"{name} {attribute}", threads=threads)
+        attacked = tool(name, process, folder / f"{name} {attribute}", threads=threads)
         with mock.patch.object(owner, attribute, broken):
             if error := answer(attacked.save):
                 return f"the save fails: {error}"
@@ -294,21 +294,21 @@ def threads(world: World, folder: Path) -> Results:
     return found
 
 
-def on_one_rank(attack: Callable[[World, Path], Results]) -> Callable[[Path], Results]:
+def on_one_rank(attack: Callable[[Process, Path], Results]) -> Callable[[Path], Results]:
     return lambda folder: run_distributed(attack, 1, folder)[0]
 
 
 # --- a different version of torch -------------------------------------------------------------------------------
 
 
-def save_each(world: World, folder: Path) -> str:
+def save_each(process: Process, folder: Path) -> str:
     for name in (DCP, *OURS):
-        tool(name, world, folder / name).save()
+        tool(name, process, folder / name).save()
     return torch.__version__
 
 
-def load_each(world: World, folder: Path) -> Results:
-    return {name: answer(tool(name, world, folder / name).load) or "loads" for name in (DCP, *OURS)}
+def load_each(process: Process, folder: Path) -> Results:
+    return {name: answer(tool(name, process, folder / name).load) or "loads" for name in (DCP, *OURS)}
 
 
 def newer_torch(python: Path) -> Callable[[Path], Results]:

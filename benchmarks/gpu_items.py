@@ -47,7 +47,7 @@ from torchtitan_lite.data.loader import Loader, PrefetchingLoader
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows
 from torchtitan_lite.distributed.initialize import materialise
-from torchtitan_lite.distributed.process_group import World, build_mesh, exit_process, process_group
+from torchtitan_lite.distributed.process_group import Process, build_mesh, exit_process, process_group
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import loss_operators
 from torchtitan_lite.models.attention import attend, within_documents
@@ -285,25 +285,25 @@ class RandomSamples:
 
 
 @contextlib.contextmanager
-def session(config: Config, world: World) -> Iterator[Session]:
+def session(config: Config, process: Process) -> Iterator[Session]:
     """Build a session like train.build's, on random tokens and without files."""
     vocab_size = config.model.vocab_size
-    model = train.sharded_model(config, vocab_size, build_mesh(config.fsdp, world.device))
-    materialise(model, world.device, config.run.seed, offload=config.fsdp.cpu_offload)
+    model = train.sharded_model(config, vocab_size, build_mesh(config.fsdp, process.device))
+    materialise(model, process.device, config.run.seed, offload=config.fsdp.cpu_offload)
     loader = Loader(
         RandomSamples(config, vocab_size),
         micro_batch_size=config.train.micro_batch_size,
-        rank=world.rank,
-        world_size=world.world_size,
+        rank=process.rank,
+        world_size=process.world_size,
         seed=config.run.seed,
         document_mask=config.data.document_mask,
-        pin=world.device.type == "cuda",
+        pin=process.device.type == "cuda",
     )
-    prefetching = PrefetchingLoader(loader, world.device)
+    prefetching = PrefetchingLoader(loader, process.device)
     try:
         if config.speed.gc_every:
             disable_automatic_garbage()
-        yield bare_session(config, world, model, prefetching)
+        yield bare_session(config, process, model, prefetching)
     finally:
         gc.enable()
         gc.unfreeze()
@@ -343,7 +343,7 @@ def row(config: str, values: dict[str, Any]) -> Figures:
     """Run steps of a config on this card alone."""
     settings = config_of(config, values)
     plan = make_plan(settings, 1, gpu(), on_gpu=True)
-    with process_group(settings.run) as world, session(settings, world) as s:
+    with process_group(settings.run) as process, session(settings, process) as s:
         return run_steps(s, plan)
 
 
@@ -434,8 +434,8 @@ def fake_rank(config: str, values: dict[str, Any], world_size: int) -> Figures:
     if not STAND_IN:
         torch.cuda.set_device(DEVICE)
     with fake_world(world_size):
-        world = World(0, world_size, DEVICE, 1, min(world_size, 8))
-        with session(settings, world) as s:
+        process = Process(0, world_size, DEVICE, 1, min(world_size, 8))
+        with session(settings, process) as s:
             for module in s.trained.model.modules():
                 if isinstance(module, FSDPModule):
                     module.set_custom_all_gather(gather)  # type: ignore[arg-type]  # a protocol in all but name
@@ -485,7 +485,7 @@ def by_kind(step: Callable[[], Any]) -> Figures:
 def profiled(config: str, values: dict[str, Any]) -> Figures:
     """Measure the milliseconds of a step's ten longest kernels, over three steps."""
     settings = config_of(config, values)
-    with process_group(settings.run) as world, session(settings, world) as s:
+    with process_group(settings.run) as process, session(settings, process) as s:
         steps = iter(range(1, 100))
         for _ in range(STEPS // 4):
             train.train_step(s, next(steps))
@@ -527,9 +527,9 @@ def stage_collectives() -> None:
             setattr(dist, name, staged(getattr(dist, name)))
 
 
-def losses_of(config: Config, world: World) -> Tensor:
+def losses_of(config: Config, process: Process) -> Tensor:
     """Return loss and gradient norm of eight steps, (8, 2)."""
-    with session(config, world) as s:
+    with session(config, process) as s:
         return torch.tensor(
             [
                 [record.loss.item(), record.grad_norm.item()]
@@ -555,11 +555,11 @@ def one_of_ranks(rank: int, n: int, port: int, cases: dict[str, dict[str, Any]],
         given |= {"train.global_batch_size": 4 * n, "optim.warmup_steps": 2, "tokenizer.vocab_size": 517}
         given |= {key: value for key, value in values.items() if key != "fsdp.cpu_offload"}
         config = config_of("debug.toml", given, n)
-        expected = losses_of(config, World(rank, n, torch.device("cpu"), 1))
+        expected = losses_of(config, Process(rank, n, torch.device("cpu"), 1))
         if offload and not STAND_IN:  # the config refuses it with HSDP: torch issue 180665
             config = config.model_copy(update={"fsdp": config.fsdp.model_copy(update={"cpu_offload": True})})
         stage_collectives()
-        losses = losses_of(config, World(rank, n, DEVICE, 1))
+        losses = losses_of(config, Process(rank, n, DEVICE, 1))
         for function, original in plain.items():
             setattr(dist, function, original)
         found[f"{name}: largest difference from the CPU"] = ((losses - expected) / expected).abs().max().item()

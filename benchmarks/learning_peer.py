@@ -43,7 +43,7 @@ from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.data.objectives import open_samples
-from torchtitan_lite.distributed.process_group import World, process_group
+from torchtitan_lite.distributed.process_group import Process, process_group
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.tools.evaluation import tables
 from torchtitan_lite.tools.evaluation.documents import Scores, Texts
@@ -178,7 +178,7 @@ class Scored(nn.Module):
         return nats.view(targets.shape).sum(1)
 
 
-def score(run: Run, peer: str, config: Config, data: DataSet, text: str, world: World) -> Scores:
+def score(run: Run, peer: str, config: Config, data: DataSet, text: str, process: Process) -> Scores:
     """Score whole documents in the windows of `evaluate`."""
     model = run.model.eval().requires_grad_(False)
     logits: Logits = model if peer == "nanochat" else lambda rows: model(rows, rows)[0]
@@ -186,7 +186,7 @@ def score(run: Run, peer: str, config: Config, data: DataSet, text: str, world: 
     scored: Any = Scored(logits, data.vocab_size)
     opened = Opened(peer, scored, tokenizer, (data.end_token,), [], config=config)
     texts = Texts(data=[str(data.folder) if text == "held out" else text])
-    [(_, scores)] = scores_of(opened, texts, world, print)
+    [(_, scores)] = scores_of(opened, texts, process, print)
     return scores
 
 
@@ -203,12 +203,12 @@ def main() -> None:
     data = prepare_all(config.data, config.tokenizer, print)
     samples = open_samples(data, "train", config)
     loader = Loader(samples, micro_batch_size=o["batch"], rank=0, world_size=1, seed=int(seed))
-    with process_group(RunConfig(device="cpu", threads=1)) as world, contextlib.chdir(clone):
+    with process_group(RunConfig(device="cpu", threads=1)) as process, contextlib.chdir(clone):
         torch.manual_seed(int(seed))
         run = {"nanochat": nanochat, "nanoGPT": nanogpt}[o["peer"]](Path(clone), o, data.vocab_size)
         seconds = train(run, o, loader)
         learning_train.documents()
-        figures = {} if text == "unscored" else tables.figures(score(run, o["peer"], config, data, text, world))
+        figures = {} if text == "unscored" else tables.figures(score(run, o["peer"], config, data, text, process))
     commit = Path(clone).with_suffix(".commit")
     if (Path(clone) / ".git").exists():
         head = subprocess.run(["git", "-C", clone, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)

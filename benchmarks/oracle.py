@@ -43,7 +43,7 @@ from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows
 from torchtitan_lite.distributed.initialize import materialise
-from torchtitan_lite.distributed.process_group import World, build_mesh
+from torchtitan_lite.distributed.process_group import Process, build_mesh
 from torchtitan_lite.huggingface import configs, names
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.run.session import check_last_step
@@ -114,21 +114,21 @@ def export(folder: Path) -> None:
 # --- three ways -------------------------------------------------------------------------------------------------
 
 
-def ours(world: World, folder: Path, replicas: int, dtype: str, steps: int, **more: Any) -> Curve:
+def ours(process: Process, folder: Path, replicas: int, dtype: str, steps: int, **more: Any) -> Curve:
     """Run train.train_step, as in a run. The initial values equal those of `export` on any mesh."""
     keys = {key.replace("__", "."): value for key, value in more.items()}
-    config = config_of(world.world_size, replicas, dtype, keys)
-    widen = cpu.widens(config, world)
-    model = train.sharded_model(config, SHAPE.vocab_size, build_mesh(config.fsdp, world.device), widen=widen)
-    materialise(model, world.device, seed=0)
+    config = config_of(process.world_size, replicas, dtype, keys)
+    widen = cpu.widens(config, process)
+    model = train.sharded_model(config, SHAPE.vocab_size, build_mesh(config.fsdp, process.device), widen=widen)
+    materialise(model, process.device, seed=0)
     loader = Loader(
         UnevenSamples(SHAPE),
         micro_batch_size=config.train.micro_batch_size,
-        rank=world.rank,
-        world_size=world.world_size,
+        rank=process.rank,
+        world_size=process.world_size,
         seed=None,
     )
-    session = bare_session(config, world, model, loader)
+    session = bare_session(config, process, model, loader)
     curve = []
     for step in range(1, steps + 1):
         record = train.train_step(session, step)
@@ -137,7 +137,7 @@ def ours(world: World, folder: Path, replicas: int, dtype: str, steps: int, **mo
     return curve
 
 
-def ours_rounded(world: World, folder: Path, replicas: int, dtype: str, steps: int) -> Curve:
+def ours_rounded(process: Process, folder: Path, replicas: int, dtype: str, steps: int) -> Curve:
     """Run `ours` with operators that round where transformers' do."""
 
     def norm(self: nn.RMSNorm, x: Tensor) -> Tensor:
@@ -146,14 +146,14 @@ def ours_rounded(world: World, folder: Path, replicas: int, dtype: str, steps: i
 
     fast = "chunked_loss", "block_attention", "fused_functions", "widen_matmuls"
     with mock.patch.object(nn.RMSNorm, "forward", norm):
-        return ours(world, folder, replicas, dtype, steps, **{f"speed__{key}": False for key in fast})
+        return ours(process, folder, replicas, dtype, steps, **{f"speed__{key}": False for key in fast})
 
 
-def transformers(world: World, folder: Path, replicas: int, dtype: str, steps: int) -> Curve:
+def transformers(process: Process, folder: Path, replicas: int, dtype: str, steps: int) -> Curve:
     """Run transformers with transformers.Trainer's loss scale: the mean per target times the number of ranks."""
     from transformers import AutoModelForCausalLM
 
-    n = world.world_size
+    n = process.world_size
     model: Any = AutoModelForCausalLM.from_pretrained(folder).train()
     contenders.shard_with_transformers(model, n // replicas, replicas, dtype=dtype)
     assert n == 1 or all(p.device_mesh.size() == n for p in model.parameters())
@@ -161,7 +161,7 @@ def transformers(world: World, folder: Path, replicas: int, dtype: str, steps: i
     def forward_backward(tokens: Tensor, targets: Tensor) -> Tensor:
         loss, n_targets, size = torch.zeros(()), (targets != IGNORE).sum(), micro_batch(n, dtype)
         # a different layout from this project's: sequence i goes to rank i % n
-        mine = (rows[world.rank :: n].contiguous().split(size) for rows in (tokens, targets))
+        mine = (rows[process.rank :: n].contiguous().split(size) for rows in (tokens, targets))
         for part, goals in zip(*mine, strict=True):
             # the targets are already shifted; `labels` only requests a loss
             out = model(input_ids=part, labels=goals, shift_labels=goals, num_items_in_batch=n_targets)
@@ -173,7 +173,7 @@ def transformers(world: World, folder: Path, replicas: int, dtype: str, steps: i
     return plain_steps(model, forward_backward, steps)
 
 
-def unsharded(world: World, folder: Path, replicas: int, dtype: str, steps: int) -> Curve:
+def unsharded(process: Process, folder: Path, replicas: int, dtype: str, steps: int) -> Curve:
     """Run on one process; in bfloat16 with FSDP2's casts of parameters, and so of gradients after backward."""
     from transformers import AutoModelForCausalLM
 
@@ -206,9 +206,9 @@ OURS, ROUNDED, THEIRS, WHOLE = "torchtitan_lite", "torchtitan_lite, rounded alik
 WAYS = {OURS: ours, ROUNDED: ours_rounded, THEIRS: transformers, WHOLE: unsharded}
 
 
-def curves(world: World, folder: Path, replicas: int, steps: int, jobs: list[Job]) -> dict[Job, Curve]:
+def curves(process: Process, folder: Path, replicas: int, steps: int, jobs: list[Job]) -> dict[Job, Curve]:
     """Run ways and dtypes on one mesh, for tests.helpers.run_distributed."""
-    return {(way, dtype): WAYS[way](world, folder, replicas, dtype, steps) for way, dtype in jobs}
+    return {(way, dtype): WAYS[way](process, folder, replicas, dtype, steps) for way, dtype in jobs}
 
 
 # --- allowed differences ----------------------------------------------------------------------------------------

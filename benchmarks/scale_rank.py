@@ -64,7 +64,7 @@ def counting(report: Path) -> None:
 
     def whole(s: Any) -> None:
         train_all(s)
-        if s.world.rank == 0:
+        if s.process.rank == 0:
             report.write_text(json.dumps(counts), encoding="utf-8")
 
     replaced: list[tuple[Any, str, Any]] = [(train, "train_step", train_step), (train, "save", saved)]

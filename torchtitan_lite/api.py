@@ -33,7 +33,7 @@ from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.pairs import source_prefix
 from torchtitan_lite.distributed import blocks
 from torchtitan_lite.distributed.initialize import materialise
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.errors import UserError as UserError
 from torchtitan_lite.huggingface import weights
@@ -397,10 +397,10 @@ def evaluate(
         raise ConfigError("\n  ".join(problems))
     config = data.config if isinstance(data, Data) else tokenizer.config
     opened = replace(_opened(model, tokenizer), config=config)
-    world = World(0, 1, model.tok_embeddings.weight.device, torch.get_num_threads())
+    process = Process(0, 1, model.tok_embeddings.weight.device, torch.get_num_threads())
     notes: list[str] = []
     with _evaluating(model):
-        scores = dict(scoring.scores_of(opened, wanted, world, notes.append))
+        scores = dict(scoring.scores_of(opened, wanted, process, notes.append))
     for note in notes:
         warnings.warn(note, stacklevel=2)
     return {names.get(text, text): tables.figures(part) for text, part in scores.items()}

@@ -18,7 +18,7 @@ from tests.helpers import ROOT, checkpoint, losses, ranks, succeeded, tiny
 from torchtitan_lite import cpu
 from torchtitan_lite.config.schema import Config, ModelConfig, SpeedConfig
 from torchtitan_lite.cpu import attention, widen
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.models import attention as plain
 
@@ -166,7 +166,7 @@ def test_the_way_is_logged_recorded_and_switched_off(text: Path, tmp_path: Path)
 
 
 def test_only_slow_dtypes_of_a_cpu_are_widened(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_cpu, on_gpu = (World(0, 1, torch.device(device), 1) for device in ("cpu", "cuda"))
+    on_cpu, on_gpu = (Process(0, 1, torch.device(device), 1) for device in ("cpu", "cuda"))
     bf16 = Config.model_validate({"fsdp": {"param_dtype": "bfloat16"}})
     mixed = {"fsdp": {"precision_overrides": [{"match": "layers.0.*", "param_dtype": "bfloat16"}]}}
     for slow, expected in ((["bfloat16", "float16"], True), (["float16"], False)):

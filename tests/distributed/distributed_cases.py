@@ -45,7 +45,7 @@ from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows, Samples
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.parallelize import apply_fsdp
-from torchtitan_lite.distributed.process_group import World, exit_process, process_group, sum_over_ranks
+from torchtitan_lite.distributed.process_group import Process, exit_process, process_group, sum_over_ranks
 from torchtitan_lite.distributed.ranks import gather, on_all, on_rank0
 from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.errors import (
@@ -199,11 +199,11 @@ def case_an_error_of_one_rank_is_raised_on_all() -> None:
 
 def case_ranks_with_another_config_or_text_are_named() -> None:
     rank = dist.get_rank()
-    world, host = World(rank, 4, CPU, 1), socket.gethostname()
+    process, host = Process(rank, 4, CPU, 1), socket.gethostname()
 
     def require(seed: int = 0, text: str = "a") -> list[str]:
         data: Any = SimpleNamespace(tokenizer_sha256="t", vocab_size=9, identity=lambda: {"data": text})
-        return require_agreement(Config.model_validate({"run": {"seed": seed}}), data, world)
+        return require_agreement(Config.model_validate({"run": {"seed": seed}}), data, process)
 
     assert require() == [host]
     with pytest.raises(ConfigError) as different:
@@ -215,13 +215,13 @@ def case_ranks_with_another_config_or_text_are_named() -> None:
 
 
 @contextlib.contextmanager
-def shared_folder() -> Iterator[tuple[World, Path]]:
+def shared_folder() -> Iterator[tuple[Process, Path]]:
     """A folder that all ranks share while they are in here."""
-    world = World(dist.get_rank(), 4, CPU, 1)
+    process = Process(dist.get_rank(), 4, CPU, 1)
     folder = Path(on_rank0(tempfile.mkdtemp))
-    yield world, folder
+    yield process, folder
     dist.barrier()
-    if world.rank == 0:
+    if process.rank == 0:
         shutil.rmtree(folder)
 
 
@@ -241,9 +241,9 @@ def case_both_apis_save_the_same_files_and_load_each_others() -> None:
         (grid, "llama, tied", "adamw", "tok_embeddings.*", WAYS[1:3]),
     ]
     for mesh, name, optimizer, frozen, ways in cases:
-        with shared_folder() as (world, folder):
+        with shared_folder() as (process, folder):
             try:
-                _save_and_load(folder, mesh, FAMILIES[name], optimizer, world, frozen, ways)
+                _save_and_load(folder, mesh, FAMILIES[name], optimizer, process, frozen, ways)
             except Exception as error:
                 raise AssertionError(f"{mesh.ndim}-d mesh, {name}, {optimizer}, frozen {frozen}") from error
 
@@ -253,7 +253,7 @@ def _save_and_load(
     mesh: DeviceMesh,
     config: ModelConfig,
     name: str,
-    world: World,
+    process: Process,
     frozen: str,
     ways: list[tuple[str, str, bool]],
 ) -> None:
@@ -286,8 +286,8 @@ def _save_and_load(
     model, optimizer = fresh(1)
     steps(model, optimizer, 1, 2)
     for where in ways:
-        assert not error_of(Checkpointer(folder / str(where), model, optimizer, way(*where), world), 2)
-    for kind in ("full", "sharded") if world.rank == 0 else ():
+        assert not error_of(Checkpointer(folder / str(where), model, optimizer, way(*where), process), 2)
+    for kind in ("full", "sharded") if process.rank == 0 else ():
         folders = [folder / str(where) / "step-00000002" for where in ways if where[1] == kind]
         for file in folders[0].glob("*.safetensors"):
             assert len({(other / file.name).read_bytes() for other in folders}) == 1, f"{kind}: {file.name} differs"
@@ -298,7 +298,7 @@ def _save_and_load(
         by = "dtensor" if where[0] == "dcp" else "dcp"
         again, its_optimizer = fresh(99)
         groups = options(its_optimizer)
-        loaded = Checkpointer(folder / str(where), again, its_optimizer, way(by, "full", False), world).load({})
+        loaded = Checkpointer(folder / str(where), again, its_optimizer, way(by, "full", False), process).load({})
         assert loaded == TrainState(step=2)
         assert groups == options(its_optimizer)
         assert equal(whole(again), before), (where, by)
@@ -365,18 +365,18 @@ def case_one_rank_that_cannot_prepare_a_save_fails_it_for_all() -> None:
     """The next save succeeds. Then two machines, of 1 and 3 ranks, verify it on the disk of the first."""
     model = sharded(make_mesh(MESHES["4"]))
     optimizer = build_optimizer(model, OptimConfig(name="adamw"))
-    with shared_folder() as (world, folder):
+    with shared_folder() as (process, folder):
         for api, kind, rank in (("dcp", "sharded", 2), ("dtensor", "full", 0)):  # of a full one, rank 0 has the copies
-            checkpointer = Checkpointer(folder / kind, model, optimizer, way(api, kind, True), world)
+            checkpointer = Checkpointer(folder / kind, model, optimizer, way(api, kind, True), process)
             honest = checkpointer.host_copies
             for step in (1, 2):
-                fails = step == 1 and world.rank == rank
+                fails = step == 1 and process.rank == rank
                 checkpointer.host_copies = (lambda _: bytes(2**62)) if fails else honest  # type: ignore[assignment, return-value]
                 assert error_of(checkpointer, step) == (f"rank {rank}: MemoryError()" if step == 1 else "")
             dist.barrier()
             assert [found.name for found in (folder / kind).iterdir()] == ["step-00000002"]
-        mine = replace(world, local_world_size=3 if world.rank else 1)
-        here = folder / ("nowhere" if world.rank else "full") / "step-00000002"
+        mine = replace(process, local_world_size=3 if process.rank else 1)
+        here = folder / ("nowhere" if process.rank else "full") / "step-00000002"
         assert verify_together(here, "full", mine) == []
 
 
@@ -386,9 +386,9 @@ def case_no_memory_on_rank_0_for_a_whole_tensor_fails_the_save_for_all() -> None
     """
     model = sharded(make_mesh(MESHES["4"]))
     optimizer = build_optimizer(model, OptimConfig(name="sgd"))
-    with shared_folder() as (world, shared):
+    with shared_folder() as (process, shared):
         for beside, function in ((True, "empty_like"), (False, "Tensor.cpu")):
-            checkpointer = Checkpointer(shared / function, model, optimizer, way("dtensor", "full", beside), world)
+            checkpointer = Checkpointer(shared / function, model, optimizer, way("dtensor", "full", beside), process)
             honest: Any = torch.empty_like if beside else torch.Tensor.cpu
 
             def fail(first: Any, *rest: Any, honest: Any = honest, **more: Any) -> Any:
@@ -396,7 +396,7 @@ def case_no_memory_on_rank_0_for_a_whole_tensor_fails_the_save_for_all() -> None
                 return bytes(2**62) if size == (517, 30) else honest(first, *rest, **more)
 
             with pytest.MonkeyPatch.context() as patched:
-                if world.rank == 0:
+                if process.rank == 0:
                     patched.setattr(f"torch.{function}", fail)
                 assert error_of(checkpointer, 1) == "rank 0: MemoryError()"
             assert not error_of(checkpointer, 2)
@@ -407,10 +407,10 @@ def case_no_memory_on_rank_0_for_a_whole_tensor_fails_the_save_for_all() -> None
         with pytest.raises(CheckpointError, match='SGD keeps "rows" of output.weight as Tensor'):
             optimizer_tensors(model, optimizer)
         del state["rows"]
-        disk = shared / f"disk{world.rank}"
+        disk = shared / f"disk{process.rank}"
         disk.mkdir()
         with contextlib.chdir(disk):
-            error = error_of(Checkpointer(Path("mine"), model, optimizer, way("dcp", "sharded", False), world), 1)
+            error = error_of(Checkpointer(Path("mine"), model, optimizer, way("dcp", "sharded", False), process), 1)
         assert error.count("is it on a file system that all ranks share?") == 3, error
 
 
@@ -421,11 +421,11 @@ def case_weights_of_another_run_reach_every_rank() -> None:
         return Path("unused"), []
 
     for (name, family), on_one_machine in itertools.product(FAMILIES.items(), (False, True)):
-        world = World(dist.get_rank(), 4, CPU, 1, local_world_size=4 if on_one_machine else 1)
+        process = Process(dist.get_rank(), 4, CPU, 1, local_world_size=4 if on_one_machine else 1)
         reference = {key: p.detach().bfloat16() for key, p in plain(seed=3, family=family).named_parameters()}
         model = sharded(make_mesh(MESHES["2 x 2"]), COLUMNS.get(name), seed=4, family=family)
         checkpointer = Checkpointer(
-            Path("unused"), model, build_optimizer(model, OptimConfig(name="adamw")), CheckpointConfig(), world
+            Path("unused"), model, build_optimizer(model, OptimConfig(name="adamw")), CheckpointConfig(), process
         )
         checkpointer.load_weights(found, lambda _, reference=reference: reference)  # type: ignore[misc]
         for key, parameter in model.named_parameters():
@@ -548,17 +548,17 @@ def case_a_validation_sums_over_ranks_and_knows_its_standard_error() -> None:
 
 def main(argv: Sequence[str]) -> None:
     passed = []
-    with process_group(RunConfig(device="cpu", threads=1)) as world:
+    with process_group(RunConfig(device="cpu", threads=1)) as process:
         for name, case in list(globals().items()):
             if not name.startswith("case_"):
                 continue
             try:
                 case()
             except Exception:
-                print(f"{name} failed on rank {world.rank}:\n{traceback.format_exc()}", file=sys.stderr)
+                print(f"{name} failed on rank {process.rank}:\n{traceback.format_exc()}", file=sys.stderr)
                 exit_process(1)
             dist.barrier()
             passed.append(name)
-            if world.rank == 0:
+            if process.rank == 0:
                 Path(argv[0]).write_text("\n".join(passed))
     exit_process()

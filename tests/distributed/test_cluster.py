@@ -25,13 +25,13 @@ import yaml
 from checkpoint import Checkpointer
 from tests.forkserver import free_port
 from tests.helpers import HANGS_S, ROOT, losses, python, ranks, records, run_distributed, succeeded, tiny, until
-from torchtitan_lite import process
 from torchtitan_lite.checkpointing import save, storage
 from torchtitan_lite.config.schema import CheckpointConfig
 from torchtitan_lite.distributed.lost import explaining_lost_ranks
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.distributed.ranks import gather
 from torchtitan_lite.errors import REPEATS, StuckError, UserError
+from torchtitan_lite.process import LARGE, connect_lazily
 from torchtitan_lite.run import attempts
 
 LAZY = "TORCH_GLOO_LAZY_INIT"
@@ -53,9 +53,9 @@ def test_a_large_world_connects_lazily_and_may_open_as_many_files_as_the_system_
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv(LAZY, raising=False)
-    process.connect_lazily(process.LARGE)
+    connect_lazily(LARGE)
     assert LAZY not in os.environ
-    process.connect_lazily(process.LARGE + 1)
+    connect_lazily(LARGE + 1)
     assert os.environ[LAZY] == "1"
     script = tmp_path / "limited.py"
     script.write_text(
@@ -78,9 +78,9 @@ def test_only_a_save_in_the_background_has_a_group_of_its_own(
     own: Any = object()
     shared: Any = object()
     monkeypatch.setattr(save, "untimed_group", lambda: own)
-    world = World(0, 1, torch.device("cpu"), 1, untimed=shared)
+    process = Process(0, 1, torch.device("cpu"), 1, untimed=shared)
     nothing: Any = None
-    found = Checkpointer(Path(), nothing, nothing, CheckpointConfig(async_save=background), world)
+    found = Checkpointer(Path(), nothing, nothing, CheckpointConfig(async_save=background), process)
     assert found.group is (own if background else shared)
 
 
@@ -94,23 +94,23 @@ def test_ranks_that_connect_lazily_train_save_and_resume_as_others_do(text: Path
     assert losses(tmp_path / "lazy") == losses(tmp_path / "at-once")
 
 
-def exchange_without_one(world: World, folder: Path) -> None:
+def exchange_without_one(process: Process, folder: Path) -> None:
     """Rank 1 ends before any rank has connected to it; each other rank exchanges a value, and writes its error."""
     group = dist.new_group(timeout=timedelta(seconds=0.5))
-    assert world.store is not None
-    if world.rank == 1:
-        world.store.set("pid", str(os.getpid()))
+    assert process.store is not None
+    if process.rank == 1:
+        process.store.set("pid", str(os.getpid()))
         os._exit(0)
-    stat = Path(f"/proc/{int(world.store.get('pid'))}/stat")
+    stat = Path(f"/proc/{int(process.store.get('pid'))}/stat")
     with contextlib.suppress(OSError):
         while stat.read_text().rpartition(")")[2].split()[0] != "Z":
             pass
     try:
         with explaining_lost_ranks():
-            gather(world.rank, group)
+            gather(process.rank, group)
     except StuckError as error:
-        (folder / f"error-{world.rank}").write_text(str(error))
-    while len(list(folder.glob("error-*"))) < world.world_size - 1:
+        (folder / f"error-{process.rank}").write_text(str(error))
+    while len(list(folder.glob("error-*"))) < process.world_size - 1:
         pass  # rank 0 has the store
     os._exit(0)
 

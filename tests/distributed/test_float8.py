@@ -20,7 +20,7 @@ from torchtitan_lite import models
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.distributed import blocks, float8, parallelize
 from torchtitan_lite.distributed.initialize import materialise
-from torchtitan_lite.distributed.process_group import World, build_mesh
+from torchtitan_lite.distributed.process_group import Process, build_mesh
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.run.checks import check_patterns
 from torchtitan_lite.run.session import check_last_step
@@ -44,9 +44,9 @@ ROWS: dict[str, dict[str, Any]] = {
 TOLERANCE = 2e-3  # relative, of the loss; measured 6.2e-4
 
 
-def steps(world: World, name: str) -> tuple[list[tuple[float, float]], list[Any], int]:
+def steps(process: Process, name: str) -> tuple[list[tuple[float, float]], list[Any], int]:
     """Losses and norms; name, shape, dtype and type of each shard; and the number of converted layers."""
-    t = training(Case(world.world_size, ROWS[name]).config(), world)
+    t = training(Case(process.world_size, ROWS[name]).config(), process)
     curve = []
     for step in range(1, STEPS + 1):
         numbers = train.train_step(t, step).numbers
@@ -59,10 +59,10 @@ def steps(world: World, name: str) -> tuple[list[tuple[float, float]], list[Any]
     return curve, shards, sum(type(module).__name__ == "Float8Linear" for module in t.trained.model.modules())
 
 
-def all_steps(world: World, names: list[str]) -> list[Any]:
+def all_steps(process: Process, names: list[str]) -> list[Any]:
     """On two ranks."""
-    found = [steps(world, name) for name in names]
-    require_gathered_in_float8(world)
+    found = [steps(process, name) for name in names]
+    require_gathered_in_float8(process)
     return found
 
 
@@ -94,7 +94,7 @@ def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
     return found
 
 
-def by_torchao(config: Config, world: World) -> models.Transformer:
+def by_torchao(config: Config, process: Process) -> models.Transformer:
     """With torchao's own shards."""
     own: Any = importlib.import_module("torchao.float8")
     with torch.device("meta"):
@@ -102,16 +102,16 @@ def by_torchao(config: Config, world: World) -> models.Transformer:
     for layer in model.layers:
         chosen = own.Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=True)
         own.convert_to_float8_training(layer, config=chosen)
-    parallelize.apply_fsdp(model, build_mesh(config.fsdp, world.device), config.fsdp)
-    materialise(model, world.device, seed=7)
+    parallelize.apply_fsdp(model, build_mesh(config.fsdp, process.device), config.fsdp)
+    materialise(model, process.device, seed=7)
     return model
 
 
-def require_gathered_in_float8(world: World) -> None:
+def require_gathered_in_float8(process: Process) -> None:
     """What is gathered, that its scale is that of the weights at the time, and the gradients."""
     plain = {f"speed.{key}": False for key in ("chunked_loss", "block_attention", "fused_functions")}
-    config = Case(world.world_size, ON | plain).config()
-    model, other = training(config, world).trained.model, by_torchao(config, world)
+    config = Case(process.world_size, ON | plain).config()
+    model, other = training(config, process).trained.model, by_torchao(config, process)
     seen = []
     layer: Any = model.get_submodule("layers.1.attention.wk")
     layer.register_forward_pre_hook(lambda module, _: seen.append((module.weight._data.dtype, module.weight._scale)))

@@ -11,12 +11,12 @@ from lm_eval.api.instance import Instance
 from examples import lm_eval_model
 from tests.docs.pages import blocks
 from tests.helpers import ROOT, ranks, succeeded, tiny
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.tools import generate
 from torchtitan_lite.tools.evaluation import evaluate
 from torchtitan_lite.tools.load_model import open_model
 
-ALONE = World(0, 1, torch.device("cpu"), 1)
+ALONE = Process(0, 1, torch.device("cpu"), 1)
 
 
 @pytest.fixture(scope="module")

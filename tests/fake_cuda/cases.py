@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.fake_cuda.operators import OperatorLog
 from tests.fake_cuda.step import DEVICE, config_of, logged_step
 from torchtitan_lite.config.schema import ModelConfig
-from torchtitan_lite.distributed.process_group import World, use_tf32
+from torchtitan_lite.distributed.process_group import Process, use_tf32
 from torchtitan_lite.models.attention import KeysValues, attend, within_documents
 from torchtitan_lite.models.llama import Attention
 from torchtitan_lite.run import mfu
@@ -122,7 +122,7 @@ def tf32_facts() -> list[Any]:
     for tf32 in (False, True):
         config = config_of({"run.device": "cuda", "run.tf32": tf32}, 1)
         use_tf32(config.run, DEVICE)
-        found.append((torch.get_float32_matmul_precision(), mfu.start_lines(config, World(0, 1, DEVICE, 1))))
+        found.append((torch.get_float32_matmul_precision(), mfu.start_lines(config, Process(0, 1, DEVICE, 1))))
     return found
 
 

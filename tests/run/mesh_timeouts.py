@@ -22,7 +22,7 @@ def groups() -> dict[str, dist.ProcessGroup]:
 
 
 def main(argv: Sequence[str]) -> None:
-    with process_group(RunConfig(device="cpu", threads=1, timeout_minutes=5)) as world:
+    with process_group(RunConfig(device="cpu", threads=1, timeout_minutes=5)) as process:
         copies = sharded(make_mesh(MESHES["2 x 2"]))
         mesh, before = make_mesh(MESHES["4"]), groups().keys()
         parts = sharded(mesh, FsdpConfig(reshard_after_forward=2))
@@ -35,9 +35,9 @@ def main(argv: Sequence[str]) -> None:
         late = sorted(groups().keys() - existing.keys())
         store = dist.distributed_c10d._get_default_store()
         seen = []
-        if world.rank == 3:
+        if process.rank == 3:
             store.wait(["0", "1", "2"], timedelta(minutes=5))
-        for name, group in existing.items() if world.rank != 3 else ():
+        for name, group in existing.items() if process.rank != 3 else ():
             if 3 not in dist.get_process_group_ranks(group):
                 continue
             began = time.monotonic()
@@ -47,9 +47,9 @@ def main(argv: Sequence[str]) -> None:
                 seen.append([name, group.group_desc, time.monotonic() - began, is_lost(error), str(error)])
             else:
                 seen.append([name, group.group_desc, 0.0, False, "no error"])
-        Path(argv[0], f"rank-{world.rank}.json").write_text(
+        Path(argv[0], f"rank-{process.rank}.json").write_text(
             json.dumps({"seen": seen, "late": late, "resharding": resharding})
         )
-        store.set(str(world.rank), "done")
+        store.set(str(process.rank), "done")
         store.wait(["0", "1", "2"], timedelta(minutes=5))
     exit_process(3)  # without waiting for each other

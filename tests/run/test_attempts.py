@@ -13,7 +13,7 @@ from filelock import FileLock
 
 from tests.helpers import assert_same_end, checkpoint, losses, python, ranks, records, succeeded, tiny
 from torchtitan_lite.checkpointing import storage
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.run import attempts, run_folder
 
 RUN = {"run__name": "run", "train__steps": 8, "checkpoint__every": 2, "eval__every": 0}
@@ -231,13 +231,13 @@ def test_a_finished_run_that_is_started_again_stays_complete(run: Path, again: A
 
 @pytest.mark.parametrize("rank0_lives", [False, True])
 def test_another_rank_records_the_end_for_a_rank_0_that_is_gone(rank0_lives: bool, tmp_path: Path) -> None:
-    world, other = (World(rank, 3, torch.device("cpu"), 1) for rank in (0, 1))
+    process, other = (Process(rank, 3, torch.device("cpu"), 1) for rank in (0, 1))
     start = {"step": 0, "samples": 0, "config": {}, "setting": {}, "tasks": {}}
-    number = run_folder.record_start(tmp_path, start | run_folder.facts(world, ["here"]))
+    number = run_folder.record_start(tmp_path, start | run_folder.facts(process, ["here"]))
     run_folder.record_end(tmp_path, other, 0, "failed", 3, "a rank that was refused")
     assert about(tmp_path)["status"] == "running"
     if rank0_lives:
-        run_folder.record_end(tmp_path, world, number, "failed", 3, "lost rank 1")
+        run_folder.record_end(tmp_path, process, number, "failed", 3, "lost rank 1")
     run_folder.record_end(tmp_path, other, number, "failed", 3, "rank 1 died")
     (made,) = attempts.read(tmp_path)
     assert made.reason == about(tmp_path)["reason"] == ("lost rank 1" if rank0_lives else "rank 1 died")

@@ -29,7 +29,7 @@ from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import load, schema
 from torchtitan_lite.config.families import LLAMA
 from torchtitan_lite.config.schema import Config, FsdpConfig
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.run import resumed
 from torchtitan_lite.tools import config_reference
 
@@ -41,7 +41,7 @@ ROWS = [
 ]
 
 
-WORLD = World(0, 4, torch.device("cpu"), 1, local_world_size=4)
+WORLD = Process(0, 4, torch.device("cpu"), 1, local_world_size=4)
 
 
 def verdict_of(key: str) -> str:
@@ -133,7 +133,10 @@ def test_what_changes_the_last_bits_is_part_of_the_setting() -> None:
     same = {"fsdp.reshard_after_forward": False, "activation_checkpointing.mode": "full", "run.name": "x"}
     assert not resumed.differences(setting({}), setting(same | {"speed.gc_every": 0}))
     plain, sent = (load.load(None, x).config for x in ({}, by_gloo))
-    for elsewhere in (World(0, 4, torch.device("cpu"), 1, local_world_size=2), World(0, 2, torch.device("cpu"), 1, 2)):
+    for elsewhere in (
+        Process(0, 4, torch.device("cpu"), 1, local_world_size=2),
+        Process(0, 2, torch.device("cpu"), 1, 2),
+    ):
         there = compatibility.bitwise_setting(sent, elsewhere)
         assert there["shared_memory"] is False, "gloo's TCP, or a sum of two"
         assert not resumed.differences(compatibility.bitwise_setting(plain, elsewhere), there)

@@ -15,7 +15,7 @@ from tests.distributed.knob_worker import training
 from tests.distributed.test_blocks import Operators
 from tests.helpers import ranks, records, succeeded, tiny
 from torchtitan_lite.data.prepare.__main__ import main as prepare
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.tools.estimate.simulate import fake_world
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def of_a_step(ranks: int, **keys: Any) -> Collectives:
     """What rank 0 does in a step; the other ranks don't exist, so that its numbers mean nothing."""
     set_ = {key.replace("__", "."): value for key, value in keys.items()}
     with fake_world(ranks):
-        t = training(Case(ranks, set_).config(), World(0, ranks, CPU, 1))
+        t = training(Case(ranks, set_).config(), Process(0, ranks, CPU, 1))
         with Collectives() as operators:
             train.train_step(t, 1)
     return operators

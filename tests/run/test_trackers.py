@@ -13,7 +13,7 @@ from tests.helpers import losses, ranks, records, succeeded, tiny
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import Config, FsdpConfig, LogConfig, RunConfig
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.run import mfu, trackers
 from torchtitan_lite.run.console import step_line
@@ -178,9 +178,9 @@ def test_mfu_is_logged_only_if_the_peak_is_known(monkeypatch: pytest.MonkeyPatch
     record |= {"loss": 2.0, "mean_loss": 2.0, "grad_norm": 1.0, "lr": 1e-3}
     assert "mfu" not in step_line(record, 10, 0.0, 1.0)
     assert "tok/s 5,000  mfu 41.3 %  mem" in step_line(record | {"mfu": 0.413}, 10, 0.0, 1.0)
-    cpu = World(0, 4, torch.device("cpu"), 1)
+    cpu = Process(0, 4, torch.device("cpu"), 1)
     assert peak_flops(Config(), cpu) == 0
-    gpu = World(0, 4, torch.device("cuda"), 1)
+    gpu = Process(0, 4, torch.device("cuda"), 1)
     for name, expected in {"NVIDIA H100 80GB HBM3": 4 * mfu.DEVICES["h100"].half_flops, "Some GPU": 0.0}.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
@@ -214,7 +214,7 @@ def test_the_start_names_a_dtype_that_is_slow_on_the_gpu(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     config = Config(fsdp=FsdpConfig(param_dtype=dtype), run=RunConfig(tf32=tf32, peak_tflops=1))
-    lines = mfu.start_lines(config, World(0, 1, torch.device("cuda"), 1))
+    lines = mfu.start_lines(config, Process(0, 1, torch.device("cuda"), 1))
     assert len(lines) == bool(said)
     assert not said or said in lines[0]
 

@@ -17,7 +17,7 @@ from torchtitan_lite.config.schema import Config, FsdpConfig, ModelConfig
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.parallelize import apply_fsdp
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.scoring.likelihood import Window, in_turn, padded, sums_by_item
 from torchtitan_lite.scoring.statistics import Array, mean, ratio, ratio_difference
@@ -26,7 +26,7 @@ from torchtitan_lite.tools.evaluation import documents
 from torchtitan_lite.tools.evaluation.documents import Document, Scores, score_documents
 
 CPU = torch.device("cpu")
-ALONE = World(0, 1, CPU, 1)
+ALONE = Process(0, 1, CPU, 1)
 VOCABULARY = 517
 FAMILIES = {
     "gpt": ModelConfig(family="gpt", dim=32, n_layers=2, n_heads=2, max_seq_len=16),
@@ -37,12 +37,12 @@ FAMILIES = {
 FSDP = FsdpConfig()
 
 
-def model_of(family: str, world: World | None = None, fsdp: FsdpConfig = FSDP, seed: int = 7) -> Transformer:
+def model_of(family: str, process: Process | None = None, fsdp: FsdpConfig = FSDP, seed: int = 7) -> Transformer:
     """Sharded over the ranks of a world, if one is given."""
     with torch.device("meta"):
         model = build(FAMILIES[family], VOCABULARY)
-    if world:
-        apply_fsdp(model, DeviceMesh("cpu", torch.arange(world.world_size), mesh_dim_names=("dp_shard",)), fsdp)
+    if process:
+        apply_fsdp(model, DeviceMesh("cpu", torch.arange(process.world_size), mesh_dim_names=("dp_shard",)), fsdp)
     materialise(model, CPU, seed)
     return model.eval()
 
@@ -63,9 +63,9 @@ def batches(n: int) -> list[list[Window]]:
 N_BATCHES = 0, 1, 5
 
 
-def engine(world: World, family: str, fsdp: FsdpConfig) -> dict[int, tuple[Array, int]]:
+def engine(process: Process, family: str, fsdp: FsdpConfig) -> dict[int, tuple[Array, int]]:
     """The sums of a sharded model by item, and how often this rank computed a forward pass, by number of batches."""
-    model, forwards = model_of(family, world, fsdp), 0
+    model, forwards = model_of(family, process, fsdp), 0
 
     def count(*_: object) -> None:
         nonlocal forwards
@@ -76,7 +76,7 @@ def engine(world: World, family: str, fsdp: FsdpConfig) -> dict[int, tuple[Array
     for n_batches in N_BATCHES:
         forwards = 0
         with torch.no_grad():
-            sums = sums_by_item(model, batches(n_batches), padded, range(2 * n_batches + 1), world)
+            sums = sums_by_item(model, batches(n_batches), padded, range(2 * n_batches + 1), process)
         found[n_batches] = sums[0].numpy(), forwards
     return found
 
@@ -111,10 +111,10 @@ def test_sums_are_the_same_bits_on_any_number_of_ranks(family: str) -> None:
 
 def test_each_batch_counts_once() -> None:
     for world_size in (1, 2, 3, 7):
-        ranks = [list(in_turn(iter(range(5)), World(r, world_size, CPU, 1))) for r in range(world_size)]
+        ranks = [list(in_turn(iter(range(5)), Process(r, world_size, CPU, 1))) for r in range(world_size)]
         assert sorted(batch for rank in ranks for batch, counts in rank if counts) == list(range(5))
         assert len({len(rank) for rank in ranks}) == 1
-        assert not any(list(in_turn([], World(r, world_size, CPU, 1))) for r in range(world_size))
+        assert not any(list(in_turn([], Process(r, world_size, CPU, 1))) for r in range(world_size))
 
 
 @pytest.fixture(scope="module")
@@ -124,10 +124,10 @@ def mixture(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     return {"one": folder, "two": folder}
 
 
-def validate(world: World, folders: dict[str, Path], samples: int, family: str) -> Score:
+def validate(process: Process, folders: dict[str, Path], samples: int, family: str) -> Score:
     data = DataSet.of({name: (share, folder) for share, (name, folder) in enumerate(folders.items(), 1)})
     config = Config.model_validate({"train": {"seq_len": 16}, "eval": {"samples": samples}})
-    return evaluate(model_of(family, world), Validation.of(config, data, 2, world.rank, world.world_size), CPU)
+    return evaluate(model_of(family, process), Validation.of(config, data, 2, process.rank, process.world_size), CPU)
 
 
 @pytest.mark.parametrize(("samples", "family"), [(1, "gpt"), (5, "llama, tied")])
@@ -147,15 +147,15 @@ def test_a_validation_with_fewer_sequences_than_ranks(samples: int, family: str,
     assert any(math.isnan(loss) for loss, _ in one.sources.values()) == (samples == 1)
 
 
-def validate_average(world: World, folder: Path) -> tuple[dict[str, Any], list[Score], str]:
+def validate_average(process: Process, folder: Path) -> tuple[dict[str, Any], list[Score], str]:
     """Validate a model whose averages are the weights of another: its record and line, and the scores of both."""
     data = DataSet.of({"a": (1.0, folder)})
     config = Config.model_validate({"train": {"seq_len": 16}, "eval": {"samples": 5}})
-    model, other = (model_of("llama, tied", world, seed=seed) for seed in (7, 8))
+    model, other = (model_of("llama, tied", process, seed=seed) for seed in (7, 8))
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter, average in zip(model.parameters(), other.parameters(), strict=True):
         optimizer.state[parameter] = {"ema": average.detach().clone()}
-    validation = Validation.of(config, data, 2, world.rank, world.world_size)
+    validation = Validation.of(config, data, 2, process.rank, process.world_size)
     before = evaluate(model, validation, CPU)
     record, line = evaluate_average(3, model, optimizer, validation, CPU)
     return record, [before, evaluate(model, validation, CPU), evaluate(other, validation, CPU)], line

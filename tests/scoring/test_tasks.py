@@ -16,7 +16,7 @@ from tests.data.test_data import make
 from tests.helpers import ranks, succeeded, tiny
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.tokenizer import load as load_tokenizer
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import DataError, UserError
 from torchtitan_lite.scoring import find_tasks, questions, task_scores, task_tokens
 from torchtitan_lite.scoring.brackets import CHOICES, EACH, brackets
@@ -27,7 +27,7 @@ from torchtitan_lite.tools.load_model import Opened, open_model
 
 ENTRY = "torchtitan_lite.tools.evaluation.evaluate"
 LENGTH = 24  # tokens of the models below
-ALONE = World(0, 1, torch.device("cpu"), 1)
+ALONE = Process(0, 1, torch.device("cpu"), 1)
 WORDS = "the cat sat on the mat, f(x) and g() end. "
 CHOICE: list[dict[str, Any]] = [
     {"context": "the cat", "choices": [" sat", " sat on the mat", " caf\u00e9"], "answer": 1},

@@ -184,7 +184,7 @@ def test_bits_per_byte_have_the_bytes_of_the_targets_that_were_scored(folder: Pa
     def bytes_per_target(numbers: np.ndarray, seed: int | None) -> float:
         targets = [target for row in samples.draw(numbers, seed).targets.tolist() for target in row]
         # a character of a byte-level entry stands for a byte
-        text = (tokenizer.id_to_token(target) for target in targets if target != end)
+        text = (tokenizer.id_to_token(target) or "" for target in targets if target != end)
         return sum(map(len, text)) / len(targets)
 
     scored, whole = bytes_per_target(np.arange(5), SUBSET_SEED), bytes_per_target(np.arange(samples.n_samples), None)

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 import torchtitan_lite as ttl
 from tests.helpers import python, ranks, records, succeeded, tiny
 from torchtitan_lite.data.prepare.tokenizer import byte_level
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import DataError, UserError
 from torchtitan_lite.tools.evaluation import evaluate, tables
 from torchtitan_lite.tools.evaluation.documents import Scores, Texts, documents
@@ -317,4 +317,4 @@ def test_bad_input_is_an_error_with_a_remedy(
     named = {"HF": folder, "TEXT": texts, "PAIRS": runs / "pairs", "ONE": runs / "one", "PREPARED": runs / "prepared"}
     wanted = given(*(named.get(argument, argument) for argument in arguments))
     with pytest.raises(UserError, match=message):
-        evaluate.evaluate(wanted, World(0, 1, torch.device("cpu"), 1))
+        evaluate.evaluate(wanted, Process(0, 1, torch.device("cpu"), 1))

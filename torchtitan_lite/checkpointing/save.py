@@ -23,7 +23,7 @@ from torchtitan_lite.checkpointing.safetensors_file import FileRecord
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import Parts, Tensors, optimizer_tensors, own_tensors
 from torchtitan_lite.config.schema import CheckpointConfig
-from torchtitan_lite.distributed.process_group import World, untimed_group
+from torchtitan_lite.distributed.process_group import Process, untimed_group
 from torchtitan_lite.distributed.ranks import on_all, on_rank0
 from torchtitan_lite.models import Transformer
 
@@ -52,7 +52,7 @@ class BaseCheckpointer(ABC):
         model: Transformer,
         optimizer: torch.optim.Optimizer,
         config: CheckpointConfig,
-        world: World,
+        process: Process,
         best_of: Callable[[Sequence[int]], int | None] = lambda _: None,
     ) -> None:
         """
@@ -64,13 +64,13 @@ class BaseCheckpointer(ABC):
         self.model = model
         self.optimizer = optimizer
         self.config = config
-        self.world = world
+        self.process = process
         self.notes: list[str] = []  # from a load, for the log: damaged checkpoints
         self.forked_from: Path | None = None  # from a load: the checkpoint, if it is another run's
         self.damaged: list[int] = []  # from a load: newer steps; the save of such a step replaces it
         self.protect: set[int] = set()  # steps that retention must not delete
         # a save in the background of training and of loads needs a group of its own
-        self.group = untimed_group() if config.async_save or world.untimed is None else world.untimed
+        self.group = untimed_group() if config.async_save or process.untimed is None else process.untimed
         self._thread: threading.Thread | None = None
         self._saved: Saved | None = None
         self._operation = ""  # for the watchdog
@@ -140,7 +140,7 @@ class BaseCheckpointer(ABC):
                 self._copies[name] = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
             self._copies[name].copy_(local, non_blocking=True)
             progress.advance(local.nbytes)
-        if self.world.device.type == "cuda":
+        if self.process.device.type == "cuda":
             torch.cuda.synchronize()
         return {name: self._copies[name] for name in tensors}
 
@@ -161,7 +161,7 @@ class BaseCheckpointer(ABC):
 
         @progress.working("committing its folder")
         def commit() -> None:
-            storage.commit(folder, state, self.config.state_dict, self.world.world_size, files)
+            storage.commit(folder, state, self.config.state_dict, self.process.world_size, files)
 
         folder = Path(on_rank0(make_folder, self.group))
         try:
@@ -169,7 +169,7 @@ class BaseCheckpointer(ABC):
             files = {name: FileRecord(**record) for records in written for name, record in records.items()}
             on_rank0(commit, self.group)
         except Exception:
-            if self.world.rank == 0:
+            if self.process.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         return sum(record.bytes for record in files.values())
@@ -192,11 +192,11 @@ class BaseCheckpointer(ABC):
     def require_space(self) -> None:
         """Raise SaveError on every rank if the disk has no room for a checkpoint."""
         compare = progress.working("comparing the space on the disk")(storage.require_space)
-        on_rank0(lambda: compare(self.folder, self._n_bytes()), self.world.untimed)
+        on_rank0(lambda: compare(self.folder, self._n_bytes()), self.process.untimed)
 
     def _delete_old(self, step: int) -> str:
         """Apply retention, on rank 0. Returns the error, which does not fail the save."""
-        if self.world.rank != 0:
+        if self.process.rank != 0:
             return ""
         try:
             purge(self.folder, self._kept(storage.find_steps(self.folder), step))

@@ -10,16 +10,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config, SpeedConfig
 from torchtitan_lite.cpu import attention, fused, loss
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.models import attention as plain
 from torchtitan_lite.process import env_int
 
 
-def widens(config: Config, world: World) -> bool:
+def widens(config: Config, process: Process) -> bool:
     """Return whether to compute 16-bit matmuls in float32. The first call is a collective."""
     dtypes = config.fsdp.dtypes("param_dtype") - {None, "float32"}
-    if not dtypes or not config.speed.widen_matmuls or world.device.type != "cpu":
+    if not dtypes or not config.speed.widen_matmuls or process.device.type != "cpu":
         return False
     from torchtitan_lite.cpu.widen import slow_on_rank0
 

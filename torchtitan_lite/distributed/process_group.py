@@ -13,43 +13,50 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # exported, but not by name
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchtitan_lite import process
 from torchtitan_lite.config.schema import FsdpConfig, RunConfig
 from torchtitan_lite.distributed.lost import explaining_lost_ranks
+from torchtitan_lite.process import (
+    allow_open_files,
+    connect_lazily,
+    cpu_threads,
+    die_with_launcher,
+    env_int,
+    keep_freed_memory,
+)
 from torchtitan_lite.terminal import flush
 
 
 @dataclass(frozen=True)
-class World:
-    """This process among the others."""
+class Process:
+    """Rank, world size and device of this process."""
 
     rank: int
     world_size: int
     device: torch.device
     threads: int  # CPU threads of this rank
     local_world_size: int = 1  # ranks on this machine
-    untimed: dist.ProcessGroup | None = None  # for loads, see `untimed_group`; None: the default group
+    untimed: dist.ProcessGroup | None = None  # for saves and loads, see `untimed_group`; None: the default group
     store: Store | None = None  # of the process group; None: there is none
 
 
 @contextlib.contextmanager
-def process_group(run: RunConfig) -> Iterator[World]:
+def process_group(run: RunConfig) -> Iterator[Process]:
     """Open a process group over all of torchrun's ranks, or a world of one under plain python.
 
     Collectives of CPU tensors use gloo, those of CUDA tensors NCCL. Without an exception, the ranks wait for each other
     at the end: torchrun kills the others as soon as one exits with a nonzero code.
     """
-    device = choose_device(run.device, process.env_int("LOCAL_RANK", 0))
-    threads, _ = process.cpu_threads(run.threads)
+    device = choose_device(run.device, env_int("LOCAL_RANK", 0))
+    threads, _ = cpu_threads(run.threads)
     torch.set_num_threads(threads)
     if device.type == "cpu":
-        process.keep_freed_memory()
+        keep_freed_memory()
     if run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     use_tf32(run, device)
-    process.die_with_launcher()
-    process.allow_open_files()
+    die_with_launcher()
+    allow_open_files()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     with explaining_lost_ranks():
         if "RANK" in os.environ:
@@ -58,11 +65,11 @@ def process_group(run: RunConfig) -> Iterator[World]:
             store, rank, world_size = find_ranks(run.start_timeout_minutes)
         else:
             store, rank, world_size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]  # exported, but not by name
-        process.connect_lazily(world_size)
+        connect_lazily(world_size)
         timeout = timedelta(minutes=run.start_timeout_minutes)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         limit_group_timeouts(run.timeout_minutes)
-        yield World(rank, world_size, device, threads, process.env_int("LOCAL_WORLD_SIZE", 1), untimed_group(), store)
+        yield Process(rank, world_size, device, threads, env_int("LOCAL_WORLD_SIZE", 1), untimed_group(), store)
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()

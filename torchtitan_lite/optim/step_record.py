@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchtitan_lite.distributed.process_group import World, sum_over_ranks
+from torchtitan_lite.distributed.process_group import Process, sum_over_ranks
 
 MOST_RANKS = 1024  # with more ranks, metrics.jsonl omits their losses, which would be most of each line
 
@@ -34,7 +34,7 @@ class StepRecord:
         loss_scale: Tensor,
         loads: Tensor | None,
         stop: bool,
-        world: World,
+        process: Process,
     ) -> None:
         """Sum the parts of all ranks, with one small all-reduce. Collective.
 
@@ -47,12 +47,12 @@ class StepRecord:
             loads: (L, E), tokens per layer and expert on this rank; None without experts.
             stop: whether this rank was asked to stop.
         """
-        n = 3 + world.world_size
+        n = 3 + process.world_size
         sums = torch.zeros(n + (0 if loads is None else loads.numel()), dtype=torch.float64, device=loss.device)
         # sums: loss, squared norm, stop requests, loss of each rank, loads
         sums[0], sums[1] = loss, squared_norm
         sums[2:3].fill_(float(stop))  # sums[2] = 1.0 would make the host wait for the device
-        sums[3 + world.rank] = loss  # the other ranks add 0 here
+        sums[3 + process.rank] = loss  # the other ranks add 0 here
         if loads is not None:
             sums[n:] = loads.flatten()
         sum_over_ranks(sums)

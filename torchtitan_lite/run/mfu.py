@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.models import Transformer
 
 
@@ -143,25 +143,25 @@ def named(reported: str) -> Device | None:
     return next((device for device in DEVICES.values() if re.fullmatch(device.driver_name, text)), None)
 
 
-def peak_flops(config: Config, world: World) -> float:
+def peak_flops(config: Config, process: Process) -> float:
     """Nominal FLOPs per second of all devices of a run in its dtype; 0 if unknown."""
     if config.run.peak_tflops:
-        return world.world_size * config.run.peak_tflops * 1e12
-    device = named(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
-    return 0.0 if device is None else world.world_size * device.computing(config).peak_flops(config.fsdp.param_dtype)
+        return process.world_size * config.run.peak_tflops * 1e12
+    device = named(torch.cuda.get_device_name(process.device)) if process.device.type == "cuda" else None
+    return 0.0 if device is None else process.world_size * device.computing(config).peak_flops(config.fsdp.param_dtype)
 
 
-def start_lines(config: Config, world: World) -> list[str]:
+def start_lines(config: Config, process: Process) -> list[str]:
     """What the start of a run on a GPU says about the speed of its products, and about MFU."""
     slow = slow_products(
-        world.device,
+        process.device,
         config.fsdp.param_dtype,
         tf32=config.run.tf32,
         options=("--mixed-precision", "run.tf32 = true", 'fsdp.param_dtype = "float16"'),
     )
     lines = [f"run     {slow}"] if slow else []
-    if config.data.objective != "pairs" and not peak_flops(config, world):
-        name = torch.cuda.get_device_name(world.device)
+    if config.data.objective != "pairs" and not peak_flops(config, process):
+        name = torch.cuda.get_device_name(process.device)
         lines.append(
             f"run     MFU is not logged: the peak of {name} is not known; run.peak_tflops = its dense TFLOP/s gives it"
         )

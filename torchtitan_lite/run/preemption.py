@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_lite.distributed.process_group import World, sum_over_ranks
+from torchtitan_lite.distributed.process_group import Process, sum_over_ranks
 from torchtitan_lite.run.run_folder import JOINS
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -113,9 +113,9 @@ class Preemption:
             self.reason = JOINS if self._joining.exists() else ""
         return bool(self.reason)
 
-    def agree(self, world: World) -> None:
+    def agree(self, process: Process) -> None:
         """Ask all ranks now whether one of them was asked to stop. Collective; for the time between two steps."""
-        requests = torch.tensor(float(self.requested()), device=world.device)
+        requests = torch.tensor(float(self.requested()), device=process.device)
         self.agreed |= bool(sum_over_ranks(requests) > 0)
 
 

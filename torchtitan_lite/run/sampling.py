@@ -100,14 +100,14 @@ def sample(prompts: Prompts, s: Session) -> None:
     """Continue every prompt, log the text and write it to samples.jsonl. Collective."""
     step, model, log, before = s.state.step, s.trained.model, s.services.log, time.perf_counter()
     seed = forward_seed(s.config.run.seed, step, 0, 0)
-    with generating(model, s.config.fsdp, s.world.device):
+    with generating(model, s.config.fsdp, s.process.device):
         for i, ids in enumerate(prompts.ids):
             began = time.perf_counter()
             sampler = Sampler(prompts.config.temperature, seed=seed + i)
 
             def agreed(logits: Tensor, sampler: Sampler = sampler) -> int:
                 """Rank 0's token, so that all ranks stop at the same end."""
-                token = torch.tensor([sampler(logits)], device=s.world.device)
+                token = torch.tensor([sampler(logits)], device=s.process.device)
                 dist.broadcast(token, src=0)
                 return int(token)
 

@@ -13,7 +13,7 @@ from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.loader import PrefetchingLoader
 from torchtitan_lite.data.mixture import Mixture
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim.finite_guard import Guard
 from torchtitan_lite.optim.grad_scaler import GradScaler
@@ -80,7 +80,7 @@ class Session:
     """A run in this process."""
 
     config: Config
-    world: World
+    process: Process
     trained: Trained
     services: Services
     periodic: PeriodicWork

@@ -83,9 +83,9 @@ def run(loaded: Loaded, data: DataSet, build: Callable[..., Session], step: Step
     with elsewhere(loaded.config, train=largest | steps, checkpoint={"resume": ""}) as config:
         first = env_int("RANK", 0) == 0  # only rank 0 prints, and needs the plan
         plan = planned(loaded.config, data.vocab_size, env_int("WORLD_SIZE", 1)) if first else None
-        with process_group(config.run) as world:
-            require_agreement(loaded.config, data, world)
-            with contextlib.closing(build(config, data, world, Log(config.folder, speaks=first))) as session:
+        with process_group(config.run) as process:
+            require_agreement(loaded.config, data, process)
+            with contextlib.closing(build(config, data, process, Log(config.folder, speaks=first))) as session:
                 n_bytes, step_s = measure(session, step)
                 machines = checked_machines(loaded.config.folder, session)
             if plan is not None:
@@ -124,11 +124,11 @@ def measure(s: Session, step: Step) -> tuple[int, float]:
     n_bytes = 0
     with s.services.watchdog.naming_lost_ranks(), out_of_memory.with_advice(s.config):
         make(1)
-        if s.world.device.type == "cuda":
+        if s.process.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             make(2)
             n_bytes = torch.cuda.max_memory_allocated()
-        elif s.world.rank == 0:
+        elif s.process.rank == 0:
             state = [value for values in s.trained.optimizer.state.values() for value in values.values()]
             n_bytes = own_bytes((*s.trained.model.parameters(), *s.trained.model.buffers(), *state)) + peak_of(
                 lambda: make(2)

@@ -88,9 +88,9 @@ def check(loaded: Loaded) -> None:
 
 def inspect(config: Config, vocab_size: int, sharded_model: Callable[..., Transformer]) -> None:
     """Print the sharded model and its FSDP groups, before anything is allocated."""
-    with process_group(config.run) as world:
-        model = sharded_model(config, vocab_size, build_mesh(config.fsdp, world.device))
-        if world.rank == 0:
+    with process_group(config.run) as process:
+        model = sharded_model(config, vocab_size, build_mesh(config.fsdp, process.device))
+        if process.rank == 0:
             print(describe(model, config.fsdp))
 
 

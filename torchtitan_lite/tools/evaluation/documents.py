@@ -21,7 +21,7 @@ from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.data.prepare.documents import usable
 from torchtitan_lite.data.prepare.texts import find
 from torchtitan_lite.data.token_files import PAIRS, read_meta
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.models.loss import IGNORE
@@ -126,7 +126,7 @@ class Scores:
 
 
 def score_documents(
-    model: Transformer, documents: Iterable[Document], prefix: list[int], length: int, world: World, batch_size: int
+    model: Transformer, documents: Iterable[Document], prefix: list[int], length: int, process: Process, batch_size: int
 ) -> Scores:
     """Score documents. Collective: the ranks share the batches, and all get the same result.
 
@@ -154,11 +154,11 @@ def score_documents(
             for first in range(0, len(together), batch_size):
                 yield together[first : first + batch_size]
 
-    return _scores(model, batches(), padded, sizes, world, length)
+    return _scores(model, batches(), padded, sizes, process, length)
 
 
 def score_rows(
-    model: Transformer, samples: Mixture, n: int | None, lengths: Tensor, world: World, batch_size: int
+    model: Transformer, samples: Mixture, n: int | None, lengths: Tensor, process: Process, batch_size: int
 ) -> Scores:
     """Score the targets of rows: pairs, or spans that an encoder-decoder has to fill in. Collective.
 
@@ -178,7 +178,7 @@ def score_rows(
             sizes.extend(zip(*row_sizes(rows, lengths).tolist(), hashes, strict=True))
             yield Batch(torch.from_numpy(numbers), rows)
 
-    return _scores(model, batches(), lambda batch: batch, sizes, world, samples.sources[0].seq_len)
+    return _scores(model, batches(), lambda batch: batch, sizes, process, samples.sources[0].seq_len)
 
 
 def _scores(
@@ -186,9 +186,9 @@ def _scores(
     batches: Iterable[T],
     load: Callable[[T], Batch],
     sizes: list[tuple[int, ...]],
-    world: World,
+    process: Process,
     length: int,
 ) -> Scores:
     """The scores of items whose sizes are listed as their batches are made."""
-    (nats,) = sums_by_item(model, batches, load, sizes, world)
+    (nats,) = sums_by_item(model, batches, load, sizes, process)
     return Scores(nats.numpy(), *np.array(sizes, dtype=np.float64).reshape(-1, 3).T, seq_len=length)

@@ -31,7 +31,7 @@ from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.prepare.texts import find, not_read
 from torchtitan_lite.data.token_files import PAIRS, read_meta
-from torchtitan_lite.distributed.process_group import World, exit_process, process_group
+from torchtitan_lite.distributed.process_group import Process, exit_process, process_group
 from torchtitan_lite.distributed.ranks import gather
 from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.huggingface import weights as hf
@@ -91,7 +91,9 @@ def options_of(argv: Sequence[str]) -> argparse.Namespace:
 # --- scores -----------------------------------------------------------------------------------------------------
 
 
-def scores_of(opened: Opened, texts: Texts, world: World, note: Callable[[str], None]) -> Iterator[tuple[str, Scores]]:
+def scores_of(
+    opened: Opened, texts: Texts, process: Process, note: Callable[[str], None]
+) -> Iterator[tuple[str, Scores]]:
     """The scores of each text. Collective.
 
     Args:
@@ -104,7 +106,7 @@ def scores_of(opened: Opened, texts: Texts, world: World, note: Callable[[str], 
         READERS.add(name)
     of_pairs = opened.config is not None and opened.config.data.objective == "pairs" and not texts.data
     if answers(opened.model) or of_pairs or any(map(_holds_pairs, texts.data)):
-        yield from _scores_of_rows(opened, texts, world)
+        yield from _scores_of_rows(opened, texts, process)
         return
     length, names = opened.window(texts.seq_len), {name: name for name in texts.data}
     if not names:
@@ -114,7 +116,7 @@ def scores_of(opened: Opened, texts: Texts, world: World, note: Callable[[str], 
         note(line)  # each exists, before the first is scored
     for name, place in names.items():
         found = documents(opened, place, texts)
-        scores = score_documents(opened.model, found, opened.beginning(), length, world, texts.batch_size)
+        scores = score_documents(opened.model, found, opened.beginning(), length, process, texts.batch_size)
         if not scores.tokens.sum():
             raise ConfigError(f"{name} has no text to score")
         yield name, scores
@@ -124,7 +126,7 @@ def _holds_pairs(name: str) -> bool:
     return paths.is_prepared(name) and PAIRS in read_meta(paths.expand(name)).files
 
 
-def _scores_of_rows(opened: Opened, texts: Texts, world: World) -> Iterator[tuple[str, Scores]]:
+def _scores_of_rows(opened: Opened, texts: Texts, process: Process) -> Iterator[tuple[str, Scores]]:
     """The scores of rows: targets of pairs, or spans that were cut out of a text."""
     config = opened.config or Config.model_validate(
         {
@@ -149,13 +151,13 @@ def _scores_of_rows(opened: Opened, texts: Texts, world: World) -> Iterator[tupl
             raise ConfigError(f"{source.folder} was prepared with another tokenizer than that of {opened.source}")
         samples = open_samples(DataSet((source,)), texts.split, config)
         n_bytes = torch.from_numpy(bytes_per_token(tokenizer, source.meta.end_token))
-        yield source.name, score_rows(opened.model, samples, texts.documents, n_bytes, world, texts.batch_size)
+        yield source.name, score_rows(opened.model, samples, texts.documents, n_bytes, process, texts.batch_size)
 
 
 # --- the command ------------------------------------------------------------------------------------------------
 
 
-def evaluate(args: argparse.Namespace, world: World) -> list[dict[str, Any]]:
+def evaluate(args: argparse.Namespace, process: Process) -> list[dict[str, Any]]:
     """Score and print all models, and write --json. Returns the figures of each. Collective.
 
     Args:
@@ -178,18 +180,18 @@ def evaluate(args: argparse.Namespace, world: World) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
     first = None
     for path in models:
-        opened = open_model(path, world.device, getattr(torch, args.dtype), args.tokenizer, ema=args.ema)
-        note = print if world.rank == 0 and not results else lambda _: None  # notes are printed once
+        opened = open_model(path, process.device, getattr(torch, args.dtype), args.tokenizer, ema=args.ema)
+        note = print if process.rank == 0 and not results else lambda _: None  # notes are printed once
         window = opened.window(texts.seq_len)
-        tasks = tasks_of(opened, args, window, world) if args.tasks else {}
-        own = dict(scores_of(opened, texts, world, note)) if texts.data or not tasks else {}
+        tasks = tasks_of(opened, args, window, process) if args.tasks else {}
+        own = dict(scores_of(opened, texts, process, note)) if texts.data or not tasks else {}
         model = tables.Scored(str(path), own, tasks, window, bpe.sha256(opened.tokenizer))
         lines, result = tables.compared_with_first(model, first)
-        if world.rank == 0:
+        if process.rank == 0:
             print("\n".join([*opened.notes, opened.source, *lines]), flush=True)
         results.append(result)
         first = first or model
-    if out and world.rank == 0:
+    if out and process.rank == 0:
         out.write_bytes(to_json({"models": results}, indent=2, inf_nan_mode="null") + b"\n")
     return results
 
@@ -203,7 +205,7 @@ def _window_of(path: Path) -> int:
     return int(config_to_resume(folder, "").get("train.seq_len", LONGEST))
 
 
-def tasks_of(opened: Opened, args: argparse.Namespace, window: int, world: World) -> dict[str, TaskScore]:
+def tasks_of(opened: Opened, args: argparse.Namespace, window: int, process: Process) -> dict[str, TaskScore]:
     """The scores of --tasks by name. Collective.
 
     Args:
@@ -219,9 +221,9 @@ def tasks_of(opened: Opened, args: argparse.Namespace, window: int, world: World
     encode = text_encoder(opened.tokenizer, opened.ends, "a question")
     tasks = [encoded(task, encode, inputs) for task in find_tasks.find(args.tasks, opened.own_data, args.questions)]
     names = [one.task.name for one in tasks]
-    if world.world_size > 1 and any(others != names for others in gather(names)):
+    if process.world_size > 1 and any(others != names for others in gather(names)):
         raise ConfigError("--tasks: the ranks have read different questions: is it the same file everywhere?")
-    return {one.task.name: score(opened.model, one, world) for one in tasks}
+    return {one.task.name: score(opened.model, one, process) for one in tasks}
 
 
 def main(argv: Sequence[str]) -> NoReturn:
@@ -230,8 +232,8 @@ def main(argv: Sequence[str]) -> NoReturn:
 
     def run() -> int:
         device_of(options.device)  # before there is a process group
-        with process_group(RunConfig(device=options.device)) as world:
-            evaluate(options, world)
+        with process_group(RunConfig(device=options.device)) as process:
+            evaluate(options, process)
         return 0
 
     prepare_streams()

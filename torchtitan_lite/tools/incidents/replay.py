@@ -85,24 +85,24 @@ def run(n: int, loaded: Loaded, data: DataSet, build: Callable[..., Session], st
         DifferentError: a step differs from what was recorded.
     """
     config = loaded.config
-    with process_group(config.run) as world:
-        require_agreement(config, data, world)
+    with process_group(config.run) as process:
+        require_agreement(config, data, process)
 
         def read_it() -> dict[str, Any]:
-            here = numbers_of(flatten(config), identity(config, data), bitwise_setting(config, world))
+            here = numbers_of(flatten(config), identity(config, data), bitwise_setting(config, process))
             return asdict(read(config, n, here))
 
-        recorded = Recorded(**on_rank0(read_it, world.untimed))
+        recorded = Recorded(**on_rank0(read_it, process.untimed))
         with elsewhere(config, checkpoint={"resume": recorded.checkpoint}) as replayed:
-            log = Log(replayed.folder, speaks=world.rank == 0)
+            log = Log(replayed.folder, speaks=process.rank == 0)
             began = recorded.checkpoint or "the run's beginning: there is no complete checkpoint before"
             for note in recorded.notes:
                 log.info(f"note    {note}")
             log.info(f"replay  steps {recorded.start + 1} to {recorded.last}, from {began}")
-            s = build(replayed, data, world, log)
+            s = build(replayed, data, process, log)
             with contextlib.closing(s), s.services.watchdog.naming_lost_ranks(), out_of_memory.with_advice(config):
                 result = compute(s, step, recorded, config.folder)
-            if world.rank == 0:
+            if process.rank == 0:
                 print_line(f"equal   {result}")
 
 
@@ -212,7 +212,7 @@ def compute(s: Session, step: Step, recorded: Recorded, folder: Path) -> str:
     Raises:
         DifferentError: on every rank, at the first difference.
     """
-    saved = on_rank0(lambda: storage.find_steps(folder / "checkpoints"), s.world.untimed)
+    saved = on_rank0(lambda: storage.find_steps(folder / "checkpoints"), s.process.untimed)
     compared, tensors, equal, stopped = 0, 0, recorded.start, ""
     for number in range(recorded.start + 1, recorded.last + 1):
         s.services.watchdog.step(number)
@@ -291,12 +291,12 @@ def _compare_tensors(s: Session, checkpoints: Path, step: int, advice: str) -> i
             saved = {} if storage.verify(checkpoint) else read_tensors(checkpoint, "")
         return bool(saved)
 
-    if not on_rank0(open_it, s.world.untimed):
+    if not on_rank0(open_it, s.process.untimed):
         return 0
     different, tensors = list[str](), by_name(s.services.checkpointer.parts())
     for name, value in tensors.items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value
-        if s.world.rank == 0 and not _same_bits(whole.cpu(), saved[name]):
+        if s.process.rank == 0 and not _same_bits(whole.cpu(), saved[name]):
             different.append(name)
     if different := on_rank0(lambda: different):
         raise DifferentError(
