@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import checkpoint, ranks, succeeded, tiny
-from torchtitan_lite.tools import checkpoints, generate
+from torchtitan_lite.tools import checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +46,6 @@ def test_every_command_takes_the_newest_complete_checkpoint_and_names_a_damaged_
     assert not (tmp_path / "no").exists()
 
 
-def test_the_help_of_export_says_what_its_arguments_are(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        checkpoints.main(["export", "--help"])
-    output = " ".join(capsys.readouterr().out.split())
-    assert "a run (its newest complete checkpoint) or a checkpoint" in output
-    assert "the Hugging Face folder to write: new or empty" in output
-
-
 def test_verify_takes_a_folder_of_runs(first: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a", "b"):
         shutil.copytree(first, tmp_path / "runs" / name)
@@ -68,8 +60,3 @@ def test_verify_takes_a_folder_of_runs(first: Path, tmp_path: Path, capsys: pyte
     for name, problem in (("started", "is not a run with a checkpoint, or a checkpoint"), ("none", "does not exist")):
         assert checkpoints.main(["verify", str(tmp_path / "runs" / name)]) == 2
         assert capsys.readouterr().err == f"checkpoint.py: {tmp_path / 'runs' / name} {problem}; {there}\n"
-
-
-def test_generate_names_the_runs_of_a_folder_of_runs(first: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert generate.main([str(first.parent), "--prompt=a"]) == 2
-    assert f"runs there: {first}" in capsys.readouterr().err

@@ -2,28 +2,21 @@
 
 import os
 import threading
-import traceback
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
-from checkpoint import Checkpointer, failures_of_ranks
+from checkpoint import Checkpointer
 from tests.checkpointing.reload_worker import WAYS, State, save_now, saved_folder
 from tests.helpers import run_distributed
-from torchtitan_lite.checkpointing import full_state, storage
+from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import CheckpointConfig
 from torchtitan_lite.distributed.process_group import Process
-from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.errors import CheckpointError, SaveError
 from torchtitan_lite.huggingface.weights import read_weights
 
@@ -183,48 +176,3 @@ def test_full_checkpoints_need_only_the_disk_of_the_first_machine(
 # --- broadcasts in pieces ---------------------------------------------------------------------------------------
 
 SHAPES = [(7, 3), (7,), (2, 5), (1, 1), (64, 2), ()]  # of 3 ranks, some have no rows of them
-BY_COLUMNS = [(7, 3), (2, 6), (1, 3), (2, 3, 5), (5, 9, 2)]
-
-
-def broadcast_in_pieces(process: Process) -> None:
-    """Pieces that end within a row, at the end of a rank's rows, and that are larger than a tensor."""
-    mesh = init_device_mesh("cpu", (process.world_size,))
-    saver = State("3", 1, "llama", process).checkpointer(Path("unused"), "full", "dtensor")
-    torch.manual_seed(0)  # the same tensors on each rank
-    for full_state.PIECE in (8, 24, 40, 1 << 20):
-        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
-            whole = {str(shape): torch.randint(1, 100, shape).to(dtype) for shape in SHAPES}
-            zeros = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
-            targets = {n: distribute_tensor(t, mesh, [Shard(0)]) if t.ndim else t for n, t in zeros.items()}
-            saver.broadcast(targets, whole.__getitem__)  # on rank 0 alone
-            for name, target in targets.items():
-                rows, first = own_part(target)
-                expected = whole[name][first : first + len(rows)] if target.ndim else whole[name]
-                assert rows.equal(expected), (full_state.PIECE, dtype, name)
-            whole = {str(shape): torch.randint(1, 100, shape).to(dtype) for shape in BY_COLUMNS}
-            targets = {n: distribute_tensor(torch.zeros_like(t), mesh, [Shard(1)]) for n, t in whole.items()}
-            saver.broadcast(targets, whole.__getitem__)  # on rank 0 alone
-            for name, target in targets.items():
-                rows, _ = own_part(target)
-                assert rows.equal(whole[name].chunk(3, dim=1)[process.rank]), (full_state.PIECE, dtype, name)
-
-
-def test_a_tensor_arrives_in_pieces_of_any_size() -> None:
-    run_distributed(broadcast_in_pieces, 3)
-
-
-def test_weights_that_are_transposed_views_are_sent() -> None:
-    """As those of a Hugging Face GPT-2, where rank 0 sends them to other machines."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    try:
-        sender: Any = SimpleNamespace(process=Process(0, 1, torch.device("cpu"), 1))
-        whole, target = torch.arange(12.0).view(3, 4).T, torch.empty(4, 3)
-        Checkpointer.broadcast(sender, {"weight": target}, lambda _: whole)
-        assert target.equal(whole)
-    finally:
-        dist.destroy_process_group()
-
-
-def test_a_failure_of_a_rank_within_dcp_is_an_error_that_names_it() -> None:
-    with pytest.raises(CheckpointError, match="rank 1: no such shard"), failures_of_ranks():
-        raise CheckpointException("load", {1: (OSError("no such shard"), traceback.StackSummary())})

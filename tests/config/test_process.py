@@ -31,17 +31,6 @@ def test_a_folder_of_another_user_is_an_error(key: str, tmp_path: Path) -> None:
         assert all(word in error for word in (str(path), "ermission denied"))
 
 
-@pytest.mark.extended
-def test_a_user_without_a_name_and_a_home_is_told_what_to_set(tmp_path: Path) -> None:
-    code, error = limited("homeless", "--inspect", f"--run.out_dir={tmp_path}", "--run.device=cpu")
-    assert code == 2, error
-    assert "there is no default folder, because HOME is not set" in error
-    assert "data.cache_dir =" in error
-    code, error = limited("homeless", "--check-config", "--data.path=~/x")
-    assert code == 2
-    assert "the home folder is not known; write the path in full" in error
-
-
 def test_several_ranks_print_one_message(text: Path, tmp_path: Path) -> None:
     code, error = limited("denied", *tiny(text, tmp_path), n=2)
     assert code != 0

@@ -1,26 +1,19 @@
 """16-bit matmuls in float32, for CPUs without 16-bit instructions: the same numbers, and a choice that is recorded."""
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cpu.test_speed import made
-from tests.helpers import ROOT, checkpoint, losses, ranks, succeeded, tiny
-from torchtitan_lite import cpu
-from torchtitan_lite.config.schema import Config, ModelConfig, SpeedConfig
-from torchtitan_lite.cpu import attention, widen
-from torchtitan_lite.distributed.process_group import Process
+from tests.helpers import checkpoint, losses, ranks, succeeded, tiny
+from torchtitan_lite.config.schema import ModelConfig, SpeedConfig
+from torchtitan_lite.cpu import widen
 from torchtitan_lite.models import Transformer
-from torchtitan_lite.models import attention as plain
 
 # what oneDNN then offers is what a CPU with AVX2 has
 AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
@@ -46,27 +39,6 @@ def test_a_product_is_rounded_once(dtype: torch.dtype, bias: bool) -> None:
         wrong = mine != theirs.to(dtype)  # a sum in float32 may fall on the other side of a tie
         assert wrong.float().mean() < 0.01
         torch.testing.assert_close(mine.double(), theirs, rtol=torch.finfo(dtype).eps, atol=1e-4)
-
-
-@pytest.mark.parametrize("shape", [(40,), (0, 40), (2, 0, 40)])
-def test_inputs_of_any_shape_have_gradients(shape: tuple[int, ...]) -> None:
-    x, weight = torch.randn(shape).bfloat16().requires_grad_(), torch.randn(24, 40).bfloat16().requires_grad_()
-    out = widen.linear(x, weight)
-    assert out.shape == (*shape[:-1], 24)
-    out.sum().backward()
-    assert x.grad is not None
-    assert weight.grad is not None
-    assert (x.grad.shape, weight.grad.shape) == (shape, (24, 40))
-
-
-@pytest.mark.parametrize("attend", [attention.attend, plain.attend])
-def test_attention_computes_in_float32(attend: widen.Attend) -> None:
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 24, 4, 8).bfloat16() for _ in range(3))
-    found = widen.attend_in_float32(attend, q, k, v)
-    expected = attend(q.float(), k.float(), v.float())
-    assert found.dtype == torch.bfloat16
-    assert found.equal(expected.bfloat16())
 
 
 def model_of(family: str, *, widen: bool, chunked: bool = True, mode: str = "none", backend: str = "") -> Transformer:
@@ -109,36 +81,6 @@ def test_a_model_computes_the_same_under_the_same_names(family: str, chunked: bo
     assert (wide_grads - grads).norm() < 0.05 * grads.norm()
 
 
-@pytest.mark.parametrize("family", ["gpt", "llama"])
-@pytest.mark.parametrize("mode", ["none", "selective"])
-def test_all_blocks_are_compiled_as_one(family: str, mode: str) -> None:
-    """Each block has functions of its own, but equal ones."""
-    tokens = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(1))
-    torch._dynamo.reset()
-    counters.clear()
-    gradients = []
-    for backend in ("", "aot_eager"):
-        model = model_of(family, widen=True, mode=mode, backend=backend)
-        model(tokens[:, :-1], tokens[:, 1:]).backward()
-        gradients.append(torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None]))
-    assert counters["stats"]["unique_graphs"] == 1
-    assert (gradients[1] - gradients[0]).norm() < 0.02 * gradients[0].norm()
-
-
-@pytest.mark.parametrize(("env", "expected"), [({}, None), (AVX2, "['bfloat16', 'float16']")])
-@pytest.mark.extended
-def test_the_cpu_is_known_by_its_flags(env: dict[str, str], expected: str | None) -> None:
-    code = "from torchtitan_lite.cpu.widen import slow_dtypes; print(slow_dtypes())"
-    said = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | env, cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.strip()
-    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    if expected is None:
-        assert ("bfloat16" in said) == ("avx512_bf16" not in flags and "amx_bf16" not in flags)
-    else:
-        assert said == expected
-
-
 SAID = "its matmuls in float32: this CPU has no instructions for them"
 
 
@@ -163,14 +105,3 @@ def test_the_way_is_logged_recorded_and_switched_off(text: Path, tmp_path: Path)
     shutil.rmtree(checkpoint(tmp_path / "widen_true", 4))
     assert "not bit for bit" not in succeeded(ranks(2, *again, "--run.name=widen_true", env=AVX2))
     assert losses(tmp_path / "widen_true") == curves[0]
-
-
-def test_only_slow_dtypes_of_a_cpu_are_widened(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_cpu, on_gpu = (Process(0, 1, torch.device(device), 1) for device in ("cpu", "cuda"))
-    bf16 = Config.model_validate({"fsdp": {"param_dtype": "bfloat16"}})
-    mixed = {"fsdp": {"precision_overrides": [{"match": "layers.0.*", "param_dtype": "bfloat16"}]}}
-    for slow, expected in ((["bfloat16", "float16"], True), (["float16"], False)):
-        monkeypatch.setattr(widen, "slow_on_rank0", lambda slow=slow: slow)
-        assert cpu.widens(bf16, on_cpu) == cpu.widens(Config.model_validate(mixed), on_cpu) == expected
-        assert not cpu.widens(bf16, on_gpu)
-        assert not cpu.widens(Config(), on_cpu)

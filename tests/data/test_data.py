@@ -1,7 +1,6 @@
 """Text, tokens, order and batches; errors of unusable text."""
 
 import itertools
-import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from torchtitan_lite.data.tokenizer import end_token
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.scoring.likelihood import bytes_per_token
-from torchtitan_lite.scoring.validation import unigram_bits_per_byte
 
 
 def make(path: str | list[str] | Path, cache: Path, vocab_size: int = 517, **more: object) -> Path:
@@ -153,28 +151,6 @@ def test_tokens_decode_to_the_text(prepared: Path, text: Path) -> None:
     assert meta.text_bytes == sum(file.stat().st_size for file in text.iterdir())
     assert meta.documents == len(blocks)
     assert meta.val_tokens > 0
-
-
-def test_a_span_of_no_tokens_is_empty(prepared: Path) -> None:
-    assert len(TokenFiles(prepared, read_meta(prepared), "train").read(1, 1)) == 0
-
-
-def test_bytes_of_tokens_are_the_bytes_of_the_text(prepared: Path) -> None:
-    tokenizer = Tokenizer.from_file(str(prepared / "tokenizer.json"))
-    text = "def häß(\u4e2d\U0001f600):\n\treturn  1"
-    ids = tokenizer.encode(text).ids
-    lengths = bytes_per_token(tokenizer)
-    assert int(lengths[ids].sum()) == len(text.encode())
-    assert lengths[tokenizer.token_to_id("<|endoftext|>")] == 0
-
-
-def test_unigram_entropy_matches_a_direct_computation(prepared: Path) -> None:
-    lengths = torch.from_numpy(bytes_per_token(Tokenizer.from_file(str(prepared / "tokenizer.json"))))
-    targets = stream_of(prepared, "val")[1:49]
-    bits = -sum(math.log2(targets.count(token) / 48) for token in targets)
-    n_bytes = sum(int(lengths[token]) for token in targets)
-    counts = torch.tensor(targets).bincount(minlength=len(lengths))
-    assert unigram_bits_per_byte(counts, lengths) == pytest.approx(bits / n_bytes)
 
 
 def test_the_default_text_is_all_of_the_standard_library_but_its_tests() -> None:

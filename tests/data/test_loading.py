@@ -53,23 +53,10 @@ def folders(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 # --- order ------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, derandomize=True, max_examples=50)
-@given(st.integers(1, 3000), st.integers(0, 2**31), st.integers(0, 10**12), st.integers(1, 200))
-def test_indexing_many_samples_equals_indexing_each(n: int, seed: int, first: int, size: int) -> None:
-    """Seeking to a sample and arriving at it are the same."""
-    at_once = sample_indices(np.arange(first, first + size), n, seed)
-    assert at_once.tolist() == [sample_indices(np.array([i]), n, seed)[0] for i in range(first, first + size)]
-    assert ((at_once >= 0) & (at_once < n)).all()
-
-
 @settings(deadline=None, derandomize=True, max_examples=30)
 @given(st.integers(1, 2000), st.integers(0, 2**63 - 1), st.integers(0, 5))
 def test_each_epoch_has_every_sample_once(n: int, seed: int, epoch: int) -> None:
     assert sorted(sample_indices(np.arange(epoch * n, (epoch + 1) * n), n, seed).tolist()) == list(range(n))
-
-
-def test_a_sample_of_a_trillion_is_computed_directly() -> None:
-    assert 0 <= sample_indices(np.array([10**12 - 1]), 10**12, seed=7)[0] < 10**12
 
 
 # --- mixtures ---------------------------------------------------------------------------------------------------
@@ -95,20 +82,6 @@ def test_a_source_is_within_one_sample_of_its_share_at_every_prefix(weights: lis
     had = np.cumsum(table[:, None] == np.arange(len(weights)), axis=0)
     ideal = np.arange(1, len(table) + 1)[:, None] * shares
     assert np.abs(had - ideal).max() < 1 + 1e-6
-
-
-@settings(deadline=None, derandomize=True, max_examples=6)
-@given(WEIGHTS, st.integers(0, 10**9), st.integers(1, 300))
-@pytest.mark.extended
-def test_seeking_in_a_mixture_is_replaying_it(weights: list[float], first: int, size: int) -> None:
-    if min(weights) / sum(weights) < 2**-16:
-        return
-    mixture = mixed(weights)
-    had = mixture.consumed(first)
-    for source, number in zip(*mixture.locate(np.arange(first, first + size)), strict=True):
-        assert number == had[source]
-        had[source] += 1
-    assert had == mixture.consumed(first + size)
 
 
 def test_round_weights_make_a_short_table() -> None:
@@ -158,21 +131,6 @@ def test_invalid_mixtures_are_errors(folders: dict[str, Path]) -> None:
     ):
         with pytest.raises(ConfigError, match=expected):
             load(None, values)
-
-
-def test_texts_in_a_mixture_share_a_tokenizer(text: Path, folders: dict[str, Path], tmp_path: Path) -> None:
-    sources = {str(text / "typing.txt"): 1.0, str(text / "tarfile.txt"): 2.0}
-    config = DataConfig(sources=sources, cache_dir=str(tmp_path))
-    found = prepare_all(config, TokenizerConfig(vocab_size=400), lambda _: None)
-    assert found.vocab_size == 400
-    assert [source.weight for source in found.sources] == [1, 2]
-    beside_prepared = DataConfig(sources={**sources, str(folders["tar"]): 1.0}, cache_dir=str(tmp_path))
-    assert prepare_all(beside_prepared, TokenizerConfig(), lambda _: None).vocab_size == 517
-    values = {
-        "data.sources": beside_prepared.sources,
-        "model.vocab_size": 517,
-    }  # less than the default of a new tokenizer
-    load(None, values)
 
 
 def test_validation_is_mixed_as_well_and_repeats_nothing(folders: dict[str, Path]) -> None:

@@ -28,7 +28,6 @@ from torch.distributed.tensor import DTensor
 from checkpoint import Checkpointer
 from torchtitan_lite.checkpointing.find import verify_together
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.checkpointing.tensor_names import optimizer_tensors
 from torchtitan_lite.config.patterns import first_match
 from torchtitan_lite.config.schema import (
     CheckpointConfig,
@@ -46,7 +45,7 @@ from torchtitan_lite.data.samples import Rows, Samples
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.parallelize import apply_fsdp
 from torchtitan_lite.distributed.process_group import Process, exit_process, process_group, sum_over_ranks
-from torchtitan_lite.distributed.ranks import gather, on_all, on_rank0
+from torchtitan_lite.distributed.ranks import on_all, on_rank0
 from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.errors import (
     BusyError,
@@ -158,25 +157,6 @@ def case_initial_parameters_and_gradients_are_the_same_on_every_mesh() -> None:
 
 def _fail(error: Exception) -> NoReturn:
     raise error
-
-
-def case_values_are_the_same_on_every_rank() -> None:
-    """Each as it was sent; what JSON would change is refused, where it is sent."""
-    rank = dist.get_rank()
-    value: Any = [[], {}, None, True, 1, -0.0, math.inf, math.nan, "", "\udcff \u2028", {"a": [{"b": 1e-300}]}]
-    group = dist.new_group([1, 3])
-    with torch.device("meta"):
-        assert repr(on_rank0(lambda: value if rank == 0 else _fail(AssertionError("not here")))) == repr(value)
-        uneven = [["x" * 1000 * each, [each]] for each in range(4)]
-        assert gather(uneven[rank]) == on_all(lambda: uneven[rank]) == uneven
-    if rank in (1, 3):
-        assert on_rank0(lambda: rank, group) == 1
-        assert gather(rank, group) == [1, 3]
-    for wrong in ((1, 2), {1: 2}):
-        with pytest.raises(AssertionError, match="JSON would change"):
-            gather(wrong)
-    with pytest.raises(TypeError if rank == 0 else StuckError, match="Tensor is not JSON serializable"):
-        on_rank0(lambda: torch.zeros(1))
 
 
 def case_an_error_of_one_rank_is_raised_on_all() -> None:
@@ -378,40 +358,6 @@ def case_one_rank_that_cannot_prepare_a_save_fails_it_for_all() -> None:
         mine = replace(process, local_world_size=3 if process.rank else 1)
         here = folder / ("nowhere" if process.rank else "full") / "step-00000002"
         assert verify_together(here, "full", mine) == []
-
-
-def case_no_memory_on_rank_0_for_a_whole_tensor_fails_the_save_for_all() -> None:
-    """It happens while the other ranks gather, who must not wait for it. The next save succeeds. Sharded, each rank
-    whose disk has no folder says so.
-    """
-    model = sharded(make_mesh(MESHES["4"]))
-    optimizer = build_optimizer(model, OptimConfig(name="sgd"))
-    with shared_folder() as (process, shared):
-        for beside, function in ((True, "empty_like"), (False, "Tensor.cpu")):
-            checkpointer = Checkpointer(shared / function, model, optimizer, way("dtensor", "full", beside), process)
-            honest: Any = torch.empty_like if beside else torch.Tensor.cpu
-
-            def fail(first: Any, *rest: Any, honest: Any = honest, **more: Any) -> Any:
-                size = first.shape if isinstance(first, torch.Tensor) else first
-                return bytes(2**62) if size == (517, 30) else honest(first, *rest, **more)
-
-            with pytest.MonkeyPatch.context() as patched:
-                if process.rank == 0:
-                    patched.setattr(f"torch.{function}", fail)
-                assert error_of(checkpointer, 1) == "rank 0: MemoryError()"
-            assert not error_of(checkpointer, 2)
-            dist.barrier()
-            assert [found.name for found in checkpointer.folder.iterdir()] == ["step-00000002"]
-        state = optimizer.state[model.output.weight]
-        state["rows"] = torch.zeros(3, 30)  # of this rank: only those of rank 0 would be in a file
-        with pytest.raises(CheckpointError, match='SGD keeps "rows" of output.weight as Tensor'):
-            optimizer_tensors(model, optimizer)
-        del state["rows"]
-        disk = shared / f"disk{process.rank}"
-        disk.mkdir()
-        with contextlib.chdir(disk):
-            error = error_of(Checkpointer(Path("mine"), model, optimizer, way("dcp", "sharded", False), process), 1)
-        assert error.count("is it on a file system that all ranks share?") == 3, error
 
 
 def case_weights_of_another_run_reach_every_rank() -> None:

@@ -1,6 +1,5 @@
 """Two machines, simulated by two torchruns, and the Slurm script with stand-ins for its commands."""
 
-import contextlib
 import json
 import os
 import re
@@ -13,24 +12,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 import yaml
 
-from checkpoint import Checkpointer
 from tests.forkserver import free_port
-from tests.helpers import HANGS_S, ROOT, losses, python, ranks, records, run_distributed, succeeded, tiny, until
-from torchtitan_lite.checkpointing import save, storage
-from torchtitan_lite.config.schema import CheckpointConfig
-from torchtitan_lite.distributed.lost import explaining_lost_ranks
-from torchtitan_lite.distributed.process_group import Process
-from torchtitan_lite.distributed.ranks import gather
-from torchtitan_lite.errors import REPEATS, StuckError, UserError
+from tests.helpers import HANGS_S, ROOT, losses, python, ranks, records, succeeded, tiny, until
+from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.errors import REPEATS, UserError
 from torchtitan_lite.process import LARGE, connect_lazily
 from torchtitan_lite.run import attempts
 
@@ -70,20 +61,6 @@ def test_a_large_world_connects_lazily_and_may_open_as_many_files_as_the_system_
     assert hard == still_hard
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_only_a_save_in_the_background_has_a_group_of_its_own(
-    background: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each group is a connection to every rank."""
-    own: Any = object()
-    shared: Any = object()
-    monkeypatch.setattr(save, "untimed_group", lambda: own)
-    process = Process(0, 1, torch.device("cpu"), 1, untimed=shared)
-    nothing: Any = None
-    found = Checkpointer(Path(), nothing, nothing, CheckpointConfig(async_save=background), process)
-    assert found.group is (own if background else shared)
-
-
 def test_ranks_that_connect_lazily_train_save_and_resume_as_others_do(text: Path, tmp_path: Path) -> None:
     more = {"speed__shared_memory": False, "train__global_batch_size": 4, "eval__every": 0, "optim__warmup_steps": 1}
     saves = {"checkpoint__async_save": True, "checkpoint__state_dict": "sharded"}
@@ -92,43 +69,6 @@ def test_ranks_that_connect_lazily_train_save_and_resume_as_others_do(text: Path
         said = succeeded(ranks(4, *given, "--optim.schedule=constant", env={LAZY: lazy}))
     assert "resumed after step 2" in said
     assert losses(tmp_path / "lazy") == losses(tmp_path / "at-once")
-
-
-def exchange_without_one(process: Process, folder: Path) -> None:
-    """Rank 1 ends before any rank has connected to it; each other rank exchanges a value, and writes its error."""
-    group = dist.new_group(timeout=timedelta(seconds=0.5))
-    assert process.store is not None
-    if process.rank == 1:
-        process.store.set("pid", str(os.getpid()))
-        os._exit(0)
-    stat = Path(f"/proc/{int(process.store.get('pid'))}/stat")
-    with contextlib.suppress(OSError):
-        while stat.read_text().rpartition(")")[2].split()[0] != "Z":
-            pass
-    try:
-        with explaining_lost_ranks():
-            gather(process.rank, group)
-    except StuckError as error:
-        (folder / f"error-{process.rank}").write_text(str(error))
-    while len(list(folder.glob("error-*"))) < process.world_size - 1:
-        pass  # rank 0 has the store
-    os._exit(0)
-
-
-def test_a_rank_that_ends_before_others_connect_to_it_is_an_error_in_bounded_time(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Whether the rank connects or waits to be connected to."""
-    monkeypatch.setenv(LAZY, "1")
-    run_distributed(exchange_without_one, 4, tmp_path)
-    for rank in (0, 2, 3):
-        error = (tmp_path / f"error-{rank}").read_text()
-        assert error.startswith(
-            (
-                f"rank {rank}, starting: connection reset: a process died. ",
-                f"rank {rank}, starting: waited for the other ranks",
-            )
-        ), error
 
 
 @pytest.mark.extended

@@ -134,12 +134,6 @@ def test_a_name_that_is_no_entry_is_a_mistake(option: str, expected: str) -> Non
     assert "1 problem" in text
 
 
-def test_a_task_that_is_none_is_a_mistake(text: Path, tmp_path: Path) -> None:
-    result = ranks(1, *tiny(text, tmp_path, eval__tasks="examples.own_task:nosuch"), "--check-config")
-    assert result.returncode == 2
-    assert "eval.tasks: examples.own_task:nosuch: module 'examples.own_task' has no attribute 'nosuch'" in result.stderr
-
-
 # --- the text reader --------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,5 @@
 """Parity with Hugging Face: logits and gradients of random small models, and weights that go in and out."""
 
-import copy
 import json
 import re
 import shutil
@@ -21,8 +20,6 @@ from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.huggingface import configs, names
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models import Transformer, build
-from torchtitan_lite.models.llama import rotary_tables
-from torchtitan_lite.tools import checkpoints
 
 transformers = pytest.importorskip("transformers")
 
@@ -201,26 +198,6 @@ def test_init_from_another_model_or_vocabulary_names_both(
     assert re.search(expected, result.stderr)
 
 
-def test_rope_scaling_blends_intermediate_wavelengths() -> None:
-    """The test of parity above would not notice if no wavelength were in the band."""
-    values = configs.from_hf_config(transformers.LlamaConfig(**CASES["llama, rope scaling, tied"][1]).to_dict())
-    scaled, plain = (
-        rotary_tables(ModelConfig.model_validate(values | {"rope_factor": factor}))[0][1].acos()
-        for factor in (8.0, 1.0)
-    )
-    ratios = plain / scaled  # of the angles at position 1
-    assert ratios.min() == pytest.approx(1, abs=1e-3)
-    assert ((ratios > 1.05) & (ratios < 7.5)).any()
-
-
-def test_half_precision_weights_are_imported(theirs: Theirs, tmp_path: Path) -> None:
-    copy.deepcopy(theirs.model).to(torch.bfloat16).save_pretrained(tmp_path)
-    weights = hf.open_weights(tmp_path, theirs.config)
-    assert all(tensor.dtype == torch.bfloat16 for tensor in weights.values())
-    mine, whole = (ours(theirs.config, values)(TOKENS) for values in (weights, theirs.weights))
-    assert relative(mine, whole) < 0.1
-
-
 @pytest.mark.parametrize("own_head", [False, True])
 def test_a_head_is_tied_only_if_it_equals_the_embeddings(own_head: bool, tmp_path: Path) -> None:
     """Whatever config.json says: transformers 5 keeps a head that differs, too."""
@@ -255,24 +232,6 @@ def test_import_prints_a_config_that_works(theirs: Theirs, tmp_path: Path) -> No
     assert config.train.global_batch_size * config.train.seq_len == 65_536
     assert "65,536 tokens per step" in output
     assert "arXiv:" in output
-
-
-@pytest.mark.parametrize(
-    ("values", "seq_len"),
-    [
-        ({"model.family": "gpt", "model.size": "124M", "model.max_seq_len": 1024}, 1024),
-        ({"model.size": "1B", "model.max_seq_len": 131_072}, 4096),
-        ({"model.size": "8B", "model.max_seq_len": 131_072}, 8192),
-    ],
-)
-def test_the_length_of_an_import_fits_into_the_memory_of_its_training_state(
-    values: dict[str, Any], seq_len: int
-) -> None:
-    model = load.load(None, values | {"model.vocab_size": 50_000}, elsewhere=True).config.model
-    lines = checkpoints.recipe(model).splitlines()
-    (line,) = (line for line in lines if line.startswith("seq_len"))
-    assert line.startswith(f"seq_len = {seq_len}  # ")
-    assert "micro_batch_size = 1  # sequences" in "\n".join(lines)
 
 
 def test_a_shorter_context_is_accepted_where_positions_are_computed(theirs: Theirs) -> None:

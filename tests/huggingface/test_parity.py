@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.huggingface.test_hf import TOKENS, config_of, ours
-from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.huggingface import configs, names, stacks
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models import gated_delta
@@ -143,13 +142,6 @@ def compared(kind: str, values: dict[str, Any], folder: Path) -> dict[str, float
     assert trained.keys() == expected.keys()
     figures["weights"] = max(difference(trained[name], parameter) for name, parameter in expected.items())
     return figures
-
-
-def test_a_gemma_without_a_window_keeps_its_rotary_bases_in_an_export() -> None:
-    config = ModelConfig(family="gemma3", window=0, layer_pattern=["window", "full"], n_layers=2, max_seq_len=64)
-    exported = configs.to_hf_config(config, 97)
-    assert exported["layer_types"] == ["sliding_attention", "full_attention"]
-    assert exported["sliding_window"] == 64  # transformers computes nothing without one
 
 
 # what test_hf.py compares as well, and combinations

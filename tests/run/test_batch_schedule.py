@@ -7,23 +7,11 @@ from typing import Any
 import pytest
 
 from tests.helpers import assert_same_end, forget_after, losses, ranks, records, succeeded, tiny
-from torchtitan_lite import plan
 from torchtitan_lite.config import load
-from torchtitan_lite.config.schema import TrainConfig
 from torchtitan_lite.errors import ConfigError
 
 SCHEDULE = "--train.batch_schedule=[[3, 4], [5, 9]]"
 PLAIN: dict[str, Any] = {"train__steps": 8, "checkpoint__every": 4, "eval__every": 0, "optim__schedule": "constant"}
-
-
-def test_a_step_has_the_size_of_the_last_entry_before_it() -> None:
-    config = TrainConfig(steps=8, global_batch_size=6, batch_schedule=[[3, 4], [5, 9]])
-    sizes = [config.batch_size(step) for step in range(1, 9)]
-    assert sizes == [6, 6, 6, 4, 4, 9, 9, 9]
-    assert config.samples == sum(sizes)
-    assert TrainConfig(steps=4, global_batch_size=6, batch_schedule=[[3, 4], [5, 9]]).samples == 6 * 3 + 4
-    assert TrainConfig(steps=2, batch_schedule=[[0, 5]]).samples == 10
-    assert TrainConfig(steps=2, global_batch_size=7).samples == 14
 
 
 def test_samples_stay_in_order_and_a_resume_is_bitwise(text: Path, tmp_path: Path) -> None:
@@ -57,20 +45,6 @@ def test_samples_stay_in_order_and_a_resume_is_bitwise(text: Path, tmp_path: Pat
 def test_a_wrong_schedule_is_refused(value: str) -> None:
     with pytest.raises(ConfigError, match=r"train\.batch_schedule"):
         loaded(value)
-
-
-def test_what_does_not_go_with_it(capsys: pytest.CaptureFixture[str]) -> None:
-    for key, value, works in (
-        ("train.epochs", 1.0, r"train\.steps works"),
-        ("checkpoint.every", "epoch", r"checkpoint\.every = 100 works"),
-        ("optim.schedule", "step", r"optim\.step_every = 100 works"),  # "epoch" is its default
-    ):
-        with pytest.raises(ConfigError, match=works):
-            loaded("[[3, 9]]", **{key: value})
-    assert loaded("[[0, 8]]").train.batch_size(1) == 8
-    options = ["--world-size=2", "--train.steps=100", "--train.batch_schedule=[[50, 64]]"]
-    assert plan.main(options) == 0
-    assert f"100 steps, {(50 * 8 + 50 * 64) * 256:,} tokens" in capsys.readouterr().out
 
 
 def loaded(schedule: str, **more: Any) -> Any:

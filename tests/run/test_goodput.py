@@ -9,7 +9,6 @@ import pytest
 
 from tests.helpers import python, ranks, records, succeeded, tiny
 from tests.run.test_history import begin
-from torchtitan_lite.process import process_age_s
 from torchtitan_lite.run import attempts
 from torchtitan_lite.run.attempts import goodput_line
 from torchtitan_lite.tools.report.page import page
@@ -40,13 +39,6 @@ def test_only_the_steps_that_count_are_training(tmp_path: Path) -> None:
     assert goodput_of(tmp_path) == (0.25, 80.0)
 
 
-def test_a_clock_that_was_set_back_does_not_make_it_more_than_the_whole(tmp_path: Path) -> None:
-    begin(tmp_path, 1, 0)
-    line = {"attempt": 1, "step": 1, "time": 0.5, "loss": 1.0, "seconds": 5.0}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    assert goodput_of(tmp_path) == (1.0, 5.0)
-
-
 def test_a_killed_run_has_the_same_goodput_everywhere(text: Path, tmp_path: Path) -> None:
     """SIGKILL in step 9, after the checkpoint of step 6. Steps 7 and 8 are made again."""
     before = time.time()
@@ -64,12 +56,6 @@ def test_a_killed_run_has_the_same_goodput_everywhere(text: Path, tmp_path: Path
     assert re.search(rf"^done .*, {line}", said, re.M)
     assert line in succeeded(python(str(run), script="-m torchtitan_lite.status"))
     assert f"<b>{share:.1%}</b>" in page([read_run(run)])
-
-
-def test_the_age_of_a_process_is_since_its_start() -> None:
-    age = process_age_s()
-    assert 0 < age < 1e6
-    assert process_age_s() >= age
 
 
 def test_rates_leave_out_what_is_no_training_and_waiting_for_data_is_shown(text: Path, tmp_path: Path) -> None:

@@ -50,14 +50,6 @@ def test_weights_of_another_tokenizer_are_reported(first: Path, text: Path, tmp_
     assert "another tokenizer" not in succeeded(ranks(1, *kept))
 
 
-def test_a_run_resumes_whose_source_is_gone(first: Path, text: Path, tmp_path: Path) -> None:
-    shutil.copytree(first, tmp_path / "source")
-    command = tiny(text, tmp_path, run__name="run", model__init_from=tmp_path / "source", train__steps=3)
-    succeeded(ranks(1, *command))
-    shutil.rmtree(tmp_path / "source")
-    succeeded(python("--check-config", *command, "--train.steps=4"))
-
-
 def test_damaged_weights_and_tensors_that_the_model_lacks_are_refused(first: Path, text: Path, tmp_path: Path) -> None:
     damaged = shutil.copytree(checkpoint(first, 2), tmp_path / "damaged")
     file = damaged / "model.safetensors"

@@ -108,37 +108,6 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
     return fake
 
 
-def test_wandb_names_are_in_groups(wandb: FakeWandb, tmp_path: Path) -> None:
-    def logged(values: dict[str, Any]) -> list[str]:
-        opened = trackers.Trackers(LogConfig(trackers=["wandb"]), tmp_path, TrainState())
-        opened.record({"step": 7, **values})
-        opened.close()
-        step, scalars = wandb.sent.pop()
-        assert step == 7
-        return list(scalars)
-
-    step = {"loss": 1.0, "rank_losses": [1.0], "lr": 1.0, "tokens_per_second": 1.0, "seconds": 1.0, "data_s": 0.0}
-    assert logged(step) == ["train/loss", "train/lr", "time/tokens_per_second", "time/seconds", "time/data_s"]
-    score = {"val_loss": 1.0, "val_bits_per_byte/web": 1.0, "unigram_bits_per_byte": 1.0, "eval_s": 1.0, "time": 1.7e9}
-    assert logged(score) == ["val/loss", "val/bits_per_byte/web", "val/unigram_bits_per_byte", "time/eval_s"]
-    others = {"ema_val_loss": 1.0, "task/brackets": 1.0, "task_stderr/brackets": 1.0, "save_s": 1.0, "bytes": 5}
-    assert logged(others) == ["val/ema_loss", "task/brackets", "task/stderr/brackets", "time/save_s", "train/bytes"]
-    (tmp_path / "wandb-id.txt").write_text("")  # the disk was full
-    assert logged(step)[:2] == ["train/loss", "train/lr"]
-
-
-def test_wandb_gets_each_record_at_once_and_repeated_steps_again(wandb: FakeWandb, tmp_path: Path) -> None:
-    """W&B itself keeps the first record of a step."""
-    for first in (1, 3):
-        opened = trackers.Trackers(LogConfig(trackers=["wandb"]), tmp_path, TrainState(step=first - 1))
-        for step in (first, first + 1, first + 2):
-            opened.record({"step": step, "loss": 1.0})
-            assert wandb.steps[-1] == step
-        opened.close()
-    assert wandb.steps == [1, 2, 3, 3, 4, 5]
-    assert (wandb.opened, wandb.finished) == (2, 2)
-
-
 @pytest.mark.parametrize("when", ["opens", "writes", "closes"])
 def test_a_tracker_that_fails_is_reported_once(
     when: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
@@ -217,16 +186,3 @@ def test_the_start_names_a_dtype_that_is_slow_on_the_gpu(
     lines = mfu.start_lines(config, Process(0, 1, torch.device("cuda"), 1))
     assert len(lines) == bool(said)
     assert not said or said in lines[0]
-
-
-def test_a_tracker_may_change_its_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """W&B's idiom: log(values, step=values.pop("step"))."""
-    taken: list[int] = []
-
-    def write(values: Any) -> None:
-        taken.append(values.pop("step"))
-
-    monkeypatch.setattr(trackers, "tensorboard", lambda *_: trackers.Tracker(write, lambda: None))
-    record = {"step": 1, "loss": 2.0}
-    trackers.Trackers(LogConfig(trackers=["tensorboard"]), tmp_path, TrainState()).record(record)
-    assert (taken, record) == ([1], {"step": 1, "loss": 2.0})

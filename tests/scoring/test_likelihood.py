@@ -1,7 +1,7 @@
 """The likelihood engine and its statistics: the same on any number of ranks, sharded or not, and by definition."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,9 @@ from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.parallelize import apply_fsdp
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.models import Transformer, build
-from torchtitan_lite.scoring.likelihood import Window, in_turn, padded, sums_by_item
-from torchtitan_lite.scoring.statistics import Array, mean, ratio, ratio_difference
+from torchtitan_lite.scoring.likelihood import Window, padded, sums_by_item
+from torchtitan_lite.scoring.statistics import Array, ratio, ratio_difference
 from torchtitan_lite.scoring.validation import Score, Validation, evaluate, evaluate_average
-from torchtitan_lite.tools.evaluation import documents
 from torchtitan_lite.tools.evaluation.documents import Document, Scores, score_documents
 
 CPU = torch.device("cpu")
@@ -109,14 +108,6 @@ def test_sums_are_the_same_bits_on_any_number_of_ranks(family: str) -> None:
     assert np.isfinite(in_float16[5][0]).all()
 
 
-def test_each_batch_counts_once() -> None:
-    for world_size in (1, 2, 3, 7):
-        ranks = [list(in_turn(iter(range(5)), Process(r, world_size, CPU, 1))) for r in range(world_size)]
-        assert sorted(batch for rank in ranks for batch, counts in rank if counts) == list(range(5))
-        assert len({len(rank) for rank in ranks}) == 1
-        assert not any(list(in_turn([], Process(r, world_size, CPU, 1))) for r in range(world_size))
-
-
 @pytest.fixture(scope="module")
 def mixture(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     cache = tmp_path_factory.mktemp("scoring")
@@ -176,45 +167,6 @@ def scored(prefix: list[int], texts: list[list[int]], length: int = 7, batch_siz
     return score_documents(model_of("gpt"), found, prefix, length, ALONE, batch_size)
 
 
-@pytest.mark.parametrize("prefix", [[], [3]])
-def test_documents_keep_their_sums_however_they_are_grouped(prefix: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Empty documents, documents of one token, and of several windows, which fall into different groups."""
-    generator = np.random.default_rng(1)
-    sizes = [0, 1, 40, 3, 7, 8, 0, 15, 2, 0]
-    texts = [generator.integers(0, VOCABULARY, size).tolist() for size in sizes]
-    together = scored(prefix, texts)
-    assert together.tokens.tolist() == [max(size - (not prefix), 0) for size in sizes]
-    assert together.n_bytes.tolist() == [2.0 * size for size in sizes]
-    assert together.hashes.tolist() == list(range(len(sizes)))
-    model = model_of("gpt")
-    for nats, tokens in zip(together.nats, texts, strict=True):
-        stream = prefix + tokens
-        windows = [stream[start : start + 8] for start in range(0, len(stream) - 1, 7)]
-        assert nats == pytest.approx(sum(nats_of(model, w) for w in windows), rel=1e-5)
-    for group in (1, 2, 3):
-        monkeypatch.setattr(documents, "SORTED_TOGETHER", group)
-        assert scored(prefix, texts).nats == pytest.approx(together.nats, rel=1e-5)
-        assert scored(prefix, texts).tokens.tolist() == together.tokens.tolist()
-
-
-def test_documents_are_read_as_they_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text may be larger than the memory."""
-    monkeypatch.setattr(documents, "SORTED_TOGETHER", 2)
-    read = []
-
-    def texts() -> Iterator[Document]:
-        for number in range(20):
-            read.append(number)
-            yield Document([1, 2, 3], 3, number)
-
-    seen = []
-    model = model_of("gpt")
-    model.register_forward_pre_hook(lambda *_: seen.append(len(read)))
-    score_documents(model, texts(), [0], 7, ALONE, 2)
-    assert seen[0] <= 3
-    assert len(seen) == 10
-
-
 def test_a_ratio_has_the_error_of_many_draws() -> None:
     """Against the spread of the ratio over 2,000 texts of 200 documents each."""
     generator = np.random.default_rng(0)
@@ -237,12 +189,3 @@ def test_a_difference_of_ratios_is_paired() -> None:
     assert ratio_difference((hard, sizes), (hard, sizes)) == (0.0, 0.0)
     assert all(map(math.isnan, ratio_difference((hard, sizes), (hard, np.zeros(60)))))
     assert math.isnan(ratio(hard[:1], sizes[:1])[1])
-
-
-@pytest.mark.parametrize(("n", "value", "stderr"), [(3, 1.0, 0.1633), (3, 0.0, 0.1633), (198, 1.0, 0.005)])
-def test_equal_answers_have_an_error(n: int, value: float, stderr: float) -> None:
-    """The standard deviation of Beta(n + 1, 1)."""
-    assert mean(np.full(n, value))[0] == value
-    assert mean(np.full(n, value))[1] == pytest.approx(stderr, rel=0.01)
-    assert math.isnan(mean(np.ones(1))[1])
-    assert mean(np.array([1.0, 0.0, 1.0]))[1] == pytest.approx(1 / 3), "the usual error"

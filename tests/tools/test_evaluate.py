@@ -12,7 +12,6 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-import torchtitan_lite as ttl
 from tests.helpers import python, ranks, records, succeeded, tiny
 from torchtitan_lite.data.prepare.tokenizer import byte_level
 from torchtitan_lite.distributed.process_group import Process
@@ -101,23 +100,6 @@ def test_any_number_of_ranks_finds_the_same(folder: Path, texts: Path, tmp_path:
     assert one == two == three
 
 
-def test_files_that_are_not_scored_are_named(folder: Path, tmp_path: Path) -> None:
-    for name in ("a.txt", "b.md"):
-        (tmp_path / name).write_text("some text\n")
-    said = succeeded(ranks(1, str(folder), "--data", str(tmp_path), entry=ENTRY))
-    assert (
-        "1 other files are not read: 1 x .md; --text-suffixes (data.text_suffixes) names more suffixes of plain text"
-        in said
-    )
-    said = succeeded(ranks(1, str(folder), "--data", str(tmp_path), "--text-suffixes=.md", entry=ENTRY))
-    assert "not read" not in said
-    model, tokenizer = ttl.load_model(folder)
-    with pytest.warns(UserWarning, match="1 other files are not read: 1 x .md; ") as caught:
-        scores = ttl.evaluate(model, tokenizer, tmp_path)
-    assert caught[0].filename == __file__
-    assert scores[str(tmp_path)]["bytes"] == len("some text\n")
-
-
 def test_bytes_are_those_of_the_raw_text(folder: Path, texts: Path, tmp_path: Path) -> None:
     """With a tokenizer that drops some: decoded tokens would have fewer."""
     words = sorted({word for text in TEXTS for word in text.lower().split()})
@@ -199,21 +181,6 @@ def test_different_documents_have_no_difference(texts: Path, tmp_path: Path) -> 
     assert first["texts"][name]["documents"] == second["texts"][name]["documents"]
     assert "minus_first" not in second
     assert f"no difference to {tmp_path / 'a'}, {name}: the two were scored on different documents" in said
-
-
-def test_a_difference_is_that_of_the_scores_also_of_other_targets() -> None:
-    """Models that cut targets at other lengths score other bytes of the same documents."""
-    generator = np.random.default_rng(0)
-    n_bytes = generator.integers(5, 50, 40).astype(float)
-    cut = np.minimum(n_bytes, 8)
-    one = Scores(n_bytes * generator.uniform(1.0, 1.2, 40), n_bytes, n_bytes)
-    other = Scores(cut * generator.uniform(2.0, 2.2, 40), cut, cut)
-    found = tables.difference(other, one)
-    scores = [tables.figures(scores)["bits_per_byte"] for scores in (one, other)]
-    assert found["bits_per_byte"] == pytest.approx(scores[1] - scores[0])
-    assert 0 < found["bits_per_byte_stderr"] < 0.1
-    assert "loss" not in found, "per other tokens"
-    assert tables.difference(one, one)["loss_stderr"] == 0
 
 
 def test_texts_are_compared_by_their_documents_under_any_name() -> None:

@@ -1,19 +1,15 @@
 """The status of a run: derived from its lock where a killed process could write none, and shown by the command."""
 
-import fcntl
 import json
 import re
 import shutil
 import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT, ranks, tiny
-from torchtitan_lite.run import attempts, run_folder
+from tests.helpers import ranks, tiny
+from torchtitan_lite.run import attempts
 from torchtitan_lite.tools import status
 from torchtitan_lite.tools.report import report
 
@@ -54,24 +50,6 @@ def test_a_killed_run_does_not_run_for_ever(run: Path, capsys: pytest.CaptureFix
     assert re.search(r"^speed   [\d,]+ tokens per second, goodput \d+% of \w+ since the first launch$", out, re.M)
 
 
-def test_a_lock_that_is_held_is_a_run_that_is_alive(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    about = attempts.newest_status(run)
-    ended = about | {"status": "complete"}
-    with (run / ".lock").open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert f"run     {run}: running\n" in said(capsys, run, 0)
-        assert status.status_of(run, ended, []) == status.Status("starting", active=True)
-    assert status.status_of(run, ended, []) == status.Status("complete", active=False), "killed while it loaded"
-
-
-def test_a_reader_that_tests_the_lock_refuses_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It holds a shared lock for an instant, in which a run may start."""
-    with (tmp_path / ".lock").open("w") as reader:
-        fcntl.flock(reader, fcntl.LOCK_SH)
-        monkeypatch.setattr(time, "sleep", lambda _: fcntl.flock(reader, fcntl.LOCK_UN))
-        run_folder.lock(tmp_path).release()
-
-
 def test_what_cannot_be_seen_from_here_is_not_called_dead(run: Path) -> None:
     about, history = attempts.newest_status(run), (run / attempts.FILE).read_text()
     records = attempts.records(run)
@@ -101,10 +79,3 @@ def test_a_failure_has_its_reason(run: Path, capsys: pytest.CaptureFixture[str])
         assert status.main([str(run)]) == 2
         assert "it has no run.json that can be read" in capsys.readouterr().err
         (run / "run.json").touch()
-
-
-def test_it_loads_no_torch(run: Path) -> None:
-    script = "import sys; from torchtitan_lite.tools.status import main; code = main(sys.argv[1:]); "
-    script += "print('torch' in sys.modules, code)"
-    result = subprocess.run([sys.executable, "-c", script, run], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert result.stdout.splitlines()[-1] == "False 1", result.stdout + result.stderr
