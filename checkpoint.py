@@ -57,13 +57,10 @@ from torchtitan_lite.optim.optimizer import kept_hyperparameters, make_state
 class Checkpointer(BaseCheckpointer):
     """Saves a run's checkpoints, and loads the one to resume from. All ranks make the same calls."""
 
-    def save(self, state: TrainState) -> None:
-        """Save model, optimizer and state. With `async_save`, copy them and write in the background.
-
-        Never raises: `wait` returns the outcome.
-        """
+    def snapshot(self, background: bool) -> Write:
+        """Gather or copy the tensors in the configured way. Returns the function that writes them into a folder."""
         save, _ = WAYS[self.config.state_dict, self.config.api]
-        self.start_save(state, functools.partial(save, self))
+        return save(self, background)
 
     def load(self, values: Mapping[str, Any]) -> TrainState | None:
         """Load the checkpoint that `config.resume` selects, and return its state; None if there is none.

@@ -218,7 +218,7 @@ def commit(folder: Path, state: TrainState, state_dict: str, world_size: int, fi
         files: what was written into it; already synced.
 
     Raises:
-        OSError, CheckpointError: it is not committed; nothing else has changed.
+        OSError, CheckpointError: it is not committed. (If only the last sync fails, it is, but may not be on the disk.)
     """
     for name, record in files.items():
         if problem := verify_file(folder, name, record, "size"):
