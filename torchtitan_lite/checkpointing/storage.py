@@ -40,7 +40,7 @@ from torchtitan_lite.errors import CheckpointError, FormatError, SaveError, Unre
 from torchtitan_lite.files import sync_folder
 from torchtitan_lite.terminal import size
 
-FORMAT_VERSION = 5  # of manifest.json and state.json, the names of the config keys included
+FORMAT_VERSION = 6  # of manifest.json and state.json, the names of the config keys included
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 # these mean that a checkpoint is damaged; any other OSError is an I/O error
