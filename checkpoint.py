@@ -126,8 +126,8 @@ class Checkpointer(BaseCheckpointer):
     def gather(self, tensor: Tensor, take: Callable[[Tensor], None]) -> None:
         """Gather a whole tensor, and pass it to `take` on rank 0. An error of `take` is raised on every rank."""
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        # Outside of a run full_tensor() has a timeout, but rank 0's disk may be slow. So the other ranks wait for `take`
-        # here, in a group without a timeout.
+        # Outside of a run full_tensor() has a timeout, but rank 0's disk may be slow. So the other ranks wait for
+        # `take` here, in a group without a timeout.
         on_rank0(functools.partial(take, whole), self.group)
 
     def write_whole(self, tensors: Tensors) -> Write:
