@@ -38,7 +38,7 @@ class Saved:
     folder: Path
     bytes: int = 0
     seconds: float = 0.0
-    stopped_s: float = 0.0  # how long training was blocked
+    stopped_s: float = 0.0  # how long the snapshot blocked training
     error: str = ""
     note: str = ""  # on rank 0: why older checkpoints were not deleted
 
