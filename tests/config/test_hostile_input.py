@@ -36,7 +36,6 @@ MODEL = ["--model.dim=16", "--model.n_layers=1", "--model.n_heads=2", "--model.n
 MODEL += ["--tokenizer.vocab_size=257", "--model.max_seq_len=32", "--train.seq_len=32"]
 
 WORDS = ["", "x", "-1", "0", "1.5", "1e12", "nan", "inf", "true", "[]", "[1, 2]", "['a']", "{a = 1}", "*", "~", "file"]
-VALUES: list[Any] = [0, -1, 1.5, 2**63, float("nan"), True, "", "x", [], [0], ["a"], [[]], {}, {"a": 1}, [{"a": 1}]]
 
 
 def sample(cases: Sequence[Any], n: int) -> list[Any]:

@@ -174,9 +174,6 @@ def test_memory_of_the_loss_does_not_grow_with_tokens_times_vocabulary() -> None
     assert peak(1000, 4000, plainly) - both > 1000 * 4000 * 4
 
 
-# --- norms and rotary positions ---------------------------------------------------------------------------------
-
-
 # --- whole models -----------------------------------------------------------------------------------------------
 
 

@@ -170,23 +170,6 @@ def test_a_run_keeps_its_values_of_keys_that_are_not_given(text: Path, tmp_path:
     )
 
 
-def kept(before: dict[str, Any], **given: Any) -> list[str]:
-    """The keys whose values a command takes over from a run with this config."""
-    values = {key.replace("__", "."): value for key, value in given.items()}
-    loaded = load.load(None, values, saved=lambda folder, resume: before)
-    values_now = schema.flatten(loaded.config)
-    assert all(values_now[key] == before[key] for key in loaded.kept)
-    return sorted(loaded.kept)
-
-
-REFUSED: dict[str, tuple[Any, Any]] = {
-    "model.dim": (32, 64),
-    "model.tie_embeddings": (False, True),
-    "optim.name": ("adamw", "sgd"),
-    "optim.freeze": ("[]", '["layers.0.*"]'),
-}
-
-
 FORK: dict[str, Any] = {
     **{"optim.lr": 1e-3, "optim.weight_decay": 0.0, "optim.schedule": "constant", "train.global_batch_size": 9},
     **{"optim.groups": '[{match = "*norm*", lr_factor = 0.5}]', "run.seed": 3, "train.seq_len": 16},

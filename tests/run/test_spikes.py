@@ -215,9 +215,6 @@ def test_the_printed_command_of_a_stopped_run_trains_without_the_samples(name: s
     assert all(mine[name].equal(theirs[name]) for name in theirs)
 
 
-# --- tools ------------------------------------------------------------------------------------------------------
-
-
 # --- samples that a run is told to skip -------------------------------------------------------------------------
 
 

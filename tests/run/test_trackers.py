@@ -77,37 +77,6 @@ def test_wandb_offline_keeps_its_run(text: Path, tmp_path: Path) -> None:
         assert b"train/grad_norm" in file.read_bytes()
 
 
-class FakeWandb:
-    """Stands for the package wandb, and for the run that it opens."""
-
-    id = "abc"
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[int, dict[str, float]]] = []
-        self.opened = self.finished = 0
-
-    def init(self, **_: Any) -> "FakeWandb":
-        self.opened += 1
-        return self
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        self.sent.append((step, values))
-
-    def finish(self) -> None:
-        self.finished += 1
-
-    @property
-    def steps(self) -> list[int]:
-        return [step for step, _ in self.sent]
-
-
-@pytest.fixture
-def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
-    fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    return fake
-
-
 @pytest.mark.parametrize("when", ["opens", "writes", "closes"])
 def test_a_tracker_that_fails_is_reported_once(
     when: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
