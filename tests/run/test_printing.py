@@ -37,7 +37,6 @@ def test_a_terminal_that_is_not_utf8_gets_escapes(text: Path, tmp_path: Path) ->
     assert "Traceback" not in full.stderr
 
 
-@pytest.mark.extended
 def test_a_step_is_saved_before_it_is_sampled(text: Path, tmp_path: Path) -> None:
     result = ranks(1, *tiny(text, tmp_path, **SHORT), *SAMPLES, fault="raise:0:2:sample")
     assert result.returncode != 0
