@@ -20,7 +20,7 @@ from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import Process, build_mesh
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.run.checks import check_patterns
-from torchtitan_lite.run.session import check_last_step
+from torchtitan_lite.run.session import check_pending
 
 needs_torchao = pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="torchao is not installed")
 SHAPE = {"model.dim": 32, "model.n_heads": 2, "model.n_kv_heads": 1, "model.hidden_dim": 48}
@@ -47,7 +47,7 @@ def steps(process: Process, name: str) -> tuple[list[tuple[float, float]], list[
     curve = []
     for step in range(1, STEPS + 1):
         numbers = train.train_step(t, step).numbers
-        check_last_step(t)
+        check_pending(t)
         curve.append((numbers.loss, numbers.grad_norm))
     shards = []
     with torch.no_grad():
