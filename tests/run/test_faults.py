@@ -219,10 +219,9 @@ def test_a_digest_tells_every_flipped_bit_and_every_exchange(dtype: torch.dtype,
     pytest.param("error:0:5:sync:2", {"checkpoint__api": "dcp"}, marks=slow),
     pytest.param("error:1:5:sync:2", {**SHARDED, "checkpoint__api": "dcp"}, marks=slow),
     pytest.param("error:0:5:begin:2", SHARDED, marks=slow),
-    ("error:0:5:manifest:2", {}),
+    pytest.param("error:0:5:manifest:2", {}, marks=extended),
     pytest.param("error:0:5:before rename:2", {}, marks=slow),
 ])  # fmt: skip
-@extended
 def test_a_failed_save_is_reported_and_retried(
     fault: str, more: dict[str, Any], start: Start, run: Path, straight: Path
 ) -> None:
@@ -267,7 +266,6 @@ def test_a_poisoned_step_can_be_skipped_and_is_recorded_with_its_samples(
     assert not [name for name in before if name.endswith("weight") and at[name].equal(after[name])]
 
 
-@extended
 def test_steps_skipped_before_a_resume_count_towards_max_skipped(start: Start, run: Path) -> None:
     """Steps 9 and 10 are skipped, 10 is saved, and with max_skipped = 3 the second of the next ones is too many."""
     keys = {"n": 1, "train__micro_batch_size": 6, "train__on_nonfinite": "skip", "train__max_skipped": 3}
