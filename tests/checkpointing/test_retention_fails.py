@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.helpers import ranks, records, succeeded, tiny
 from torchtitan_lite.checkpointing import storage
 
