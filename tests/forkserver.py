@@ -118,9 +118,10 @@ class Ranks:
         left = self.running()
         for rank in left:
             self.send(rank, signal.SIGTERM)
-        # torchrun waits for 30 s; but all ranks but the first wait for 10 before they report the same error
-        self.wait(15.0, [0] if 0 in left else left)
-        if not self.wait(2.0):
+        # torchrun waits for 30 s; but the ranks after the first sleep for 10 between recording an error and printing it
+        if 0 in left:
+            self.wait(15.0, [0])
+        if not self.wait(2.0 if 0 in left else 5.0):
             for rank in self.running():
                 self.send(rank, signal.SIGKILL)
             self.wait(HANGS_S)
