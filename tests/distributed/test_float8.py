@@ -2,14 +2,12 @@
 
 import importlib
 import importlib.util
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from tests.distributed.knob_table import STEPS, VOCABULARY, Case
@@ -127,16 +125,6 @@ def require_gathered_in_float8(process: Process) -> None:
             model(torch.ones(1, 4, dtype=torch.int64))
         assert seen == [(torch.float8_e4m3fn, (448 / largest).float())] * 2, "in training and in validation"
         seen.clear()
-
-
-class Operators(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = Counter[str]()
-
-    def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count[function.__name__] += 1
-        return function(*args, **(kwargs or {}))
 
 
 @needs_torchao
