@@ -1,4 +1,4 @@
-"""docs/checkpoints.md: what a run wrote, read in five lines without this package."""
+"""docs/checkpoints.md: what a run wrote, read in a few lines without this package."""
 
 import builtins
 import shutil
