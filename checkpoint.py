@@ -1,6 +1,6 @@
 """Save and load an FSDP2 model and its optimizer: two APIs, two kinds of state dict, the same files.
 
-FSDP2's parameters and AdamW's moments are DTensors: each rank holds some of the rows.
+FSDP2's parameters and AdamW's moments are DTensors: each rank has some of the rows.
 
     state_dict   api       saving                                             loading
     full         dtensor   full_tensor(), tensor by tensor                    broadcast(), tensor by tensor
@@ -10,11 +10,11 @@ FSDP2's parameters and AdamW's moments are DTensors: each rank holds some of the
 
 Full: rank 0 alone writes and reads whole tensors. No shared file system is needed.
 Sharded: every rank writes and reads its own rows. Nothing is gathered.
-Each of the four ways loads what any other has written, on any world size. The dtensor way shows each step and is the
-place to customise; the dcp way leaves the work to torch. Below, each way has its save next to its load.
+Each of the four ways loads the files of any other, on any world size. The dtensor way shows each step and is the place
+to customise; the dcp way leaves the work to torch. Below, each way's save stands next to its load.
 
-checkpointing/storage.py defines when a checkpoint is complete, find.py which one is loaded, save.py the steps of a
-save. Command line: `python checkpoint.py verify | inspect | export | import`.
+checkpointing/storage.py defines when a checkpoint is complete, find.py selects the one to load, save.py has the steps
+of a save. Command line: `python checkpoint.py verify | inspect | export | import`.
 """
 
 import contextlib
@@ -57,54 +57,52 @@ from torchtitan_lite.optim.optimizer import kept_hyperparameters, make_state
 class Checkpointer(BaseCheckpointer):
     """Saves a run's checkpoints, and loads the one to resume from. All ranks make the same calls."""
 
-    def save(self, state: TrainState) -> None:
-        """Save model, optimizer and state. With `async_save`, copy them and write in the background.
-
-        Never raises: `wait` returns the outcome.
-        """
+    def snapshot(self, background: bool) -> Write:
+        """Gather or copy the tensors in the configured way. Returns the function that writes them into a folder."""
         save, _ = WAYS[self.config.state_dict, self.config.api]
-        self.start_save(state, functools.partial(save, self))
+        return save(self, background)
 
     def load(self, values: Mapping[str, Any]) -> TrainState | None:
         """Load the checkpoint that `config.resume` selects, and return its state; None if there is none.
 
-        Only tensors are restored. Hyperparameters come from the config.
+        Only tensors are restored: parameters, buffers, and the optimizer's state with its step counts. Hyperparameters
+        come from the config.
 
         Args:
-            values: of this run's TrainState, to be compared with the checkpoint's.
+            values: this run's TrainState.values, to compare with the checkpoint's.
 
         Raises:
             CheckpointError: on every rank, before anything is overwritten: the checkpoint is damaged, or the run can't
                 continue with these values.
         """
-        found = checkpoint_to_resume(self.folder, self.config, self.world)
+        found = checkpoint_to_resume(self.folder, self.config, self.process)
         self.notes = found.notes
         if found.folder is None:
             return None
         self.forked_from = found.folder if found.forked else None
         if not found.forked:
             self.damaged = [int(folder.name.removeprefix("step-")) for folder in found.damaged]
-        state = compatibility.read_state(found.folder, values, self.world, fork=found.forked)
+        state = compatibility.read_state(found.folder, values, self.process, fork=found.forked)
         make_state(self.optimizer)  # a load fills existing tensors, and moments exist only after the first step
         with compatibility.optimizer_as_saved(self.optimizer, state):
-            compatibility.require_same_tensors(found.folder, self.parts(), self.world)
+            compatibility.require_same_tensors(found.folder, self.parts(), self.process)
             self.load_tensors(found.folder)
         self.protect = {state.step}
         return state
 
     def load_tensors(self, folder: Path) -> None:
-        """Load a checkpoint of either kind by the configured API, whichever API has saved it."""
-        kind = on_rank0(lambda: storage.read_manifest(folder).state_dict, self.world.untimed)
+        """Load a checkpoint of either kind by the configured API, whichever API saved it."""
+        kind = on_rank0(lambda: storage.read_manifest(folder).state_dict, self.process.untimed)
         _, load = WAYS[kind, self.config.api]
         load(self, folder)
 
     # --- full state dict, DTensor API ---------------------------------------------------------------------------
 
     def save_full_by_dtensor(self, background: bool) -> Write:
-        """Gather one whole tensor at a time; rank 0 writes it. In the background, rank 0 first gathers all of them.
+        """Gather one whole tensor at a time; rank 0 writes it. For a background save, rank 0 first gathers all.
 
-        (full_tensor() is a collective of training's group, where all ranks start the same ones in the same order. So no
-        thread can call it while training goes on.)
+        (full_tensor() is a collective in training's group, and all ranks must start collectives in the same order. So a
+        thread can't call it during training.)
         """
         parts = self.parts()
         if not background:
@@ -119,24 +117,24 @@ class Checkpointer(BaseCheckpointer):
         return self.write_whole(whole)
 
     def write_gathered(self, path: Path, tensors: Tensors) -> FileRecord:
-        """Write a file on rank 0, one whole tensor after another. Collective."""
+        """Write a file on rank 0, one whole tensor at a time. Collective."""
         with TensorWriter(path, specs_of(tensors)) as writer:
             for name in writer.names:
                 self.gather(tensors[name], functools.partial(writer.add, name))
             return FileRecord(**on_rank0(lambda: asdict(writer.close()), self.group))
 
     def gather(self, tensor: Tensor, take: Callable[[Tensor], None]) -> None:
-        """Gather a whole tensor. `take` gets it on rank 0, and its error is raised on every rank."""
+        """Gather a whole tensor, and pass it to `take` on rank 0. An error of `take` is raised on every rank."""
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        # full_tensor() has a timeout, and `take` lasts as long as rank 0's disk does. So the others wait here for it,
-        # in a group without one.
+        # Outside of a run full_tensor() has a timeout, but rank 0's disk may be slow. So the other ranks wait for
+        # `take` here, in a group without a timeout.
         on_rank0(functools.partial(take, whole), self.group)
 
     def write_whole(self, tensors: Tensors) -> Write:
-        """Returns the function that writes whole tensors, which rank 0 has in memory."""
+        """Return the function that writes whole tensors from rank 0's memory."""
 
         def write(folder: Path) -> dict[str, FileRecord]:
-            parts = tensor_names.by_file(tensors, [MODEL, OPTIMIZER]) if self.world.rank == 0 else {}
+            parts = tensor_names.by_file(tensors, [MODEL, OPTIMIZER]) if self.process.rank == 0 else {}
             return {
                 file: write_tensors(folder / file, specs_of(part), part.__getitem__, ahead=0)
                 for file, part in parts.items()
@@ -145,10 +143,10 @@ class Checkpointer(BaseCheckpointer):
         return write
 
     def load_full_by_dtensor(self, folder: Path) -> None:
-        """Rank 0 reads one whole tensor at a time, and broadcasts it. Each rank keeps its rows.
+        """Read one whole tensor at a time on rank 0, and broadcast it. Each rank keeps its rows.
 
         If every rank read the file, every machine would need it, and a shared disk would be read once per rank.
-        (distribute_tensor needs the whole tensor on every rank, also in the memory of a GPU.)
+        (distribute_tensor would need the whole tensor on every rank, also in GPU memory.)
         """
         opened = functools.cache(storage.open_tensors)
         for file, targets in self.parts().items():
@@ -156,48 +154,49 @@ class Checkpointer(BaseCheckpointer):
 
     def broadcast(self, targets: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> None:
         """Fill tensors from the whole ones that `read` returns on rank 0."""
-        buffer = torch.empty(full_state.PIECE, dtype=torch.uint8, device=self.world.device)
+        buffer = torch.empty(full_state.PIECE, dtype=torch.uint8, device=self.process.device)
         whole: Tensor | None = None
 
         def read_whole(name: str) -> None:
             nonlocal whole
             with progress.working(f"reading {name}"):
-                whole = None  # two at once would take more memory
-                whole = read(name).contiguous()  # another family's weights may be transposed views
+                whole = None  # free it before reading the next
+                whole = read(name).contiguous()  # imported weights may be transposed views
 
         for name, target in targets.items():
-            on_rank0(functools.partial(read_whole, name), self.world.untimed)  # as in `gather`
+            on_rank0(functools.partial(read_whole, name), self.process.untimed)  # as in `gather`
             full_state.broadcast_rows(whole, target, buffer)
 
     # --- full state dict, DCP API -------------------------------------------------------------------------------
 
     def save_full_by_dcp(self, background: bool) -> Write:
-        """Torch gathers everything into rank 0's memory. Returns the function that writes it.
+        """Let torch gather everything into rank 0's memory. Returns the function that writes it.
 
-        If one rank fails within torch's gather, the others wait in its collectives until they time out.
+        If one rank fails within torch's gather, the others wait in torch's collectives until the watchdog ends the run
+        (outside of a run, until they time out).
         """
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         model, optimizer = get_state_dict(self.model, self.optimizer, options=options)
         # the other ranks get empty dicts
-        whole = tensor_names.by_name(self.as_parts(model, optimizer)) if self.world.rank == 0 else {}
+        whole = tensor_names.by_name(self.as_parts(model, optimizer)) if self.process.rank == 0 else {}
         # on one rank, cpu_offload copies nothing from CPU to CPU: these are the live tensors
         return self.write_whole(self.host_copies(whole) if background else whole)
 
     def load_full_by_dcp(self, folder: Path) -> None:
-        """Rank 0 reads everything into its memory. Torch broadcasts it, and each rank keeps its rows."""
+        """Read everything into rank 0's memory. Torch broadcasts it, and each rank keeps its rows."""
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         model: dict[str, Any] = {}
         optimizer: dict[str, Any] = {}
 
         @progress.working("reading the checkpoint")
         def read() -> None:
-            # set_model_state_dict is strict: it also wants the second names of tied parameters
+            # set_model_state_dict is strict: it also needs the second names of tied parameters
             model.update(tensor_names.with_tied(self.model, load_file(folder / MODEL)))
             optimizer.update(tensor_names.nested_state(self.model, self.optimizer, load_file(folder / OPTIMIZER)))
 
-        on_rank0(read, self.world.untimed)  # the collectives below have a timeout
-        # Torch also loads `param_groups`: it makes lists of tuples such as betas, and a state dict with a learning rate
-        # would overwrite that of the config. So we put ours back.
+        on_rank0(read, self.process.untimed)  # outside of a run the collectives below have a timeout
+        # Torch also loads `param_groups`: it turns tuples such as betas into lists, and a saved learning rate would
+        # overwrite the config's. So we restore ours.
         with kept_hyperparameters(self.optimizer):
             set_model_state_dict(self.model, model, options=options)
             set_optimizer_state_dict(self.model, self.optimizer, optimizer, options=options)
@@ -205,15 +204,15 @@ class Checkpointer(BaseCheckpointer):
     # --- sharded state dict, DTensor API ------------------------------------------------------------------------
 
     def save_sharded_by_dtensor(self, background: bool) -> Write:
-        """DCP plans from the DTensors which rank writes which rows: each row once, even if HSDP has copies of it."""
+        """Let DCP plan, from the DTensors, which rank writes which rows: each row once, even with HSDP replicas."""
         return self.write_shards(tensor_names.by_name(self.parts()), background)
 
     def write_shards(self, tensors: Tensors, background: bool) -> Write:
-        """Returns the function that writes this rank's rows."""
+        """Return the function that writes this rank's rows."""
         copies = self.host_copies(tensors) if background else None
 
         def write(folder: Path) -> dict[str, FileRecord]:
-            # DCP's own FileSystemWriter has no hashes, and its plan is a pickle, which can run code when it is loaded
+            # DCP's FileSystemWriter has no hashes, and its plan is a pickle, which can run code when loaded
             writer = ShardWriter(folder, copies)
             with failures_of_ranks():
                 dcp.save(tensors, storage_writer=writer, process_group=self.group)
@@ -222,61 +221,61 @@ class Checkpointer(BaseCheckpointer):
         return write
 
     def load_sharded_by_dtensor(self, folder: Path) -> None:
-        """Each rank reads its rows into its tensors, from whichever files have them."""
+        """Read each rank's rows into its tensors, from whichever files have them."""
         tensors = tensor_names.by_name(self.parts())
         with failures_of_ranks():
-            dcp.load(tensors, storage_reader=ShardReader(folder), process_group=self.world.untimed)
+            dcp.load(tensors, storage_reader=ShardReader(folder), process_group=self.process.untimed)
 
     # --- sharded state dict, DCP API ----------------------------------------------------------------------------
 
     def save_sharded_by_dcp(self, background: bool) -> Write:
-        """The same, with the tensors that get_state_dict returns."""
+        """Save the tensors that get_state_dict returns, as save_sharded_by_dtensor does."""
         parts = self.as_parts(*get_state_dict(self.model, self.optimizer))
         return self.write_shards(tensor_names.by_name(parts), background)
 
     def load_sharded_by_dcp(self, folder: Path) -> None:
-        """The dicts of get_state_dict share memory with model and optimizer, so dcp.load has already filled these.
+        """Load into the tensors of get_state_dict. They share memory with model and optimizer, so dcp.load fills both.
 
-        set_state_dict is for modules and optimizers whose state dicts are copies. It also loads `param_groups`.
+        set_state_dict is needed for modules and optimizers whose state dicts are copies. It also loads `param_groups`.
         """
         with kept_hyperparameters(self.optimizer), failures_of_ranks():
             model, optimizer = get_state_dict(self.model, self.optimizer)
             tensors = tensor_names.by_name(self.as_parts(model, optimizer))
-            dcp.load(tensors, storage_reader=ShardReader(folder), process_group=self.world.untimed)
+            dcp.load(tensors, storage_reader=ShardReader(folder), process_group=self.process.untimed)
             set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
     def as_parts(self, model: Mapping[str, Any], optimizer: Any) -> Parts:
-        """The tensors of get_state_dict by file and by our names: there a tied parameter has only its first name."""
+        """Return get_state_dict's tensors by file and by our names, which have only a tied parameter's first name."""
         by_file = {MODEL: model, OPTIMIZER: tensor_names.flat(optimizer)}
         return {file: {name: by_file[file][name] for name in tensors} for file, tensors in self.parts().items()}
 
-    # --- the weights of another model ---------------------------------------------------------------------------
+    # --- imported weights ---------------------------------------------------------------------------------------
 
     def load_weights(
         self, find: Callable[[], tuple[Path, list[str]]], open_weights: Callable[[Path], Mapping[str, Tensor]]
     ) -> None:
-        """Load only a model's weights, as `model.init_from` asks for before the first step.
+        """Load only a model's weights, for `model.init_from` before the first step.
 
         On one machine each rank reads its rows; on several, rank 0 sends them.
 
         Args:
-            find: returns the folder of the weights, verified, and notes for the log. Called on rank 0.
-            open_weights: returns the whole tensors of a folder by our names, read lazily.
+            find: returns the verified folder with the weights, and notes for the log. Called on rank 0.
+            open_weights: returns a folder's whole tensors by our names, read lazily.
 
         Raises:
-            CheckpointError: on every rank, before anything is overwritten: the weights are of another model.
+            CheckpointError: on every rank, before anything is overwritten: the weights belong to a different model.
         """
         targets = tensor_names.own_tensors(self.model)
-        folder, notes = compatibility.find_same_weights(find, open_weights, targets, self.world)
+        folder, notes = compatibility.find_same_weights(find, open_weights, targets, self.process)
         self.notes += notes
-        if self.world.local_world_size < self.world.world_size:
-            weights = open_weights(folder) if self.world.rank == 0 else {}
+        if self.process.local_world_size < self.process.world_size:
+            weights = open_weights(folder) if self.process.rank == 0 else {}
             self.broadcast(targets, weights.__getitem__)
         else:
-            on_all(lambda: full_state.copy_rows(open_weights(folder), targets), self.world.untimed)
+            on_all(lambda: full_state.copy_rows(open_weights(folder), targets), self.process.untimed)
 
 
-Save = Callable[[Checkpointer, bool], Write]  # its argument: in the background
+Save = Callable[[Checkpointer, bool], Write]  # the bool: save in the background
 Load = Callable[[Checkpointer, Path], None]
 WAYS: Mapping[tuple[str, str], tuple[Save, Load]] = {  # by kind of state dict and API
     ("full", "dtensor"): (Checkpointer.save_full_by_dtensor, Checkpointer.load_full_by_dtensor),
@@ -288,7 +287,7 @@ WAYS: Mapping[tuple[str, str], tuple[Save, Load]] = {  # by kind of state dict a
 
 @contextlib.contextmanager
 def failures_of_ranks() -> Iterator[None]:
-    """DCP raises a BaseException, which `except Exception` does not catch: make it a CheckpointError."""
+    """Turn DCP's error into a CheckpointError: it is a BaseException, which `except Exception` does not catch."""
     try:
         yield
     except CheckpointException as error:

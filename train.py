@@ -35,7 +35,7 @@ from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.distributed import blocks, parallelize
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import (
-    World,
+    Process,
     build_mesh,
     exit_process,
     limit_group_timeouts,
@@ -50,25 +50,31 @@ from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.process import env_int, local_rank, prepare_process
 from torchtitan_lite.run import attempts, checks, out_of_memory, run_folder, start_and_end
 from torchtitan_lite.run.between_steps import (
-    build_beside,
+    build_periodic_work,
     disable_automatic_garbage,
-    left_out,
     log_step,
-    make_up,
+    missed_evaluations,
     peak_tokens_per_second,
     report_save,
+    run_missed,
     save,
 )
 from torchtitan_lite.run.metrics import Log, Meter
 from torchtitan_lite.run.preemption import Preemption, launcher_note
-from torchtitan_lite.run.session import Services, Session, Trained, due, settle, stream
+from torchtitan_lite.run.session import Services, Session, Trained, check_pending, due, forward_seed
 from torchtitan_lite.run.watchdog import Watchdog
 from torchtitan_lite.scoring.validation import Validation
 from torchtitan_lite.terminal import print_error, print_line
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line. Returns the exit code. User errors are printed once per machine."""
+    """Run the command line. User errors are printed once per machine.
+
+    Returns:
+        The exit code. 0: finished, or stopped at run.max_minutes. run.preempted_exit_code (0): stopped by a signal.
+        1: the machine, the disk or another rank failed. 2: the command, config, data or checkpoint is wrong.
+        3: training failed, and would again (a NaN, a loss spike). 130: Ctrl-C at the start, or twice.
+    """
     return run_cli("train.py", lambda: launch(argv), local_rank())
 
 
@@ -83,7 +89,7 @@ def launch(argv: Sequence[str]) -> int:
             local_world_size=env_int("LOCAL_WORLD_SIZE", 1),
             n_gpus=torch.cuda.device_count(),
             checks=checks.ALL,
-            saved=config_to_resume,  # a run that resumes keeps its values, whatever today's defaults are
+            saved=config_to_resume,  # a resumed run keeps its values, even if defaults have changed
         )
         config = command.loaded.config
         with out_of_memory.with_advice(config), run_folder.made(config.folder, command.trains):
@@ -94,11 +100,11 @@ def launch(argv: Sequence[str]) -> int:
                 return 0
             for note in command.loaded.notes if prints else ():
                 print_line(f"note    {note}")
-            loaded, data = start_and_end.prepared(command.loaded)  # before there is a process group, which has timeouts
-            with process_group(config.run) as world:
+            loaded, data = start_and_end.prepared(command.loaded)  # before the process group, which has timeouts
+            with process_group(config.run) as process:
                 lock = run_folder.lock(config.folder)
-                log = Log(config.folder, speaks=world.rank == 0)
-                code = run(loaded, data, world, log)
+                log = Log(config.folder, speaks=process.rank == 0)
+                code = run(loaded, data, process, log)
                 lock.release()
                 return code
     except KeyboardInterrupt:
@@ -107,98 +113,104 @@ def launch(argv: Sequence[str]) -> int:
         return 130
 
 
-def run(loaded: Loaded, data: DataSet, world: World, log: Log) -> int:
-    """Build, take over the run's folder, and train. Whatever happens is written to run.json. Returns the exit code."""
+def run(loaded: Loaded, data: DataSet, process: Process, log: Log) -> int:
+    """Build, take over the run's folder, and train. Writes the outcome to run.json. Returns the exit code."""
     config, s = loaded.config, None
     closing = contextlib.ExitStack()
     try:
-        hosts = start_and_end.require_one_run(loaded, data, world)
-        s = build(config, data, world, log)
+        hosts = start_and_end.require_one_run(loaded, data, process)
+        s = build(config, data, process, log)
         closing.callback(s.close)
         start_and_end.take_over(hosts, loaded, data, s)
-        looks = left_out(s)  # at the step that the run resumes from
-        if looks or s.state.step < config.train.steps:
+        missed = missed_evaluations(s)  # due at the step that the run resumes from, but never finished
+        if missed or s.state.step < config.train.steps:
             closing.enter_context(log.tracking(config.log, s.state))
         with s.services.preemption, s.services.watchdog.naming_lost_ranks(), out_of_memory.with_advice(config):
-            make_up(s, looks)
+            run_missed(s, missed)
             if not s.services.preemption.agreed:
                 train(s)
-            return start_and_end.report_end(s)
+            return start_and_end.report_end(s)  # 0, or run.preempted_exit_code after a signal
     except Exception as error:
-        start_and_end.report_failure(config, world, log, error, s)
+        start_and_end.report_failure(config, process, log, error, s)  # first waits for a background save
         raise
     finally:
         closing.close()
 
 
-def build(config: Config, data: DataSet, world: World, log: Log) -> Session:
-    """Build everything that a run works with, and load the state it starts from. The run's folder is not changed."""
-    watchdog = Watchdog(config.folder, world, config.run)
+def build(config: Config, data: DataSet, process: Process, log: Log) -> Session:
+    """Build all parts of a run, and load the state that it starts from. Does not change the run's folder."""
+    watchdog = Watchdog(config.folder, process, config.run)
     try:
-        return build_watched(config, data, world, log, watchdog)
+        return build_watched(config, data, process, log, watchdog)
     except BaseException:
         watchdog.close()
         raise
 
 
-def build_watched(config: Config, data: DataSet, world: World, log: Log, watchdog: Watchdog) -> Session:
-    """The parts, in their order."""
+def build_watched(config: Config, data: DataSet, process: Process, log: Log, watchdog: Watchdog) -> Session:
+    """Build mesh, model, optimizer, data, checkpointer and guards, in this order."""
     # 1. The mesh: which ranks shard one replica of the model, and which hold further replicas.
-    mesh = build_mesh(config.fsdp, world.device)
+    mesh = build_mesh(config.fsdp, process.device)
 
     # 2. The model: sharded on the meta device, without storage. Each rank then allocates and fills its own shards.
-    model = sharded_model(config, data.vocab_size, mesh, widen=cpu.widens(config, world))
-    limit_group_timeouts()  # none: the watchdog ends what hangs
+    model = sharded_model(config, data.vocab_size, mesh, widen=cpu.widens(config, process))
+    limit_group_timeouts()  # no timeouts: the watchdog ends hanging runs
     model.register_forward_pre_hook(lambda *_: watchdog.forward())
-    materialise(model, world.device, config.run.seed, offload=config.fsdp.cpu_offload)
+    materialise(model, process.device, config.run.seed, offload=config.fsdp.cpu_offload)
 
-    # 3. The optimizer, after sharding: it holds the DTensors, so its moments are sharded as the parameters are.
+    # 3. The optimizer, after sharding: its parameters are DTensors, so its moments are sharded like them.
     optimizer = optim.build_optimizer(model, config.optim)
 
-    # 4. The data: which sequences a batch has is a function of the seed and one integer, state.samples_consumed.
+    # 4. The data: a batch's sequences are a function of the seed and one integer, state.samples_consumed.
     samples = open_samples(data, "train", config)
-    of_rank = Loader(
+    rank_loader = Loader(
         samples,
         micro_batch_size=config.train.micro_batch_size,
-        rank=world.rank,
-        world_size=world.world_size,
+        rank=process.rank,
+        world_size=process.world_size,
         seed=config.run.seed,
         document_mask=config.data.document_mask,
-        pin=world.device.type == "cuda",
+        pin=process.device.type == "cuda",
     )
-    loader = PrefetchingLoader(of_rank, world.device)
-    validation = Validation.of(config, data, config.train.micro_batch_size, world.rank, world.world_size)
-    beside = build_beside(config, data, world, validation)
+    loader = PrefetchingLoader(rank_loader, process.device)
+    validation = Validation.of(config, data, config.train.micro_batch_size, process.rank, process.world_size)
+    periodic = build_periodic_work(config, data, process, validation)
 
     # 5. The newest checkpoint of the run, else the weights that model.init_from names.
-    preemption = Preemption(config.run.max_minutes, config.folder / run_folder.JOINING)  # the time includes the load
+    preemption = Preemption(config.run.max_minutes, config.folder / run_folder.JOINING)  # max_minutes includes the load
     best_of = functools.partial(attempts.best_step, config.folder)
-    checkpointer = Checkpointer(config.folder / "checkpoints", model, optimizer, config.checkpoint, world, best_of)
-    fresh = fresh_state(config, data, world, validation.identity(), beside.questions)
+    checkpointer = Checkpointer(config.folder / "checkpoints", model, optimizer, config.checkpoint, process, best_of)
+    fresh = fresh_state(config, data, process, validation.identity(), periodic.task_hashes)
     with watchdog.loading("loading a checkpoint"):
         resumed = load_newest(config, checkpointer, fresh, log)
     state = resumed.continued_by(fresh) if resumed else fresh
 
-    # 6. What may withhold an update (with float16, of a scaled loss), and what is around the steps.
-    scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, world.device, state.grad_scaler)
-    guards = build_guards(config, world, state, scaler, checkpointer, log)
-    meter = Meter(state, world.device, peak_tokens_per_second(config, model, world))
-    services = Services(log, meter, watchdog, preemption, checkpointer)
-    trained = Trained(model, optimizer, scaler, guards, samples, loader)
-    return Session(config, world, trained, services, beside, state, resumed)
+    # 6. The loss scale (float16), the guards that can withhold an update, and the clock.
+    scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, process.device, state.grad_scaler)
+    guards = build_guards(config, process, state, scaler, checkpointer, log)
+    meter = Meter(state, process.device, peak_tokens_per_second(config, model, process))
+    return Session(
+        config,
+        process,
+        Trained(model=model, optimizer=optimizer, scaler=scaler, guards=guards, samples=samples, loader=loader),
+        Services(log=log, meter=meter, watchdog=watchdog, preemption=preemption, checkpointer=checkpointer),
+        periodic,
+        state,
+        resumed,
+    )
 
 
 def build_guards(
-    config: Config, world: World, state: TrainState, scaler: GradScaler, checkpointer: Checkpointer, log: Log
+    config: Config, process: Process, state: TrainState, scaler: GradScaler, checkpointer: Checkpointer, log: Log
 ) -> list[Guard]:
-    """The guard against updates that are not finite, and with [spike] the one against loss spikes."""
-    skipped = list(state.skipped)  # of all guards
+    """Build the guard against updates that are not finite, and with [spike] the one against loss spikes."""
+    skipped = list(state.skipped)  # the guards share it
     max_skipped = config.train.max_skipped if config.train.on_nonfinite == "skip" else 0
     guards: list[Guard] = [FiniteGuard(scaler, skipped, max_skipped)]
     if config.spike.action != "off":
         from torchtitan_lite.run import spikes
 
-        guards.append(spikes.build_guard(config, world, state, skipped, checkpointer, log))
+        guards.append(spikes.build_guard(config, process, state, skipped, checkpointer, log))
     return guards
 
 
@@ -211,12 +223,12 @@ def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh, *, widen: b
         from torchtitan_lite.distributed import float8
 
         float8.convert(model, mesh)
-    # On a CPU these functions are replaced. The results are the same, but for the order of sums; each has a key:
-    #     of the model     attend: products over blocks of queries, cpu/attention.py     speed.block_attention
+    # On a CPU these functions are replaced, each with a key. Results differ only by the order of sums:
+    #     of the model     attend: matmuls over blocks of queries, cpu/attention.py      speed.block_attention
     #                      nn.RMSNorm, rotate: fewer passes over memory, cpu/fused.py    speed.fused_functions
     #                      cross_entropy: in chunks that fit the cache, cpu/loss.py      speed.chunked_loss
-    #                      nn.Linear, multiply, and the two above that multiply, if the
-    #                      CPU has no 16-bit products: float32, cpu/widened.py           speed.widened_products
+    #                      nn.Linear, multiply, attend, cross_entropy: float32 if the
+    #                      CPU has no 16-bit matmuls, cpu/widen.py                       speed.widen_matmuls
     #     of FSDP2         collectives of one machine: cpu/shared_memory.py              speed.shared_memory
     if mesh.device_type == "cpu":
         cpu.apply(model, config.speed, widen=widen)
@@ -250,36 +262,36 @@ def load_newest(config: Config, checkpointer: Checkpointer, fresh: TrainState, l
 def train(s: Session) -> None:
     """Train from the step after `s.state` to the last one, or until the ranks agree to stop.
 
-    A stop first logs and saves. What else is due at its step, the next start makes up (`make_up`).
+    A stop first logs and saves. The next start runs what else was due at that step (`run_missed`).
     """
-    config, steps, beside, preemption = s.config, s.config.train.steps, s.beside, s.services.preemption
-    reading = config.log.every, config.checkpoint.every, *(look.every for look in beside.looks)
+    config, steps, periodic, preemption = s.config, s.config.train.steps, s.periodic, s.services.preemption
+    reading = config.log.every, config.checkpoint.every, *(one.every for one in periodic.evaluations)
     if config.speed.gc_every:
         disable_automatic_garbage()
     for step in s.services.log.progress(s.state.step + 1, steps):
         s.services.watchdog.step(step)
-        if beside.profile:
-            beside.profile.start(step)
+        if periodic.profile:
+            periodic.profile.start(step)
         record = train_step(s, step)
 
         last = step == steps
         if last or preemption.agreed or any(due(step, every) for every in reading):
-            settle(s)  # now, and wait for the device; otherwise the next step does it, without waiting
-        stops = preemption.agreed
+            check_pending(s)  # now, and wait for the device; otherwise the next step does it, without waiting
+        stops = preemption.agreed  # `check_pending` sets it, here or within `train_step`
         ends = last or stops
         with s.services.meter.paused():
             if ends or due(step, config.log.every):
                 log_step(s, record)
-            if beside.validation and not stops and (last or due(step, config.eval.every)):
-                beside.validation.take(s)
-            if beside.tasks and not stops and (last or due(step, config.eval.tasks_every)):
-                beside.tasks.take(s)
+            if periodic.validation and not stops and (last or due(step, config.eval.every)):
+                periodic.validation.run(s)
+            if periodic.tasks and not stops and (last or due(step, config.eval.tasks_every)):
+                periodic.tasks.run(s)
             if ends or due(step, config.checkpoint.every):
                 save(s, ends=ends)
-            if beside.samples and not stops and (last or due(step, config.sample.every)):
-                beside.samples.take(s)
+            if periodic.samples and not stops and (last or due(step, config.sample.every)):
+                periodic.samples.run(s)
             report_save(s.services.checkpointer, s.services.log, wait=False)  # one in the background may have ended
-            if beside.profile and (line := beside.profile.stop(step, last=ends)):
+            if periodic.profile and (line := periodic.profile.stop(step, last=ends)):
                 s.services.log.info(line)
             if due(step, config.speed.gc_every):
                 gc.collect()
@@ -288,20 +300,22 @@ def train(s: Session) -> None:
 
 
 def train_step(s: Session, step: int) -> StepRecord:
-    """One optimizer step: forward and backward of each micro-batch, one all-reduce of sums, clipping, the update."""
+    """Run one optimizer step: forward and backward per micro-batch, one all-reduce of sums, clipping, the update."""
     config, services = s.config, s.services
     model, optimizer, scaler = s.trained.model, s.trained.optimizer, s.trained.scaler
     if config.fsdp.explicit_prefetching:
         parallelize.unshard_first(model)  # this all-gather overlaps with fetching the batch
     with services.meter.timing("data_s"):
-        size = config.train.batch_size(step)
-        first = config.data.position(s.state.samples_consumed, size)  # further on where data.skip_samples says so
+        size = config.train.batch_size(step)  # of all ranks together
+        # samples_consumed, or past data.skip_samples if the batch overlaps a range of them
+        first = config.data.position(s.state.samples_consumed, size)
         batch = s.trained.loader.batch(first, size)
     services.watchdog.computing()
-    loss = forward_backward(config, s.world, s.trained, step, batch)
-    # A rank holds the gradients of its own shards, so their norm is a sum over ranks. With HSDP, each replica has them.
-    squared_norm = optim.squared_norm(model, replicas=config.fsdp.mesh(s.world.world_size)[0])
-    record = StepRecord(
+    loss = forward_backward(config, s.process, s.trained, step, batch)
+    # Each rank has its own shards' gradients, so the squared norm is a sum over ranks. With HSDP each replica adds the
+    # same norm, so it is divided by their number.
+    squared_norm = optim.squared_norm(model, replicas=config.fsdp.mesh(s.process.world_size)[0])
+    record = StepRecord(  # sums the parts of all ranks: the one small all-reduce of a step
         step,
         samples=(first, first + size),
         targets=batch.global_tokens,
@@ -310,40 +324,41 @@ def train_step(s: Session, step: int) -> StepRecord:
         loss_scale=scaler.scale,
         loads=model.loads,
         stop=services.preemption.requested(),
-        world=s.world,
+        process=s.process,
     )
-    # the fused AdamW gets the factor as `grad_scale`, and applies it to the gradients as it reads them
+    # sets the factor as `grad_scale`; the fused AdamW applies it to the gradients as it reads them
     optim.clip_gradients(optimizer, record.grad_norm, config.optim.max_norm, scaler.scale)
 
-    settle(s)  # the previous step, which the device has finished by now: the host does not wait
+    check_pending(s)  # the previous step, which the device has finished by now: the host does not wait
     services.meter.add_loss(record.loss_sum, record.targets)
     optim.set_learning_rate(optimizer, optim.learning_rate(config.optim, step, config.train.steps))
     with services.meter.timing("optimizer_s"):
-        withheld = torch.stack([guard.suspects(record) for guard in s.trained.guards]).any()
+        withheld = torch.stack([guard.withholds(record) for guard in s.trained.guards]).any()
         optimizer.update(step, withheld)  # where it is true, on the device, nothing changes
         scaler.update(~record.finite)
         model.balance(record.loads, optimizer.found_inf)
 
-    s.unread, s.state = record, s.state.after_step(first + size, batch.global_tokens)
+    s.pending, s.state = record, s.state.after_step(first + size, batch.global_tokens)
     return record
 
 
-def forward_backward(config: Config, world: World, trained: Trained, step: int, batch: Batch) -> Tensor:
+def forward_backward(config: Config, process: Process, trained: Trained, step: int, batch: Batch) -> Tensor:
     """Accumulate the gradients of a batch. Returns the sum of this rank's losses, ()."""
-    device, model = world.device, trained.model
+    device, model = process.device, trained.model
     loss_sum = torch.zeros((), device=device)
     model.loads = None
     for i, micro in enumerate(batch.micro_batches):
-        # Seeds dropout from the step, so no random state has to be saved. (torch.manual_seed is slower.)
+        # Seeds dropout from the step, so there is no random state to save. (torch.manual_seed is slower.)
         seed = torch.manual_seed if device.type == "cuda" else torch.default_generator.manual_seed
-        seed(stream(config.run.seed, step, i, world.rank))
+        seed(forward_seed(config.run.seed, step, i, process.rank))
         # By default backward reduces each micro-batch, and gradients accumulate as shards. grad_sync can put it off.
         parallelize.before_micro_batch(model, config.fsdp, last=i == len(batch.micro_batches) - 1)
         loss = model(**micro.on(device))  # summed over this rank's targets
         # FSDP2's reduce-scatter AVERAGES gradients over ranks. The gradient of the mean loss per token is their SUM,
-        # divided by the valid targets of the global batch; so the average is multiplied by the number of ranks. No rank
-        # divides by its own number of targets: with masked targets the ranks have different numbers.
-        trained.scaler.scaled(loss * (world.world_size / batch.global_tokens)).backward()
+        # divided by the global batch's number of valid targets. So multiply the average by the number of ranks. (gloo
+        # has no scaled sums, which set_gradient_divide_factor needs.) No rank divides by its own number of targets,
+        # because masking makes them differ between ranks.
+        trained.scaler.scaled(loss * (process.world_size / batch.global_tokens)).backward()
         loss_sum += loss.detach()
     return loss_sum
 

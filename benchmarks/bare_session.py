@@ -1,4 +1,4 @@
-"""A session for steps alone: without a run's folder, validation, checkpoints and log. Benchmarks and tests use it."""
+"""A session for single steps, without run folder, validation, checkpoints or log, for benchmarks and tests."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -6,22 +6,22 @@ from typing import Any
 
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.optimizer import build_optimizer
 from torchtitan_lite.run.metrics import Meter
 from torchtitan_lite.run.preemption import Preemption
-from torchtitan_lite.run.session import Beside, Services, Session, Trained
+from torchtitan_lite.run.session import PeriodicWork, Services, Session, Trained
 
 
-def bare_session(config: Config, world: World, model: Transformer, loader: Any) -> Session:
-    """What `train.train_step` works with, for a sharded model and its loader."""
-    unused: Any = None  # the loop's, not a step's
+def bare_session(config: Config, process: Process, model: Transformer, loader: Any) -> Session:
+    """Build the session that `train.train_step` needs, for a sharded model and its loader."""
+    unused: Any = None  # the loop reads these, a step does not
     watchdog: Any = SimpleNamespace(computing=lambda: None)
     optimizer = build_optimizer(model, config.optim)
-    scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, world.device)
+    scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, process.device)
     trained = Trained(model, optimizer, scaler, [FiniteGuard(scaler, [])], unused, loader)
-    services = Services(unused, Meter(TrainState(), world.device), watchdog, Preemption(0, Path("none")), unused)
-    return Session(config, world, trained, services, Beside(), TrainState())
+    services = Services(unused, Meter(TrainState(), process.device), watchdog, Preemption(0, Path("none")), unused)
+    return Session(config, process, trained, services, PeriodicWork(), TrainState())

@@ -1,12 +1,12 @@
 """Saving and loading a state of about 1 GB: `python -m benchmarks.checkpoint [rounds [processes [full | sharded]]]`.
 
 Compares each way of saving with a plain write and fsync of the same bytes, and with a bare `dcp.save`, which syncs but
-neither hashes nor commits. For background saves it compares the pause of training with one in-memory copy of this
-rank's shards, and measures what the first one takes of each rank's memory. Memory of the others is measured by
-tests/checkpointing/test_checkpoint_memory.py.
+neither hashes nor commits. For background saves it compares training's pause with one in-memory copy of this rank's
+shards, and measures how much memory the first one takes on each rank. tests/checkpointing/test_checkpoint_memory.py
+measures the memory of other saves.
 
-`python -m benchmarks.checkpoint bytes` prints what loading a full checkpoint allocates on rank 1, and what it allocated
-when each tensor was sent by distribute_tensor.
+`python -m benchmarks.checkpoint bytes` prints how much memory rank 1 allocates to load a full checkpoint, compared with
+sending each tensor by distribute_tensor.
 """
 
 import itertools
@@ -35,7 +35,7 @@ from torchtitan_lite.checkpointing.tensor_names import optimizer_tensors, own_te
 from torchtitan_lite.config import load as settings
 from torchtitan_lite.config.schema import CheckpointConfig, Config, RunConfig
 from torchtitan_lite.distributed.initialize import materialise
-from torchtitan_lite.distributed.process_group import World, build_mesh, exit_process, process_group
+from torchtitan_lite.distributed.process_group import Process, build_mesh, exit_process, process_group
 from torchtitan_lite.optim.optimizer import build_optimizer, make_state
 
 ROOT = Path(__file__).parent.parent
@@ -52,26 +52,28 @@ SIZE = {
 WAYS = [(kind, api) for kind in (sys.argv[3:4] or ["full", "sharded"]) for api in ("dtensor", "dcp")]
 
 
-def config_of(world: World) -> Config:
-    """A Llama of 97 M parameters: 1.2 GB with AdamW's moments."""
-    return settings.load(None, SIZE, world_size=world.world_size).config
+def config_of(process: Process) -> Config:
+    """Return the config of a 97 M parameter Llama: 1.2 GB with AdamW's moments."""
+    return settings.load(None, SIZE, world_size=process.world_size).config
 
 
 class Bench:
     """One rank's part of the measurements."""
 
-    def __init__(self, world: World, folder: Path) -> None:
-        self.world, self.folder = world, folder
-        config = config_of(world)
-        self.model = train.sharded_model(config, 8192, build_mesh(config.fsdp, world.device))
-        materialise(self.model, world.device, 0)
+    def __init__(self, process: Process, folder: Path) -> None:
+        self.process, self.folder = process, folder
+        config = config_of(process)
+        self.model = train.sharded_model(config, 8192, build_mesh(config.fsdp, process.device))
+        materialise(self.model, process.device, 0)
         self.optimizer = build_optimizer(self.model, config.optim)
         make_state(self.optimizer)
         self.checkpointers = {
-            (kind, api, beside): Checkpointer(folder / f"{kind}-{api}-{beside}", self.model, self.optimizer, way, world)
+            (kind, api, background): Checkpointer(
+                folder / f"{kind}-{api}-{background}", self.model, self.optimizer, way, process
+            )
             for kind, api in WAYS
-            for beside in (False, True)
-            for way in [CheckpointConfig.model_validate({"state_dict": kind, "api": api, "async_save": beside})]
+            for background in (False, True)
+            for way in [CheckpointConfig.model_validate({"state_dict": kind, "api": api, "async_save": background})]
         }
         self.step = 0
 
@@ -87,19 +89,19 @@ class Bench:
 
     def plain(self) -> None:
         """Write and sync this rank's bytes."""
-        with (self.folder / "plain" / f"rank-{self.world.rank}").open("wb") as stream:
+        with (self.folder / "plain" / f"rank-{self.process.rank}").open("wb") as stream:
             for part in self.parts():
                 stream.write(memoryview(part.detach().reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
             stream.flush()
             os.fsync(stream.fileno())
 
     def bare_dcp(self) -> None:
-        """Plain torch: no hashes, no commit."""
+        """Save with plain torch: no hashes, no commit."""
         dcp.save(self.state(), storage_writer=dcp.FileSystemWriter(self.folder / "dcp"))
 
-    def save(self, kind: str, api: str, beside: bool) -> float:
-        """Save, and return how long training was paused."""
-        checkpointer = self.checkpointers[kind, api, beside]
+    def save(self, kind: str, api: str, background: bool) -> float:
+        """Save, and return training's pause in seconds."""
+        checkpointer = self.checkpointers[kind, api, background]
         self.step += 1
         checkpointer.save(TrainState(step=self.step))
         saved = checkpointer.wait()
@@ -122,8 +124,8 @@ class Bench:
         (self.folder / "plain").mkdir()
 
     def timed(self, action: Callable[[], object], *, writes: bool = True) -> float:
-        """Seconds, of the slowest rank."""
-        if writes and self.world.rank == 0:
+        """Return the slowest rank's seconds."""
+        if writes and self.process.rank == 0:
             self.make_room()
         dist.barrier()
         before = time.perf_counter()
@@ -147,8 +149,8 @@ class Bench:
             dist.all_reduce(stopped, op=dist.ReduceOp.MAX)
             return float(stopped)
 
-        for number in range(-1, rounds):  # the first round makes pages and buffers
-            for kind, api in WAYS:  # what is compared runs next to each other: the disk's speed changes by the minute
+        for number in range(-1, rounds):  # the first round allocates pages and buffers
+            for kind, api in WAYS:  # compared saves run back to back: the disk's speed changes by the minute
                 found = {
                     "plain write": self.timed(self.plain),
                     "bare dcp.save": self.timed(self.bare_dcp),
@@ -157,8 +159,8 @@ class Bench:
                 for name, seconds in found.items() if number >= 0 else ():
                     note(f"{kind} {api}: {name}", seconds)
         for kind, api in WAYS:
-            peak = torch.zeros(self.world.world_size)
-            peak[self.world.rank] = peak_of(lambda kind=kind, api=api: self.save(kind, api, True))  # type: ignore[misc]
+            peak = torch.zeros(self.process.world_size)
+            peak[self.process.rank] = peak_of(lambda kind=kind, api=api: self.save(kind, api, True))  # type: ignore[misc]
             dist.all_reduce(peak)
             memory[kind, api] = ", ".join(f"{n_mib:,.0f}" for n_mib in peak.tolist())
         for number in range(-1, rounds):
@@ -171,22 +173,22 @@ class Bench:
                 }
                 for name in ("memory copy", "stands still", "load") if number >= 0 else ():
                     note(f"{kind} {api}: {name}", found[name])
-        if self.world.rank == 0:
+        if self.process.rank == 0:
             self._print(times, rounds, memory)
 
     @torch.no_grad()
     def by_distribute_tensor(self) -> None:
-        """The former way: every rank makes the whole tensor, and rank 0's is scattered."""
+        """Load the former way: every rank allocates the whole tensor, and rank 0 scatters its own."""
         folder = storage.step_folder(self.checkpointers["full", "dtensor", False].folder, self.step)
         for file, targets in self.checkpointers["full", "dtensor", False].parts().items():
             read = storage.open_tensors(folder / file).get_tensor
             for name, target in targets.items():
-                whole = read(name) if self.world.rank == 0 else torch.empty(target.shape, dtype=target.dtype)
+                whole = read(name) if self.process.rank == 0 else torch.empty(target.shape, dtype=target.dtype)
                 if isinstance(target, DTensor):
                     target.copy_(distribute_tensor(whole, target.device_mesh, target.placements))
 
     def count(self) -> None:
-        """Print what loading allocates."""
+        """Print how much memory loading allocates."""
         self.save("full", "dtensor", False)
         checkpointer = self.checkpointers["full", "dtensor", False]
         folder = storage.step_folder(checkpointer.folder, self.step)
@@ -195,14 +197,14 @@ class Bench:
             "distribute_tensor": allocated(self.by_distribute_tensor),
             "broadcast in pieces": allocated(lambda: checkpointer.load_tensors(folder)),
         }
-        if self.world.rank == 1:
+        if self.process.rank == 1:
             print(f"a state of {manifest.bytes / 2**20:,.0f} MiB; MiB that torch allocates on rank 1 to load it")
             for name, (total, peak) in found.items():
                 print(f"{name}: {total / 2**20:,.1f} in all, {peak / 2**20:,.1f} at once", flush=True)
 
     def _print(self, times: dict[str, list[float]], rounds: int, memory: dict[tuple[str, str], str]) -> None:
         n_bytes = sum(t.numel() * t.element_size() for t in self.state().values())
-        print(f"{n_bytes / 1e9:.2f} GB on {self.world.world_size} ranks, torch {torch.__version__}, {rounds} rounds")
+        print(f"{n_bytes / 1e9:.2f} GB on {self.process.world_size} ranks, torch {torch.__version__}, {rounds} rounds")
         print("median (lowest to highest) of the ratios; median seconds; MiB of each rank for a background save")
         columns = "plain write / save | save / bare dcp.save | stands still / memory copy"
         print(f"| | {columns} | stands still, s | save, s | load, s | MiB |")
@@ -217,7 +219,7 @@ class Bench:
 
 
 def allocated(action: Callable[[], object]) -> tuple[int, int]:
-    """Bytes that an action allocates, in all and at its peak."""
+    """Return the bytes that an action allocates, in total and at its peak."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as trace:
         action()
     assert trace.profiler is not None
@@ -231,13 +233,13 @@ def _spread(ratios: list[float]) -> str:
 
 
 def main() -> None:
-    """Start two ranks, or be one."""
+    """Start the ranks, or run as one of them."""
     count = sys.argv[1:2] == ["bytes"]
     rounds = int(sys.argv[1]) if sys.argv[1:] and not count else 7
     ranks = sys.argv[2] if sys.argv[2:] else "2"
     if dist.is_torchelastic_launched():
-        with process_group(RunConfig(device="cpu", threads=1)) as world:
-            bench = Bench(world, Path(os.environ["BENCHMARK_FOLDER"]))
+        with process_group(RunConfig(device="cpu", threads=1)) as process:
+            bench = Bench(process, Path(os.environ["BENCHMARK_FOLDER"]))
             bench.count() if count else bench.run(rounds)
         exit_process()
     with tempfile.TemporaryDirectory() as folder:

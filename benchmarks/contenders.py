@@ -1,9 +1,9 @@
-"""The training loops that benchmarks.train compares. One process is one rank of one of them.
+"""The training loops that benchmarks.train compares. Each process is one rank of one contender.
 
     RANK=0 WORLD_SIZE=2 ... python -m benchmarks.contenders NAME SHAPE_AS_JSON
 
-It builds its model, prints {"ready": ...}, then runs the number of steps in each line of its standard input and answers
-with their seconds. All train the same Llama in the same dtype with the same optimizer, on random tokens.
+A process builds its model and prints {"ready": ...}. For each line of standard input, it runs that number of steps and
+prints their seconds. All contenders train the same Llama in the same dtype with the same optimizer, on random tokens.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows
 from torchtitan_lite.distributed.initialize import materialise
-from torchtitan_lite.distributed.process_group import World, build_mesh, exit_process, process_group
+from torchtitan_lite.distributed.process_group import Process, build_mesh, exit_process, process_group
 from torchtitan_lite.run.session import Session
 
 Step = Callable[[], None]
@@ -42,7 +42,7 @@ SIZES = "dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads"
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What all contenders train: a Llama, and one micro-batch per rank and step."""
+    """The model and batch of all contenders: a Llama, and one micro-batch per rank and step."""
 
     dim: int = 384
     hidden_dim: int = 1024
@@ -53,15 +53,15 @@ class Shape:
     seq_len: int = 512
     micro_batch_size: int = 4
     dtype: str = "bfloat16"
-    roof: int = 2048  # rows and columns of the matrices whose product is the roof
+    roof: int = 2048  # rows and columns of the roof's square matmul
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype of the computation; parameters are kept in float32."""
+        """The compute dtype; parameters are float32."""
         return getattr(torch, self.dtype)
 
     def flops_per_token(self, *, causal: bool = False) -> int:
-        """Of forward and backward, as torchtitan counts: 6 (N - N_embedding) + 12 L H Q T.
+        """Count FLOPs of forward and backward as torchtitan does: 6 (N - N_embedding) + 12 L H Q T.
 
         Args:
             causal: count only the half of attention that a causal model needs.
@@ -110,7 +110,7 @@ class RandomSamples:
 
 
 def config_of(shape: Shape, world_size: int, more: dict[str, Any], device: str = "cpu") -> Config:
-    """A config of this shape, with more keys on top."""
+    """Return a config of this shape, with further keys."""
     values = {
         **{f"model.{key}": getattr(shape, key) for key in (*SIZES, "vocab_size")},
         **{"model.max_seq_len": shape.seq_len, "train.seq_len": shape.seq_len, "train.steps": 10**6},
@@ -122,27 +122,27 @@ def config_of(shape: Shape, world_size: int, more: dict[str, Any], device: str =
     return load.load(None, values | more, world_size=world_size, n_gpus=n_gpus, local_world_size=world_size).config
 
 
-def training_of(shape: Shape, world: World, more: dict[str, Any]) -> Session:
-    """A session like that of train.build, on random tokens and without files."""
-    config = config_of(shape, world.world_size, more, world.device.type)
-    widen = cpu.widens(config, world)
-    model = train.sharded_model(config, shape.vocab_size, build_mesh(config.fsdp, world.device), widen=widen)
-    materialise(model, world.device, seed=0)
+def training_of(shape: Shape, process: Process, more: dict[str, Any]) -> Session:
+    """Build a session like train.build's, on random tokens and without files."""
+    config = config_of(shape, process.world_size, more, process.device.type)
+    widen = cpu.widens(config, process)
+    model = train.sharded_model(config, shape.vocab_size, build_mesh(config.fsdp, process.device), widen=widen)
+    materialise(model, process.device, seed=0)
     loader = Loader(
         RandomSamples(shape),
         micro_batch_size=shape.micro_batch_size,
-        rank=world.rank,
-        world_size=world.world_size,
+        rank=process.rank,
+        world_size=process.world_size,
         seed=None,
     )
-    return bare_session(config, world, model, loader)
+    return bare_session(config, process, model, loader)
 
 
-def ours(**more: Any) -> Callable[[Shape, World], Step]:
-    """train.train_step with all its checks; `section__key=value` sets config keys."""
+def ours(**more: Any) -> Callable[[Shape, Process], Step]:
+    """Run train.train_step with all its checks; `section__key=value` sets config keys."""
 
-    def build(shape: Shape, world: World) -> Step:
-        t = training_of(shape, world, {key.replace("__", "."): value for key, value in more.items()})
+    def build(shape: Shape, process: Process) -> Step:
+        t = training_of(shape, process, {key.replace("__", "."): value for key, value in more.items()})
 
         def step() -> None:
             train.train_step(t, t.state.step + 1)
@@ -155,61 +155,61 @@ def ours(**more: Any) -> Callable[[Shape, World], Step]:
 # --- without a library: our model, computed plainly -------------------------------------------------------------
 
 
-def batch_of(shape: Shape, world: World) -> tuple[Tensor, Tensor]:
-    """Tokens and targets of this rank, (B, T) each."""
-    generator = torch.Generator().manual_seed(world.rank)
+def batch_of(shape: Shape, process: Process) -> tuple[Tensor, Tensor]:
+    """Return this rank's tokens and targets, (B, T) each."""
+    generator = torch.Generator().manual_seed(process.rank)
     rows = torch.randint(shape.vocab_size, (shape.micro_batch_size, shape.seq_len + 1), generator=generator)
-    return rows[:, :-1].to(world.device), rows[:, 1:].to(world.device)
+    return rows[:, :-1].to(process.device), rows[:, 1:].to(process.device)
 
 
-def plain_model(shape: Shape, world: World) -> nn.Module:
-    """The Llama of models/llama.py, with PyTorch's attention and unchunked logits."""
+def plain_model(shape: Shape, process: Process) -> nn.Module:
+    """Build the Llama of models/llama.py, with PyTorch's attention and unchunked logits."""
     config = ModelConfig(
         **{key: getattr(shape, key) for key in SIZES},
         max_seq_len=shape.seq_len,
     )
     with torch.device("meta"):
         model = models.build(config, shape.vocab_size)
-    materialise(model, world.device, seed=0)
+    materialise(model, process.device, seed=0)
     return model
 
 
 def policy(shape: Shape) -> MixedPrecisionPolicy:
-    """The same everywhere: compute in shape.dtype, sum gradients in float32."""
+    """Return the policy of all contenders: compute in shape.dtype, reduce gradients in float32."""
     return MixedPrecisionPolicy(param_dtype=shape.torch_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of all contenders."""
+    """Build the optimizer of all contenders."""
     return torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
 
-def bare_fsdp2(shape: Shape, world: World) -> Step:
-    """fully_shard on each block and the root, and a minimal training loop."""
-    model: Any = plain_model(shape, world)
-    return loop(sharded(model, model.layers, shape, world), shape, world)
+def bare_fsdp2(shape: Shape, process: Process) -> Step:
+    """Apply fully_shard to each block and the root, with a minimal training loop."""
+    model: Any = plain_model(shape, process)
+    return loop(sharded(model, model.layers, shape, process), shape, process)
 
 
-def ddp(shape: Shape, world: World) -> Step:
-    """DistributedDataParallel with autocast: all parameters on each rank."""
-    return loop(DistributedDataParallel(plain_model(shape, world)), shape, world, autocast=True)
+def ddp(shape: Shape, process: Process) -> Step:
+    """Use DistributedDataParallel with autocast: all parameters on each rank."""
+    return loop(DistributedDataParallel(plain_model(shape, process)), shape, process, autocast=True)
 
 
-def sharded(model: Any, layers: Any, shape: Shape, world: World) -> Any:
-    """fully_shard on each block and the root, in place."""
-    mesh = init_device_mesh(world.device.type, (world.world_size,))
+def sharded(model: Any, layers: Any, shape: Shape, process: Process) -> Any:
+    """Apply fully_shard to each block and the root, in place."""
+    mesh = init_device_mesh(process.device.type, (process.world_size,))
     for module in (*layers, model):
         fully_shard(module, mesh=mesh, mp_policy=policy(shape))
     return model
 
 
-def loop(model: nn.Module, shape: Shape, world: World, *, autocast: bool = False) -> Step:
-    """A minimal training loop. The model returns logits, or an object that has them."""
+def loop(model: nn.Module, shape: Shape, process: Process, *, autocast: bool = False) -> Step:
+    """Return the step of a minimal training loop. The model returns logits, or an object that has them."""
     optimizer = adamw(model)
-    tokens, targets = batch_of(shape, world)
+    tokens, targets = batch_of(shape, process)
 
     def step() -> None:
-        with torch.autocast(world.device.type, shape.torch_dtype, enabled=autocast and shape.dtype != "float32"):
+        with torch.autocast(process.device.type, shape.torch_dtype, enabled=autocast and shape.dtype != "float32"):
             out = model(tokens)
         logits = getattr(out, "logits", out)
         F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()).backward()
@@ -224,7 +224,7 @@ def loop(model: nn.Module, shape: Shape, world: World, *, autocast: bool = False
 
 
 def hugging_face_llama(shape: Shape) -> nn.Module:
-    """The same architecture and sizes, with SDPA."""
+    """Build the same architecture and sizes in transformers, with SDPA."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     values: dict[str, Any] = {
@@ -241,26 +241,26 @@ def hugging_face_llama(shape: Shape) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**values))
 
 
-def bare_fsdp2_hf(shape: Shape, world: World) -> Step:
-    """What Fabric runs, without Fabric."""
+def bare_fsdp2_hf(shape: Shape, process: Process) -> Step:
+    """Run Fabric's training without Fabric."""
     model: Any = hugging_face_llama(shape)
-    return loop(sharded(model, model.model.layers, shape, world), shape, world)
+    return loop(sharded(model, model.model.layers, shape, process), shape, process)
 
 
-def ddp_hf(shape: Shape, world: World) -> Step:
-    """What Accelerate runs on a CPU, without Accelerate."""
-    return loop(DistributedDataParallel(hugging_face_llama(shape)), shape, world, autocast=True)
+def ddp_hf(shape: Shape, process: Process) -> Step:
+    """Run Accelerate's CPU training without Accelerate."""
+    return loop(DistributedDataParallel(hugging_face_llama(shape)), shape, process, autocast=True)
 
 
-def transformers_fsdp2(shape: Shape, world: World) -> Step:
-    """transformers' own FSDP2. On one rank it neither shards nor casts: autocast does."""
-    model = hugging_face_llama(shape).to(world.device)
-    alone = world.world_size == 1
-    return loop(shard_with_transformers(model, world.world_size, dtype=shape.dtype), shape, world, autocast=alone)
+def transformers_fsdp2(shape: Shape, process: Process) -> Step:
+    """Use transformers' own FSDP2. On one rank it neither shards nor casts, so autocast does."""
+    model = hugging_face_llama(shape).to(process.device)
+    alone = process.world_size == 1
+    return loop(shard_with_transformers(model, process.world_size, dtype=shape.dtype), shape, process, autocast=alone)
 
 
 def shard_with_transformers(model: Any, dp_shard: int, dp_replicate: int = 1, *, dtype: str) -> Any:
-    """What `from_pretrained(distributed_config=...)` does to a model, which also requires accelerate. In place."""
+    """Shard a model in place as `from_pretrained(distributed_config=...)` does, which would also need accelerate."""
     from transformers.distributed.configuration_utils import DistributedConfig
 
     given = DistributedConfig(
@@ -270,8 +270,8 @@ def shard_with_transformers(model: Any, dp_shard: int, dp_replicate: int = 1, *,
     return type(model).maybe_distribute_model(model, config, mesh)
 
 
-def fabric(shape: Shape, world: World) -> Step:
-    """Lightning Fabric's ModelParallelStrategy, which is FSDP2."""
+def fabric(shape: Shape, process: Process) -> Step:
+    """Use Lightning Fabric's ModelParallelStrategy, which is FSDP2."""
     from lightning_fabric import Fabric
     from lightning_fabric.strategies.model_parallel import ModelParallelStrategy
 
@@ -280,15 +280,15 @@ def fabric(shape: Shape, world: World) -> Step:
             fully_shard(layer, mesh=mesh["data_parallel"], mp_policy=policy(shape))
         return fully_shard(model, mesh=mesh["data_parallel"], mp_policy=policy(shape))
 
-    # its default is tensor parallelism on one machine: no rank would send another anything
-    strategy = ModelParallelStrategy(parallelize, data_parallel_size=world.world_size, tensor_parallel_size=1)
-    lightning = Fabric(accelerator=world.device.type, devices=world.world_size, strategy=strategy)
+    # its default is tensor parallelism on one machine, without any communication here
+    strategy = ModelParallelStrategy(parallelize, data_parallel_size=process.world_size, tensor_parallel_size=1)
+    lightning = Fabric(accelerator=process.device.type, devices=process.world_size, strategy=strategy)
     lightning.launch()
     model = lightning.setup(hugging_face_llama(shape))
     mine: Any = next(model.parameters())
-    assert mine.device_mesh.size() == world.world_size, mine.device_mesh
+    assert mine.device_mesh.size() == process.world_size, mine.device_mesh
     optimizer: Any = lightning.setup_optimizers(adamw(model))
-    tokens, _ = batch_of(shape, world)
+    tokens, _ = batch_of(shape, process)
 
     def step() -> None:
         lightning.backward(model(input_ids=tokens, labels=tokens).loss)
@@ -299,15 +299,15 @@ def fabric(shape: Shape, world: World) -> Step:
     return step
 
 
-def accelerate(shape: Shape, world: World) -> Step:
-    """Accelerate with FSDP2. On a CPU it silently uses DDP; that is accepted only there."""
+def accelerate(shape: Shape, process: Process) -> Step:
+    """Use Accelerate with FSDP2. On a CPU it silently uses DDP, which we accept only there."""
     from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"]
     )
-    on_cpu = world.device.type == "cpu"
+    on_cpu = process.device.type == "cpu"
     accelerator = Accelerator(
         cpu=on_cpu, mixed_precision="bf16" if shape.dtype == "bfloat16" else "no", fsdp_plugin=plugin
     )
@@ -315,7 +315,7 @@ def accelerate(shape: Shape, world: World) -> Step:
     model, optimizer = accelerator.prepare(bare, adamw(bare))
     if on_cpu:
         assert isinstance(model, DistributedDataParallel), type(model)
-    tokens, _ = batch_of(shape, world)
+    tokens, _ = batch_of(shape, process)
 
     def step() -> None:
         accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
@@ -328,24 +328,24 @@ def accelerate(shape: Shape, world: World) -> Step:
 
 # --- the roof ---------------------------------------------------------------------------------------------------
 
-PRODUCTS = 2  # in a step of the roof
+MATMULS = 2  # per step of the roof
 
 
-def roof(shape: Shape, world: World) -> Step:
-    """Products of two square matrices on all ranks at once: the machine's practical peak."""
+def roof(shape: Shape, process: Process) -> Step:
+    """Multiply square matrices on all ranks at once: the machine's practical peak."""
     generator = torch.Generator().manual_seed(0)
     size = shape.roof, shape.roof
-    one, other = (torch.randn(size, generator=generator).to(world.device, shape.torch_dtype) for _ in range(2))
+    one, other = (torch.randn(size, generator=generator).to(process.device, shape.torch_dtype) for _ in range(2))
     out = torch.empty_like(one)
 
-    def products() -> None:
-        for _ in range(PRODUCTS):
+    def matmuls() -> None:
+        for _ in range(MATMULS):
             torch.mm(one, other, out=out)
 
-    return products
+    return matmuls
 
 
-CONTENDERS: dict[str, Callable[[Shape, World], Step]] = {
+CONTENDERS: dict[str, Callable[[Shape, Process], Step]] = {
     "torchtitan_lite": ours(),
     "torchtitan_lite, compiled": ours(compile__enabled=True),
     "torchtitan_lite, fast paths off": ours(
@@ -363,10 +363,10 @@ CONTENDERS: dict[str, Callable[[Shape, World], Step]] = {
     "DDP, HF Llama": ddp_hf,
     "roof": roof,
 }
-# only on request; bfloat16 also in the float32 table of a CPU without its instructions
+# only on request; bfloat16 also in the float32 table, on a CPU without bf16 instructions
 WIDENED = "torchtitan_lite, bfloat16"
 EXTRA = "torchtitan_lite, compiled", "torchtitan_lite, not sharded", "torchtitan_lite, blocks in one group", WIDENED
-# runs where the other is not installed
+# used if the contender is not installed
 STAND_INS = {"Fabric, HF Llama": "bare FSDP2 loop, HF Llama", "Accelerate, HF Llama": "DDP, HF Llama"}
 NEEDS = {
     "transformers' FSDP2": ("transformers",),
@@ -378,7 +378,7 @@ NEEDS = {
 
 
 def missing(name: str) -> list[str]:
-    """The packages that a contender needs and that are not installed."""
+    """Return the packages that a contender needs and that are not installed."""
     installed = {
         (found.metadata["Name"] or "").lower().replace("_", "-") for found in importlib.metadata.distributions()
     }
@@ -386,38 +386,38 @@ def missing(name: str) -> list[str]:
 
 
 def peak_mib(device: torch.device) -> float:
-    """The most memory of this process so far, in MiB: allocated on the GPU, or resident."""
+    """Return this process's peak memory so far, in MiB: allocated on the GPU, or resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def main() -> None:
-    """Build one contender, then run the steps requested on standard input."""
+    """Build one contender, then run the steps that standard input asks for."""
     name, shape = sys.argv[1], Shape(**json.loads(sys.argv[2]))
     device: Any = os.environ.get("BENCHMARK_DEVICE", "cpu")
-    with process_group(RunConfig(device=device, threads=int(os.environ["OMP_NUM_THREADS"]))) as world:
-        before = peak_mib(world.device)
-        step = CONTENDERS[name](shape, world)
-        _say(world, ready=name)
+    with process_group(RunConfig(device=device, threads=int(os.environ["OMP_NUM_THREADS"]))) as process:
+        before = peak_mib(process.device)
+        step = CONTENDERS[name](shape, process)
+        _say(process, ready=name)
         for line in sys.stdin:
             dist.barrier()
             start, on_cores = time.perf_counter(), time.process_time()
             for _ in range(int(line)):
                 step()
-            if world.device.type == "cuda":
+            if process.device.type == "cuda":
                 torch.cuda.synchronize()
             dist.barrier()
             seconds = time.perf_counter() - start
             spent = torch.tensor(time.process_time() - on_cores)
             dist.all_reduce(spent)
-            cpu_s = spent.item() / world.world_size
-            _say(world, seconds=seconds, cpu_s=cpu_s, peak_mib=peak_mib(world.device), before_mib=before)
+            cpu_s = spent.item() / process.world_size
+            _say(process, seconds=seconds, cpu_s=cpu_s, peak_mib=peak_mib(process.device), before_mib=before)
     exit_process()
 
 
-def _say(world: World, **values: Any) -> None:
-    if world.rank == 0:
+def _say(process: Process, **values: Any) -> None:
+    if process.rank == 0:
         print(json.dumps(values), flush=True)
 
 

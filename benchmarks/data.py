@@ -36,7 +36,7 @@ SEQ_LEN, BATCH = 1024, 512
 
 
 def library(megabytes: float) -> bytes:
-    """Source of Python's standard library, repeated to a size, as .jsonl lines of 4 KiB."""
+    """Return the standard library's source, repeated up to a size, as .jsonl lines of 4 KiB."""
     texts, size = [], 0
     while size < megabytes * 1e6:
         for file in standard_library().files:
@@ -72,7 +72,7 @@ for i in range(0, len(texts), 1000):
 print(time.perf_counter() - before[0], time.process_time() - before[1])
 """
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "true"}
-    ours: list[tuple[float, float]] = []  # seconds, and seconds of all cores
+    ours: list[tuple[float, float]] = []  # wall seconds, CPU seconds
     theirs: list[tuple[float, float]] = []
     for turn in range(3):
         line = [sys.executable, "-c", bare, str(source), str(given)]
@@ -92,7 +92,7 @@ print(time.perf_counter() - before[0], time.process_time() - before[1])
 
 
 def children_s() -> float:
-    """CPU seconds of all child processes that have ended."""
+    """Return the CPU seconds of all child processes that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
@@ -102,7 +102,7 @@ def spread(values: list[float]) -> str:
 
 
 def resident(pid: int) -> int:
-    """Resident bytes of a process and its children."""
+    """Return the resident bytes of a process and its children."""
     total = 0
     try:
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
@@ -117,7 +117,7 @@ def resident(pid: int) -> int:
 
 
 def memory(folder: Path, sizes: tuple[float, float]) -> None:
-    """Peak memory of the command with the byte tokenizer, the fastest and so the hardest to keep up with."""
+    """Print the command's peak memory with the byte tokenizer, the fastest, so that queues fill most."""
     print("peak memory of prepare, all processes together")
     for megabytes in sizes:
         source, out = folder / "memory.jsonl", folder / "memory"
@@ -132,7 +132,7 @@ def memory(folder: Path, sizes: tuple[float, float]) -> None:
 
 
 def corpus_of(folder: Path, n_tokens: int) -> Path:
-    """A prepared folder with that many tokens, of which all but the first million are a hole in the file."""
+    """Make a prepared folder with n_tokens; all but the first million are a hole in the file."""
     out = folder / f"tokens-{n_tokens}"
     out.mkdir()
     write_durably(out / "tokenizer.json", b"{}")
@@ -152,13 +152,13 @@ def corpus_of(folder: Path, n_tokens: int) -> Path:
 
 
 def loader_of(folder: Path) -> Loader:
-    """The loader of train.py, with one source."""
+    """Build train.py's loader, with one source."""
     samples = Mixture([Samples(folder, "train", SEQ_LEN)], [1.0], ["one"])
     return Loader(samples, micro_batch_size=BATCH // 4, rank=0, world_size=1, seed=0)
 
 
 def loading(folder: Path) -> None:
-    """Tokens a second on one core, and the first batch after a resume."""
+    """Print tokens per second on one core, and the time to the first batch after a resume."""
     print(f"loader on one core: batches of {BATCH} sequences of {SEQ_LEN} tokens; median of 20 after 5")
     for n_tokens in (10**7, 4 * 10**9):
         made = corpus_of(folder, n_tokens)

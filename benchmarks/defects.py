@@ -1,8 +1,8 @@
-"""Defects of other checkpoints, and the same attacks here: `python -m benchmarks.defects [ROW ...]`.
+"""Attacks on other tools' checkpoints and on ours: `python -m benchmarks.defects [ROW ...]`.
 
-Each row attacks a checkpoint of a plain tool and one of this project, with the same tensors, and prints what each
-answers. The tools: torch.distributed.checkpoint (DCP) with its own files, the safetensors library, transformers'
-distributed `save_pretrained`, and the Checkpointer in its four ways. docs/lab/defects.md explains the rows.
+Each row attacks a plain tool's checkpoint and one of this project, with the same tensors, and prints both outcomes. The
+tools: torch.distributed.checkpoint (DCP) with its own files, the safetensors library, transformers' distributed
+`save_pretrained`, and the Checkpointer in its four ways. docs/lab/defects.md explains the rows.
 """
 
 import argparse
@@ -43,8 +43,8 @@ from torchtitan_lite.checkpointing import safetensors_file, storage
 from torchtitan_lite.checkpointing.dcp_storage import ShardWriter
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import by_name
-from torchtitan_lite.distributed.process_group import World
-from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.distributed.process_group import Process
+from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.errors import CheckpointError
 
 Results = dict[str, str]  # by tool
@@ -56,18 +56,18 @@ DIES = "this rank dies now"
 
 
 class Tool(NamedTuple):
-    """Live tensors, and what saves and loads them. Both raise the tool's error."""
+    """Live tensors, and functions that save and load them, or raise the tool's error."""
 
     tensors: Callable[[], Mapping[str, Tensor]]
     save: Callable[[], object]
     load: Callable[[], object]
 
 
-def tool(name: str, world: World, folder: Path, *, threads: bool = False) -> Tool:
-    """A tool on this mesh of 1 or 2 ranks, which saves into this folder. With `threads`, another thread writes."""
+def tool(name: str, process: Process, folder: Path, *, threads: bool = False) -> Tool:
+    """Set up a tool on this mesh of 1 or 2 ranks, to save into this folder. `threads`: write in a second thread."""
     if name == TRANSFORMERS:
-        return transformers(world, folder)
-    state = State(str(world.world_size), 1, "llama", world)
+        return transformers(process, folder)
+    state = State(str(process.world_size), 1, "llama", process)
     state.step()
     kind, api = name.split() if name in OURS else WAYS[0]
     ours = state.checkpointer(folder, kind, api, background=threads)
@@ -81,7 +81,7 @@ def tool(name: str, world: World, folder: Path, *, threads: bool = False) -> Too
         return Tool(live, save, lambda: dcp.load(live(), storage_reader=reader))
     if name == SAFETENSORS:
         folder.mkdir()
-        file, rows = folder / "model.safetensors", {key: local_rows(t)[0] for key, t in live().items()}
+        file, rows = folder / "model.safetensors", {key: own_part(t)[0] for key, t in live().items()}
         return Tool(live, lambda: save_file(rows, file), lambda: [rows[n].copy_(t) for n, t in load_file(file).items()])
 
     def save_ours() -> None:
@@ -97,13 +97,13 @@ def tool(name: str, world: World, folder: Path, *, threads: bool = False) -> Too
     return Tool(live, save_ours, load_ours)
 
 
-def transformers(world: World, folder: Path) -> Tool:
-    """Its FSDP2 on 2 ranks; on one, what loads without."""
+def transformers(process: Process, folder: Path) -> Tool:
+    """Set up transformers' FSDP2 on 2 ranks; on one, the unsharded model."""
     from transformers import AutoModelForCausalLM
 
     model: Any = contenders.hugging_face_llama(oracle.SHAPE)
-    if world.world_size > 1:
-        contenders.shard_with_transformers(model, world.world_size, dtype="float32")
+    if process.world_size > 1:
+        contenders.shard_with_transformers(model, process.world_size, dtype="float32")
     tensors = dict(model.named_parameters())
 
     def load() -> None:
@@ -114,7 +114,7 @@ def transformers(world: World, folder: Path) -> Tool:
 
 
 def answer(action: Callable[[], object]) -> str:
-    """The error of an action, in short; "" if it succeeds."""
+    """Return an action's error, shortened; "" if it succeeds."""
     try:
         action()
     except CheckpointException as error:
@@ -125,15 +125,15 @@ def answer(action: Callable[[], object]) -> str:
 
 
 def parts(of: Tool) -> list[Tensor]:
-    return [local_rows(tensor.detach())[0] for tensor in of.tensors().values()]
+    return [own_part(tensor.detach())[0] for tensor in of.tensors().values()]
 
 
-# --- a death within a save --------------------------------------------------------------------------------------
+# --- a death during a save --------------------------------------------------------------------------------------
 
 
 @contextmanager
 def rank_dies(who: int) -> Iterator[None]:
-    """By SIGKILL when it is about to write, after the other one has written its part."""
+    """Kill a rank by SIGKILL when it is about to write, after the other rank has written its part."""
 
     def dying(write_data: Callable[..., Any]) -> Callable[..., Any]:
         def write(*args: Any) -> Any:
@@ -153,9 +153,9 @@ def rank_dies(who: int) -> Iterator[None]:
         yield
 
 
-def save_values(world: World, name: str, folder: Path, values: list[float], who: int) -> None:
-    """Save once for each value, which all tensors then hold. In the last save a rank dies."""
-    saver = tool(name, world, folder)
+def save_values(process: Process, name: str, folder: Path, values: list[float], who: int) -> None:
+    """Fill all tensors with each value in turn, and save. In the last save a rank dies."""
+    saver = tool(name, process, folder)
     for value in values:
         for part in parts(saver):
             part.fill_(value)
@@ -163,9 +163,9 @@ def save_values(world: World, name: str, folder: Path, values: list[float], who:
             saver.save()
 
 
-def load_values(world: World, name: str, folder: Path) -> str:
-    """Load on one rank, and say what the tensors hold then."""
-    loader = tool(name, world, folder)
+def load_values(process: Process, name: str, folder: Path) -> str:
+    """Load on one rank, and describe the tensors' values."""
+    loader = tool(name, process, folder)
     for part in parts(loader):
         part.fill_(9)
     if error := answer(loader.load):
@@ -179,7 +179,7 @@ def load_values(world: World, name: str, folder: Path) -> str:
 
 
 def dies_in(values: list[float], who: int, names: list[str]) -> Callable[[Path], Results]:
-    """A row: save these values, the last one not to its end, then load."""
+    """Build a row: save these values, interrupt the last save, then load."""
 
     def attack(folder: Path) -> Results:
         found = {}
@@ -201,7 +201,7 @@ def dies_in(values: list[float], who: int, names: list[str]) -> Callable[[Path],
 # --- attacks on one rank ----------------------------------------------------------------------------------------
 
 
-def bits(world: World, folder: Path) -> Results:
+def bits(process: Process, folder: Path) -> Results:
     """Flip single bits in the files with tensors, one at a time, and load."""
 
     def content(of: Tool) -> list[bytes]:
@@ -209,7 +209,7 @@ def bits(world: World, folder: Path) -> Results:
 
     found = {}
     for name in (DCP, SAFETENSORS, *OURS):
-        of = tool(name, world, folder / name)
+        of = tool(name, process, folder / name)
         of.save()
         expected, random, outcomes = content(of), Random(1), Counter[str]()
         files = sorted(file for file in (folder / name).rglob("*") if file.suffix in (".distcp", ".safetensors"))
@@ -226,8 +226,8 @@ def bits(world: World, folder: Path) -> Results:
     return found
 
 
-def pickles(world: World, folder: Path) -> Results:
-    """Put a pickle that runs a command in the place of a file, and load."""
+def pickles(process: Process, folder: Path) -> Results:
+    """Replace a file by a pickle that runs a command, and load."""
     canary = folder / "canary"
     bomb = pickle.dumps(Bomb(canary))
 
@@ -236,7 +236,7 @@ def pickles(world: World, folder: Path) -> Results:
         error = answer(load)
         return "the command ran" if canary.exists() else error and "refused"
 
-    plain = tool(DCP, world, folder / DCP)
+    plain = tool(DCP, process, folder / DCP)
     plain.save()
     (folder / DCP / ".metadata").write_bytes(bomb)
     dcp.save({"extra": Bomb(canary)}, checkpoint_id=folder / "value")
@@ -248,7 +248,7 @@ def pickles(world: World, folder: Path) -> Results:
         "`torch.load`": outcome(lambda: torch.load(folder / "file.pt")),
     }
     for name in OURS:
-        attacked, outcomes = tool(name, world, folder / name), Counter[str]()
+        attacked, outcomes = tool(name, process, folder / name), Counter[str]()
         attacked.save()
         checkpoint = storage.step_folder(folder / name, 1)
         honest = {file: file.read_bytes() for file in checkpoint.iterdir()}
@@ -266,19 +266,19 @@ def pickles(world: World, folder: Path) -> Results:
     return found
 
 
-def threads(world: World, folder: Path) -> Results:
-    """A disk that is full for every thread but the main one, and a hash that fails."""
+def threads(process: Process, folder: Path) -> Results:
+    """Save to a disk that is full for every thread but the main one, and with a hash that fails."""
     failed, honest, full = threading.Event(), FileSystem.create_stream, OSError(errno.ENOSPC, "No space left on device")
 
     def create_stream(*args: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
             failed.set()
             raise full
-        failed.wait()  # so each thread gets one of the two files
+        failed.wait()  # makes each thread take one of the two files
         return honest(*args)
 
     def outcome(name: str, owner: Any, attribute: str, broken: Any, *, threads: bool = True) -> str:
-        attacked = tool(name, world, folder / f"{name} {attribute}", threads=threads)
+        attacked = tool(name, process, folder / f"{name} {attribute}", threads=threads)
         with mock.patch.object(owner, attribute, broken):
             if error := answer(attacked.save):
                 return f"the save fails: {error}"
@@ -294,25 +294,25 @@ def threads(world: World, folder: Path) -> Results:
     return found
 
 
-def on_one_rank(attack: Callable[[World, Path], Results]) -> Callable[[Path], Results]:
+def on_one_rank(attack: Callable[[Process, Path], Results]) -> Callable[[Path], Results]:
     return lambda folder: run_distributed(attack, 1, folder)[0]
 
 
-# --- another version of torch -----------------------------------------------------------------------------------
+# --- a different version of torch -------------------------------------------------------------------------------
 
 
-def save_each(world: World, folder: Path) -> str:
+def save_each(process: Process, folder: Path) -> str:
     for name in (DCP, *OURS):
-        tool(name, world, folder / name).save()
+        tool(name, process, folder / name).save()
     return torch.__version__
 
 
-def load_each(world: World, folder: Path) -> Results:
-    return {name: answer(tool(name, world, folder / name).load) or "loads" for name in (DCP, *OURS)}
+def load_each(process: Process, folder: Path) -> Results:
+    return {name: answer(tool(name, process, folder / name).load) or "loads" for name in (DCP, *OURS)}
 
 
 def newer_torch(python: Path) -> Callable[[Path], Results]:
-    """A row: this interpreter saves with its torch, and this one loads."""
+    """Build a row: `python` saves with its torch, and this interpreter loads."""
 
     def attack(folder: Path) -> Results:
         if not python.exists():
@@ -332,7 +332,7 @@ def newer_torch(python: Path) -> Callable[[Path], Results]:
 
 
 class Row(NamedTuple):
-    """A row of the table. `holds`: what each answer of this project has to match."""
+    """A row of the table. `holds`: a pattern that each of this project's answers must match."""
 
     defect: str
     attack: Callable[[Path], Results]
@@ -340,7 +340,7 @@ class Row(NamedTuple):
 
 
 def rows_of(python: Path) -> dict[str, Row]:
-    """All rows, by name."""
+    """Return all rows by name."""
     names = [DCP, TRANSFORMERS, *SHARDED]
     only_first = r"loads; \d+ tensors hold the first save"
     return {
@@ -357,7 +357,7 @@ def rows_of(python: Path) -> dict[str, Row]:
 
 
 def line(defect: str, found: Results) -> str:
-    """A line of the table: the answers of others, and those of this project; equal ones once."""
+    """Format a row: the answers of others, and this project's; equal answers once."""
     sides: tuple[dict[str, list[str]], dict[str, list[str]]] = {}, {}
     for name, text in found.items():
         sides[name in OURS].setdefault(text, []).append(name)
@@ -367,7 +367,7 @@ def line(defect: str, found: Results) -> str:
 
 def main(argv: list[str]) -> int:
     """Print the table. Exit code 1: an attack on this project succeeded."""
-    from benchmarks import defects  # not __main__: the ranks import it
+    from benchmarks import defects  # not __main__, because the ranks import it
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.defects", description=__doc__)
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"{', '.join(rows_of(Path()))}; default: all")

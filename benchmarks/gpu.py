@@ -1,15 +1,15 @@
-"""What one rented GPU can prove in half an hour: `python -m benchmarks.gpu --budget-s 540`, three times.
+"""Checks on a rented GPU, within half an hour: `python -m benchmarks.gpu --budget-s 540`, three times.
 
-Each item of ITEMS runs in a process of its own with a time limit, so that a crash or a hang ends only that item. Its
-result is appended to a JSONL at once. The next call skips the items that have one for the same commit, card and torch,
-and runs the others in order, as long as their estimates fit into the budget. In the end the tables are printed.
+Each item of ITEMS runs in its own process with a time limit, so that a crash or a hang ends only that item. Its result
+is appended to a JSONL file at once. The next call skips items with a result for the same commit, card and torch, and
+runs the others in order while their estimates fit into the budget. Then it prints the tables.
 
     --list          print the items and their estimates (seconds, not measured)
-    --only WORDS    run only the items whose names contain this, also those that have a result
-    --wheels DIR    install the missing packages from this folder first (docs/lab/gpu.md says how to fill it)
-    --stand-in      no GPU: run the items on the CPU, with tiny sizes. It tests this command, not the card.
+    --only WORDS    run only the items whose names contain this, even if they have a result
+    --wheels DIR    first install missing packages from this folder (docs/lab/gpu.md says how to fill it)
+    --stand-in      no GPU: run the items on the CPU, with tiny sizes. This tests the command, not the card.
 
-Needs nothing but the standard library itself; the items need torch and the packages.
+This command needs only the standard library; the items need torch and the packages.
 """
 
 import argparse
@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-CALL_S = 540  # of each of the three calls
-# what train.py and the tests import, apart from torch and what comes with it
+CALL_S = 540  # per call
+# imports of train.py and the tests, except torch and its dependencies
 PACKAGES = ["filelock", "numpy", "pydantic", "pyyaml", "safetensors", "tokenizers", "tomli", "tomli-w", "tqdm"]
 PACKAGES += ["pytest", "pytest-xdist", "torchao"]
 
@@ -37,26 +37,26 @@ PACKAGES += ["pytest", "pytest-xdist", "torchao"]
 class Item:
     """One measurement."""
 
-    call: int  # in which of the three calls it is expected to run
-    seconds: int  # an estimate, with the import of torch and compilation
+    call: int  # the call, of three, in which it should run
+    seconds: int  # an estimate, including the import of torch and compilation
     name: str
     function: str  # of gpu_items.py
     options: dict[str, Any] = field(default_factory=dict)
 
 
 def row(call: int, seconds: int, name: str, config: str, *values: dict[str, Any], **options: Any) -> Item:
-    """Steps of a shipped config with some values."""
+    """Make an item that runs steps of a shipped config with some values."""
     merged = {key: value for some in values for key, value in some.items()}
     return Item(call, seconds, name, "row", {"config": f"{config}.toml", "values": merged, **options})
 
 
 def fake(seconds: int, name: str, config: str, world_size: int, *values: dict[str, Any]) -> Item:
-    """One rank of a world."""
+    """Make an item that runs one rank of a world."""
     given = row(3, seconds, name, config, *values, world_size=world_size)
     return Item(3, seconds, name, "fake_rank", given.options)
 
 
-# 1.24 B parameters, 8 sequences of 4,096 tokens a step. The baseline is what torchtitan computes, too.
+# 1.24 B parameters, 8 sequences of 4,096 tokens per step. torchtitan computes the same as the baseline.
 ONE: dict[str, Any] = {"train.global_batch_size": 8, "train.micro_batch_size": 2, "optim.warmup_steps": 2}
 ONE |= {"fsdp.reshard_after_forward": "default", "fsdp.explicit_prefetching": False}
 SELECTIVE = {"activation_checkpointing.mode": "selective"}
@@ -91,7 +91,7 @@ RANKS = {
     "Muon, HSDP": {**MUON, **HSDP},
 }
 ITEMS = [
-    Item(1, 40, "products of three models", "products"),
+    Item(1, 40, "matmuls of three models", "matmuls"),
     Item(1, 40, "attention by each backend", "attention"),
     Item(1, 40, "vocabularies and the loss's kernel", "vocabularies"),
     Item(1, 20, "copies", "copies"),
@@ -124,7 +124,7 @@ ITEMS = [
 def run_item(
     item: Item, limit_s: float, log: Path, flags: Sequence[str], env: dict[str, str]
 ) -> tuple[dict[str, Any], str]:
-    """What the item has found, and why it did not end as it should: empty if it did."""
+    """Run an item. Returns its figures, and the reason of a failure; empty if it succeeded."""
     with tempfile.TemporaryDirectory() as folder, log.open("w") as output:
         out, error = Path(folder) / "figures.json", ""
         arguments = [item.function, json.dumps(item.options), str(out), *flags]
@@ -139,29 +139,29 @@ def run_item(
             error = f"ended after {limit_s:.0f} s"
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
+                os.killpg(process.pid, signal.SIGKILL)  # including its child processes
             process.wait()
         return json.loads(out.read_text()) if out.is_file() else {}, error
 
 
 def reason(output: str) -> str:
-    """The last line that names an error, and the one after it if that has the details."""
+    """Return the last line that names an error, and the next one if that has the details."""
     lines = [line.strip() for line in output.splitlines()] + [""]
     last = next((i for i in reversed(range(len(lines))) if "rror: " in lines[i]), len(lines) - 1)
     return " ".join(lines[last : last + 2] if lines[last].endswith(":") else lines[last : last + 1])[:300]
 
 
 def read(results: Path) -> list[dict[str, Any]]:
-    """All records; half a line, of a call that was killed, is skipped, and what a damaged disk made of others."""
+    """Return all records. Skips lines that a kill or a damaged disk has made invalid."""
     records = []
     for line in results.read_bytes().splitlines() if results.is_file() else []:
-        with contextlib.suppress(ValueError):  # no JSON, or no UTF-8
+        with contextlib.suppress(ValueError):  # not JSON, or not UTF-8
             records.append(json.loads(line))
     return [record for record in records if isinstance(record, dict)]
 
 
 def append(results: Path, record: dict[str, Any]) -> None:
-    """Add a line, which is on disk when this returns."""
+    """Append a line, and sync it to disk."""
     torn = results.is_file() and not results.read_bytes().endswith(b"\n") and results.stat().st_size > 0
     with results.open("a") as file:
         file.write(("\n" if torn else "") + json.dumps(record) + "\n")
@@ -170,7 +170,7 @@ def append(results: Path, record: dict[str, Any]) -> None:
 
 
 def missing(items: Sequence[Item], records: Sequence[dict[str, Any]], key: dict[str, Any]) -> list[Item]:
-    """The items without a result of this commit, card and torch."""
+    """Return the items without a result for this commit, card and torch."""
     done = {record["item"] for record in records if all(record.get(name) == key[name] for name in key)}
     return [item for item in items if item.name not in done]
 
@@ -194,12 +194,12 @@ def run_all(items: Sequence[Item], key: dict[str, Any], given: argparse.Namespac
         seconds = round(time.monotonic() - before, 1)
         print(f"        {error or 'done'}, {seconds} s", flush=True)
         if error and not figures and time.monotonic() >= deadline:
-            continue  # the budget ended it: the next call tries again, with more time
+            continue  # the budget ended it: the next call retries with more time
         append(given.results, {"item": item.name, **key, "seconds": seconds, "figures": figures, "error": error})
 
 
 def tables(records: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """All figures; then those that `plan` has expected. Of several results of an item, the newest."""
+    """Yield all figures, then those that `plan` predicts. Uses the newest result of each item."""
     newest = {record["item"]: record for record in records}
     yield "\n| item | seconds | figures |\n|---|---:|---|"
     for name, record in newest.items():
@@ -228,7 +228,7 @@ def flags_of(given: argparse.Namespace) -> list[str]:
 
 
 def environment(given: argparse.Namespace) -> dict[str, str]:
-    """Of the items: without torchrun's variables, and with the packages of --wheels."""
+    """Return the items' environment: without torchrun's variables, with the packages of --wheels."""
     env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     paths = [str(ROOT)]
     if given.wheels:
@@ -241,7 +241,7 @@ def environment(given: argparse.Namespace) -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit, with "-dirty" if files differ from it; "unknown" without git."""
+    """Return the commit, with "-dirty" if files differ from it; "unknown" without git."""
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
@@ -253,7 +253,7 @@ def stop(number: int, _frame: Any) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run what is missing, then print the tables."""
+    """Run the missing items, then print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget-s", type=float, default=CALL_S)
     parser.add_argument("--results", type=Path, default=ROOT / "runs" / "gpu.jsonl")
@@ -283,6 +283,6 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    for signal_number in (signal.SIGTERM, signal.SIGHUP):  # or it would end this process, but not the item
+    for signal_number in (signal.SIGTERM, signal.SIGHUP):  # by default they end this process, but not the item
         signal.signal(signal_number, stop)
     main(sys.argv[1:])

@@ -1,7 +1,7 @@
-"""What benchmarks/gpu.py runs, each in a process of its own: `python -m benchmarks.gpu_items FUNCTION OPTIONS FILE`.
+"""The items of benchmarks/gpu.py, each in its own process: `python -m benchmarks.gpu_items FUNCTION OPTIONS FILE`.
 
-OPTIONS are the function's, as JSON; what it returns is written to FILE. A figure `plan_NAME` is what `plan` expects of
-the figure NAME. With --stand-in everything runs on the CPU, with tiny sizes.
+OPTIONS are the function's arguments, as JSON; its result is written to FILE. A figure `plan_NAME` is the prediction of
+`plan` for the figure NAME. With --stand-in everything runs on the CPU, with tiny sizes.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ from torchtitan_lite.data.loader import Loader, PrefetchingLoader
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows
 from torchtitan_lite.distributed.initialize import materialise
-from torchtitan_lite.distributed.process_group import World, build_mesh, exit_process, process_group
+from torchtitan_lite.distributed.process_group import Process, build_mesh, exit_process, process_group
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import loss_operators
 from torchtitan_lite.models.attention import attend, within_documents
@@ -55,8 +55,8 @@ from torchtitan_lite.models.chunked_loss import chunked_cross_entropy
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.run import mfu
 from torchtitan_lite.run.between_steps import disable_automatic_garbage
-from torchtitan_lite.run.session import Session, settle
-from torchtitan_lite.tools.estimate import step_time
+from torchtitan_lite.run.session import Session, check_pending
+from torchtitan_lite.tools.estimate import planned_run
 from torchtitan_lite.tools.estimate.planned_run import Plan, make_plan
 from torchtitan_lite.tools.estimate.simulate import fake_world
 
@@ -69,7 +69,7 @@ Figures = dict[str, Any]
 
 
 class Found(Figures):
-    """Figures that are written as they are found: a crash or a time limit loses only the rest."""
+    """Figures that are written as they are found, so that a crash or a time limit loses only the rest."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, value)
@@ -77,7 +77,7 @@ class Found(Figures):
 
 
 def write(figures: Figures) -> None:
-    """To FILE, rounded to four digits, in one piece."""
+    """Write figures to FILE atomically, rounded to four digits."""
     rounded = {k: float(f"{v:.4g}") if isinstance(v, float) and math.isfinite(v) else v for k, v in figures.items()}
     out, part = Path(sys.argv[3]), Path(f"{sys.argv[3]}.part")
     part.write_text(json.dumps(rounded))
@@ -93,7 +93,7 @@ TINY_LLAMA = {"model.n_kv_heads": 2, "model.hidden_dim": 64}
 
 
 def config_of(file: str, values: dict[str, Any], world_size: int = 1) -> Config:
-    """A shipped config with these values, by "section.key"; a stand-in is smaller."""
+    """Load a shipped config with these values, by "section.key"; a stand-in is smaller."""
     more = TINY | (TINY_LLAMA if "llama" in file else {}) if STAND_IN else {"run.device": "cuda"}
     overrides = values | more
     if STAND_IN and "data.target_len" in values:
@@ -103,12 +103,12 @@ def config_of(file: str, values: dict[str, Any], world_size: int = 1) -> Config:
 
 
 def gpu() -> mfu.Device | None:
-    """The row of `plan` for this card."""
+    """Return this card's entry in mfu.DEVICES."""
     return mfu.DEVICES["h100"] if STAND_IN else mfu.named(torch.cuda.get_device_name())
 
 
 def device() -> Figures:
-    """The name of the card, and the version of torch."""
+    """Return the card's name and torch's version."""
     if not STAND_IN and not torch.cuda.is_available():
         raise ConfigError("torch sees no GPU here; --stand-in runs the items on the CPU, with tiny sizes")
     return {"device": "stand-in" if STAND_IN else torch.cuda.get_device_name(), "torch": torch.__version__}
@@ -120,7 +120,7 @@ def synchronise() -> None:
 
 
 def timed(function: Callable[[], Any]) -> float:
-    """Seconds of a call: the median of five rounds of calls without a pause, after one more round."""
+    """Return the seconds per call: the median of five rounds of calls, after a warm-up round."""
     times, calls = [], 1 if STAND_IN else 10
     for _ in range(6):
         synchronise()
@@ -139,18 +139,18 @@ def random(*shape: int, grad: bool = False) -> Tensor:
 # --- the parts of a step ------------------------------------------------------------------------------------------
 
 
-def three_products(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a linear layer forward, and backward for its input and its weight."""
+def linear_matmuls(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute a linear layer's matmuls: forward, and backward for input and weight."""
     return x @ weight.T, grad @ weight, grad.T @ x
 
 
 def with_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor | None = None) -> None:
-    """Forward and backward."""
+    """Run forward and backward."""
     torch.autograd.grad(function(*inputs), inputs, grad)
 
 
-def products() -> Figures:
-    """TFLOP/s of the linear layers of three models, forward and backward, and their share of the peak."""
+def matmuls() -> Figures:
+    """Measure TFLOP/s of three models' linear layers, forward and backward, and their share of the peak."""
     found = Found()
     card = gpu()
     for file in ("llama_1b", "llama_8b", "gpt_124m"):
@@ -161,12 +161,12 @@ def products() -> Figures:
         tokens, total_s, total = 64 if STAND_IN else 8192, 0.0, 0.0
         for (out, width), n in shapes.items():
             x, w, g = random(tokens, width), random(out, width), random(tokens, out)
-            seconds, flops = timed(functools.partial(three_products, x, w, g)), 6 * tokens * width * out
+            seconds, flops = timed(functools.partial(linear_matmuls, x, w, g)), 6 * tokens * width * out
             found[f"{file} {width} -> {out}, TFLOP/s"] = flops / seconds / 1e12
             total_s, total = total_s + n * seconds, total + n * flops
         if card:
             found[f"{file}, share of the peak"] = total / total_s / card.half_flops
-            found[f"plan_{file}, share of the peak"] = sum(step_time.shares(card)) / 2
+            found[f"plan_{file}, share of the peak"] = sum(planned_run.shares(card)) / 2
     return found
 
 
@@ -179,7 +179,7 @@ BACKENDS = {
 
 
 def attention() -> Figures:
-    """TFLOP/s of causal attention, forward and backward, by each backend, by our choice, and within documents."""
+    """Measure TFLOP/s of causal attention, forward and backward: each backend, our choice, within documents."""
     found = Found()
     card = gpu()
     for head_dim, batch, length in ((64, 2, 4096), (128, 1, 8192)):
@@ -208,12 +208,12 @@ def attention() -> Figures:
         if card and isinstance(ours, float):
             key = f"heads of {head_dim}, share of the peak"
             found[key] = ours * 1e12 / card.half_flops
-            found[f"plan_{key}"] = step_time.ATTENTION * sum(step_time.shares(card)) / 2
+            found[f"plan_{key}"] = planned_run.ATTENTION * sum(planned_run.shares(card)) / 2
     return found
 
 
 def vocabularies() -> Figures:
-    """The loss of 8,192 tokens with its products, and its kernel alone (a read and a write of the logits)."""
+    """Time the loss of 8,192 tokens with its matmuls, and its kernel alone (one read and one write of the logits)."""
     found = Found()
     for vocabulary, dim in ((50257, 768), (50304, 768), (128256, 2048)):
         tokens, dim, size = (64, 32, vocabulary // 97) if STAND_IN else (8192, dim, vocabulary)
@@ -229,7 +229,7 @@ def vocabularies() -> Figures:
 
 
 def copies() -> Figures:
-    """Rates of copies, of the optimizer, and the host's time for a small operator."""
+    """Measure the bandwidth of copies and of the optimizer, and the host's time for a small operator."""
     n = 1 << (16 if STAND_IN else 28)
     full, half = torch.zeros(n, device=DEVICE), torch.zeros(n, device=DEVICE, dtype=torch.bfloat16)
     host, other = torch.zeros(n, pin_memory=not STAND_IN), torch.zeros(n, device=DEVICE)
@@ -249,10 +249,10 @@ def copies() -> Figures:
     for _ in range(1000):
         small.add_(1)
     found["launch, us"] = 1e3 * (time.perf_counter() - start)
-    found["plan_launch, us"] = 1e6 * step_time.LAUNCH_S
+    found["plan_launch, us"] = 1e6 * planned_run.LAUNCH_S
     if card := gpu():
         found["share of the bandwidth"] = 1e9 * found["copy, GB/s"] / card.memory_bandwidth
-        found["plan_share of the bandwidth"] = step_time.MEMORY
+        found["plan_share of the bandwidth"] = planned_run.MEMORY
     return found
 
 
@@ -260,7 +260,7 @@ def copies() -> Figures:
 
 
 class RandomSamples:
-    """Random sequences of mostly small ids: two documents in each, or pairs, whose length differs by step."""
+    """Random sequences of mostly small ids: two documents each, or pairs with lengths that differ by step."""
 
     def __init__(self, config: Config, vocab_size: int) -> None:
         self.config, self.vocab_size = config, vocab_size
@@ -285,25 +285,25 @@ class RandomSamples:
 
 
 @contextlib.contextmanager
-def session(config: Config, world: World) -> Iterator[Session]:
-    """What train.build makes, on random tokens and without files."""
+def session(config: Config, process: Process) -> Iterator[Session]:
+    """Build a session like train.build's, on random tokens and without files."""
     vocab_size = config.model.vocab_size
-    model = train.sharded_model(config, vocab_size, build_mesh(config.fsdp, world.device))
-    materialise(model, world.device, config.run.seed, offload=config.fsdp.cpu_offload)
+    model = train.sharded_model(config, vocab_size, build_mesh(config.fsdp, process.device))
+    materialise(model, process.device, config.run.seed, offload=config.fsdp.cpu_offload)
     loader = Loader(
         RandomSamples(config, vocab_size),
         micro_batch_size=config.train.micro_batch_size,
-        rank=world.rank,
-        world_size=world.world_size,
+        rank=process.rank,
+        world_size=process.world_size,
         seed=config.run.seed,
         document_mask=config.data.document_mask,
-        pin=world.device.type == "cuda",
+        pin=process.device.type == "cuda",
     )
-    prefetching = PrefetchingLoader(loader, world.device)
+    prefetching = PrefetchingLoader(loader, process.device)
     try:
         if config.speed.gc_every:
             disable_automatic_garbage()
-        yield bare_session(config, world, model, prefetching)
+        yield bare_session(config, process, model, prefetching)
     finally:
         gc.enable()
         gc.unfreeze()
@@ -311,7 +311,7 @@ def session(config: Config, world: World) -> Iterator[Session]:
 
 
 def run_steps(s: Session, plan: Plan, steps: int = STEPS, *, hidden: bool = False) -> Figures:
-    """The median step and the peak memory, and what `plan` expects. The first quarter of the steps is a warm-up.
+    """Measure the median step and the peak memory, and add the predictions of `plan`. A quarter of the steps warm up.
 
     Args:
         hidden: leave communication out of the expected time.
@@ -324,7 +324,7 @@ def run_steps(s: Session, plan: Plan, steps: int = STEPS, *, hidden: bool = Fals
         train.train_step(s, step)
         synchronise()
         times.append(time.perf_counter() - start)
-    settle(s)
+    check_pending(s)
     if not STAND_IN:
         peak = torch.cuda.max_memory_allocated()
     step_s = statistics.median(times[warm_up:])
@@ -334,21 +334,21 @@ def run_steps(s: Session, plan: Plan, steps: int = STEPS, *, hidden: bool = Fals
     found["first step, s"] = times[0]
     if plan.device:
         found["MFU"] = plan.flops_per_token * found["tokens/s"] / plan.device.peak_flops(s.config.fsdp.param_dtype)
-        expected = step_time.expected(plan, plan.device)
+        expected = planned_run.expected(plan, plan.device)
         found["plan_step, s"] = expected.total - (expected.exposed if hidden else 0.0)
     return found
 
 
 def row(config: str, values: dict[str, Any]) -> Figures:
-    """Steps of a config on this card alone."""
+    """Run steps of a config on this card alone."""
     settings = config_of(config, values)
     plan = make_plan(settings, 1, gpu(), on_gpu=True)
-    with process_group(settings.run) as world, session(settings, world) as s:
+    with process_group(settings.run) as process, session(settings, process) as s:
         return run_steps(s, plan)
 
 
 def torchtitan(arguments: Sequence[str]) -> Figures:
-    """torchtitan_peer.py with these arguments: medians of its log lines after the first two.
+    """Run torchtitan_peer.py with these arguments. Returns medians of its log lines after the first two.
 
     Raises:
         ConfigError: torchtitan is not installed, or logged nothing.
@@ -369,7 +369,7 @@ def torchtitan(arguments: Sequence[str]) -> Figures:
 
 
 def read_torchtitan(log: str) -> Figures:
-    """Medians of its lines "memory:  9.46GiB(64.99%)  tps: 7,049" after the first two; empty if there are fewer."""
+    """Return medians of the lines "memory:  9.46GiB(64.99%)  tps: 7,049" after the first two; empty without any."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", log)
     lines = re.findall(r"memory:\s*([\d.]+)GiB.*?tps:\s*([\d,]+)", plain)[2:]
     rates = [float(tps.replace(",", "")) for _, tps in lines]
@@ -380,7 +380,7 @@ def read_torchtitan(log: str) -> Figures:
 
 
 class Allocates:
-    """What both of FSDP's custom collectives have."""
+    """The base of both custom collectives for FSDP: allocation and timing."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[Any, Any]] = []
@@ -390,7 +390,7 @@ class Allocates:
 
     @contextlib.contextmanager
     def timing(self) -> Iterator[None]:
-        """Record when the stream begins and ends this."""
+        """Record the stream's time in this block."""
         if STAND_IN:
             yield
             return
@@ -401,7 +401,7 @@ class Allocates:
         self.spans.append((begin, end))
 
     def take_seconds(self) -> float:
-        """Of all since the last call."""
+        """Return the seconds recorded since the last call."""
         synchronise()
         seconds = sum(begin.elapsed_time(end) for begin, end in self.spans) / 1e3
         self.spans = []
@@ -409,7 +409,7 @@ class Allocates:
 
 
 class FillAllGather(Allocates):
-    """Fills the slot of each rank with this rank's shard."""
+    """Fills every rank's slot with this rank's shard."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
         with self.timing():  # the input is a part of the output
@@ -427,15 +427,15 @@ class TakeReduceScatter(Allocates):
 
 
 def fake_rank(config: str, values: dict[str, Any], world_size: int) -> Figures:
-    """Rank 0 of a world whose other ranks do not exist: true memory and kernels, no communication."""
+    """Run rank 0 of a world without the other ranks: true memory and kernels, no communication."""
     settings = config_of(config, values, world_size)
     plan = make_plan(settings, world_size, gpu(), on_gpu=True)
     gather, reduce = FillAllGather(), TakeReduceScatter()
     if not STAND_IN:
         torch.cuda.set_device(DEVICE)
     with fake_world(world_size):
-        world = World(0, world_size, DEVICE, 1, min(world_size, 8))
-        with session(settings, world) as s:
+        process = Process(0, world_size, DEVICE, 1, min(world_size, 8))
+        with session(settings, process) as s:
             for module in s.trained.model.modules():
                 if isinstance(module, FSDPModule):
                     module.set_custom_all_gather(gather)  # type: ignore[arg-type]  # a protocol in all but name
@@ -446,14 +446,14 @@ def fake_rank(config: str, values: dict[str, Any], world_size: int) -> Figures:
             found |= by_kind(lambda: train.train_step(s, 4))
     found["communication's stand-in, s"] = gather.take_seconds() + reduce.take_seconds()
     if plan.device:
-        expected = step_time.expected(plan, plan.device)
+        expected = planned_run.expected(plan, plan.device)
         found |= {f"plan_{kind}, s": getattr(expected, kind) for kind in ("products", "attention", "optimizer")}
         found["plan_others and copies, s"] = expected.others
         found["others and copies, s"] = found["others, s"] + found["copies, s"] - found["communication's stand-in, s"]
     return found
 
 
-# The kind of a kernel: the first that is found in its name. Inductor's names list all operators that they fuse.
+# The first matching pattern decides a kernel's kind. Inductor's names list all operators that they fuse.
 KINDS = {
     "attention": r"flash|fmha|attention|sdpa",
     "products": r"gemm|nvjet|cutlass|xmma|cublas|::b?mm|::addmm|::baddbmm",
@@ -463,7 +463,7 @@ KINDS = {
 
 
 def kernels_of(step: Callable[[], Any], times: int = 1) -> Counter[str]:
-    """Seconds by kernel; on a stand-in, by operator."""
+    """Return the seconds by kernel; on a stand-in, by operator."""
     activity = ProfilerActivity.CPU if STAND_IN else ProfilerActivity.CUDA
     with profile(activities=[activity]) as trace:
         for _ in range(times):
@@ -474,7 +474,7 @@ def kernels_of(step: Callable[[], Any], times: int = 1) -> Counter[str]:
 
 
 def by_kind(step: Callable[[], Any]) -> Figures:
-    """Seconds of a step's kernels by kind."""
+    """Return the seconds of a step's kernels by kind."""
     found = dict.fromkeys((*KINDS, "others"), 0.0)
     for name, seconds in kernels_of(step).items():
         kind = next((kind for kind, words in KINDS.items() if re.search(words, name, re.IGNORECASE)), "others")
@@ -483,9 +483,9 @@ def by_kind(step: Callable[[], Any]) -> Figures:
 
 
 def profiled(config: str, values: dict[str, Any]) -> Figures:
-    """Milliseconds of the ten longest kernels of a step, over three steps."""
+    """Measure the milliseconds of a step's ten longest kernels, over three steps."""
     settings = config_of(config, values)
-    with process_group(settings.run) as world, session(settings, world) as s:
+    with process_group(settings.run) as process, session(settings, process) as s:
         steps = iter(range(1, 100))
         for _ in range(STEPS // 4):
             train.train_step(s, next(steps))
@@ -496,13 +496,13 @@ def profiled(config: str, values: dict[str, Any]) -> Figures:
 
 # --- several ranks on one card --------------------------------------------------------------------------------------
 
-# NCCL refuses two ranks on one card, and gloo has not all of these for CUDA tensors. Names differ by version of torch.
+# NCCL refuses two ranks on one card, and gloo lacks some of these for CUDA tensors. Names depend on torch's version.
 STAGED = ["all_reduce", "all_gather", "all_to_all_single", "all_gather_into_tensor", "all_gather_single"]
 STAGED += ["reduce_scatter_tensor", "reduce_scatter_single", "broadcast"]
 
 
 def stage_collectives() -> None:
-    """Have gloo do the collectives of every device's tensors, on copies in the host's memory."""
+    """Make gloo run every device's collectives, on copies in host memory."""
 
     def staged(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, async_op: bool = False, **others: Any) -> None:
@@ -527,9 +527,9 @@ def stage_collectives() -> None:
             setattr(dist, name, staged(getattr(dist, name)))
 
 
-def losses_of(config: Config, world: World) -> Tensor:
-    """Loss and gradient norm of eight steps, (8, 2)."""
-    with session(config, world) as s:
+def losses_of(config: Config, process: Process) -> Tensor:
+    """Return loss and gradient norm of eight steps, (8, 2)."""
+    with session(config, process) as s:
         return torch.tensor(
             [
                 [record.loss.item(), record.grad_norm.item()]
@@ -539,7 +539,7 @@ def losses_of(config: Config, world: World) -> Tensor:
 
 
 def one_of_ranks(rank: int, n: int, port: int, cases: dict[str, dict[str, Any]], out: str) -> None:
-    """One process: the losses of each case by the CPU's ranks, then by those of the card."""
+    """Run one rank's process: each case's losses on the CPU, then on the card."""
     die_with_parent()
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, n, is_master=rank == 0)  # type: ignore[attr-defined]  # as HashStore
@@ -547,7 +547,7 @@ def one_of_ranks(rank: int, n: int, port: int, cases: dict[str, dict[str, Any]],
     plain = {name: getattr(dist, name) for name in STAGED if hasattr(dist, name)}
     if not STAND_IN:
         torch.cuda.set_device(DEVICE)
-        torch.zeros(1, device=DEVICE)  # or a mesh would choose a card by the rank
+        torch.zeros(1, device=DEVICE)  # otherwise a mesh would choose a card by the rank
     found: Figures = {}
     for name, values in cases.items():
         offload = bool(values.get("fsdp.cpu_offload"))
@@ -555,11 +555,11 @@ def one_of_ranks(rank: int, n: int, port: int, cases: dict[str, dict[str, Any]],
         given |= {"train.global_batch_size": 4 * n, "optim.warmup_steps": 2, "tokenizer.vocab_size": 517}
         given |= {key: value for key, value in values.items() if key != "fsdp.cpu_offload"}
         config = config_of("debug.toml", given, n)
-        expected = losses_of(config, World(rank, n, torch.device("cpu"), 1))
-        if offload and not STAND_IN:  # with copies of the model the config refuses it: torch issue 180665
+        expected = losses_of(config, Process(rank, n, torch.device("cpu"), 1))
+        if offload and not STAND_IN:  # the config refuses it with HSDP: torch issue 180665
             config = config.model_copy(update={"fsdp": config.fsdp.model_copy(update={"cpu_offload": True})})
         stage_collectives()
-        losses = losses_of(config, World(rank, n, DEVICE, 1))
+        losses = losses_of(config, Process(rank, n, DEVICE, 1))
         for function, original in plain.items():
             setattr(dist, function, original)
         found[f"{name}: largest difference from the CPU"] = ((losses - expected) / expected).abs().max().item()
@@ -571,10 +571,10 @@ def one_of_ranks(rank: int, n: int, port: int, cases: dict[str, dict[str, Any]],
 
 
 def ranks(n: int, cases: dict[str, dict[str, Any]]) -> Figures:
-    """Several ranks on this card.
+    """Run several ranks on this card.
 
     Raises:
-        RuntimeError: a rank failed, after the cases that are named.
+        RuntimeError: a rank failed, after the named cases.
     """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -615,7 +615,7 @@ def train_py(folder: Path, config: str, values: dict[str, Any]) -> list[dict[str
 
 
 def save_pause(config: str, values: dict[str, Any]) -> Figures:
-    """How long a background save stops training, and how much it slows the steps beside it."""
+    """Measure how long a background save pauses training, and how much it slows concurrent steps."""
     with tempfile.TemporaryDirectory() as folder:
         more = {"checkpoint.async_save": True, "checkpoint.state_dict": "sharded", "checkpoint.every": 8}
         records = train_py(Path(folder), config, values | more | {"train.steps": 16, "checkpoint.keep_latest": 1})
@@ -625,12 +625,12 @@ def save_pause(config: str, values: dict[str, Any]) -> Figures:
         "pause, s": saves[0]["save_s"],
         "size, GiB": saves[0]["bytes"] / GIB,
         "tokens/s before": statistics.median(rates[step] for step in range(4, 8)),
-        "tokens/s beside it": statistics.median(rates[step] for step in range(9, 16)),
+        "tokens/s meanwhile": statistics.median(rates[step] for step in range(9, 16)),
     }
 
 
 def resume(config: str, values: dict[str, Any]) -> Figures:
-    """Is a deterministic run that is resumed the run that was not interrupted, bit for bit?"""
+    """Check that a resumed deterministic run equals an uninterrupted one, bit for bit."""
     from tests.helpers import checkpoint, losses, tensors
 
     with tempfile.TemporaryDirectory() as name:
@@ -654,7 +654,7 @@ OUTCOME = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b")
 
 
 def gpu_tests() -> Figures:
-    """The tests of tests/gpu, in parallel. A failing one ends nothing."""
+    """Run the tests of tests/gpu in parallel. A failing test does not stop the others."""
     found, outcomes, lock = Found(failed=""), Counter[str](), threading.Lock()
     parallel = ["-n", "1" if STAND_IN else "4"] if importlib.util.find_spec("xdist") else []
 
@@ -693,7 +693,7 @@ def gpu_tests() -> Figures:
 
 
 def die_with_parent() -> None:
-    """Or an item would outlive a benchmark that is killed."""
+    """End this process with its parent; otherwise an item would outlive a killed benchmark."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 

@@ -196,7 +196,7 @@ def main() -> None:
         open_samples(data, "train", config), micro_batch_size=o["batch"], rank=0, world_size=1, seed=int(seed)
     )
     figures: dict[str, Any] = {}
-    with process_group(RunConfig(device="cpu", threads=1)) as world, contextlib.chdir(clone):
+    with process_group(RunConfig(device="cpu", threads=1)) as process, contextlib.chdir(clone):
         torch.manual_seed(int(seed))
         model, update = nanochat(Path(clone), o, data.vocab_size)
         seconds = train(model, update, o, loader)
@@ -206,7 +206,7 @@ def main() -> None:
             tokenizer = bpe.load(data.folder / "tokenizer.json")
             opened = Opened("nanochat", as_ours, tokenizer, (data.end_token,), [], config=config)
             texts = Texts(data=[str(data.folder) if scored == "held out" else scored])
-            [(_, scores)] = scores_of(opened, texts, world, print)
+            [(_, scores)] = scores_of(opened, texts, process, print)
             figures = tables.figures(scores)
     head = subprocess.run(["git", "-C", clone, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
     parameters = sum(p.numel() for p in model.parameters())

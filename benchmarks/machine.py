@@ -1,4 +1,4 @@
-"""What decides how fast this machine's CPU computes, in a line for the head of a table."""
+"""One line that describes this machine's CPU, for the head of a table."""
 
 import os
 import platform
@@ -14,7 +14,7 @@ LIMITS = "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"
 
 
 def cpu() -> str:
-    """The CPU, its flags, torch's capability, and environment variables that limit them."""
+    """Return the CPU, its flags, torch's capability, and environment variables that limit them."""
     info = Path("/proc/cpuinfo")
     read = info.read_text(encoding="utf-8", errors="replace") if info.exists() else ""
     fields = dict(line.split(":", 1) for line in read.split("\n\n")[0].splitlines() if ":" in line)

@@ -1,12 +1,12 @@
 """Compares a rank's peak memory with the design's figures: `python -m benchmarks.memory`, on 1, 2 and 4 CPU processes.
 
-Measured: the peak bytes of torch's allocator in a step. Expected, for N parameters on W ranks, V entries, D dim:
+Measured: the peak bytes of torch's allocator in a step. Expected, for N parameters on W ranks, V vocabulary, D dim:
 
     shards         4 N / W for parameters, 8 N / W for AdamW's moments, float32
-    activations    what autograd saves by the end of forward; the chunked loss adds the gradients of the head's input
-                   and matrix, and no logits
+    activations    tensors that autograd saves by the end of forward; the chunked loss saves the gradients of the head's
+                   input and matrix, and no logits
     head           2 V D: the gathered matrix
-    a chunk        logits, softmax in float32, its gradient, and the product added to the matrix's gradient
+    a chunk        logits, softmax in float32, its gradient, and the matmul added to the matrix's gradient
 
 The peak is at the end of forward: gradients are allocated afterwards, while activations are freed.
 """
@@ -26,28 +26,28 @@ from benchmarks.contenders import Shape, training_of
 from torchtitan_lite.config.schema import RunConfig
 from torchtitan_lite.cpu.loss import CHUNK
 from torchtitan_lite.distributed.process_group import exit_process, process_group
-from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.run.session import Session
-from torchtitan_lite.tools.allocator import peak_of
+from torchtitan_lite.tools.dry_run import peak_of
 
 ROOT = Path(__file__).parent.parent
 MIB = 2**20
 
 
 def held(t: Session) -> int:
-    """Bytes of this rank's shards of parameters and moments."""
+    """Return the bytes of this rank's shards of parameters and moments."""
     moments = [v for state in t.trained.optimizer.state.values() for v in state.values() if v.ndim]
-    return sum(local_rows(tensor)[0].nbytes for tensor in (*t.trained.model.parameters(), *moments))
+    return sum(own_part(tensor)[0].nbytes for tensor in (*t.trained.model.parameters(), *moments))
 
 
 def peak_of_a_step(t: Session) -> int:
-    """Peak bytes of one step, including what is held before it."""
+    """Return one step's peak bytes, including the shards."""
     before = held(t)
     return before + peak_of(lambda: train.train_step(t, t.state.step + 1))
 
 
 def kept_for_backward(t: Session) -> int:
-    """Bytes that autograd saves in a step's forward, without parameters."""
+    """Return the bytes that autograd saves in a step's forward, without parameters."""
     storages: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ def kept_for_backward(t: Session) -> int:
 
 
 def promised(t: Session, shape: Shape, world_size: int) -> dict[str, int]:
-    """Bytes by kind."""
+    """Return the expected bytes by kind."""
     n = sum(p.numel() for p in t.trained.model.parameters())
     width = shape.torch_dtype.itemsize
     matrix, logits = shape.vocab_size * shape.dim, CHUNK * shape.vocab_size
@@ -89,7 +89,7 @@ def rank() -> None:
 
 
 def measure(n: int, shape: dict[str, Any]) -> dict[str, int]:
-    """The result of rank 0 of n."""
+    """Run n ranks, and return rank 0's result."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,17 +1,17 @@
-"""One run, three ways: `python -m benchmarks.oracle`. Do implementations that others wrote compute the same?
+"""One run, three ways: `python -m benchmarks.oracle`. Do independent implementations compute the same?
 
     torchtitan_lite   train.train_step on shards, with gloo
     transformers      its own FSDP2, with DistributedConfig(fsdp_size=..., dp_replicate_size=...), and its loss
-    unsharded         one process: the model of transformers, torch's cross entropy over the batch in one forward
+    unsharded         one process: transformers' model, and torch's cross entropy over the batch in one forward
 
-All start from the same file of weights, exported by `huggingface`, and see the same sequences, each with another number
-of targets. All use AdamW with torch's defaults (`ADAMW`). The loss is the mean per target of the global batch, and the
-gradient norm is that of its gradient, before clipping.
+All start from the same weights file, exported by `huggingface`, and see the same sequences, with different numbers of
+targets. All use AdamW with torch's defaults (`ADAMW`). The loss is the global batch's mean per target, and the gradient
+norm is the norm of its gradient, before clipping.
 
 float32, with accumulation on one and two ranks: each mesh is compared with the unsharded run (`bound`).
-bfloat16, with gradients summed in float32: this project, rounding where transformers does, is compared with it on the
-same mesh. They may differ by twice what transformers differs between meshes. On one rank transformers neither
-shards nor casts, so the unsharded run, with FSDP2's casts, takes its place.
+bfloat16, with gradients summed in float32: this project, rounding where transformers does, is compared with
+transformers on the same mesh. They may differ by twice transformers' own difference between meshes. On one rank
+transformers neither shards nor casts, so it is replaced by the unsharded run with FSDP2's casts.
 """
 
 import itertools
@@ -43,25 +43,25 @@ from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows
 from torchtitan_lite.distributed.initialize import materialise
-from torchtitan_lite.distributed.process_group import World, build_mesh
+from torchtitan_lite.distributed.process_group import Process, build_mesh
 from torchtitan_lite.huggingface import configs, names
 from torchtitan_lite.models.loss import IGNORE
-from torchtitan_lite.run.session import settle
+from torchtitan_lite.run.session import check_pending
 
-Curve = list[tuple[float, float]]  # loss and gradient norm of each step
+Curve = list[tuple[float, float]]  # each step's loss and gradient norm
 Job = tuple[str, str]  # way and dtype
-Meshes = dict[str, tuple[int, int]]  # ranks, and copies of the model
+Meshes = dict[str, tuple[int, int]]  # ranks and replicas
 
 MESHES: Meshes = {"1 rank": (1, 1), "2 ranks": (2, 1), "4 ranks": (4, 1), "HSDP 2 x 2": (4, 2)}
 STEPS, BATCH, MAX_NORM = 20, 8, 0.84
 # 259 and 70 rows do not divide by four
 SHAPE = Shape(36, 70, 2, 6, 2, vocab_size=259, seq_len=24, dtype="float32")
-MICRO_BATCH = 2  # in float32; in bfloat16 as many as a rank gets
+MICRO_BATCH = 2  # in float32; in bfloat16 all of a rank's sequences
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}  # torch.optim.AdamW's defaults
 
 
 class UnevenSamples(RandomSamples):
-    """Sequences with 1 to T targets, so that a mean over the means of ranks would be wrong."""
+    """Sequences with 1 to T targets, so that averaging the ranks' means would be wrong."""
 
     def draw(self, run_samples: Indices, seed: int | None) -> Rows:
         """See loader.SampleSource."""
@@ -75,28 +75,28 @@ class UnevenSamples(RandomSamples):
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets of the global batch of a step, (BATCH, T) each."""
+    """Return a step's global batch: tokens and targets, (BATCH, T) each."""
     rows = UnevenSamples(SHAPE).draw(np.arange((step - 1) * BATCH, step * BATCH), None)
     return torch.from_numpy(rows.tokens), torch.from_numpy(rows.targets)
 
 
 def micro_batch(world_size: int, dtype: str) -> int:
-    """Sequences in one forward of a rank."""
+    """Return the number of sequences in one forward of a rank."""
     return MICRO_BATCH if dtype == "float32" else BATCH // world_size
 
 
-def config_of(world_size: int, copies: int, dtype: str, more: dict[str, Any]) -> Config:
-    """This project's config."""
+def config_of(world_size: int, replicas: int, dtype: str, more: dict[str, Any]) -> Config:
+    """Return this project's config."""
     values: dict[str, Any] = {f"optim.{key}": value for key, value in ADAMW.items()}
     values |= {"optim.groups": [{"match": "*", "weight_decay": ADAMW["weight_decay"]}], "optim.betas": [0.9, 0.999]}
     values |= {"optim.schedule": "constant", "optim.warmup_steps": 0, "optim.max_norm": MAX_NORM}
-    values |= {"fsdp.dp_replicate": copies, "fsdp.param_dtype": dtype, "train.global_batch_size": BATCH}
+    values |= {"fsdp.dp_replicate": replicas, "fsdp.param_dtype": dtype, "train.global_batch_size": BATCH}
     values["train.micro_batch_size"] = micro_batch(world_size, dtype)
     return contenders.config_of(SHAPE, world_size, values | {"speed.shared_memory": False} | more)
 
 
 def export(folder: Path) -> None:
-    """Write the initial weights as a folder of transformers."""
+    """Write the initial weights as a transformers folder."""
     config = config_of(1, 1, "float32", {}).model
     with torch.device("meta"):
         model = models.build(config, SHAPE.vocab_size)
@@ -114,55 +114,56 @@ def export(folder: Path) -> None:
 # --- three ways -------------------------------------------------------------------------------------------------
 
 
-def ours(world: World, folder: Path, copies: int, dtype: str, steps: int, **more: Any) -> Curve:
-    """train.train_step, as in a run. Its initial values are those that `export` wrote, on any mesh."""
-    config = config_of(world.world_size, copies, dtype, {key.replace("__", "."): value for key, value in more.items()})
-    widen = cpu.widens(config, world)
-    model = train.sharded_model(config, SHAPE.vocab_size, build_mesh(config.fsdp, world.device), widen=widen)
-    materialise(model, world.device, seed=0)
+def ours(process: Process, folder: Path, replicas: int, dtype: str, steps: int, **more: Any) -> Curve:
+    """Run train.train_step, as in a run. The initial values equal those of `export` on any mesh."""
+    keys = {key.replace("__", "."): value for key, value in more.items()}
+    config = config_of(process.world_size, replicas, dtype, keys)
+    widen = cpu.widens(config, process)
+    model = train.sharded_model(config, SHAPE.vocab_size, build_mesh(config.fsdp, process.device), widen=widen)
+    materialise(model, process.device, seed=0)
     loader = Loader(
         UnevenSamples(SHAPE),
         micro_batch_size=config.train.micro_batch_size,
-        rank=world.rank,
-        world_size=world.world_size,
+        rank=process.rank,
+        world_size=process.world_size,
         seed=None,
     )
-    session = bare_session(config, world, model, loader)
+    session = bare_session(config, process, model, loader)
     curve = []
     for step in range(1, steps + 1):
         record = train.train_step(session, step)
-        settle(session)
+        check_pending(session)
         curve.append((record.loss.item(), record.grad_norm.item()))
     return curve
 
 
-def ours_rounded(world: World, folder: Path, copies: int, dtype: str, steps: int) -> Curve:
-    """The same with operators that round in the same places as those of transformers."""
+def ours_rounded(process: Process, folder: Path, replicas: int, dtype: str, steps: int) -> Curve:
+    """Run `ours` with operators that round where transformers' do."""
 
     def norm(self: nn.RMSNorm, x: Tensor) -> Tensor:
         wide = x.float()
         return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + (self.eps or 0))).to(x.dtype)
 
-    fast = "chunked_loss", "block_attention", "fused_functions", "widened_products"
+    fast = "chunked_loss", "block_attention", "fused_functions", "widen_matmuls"
     with mock.patch.object(nn.RMSNorm, "forward", norm):
-        return ours(world, folder, copies, dtype, steps, **{f"speed__{key}": False for key in fast})
+        return ours(process, folder, replicas, dtype, steps, **{f"speed__{key}": False for key in fast})
 
 
-def transformers(world: World, folder: Path, copies: int, dtype: str, steps: int) -> Curve:
-    """The loss is scaled as by transformers.Trainer: its sum over all targets, times the number of ranks."""
+def transformers(process: Process, folder: Path, replicas: int, dtype: str, steps: int) -> Curve:
+    """Run transformers with transformers.Trainer's loss scale: the mean per target times the number of ranks."""
     from transformers import AutoModelForCausalLM
 
-    n = world.world_size
+    n = process.world_size
     model: Any = AutoModelForCausalLM.from_pretrained(folder).train()
-    contenders.shard_with_transformers(model, n // copies, copies, dtype=dtype)
+    contenders.shard_with_transformers(model, n // replicas, replicas, dtype=dtype)
     assert n == 1 or all(p.device_mesh.size() == n for p in model.parameters())
 
     def forward_backward(tokens: Tensor, targets: Tensor) -> Tensor:
         loss, n_targets, size = torch.zeros(()), (targets != IGNORE).sum(), micro_batch(n, dtype)
-        # another layout than that of this project: sequences are dealt out in turn
-        mine = (rows[world.rank :: n].contiguous().split(size) for rows in (tokens, targets))
+        # a different layout from this project's: sequence i goes to rank i % n
+        mine = (rows[process.rank :: n].contiguous().split(size) for rows in (tokens, targets))
         for part, goals in zip(*mine, strict=True):
-            # these targets are shifted already; `labels` only asks for a loss
+            # the targets are already shifted; `labels` only requests a loss
             out = model(input_ids=part, labels=goals, shift_labels=goals, num_items_in_batch=n_targets)
             (out.loss * n).backward()
             loss += out.loss.detach()
@@ -172,8 +173,8 @@ def transformers(world: World, folder: Path, copies: int, dtype: str, steps: int
     return plain_steps(model, forward_backward, steps)
 
 
-def unsharded(world: World, folder: Path, copies: int, dtype: str, steps: int) -> Curve:
-    """In bfloat16 with the casts of FSDP2: of the parameters, and so of the gradients that leave backward."""
+def unsharded(process: Process, folder: Path, replicas: int, dtype: str, steps: int) -> Curve:
+    """Run on one process; in bfloat16 with FSDP2's casts of parameters, and so of gradients after backward."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder).train()
@@ -189,7 +190,7 @@ def unsharded(world: World, folder: Path, copies: int, dtype: str, steps: int) -
 
 
 def plain_steps(model: nn.Module, forward_backward: Callable[[Tensor, Tensor], Tensor], steps: int) -> Curve:
-    """torch's gradient norm and AdamW, after forward and backward of each global batch."""
+    """Apply torch's gradient norm and AdamW after forward and backward of each global batch."""
     optimizer, curve = torch.optim.AdamW(model.parameters()), []
     assert all(optimizer.defaults[key] == value for key, value in ADAMW.items())
     for step in range(1, steps + 1):
@@ -205,44 +206,44 @@ OURS, ROUNDED, THEIRS, WHOLE = "torchtitan_lite", "torchtitan_lite, rounded alik
 WAYS = {OURS: ours, ROUNDED: ours_rounded, THEIRS: transformers, WHOLE: unsharded}
 
 
-def curves(world: World, folder: Path, copies: int, steps: int, jobs: list[Job]) -> dict[Job, Curve]:
-    """For tests.helpers.run_distributed: these ways and dtypes on one mesh."""
-    return {(way, dtype): WAYS[way](world, folder, copies, dtype, steps) for way, dtype in jobs}
+def curves(process: Process, folder: Path, replicas: int, steps: int, jobs: list[Job]) -> dict[Job, Curve]:
+    """Run ways and dtypes on one mesh, for tests.helpers.run_distributed."""
+    return {(way, dtype): WAYS[way](process, folder, replicas, dtype, steps) for way, dtype in jobs}
 
 
-# --- what they may differ by ------------------------------------------------------------------------------------
+# --- allowed differences ----------------------------------------------------------------------------------------
 
 
 def bound(step: int) -> float:
-    """The relative difference that rounding in float32 may make at a step."""
+    """Return the relative difference that float32 rounding may cause by a step."""
     return 1e-6 + 1e-7 * (step - 1)
 
 
 def differences(curve: Curve, other: Curve) -> list[tuple[float, float]]:
-    """Relative, of loss and norm at each step."""
+    """Return the relative differences of loss and norm at each step."""
     return [tuple(abs(a / b - 1) for a, b in zip(*pair, strict=True)) for pair in zip(curve, other, strict=True)]  # type: ignore[misc]
 
 
 def beyond_rounding(curve: Curve, other: Curve) -> list[int]:
-    """The steps at which float32 curves differ by more than `bound`, or are not finite."""
+    """Return the steps at which float32 curves differ by more than `bound`, or are not finite."""
     found = enumerate(differences(curve, other), start=1)
-    return [step for step, both in found if not all(one <= bound(step) for one in both)]  # NaN is never more
+    return [step for step, both in found if not all(one <= bound(step) for one in both)]  # `not <=` also finds NaN
 
 
 def largest(found: list[list[tuple[float, float]]]) -> tuple[float, float]:
-    """Of the differences of several pairs of curves, at any step: of losses, of norms."""
+    """Return the largest difference of losses, and of norms, over several pairs of curves."""
     losses, norms = zip(*(step for pair in found for step in pair), strict=True)
-    return np.max(losses).item(), np.max(norms).item()  # NaN, if one is
+    return np.max(losses).item(), np.max(norms).item()  # NaN if one of them is
 
 
 def cells(found: list[tuple[float, float]]) -> list[str]:
-    """Of one row of a table, after its name."""
+    """Return the cells of a table's row, without its name."""
     loss, norm = largest([found])
     return [f"{value:.1e}" for value in (found[0][0], loss, found[0][1], norm)]
 
 
 def print_row(*row: str) -> None:
-    """Of a table."""
+    """Print a table's row."""
     print(f"| {' | '.join(row)} |")
 
 
@@ -250,17 +251,17 @@ HEADER = "loss, step 1 | loss, all steps | norm, step 1 | norm, all steps |"
 
 
 def main() -> int:
-    """Run all meshes and print the tables. Exit code 1: something differs by more than it may."""
-    from benchmarks import oracle  # not __main__: the ranks import it
+    """Run all meshes and print the tables. Exit code 1: a difference exceeds its bound."""
+    from benchmarks import oracle  # not __main__, because the ranks import it
     from tests.helpers import run_distributed
 
     found: dict[str, dict[Job, Curve]] = {}
     with tempfile.TemporaryDirectory() as name:
         export(Path(name))
-        for mesh, (n, copies) in MESHES.items():
+        for mesh, (n, replicas) in MESHES.items():
             jobs = [(OURS, "float32"), (THEIRS, "float32"), (OURS, "bfloat16"), (ROUNDED, "bfloat16")]
             jobs += [(WHOLE, "float32"), (WHOLE, "bfloat16")] if n == 1 else [(THEIRS, "bfloat16")]
-            found[mesh] = run_distributed(oracle.curves, n, Path(name), copies, STEPS, jobs)[0]
+            found[mesh] = run_distributed(oracle.curves, n, Path(name), replicas, STEPS, jobs)[0]
     whole, alone = found["1 rank"][WHOLE, "float32"], found["1 rank"][WHOLE, "bfloat16"]
     print(f"{cpu_name()}; {versions()}; {STEPS} steps of {BATCH} sequences\n")
     print(f"float32, relative differences to the unsharded run\n\n| | {HEADER}\n|---{'|---:' * 4}|")

@@ -1,10 +1,10 @@
-"""Published throughputs, as configs of ours, and what `plan` expects for them.
+"""Published throughputs, as our configs, compared with the expectation of `plan`.
 
-Some rows calibrate the constants of step_time.py and `Device.sustained`. The others were not used: they test them. All
-rows of the sources are here whose settings `plan` has and the source states: bfloat16, FSDP alone or one GPU, no host
-offload; of llm-foundry's many rows those with 2,048 tokens and 8, 128 or 256 GPUs, and the 70 B on 64. llm.c and llmq
-shard only the optimizer's state and are programs in CUDA: here they are compiled and keep their parameters gathered.
-`python -m benchmarks.published` prints the table of docs/lab/plan.md, in some minutes.
+Some rows calibrate the constants of planned_run.py and `Device.sustained`. The others test them. Includes all rows
+whose settings the source states and `plan` supports: bfloat16, FSDP alone or one GPU, no host offload. From llm-foundry
+it takes the rows with 2,048 tokens on 8, 128 or 256 GPUs, and 70 B on 64. llm.c and llmq are CUDA programs that shard
+only the optimizer's state; here they are compiled and keep parameters gathered. `python -m benchmarks.published` prints
+the table of docs/lab/plan.md in a few minutes.
 """
 
 import statistics
@@ -16,7 +16,7 @@ from typing import Any
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.run.mfu import DEVICES, Device
-from torchtitan_lite.tools.estimate import step_time
+from torchtitan_lite.tools.estimate import planned_run
 from torchtitan_lite.tools.estimate.planned_run import Plan, make_plan
 from torchtitan_lite.tools.estimate.work import Product, Work
 
@@ -31,8 +31,8 @@ LLMQ = "llmq, benchmarks/*.md, bf16 (Dec 2025)"
 OURS = "this project, docs/lab/gpu.md"
 
 A100, H100, H200 = DEVICES["a100"], DEVICES["h100"], DEVICES["h200"]
-# torchtitan states 96 GB of HBM2e at 2.4 TB/s and a limit of 500 W: power goes with the clock times voltage squared, so
-# the rate goes with the cube root of the limit. The others state the network of a machine of 8
+# torchtitan states 96 GB of HBM2e at 2.4 TB/s and a limit of 500 W. Power grows with clock times voltage squared, so
+# the rate grows with the cube root of the limit. The others state the network of a machine with 8 GPUs
 _H100_500W = replace(
     H100, memory_gib=95.0, memory_bandwidth=2.4e12, sustained=(H100.sustained or 1) * (500 / 700) ** (1 / 3)
 )
@@ -87,7 +87,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "bf16 sums": {"fsdp.reduce_dtype": "bfloat16"},
     "HSDP": {"fsdp.dp_shard": 8},
     "chunked loss": {"speed.chunked_loss": True},
-    "kept": {  # gathered parameters and sums, over all micro-batches
+    "kept": {  # keep parameters gathered and gradients unreduced over all micro-batches
         "fsdp.reshard_after_forward": False,
         "fsdp.reshard_after_backward": False,
         "fsdp.grad_sync": "last",
@@ -105,13 +105,13 @@ class Row:
     gpus: int
     seq_len: int
     micro_batch: int
-    micro_batches: int  # of a step
+    micro_batches: int  # per step
     options: tuple[str, ...]
-    tokens_per_second: float  # of a GPU
+    tokens_per_second: float  # per GPU
     calibrates: bool  # whether constants were fitted to this row
 
     def config(self) -> Config:
-        """The same settings as a config of ours."""
+        """Return these settings as a config of ours."""
         values: dict[str, Any] = {"fsdp.param_dtype": "bfloat16", "speed.chunked_loss": False, "optim.name": "adamw"}
         llama = self.model.startswith(("Llama", "Qwen"))
         vocabulary = {"model.vocab_size": 32000 if llama else 50368, "model.tie_embeddings": not llama}
@@ -167,7 +167,7 @@ def _rows() -> Iterator[Row]:
 
 
 _CUDA = ("compiled", "kept", "bf16 sums", "chunked loss")
-# machine, GPUs, size, micro-batch, micro-batches of a step, tokens per second of all GPUs, whether it calibrates
+# machine, GPUs, size, micro-batch, micro-batches per step, tokens per second of all GPUs, whether it calibrates
 _LLMQ = [
     *(("H100", 1, "0.5B", 32, 16, 149500, False), ("H100", 1, "1.5B", 32, 16, 59200, False)),
     *(("H100", 1, "3B", 16, 32, 30900, False), ("H100", 1, "7B", 4, 128, 13830, False)),
@@ -185,7 +185,7 @@ _OURS: list[tuple[str, int, int, tuple[str, ...], int]] = [
 ]
 
 _FULL, _PURE, _GATHERED = ("full",), ("full", "bf16 sums"), ("stay gathered",)
-# machine, GPUs: size, micro-batch, micro-batches of a step, options, tokens per second of a GPU
+# machine, GPUs: size, micro-batch, micro-batches per step, options, tokens per second and GPU
 _FOUNDRY: dict[tuple[str, int], list[tuple[str, int, int, tuple[str, ...], int]]] = {
     ("H100", 8): [
         *(("30B", 3, 21, _FULL, 2002), ("13B", 2, 1, (), 4792), ("7B", 6, 1, (), 10643), ("1B", 14, 1, (), 45455)),
@@ -214,14 +214,14 @@ ROWS = tuple(_rows())
 
 @dataclass(frozen=True)
 class Compared:
-    """A row and what `plan` expects."""
+    """A row and the expectation of `plan`."""
 
     row: Row
-    expected: int  # tokens per second of a GPU
+    expected: int  # tokens per second and GPU
 
     @property
     def error(self) -> float:
-        """Relative to the published figure."""
+        """The relative difference from the published figure."""
         return self.expected / self.row.tokens_per_second - 1
 
 
@@ -230,27 +230,27 @@ def compare(row: Row) -> Compared:
     device = MACHINES[row.machine]
     plan = make_plan(row.config(), row.gpus, device)
     if row.source.startswith(("torchtitan", "torchao")) and "selective" in row.options:
-        recomputing = [_with_recomputed_products(work, plan) for work in plan.simulated.work]
+        recomputing = [_with_recomputed_matmuls(work, plan) for work in plan.simulated.work]
         plan = replace(plan, simulated=replace(plan.simulated, work=recomputing))
     tokens = row.micro_batches * row.micro_batch * row.seq_len
-    return Compared(row, round(tokens / step_time.expected(plan, device).total))
+    return Compared(row, round(tokens / planned_run.expected(plan, device).total))
 
 
-def _with_recomputed_products(work: Counter[Work], plan: Plan) -> Counter[Work]:
-    """torchtitan's selective checkpointing, which torchao ran, recomputes every second product of the blocks."""
+def _with_recomputed_matmuls(work: Counter[Work], plan: Plan) -> Counter[Work]:
+    """Add torchtitan's selective checkpointing, which torchao used: it recomputes every second matmul in blocks."""
     found = Counter(work)
-    for product, n in work.items():
-        if isinstance(product, Product) and product.phase == "forward" and plan.vocab_size not in _sizes(product):
-            found[replace(product, phase="backward")] += n // 2
+    for matmul, n in work.items():
+        if isinstance(matmul, Product) and matmul.phase == "forward" and plan.vocab_size not in _sizes(matmul):
+            found[replace(matmul, phase="backward")] += n // 2
     return found
 
 
-def _sizes(product: Product) -> tuple[int, int, int]:
-    return product.m, product.n, product.k
+def _sizes(matmul: Product) -> tuple[int, int, int]:
+    return matmul.m, matmul.n, matmul.k
 
 
 def table(compared: list[Compared]) -> str:
-    """The table of docs/lab/plan.md."""
+    """Return the table of docs/lab/plan.md."""
     sources = list(dict.fromkeys(c.row.source for c in compared))
     lines = [
         "| model | GPUs | micro-batch x length | options | source | published | expected | error |",

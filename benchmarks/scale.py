@@ -1,10 +1,9 @@
-"""What grows with the number of ranks: `python -m benchmarks.scale [RANKS ...]`, by default 2 to 32.
+"""Costs that grow with the number of ranks: `python -m benchmarks.scale [RANKS ...]`, by default 2 to 32.
 
-Runs train.py with a tiny model on so many processes of this machine, and counts on rank 0, in the start, in a step and
-in a save: collectives, the bytes that it gives and gets in them, requests to the store; also the files and the
-manifest of a checkpoint, and a line of the log. Wall times would show only that the ranks share two cores. A
-straight line through the counts is the law: its values for 1,024 and 16,384 ranks are printed, with its largest
-deviation from the counts.
+Runs train.py with a tiny model on RANKS processes of this machine. Rank 0 counts in the start, in a step and in a save:
+collectives, their bytes in and out, and requests to the store; also a checkpoint's files and manifest, and a log line.
+Wall times would only show that the ranks share two cores. A straight line is fitted to the counts. It prints the line's
+values for 1,024 and 16,384 ranks, and the largest error of the fit.
 """
 
 import argparse
@@ -38,7 +37,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def measured(ranks: int, folder: Path) -> dict[str, float]:
-    """The counts of a world of this size."""
+    """Run a world of this size, and return its counts."""
     report, out = folder / f"{ranks}.json", folder / f"runs-{ranks}"
     options = OPTIONS | {"run.out_dir": out, "run.name": "run", "train.global_batch_size": ranks}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -51,7 +50,7 @@ def measured(ranks: int, folder: Path) -> dict[str, float]:
 
 
 def named(counts: dict[str, dict[str, float]], run: Path) -> dict[str, float]:
-    """Counts of a run, by what they are called in the table."""
+    """Return a run's counts by their names in the table."""
     [checkpoint] = (run / "checkpoints").glob("step-*")
     lines = [line for line in (run / "metrics.jsonl").read_text().splitlines() if "rank_losses" in line]
     steps = STEPS - 1
@@ -74,15 +73,15 @@ def named(counts: dict[str, dict[str, float]], run: Path) -> dict[str, float]:
 
 
 def law(points: dict[int, float]) -> tuple[float, float, float]:
-    """The line a + b N through points by N, and the largest deviation from it, relative to the value."""
+    """Fit a + b N to points by N. Returns a, b and the largest error relative to the value."""
     b, a = statistics.linear_regression(list(points), list(points.values()))
     return a, b, max(abs(a + b * n - y) / max(y, 1) for n, y in points.items())
 
 
 def table(found: dict[int, dict[str, float]]) -> Iterator[str]:
-    """Each quantity by ranks, its law, and the law's values for large worlds."""
+    """Yield the table: each quantity by ranks, its law, and the law's values for large worlds."""
     sizes = sorted(found)
-    yield f"| on rank 0 | {' | '.join(map(str, sizes))} | law | deviation | {' | '.join(f'{n:,}' for n in LARGE)} |"
+    yield f"| on rank 0 | {' | '.join(map(str, sizes))} | law | error | {' | '.join(f'{n:,}' for n in LARGE)} |"
     yield "|---|" + "---:|" * (len(sizes) + 4)
     for name in found[sizes[0]]:
         a, b, off = law({n: found[n][name] for n in sizes})
@@ -93,7 +92,7 @@ def table(found: dict[int, dict[str, float]]) -> Iterator[str]:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ranks", type=int, nargs="*", default=[2, 4, 8, 16, 32])
     given = parser.parse_args()

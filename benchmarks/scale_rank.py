@@ -1,4 +1,4 @@
-"""One process of benchmarks/scale.py: train.py, with counts of what it exchanges, by phase. The report goes to $COUNTS.
+"""One process of benchmarks/scale.py: train.py, which counts its communication by phase. The report goes to $COUNTS.
 
 python -m benchmarks.scale_rank OPTIONS...   (under torchrun)
 """
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 ROOT = Path(__file__).parent.parent
-# FSDP's own collectives, and those around them; some have other names before torch 2.13
+# FSDP's and our collectives; some were renamed in torch 2.13
 COLLECTIVES = [
     *("all_reduce", "all_gather", "broadcast", "barrier", "gather", "scatter", "all_to_all_single", "send", "recv"),
     *("all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_single", "reduce_scatter_single"),
@@ -36,7 +36,7 @@ def counting(report: Path) -> None:
         def call(*given: Any, **named: Any) -> Any:
             counts[phase][what] += 1
             counts[phase]["bytes"] += sum(n_bytes(value) for value in (*given, *named.values()))
-            if given and isinstance(given[0], Tensor) and given[0].dtype == torch.float64:  # only a step's sums are
+            if given and isinstance(given[0], Tensor) and given[0].dtype == torch.float64:  # only a step's sums
                 counts[phase]["float64"] += n_bytes(given[0])
             return honest(*given, **named)
 
@@ -51,7 +51,7 @@ def counting(report: Path) -> None:
 
     def train_step(s: Any, number: int) -> Any:
         nonlocal phase
-        phase = "step" if number > 1 else "first step"  # which meets more operators
+        phase = "step" if number > 1 else "first step"  # the first one sets up more
         result = step(s, number)
         phase = "between"
         return result
@@ -64,7 +64,7 @@ def counting(report: Path) -> None:
 
     def whole(s: Any) -> None:
         train_all(s)
-        if s.world.rank == 0:
+        if s.process.rank == 0:
             report.write_text(json.dumps(counts), encoding="utf-8")
 
     replaced: list[tuple[Any, str, Any]] = [(train, "train_step", train_step), (train, "save", saved)]
@@ -73,14 +73,14 @@ def counting(report: Path) -> None:
 
 
 def n_bytes(value: Any) -> int:
-    """The bytes of the tensors in an argument."""
+    """Return the bytes of the tensors in an argument."""
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     return sum(map(n_bytes, value)) if isinstance(value, list | tuple) else 0
 
 
 def main(argv: Sequence[str]) -> int:
-    """train.py, counted."""
+    """Run train.py, with counts."""
     sys.path.insert(0, str(ROOT))
     import train
 

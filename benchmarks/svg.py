@@ -1,4 +1,4 @@
-"""Saves a figure of the docs as a small SVG: text as text, a title and a description, an opaque ground."""
+"""Saves a docs figure as a small SVG: with text as text, a title, a description and an opaque background."""
 
 import html
 import io
@@ -14,13 +14,13 @@ def save(figure: Any, file: Path, title: str, note: str) -> None:
     """Write a matplotlib figure.
 
     Args:
-        title: what the figure shows.
-        note: how to read it, and how many seeds there are. The description continues with the values.
+        title: describes the figure.
+        note: says how to read it, and the number of seeds. The description continues with the values.
     """
     import matplotlib
 
     curves = [(axis, line) for axis in figure.axes for line in axis.get_lines() if line.get_linestyle() != "None"]
-    values = [_values(axis, line) for axis, line in curves]  # without the caps of error bars
+    values = [_values(axis, line) for axis, line in curves]  # without error bars' caps
     image = io.StringIO()
     with matplotlib.rc_context(STYLE):
         none = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -32,7 +32,7 @@ def save(figure: Any, file: Path, title: str, note: str) -> None:
 
 
 def _values(axis: Any, line: Any) -> str:
-    """The points of a line in words; of many, the first, the middle and the last."""
+    """Describe a line's points in words; of many points, only the first, middle and last."""
     x, y = line.get_xdata(), line.get_ydata()
     some = range(len(x)) if len(x) < 6 else (0, len(x) // 2, len(x) - 1)
     label = line.get_label()

@@ -1,8 +1,8 @@
 """torchtitan with Llama 3.2's 1B shape on random tokens: `torchrun -m benchmarks.torchtitan_peer ARGUMENTS`.
 
-For torchtitan 0.2.2, which runs with torch 2.11. It has no model of this size and reads text from the network; both
-are given to it here, and everything else is its own: model, FSDP2, checkpointing, compiling, loop and log lines. Its
-output matrix is not tied to the embedding. On one GPU it applies no FSDP2 and computes under autocast.
+For torchtitan 0.2.2, which runs with torch 2.11. It has no model of this size and reads text from the network, so this
+script adds the size and random tokens. Everything else is torchtitan's: model, FSDP2, checkpointing, compiling, loop
+and log lines. Its output matrix is not tied to the embedding. On one GPU it uses autocast instead of FSDP2.
 """
 
 import sys
@@ -22,11 +22,11 @@ ARGUMENTS = ["--model.name=llama3", "--model.flavor=1B", "--validation.no-enable
 
 
 class RandomTokens:
-    """What torchtitan asks of a data loader; its batches are random.
+    """A data loader for torchtitan, with random batches.
 
     Args:
-        job_config: torchtitan's, for the size of a batch.
-        others: what a real loader needs.
+        job_config: torchtitan's config, for the batch size.
+        others: arguments for real loaders, unused.
     """
 
     def __init__(self, job_config: Any, **others: Any) -> None:
@@ -45,7 +45,7 @@ class RandomTokens:
 
 
 def main() -> None:
-    """Run torchtitan's own main with this model and these tokens."""
+    """Run torchtitan's main with this model and these tokens."""
     unused: Any = types.ModuleType("datasets")  # torchtitan imports it; these runs read no text
     unused.Dataset = unused.load_dataset = None
     unused.distributed = types.ModuleType("datasets.distributed")

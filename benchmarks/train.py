@@ -1,12 +1,12 @@
 """Tokens per second of several frameworks: `make bench`, or `python -m benchmarks.train`.
 
-It measures three shapes in float32 and bfloat16, some minutes each; --shapes, --dtypes and --only choose among them and
-add deeper and larger models.
+It measures three shapes in float32 and bfloat16, a few minutes each. --shapes, --dtypes and --only select among them
+and add deeper and larger models.
 
 Every contender (contenders.py) is built once. Then they take turns of a few steps, in a different order each round,
-together with a matrix product as the practical peak. A ratio thus compares turns within the same half minute, and other
-load on the machine affects both. Prints a table for docs/lab with medians and quartiles. On a busy machine look at
-the ratio by CPU time, which excludes waiting, including that for other ranks.
+together with a matmul as the practical peak. So a ratio compares turns within the same half minute, and other load on
+the machine affects both. Prints a table for docs/lab with medians and quartiles. On a busy machine use the ratio by CPU
+time, which excludes waiting, also for other ranks.
 """
 
 import argparse
@@ -26,16 +26,16 @@ from typing import Any
 
 import torch
 
-from benchmarks.contenders import CONTENDERS, EXTRA, GROWTH, PRODUCTS, SHAPES, STAND_INS, WIDENED, Shape, missing
+from benchmarks.contenders import CONTENDERS, EXTRA, GROWTH, MATMULS, SHAPES, STAND_INS, WIDENED, Shape, missing
 from benchmarks.machine import cpu
-from torchtitan_lite.cpu.widened import slow_dtypes
+from torchtitan_lite.cpu.widen import slow_dtypes
 from torchtitan_lite.process import usable_cores
 
 ROOT = Path(__file__).parent.parent
 OURS = "torchtitan_lite"
 DTYPES = "float32", "bfloat16"
-GROUP = 4  # contenders beside ours that are up at the same time: each takes about 2 GB
-# float32: without bfloat16 instructions a product in bfloat16 takes fifty times as long
+GROUP = 4  # contenders that run at the same time as ours; each takes about 2 GB
+# float32: without bf16 instructions a bf16 matmul takes fifty times as long
 SMOKE = Shape(
     dim=32,
     hidden_dim=64,
@@ -76,11 +76,11 @@ class Ranks:
         ]
 
     def wait(self) -> None:
-        """Until the model is built."""
+        """Wait until the model is built."""
         self._answer("ready")
 
     def run(self, steps: int) -> dict[str, float]:
-        """Take a turn: seconds, peak_mib and before_mib."""
+        """Take a turn. Returns seconds, peak_mib and before_mib."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write(f"{steps}\n")
@@ -88,13 +88,13 @@ class Ranks:
         return self._answer("seconds")
 
     def _answer(self, key: str) -> dict[str, Any]:
-        """The next line of rank 0 that has this key; libraries may print others."""
+        """Return rank 0's next line with this key; libraries may print other lines."""
         out = self._processes[0].stdout
         assert out is not None
         for line in out:
             if line.startswith("{") and key in (said := json.loads(line)):
                 return said
-        sys.exit(f"{' '.join(self._processes[0].args[1:4])} ended before its time; what it said is above")  # type: ignore
+        sys.exit(f"{' '.join(self._processes[0].args[1:4])} ended early; its output is above")  # type: ignore
 
     def close(self) -> None:
         """Close standard input, which ends the processes."""
@@ -107,11 +107,11 @@ class Ranks:
 
 @dataclass
 class Measured:
-    """Timings of one contender by round."""
+    """One contender's timings by round."""
 
-    rates: list[float] = field(default_factory=list)  # tokens/s over all ranks; of the roof, FLOP/s
-    core_rates: list[float] = field(default_factory=list)  # the same by the time on the cores, without waiting
-    peak_mib: float = 0.0  # beyond what the imports took, of rank 0
+    rates: list[float] = field(default_factory=list)  # tokens/s over all ranks; for the roof, FLOP/s
+    core_rates: list[float] = field(default_factory=list)  # the same by CPU time, which excludes waiting
+    peak_mib: float = 0.0  # rank 0's, beyond the memory after the imports
 
 
 def measure(
@@ -130,7 +130,7 @@ def measure(
         random.Random(i).shuffle(order)
         for name in order:
             turn = ranks[name].run(steps[name])
-            work = 2 * shape.roof**3 * PRODUCTS if name == "roof" else shape.micro_batch_size * shape.seq_len
+            work = 2 * shape.roof**3 * MATMULS if name == "roof" else shape.micro_batch_size * shape.seq_len
             found[name].rates.append(n * steps[name] * work / turn["seconds"])
             found[name].core_rates.append(n * steps[name] * work / turn["cpu_s"])
             found[name].peak_mib = turn["peak_mib"] - turn["before_mib"]
@@ -142,7 +142,7 @@ def measure(
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
-    """Lower quartile, median, upper quartile."""
+    """Return lower quartile, median and upper quartile."""
     if len(values) < 2:
         return values[0], values[0], values[0]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -150,17 +150,17 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
 
 
 def over(these: list[float], those: list[float]) -> list[float]:
-    """Ratios, round by round."""
+    """Return the ratios by round."""
     return [one / other for one, other in zip(these, those, strict=True)]
 
 
 def pairs(these: Measured, those: Measured) -> list[tuple[list[float], list[float]]]:
-    """Rates by wall-clock time and by CPU time."""
+    """Return the rates by wall-clock time and by CPU time."""
     return [(these.rates, those.rates), (these.core_rates, those.core_rates)]
 
 
 def spread(values: list[float], form: str = ".2f") -> str:
-    """The median and quartiles as text."""
+    """Format the median and quartiles."""
     low, middle, high = (format(value, form) for value in quartiles(values))
     return f"{middle} ({low} to {high})"
 
@@ -172,7 +172,7 @@ HEADER = [
 
 
 def rows(shape: Shape, found: dict[str, Measured], *, first: bool) -> list[str]:
-    """The rows of the table for one group of contenders, with our ratio to each; ours itself in the first group."""
+    """Return the table's rows for a group of contenders, with our ratio to each; the first group includes ours."""
     lines = []
     ours, roof = found[OURS], found["roof"]
     for name, its in found.items():
@@ -187,13 +187,13 @@ def rows(shape: Shape, found: dict[str, Measured], *, first: bool) -> list[str]:
             f"| {name} | {spread(its.rates, ',.0f')} | {ratio} | {by_cores} | {its.peak_mib:,.0f} "
             f"| {share:.0%} | {share_by_cores:.0%} |"
         )
-    what = f"*product of two {shape.roof} x {shape.roof} in these rounds, GFLOP/s*"
+    what = f"*matmul of two {shape.roof} x {shape.roof} in these rounds, GFLOP/s*"
     lines.append(f"| {what} | {spread([rate / 1e9 for rate in roof.rates], ',.0f')} | | | | 100% | 100% |")
     return lines
 
 
 def versions() -> str:
-    """Python and the packages of all contenders."""
+    """Return the versions of Python and all contenders' packages."""
     found = [f"Python {platform.python_version()}"]
     for package in ("torch", "transformers", "lightning-fabric", "accelerate"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -219,7 +219,7 @@ def compare(name: str, shape: Shape, names: list[str], n: int, device: str, *, r
 
 
 def contenders_for(asked: list[str], *, smoke: bool) -> list[str]:
-    """The contenders to run. Prints which are left out, and why."""
+    """Return the contenders to run. Prints which are left out, and why."""
     wanted = SMOKE_CONTENDERS if smoke else [OURS, *asked, "roof"]
     if not asked and not smoke:
         wanted = [name for name in CONTENDERS if name not in (*EXTRA, *STAND_INS.values())]
@@ -263,7 +263,7 @@ def main() -> None:
         for dtype in given.dtypes:
             if device == "cpu" and dtype in slow_dtypes():
                 print(f"left out: {name} in {dtype}. This CPU has no instructions for it: the others take 20 times as")
-                print("long as in float32. Ours computes its products in float32, and is in the table for float32\n")
+                print("long as in float32. Ours computes its matmuls in float32, and is in the table for float32\n")
                 continue
             shape = replace((SHAPES | GROWTH)[name], dtype=dtype)
             widened = [WIDENED] * (device == "cpu" and dtype == "float32" and "bfloat16" in slow_dtypes())

@@ -99,7 +99,7 @@ def copy(prefixes: Sequence[str], tokenizer_json: Path, out: Path, val_fraction:
         vocab_size=vocab_size,
         end_token=end,
         tokenizer_sha256=bpe.sha256(tokenizer),
-        tokens_sha256=metas.identity(hashes),
+        tokens_sha256=metas.tokens_hash(hashes),
         made_from=f"Megatron: {' '.join(prefixes)}",
         files=hashes,
         skipped={},

@@ -18,7 +18,7 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import make_table
 
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.scoring.questions import Question, Task
 from torchtitan_lite.scoring.task_scores import score
 from torchtitan_lite.scoring.task_tokens import Inputs, encoded, text_encoder
@@ -31,7 +31,7 @@ class Model(LM):  # type: ignore[misc]  # lm-eval has no types
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self._world = World(0, 1, device_of("auto"), 1)
+        self._world = Process(0, 1, device_of("auto"), 1)
         opened = open_model(path, self._world.device, torch.float32)
         self._opened, self._window = opened, opened.window()
         self._inputs = Inputs(opened.first_token(), opened.beginning(), self._window)

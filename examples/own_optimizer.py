@@ -9,7 +9,7 @@ import torch
 
 from torchtitan_lite.config.schema import OptimConfig
 from torchtitan_lite.config.sections.optim import Optimizer
-from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.optim.guarded import GuardedOptimizer
 
 
@@ -28,7 +28,7 @@ class Lion(GuardedOptimizer):
                 state = self.state[parameter]
                 if not state:
                     state["exp_avg"] = torch.zeros_like(parameter)  # a DTensor, as the parameter is
-                weight, momentum, gradient = (local_rows(t)[0] for t in (parameter, state["exp_avg"], parameter.grad))
+                weight, momentum, gradient = (own_part(t)[0] for t in (parameter, state["exp_avg"], parameter.grad))
                 if self.grad_scale is not None:
                     gradient = gradient / self.grad_scale
                 update = momentum.lerp(gradient, 1 - beta1).sign() + group["weight_decay"] * weight

@@ -14,6 +14,6 @@ def main(argv: Sequence[str]) -> int:
     folder, module, name = argv
     fn = getattr(importlib.import_module(module), name)
     args, kwargs = pickle.loads((Path(folder) / "call").read_bytes())
-    with process_group(RunConfig(device="cpu", threads=1)) as world:
-        (Path(folder) / str(world.rank)).write_bytes(pickle.dumps(fn(world, *args, **kwargs)))
+    with process_group(RunConfig(device="cpu", threads=1)) as process:
+        (Path(folder) / str(process.rank)).write_bytes(pickle.dumps(fn(process, *args, **kwargs)))
     return 0

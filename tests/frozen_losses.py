@@ -17,7 +17,7 @@ from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.distributed.initialize import materialise
-from torchtitan_lite.distributed.process_group import World, build_mesh, exit_process, process_group
+from torchtitan_lite.distributed.process_group import Process, build_mesh, exit_process, process_group
 
 FILE = Path(__file__).with_suffix(".json")
 
@@ -27,10 +27,10 @@ def config_of(sections: dict[str, dict[str, Any]]) -> Config:
     return load.load(None, given, world_size=1, n_gpus=0, local_world_size=1).config
 
 
-def losses(config: Config, world: World) -> list[float]:
+def losses(config: Config, process: Process) -> list[float]:
     """The losses of the run's steps."""
-    model = train.sharded_model(config, VOCABULARY, build_mesh(config.fsdp, world.device))
-    materialise(model, world.device, config.run.seed)
+    model = train.sharded_model(config, VOCABULARY, build_mesh(config.fsdp, process.device))
+    materialise(model, process.device, config.run.seed)
     loader = Loader(
         FixedSamples(config.train.seq_len),
         micro_batch_size=config.train.micro_batch_size,
@@ -38,17 +38,17 @@ def losses(config: Config, world: World) -> list[float]:
         world_size=1,
         seed=config.run.seed,
     )
-    session = bare_session(config, world, model, loader)
+    session = bare_session(config, process, model, loader)
     return [train.train_step(session, step).loss.item() for step in range(1, config.train.steps + 1)]
 
 
 def main(argv: Sequence[str]) -> int:
     content = json.loads(FILE.read_text())
     common = content["config"]
-    with process_group(config_of(common).run) as world:
+    with process_group(config_of(common).run) as process:
         for name, optimizer in content["optimizers"].items():
             config = config_of(common | {"optim": common["optim"] | optimizer | {"name": name}})
-            content["losses"][name] = [round(loss, 6) for loss in losses(config, world)]
+            content["losses"][name] = [round(loss, 6) for loss in losses(config, process)]
     Path(argv[0] if argv else FILE).write_text(json.dumps(content, indent=1) + "\n")
     return 0
 

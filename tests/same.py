@@ -60,7 +60,7 @@ T5 = {
 PAIRS = {"data.objective": "pairs", "data.path": "@data/pairs", "data.target_len": 20, "model.max_seq_len": 64}
 BEST_FIT = {"data.packing": "best_fit", "data.document_mask": True, "data.path": "@data/lines"}
 MIXTURE = {"data.path": None, "data.sources": '{"@data/text" = 0.7, "@data/second" = 0.3}'}
-PLAIN = dict.fromkeys(("chunked_loss", "block_attention", "fused_functions", "widened_products"), False)
+PLAIN = dict.fromkeys(("chunked_loss", "block_attention", "fused_functions"), False)
 WINDOWS = {"model.window": 7, "model.layer_pattern": '["window", "full"]'}
 HYBRID = {"model.family": "olmo_hybrid", "model.n_layers": 4, "model.n_kv_heads": 2, "model.hidden_dim": 50}
 

@@ -1,13 +1,10 @@
 """The API: `import torchtitan_lite as ttl`, its doctests, docs/notebook.md, and the losses of a run in a plain loop."""
 
-import ast
-import doctest
 import functools
 import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +17,6 @@ import torch.distributed as dist
 import torchtitan_lite as ttl
 from tests.docs.pages import blocks
 from tests.helpers import ROOT, TINY, losses, ranks, run_python, succeeded, tiny
-from torchtitan_lite import api
 from torchtitan_lite.data.loader import MicroBatch
 
 CELLS = blocks((ROOT / "docs/notebook.md").read_text(), "python")
@@ -66,41 +62,6 @@ def plain_loop(config: Any) -> dict[int, tuple[float, float]]:
     return found
 
 
-# --- names and imports ----------------------------------------------------------------------------------------------
-
-
-def test_ten_names_that_are_documented_and_typed() -> None:
-    assert len(ttl.__all__) == 10
-    stub = ast.parse((ROOT / "torchtitan_lite/__init__.pyi").read_text())
-    typed = {alias.asname for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert typed == set(ttl.__all__)
-    for name in ttl.__all__:
-        found = getattr(ttl, name)
-        assert found.__doc__, name
-        assert f"ttl.{name}" in "".join(CELLS), name
-        assert name in dir(ttl)
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        ttl.nothing  # type: ignore[attr-defined]  # noqa: B018
-
-
-def test_a_plain_import_loads_nothing() -> None:
-    code = "import sys, torchtitan_lite; print(sorted(m for m in sys.modules if m.split('.')[0] in %r))"
-    heavy = ("torch", "numpy", "pydantic", "tokenizers", "torchtitan_lite", "typing")
-    said = subprocess.run([sys.executable, "-S", "-c", code % (heavy,)], cwd=ROOT, capture_output=True, text=True)
-    assert said.returncode == 0, said.stderr
-    assert ast.literal_eval(said.stdout) == ["torchtitan_lite"]
-
-
-@pytest.mark.extended
-def test_mypy_sees_the_types(tmp_path: Path) -> None:
-    file = tmp_path / "user.py"
-    file.write_text("import torchtitan_lite as ttl\nreveal_type(ttl.load_config)\nttl.evaluate(1)\n")
-    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), str(file)]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
-    assert "schema.Config" in said
-    assert 'Missing positional arguments "tokenizer", "data"' in said
-
-
 # --- what it computes -----------------------------------------------------------------------------------------------
 
 
@@ -110,20 +71,6 @@ def test_a_plain_loop_has_the_losses_of_a_run_bit_for_bit(place: Path) -> None:
     assert found == run
     config = ttl.load_config("runs/default/config.toml")
     assert plain_loop(config) == run
-
-
-def test_the_config_of_a_run_with_replicas_loads(place: Path) -> None:
-    """Whatever [fsdp] of a run on many GPUs says: here is one process."""
-    text = (place / "runs/default/config.toml").read_text()
-    for key, value in (("dp_replicate", "8"), ("grad_sync", '"all_reduce_last"'), ("cpu_offload", "true")):
-        text, n = re.subn(rf"^{key} = \S+", f"{key} = {value}", text, flags=re.M)
-        assert n == 1
-    Path("replicas.toml").write_text(text)
-    assert ttl.load_config("replicas.toml").train == ttl.load_config("runs/default/config.toml").train
-    Path("hybrid.toml").write_text('[fsdp]\nsharding_strategy = "HYBRID_SHARD"\ndp_shard = 4\n')
-    assert ttl.load_config("hybrid.toml").fsdp == ttl.load_config().fsdp
-    with pytest.raises(ttl.UserError, match="param_dtpe = 'bfloat16': unknown key"):
-        ttl.load_config("hybrid.toml", {"fsdp.param_dtpe": "bfloat16"})
 
 
 EXPERTS = {"model__family": "qwen3_moe", "model__n_experts": 4, "train__router_z_loss": 0.01}
@@ -188,30 +135,6 @@ def test_scores_and_text_are_those_of_the_commands(place: Path) -> None:
     assert said == f"def {ttl.generate(model, tokenizer, 'def ', max_tokens=20)}\n"
 
 
-def test_each_split_is_scored_as_itself(place: Path) -> None:
-    model, tokenizer = ttl.load_model("runs/default")
-    data = ttl.open_data(tiny_config())
-    losses = {
-        next(iter(ttl.evaluate(model, tokenizer, data, split=split, documents=1).values()))["loss"]
-        for split in ("val", "train")
-    }
-    assert len(losses) == 2
-
-
-def test_the_state_of_a_model_in_training_stays(place: Path) -> None:
-    config = tiny_config()
-    data = ttl.open_data(config)
-    model = ttl.build_model(config, data.vocab_size)
-    assert ttl.generate(model, data.tokenizer, "def ", max_tokens=3)
-    assert set(ttl.evaluate(model, data.tokenizer, ["my_text", data.dataset.folder], documents=1)) == {
-        "my_text",
-        str(data.dataset.folder),
-        "(total)",
-    }
-    assert model.training
-    assert all(parameter.requires_grad for parameter in model.parameters())
-
-
 def test_weights_of_a_run_and_of_a_published_model(place: Path) -> None:
     succeeded(run_python(["checkpoint.py", "export", str(place / "runs/default"), str(place / "exported")]))
     model, tokenizer = ttl.load_model("runs/default")
@@ -226,20 +149,6 @@ def test_weights_of_a_run_and_of_a_published_model(place: Path) -> None:
             assert parameter.equal(model.get_parameter(name)), (source, name)
     (model(tokens, tokens) / 5).backward()  # it can be trained
     assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_bfloat16_by_autocast(place: Path) -> None:
-    config = tiny_config(fsdp__param_dtype="bfloat16")
-    data = ttl.open_data(config)
-    with pytest.warns(UserWarning, match="use torch.autocast"):
-        model = ttl.build_model(config, data.vocab_size)
-    _, batch = next(data.batches())
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(**batch.micro_batches[0].on(torch.device("cpu")))
-    loss.backward()
-    exact = model(**batch.micro_batches[0].on(torch.device("cpu")))
-    assert loss.item() != exact.item()
-    assert loss.item() == pytest.approx(exact.item(), rel=0.01)
 
 
 # --- mistakes -------------------------------------------------------------------------------------------------------
@@ -281,15 +190,6 @@ def test_mistakes_are_user_errors(place: Path, mistake: str, message: str) -> No
     assert message in str(raised.value)
 
 
-def test_an_empty_prompt_begins_a_document(place: Path) -> None:
-    model, tokenizer = ttl.load_model("runs/default")
-    plain = ttl.generate(model, tokenizer, "", max_tokens=5, temperature=0)
-    tokens = torch.tensor([tokenizer.end_tokens])
-    for _ in range(5):
-        tokens = torch.cat((tokens, model(tokens)[:, -1:].argmax(-1)), dim=1)
-    assert plain == tokenizer.decode(tokens[0, 1:].tolist()) != ""
-
-
 # --- what is documented ---------------------------------------------------------------------------------------------
 
 
@@ -303,15 +203,6 @@ def example_names() -> dict[str, Any]:
     tokens = torch.tensor([data.tokenizer.encode("def main")])
     names = {"ttl": ttl, "torch": torch, "config": config, "data": data, "model": model, "optimizer": optimizer}
     return names | {"tokenizer": data.tokenizer, "tokens": tokens, "tiny_config": tiny_config}
-
-
-@pytest.mark.parametrize("name", [name for name in ttl.__all__ if name != "UserError"])
-def test_the_examples_in_the_docstrings(place: Path, name: str) -> None:
-    (test,) = doctest.DocTestFinder(recurse=False).find(getattr(api, name), name, globs=dict(example_names()))
-    assert test.examples, f"{name} has no example"
-    said: list[str] = []
-    doctest.DocTestRunner(verbose=False).run(test, out=said.append)
-    assert not said, "".join(said)
 
 
 def test_each_cell_of_the_page(

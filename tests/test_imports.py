@@ -9,19 +9,18 @@ from tests.helpers import ROOT, TINY, options, python, start, succeeded
 
 # by folder, the modules that it needs; another one is imported where it is asked for, inside a function
 PLAIN = """
-.:                      cpu data errors files hints models process terminal
+.:                      cpu data errors files models process terminal
 checkpointing:          compatibility dcp_storage find full_state progress safetensors_file save state storage
                         tensor_names
 config:                 cli derive families load paths patterns registry schema section toml
 config.sections:        compute data fsdp model optim outputs run train
-cpu:                    attention barrier fused loss shared_memory widened
-data:                   dataset loader mixture objectives order samples token_files tokenizer
-distributed:            blocks initialize lost normal_values overrides parallelize post_forward process_group ranks
-                        rendezvous sharding
-models:                 attention chunked_loss cuda_attention induction llama loss loss_operators transformer
+cpu:                    attention fused loss
+data:                   dataset loader mixture objectives order samples token_files
+distributed:            blocks initialize lost normal_values overrides parallelize process_group ranks sharding
+models:                 attention chunked_loss induction llama loss transformer
 optim:                  finite_guard grad_scaler groups guarded muon optimizer step_record
-run:                    attempts between_steps checks console goodput intact metrics out_of_memory preemption
-                        run_folder session start_and_end watchdog
+run:                    attempts between_steps checks console intact metrics out_of_memory preemption run_folder
+                        session start_and_end watchdog
 scoring:                likelihood statistics validation
 """
 # packages that no plain run needs

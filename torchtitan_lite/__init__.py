@@ -1,6 +1,6 @@
-"""torchtitan_lite: pretraining of Transformers with PyTorch FSDP2, from a laptop to a cluster.
+"""torchtitan_lite: pretraining Transformers with PyTorch FSDP2, from a laptop to a cluster.
 
-`import torchtitan_lite as ttl` gives the API for notebooks and training loops of your own: docs/notebook.md.
+`import torchtitan_lite as ttl` gives the API for notebooks and your own training loops: docs/notebook.md.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ __all__ = (*_TRAINING, "load_model", "generate", "evaluate", "UserError")  # typ
 
 
 def __getattr__(name: str) -> object:
-    """A name of the API, imported when it is first used: it needs torch."""
+    """Return a name of the API, imported on first use, because it needs torch."""
     if name in __all__:
         return getattr(importlib.import_module("torchtitan_lite.api"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -27,9 +27,9 @@ def __dir__() -> list[str]:
 
 
 def _spin_briefly_on_a_busy_machine() -> bool:
-    """Have OpenMP's threads sleep instead of spin if other processes use this machine. Returns whether it was set.
+    """Make OpenMP's threads spin only briefly if other processes use this machine. Returns whether it did.
 
-    Spinning is the fastest way to wait on quiet cores, and 3 to 10 times slower on busy ones (docs/traps.md). OpenMP
+    Spinning is the fastest way to wait on idle cores, but 3 to 10 times slower on busy ones (docs/traps.md). OpenMP
     reads the variable when torch loads it, so this runs first.
     """
     if "torch" in sys.modules or not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}.isdisjoint(os.environ):
@@ -40,7 +40,7 @@ def _spin_briefly_on_a_busy_machine() -> bool:
             with open("/proc/stat") as file:
                 running.append(int(file.read().split("procs_running")[1].split()[0]))
             time.sleep(0.005)
-        ours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # the ranks of torchrun start at the same time
+        ours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's ranks start at the same time
         if 2 * (sum(running) / len(running) - ours) >= (os.cpu_count() or 1):
             os.environ["GOMP_SPINCOUNT"] = "1000"
             return True

@@ -1,10 +1,10 @@
-"""The API for notebooks and training loops of your own: `import torchtitan_lite as ttl`. docs/notebook.md uses it all.
+"""The API for notebooks and your own training loops: `import torchtitan_lite as ttl`. docs/notebook.md uses all of it.
 
-Everything runs in this process, on a CPU or one GPU: there is no launcher, no process group and no run folder. A model
-is a plain torch.nn.Module with float32 parameters. With the same config, data and number of CPU threads, the loop of
-`build_optimizer` computes the losses of a run of train.py on one process, bit for bit (without dropout).
+Everything runs in this process, on a CPU or one GPU: there is no launcher, process group or run folder. A model is a
+plain torch.nn.Module with float32 parameters. With the same config, data and number of CPU threads, the loop in
+`build_optimizer` computes the same losses as train.py on one process, bit for bit (without dropout).
 
-Mistakes in files and configs raise `ttl.UserError` with what is wrong and what works.
+Mistakes in files and configs raise `ttl.UserError`, which says what is wrong and what works.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.pairs import source_prefix
 from torchtitan_lite.distributed import blocks
 from torchtitan_lite.distributed.initialize import materialise
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.errors import UserError as UserError
 from torchtitan_lite.huggingface import weights
@@ -63,13 +63,13 @@ def load_config(file: Text | None = None, overrides: Mapping[str, Any] | None = 
     (50, 2)
 
     Args:
-        file: a TOML file, e.g. of configs/, or the config.toml of a run, without its [fsdp]. None: the defaults.
-        overrides: values by "section.key", as on the command line of train.py.
+        file: a TOML file, e.g. from configs/, or a run's config.toml; [fsdp] is ignored. None: the defaults.
+        overrides: values by "section.key", as on train.py's command line.
 
     Raises:
         UserError: lists every mistake, with what works.
     """
-    # one process has no mesh, so that of a run on many GPUs is no mistake
+    # one process has no mesh, so a mesh for many GPUs is not a mistake here
     values = {key: default_of(key) for key in known_keys() if key.startswith("fsdp.")}
     values |= {
         key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in (overrides or {}).items()
@@ -84,12 +84,12 @@ def load_config(file: Text | None = None, overrides: Mapping[str, Any] | None = 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer, and how documents are marked in the text that a model was trained on."""
+    """A tokenizer, and how a model's training text marks documents."""
 
     tokenizer: tokenizers.Tokenizer
-    end_tokens: tuple[int, ...]  # they end a document
+    end_tokens: tuple[int, ...]  # each of them ends a document
     source_prefix: str = ""  # pairs: the text before each source
-    config: Config | None = None  # of the run that trained the model; None: a Hugging Face folder
+    config: Config | None = None  # from the run that trained the model; None: a Hugging Face folder
 
     @property
     def vocab_size(self) -> int:
@@ -97,11 +97,11 @@ class Tokenizer:
         return self.tokenizer.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, without an end token."""
+        """Return the tokens of a text, without an end token."""
         return bpe.encode(self.tokenizer, text)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens. A masked target (-100) has none: leave it out."""
+        """Return the text of tokens. Leave out masked targets (-100), which have no text."""
         return str(self.tokenizer.decode([*map(operator.index, tokens)]))
 
 
@@ -109,20 +109,20 @@ class Tokenizer:
 class Data:
     """The prepared data of a config."""
 
-    config: Config  # with steps in place of epochs
+    config: Config  # with epochs converted to steps
     tokenizer: Tokenizer
     dataset: DataSet
 
     @property
     def vocab_size(self) -> int:
-        """The vocabulary size of the tokenizer."""
+        """The tokenizer's vocabulary size."""
         return self.dataset.vocab_size
 
     def batches(self, first_step: int = 1) -> Iterator[tuple[int, Batch]]:
-        """Each step and its global batch, to train.steps: the samples of a run with this config, in the same order.
+        """Yield each step and its global batch, up to train.steps, with the same samples in the same order as a run.
 
-        A batch has `micro_batches`, and in `global_tokens` the number of targets of all of them. `micro.on(device)`
-        gives the arguments of the model, by name.
+        A batch has `micro_batches`, and their total number of targets in `global_tokens`. `micro.on(device)` returns
+        the model's keyword arguments.
         """
         train, data = self.config.train, self.config.data
         samples = open_samples(self.dataset, "train", self.config)
@@ -149,7 +149,7 @@ class Data:
 
 
 def open_data(config: Config) -> Data:
-    """Open the data of `[data]`. Text is prepared first, once, in the cache.
+    """Open the data of `[data]`. Text is first prepared, once, in the cache.
 
     >>> data = ttl.open_data(config)
     >>> step, batch = next(data.batches())
@@ -166,22 +166,22 @@ def open_data(config: Config) -> Data:
 
 
 def build_model(config: Config, vocab_size: int = 0) -> Transformer:
-    """Build the model of `[model]` on `run.device`, with the initial values of a run: random, or of `init_from`.
+    """Build the model of `[model]` on `run.device`, with a run's initial values: random, or from `init_from`.
 
     >>> model = ttl.build_model(config, data.vocab_size)
     >>> tokens = torch.tensor([data.tokenizer.encode("def main")])
     >>> model(tokens).shape[-1] == data.vocab_size
     True
 
-    `model(tokens)` returns logits, (B, T, V). `model(tokens, targets)` returns the summed loss. Of the config it also
-    applies optim.freeze, the losses of [train], [speed] without float8, [activation_checkpointing] and [compile]. It
-    computes in float32; use torch.autocast for bfloat16.
+    `model(tokens)` returns logits, (B, T, V). `model(tokens, targets)` returns the summed loss. The model also follows
+    optim.freeze, the losses of [train], [speed] except float8, [activation_checkpointing] and [compile]. It computes in
+    float32; use torch.autocast for bfloat16.
 
     Args:
-        vocab_size: of the data; a nonzero model.vocab_size overrides it.
+        vocab_size: the data's; a nonzero model.vocab_size overrides it.
 
     Raises:
-        UserError: see above.
+        UserError: the vocabulary size is missing or too small, or a pattern or `init_from` does not fit the model.
     """
     size = config.model.vocab_size or vocab_size
     if size <= 0:
@@ -211,7 +211,7 @@ def build_model(config: Config, vocab_size: int = 0) -> Transformer:
 def load_model(
     path: Text, *, device: Device = "auto", dtype: torch.dtype = torch.float32, tokenizer: Text | None = None
 ) -> tuple[Transformer, Tokenizer]:
-    """Load a trained model: a run (its newest complete checkpoint), a checkpoint, or a Hugging Face folder.
+    """Load a trained model from a run (its newest complete checkpoint), a checkpoint or a Hugging Face folder.
 
     >>> model, tokenizer = ttl.load_model("runs/default")
     >>> model.training
@@ -219,7 +219,7 @@ def load_model(
 
     Args:
         device: auto (a GPU if there is one), cpu or cuda.
-        dtype: of the parameters.
+        dtype: the parameters' dtype.
         tokenizer: a tokenizer.json, if the folder has none.
 
     Raises:
@@ -236,8 +236,8 @@ def load_model(
 
 
 def build_optimizer(model: torch.nn.Module, config: Config) -> torch.optim.Optimizer:
-    """Build the optimizer of `[optim]`, with its parameter groups. Its steps also change the biases of routers
-    (model.router_bias). This is the loop of a run:
+    """Build the optimizer of `[optim]`, with its parameter groups. Its steps also update router biases
+    (model.router_bias). This is a run's loop:
 
     >>> optimizer = ttl.build_optimizer(model, config)
     >>> for step, batch in data.batches():
@@ -264,9 +264,9 @@ def build_optimizer(model: torch.nn.Module, config: Config) -> torch.optim.Optim
 
 
 def clip_grad_norm(model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
-    """Scale the gradients down to a total norm of at most `max_norm`. Returns the norm before that, () float32.
+    """Scale the gradients down to a total norm of at most `max_norm`. Returns the norm before clipping, () float32.
 
-    The same as torch.nn.utils.clip_grad_norm_, with the rounding of a run.
+    Like torch.nn.utils.clip_grad_norm_, with a run's rounding.
 
     >>> model(tokens, tokens).backward()
     >>> norm = ttl.clip_grad_norm(model, optimizer, 1.0)
@@ -284,7 +284,7 @@ def clip_grad_norm(model: torch.nn.Module, optimizer: torch.optim.Optimizer, max
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, config: Config, step: int) -> float:
-    """Set the learning rate of a step (from 1) by the schedule of `[optim]` over train.steps, and return it.
+    """Set and return a step's learning rate (step is 1-based), by the schedule of `[optim]` over train.steps.
 
     >>> [round(ttl.set_learning_rate(optimizer, config, step), 6) for step in (1, 2, 5)]
     [0.002, 0.004, 0.0004]
@@ -314,19 +314,19 @@ def generate(
     beams: int = 1,
     length_penalty: float = 1.0,
 ) -> str:
-    """The text with which a model continues a prompt. Of an encoder-decoder: its answer to a source.
+    """Return a model's continuation of a prompt, or an encoder-decoder's answer to a source.
 
     >>> len(ttl.generate(model, tokenizer, "def ", max_tokens=5)) > 0
     True
 
     Args:
-        max_tokens: at most so many; the end of a document, or of the model's context, ends the text earlier.
+        max_tokens: maximum number of new tokens; a document's end or the model's context may end the text earlier.
         temperature: 0: always the likeliest token.
-        top_k: draw from so many of the likeliest tokens; 0: from all.
+        top_k: draw from the k likeliest tokens; 0: from all.
         top_p: draw from the likeliest tokens that together have this probability.
         seed: the same seed gives the same text.
         beams: encoder-decoders: more than 1 replaces sampling by beam search.
-        length_penalty: beam search: a larger one prefers longer answers.
+        length_penalty: beam search: larger values prefer longer answers.
 
     Raises:
         UserError: an argument is out of range, or the prompt is too long.
@@ -355,27 +355,27 @@ def evaluate(
     seq_len: int = 0,
     batch_size: int = 8,
 ) -> dict[str, dict[str, float]]:
-    """Score a model on texts: the figures of `python -m torchtitan_lite.evaluate`, by text (docs/evaluate.md).
+    """Score a model on texts, with the figures of `python -m torchtitan_lite.evaluate` (docs/evaluate.md).
 
     >>> scores = ttl.evaluate(model, tokenizer, "my_text", documents=2)
     >>> sorted(scores["my_text"])[:4]
     ['bits_per_byte', 'bits_per_byte_stderr', 'bytes', 'documents']
 
     Args:
-        data: the held-out text of `open_data`, a text (a file, a folder or a glob), a prepared folder, or several.
-        split: of prepared data: val, train or all.
+        data: `open_data`'s result, a text (file, folder or glob), a prepared folder, or a list of texts and folders.
+        split: the part of prepared data: val or train.
         text_key: the key or column of .jsonl, .csv and .parquet files.
         text_suffixes: further suffixes of plain text, e.g. [".md"].
-        documents: score only so many of each text.
-        seq_len: tokens in a window; 0: as in training.
-        batch_size: windows in a batch.
+        documents: score at most this many documents of each text.
+        seq_len: tokens per window; 0: as in training.
+        batch_size: windows per batch.
 
     Returns:
-        by text, and "(total)" of several: documents, seq_len, tokens, bytes, loss, bits_per_byte, perplexity, and
+        by text: documents, seq_len, tokens, bytes, loss, bits_per_byte, perplexity, and
         standard errors (NaN where undefined).
 
     Raises:
-        UserError: an argument is out of range, or a text is missing, unusable, or does not suit the model.
+        UserError: an argument is out of range, or a text is missing, unusable, or does not fit the model.
     """
     if isinstance(data, Data):
         names = {str(source.folder): source.name for source in data.dataset.sources}
@@ -397,10 +397,10 @@ def evaluate(
         raise ConfigError("\n  ".join(problems))
     config = data.config if isinstance(data, Data) else tokenizer.config
     opened = replace(_opened(model, tokenizer), config=config)
-    world = World(0, 1, model.tok_embeddings.weight.device, torch.get_num_threads())
+    process = Process(0, 1, model.tok_embeddings.weight.device, torch.get_num_threads())
     notes: list[str] = []
     with _evaluating(model):
-        scores = tables.with_total(dict(scoring.scores_of(opened, wanted, world, notes.append)))
+        scores = dict(scoring.scores_of(opened, wanted, process, notes.append))
     for note in notes:
         warnings.warn(note, stacklevel=2)
     return {names.get(text, text): tables.figures(part) for text, part in scores.items()}
@@ -420,7 +420,7 @@ def _opened(model: Transformer, tokenizer: Tokenizer) -> loading.Opened:
 
 @contextlib.contextmanager
 def _evaluating(model: Transformer) -> Iterator[None]:
-    """Without dropout, and without gradients."""
+    """Switch off dropout and gradients."""
     training = model.training
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""Errors that a user can act on. `run_cli` prints them without a traceback; any other exception is a bug of ours."""
+"""Errors that a user can fix. `run_cli` prints them without a traceback; any other exception is a bug of ours."""
 
 import contextlib
 import errno
@@ -14,18 +14,18 @@ from pathlib import Path
 
 from torchtitan_lite.terminal import print_error
 
-REPEATS = 3  # the exit code of a failure in training that the same config and code would repeat
+REPEATS = 3  # exit code: training failed, and would fail again with the same config and code
 
 
 class UserError(Exception):
-    """The message names the wrong value and the fix. The process exits with `exit_code`.
+    """An error whose message names the wrong value and the fix. The process exits with `exit_code`.
 
-    2: a start found that the command, the config, the data or a checkpoint is wrong, as the next one will. 3: see
-    REPEATS. 1: the same command may work later.
+    2: the command, the config, the data or a checkpoint is wrong, so the next start would fail too. 3: see REPEATS.
+    1: the same command may work later.
     """
 
     exit_code = 2
-    follows = False  # from the failure of another process
+    follows = False  # true: another process failed first
 
 
 class ConfigError(UserError):
@@ -33,7 +33,7 @@ class ConfigError(UserError):
 
 
 class BusyError(ConfigError):
-    """Another process uses what this one needs. The same command may work later."""
+    """Another process uses a resource that this one needs. The same command may work later."""
 
     exit_code = 1
 
@@ -43,11 +43,11 @@ class DataError(UserError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint is damaged, or belongs to another model or other data."""
+    """A checkpoint is damaged, or belongs to a different model or different data."""
 
 
 class FormatError(UserError):
-    """A checkpoint has the format of another version of torchtitan_lite. It is not damaged."""
+    """A checkpoint has the format of a different version of torchtitan_lite. It is not damaged."""
 
 
 class UnreadableError(CheckpointError):
@@ -105,10 +105,10 @@ _SYSTEM_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.ERO
 
 
 def run_cli(name: str, main: Callable[[], int], local_rank: int = 0) -> int:
-    """Run a command. Errors of the user or the machine become a message and an exit code; a bug keeps its traceback.
+    """Run a command. User and machine errors become a message and an exit code; a bug keeps its traceback.
 
     Args:
-        name: the command's name; each message starts with it.
+        name: the command's name, which begins each message.
         main: returns the exit code.
         local_rank: see `report`.
     """
@@ -125,7 +125,7 @@ def run_cli(name: str, main: Callable[[], int], local_rank: int = 0) -> int:
         report(f"{name}: {error}", local_rank, follows=error.follows, final=final)
         return error.exit_code
     except Exception as error:
-        if isinstance(error, BrokenPipeError):  # the reader of a pipe, e.g. head, has exited
+        if isinstance(error, BrokenPipeError):  # the pipe's reader, e.g. head, has exited
             _discard_stdout()
             return 1
         message = _explained(error)
@@ -141,7 +141,7 @@ def run_cli(name: str, main: Callable[[], int], local_rank: int = 0) -> int:
 
 
 def _explained(error: Exception) -> str:
-    """The message for an error of the input or the machine; empty for any other error, which is a bug of ours."""
+    """Return the message for an error of the input or the machine; empty for a bug of ours."""
     if isinstance(error, OSError):
         if isinstance(error, io.UnsupportedOperation) or error.errno == errno.EBADF:
             return ""
@@ -159,7 +159,7 @@ def _explained(error: Exception) -> str:
     return message + _where(error)
 
 
-# as Python, gloo and faulthandler say it
+# the texts of Python, gloo and faulthandler
 _NO_THREADS = "can't start new thread", "Resource temporarily unavailable", "unable to start watchdog thread"
 
 _HINTS = {
@@ -180,7 +180,7 @@ def _os_error(error: OSError) -> str:
 
 
 def _where(error: Exception) -> str:
-    """The innermost line of this package in the traceback, as " [file:line]"."""
+    """Return the traceback's innermost line in this package, as " [file:line]"."""
     package = os.path.dirname(os.path.abspath(__file__))
     ours = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(package)]
     ours = [f for f in ours if os.path.basename(f.filename) != "errors.py"]
@@ -188,15 +188,15 @@ def _where(error: Exception) -> str:
 
 
 def report(message: str, local_rank: int = 0, *, follows: bool = False, final: bool = False) -> None:
-    """Print an error that most likely all ranks have, once on each machine, and have torchrun repeat it at its end.
+    """Print an error once per machine, as most likely all ranks have it, and pass it to torchrun's summary.
 
-    torchrun kills all ranks as soon as one exits, so the others wait for the first to report. One that is still alive
-    after 10 s has an error of its own.
+    torchrun kills all ranks as soon as one exits, so the others wait for local rank 0 to report. A rank that is still
+    alive after 10 s has its own error.
 
     Args:
-        follows: the error follows from the failure of another rank. torchrun calls the earliest error the root cause,
-            and dates the death of a process when it notices it, so this one is dated later.
-        final: the next start would fail in the same way, so torchrun is ended before it makes one.
+        follows: another rank failed first. torchrun calls the earliest error the root cause, and dates a death only
+            when it notices it, so this error gets a later time.
+        final: the next start would fail in the same way, so end torchrun before it restarts.
     """
     if local_rank != 0:
         time.sleep(10)
@@ -204,29 +204,29 @@ def report(message: str, local_rank: int = 0, *, follows: bool = False, final: b
     print_error(message)
     _tell_torchrun(message, time.time() + (60 if follows else 0))
     if final and os.environ.get("TORCHELASTIC_RESTART_COUNT") != os.environ.get("TORCHELASTIC_MAX_RESTARTS"):
-        print_error("torchrun would try again, so it is ended; its traceback follows")
+        print_error("ending torchrun, because a restart would fail in the same way; its traceback follows")
         os.kill(os.getppid(), signal.SIGTERM)
 
 
 def _tell_torchrun(message: str, when: float) -> None:
-    """Write the error file that torchrun reads. torch's own writer adds a traceback, and dates the error now."""
+    """Write the error file that torchrun reads. torch's own writer adds a traceback and can't set the time."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         text = message.encode("utf-8", "backslashreplace").decode()  # torchrun can't print a lone surrogate
         with contextlib.suppress(OSError):  # a full disk
             error = {"message": {"message": text, "extraInfo": {"timestamp": str(int(when))}}}
             Path(f"{path}.new").write_text(json.dumps(error))
-            os.replace(f"{path}.new", path)  # torchrun raises if it reads half of it
+            os.replace(f"{path}.new", path)  # torchrun raises if it reads half a file
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether the host or a device is out of memory. torch's CPU allocator raises a plain RuntimeError."""
+    """Return whether the host or a device is out of memory. torch's CPU allocator raises a plain RuntimeError."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and "you tried to allocate" in str(error)
 
 
 def shortened(value: object, longest: int = 200) -> str:
-    """A value for a message, truncated to `longest` characters."""
+    """Return a value's text for a message, truncated to `longest` characters."""
     text = str(value)
     return text if len(text) <= longest else f"{text[:longest]}... ({len(text):,} characters)"
 

@@ -1,4 +1,4 @@
-"""Files that are written atomically, and lines that are appended after a cut one."""
+"""Atomic writes of files, and appends that survive a truncated last line."""
 
 import contextlib
 import errno
@@ -12,7 +12,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def naming(file: str | Path) -> Iterator[None]:
-    """Add the file to an error of writing it, which has none; and the limit, if the file is too large."""
+    """Add the file's name to an error of writing it, and the size limit if the file is too large."""
     try:
         yield
     except OSError as error:
@@ -31,10 +31,10 @@ def flush_to_disk(stream: Any) -> None:
 
 
 def write_durably(file: Path, content: bytes) -> None:
-    """Write a file atomically. Several processes may write it at the same moment: one of the contents stays."""
+    """Write a file atomically. If several processes write it at the same time, one of them wins."""
     temporary = file.with_name(f"{file.name}.{uuid.uuid4().hex[:8]}.new")
     try:
-        with naming(file), temporary.open("wb") as stream:  # closing writes again what failed
+        with naming(file), temporary.open("wb") as stream:  # naming is outside: closing retries a failed write
             stream.write(content)
             flush_to_disk(stream)
         temporary.replace(file)
@@ -44,7 +44,7 @@ def write_durably(file: Path, content: bytes) -> None:
 
 
 def append_line(file: Path, text: str, *, durably: bool = False) -> None:
-    """Append a line. A last line that a kill or a full disk has cut stays a line of its own."""
+    """Append a line. If a kill or a full disk has truncated the last line, start a new one."""
     with naming(file), file.open("ab+") as stream:
         if end := stream.seek(0, os.SEEK_END):
             stream.seek(end - 1)

@@ -1,4 +1,4 @@
-"""Suggestions for messages: the nearest key, option or pattern, and the differences of a checkpoint."""
+"""Suggestions for messages: the nearest key, option or pattern, and a checkpoint's differences."""
 
 import difflib
 import itertools
@@ -7,12 +7,12 @@ import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-# what torchrun sets for train.py, and options of plan, by their other names
+# other names of options of `plan`; for train.py, torchrun sets these values
 _RANKS = {
     **dict.fromkeys(("world_size", "nproc", "gpus", "num_gpus", "ngpu", "num_processes"), "world-size"),
     **dict.fromkeys(("nproc_per_node", "gpus_per_node"), "per-node"),
 }
-# other names of these keys, which no comparison of spellings would find
+# other names of keys that a comparison of spellings would not find
 _MEANT = {
     **_RANKS,
     **dict.fromkeys(("batch_size", "batchsize", "batch"), "train.global_batch_size"),
@@ -33,10 +33,10 @@ _MEANT = {
 
 
 def nearest(key: str, known: Iterable[str]) -> str:
-    """The known key closest to a misspelled one.
+    """Return the known key closest to a misspelled one.
 
-    A key with the same last part wins over one with nearly the same letters. Of several with the same last part it is
-    that of nearly the same section, else the first: `known` has the more usual sections first.
+    A key with the same last part wins over a similar spelling. Among several with the same last part, the one with the
+    most similar section wins, else the first: `known` lists the more usual sections first.
     """
     known, key = list(known), key.lower()
     name = key.split(".")[-1].replace("-", "_")
@@ -48,16 +48,16 @@ def nearest(key: str, known: Iterable[str]) -> str:
 
 
 def unknown_keys(words: Sequence[str]) -> dict[str, str]:
-    """The options --section.key=value among the words, which the config reports with its own."""
+    """Return the options --section.key=value among the words. The config reports those that it does not know."""
     options = [word.removeprefix("--").partition("=") for word in words if word.startswith("--")]
     return {key: value for key, _, value in options if "." in key}
 
 
 def not_options(words: Sequence[str], known: Collection[str]) -> Iterator[str]:
-    """A problem for each word of a command line that is no known option, without `unknown_keys`.
+    """Yield a problem for each word of a command line that is not a known option, except `unknown_keys`.
 
     Args:
-        words: in order. One after an unknown option without "=" is its value.
+        words: in order. A word after an unknown option without "=" is its value.
         known: all options, without their dashes.
     """
     for before, word in itertools.pairwise(["", *words]):
@@ -77,7 +77,7 @@ def not_options(words: Sequence[str], known: Collection[str]) -> Iterator[str]:
 
 
 def option(key: str, value: Any, as_toml: str) -> str:
-    """An option of the command line, quoted for a shell."""
+    """Return a command-line option, quoted for a shell."""
     plain = isinstance(value, list | tuple) and all(isinstance(item, str | int | float) for item in value)
     if plain and value and key != "sample.prompts":
         text = ",".join(str(item) for item in value)
@@ -87,7 +87,7 @@ def option(key: str, value: Any, as_toml: str) -> str:
 
 
 def pattern(wrong: str, names: Sequence[str]) -> str:
-    """The pattern or parameter that is nearest to a pattern that matches nothing."""
+    """Suggest the pattern or parameter nearest to a pattern that matches nothing."""
     parts = [name.split(".") for name in names]
     prefixes = (".".join(part[:n]) + ".*" for part in parts for n in range(1, len(part)))
     near = difflib.get_close_matches(wrong, dict.fromkeys([*prefixes, *names]), n=1, cutoff=0.0)
@@ -95,14 +95,14 @@ def pattern(wrong: str, names: Sequence[str]) -> str:
 
 
 def choice(value: str, expected: str) -> str:
-    """The nearest choice to a misspelled one, of those that a message lists in quotes; empty if none is near."""
+    """Suggest the choice nearest to a misspelled one, among those that a message quotes; empty if none is near."""
     choices = {text.lower(): text for text in re.findall("'(.*?)'", expected)}
     near = difflib.get_close_matches(value.lower(), choices, n=1, cutoff=0.7)
     return f"; the nearest is {choices[near[0]]!r}" if near else ""
 
 
 def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """The values of a checkpoint that differ from those of this run, at most 16 of them."""
+    """List the values that differ between a checkpoint and this run, at most 16."""
     missing = "-"
     lines = [
         f"{key} is {_cut(saved.get(key, missing))} in the checkpoint and {_cut(here.get(key, missing))} here"

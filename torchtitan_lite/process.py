@@ -1,4 +1,4 @@
-"""This process: its place in torchrun's environment, its cores and threads, and when it dies. Needs no torch."""
+"""This process: torchrun's environment, cores and threads, and dying with the launcher. Does not need torch."""
 
 import contextlib
 import ctypes
@@ -15,7 +15,7 @@ from torchtitan_lite.terminal import counted, prepare_streams
 
 
 def env_int(name: str, default: int) -> int:
-    """An integer that torchrun sets in the environment; the default under plain python.
+    """Return an integer that torchrun sets in the environment; the default under plain python.
 
     Raises:
         ConfigError: the value is not a number in range.
@@ -31,18 +31,27 @@ def env_int(name: str, default: int) -> int:
 
 
 def local_rank() -> int:
-    """This rank's number on its machine; 0 if the environment is invalid, which `process_group` reports."""
+    """Return this rank's number on its machine; 0 if the environment is invalid, which `process_group` reports."""
     try:
         return env_int("LOCAL_RANK", 0)
     except ConfigError:
         return 0
 
 
-def cpu_threads(configured: int) -> tuple[int, str]:
-    """The number of CPU threads of this rank, and where it comes from. `configured` is run.threads.
+def process_age_s() -> float:
+    """Seconds since this process was started, imports included; 0 where /proc does not tell."""
+    try:
+        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return max(float(Path("/proc/uptime").read_text().split()[0]) - started, 0.0)
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
-    It changes how a matrix product is summed, so it is fixed and recorded for a bitwise resume. torchrun sets
-    OMP_NUM_THREADS=1 by itself, so the variable is used only without a launcher.
+
+def cpu_threads(configured: int) -> tuple[int, str]:
+    """Return this rank's number of CPU threads, and where it comes from. `configured` is run.threads.
+
+    The number changes the order of a matmul's sums, so a run records it for a bitwise resume. torchrun sets
+    OMP_NUM_THREADS=1 on its own, so the variable is used only without a launcher.
     """
     if configured:
         return configured, "run.threads"
@@ -56,16 +65,16 @@ def cpu_threads(configured: int) -> tuple[int, str]:
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """The number of cores that this process may use; a scheduler or a container can limit it."""
+    """Return the number of cores that this process may use; a scheduler or a container can limit it."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = quota_of_cores(root)
     return min(cores, math.ceil(quota)) if quota else cores
 
 
 def quota_of_cores(root: Path = Path("/")) -> float:
-    """The processor time that this process's control groups allow, in cores; 0 without a limit.
+    """Return the CPU quota of this process's control groups, in cores; 0 without a limit.
 
-    Each group limits those inside it. A container may see its own group at the path "/", or at the host's path.
+    Each group limits the groups inside it. A container may see its own group at the path "/", or at the host's path.
     """
     quotas = []
     try:
@@ -79,7 +88,7 @@ def quota_of_cores(root: Path = Path("/")) -> float:
         mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
         group = mount / path.strip("/")
         for folder in [mount, *(p for p in (group, *group.parents) if mount in p.parents)]:
-            with contextlib.suppress(OSError, ValueError):  # no such group here, or no limit ("max")
+            with contextlib.suppress(OSError, ValueError):  # no such group, or no limit ("max")
                 if controllers:  # version 1
                     quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
                 else:
@@ -89,7 +98,7 @@ def quota_of_cores(root: Path = Path("/")) -> float:
 
 
 def prepare_process() -> None:
-    """Make this process end with its launcher, its output safe to print to, and CUDA's segments of memory growable."""
+    """End this process with its launcher, make output streams safe, and let CUDA's memory segments grow."""
     if not any(name.endswith("ALLOC_CONF") for name in os.environ):  # torch reads it when CUDA is first used
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     die_with_launcher()
@@ -97,11 +106,11 @@ def prepare_process() -> None:
 
 
 def die_with_launcher() -> None:
-    """Have the kernel kill this process when torchrun is killed. Call it as early as possible.
+    """Make the kernel kill this process when torchrun is killed. Call it as early as possible.
 
-    Without it an orphaned rank would write to the run folder for ever. The kernel signals only a death after prctl, so
-    the parent is read before and compared after. (A parent of process 1 proves nothing: in a container that may be
-    torchrun.) A launcher that died earlier took its store with it, so the rendezvous fails.
+    Otherwise an orphaned rank would write to the run folder forever. The kernel only signals deaths after prctl, so
+    this compares the parent before and after. (Parent process 1 proves nothing: in a container that may be torchrun.)
+    If the launcher died earlier, its store died too, and the rendezvous fails.
     """
     if "RANK" not in os.environ:
         return
@@ -114,9 +123,9 @@ def die_with_launcher() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep large freed blocks. By default they go back to the kernel, which zeroes new pages each step.
+    """Make glibc keep large freed blocks. By default it returns them to the kernel, which zeroes new pages each step.
 
-    About 10 % more tokens per second on a small model (docs/lab). No effect without glibc.
+    Gives about 10 % more tokens per second on a small model (docs/lab). No effect without glibc.
     """
     m_trim_threshold, m_top_pad, m_mmap_threshold = -1, -2, -3  # malloc.h
     with contextlib.suppress(OSError, AttributeError):
@@ -127,9 +136,9 @@ def keep_freed_memory() -> None:
 
 
 def allow_open_files() -> None:
-    """Raise the limit of open files to the hard one: each of gloo's groups may have a connection to every rank.
+    """Raise the soft limit of open files: each gloo group may connect to every rank.
 
-    A million is enough, and some programs close all numbers up to the limit.
+    The new limit is the hard one, but at most a million, because some programs close every number up to the limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2**20 if hard == resource.RLIM_INFINITY else min(hard, 2**20)
@@ -138,29 +147,29 @@ def allow_open_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-LARGE = 64  # ranks; larger gloo groups connect two ranks when these first exchange something
+LARGE = 64  # ranks; larger gloo groups connect two ranks only when they first communicate
 
 
 def connect_lazily(world_size: int) -> None:
-    """Have gloo connect the ranks of a large world as trees and rings need it, and not each with each.
+    """In a large world, make gloo connect only the ranks that communicate, instead of every pair.
 
-    Smaller worlds connect at once: a rank that can't be reached is then an error at the start.
+    Smaller worlds connect at once, so that an unreachable rank is an error at the start.
     """
     if world_size > LARGE:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # read when the first group is made
 
 
 def python_command() -> str:
-    """The interpreter, as a command that works here without activating a virtual environment."""
+    """Return the interpreter's command, which works here without activating a virtual environment."""
     here = os.path.relpath(sys.executable)
     return sys.executable if here.startswith("..") else here
 
 
 def fork_command(name: str, checkpoint: str, **more: str) -> str:
-    """The command of a run that continues from a checkpoint, and is otherwise started as this process was.
+    """Return the command of a fork: this process's command, but starting from a checkpoint.
 
     Args:
-        checkpoint: a path; empty: it begins at step 0.
+        checkpoint: a path; empty: start at step 0.
         more: further options, with "__" for a dot.
     """
     given = {"--run.name": name} | ({"--checkpoint.resume": checkpoint} if checkpoint else {})
@@ -173,5 +182,5 @@ def fork_command(name: str, checkpoint: str, **more: str) -> str:
     torchrun = shlex.quote(os.path.join(os.path.dirname(here), "torchrun"))
     command = f"{torchrun} --nproc-per-node {n}" if "RANK" in os.environ else shlex.quote(here)
     if n != os.environ.get("LOCAL_WORLD_SIZE", n):
-        command = "..."  # the launcher of several machines
+        command = "..."  # several machines have their own launcher
     return f"{command} train.py {shlex.join(words)}"

@@ -1,4 +1,4 @@
-"""Writes to stdout and stderr that never raise, whatever the text and the state of the stream."""
+"""Printing to stdout and stderr without errors, whatever the text and the stream's state."""
 
 import contextlib
 import functools
@@ -8,10 +8,10 @@ import sys
 
 
 def prepare_streams() -> None:
-    """Escape unencodable characters on stdout and stderr, and open /dev/null in place of a closed stream.
+    """Escape unencodable characters on stdout and stderr, and replace a closed stream by /dev/null.
 
-    Entry points call it first. Otherwise the next opened file would get a closed stream's descriptor, and library
-    output with it.
+    Entry points call it first. Otherwise the next opened file would get the closed stream's descriptor, and receive
+    library output.
     """
     with contextlib.suppress(OSError):
         while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -25,12 +25,12 @@ def prepare_streams() -> None:
 
 
 def counted(n: int, what: str) -> str:
-    """1 file, 1,234 files."""
+    """Format a count: 1 file, 1,234 files."""
     return f"{n:,} {what}{'' if n == 1 else 's'}"
 
 
 def duration(seconds: float) -> str:
-    """4m12s, 2h05m, 3d04h."""
+    """Format seconds: 4m12s, 2h05m, 3d04h."""
     s = round(seconds)
     if s < 3600:
         return f"{s // 60}m{s % 60:02d}s" if s >= 60 else f"{s}s"
@@ -38,7 +38,7 @@ def duration(seconds: float) -> str:
 
 
 def size(n_bytes: float) -> str:
-    """1.50 GiB, 20.25 MiB, 512 bytes."""
+    """Format bytes: 1.50 GiB, 20.25 MiB, 512 bytes."""
     if 0 < n_bytes < 2**20 / 100:
         return counted(round(n_bytes), "byte")
     return f"{n_bytes / 2**30:,.2f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:,.2f} MiB"

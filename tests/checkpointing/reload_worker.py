@@ -11,11 +11,12 @@ from torch.distributed.tensor import DTensor
 
 import train
 from checkpoint import Checkpointer
+from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import optimizer_tensors, own_tensors
 from torchtitan_lite.config.schema import CheckpointConfig, Config
 from torchtitan_lite.distributed.initialize import materialise
-from torchtitan_lite.distributed.process_group import World, build_mesh
+from torchtitan_lite.distributed.process_group import Process, build_mesh
 from torchtitan_lite.optim.optimizer import build_optimizer, make_state, set_learning_rate
 
 WAYS = [(kind, api) for kind in ("full", "sharded") for api in ("dtensor", "dcp")]
@@ -37,15 +38,15 @@ def fsdp(mesh: str) -> dict[str, Any]:
 class State:
     """A model and its optimizer on this mesh."""
 
-    def __init__(self, mesh: str, seed: int, family: str, world: World) -> None:
+    def __init__(self, mesh: str, seed: int, family: str, process: Process) -> None:
         config = Config.model_validate({"model": MODELS[family], "fsdp": fsdp(mesh), "run": {"device": "cpu"}})
-        self.world = world
-        self.model = train.sharded_model(config, 517, build_mesh(config.fsdp, world.device))
-        materialise(self.model, world.device, seed)
+        self.process = process
+        self.model = train.sharded_model(config, 517, build_mesh(config.fsdp, process.device))
+        materialise(self.model, process.device, seed)
         self.optimizer = build_optimizer(self.model, config.optim)
 
     def step(self) -> None:
-        tokens = torch.arange(8).reshape(2, 4) + 100 * self.world.rank
+        tokens = torch.arange(8).reshape(2, 4) + 100 * self.process.rank
         self.model(tokens, tokens).backward()
         set_learning_rate(self.optimizer, 0.01)
         self.optimizer.step()
@@ -58,7 +59,7 @@ class State:
 
     def checkpointer(self, folder: Path, kind: str, api: str, *, background: bool = False) -> Checkpointer:
         way = CheckpointConfig.model_validate({"state_dict": kind, "api": api, "async_save": background})
-        return Checkpointer(folder, self.model, self.optimizer, way, self.world)
+        return Checkpointer(folder, self.model, self.optimizer, way, self.process)
 
 
 def save_now(checkpointer: Checkpointer, step: int = 1) -> Path:
@@ -75,23 +76,25 @@ def saved_folder(checkpointer: Checkpointer) -> Path:
     return saved.folder
 
 
-def save(world: World, folder: Path, mesh: str, family: str) -> None:
-    """Save in all four ways, and the whole tensors as `mesh`.safetensors."""
-    state = State(mesh, 1, family, world)
+def save(process: Process, folder: Path, mesh: str, family: str) -> None:
+    """Save in all four ways, by both APIs the same bytes, and the whole tensors as `mesh`.safetensors."""
+    state = State(mesh, 1, family, process)
     state.step()
-    for kind, api in WAYS:
-        save_now(state.checkpointer(folder / f"{mesh} {kind} {api}", kind, api))
+    written = {(k, api): save_now(state.checkpointer(folder / f"{mesh} {k} {api}", k, api)) for k, api in WAYS}
     expected = state.whole()
-    if world.rank == 0:
+    if process.rank == 0:
+        for kind in ("full", "sharded"):
+            by = [storage.read_manifest(written[kind, api]).files for api in ("dtensor", "dcp")]
+            assert by[0] == by[1], kind
         save_file({name: t.contiguous() for name, t in expected.items()}, folder / f"{mesh}.safetensors")
 
 
-def load(world: World, folder: Path, mesh: str, family: str, sources: Sequence[str]) -> None:
+def load(process: Process, folder: Path, mesh: str, family: str, sources: Sequence[str]) -> None:
     """From these meshes, every way, by the other API than the one that saved it."""
     for source in sources:
         expected = load_file(folder / f"{source}.safetensors")
         for kind, api in WAYS:
-            state = State(mesh, 2, family, world)
+            state = State(mesh, 2, family, process)
             make_state(state.optimizer)
             by = "dcp" if api == "dtensor" else "dtensor"
             assert state.checkpointer(folder / f"{source} {kind} {api}", kind, by).load({}) == TrainState(step=1)

@@ -10,18 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.helpers import checkpoint, limited, python, ranks, records, succeeded, tensors, tiny
+from tests.helpers import checkpoint, limited, python, ranks, records, succeeded, tiny
 from torchtitan_lite.checkpointing import safetensors_file, storage
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord, specs_of, write_tensors
-from torchtitan_lite.checkpointing.save import purge, to_keep
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.errors import SaveError
 
 
 def again(finished: Path, text: Path, tmp_path: Path, **more: object) -> str:
@@ -32,29 +30,6 @@ def again(finished: Path, text: Path, tmp_path: Path, **more: object) -> str:
     assert result.returncode == 2, result.stdout + result.stderr
     assert "Traceback" not in result.stderr, result.stderr
     return result.stderr
-
-
-@pytest.mark.extended
-def test_finished_run_says_so_and_exits_0(finished: Path, text: Path) -> None:
-    before = records(finished)
-    output = succeeded(ranks(1, *tiny(text, finished.parent, run__name="run", train__steps=4, checkpoint__every=2)))
-    assert "finished: step 4 of train.steps = 4" in output
-    assert records(finished) == before
-
-
-def test_more_steps_continue_a_finished_run(finished: Path, text: Path, tmp_path: Path) -> None:
-    shutil.copytree(finished, tmp_path / "run")
-    output = succeeded(ranks(1, *tiny(text, tmp_path, run__name="run", train__steps=6)))
-    assert "resumed after step 4" in output
-    assert [r["step"] for r in records(tmp_path / "run") if "loss" in r] == [1, 2, 3, 4, 5, 6]
-    assert tensors(checkpoint(tmp_path / "run", 6))["step.output.weight"] == 6
-
-
-def test_a_checkpoint_of_another_run_is_refused(finished: Path, text: Path, tmp_path: Path) -> None:
-    message = again(finished, text, tmp_path, model__n_layers=3)
-    assert "model.n_layers is 2 in the checkpoint and 3 here" in message
-    assert "continue with its own values: --model.n_layers=2" in message
-    assert "or start a new run with --run.name=NEW" in message
 
 
 def flip_a_bit(path: Path, bit: int = 12_345) -> None:
@@ -174,15 +149,6 @@ def test_a_damaged_shard_is_found(harm: Callable[[Path], None], sharded: Path, t
     assert any("shard-00000-of-00002.safetensors" in problem for problem in storage.verify(folder))
 
 
-def test_a_copy_with_other_file_times_is_the_same_checkpoint(finished: Path, text: Path, tmp_path: Path) -> None:
-    """The step decides which checkpoint is newest, not the file times."""
-    for step, age in ((2, 0), (4, 10**9)):
-        shutil.copytree(checkpoint(finished, step), checkpoint(tmp_path / "run", step))
-        os.utime(checkpoint(tmp_path / "run", step), (10**9 - age, 10**9 - age))
-    output = succeeded(ranks(1, *tiny(text, tmp_path, run__name="run", train__steps=6)))
-    assert "resumed after step 4" in output
-
-
 class Bomb:
     """A pickle that executes code when it is loaded."""
 
@@ -191,13 +157,6 @@ class Bomb:
 
     def __reduce__(self) -> Any:
         return os.system, (f"touch {self.canary}",)
-
-
-def replace_by(content: bytes, folder: Path, name: str) -> None:
-    """Replace a file of a checkpoint and update the manifest."""
-    (folder / name).write_bytes(content)
-    record = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    edit(folder / "manifest.json", lambda m: m["files"].update({name: record}))
 
 
 def test_a_pickle_in_a_checkpoint_executes_nothing(sharded: Path, text: Path, tmp_path: Path) -> None:
@@ -232,7 +191,7 @@ def test_the_order_of_writes_survives_a_power_cut(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(os, "fsync", recorded_sync)
     monkeypatch.setattr(Path, "rename", recorded_rename)
-    folder = storage.begin(tmp_path, 1)
+    folder = storage.new_folder(tmp_path, 1)
     weight = torch.ones(3)
     record = write_tensors(folder / "model.safetensors", specs_of({"w": weight}), lambda _: weight)
     storage.commit(folder, TrainState(step=1), "full", 1, {"model.safetensors": record})
@@ -247,15 +206,6 @@ def test_the_order_of_writes_survives_a_power_cut(tmp_path: Path, monkeypatch: p
     ]
 
 
-@pytest.mark.extended
-def test_a_fork_selects_a_checkpoint_of_another_run(finished: Path, text: Path, tmp_path: Path) -> None:
-    message = again(finished, text, tmp_path, run__name="fork", checkpoint__resume=tmp_path)
-    assert "is not a run with a checkpoint, or a checkpoint" in message
-    command = tiny(text, tmp_path, run__name="fork", train__steps=5, checkpoint__resume=finished)
-    assert "a fork of " in succeeded(ranks(1, *command))
-    assert "resumed after step 5" in succeeded(ranks(1, *command, "--train.steps=6")), "its own come first"
-
-
 def test_only_folders_with_a_manifest_are_found(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished / "checkpoints", tmp_path / "c")
     for name in ("step-7", "step-00000009.bak", ".tmp-step-00000011", "step-00000012"):
@@ -265,21 +215,6 @@ def test_only_folders_with_a_manifest_are_found(finished: Path, tmp_path: Path) 
     assert storage.find_steps(tmp_path / "none") == []
     said = "".join(storage.incomplete_folders(tmp_path / "c"))
     assert all(f"c/{name}: not a folder step-N" in said for name in ("step-7", "step-00000009.bak", "step-00000012"))
-
-
-def test_retention_keeps_the_newest(tmp_path: Path) -> None:
-    for (latest, every, also), kept in {
-        (0, 0, ()): {1, 2, 3, 4, 5, 6},
-        (1, 0, ()): {6},
-        (2, 3, ()): {3, 5, 6},
-        (1, 0, (4,)): {4, 6},
-    }.items():
-        for step in range(1, 7):
-            storage.commit(storage.begin(tmp_path, step), TrainState(step=step), "full", 1, {})
-        assert to_keep(storage.find_steps(tmp_path), latest, every, also) == kept
-        purge(tmp_path, kept)
-        assert set(storage.find_steps(tmp_path)) == kept
-        shutil.rmtree(tmp_path)
 
 
 @pytest.mark.extended
@@ -296,7 +231,7 @@ def test_leftovers_of_killed_processes_are_deleted(tmp_path: Path) -> None:
     for name in (".tmp-step-00000001-abc", ".trash-step-00000002-abc"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x").write_text("")
-    folder = storage.begin(tmp_path, 3)
+    folder = storage.new_folder(tmp_path, 3)
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
 
 
@@ -317,18 +252,6 @@ def test_a_full_disk_fails_only_the_last_save(finished: Path, text: Path, tmp_pa
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
     assert "resumed after step 4" in succeeded(ranks(1, *arguments)), "and with space again it saves"
     assert storage.find_steps(tmp_path / "run/checkpoints")[-1] == 8
-
-
-def test_too_little_space_is_reported_with_both_numbers(tmp_path: Path) -> None:
-    with pytest.raises(SaveError, match=r"a checkpoint takes 9.* GiB, but .* GiB free"):
-        storage.require_space(tmp_path / "not" / "there", 10**27)
-    full = os.statvfs_result([4096, 4096, 100, 1, 1, 0, 0, 0, 0, 255])
-    with (
-        patch("os.statvfs", lambda _: full),
-        pytest.raises(SaveError, match=r"a checkpoint takes 0\.10 MiB, but .* has only 4,096 bytes free"),
-    ):
-        storage.require_space(tmp_path, 100_000)
-    storage.require_space(tmp_path, 1)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 48, 8 << 20])
@@ -368,18 +291,6 @@ def test_an_error_of_the_hashing_thread_fails_the_save(tmp_path: Path, monkeypat
         write_tensors(tmp_path / "model.safetensors", specs_of(tensors), tensors.__getitem__, ahead=len(tensors) + 2)
     with pytest.raises(MemoryError):
         write_tensors(tmp_path / "next.safetensors", specs_of(tensors), tensors.__getitem__, ahead=1)
-
-
-def test_verify_names_what_is_damaged(finished: Path, sharded: Path, tmp_path: Path) -> None:
-    result = python("verify", str(finished), str(sharded), script="checkpoint.py")
-    assert succeeded(result).count("complete ") == 4
-    shutil.copytree(sharded, tmp_path / "run")
-    flip_a_bit(checkpoint(tmp_path / "run", 2) / "shard-00001-of-00002.safetensors")
-    result = python("verify", str(tmp_path / "run"), script="checkpoint.py")
-    assert result.returncode == 1
-    assert "shard-00001-of-00002.safetensors: its SHA-256" in result.stdout
-    assert result.stdout.count("complete ") == 1
-    assert python("verify", str(tmp_path / "run/checkpoints/none"), script="checkpoint.py").returncode == 2
 
 
 def test_inspect_lists_files_and_tensors(sharded: Path) -> None:

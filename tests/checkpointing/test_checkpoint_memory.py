@@ -21,7 +21,7 @@ from tests.helpers import run_distributed
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import CheckpointConfig, Config
 from torchtitan_lite.distributed.initialize import materialise
-from torchtitan_lite.distributed.process_group import World, build_mesh
+from torchtitan_lite.distributed.process_group import Process, build_mesh
 from torchtitan_lite.huggingface import configs, names, weights
 from torchtitan_lite.models import build
 from torchtitan_lite.optim.optimizer import build_optimizer, make_state
@@ -76,17 +76,17 @@ def peak_of(action: Callable[[], object]) -> float:
     return (peak - before) / MIB
 
 
-def measure(world: World, folder: Path, hf_folder: Path) -> dict[str, float]:
-    config = config_of(world.world_size)
-    model = train.sharded_model(config, VOCABULARY, build_mesh(config.fsdp, world.device))
-    materialise(model, world.device, 0)
+def measure(process: Process, folder: Path, hf_folder: Path) -> dict[str, float]:
+    config = config_of(process.world_size)
+    model = train.sharded_model(config, VOCABULARY, build_mesh(config.fsdp, process.device))
+    materialise(model, process.device, 0)
     optimizer = build_optimizer(model, config.optim)
     make_state(optimizer)
     peaks = {}
 
     def checkpointer(kind: str, api: str) -> Checkpointer:
         way = CheckpointConfig.model_validate({"state_dict": kind, "api": api})
-        return Checkpointer(folder / f"{kind} {api}", model, optimizer, way, world)
+        return Checkpointer(folder / f"{kind} {api}", model, optimizer, way, process)
 
     for kind in ("full", "sharded"):
         for api in ("dtensor", "dcp"):

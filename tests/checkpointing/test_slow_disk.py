@@ -16,9 +16,9 @@ from tests.distributed.distributed_cases import MESHES, make_mesh, sharded
 from tests.helpers import run_distributed
 from torchtitan_lite.checkpointing import full_state, safetensors_file, storage
 from torchtitan_lite.config.schema import CheckpointConfig, ModelConfig, OptimConfig
-from torchtitan_lite.distributed.process_group import World, limit_group_timeouts
+from torchtitan_lite.distributed.process_group import Process, limit_group_timeouts
 from torchtitan_lite.optim.optimizer import build_optimizer, make_state
-from torchtitan_lite.tools.allocator import peak_of
+from torchtitan_lite.tools.dry_run import peak_of
 
 MODEL = ModelConfig(family="gpt", dim=256, n_heads=2, n_layers=1, max_seq_len=3)  # its largest tensor: 517 x 256
 PIECE = 100_000  # bytes; no multiple of a row
@@ -28,8 +28,8 @@ COLLECTIVE_S, DISK_S = 1.0, 3.0
 class SlowDisk:
     """A function of rank 0's disk: slow once, and it notes how many timed collectives rank 1 has begun meanwhile."""
 
-    def __init__(self, world: World, real: Any) -> None:
-        self.world, self.real, self.calls, self.ahead = world, real, 0, 0
+    def __init__(self, process: Process, real: Any) -> None:
+        self.process, self.real, self.calls, self.ahead = process, real, 0, 0
         self.store = dist.distributed_c10d._get_default_store()
 
     def __call__(self, *args: Any) -> Any:
@@ -44,21 +44,21 @@ class SlowDisk:
 
     def counted(self, collective: Any) -> Any:
         def counting(*args: Any, **kwargs: Any) -> Any:
-            if not any(arg is self.world.untimed for arg in args):
-                self.store.add(self.key(self.world.rank), 1)
+            if not any(arg is self.process.untimed for arg in args):
+                self.store.add(self.key(self.process.rank), 1)
             return collective(*args, **kwargs)
 
         return counting
 
 
-def save_and_load_slowly(world: World, folder: Path) -> dict[str, Any]:
-    model = sharded(make_mesh(MESHES["2"]), family=MODEL, seed=world.world_size)
+def save_and_load_slowly(process: Process, folder: Path) -> dict[str, Any]:
+    model = sharded(make_mesh(MESHES["2"]), family=MODEL, seed=process.world_size)
     optimizer = build_optimizer(model, OptimConfig(name="adamw"))
     make_state(optimizer)
-    saver = Checkpointer(folder, model, optimizer, CheckpointConfig(), world)
+    saver = Checkpointer(folder, model, optimizer, CheckpointConfig(), process)
     limit_group_timeouts(COLLECTIVE_S / 60)
 
-    write = SlowDisk(world, safetensors_file.HashingStream.write)
+    write = SlowDisk(process, safetensors_file.HashingStream.write)
     safetensors_file.HashingStream.write = lambda *args: write(*args)  # type: ignore[method-assign]
     DTensor.full_tensor = write.counted(DTensor.full_tensor)  # type: ignore[method-assign]
     saved = save_now(saver)
@@ -73,7 +73,7 @@ def save_and_load_slowly(world: World, folder: Path) -> dict[str, Any]:
         tensor: Tensor = opened(file).get_tensor(name)
         return tensor
 
-    read = SlowDisk(world, get_tensor)
+    read = SlowDisk(process, get_tensor)
 
     class Slow:
         def __init__(self, file: Path) -> None:
@@ -84,7 +84,7 @@ def save_and_load_slowly(world: World, folder: Path) -> dict[str, Any]:
         setattr(dist, name, read.counted(getattr(dist, name)))
     storage.open_tensors = lambda file: Slow(file)
     peak = peak_of(lambda: saver.load_tensors(saved))
-    dist.barrier(group=world.untimed)
+    dist.barrier(group=process.untimed)
     return {
         "save ahead": write.ahead,
         "load ahead": read.ahead,

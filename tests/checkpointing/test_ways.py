@@ -2,45 +2,38 @@
 
 import os
 import threading
-import traceback
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
-from checkpoint import Checkpointer, failures_of_ranks
+from checkpoint import Checkpointer
 from tests.checkpointing.reload_worker import WAYS, State, save_now, saved_folder
 from tests.helpers import run_distributed
-from torchtitan_lite.checkpointing import full_state, storage
+from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import CheckpointConfig
-from torchtitan_lite.distributed.process_group import World
-from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import CheckpointError, SaveError
 from torchtitan_lite.huggingface.weights import read_weights
 
 # --- background saves -------------------------------------------------------------------------------------------
 
 
-def train_while_saving(world: World, folder: Path, mesh: str) -> None:
+def train_while_saving(process: Process, folder: Path, mesh: str) -> None:
     """Nothing is written before training has taken a step more; then the bytes have to be those of the first step."""
     trained = threading.Event()
-    begin = storage.begin
+    new_folder = storage.new_folder
 
     def begin_after_training(*args: Any, **kwargs: Any) -> Path:
         assert trained.wait(60)
-        return begin(*args, **kwargs)
+        return new_folder(*args, **kwargs)
 
     for kind, api in WAYS:
-        state = State(mesh, 1, "llama", world)
+        state = State(mesh, 1, "llama", process)
         state.step()
         saves = {}
         for background in (False, True):
@@ -48,7 +41,7 @@ def train_while_saving(world: World, folder: Path, mesh: str) -> None:
             with pytest.MonkeyPatch.context() as patched:
                 if background:
                     trained.clear()
-                    patched.setattr(storage, "begin", begin_after_training)
+                    patched.setattr(storage, "new_folder", begin_after_training)
                 checkpointer.save(TrainState(step=1))
                 if background:
                     before = state.whole()
@@ -69,11 +62,11 @@ def test_a_background_save_holds_the_state_of_its_step(mesh: str, world_size: in
 # --- retention --------------------------------------------------------------------------------------------------
 
 
-def save_after_a_load(world: World, folder: Path) -> list[list[int]]:
-    state = State("1", 1, "llama", world)
+def save_after_a_load(process: Process, folder: Path) -> list[list[int]]:
+    state = State("1", 1, "llama", process)
 
     def checkpointer(**options: Any) -> Checkpointer:
-        return Checkpointer(folder, state.model, state.optimizer, CheckpointConfig(keep_latest=1, **options), world)
+        return Checkpointer(folder, state.model, state.optimizer, CheckpointConfig(keep_latest=1, **options), process)
 
     def save(saver: Checkpointer, step: int) -> list[int]:
         save_now(saver, step)
@@ -91,63 +84,47 @@ def test_retention_keeps_the_loaded_checkpoint(tmp_path: Path) -> None:
     assert run_distributed(save_after_a_load, 1, tmp_path) == [[[1], [2], [2, 3], [2, 4]]]
 
 
-def save_on_a_full_disk(world: World, folder: Path) -> list[list[int]]:
-    """Room for three checkpoints and a half, which saves without retention fill."""
-    state = State("1", 1, "llama", world)
+def save_on_a_full_disk(process: Process, folder: Path) -> list[int]:
+    """Room for half a checkpoint."""
+    state = State("1", 1, "llama", process)
     state.step()
-
-    def checkpointer(**options: Any) -> Checkpointer:
-        return Checkpointer(folder, state.model, state.optimizer, CheckpointConfig(**options), world)
-
-    saver = checkpointer(keep_latest=0)
+    saver = Checkpointer(folder, state.model, state.optimizer, CheckpointConfig(keep_latest=1), process)
+    saver.require_space()
     save_now(saver, 1)
-    room = int(3.5 * used(folder))
-    kept = [storage.find_steps(folder)]
     with pytest.MonkeyPatch.context() as patched:
-        free = lambda _: os.statvfs_result((1, 1, 0, 0, room - used(folder), 0, 0, 0, 0, 0))  # noqa: E731
-        patched.setattr("os.statvfs", free)
-        for step in (2, 3):
-            save_now(saver, step)
+        patched.setattr("os.statvfs", lambda _: os.statvfs_result((1, 1, 0, 0, used(folder) // 2, 0, 0, 0, 0, 0)))
         with pytest.raises(SaveError, match="a checkpoint takes"):
-            saver.require_space(3)
-        refused = checkpointer(keep_latest=3)
-        refused.load({})
-        with pytest.raises(SaveError, match="a checkpoint takes"):
-            refused.require_space(3)
-        kept.append(storage.find_steps(folder))
-        lower = checkpointer(keep_latest=2)
-        assert lower.load({}) is not None
-        lower.require_space(3)
-        kept.append(storage.find_steps(folder))
-        save_now(lower, 4)
-        kept.append(storage.find_steps(folder))
-    return kept
+            saver.require_space()
+        saver.save(TrainState(step=2))
+        outcome = saver.wait()
+    assert outcome is not None
+    assert "a checkpoint takes" in outcome.error
+    return storage.find_steps(folder)
 
 
 def used(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def test_a_lower_keep_latest_makes_room_on_a_full_disk(tmp_path: Path) -> None:
-    """The start deletes nothing: it may be refused yet."""
-    assert run_distributed(save_on_a_full_disk, 1, tmp_path) == [[[1], [1, 2, 3], [1, 2, 3], [3, 4]]]
+def test_without_room_for_a_checkpoint_neither_a_run_nor_a_save_begins(tmp_path: Path) -> None:
+    assert run_distributed(save_on_a_full_disk, 1, tmp_path) == [[1]]
 
 
 # --- machines that share no disk --------------------------------------------------------------------------------
 
 
-def on_two_machines(world: World, folder: Path, api: str, mesh: str, background: bool) -> None:
+def on_two_machines(process: Process, folder: Path, api: str, mesh: str, background: bool) -> None:
     """Save three steps; then resume from the newest, and as a fork; then start from the weights."""
-    world = replace(world, local_world_size=2)
-    disk = folder / f"disk{world.rank // 2}"
+    process = replace(process, local_world_size=2)
+    disk = folder / f"disk{process.rank // 2}"
     run = disk / "run"
     options = {"state_dict": "full", "api": api, "async_save": background, "keep_latest": 2}
 
     def checkpointer(state: State, folder: Path, **more: Any) -> Checkpointer:
         config = CheckpointConfig.model_validate(options | more)
-        return Checkpointer(folder, state.model, state.optimizer, config, world)
+        return Checkpointer(folder, state.model, state.optimizer, config, process)
 
-    state = State(mesh, 1, "llama", world)
+    state = State(mesh, 1, "llama", process)
     saver = checkpointer(state, run)
     expected: dict[int, dict[str, Tensor]] = {}
     for step in (1, 2, 3):
@@ -155,11 +132,11 @@ def on_two_machines(world: World, folder: Path, api: str, mesh: str, background:
         saver.save(TrainState(step=step))
         expected[step] = state.whole()
         saved_folder(saver)
-    if world.rank == 0:
+    if process.rank == 0:
         assert storage.find_steps(run) == [2, 3], "retention"
 
     def require_loaded(step: int, damaged: list[int], folder: Path, **more: Any) -> None:
-        fresh = State(mesh, 2, "llama", world)
+        fresh = State(mesh, 2, "llama", process)
         loader = checkpointer(fresh, folder, **more)
         assert loader.load({}) == TrainState(step=step)
         assert loader.damaged == damaged
@@ -168,7 +145,7 @@ def on_two_machines(world: World, folder: Path, api: str, mesh: str, background:
 
     require_loaded(3, [], run)
     require_loaded(3, [], disk / "fork", resume=str(run))
-    if world.rank == 0:
+    if process.rank == 0:
         newest = storage.step_folder(run, 3) / storage.MODEL
         newest.write_bytes(newest.read_bytes()[:-1] + b"x")
     torch.distributed.barrier()
@@ -177,7 +154,7 @@ def on_two_machines(world: World, folder: Path, api: str, mesh: str, background:
         checkpointer(state, disk / "fork", resume=str(storage.step_folder(run, 3))).load({})
     require_loaded(2, [], disk / "fork", resume=str(run))
     # model.init_from: the weights alone
-    fresh = State(mesh, 2, "llama", world)
+    fresh = State(mesh, 2, "llama", process)
     checkpointer(fresh, disk / "new").load_weights(lambda: (storage.step_folder(run, 2), []), read_weights)
     loaded = fresh.whole()
     assert all(loaded[name].equal(tensor) for name, tensor in expected[2].items() if name.startswith("model."))
@@ -194,53 +171,3 @@ def test_full_checkpoints_need_only_the_disk_of_the_first_machine(
         (tmp_path / f"disk{machine}").mkdir()
     run_distributed(on_two_machines, 4, tmp_path, api, mesh, background)
     assert list((tmp_path / "disk1").iterdir()) == []
-
-
-# --- broadcasts in pieces ---------------------------------------------------------------------------------------
-
-SHAPES = [(7, 3), (7,), (2, 5), (1, 1), (64, 2), ()]  # of 3 ranks, some have no rows of them
-BY_COLUMNS = [(7, 3), (2, 6), (1, 3), (2, 3, 5), (5, 9, 2)]
-
-
-def broadcast_in_pieces(world: World) -> None:
-    """Pieces that end within a row, at the end of a rank's rows, and that are larger than a tensor."""
-    mesh = init_device_mesh("cpu", (world.world_size,))
-    saver = State("3", 1, "llama", world).checkpointer(Path("unused"), "full", "dtensor")
-    torch.manual_seed(0)  # the same tensors on each rank
-    for full_state.PIECE in (8, 24, 40, 1 << 20):
-        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
-            whole = {str(shape): torch.randint(1, 100, shape).to(dtype) for shape in SHAPES}
-            zeros = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
-            targets = {n: distribute_tensor(t, mesh, [Shard(0)]) if t.ndim else t for n, t in zeros.items()}
-            saver.broadcast(targets, whole.__getitem__)  # on rank 0 alone
-            for name, target in targets.items():
-                rows, first = local_rows(target)
-                expected = whole[name][first : first + len(rows)] if target.ndim else whole[name]
-                assert rows.equal(expected), (full_state.PIECE, dtype, name)
-            whole = {str(shape): torch.randint(1, 100, shape).to(dtype) for shape in BY_COLUMNS}
-            targets = {n: distribute_tensor(torch.zeros_like(t), mesh, [Shard(1)]) for n, t in whole.items()}
-            saver.broadcast(targets, whole.__getitem__)  # on rank 0 alone
-            for name, target in targets.items():
-                rows, _ = local_rows(target)
-                assert rows.equal(whole[name].chunk(3, dim=1)[world.rank]), (full_state.PIECE, dtype, name)
-
-
-def test_a_tensor_arrives_in_pieces_of_any_size() -> None:
-    run_distributed(broadcast_in_pieces, 3)
-
-
-def test_weights_that_are_transposed_views_are_sent() -> None:
-    """As those of a Hugging Face GPT-2, where rank 0 sends them to other machines."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    try:
-        sender: Any = SimpleNamespace(world=World(0, 1, torch.device("cpu"), 1))
-        whole, target = torch.arange(12.0).view(3, 4).T, torch.empty(4, 3)
-        Checkpointer.broadcast(sender, {"weight": target}, lambda _: whole)
-        assert target.equal(whole)
-    finally:
-        dist.destroy_process_group()
-
-
-def test_a_failure_of_a_rank_within_dcp_is_an_error_that_names_it() -> None:
-    with pytest.raises(CheckpointError, match="rank 1: no such shard"), failures_of_ranks():
-        raise CheckpointException("load", {1: (OSError("no such shard"), traceback.StackSummary())})

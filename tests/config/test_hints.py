@@ -8,13 +8,9 @@ import tomli
 
 import train
 from tests.config.parsing import mistakes, one_of, parse
-from torchtitan_lite import plan
-from torchtitan_lite.config import load, schema
-from torchtitan_lite.config.families import FAMILIES
-from torchtitan_lite.config.schema import FsdpConfig, LogConfig
+from torchtitan_lite.config import load, messages, schema
 from torchtitan_lite.config.sections.optim import OPTIMIZERS
 from torchtitan_lite.config.sections.outputs import TRACKERS
-from torchtitan_lite.tools import config_reference
 
 
 @pytest.mark.parametrize(
@@ -60,18 +56,6 @@ def test_a_hint_names_what_was_meant(argv: list[str], expected: str) -> None:
     text = mistakes(*argv)
     assert expected in text
     assert "1 problem:" in text, "the value of an unknown option is not a second problem"
-
-
-def test_plan_suggests_its_own_options(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan.main(["--world_size", "64"]) == 2
-    assert "--world_size: unknown option; the nearest known one is --world-size" in capsys.readouterr().err
-    assert plan.main(["--gpus", "8"]) == 2
-    assert "--gpus: unknown option; the nearest known one is --world-size\n" in capsys.readouterr().err
-
-
-def test_the_name_of_a_device_may_be_in_capitals(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan.main(["--device", "H100", "--model.vocab_size=4096"]) == 0
-    assert "x h100" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -120,68 +104,15 @@ def test_a_choice_may_be_spelled_otherwise_and_commas_make_a_list(argument: str,
         assert getattr(getattr(parse(*argv).config, section), name) == value
 
 
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        ("--optim.betas=.8,0.9", (0.8, 0.9)),
-        ("--profile.steps=10,12", [10, 12]),
-        ("--train.batch_schedule=[0, 8], [9, 16]", [[0, 8], [9, 16]]),
-    ],
-)
-def test_a_list_of_numbers_needs_no_brackets_on_the_command_line(argument: str, value: object) -> None:
-    section, name = argument.removeprefix("--").split("=")[0].split(".")
-    assert getattr(getattr(parse(argument).config, section), name) == value
-
-
-def test_commas_separate_texts_unless_the_name_is_quoted(tmp_path: Path) -> None:
-    for name in ("a.txt", "b.txt", "a,b.txt"):
-        (tmp_path / name).touch()
-    two, one = f"{tmp_path}/a.txt,{tmp_path}/b.txt", f"{tmp_path}/a,b.txt"
-    assert parse(f"--data.path={two}").config.data.path == two.split(",")
-    assert parse(f'--data.path="{one}"').config.data.path == one
-
-
 @pytest.mark.parametrize("key", list(schema.known_keys()))
 def test_an_example_for_the_shell_is_an_option(key: str) -> None:
     """A shell gives it back as one word, which means the value of the TOML example."""
-    (word,) = shlex.split(load.example(key).removeprefix("e.g. "))
+    (word,) = shlex.split(messages.example(key).removeprefix("e.g. "))
     name, _, text = word.removeprefix("--").partition("=")
     assert name == key
     section, field = key.split(".")
-    wanted = tomli.loads(load.example(key, "a file").removeprefix("e.g. ").replace(key, "value", 1))["value"]
+    wanted = tomli.loads(messages.example(key, "a file").removeprefix("e.g. ").replace(key, "value", 1))["value"]
     found = getattr(type(schema.Config.model_fields[section].default)(**{field: load.parse_value(key, text)}), field)
     if key in ("optim.groups", "fsdp.precision_overrides"):
         found = [item.model_dump(exclude_unset=True) for item in found]
     assert (list(found) if isinstance(found, tuple) else found) == wanted
-
-
-def test_other_spellings_have_the_same_effect() -> None:
-    assert parse("--model.family=GPT", "--model.size=10M").config.model.dim == FAMILIES["gpt"].sizes["10M"]["dim"]
-    assert parse("--fsdp.sharding_strategy=shard_grad_op").config.fsdp.reshard_after_forward is False
-    overrides = "--fsdp.precision_overrides=[{match = '*', param_dtype = 'bf16'}]"
-    assert parse(overrides).config.fsdp.precision_overrides[0].param_dtype == "bfloat16"
-    assert FsdpConfig(param_dtype="BF16").param_dtype == "bfloat16"  # type: ignore[arg-type]
-    assert LogConfig(trackers="wandb").trackers == ["wandb"]  # type: ignore[arg-type]
-
-
-def test_the_reference_spells_choices_as_they_are() -> None:
-    (row,) = (line for line in config_reference.lines() if line.startswith("| `sharding_strategy`"))
-    assert "FULL_SHARD, SHARD_GRAD_OP" in row
-
-
-# --- paths --------------------------------------------------------------------------------------------------------
-
-
-def test_a_base_is_next_to_its_file_or_in_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "configs").mkdir()
-    (tmp_path / "configs/a.toml").write_text('base = "configs/b.toml"\n')
-    (tmp_path / "configs/b.toml").write_text("[train]\nsteps = 77\n")
-    monkeypatch.chdir(tmp_path)
-    loaded = parse("--config", "configs/a.toml")
-    assert loaded.config.train.steps == 77
-    assert loaded.origins["train.steps"] == "configs/b.toml"
-    (tmp_path / "configs/c.toml").write_text('base = "b.toml"\n')
-    (tmp_path / "b.toml").write_text("[train]\nsteps = 88\n")
-    assert parse("--config", "configs/c.toml").config.train.steps == 77, "next to the file comes first"

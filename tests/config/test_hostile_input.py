@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tomli_w
 from torch.distributed import checkpoint as dcp
 
 import train
@@ -37,7 +36,6 @@ MODEL = ["--model.dim=16", "--model.n_layers=1", "--model.n_heads=2", "--model.n
 MODEL += ["--tokenizer.vocab_size=257", "--model.max_seq_len=32", "--train.seq_len=32"]
 
 WORDS = ["", "x", "-1", "0", "1.5", "1e12", "nan", "inf", "true", "[]", "[1, 2]", "['a']", "{a = 1}", "*", "~", "file"]
-VALUES: list[Any] = [0, -1, 1.5, 2**63, float("nan"), True, "", "x", [], [0], ["a"], [[]], {}, {"a": 1}, [{"a": 1}]]
 
 
 def sample(cases: Sequence[Any], n: int) -> list[Any]:
@@ -65,17 +63,8 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_wrong_values_on_the_command_line_never_raise() -> None:
     words = [f"--{key}={word}" for key in (*schema.known_keys(), "config", "train.x") for word in WORDS]
-    for word in ("--config", *WORDS, *sample(words, 150)):
+    for word in ("--config", *WORDS, *sample(words, 60)):
         refused_or_fine(train.main, ["--check-config", *MODEL, word])
-
-
-def test_wrong_values_in_a_file_never_raise(tmp_path: Path) -> None:
-    file = tmp_path / "config.toml"
-    cases = [(key, value) for key in [*schema.known_keys(), "base.x", "no.such"] for value in VALUES]
-    for key, value in sample(cases, 100):
-        section, name = key.split(".")
-        file.write_text(tomli_w.dumps({section: {name: value}}), encoding="utf-8")
-        refused_or_fine(train.main, ["--check-config", f"--config={file}", *MODEL])
 
 
 def test_damaged_config_files_never_raise(tmp_path: Path) -> None:
@@ -85,14 +74,6 @@ def test_damaged_config_files_never_raise(tmp_path: Path) -> None:
     for content in [*wrong, *damaged(good)]:
         file.write_bytes(content)
         refused_or_fine(train.main, ["--check-config", f"--config={file}"])
-
-
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
-def test_an_environment_without_a_world_size_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("time.sleep", lambda seconds: None)  # what another rank than the first does before it speaks
-    for word in ("", "x", "-1", "0", "1.5"):
-        monkeypatch.setenv(name, word)
-        assert train.main(["--check-config"]) == (2 if name.endswith("WORLD_SIZE") else 0)
 
 
 # --- the other commands -----------------------------------------------------------------------------------------
@@ -108,7 +89,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = cli.parse([*MODEL, "--run.name=run"], world_size=1, n_gpus=0).loaded.config
     model = own_tensors(models.build(config.model, 257))
     moments = {f"exp_avg.{name}": tensor for name, tensor in model.items()}
-    folder = storage.begin(run / "checkpoints", 1)
+    folder = storage.new_folder(run / "checkpoints", 1)
     records = {
         file: write_tensors(folder / file, specs_of(tensors), tensors.__getitem__)
         for file, tensors in (
@@ -119,7 +100,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     identity = {f"model.{key}": value for key, value in config.model.resolved().items()}
     state = TrainState(step=1, identity=identity, config=schema.flatten(config))
     storage.commit(folder, state, "full", 1, records)
-    folder = storage.begin(run.parent / "sharded", 1)
+    folder = storage.new_folder(run.parent / "sharded", 1)
     writer = ShardWriter(folder)
     dcp.save(by_name({storage.MODEL: model, storage.OPTIMIZER: moments}), storage_writer=writer, no_dist=True)
     storage.commit(folder, state, "sharded", 1, writer.records)

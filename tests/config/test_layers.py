@@ -7,19 +7,10 @@ import pytest
 
 import train
 from tests.config.parsing import parse, write
-from tests.helpers import ROOT, python, ranks, succeeded
-from torchtitan_lite.config import cli, paths, schema, toml
+from tests.helpers import ROOT, python, succeeded
+from torchtitan_lite.config import cli, schema, toml
 from torchtitan_lite.config.derive import derive
-from torchtitan_lite.config.schema import Config
-from torchtitan_lite.data.prepare import __main__
-from torchtitan_lite.data.prepare.tokenizer import byte_level
 from torchtitan_lite.tools import config_reference
-
-
-def test_without_arguments_everything_is_a_default() -> None:
-    loaded = parse()
-    assert loaded.config.train == Config().train
-    assert loaded.config.model.dim == 128  # of size "1M"
 
 
 def test_file_on_base_on_size_on_defaults_and_command_line_on_top(tmp_path: Path) -> None:
@@ -40,28 +31,6 @@ def test_file_on_base_on_size_on_defaults_and_command_line_on_top(tmp_path: Path
     shown = toml.to_toml_with_origins(loaded)
     assert "steps = 60 " in shown
     assert "mine.toml" in shown
-
-
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        ("--run.name=123", "123"),
-        ("--run.name='quoted'", "quoted"),
-        ("--run.out_dir=2024", "2024"),
-        ("--run.deterministic", True),
-        ("--run.deterministic=False", False),
-        ("--optim.lr=.5", 0.5),
-        ("--optim.lr=1", 1.0),
-        ("--train.steps=1_000", 1000),
-    ],
-)
-def test_values_on_the_command_line_are_parsed_by_type(argument: str, value: object) -> None:
-    section, key = argument.removeprefix("--").split("=")[0].split(".")
-    assert getattr(getattr(parse(argument).config, section), key) == value
-
-
-def test_a_value_may_follow_after_a_space() -> None:
-    assert parse("--train.steps", "77").config.train.steps == 77
 
 
 @pytest.mark.parametrize(
@@ -88,25 +57,6 @@ def test_fsdp1_strategies_become_their_fsdp2_options(
     assert loaded.origins["fsdp.reshard_after_forward"] in ("fsdp.sharding_strategy", "command line")
 
 
-@pytest.mark.parametrize(
-    ("argv", "expected"),
-    [
-        ([], (1, 8)),
-        (["--fsdp.dp_shard=1"], (8, 1)),
-        (["--fsdp.dp_shard=2"], (4, 2)),
-        (["--fsdp.dp_replicate=2"], (2, 4)),
-    ],
-)
-def test_batch_and_mesh_sizes_are_derived_and_minus_one_is_the_remaining_ranks(
-    argv: list[str], expected: tuple[int, int]
-) -> None:
-    config = parse("--train.micro_batch_size=4", "--train.global_batch_size=60", *argv, world_size=8).config
-    layout = derive(config, 8)
-    assert (layout.dp_replicate, layout.dp_shard) == expected
-    assert (layout.grad_accum_steps, layout.masked_sequences) == (2, 4)
-    assert layout.tokens_per_step == 60 * config.train.seq_len
-
-
 def test_help_lists_the_usual_keys_or_every_key_with_meaning_and_default() -> None:
     text = " ".join(succeeded(python("--help-all")).split())
     for key, field in schema.known_keys().items():
@@ -129,31 +79,3 @@ def test_the_reference_is_made_from_the_config() -> None:
 def test_a_look_at_a_config_leaves_no_folder(option: str, tmp_path: Path) -> None:
     assert train.main([option, f"--run.out_dir={tmp_path / 'runs'}"]) == 0
     assert not list(tmp_path.iterdir())
-
-
-def test_check_and_print_config_exit_with_0() -> None:
-    assert "the configuration is fine" in python("--check-config").stdout
-    assert "steps = 3   " in ranks(1, "--print-config", "--train.steps=3", "--optim.warmup_steps=0").stdout
-
-
-def test_help_shows_the_defaults_that_a_run_has() -> None:
-    """Also those of its family and size."""
-    text = " ".join(succeeded(python("--help-all")).split())
-    assert "normalize queries and keys (Qwen3) (default: true)" in text
-    assert "number of Transformer blocks; t5: of the encoder (default: 2)" in text
-
-
-def test_every_path_expands_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "base.toml").write_text('[run]\nout_dir = "~/runs"\n')
-    (tmp_path / "mine.toml").write_text('base = "~/base.toml"\n')
-    (tmp_path / "text.txt").write_text("some text\n" * 500)
-    byte_level().save(str(tmp_path / "tokenizer.json"))
-    loaded = parse("--config=~/mine.toml", "--data.path=~/text.txt", "--tokenizer.path=~/tokenizer.json")
-    assert loaded.config.folder == tmp_path / "runs/mine"
-    monkeypatch.chdir(tmp_path)
-    assert __main__.main(["~/text.txt", "--out=~/data", "--tokenizer=bytes"]) == 0
-    assert (tmp_path / "data/meta.json").is_file()
-    assert __main__.main(["--verify=~/data"]) == 0
-    assert not (tmp_path / "~").exists()
-    assert paths.expand("~/a") == tmp_path / "a"

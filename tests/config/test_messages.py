@@ -6,12 +6,11 @@ import pytest
 
 import train
 from tests.config.parsing import mistakes, one_of, parse, write
-from torchtitan_lite.config import cli, load
+from torchtitan_lite.config import cli
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.sections.optim import OPTIMIZERS
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.run import checks
-from torchtitan_lite.tools import generate
 
 
 def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path: Path) -> None:
@@ -121,12 +120,6 @@ def test_each_invalid_option_has_its_message(argv: list[str], expected: str) -> 
     assert expected in mistakes(*argv)
 
 
-@pytest.mark.parametrize("option", ["--temperature=-1", "--temperature=nan", "--seed=-1", "--top-p=0"])
-def test_generate_refuses_invalid_options(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert generate.main(["no_such_run", "--prompt=a", option]) == 2
-    assert option.split("=")[0] in capsys.readouterr().err
-
-
 def test_more_processes_than_gpus_is_an_error() -> None:
     with pytest.raises(ConfigError, match="4 processes on this machine, and torch sees 2 GPUs; --nproc-per-node 2"):
         cli.parse([], world_size=8, n_gpus=2, local_world_size=4)
@@ -155,34 +148,6 @@ def test_compilation_without_a_compiler_is_an_error(
     assert parse("--compile.enabled", "--compile.backend=aot_eager")
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"\xef\xbb\xbf[train]\r\nsteps = 60\r\n", ""),
-        (
-            "[train]\nsteps = 60\n".encode("utf-16"),
-            "a.toml: can't be read as TOML: 'utf-8' codec can't decode byte 0xff",
-        ),
-        (
-            "[train]\nsteps = 60  # caf\xe9\n".encode("latin-1"),
-            "'utf-8' codec can't decode byte 0xe9 in position 25",
-        ),
-    ],
-)
-def test_a_file_is_utf_8_and_may_have_a_byte_order_mark(content: bytes, said: str, tmp_path: Path) -> None:
-    (tmp_path / "a.toml").write_bytes(content)
-    if said:
-        assert said in mistakes("--config", str(tmp_path / "a.toml"))
-    else:
-        assert parse("--config", str(tmp_path / "a.toml")).config.train.steps == 60
-
-
-def test_a_rule_between_keys_names_the_origin_of_each(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.toml", "[optim]\nwarmup_steps = 90\n")
-    said = mistakes("--config", str(file), "--train.steps=20")
-    assert f"{file} and command line: optim.warmup_steps = 90 takes up all of train.steps = 20" in said
-
-
 @pytest.mark.parametrize(("argv", "expected"), [
     ([], 20),
     (["--train.steps=21"], 20),
@@ -204,47 +169,6 @@ def test_a_circular_base_is_an_error(tmp_path: Path) -> None:
 def test_missing_base_is_named_with_the_file_that_wants_it(tmp_path: Path) -> None:
     write(tmp_path / "a.toml", 'base = "gone.toml"\n')
     assert "gone.toml: no such file (named as base by a.toml)" in mistakes("--config", str(tmp_path / "a.toml"))
-
-
-@pytest.mark.parametrize(
-    ("last", "first_refused"),
-    [
-        (f"--run.seed={2**63 - 1}", f"--run.seed={2**63}"),
-        ("--sample.temperature=0", "--sample.temperature=-0.1"),
-        ("--fsdp.reshard_after_forward=true", "--fsdp.reshard_after_forward=1"),
-        ("--optim.warmup_steps=749", "--optim.warmup_steps=750"),
-        ("--train.seq_len=1024", "--train.seq_len=1025"),
-        ("--data.skip_samples=[[0, 8], [8, 9]]", "--data.skip_samples=[[0, 8], [7, 9]]"),
-    ],
-)
-def test_bounds_are_where_they_are_said_to_be(last: str, first_refused: str) -> None:
-    assert parse(last)
-    assert "1 problem:" in mistakes(first_refused)
-
-
-LOCAL = {
-    "data.path": "no/such/text",
-    "data.sources": {"no/such/text": 1.0},
-    "tokenizer.path": "no.json",
-    "model.init_from": "no/such/run",
-    "model.vocab_size": 300,
-    "checkpoint.resume": "no/such/run",
-    "log.trackers": ["wandb"],
-    "compile.enabled": True,
-}
-
-
-@pytest.mark.parametrize("key", LOCAL)
-def test_a_run_for_another_machine_needs_nothing_of_this_one(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files, packages, a compiler."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    monkeypatch.delenv("RANK", raising=False)
-    values = {key: LOCAL[key], "run.name": "unmade"}
-    with pytest.raises(ConfigError, match="1 problem:") as caught:
-        load.load(None, values)
-    assert key in str(caught.value)
-    assert load.load(None, values, elsewhere=True)
 
 
 def test_what_needs_several_ranks_is_refused_before_any_process_group(monkeypatch: pytest.MonkeyPatch) -> None:

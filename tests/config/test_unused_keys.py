@@ -7,7 +7,7 @@ import pytest
 
 import train
 from tests.config.parsing import parse
-from torchtitan_lite.config import load, schema, toml
+from torchtitan_lite.config import load, schema
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.sections.optim import OPTIMIZERS
 
@@ -62,19 +62,6 @@ def test_all_keys_without_effect_are_one_note_with_the_origin_of_each(
     assert parts[1].startswith('optim.muon_momentum = 0.8 needs optim.name = "muon"; command line: eval.samples = 128')
     assert train.main(["--check-config", *command]) == 0
     assert "note    without effect: " in capsys.readouterr().out
-
-
-def test_a_default_is_noted_on_the_command_line_and_not_in_a_file(tmp_path: Path) -> None:
-    """A run's config.toml names every key."""
-    schedule = "--train.batch_schedule=[[0, 16]]"
-    (note,) = parse(schedule, "--train.global_batch_size=8").notes
-    assert "train.global_batch_size = 8 needs a train.batch_schedule that begins after step 0" in note
-    before = schema.flatten(parse(schedule).config)
-    (note,) = load.load(None, {"train.global_batch_size": 8}, saved=lambda folder, resume: before).notes
-    assert "train.global_batch_size = 8 needs" in note
-    file = tmp_path / "config.toml"
-    file.write_text(toml.to_toml(parse(schedule).config))
-    assert not parse("--config", str(file)).notes
 
 
 # values with which a rule does not hold, where the defaults are not such values
@@ -136,20 +123,3 @@ def test_every_key_that_is_only_used_with_another_says_so(
         (said,) = load.load(None, values).notes
         assert f"command line: {key} = " in said
         assert f" needs {rule.needs}" in said
-
-
-def test_rules_of_use_name_keys_that_exist() -> None:
-    known = schema.known_keys()
-    rules = schema.usage_rules()
-    assert {f"model.{key}" for family in FAMILIES.values() for key in family.keys} <= known.keys()
-    assert {f"optim.{key}" for optimizer in OPTIMIZERS.values() for key in optimizer.keys} <= known.keys()
-    for key, rule in rules:
-        assert {key, *rule.decided_by.split()} <= known.keys()
-    of_one = {k for k, field in known.items() if str(field.description).startswith(("gpt:", "llama:", "muon:", "wsd:"))}
-    assert of_one - {"model.family", "optim.name"} <= {key for key, _ in rules}
-
-
-def test_a_window_without_effect_is_none() -> None:
-    """Nor for the cache of generation."""
-    assert not any(load.load(None, {"model.family": "gpt", "model.window": 8}).config.model.windows)
-    assert any(load.load(None, {"model.family": "llama", "model.window": 8}).config.model.windows)

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from torchtitan_lite import cpu
 from torchtitan_lite.cpu import shared_memory
-from torchtitan_lite.cpu.shared_memory import AllGather, ReduceScatter, SharedMemory, all_reduce, apply_shared_memory
+from torchtitan_lite.cpu.shared_memory import AllGather, ReduceScatter, SharedMemory, all_reduce
 from torchtitan_lite.distributed.lost import is_lost
-from torchtitan_lite.distributed.process_group import World, limit_group_timeouts
+from torchtitan_lite.distributed.process_group import Process, limit_group_timeouts
 
 # the names in torch 2.13, and before
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -78,7 +79,7 @@ def compare_one(gather: AllGather, reduce: ReduceScatter, n: int, dtype: torch.d
         require_as_gloo(*both, ranks, f"all-reduce of {n} {dtype} {op}")
 
 
-def compare(_world: World, piece: int) -> None:
+def compare(_world: Process, piece: int) -> None:
     """Sizes below, at and above a piece, in turn, so that both halves are written over and over."""
     shared_memory.SMALL = piece // 2  # an all-reduce goes both ways
     group: Any = dist.group.WORLD
@@ -89,7 +90,7 @@ def compare(_world: World, piece: int) -> None:
             compare_one(gather, reduce, n, dtype)
 
 
-def in_turns(_world: World, times: int) -> None:
+def in_turns(_world: Process, times: int) -> None:
     """No rank leaves a barrier before all have entered it."""
     group: Any = dist.group.WORLD
     shared = SharedMemory(group, slot=64)
@@ -117,7 +118,7 @@ def gradients(model: Any) -> list[Tensor]:
     return [parameter.grad.full_tensor() for parameter in model.parameters()]
 
 
-def used(_world: World, shape: str) -> None:
+def used(_world: Process, shape: str) -> None:
     """All of FSDP's collectives in a mesh, "2x2" or "4", go through it; with "/2", also those of N neighbours."""
     ranks = [int(n) for n in shape.split("/")[0].split("x")]
     names = ("dp_replicate", "dp_shard")[-len(ranks) :]
@@ -125,7 +126,7 @@ def used(_world: World, shape: str) -> None:
     neighbours = int(shape.split("/")[1]) if "/" in shape else True
     expected = gradients(sharded(mesh, neighbours=neighbours))
     model = sharded(mesh, neighbours=neighbours)
-    apply_shared_memory(model, mesh)
+    cpu.apply_shared_memory(model, mesh)
 
     def loss() -> Tensor:
         return model(torch.full((2, 9), dist.get_rank() + 1.0)).square().sum()
@@ -147,17 +148,17 @@ def used(_world: World, shape: str) -> None:
         torch.testing.assert_close(parameter.grad.full_tensor(), whole)
 
 
-def without(world: World, broken: int) -> None:
+def without(process: Process, broken: int) -> None:
     """A rank that can't map memory: all use gloo, and rank 0 warns."""
-    mesh = DeviceMesh("cpu", torch.arange(world.world_size), mesh_dim_names=("dp_shard",))
+    mesh = DeviceMesh("cpu", torch.arange(process.world_size), mesh_dim_names=("dp_shard",))
     model = sharded(mesh)
     with warnings.catch_warnings(record=True) as said, contextlib.ExitStack() as stack:
         warnings.simplefilter("always")
-        if world.rank == broken:
+        if process.rank == broken:
             for name in ("memfd_create", "open"):
                 stack.enter_context(patch.object(os, name, side_effect=OSError("not today")))
-        apply_shared_memory(model, mesh)
-    assert [("not today" in str(w.message)) for w in said] == [True] * (world.rank == 0)
+        cpu.apply_shared_memory(model, mesh)
+    assert [("not today" in str(w.message)) for w in said] == [True] * (process.rank == 0)
     assert all(gradient.any() for gradient in gradients(model))
 
 
@@ -172,15 +173,15 @@ def error_of(action: Callable[[], Any]) -> RuntimeError:
     raise AssertionError("no error")
 
 
-def lost(world: World) -> str:
+def lost(process: Process) -> str:
     """The last rank ends. The others wait in each of the collectives, FSDP's all-reduce too."""
-    mesh = DeviceMesh("cpu", torch.arange(world.world_size).view(-1, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+    mesh = DeviceMesh("cpu", torch.arange(process.world_size).view(-1, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
     model = sharded(mesh)
-    apply_shared_memory(model, mesh)
+    cpu.apply_shared_memory(model, mesh)
     shared = SharedMemory(mesh.get_group("dp_replicate"))
     shared.barrier()
-    last = world.world_size - 1
-    if world.rank == last:
+    last = process.world_size - 1
+    if process.rank == last:
         os._exit(0)
     for action in (shared.barrier, lambda: gradients(model)):
         error = error_of(action)
@@ -190,38 +191,38 @@ def lost(world: World) -> str:
     return "noticed"
 
 
-def late(world: World) -> str:
+def late(process: Process) -> str:
     """The last rank comes after the timeout."""
     group: Any = dist.group.WORLD
     shared = SharedMemory(group)
     limit_group_timeouts(2 / 60)
     store = dist.distributed_c10d._get_default_store()
-    if world.rank == world.world_size - 1:
-        store.wait([str(rank) for rank in range(world.rank)], timedelta(minutes=5))
+    if process.rank == process.world_size - 1:
+        store.wait([str(rank) for rank in range(process.rank)], timedelta(minutes=5))
         store.set("all", "noticed")
         dist.destroy_process_group()
         return "late"
-    store.set(f"{world.rank} is here", "")  # or a busy machine makes more than one rank late
-    store.wait([f"{rank} is here" for rank in range(world.world_size - 1)], timedelta(minutes=5))
+    store.set(f"{process.rank} is here", "")  # or a busy machine makes more than one rank late
+    store.wait([f"{rank} is here" for rank in range(process.world_size - 1)], timedelta(minutes=5))
     began = time.monotonic()
     error = error_of(shared.barrier)
     assert time.monotonic() - began >= 1.8
     assert is_lost(error), error
     assert "2000ms" in str(error), error
-    assert str(error).endswith(f": rank {world.world_size - 1}"), "only the rank that has not arrived"
-    store.set(str(world.rank), "noticed")
-    if world.rank == 0:  # which has the store
+    assert str(error).endswith(f": rank {process.world_size - 1}"), "only the rank that has not arrived"
+    store.set(str(process.rank), "noticed")
+    if process.rank == 0:  # which has the store
         store.wait(["all"], timedelta(minutes=5))
     dist.destroy_process_group()
     return "noticed"
 
 
-def interrupted(world: World) -> None:
+def interrupted(process: Process) -> None:
     """A signal while a rank waits: its handler runs, which under gloo it would not before the end of the collective."""
     group: Any = dist.group.WORLD
     shared = SharedMemory(group)
     store = dist.distributed_c10d._get_default_store()
-    if world.rank == 0:
+    if process.rank == 0:
         signal.signal(signal.SIGALRM, lambda *_: store.set("handled", "yes"))
         signal.setitimer(signal.ITIMER_REAL, 0.05)
     else:

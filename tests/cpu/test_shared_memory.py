@@ -1,17 +1,11 @@
 """Collectives through shared memory: gloo's results, in FSDP on every mesh, and ranks that do not come."""
 
-import ctypes
-import threading
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-import torch
 
 from tests.cpu import shared_memory_cases as cases
-from tests.helpers import HANGS_S, losses, ranks, run_distributed, succeeded, tiny
-from torchtitan_lite.cpu import barrier
+from tests.helpers import run_distributed
 
 extended = pytest.mark.extended
 
@@ -47,39 +41,5 @@ def test_a_rank_that_does_not_come_is_a_communication_error(case: Callable[..., 
     assert run_distributed(case, 3) == ["noticed", "noticed", last]
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "sem_clockwait"), reason="this libc has no sem_clockwait")
-def test_a_clock_that_is_set_back_does_not_hide_that_a_rank_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the clock that was set back, a wait would end in an hour."""
-    memory = torch.zeros(barrier.n_bytes(2) + 64, dtype=torch.uint8)
-    address = memory.data_ptr() + -memory.data_ptr() % 64
-    checked = threading.Event()
-
-    def check(waited_s: float) -> None:
-        checked.set()
-        raise RuntimeError("Remote process exited")
-
-    def wait() -> None:
-        with pytest.raises(RuntimeError, match="exited"):
-            mine.wait()
-
-    mine = barrier.Barrier(address, 0, 2, check)
-    mine.initialise()
-    late = time.time() + 3600
-    monkeypatch.setattr(time, "time", lambda: late)
-    threading.Thread(target=wait, daemon=True).start()
-    assert checked.wait(HANGS_S)
-
-
 def test_a_signal_is_handled_while_a_rank_waits() -> None:
     run_distributed(cases.interrupted, 2)
-
-
-@pytest.mark.parametrize("mesh", [{}, pytest.param({"fsdp__dp_replicate": 2}, marks=extended)])
-@extended
-def test_a_run_through_shared_memory_is_the_run(mesh: dict[str, int], text: Path, tmp_path: Path) -> None:
-    """Two ranks add two numbers: the same bits."""
-    n = 4 if mesh else 2
-    for name, on in (("shared", True), ("sent", False)):
-        more = {"run__name": name, "speed__shared_memory": on, "fsdp__param_dtype": "bfloat16", **mesh}
-        succeeded(ranks(n, *tiny(text, tmp_path, train__steps=4, train__global_batch_size=8, **more)))
-    assert losses(tmp_path / "shared") == losses(tmp_path / "sent")

@@ -8,13 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.data.test_prepare import TEXTS, succeeds, write
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
 from torchtitan_lite.data.dataset import prepare_all
-from torchtitan_lite.data.packing import pack
-from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.prepare.tokenizer import byte_level
-from torchtitan_lite.data.token_files import read_meta
 
 CSV = "text,other,headline\n" + "".join(f"text {i},another {i * 7},title {i}\n" for i in range(300))
 
@@ -130,26 +126,3 @@ OPTIONS = [
     (_PAIRS, "--source-prefix x"),
     (_PAIRS, "--target-key other"),
 ]
-
-
-@pytest.mark.parametrize(("options", "change"), OPTIONS)
-@pytest.mark.usefixtures("text")
-def test_another_option_is_other_data(
-    options: str, change: str, tmp_path: Path, refuses: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    command = ["in", "--out", "out", *options.split()]
-    assert main(command) == main(command) == 0
-    assert "out exists, and was made from other text or options" in refuses(*command, *change.split())
-
-
-def test_the_index_of_packed_documents_depends_on_the_length_and_the_tokens(tmp_path: Path) -> None:
-    write(tmp_path / "a.jsonl", TEXTS)
-    write(tmp_path / "b.jsonl", TEXTS[::-1])
-    names = []
-    for source, seq_len in (("a", 64), ("a", 65), ("b", 64)):
-        out = tmp_path / source
-        if not out.exists():
-            succeeds(tmp_path / f"{source}.jsonl", "--out", out, "--tokenizer", "bytes")
-        names.append(pack(out, read_meta(out), seq_len, print).name)
-    assert len(set(names)) == 3

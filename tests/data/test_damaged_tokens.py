@@ -1,19 +1,12 @@
 """Damage in prepared data that the quick check at the start does not cover is found when the data is read."""
 
 import json
-import os
-import re
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from filelock import FileLock
 
-from torchtitan_lite.data import packing
 from torchtitan_lite.data.packing import pack
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.samples import Samples
@@ -80,37 +73,6 @@ def test_verify_reads_the_index_of_packed_documents(folder: Path, capsys: pytest
     said = capsys.readouterr().err
     assert f"{index}: the index of packed documents is damaged (val.pieces has changed since it was made)" in said
     assert "prepare the text again" not in said, "the tokens are good"
-
-
-def test_runs_that_start_together_make_one_index(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    both = threading.Barrier(2)
-
-    class Lock(FileLock):
-        def __enter__(self) -> Any:
-            both.wait()  # neither has seen an index
-            return super().__enter__()
-
-    monkeypatch.setattr(packing, "FileLock", Lock)
-    said: list[str] = []
-    with ThreadPoolExecutor() as runs:
-        first, second = runs.map(lambda _: pack(folder, read_meta(folder), 32, said.append), range(2))
-    assert first == second
-    assert len(said) == 1
-
-
-def test_an_index_is_on_the_disk_before_it_counts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A power cut after the rename leaves no empty file in it."""
-    synced: set[str] = set()
-    sync = os.fsync
-
-    def recorded(descriptor: int) -> None:
-        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
-        synced.add(re.sub(r"\.[0-9a-f]{8}\.new$", "", name))
-        sync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", recorded)
-    index = pack(folder, read_meta(folder), 32, lambda _: None)
-    assert {file.name for file in index.iterdir()} <= synced
 
 
 def test_verify_reads_every_hash_of_an_index(folder: Path, refuses: Callable[..., str]) -> None:

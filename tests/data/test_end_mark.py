@@ -1,6 +1,5 @@
 """The token that ends a document: what the text was prepared with decides, from training to the exported folder."""
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -8,45 +7,31 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer
-from tokenizers.processors import TemplateProcessing
 
 from tests.data.test_data import make
 from tests.helpers import checkpoint, ranks, succeeded, tiny
-from torchtitan_lite.config.schema import Config, DataConfig, TokenizerConfig
-from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.data.dataset import DataSet, prepare_all
+from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
+from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.prepare.__main__ import main
-from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.huggingface import weights
-from torchtitan_lite.run.sampling import Prompts
-from torchtitan_lite.scoring.validation import Validation
 from torchtitan_lite.tools import checkpoints
 from torchtitan_lite.tools.load_model import open_model
 
-END, OTHER = 517, 518  # </s> and <END> of the tokenizer below, whose <|endoftext|> is 0
+END = 517  # </s> of the tokenizer below, whose <|endoftext|> is 0
 
 
 @pytest.fixture(scope="module")
 def prepared(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders with one tokenizer and three end marks, by the mark."""
+    """Folders with one tokenizer and two end marks, by the mark."""
     base = tmp_path_factory.mktemp("ends")
     tokenizer = Tokenizer.from_file(str(make(text, base / "cache") / "tokenizer.json"))
     tokenizer.add_special_tokens(["</s>", "<END>"])
     tokenizer.save(str(base / "tokenizer.json"))
-    for name, more in (("</s>", ["--end-token", "</s>"]), ("<END>", ["--end-token", "<END>"]), ("usual", [])):
-        out = str(base / name.strip("</>"))
-        assert main([str(text / "typing.txt"), "--out", out, "--tokenizer", str(base / "tokenizer.json"), *more]) == 0
-    return {name: base / name.strip("</>") for name in ("</s>", "<END>", "usual")}
-
-
-def data_set(folder: Path) -> DataSet:
-    return prepare_all(DataConfig(path=str(folder)), TokenizerConfig(), print)
-
-
-@pytest.mark.parametrize(("name", "end"), [("</s>", END), ("<END>", OTHER), ("usual", 0)])
-def test_samples_end_where_the_documents_do(prepared: dict[str, Path], name: str, end: int) -> None:
-    assert Prompts.of(Config(), data_set(prepared[name])).end == end
+    command = [str(text / "typing.txt"), "--tokenizer", str(base / "tokenizer.json")]
+    assert main([*command, "--out", str(base / "s"), "--end-token", "</s>"]) == 0
+    assert main([*command, "--out", str(base / "usual")]) == 0
+    return {"</s>": base / "s", "usual": base / "usual"}
 
 
 @pytest.mark.extended
@@ -80,36 +65,8 @@ def test_sources_with_different_end_marks_are_refused(prepared: dict[str, Path])
         prepare_all(DataConfig(sources=sources), TokenizerConfig(), print)
 
 
-def test_text_beside_a_prepared_folder_ends_as_the_folder_does(
-    prepared: dict[str, Path], text: Path, tmp_path: Path
-) -> None:
-    sources = {str(text / "tarfile.txt"): 0.5, str(prepared["</s>"]): 0.5}
-    found = prepare_all(DataConfig(sources=sources, cache_dir=str(tmp_path)), TokenizerConfig(), lambda _: None)
-    assert [source.meta.end_token for source in found.sources] == [END, END]
-    assert found.end_token == END
-
-
 def test_a_config_that_names_another_end_mark_is_refused(prepared: dict[str, Path]) -> None:
     data = DataConfig(path=str(prepared["</s>"]))
     assert prepare_all(data, TokenizerConfig(end_token="</s>"), print).end_token == END
     with pytest.raises(DataError, match=r"end with '</s>' \(id 517\), but tokenizer\.end_token is '<END>'"):
         prepare_all(data, TokenizerConfig(end_token="<END>"), print)
-
-
-def test_an_end_mark_is_no_text_where_it_is_an_ordinary_entry(prepared: dict[str, Path]) -> None:
-    data = data_set(prepared["usual"])
-    (source,) = data.sources
-    ordinary = dataclasses.replace(source, meta=dataclasses.replace(read_meta(source.folder), end_token=70))
-    config = Config.model_validate({"train": {"seq_len": 16}})
-    assert Validation.of(config, data, 1, 0, 1).bytes_per_token[70] == 1
-    assert Validation.of(config, DataSet((ordinary,)), 1, 0, 1).bytes_per_token[70] == 0
-
-
-def test_an_exported_tokenizer_is_the_one_that_prepared_the_data(prepared: dict[str, Path]) -> None:
-    """An export adds the end mark as a post_processor."""
-    tokenizer = Tokenizer.from_file(str(prepared["usual"] / "tokenizer.json"))
-    before = bpe.sha256(tokenizer)
-    tokenizer.post_processor = TemplateProcessing(single=["$A", "</s>"], special_tokens=[("</s>", END)])
-    assert bpe.sha256(tokenizer) == before
-    tokenizer.add_tokens(["another"])
-    assert bpe.sha256(tokenizer) != before

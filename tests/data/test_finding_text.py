@@ -12,12 +12,9 @@ import train
 from tests.data.test_data import texts_of
 from tests.helpers import ranks, start, succeeded, tiny
 from torchtitan_lite.config.load import load
-from torchtitan_lite.config.schema import Config, DataConfig, TokenizerConfig
-from torchtitan_lite.data.dataset import prepare_all
-from torchtitan_lite.data.prepare.__main__ import main
+from torchtitan_lite.config.schema import Config, DataConfig
 from torchtitan_lite.data.prepare.documents import usable
 from torchtitan_lite.data.prepare.texts import find
-from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.errors import ConfigError, DataError, UserError
 from torchtitan_lite.run.checks import check_text
 
@@ -63,20 +60,6 @@ def test_named_suffixes_are_read_as_text(tmp_path: Path, capsys: pytest.CaptureF
         find(str(tmp_path))
 
 
-def test_named_suffixes_are_prepared_by_the_command_and_by_a_run(tmp_path: Path) -> None:
-    texts = [f"# heading {i}\n\ncaf\u00e9 {i * 7919 % 101}\n" * 40 for i in range(40)]
-    (tmp_path / "in").mkdir()
-    for i, one in enumerate(texts):
-        (tmp_path / f"in/{i:02}.md").write_text(one)
-    out = tmp_path / "out"
-    command = [str(tmp_path / "in"), "--out", str(out), "--tokenizer", "bytes", "--text-suffixes", ".md"]
-    assert main(command) == 0
-    assert read_meta(out).documents >= 40
-    data = DataConfig(path=str(tmp_path / "in"), text_suffixes=[".md"], cache_dir=str(tmp_path / "cache"))
-    made = prepare_all(data, TokenizerConfig(path=str(out / "tokenizer.json")), lambda _: None)
-    assert made.sources[0].meta.tokens_sha256 == read_meta(out).tokens_sha256
-
-
 @pytest.mark.parametrize(("name", "delimiter"), [("a.csv", ";"), ("a.csv", "\t"), ("a.csv", "|"), ("a.tsv", "\t")])
 def test_delimiters_are_those_of_the_header(name: str, delimiter: str, tmp_path: Path) -> None:
     rows = [["1", "plain"], ["2", f"a, b; c\t d | {delimiter}"], ["3", 'two\nlines, "quoted"']]
@@ -88,30 +71,6 @@ def test_delimiters_are_those_of_the_header(name: str, delimiter: str, tmp_path:
     assert [list(document.texts) for document in usable(pairs)] == rows
     with pytest.raises(DataError, match='no column "text": its columns are id, body'):
         texts_of(find(str(tmp_path / name)))
-
-
-def test_a_tsv_file_is_cut_at_tabs(tmp_path: Path) -> None:
-    (tmp_path / "a.tsv").write_text("text,more\ttext\nwrong,wrong\ta, b\n")
-    assert texts_of(find(str(tmp_path / "a.tsv"))) == ["a, b"]
-    (tmp_path / "b.tsv").write_text("id,text\n1,a\n")
-    with pytest.raises(DataError, match='no column "text": its columns are id,text; --text-key'):
-        texts_of(find(str(tmp_path / "b.tsv")))
-
-
-def test_the_header_of_a_csv_file_may_have_several_lines(tmp_path: Path) -> None:
-    lines = ["", 'id,"name\nof\n\nit",text', '1,2,"one, two; three"', '3,4,"four\nfive"']
-    (tmp_path / "a.csv").write_text("".join(f"{line}\n" for line in lines))
-    assert texts_of(find(str(tmp_path))) == ["one, two; three", "four\nfive"]
-
-
-def test_the_same_file_under_several_names_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Relative and absolute, by a link to it, and by one to its folder."""
-    tree(tmp_path, "in/a.txt", "in/b.txt")
-    (tmp_path / "link.txt").symlink_to(tmp_path / "in/a.txt")
-    (tmp_path / "linked").symlink_to(tmp_path / "in")
-    monkeypatch.chdir(tmp_path)
-    for names in (["in", str(tmp_path / "in")], ["in/a.txt", "link.txt", "in/b.txt"], ["in", "linked", "l*.txt"]):
-        assert found(names) == ["in/a.txt", "in/b.txt"]
 
 
 def test_linked_folders_are_followed_once(tmp_path: Path) -> None:
@@ -127,29 +86,11 @@ def test_linked_folders_are_followed_once(tmp_path: Path) -> None:
     assert names == ["a.txt", "again/c.txt", "again/deep/d.txt", "sub/b.txt"]
 
 
-def test_globs_name_files_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tree(tmp_path, "a/a.txt", "a/d/c.txt", "b.txt", "c.txt", "q.md")
-    monkeypatch.chdir(tmp_path)
-    for pattern, files in (("[bc].txt", ["b.txt", "c.txt"]), ("a*", ["a/a.txt", "a/d/c.txt"]), ("**/d", ["a/d/c.txt"])):
-        assert found(pattern) == files
-
-
 @pytest.mark.parametrize("name", ["data[1]", "what?", "a*b", "[x].txt"])
 def test_a_path_that_exists_is_itself(name: str, tmp_path: Path) -> None:
     tree(tmp_path, name if name.endswith(".txt") else f"{name}/a.txt", "data1/wrong.txt", "x.txt", "a-b/wrong.txt")
     assert [Path(file).name for file in found(tmp_path / name)] == [name if name.endswith(".txt") else "a.txt"]
     load(None, {"data.path": str(tmp_path / name)})
-
-
-def test_skipped_files_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tree(tmp_path, "in/a.txt", "in/x.md", "in/y.md", "in/LICENSE")
-    (tmp_path / "in/a.txt").write_text("some text\n" * 500)
-    (tmp_path / "in/gone.txt").symlink_to("nowhere.txt")
-    assert main([str(tmp_path / "in"), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]) == 0
-    assert (
-        "4 other files are not read: 2 x .md, 1 x LICENSE, 1 x .txt; --text-suffixes (data.text_suffixes) names more"
-        in (capsys.readouterr().out)
-    )
 
 
 def test_each_start_names_its_text_what_is_left_out_and_many_epochs(text: Path, tmp_path: Path) -> None:
@@ -178,14 +119,6 @@ def test_impossible_names_are_errors(path: str | list[str], expected: str) -> No
     with pytest.raises(ConfigError) as caught:
         load(None, {"data.path": path})
     assert expected in str(caught.value) or "a.txt" in str(caught.value)
-
-
-def test_a_file_that_disappears_is_an_error(tmp_path: Path) -> None:
-    texts = find(str(tree(tmp_path, "a.txt", "b.txt")))
-    (tmp_path / "b.txt").unlink()
-    for use in (texts.identity, lambda: texts.size):
-        with pytest.raises(DataError, match=r"b\.txt can't be read: No such file or directory"):
-            use()
 
 
 FIND = """

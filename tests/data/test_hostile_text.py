@@ -11,12 +11,9 @@ import pytest
 from tests.config.test_hostile_input import damaged
 from tests.data.test_data import decoded
 from tests.data.test_prepare import TEXTS, as_jsonl, succeeds, write
-from torchtitan_lite.config.schema import DataConfig
-from torchtitan_lite.data.prepare.__main__ import main
-from torchtitan_lite.data.prepare.cache import cache_folder
 from torchtitan_lite.data.prepare.documents import documents
 from torchtitan_lite.data.prepare.texts import Corpus
-from torchtitan_lite.errors import ConfigError, UserError
+from torchtitan_lite.errors import UserError
 
 BOM = b"\xef\xbb\xbf"
 ROWS = [f'row {i}, "quoted"\nand on' for i in range(60)]
@@ -49,21 +46,6 @@ def test_empty_lines_are_no_documents(name: str, content: bytes, tmp_path: Path)
     (tmp_path / name).write_bytes(content)
     succeeds(tmp_path / name, "--out", tmp_path / "out", "--tokenizer", "bytes")
     assert sorted(decoded(tmp_path / "out", "train") + decoded(tmp_path / "out", "val")) == sorted(ROWS)
-
-
-def test_a_place_after_empty_lines_is_the_line_of_the_file(tmp_path: Path, refuses: Callable[..., str]) -> None:
-    (tmp_path / "a.csv").write_bytes(b"\nid,text\n\n1,good\n\n2\n")
-    assert "a.csv: line 6: has 1 columns, its header has 2" in refuses(
-        tmp_path / "a.csv", "--out", tmp_path / "out", "--tokenizer", "bytes"
-    )
-
-
-def test_a_csv_with_only_a_header_has_no_documents(tmp_path: Path, refuses: Callable[..., str]) -> None:
-    (tmp_path / "a.csv").write_bytes(b"id,text\n")
-    command = ["--out", str(tmp_path / "out"), "--tokenizer", "bytes"]
-    assert "the text has 0 usable documents" in refuses(tmp_path / "a.csv", *command)
-    write(tmp_path / "b.csv", TEXTS)
-    assert main([str(tmp_path), *command]) == 0
 
 
 PARQUET: list[tuple[list[object], str]] = [
@@ -101,22 +83,6 @@ def test_invalid_options_are_errors(
     source = write(tmp_path / "a.jsonl", TEXTS)
     assert expected in refuses(source, "--out", tmp_path / "out", *options)
     assert not list(tmp_path.glob("out*"))
-
-
-@pytest.mark.parametrize("both", ["--val-fraction 0.1 --held-out a.jsonl", "--tokenizer bytes --train-tokenizer 300"])
-def test_options_that_exclude_each_other_are_errors(both: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["a.jsonl", "--out", "out", *both.split()])
-    assert "not allowed with argument" in capsys.readouterr().err
-
-
-def test_the_home_of_an_unknown_user_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["a.jsonl", "--out", "~nobody-of-this-name/x"])
-    assert left.value.code == 2
-    assert "argument --out: ~nobody-of-this-name/x: the home folder is not known" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="the home folder is not known"):
-        cache_folder(DataConfig(cache_dir="~nobody-of-this-name"))
 
 
 def test_verify_of_another_folder_is_an_error(tmp_path: Path, refuses: Callable[..., str]) -> None:

@@ -3,17 +3,14 @@
 import random
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.data.test_prepare import TEXTS, as_jsonl, contents, succeeds
-from torchtitan_lite.data import packing, token_files
+from tests.data.test_prepare import as_jsonl, succeeds
+from torchtitan_lite.data import packing
 from torchtitan_lite.data.packing import PackedSamples
-from torchtitan_lite.data.prepare import folder as folders
 from torchtitan_lite.data.token_files import document_ends, read_meta
-from torchtitan_lite.errors import DataError
 from torchtitan_lite.models.loss import IGNORE
 
 
@@ -70,45 +67,3 @@ def test_every_window_is_packed_by_best_fit_and_every_token_once(
         covered = sorted(token for begin, length in pieces for token in range(begin, begin + length))
         assert covered == list(range(1, meta.tokens(split))), "each token once"
         assert samples.n_targets(np.arange(samples.n_samples), None) == meta.tokens(split) - 1
-
-
-# --- prepared folders -------------------------------------------------------------------------------------------
-
-LIMITS: list[tuple[Any, str, object]] = [
-    (folders, "BATCH_BYTES", 7),
-    (folders, "COMMIT_EVERY_S", 0.0),
-    (token_files, "_ENDS", 3),
-]
-
-
-@pytest.mark.parametrize(("module", "name", "value"), LIMITS, ids=[name for _, name, _ in LIMITS])
-def test_a_small_limit_prepares_the_same_tokens(
-    module: Any, name: str, value: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "a.jsonl").write_bytes(as_jsonl(TEXTS))
-    (tmp_path / "b.jsonl").write_text('no json\n{"text": ""}\n{"text": "good"}\n')
-    command = tmp_path / "a.jsonl", tmp_path / "b.jsonl", "--tokenizer", "bytes", "--on-error", "skip"
-    succeeds(*command, "--out", tmp_path / "before")
-    monkeypatch.setattr(module, name, value)
-    succeeds(*command, "--out", tmp_path / "after")
-    assert contents(tmp_path / "before") == contents(tmp_path / "after")
-
-
-@pytest.mark.parametrize("ends_at_a_time", [1, 4, 1000])
-def test_a_wrong_end_of_any_document_is_found(
-    ends_at_a_time: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(token_files, "_ENDS", ends_at_a_time)
-    shutil.copytree(folder, tmp_path / "out", ignore=shutil.ignore_patterns("packed*"))
-    meta, file = read_meta(tmp_path / "out"), tmp_path / "out/val.idx"
-    good = document_ends(folder, meta, "val").copy()
-    for number in range(len(good)):
-        ends = good.copy()
-        ends[number] = good[number - 1] if number else 1
-        ends.tofile(file)
-        with pytest.raises(DataError, match=rf"val\.idx is damaged: document {number:,} does not end after the one be"):
-            document_ends(tmp_path / "out", meta, "val")
-    good[-1] += 1
-    good.tofile(file)
-    with pytest.raises(DataError, match=r"val\.idx is damaged: the last document ends at token"):
-        document_ends(tmp_path / "out", meta, "val")

@@ -9,13 +9,10 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from torchtitan_lite.data import token_files as metas
-from torchtitan_lite.data import tokenizer as tokenizers_
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.prepare.summary import verify
 from torchtitan_lite.data.prepare.tokenizer import byte_level
 from torchtitan_lite.data.token_files import TokenFiles, read_meta
-from torchtitan_lite.errors import DataError, UserError
-from torchtitan_lite.scoring.likelihood import bytes_per_token
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789<>/"
 TEXTS = [f"{i} a document that ends </s> or so it says {i}</s>" for i in range(200)]
@@ -136,11 +133,6 @@ def test_a_text_that_produces_the_end_token_is_refused_or_left_out(
     assert sorted(map(tuple, ids)) == sorted(plain)
 
 
-def test_unknown_text_is_counted(tmp_path: Path) -> None:
-    assert prepared(unigram(), [f"{i} \u4e2d and \u4e2d" for i in range(50)], tmp_path) == 0
-    assert read_meta(tmp_path / "out").unknown_tokens == 100
-
-
 def test_an_end_mark_that_the_text_holds_is_refused(tmp_path: Path, refuses: Callable[..., str]) -> None:
     (tmp_path / "a.txt").write_text("a line\n" * 500)
     byte_level().save(str(tmp_path / "bytes.json"))
@@ -152,37 +144,3 @@ def test_an_end_mark_that_the_text_holds_is_refused(tmp_path: Path, refuses: Cal
 def test_a_tokenizer_that_fails_on_a_text_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert prepared(word_level(unknown=False), TEXTS, tmp_path) == 2
     assert "can't encode unknown characters (WordLevel error: Missing [UNK] token" in capsys.readouterr().err
-
-
-def test_the_end_mark_stands_for_no_bytes() -> None:
-    tokenizer = bpe_with_added(special=False)
-    end = tokenizer.token_to_id("</s>")
-    assert bytes_per_token(tokenizer)[end] == 4
-    assert bytes_per_token(tokenizer, end)[end] == 0
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        (b"", "EOF while parsing"),
-        (b"\xff\xfe{}", "can't decode byte"),
-        (b"[" * 200_000, "recursion limit|expected"),
-        (b"[1, 2, 3]", "expected"),
-        (b'{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}', "."),
-        (b"\0" * 100, "expected value"),
-    ],
-)
-def test_a_file_that_is_no_tokenizer_is_an_error(content: bytes, expected: str, tmp_path: Path) -> None:
-    (tmp_path / "t.json").write_bytes(content)
-    with pytest.raises(DataError, match=rf"t\.json can't be read as a tokenizer\.json: .*({expected})"):
-        tokenizers_.load(tmp_path / "t.json")
-
-
-def test_a_path_that_is_no_tokenizer_is_an_error(tmp_path: Path) -> None:
-    for path, expected in (
-        (tmp_path, "Is a directory"),
-        (tmp_path / "nothing", "No such file"),
-        (Path("~nobody-of-this-name/t.json"), "the home folder is not known"),
-    ):
-        with pytest.raises(UserError, match=expected):
-            tokenizers_.load(path)

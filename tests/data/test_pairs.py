@@ -14,17 +14,15 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.data.test_data import same_in_every_layout, stream_of
-from tests.helpers import ranks, records, succeeded, tiny
-from torchtitan_lite.config.schema import Config, DataConfig, ModelConfig, SampleConfig, TokenizerConfig, TrainConfig
+from torchtitan_lite.config.schema import Config, DataConfig, ModelConfig, TokenizerConfig, TrainConfig
 from torchtitan_lite.data import pairs as pairs_module
 from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.pairs import PairSamples
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.token_files import document_ends, read_meta
-from torchtitan_lite.errors import ConfigError, DataError
+from torchtitan_lite.errors import DataError
 from torchtitan_lite.models.loss import IGNORE
-from torchtitan_lite.run.sampling import Prompts
 
 ROWS = [(f'the {i}-th text, "quoted",\nof {"many words " * (i % 9)}', f"text {i}") for i in range(300)]
 GOOD = '{"text": "a", "headline": "b"}\n'
@@ -265,35 +263,31 @@ def test_other_data_is_refused(prepared: Path, text: Path, tmp_path: Path) -> No
     PairSamples(tmp_path / "decoders", "train", config_of(tmp_path / "decoders", "llama"))
 
 
-@pytest.mark.extended
-def test_a_decoder_learns_from_pairs_and_resumes(prepared: Path, tmp_path: Path) -> None:
-    """Bit for bit on two ranks, and with the same batches on one."""
-    values: dict[str, Any] = {"data__objective": "pairs", "data__target_len": 10, "train__seq_len": 48}
-    values |= {"model__max_seq_len": 64, "optim__schedule": "constant"}
-    through = tiny(prepared, tmp_path, run__name="through", train__steps=6, **values)
-    said = succeeded(ranks(2, *through))
-    assert "of at most 58 tokens and 58 targets" in said
-    assert "sources cut to 48 tokens and 0 targets cut to 10 tokens" in said
-    for steps in (3, 6):
-        succeeded(ranks(2, *tiny(prepared, tmp_path, run__name="twice", train__steps=steps, **values)))
-    succeeded(ranks(1, *tiny(prepared, tmp_path, run__name="alone", train__steps=6, **values)))
-    found = {name: [r for r in records(tmp_path / name) if "loss" in r] for name in ("through", "twice", "alone")}
-    assert [r["loss"] for r in found["through"]] == [r["loss"] for r in found["twice"]]
-    assert [r["tokens"] for r in found["through"]] == [r["tokens"] for r in found["alone"]]
-    for one, other in zip(found["through"], found["alone"], strict=True):
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
-    assert found["through"][-1]["loss"] < found["through"][0]["loss"] - 0.1
+def test_a_source_is_on_one_side_only_whatever_its_targets_are(tmp_path: Path) -> None:
+    """Three pairs of each source, with the same three targets."""
+    pairs = [(f"source {i}", target) for i in range(60) for target in ("one", "two", "three")]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": s, "headline": t}) + "\n" for s, t in pairs))
+    out = tmp_path / "out"
+    assert main([str(tmp_path / "a.jsonl"), *KEYS, "--val-fraction", "0.4", "--out", str(out)]) == 0
+    train, val = ({source for source, _ in decoded(out, split)} for split in ("train", "val"))
+    assert (len(train) + len(val), train & val) == (60, set())
+    assert 10 < len(val) < 40
 
 
-def test_prompts_of_an_encoder_decoder_begin_as_sources_did(tmp_path: Path) -> None:
-    file, out = written(".csv", tmp_path), tmp_path / "out"
-    assert main([str(file), *KEYS, "--source-prefix", "summarize: ", "--val-fraction", "0.2", "--out", str(out)]) == 0
-    config, data = config_of(out), prepare_all(DataConfig(path=str(out)), TokenizerConfig(), print)
-    asked = config.model_copy(update={"sample": SampleConfig(every=1, prompts=["to be", "summarize: to be"])})
-    prompts = Prompts.of(asked, data)
-    assert prompts.texts == ["to be", "summarize: to be"]
-    assert [prompts.tokenizer.decode(ids[:-1]) for ids in prompts.ids] == ["summarize: to be"] * 2  # as generate
-    limit = config.model.max_seq_len
-    long = config.model_copy(update={"sample": SampleConfig(every=1, prompts=["x" * (limit - 5)])})
-    with pytest.raises(ConfigError, match=f"with prefix 'summarize: ' is longer than {limit} tokens"):
-        Prompts.of(long, data)
+def test_the_blocks_of_a_window_have_another_order_in_each_epoch_and_window(
+    prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the places of the blocks among the sorted ones: their pairs differ anyway."""
+    monkeypatch.setattr(pairs_module, "WINDOW", 100)
+    monkeypatch.setattr(pairs_module, "BLOCK", 10)
+    samples = PairSamples(prepared, "train", config_of(prepared, seq_len=256))
+    assert samples.n_samples >= 200
+
+    def order(first: int, seed: int) -> tuple[int, ...]:
+        """Of the blocks, by the shortest pair of each."""
+        lengths = samples.lengths(samples.indices(np.arange(first, first + 100), seed)).tolist()
+        shortest = [min(map(tuple, lengths[at : at + 10])) for at in range(0, 100, 10)]
+        return tuple(sorted(range(10), key=lambda block: (shortest[block], block)))
+
+    places = [order(0, 3), order(100, 3), order(0, 4), *(order(epoch * samples.n_samples, 3) for epoch in (1, 2))]
+    assert len(set(places)) == 5

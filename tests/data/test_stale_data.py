@@ -13,11 +13,10 @@ import pytest
 from tests.data.test_data import decoded, make
 from tests.data.test_prepare import TEXTS, contents, succeeds, write
 from torchtitan_lite.config.paths import is_prepared
-from torchtitan_lite.data import packing, token_files
+from torchtitan_lite.data import packing
 from torchtitan_lite.data.packing import PackedSamples
 from torchtitan_lite.data.prepare import folder as folders
 from torchtitan_lite.data.prepare.__main__ import main
-from torchtitan_lite.data.prepare.texts import find
 from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.errors import DataError
 
@@ -177,31 +176,7 @@ def test_an_overwritten_index_is_found(name: str, packed: tuple[Path, Path]) -> 
     assert contents(index) == before
 
 
-@pytest.mark.parametrize("hashes", [None, b"", b"[]", b'{"train.pieces": 3}'])
-def test_an_index_without_its_hashes_is_damaged(hashes: bytes | None, packed: tuple[Path, Path]) -> None:
-    folder, index = packed
-    if hashes is None:
-        (index / packing.HASHES).unlink()
-    else:
-        (index / packing.HASHES).write_bytes(hashes)
-    with pytest.raises(DataError, match=r"packed-128-.*(damaged \(|hashes\.json can't be read)"):
-        PackedSamples(folder, "train", 128)
-
-
 # --- folders that are not ours ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "theirs",
-    [b'{"title": "my text"}', b"[1, 2]", b"no json", b"\xff\xfe", b"", b'{"format_version": 2}'],
-)
-def test_a_foreign_meta_json_is_not_touched(theirs: bytes, tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in/a.txt").write_text("an apple fell from the tree\n" * 400)
-    (tmp_path / "in/meta.json").write_bytes(theirs)
-    assert not is_prepared(tmp_path / "in")
-    assert read_meta(make(tmp_path / "in", tmp_path / "cache", 257)).text_bytes == 28 * 400
-    assert find(str(tmp_path / "in")).files == (tmp_path / "in/a.txt",)
 
 
 def other(meta: Path, values: dict[str, Any]) -> bytes:
@@ -247,12 +222,16 @@ def test_verify_finds_an_identity_that_is_not_that_of_the_tokens(
     assert "tokens_sha256 is not that of the token files" in refuses("--verify", tmp_path / "out")
 
 
-def test_a_prepared_folder_that_can_not_be_read_is_not_called_damaged(
-    lines: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(path: Path) -> str:
-        raise OSError(5, "Input/output error", str(path))
-
-    monkeypatch.setattr(token_files, "spots", fails)
-    with pytest.raises(OSError, match="Input/output error"):
-        read_meta(lines)
+def test_an_older_file_in_the_place_of_a_text_is_noticed(tmp_path: Path) -> None:
+    """Of the same size, while the newest file of the text stays; its time of change is that of the rename."""
+    (tmp_path / "in").mkdir()
+    for name, fruit, age_s in (("older.txt", "peach", 90), ("in/a.txt", "apple", 60), ("in/b.txt", "grape", 0)):
+        file = tmp_path / name
+        file.write_text("".join(f"{i}: one {fruit} fell from the tree\n" for i in range(400)))
+        os.utime(file, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns - age_s * 10**9))
+    before = make(tmp_path / "in", tmp_path / "cache", 257)
+    assert "apple" in "".join(decoded(before, "train"))
+    (tmp_path / "older.txt").rename(tmp_path / "in/a.txt")
+    after = "".join(decoded(make(tmp_path / "in", tmp_path / "cache", 257), "train"))
+    assert "peach" in after
+    assert "apple" not in after

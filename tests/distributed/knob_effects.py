@@ -29,10 +29,10 @@ from torchtitan_lite.data.loader import Batch, Loader
 from torchtitan_lite.distributed import parallelize
 from torchtitan_lite.distributed.parallelize import groups_of
 from torchtitan_lite.distributed.process_group import build_mesh
-from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.errors import ConfigError, NonFiniteError
 from torchtitan_lite.optim import finite_guard, muon
-from torchtitan_lite.run.session import Session, settle
+from torchtitan_lite.run.session import Session, check_pending
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 Build = Callable[..., Session]
@@ -191,7 +191,7 @@ def all_reduce_last_reduces_between_copies_once_a_step(build: Build) -> None:
 def without_shards_every_rank_holds_everything(build: Build) -> None:
     for keys in ({"fsdp__dp_shard": 1}, {"fsdp__sharding_strategy": "NO_SHARD"}):
         t = build(**keys)
-        assert all(local_rows(p)[0].shape == p.shape for p in t.trained.model.parameters())
+        assert all(own_part(p)[0].shape == p.shape for p in t.trained.model.parameters())
         events = events_of_a_step(t)
         assert not [e for e in events if e.what == "gather"], "nothing to gather"
         assert {e.ranks for e in events if e.what == "all-reduce"} == {4}
@@ -205,7 +205,7 @@ def matrices_are_split_by_columns_where_a_pattern_matches(build: Build) -> None:
         assert p.placements in ((Shard(0),), (Shard(1),))
         by_columns |= {name} if p.placements == (Shard(1),) else set()
     assert by_columns == {f"layers.{i}.attention.wk.weight" for i in range(3)} | {"output.weight"}
-    assert local_rows(t.trained.model.get_parameter("layers.0.attention.wk.weight"))[0].shape == (12, 9)
+    assert own_part(t.trained.model.get_parameter("layers.0.attention.wk.weight"))[0].shape == (12, 9)
     once = {"tok_embeddings": 1, "norm, output": 1}
     assert counted(t, "gather") == {name: 2 * once.get(name, 2) for name in GROUPS}, "in the same collectives"
     for pattern, expected in (
@@ -432,21 +432,21 @@ def an_override_has_to_match_a_group_as_a_whole(build: Build) -> None:
 
 def an_overflow_is_a_counted_skip_and_too_many_stop_the_run(build: Build) -> None:
     t = build(fsdp__param_dtype="float16", grad_scaler__init_scale=2.0**40)
-    before = [local_rows(p)[0].clone() for p in t.trained.model.parameters()]
+    before = [own_part(p)[0].clone() for p in t.trained.model.parameters()]
     for step in (1, 2):
         record = train.train_step(t, step)
-        settle(t)
+        check_pending(t)
         assert record.loss.isfinite()
         assert not record.grad_norm.isfinite()
         assert t.trained.scaler.skipped_steps == step
         assert t.trained.scaler.scale.item() == 2.0 ** (40 - step)
-        assert all(a.equal(local_rows(b)[0]) for a, b in zip(before, t.trained.model.parameters(), strict=True))
+        assert all(a.equal(own_part(b)[0]) for a, b in zip(before, t.trained.model.parameters(), strict=True))
     train.train_step(t, 3)
     with (
         patch.object(finite_guard, "MIN_SCALE", 2.0**38),
         pytest.raises(NonFiniteError, match="step 3: gradients still overflow float16 with a loss scale of 1.37"),
     ):
-        settle(t)
+        check_pending(t)
 
 
 def the_scale_grows_when_nothing_overflows_and_survives_a_checkpoint(build: Build) -> None:
@@ -454,7 +454,7 @@ def the_scale_grows_when_nothing_overflows_and_survives_a_checkpoint(build: Buil
     scales = []
     for step in range(1, 6):
         train.train_step(t, step)
-        settle(t)
+        check_pending(t)
         scales.append(t.trained.scaler.scale.item())
     assert scales == [1024, 2048, 2048, 4096, 4096]
     assert t.trained.scaler.state_dict() == {"scale": 4096.0, "good_steps": 1, "skipped_steps": 0}
@@ -477,10 +477,10 @@ def the_scale_grows_when_nothing_overflows_and_survives_a_checkpoint(build: Buil
 def a_loss_that_is_not_finite_stops_a_float16_run(build: Build) -> None:
     t = build(fsdp__param_dtype="float16")
     with torch.no_grad():
-        local_rows(t.trained.model.get_parameter("norm.weight"))[0].fill_(torch.inf)
+        own_part(t.trained.model.get_parameter("norm.weight"))[0].fill_(torch.inf)
     train.train_step(t, 1)
     with pytest.raises(NonFiniteError, match="step 1: the loss is not finite on rank 0, 1"):
-        settle(t)
+        check_pending(t)
 
 
 def small_gradients_survive_float16_because_the_loss_is_scaled(build: Build) -> None:
@@ -493,7 +493,7 @@ def small_gradients_survive_float16_because_the_loss_is_scaled(build: Build) -> 
         t.trained.scaler.scale.fill_(scale)
         batch = t.trained.loader.batch(0, 2).micro_batches[0]
         t.trained.scaler.scaled(t.trained.model(batch.tokens, batch.targets)).backward()
-        grads = [local_rows(p.grad)[0] for p in t.trained.model.parameters() if p.grad is not None]
+        grads = [own_part(p.grad)[0] for p in t.trained.model.parameters() if p.grad is not None]
         kept[scale] = sum(int((g != 0).sum()) for g in grads)
         t.trained.optimizer.zero_grad()
     assert kept[65536.0] > 2 * kept[1.0], kept
@@ -561,7 +561,7 @@ def muon_as_on_gpu() -> AbstractContextManager[Any]:
 
 
 def muon_exchanges_each_shape_twice_a_step(build: Build) -> None:
-    """In the dtype of its products, whatever the number of micro-batches and the dtype of the computation."""
+    """In the dtype of its matmuls, whatever the number of micro-batches and the dtype of the computation."""
     for param_dtype, place, dtype in (
         ("float32", nullcontext(), fp32),
         ("bfloat16", nullcontext(), fp32),

@@ -28,21 +28,25 @@ from torchtitan_lite import cpu
 from torchtitan_lite.config.schema import Config, RunConfig
 from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.distributed.initialize import materialise
-from torchtitan_lite.distributed.process_group import World, build_mesh, exit_process, process_group
-from torchtitan_lite.distributed.sharding import local_rows
-from torchtitan_lite.run.session import Session, settle
+from torchtitan_lite.distributed.process_group import Process, build_mesh, exit_process, process_group
+from torchtitan_lite.distributed.sharding import own_part
+from torchtitan_lite.run.session import Session, check_pending
 
 
-def training(config: Config, world: World) -> Session:
+def training(config: Config, process: Process) -> Session:
     """What train.run builds, without files."""
-    widen = cpu.widens(config, world)
-    model = train.sharded_model(config, VOCABULARY, build_mesh(config.fsdp, world.device), widen=widen)
-    materialise(model, world.device, seed=7, offload=config.fsdp.cpu_offload)
+    widen = cpu.widens(config, process)
+    model = train.sharded_model(config, VOCABULARY, build_mesh(config.fsdp, process.device), widen=widen)
+    materialise(model, process.device, seed=7, offload=config.fsdp.cpu_offload)
     samples = FixedSamples(config.train.seq_len)
     loader = Loader(
-        samples, micro_batch_size=config.train.micro_batch_size, rank=world.rank, world_size=world.world_size, seed=None
+        samples,
+        micro_batch_size=config.train.micro_batch_size,
+        rank=process.rank,
+        world_size=process.world_size,
+        seed=None,
     )
-    return bare_session(config, world, model, loader)
+    return bare_session(config, process, model, loader)
 
 
 def digest(parameter: torch.Tensor) -> str:
@@ -58,7 +62,7 @@ def measure(t: Session) -> dict[str, Any]:
     losses, norms = [], []
     for step in range(1, STEPS + 1):
         numbers = train.train_step(t, step).numbers
-        settle(t)
+        check_pending(t)
         losses.append(numbers.loss)
         norms.append(numbers.grad_norm)
     return {
@@ -67,7 +71,7 @@ def measure(t: Session) -> dict[str, Any]:
         "names": list(t.trained.model.state_dict()),
         "frozen": [before, {name: digest(p) for name, p in frozen.items()}],
         "skipped": t.trained.scaler.skipped_steps,
-        "devices": sorted({local_rows(p)[0].device.type for p in (*t.trained.model.parameters(), *_state(t))}),
+        "devices": sorted({own_part(p)[0].device.type for p in (*t.trained.model.parameters(), *_state(t))}),
     }
 
 
@@ -82,31 +86,31 @@ def main(argv: Sequence[str]) -> int:
     wanted = set(argv[1:]) or {*CASES, *knob_effects.EFFECTS}  # all
     # a micro-batch of 16 tokens, in several pieces, the last ones not full
     cpu.attention.BLOCK, cpu.loss.CHUNK = dict.fromkeys((2, 4, 8), 6), 7
-    with process_group(RunConfig(device=device, threads=1)) as world:
-        rows = {name: case for name, case in CASES.items() if case.ranks == world.world_size and name in wanted}
+    with process_group(RunConfig(device=device, threads=1)) as process:
+        rows = {name: case for name, case in CASES.items() if case.ranks == process.world_size and name in wanted}
         for name, case in (ON_CUDA if device == "cuda" else rows).items():
             with knob_effects.muon_as_on_gpu() if case.muon_as_on_gpu else nullcontext():
-                results[name] = measure(training(case.config(device), world))
-            if world.rank == 0:
+                results[name] = measure(training(case.config(device), process))
+            if process.rank == 0:
                 file.write_text(json.dumps(results))
         for name, effect in knob_effects.EFFECTS.items():
-            if effect.ranks != world.world_size or name not in wanted:
+            if effect.ranks != process.world_size or name not in wanted:
                 continue
             try:
-                effect.run(lambda **more: training(_config(world, more), world))
+                effect.run(lambda **more: training(_config(process, more), process))
                 results[name] = "passed"
             except Exception:
                 # the others may wait in a collective: this ends the run, and the tests of later effects fail with it
-                print(f"{name} failed on rank {world.rank}:\n{traceback.format_exc()}", file=sys.stderr)
+                print(f"{name} failed on rank {process.rank}:\n{traceback.format_exc()}", file=sys.stderr)
                 exit_process(1)
             dist.barrier()
-            if world.rank == 0:
+            if process.rank == 0:
                 file.write_text(json.dumps(results))
     return 0
 
 
-def _config(world: World, more: dict[str, Any]) -> Config:
-    base = dataclasses.replace(CASES["llama"], ranks=world.world_size)
+def _config(process: Process, more: dict[str, Any]) -> Config:
+    base = dataclasses.replace(CASES["llama"], ranks=process.world_size)
     values = {key.replace("__", "."): value for key, value in more.items()}
     return dataclasses.replace(base, set=values).config()
 

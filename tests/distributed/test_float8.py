@@ -2,15 +2,12 @@
 
 import importlib
 import importlib.util
-from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from tests.distributed.knob_table import STEPS, VOCABULARY, Case
@@ -18,12 +15,12 @@ from tests.distributed.knob_worker import training
 from tests.helpers import losses, ranks, run_distributed, succeeded, tiny
 from torchtitan_lite import models
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.distributed import blocks, float8, parallelize
+from torchtitan_lite.distributed import float8, parallelize
 from torchtitan_lite.distributed.initialize import materialise
-from torchtitan_lite.distributed.process_group import World, build_mesh
+from torchtitan_lite.distributed.process_group import Process, build_mesh
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.run.checks import check_patterns
-from torchtitan_lite.run.session import settle
+from torchtitan_lite.run.session import check_pending
 
 needs_torchao = pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="torchao is not installed")
 SHAPE = {"model.dim": 32, "model.n_heads": 2, "model.n_kv_heads": 1, "model.hidden_dim": 48}
@@ -44,13 +41,13 @@ ROWS: dict[str, dict[str, Any]] = {
 TOLERANCE = 2e-3  # relative, of the loss; measured 6.2e-4
 
 
-def steps(world: World, name: str) -> tuple[list[tuple[float, float]], list[Any], int]:
+def steps(process: Process, name: str) -> tuple[list[tuple[float, float]], list[Any], int]:
     """Losses and norms; name, shape, dtype and type of each shard; and the number of converted layers."""
-    t = training(Case(world.world_size, ROWS[name]).config(), world)
+    t = training(Case(process.world_size, ROWS[name]).config(), process)
     curve = []
     for step in range(1, STEPS + 1):
         numbers = train.train_step(t, step).numbers
-        settle(t)
+        check_pending(t)
         curve.append((numbers.loss, numbers.grad_norm))
     shards = []
     with torch.no_grad():
@@ -59,10 +56,10 @@ def steps(world: World, name: str) -> tuple[list[tuple[float, float]], list[Any]
     return curve, shards, sum(type(module).__name__ == "Float8Linear" for module in t.trained.model.modules())
 
 
-def all_steps(world: World, names: list[str]) -> list[Any]:
+def all_steps(process: Process, names: list[str]) -> list[Any]:
     """On two ranks."""
-    found = [steps(world, name) for name in names]
-    require_gathered_in_float8(world)
+    found = [steps(process, name) for name in names]
+    require_gathered_in_float8(process)
     return found
 
 
@@ -94,7 +91,7 @@ def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
     return found
 
 
-def by_torchao(config: Config, world: World) -> models.Transformer:
+def by_torchao(config: Config, process: Process) -> models.Transformer:
     """With torchao's own shards."""
     own: Any = importlib.import_module("torchao.float8")
     with torch.device("meta"):
@@ -102,16 +99,16 @@ def by_torchao(config: Config, world: World) -> models.Transformer:
     for layer in model.layers:
         chosen = own.Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=True)
         own.convert_to_float8_training(layer, config=chosen)
-    parallelize.apply_fsdp(model, build_mesh(config.fsdp, world.device), config.fsdp)
-    materialise(model, world.device, seed=7)
+    parallelize.apply_fsdp(model, build_mesh(config.fsdp, process.device), config.fsdp)
+    materialise(model, process.device, seed=7)
     return model
 
 
-def require_gathered_in_float8(world: World) -> None:
+def require_gathered_in_float8(process: Process) -> None:
     """What is gathered, that its scale is that of the weights at the time, and the gradients."""
     plain = {f"speed.{key}": False for key in ("chunked_loss", "block_attention", "fused_functions")}
-    config = Case(world.world_size, ON | plain).config()
-    model, other = training(config, world).trained.model, by_torchao(config, world)
+    config = Case(process.world_size, ON | plain).config()
+    model, other = training(config, process).trained.model, by_torchao(config, process)
     seen = []
     layer: Any = model.get_submodule("layers.1.attention.wk")
     layer.register_forward_pre_hook(lambda module, _: seen.append((module.weight._data.dtype, module.weight._scale)))
@@ -128,36 +125,6 @@ def require_gathered_in_float8(world: World) -> None:
             model(torch.ones(1, 4, dtype=torch.int64))
         assert seen == [(torch.float8_e4m3fn, (448 / largest).float())] * 2, "in training and in validation"
         seen.clear()
-
-
-@needs_torchao
-def test_selective_checkpointing_repeats_no_product_of_float8() -> None:
-    """Products of backward: its own two of each layer, and those that it repeats."""
-    backward = {mode: products_of_backward(mode) for mode in ("none", "selective", "full")}
-    assert backward["selective"] == backward["none"] == 2 * (3 * 7 + 1)
-    assert backward["full"] == backward["none"] + 3 * 7, "what is counted sees repeated products"
-
-
-class Operators(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = Counter[str]()
-
-    def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count[function.__name__] += 1
-        return function(*args, **(kwargs or {}))
-
-
-def products_of_backward(mode: Any) -> int:
-    config = Case(1, SHAPE | {"activation_checkpointing.mode": mode}).config()
-    model = models.build(config.model, VOCABULARY).bfloat16()
-    mesh: Any = SimpleNamespace(shape=(1,), device_type="cpu")
-    float8.convert(model, mesh)
-    blocks.apply_activation_checkpointing(model, config.activation_checkpointing)
-    loss = model(torch.ones(1, 16, dtype=torch.int64), torch.ones(1, 16, dtype=torch.int64))
-    with Operators() as operators:
-        loss.backward()
-    return operators.count["mm.default"]
 
 
 @needs_torchao

@@ -11,7 +11,7 @@ from tests.helpers import run_distributed
 from torchtitan_lite.config.schema import FsdpConfig, ModelConfig
 from torchtitan_lite.distributed import generating, parallelize
 from torchtitan_lite.distributed.initialize import materialise
-from torchtitan_lite.distributed.process_group import World, build_mesh
+from torchtitan_lite.distributed.process_group import Process, build_mesh
 from torchtitan_lite.models import build
 from torchtitan_lite.models.generation import new_tokens
 
@@ -19,15 +19,15 @@ ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all
 TOKENS = 6
 
 
-def gathers(world: World, reshard: bool, room: int) -> tuple[list[int], list[int]]:
+def gathers(process: Process, reshard: bool, room: int) -> tuple[list[int], list[int]]:
     """All-gathers of a training step before, of the generation of TOKENS tokens, and of two steps after; and the
     tokens that were generated.
     """
     config = FsdpConfig(reshard_after_forward=reshard)
     with torch.device("meta"):
         model = build(ModelConfig(dim=32, n_heads=2, n_layers=3, max_seq_len=32), 97)
-    parallelize.apply_fsdp(model, build_mesh(config, world.device), config)
-    materialise(model, world.device, 1)
+    parallelize.apply_fsdp(model, build_mesh(config, process.device), config)
+    materialise(model, process.device, 1)
     found, plain = [0], getattr(dist, ALL_GATHER)
     tokens = torch.ones(2, 8, dtype=torch.int64)
 
@@ -38,7 +38,7 @@ def gathers(world: World, reshard: bool, room: int) -> tuple[list[int], list[int
     with patch.object(dist, ALL_GATHER, counted), patch.object(generating, "GATHERED_BYTES", room):
         model(tokens, tokens).backward()
         found.append(0)
-        with generating.generating(model, config, world.device):
+        with generating.generating(model, config, process.device):
             made = list(new_tokens(model, [1, 2], TOKENS, lambda logits: int(logits.argmax())))
         # FSDP2 gathers the head once too often in the backward after an evaluation
         for _ in range(2):

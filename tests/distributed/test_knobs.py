@@ -96,10 +96,6 @@ def reference(case: Case) -> list[tuple[float, float]]:
     return _reference(case.base, shape, tuple(case.set.get("optim.freeze", ())), case.set.get("optim.name", "adamw"))
 
 
-def test_there_are_at_most_67_rows() -> None:
-    assert len(CASES) <= 67
-
-
 # compiles every kind of block
 MARKS = {"many_kinds_of_blocks_can_be_compiled_and_validated": [pytest.mark.extended]}
 ROWS = [pytest.param(name, marks=[pytest.mark.extended] if name in EXTENDED else []) for name in CASES]

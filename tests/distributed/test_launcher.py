@@ -1,10 +1,8 @@
 """What a process takes from its launcher and its container: its end, and its number of threads."""
 
-import ctypes
 import os
 import re
 import select
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT, tiny
-from torchtitan_lite import process
-from torchtitan_lite.process import cpu_threads, local_rank, quota_of_cores, usable_cores
+from torchtitan_lite.process import cpu_threads, quota_of_cores, usable_cores
 
 CORES = len(os.sched_getaffinity(0))
 NAMESPACES = ["unshare", "--user", "--map-root-user", "--uts", "--pid", "--fork", "--mount-proc"]
@@ -55,23 +52,6 @@ def test_torchrun_can_be_process_1(text: Path, tmp_path: Path) -> None:
     assert "done    3 steps" in result.stdout
 
 
-@pytest.mark.parametrize(("parents", "killed"), [
-    ([1, 1], False),  # torchrun is process 1
-    ([0, 0], False),  # it is outside of this process's PID namespace
-    ([70, 70], False),
-    ([70, 1], True),  # it was killed while prctl was called
-    ([70, 60], True),  # the same, and a subreaper took this process
-])  # fmt: skip
-def test_only_a_parent_that_changes_is_dead(parents: list[int], killed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, answers = [], iter(parents)
-    monkeypatch.setattr(os, "getppid", lambda: next(answers))
-    monkeypatch.setattr(os, "kill", lambda pid, number: seen.append((pid, number)))
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: type("libc", (), {"prctl": lambda *_: 0}))
-    monkeypatch.setenv("RANK", "0")
-    process.die_with_launcher()
-    assert seen == ([(os.getpid(), signal.SIGKILL)] if killed else [])
-
-
 def test_a_worker_ends_with_its_launcher() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -108,13 +88,6 @@ def test_the_number_of_threads_has_a_source(
 
 
 V1, V2 = "4:memory:/elsewhere\n2:cpu,cpuacct:/docker/1\n0::/\n", "0::/pod/container\n"
-
-
-def test_each_machine_has_a_local_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It prints the errors of its machine."""
-    monkeypatch.setenv("RANK", "8")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    assert local_rank() == 0
 
 
 @pytest.mark.parametrize(("groups", "files", "quota"), [

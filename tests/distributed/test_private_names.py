@@ -1,9 +1,6 @@
 """The private names of torch that the package uses, and where the installed torch has them."""
 
-import ast
 import pkgutil
-import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,51 +50,10 @@ PLACES = {
     "torch._dynamo": "torch._dynamo.convert_frame",
     "torch._inductor": "torch._inductor.compile_fx",
 }
-OF_INSTANCES = {"_fsdp_param_group"}  # test_shared_memory.py reads it
-NOT_TORCHS = {"_exit", "_current_frames", "_replace", "_option_string_actions", "_asdict"}  # but Python's
-NOT_TORCHS |= {"_stream", "_end"}  # ours, used by another file
-NOT_TORCHS |= {"_precomputed_scale"}  # torchao's
-NOT_TORCHS |= {"_sliding_window_pattern"}  # a key of transformers' config.json
 
 
 def files() -> list[Path]:
     return [*sorted((ROOT / "torchtitan_lite").rglob("*.py")), ROOT / "train.py", ROOT / "checkpoint.py"]
-
-
-def is_private(name: str) -> bool:
-    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
-
-
-def own_names(tree: ast.AST) -> Iterator[str]:
-    """Functions, classes and variables that a file defines, also as attributes of `self`."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield from [node.attr] * (isinstance(node.value, ast.Name) and node.value.id == "self")
-
-
-def private_names_of(tree: ast.AST) -> Iterator[str]:
-    """Of torch: imported, as attributes, and in strings of two words or more, for `getattr` and the like."""
-    own = {*own_names(tree)} - {"_init_group"} | NOT_TORCHS  # our optimizer overrides one of torch's
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
-            yield node.attr
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-            names = [module + alias.name for alias in node.names]
-            yield from (name for name in names if name.startswith("torch.") and is_private(name))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value not in own:
-            dotted = re.fullmatch(r"torch(\.\w+)+", node.value) and is_private(node.value)
-            if dotted or re.fullmatch(r"_[a-z0-9]+(_[a-z0-9]+)+_?(\.\w+)?", node.value):
-                yield node.value
-
-
-def test_each_private_name_is_listed() -> None:
-    found = {name for file in files() for name in private_names_of(ast.parse(file.read_text(encoding="utf-8")))}
-    assert found == PLACES.keys() | OF_INSTANCES, "new: is there a public name? Missing: no longer used"
 
 
 @pytest.mark.parametrize("name", PLACES)

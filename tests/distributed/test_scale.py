@@ -1,7 +1,6 @@
 """What grows with the number of ranks grows slowly: laws that benchmarks/scale.py measures on more of them."""
 
 import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,10 +8,7 @@ import pytest
 
 import train
 from benchmarks import scale
-from tests.helpers import options, ranks, records, succeeded, tiny
-from torchtitan_lite.checkpointing import storage
-from torchtitan_lite.checkpointing.safetensors_file import FileRecord, write_text
-from torchtitan_lite.checkpointing.state import TrainState
+from tests.helpers import options, ranks, succeeded
 from torchtitan_lite.optim import step_record
 
 SIZES = 2, 4, 8
@@ -55,29 +51,7 @@ def test_what_rank_0_handles_grows_linearly_and_by_this_much_for_each_rank(
     assert per_rank[1] < (2 if what.startswith("log") else 1.05) * per_rank[0] + 1, per_rank
 
 
-def test_the_manifest_of_16384_shards_is_read_in_seconds(tmp_path: Path) -> None:
-    n, made = 16_384, storage.begin(tmp_path, 1)
-    files = {f"shard-{rank:05d}-of-{n:05d}.safetensors": FileRecord(0, "0" * 64) for rank in range(n)}
-    for name in files:
-        (made / name).touch()
-    files["index.json"] = write_text(made / "index.json", "{}")
-    checkpoint = storage.commit(made, TrainState(step=1), "sharded", n, files)
-    began = time.process_time()
-    manifest = storage.read_manifest(checkpoint)
-    assert len(manifest.files) == 16_386
-    assert not storage.verify(checkpoint, "size")
-    assert time.process_time() - began < 10
-
-
 def main(argv: Sequence[str]) -> int:
     """An entry for `ranks`: train.py, with a limit that two ranks are above."""
     step_record.MOST_RANKS = 1
     return train.main(argv)
-
-
-def test_records_of_many_ranks_have_no_list_of_them_and_can_be_replayed(text: Path, tmp_path: Path) -> None:
-    command = tiny(text, tmp_path, run__name="run", train__steps=4, checkpoint__every=2, eval__every=0)
-    succeeded(ranks(2, *command, entry="tests.distributed.test_scale"))
-    assert not any("rank_losses" in record for record in records(tmp_path / "run"))
-    said = succeeded(ranks(2, *command, "--replay=4"))
-    assert "bit for bit: the losses and the gradient norm of 2 steps" in said

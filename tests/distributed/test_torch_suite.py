@@ -9,7 +9,7 @@ from tests.helpers import run_distributed
 from torchtitan_lite.config.schema import FsdpConfig, ModelConfig
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.parallelize import apply_fsdp, before_micro_batch
-from torchtitan_lite.distributed.process_group import World, build_mesh
+from torchtitan_lite.distributed.process_group import Process, build_mesh
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.optim.groups import freeze
 
@@ -34,17 +34,17 @@ def make(frozen: list[str]) -> Transformer:
     return model
 
 
-def steps_agree(world: World, keys: dict[str, Any], frozen: list[str]) -> bool:
+def steps_agree(process: Process, keys: dict[str, Any], frozen: list[str]) -> bool:
     """After the forwards and backwards of two steps of two micro-batches; between the steps is an update."""
     # imports expecttest
     from torch.testing._internal.common_fsdp import check_sharded_parity
     from torch.testing._internal.common_utils import TestCase
 
-    config, n = FsdpConfig(**keys), world.world_size
+    config, n = FsdpConfig(**keys), process.world_size
     whole, sharded = make(frozen), make(frozen)
-    apply_fsdp(sharded, build_mesh(config, world.device), config)
+    apply_fsdp(sharded, build_mesh(config, process.device), config)
     for model in (whole, sharded):
-        materialise(model, world.device, seed=1)
+        materialise(model, process.device, seed=1)
     # not AdamW, which turns the rounding of a gradient near zero into a step of its own
     both = [(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)) for model in (whole, sharded)]
     for step in range(2):
@@ -52,7 +52,7 @@ def steps_agree(world: World, keys: dict[str, Any], frozen: list[str]) -> bool:
         for i, rows in enumerate(tokens):
             (whole(rows[:, :-1], rows[:, 1:]) / tokens[:, :, 1:].numel()).backward()
             before_micro_batch(sharded, config, last=i == 1)
-            mine = rows[world.rank, None]
+            mine = rows[process.rank, None]
             (sharded(mine[:, :-1], mine[:, 1:]) * n / tokens[:, :, 1:].numel()).backward()
         check_sharded_parity(TestCase(), whole, sharded)
         for _, optimizer in both:
@@ -61,11 +61,11 @@ def steps_agree(world: World, keys: dict[str, Any], frozen: list[str]) -> bool:
     return True
 
 
-def all_agree(world: World) -> list[str]:
+def all_agree(process: Process) -> list[str]:
     """The cases that passed; the first that does not ends the run."""
-    passed = [name for name, keys in CASES.items() if steps_agree(world, keys, [])]
+    passed = [name for name, keys in CASES.items() if steps_agree(process, keys, [])]
     frozen = ["tok_embeddings.*", "layers.0.*", "layers.1.attention.wq.weight"]
-    return passed + ["frozen"] * steps_agree(world, {}, frozen)
+    return passed + ["frozen"] * steps_agree(process, {}, frozen)
 
 
 def test_torch_finds_parameters_and_gradients_equal() -> None:

@@ -26,7 +26,7 @@ def obeyed(command: str, places: Mapping[str, object], first: Sequence[str] = ()
     """
     for name, place in places.items():
         command = command.replace(name, str(place))
-    words = shlex.split(command)
+    words = shlex.split(command, comments=True)
     if words[0] == "torchrun":
         assert words[1:4] == ["--nproc-per-node", "2", "train.py"], command
         return succeeded(ranks(2, *first, *words[4:], *last))

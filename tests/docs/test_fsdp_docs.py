@@ -11,8 +11,6 @@ from torch.distributed.fsdp import FSDPModule, wrap
 from tests.distributed.knob_table import CASES
 from tests.helpers import ROOT
 from torchtitan_lite.config import schema
-from torchtitan_lite.config.families import FAMILIES
-from torchtitan_lite.config.sections.fsdp import STRATEGIES
 
 TEXT = (ROOT / "docs/fsdp.md").read_text()
 ROWS = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in TEXT.splitlines() if line.startswith("|")]
@@ -49,17 +47,6 @@ def test_every_key_is_explained() -> None:
         if re.match(r"`[a-z_]+\.[a-z_0-9]+`", row[0]):
             assert len(row) == 3, row[0]
             assert all(row), row[0]
-
-
-def test_the_table_of_strategies_is_that_of_the_code() -> None:
-    found = {}
-    for row in ROWS:
-        if len(row) == 3 and row[0].strip("`") in STRATEGIES:
-            pairs = re.findall(r"`(\w+) = (\w+)`", row[1])
-            found[row[0].strip("`")] = {
-                key: {"true": True, "false": False}.get(v) if v.isalpha() else int(v) for key, v in pairs
-            }
-    assert found == STRATEGIES
 
 
 def test_what_is_called_used_is_used_outside_of_the_tests() -> None:
@@ -118,9 +105,3 @@ def test_every_common_mistake_has_a_thread_and_a_test() -> None:
         assert "github.com" in row[1], row
         assert "::" in row[2], row
     assert not unknown_tests([row[2] for row in rows])
-
-
-def test_the_page_knows_of_experts() -> None:
-    assert any(family.keys.count("n_experts") for family in FAMILIES.values())
-    assert "is for experts; there are none" not in TEXT
-    assert "parameters of experts" in TEXT

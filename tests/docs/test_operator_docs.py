@@ -1,18 +1,15 @@
 """Runs the commands of the sections of docs/incidents.md from "A lost machine" on, and compares what is said."""
 
-import dataclasses
 import json
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.docs.pages import blocks, commands, obeyed
 from tests.helpers import ROOT, checkpoint, losses, ranks, succeeded, tiny
 from torchtitan_lite.checkpointing import storage
-from torchtitan_lite.run import attempts, start_and_end
 
 PAGE = (ROOT / "docs/incidents.md").read_text()
 LAUNCH = "torchrun --nproc-per-node 2 train.py "
@@ -80,14 +77,6 @@ def test_a_full_disk(text: Path, tmp_path: Path) -> None:
     assert "step-00000008" in sizes
     assert verified.count("step-0000000") == 3, verified
     assert len(storage.find_steps(tmp_path / "mine/checkpoints")) <= 2, "the new one, and the one that was loaded"
-
-
-def test_a_lost_machine() -> None:
-    """tests/distributed/test_cluster.py loses some."""
-    hosts = [f"node{number}" for number in range(4)]
-    fields: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(attempts.Attempt)}
-    before = attempts.Attempt(**fields | {"attempt": 4, "world_size": 32, "hosts": hosts})
-    assert quoted("A lost machine") == [general(start_and_end.machines_line([before], hosts[:3], 24))]
 
 
 @pytest.mark.extended

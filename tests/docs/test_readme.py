@@ -73,7 +73,7 @@ def test_each_command_runs(command: str, done: Callable[[str], tuple[str, Path]]
         assert "train" in output
         return
     if "--dry-run" in command:
-        assert "total at the peak" in output
+        assert "at the peak" in output
         assert not list(out_dir.iterdir())
         return
     (folder,) = out_dir.iterdir()
@@ -82,17 +82,6 @@ def test_each_command_runs(command: str, done: Callable[[str], tuple[str, Path]]
     assert (folder / "checkpoints/step-00000006/model.safetensors").is_file()
     assert (folder / "config.toml").is_file()
     assert (folder / "report.html").is_file() == command.startswith("make")
-
-
-def test_make_passes_config_args_and_nproc() -> None:
-    (command,) = (command for command in COMMANDS if command.startswith("make train CONFIG"))
-    said = succeeded(
-        start([*shlex.split(command), "-n", "NPROC=3", f"VENV={sys.prefix}", "-o", f"{sys.prefix}/.installed"])
-    )
-    run, report = (next(line for line in said.splitlines() if part in line) for part in ("run --stand", ".report"))
-    assert "--nproc-per-node $n train.py --config configs/debug.toml --run.name=quick" in run
-    assert "n=3;" in said
-    assert "--config configs/debug.toml --run.name=quick" in report
 
 
 @pytest.mark.extended
@@ -127,37 +116,6 @@ def test_the_recorded_first_run_has_the_lines_of_a_real_one(done: Callable[[str]
     assert kinds(output) == kinds(recorded)
     assert fields(output) == fields(recorded)
     assert re.search(r"^\d+ tokens, [\d.,]+ tokens/s$", generated, re.MULTILINE)
-
-
-def test_every_flag_is_in_a_page() -> None:
-    from torchtitan_lite.config.cli import SHORTHANDS
-
-    options = "--config", "--print-config", "--check-config", "--inspect", "--help"
-    assert all(flag in README + PAGE for flag in (*SHORTHANDS, *options))
-    for intent in ("your text", "your model", "your old checkpoint", "score it", "publish it"):
-        assert re.search(rf"^(torchrun|python) .*# {intent}\b", README + PAGE, re.M), intent
-    assert "`import torchtitan_lite as ttl` ([docs/notebook.md](docs/notebook.md))" in " ".join(README.split())
-    assert "make test" in COMMANDS
-
-
-def test_the_readme_begins_with_its_reasons_and_first_commands() -> None:
-    top = README.split("## First commands")[0]
-    assert top.count("\n- **") == 4
-    for other in ("nanochat", "nanoGPT", "litgpt", "Hugging Face Trainer", "torchtitan"):
-        assert f"\n- Use {other} instead if " in top
-    assert "](docs/learning.svg)" in top
-    # the figures are those of the page with the command that prints them, on code and on prose
-    row = r"^\| {} \| [\d,]+ \| [\d,]* \| [\d., ]+ \| ([\d.]+) \|.*$"
-    for name in ("default", "default, no induction head", "nanochat, 2 x 128"):
-        found = re.findall(row.format(name), (ROOT / "docs/lab/learning.md").read_text(), re.M)
-        assert len(found) == 2
-        for bits in map(float, found):
-            assert any(abs(bits - float(said)) < 0.0051 for said in re.findall(r"\b\d\.\d\d\b", top)), (name, bits)
-    first = [line.split("#")[0].strip() for line in README.split("## First commands\n")[1].split("```")[1].splitlines()]
-    assert first[1:3] == ["make train", "make test"]
-    own = "--data.path=my_text", "--explicit-prefetching", "--mixed-precision", "--dcp-api"
-    for line, option in zip(first[3:], own, strict=True):
-        assert re.fullmatch(rf"{PLAIN} --run\.name=\w+ {option}", line), "a name of its own: runs/default is finished"
 
 
 def test_links_and_files_exist() -> None:

@@ -2,8 +2,6 @@
 
 import json
 import random
-import shlex
-import shutil
 import struct
 from collections.abc import Callable
 from dataclasses import asdict
@@ -15,8 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from examples.from_megatron import main
-from tests.docs.pages import blocks
-from tests.helpers import ROOT, losses, python, ranks, succeeded, tiny
+from tests.helpers import python, succeeded
 from torchtitan_lite.data.prepare.__main__ import main as prepare
 from torchtitan_lite.data.token_files import TokenFiles, document_ends, read_meta
 
@@ -105,21 +102,6 @@ def test_the_folder_is_that_of_the_text_prepared_the_usual_way(usual: Path, tmp_
     assert prepare(["--verify", str(tmp_path / "out")]) == 0
 
 
-def test_the_commands_of_the_page_train(usual: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (ROOT / "docs/data.md").read_text().split("## Megatron's files\n")[1]
-    copy, train = (shlex.split(line) for line in blocks(page)[0].splitlines())
-    assert copy[:2] == ["python", "examples/from_megatron.py"]
-    assert train[:4] == ["torchrun", "--nproc-per-node", "2", "train.py"]
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "old").mkdir()
-    shutil.copy(usual / "tokenizer.json", tmp_path / "old")
-    write(tmp_path / "old/text_document", in_sentences(tokens_of(usual)))
-    assert main(copy[2:]) == 0
-    ours = (word.replace("data/old", str(tmp_path / "data/old")) for word in train[4:])
-    succeeded(ranks(2, *tiny(usual, tmp_path, train__steps=2, optim__warmup_steps=1), *ours))
-    assert len(losses(tmp_path / "old")) == 2
-
-
 def test_end_tokens_within_a_document_cut_it_and_empty_documents_are_left_out(usual: Path, tmp_path: Path) -> None:
     given: Documents = [[[5, 6, END, 7], [8, END]], [[]], [], [[END]], [[9, END, END, 10]], [[END, 11]]]
     out, prefix = tmp_path / "out", write(tmp_path / "a", given, shuffled=True)
@@ -176,8 +158,3 @@ def test_tokens_outside_the_vocabulary_are_refused(
     prefix = write(tmp_path / "a", [[[5, 6]], [[7, value, 8]]], dtype)
     assert main(words(usual, tmp_path / "out", prefix)) == 2
     assert "a.bin was made with another tokenizer: it has 517 entries" in capsys.readouterr().err
-
-
-def test_both_splits_need_a_document(usual: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words(usual, tmp_path / "out", write(tmp_path / "a", [[[5, 6]]]))) == 2
-    assert "1 documents to train and 0 to validate: --val-fraction" in capsys.readouterr().err

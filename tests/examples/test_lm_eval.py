@@ -6,28 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from lm_eval.api.instance import Instance
 
 from examples import lm_eval_model
 from tests.docs.pages import blocks
-from tests.helpers import ROOT, ranks, succeeded, tiny
-from torchtitan_lite.distributed.process_group import World
-from torchtitan_lite.tools import generate
+from tests.helpers import ROOT
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.tools.evaluation import evaluate
-from torchtitan_lite.tools.load_model import open_model
 
-ALONE = World(0, 1, torch.device("cpu"), 1)
-
-
-@pytest.fixture(scope="module")
-def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("runs")
-    more = {"train__steps": 3, "eval__every": 0, "checkpoint__every": 3, "optim__warmup_steps": 1}
-    succeeded(ranks(1, *tiny(text, out, run__name="run", **more)))
-    return out / "run"
+ALONE = Process(0, 1, torch.device("cpu"), 1)
 
 
-def test_the_scores_of_a_task_are_those_of_evaluate(run: Path, text: Path, tmp_path: Path) -> None:
+def test_the_scores_of_a_task_are_those_of_evaluate(finished: Path, text: Path, tmp_path: Path) -> None:
     """The file and the YAML of the page: acc is the score `plain`, and acc_norm `per_byte` of ASCII."""
     source, chance = (text / "argparse.txt").read_text(), random.Random(0)
     assert source.isascii()
@@ -46,35 +35,12 @@ def test_the_scores_of_a_task_are_those_of_evaluate(run: Path, text: Path, tmp_p
     )
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks/my_task.yaml").write_text(task)
-    found = lm_eval_model.main([str(run), "--tasks=my_task", f"--include-path={tmp_path / 'tasks'}"])["results"][
+    found = lm_eval_model.main([str(finished), "--tasks=my_task", f"--include-path={tmp_path / 'tasks'}"])["results"][
         "my_task"
     ]
-    options = evaluate.options_of([str(run), "--tasks", str(file)])
+    options = evaluate.options_of([str(finished), "--tasks", str(file)])
     (ours,) = evaluate.evaluate(options, ALONE)
     expected = ours["tasks"]["my_task"]
     assert expected["plain"] != expected["per_byte"], "the test can't tell the scores apart"
     assert found["acc,none"] == pytest.approx(expected["plain"])
     assert found["acc_norm,none"] == pytest.approx(expected["per_byte"])
-
-
-def test_the_likelihood_and_the_continuation_of_a_text(run: Path) -> None:
-    """By the model's own logits, and as `generate` continues it greedily."""
-    opened = open_model(run, torch.device("cpu"), torch.float32)
-    ids = [*opened.ends[:1], *opened.tokenizer.encode("def main(self): return None").ids]
-    assert len(ids) <= 32
-    with torch.no_grad():
-        logits = opened.model(torch.tensor([ids[:-1]]))[0].log_softmax(-1)
-    expected = float(logits.gather(1, torch.tensor(ids[1:])[:, None]).sum())
-    model = lm_eval_model.Model(run)
-    request = Instance("loglikelihood_rolling", {}, ("def main(self): return None",), 0)
-    assert model.loglikelihood_rolling([request]) == [pytest.approx(expected, rel=1e-5)]
-
-    ids = [*opened.ends[:1], *opened.tokenizer.encode("def main").ids]
-    options = generate.Options(max_tokens=12, temperature=0.0)
-    text = opened.tokenizer.decode(list(generate.tokens_of(opened, ids, options)))
-    assert len(text) > 2
-    for stop in ([], [text[1]], ["never", text[2:]]):
-        request = Instance("generate_until", {}, ("def main", {"until": stop, "max_gen_toks": 12}), 0)
-        assert model.generate_until([request]) == [text.split(stop[-1])[0] if stop else text]
-    long = Instance("generate_until", {}, ("a long text " * 99, {"until": [], "max_gen_toks": 10**6}), 0)
-    assert model.generate_until([long])[0], "the window has room for one token of the text"

@@ -76,11 +76,16 @@ def test_a_name_in_a_checkpoint_is_not_imported(trained: tuple[Path, list[str]],
     assert result.returncode in (1, 2)
     for key, name in (("model.family", FAMILY), ("optim.name", OPTIMIZER)):
         assert f"imported only if the command or its file names it: --{key}={name}" in result.stderr
-    read = str(run), "--prompt=a", "--max-tokens=1"
-    refused = python(*read, script="-m torchtitan_lite.generate")
+    for script, *read in (("generate", "--prompt=a", "--max-tokens=1"), ("which", "--step=1")):
+        words, script = [str(run), *read], f"-m torchtitan_lite.{script}"
+        refused = python(*words, script=script)
+        assert refused.returncode == 2
+        said = f"imported only if the command or its file names it: --model.family={FAMILY}"
+        assert refused.stderr.strip().endswith(said)
+        succeeded(python(*words, f"--model.family={FAMILY}", script=script))
+    refused = python("export", str(run), str(tmp_path / "out"), script="checkpoint.py")
     assert refused.returncode == 2
-    assert f"imported only if the command or its file names it: --model.family={FAMILY}" in refused.stderr
-    succeeded(python(*read, f"--model.family={FAMILY}", script="-m torchtitan_lite.generate"))
+    assert f"there is no Hugging Face format for a family of your own, {FAMILY}" in refused.stderr
     scored = [str(run), f"--model.family={FAMILY}", "--tasks", "examples.own_task:recall"]
     assert "recall" in succeeded(python(*scored, script="-m torchtitan_lite.evaluate"))
     # its config file is the user's, if the command gives it
@@ -127,12 +132,6 @@ def test_a_name_that_is_no_entry_is_a_mistake(option: str, expected: str) -> Non
     text = mistakes(option)
     assert expected in text
     assert "1 problem" in text
-
-
-def test_a_task_that_is_none_is_a_mistake(text: Path, tmp_path: Path) -> None:
-    result = ranks(1, *tiny(text, tmp_path, eval__tasks="examples.own_task:nosuch"), "--check-config")
-    assert result.returncode == 2
-    assert "eval.tasks: examples.own_task:nosuch: module 'examples.own_task' has no attribute 'nosuch'" in result.stderr
 
 
 # --- the text reader --------------------------------------------------------------------------------------------

@@ -11,8 +11,7 @@ from tokenizers import Tokenizer
 
 from examples import rouge
 from tests.data.test_pairs import decoded
-from tests.helpers import ROOT, checkpoint, python, ranks, records, succeeded, tiny
-from torchtitan_lite.config import load
+from tests.helpers import ROOT, checkpoint, ranks, records, succeeded, tiny
 from torchtitan_lite.data.prepare.__main__ import main as prepare
 from torchtitan_lite.tools import generate
 
@@ -93,78 +92,12 @@ def test_scores_are_those_of_the_definition(
     assert tuple(row[kind] for kind in rouge.KINDS) == pytest.approx(expected)
 
 
-def test_each_sentence_is_on_a_line_of_its_own() -> None:
-    assert rouge.by_sentence("Go home. Is it late?  Yes!\n\nNo.,\n 3.5 m") == "Go home.\nIs it late?\nYes!\nNo.,\n3.5 m"
-
-
-def scores(said: str) -> list[dict[str, Any]]:
-    """The pairs that the script has printed."""
-    return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
-
-
-def test_the_means_of_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = [str(run), "--samples=4", "--max-tokens=8"]
-    assert rouge.main(command) == 0
-    said = capsys.readouterr().out
-    found = scores(said)
-    assert len({row["source"] for row in found}) == 4
-    assert all(row["source"].startswith("summarize: Open door ") for row in found)
-    assert all(row["reference"].startswith("\nOpen door ") for row in found)
-    means = [f"{kind} {100 * sum(row[kind] for row in found) / 4:.2f}" for kind in ("rouge1", "rouge2", "rougeLsum")]
-    assert said.splitlines()[-1] == f"{'  '.join(means)}  (4 held-out pairs)"
-    assert rouge.main([*command, "--beams=2"]) == 0
-    by_beams = scores(capsys.readouterr().out)
-    assert [row["source"] for row in by_beams] == [row["source"] for row in found]
-
-
-def test_a_decoder_has_rouge_too(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    values = PAIRS | ONE_STEP | {"model__family": "gpt", "train__seq_len": 90, "model__max_seq_len": 120}
-    values |= {"sample__every": 1, "sample__max_tokens": 2}
-    succeeded(ranks(1, *tiny(run.parent / "pairs", tmp_path, run__name="llm", **values)))
-    assert '"reference": "\\nOpen door' in (tmp_path / "llm/samples.jsonl").read_text()
-    command = [str(tmp_path / "llm"), "--samples=2", "--max-tokens=3"]
-    assert rouge.main(command) == 0
-    assert "(2 held-out pairs)" in capsys.readouterr().out
-    assert rouge.main([*command, "--beams=2"]) == 2
-    assert "--beams is for encoder-decoders" in capsys.readouterr().err
-
-
 def test_a_run_without_pairs_is_refused(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     succeeded(ranks(1, *tiny(text, tmp_path, run__name="causal", **ONE_STEP)))
     assert rouge.main([str(tmp_path / "causal")]) == 2
     assert 'was not trained with data.objective = "pairs"' in capsys.readouterr().err
     assert rouge.main([str(tmp_path)]) == 2
     assert "is not a run with a checkpoint" in capsys.readouterr().err
-
-
-def test_other_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    values = {"data__source_key": "text", "data__target_key": "headline", "data__cache_dir": tmp_path / "cache"}
-    values |= PAIRS | ONE_STEP | {"tokenizer__vocab_size": 400, "run__name": "run"}
-    file = wikihow(tmp_path / "w.csv")
-    succeeded(ranks(1, *tiny(file, tmp_path, **values)))
-    wikihow(file, 70)
-    assert rouge.main([str(tmp_path / "run")]) == 2
-    assert "has changed since it was trained" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("more", "expected"),
-    [
-        (["--data.source_key=text"], "should name the columns or keys of a source and of its target"),
-        (
-            ["--data.source_key=text", "--data.target_key=text"],
-            "should name the columns or keys of a source and of its target",
-        ),
-        (["--data.source_key=text", "--data.target_key=title", "--data.path="], "but data.path names no file to read"),
-        (["--data.source_key=body", "--data.target_key=title"], 'no column "body": its columns are headline, title'),
-        ([], "needs prepared pairs, and .* is not: .* or name its columns or keys with data.source_key"),
-    ],
-)
-def test_columns_that_do_not_fit_are_refused(more: list[str], expected: str, tmp_path: Path) -> None:
-    result = python(*tiny(wikihow(tmp_path / "w.csv"), tmp_path, **PAIRS, data__cache_dir=tmp_path / "cache"), *more)
-    assert result.returncode == 2
-    assert re.search(expected, result.stderr), result.stderr
-    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.extended
@@ -189,10 +122,3 @@ def test_the_wikihow_job_runs_from_its_csv_to_rouge(tmp_path: Path, capsys: pyte
     assert rouge.main([str(run), "--samples=2"]) == 0
     assert "(2 held-out pairs)" in capsys.readouterr().out
     assert "resumed after" in succeeded(ranks(2, *command, "--train.epochs=4"))
-
-
-def test_the_wikihow_job_has_the_values_of_its_kind() -> None:
-    config = load.load(WIKIHOW, {}).config
-    assert (config.train.seq_len, config.data.target_len, config.optim.step_gamma) == (512, 150, 0.85)
-    assert config.checkpoint.keep_best
-    assert {str(part.every) for part in (config.eval, config.sample, config.checkpoint)} == {"epoch"}

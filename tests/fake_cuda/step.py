@@ -19,7 +19,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.loader import Loader, PrefetchingLoader
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows
-from torchtitan_lite.distributed.process_group import World, build_mesh
+from torchtitan_lite.distributed.process_group import Process, build_mesh
 from torchtitan_lite.run.session import Session
 
 DEVICE = torch.device("cuda", 0)
@@ -50,7 +50,7 @@ def config_of(values: dict[str, Any], world_size: int) -> Config:
 def fake_session(config: Config, world_size: int, vocab_size: int) -> Iterator[Session]:
     """What train.build makes, with parameters that are FakeTensors; nothing is loaded or written."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    world = World(0, world_size, DEVICE, 1, min(world_size, stand_ins.GPUS))
+    process = Process(0, world_size, DEVICE, 1, min(world_size, stand_ins.GPUS))
     train_keys = config.train
     samples = Sequences(train_keys.seq_len)
     loader = Loader(
@@ -67,7 +67,7 @@ def fake_session(config: Config, world_size: int, vocab_size: int) -> Iterator[S
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = train.sharded_model(config, vocab_size, mesh)
             _allocate(model, offload=config.fsdp.cpu_offload)
-            yield bare_session(config, world, model, prefetching)
+            yield bare_session(config, process, model, prefetching)
     finally:
         prefetching.close()
         dist.destroy_process_group()

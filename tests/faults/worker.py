@@ -41,7 +41,7 @@ from checkpoint import Checkpointer
 from torchtitan_lite.checkpointing import safetensors_file, save, storage
 from torchtitan_lite.data.loader import PrefetchingLoader
 from torchtitan_lite.distributed.process_group import exit_process
-from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.process import env_int
 from torchtitan_lite.run import between_steps, run_folder, sampling, tasks
@@ -59,7 +59,7 @@ SITES: dict[str, tuple[Any, str]] = {
     "hash": (storage, "sha256_of"),
     "space": (storage, "require_space"),
     "save": (Checkpointer, "save"),
-    "begin": (storage, "begin"),
+    "begin": (storage, "new_folder"),
     "write": (safetensors_file.HashingStream, "write"),
     "sync": (safetensors_file.HashingStream, "close"),
     "commit": (storage, "commit"),
@@ -157,7 +157,7 @@ def _vanish(_: Any) -> None:
 def _flip(args: Any, bit: int = 3) -> None:
     with torch.no_grad():
         model = getattr(args[0], "trained", args[0]).model  # of a session, or of a checkpointer
-        local_rows(model.output.weight)[0].view(torch.int32)[0, 0] ^= 1 << bit
+        own_part(model.output.weight)[0].view(torch.int32)[0, 0] ^= 1 << bit
 
 
 def _flip_after(args: Any) -> Callable[[Any], Any]:

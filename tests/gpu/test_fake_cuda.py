@@ -63,10 +63,8 @@ def test_muon_multiplies_the_matrices_of_a_shape_together(found: Any) -> None:
 
 
 def test_a_document_mask_is_never_a_matrix_of_tokens_by_tokens(found: Any) -> None:
-    for length, (moved, largest, waits) in found["mask"].items():
-        tokens = int(length)
-        assert largest < tokens**2 / 500
-        assert moved < tokens**2 / 50
+    for length, (largest, waits) in found["mask"].items():
+        assert largest < int(length) ** 2 / 500
         assert not waits
 
 
@@ -88,16 +86,3 @@ def test_shared_heads_are_copied_only_where_no_kernel_takes_them(
     names, n_bytes = found["attention"][case]
     assert names == [f"aten._scaled_dot_product_{kernel}_attention.default"]
     assert n_bytes == copied
-
-
-def test_tf32_is_a_choice_that_the_start_of_a_run_names(found: Any) -> None:
-    without, with_tf32 = found["tf32"]
-    line = "run     float32 products run at 67 of 989 TFLOP/s; --mixed-precision or run.tf32 = true is faster"
-    assert without == ["highest", [line]]
-    assert with_tf32 == ["high", []]
-
-
-def test_cudnn_comes_first_only_on_gpus_where_it_is_faster(found: Any) -> None:
-    names = {gpu: name for gpu, (name,) in found["capability"].items()}
-    cudnn = {gpu for gpu, name in names.items() if "cudnn" in name}
-    assert cudnn == {"(9, 0)", "(10, 0)"}, names

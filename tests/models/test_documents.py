@@ -1,19 +1,15 @@
 """Attention that stays within documents: nothing of one reaches another, in both families and under all wrappers."""
 
-import json
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers import losses, ranks, succeeded, tiny
 from torchtitan_lite.config.schema import ActivationCheckpointingConfig, CompileConfig, ModelConfig
 from torchtitan_lite.distributed import initialize
 from torchtitan_lite.distributed.blocks import apply_activation_checkpointing, apply_compile
-from torchtitan_lite.models import Transformer, build, cuda_attention, gated_delta
+from torchtitan_lite.models import Transformer, build, gated_delta
 from torchtitan_lite.models.attention import attend, within_documents
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -113,72 +109,3 @@ def test_the_mask_for_gpus_is_what_create_block_mask_makes(length: int, window: 
         assert ours.dtype == theirs.dtype
         assert ours.equal(theirs), name
     assert found.to_dense().equal(expected.to_dense())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_attention_for_gpus_computes_the_same(
-    compiled: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the CPU's kernels; compiled, so that no graph break is left to be found on a GPU."""
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    torch.manual_seed(0)
-    q, (k, v) = torch.randn(2, 4, 16, 16, dtype=dtype), torch.randn(2, 2, 2, 16, 16, dtype=dtype)
-    attention = cuda_attention.attend
-    if compiled:
-        attention = torch.compile(attention, backend="eager", fullgraph=True)
-    for mask, causal in ((None, {"is_causal": True}), (within_documents(POSITIONS, dense=True), {})):
-        expected = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask).transpose(1, 2)
-        torch.testing.assert_close(attention(q, k, v, mask, 0.0, causal), expected)
-
-
-@pytest.mark.parametrize("family", ["gpt", "llama"])
-@pytest.mark.extended
-def test_two_processes_train_like_one(family: str, text: Path, tmp_path: Path) -> None:
-    """Sharded, checkpointed and compiled, with packed documents and an uneven batch: the same curve."""
-    lines = [line for file in sorted(text.iterdir()) for line in file.read_text().splitlines() if line.strip()]
-    text = tmp_path / "lines.jsonl"
-    text.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    more = {"data__packing": "best_fit", "data__document_mask": True, "model__family": family, "train__steps": 4}
-    succeeded(ranks(1, *tiny(text, tmp_path, run__name="one", **more)))
-    wrapped = {"activation_checkpointing__mode": "full", "compile__enabled": True, "compile__backend": "aot_eager"}
-    two = tiny(text, tmp_path, run__name="two", fsdp__explicit_prefetching=True, **more, **wrapped)
-    succeeded(ranks(2, *two))
-    ours, theirs = losses(tmp_path / "two"), losses(tmp_path / "one")
-    assert all(ours[step] == pytest.approx(theirs[step], rel=1e-4) for step in range(1, 5))
-    plain = more | {"data__document_mask": False}
-    succeeded(ranks(1, *tiny(text, tmp_path, run__name="open", **plain)))
-    assert losses(tmp_path / "open")[4] != theirs[4]
-
-
-@pytest.mark.extended
-def test_selective_checkpointing_keeps_the_result_of_a_compiled_function() -> None:
-    """As FlexAttention is compiled for GPUs: Inductor's code runs once, not again in backward."""
-    runs = []
-
-    @torch.library.custom_op("tests::mixed", mutates_args=())
-    def mixed(x: Tensor) -> Tensor:
-        runs.append(x.shape)
-        return x.softmax(-1)
-
-    mixed.register_fake(torch.empty_like)
-    mixed.register_autograd(lambda _, grad: grad)
-
-    def calls(mode: str, function: Any) -> int:
-        weight = torch.randn(8, 8, requires_grad=True)
-        layer = torch.nn.Module()
-        layer.forward = lambda x: function(x @ weight).sin()
-        model: Any = SimpleNamespace(layers=[layer], config=SimpleNamespace(dropout=0.0))
-        apply_activation_checkpointing(model, ActivationCheckpointingConfig.model_validate({"mode": mode}))
-        layer.forward(torch.randn(4, 8)).sum().backward()  # compiles
-        runs.clear()
-        layer.forward(torch.randn(4, 8)).sum().backward()
-        return len(runs)
-
-    def function(x: Tensor) -> Tensor:
-        return mixed(x.exp())
-
-    compiled = cuda_attention.compiled(function)
-    assert [calls(mode, compiled) for mode in ("none", "selective", "full")] == [1, 1, 2]
-    assert calls("selective", torch.compile(function)) == 2, "torch keeps it without our option: then that can go"

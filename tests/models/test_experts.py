@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.models.test_model import EXPERTS, make
-from torchtitan_lite.models import grouped_products
+from torchtitan_lite.models import grouped_matmul
 from torchtitan_lite.models.loss import IGNORE, LossOptions
 from torchtitan_lite.models.transformer import Transformer
 
@@ -77,22 +77,22 @@ def test_the_bias_moves_towards_equal_loads_and_changes_no_weight() -> None:
 
 
 @pytest.mark.parametrize("ends", [[7, 7, 30, 64], [0, 0, 0, 64], [16, 32, 48, 64]])
-def test_grouped_products_of_a_gpu_equal_the_loop(ends: list[int]) -> None:
+def test_grouped_matmul_of_a_gpu_equal_the_loop(ends: list[int]) -> None:
     """On a CPU, whose `torch.nn.functional.grouped_mm` has the same rules; one group has no rows."""
     generator = torch.Generator().manual_seed(0)
     x, weight, grad = (
         torch.randn(*shape, generator=generator).bfloat16() for shape in ((64, 16), (4, 24, 16), (64, 24))
     )
     at = torch.tensor(ends, dtype=torch.int32)
-    assert grouped_products._grouped_mm_takes(x, weight)
+    assert grouped_matmul._grouped_mm_takes(x, weight)
     for gpu, loop, args in (
-        (grouped_products._product_on_cuda, grouped_products.loop_product, (x, weight, at)),
-        (grouped_products._product_on_cuda, grouped_products.loop_product, (grad, weight.mT, at)),
-        (grouped_products._gradient_on_cuda, grouped_products.loop_gradient, (grad, x, at)),
+        (grouped_matmul._matmul_on_cuda, grouped_matmul.loop_matmul, (x, weight, at)),
+        (grouped_matmul._matmul_on_cuda, grouped_matmul.loop_matmul, (grad, weight.mT, at)),
+        (grouped_matmul._gradient_on_cuda, grouped_matmul.loop_gradient, (grad, x, at)),
     ):
         torch.testing.assert_close(gpu(*args), loop(*args), rtol=2e-2, atol=2e-2)
     narrow = x[:, :7].contiguous()  # of rows that are not a multiple of 16 bytes: the loop
     of_each = weight[:, :, :7].contiguous()
     start = [0, *ends]
     expected = torch.cat([F.linear(narrow[a:b], of_each[g]) for g, (a, b) in enumerate(zip(start, ends, strict=False))])
-    torch.testing.assert_close(grouped_products._product_on_cuda(narrow, of_each, at), expected)
+    torch.testing.assert_close(grouped_matmul._matmul_on_cuda(narrow, of_each, at), expected)

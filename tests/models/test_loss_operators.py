@@ -6,12 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.fake_cuda.operators import OperatorLog
 from tests.models import triton_stand_in
 from tests.models.test_z_loss import gradients
 from torchtitan_lite.models import chunked_loss, loss_operators
@@ -64,19 +60,6 @@ def test_the_kernel_passes_on_what_is_not_finite(launch: Launch) -> None:
 # --- chunks -----------------------------------------------------------------------------------------------------
 
 
-def plainly(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return summed_cross_entropy(F.linear(x, weight), targets)
-
-
-@pytest.mark.parametrize("n", [1, 60, 200, 300])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_loss_in_the_gpus_chunks_is_the_loss(n: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked_loss, "LOGITS_BYTES", 140 * 91 * dtype.itemsize)
-    found, expected = (gradients(way, dtype, n) for way in (chunked_loss.chunked_cross_entropy, plainly))
-    tolerance = 3e-6 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("z_loss", [0.0, 0.01])
 def test_a_padded_vocabulary_has_the_same_loss(
@@ -101,93 +84,6 @@ def test_a_padded_vocabulary_has_the_same_loss(
     targets = torch.tensor([[0, 90, 5, IGNORE, 7, 8]])
     with torch.no_grad():
         torch.testing.assert_close(way(x, weight, targets), summed_cross_entropy(x @ weight.T, targets, z_loss))
-
-
-class Products(TorchDispatchMode):
-    """The sizes and row strides of each matrix product."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[set[int]] = []
-
-    def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        if function._opname in ("mm", "addmm"):
-            self.found.append({n for t in (*args[:2], out) for n in (*t.shape, max(t.stride()))})
-        return out
-
-
-@pytest.mark.parametrize("vocab_size", [50257, 50272, 50304])
-def test_a_gpus_products_are_aligned(vocab_size: int) -> None:
-    """In training, all sizes; in validation, all rows: there W is not copied. A multiple of 16 is left as it is."""
-    with FakeTensorMode():
-        x = torch.empty(1, 4096, 768, dtype=torch.bfloat16, requires_grad=True)
-        weight = torch.empty(vocab_size, 768, dtype=torch.bfloat16, requires_grad=True)
-        targets = torch.empty(1, 4096, dtype=torch.int64)
-        with Products() as training:
-            chunked_loss.chunked_cross_entropy(x, weight, targets).backward()
-        with torch.no_grad(), Products() as validation:
-            chunked_loss.chunked_cross_entropy(x, weight, targets)
-    assert weight.grad is not None
-    assert weight.grad.shape == weight.shape
-    width = 50272 if vocab_size == 50272 else 50304
-    assert [width in sizes and all(n % 16 == 0 for n in sizes - {1}) for sizes in training.found] == [True] * 3
-    assert all(n % 16 == 0 for sizes in validation.found for n in sizes - {1, vocab_size})
-
-
-def test_no_gradient_is_computed_that_nobody_wants(monkeypatch: pytest.MonkeyPatch) -> None:
-    written = []
-    real = loss_operators.logits_to_gradient_
-
-    def noted(*args: Any) -> Tensor:
-        written.append(args[3])
-        return real(*args)
-
-    monkeypatch.setattr(loss_operators, "logits_to_gradient_", noted)
-    x, weight, targets = torch.randn(1, 6, 4), torch.randn(9, 4, requires_grad=True), torch.zeros(1, 6).long()
-    chunked_loss.chunked_cross_entropy(x, weight, targets).backward()
-    assert weight.grad is not None
-    with torch.no_grad():
-        chunked_loss.chunked_cross_entropy(x, weight, targets)
-    assert written == [True, False]
-    assert chunked_loss.chunked_cross_entropy(x[:, :0], weight, targets[:, :0]).item() == 0
-
-
-def test_chunks_are_equal_and_bounded_by_bytes() -> None:
-    assert chunked_loss.chunk_size(8192, 128_256, 2) == 4096
-    assert chunked_loss.chunk_size(8192, 32_000, 2) == 8192  # all at once
-    assert chunked_loss.chunk_size(4500, 128_256, 2) == 2304  # not 4096 and 404
-    assert chunked_loss.chunk_size(5, 128_256, 2) == 128
-    assert chunked_loss.chunk_size(0, 517, 4) == 1
-    for n, vocabulary, itemsize in ((16384, 151_936, 4), (100_000, 256_000, 2)):
-        size = chunked_loss.chunk_size(n, vocabulary, itemsize)
-        assert size * vocabulary * itemsize <= chunked_loss.LOGITS_BYTES
-        assert size % 128 == 0
-
-
-def elementwise_bytes(compute: Callable[..., Tensor]) -> int:
-    """Of forward and backward of a bfloat16 head, as on a GPU, without the matrix products."""
-    with FakeTensorMode():
-        x = torch.empty(1, 8192, 2048, dtype=torch.bfloat16, requires_grad=True)
-        weight = torch.empty(128_256, 2048, dtype=torch.bfloat16, requires_grad=True)
-        with OperatorLog() as log:
-            compute(x, weight, torch.empty(1, 8192, dtype=torch.int64)).backward()
-    return log.bytes(without=("aten.mm", "aten.addmm"))
-
-
-def test_the_kernel_moves_an_eighth_of_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond the products: per logit of bfloat16 a read and a write, per weight the float32 gradient once more.
-
-    Before torch 2.13 the second chunk's product is added to the gradient by an operator: two reads and a write more.
-    """
-    logits, weights = 8192 * 128_256, 128_256 * 2048
-    in_place = loss_operators.SIMULATES_ADDING
-    found = elementwise_bytes(chunked_loss.chunked_cross_entropy)
-    assert found == pytest.approx(4 * logits + (4 + 2 + (0 if in_place else 12)) * weights, rel=0.03)
-    least = 7 if in_place else 5
-    assert elementwise_bytes(plainly) > least * found
-    monkeypatch.setattr(loss_operators, "logits_to_gradient_", loss_operators.plain_logits_to_gradient_)
-    assert elementwise_bytes(chunked_loss.chunked_cross_entropy) > least * found, "without Triton"
 
 
 def test_without_triton_a_gpu_computes_the_same_with_plain_operators(monkeypatch: pytest.MonkeyPatch) -> None:

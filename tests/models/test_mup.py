@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.helpers import losses, ranks, succeeded, tiny
 from torchtitan_lite import models
@@ -29,8 +29,8 @@ def built(width: int, base: int, family: str = "llama") -> models.Transformer:
     model = models.build(ModelConfig(family=family, mup_base_dim=base, **sizes), VOCABULARY)
     generator = torch.Generator().manual_seed(0)
 
-    def fill(name: str, parameter: Tensor, deviation: float, added: object = None) -> None:
-        parameter.normal_(0, deviation, generator=generator)
+    def fill(name: str, parameter: Tensor, std: float, added: object = None) -> None:
+        parameter.normal_(0, std, generator=generator)
 
     model.reset_parameters(fill)
     return model
@@ -69,19 +69,6 @@ def sizes_after(model: models.Transformer, steps: int, **config: Any) -> dict[st
     return found
 
 
-def changes_of_a_step(model: models.Transformer, **config: Any) -> dict[str, float]:
-    """The root mean square of what the first update of each matrix changes in its output, by the matrix's name."""
-    optimizer = optimizer_of(model, config)
-    matrices = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    inputs: dict[str, Tensor] = {}
-    for name, matrix in matrices.items():
-        matrix.register_forward_pre_hook(lambda _, given, name=name: inputs.update({name: given[0].detach()}))
-    model(*batch()).div(4 * 32).backward()
-    before = {name: matrix.weight.detach().clone() for name, matrix in matrices.items()}
-    optimizer.step()
-    return {name: rms(inputs[name] @ (matrix.weight - before[name]).T) for name, matrix in matrices.items()}
-
-
 def powers(widths: tuple[int, ...], by_width: list[dict[str, float]]) -> dict[str, float]:
     """The power of the width with which each value grows, by least squares."""
     x = torch.tensor([math.log(width) for width in widths])
@@ -100,19 +87,6 @@ def test_activations_have_one_size_at_every_width(name: str, widths: tuple[int, 
     )
     assert max(abs(power) for power in scaled.values()) < 0.2, scaled
     assert min(plain.values()) > 0.3, "without the scaling, every activation grows"
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt", "resformer"])
-@pytest.mark.parametrize("name", ["muon", "adamw"])
-def test_a_step_changes_every_output_by_as_much_at_every_width(name: str, family: str) -> None:
-    scaled, plain = (
-        powers(WIDTHS[:3], [changes_of_a_step(built(width, base, family), name=name) for width in WIDTHS[:3]])
-        for base in (64, 0)
-    )
-    # A row for each head: what a step changes grows by about width^0.6. A sigmoid bounds what it does.
-    assert scaled.pop("layers.1.gate", 0.0) < 0.75
-    assert max(abs(power) for power in scaled.values()) < 0.25, scaled
-    assert min(plain.values()) > 0.4, plain
 
 
 @pytest.mark.parametrize("name", ["muon", "adamw"])
@@ -137,17 +111,12 @@ def test_rates_fall_with_the_width_and_decay_does_not(name: str) -> None:
     assert decays["norm.weight"] == 0
 
 
-def test_a_width_need_not_be_a_multiple_of_the_base() -> None:
-    assert built(96, 64).width == 1.5
-
-
-@pytest.mark.extended
 def test_the_base_width_itself_is_the_plain_model(text: Path, tmp_path: Path) -> None:
-    """Bit for bit, on two ranks; another width is another run."""
+    """Bit for bit; another width is another run."""
     found = []
     for name, base in {"off": 0, "same": 32, "half": 16}.items():
         more = {"model__family": "llama", "model__dim": 32, "model__mup_base_dim": base}
-        succeeded(ranks(2, *tiny(text, tmp_path, run__name=name, train__steps=4, **more)))
+        succeeded(ranks(1, *tiny(text, tmp_path, run__name=name, train__steps=4, **more)))
         found.append(losses(tmp_path / name))
     assert found[0] == found[1] != found[2]
 

@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from torchtitan_lite.config.schema import ModelConfig, OptimConfig
+from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.distributed import initialize
 from torchtitan_lite.models import build
-from torchtitan_lite.optim.groups import parameter_groups
 
 SIZES = {"dim": 32, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 16}
 TOKENS = torch.arange(30).reshape(2, 15) % 61
@@ -52,13 +51,3 @@ def test_without_values_it_is_llama_and_with_them_the_formula() -> None:
     torch.testing.assert_close(seen[0], v.unflatten(-1, (2, 8)) + gates[..., None] * added)
     model.value_embeddings.weight.zero_()
     torch.testing.assert_close(model(TOKENS), llama(TOKENS))
-
-
-def test_tables_learn_as_fast_as_token_embeddings_and_not_by_muon() -> None:
-    model = made("resformer", 2)
-    names = {id(p): name for name, p in model.named_parameters()}
-    groups = parameter_groups(model, OptimConfig(name="muon", muon_embedding_lr_factor=5.0))
-    of = {names[id(p)]: group for group in groups for p in group["params"]}
-    assert of["value_embeddings.weight"] is of["tok_embeddings.weight"]
-    assert (of["value_embeddings.weight"]["lr_factor"], of["value_embeddings.weight"]["muon"]) == (5.0, False)
-    assert of["layers.1.gate.weight"]["muon"]

@@ -52,7 +52,7 @@ WAYS: dict[str, Way] = {
     "plain": plain,
     "chunked": functools.partial(chunked_loss.chunked_cross_entropy, z_loss=Z),
     "cpu": functools.partial(on_cpu.chunked_cross_entropy, z_loss=Z),
-    "cpu, widened": functools.partial(on_cpu.chunked_cross_entropy, z_loss=Z, product_dtype=torch.float32),
+    "cpu, widened": functools.partial(on_cpu.chunked_cross_entropy, z_loss=Z, matmul_dtype=torch.float32),
     "head": of_head,
 }
 

@@ -29,12 +29,12 @@ from torchtitan_lite.config.schema import (
 )
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.parallelize import apply_fsdp
-from torchtitan_lite.distributed.process_group import World, build_mesh
-from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.distributed.process_group import Process, build_mesh
+from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.optim.groups import freeze
 from torchtitan_lite.optim.optimizer import build_optimizer, set_learning_rate
-from torchtitan_lite.tools.allocator import own_bytes
+from torchtitan_lite.tools.dry_run import own_bytes
 
 # rows of 30 and 10 do not divide by 4, and of one row all ranks but one of each copy have none
 MODEL = ModelConfig(family="llama", dim=30, n_heads=3, n_kv_heads=1, hidden_dim=1, n_layers=5, max_seq_len=8)
@@ -99,7 +99,7 @@ def muon_update(momentum: Tensor, gradient: Tensor, share: float) -> Tensor:
     return (u * s[..., None, :]) @ v
 
 
-def muon(world: World, mesh: str, withheld: int) -> dict[str, Tensor]:
+def muon(process: Process, mesh: str, withheld: int) -> dict[str, Tensor]:
     """Whole parameters and momenta after three steps, the number of exchanges, and two figures of this rank."""
     model = on_mesh(mesh, MODEL)
     optimizer = build_optimizer(model, OptimConfig(name="muon", weight_decay=0.1))
@@ -140,7 +140,7 @@ def after(mean: Tensor, weight: Tensor, step: int) -> Tensor:
     return weight if step == 1 else mean + (weight - mean) * ((1 - DECAY) / (1 - DECAY**step))
 
 
-def follow_averages(world: World, mesh: str) -> dict[str, int]:
+def follow_averages(process: Process, mesh: str) -> dict[str, int]:
     """Compare this rank's rows with the formula after each step of every optimizer. Returns the bytes of its state.
 
     The updates of the steps in WITHHELD are withheld.
@@ -155,11 +155,11 @@ def follow_averages(world: World, mesh: str) -> dict[str, int]:
         assert 0 < len(parameters) < len(list(model.parameters()))
         expected: dict[str, Tensor] = {}
         for step in range(1, STEPS + 1):
-            before = {name: local_rows(p)[0].clone() for name, p in parameters.items()}
+            before = {name: own_part(p)[0].clone() for name, p in parameters.items()}
             give_gradients(parameters.values(), step, nan=step in WITHHELD and math.isnan(WITHHELD[step]))
             optimizer.update(step, torch.tensor(step in WITHHELD))
             for name, p in parameters.items():
-                weight, ema = local_rows(p)[0], optimizer.state[p]["ema"]
+                weight, ema = own_part(p)[0], optimizer.state[p]["ema"]
                 if step in WITHHELD:
                     assert weight.equal(before[name])
                 else:
@@ -167,7 +167,7 @@ def follow_averages(world: World, mesh: str) -> dict[str, int]:
                     expected[name] = after(expected.get(name, weight), weight, step).clone()
                 assert isinstance(ema, DTensor) == isinstance(p, DTensor)
                 assert ema.shape == p.shape
-                assert local_rows(ema)[0].equal(expected[name]), f"{label}, step {step}, {name}"
+                assert own_part(ema)[0].equal(expected[name]), f"{label}, step {step}, {name}"
         assert len(optimizer.state) == len(parameters)
         found[label] = own_bytes(value for state in optimizer.state.values() for value in state.values())
     return found
@@ -179,17 +179,17 @@ DECAYS = 0.0, DECAY
 class Trained:
     """A model after two steps, and its checkpointer in a way of saving."""
 
-    def __init__(self, folder: Path, decay: float, seed: int, way: tuple[str, str], world: World) -> None:
+    def __init__(self, folder: Path, decay: float, seed: int, way: tuple[str, str], process: Process) -> None:
         optim = {"ema_decay": decay, "name": "muon"}
         config = Config.model_validate({"model": MODELS["llama"], "run": {"device": "cpu"}, "optim": optim})
-        self.model = train.sharded_model(config, 517, build_mesh(config.fsdp, world.device))
-        materialise(self.model, world.device, seed)
+        self.model = train.sharded_model(config, 517, build_mesh(config.fsdp, process.device))
+        materialise(self.model, process.device, seed)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.state = TrainState(step=2, config=flatten(config))
         set_learning_rate(self.optimizer, 0.01)
         kind, api = way
         saving = CheckpointConfig.model_validate({"state_dict": kind, "api": api})
-        self.saves = Checkpointer(folder, self.model, self.optimizer, saving, world)
+        self.saves = Checkpointer(folder, self.model, self.optimizer, saving, process)
 
     def train(self) -> None:
         for _ in range(2):
@@ -201,15 +201,15 @@ class Trained:
     def rows(self) -> dict[str, Tensor]:
         """This rank's rows of everything."""
         content = own_tensors(self.model) | optimizer_tensors(self.model, self.optimizer)
-        return {name: local_rows(tensor)[0].clone() for name, tensor in content.items()}
+        return {name: own_part(tensor)[0].clone() for name, tensor in content.items()}
 
 
-def load_averages(world: World, folder: Path) -> None:
+def load_averages(process: Process, folder: Path) -> None:
     """Load checkpoints with and without averages into optimizers with and without them, in all four ways."""
     for way in WAYS:
         for saved in DECAYS:
             run = folder / f"{way} {saved}"
-            source = Trained(run, saved, 1, way, world)
+            source = Trained(run, saved, 1, way, process)
             source.train()
             source.saves.save(source.state)
             outcome = source.saves.wait()
@@ -217,7 +217,7 @@ def load_averages(world: World, folder: Path) -> None:
             assert not outcome.error, outcome.error
             expected = source.rows()
             for now in DECAYS:
-                target = Trained(run, now, 2, way, world)
+                target = Trained(run, now, 2, way, process)
                 assert target.saves.load({}) is not None
                 found = target.rows()
                 wanted = {name: tensor for name, tensor in expected.items() if now or not name.startswith("ema.")}

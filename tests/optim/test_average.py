@@ -41,15 +41,6 @@ WAY = {
 }
 
 
-def test_the_recurrence_is_the_mean_with_falling_shares() -> None:
-    values = torch.randn(6, dtype=torch.float64)
-    mean = values[0]
-    for step in range(1, 7):
-        mean = after(mean, values[step - 1], step)
-        shares = DECAY ** torch.arange(step - 1, -1, -1, dtype=torch.float64)
-        torch.testing.assert_close(mean, shares @ values[:step] / shares.sum())
-
-
 @pytest.mark.parametrize(
     "mesh", [pytest.param(m, marks=[pytest.mark.extended] if m in ("2", "4", "2x2c") else []) for m in MESHES]
 )
@@ -78,14 +69,6 @@ def trained(weight: Tensor, decay: float, withheld: bool) -> tuple[nn.Module, to
     optimizer.found_inf = torch.tensor(float(withheld))
     optimizer.step()
     return model, optimizer
-
-
-def test_a_first_step_that_is_withheld_leaves_the_initial_weights() -> None:
-    weight = torch.tensor([[1.0, -0.0], [0.0, 3.0]])
-    model, optimizer = trained(weight, 0.9, withheld=True)
-    kept = optimizer.state[model.get_parameter("weight")]["ema"]
-    assert kept.equal(weight)
-    assert kept.signbit().equal(weight.signbit())
 
 
 @pytest.mark.parametrize("values", OPTIMIZERS.values(), ids=OPTIMIZERS)

@@ -1,12 +1,10 @@
 """Muon: the same update on any mesh, bit for bit, and its formula."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from tests.checkpointing.reload_worker import MESHES, fsdp
 from tests.helpers import run_distributed
@@ -19,8 +17,7 @@ from torchtitan_lite.models import build
 from torchtitan_lite.optim import muon
 from torchtitan_lite.optim.groups import parameter_groups
 from torchtitan_lite.optim.optimizer import build_optimizer
-from torchtitan_lite.tools.estimate.muon import EXCHANGED, GATHERED, muon_step
-from torchtitan_lite.tools.estimate.work import Product
+from torchtitan_lite.tools.estimate.work import EXCHANGED, GATHERED, muon_step
 
 
 def expected(mesh: str) -> tuple[int, int, int]:
@@ -46,22 +43,9 @@ def expected(mesh: str) -> tuple[int, int, int]:
     return calls, owned, total
 
 
-def test_plan_counts_the_products_of_the_iteration() -> None:
-    model = nn.Module()
-    model.layers = nn.ModuleList([nn.Linear(24, 40, bias=False), nn.Linear(24, 40, bias=False)])
-    work, sent = muon_step(model, OptimConfig(name="muon"), Layout(1, 1, 1, 0, 0), on_gpu=False)
-    with FlopCounterMode(display=False) as counter:
-        for layer in model.layers:
-            muon.newton_schulz(layer.get_parameter("weight").detach())
-    products = [(n, product) for product, n in work.items() if isinstance(product, Product)]
-    assert sum(n * 2 * p.m * p.n * p.k for n, p in products) == counter.get_total_flops()
-    assert not sent
-    assert muon_step(model, OptimConfig(name="adamw"), Layout(1, 1, 1, 0, 0), on_gpu=False) == (Counter(), Counter())
-
-
 def test_updates_are_the_same_on_any_mesh_bit_for_bit() -> None:
-    """1, 2, 3 and 4 ranks, and 2 copies of 2 shards, with uneven and empty shards, by rows and by columns."""
-    found = {mesh: run_distributed(on_ranks.muon, n, mesh, 0) for mesh, (n, _) in MESHES.items()}
+    """1 and 3 ranks, and 2 copies of 2 shards, with uneven and empty shards, by rows and by columns."""
+    found = {mesh: run_distributed(on_ranks.muon, MESHES[mesh][0], mesh, 0) for mesh in ("1", "3", "3c", "2x2")}
     (one,) = found["1"]
     momenta = [name for name in one if name.startswith("momentum.")]
     assert len(momenta) == 5 * 7, "the matrices of the blocks, and no other parameter"
@@ -129,14 +113,6 @@ def test_a_batch_of_matrices_is_that_of_each(shape: tuple[int, int]) -> None:
     batch = torch.randn(3, *shape, dtype=torch.float64)
     one_by_one = torch.stack([muon.newton_schulz(matrix) for matrix in batch])
     torch.testing.assert_close(muon.newton_schulz(batch), one_by_one, rtol=1e-6, atol=1e-9)
-
-
-def test_large_matrices_are_exchanged_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    matrices = [nn.Parameter(torch.zeros(4, 4)) for _ in range(5)] + [nn.Parameter(torch.zeros(2, 4))]
-    monkeypatch.setattr(muon, "OWNED_BYTES", 2 * 64)
-    assert [len(part) for part in muon.exchanges(matrices)] == [2, 2, 1, 1]
-    monkeypatch.setattr(muon, "OWNED_BYTES", 1)
-    assert [len(part) for part in muon.exchanges(matrices)] == [1] * 6
 
 
 @pytest.mark.parametrize(("tied", "group", "expected"), [(False, 1.0, 3.0), (False, 0.5, 1.5), (True, 1.0, 1.0)])

@@ -13,7 +13,6 @@ from torchtitan_lite.config.sections.optim import OPTIMIZERS, Optimizer
 from torchtitan_lite.distributed import initialize
 from torchtitan_lite.errors import CheckpointError, ConfigError
 from torchtitan_lite.models import Transformer, build
-from torchtitan_lite.optim.guarded import HostGuarded
 from torchtitan_lite.optim.optimizer import build_optimizer, learning_rate, make_state, set_learning_rate
 
 
@@ -117,22 +116,6 @@ def test_making_state_changes_no_parameter(name: str, model: Transformer) -> Non
     assert all(group["lr"] == 8e-3 for group in optimizer.param_groups)
 
 
-class RMSprop(HostGuarded, torch.optim.RMSprop):
-    def __init__(self, groups: list[dict[str, Any]], config: OptimConfig) -> None:
-        super().__init__(groups, lr=config.lr)
-
-
-def test_an_optimizer_of_ones_own_is_one_entry_and_has_its_state_before_its_first_step(
-    monkeypatch: pytest.MonkeyPatch, model: Transformer
-) -> None:
-    """float16 may skip steps before the first save; what is saved must be what a resume expects."""
-    monkeypatch.setitem(OPTIMIZERS, "mine", Optimizer(f"{__name__}:RMSprop"))
-    config = OptimConfig(ema_decay=0.9).model_copy(update={"name": "mine"})
-    optimizer = build_optimizer(model, config)
-    assert isinstance(optimizer, torch.optim.RMSprop)
-    assert all({"square_avg", "ema"} <= optimizer.state[p].keys() for p in model.parameters())
-
-
 def test_state_that_a_checkpoint_would_lose_is_refused(model: Transformer) -> None:
     optimizer = build_optimizer(model, OptimConfig(name="sgd"))
     state = optimizer.state[model.output.weight]
@@ -141,12 +124,6 @@ def test_state_that_a_checkpoint_would_lose_is_refused(model: Transformer) -> No
     state["steps"] = 3
     with pytest.raises(CheckpointError, match='SGD keeps "steps" of output.weight as int, which can\'t be saved'):
         optimizer_tensors(model, optimizer)
-
-
-def test_a_step_returns_the_loss_of_its_closure() -> None:
-    model = nn.Linear(3, 5, bias=False)
-    optimizer = build_optimizer(model, OptimConfig(name="sgd", lr=0.1))
-    assert optimizer.step(lambda: 3.5) == 3.5
 
 
 def test_sgd_is_that_of_torch_from_its_first_step() -> None:

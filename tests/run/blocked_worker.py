@@ -49,7 +49,9 @@ def hash_slowly() -> None:
 
 def stop() -> None:
     """SIGSTOP, and SIGCONT after the end of the other rank."""
-    subprocess.Popen(["sh", "-c", f"sleep 20; kill -CONT {os.getpid()}"])
+    first = dist.distributed_c10d._get_default_store().get("pid of rank 0").decode()
+    over = f"while kill -0 {first}; do sleep 0.1; done; kill -CONT {os.getpid()}"
+    subprocess.Popen(["sh", "-c", over], stderr=subprocess.DEVNULL)
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -69,23 +71,24 @@ LATE: dict[str, Callable[[], object]] = {
 def main(argv: Sequence[str]) -> int:
     folder, case = Path(argv[0]), argv[1]
     limits = LIMITS.model_copy(update={"timeout_minutes": 60.0, "start_timeout_minutes": START_MINUTES})
-    with process_group(LIMITS) as world:
-        if world.rank == 0:
+    with process_group(LIMITS) as process:
+        if process.rank == 0:
             about = {"step": 3, "samples": 0, "config": {}, "setting": {}, "tasks": {}}
-            run_folder.record_start(folder, about | run_folder.facts(world, [""]))
-        watching = Watchdog(folder, world, limits if case == "stops" else LIMITS)
-        watching.on_abort = lambda why: run_folder.record_end(folder, world, 1, "failed", 3, why)
+            dist.distributed_c10d._get_default_store().set("pid of rank 0", str(os.getpid()))
+            run_folder.record_start(folder, about | run_folder.facts(process, [""]))
+        watching = Watchdog(folder, process, limits if case == "stops" else LIMITS)
+        watching.on_abort = lambda why: run_folder.record_end(folder, process, 1, "failed", 3, why)
         limit_group_timeouts()
         late = 0 if case == "rank 0 fetches" else 1
         if case != "stops":
             watching.step(4)
-            if "fetches" not in case or world.rank != late:
+            if "fetches" not in case or process.rank != late:
                 watching.computing()
-            if case == "forward pass" and world.rank != late:
+            if case == "forward pass" and process.rank != late:
                 watching.forward()
-        if world.rank == late:
+        if process.rank == late:
             LATE.get(case, receive_nothing)()
         dist.all_reduce(torch.zeros(1))
         watching.close()
-        print(f"rank {world.rank} is done")
+        print(f"rank {process.rank} is done")
     return 0

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import re
-import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +12,11 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from tests.helpers import checkpoint, limited, losses, python, ranks, succeeded, tensors, tiny
+from tests.helpers import losses, python, ranks, succeeded, tiny
 from torchtitan_lite import errors
 from torchtitan_lite.checkpointing import storage
-from torchtitan_lite.errors import ConfigError, DataError, StuckError, run_cli
-from torchtitan_lite.run import attempts, run_folder, start_and_end
+from torchtitan_lite.errors import ConfigError, StuckError, run_cli
+from torchtitan_lite.run import attempts, start_and_end
 
 
 def test_nan_on_one_rank_stops_the_run_before_it_is_saved(text: Path, tmp_path: Path) -> None:
@@ -74,18 +73,6 @@ def test_a_start_names_the_machines_that_joined_and_left() -> None:
     assert start_and_end.machines_line(before, ["node3", "node0"], 16) == line
 
 
-@pytest.mark.extended
-def test_a_vocabulary_that_does_not_fit_names_both_numbers(text: Path, tmp_path: Path) -> None:
-    succeeded(ranks(1, *tiny(text, tmp_path, run__name="first", train__steps=3)))
-    own = tmp_path / "first/tokenizer.json"
-    command = tiny(text, tmp_path, run__name="second", train__steps=3, tokenizer__path=own)
-    result = ranks(1, *command, "--model.vocab_size=400")
-    assert result.returncode == 2
-    assert "model.vocab_size = 400 is smaller than the tokenizer's 517 entries" in result.stderr
-    succeeded(ranks(1, *command, "--model.vocab_size=600"))
-    assert tensors(checkpoint(tmp_path / "second", 3))["output.weight"].shape == (600, 32)
-
-
 @pytest.mark.parametrize(
     ("content", "problem"),
     [(b"too short", "at least 2 are needed"), (b"caf\xe9\n" * 2000, "text.txt: line 1: byte 0xe9 is not utf-8")],
@@ -103,40 +90,6 @@ def test_refused_data_leaves_no_run_folder_and_keeps_one_that_is_there(
         assert "Traceback" not in result.stderr
     assert not (tmp_path / "new").exists()
     assert (tmp_path / "there/metrics.jsonl").exists()
-
-
-def test_a_failed_preparation_removes_only_a_folder_that_it_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails() -> None:
-        with pytest.raises(DataError), run_folder.made(tmp_path / "run"):
-            raise DataError("no text")
-
-    fails()
-    assert not (tmp_path / "run").exists()
-    (tmp_path / "run").mkdir()
-    fails()
-    assert (tmp_path / "run").exists(), "a person's"
-    (tmp_path / "run/train.log").unlink()
-    (tmp_path / "run").rmdir()
-    with run_folder.made(tmp_path / "run"):  # another attempt prepares its data
-        fails()
-        assert (tmp_path / "run/train.log").exists()
-    shutil.rmtree(tmp_path / "run")  # by that attempt, which fails while this one prepares
-    run_folder.lock(tmp_path / "run").release()
-    assert (tmp_path / "run/.lock").exists()
-
-
-@pytest.mark.extended
-def test_an_out_of_memory_error_names_an_option(text: Path, tmp_path: Path) -> None:
-    """16 GB of address space, and logits that take 39."""
-    arguments = tiny(text, tmp_path, run__name="run", train__micro_batch_size=1024, model__vocab_size=300_000)
-    arguments.append("--speed.chunked_loss=false")  # which would never have them all
-    result = limited("AS", 16 * 10**9, arguments, tmp_path)
-    assert result.returncode == 1, result.stdout + result.stderr
-    assert "out of memory: " in result.stderr
-    assert "try --train.micro_batch_size=512: the same global batch in more micro-batches" in result.stderr
-    assert "Traceback" not in result.stderr
 
 
 def test_a_port_in_use_is_reported(text: Path, tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import python, ranks, succeeded, tiny
+from tests.helpers import python, ranks, records, succeeded, tiny
 from tests.run.test_history import begin
-from torchtitan_lite.run import attempts, goodput
-from torchtitan_lite.run.goodput import goodput_line, process_age_s
+from torchtitan_lite.run import attempts
+from torchtitan_lite.run.attempts import goodput_line
 from torchtitan_lite.tools.report.page import page
 from torchtitan_lite.tools.report.runs import read_run
 
@@ -18,7 +18,7 @@ RUN = {"run__name": "run", "train__steps": 9, "checkpoint__every": 3, "log__ever
 
 
 def goodput_of(folder: Path) -> tuple[float, float]:
-    return goodput.goodput(attempts.read(folder), attempts.records(folder))
+    return attempts.goodput(attempts.read(folder), attempts.records(folder))
 
 
 def test_only_the_steps_that_count_are_training(tmp_path: Path) -> None:
@@ -37,13 +37,6 @@ def test_only_the_steps_that_count_are_training(tmp_path: Path) -> None:
     begin(tmp_path, 3, 4)  # started again a day later: there is nothing to train
     attempts.add(tmp_path, {"attempt": 3, "ended": "complete", "last_step": 4, "end_time": 86481.0})
     assert goodput_of(tmp_path) == (0.25, 80.0)
-
-
-def test_a_clock_that_was_set_back_does_not_make_it_more_than_the_whole(tmp_path: Path) -> None:
-    begin(tmp_path, 1, 0)
-    line = {"attempt": 1, "step": 1, "time": 0.5, "loss": 1.0, "seconds": 5.0}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    assert goodput_of(tmp_path) == (1.0, 5.0)
 
 
 def test_a_killed_run_has_the_same_goodput_everywhere(text: Path, tmp_path: Path) -> None:
@@ -65,7 +58,14 @@ def test_a_killed_run_has_the_same_goodput_everywhere(text: Path, tmp_path: Path
     assert f"<b>{share:.1%}</b>" in page([read_run(run)])
 
 
-def test_the_age_of_a_process_is_since_its_start() -> None:
-    age = process_age_s()
-    assert 0 < age < 1e6
-    assert process_age_s() >= age
+def test_rates_leave_out_what_is_no_training_and_waiting_for_data_is_shown(text: Path, tmp_path: Path) -> None:
+    """A validation, a save and a sample after step 2 take a second and a half each, and so does the batch of step 3."""
+    more = {"train__steps": 4, "eval__every": 2, "checkpoint__every": 2, "sample__every": 2, "sample__max_tokens": 2}
+    fault = ",".join(f"slow:0:{step}:{site}" for step, site in ((2, "eval"), (2, "save"), (2, "sample"), (3, "batch")))
+    command = tiny(text, tmp_path, **RUN | more | {"log__every": 1})
+    succeeded(ranks(1, *command, fault=fault, env={"FAULT_SECONDS": "1.5"}))
+    logged = {record["step"]: record for record in records(tmp_path / "run") if "loss" in record}
+    assert logged[3]["data_s"] >= 1.5 > logged[2]["data_s"]
+    for record in logged.values():
+        assert record["seconds"] - record["data_s"] < 1.5
+        assert record["tokens_per_second"] == pytest.approx(6 * 32 / record["seconds"], rel=0.01)

@@ -8,12 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ranks, succeeded, tiny
-from tests.run.test_faults import saved_steps, status
-from torchtitan_lite import terminal
+from tests.run.test_faults import saved_steps
 from torchtitan_lite.run.metrics import Log
 
-FULL = Path("/dev/full")
-needs_full = pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full here")
 SHORT = {"run__name": "run", "train__steps": 4, "eval__every": 2, "checkpoint__every": 2, "sample__every": 2}
 SAMPLES = ['--sample.prompts=["caf\u00e9 \u2603"]', "--sample.max_tokens=2"]
 
@@ -23,27 +20,6 @@ def with_stdout(
 ) -> subprocess.CompletedProcess[str]:
     env = {"STREAM_OUT": out, "STREAM_ENCODING": encoding, "STREAM_ENTRY": entry}
     return ranks(1, *arguments, entry="tests.run.streams", env=env)
-
-
-LOGS = "train.log", "metrics.jsonl", "samples.jsonl"
-
-
-@pytest.mark.parametrize("out", [pytest.param(str(FULL), marks=needs_full), "closed", "broken"])
-@pytest.mark.extended
-def test_a_run_without_a_usable_stdout_ends_well(out: str, text: Path, tmp_path: Path) -> None:
-    run, failing = tmp_path / "run", {"closed": 0, "broken": 1}.get(out, 4)
-    run.mkdir()
-    for name in LOGS if out == str(FULL) else ():  # logs on a full disk, too
-        (run / name).symlink_to(FULL)
-    result = with_stdout(out, *tiny(text, tmp_path, **SHORT), *SAMPLES)
-    succeeded(result)
-    assert saved_steps(run) == [2, 4]
-    assert status(run)["status"] == "complete"
-    assert out == str(FULL) or "step    4/4" in (run / "train.log").read_text()
-    for name in ("stdout", *LOGS)[:failing]:
-        assert sum(f"{name} can't be written: " in line for line in result.stderr.splitlines()) == 1, name
-    assert result.stderr.count("training continues") == failing
-    assert "Traceback" not in result.stderr
 
 
 def test_a_terminal_that_is_not_utf8_gets_escapes(text: Path, tmp_path: Path) -> None:
@@ -61,7 +37,6 @@ def test_a_terminal_that_is_not_utf8_gets_escapes(text: Path, tmp_path: Path) ->
     assert "Traceback" not in full.stderr
 
 
-@pytest.mark.extended
 def test_a_step_is_saved_before_it_is_sampled(text: Path, tmp_path: Path) -> None:
     result = ranks(1, *tiny(text, tmp_path, **SHORT), *SAMPLES, fault="raise:0:2:sample")
     assert result.returncode != 0
@@ -94,9 +69,3 @@ def test_a_log_never_raises(broken: str, tmp_path: Path, monkeypatch: pytest.Mon
         said = errors.buffer.getvalue().decode()
         assert said.count("stdout can't be written") == 1
         assert said.count("metrics.jsonl can't be written") == 1
-
-
-def test_a_complaint_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
-    for _ in range(2):
-        terminal.print_error_once("disk 7 is full")
-    assert capfd.readouterr().err == "disk 7 is full\n"

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from tests.helpers import ranks, succeeded, tiny
 from torchtitan_lite.config.schema import Config, DataConfig, SampleConfig
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.prepare.__main__ import main
@@ -27,13 +26,3 @@ def test_without_prompts_other_text_is_sampled_from_the_start_of_a_document(tmp_
     assert prompts(own) == [("", [data.end_token])]
     named = own.model_copy(update={"sample": SampleConfig(prompts=["mine", ""])})
     assert prompts(named) == [("mine", tokenizer.encode("mine").ids), ("", [data.end_token])]
-
-
-def test_a_run_samples_from_the_start_of_a_document_on_two_ranks(text: Path, tmp_path: Path) -> None:
-    more = {"train__steps": 2, "optim__warmup_steps": 1, "sample__every": 2, "sample__max_tokens": 2}
-    output = succeeded(ranks(2, *tiny(text, tmp_path, run__name="run", **more)))
-    (sample,) = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
-    assert sample["prompt"] == ""
-    assert sample["text"]
-    assert "<|" not in sample["text"], "the token before the document is not shown"
-    assert f"generate {tmp_path / 'run'} --interactive" in output, "there is no prompt that fits every text"

@@ -6,7 +6,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 import pytest
 import torch
@@ -24,12 +24,10 @@ from tests.helpers import (
     succeeded,
     tiny,
 )
-from torchtitan_lite.checkpointing import compatibility, find, storage
-from torchtitan_lite.checkpointing.state import TrainState
+from torchtitan_lite.checkpointing import compatibility
 from torchtitan_lite.config import load, schema
-from torchtitan_lite.config.families import LLAMA
 from torchtitan_lite.config.schema import Config, FsdpConfig
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.run import resumed
 from torchtitan_lite.tools import config_reference
 
@@ -41,7 +39,7 @@ ROWS = [
 ]
 
 
-WORLD = World(0, 4, torch.device("cpu"), 1, local_world_size=4)
+WORLD = Process(0, 4, torch.device("cpu"), 1, local_world_size=4)
 
 
 def verdict_of(key: str) -> str:
@@ -120,7 +118,7 @@ def test_what_changes_the_last_bits_is_part_of_the_setting() -> None:
         "run.threads",
         "run.deterministic",
         "run.tf32",
-        "speed.widened_products",
+        "speed.widen_matmuls",
         "speed.float8",
     }
     # what is computed again is compiled into the backward pass: bfloat16 was rounded elsewhere with "selective"
@@ -133,32 +131,13 @@ def test_what_changes_the_last_bits_is_part_of_the_setting() -> None:
     same = {"fsdp.reshard_after_forward": False, "activation_checkpointing.mode": "full", "run.name": "x"}
     assert not resumed.differences(setting({}), setting(same | {"speed.gc_every": 0}))
     plain, sent = (load.load(None, x).config for x in ({}, by_gloo))
-    for elsewhere in (World(0, 4, torch.device("cpu"), 1, local_world_size=2), World(0, 2, torch.device("cpu"), 1, 2)):
+    for elsewhere in (
+        Process(0, 4, torch.device("cpu"), 1, local_world_size=2),
+        Process(0, 2, torch.device("cpu"), 1, 2),
+    ):
         there = compatibility.bitwise_setting(sent, elsewhere)
         assert there["shared_memory"] is False, "gloo's TCP, or a sum of two"
         assert not resumed.differences(compatibility.bitwise_setting(plain, elsewhere), there)
-
-
-def other_value(key: str) -> Any:
-    """Another value than the default."""
-    field = schema.known_keys()[key]
-    if get_origin(field.annotation) is Literal:
-        return next(choice for choice in get_args(field.annotation) if choice != field.default)
-    if isinstance(field.default, bool):
-        return not field.default
-    if isinstance(field.default, int | float):
-        return field.default + 1
-    return f"{field.default}x" if isinstance(field.default, str) else (field.examples or [["x"]])[0]
-
-
-@pytest.mark.filterwarnings("ignore:Pydantic serializer")  # the values need not be valid
-def test_no_other_key_is_part_of_the_setting() -> None:
-    """A resume with another value of it would be reported as not bit for bit."""
-    before = compatibility.bitwise_setting(Config(), WORLD)
-    for key in schema.known_keys().keys() - schema.bitwise_keys().keys() - {"fsdp.dp_shard", "model.family"}:
-        section, name = key.split(".")
-        changed = getattr(Config(), section).model_copy(update={name: other_value(key)})
-        assert compatibility.bitwise_setting(Config().model_copy(update={section: changed}), WORLD) == before, key
 
 
 # --- keys that are not given --------------------------------------------------------------------------------------
@@ -189,78 +168,6 @@ def test_a_run_keeps_its_values_of_keys_that_are_not_given(text: Path, tmp_path:
     assert (
         "betas = [0.8, 0.9]                           # the run so far\n" in (tmp_path / "run/config.toml").read_text()
     )
-
-
-def kept(before: dict[str, Any], **given: Any) -> list[str]:
-    """The keys whose values a command takes over from a run with this config."""
-    values = {key.replace("__", "."): value for key, value in given.items()}
-    loaded = load.load(None, values, saved=lambda folder, resume: before)
-    values_now = schema.flatten(loaded.config)
-    assert all(values_now[key] == before[key] for key in loaded.kept)
-    return sorted(loaded.kept)
-
-
-def test_another_size_or_default_does_not_meet_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = schema.flatten(load.load(None, {}).config)
-    unused = {"optim.decay_ratio": 0.5}  # of wsd: no difference, and nothing to tell
-    assert kept(before) == []
-    monkeypatch.setitem(LLAMA["1M"], "n_layers", 3)
-    assert kept(before | unused) == kept(before, model__size="1M") == ["model.n_layers"]
-    assert kept(before, model__n_layers=2) == [], "a number that is given leaves the others"
-    assert kept(before, model__size="3M") == kept(before, model__family="gpt") == [], "another model is refused"
-    other = before | {"optim.muon_momentum": 0.5, "train.steps": 400, "data.path": "elsewhere", "log.every": 3}
-    assert kept(other) == ["model.n_layers", "optim.muon_momentum", "train.steps"]
-    assert kept(other | {"data.objective": "span_corruption"}, model__family="gpt") == []
-    assert kept(other, train__epochs=2.0, optim__muon_momentum=0.9) == ["model.n_layers"]
-    stepped = before | {"optim.schedule": "step", "optim.step_every": 40}
-    assert kept(stepped) == ["model.n_layers", "optim.schedule"], "the default, an epoch, has the steps of this resume"
-    gpt = schema.flatten(load.load(None, {"model.family": "gpt", "model.size": "10M"}).config)
-    found = load.load(None, {"model.size": "10M"}, saved=lambda folder, resume: gpt).config.model
-    assert (found.family, found.dim) == ("gpt", 320), "a size of the run's family"
-
-
-def test_the_values_are_those_of_the_checkpoint_to_resume_from(tmp_path: Path) -> None:
-    for run, step in (("a", 2), ("a", 4), ("b", 6)):
-        checkpoints = tmp_path / run / "checkpoints"
-        checkpoints.mkdir(parents=True, exist_ok=True)
-        state = TrainState(step=step, config={"optim.lr": step})
-        storage.commit(storage.begin(checkpoints, step), state, "full", 1, {})
-
-    def rate(run: str, resume: str) -> Any:
-        return find.config_to_resume(tmp_path / run, resume).get("optim.lr")
-
-    other = str(tmp_path / "b")
-    assert [rate("a", resume) for resume in ("", other, "none")] == [4, 4, 4]
-    assert [rate("new", resume) for resume in ("", other, "none", "~nobody/x\0")] == [None, 6, None, None]
-    (checkpoint(tmp_path / "a", 4) / "state.json").write_text("{")  # damaged
-    assert rate("a", "") == 2
-
-
-REFUSED: dict[str, tuple[Any, Any]] = {
-    "model.dim": (32, 64),
-    "model.tie_embeddings": (False, True),
-    "optim.name": ("adamw", "sgd"),
-    "optim.freeze": ("[]", '["layers.0.*"]'),
-}
-OTHER_DATA = {
-    **{"tokenizer__vocab_size": 400, "data__val_fraction": 0.3, "data__packing": "best_fit"},
-    "data__document_mask": True,
-}
-
-
-@pytest.mark.extended
-def test_refused_changes_are_listed_with_both_values(first: Path, text: Path, tmp_path: Path) -> None:
-    shutil.copytree(first, tmp_path / "run")
-    before = (tmp_path / "run/metrics.jsonl").read_bytes()
-    more = {key.replace(".", "__"): now for key, (_, now) in REFUSED.items()} | OTHER_DATA
-    result = ranks(1, *tiny(text, tmp_path, **{"run__name": "run", "train__steps": 6, **more}))
-    assert result.returncode == 2
-    said = result.stderr.replace("'", '"')
-    for key, (old, new) in REFUSED.items():
-        assert f"{key} is {old} in the checkpoint and {new} here" in said
-    assert "tokenizer is " in said
-    assert "data is " in said
-    assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
 
 
 FORK: dict[str, Any] = {
@@ -311,15 +218,14 @@ def test_allowed_changes_are_logged_and_a_fork_may_change_the_rest(first: Path, 
     assert [r["tokens"] for r in after] == [3 * 6 * 32 + 9 * 16, 3 * 6 * 32 + 18 * 16]
 
 
-@pytest.mark.extended
 def test_a_longer_run_follows_the_longer_schedule(first: Path, text: Path, tmp_path: Path) -> None:
     shutil.copytree(first, tmp_path / "run")
-    succeeded(ranks(1, *tiny(text, tmp_path, run__name="run", train__steps=40, optim__schedule="wsd", log__every=1)))
+    succeeded(ranks(1, *tiny(text, tmp_path, run__name="run", train__steps=12, optim__schedule="wsd")))
     rates = {r["step"]: r["lr"] for r in records(tmp_path / "run") if "lr" in r}
     assert rates[3] == pytest.approx(0.1 * 4e-3)  # the end of the short one
-    assert rates[4] == rates[30] == 4e-3  # back at its height
-    assert rates[40] == pytest.approx(0.1 * 4e-3)
-    assert set(losses(tmp_path / "run")) == set(range(1, 41))
+    assert rates[4] == rates[9] == 4e-3  # back at its height
+    assert rates[12] == pytest.approx(0.1 * 4e-3)
+    assert set(losses(tmp_path / "run")) == set(range(1, 13))
 
 
 def test_the_original_command_drops_the_steps_of_a_longer_run_that_was_killed(

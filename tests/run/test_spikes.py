@@ -23,7 +23,6 @@ from torchtitan_lite.config.schema import DataConfig, SpikeConfig
 from torchtitan_lite.errors import REPEATS, ConfigError
 from torchtitan_lite.optim.spike_guard import SpikeGuard, limit
 from torchtitan_lite.optim.step_record import Numbers
-from torchtitan_lite.tools.incidents import which
 from torchtitan_lite.tools.incidents.record import read_record
 from torchtitan_lite.tools.report.runs import read_run
 
@@ -93,7 +92,6 @@ def test_logging_changes_nothing(run: Run, tmp_path: Path) -> None:
     assert found["spike"]["loss"] == losses(tmp_path / "log")[17][0] > found["spike"]["loss_limit"]
 
 
-@extended
 @pytest.mark.parametrize("warmup", [16, 17])
 def test_nothing_is_a_spike_during_the_warm_up(warmup: int, run: Run) -> None:
     keys = SKIP | {"spike__loss_deviations": 1.0, "train__steps": 18, "optim__warmup_steps": warmup}
@@ -146,14 +144,6 @@ def test_a_resume_skips_the_same_spikes(text: Path, run: Run, tmp_path: Path) ->
     assert (mine.spikes, mine.skipped) == (theirs.spikes, theirs.skipped)
 
 
-@extended
-def test_too_many_skipped_spikes_in_a_row_stop_the_run(run: Run, tmp_path: Path) -> None:
-    said = run(1, "run", env={"POISON": "[[96, 140]]"}, code=REPEATS, **SKIP, train__max_skipped=2)
-    assert "step 19: loss 6." in said
-    assert "This and the 2 steps before it were skipped (train.max_skipped)" in said
-    assert storage.find_steps(tmp_path / "run/checkpoints") == [6, 12, 18]
-
-
 def test_spikes_and_steps_that_are_not_finite_are_counted_together() -> None:
     config = SpikeConfig.model_validate({"action": "skip", "window": 4})
     numbers = Numbers(loss=9.0, grad_norm=1.0, loss_scale=1.0, stop_requests=0.0, rank_losses=[9.0])
@@ -162,7 +152,7 @@ def test_spikes_and_steps_that_are_not_finite_are_counted_together() -> None:
     window = {"losses": [4.0] * 4, "norms": [1.0] * 4}
     for skipped, too_many in (([1, 3, 4], False), ([2, 3, 4], True)):
         guard = SpikeGuard(config, 0, window, skipped, 3, lambda _: "")
-        assert guard.suspects(record)
+        assert guard.withholds(record)
         found = guard.check(record)
         assert found is not None
         assert skipped[-2:] == [4, 5]
@@ -222,66 +212,6 @@ def test_the_printed_command_of_a_stopped_run_trains_without_the_samples(name: s
     assert after == {step: values for step, values in told.items() if step > (saved or 0)}
     mine, theirs = (tensors(checkpoint(folder, 24)) for folder in (fork, tmp_path / "told"))
     assert all(mine[name].equal(theirs[name]) for name in theirs)
-
-
-@extended
-def test_a_fork_that_stops_before_it_saves_is_forked_again(run: Run, tmp_path: Path) -> None:
-    """Both steps 17 and 18 are poisoned, so step 17 of the fork is a spike, too. It starts where the fork did."""
-    env = {"POISON": "[[96, 108]]"}
-    first = printed_fork(run(1, "run", env=env, code=REPEATS, **STOP))
-    source = f"--checkpoint.resume={checkpoint(tmp_path / 'run', 12)}"
-    by_run = [f"--checkpoint.resume={tmp_path / 'run'}" if word == source else word for word in first]
-    words = printed_fork(obeyed(1, by_run, env, code=REPEATS))
-    assert words[-1] == "--data.skip_samples=[[96, 102], [102, 108]]"
-    assert source in words
-    assert words[:-3] == first[:-3], "no option is given twice"
-    assert "done    12 steps" in obeyed(1, words, env)
-    fork = tmp_path / "run-without-17-without-17"
-    assert storage.read_state(checkpoint(fork, 24)).samples_consumed == 24 * 6 + 12
-
-
-@extended
-def test_the_printed_command_does_not_start_from_a_damaged_checkpoint(run: Run, tmp_path: Path) -> None:
-    run(1, "run", code=REPEATS, **STOP)
-    (checkpoint(tmp_path / "run", 12) / "optimizer.safetensors").write_bytes(b"")
-    words = printed_fork(run(1, "run", code=REPEATS, **STOP | {"checkpoint__every": 100}))
-    assert f"--checkpoint.resume={checkpoint(tmp_path / 'run', 6)}" in words
-
-
-# --- tools ------------------------------------------------------------------------------------------------------
-
-
-def test_which_tells_what_was_skipped(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(2, "run", **PLAIN, **TOLD)
-    record = read_record(tmp_path / "run")
-    first = [(record.samples[step].start, record.samples[step].stop) for step in range(1, 25)]
-    assert first == [(6 * i, 6 * i + 6) for i in range(12)] + [(102 + 6 * i, 108 + 6 * i) for i in range(12)]
-
-    def said(*words: str) -> str:
-        assert not which.main([str(tmp_path / "run"), *words])
-        return capsys.readouterr().out
-
-    def samples(said: str, beginning: str) -> set[int]:
-        return {int(line.split()[3]) for line in said.splitlines() if line.startswith(beginning)}
-
-    step = said("--step", "13")
-    assert "note    the samples 72 to 101 were skipped before step 13" in step
-    assert "step 13: samples 102 to 107" in step
-    found = said("--find", "e", "--step", "11", "--to", "14")
-    assert samples(found, "step 1") == {*range(60, 72), *range(102, 114)}
-
-
-@extended
-@pytest.mark.parametrize("action", ["skip", "stop"])
-def test_a_spike_is_replayed(action: str, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    keys = SKIP if action == "skip" else STOP
-    run(2, "run", code=REPEATS * (action == "stop"), **keys)
-    for step in (17, 18) if action == "skip" else (17,):
-        said = run(2, "run", f"--replay={step}", **keys)
-        assert f"replay  steps 13 to {step}" in said
-        assert "equal   bit for bit" in said
-    assert not which.main([str(tmp_path / "run"), "--step", "17"])
-    assert "step 17: samples 96 to 101" in capsys.readouterr().out
 
 
 # --- samples that a run is told to skip -------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """What a step does beside the model: its collectives, its passes over the gradients, what is withheld."""
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,9 @@ import train
 from tests.distributed.knob_table import Case
 from tests.distributed.knob_worker import training
 from tests.distributed.test_blocks import Operators
-from torchtitan_lite.distributed.process_group import World
+from tests.helpers import ranks, records, succeeded, tiny
+from torchtitan_lite.data.prepare.__main__ import main as prepare
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.tools.estimate.simulate import fake_world
 
 CPU = torch.device("cpu")
@@ -36,7 +40,7 @@ def of_a_step(ranks: int, **keys: Any) -> Collectives:
     """What rank 0 does in a step; the other ranks don't exist, so that its numbers mean nothing."""
     set_ = {key.replace("__", "."): value for key, value in keys.items()}
     with fake_world(ranks):
-        t = training(Case(ranks, set_).config(), World(0, ranks, CPU, 1))
+        t = training(Case(ranks, set_).config(), Process(0, ranks, CPU, 1))
         with Collectives() as operators:
             train.train_step(t, 1)
     return operators
@@ -69,3 +73,20 @@ def test_a_fused_optimizer_clips_without_a_pass_over_the_gradients(keys: dict[st
     assert counts["_foreach_mul_.Tensor"] == passes
     if not passes:
         assert counts["_fused_adamw_"] > 0
+
+
+def test_each_rank_and_each_step_has_a_dropout_mask_of_its_own(tmp_path: Path) -> None:
+    """All sequences are the same, and no parameter changes, so that only dropout makes a difference."""
+    texts = (letter * (32 * 200 - 1) for letter in "ab")  # the first sequence and the last one have an end mark
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    data = tmp_path / "data"
+    assert prepare([str(tmp_path / "text.jsonl"), "--out", str(data), "--tokenizer=bytes", "--val-fraction=0.5"]) == 0
+    still = {"optim__lr": 1e-30, "optim__warmup_steps": 0, "eval__every": 0, "checkpoint__every": 0}
+    found = {}
+    for dropout in (0.0, 0.1):
+        more = {"run__name": str(dropout), "model__dropout": dropout, "train__steps": 3, "train__global_batch_size": 4}
+        succeeded(ranks(2, *tiny(data, tmp_path, **more, **still)))
+        logged = [record for record in records(tmp_path / str(dropout)) if "loss" in record]
+        found[dropout] = {loss for record in logged for loss in record["rank_losses"]}
+    assert len(found[0.0]) == 1
+    assert len(found[0.1]) == 3 * 2

@@ -1,13 +1,12 @@
 """What a run does, and leaves for the next start, when it is asked to stop."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers import checkpoint, forget_after, losses, python, ranks, records, succeeded, tiny
+from tests.helpers import checkpoint, losses, python, ranks, records, succeeded, tiny
 from torchtitan_lite.run import attempts
 from torchtitan_lite.tools import checkpoints, status
 
@@ -53,30 +52,6 @@ def ended(run: Path) -> tuple[str, int]:
     return about["status"], about["step"]
 
 
-def drop(run: Path, *keys: str) -> None:
-    """Remove the records that have one of these keys, as if a kill had come before them."""
-    file = run / "metrics.jsonl"
-    kept = [line for line in file.read_text().splitlines(True) if not {*keys} & {*json.loads(line)}]
-    file.write_text("".join(kept))
-
-
-def test_a_signal_while_a_start_makes_up_is_obeyed(stopped: Path, text: Path, tmp_path: Path) -> None:
-    """On both ranks, after the validation: its record is not made again, and the samples are due again."""
-    run = tmp_path / "run"
-    shutil.copytree(stopped, run)
-    forget_after(run, 2)
-    drop(run, "eval_s")
-    (run / "samples.jsonl").unlink()
-    command = tiny(text, tmp_path, run__name="run", train__steps=4, **WORK)
-    said = succeeded(ranks(2, *command, fault="term:1:0:eval"))
-    assert "stopped after step 2 of 4 (SIGTERM); the same command resumes from there, with the samples that " in said
-    assert ended(run) == ("preempted", 2)
-    said = succeeded(ranks(2, *command))
-    assert "eval    step 2 " not in said
-    assert "sample  step 2 " in said
-    assert ended(run) == ("complete", 4)
-
-
 def test_a_stop_at_the_last_step_is_not_complete_before_its_validation(text: Path, tmp_path: Path) -> None:
     command = tiny(text, tmp_path, run__name="run", train__steps=4, log__trackers='["tensorboard"]', **WORK)
     said = succeeded(ranks(2, *command, fault="term:0:4"))
@@ -93,27 +68,6 @@ def test_a_stop_at_the_last_step_is_not_complete_before_its_validation(text: Pat
     assert [step for step, *_ in scalars_of(tmp_path / "run/tensorboard", "val_loss")] == [2, 4], (
         "made up for, and sent"
     )
-
-
-def test_a_finished_run_scores_a_task_that_was_added(text: Path, tmp_path: Path) -> None:
-    from tests.scoring.test_tasks import CHOICE, WORD, jsonl
-
-    first, second = jsonl(tmp_path / "choice.jsonl", CHOICE), jsonl(tmp_path / "word.jsonl", WORD)
-    command = tiny(text, tmp_path, run__name="run", train__steps=4, sample__every=0, eval__every=0)
-    succeeded(ranks(1, *command, f'--eval.tasks=["{first}"]'))
-    said = succeeded(ranks(1, *command, f'--eval.tasks=["{first}", "{second}"]'))
-    assert "task    step 4  word " in said
-    assert "task    step 4 " not in succeeded(ranks(1, *command, f'--eval.tasks=["{first}", "{second}"]'))
-
-
-def test_a_kill_before_the_average_was_validated_is_made_up_for(text: Path, tmp_path: Path) -> None:
-    more: dict[str, Any] = {"train__steps": 4, "sample__every": 0, "optim__ema_decay": 0.9}
-    command = tiny(text, tmp_path, run__name="run", **more)
-    succeeded(ranks(1, *command))
-    before = [record["ema_val_loss"] for record in records(tmp_path / "run") if "ema_val_loss" in record]
-    drop(tmp_path / "run", "ema_val_loss")
-    assert "eval    step 4  ema loss" in succeeded(ranks(1, *command))
-    assert [r["ema_val_loss"] for r in records(tmp_path / "run") if "ema_val_loss" in r] == before
 
 
 def test_the_best_checkpoint_is_kept_named_and_opened(

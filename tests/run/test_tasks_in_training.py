@@ -13,8 +13,6 @@ from torchtitan_lite.config.schema import Config, DataConfig, EvalConfig, ModelC
 from torchtitan_lite.run.checks import check_prompts
 from torchtitan_lite.tools.report.runs import read_run
 
-STILL = {"optim__lr": 1e-30, "optim__warmup_steps": 0}  # no parameter changes
-
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -73,19 +71,6 @@ def test_tasks_are_scored_and_training_is_the_same_bits(text: Path, files: str, 
     assert "eval.tasks word" not in changed
 
 
-@pytest.mark.extended
-def test_any_number_of_ranks_finds_the_same(text: Path, files: str, tmp_path: Path) -> None:
-    """To the last bit, for the same parameters: sharded, in replicas, and on more ranks than there are questions."""
-    more = {"train__steps": 1, "checkpoint__every": 0, "eval__every": 0, "eval__tasks": files, **STILL}
-    meshes: dict[int, dict[str, Any]] = {1: {}, 2: {"fsdp__blocks_per_group": 2}, 4: {"fsdp__dp_replicate": 2}}
-    found = []
-    for n, mesh in meshes.items():
-        succeeded(ranks(n, *tiny(text, tmp_path, run__name=str(n), **more, **mesh)))
-        found.append(scores(tmp_path / str(n)))
-    assert found[0] == found[1] == found[2]
-    assert found[0][1]["task_bits_per_byte/choice"] > 0
-
-
 def test_which_runs_score_brackets() -> None:
     """Those on the default text, unless they say otherwise; an encoder-decoder can't."""
     default, mine, t5 = EvalConfig(), DataConfig(path="mine"), ModelConfig(family="t5")
@@ -117,16 +102,6 @@ def test_wrong_tasks_are_found_before_the_run(text: Path, files: str, tmp_path: 
         assert message in result.stderr
     config = Config(model=ModelConfig(family="t5"), eval=EvalConfig(tasks=["brackets"]))
     assert "tasks are for decoders" in check_prompts(config)["eval.tasks"]
-
-
-@pytest.mark.extended
-def test_the_first_run_scores_brackets_at_its_end(tmp_path: Path) -> None:
-    """On the default text, without any option about tasks."""
-    options = [o for o in tiny(tmp_path, tmp_path, train__steps=3, run__name="run") if "data.path" not in o]
-    succeeded(ranks(2, *options))
-    assert scores(tmp_path / "run").keys() == {3}
-    values = scores(tmp_path / "run")[3]
-    assert (values["task_questions/brackets"], values["task_chance/brackets"]) == (198, pytest.approx(1 / 3))
 
 
 @pytest.mark.extended

@@ -13,10 +13,6 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT, python, succeeded, tiny
-from torchtitan_lite.run.console import fitted, step_line
-
-STEP = {"step": 20, "mean_loss": 3.2, "loss": 3.2, "grad_norm": 1.5, "lr": 1e-3}
-STEP |= {"tokens_per_second": 9e3, "peak_memory_gib": 0.5}
 
 
 def on_a_terminal(columns: int, *options: str) -> str:
@@ -57,26 +53,3 @@ def test_the_bar_is_shown_on_a_terminal_only_and_lines_fit_it(text: Path, tmp_pa
     (last,) = re.findall("^step +20/20.*", log, re.MULTILINE)
     assert all(f"  {name} " in last for name in ("grad_norm", "lr", "mem", "data", "eta"))
     assert any(len(line) > 60 for line in log.splitlines() if line.startswith("sample "))
-
-
-def test_step_lines_are_columns() -> None:
-    """The same width at ten steps and at a million."""
-    for steps, width in ((10, 2), (1_000_000, 7)):
-        lines = [step_line({**STEP, "step": step}, steps, 0.01, 3.0) for step in (1, steps // 2, steps)]
-        assert len({line.index("  loss") for line in lines}) == 1
-        assert lines[0].startswith(
-            f"step    {1:>{width}}/{steps}  loss 3.2000  grad_norm 1.50  lr 1.00e-03  tok/s 9,000"
-        )
-
-
-def test_an_end_on_another_day_names_the_day() -> None:
-    assert re.search(r"eta 3d01h \([A-Z][a-z]{2} \d\d [A-Z][a-z]{2} \d\d:\d\d\)$", step_line(STEP, 9, 0.01, 263_000.0))
-
-
-def test_a_narrow_line_keeps_the_main_figures() -> None:
-    line = step_line({**STEP, "mfu": 0.4}, 1_000_000, 0.01, 3.0)
-    assert fitted(line, len(line)) == line
-    for columns in range(50, len(line)):
-        assert len(fitted(line, columns)) <= columns
-    assert fitted(line, 85).startswith("step         20/1000000  loss 3.2000  grad_norm 1.50  tok/s 9,000  eta 3s (")
-    assert fitted(line, 10) == "step         20/1000000  loss 3.2000  tok/s 9,000"

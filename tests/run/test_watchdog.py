@@ -1,7 +1,5 @@
 """Watchdog: slow disks are tolerated, hanging ranks are named, and all ranks exit."""
 
-import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +8,6 @@ import torch.distributed as dist
 
 from tests.helpers import ranks, succeeded, tiny
 from tests.run.test_faults import RUN, saved_steps, status
-from torchtitan_lite.checkpointing import progress
-from torchtitan_lite.checkpointing.safetensors_file import sha256_of
 from torchtitan_lite.distributed.lost import is_lost
 
 SHARDED = {"checkpoint__state_dict": "sharded"}
@@ -79,49 +75,6 @@ def test_communication_errors_are_told_from_others(error: str | RuntimeError, ex
     assert is_lost(RuntimeError(error) if isinstance(error, str) else error) == expected
 
 
-def test_compiler_errors_are_not_communication_errors() -> None:
-    from torch._inductor.exc import InductorError
-
-    assert not is_lost(InductorError(BrokenPipeError(32, "Broken pipe"), None))
-    assert not is_lost(InductorError(ConnectionResetError(104, "Connection reset by peer"), None))
-
-
-def test_the_activity_of_each_thread_is_known(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(bytes(20_000_000))
-    before, inside, done = progress.moved(), threading.Event(), threading.Event()
-    assert not progress.operations()
-
-    def save() -> None:
-        with progress.doing("saving step 5"), progress.working("writing a.safetensors"):
-            inside.set()
-            done.wait(30)
-
-    thread = threading.Thread(target=save)
-    thread.start()
-    assert inside.wait(30)
-    with progress.doing("loading"):
-        both = [("loading", False), ("saving step 5: writing a.safetensors", True)]
-        assert sorted(progress.operations()) == both
-        sha256_of(tmp_path / "file")
-    done.set()
-    thread.join()
-    assert progress.moved() - before >= 20_000_000
-    assert not progress.operations()
-
-
-@pytest.mark.extended
-def test_every_group_of_every_mesh_gives_up_in_time(tmp_path: Path) -> None:
-    result = ranks(4, str(tmp_path), entry="tests.run.mesh_timeouts")
-    found = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(4)]
-    assert not any(each["late"] for each in found), "groups that are made in a step have torch's timeout"
-    assert all(each["resharding"] == 2 for each in found), "reshard_after_forward = 2: the groups share one mesh"
-    seen = [group for each in found for group in each["seen"]]
-    assert len({name for name, *_ in seen}) >= 4, result.stderr  # all ranks; the two axes; reshard_after_forward = 2
-    for name, what, seconds, lost, error in seen:
-        assert lost, f"{name} ({what}): {error}"
-        assert seconds < 60, f"{name} ({what}) waited {seconds:.0f} s"
-
-
 @pytest.mark.parametrize("source", ["", pytest.param("--model.init_from={}", marks=slow)])
 @pytest.mark.extended
 def test_a_verification_may_take_longer_than_a_step(
@@ -161,27 +114,3 @@ def test_a_rank_that_hangs_inside_a_save_is_named(
     assert status(run)["status"] == "failed"
     assert status(run)["reason"].startswith(said)
     assert saved_steps(run) == []
-
-
-@slow
-def test_a_rank_that_hangs_while_it_loads_is_named(text: Path, tmp_path: Path) -> None:
-    command = tiny(text, tmp_path, **RUN, **SHARDED, run__timeout_minutes=0.15)
-    succeeded(ranks(2, *command, "--train.steps=5"))
-    result = ranks(2, *command, "--train.steps=6", fault="hang:1:0:hash", timeout=90)
-    assert result.returncode != 0
-    assert "loading a checkpoint: no rank made progress for run.timeout_minutes = 0.15" in result.stderr
-    assert "wait for rank 1 (loading a checkpoint: verifying its share of step-00000005)" in result.stderr
-
-
-@slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_process_that_hangs_in_a_save_ends_the_run(
-    rank: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also the one that hosts the store, which then does not answer."""
-    monkeypatch.setenv("FAULT_SECONDS", "600")
-    command = tiny(text, tmp_path, **RUN, **SHARDED, run__timeout_minutes=0.15)
-    result = ranks(2, *command, fault=f"stop:{rank}:5:write", timeout=90)
-    assert result.returncode != 0
-    assert f"wait for rank {rank}, silent for " in result.stderr
-    assert status(tmp_path / "run")["status"] == "failed"

@@ -1,7 +1,7 @@
 """The likelihood engine and its statistics: the same on any number of ranks, sharded or not, and by definition."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,15 @@ from torchtitan_lite.config.schema import Config, FsdpConfig, ModelConfig
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.parallelize import apply_fsdp
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.models import Transformer, build
-from torchtitan_lite.scoring.likelihood import Window, in_turn, padded, sums_by_item
-from torchtitan_lite.scoring.statistics import Array, mean, ratio, ratio_difference
+from torchtitan_lite.scoring.likelihood import Window, padded, sums_by_item
+from torchtitan_lite.scoring.statistics import Array, ratio, ratio_difference
 from torchtitan_lite.scoring.validation import Score, Validation, evaluate, evaluate_average
-from torchtitan_lite.tools.evaluation import documents
 from torchtitan_lite.tools.evaluation.documents import Document, Scores, score_documents
 
 CPU = torch.device("cpu")
-ALONE = World(0, 1, CPU, 1)
+ALONE = Process(0, 1, CPU, 1)
 VOCABULARY = 517
 FAMILIES = {
     "gpt": ModelConfig(family="gpt", dim=32, n_layers=2, n_heads=2, max_seq_len=16),
@@ -37,12 +36,12 @@ FAMILIES = {
 FSDP = FsdpConfig()
 
 
-def model_of(family: str, world: World | None = None, fsdp: FsdpConfig = FSDP, seed: int = 7) -> Transformer:
+def model_of(family: str, process: Process | None = None, fsdp: FsdpConfig = FSDP, seed: int = 7) -> Transformer:
     """Sharded over the ranks of a world, if one is given."""
     with torch.device("meta"):
         model = build(FAMILIES[family], VOCABULARY)
-    if world:
-        apply_fsdp(model, DeviceMesh("cpu", torch.arange(world.world_size), mesh_dim_names=("dp_shard",)), fsdp)
+    if process:
+        apply_fsdp(model, DeviceMesh("cpu", torch.arange(process.world_size), mesh_dim_names=("dp_shard",)), fsdp)
     materialise(model, CPU, seed)
     return model.eval()
 
@@ -63,9 +62,9 @@ def batches(n: int) -> list[list[Window]]:
 N_BATCHES = 0, 1, 5
 
 
-def engine(world: World, family: str, fsdp: FsdpConfig) -> dict[int, tuple[Array, int]]:
+def engine(process: Process, family: str, fsdp: FsdpConfig) -> dict[int, tuple[Array, int]]:
     """The sums of a sharded model by item, and how often this rank computed a forward pass, by number of batches."""
-    model, forwards = model_of(family, world, fsdp), 0
+    model, forwards = model_of(family, process, fsdp), 0
 
     def count(*_: object) -> None:
         nonlocal forwards
@@ -76,7 +75,7 @@ def engine(world: World, family: str, fsdp: FsdpConfig) -> dict[int, tuple[Array
     for n_batches in N_BATCHES:
         forwards = 0
         with torch.no_grad():
-            sums = sums_by_item(model, batches(n_batches), padded, range(2 * n_batches + 1), world)
+            sums = sums_by_item(model, batches(n_batches), padded, range(2 * n_batches + 1), process)
         found[n_batches] = sums[0].numpy(), forwards
     return found
 
@@ -109,14 +108,6 @@ def test_sums_are_the_same_bits_on_any_number_of_ranks(family: str) -> None:
     assert np.isfinite(in_float16[5][0]).all()
 
 
-def test_each_batch_counts_once() -> None:
-    for world_size in (1, 2, 3, 7):
-        ranks = [list(in_turn(iter(range(5)), World(r, world_size, CPU, 1))) for r in range(world_size)]
-        assert sorted(batch for rank in ranks for batch, counts in rank if counts) == list(range(5))
-        assert len({len(rank) for rank in ranks}) == 1
-        assert not any(list(in_turn([], World(r, world_size, CPU, 1))) for r in range(world_size))
-
-
 @pytest.fixture(scope="module")
 def mixture(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     cache = tmp_path_factory.mktemp("scoring")
@@ -124,10 +115,10 @@ def mixture(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     return {"one": folder, "two": folder}
 
 
-def validate(world: World, folders: dict[str, Path], samples: int, family: str) -> Score:
+def validate(process: Process, folders: dict[str, Path], samples: int, family: str) -> Score:
     data = DataSet.of({name: (share, folder) for share, (name, folder) in enumerate(folders.items(), 1)})
     config = Config.model_validate({"train": {"seq_len": 16}, "eval": {"samples": samples}})
-    return evaluate(model_of(family, world), Validation.of(config, data, 2, world.rank, world.world_size), CPU)
+    return evaluate(model_of(family, process), Validation.of(config, data, 2, process.rank, process.world_size), CPU)
 
 
 @pytest.mark.parametrize(("samples", "family"), [(1, "gpt"), (5, "llama, tied")])
@@ -147,15 +138,15 @@ def test_a_validation_with_fewer_sequences_than_ranks(samples: int, family: str,
     assert any(math.isnan(loss) for loss, _ in one.sources.values()) == (samples == 1)
 
 
-def validate_average(world: World, folder: Path) -> tuple[dict[str, Any], list[Score], str]:
+def validate_average(process: Process, folder: Path) -> tuple[dict[str, Any], list[Score], str]:
     """Validate a model whose averages are the weights of another: its record and line, and the scores of both."""
     data = DataSet.of({"a": (1.0, folder)})
     config = Config.model_validate({"train": {"seq_len": 16}, "eval": {"samples": 5}})
-    model, other = (model_of("llama, tied", world, seed=seed) for seed in (7, 8))
+    model, other = (model_of("llama, tied", process, seed=seed) for seed in (7, 8))
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter, average in zip(model.parameters(), other.parameters(), strict=True):
         optimizer.state[parameter] = {"ema": average.detach().clone()}
-    validation = Validation.of(config, data, 2, world.rank, world.world_size)
+    validation = Validation.of(config, data, 2, process.rank, process.world_size)
     before = evaluate(model, validation, CPU)
     record, line = evaluate_average(3, model, optimizer, validation, CPU)
     return record, [before, evaluate(model, validation, CPU), evaluate(other, validation, CPU)], line
@@ -174,45 +165,6 @@ def test_the_average_of_a_tied_model_has_its_own_score(mixture: dict[str, Path])
 def scored(prefix: list[int], texts: list[list[int]], length: int = 7, batch_size: int = 3) -> Scores:
     found = (Document(tokens, 2 * len(tokens), number) for number, tokens in enumerate(texts))
     return score_documents(model_of("gpt"), found, prefix, length, ALONE, batch_size)
-
-
-@pytest.mark.parametrize("prefix", [[], [3]])
-def test_documents_keep_their_sums_however_they_are_grouped(prefix: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Empty documents, documents of one token, and of several windows, which fall into different groups."""
-    generator = np.random.default_rng(1)
-    sizes = [0, 1, 40, 3, 7, 8, 0, 15, 2, 0]
-    texts = [generator.integers(0, VOCABULARY, size).tolist() for size in sizes]
-    together = scored(prefix, texts)
-    assert together.tokens.tolist() == [max(size - (not prefix), 0) for size in sizes]
-    assert together.n_bytes.tolist() == [2.0 * size for size in sizes]
-    assert together.hashes.tolist() == list(range(len(sizes)))
-    model = model_of("gpt")
-    for nats, tokens in zip(together.nats, texts, strict=True):
-        stream = prefix + tokens
-        windows = [stream[start : start + 8] for start in range(0, len(stream) - 1, 7)]
-        assert nats == pytest.approx(sum(nats_of(model, w) for w in windows), rel=1e-5)
-    for group in (1, 2, 3):
-        monkeypatch.setattr(documents, "SORTED_TOGETHER", group)
-        assert scored(prefix, texts).nats == pytest.approx(together.nats, rel=1e-5)
-        assert scored(prefix, texts).tokens.tolist() == together.tokens.tolist()
-
-
-def test_documents_are_read_as_they_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text may be larger than the memory."""
-    monkeypatch.setattr(documents, "SORTED_TOGETHER", 2)
-    read = []
-
-    def texts() -> Iterator[Document]:
-        for number in range(20):
-            read.append(number)
-            yield Document([1, 2, 3], 3, number)
-
-    seen = []
-    model = model_of("gpt")
-    model.register_forward_pre_hook(lambda *_: seen.append(len(read)))
-    score_documents(model, texts(), [0], 7, ALONE, 2)
-    assert seen[0] <= 3
-    assert len(seen) == 10
 
 
 def test_a_ratio_has_the_error_of_many_draws() -> None:
@@ -237,12 +189,3 @@ def test_a_difference_of_ratios_is_paired() -> None:
     assert ratio_difference((hard, sizes), (hard, sizes)) == (0.0, 0.0)
     assert all(map(math.isnan, ratio_difference((hard, sizes), (hard, np.zeros(60)))))
     assert math.isnan(ratio(hard[:1], sizes[:1])[1])
-
-
-@pytest.mark.parametrize(("n", "value", "stderr"), [(3, 1.0, 0.1633), (3, 0.0, 0.1633), (198, 1.0, 0.005)])
-def test_equal_answers_have_an_error(n: int, value: float, stderr: float) -> None:
-    """The standard deviation of Beta(n + 1, 1)."""
-    assert mean(np.full(n, value))[0] == value
-    assert mean(np.full(n, value))[1] == pytest.approx(stderr, rel=0.01)
-    assert math.isnan(mean(np.ones(1))[1])
-    assert mean(np.array([1.0, 0.0, 1.0]))[1] == pytest.approx(1 / 3), "the usual error"

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,22 +11,18 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from tests.data.test_data import make
-from tests.helpers import ranks, succeeded, tiny
-from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.data.tokenizer import load as load_tokenizer
-from torchtitan_lite.distributed.process_group import World
+from tests.helpers import ranks, succeeded
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import DataError, UserError
-from torchtitan_lite.scoring import find_tasks, questions, task_scores, task_tokens
+from torchtitan_lite.scoring import questions, task_scores, task_tokens
 from torchtitan_lite.scoring.brackets import CHOICES, EACH, brackets
-from torchtitan_lite.scoring.find_tasks import find
 from torchtitan_lite.scoring.questions import Kind, Question, Task
 from torchtitan_lite.tools.evaluation import evaluate, tables
 from torchtitan_lite.tools.load_model import Opened, open_model
 
 ENTRY = "torchtitan_lite.tools.evaluation.evaluate"
 LENGTH = 24  # tokens of the models below
-ALONE = World(0, 1, torch.device("cpu"), 1)
+ALONE = Process(0, 1, torch.device("cpu"), 1)
 WORDS = "the cat sat on the mat, f(x) and g() end. "
 CHOICE: list[dict[str, Any]] = [
     {"context": "the cat", "choices": [" sat", " sat on the mat", " caf\u00e9"], "answer": 1},
@@ -187,73 +182,6 @@ def test_last_words_equal_those_of_transformers(folder: Path, tmp_path: Path) ->
     assert figures["bits_per_byte"] == pytest.approx(sum(n for n, *_ in found) / n_bytes / math.log(2), rel=1e-5)
 
 
-def test_any_number_of_ranks_finds_the_same(folder: Path, tmp_path: Path) -> None:
-    """All figures, to the last bit."""
-    choice, word = jsonl(tmp_path / "choice.jsonl", CHOICE * 9), jsonl(tmp_path / "word.jsonl", WORD)
-    arguments = (folder, "--tasks", choice, word, "--questions=40", f"--seq-len={LENGTH}")
-    one, two, three = (scored(n, *arguments, out=tmp_path / f"{n}.json") for n in (1, 2, 3))
-    assert one == two == three
-    assert one["choice"]["questions"] == 40
-
-
-def test_models_are_compared_question_by_question(folder: Path, run: Path, tmp_path: Path) -> None:
-    out = tmp_path / "scores.json"
-    task = jsonl(tmp_path / "choice.jsonl", CHOICE)
-    words = map(str, (folder, folder, run, "--tasks", task))
-    said = succeeded(ranks(1, *words, f"--json={out}", entry=ENTRY))
-    _, second, third = json.loads(out.read_text())["models"]
-    # no difference on 7 questions does not prove that there is none
-    assert second["tasks_minus_first"] == {"choice": {"score": 0.0, "score_stderr": pytest.approx(0.0994, abs=1e-4)}}
-    assert third["tasks_minus_first"].keys() == {"choice"}
-    assert second["texts"] == {}
-    assert f"minus {folder}, choice: 0.000 +- 0.099" in said
-    assert " 0.476 " in said, "the chance level"
-
-
-def test_brackets_are_of_a_run(folder: Path, run: Path, tmp_path: Path) -> None:
-    """A Hugging Face folder has no held-out text."""
-    found = scored(1, run, "--tasks", "brackets", out=tmp_path / "scores.json")["brackets"]
-    assert found["questions"] >= 10
-    assert found["chance"] in (0.5, pytest.approx(1 / 3))
-    with pytest.raises(UserError, match="no text of its own"):
-        evaluate.evaluate(evaluate.options_of([str(folder), "--tasks", "brackets"]), ALONE)
-
-
-def test_batches_of_any_size_give_the_same_scores(
-    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One batch of all questions, or one for each choice."""
-    tasks = [questions.read(str(jsonl(tmp_path / f"{i}.jsonl", rows))) for i, rows in enumerate((CHOICE, WORD))]
-    forwards: list[int] = []
-
-    def tokens_of(positional: Any, named: Any) -> Any:
-        return positional[0] if positional else named["tokens"]
-
-    opened.model.register_forward_pre_hook(lambda _, a, k: forwards.append(len(tokens_of(a, k))), with_kwargs=True)
-    together = [score_of(opened, task).figures() for task in tasks]
-    assert min(forwards) > 1
-    forwards.clear()
-    monkeypatch.setattr(task_scores, "BATCH_TOKENS", 1)
-    assert score_of(opened, tasks[0]).figures() == pytest.approx(together[0], rel=1e-5)
-    monkeypatch.setattr(task_scores, "BATCH_TOKENS", 4096)
-    monkeypatch.setattr(task_scores, "LOGITS_BYTES", 1)
-    assert score_of(opened, tasks[1]).figures() == pytest.approx(together[1], rel=1e-5)
-    assert set(forwards) == {1}
-    sizes: list[int] = []
-    opened.model.register_forward_pre_hook(lambda _, a, k: sizes.append(tokens_of(a, k).numel()), with_kwargs=True)
-    limit = 8 * 4 * opened.model.tok_embeddings.num_embeddings  # 8 tokens, in float32
-    monkeypatch.setattr(task_scores, "LOGITS_BYTES", limit)
-    score_of(opened, tasks[1])
-    assert 4 < max(sizes) <= 8
-
-
-def test_of_equal_choices_the_first_is_the_answer(opened: Opened) -> None:
-    rows = [Question(("the cat",) * 3, (" sat", " sat", " sat"), answer) for answer in range(3)]
-    score = score_of(opened, Task("ties", "multiple choice", rows))
-    assert score.correct.keys() == {"plain", "per_byte", "per_token"}
-    assert all(list(values) == [1.0, 0.0, 0.0] for values in score.correct.values())
-
-
 def test_likelihoods_that_are_not_finite_have_no_score(opened: Opened) -> None:
     opened.model.norm.weight.data.fill_(math.nan)  # type: ignore[operator]
     rows: dict[Kind, Question] = {
@@ -266,15 +194,6 @@ def test_likelihoods_that_are_not_finite_have_no_score(opened: Opened) -> None:
         assert task_scores.figure_text(score.figures(), "score") == "not finite"
 
 
-def test_a_context_without_tokens_needs_one_that_begins_a_text() -> None:
-    encoder = task_tokens.text_encoder(bpe(), (0,), "a question")
-    task = Task("task", "last word", [Question((" ",), ("cat",))])
-    found = task_tokens.encoded(task, encoder, task_tokens.Inputs([], [0], LENGTH))
-    assert found.windows[0].ids[0] == 0
-    with pytest.raises(UserError, match="question 1 has an empty context"):
-        task_tokens.encoded(task, encoder, task_tokens.Inputs([], [], LENGTH))
-
-
 def test_the_first_line_names_the_main_score(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "task.jsonl", [{"score": "per_byte"}, *CHOICE])
     task = questions.read(str(file))
@@ -284,15 +203,6 @@ def test_the_first_line_names_the_main_score(tmp_path: Path) -> None:
     assert [line.count("*") for line in tables.task_table({"task": score}, LENGTH)] == [0, 1, 1]
     with pytest.raises(DataError, match="plain or per_byte or per_token works"):
         questions.read(str(jsonl(tmp_path / "task.jsonl", [{"score": "f1"}, *CHOICE])))
-
-
-def test_a_subset_is_always_the_same_and_random() -> None:
-    task = Task("task", "last word", [Question((str(i),), ("x",)) for i in range(100)])
-    some = [int(question.contexts[0]) for question in task.some(10).questions]
-    assert some == [int(question.contexts[0]) for question in task.some(10).questions] == sorted(set(some))
-    assert len(some) == 10
-    assert some[-1] > 50
-    assert task.some(0) is task.some(100) is task
 
 
 GOOD = json.dumps(CHOICE[0])
@@ -356,48 +266,6 @@ def test_brackets_are_balanced_and_have_their_partner() -> None:
         brackets(["(only parentheses) " * 100])
 
 
-def test_held_out_documents_are_spread_over_the_text(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """More of them than are read, and longer than what is read of each."""
-    file = jsonl(tmp_path / "text.jsonl", [{"text": f"document {i} is longer than what is read"} for i in range(100)])
-    data = DataSet.of({"a": (1.0, make(file, tmp_path / "cache", val_fraction=0.5, vocab_size=300))})
-    every = list(find_tasks.held_out_documents("brackets", data))
-    assert len(every) > 20
-    assert all(re.fullmatch(r"document \d+ is longer than what is read", document) for document in every)
-    for most, step in ((len(every), 1), (len(every) - 1, 2), (5, -(-len(every) // 5))):
-        monkeypatch.setattr(find_tasks, "MOST_DOCUMENTS", most)
-        assert list(find_tasks.held_out_documents("brackets", data)) == every[::step]
-    monkeypatch.setattr(find_tasks, "MOST_TOKENS", 4)
-    short = list(find_tasks.held_out_documents("brackets", data))
-    tokenizer = load_tokenizer(data.folder / "tokenizer.json")
-    assert [len(tokenizer.encode(document).ids) for document in short] == [4] * len(short)
-
-
-def test_a_built_in_task_is_one_entry(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is made from the held-out text, where there is some."""
-    made: list[list[str]] = []
-
-    def mine(documents: Iterable[str]) -> Task:
-        made.append(list(documents))
-        return Task("mine", "last word", [Question(("a",), (" b",))])
-
-    monkeypatch.setitem(find_tasks.BUILT_IN, "mine", mine)
-    options = evaluate.options_of([str(run), "--tasks", "mine", f"--json={tmp_path / 'scores.json'}"])
-    (result,) = evaluate.evaluate(options, ALONE)
-    assert result["tasks"]["mine"]["questions"] == 1
-    assert made[0]
-    assert find(["mine"], None) == []
-
-
-@pytest.fixture(scope="module")
-def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("runs")
-    more = {"train__steps": 2, "eval__every": 0, "checkpoint__every": 2, "optim__warmup_steps": 1}
-    succeeded(ranks(1, *tiny(text, out, run__name="run", **more)))
-    return out / "run"
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -408,18 +276,10 @@ def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["RUN", "--tasks", "TASK", "--questions=-1"], "--questions=-1 should be 0"),
     ],
 )
-def test_bad_options_are_errors(arguments: list[str], message: str, run: Path, tmp_path: Path) -> None:
+def test_bad_options_are_errors(arguments: list[str], message: str, finished: Path, tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
-    named = {"RUN": run, "FOLDER": tmp_path, "TASK": jsonl(tmp_path / "task.jsonl", CHOICE)}
+    named = {"RUN": finished, "FOLDER": tmp_path, "TASK": jsonl(tmp_path / "task.jsonl", CHOICE)}
     named["SAME"] = jsonl(tmp_path / "b/task.jsonl", CHOICE)
     given = evaluate.options_of([str(named.get(word, word)) for word in arguments])
     with pytest.raises(UserError, match=message):
         evaluate.evaluate(given, ALONE)
-
-
-@pytest.mark.parametrize("wrong", [
-    (("a",), ("b", "c"), 0), (("a", "a"), ("b", "c"), 2), (("a", "a"), ("b", "c"), -1), (("a", "a"), ("b", ""), 0),
-])  # fmt: skip
-def test_a_question_of_an_own_task_is_checked(wrong: tuple[tuple[str, ...], tuple[str, ...], int]) -> None:
-    with pytest.raises(DataError, match="a question needs a context for each choice"):
-        Question(*wrong)

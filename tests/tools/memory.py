@@ -19,9 +19,9 @@ from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config, RunConfig
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.parallelize import before_micro_batch
-from torchtitan_lite.distributed.process_group import World, build_mesh, exit_process, process_group, sum_over_ranks
+from torchtitan_lite.distributed.process_group import Process, build_mesh, exit_process, process_group, sum_over_ranks
 from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, squared_norm
-from torchtitan_lite.tools.allocator import own_bytes, peak_of
+from torchtitan_lite.tools.dry_run import own_bytes, peak_of
 
 VOCABULARY = 2048
 BASE = {
@@ -70,42 +70,42 @@ def config_with(values: dict[str, Any], world_size: int) -> Config:
     return load.load(None, BASE | values, world_size=world_size, n_gpus=8).config
 
 
-def peaks_of(world: World, configs: Sequence[Config]) -> list[int]:
+def peaks_of(process: Process, configs: Sequence[Config]) -> list[int]:
     """The most bytes that one step of each config takes on this rank. Collective."""
     peaks = []
     for config in configs:
-        peaks.append(_peak_of_step(world, config))
+        peaks.append(_peak_of_step(process, config))
         gc.collect()
-        if world.device.type == "cuda":
+        if process.device.type == "cuda":
             torch.cuda.empty_cache()
     return peaks
 
 
-def _peak_of_step(world: World, config: Config) -> int:
+def _peak_of_step(process: Process, config: Config) -> int:
     """Bytes on the CPU by the events of the allocator, on CUDA by its own peak.
 
     On the CPU, parameters and state are counted, then what a step allocates beyond them. The allocations that gloo's
     threads free are not seen, so a figure of several ranks may be too high: the lowest of some steps counts.
     """
-    layout = derive(config, world.world_size)
-    model = train.sharded_model(config, VOCABULARY, build_mesh(config.fsdp, world.device))
-    materialise(model, world.device, 0)
+    layout = derive(config, process.world_size)
+    model = train.sharded_model(config, VOCABULARY, build_mesh(config.fsdp, process.device))
+    materialise(model, process.device, 0)
     optimizer = build_optimizer(model, config.optim)
     shapes = [(config.train.micro_batch_size, length) for length in (config.input_len, config.target_len)]
 
     def step() -> None:
         for i in range(layout.grad_accum_steps):
-            inputs, targets = (torch.zeros(shape, dtype=torch.int64, device=world.device) for shape in shapes)
+            inputs, targets = (torch.zeros(shape, dtype=torch.int64, device=process.device) for shape in shapes)
             before_micro_batch(model, config.fsdp, last=i == layout.grad_accum_steps - 1)
             model(inputs, targets).backward()
-        norm = sum_over_ranks(squared_norm(model, layout.dp_replicate).to(world.device)).sqrt().float()
-        clip_gradients(optimizer, norm, config.optim.max_norm, torch.ones((), device=world.device))
+        norm = sum_over_ranks(squared_norm(model, layout.dp_replicate).to(process.device)).sqrt().float()
+        clip_gradients(optimizer, norm, config.optim.max_norm, torch.ones((), device=process.device))
         optimizer.step()
         optimizer.zero_grad()
 
     step()
     gc.collect()
-    if world.device.type == "cuda":
+    if process.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         step()
         return torch.cuda.max_memory_allocated()
@@ -115,8 +115,8 @@ def _peak_of_step(world: World, config: Config) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    with process_group(RunConfig(device="cuda", threads=1)) as world:
-        peaks = peaks_of(world, [config_of(name, 1, **LARGE) for name in GPU_CASES])
+    with process_group(RunConfig(device="cuda", threads=1)) as process:
+        peaks = peaks_of(process, [config_of(name, 1, **LARGE) for name in GPU_CASES])
     Path(argv[0]).write_text(json.dumps(dict(zip(GPU_CASES, peaks, strict=True))))
     return 0
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers import ranks, run_distributed, succeeded, tiny
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import REPEATS, ConfigError
 from torchtitan_lite.tools import dry_run
 
@@ -44,17 +44,17 @@ def test_planned_memory_matches_measured_memory(world_size: int, text: Path, tmp
     assert list(tmp_path.iterdir()) == []
 
 
-def checked(world: World, folder: Path, wrong: str) -> str:
+def checked(process: Process, folder: Path, wrong: str) -> str:
     """What the preflight says on a rank, if the clock or the disk of rank 1 is wrong."""
-    if world.rank == 1 and wrong == "clock":
+    if process.rank == 1 and wrong == "clock":
         real = time.time
         dry_run.time.time = lambda: real() + 5  # type: ignore[attr-defined]
-    if world.rank == 1 and wrong.startswith("disk"):
+    if process.rank == 1 and wrong.startswith("disk"):
         Path.exists = lambda self: False  # type: ignore[method-assign]
     config = Config.model_validate({}, context="layers")
     os.environ["TORCHELASTIC_RUN_ID"] = "none" if wrong == "disk of fixed ranks" else "mine"
-    services = SimpleNamespace(checkpointer=SimpleNamespace(require_space=lambda step: None))
-    s: Any = SimpleNamespace(world=world, config=config, services=services)
+    services = SimpleNamespace(checkpointer=SimpleNamespace(require_space=lambda: None))
+    s: Any = SimpleNamespace(process=process, config=config, services=services)
     try:
         return dry_run.checked_machines(folder / "run", s)
     except ConfigError as error:

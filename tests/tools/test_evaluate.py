@@ -12,10 +12,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-import torchtitan_lite as ttl
 from tests.helpers import python, ranks, records, succeeded, tiny
 from torchtitan_lite.data.prepare.tokenizer import byte_level
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import DataError, UserError
 from torchtitan_lite.tools.evaluation import evaluate, tables
 from torchtitan_lite.tools.evaluation.documents import Scores, Texts, documents
@@ -101,23 +100,6 @@ def test_any_number_of_ranks_finds_the_same(folder: Path, texts: Path, tmp_path:
     assert one == two == three
 
 
-def test_files_that_are_not_scored_are_named(folder: Path, tmp_path: Path) -> None:
-    for name in ("a.txt", "b.md"):
-        (tmp_path / name).write_text("some text\n")
-    said = succeeded(ranks(1, str(folder), "--data", str(tmp_path), entry=ENTRY))
-    assert (
-        "1 other files are not read: 1 x .md; --text-suffixes (data.text_suffixes) names more suffixes of plain text"
-        in said
-    )
-    said = succeeded(ranks(1, str(folder), "--data", str(tmp_path), "--text-suffixes=.md", entry=ENTRY))
-    assert "not read" not in said
-    model, tokenizer = ttl.load_model(folder)
-    with pytest.warns(UserWarning, match="1 other files are not read: 1 x .md; ") as caught:
-        scores = ttl.evaluate(model, tokenizer, tmp_path)
-    assert caught[0].filename == __file__
-    assert scores[str(tmp_path)]["bytes"] == len("some text\n")
-
-
 def test_bytes_are_those_of_the_raw_text(folder: Path, texts: Path, tmp_path: Path) -> None:
     """With a tokenizer that drops some: decoded tokens would have fewer."""
     words = sorted({word for text in TEXTS for word in text.lower().split()})
@@ -201,33 +183,14 @@ def test_different_documents_have_no_difference(texts: Path, tmp_path: Path) -> 
     assert f"no difference to {tmp_path / 'a'}, {name}: the two were scored on different documents" in said
 
 
-def test_a_difference_is_that_of_the_scores_also_of_other_targets() -> None:
-    """Models that cut targets at other lengths score other bytes of the same documents."""
-    generator = np.random.default_rng(0)
-    n_bytes = generator.integers(5, 50, 40).astype(float)
-    cut = np.minimum(n_bytes, 8)
-    one = Scores(n_bytes * generator.uniform(1.0, 1.2, 40), n_bytes, n_bytes)
-    other = Scores(cut * generator.uniform(2.0, 2.2, 40), cut, cut)
-    found = tables.difference(other, one)
-    scores = [tables.figures(scores)["bits_per_byte"] for scores in (one, other)]
-    assert found["bits_per_byte"] == pytest.approx(scores[1] - scores[0])
-    assert 0 < found["bits_per_byte_stderr"] < 0.1
-    assert "loss" not in found, "per other tokens"
-    assert tables.difference(one, one)["loss_stderr"] == 0
-
-
-def test_a_total_compares_the_same_documents() -> None:
+def test_texts_are_compared_by_their_documents_under_any_name() -> None:
+    """E.g. one text, prepared in two folders with two tokenizers."""
     eights = np.full(4, 8.0)
-    scores = {name: Scores(np.arange(1.0, 5) * k, eights, eights, eights * k) for k, name in enumerate("abc", 2)}
-    first = tables.with_total({name: scores[name] for name in "ab"})
-    for second, expected in (("ab", True), ("bc", False)):
-        compared = tables.compared(tables.with_total({name: scores[name] for name in second}), first)
-        assert (tables.TOTAL in compared) == expected
-        if expected:
-            assert compared[tables.TOTAL]["bits_per_byte_stderr"] == 0
-    # under any name: e.g. one text, prepared in two folders with two tokenizers
-    changed = replace(scores["a"], hashes=eights)
-    assert tables.compared({"d": scores["a"], "e": changed}, {"a": scores["a"]}).keys() == {"d"}
+    scores = Scores(np.arange(1.0, 5), eights, eights, eights)
+    changed = replace(scores, hashes=eights + 1)
+    compared = tables.compared({"d": scores, "e": changed}, {"a": scores})
+    assert compared.keys() == {"d"}
+    assert compared["d"]["bits_per_byte_stderr"] == 0
 
 
 def test_text_like_special_tokens_is_text(folder: Path, tmp_path: Path) -> None:
@@ -266,18 +229,28 @@ def test_an_encoder_decoder_scores_as_in_its_validation(runs: Path, tmp_path: Pa
 
 
 def test_a_prepared_folder_scores_as_its_text(runs: Path, text: Path, tmp_path: Path) -> None:
-    """The same documents, as text or as tokens; --split=all is all of them."""
-    out = tmp_path / "prepared"
+    """The same documents, as text or as tokens."""
+    out, other = tmp_path / "prepared", tmp_path / "other.txt"
+    other.write_text("to train on")
     tokenizer = f"--tokenizer={runs / 'one' / 'tokenizer.json'}"
-    succeeded(ranks(1, str(text), f"--out={out}", tokenizer, entry="torchtitan_lite.data.prepare.__main__"))
-    arguments = [runs / "one", "--split=all", "--data", out, text]
+    succeeded(
+        ranks(
+            1,
+            str(other),
+            "--held-out",
+            str(text),
+            f"--out={out}",
+            tokenizer,
+            entry="torchtitan_lite.data.prepare.__main__",
+        )
+    )
+    arguments = [runs / "one", "--data", out, text]
     (model,) = scored(2, *arguments, out=tmp_path / "scores.json")
     tokens, raw = model["texts"][str(out)], model["texts"][str(text)]
     assert tokens["documents"] == raw["documents"]
     assert (tokens["tokens"], tokens["bytes"]) == (raw["tokens"], raw["bytes"])
     assert tokens["loss"] == pytest.approx(raw["loss"], rel=1e-6)  # batches have other windows
-    assert model["texts"][tables.TOTAL]["bytes"] == 2 * raw["bytes"]
-    (some,) = scored(1, runs / "one", "--split=all", "--documents=1", "--data", out, text, out=tmp_path / "some.json")
+    (some,) = scored(1, runs / "one", "--documents=1", "--data", out, text, out=tmp_path / "some.json")
     assert some["texts"][str(out)]["documents"] == some["texts"][str(text)]["documents"] == 1
     assert some["texts"][str(text)]["loss_stderr"] is None
 
@@ -311,4 +284,4 @@ def test_bad_input_is_an_error_with_a_remedy(
     named = {"HF": folder, "TEXT": texts, "PAIRS": runs / "pairs", "ONE": runs / "one", "PREPARED": runs / "prepared"}
     wanted = given(*(named.get(argument, argument) for argument in arguments))
     with pytest.raises(UserError, match=message):
-        evaluate.evaluate(wanted, World(0, 1, torch.device("cpu"), 1))
+        evaluate.evaluate(wanted, Process(0, 1, torch.device("cpu"), 1))

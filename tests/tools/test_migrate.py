@@ -135,51 +135,6 @@ def test_each_value_becomes_its_keys(text: str, expected: dict[str, object]) -> 
     assert set_by(text) == expected
 
 
-@pytest.mark.parametrize(
-    ("blocks", "expected"),
-    [
-        ("T5Block", {"model.family": "t5", "data.objective": "pairs", "data.target_len": 128}),
-        ("Embedding, LlamaDecoderLayer", {"model.family": "llama"}),
-        ("BertLayer", {}),
-    ],
-)
-def test_the_class_of_a_block_sets_our_family(blocks: str, expected: dict[str, object]) -> None:
-    assert set_by(f"fsdp_config: {{fsdp_transformer_layer_cls_to_wrap: '{blocks}'}}") == expected
-
-
-def test_a_job_of_t5_becomes_one_of_t5(tmp_path: Path) -> None:
-    content = yaml.safe_load(EXAMPLE.replace("BertLayer", "T5Block"))
-    output = converted(content)
-    (tmp_path / "model.toml").write_text('[model]\nsize = "t5-small"\n[data]\nobjective = "span_corruption"\n')
-    for base, size in (("", "1M"), ('base = "model.toml"\n', "t5-small")):  # as checkpoint.py import writes it
-        (tmp_path / "mine.toml").write_text(base + output)
-        config = load.load(tmp_path / "mine.toml", {}, world_size=2).config
-        assert (config.model.family, config.model.size, config.data.objective) == ("t5", size, "pairs")
-    assert "train.py replaces your script" in output
-    assert "accelerate to-fsdp2" in output
-    assert "llama" not in output.lower()
-
-
-@pytest.mark.parametrize(
-    ("content", "command"),
-    [
-        (
-            "{num_machines: 2, num_processes: 16}",
-            "--nproc-per-node 8 --nnodes 2 --node-rank RANK --master-addr ADDRESS",
-        ),
-        (
-            "{num_machines: 2, num_processes: 2, main_process_ip: 10.0.0.1, main_process_port: 29501}",
-            "--nproc-per-node 1 --nnodes 2 --node-rank RANK --master-addr 10.0.0.1 --master-port 29501",
-        ),
-        ("{num_processes: 4, main_process_port: 29501}", "torchrun --nproc-per-node 4 --master-port 29501"),
-        ("{main_process_port: 0}", "torchrun --nproc-per-node 1"),
-    ],
-)
-def test_the_launch_command_has_the_options_of_the_launcher(content: str, command: str) -> None:
-    output = converted(yaml.safe_load(content))
-    assert f"{command} train.py --config THIS_FILE" in output.splitlines()[-1]
-
-
 @pytest.mark.parametrize("key", migrate_accelerate.RULES)
 def test_no_key_is_dropped_whatever_its_value(key: str) -> None:
     rule = migrate_accelerate.RULES[key]
@@ -190,27 +145,6 @@ def test_no_key_is_dropped_whatever_its_value(key: str) -> None:
             assert key in str(error)  # noqa: PT017
             continue
         assert f"{key}: " in output, value
-
-
-@pytest.mark.parametrize(
-    ("text", "key", "reason"),
-    [
-        ("fsdp_config: {fsdp_backward_prefetch: BACKWARD_POST}", "fsdp_backward_prefetch", "BACKWARD_PRE only"),
-        ("fsdp_config: {limit_all_gathers: true}", "limit_all_gathers", "not needed"),
-        ("fsdp_config: {fsdp_min_num_params: 100}", "fsdp_min_num_params", "the groups are fixed"),
-        ("mixed_precision: fp8", "mixed_precision", "float8"),
-        ("deepspeed_config: {gradient_clipping: auto}", "gradient_clipping", "from the script"),
-        ("deepspeed_config: {offload_param_device: nvme}", "offload_param_device", "not to a disk"),
-        ("gradient_accumulation_steps: 4", "gradient_accumulation_steps", "train.global_batch_size = this x ranks x"),
-        ("wild_key: 3", "wild_key", "unknown to this tool"),
-        ("rdzv_backend: c10d", "rdzv_backend", "docs/cluster.md"),
-        ("parallelism_config: {parallelism_config_cp_size: 2}", "parallelism_config_cp_size", "no cp parallelism here"),
-    ],
-)
-def test_keys_without_a_counterpart_are_listed_with_the_reason(text: str, key: str, reason: str) -> None:
-    sets, others = migrate_accelerate.translate(yaml.safe_load(text))
-    assert reason in others[key]
-    assert not sets
 
 
 @pytest.mark.parametrize(

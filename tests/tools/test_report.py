@@ -7,21 +7,19 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers import HANGS_S, ranks, start, succeeded, tiny
+from tests.helpers import HANGS_S, ranks, succeeded, tiny
 from torchtitan_lite.run import attempts
 
 pytest.importorskip("plotly")
 
-from torchtitan_lite.tools.report import figure as figure_module
 from torchtitan_lite.tools.report import report
 from torchtitan_lite.tools.report.figure import figure
-from torchtitan_lite.tools.report.page import SAMPLES, seconds_of
+from torchtitan_lite.tools.report.page import seconds_of
 from torchtitan_lite.tools.report.runs import read_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -101,7 +99,6 @@ def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out_dir / "run"
 
 
-@pytest.mark.extended
 def test_the_page_of_one_run_has_its_curves_tiles_and_samples(run: Path, tmp_path: Path) -> None:
     page = made(tmp_path / "page.html", run)
     titles = [title.split("  ")[0] for title in titles_of(run)]
@@ -161,52 +158,6 @@ def test_a_diverged_run_does_not_flatten_the_others(tmp_path: Path) -> None:
         assert "range" not in figure_of(*several)["layout"]["yaxis"]
 
 
-def test_steps_become_tokens_and_time_of_training(tmp_path: Path) -> None:
-    """The time of training leaves out a stop of a day between two records. A validation lies between two records."""
-    records = [step(n, time=1.8e9 + n + 86400 * (n > 2), seconds=120.0) for n in (1, 2, 4)]
-    run = write_run(tmp_path / "run", [*records, {"step": 3, "val_loss": 4.0}])
-    found = figure_of(run)
-    steps, tokens, minutes = (button["args"][0]["x"] for button in found["layout"]["updatemenus"][0]["buttons"])
-    assert steps == [trace["x"] for trace in found["data"]]
-    names = [trace["name"] for trace in found["data"]]
-    assert tokens[names.index("train")] == [100, 200, 400]
-    assert minutes[names.index("train")] == [2, 4, 6]
-    at = names.index("validation")
-    assert (steps[at], tokens[at], minutes[at]) == ([3], [300], [5])
-    axes = {f"xaxis{n or ''}.autorange" for n in (0, *range(2, len(titles_of(run)) + 1))}
-    assert found["layout"]["updatemenus"][0]["buttons"][1]["args"][1].keys() == axes, "the zoom was in other units"
-    longer = write_run(tmp_path / "longer", [step(n, seconds=3600.0) for n in (1, 2, 3)])
-    assert figure_of(longer)["layout"]["updatemenus"][0]["buttons"][2]["label"] == "hours"
-
-
-def test_curves_are_smoothed_over_a_share_of_all_steps(tmp_path: Path) -> None:
-    """The curve itself stays; learning rate and validations are not smoothed; a gap stays a gap."""
-    losses = [8.0, 4.0, 8.0, None, 4.0, 8.0, 4.0, 8.0, 4.0, 8.0, 4.0]
-    records = [step(n, loss=loss) for n, loss in enumerate(losses, 1)]
-    run = write_run(tmp_path / "run", [*records, {"step": 10, "val_loss": 4.0}])
-    found = figure_of(run)
-    buttons = {button["label"]: button["args"] for button in found["layout"]["updatemenus"][1]["buttons"]}
-    assert list(buttons) == ["off", "1 %", "2 %", "5 %", "10 %"]
-    values, traces = buttons["10 %"]
-    assert {found["data"][i]["name"] for i in traces} == {"train", "Gradient norm", "Throughput"}
-    smooth = values["y"][0]
-    assert smooth[:2] == [8, pytest.approx((8 * 0.5 + 4) / 1.5)], "a half-life of one step"
-    assert smooth[3] is None
-    assert all(4 < value < 8 for value in smooth[1:] if value)
-    assert buttons["off"][0]["y"][0] == losses
-    raw = found["data"][traces[0] - 1]
-    assert (raw["y"], raw["opacity"]) == (losses, 0.3)
-
-
-def test_a_thinned_curve_keeps_both_ends_of_each_interval(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", [step(n, loss=99.0 if n == 777 else 5.0) for n in range(1, 2002)])
-    assert len(traces_of(run)["train"]["x"]) <= figure_module.POINTS
-    assert max(traces_of(run)["train"]["y"]) == 99
-    monkeypatch.setattr(figure_module, "POINTS", 4)
-    assert figure_module._thinned([1.0, 9.0, 2.0, None]) == [0, 1, 2, 3], "few points"
-    assert figure_module._thinned([1.0, 9.0, 2.0, None, None, None, None, None, 5.0]) == [0, 1, 8]
-
-
 def test_what_is_not_finite_is_a_gap_and_is_marked(tmp_path: Path) -> None:
     """A gap alone is overlooked."""
     records = [step(1), step(2, loss=None, grad_norm=None), step(3), {"step": 2, "skipped_samples": [6, 12]}]
@@ -217,42 +168,6 @@ def test_what_is_not_finite_is_a_gap_and_is_marked(tmp_path: Path) -> None:
     assert read_run(run).events == {2: "not finite"}
     (marks,) = (trace for trace in figure_of(run)["data"] if trace["mode"] == "markers+text")
     assert (marks["x"], marks["y"], marks["text"]) == ([2], [records[0]["loss"]], ["not finite"])
-
-
-def test_the_options_of_training_name_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert report.main([f"--run.out_dir={run.parent}", "--run.name=run", "--train.steps=200"]) == 0
-    assert (run / "report.html").is_file()
-    assert report.main(["--run.nam=x"]) == 2
-    assert "run.name" in capsys.readouterr().err
-
-
-@pytest.mark.extended
-def test_without_plotly_the_error_names_the_extra(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "plotly.py").write_text("raise ModuleNotFoundError(\"No module named 'plotly'\", name='plotly')")
-    call = f"from torchtitan_lite import report; sys.exit(report.main([{str(run)!r}]))"
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {call}"
-    result = start([sys.executable, "-c", code])
-    assert result.returncode == 2
-    assert 'pip install "torchtitan_lite[report]"' in result.stderr
-
-
-def test_samples_are_thinned_and_may_hold_half_a_surrogate_pair(tmp_path: Path) -> None:
-    """Which a model can generate."""
-    texts = [{"step": n, "prompt": "\ud800", "text": f"<{n}>\ud800"} for n in range(30)]
-    samples = "".join(json.dumps(sample) + "\n" for sample in texts)
-    page = made(tmp_path / "page.html", write_run(tmp_path / "run", [step(1)], samples_jsonl=samples))
-    shown = re.findall(r"&lt;(\d+)&gt;\\ud800", page)
-    assert (len(shown), shown[0], shown[-1]) == (SAMPLES, "29", "0")
-    assert f"({SAMPLES} of 30)" in page
-
-
-@pytest.mark.parametrize(("run_json", "shown"), [
-    (about("failed", "<b>no disk\nmore"), '<b class="status bad">failed</b><small>&lt;b&gt;no disk</small>'),
-    (about("preempted"), '<b class="status warn">preempted</b></h1>'),
-    (about("running"), '<b class="status live">running on node3 when last seen</b><small>last record '),
-])  # fmt: skip
-def test_the_status_has_a_colour_and_its_reason(run_json: str, shown: str, tmp_path: Path) -> None:
-    assert shown in made(tmp_path / "page.html", write_run(tmp_path / "run", [step(1)], run_json=run_json))
 
 
 def test_folders_without_a_step_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -370,15 +285,6 @@ def test_a_browser_shows_the_page_and_its_buttons_without_errors(tmp_path: Path)
     assert len(result["hidden"]) >= n, "a run is hidden in all panels"
 
 
-@pytest.mark.extended
-def test_a_browser_shows_a_single_record(tmp_path: Path) -> None:
-    made(tmp_path / "page.html", write_run(tmp_path / "run", [step(1)]))
-    elements, console, asked = browse(tmp_path / "page.html", tmp_path)
-    assert not console
-    assert not asked
-    assert elements.count('class="point"') >= 5
-
-
 def test_nothing_can_be_fetched(tmp_path: Path) -> None:
     """What got into the page somehow: the page's policy forbids it. Without the policy it is asked for."""
     evil = '<main><img src="http://example.com/x.png"><script>fetch("http://example.com/y")</script>'
@@ -390,26 +296,3 @@ def test_nothing_can_be_fetched(tmp_path: Path) -> None:
     (tmp_path / "open.html").write_text(re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page))
     _, _, asked = browse(tmp_path / "open.html", tmp_path)
     assert {"http://example.com/x.png", "http://example.com/y"} <= set(asked)
-
-
-def test_tasks_have_errors_and_a_chance_level(tmp_path: Path) -> None:
-    """In one run and in several; a score that is not finite is a gap."""
-    name = "<!--<script>"
-    escaped = html.escape(name)
-    scores = [
-        {"step": n, f"task/{name}": score, f"task_stderr/{name}": 0.03, f"task_chance/{name}": 0.25, "task_s": 1.5}
-        for n, score in ((1, 0.3), (2, 0.5), (3, None))
-    ]
-    folder = write_run(tmp_path / "run", [step(1), step(2), *scores, step(3)])
-    page = made(tmp_path / "page.html", folder)
-    line = traces_of(folder)[escaped]
-    assert (line["x"], line["y"]) == ([1, 2, 3], [0.3, 0.5, None])
-    assert line["error_y"]["array"] == [0.03, 0.03, 0.03]
-    assert [shape["y0"] for shape in figure_of(folder)["layout"]["shapes"]] == [0.25]
-    assert f"<span>task {escaped}</span><b>not finite</b><small>+- 0.030; chance 0.250</small>" in page
-    assert seconds_of(read_run(folder))["tasks"] == 4.5
-    other = write_run(tmp_path / "other", [step(1), {"step": 1, "task/b": 0.1, "task_chance/b": 0.5}])
-    several = traces_of(folder, other)
-    assert {f"run {escaped}", "other b"} <= several.keys()
-    assert several["other b"]["line"]["dash"] != several[f"run {escaped}"]["line"]["dash"]
-    assert len(figure_of(folder, other)["layout"]["shapes"]) == 2

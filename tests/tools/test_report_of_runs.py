@@ -2,7 +2,6 @@
 
 import json
 import re
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,7 @@ import pytest
 
 pytest.importorskip("plotly")
 
-from tests.tools.test_report import about, attempt, figure_of, made, step, traces_of, write_run
-from torchtitan_lite.run import attempts
+from tests.tools.test_report import attempt, figure_of, made, step, traces_of, write_run
 from torchtitan_lite.tools.report import report
 from torchtitan_lite.tools.report.runs import read_run
 
@@ -67,29 +65,6 @@ def test_changes_and_kills_are_marked_on_the_curve_and_listed(tmp_path: Path) ->
     (marks,) = (trace for trace in figure_of(two, one)["data"] if trace["mode"] == "markers+text")
     assert marks["marker"]["color"] == traces_of(two, one)["sweep-1e-3 train"]["line"]["color"]
     assert re.search(r"Changed on a resume of <i[^>]*></i>sweep-1e-3", both)
-
-
-def test_the_last_attempt_may_have_been_killed_or_have_failed(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", [step(4)], run_json=about("running"))
-    here = (run / attempts.FILE).read_text().replace("node3", socket.gethostname())
-    (run / attempts.FILE).write_text(here)
-    (run / ".lock").touch()
-    assert read_run(run).events == {4: "killed"}, "nobody holds the lock"
-    (run / attempts.FILE).write_text(here + '{"attempt": 0, "ended": "failed", "last_step": 4}\n' + attempt(1, 4, {}))
-    (run / "run.json").write_text(about("complete"))
-    assert read_run(run).events == {4: "failed"}
-
-
-def test_metrics_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, read, names = write_run(tmp_path / "run", [step(1)], run_json=about("running")), Path.read_bytes, list[str]()
-
-    def counted(file: Path) -> bytes:
-        names.append(file.name)
-        return read(file)
-
-    monkeypatch.setattr(Path, "read_bytes", counted)
-    made(tmp_path / "page.html", run)
-    assert names.count("metrics.jsonl") == 1
 
 
 def test_the_table_on_the_page_is_that_of_the_terminal(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ import csv
 import gzip
 import io
 import json
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,19 +15,16 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from tests.helpers import ranks, succeeded, tiny
+from tests.helpers import ROOT, ranks, succeeded, tiny
 from torchtitan_lite.checkpointing.compatibility import identity
 from torchtitan_lite.config.schema import Config, flatten
 from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.prepare.__main__ import main as prepare
-from torchtitan_lite.data.prepare.summary import verify
 from torchtitan_lite.data.token_files import TokenFiles, read_meta
-from torchtitan_lite.errors import DataError
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.run import attempts
 from torchtitan_lite.tools.incidents.record import read_record
@@ -92,16 +91,6 @@ def lines_of(file: Path) -> dict[int, str]:
     return {number: json.loads(line)["text"] for number, line in lines if line}
 
 
-def test_blocks_of_a_text_know_their_first_line_and_pairs_share_one(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("".join(TEXTS))
-    lines = "".join(TEXTS).split("\n")
-    for _, place, text in documents(prepared(tmp_path / "a.txt", tmp_path / "out"), "train"):
-        assert "\n".join(lines[place - 1 :]).startswith(text)
-    found = list(documents(prepared(pairs_in(tmp_path / "b.jsonl"), tmp_path / "b", *PAIR_KEYS), "train"))
-    for (_, one, source), (_, other, target) in zip(found[::2], found[1::2], strict=True):
-        assert (one, source, target) == (other, PAIRS[one - 1]["source"], PAIRS[one - 1]["target"])
-
-
 def test_every_document_knows_its_file_and_place(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     write_jsonl(tmp_path / "in/a.jsonl", TEXTS[:40])
@@ -123,28 +112,6 @@ def test_every_document_knows_its_file_and_place(tmp_path: Path) -> None:
     units = json.loads((out / "origins.json").read_bytes())
     lines = dict.fromkeys(("a.jsonl", "b.jsonl.gz", "c.csv", "e.jsonl"), "line")
     assert {Path(file).name: unit for file, unit in units} == lines | {"d.parquet": "row"}
-
-
-def test_damaged_origins_are_found_and_a_folder_may_have_none(texts: Path, tmp_path: Path) -> None:
-    """As those of examples/from_megatron.py."""
-    out = prepared(write_jsonl(tmp_path / "in.jsonl", TEXTS), tmp_path / "out")
-    run = run_of(config_of(out), tmp_path)
-    same = seen(run_of(config_of(texts), tmp_path, "same"), "--step", "3")
-    ours = [(row["begin"], row["stop"]) for row in same["documents"]]
-    content = bytearray((out / "train.origins").read_bytes())
-    content[-1] ^= 1
-    (out / "train.origins").write_bytes(content)
-    with pytest.raises(DataError, match=r"train\.origins has changed since it was made"):
-        verify(out)
-    meta = json.loads((out / "meta.json").read_bytes())
-    for name in ("origins.json", "train.origins", "val.origins"):
-        (out / name).unlink()
-        del meta["files"][name]
-    (out / "meta.json").write_text(json.dumps(meta))
-    assert not verify(out)
-    shown = seen(run, "--step", "3")
-    assert {(row["file"], row["place"]) for row in shown["documents"]} == {("", 0)}
-    assert [(row["begin"], row["stop"]) for row in shown["documents"]] == ours
 
 
 # --- from steps to documents ------------------------------------------------------------------------------------
@@ -338,28 +305,16 @@ def test_each_step_is_of_the_last_attempt_that_began_before_it(texts: Path, tmp_
     assert seen(run, "--step", "3", "--to", "6")["steps"] == [[3, 12, 18], [4, 18, 24], [5, 24, 29], [6, 29, 34]]
 
 
-def test_steps_before_a_fork_are_of_the_other_run(
-    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The fork skips samples, and was made again when the other run was ahead."""
-    run = tmp_path / "fork"
-    run.mkdir()
-    config = config_of(texts, train__steps=30, data__skip_samples=[[73, 80]])
-    begin(run, config, 10, 60, "runs/base/checkpoints/step-00000010")
-    record = read_record(run)
-    assert [record.samples[step] for step in (11, 12, 13)] == [range(60, 66), range(66, 72), range(80, 86)]
-    assert "the samples 72 to 79 were skipped before step 13" in seen(run, "--step", "13")["notes"]
-    other = "the steps before 11 are not of this run, which was forked from runs/base/checkpoints/step-00000010"
-    assert other in seen(run, "--find", MARKER)["notes"]
-    begin(run, config, 12, 72, "runs/base/checkpoints/step-00000012")
-    assert record.samples[13] == read_record(run).samples[13]
-    assert which([str(run), "--step", "12"]) == 2
-    said = (
-        f"--step=12: {run} was forked after step 12, from runs/base/checkpoints/step-00000012; step 12 is of that run"
-    )
-    assert said in capsys.readouterr().err
-    assert which([str(run), "--step", "31"]) == 2
-    assert "--step=31: the run has the steps 13 to 30" in capsys.readouterr().err
+def test_the_reader_of_a_pipe_may_leave(texts: Path, tmp_path: Path) -> None:
+    run = run_of(config_of(texts), tmp_path)
+    command = [sys.executable, "-m", "torchtitan_lite.which", str(run), "--step=1", "--to=200"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as process:
+        assert process.stdout
+        assert process.stderr
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
 
 
 def test_mistakes_are_refused(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -390,20 +345,3 @@ def trained(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = tiny(texts, folder, run__name="run", train__steps=14, checkpoint__every=4, eval__every=0)
     succeeded(ranks(2, *options, entry="tests.data.batch_worker", env={"BATCHES": str(folder / "batches")}))
     return folder
-
-
-def given(trained: Path, first: int) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """The rows of both ranks at this position, in the order of samples: two rows of each, in turn."""
-    parts = [np.load(trained / f"batches/{rank}-{first}.npz") for rank in (0, 1)]
-    tokens, targets = ([part[name] for part in parts] for name in ("tokens", "targets"))
-    return [(tokens[i // 2 % 2][i // 4 * 2 + i % 2], targets[i // 2 % 2][i // 4 * 2 + i % 2]) for i in range(6)]
-
-
-def test_a_real_run_was_given_these_documents(trained: Path, texts: Path) -> None:
-    run, end = trained / "run", read_meta(texts).end_token
-    content = seen(run, "--step", "1", "--to", "14")
-    for step in range(1, 15):
-        for i, (tokens, targets) in enumerate(given(trained, 6 * (step - 1))):
-            rows = [row for row in content["documents"] if row["sample"] == 6 * (step - 1) + i]
-            assert {row["step"] for row in rows} == {step}
-            check_concat(read_parts(rows, texts), tokens.tolist(), targets.tolist(), end)

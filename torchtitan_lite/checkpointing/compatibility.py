@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from torchtitan_lite.checkpointing import dcp_storage, progress, storage
@@ -20,7 +21,7 @@ from torchtitan_lite.config.schema import Config, bitwise_keys, flatten, known_k
 from torchtitan_lite.config.toml import format_value
 from torchtitan_lite.cpu import widens
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.distributed.ranks import on_rank0
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.process import fork_command
@@ -28,7 +29,7 @@ from torchtitan_lite.terminal import counted
 
 
 def fresh_state(
-    config: Config, data: DataSet, world: World, validation: Mapping[str, int], tasks: Mapping[str, str]
+    config: Config, data: DataSet, process: Process, validation: Mapping[str, int], tasks: Mapping[str, str]
 ) -> TrainState:
     """The state before the first step. `validation` is Validation.identity, `tasks` has a hash for each."""
     return TrainState(
@@ -36,7 +37,7 @@ def fresh_state(
         validation=validation,
         tasks=tasks,
         identity=identity(config, data),
-        bitwise_setting=bitwise_setting(config, world),
+        bitwise_setting=bitwise_setting(config, process),
         config=flatten(config),
     )
 
@@ -52,7 +53,7 @@ def identity(config: Config, data: DataSet) -> dict[str, Any]:
     return content | {f"model.{key}": model[key] for key in kept}
 
 
-def read_state(folder: Path, expected: Mapping[str, Any], world: World, *, fork: bool) -> TrainState:
+def read_state(folder: Path, expected: Mapping[str, Any], process: Process, *, fork: bool) -> TrainState:
     """The state of a checkpoint, on every rank.
 
     Args:
@@ -69,7 +70,7 @@ def read_state(folder: Path, expected: Mapping[str, Any], world: World, *, fork:
         require_same_run(folder, state, expected, fork=fork)
         return asdict(state)
 
-    return TrainState(**on_rank0(read_and_compare, world.untimed))
+    return TrainState(**on_rank0(read_and_compare, process.untimed))
 
 
 def saved_config(folder: Path, values: Mapping[str, Any]) -> Config:
@@ -87,8 +88,12 @@ def saved_config(folder: Path, values: Mapping[str, Any]) -> Config:
             tree.setdefault(section, {})[name] = value
     try:
         return Config.model_validate(tree)
-    except ValueError as error:
-        raise CheckpointError(f"{folder}: the config that it was trained with can't be read: {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        key, why = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+        raise CheckpointError(
+            f"{folder}: the config that it was trained with can't be read: {key} = {first['input']!r}: {why}"
+        ) from None
 
 
 def require_same_run(folder: Path, saved: TrainState, expected: Mapping[str, Any], *, fork: bool) -> None:
@@ -141,22 +146,22 @@ def _rule_of(key: str) -> str:
     return "refused" if key == "tokenizer" else "fork"
 
 
-def require_same_tensors(folder: Path, parts: Parts, world: World) -> None:
+def require_same_tensors(folder: Path, parts: Parts, process: Process) -> None:
     """Raise CheckpointError on every rank if names or shapes of a checkpoint's tensors differ from these."""
 
     @progress.working("reading the names of tensors")
-    def compare() -> None:
+    def compare_names() -> None:
         saved = {name: tuple(entry["shape"]) for name, entry in dcp_storage.read_index(folder).items()}
-        storage.compare(folder, saved, shapes_of(by_name(parts)), "model or optimizer")
+        storage.require_equal(folder, saved, shapes_of(by_name(parts)), "model or optimizer")
 
-    on_rank0(compare, world.untimed)
+    on_rank0(compare_names, process.untimed)
 
 
 def find_same_weights(
     find: Callable[[], tuple[Path, list[str]]],
     open_weights: Callable[[Path], Mapping[str, Tensor]],
     targets: Mapping[str, Tensor],
-    world: World,
+    process: Process,
 ) -> tuple[Path, list[str]]:
     """The folder of the weights that a run starts from, and notes on it, on every rank. See Checkpointer.load_weights.
 
@@ -170,7 +175,7 @@ def find_same_weights(
         require_same_weights(open_weights(folder), targets)
         return [str(folder), notes]
 
-    folder, notes = on_rank0(find_and_compare, world.untimed)
+    folder, notes = on_rank0(find_and_compare, process.untimed)
     return Path(folder), notes
 
 
@@ -178,7 +183,7 @@ def require_same_weights(weights: Mapping[str, Tensor], targets: Mapping[str, Te
     """Raise CheckpointError if names or shapes of the weights that a model starts from differ from the model's."""
     theirs = {name: shape for name, (_, shape) in dcp_storage.specs(weights).items()}
     advice = "set [model], and its vocab_size or [tokenizer] path, to the folder's values"
-    storage.compare(Path("model.init_from"), theirs, shapes_of(targets), "model", advice)
+    storage.require_equal(Path("model.init_from"), theirs, shapes_of(targets), "model", advice)
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -195,19 +200,19 @@ def optimizer_as_saved(optimizer: torch.optim.Optimizer, saved: TrainState) -> A
     return as_saved(optimizer, has_averages)
 
 
-def bitwise_setting(config: Config, world: World) -> dict[str, Any]:
+def bitwise_setting(config: Config, process: Process) -> dict[str, Any]:
     """What must be the same for a bitwise resume. All of it changes the order of summation."""
-    on_gpu = world.device.type == "cuda"
-    values, layout, family = flatten(config), derive(config, world.world_size), FAMILIES[config.model.family]
+    on_gpu = process.device.type == "cuda"
+    values, layout, family = flatten(config), derive(config, process.world_size), FAMILIES[config.model.family]
     # Shared memory adds in rank order. gloo and NCCL add more than two ranks in an order that depends on the position
     # in a group's buffer; a sum of two is the same in any order.
-    in_rank_order = config.speed.shared_memory and not on_gpu and world.local_world_size == world.world_size
+    in_rank_order = config.speed.shared_memory and not on_gpu and process.local_world_size == process.world_size
     # the gradients of tables that all blocks of t5 share are added group by group
-    groups_matter = family.encoder_decoder or (world.world_size > 2 and not in_rank_order)
+    groups_matter = family.encoder_decoder or (process.world_size > 2 and not in_rank_order)
     checkpointing = config.activation_checkpointing
     of_all_lengths = config.compile.enabled and config.data.objective == "pairs"  # see cpu/attention.py
     return {
-        "world_size": world.world_size,
+        "world_size": process.world_size,
         **{name: values[key] for key, name in bitwise_keys().items()},
         # where a key has an effect only sometimes, what it means here:
         "dp_replicate": layout.dp_replicate,
@@ -217,15 +222,15 @@ def bitwise_setting(config: Config, world: World) -> dict[str, Any]:
         "block_attention": config.speed.block_attention and not on_gpu and not of_all_lengths,
         "fused_functions": config.speed.fused_functions and family.fused_functions and not on_gpu,
         "blocks_per_group": config.fsdp.blocks_per_group if groups_matter else 1,
-        "widened_products": widens(config, world),
+        "widen_matmuls": widens(config, process),
         "shared_memory": in_rank_order and layout.dp_shard > 2,
         "shared_memory_copies": in_rank_order and layout.dp_replicate > 2,
-        "device": torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
+        "device": torch.cuda.get_device_name(process.device) if on_gpu else "cpu",
         "cpu": "" if on_gpu else re.findall(r"model name\s*: (.*)|\Z", Path("/proc/cpuinfo").read_text())[0],
         "instructions": "" if on_gpu else torch.backends.cpu.get_cpu_capability(),
         "tf32": config.run.tf32 and on_gpu,
         "deterministic": config.run.deterministic or not on_gpu,
-        "threads": world.threads,
+        "threads": process.threads,
         "torch": torch.__version__,
     }
 

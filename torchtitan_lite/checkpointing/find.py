@@ -10,7 +10,7 @@ from typing import Any
 from torchtitan_lite.checkpointing import progress, storage
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord
 from torchtitan_lite.config.schema import CheckpointConfig
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.distributed.ranks import on_all, on_rank0
 from torchtitan_lite.errors import CheckpointError
 
@@ -71,7 +71,7 @@ def find(path: Path, mode: str = "full") -> tuple[Path, list[str]]:
 # --- a run that resumes -----------------------------------------------------------------------------------------
 
 
-def checkpoint_to_resume(checkpoints: Path, config: CheckpointConfig, world: World) -> Found:
+def checkpoint_to_resume(checkpoints: Path, config: CheckpointConfig, process: Process) -> Found:
     """The newest complete checkpoint of the run; if it has none, of the run or folder that `config.resume` names.
 
     Raises:
@@ -87,8 +87,8 @@ def checkpoint_to_resume(checkpoints: Path, config: CheckpointConfig, world: Wor
             folders = candidates(Path(config.resume).expanduser())
         return [[str(folder) for folder in folders], wrong, forked]
 
-    folders, wrong, forked = on_rank0(list_them, world.untimed)
-    found = newest_complete(map(Path, folders), partial(verify_together, mode=config.verify, world=world))
+    folders, wrong, forked = on_rank0(list_them, process.untimed)
+    found = newest_complete(map(Path, folders), partial(verify_together, mode=config.verify, process=process))
     found.notes[:0], found.forked = wrong, forked
     if found.notes and not found.folder:
         advice = "start another run with --run.name=NEW, from the beginning or from another checkpoint"
@@ -96,7 +96,7 @@ def checkpoint_to_resume(checkpoints: Path, config: CheckpointConfig, world: Wor
     return found
 
 
-def verify_together(folder: Path, mode: str, world: World) -> list[str]:
+def verify_together(folder: Path, mode: str, process: Process) -> list[str]:
     """All problems of a checkpoint, on every rank; none if it is complete. The ranks share the hashing.
 
     A full state dict may be on a local disk of the first machine, so only that machine's ranks hash it.
@@ -106,22 +106,22 @@ def verify_together(folder: Path, mode: str, world: World) -> list[str]:
     def read_manifest() -> list[Any]:
         manifest, problem = storage.check_manifest(folder)
         # rank 0's number of local ranks for all: another machine may have more or fewer
-        return [manifest and asdict(manifest), problem, world.local_world_size]
+        return [manifest and asdict(manifest), problem, process.local_world_size]
 
-    manifest, problem, n_hashing = on_rank0(read_manifest, world.untimed)
+    manifest, problem, n_hashing = on_rank0(read_manifest, process.untimed)
     if problem:
         return [problem]
     if manifest["state_dict"] == "sharded":
-        n_hashing = world.world_size
+        n_hashing = process.world_size
     by_size = sorted(manifest["files"].items(), key=lambda file: -file[1]["bytes"])
-    mine = by_size[world.rank :: n_hashing] if world.rank < n_hashing else []
+    mine = by_size[process.rank :: n_hashing] if process.rank < n_hashing else []
 
     @progress.working(f"verifying its share of {folder.name}")
     def verify() -> list[str]:
         checked = (storage.verify_file(folder, name, FileRecord(**record), mode) for name, record in mine)
         return [problem for problem in checked if problem]
 
-    return [problem for problems in on_all(verify, world.untimed) for problem in problems]
+    return [problem for problems in on_all(verify, process.untimed) for problem in problems]
 
 
 def config_to_resume(run: Path, resume: str) -> Mapping[str, Any]:

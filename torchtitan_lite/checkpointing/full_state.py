@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_lite.checkpointing import progress
-from torchtitan_lite.distributed.sharding import local_rows, shard_dim
+from torchtitan_lite.distributed.sharding import own_part, shard_dim
 
 PIECE = 64 << 20  # bytes that are sent at a time
 
@@ -29,7 +29,7 @@ def broadcast_rows(whole: Tensor | None, target: Tensor, buffer: Tensor) -> None
         whole: on the CPU of rank 0, None elsewhere.
         buffer: (PIECE,) uint8 on the ranks' devices. All pieces go through it, so nothing else is allocated.
     """
-    shard, first = local_rows(target)
+    shard, first = own_part(target)
     dim = shard_dim(target)
     # (rows, width): with dim 0 all is one row, of which this rank has the elements `first` to `last`
     width, first = math.prod(target.shape[dim:]), first * math.prod(target.shape[dim + 1 :])
@@ -55,7 +55,7 @@ def broadcast_rows(whole: Tensor | None, target: Tensor, buffer: Tensor) -> None
 def copy_rows(whole: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
     """Fill this rank's rows from whole tensors that it can read itself. Lazy ones are read one at a time."""
     for name, target in targets.items():
-        rows, first = local_rows(target)
+        rows, first = own_part(target)
         dim = shard_dim(target)
         with progress.working(f"reading {name}"):
             rows.copy_(whole[name].narrow(dim, first, rows.shape[dim]))

@@ -23,9 +23,8 @@ from torchtitan_lite.checkpointing.safetensors_file import FileRecord
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import Parts, Tensors, optimizer_tensors, own_tensors
 from torchtitan_lite.config.schema import CheckpointConfig
-from torchtitan_lite.distributed.process_group import World, untimed_group
+from torchtitan_lite.distributed.process_group import Process, untimed_group
 from torchtitan_lite.distributed.ranks import on_all, on_rank0
-from torchtitan_lite.errors import SaveError
 from torchtitan_lite.models import Transformer
 
 Write = Callable[[Path], dict[str, FileRecord]]  # writes this rank's files into an existing folder
@@ -39,7 +38,7 @@ class Saved:
     folder: Path
     bytes: int = 0
     seconds: float = 0.0
-    stopped_s: float = 0.0  # how long training was blocked
+    stopped_s: float = 0.0  # how long the snapshot blocked training
     error: str = ""
     note: str = ""  # on rank 0: why older checkpoints were not deleted
 
@@ -53,7 +52,7 @@ class BaseCheckpointer(ABC):
         model: Transformer,
         optimizer: torch.optim.Optimizer,
         config: CheckpointConfig,
-        world: World,
+        process: Process,
         best_of: Callable[[Sequence[int]], int | None] = lambda _: None,
     ) -> None:
         """
@@ -65,24 +64,28 @@ class BaseCheckpointer(ABC):
         self.model = model
         self.optimizer = optimizer
         self.config = config
-        self.world = world
+        self.process = process
         self.notes: list[str] = []  # from a load, for the log: damaged checkpoints
         self.forked_from: Path | None = None  # from a load: the checkpoint, if it is another run's
         self.damaged: list[int] = []  # from a load: newer steps; the save of such a step replaces it
         self.protect: set[int] = set()  # steps that retention must not delete
         # a save in the background of training and of loads needs a group of its own
-        self.group = untimed_group() if config.async_save or world.untimed is None else world.untimed
+        self.group = untimed_group() if config.async_save or process.untimed is None else process.untimed
         self._thread: threading.Thread | None = None
         self._saved: Saved | None = None
         self._operation = ""  # for the watchdog
         self._copies: Tensors = {}  # on the host, reused by each save in the background
 
     @abstractmethod
-    def save(self, state: TrainState) -> None:
-        """Save a checkpoint, and return its outcome from `wait`."""
+    def snapshot(self, background: bool) -> Write:
+        """Gather or copy the tensors, while training waits. Collective. Returns the function that writes them.
+
+        Args:
+            background: that function runs while training goes on, so it gets copies.
+        """
 
     @abstractmethod
-    def load(self, identity: Mapping[str, Any]) -> TrainState | None:
+    def load(self, values: Mapping[str, Any]) -> TrainState | None:
         """Load the checkpoint that `config.resume` selects, and return its state; None if there is none."""
 
     def parts(self) -> Parts:
@@ -90,31 +93,24 @@ class BaseCheckpointer(ABC):
         model, optimizer = own_tensors(self.model), optimizer_tensors(self.model, self.optimizer)
         return {storage.MODEL: model, storage.OPTIMIZER: optimizer}
 
-    def start_save(self, state: TrainState, snapshot: Callable[[bool], Write]) -> None:
-        """Write a checkpoint; with `async_save` in the background. Never raises: `wait` returns the outcome.
+    def save(self, state: TrainState) -> None:
+        """Save model, optimizer and state; with `async_save`, write in the background.
 
-        Args:
-            snapshot: called at once, while training waits. Returns the function that writes; that function gets copies
-                if the argument is True.
+        Never raises: `wait` returns the outcome.
         """
         assert self._thread is None, "wait for the previous save first"
         background, began = self.config.async_save, time.perf_counter()
         self._operation = f"saving step {state.step}"
-        writes, n_bytes = list[Write](), 0
+        writes: list[Write] = []
         failed: Exception | None = None
-
-        def take_snapshot() -> int:
-            writes.append(snapshot(background))
-            return self._n_bytes()
-
         try:  # writing has collectives, so all ranks begin it or none
             with progress.doing(self._operation):
-                n_bytes = on_all(take_snapshot, self.group)[0]
+                on_all(lambda: writes.append(self.snapshot(background)), self.group)
         except Exception as error:  # such as no memory for the copies, on one rank
             failed = error
-        stopped_s = time.perf_counter() - began
+        n_bytes, stopped_s = self._n_bytes(), time.perf_counter() - began
 
-        def run() -> None:
+        def finish() -> None:
             saved = Saved(state.step, storage.step_folder(self.folder, state.step))
             try:
                 if failed:
@@ -128,10 +124,10 @@ class BaseCheckpointer(ABC):
             self._saved = replace(saved, seconds=seconds, stopped_s=stopped_s if background else seconds)
 
         if background:
-            self._thread = threading.Thread(target=run, name="save", daemon=True)
+            self._thread = threading.Thread(target=finish, name="save", daemon=True)
             self._thread.start()
         else:
-            run()
+            finish()
 
     def host_copies(self, tensors: Mapping[str, Tensor]) -> Tensors:
         """Copies of these tensors on the host, of DTensors this rank's rows; pinned on a GPU, for speed."""
@@ -141,7 +137,7 @@ class BaseCheckpointer(ABC):
                 self._copies[name] = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
             self._copies[name].copy_(local, non_blocking=True)
             progress.advance(local.nbytes)
-        if self.world.device.type == "cuda":
+        if self.process.device.type == "cuda":
             torch.cuda.synchronize()
         return {name: self._copies[name] for name in tensors}
 
@@ -153,28 +149,25 @@ class BaseCheckpointer(ABC):
         """Returns the size of the checkpoint. n_bytes is what it needs at least."""
 
         @progress.working("making its folder")
-        def begin() -> str:
-            try:
-                storage.require_space(self.folder, n_bytes)
-            except SaveError:  # e.g. the first save with a lower keep_latest: delete first what it would after
-                self._delete_old(state.step)
-                storage.require_space(self.folder, n_bytes)
-            return str(storage.begin(self.folder, state.step))
+        def make_folder() -> str:
+            storage.require_space(self.folder, n_bytes)
+            return str(storage.new_folder(self.folder, state.step))
+
+        folder = Path(on_rank0(make_folder, self.group))
 
         def write_files() -> dict[str, Any]:
             return {name: asdict(record) for name, record in write(folder).items()}
 
         @progress.working("committing its folder")
         def commit() -> None:
-            storage.commit(folder, state, self.config.state_dict, self.world.world_size, files)
+            storage.commit(folder, state, self.config.state_dict, self.process.world_size, files)
 
-        folder = Path(on_rank0(begin, self.group))
         try:
             written = on_all(write_files, self.group)
             files = {name: FileRecord(**record) for records in written for name, record in records.items()}
             on_rank0(commit, self.group)
         except Exception:
-            if self.world.rank == 0:
+            if self.process.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         return sum(record.bytes for record in files.values())
@@ -194,23 +187,14 @@ class BaseCheckpointer(ABC):
 
     # --- space and retention ------------------------------------------------------------------------------------
 
-    def require_space(self, step: int) -> None:
-        """Raise SaveError on every rank if the disk has no room for a checkpoint after this step.
-
-        If it needs the space, the first save deletes what retention does not keep.
-        """
-
-        @progress.working("comparing the space on the disk")
-        def require() -> None:
-            steps = storage.find_steps(self.folder)
-            old = sorted({*steps} - self._kept(steps, step))
-            storage.require_space(self.folder, self._n_bytes(), [storage.step_folder(self.folder, s) for s in old])
-
-        on_rank0(require, self.world.untimed)
+    def require_space(self) -> None:
+        """Raise SaveError on every rank if the disk has no room for a checkpoint."""
+        compare = progress.working("comparing the space on the disk")(storage.require_space)
+        on_rank0(lambda: compare(self.folder, self._n_bytes()), self.process.untimed)
 
     def _delete_old(self, step: int) -> str:
         """Apply retention, on rank 0. Returns the error, which does not fail the save."""
-        if self.world.rank != 0:
+        if self.process.rank != 0:
             return ""
         try:
             purge(self.folder, self._kept(storage.find_steps(self.folder), step))

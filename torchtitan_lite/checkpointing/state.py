@@ -20,16 +20,17 @@ class TrainState:
     validation: Mapping[str, int] = field(default_factory=dict)  # its sequences, see scoring/validation.py
     tasks: Mapping[str, str] = field(default_factory=dict)  # a hash of the questions of each task, by its name
     identity: Mapping[str, Any] = field(default_factory=dict)  # what the config leads to, see compatibility.py
-    bitwise_setting: Mapping[str, Any] = field(default_factory=dict)  # must be equal for a bitwise resume
+    # the world size and whatever else orders sums: if it differs, the run resumes, but not bit for bit
+    bitwise_setting: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)  # by "section.key"
 
     @property
     def values(self) -> dict[str, Any]:
-        """What a resume compares: the config, with what it leads to."""
+        """The values that a resume compares: the config and what it leads to."""
         return {**self.config, **self.identity}
 
     def after_step(self, samples_consumed: int, tokens: int) -> "TrainState":
-        """The state after a step that ends at this position in the data, and had so many valid targets."""
+        """Return the state after a step that ends at this position in the data and had `tokens` valid targets."""
         return replace(
             self,
             step=self.step + 1,
@@ -38,7 +39,11 @@ class TrainState:
         )
 
     def continued_by(self, fresh: "TrainState") -> "TrainState":
-        """This saved state in a run that resumes: what describes the config and the machines is the run's own."""
+        """Return this saved state for a run that resumes: progress comes from the checkpoint, settings from the run.
+
+        On a different world size the samples are the same. Sums round in a different order, and dropout masks differ,
+        because their seed contains the rank.
+        """
         return replace(
             self,
             end_token=fresh.end_token,

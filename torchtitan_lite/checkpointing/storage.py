@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from torchtitan_lite.errors import CheckpointError, FormatError, SaveError, Unre
 from torchtitan_lite.files import sync_folder
 from torchtitan_lite.terminal import size
 
-FORMAT_VERSION = 5  # of manifest.json and state.json, the names of the config keys included
+FORMAT_VERSION = 6  # of manifest.json and state.json, the names of the config keys included
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 # these mean that a checkpoint is damaged; any other OSError is an I/O error
@@ -197,7 +197,7 @@ def read_specs(file: Path) -> TensorSpecs:
 # --- writing ----------------------------------------------------------------------------------------------------
 
 
-def begin(checkpoints: Path, step: int) -> Path:
+def new_folder(checkpoints: Path, step: int) -> Path:
     """Make a hidden folder to write a checkpoint into, and remove the leftovers of killed processes.
 
     Raises:
@@ -218,7 +218,7 @@ def commit(folder: Path, state: TrainState, state_dict: str, world_size: int, fi
         files: what was written into it; already synced.
 
     Raises:
-        OSError, CheckpointError: it is not committed; nothing else has changed.
+        OSError, CheckpointError: it is not committed. (If only the last sync fails, it is, but may not be on the disk.)
     """
     for name, record in files.items():
         if problem := verify_file(folder, name, record, "size"):
@@ -250,30 +250,26 @@ def discarded(folder: Path) -> Path:
     return folder.rename(folder.with_name(f".trash-{folder.name}-{uuid.uuid4().hex[:8]}"))
 
 
-def require_space(checkpoints: Path, n_bytes: int, deletable: Sequence[Path] = ()) -> None:
-    """Raise SaveError if the disk has less free space than a checkpoint of this size needs.
-
-    Args:
-        deletable: checkpoints that will be deleted before; their bytes count as free.
-    """
+def require_space(checkpoints: Path, n_bytes: int) -> None:
+    """Raise SaveError if the disk has less free space than a checkpoint of this size needs."""
     where = next(folder for folder in (checkpoints, *checkpoints.parents) if folder.exists())
     status = os.statvfs(where)
     free = status.f_bavail * status.f_frsize
-    if free < n_bytes and free + sum(f.stat().st_size for folder in deletable for f in folder.iterdir()) < n_bytes:
+    if free < n_bytes:
         raise SaveError(f"a checkpoint takes {size(n_bytes)}, but {where} has only {size(free)} free")
 
 
 # --- comparing --------------------------------------------------------------------------------------------------
 
 
-def compare(
+def require_equal(
     folder: Path,
     saved: Mapping[str, Any],
     expected: Mapping[str, Any],
     kind: str,
     advice: str = "go back to these values, or start another run with --run.name=NAME",
 ) -> None:
-    """Compare a checkpoint's values with those of this run.
+    """Require that a checkpoint has the values of this run.
 
     Args:
         kind: for the message: the checkpoint "belongs to another" one, such as "model".

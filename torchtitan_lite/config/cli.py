@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchtitan_lite import hints
 from torchtitan_lite.config import load, paths, schema, toml
 
 # the keys that `--help` shows
@@ -69,9 +68,13 @@ def parse(
         parser.print_help()
         raise SystemExit(0)
     known = schema.known_keys()
-    flags = [flag.removeprefix("--") for flag in (*known, *parser._option_string_actions, *own)]
-    problems = [f"command line: {text}" for text in hints.not_options(rest, flags)]
-    given = hints.unknown_keys(rest) | {key: arguments[key] for key in known if arguments[key] is not None}
+    problems, given = list[str](), {key: arguments[key] for key in known if arguments[key] is not None}
+    if rest:
+        from torchtitan_lite import hints
+
+        flags = [flag.removeprefix("--") for flag in (*known, *parser._option_string_actions, *own)]
+        problems = [f"command line: {text}" for text in hints.not_options(rest, flags)]
+        given = hints.unknown_keys(rest) | given
     values = {key: load.parse_value(key, text) for key, text in given.items()}
     for flag, keys in SHORTHANDS.items():
         if arguments[flag]:
@@ -112,7 +115,9 @@ def _parser(shows_all: bool) -> argparse.ArgumentParser:
     add_flag("--inspect", help="print the sharded model and its FSDP groups, and exit")
     add_flag("--dry-run", help="run three steps in a temporary folder, print memory and time, and exit")
     add_flag("--retry", help="start although the last attempt failed, and would again (docs/cluster.md)")
-    parser.add_argument("--replay", type=int, metavar="N", help="compare step N, made again, with the run, and exit")
+    parser.add_argument(
+        "--replay", type=int, metavar="N", help="re-run step N, compare it bit for bit with the log, exit"
+    )
     shorthands = parser.add_argument_group("shorthands")
     for flag, keys in SHORTHANDS.items():
         meaning = " ".join(f"--{key}={str(value).lower()}" for key, value in keys.items())

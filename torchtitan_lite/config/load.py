@@ -23,7 +23,6 @@ import tomli
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from torchtitan_lite import hints
 from torchtitan_lite.config.families import FAMILIES, Family
 from torchtitan_lite.config.paths import expand
 from torchtitan_lite.config.schema import (
@@ -40,7 +39,7 @@ from torchtitan_lite.config.section import Machine
 from torchtitan_lite.config.sections.fsdp import strategy_keys
 from torchtitan_lite.config.sections.model import default_shape, rate_note, started_from
 from torchtitan_lite.config.sections.optim import fitting_warmup
-from torchtitan_lite.config.toml import Loaded, format_value
+from torchtitan_lite.config.toml import COMMAND_LINE, Loaded, format_value
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.terminal import counted
 
@@ -48,7 +47,6 @@ Layer = Mapping[str, Any]  # values by "section.key", unchecked
 Check = Callable[[Config], dict[str, str]]  # returns the broken rules of a config, as `broken_rules` does
 # the config of the checkpoint from which a run's folder and `checkpoint.resume` resume, by "section.key"; {} if none
 Saved = Callable[[Path, str], Layer]
-COMMAND_LINE = "command line"
 _KEPT = "the run so far"
 
 
@@ -252,22 +250,18 @@ def _validated(
     Args:
         refused: the keys that are refused already.
     """
-    known = known_keys()
-    for key in values.keys() - known.keys():
-        near = hints.nearest(key, known)
-        what = f"unknown key; the nearest known one is {near}, {example(near, origins[key])}"
-        problems.append(_describe(key, values[key], origins[key], what))
-        refused.add(key)
+    wrong = dict[str, ErrorDetails | None].fromkeys(values.keys() - known_keys().keys())  # None: an unknown key
     try:
-        return Config.model_validate(_tree(values, refused)), refused
+        config = Config.model_validate(_tree(values, {*refused, *wrong}))
     except ValidationError as error:
         for item in error.errors():
-            key = ".".join(map(str, item["loc"][:2]))
-            if key not in refused:
-                what = f"{_sentence(item)}; {example(key, origins[key])}"
-                problems.append(_describe(key, values[key], origins[key], what))
-            refused.add(key)
-    return Config.model_validate(_tree(values, refused)), refused
+            wrong.setdefault(".".join(map(str, item["loc"][:2])), item)
+        config = Config.model_validate(_tree(values, {*refused, *wrong}))
+    if wrong:
+        from torchtitan_lite.config import messages
+
+        problems += [messages.wrong_value(key, values[key], origins[key], item) for key, item in wrong.items()]
+    return config, {*refused, *wrong}
 
 
 def _tree(values: Layer, without: set[str]) -> dict[str, dict[str, Any]]:
@@ -288,33 +282,3 @@ def _without_effect(config: Config, given: Layer, origins: Mapping[str, str]) ->
                 unused.setdefault(key, f"{origins[key]}: {key} = {format_value(value)} needs {rule.needs}")
     if unused:
         yield f"without effect: {'; '.join(unused.values())}"
-
-
-# --- messages ---------------------------------------------------------------------------------------------------
-
-
-def _describe(key: str, value: Any, origin: str, message: str) -> str:
-    if origin == COMMAND_LINE:
-        return f"{origin}: --{key}={value}: {message}"
-    section, _, name = key.rpartition(".")
-    table = f"[{section}] " if section else ""
-    return f"{origin}: {table}{name} = {value!r}: {message}"
-
-
-def example(key: str, origin: str = COMMAND_LINE) -> str:
-    """A valid assignment to a key, as TOML or as an option for a shell."""
-    examples = known_keys()[key].examples
-    value = examples[0] if examples else default_of(key)  # an empty default shows nothing
-    as_toml = format_value(value)
-    return f"e.g. {hints.option(key, value, as_toml) if origin == COMMAND_LINE else f'{key} = {as_toml}'}"
-
-
-def _sentence(item: ErrorDetails) -> str:
-    """What is wrong with a value, or with a part of it."""
-    message = item["msg"].removeprefix("Input ").removeprefix("Value error, ")
-    if item["type"] == "literal_error":
-        message += hints.choice(str(item["input"]), item["ctx"]["expected"])
-    message = message[:1].lower() + message[1:]
-    section, name, *inside = (part for part in item["loc"] if part not in ("str", "list[str]"))
-    part = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in inside)
-    return f"{section}.{name}{part}: {message}" if part else message

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from torchtitan_lite import hints
 from torchtitan_lite.errors import ConfigError
 
 T = TypeVar("T")
@@ -66,6 +65,8 @@ class Registry(dict[str, T], Generic[T]):
             return name if name in self else name.lower()
         if is_own(name):
             raise ValueError(self.not_imported(name))
+        from torchtitan_lite import hints
+
         *others, last = map(repr, self)
         choices = f"{', '.join(others)} or {last}"
         raise ValueError(f"should be {choices}{hints.choice(name, choices)}; {self.page} adds one of your own")

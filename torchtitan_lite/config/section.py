@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Resume:
-    """What a resume does if a key has another value than the run so far. docs/resume.md has the table.
+    """What a resume does if a key's value differs from the run's. docs/resume.md has the table.
 
     - allowed: the value applies from the next step, and the start names it.
     - fork: the value decides what the run learns. It is kept if the command does not give it, and another one needs a

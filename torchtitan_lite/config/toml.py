@@ -8,6 +8,8 @@ import tomli_w
 
 from torchtitan_lite.config.schema import Config
 
+COMMAND_LINE = "command line"  # the origin of an option
+
 
 @dataclass(frozen=True)
 class Loaded:

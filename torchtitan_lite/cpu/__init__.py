@@ -1,26 +1,36 @@
-"""Faster implementations for CPUs. Names, shapes and checkpoints of a model stay the same; each has a key in [speed].
+"""Faster functions for CPUs, each with a key in [speed]. A model's names, shapes and checkpoints stay the same.
 
-The models hold plain functions. `apply` replaces some on a built model (train.py has the table), before activation
-checkpointing, compilation and `fully_shard`. A new one falls back to the plain one where that is as fast, e.g. for long
-sequences.
+Models use plain functions. `apply` replaces some of them on a built model (train.py has the table), before activation
+checkpointing, compilation and `fully_shard`. A replacement falls back to the plain function where that is as fast, e.g.
+for long sequences. What not every run needs (widen.py, shared_memory.py) is imported where it is used.
 """
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from torchtitan_lite.config.families import FAMILIES
-from torchtitan_lite.config.schema import SpeedConfig
-from torchtitan_lite.cpu import attention, fused, loss, widened
-from torchtitan_lite.cpu.shared_memory import apply_shared_memory
-from torchtitan_lite.cpu.widened import widens
+from torchtitan_lite.config.schema import Config, SpeedConfig
+from torchtitan_lite.cpu import attention, fused, loss
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.models import attention as plain
+from torchtitan_lite.process import env_int
 
-__all__ = ["apply", "apply_shared_memory", "widens"]
+
+def widens(config: Config, process: Process) -> bool:
+    """Return whether to compute 16-bit matmuls in float32. The first call is a collective."""
+    dtypes = config.fsdp.dtypes("param_dtype") - {None, "float32"}
+    if not dtypes or not config.speed.widen_matmuls or process.device.type != "cpu":
+        return False
+    from torchtitan_lite.cpu.widen import slow_on_rank0
+
+    return not dtypes.isdisjoint(slow_on_rank0())
 
 
 def apply(model: Transformer, config: SpeedConfig, *, widen: bool = False) -> None:
-    """Replace functions of a model by faster ones.
+    """Replace a model's functions by faster ones.
 
     Args:
-        widen: compute 16-bit products in float32; see `widens`.
+        widen: compute 16-bit matmuls in float32; see `widens`.
     """
     if config.block_attention:
         for module in model.modules():
@@ -31,4 +41,14 @@ def apply(model: Transformer, config: SpeedConfig, *, widen: bool = False) -> No
         fused.fuse_rotations(model)
     model.output.cross_entropy = loss.chunked_cross_entropy  # where model.output.chunked is set
     if widen:
-        widened.widen(model)
+        from torchtitan_lite.cpu.widen import use_float32_matmuls
+
+        use_float32_matmuls(model)
+
+
+def apply_shared_memory(model: Transformer, mesh: DeviceMesh) -> None:
+    """Use shared memory for a sharded model's collectives, if several ranks are all on the CPU of one machine."""
+    if mesh.size() > 1 and mesh.device_type == "cpu" and env_int("LOCAL_WORLD_SIZE", 1) == mesh.size():
+        from torchtitan_lite.cpu import shared_memory
+
+        shared_memory.apply(model, mesh)

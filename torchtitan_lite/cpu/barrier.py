@@ -1,11 +1,11 @@
-"""A barrier for processes that share memory, made of POSIX semaphores in that memory (no busy waiting).
+"""A barrier for processes that share memory, built on POSIX semaphores in that memory (no busy waiting).
 
     gate of rank 0 | gate of rank 1 | ... | turnstile | number of ranks that have arrived        64 bytes each
 
-A rank that arrives adds one to the number, and waits at its gate. The last one sets it to 0 and opens the gates of the
-others. The turnstile lets one rank at a time change the number. Semaphores also order the accesses to the memory, on
-every architecture: whatever a rank wrote before the barrier, all ranks read after it. At the end of the line of its
-gate each rank counts its barriers, so that an error can name those that have not arrived.
+An arriving rank increments the number and waits at its gate. The last one resets the number to 0 and opens the other
+gates. The turnstile lets one rank at a time change the number. Semaphores also order memory accesses, on every
+architecture: after the barrier, all ranks read whatever any rank wrote before it. Each rank counts its barriers in the
+last 8 bytes of its gate, so that an error can name the ranks that have not arrived.
 """
 
 import ctypes
@@ -27,11 +27,11 @@ class Barrier:
     """One rank's view.
 
     Args:
-        address: of `n_bytes(size)` bytes that all ranks have mapped; 64-byte aligned.
-        check: called with the seconds waited so far, about every SLICE_S. It raises an error to give up.
+        address: start of `n_bytes(size)` bytes that all ranks have mapped; 64-byte aligned.
+        check: called with the seconds waited so far, about every SLICE_S. Raises an error to give up.
 
     Raises:
-        OSError, AttributeError: this system has no such semaphores.
+        OSError, AttributeError: the system has no process-shared semaphores.
     """
 
     def __init__(self, address: int, rank: int, size: int, check: Callable[[float], None]) -> None:
@@ -43,7 +43,7 @@ class Barrier:
         ends = (address + (i + 1) * _BYTES - 8 for i in range(size))
         self._counts, self._rank = [ctypes.c_int64.from_address(end) for end in ends], rank
         self._size, self._check = size, check
-        # by a clock that nobody can set back, which would stretch a slice; sem_clockwait is in glibc since 2.30
+        # a clock that can't be set back, which would stretch a slice; sem_clockwait needs glibc 2.30
         self._now: Callable[[], float] = time.monotonic
         self._timedwait: Callable[[Any, Any], int]
         try:
@@ -53,7 +53,7 @@ class Barrier:
             self._now, self._timedwait = time.time, self._library.sem_timedwait
 
     def initialise(self) -> None:
-        """Called once, by one rank, before any rank waits."""
+        """Create the semaphores. One rank calls it once, before any rank waits."""
         self._arrived.value = 0
         for place, value in ((self._turnstile, 1), (self._gate, 0), *((gate, 0) for gate in self._others)):
             if self._library.sem_init(place, 1, value):
@@ -75,7 +75,7 @@ class Barrier:
             self._acquire(self._gate)
 
     def absent(self) -> list[int]:
-        """The ranks that have not arrived where this one waits."""
+        """Return the ranks that have not arrived at the barrier where this one waits."""
         return [rank for rank, count in enumerate(self._counts) if count.value < self._counts[self._rank].value]
 
     def _release(self, semaphore: Any) -> None:
@@ -85,14 +85,14 @@ class Barrier:
     def _acquire(self, semaphore: Any) -> None:
         if not self._library.sem_trywait(semaphore):
             return
-        waited_s = 0.0  # not by a clock: the time in which this process is stopped does not count
+        waited_s = 0.0  # sum of slices, so that time in which this process is suspended does not count
         while True:
             until = self._now() + SLICE_S
             timespec = _Timespec(int(until), int(until % 1 * 1e9))
             while self._timedwait(semaphore, ctypes.byref(timespec)):
                 if ctypes.get_errno() == errno.ETIMEDOUT:
                     break
-                if ctypes.get_errno() != errno.EINTR:  # Python now runs the handler of a signal
+                if ctypes.get_errno() != errno.EINTR:  # EINTR: Python now runs a signal handler
                     raise OSError(ctypes.get_errno(), "waiting for a semaphore")
             else:
                 return
@@ -101,5 +101,5 @@ class Barrier:
 
 
 def n_bytes(size: int) -> int:
-    """The bytes of a barrier of so many ranks."""
+    """Return the bytes that a barrier of `size` ranks needs."""
     return (size + 2) * _BYTES

@@ -1,7 +1,7 @@
 """RMSNorm and rotary positions with their own backward and few passes over memory.
 
-PyTorch builds both from small operators, which each read and write all activations and keep float32 copies for
-backward. These versions compute in float32 too, but mostly in place, and keep only their input.
+PyTorch builds both from small operators. Each of them reads and writes all activations and keeps float32 copies for
+backward. These versions also compute in float32, but mostly in place, and keep only their input.
 """
 
 from typing import Any
@@ -13,31 +13,31 @@ from torchtitan_lite.models import llama
 
 
 def fuse_norms(model: nn.Module) -> None:
-    """Make every nn.RMSNorm a fused one, in place."""
+    """Replace every nn.RMSNorm by a fused one, in place."""
     for module in model.modules():
         if type(module) is nn.RMSNorm:
             module.__class__ = RMSNorm
 
 
 def fuse_rotations(model: nn.Module) -> None:
-    """Replace llama's `rotate` wherever a module holds it."""
+    """Replace llama's `rotate` in every module that uses it."""
     for module in model.modules():
         if getattr(module, "rotate", None) is llama.rotate:
             module.rotate = rotate  # type: ignore[assignment]
 
 
 def _use_fused(x: Tensor) -> bool:
-    """Whether these functions are faster than PyTorch's. (torch.compile fuses the plain ones better.)"""
+    """Return whether these functions are faster than PyTorch's. (torch.compile fuses the plain ones better.)"""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In float32 or wider."""
+    """Cast to float32, unless x is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _scaled(x: Tensor, scale: Tensor) -> Tensor:
-    """x * scale, in float32 or wider."""
+    """Return x * scale, in float32 or wider."""
     wide = _wide(x)
     return torch.mul(wide, scale, out=None if wide is x else wide)
 
@@ -76,9 +76,9 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """llama.rotate, fused: (B, T, H, E), and (T, E) or (B, T, E) float32 tables -> (B, T, H, E).
+    """Compute llama.rotate, fused: (B, T, H, E), and (T, E) or (B, T, E) float32 tables -> (B, T, H, E).
 
-    Backward is the inverse rotation, which requires tables with equal halves, as rotary_tables makes them.
+    Backward is the inverse rotation, so both halves of a table must be equal, as in rotary_tables.
     """
     if not _use_fused(x):
         return llama.rotate(x, cos, sin)

@@ -1,4 +1,4 @@
-"""The chunked loss for the CPU: mostly in place, and in chunks and groups of rows that fit into the cache."""
+"""The chunked loss for the CPU: mostly in place, in chunks and groups of rows that fit into the cache."""
 
 from typing import Any
 
@@ -8,24 +8,24 @@ from torch import Tensor
 from torchtitan_lite.models import chunked_loss as plain
 from torchtitan_lite.models.loss import IGNORE
 
-CHUNK = 256  # tokens in a chunk; twice as many in float32, whose softmax overwrites the logits
+CHUNK = 256  # tokens per chunk; doubled in float32, where softmax overwrites the logits
 ROWS = 1024  # rows of the weight's gradient that fit into a core's cache
 
 
 def chunked_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0, *, product_dtype: torch.dtype | None = None
+    x: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0, *, matmul_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """models.chunked_loss.chunked_cross_entropy; with `product_dtype`, its products are computed in that dtype."""
+    """Compute models.chunked_loss.chunked_cross_entropy, with matmuls in `matmul_dtype` if given."""
     if x.device.type != "cpu":
         return plain.chunked_cross_entropy(x, weight, targets, z_loss)
     wants_dx = torch.is_grad_enabled() and x.requires_grad
     wants_dw = torch.is_grad_enabled() and weight.requires_grad
-    rows, goals, dtype = x.flatten(0, 1), targets.flatten(), product_dtype or weight.dtype
+    rows, goals, dtype = x.flatten(0, 1), targets.flatten(), matmul_dtype or weight.dtype
     return _ChunkedCrossEntropy.apply(rows, weight, goals, wants_dx, wants_dw, z_loss, dtype)  # type: ignore[no-untyped-call]
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """x (N, D), weight (V, D), targets (N,), whether their gradients are wanted, z_loss, dtype of products -> ()."""
+    """x (N, D), weight (V, D), targets (N,), two flags for the gradients to compute, z_loss, matmul_dtype -> ()."""
 
     @staticmethod
     def forward(
@@ -36,23 +36,23 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         wants_dx: bool,
         wants_dw: bool,
         z_loss: float,
-        product_dtype: torch.dtype,
+        matmul_dtype: torch.dtype,
     ) -> Tensor:
         chunk = CHUNK * (2 if x.dtype == torch.float32 else 1)
         dx = torch.empty_like(x) if wants_dx else None
         dw = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wants_dw else None
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
-        matrix = weight.to(product_dtype)
+        matrix = weight.to(matmul_dtype)
         for start in range(0, len(x), chunk):
-            part = x[start : start + chunk].to(product_dtype)
+            part = x[start : start + chunk].to(matmul_dtype)
             logits = (part @ matrix.T).to(x.dtype)
             losses, d_logits = _softmax_minus_onehot(logits, targets[start : start + chunk], z_loss)
             loss += losses.sum()
-            d_logits = d_logits.to(product_dtype)
+            d_logits = d_logits.to(matmul_dtype)
             if dx is not None:
                 dx[start : start + chunk] = d_logits @ matrix
             if dw is not None:
-                _add_product(dw, d_logits.T, part)
+                _add_matmul_(dw, d_logits.T, part)
         ctx.save_for_backward(dx, dw)
         ctx.dtype = weight.dtype
         return loss
@@ -68,8 +68,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         )
 
 
-def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
-    """total += one @ other, (V, D); across dtypes in groups of rows: PyTorch would first copy the whole product."""
+def _add_matmul_(total: Tensor, one: Tensor, other: Tensor) -> None:
+    """Add one @ other, (V, D), to `total`; across dtypes by groups of rows, which avoids casting the whole result."""
     if total.dtype == one.dtype:
         total.addmm_(one, other)
         return
@@ -78,7 +78,7 @@ def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
 
 
 def _scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """total * factor in another dtype, without an intermediate copy of the product."""
+    """Return total * factor in `dtype`, without an intermediate copy in total's dtype."""
     out = torch.empty(total.shape, dtype=dtype, device=total.device)
     for rows, to in zip(total.split(ROWS), out.split(ROWS), strict=True):
         to.copy_(rows * factor)
@@ -86,15 +86,15 @@ def _scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _softmax_minus_onehot(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-    """The loss of each token, (n,) float32, and the gradient of their sum, (n, V), in place of float32 logits."""
-    counts = (targets != IGNORE)[:, None]
-    index = torch.where(counts, targets[:, None], 0)
+    """Return each token's loss, (n,) float32, and the gradient of their sum, (n, V), in place for float32 logits."""
+    has_target = (targets != IGNORE)[:, None]
+    index = torch.where(has_target, targets[:, None], 0)
     largest, own = logits.amax(-1, keepdim=True).float(), logits.gather(1, index).float()
-    # five passes: torch.softmax alone takes as long as these without AVX512, and does not return the sum
+    # five passes: without AVX512, torch.softmax alone takes as long, and it does not return the sum
     p = torch.sub(logits, largest, out=logits if logits.dtype == torch.float32 else None).exp_()
     total = p.sum(-1, keepdim=True)
     normaliser = largest + total.log()
-    losses = torch.where(counts, normaliser - own, 0.0)
-    p *= counts * (1 + 2 * z_loss * normaliser) / total if z_loss else counts / total
-    p.scatter_add_(1, index, -counts.float())
+    losses = torch.where(has_target, normaliser - own, 0.0)
+    p *= has_target * (1 + 2 * z_loss * normaliser) / total if z_loss else has_target / total
+    p.scatter_add_(1, index, -has_target.float())
     return losses[:, 0], p.to(logits.dtype)

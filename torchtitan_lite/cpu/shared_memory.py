@@ -4,9 +4,9 @@ A collective copies into a memory file that all ranks of its group have mapped, 
 out of it. Two halves alternate, so one barrier is enough: before a rank writes to a half again, it passes a barrier
 that the others reach only after they have read that half.
 
-    half 0, half 1:   slot of rank 0 | slot of rank 1 | ...      larger tensors go through in pieces
+    half 0, half 1:   slot of rank 0 | slot of rank 1 | ...      larger tensors are split into pieces
 
-Each rank locks a byte of the file. The kernel unlocks it when the process ends, which is how the others notice.
+Each rank locks a byte of the file. The kernel unlocks it when the process ends, so the others notice.
 """
 
 import fcntl
@@ -25,16 +25,15 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_lite.cpu import barrier
 from torchtitan_lite.distributed.ranks import on_all, on_rank0
-from torchtitan_lite.process import env_int
 
 SLOT = 4 << 20  # bytes per rank in each half; 8 MiB is no faster
-SMALL = 16 << 10  # bytes of a tensor up to which each rank computes all of an all-reduce
-# named differently before torch 2.13
+SMALL = 16 << 10  # bytes of a tensor; up to this, each rank sums the whole all-reduce itself
+# renamed in torch 2.13
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class SharedMemory:
-    """The memory that the ranks of a group share.
+    """Memory that the ranks of a group share.
 
     Raises:
         Exception: on every rank, if any rank can't map it.
@@ -43,7 +42,7 @@ class SharedMemory:
     def __init__(self, group: dist.ProcessGroup, slot: int = SLOT) -> None:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         around = slice(0, self.rank), slice(self.rank + 1, self.size)
-        self.others = [part for part in around if part.start < part.stop]  # at most two copies for all of them
+        self.others = [part for part in around if part.start < part.stop]  # slices: at most two copies reach all others
         self._turn, self._file = 0, -1
 
         def make() -> list[Any]:
@@ -59,14 +58,14 @@ class SharedMemory:
             if self.rank != 0:
                 self._file = os.open(path, os.O_RDWR)
                 if _inode(self._file) != inode:  # ranks may be in different PID namespaces
-                    raise OSError(f"{path} is another file for rank {self.rank}")
+                    raise OSError(f"{path} is a different file for rank {self.rank}")
                 self._map(slot)
 
         try:
             on_all(share, group)
         finally:
             if self._file >= 0:
-                weakref.finalize(self, os.close, self._file)  # not earlier: closing it drops the lock
+                weakref.finalize(self, os.close, self._file)  # closing it earlier would drop the lock
 
     def _map(self, slot: int) -> None:
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.rank)
@@ -76,12 +75,12 @@ class SharedMemory:
         self._barrier = barrier.Barrier(address, self.rank, self.size, self._require_others)
 
     def half(self, dtype: torch.dtype) -> Tensor:
-        """The half to use next, (ranks, elements)."""
+        """Return the half to use next, (ranks, elements)."""
         self._turn = 1 - self._turn
         return self._memory.view(dtype).view(2, self.size, -1)[self._turn]
 
     def barrier(self) -> None:
-        """After it, every rank can read what the others wrote before it.
+        """Wait for all ranks. Each can then read what the others wrote before.
 
         Raises:
             RuntimeError: a process of the group has ended, or did not arrive within the group's timeout.
@@ -89,7 +88,7 @@ class SharedMemory:
         self._barrier.wait()
 
     def _require_others(self, waited_s: float) -> None:
-        """The errors of `barrier`, with words by which lost.py recognises them."""
+        """Raise the errors of `barrier`, with texts that lost.py recognises."""
         ended = [rank for rank in range(self.size) if rank != self.rank and self._has_ended(rank)]
         if ended:
             raise RuntimeError(f"Remote process exited: rank {self._global(ended)}")
@@ -116,7 +115,7 @@ def _inode(descriptor: int) -> list[int]:
 
 
 def shared_memory_of(group: dist.ProcessGroup) -> SharedMemory | None:
-    """The memory of a group, or None on every rank of it, with a warning on one."""
+    """Return a group's shared memory. If that fails, return None on all of its ranks, and warn on one."""
     try:
         return SharedMemory(group)
     except Exception as error:
@@ -126,7 +125,7 @@ def shared_memory_of(group: dist.ProcessGroup) -> SharedMemory | None:
 
 
 class _Done:
-    """A finished asynchronous collective; for None FSDP would keep more memory."""
+    """A finished asynchronous collective; with None instead, FSDP would keep more memory."""
 
     def wait(self) -> bool:
         return True
@@ -137,12 +136,12 @@ class _Collective:
         self._shared = shared
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP's buffers stay in ordinary memory."""
+        """Allocate FSDP's buffers in ordinary memory."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class AllGather(_Collective):
-    """For `set_custom_all_gather`."""
+    """An all-gather for `set_custom_all_gather`."""
 
     def __init__(self, shared: SharedMemory) -> None:
         super().__init__(shared)
@@ -151,35 +150,35 @@ class AllGather(_Collective):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
-        """Rank r's input becomes row r of the output, on every rank."""
+        """Copy rank r's input to row r of the output, on every rank."""
         if group.group_name not in self._by_group:  # the neighbours of reshard_after_forward = N
             self._by_group[group.group_name] = shared_memory_of(group)
         shared = self._by_group[group.group_name]
         if shared is None:
             return _all_gather(output_tensor, input_tensor, group, async_op)
-        mine = input_tensor.view(torch.uint8)
+        own = input_tensor.view(torch.uint8)
         rows = output_tensor.view(torch.uint8).view(shared.size, -1)
         start = 0
-        while start < len(mine):
+        while start < len(own):
             half = shared.half(torch.uint8)
-            stop = min(start + half.shape[1], len(mine))
-            half[shared.rank, : stop - start] = mine[start:stop]
+            stop = min(start + half.shape[1], len(own))
+            half[shared.rank, : stop - start] = own[start:stop]
             shared.barrier()
             for others in shared.others:
                 rows[others, start:stop] = half[others, : stop - start]
             start = stop
-        if rows[shared.rank].data_ptr() != mine.data_ptr():  # in FSDP, the input already is that row
-            rows[shared.rank] = mine
+        if rows[shared.rank].data_ptr() != own.data_ptr():  # FSDP's input already is that row
+            rows[shared.rank] = own
         return _Done() if async_op else None
 
 
 class ReduceScatter(_Collective):
-    """For `set_custom_reduce_scatter`. Sums in rank order, in the tensors' dtype."""
+    """A reduce-scatter for `set_custom_reduce_scatter`. Sums in rank order, in the tensors' dtype."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Rank r gets the sum of row r of all inputs."""
+        """Write the sum (or mean) of all inputs' rows r to rank r's output."""
         shared, n = self._shared, len(output_tensor)
         assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG), op
         assert group.size() == shared.size
@@ -202,7 +201,7 @@ class ReduceScatter(_Collective):
 
 def all_reduce(shared: SharedMemory, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
     """Sum or average a tensor over the group, in place, in rank order: the same bits on every rank."""
-    assert op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG, op  # `in` would compare the other way round
+    assert op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG, op  # `in` would swap the operands
     flat, start = tensor.view(-1), 0
     while start < len(flat):
         half = shared.half(flat.dtype)
@@ -212,12 +211,12 @@ def all_reduce(shared: SharedMemory, tensor: Tensor, op: Any = dist.ReduceOp.SUM
         shared.barrier()
         if shared.size == 2 or piece.nbytes <= SMALL:
             _sum(list(slots), piece)
-        else:  # each rank sums one part: the work would grow with the square of the ranks
+        else:  # each rank sums one part; summing all would cost the square of the ranks in total
             edges = [len(piece) * i // shared.size for i in range(shared.size + 1)]
             parts = [slice(*pair) for pair in itertools.pairwise(edges)]
-            mine = parts[shared.rank]
-            _sum(list(slots[:, mine]), piece[mine])
-            slots[shared.rank, mine] = piece[mine]  # which no other rank reads before the barrier
+            own = parts[shared.rank]
+            _sum(list(slots[:, own]), piece[own])
+            slots[shared.rank, own] = piece[own]  # no other rank reads it before the barrier
             shared.barrier()
             for rank, part in enumerate(parts):
                 if rank != shared.rank:
@@ -234,9 +233,9 @@ def _sum(parts: list[Tensor], out: Tensor) -> None:
 
 
 class _Replicas:
-    """Stands in for the dp_replicate group in FSDP, whose all-reduce can't be set: here it uses shared memory.
+    """Replaces FSDP's dp_replicate group, so that its all-reduce, which has no setter, uses shared memory.
 
-    It equals the group, because torch looks up a group's backend when a collective raises.
+    It compares equal to the group, because torch looks up a group's backend when a collective raises.
     """
 
     def __init__(self, shared: SharedMemory) -> None:
@@ -257,11 +256,8 @@ class _Replicas:
         return _Done()
 
 
-def apply_shared_memory(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Use shared memory for a sharded model's collectives, if all ranks are on the CPU of one machine."""
-    one_machine = env_int("LOCAL_WORLD_SIZE", 1) == dist.get_world_size()
-    if mesh.device_type != "cpu" or not one_machine:
-        return
+def apply(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Use shared memory for a sharded model's collectives."""
     axes = [mesh.get_group(axis) for axis in range(mesh.ndim)]  # dp_shard, or dp_replicate and dp_shard
     *replicas, shards = [shared_memory_of(group) if group.size() > 1 else None for group in axes]
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from torchtitan_lite.config.paths import is_prepared
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
-from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.token_files import Meta, read_meta
 from torchtitan_lite.errors import DataError
 
@@ -80,6 +79,8 @@ def _require_same_tokenizer(first: Source, other: Source) -> None:
             f"again with --tokenizer {first.folder / 'tokenizer.json'}"
         )
     if other.meta.end_token != first.meta.end_token:
+        from torchtitan_lite.data import tokenizer as bpe
+
         tokenizer = bpe.load(first.folder / "tokenizer.json")
         ends = [bpe.shown(tokenizer, source.meta.end_token) for source in (first, other)]
         raise DataError(
@@ -118,6 +119,8 @@ def _require_configured_tokenizer(config: TokenizerConfig, folder: Path) -> None
     """Raise DataError if the config names another tokenizer or end token than those of this prepared folder."""
     if not (config.path or config.end_token):
         return
+    from torchtitan_lite.data import tokenizer as bpe
+
     meta = read_meta(folder)
     if config.path and (configured := bpe.sha256(bpe.load(Path(config.path)))) != meta.tokenizer_sha256:
         raise DataError(

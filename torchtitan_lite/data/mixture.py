@@ -8,6 +8,7 @@ The table is an earliest-deadline-first schedule: the j-th sample of a source wi
 and due at j / w. If shares sum to 1, no deadline is missed (Baruah et al., 1996; Tijdeman, 1980).
 """
 
+import bisect
 import heapq
 import math
 from fractions import Fraction
@@ -21,10 +22,10 @@ from torchtitan_lite.errors import ConfigError
 LONGEST = 1 << 16
 
 
-class Interleave:
-    """The periodic order of K sources."""
+class Mixture:
+    """Sequences of one or several folders, in the periodic order of the table."""
 
-    def __init__(self, weights: list[float]) -> None:
+    def __init__(self, sources: list[Samples], weights: list[float], names: list[str]) -> None:
         """
         Args:
             weights: any positive numbers, normalized to shares. If the shares' period exceeds 65,536 samples, the
@@ -33,6 +34,7 @@ class Interleave:
         Raises:
             ConfigError: a source has less than one sample in 65,536.
         """
+        self.sources, self.names = sources, names
         shares = shares_of(weights)
         period = math.lcm(*(share.denominator for share in shares))
         self.table = np.array(_schedule(shares, min(period, LONGEST)), dtype=np.int64)  # (P,) the source of each entry
@@ -53,9 +55,40 @@ class Interleave:
         return sources, periods * self.counts[sources] + self._before[entries, sources]
 
     def consumed(self, n: int) -> list[int]:
-        """How many of the run's first n samples come from each source."""
+        """How many of a run's first n samples come from each source."""
         periods, entry = divmod(n, len(self.table))
         return [periods * int(count) + int(b) for count, b in zip(self.counts, self._before[entry], strict=True)]
+
+    def draw(self, run_samples: Indices, seed: int | None) -> Rows:
+        """These samples of a run; without a seed, each source's in file order."""
+        first = self.sources[0]
+        if len(self.sources) == 1:
+            return first.trimmed(first.draw(run_samples, seed))
+        rows = Rows.empty(len(run_samples), first.seq_len, first.target_len)
+        which, numbers = self.locate(run_samples)
+        for k, source in enumerate(self.sources):
+            here = which == k
+            if here.any():
+                part = source.draw(numbers[here], seed)
+                rows.tokens[here], rows.targets[here], rows.begins[here] = part.tokens, part.targets, part.begins
+        return first.trimmed(rows)
+
+    def n_targets(self, run_samples: Indices, seed: int | None) -> int:
+        which, numbers = self.locate(run_samples)
+        return sum(source.n_targets(numbers[which == k], seed) for k, source in enumerate(self.sources))
+
+    @property
+    def n_samples(self) -> int:
+        """Sequences of all sources."""
+        return sum(source.n_samples for source in self.sources)
+
+    def longest_prefix(self, n: int) -> int:
+        """The largest number of samples, at most n, without a repeated sequence."""
+
+        def repeats(m: int) -> bool:
+            return any(c > s.n_samples for c, s in zip(self.consumed(m), self.sources, strict=True))
+
+        return bisect.bisect_left(range(1, n + 1), True, key=repeats)
 
 
 def shares_of(weights: list[float]) -> list[Fraction]:
@@ -78,47 +111,3 @@ def _schedule(shares: list[Fraction], length: int) -> list[int]:
         had[k] += 1
         heapq.heappush(waiting, (math.floor(had[k] / shares[k]), k))
     return sources
-
-
-class Mixture:
-    """Sequences of several folders, interleaved by a periodic table (order.py)."""
-
-    def __init__(self, sources: list[Samples], weights: list[float], names: list[str]) -> None:
-        self.sources, self.names = sources, names
-        self.seq_len, self.target_len = sources[0].seq_len, sources[0].target_len
-        self.interleave = Interleave(weights)
-
-    def draw(self, run_samples: Indices, seed: int | None) -> Rows:
-        """These samples of a run; without a seed, each source's in file order."""
-        if len(self.sources) == 1:
-            return self.sources[0].trimmed(self.sources[0].draw(run_samples, seed))
-        rows = Rows.empty(len(run_samples), self.seq_len, self.target_len)
-        which, numbers = self.interleave.locate(run_samples)
-        for k, source in enumerate(self.sources):
-            here = which == k
-            if here.any():
-                part = source.draw(numbers[here], seed)
-                rows.tokens[here], rows.targets[here], rows.begins[here] = part.tokens, part.targets, part.begins
-        return self.sources[0].trimmed(rows)
-
-    def n_targets(self, run_samples: Indices, seed: int | None) -> int:
-        which, numbers = self.interleave.locate(run_samples)
-        return sum(source.n_targets(numbers[which == k], seed) for k, source in enumerate(self.sources))
-
-    @property
-    def n_samples(self) -> int:
-        """Sequences of all sources."""
-        return sum(source.n_samples for source in self.sources)
-
-    def consumed(self, n: int) -> list[int]:
-        """How many of a run's first n samples come from each source."""
-        return self.interleave.consumed(n)
-
-    def longest_prefix(self, n: int) -> int:
-        """The largest number of samples, at most n, without a repeated sequence."""
-        low, high = 0, n
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits = all(c <= s.n_samples for c, s in zip(self.consumed(middle), self.sources, strict=True))
-            low, high = (middle, high) if fits else (low, middle - 1)
-        return low

@@ -1,6 +1,6 @@
 """The order of samples: a stateless permutation per epoch.
 
-Sample i of a run is dataset sample `sample_index(i, n, seed)`: position i % n in a permutation of 0..n-1 for epoch
+Sample i of a run is dataset sample `sample_indices([i], n, seed)`: position i % n in a permutation of 0..n-1 for epoch
 i // n. The permutation is a Feistel network on the smallest even number of bits that holds n. Values outside 0..n-1
 are encrypted again until they fall inside ("cycle walking", Black and Rogaway, 2002; fewer than four passes on
 average, because the domain is at most 4 n). A round function sees half of the bits, so a table of at most 8 sqrt(n)
@@ -20,13 +20,8 @@ Indices = NDArray[np.int64]
 _ROUNDS = 4
 
 
-def sample_index(i: int, n: int, seed: int) -> int:
-    """The dataset sample (0 <= result < n) at position `i` (0-based, over all epochs) of a run with this seed."""
-    return int(sample_indices(np.array([i]), n, seed)[0])
-
-
 def sample_indices(run_samples: Indices, n: int, seed: int) -> Indices:
-    """`sample_index` of each element."""
+    """The dataset samples, 0 to n - 1, at these positions (N,), 0-based over all epochs, of a run with this seed."""
     epochs, positions = np.divmod(run_samples, n)
     indices = np.empty_like(positions)
     for epoch in np.unique(epochs).tolist():

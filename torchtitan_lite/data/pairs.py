@@ -144,7 +144,7 @@ class PairSamples(Samples):
 
 def questions(samples: Mixture, n: int, seed: int) -> list[tuple[list[int], list[int]]]:
     """The `questions` of the first n samples of a mixture of pairs, or of as many as there are without repetition."""
-    which, numbers = samples.interleave.locate(np.arange(samples.longest_prefix(n)))
+    which, numbers = samples.locate(np.arange(samples.longest_prefix(n)))
     pairs = []
     for k, number in zip(which.tolist(), numbers.tolist(), strict=True):
         source = samples.sources[k]

@@ -102,7 +102,7 @@ def hashed(folder: Path, names: Iterable[str]) -> dict[str, File]:
         return dict(zip(listed, pool.map(lambda name: File.of(folder / name), listed), strict=True))
 
 
-def identity(files: dict[str, File]) -> str:
+def tokens_hash(files: dict[str, File]) -> str:
     """`tokens_sha256` of these files."""
     tokens = sorted((name, file.sha256) for name, file in files.items() if name.endswith(".bin"))
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""What is done to single blocks before they are sharded: activation checkpointing and compilation."""
+"""Activation checkpointing and compilation of each block, before sharding."""
 
 import functools
 from collections.abc import Callable
@@ -11,9 +11,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torchtitan_lite.config.schema import ActivationCheckpointingConfig, CompileConfig
 from torchtitan_lite.models import Transformer
 
-# the expensive operators, whose results selective checkpointing keeps
+# selective checkpointing keeps the results of these expensive operators
 _aten = torch.ops.aten
-PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default}  # of float8 too: mm of torchao's tensors
+MATMULS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default}  # float8 too: mm of torchao's tensors
 ATTENTION = {
     getattr(_aten, f"_scaled_dot_product_{name}").default
     for name in (
@@ -24,18 +24,18 @@ ATTENTION = {
         "fused_attention_overrideable",
     )
 }
-FLEX_ATTENTION = ("flex_attention", "inductor_compiled_code")  # within a compiled block, and compiled by itself
-EXPERTS = "grouped_product.default"
+FLEX_ATTENTION = ("flex_attention", "inductor_compiled_code")  # within a compiled block, and compiled on its own
+EXPERTS = "grouped_matmul.default"
 
 
 def apply_activation_checkpointing(model: Transformer, config: ActivationCheckpointingConfig) -> None:
-    """Checkpoint every `config.every`-th block. Its forward is replaced in place, so state dicts keep their names."""
+    """Checkpoint one block in every `config.every`. Replaces forward in place, so state dicts keep their names."""
     if config.mode == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": model.config.dropout > 0}
     if config.mode == "selective":
-        # Attention with dropout shares its generator with later dropouts: recompute all of them, or none.
-        kept = PRODUCTS if model.config.dropout > 0 else PRODUCTS | ATTENTION
+        # Attention with dropout shares a generator with later dropouts: recompute all of them or none.
+        kept = MATMULS if model.config.dropout > 0 else MATMULS | ATTENTION
         policy = functools.partial(_keep, kept)
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
     for layer in list(model.layers)[:: config.every]:
@@ -58,8 +58,8 @@ def apply_compile(model: Transformer, config: CompileConfig, *, all_lengths: boo
     """Compile each block in place: names stay the same, and equal blocks are compiled once.
 
     Args:
-        all_lengths: compile once for rows of any length. Otherwise torch.compile does so when the length first changes:
-            what it computes then depends on the lengths before.
+        all_lengths: compile once for sequences of any length. Otherwise torch.compile does so when the length first
+            changes, and results depend on the earlier lengths.
     """
     if config.enabled:
         # dtype, freezing, checkpointing and lengths make different kinds of blocks; validation doubles their number

@@ -1,9 +1,9 @@
-"""speed.float8: the linear layers of the blocks multiply in float8, with one scale per tensor, by torchao.
+"""speed.float8: torchao's float8 matmuls in the blocks' linear layers, with one scale per tensor.
 
 Each rank casts its rows of a weight before they are gathered, so the all-gather moves half the bytes of bfloat16. In
-torchao's own way each shard is a subclass of Tensor, which initial values, optimizers and checkpoints would all have to
-handle. FSDP2 only asks a shard for two methods. So here shards stay plain float32 tensors, and get torchao's methods as
-attributes: nothing else depends on float8.
+torchao itself each shard is a subclass of Tensor, which initial values, optimizers and checkpoints would all have to
+handle. FSDP2 calls only two methods of a shard. So here shards stay plain float32 tensors with torchao's two methods as
+attributes, and nothing else depends on float8.
 """
 
 import logging
@@ -19,20 +19,20 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import Transformer
 
-MULTIPLE = 16  # of the sizes that the products take
+MULTIPLE = 16  # float8 matmuls need sizes that are multiples of this
 CAPABILITY = 8, 9
 DTYPE = torch.float8_e4m3fn
-LEAST = 1e-12  # torchao's EPS: the scale of zeros is finite
+LEAST = 1e-12  # torchao's EPS: keeps the scale of an all-zero weight finite
 
 
 def require_shapes(model: Transformer, shards: int) -> None:
-    """Check the linear layers of the blocks.
+    """Check that float8 supports the sizes of the blocks' linear layers.
 
     Args:
-        shards: ranks that share a copy of the model.
+        shards: number of ranks that shard a replica.
 
     Raises:
-        ConfigError: with the layers that float8 products or their gathering do not take.
+        ConfigError: names the first layer that float8 matmuls or gathering do not support.
     """
     wrong = []
     for name, layer in _linears(model):
@@ -47,10 +47,10 @@ def require_shapes(model: Transformer, shards: int) -> None:
 
 
 def convert(model: Transformer, mesh: DeviceMesh) -> None:
-    """Have the linear layers of the blocks multiply in float8; a CPU emulates it. Before sharding.
+    """Convert the blocks' linear layers to float8 matmuls, which a CPU emulates. Call it before sharding.
 
     Raises:
-        ConfigError: see `require_shapes`; or the GPU has no such products.
+        ConfigError: see `require_shapes`; or the GPU has no float8 matmuls.
     """
     require_shapes(model, mesh.shape[-1])
     emulate = mesh.device_type == "cpu"
@@ -60,7 +60,7 @@ def convert(model: Transformer, mesh: DeviceMesh) -> None:
             f"speed.float8 = true needs a GPU of compute capability {needed} or newer (L40, RTX 40, H100), but "
             f"{torch.cuda.get_device_name()} has {found}; speed.float8 = false works"
         )
-    # its import warns on each rank of kernels for other devices, which are not used
+    # importing torchao warns on each rank about kernels for other devices, which we do not use
     logging.getLogger("torchao").setLevel(logging.ERROR)
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -69,27 +69,27 @@ def convert(model: Transformer, mesh: DeviceMesh) -> None:
 
 
 def gather_in_float8(model: Transformer) -> None:
-    """Let the sharded weights of converted layers be cast before they are gathered. Call it after `apply_fsdp`."""
+    """Cast the sharded weights of converted layers before they are gathered. Call it after `apply_fsdp`."""
     weights: list[Weight] = []
 
     def before_forward(_model: nn.Module, _args: tuple[Any, ...]) -> None:
-        if not weights:  # now that the shards have storage
+        if not weights:  # only now do the shards have storage
             weights.extend(Weight(layer) for _, layer in _linears(model))
         update_scales(weights)
 
-    # before FSDP2's own, which prepares the parameters, and makes its streams wait for the scales
+    # before FSDP2's hook, which prepares the parameters and makes its streams wait for the scales
     model.register_forward_pre_hook(before_forward, prepend=True)
 
 
 class Weight:
-    """The shard of a converted layer's weight, and how it is cast."""
+    """The shard of a converted layer's weight, and torchao's tensor that casts it."""
 
     def __init__(self, layer: Any) -> None:
         from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
         assert isinstance(layer.weight, DTensor)
         self.sharded = layer.weight
-        self.shard: Tensor = layer.weight._local_tensor  # not `to_local`, which may make another tensor of its memory
+        self.shard: Tensor = layer.weight._local_tensor  # `to_local` may return a different tensor object
         self.cast = WeightWithDynamicFloat8CastTensor(self.shard, layer.linear_mm_config, DTYPE)
         for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
             setattr(self.shard, name, getattr(self.cast, name))
@@ -97,7 +97,7 @@ class Weight:
 
 @torch.no_grad()
 def update_scales(weights: list[Weight]) -> None:
-    """Compute the scale of each weight from the largest element on any rank. Collective, with one all-reduce."""
+    """Compute the scale of each weight from its largest element on any rank. Collective: one all-reduce."""
     largest = torch.stack(torch._foreach_norm([weight.shard for weight in weights], ord=math.inf))
     mesh = weights[0].sharded.device_mesh
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group(mesh.ndim - 1))
@@ -108,6 +108,6 @@ def update_scales(weights: list[Weight]) -> None:
 
 
 def _linears(model: Transformer) -> list[tuple[str, nn.Linear]]:
-    """Name and module of each linear layer of the blocks; the output matrix is none."""
+    """Return name and module of each linear layer in the blocks, without the output matrix."""
     modules = model.layers.named_modules(prefix="layers")
     return [(name, module) for name, module in modules if isinstance(module, nn.Linear)]

@@ -1,4 +1,4 @@
-"""Generation with sharded parameters: a forward per token, for which they stay gathered if they fit."""
+"""Generation with sharded parameters, which stay gathered between tokens if they fit."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,12 +11,12 @@ from torchtitan_lite.config.schema import FsdpConfig
 from torchtitan_lite.distributed.parallelize import evaluating, groups_of
 from torchtitan_lite.models import Transformer
 
-GATHERED_BYTES = 1 << 30  # on a CPU, whose free memory all ranks share
+GATHERED_BYTES = 1 << 30  # limit on a CPU, where all ranks share the memory
 
 
 @contextlib.contextmanager
 def generating(model: Transformer, config: FsdpConfig, device: torch.device) -> Iterator[None]:
-    """`evaluating`, with the parameters gathered by the first forward and kept, if they fit. Collective."""
+    """Enter `evaluating`; parameters stay gathered after the first forward, if they fit. Collective."""
     with evaluating(model):
         kept = _kept_gathered(model, config, device)
         for group, _ in kept:
@@ -27,14 +27,14 @@ def generating(model: Transformer, config: FsdpConfig, device: torch.device) -> 
 
 
 def _kept_gathered(model: Transformer, config: FsdpConfig, device: torch.device) -> list[tuple[FSDPModule, bool]]:
-    """The groups that can stay gathered, and whether they are otherwise freed after forward; none if all don't fit."""
+    """Return the groups to keep gathered, each with its reshard_after_forward; empty unless all fit."""
     if config.cpu_offload or type(config.reshard_after_forward) is int:
-        return []  # gathered parameters are on the GPU only for their use; torch can't restore the number
+        return []  # with offload, parameters must not stay on the GPU; torch can't restore the number
     groups = groups_of(model, config)
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     needed = sum(sizes[name] * group.param_dtype.itemsize for group in groups for name in group.parameters)
     room = GATHERED_BYTES
-    if device.type == "cuda":  # half of what is free or only kept by torch, as generation needs memory too
+    if device.type == "cuda":  # half of the memory that is free or cached by torch: generation needs some too
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         room = (torch.cuda.mem_get_info(device)[0] + kept) // 2
     fits = torch.tensor(needed <= room, dtype=torch.int64, device=device)

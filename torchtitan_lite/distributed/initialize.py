@@ -1,4 +1,4 @@
-"""Initial parameters that do not depend on the sharding, and the proof that every one of them was written.
+"""Initial parameters that do not depend on the sharding, and a check that every element was written.
 
 The usual recipe (to_empty, seed, reset_parameters) draws each shard from a random stream, so the model depends on the
 world size. Here each element is a function of the seed, the parameter's name and its index (normal_values.py): the same
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_lite.distributed.normal_values import normal_
-from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.models import Transformer
 
 
@@ -30,8 +30,8 @@ def materialise(model: Transformer, device: torch.device, seed: int, *, offload:
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, torch.empty_like(buffer, device=device))
-    model.tie_weights()  # to_empty unties: it makes a tensor for each name
-    for _, tensor in _tensors(model):  # NaN or the smallest integer: what stays unwritten is found
+    model.tie_weights()  # to_empty unties: it allocates a tensor for each name
+    for _, tensor in _tensors(model):  # NaN or the smallest integer marks unwritten elements
         tensor.fill_(math.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
     model.reset_parameters(functools.partial(normal_, seed))
     require_initialised(model)
@@ -42,14 +42,14 @@ def require_initialised(model: nn.Module) -> None:
     """Check every parameter and buffer of this rank.
 
     Raises:
-        RuntimeError: with each tensor that is on meta, not finite, unwritten, or a constant matrix.
+        RuntimeError: names each tensor that is on meta, not finite, unwritten, or a constant matrix.
     """
     problems = []
     for name, tensor in _tensors(model):
         if tensor.is_meta:
             problems.append(f"{name} is on the meta device")
         elif tensor.is_floating_point() and not tensor.isfinite().all():
-            problems.append(f"{name} holds values that are not finite: it was not initialised completely")
+            problems.append(f"{name} has values that are not finite: it was not fully initialised")
         elif not tensor.is_floating_point() and (tensor == torch.iinfo(tensor.dtype).min).any():
             problems.append(f"{name} was not initialised")
         elif tensor.ndim > 1 and tensor.numel() > 1 and (tensor == tensor.flatten()[0]).all():
@@ -59,6 +59,6 @@ def require_initialised(model: nn.Module) -> None:
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Name and local storage of each parameter and buffer."""
+    """Return the name and this rank's rows of each parameter and buffer."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    return [(name, local_rows(t)[0].detach()) for name, t in named]
+    return [(name, own_part(t)[0].detach()) for name, t in named]

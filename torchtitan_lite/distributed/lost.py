@@ -1,4 +1,4 @@
-"""Communication errors: whether another rank is gone or late, and a message instead of gloo's or NCCL's."""
+"""Tell whether a communication error means a dead or late rank, and replace gloo's and NCCL's messages."""
 
 import contextlib
 import re
@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torchtitan_lite.errors import StuckError
 from torchtitan_lite.process import env_int
 
-# Error texts of gloo, the store and NCCL when another process is gone or late. (Most of the latter two are DistErrors.)
+# Error texts of gloo, the store and NCCL when another process is gone or late. (The store and NCCL mostly raise
+# DistError.)
 _GONE = (
     "connection closed by peer",
     "connection reset by peer",
@@ -32,28 +33,28 @@ _LATE = (
     "timeout waiting for key",
     "collective operation timeout",
 )
-# NCCL's errors of this rank alone: wrong use, such as two ranks on one GPU, or a failed CUDA call
+# NCCL errors that concern only this rank: wrong use, such as two ranks on one GPU, or a failed CUDA call
 _LOCAL = "ncclinvalidusage", "ncclinvalidargument", "ncclunhandledcudaerror"
 
 
 def is_lost(error: RuntimeError) -> bool:
-    """Whether an error means that another rank is gone or too late."""
+    """Return whether an error means that another rank is gone or late."""
     text = str(error).lower()
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "triton")):
-        return False  # its text may quote any code, and the pipes of compiler processes break, too
+        return False  # the text may quote any code, and pipes to compiler processes break too
     if isinstance(error, dist.DistError):
         return not any(phrase in text for phrase in _LOCAL)
     return any(phrase in text for phrase in _GONE + _LATE)
 
 
 def is_gone(error: RuntimeError) -> bool:
-    """Whether an error of `is_lost` means that a connection was closed, rather than that a time limit was reached."""
+    """Return whether a lost rank's connection was closed (true), or a time limit was reached (false)."""
     text = str(error).lower()
     return any(phrase in text for phrase in _GONE) or not any(phrase in text for phrase in _LATE)
 
 
-def reset(who: str, error: RuntimeError) -> str:
-    """The message for an error of `is_gone`."""
+def gone_message(who: str, error: RuntimeError) -> str:
+    """Return the message for a closed connection (`is_gone`)."""
     return (
         f"connection reset: {who}. If that process printed no error, it was killed; dmesg on its machine names it if "
         f"the kernel did so for lack of memory. {shortened(error)}"
@@ -61,19 +62,19 @@ def reset(who: str, error: RuntimeError) -> str:
 
 
 def shortened(error: RuntimeError) -> str:
-    """The first line, without gloo's place in its source and its advice."""
+    """Return the error's first line, without gloo's source location and advice."""
     first = re.sub(r"^\[\S*\] ", "", str(error).splitlines()[0])
     return f"({first.partition('. This is typically caused')[0]})"
 
 
-def at_start(error: RuntimeError) -> str:
-    """The message while there is no Watchdog, which would know more."""
-    what = reset("a process died", error) if is_gone(error) else f"waited for the other ranks. {shortened(error)}"
-    return f"rank {env_int('RANK', 0)}, starting: {what}"
+def start_message(error: RuntimeError) -> str:
+    """Return the message during startup, before a Watchdog can add details."""
+    why = gone_message("a process died", error) if is_gone(error) else f"waited for the other ranks. {shortened(error)}"
+    return f"rank {env_int('RANK', 0)}, starting: {why}"
 
 
 @contextlib.contextmanager
-def explained(explain: Callable[[RuntimeError], str] = at_start) -> Iterator[None]:
+def explaining_lost_ranks(explain: Callable[[RuntimeError], str] = start_message) -> Iterator[None]:
     """Turn a communication error in this context into a StuckError."""
     try:
         yield

@@ -1,4 +1,4 @@
-"""Parameters that are sharded or computed in another way than the others: patterns in [fsdp] name them."""
+"""Patterns in [fsdp] that override the dtypes or the sharding of some parameters."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,7 +15,11 @@ from torchtitan_lite.errors import ConfigError
 def dtypes_of_group(
     group: str, parameters: list[str], config: FsdpConfig
 ) -> tuple[torch.dtype, torch.dtype, torch.dtype | None]:
-    """param_dtype, reduce_dtype and output_dtype, which all parameters of a group share."""
+    """Return a group's param_dtype, reduce_dtype and output_dtype.
+
+    Raises:
+        ConfigError: a pattern matches only a part of the group.
+    """
     first_with: dict[tuple[str, str, str], str] = {}
     for name in parameters:
         dtypes = {key: getattr(config, key) for key in ("param_dtype", "reduce_dtype", "output_dtype")}
@@ -36,13 +40,13 @@ def dtypes_of_group(
 def column_placement(
     model: nn.Module, patterns: Sequence[str], ranks: int
 ) -> Callable[[nn.Parameter], Shard | None] | None:
-    """For `fully_shard`: split the matrices that match a pattern at dim 1. None: all at dim 0.
+    """Return fully_shard's placement function, which splits matching matrices at dim 1. None: split all at dim 0.
 
-    A stack of experts (E, M, N) with fewer experts than ranks is split at dim 1 too, if that divides: otherwise some
-    ranks would hold nothing of it.
+    A stack of experts (E, M, N) with fewer experts than ranks is also split at dim 1, if `ranks` divides it. Otherwise
+    some ranks would have no part of it.
 
     Raises:
-        ConfigError: a pattern matches no matrix, or one whose dim 1 `ranks` does not divide.
+        ConfigError: a pattern matches no matrix, or `ranks` does not divide dim 1 of a matching matrix.
     """
     matrices = {name: p for name, p in model.named_parameters() if p.ndim > 1}
     wrong = list(unused("fsdp.shard_columns", list(matrices), patterns, field="", what="matrix"))

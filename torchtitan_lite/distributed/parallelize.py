@@ -4,17 +4,25 @@ Parameters are gathered in groups, in the order of forward:
 
     inputs (token and position embeddings) -> layers.0 -> ... -> layers.L-1 -> head (norm, output)
 
-fsdp.blocks_per_group puts several blocks into one. Tied inputs and head are one group, gathered throughout.
+fsdp.blocks_per_group puts several blocks into one group. Tied inputs and head are one group, which stays gathered
+through forward.
 
-Between its uses a parameter is a DTensor: each rank holds some of its rows, in float32. A group lives through a
-micro-batch in this way:
+Between uses a parameter is a DTensor: each rank has some of its rows, in float32. In a micro-batch, each group does
+this:
 
     forward     all-gather, in param_dtype; compute; free, unless reshard_after_forward is False
     backward    all-gather again, if freed; compute; free; reduce-scatter the gradients, in reduce_dtype
 
-So only the groups that compute or are prefetched are whole at a time, and the optimizer sees only shards. Exceptions:
-the head is not freed after forward, embeddings are not gathered for backward, and `reshard_after_backward = false`
-keeps everything for the next micro-batch.
+So only the computing and prefetched groups are gathered, and the optimizer sees only shards. Exceptions:
+
+    the head                          not freed after forward, unless reshard_after_forward is True: backward begins
+                                      with it (with speed.chunked_loss only its norm is needed)
+    untied embeddings                 not gathered for backward
+    reshard_after_backward = false    not freed after backward, so the next micro-batch's forward gathers nothing
+    grad_sync = "last"                whole gradients are kept until the last micro-batch
+
+With HSDP (fsdp.dp_replicate) a group's gradients are reduce-scattered in dp_shard, then all-reduced in dp_replicate.
+Both average, so together they average over all ranks, as train.py assumes.
 """
 
 import contextlib
@@ -30,7 +38,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torchtitan_lite.config.patterns import unused
 from torchtitan_lite.config.schema import FsdpConfig
 from torchtitan_lite.distributed.overrides import column_placement, dtypes_of_group
-from torchtitan_lite.distributed.post_forward import one_mesh
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import Transformer
 
@@ -39,7 +46,7 @@ from torchtitan_lite.models import Transformer
 class Group:
     """Modules whose parameters are gathered, cast and reduced together."""
 
-    name: str  # names of the modules, e.g. "norm, output"
+    name: str  # the modules' names, e.g. "norm, output"
     modules: list[nn.Module]
     parameters: list[str]
     param_dtype: torch.dtype
@@ -49,7 +56,7 @@ class Group:
 
 
 def groups_of(model: Transformer, config: FsdpConfig) -> list[Group]:
-    """The groups in the order of forward; with tied embeddings, inputs and head come last.
+    """Return the groups in forward order; with tied embeddings, inputs and head come last.
 
     Raises:
         ConfigError: a precision override matches nothing, or only a part of a group.
@@ -61,9 +68,9 @@ def groups_of(model: Transformer, config: FsdpConfig) -> list[Group]:
     wrong = []
     for modules in chain:
         parameters = list(dict.fromkeys(owned[id(p)] for module in modules for p in module.parameters()))
-        # True frees the parameters after forward (ZeRO-3), False keeps them for backward (ZeRO-2), and a number keeps
-        # a shard of them on so many neighbours. The head stays gathered, as backward starts with it. FSDP2 has the same
-        # rule for the root, which for us has no parameters.
+        # True frees the parameters after forward (ZeRO-3), False keeps them for backward (ZeRO-2), and N reshards them
+        # over N neighbours. The head stays gathered, because backward starts with it. FSDP2 has the same rule for the
+        # root, but our root has no parameters.
         reshard = config.reshard_after_forward
         if reshard == "default" or (not isinstance(reshard, bool) and modules is chain[-1]):
             reshard = modules is not chain[-1]
@@ -82,7 +89,7 @@ def groups_of(model: Transformer, config: FsdpConfig) -> list[Group]:
 
 
 def _chain(model: Transformer, size: int) -> list[list[nn.Module]]:
-    """The modules of each group, in the order of forward: up to `size` blocks of a stack; tied inputs with the head."""
+    """Return each group's modules in forward order: up to `size` blocks of a stack; tied inputs join the head."""
     blocks, layers, head = model.block_groups(), [], [model.norm, model.output]
     for n in model.config.stacks:
         stack, blocks = blocks[:n], blocks[n:]
@@ -98,8 +105,8 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, config: FsdpConfig) -> None
     Raises:
         ConfigError: see `groups_of` and `column_placement`.
     """
-    # param_dtype is that of the gathered copies; shards, and so the optimizer, stay float32. Without a reduce_dtype,
-    # FSDP2 would sum gradients over the ranks in param_dtype: in bfloat16, a sum loses what is less than 1/256 of it.
+    # param_dtype applies to gathered parameters; shards, and so the optimizer, stay float32. Without a reduce_dtype,
+    # FSDP2 would sum gradients over ranks in param_dtype: a bfloat16 sum drops addends below 1/256 of it.
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.param_dtype),
         reduce_dtype=getattr(torch, config.reduce_dtype),
@@ -110,6 +117,8 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, config: FsdpConfig) -> None
     placement = column_placement(model, config.shard_columns, mesh.shape[-1])
     with contextlib.ExitStack() as sharing:
         if type(config.reshard_after_forward) is int:
+            from torchtitan_lite.distributed.post_forward import one_mesh
+
             sharing.enter_context(one_mesh())
         for group in groups:
             mp_policy = replace(
@@ -126,10 +135,9 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, config: FsdpConfig) -> None
                 mp_policy=mp_policy,
                 offload_policy=offload,
             )
-    # The root would own what no group has, and keep it gathered from forward to backward; here that is nothing. But its
-    # first forward makes the groups share streams and buffers, its backward waits for their reduce-scatters in the end,
-    # and what is set on it, as in before_micro_batch, reaches all groups. It takes token ids, and returns a float32
-    # loss: nothing to cast.
+    # The root would own parameters outside all groups; here there are none. But its first forward makes the groups
+    # share streams and buffers, its backward ends by waiting for their reduce-scatters, and its setters (as in
+    # before_micro_batch) reach all groups. It takes token ids and returns a float32 loss: nothing to cast.
     fully_shard(model, mesh=mesh, mp_policy=replace(policy, cast_forward_inputs=False), offload_policy=offload)
     if not model.config.tie_embeddings:
         _fsdp(model.tok_embeddings).set_unshard_in_backward(False)  # a lookup's gradient needs no table
@@ -147,30 +155,31 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, config: FsdpConfig) -> None
 
 
 def _cast_first(dtype: torch.dtype, _module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Cast the activations that come from a group with another dtype.
+    """Cast the activations that come from a group with a different dtype.
 
-    `cast_forward_inputs` would also cast the other arguments, e.g. the rotary tables, which have to stay float32.
+    `cast_forward_inputs` would also cast the other arguments, but rotary tables must stay float32.
     """
     first, *others = args
     return (first.to(dtype) if first.is_floating_point() else first, *others)
 
 
 def _set_prefetch(chain: list[FSDPModule], config: FsdpConfig, tied: bool, device_type: str) -> None:
-    """While a group computes, gather the next forward_prefetch groups, or in backward the groups before it.
+    """While a group computes, gather the next forward_prefetch groups, or in backward the backward_prefetch before it.
 
     FSDP2's default gathers each group when forward reaches it; on CUDA this still overlaps, as the host runs ahead of
-    the device. In backward it gathers one group ahead, in the reverse of the order of forward. A list replaces this
-    default, it does not add to it: one group named here is one ahead, not two. (An empty list leaves the default.)
-    Each group ahead is one more that is whole at the same time.
+    the device. In backward it gathers one group ahead, in reverse forward order. A list replaces this default: one
+    group named here is one ahead, not two. (An empty list keeps the default.) Each group ahead is one more gathered
+    group in memory.
     """
-    # the tied group is gathered first, and still is when the head needs it
+    # the tied group is gathered first and stays gathered for the head
     forward_chain = [chain[-1], *chain[:-1]] if tied else chain
     for i, module in enumerate(forward_chain):
         module.set_modules_to_forward_prefetch(forward_chain[i + 1 : i + 1 + config.forward_prefetch])
     for i, module in enumerate(chain):
+        # untied embeddings are listed, too: with unshard_in_backward off, this gathers nothing
         module.set_modules_to_backward_prefetch(chain[max(i - config.backward_prefetch, 0) : i][::-1])
         if device_type == "cpu":
-            # or gloo's all-gather ends before the computation begins that it should overlap with
+            # otherwise gloo's all-gather ends before the computation begins, and nothing overlaps
             module._set_unshard_async_op(True)
 
 
@@ -183,7 +192,7 @@ def unshard_first(model: Transformer) -> None:
 
 
 def before_micro_batch(model: nn.Module, config: FsdpConfig, *, last: bool) -> None:
-    """Set whether the next backward reduces gradients and reshards; `last`: of its step."""
+    """Set whether the next backward reduces gradients and reshards; `last`: the step's last micro-batch."""
     root = _fsdp(model)
     if config.grad_sync == "last":
         root.set_requires_gradient_sync(last)
@@ -196,10 +205,10 @@ def before_micro_batch(model: nn.Module, config: FsdpConfig, *, last: bool) -> N
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module, *, compiled: bool = False) -> Iterator[None]:
-    """Evaluation mode, for forwards without a backward. Afterwards the model trains, and its parameters are DTensors.
+    """Switch to evaluation mode; afterwards, back to training mode with resharded parameters.
 
     Args:
-        compiled: whether compiled blocks are used; they are recompiled for each length.
+        compiled: use compiled blocks, which recompile for each length.
     """
     model.eval()
     with contextlib.nullcontext() if compiled else torch.compiler.set_stance("force_eager"):

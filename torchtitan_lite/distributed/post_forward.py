@@ -1,7 +1,7 @@
-"""One mesh for all groups with `reshard_after_forward = N`.
+"""Share one mesh between all groups with `reshard_after_forward = N`.
 
 torch (2.11 to 2.13) makes a DeviceMesh in every call of `fully_shard` with a number: two process groups, and on GPUs
-NCCL communicators, for each group of parameters. They are all the same, so one is enough.
+NCCL communicators, per group of parameters. All of them are the same, so one is enough.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def one_mesh() -> Iterator[None]:
-    """Calls of `fully_shard` in this context, all with the same mesh, share what torch makes for each N."""
+    """Make calls of `fully_shard` in this context, all with the same mesh, share torch's mesh for each N."""
     module: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
     make = module._get_post_forward_mesh_info
     made: dict[int, Any] = {}

@@ -10,57 +10,66 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]  # exported, but not by name
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchtitan_lite import process
 from torchtitan_lite.config.schema import FsdpConfig, RunConfig
-from torchtitan_lite.distributed.lost import explained
-from torchtitan_lite.distributed.rendezvous import Store, find_ranks
+from torchtitan_lite.distributed.lost import explaining_lost_ranks
+from torchtitan_lite.process import (
+    allow_open_files,
+    connect_lazily,
+    cpu_threads,
+    die_with_launcher,
+    env_int,
+    keep_freed_memory,
+)
 from torchtitan_lite.terminal import flush
 
 
 @dataclass(frozen=True)
-class World:
-    """This process among the others."""
+class Process:
+    """Rank, world size and device of this process."""
 
     rank: int
     world_size: int
     device: torch.device
     threads: int  # CPU threads of this rank
     local_world_size: int = 1  # ranks on this machine
-    untimed: dist.ProcessGroup | None = None  # for loads, see `untimed_group`; None: the default group
+    untimed: dist.ProcessGroup | None = None  # for saves and loads, see `untimed_group`; None: the default group
     store: Store | None = None  # of the process group; None: there is none
 
 
 @contextlib.contextmanager
-def process_group(run: RunConfig) -> Iterator[World]:
-    """A process group over all ranks that torchrun started, or a world of one under plain python.
+def process_group(run: RunConfig) -> Iterator[Process]:
+    """Open a process group over all of torchrun's ranks, or a world of one under plain python.
 
     Collectives of CPU tensors use gloo, those of CUDA tensors NCCL. Without an exception, the ranks wait for each other
-    at the end: torchrun ends the others as soon as one has exited with a code other than 0.
+    at the end: torchrun kills the others as soon as one exits with a nonzero code.
     """
-    device = choose_device(run.device, process.env_int("LOCAL_RANK", 0))
-    threads, _ = process.cpu_threads(run.threads)
+    device = choose_device(run.device, env_int("LOCAL_RANK", 0))
+    threads, _ = cpu_threads(run.threads)
     torch.set_num_threads(threads)
     if device.type == "cpu":
-        process.keep_freed_memory()
+        keep_freed_memory()
     if run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     use_tf32(run, device)
-    process.die_with_launcher()
-    process.allow_open_files()
+    die_with_launcher()
+    allow_open_files()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    with explained():
+    with explaining_lost_ranks():
         if "RANK" in os.environ:
+            from torchtitan_lite.distributed.rendezvous import find_ranks
+
             store, rank, world_size = find_ranks(run.start_timeout_minutes)
         else:
             store, rank, world_size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]  # exported, but not by name
-        process.connect_lazily(world_size)
+        connect_lazily(world_size)
         timeout = timedelta(minutes=run.start_timeout_minutes)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         limit_group_timeouts(run.timeout_minutes)
-        yield World(rank, world_size, device, threads, process.env_int("LOCAL_WORLD_SIZE", 1), untimed_group(), store)
+        yield Process(rank, world_size, device, threads, env_int("LOCAL_WORLD_SIZE", 1), untimed_group(), store)
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
@@ -70,14 +79,14 @@ _UNTIMED, NO_LIMIT_MINUTES = "untimed", 30 * 24 * 60.0
 
 
 def untimed_group() -> dist.ProcessGroup:
-    """A gloo group of all ranks without a timeout, for saves and loads. The watchdog ends those that hang."""
+    """Make a gloo group of all ranks without a timeout, for saves and loads. The watchdog ends hanging ones."""
     timeout = timedelta(minutes=NO_LIMIT_MINUTES)
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout, group_desc=_UNTIMED)
     return group
 
 
 def limit_group_timeouts(timeout_minutes: float = NO_LIMIT_MINUTES) -> None:
-    """Give every group but the untimed ones this timeout. The groups of a mesh start with torch's 30 minutes.
+    """Set the timeout of every group but the untimed one. A mesh's groups start with torch's 30 minutes.
 
     With a Watchdog there is no limit: NCCL would abort the process, and gloo raise, while another rank compiles.
     """
@@ -87,7 +96,7 @@ def limit_group_timeouts(timeout_minutes: float = NO_LIMIT_MINUTES) -> None:
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
-    """The device of this rank: of run.device, "auto", "cpu" or "cuda". A GPU becomes the current one."""
+    """Return this rank's device for run.device ("auto", "cpu" or "cuda"). A GPU becomes the current device."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     device = torch.device("cuda", local_rank)
@@ -96,13 +105,13 @@ def choose_device(name: str, local_rank: int) -> torch.device:
 
 
 def use_tf32(run: RunConfig, device: torch.device) -> None:
-    """Obey run.tf32. For the process: torch has no setting for a device."""
+    """Apply run.tf32 to the process: torch has no setting per device."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if run.tf32 else "highest")
 
 
 def build_mesh(config: FsdpConfig, device: torch.device) -> DeviceMesh:
-    """The mesh for `fully_shard`: axis dp_shard, or dp_replicate x dp_shard (HSDP)."""
+    """Build the mesh for `fully_shard`: axis dp_shard, or dp_replicate x dp_shard (HSDP)."""
     replicate, shard = config.mesh(dist.get_world_size())
     if replicate == 1:
         return init_device_mesh(device.type, (shard,), mesh_dim_names=("dp_shard",))

@@ -1,6 +1,6 @@
-"""What the ranks tell each other. An error of one rank is raised on all of them, so that none waits for it.
+"""Exchange values between ranks. An error on one rank is raised on all of them, so that none waits for it.
 
-Values travel as JSON. torch's own collectives of objects unpickle what arrives, which can run code.
+Values travel as JSON. torch's object collectives unpickle received data, which can run code.
 """
 
 import json
@@ -17,11 +17,11 @@ T = TypeVar("T")
 
 
 def on_rank0(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """The result of an action on the group's first rank, on all of its ranks. Without a process group, of this one.
+    """Run an action on the group's first rank; return its result on all ranks. Without a process group, run it here.
 
     Raises:
-        UserError: the action raised it; the other ranks raise one of the same class and text. After any other error of
-            the first rank they raise a StuckError.
+        UserError: the action raised it; the other ranks raise one of the same class and text. After any other error on
+            the first rank, they raise a StuckError.
     """
     if not dist.is_initialized():
         return action()
@@ -41,11 +41,11 @@ def on_rank0(action: Callable[[], T], group: dist.ProcessGroup | None = None) ->
 
 
 def on_all(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """The result of an action on each rank of the group, on every rank.
+    """Run an action on each rank of the group, and return all results on every rank.
 
     Raises:
-        UserError: on every rank, with the texts of all ranks that failed, and the class of the first of them (for an
-            error that is no UserError: StuckError). A rank with a bug raises that, and so does the only rank.
+        UserError: on every rank, with the texts of all failed ranks and the class of the first one's error (StuckError
+            if that is not a UserError). A rank with a bug raises its own error, and so does a single rank.
     """
     cause, outcome = None, list[Any]()
     try:
@@ -56,7 +56,7 @@ def on_all(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> l
     bug = not isinstance(cause, errors.UserError | OSError | MemoryError)
     if cause is not None and (bug or len(of_ranks) == 1):
         raise cause
-    failed: dict[str, tuple[int, str]] = {}  # by text: the first rank with it, and the class
+    failed: dict[str, tuple[int, str]] = {}  # by text: the first rank that failed with it, and the class
     for rank, (kind, value) in enumerate(of_ranks):
         if kind:
             failed.setdefault(value, (rank, kind))
@@ -68,18 +68,18 @@ def on_all(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> l
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The value of each rank of the group, on every rank."""
-    mine = _to_bytes(value)
+    """Return the values of all ranks of the group, on every rank."""
+    own = _to_bytes(value)
     sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.tensor([len(mine)], device="cpu"), group)
+    dist.all_gather(sizes, torch.tensor([len(own)], device="cpu"), group)
     longest = max(int(size) for size in sizes)
     data = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in sizes]
-    dist.all_gather(data, torch.cat([mine, mine.new_zeros(longest - len(mine))]), group)
+    dist.all_gather(data, torch.cat([own, own.new_zeros(longest - len(own))]), group)
     return [_from_bytes(each[: int(size)]) for each, size in zip(data, sizes, strict=True)]
 
 
 def _broadcast(data: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
-    """The first rank's bytes, on every rank."""
+    """Return the first rank's bytes, on every rank."""
     source = dist.get_global_rank(group, 0) if group else 0
     size = torch.tensor([0 if data is None else len(data)], device="cpu")
     dist.broadcast(size, source, group)
@@ -95,7 +95,7 @@ def _described(error: Exception) -> list[Any]:
 
 
 def _error(kind: str, text: str) -> errors.UserError:
-    """The error of another rank, by `_described`."""
+    """Return the error that another rank sent by `_described`."""
     error: errors.UserError = getattr(errors, kind, errors.UserError)(text)
     error.follows = True
     return error

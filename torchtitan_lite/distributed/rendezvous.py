@@ -15,7 +15,7 @@ from torchtitan_lite.errors import BusyError, ConfigError, StuckError
 
 
 def find_ranks(timeout_minutes: float) -> tuple[Store, int, int]:
-    """The store, this rank and the world size.
+    """Return the store, this rank and the world size.
 
     Raises:
         ConfigError: torchrun's environment is incomplete.
@@ -38,17 +38,17 @@ def find_ranks(timeout_minutes: float) -> tuple[Store, int, int]:
     except dist.DistStoreError as error:
         raise StuckError(
             f"rank {os.environ['RANK']}, starting: not all ranks arrived within run.start_timeout_minutes = "
-            f"{timeout_minutes:g} ({str(error).splitlines()[0]}). A process or its machine died while it started, or "
-            "still prepares its data: then prepare it before, or set a longer limit"
+            f"{timeout_minutes:g} ({str(error).splitlines()[0]}). A process or its machine died during its start, or "
+            "still prepares the data: then prepare it first, or set a longer limit"
         ) from None
 
 
 def _store_of_this_attempt(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """The store under a prefix that no earlier attempt has used.
+    """Return the store under a prefix that no earlier attempt has used.
 
-    torchrun's store outlives a restart and still holds the keys of dead ranks. TORCHELASTIC_RESTART_COUNT does not
-    identify the attempt: each machine counts its own failures. So rank 0 chooses a prefix, under which each process
-    registers. A process has the right prefix if rank 0 lists that process there as a member of the world.
+    torchrun's store outlives a restart and still contains dead ranks' keys. TORCHELASTIC_RESTART_COUNT does not
+    identify the attempt: each machine counts its own failures. So rank 0 chooses a prefix, and each process registers
+    under it. A process has the right prefix once rank 0 lists it there as a member.
 
     Raises:
         DistStoreError: a rank did not register within the timeout.

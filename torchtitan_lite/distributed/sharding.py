@@ -1,17 +1,17 @@
-"""Which part of a parameter this rank holds: some rows, or with `fsdp.shard_columns` some columns."""
+"""This rank's part of a parameter: some rows, or with `fsdp.shard_columns` some columns."""
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 
 def shard_dim(parameter: Tensor) -> int:
-    """The dim that is split over the ranks; 0 also if none is."""
+    """Return the dim that is split over the ranks; 0 also if none is."""
     placements = parameter.placements if isinstance(parameter, DTensor) else ()
     return next((placement.dim for placement in placements if isinstance(placement, Shard)), 0)
 
 
-def local_rows(parameter: Tensor) -> tuple[Tensor, int]:
-    """This rank's part of a parameter, and the index of its first row; of `shard_dim`, where that is not dim 0.
+def own_part(parameter: Tensor) -> tuple[Tensor, int]:
+    """Return this rank's part of a parameter, and the index of its first row (or column, if `shard_dim` is 1).
 
     `fully_shard` splits a dim as torch.chunk does: ceil(rows / ranks) each, fewer or none on the last ranks.
     """

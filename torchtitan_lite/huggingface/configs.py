@@ -508,6 +508,10 @@ def to_hf_config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
     kind = KINDS[model_type]
     content: Content = {"architectures": [kind.architecture], "model_type": model_type, "dtype": "float32"}
     if model_type == "t5":
+        if config.tie_embeddings != config.scale_output:
+            raise CheckpointError(
+                "no version of transformers reads a T5 in which model.tie_embeddings and model.scale_output differ"
+            )
         content |= {"is_encoder_decoder": True, "decoder_start_token_id": 0, "pad_token_id": 0}
     elif model_type not in ("llama", "qwen2", "qwen3", "gpt2"):  # their default may not be in the vocabulary
         content["pad_token_id"] = None
@@ -540,8 +544,7 @@ def _values(config: ModelConfig) -> Content:
         "no_rope_layers": [int(kind != "nope") for kind in kinds],
         **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop", "dropout_rate"), config.dropout),
         "feed_forward_proj": "gated-gelu" if config.gated else "relu",
-        # Of a T5. transformers 4 and 5 read false as: do not scale. Only version 4 also unties the head, so an unscaled
-        # model is written with a head of its own. Version 4 can't read a scaled model with one.
+        # Of a T5. transformers 4 and 5 read false as: do not scale. Only version 4 also unties the head.
         "tie_word_embeddings": config.scale_output,
     }
     if config.rope_factor > 1:

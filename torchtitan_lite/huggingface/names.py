@@ -160,7 +160,7 @@ def from_hf(weights: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
         table = {theirs: ours for ours, theirs in _TABLES[family].items()}
         skipped = ("rotary_emb.inv_freq",)  # in old checkpoints
         if family == "olmo_hybrid":
-            weights = _as_released(weights)
+            weights = {name: t.flatten(1) if "_conv1d." in name else t for name, t in weights.items()}
         return {rename(name, table): tensor for name, tensor in weights.items() if not name.endswith(skipped)}
     if family == "t5":
         stacks = (rf"{stack}\.block\.\d+\.layer\.0\.layer_norm\.weight" for stack in ("encoder", "decoder"))
@@ -187,27 +187,6 @@ def from_hf(weights: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
         else:
             ours[renamed] = whole
     return ours
-
-
-def _as_released(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of an OLMo Hybrid as in the released files, with convolutions of the shape (channels, taps).
-
-    transformers 5.23 reads those and others: it saves attention layers with a name of the recurrent layers' norms, and
-    cuts the convolutions of a layer into equal thirds, though those of the values are as long as the others together.
-    """
-    weights = dict(weights)
-    for name in [name for name in weights if name.endswith(".feedforward_layer_norm.weight")]:
-        if name.replace("feedforward_layer_norm", "self_attn.q_proj") in weights:
-            weights[name.replace("feedforward_layer_norm", "post_attention_layernorm")] = weights.pop(name)
-    for name in [name for name in weights if name.endswith(".linear_attn.q_conv1d.weight")]:
-        names = [name.replace("q_conv1d", conv) for conv in ("q_conv1d", "k_conv1d", "v_conv1d")]
-        parts = [weights[one].flatten(1) for one in names if one in weights]
-        if len(parts) < 3 or len({(part.dtype, part.shape[1]) for part in parts}) > 1:
-            raise CheckpointError(f"{name} should have the width of the other two convolutions of its layer")
-        whole = torch.cat(parts)
-        quarter = len(whole) // 4
-        weights |= dict(zip(names, whole.split([quarter, quarter, len(whole) - 2 * quarter]), strict=True))
-    return weights
 
 
 def drop_tied(weights: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:

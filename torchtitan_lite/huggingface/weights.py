@@ -1,7 +1,7 @@
 """Reads and writes Hugging Face models of the families in names.py.
 
-A folder holds config.json and model.safetensors, or shards of it with an index. Files are memory-mapped: on import each
-rank reads only its own rows, and an export holds one tensor at a time.
+A folder holds config.json and model.safetensors, or shards of it with an index; an export writes one file. Files are
+memory-mapped: on import each rank reads only its own rows, and an export holds one tensor at a time.
 """
 
 import json
@@ -25,6 +25,7 @@ from torchtitan_lite.checkpointing.safetensors_file import specs_of, write_tenso
 from torchtitan_lite.checkpointing.tensor_names import prefix
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.families import FAMILIES
+from torchtitan_lite.config.registry import is_own
 from torchtitan_lite.config.schema import Config, ModelConfig
 from torchtitan_lite.config.sections.model import started_from
 from torchtitan_lite.data import tokenizer as bpe
@@ -35,7 +36,6 @@ from torchtitan_lite.huggingface.stacks import stacked, unstacked
 from torchtitan_lite.optim.average import KEY
 
 INDEX = "model.safetensors.index.json"
-MAX_SHARD_BYTES = 5_000_000_000  # of an exported file, as in transformers
 
 
 def find_weights(path: Path, config: ModelConfig, mode: str = "full") -> tuple[Path, list[str]]:
@@ -62,7 +62,9 @@ def find_weights(path: Path, config: ModelConfig, mode: str = "full") -> tuple[P
     ours = config.resolved()
     saved = {f"model.{key}": value for key, value in theirs.items()}
     expected = {f"model.{key}": ours[key] for key in theirs}
-    storage.compare(folder, saved, expected, "model", "set [model] to the folder's values, or train from the beginning")
+    storage.require_equal(
+        folder, saved, expected, "model", "set [model] to the folder's values, or train from the beginning"
+    )
     return folder, notes
 
 
@@ -153,9 +155,7 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
     return weights
 
 
-def export(
-    source: Path, out: Path, max_shard_bytes: int = MAX_SHARD_BYTES, *, ema: bool = False
-) -> tuple[str, list[str]]:
+def export(source: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str]]:
     """Write a checkpoint, or a run's newest complete one, as a Hugging Face folder in float32.
 
     The folder is written under a temporary name and renamed at the end. Memory: one tensor.
@@ -171,10 +171,12 @@ def export(
     """
     folder, notes = find(source)
     state = storage.read_state(folder)
+    if is_own(family := state.config["model.family"]):
+        raise CheckpointError(f"{folder}: there is no Hugging Face format for a family of your own, {family}")
     config = saved_config(folder, state.config).model
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise CheckpointError(f"{out} exists already; name a new folder")
-    weights = with_head(read_weights(folder, ema=ema), config)
+    weights = read_weights(folder, ema=ema)
     content = to_hf_config(config, weights.specs["tok_embeddings.weight"][1][0])
     temporary = out.with_name(f".{out.name}.tmp")
     try:
@@ -188,7 +190,8 @@ def export(
         if config.family != "t5":
             content["bos_token_id"] = state.end_token
         (temporary / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        _write_shards(temporary, unstacked(weights) if config.has_experts else weights, config.family, max_shard_bytes)
+        tensors = unstacked(weights) if config.has_experts else weights
+        _write_model(temporary / "model.safetensors", tensors, config.family)
         if out.is_dir():
             out.rmdir()
         temporary.rename(out)
@@ -219,51 +222,10 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, end: int, config: Model
     (folder / "tokenizer_config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def with_head(weights: LazyTensors, config: ModelConfig) -> LazyTensors:
-    """The tensors to export, by our names: those of a T5 with tied embeddings that are not scaled have a head as well.
-
-    See configs._values.
-
-    Raises:
-        CheckpointError: no version of transformers reads such a T5.
-    """
-    if config.family != "t5" or config.tie_embeddings == config.scale_output:
-        return weights
-    if config.scale_output:
-        raise CheckpointError(
-            "transformers can't read a T5 with model.scale_output = true and a head of its own (tie_embeddings = false)"
-        )
-    head, table = "output.weight", "tok_embeddings.weight"
-    specs = {**weights.specs, head: weights.specs[table]}
-    return LazyTensors(specs, lambda name: weights[table if name == head else name])
-
-
-def _write_shards(folder: Path, weights: Mapping[str, Tensor], family: str, max_bytes: int) -> None:
-    """Write model.safetensors, or files of at most max_bytes (unless one tensor is larger) with an index."""
+def _write_model(file: Path, weights: Mapping[str, Tensor], family: str) -> None:
     specs = dcp_storage.specs(weights)
     parts = hf_names(specs, family)
     theirs = specs_of(
         {name: to_hf(ours, lambda n: torch.empty(specs[n][1], device="meta"), family) for name, ours in parts.items()}
     )
-    files: list[list[str]] = [[]]
-    room = max_bytes
-    for name, (dtype, shape) in theirs.items():
-        size = dtype.itemsize * torch.Size(shape).numel()
-        if files[-1] and size > room:
-            files.append([])
-            room = max_bytes
-        files[-1].append(name)
-        room -= size
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(files, start=1):
-        file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
-        write_tensors(
-            folder / file,
-            {name: theirs[name] for name in names},
-            lambda name: to_hf(parts[name], lambda ours: weights[ours].float(), family),
-        )
-        weight_map |= dict.fromkeys(names, file)
-    if len(files) > 1:
-        total = sum((folder / file).stat().st_size for file in set(weight_map.values()))
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    write_tensors(file, theirs, lambda name: to_hf(parts[name], lambda ours: weights[ours].float(), family))

@@ -1,6 +1,6 @@
-"""Causal attention by PyTorch's kernels, within a window if a layer has one; its mask of documents; its cache.
+"""Causal attention by PyTorch's kernels, with optional windows; document masks; the key-value cache.
 
-cuda_attention.py chooses the kernel on a GPU. A CPU has a faster way for short sequences: cpu/attention.py.
+cuda_attention.py chooses the kernel on a GPU. On a CPU, cpu/attention.py is faster for short sequences.
 """
 
 from typing import Any
@@ -9,19 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_lite.models import cuda_attention
-
 
 def within_documents(positions: Tensor, *, dense: bool, window: int = 0) -> Any:
-    """A causal mask that confines attention to each document, and to a window.
+    """Return a causal mask that keeps attention within a document and a window.
 
     Args:
         positions: (B, T) int64; a document begins at position 0.
         dense: return a (B, 1, T, T) bool tensor for scaled_dot_product_attention. Otherwise return a BlockMask for
-            FlexAttention, which skips blocks of other documents, and those before the window.
-        window: the keys that a query sees, its own and those before it; 0: all of its document.
+            FlexAttention, which skips blocks of other documents and blocks before the window.
+        window: number of keys that a query sees, up to its own; 0: all of its document.
     """
     if not dense:
+        from torchtitan_lite.models import cuda_attention
+
         return cuda_attention.block_mask(positions, window)
     documents = (positions == 0).cumsum(1)  # (B, T), the index of each token's document
     mask = (documents[:, :, None] == documents[:, None, :]).tril()
@@ -29,14 +29,16 @@ def within_documents(positions: Tensor, *, dense: bool, window: int = 0) -> Any:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, dropout: float = 0.0, window: int = 0) -> Tensor:
-    """Attention, (B, T, H, E) and twice (B, S, K, E) -> (B, T, H, E). The queries are those of the last T tokens.
+    """Compute attention, (B, T, H, E) and twice (B, S, K, E) -> (B, T, H, E). Queries belong to the last T tokens.
 
     Args:
-        k, v: H / K queries in a row share a head of these.
-        mask: from within_documents, with the window. None: causal, within the window.
-        window: the keys that a query sees, its own and those before it; 0: all.
+        k, v: each head serves H / K consecutive query heads.
+        mask: from within_documents, with the same window. None: causal, within the window.
+        window: number of keys that a query sees, up to its own; 0: all.
     """
     if q.is_cuda or not (mask is None or isinstance(mask, Tensor)):
+        from torchtitan_lite.models import cuda_attention
+
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         return cuda_attention.attend(q, k, v, mask, dropout, causal(q, k, window)).transpose(1, 2)
     if q.shape[2] != k.shape[2]:  # copying shared heads is faster on the CPU than SDPA's enable_gqa
@@ -47,7 +49,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, dropout: float = 0
 
 
 def causal(q: Tensor, k: Tensor, window: int = 0) -> dict[str, Any]:
-    """Arguments that make SDPA causal. The queries, (B, H, T, E), belong to the last T tokens of `k`."""
+    """Return the arguments that make SDPA causal. Queries (B, H, T, E) belong to the last T tokens of `k`."""
     n, of = q.shape[2], k.shape[2]
     if 0 < window < of:
         return {
@@ -55,7 +57,7 @@ def causal(q: Tensor, k: Tensor, window: int = 0) -> dict[str, Any]:
         }
     if n == of:
         return {"is_causal": True}
-    if n == 1:  # it sees all keys: a mask would rule out kernels, and have shared heads copied
+    if n == 1:  # it sees all keys; a mask would rule out kernels and copy shared heads
         return {}
     return {"attn_mask": torch.ones(n, of, dtype=torch.bool, device=q.device).tril(of - n)}
 
@@ -64,11 +66,11 @@ class KeysValues:
     """The key-value cache of one layer, for generation.
 
     Args:
-        window: the keys that a token of this layer sees, its own included: older ones are dropped. 0: none are.
+        window: number of keys that a token sees, up to its own; older keys are dropped. 0: keep all.
     """
 
     def __init__(self, window: int = 0) -> None:
-        self.length = 0  # tokens so far, dropped ones too
+        self.length = 0  # tokens so far, including dropped ones
         self._window = window
         self._kept: tuple[Tensor, Tensor] | None = None
 
@@ -77,6 +79,6 @@ class KeysValues:
         self.length += k.shape[1]
         if self._kept is not None:
             k, v = torch.cat((self._kept[0], k), dim=1), torch.cat((self._kept[1], v), dim=1)
-        first = max(k.shape[1] + 1 - self._window, 0) if self._window else 0  # that the next token can see
+        first = max(k.shape[1] + 1 - self._window, 0) if self._window else 0  # the first one that the next token sees
         self._kept = k[:, first:], v[:, first:]
         return k, v

@@ -1,11 +1,11 @@
-"""The loss of the output matrix, in chunks of tokens: the logits of only one chunk exist at a time.
+"""The output matrix and the loss, in chunks of tokens: only one chunk's logits exist at a time.
 
 Forward computes the gradients too. The gradient of a summed cross-entropy with respect to the logits is
 softmax - onehot, times a factor that only backward knows. So forward computes the gradients without that factor and
 frees each chunk's logits: memory does not grow with tokens times vocabulary.
 
-On a GPU all three products want aligned rows, so a vocabulary such as 50,257 is padded to a multiple of 64: by logits
-of -inf, whose gradient is 0, and rows of zeros in a copy of the weight.
+On a GPU all three matmuls need aligned rows. A vocabulary such as 50,257 is padded to a multiple of 64, with zero rows
+in a copy of the weight, and logits of -inf, whose gradient is 0.
 """
 
 from typing import Any
@@ -13,16 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_lite.models import loss_operators
 from torchtitan_lite.models.loss import IGNORE
 
-LOGITS_BYTES = 1 << 30  # of a chunk's logits. They bound memory; each chunk costs a pass over the weight's gradient
+LOGITS_BYTES = 1 << 30  # per chunk; smaller chunks save memory, but each costs a pass over the weight's gradient
 
 
 def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
-    """summed_cross_entropy(x @ weight.T, targets, z_loss), a chunk of tokens at a time.
+    """Compute summed_cross_entropy(x @ weight.T, targets, z_loss), a chunk of tokens at a time.
 
-    Logits are rounded to the dtype of `x`. Softmax, loss and the sum of the weight's gradient are float32.
+    Logits are rounded to the dtype of `x`. Softmax, loss and the accumulated weight gradient are float32.
 
     Args:
         x: (B, T, D), any float dtype.
@@ -36,15 +35,17 @@ def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, z_loss: fl
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """x (N, D), weight (V, D), targets (N,), whether their gradients are wanted, and z_loss -> ()."""
+    """x (N, D), weight (V, D), targets (N,), two flags for the gradients to compute, z_loss -> ()."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_dw: bool, z_loss: float
     ) -> Tensor:
+        from torchtitan_lite.models import loss_operators
+
         vocab_size, wants = len(weight), wants_dx or wants_dw
         padding = loss_operators.padding(x, vocab_size)
-        if padding and wants:  # for forward alone, the copy would cost more than it saves
+        if padding and wants:  # in evaluation, the copy would cost more than it saves
             weight = loss_operators.with_zero_rows(weight, padding)
         chunk = chunk_size(len(x), vocab_size + padding, x.element_size())
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
@@ -61,7 +62,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if dx is not None:
                 torch.mm(logits, weight, out=dx[start : start + chunk])
             if dw is not None:
-                loss_operators.add_product(dw, logits.T, part, first=start == 0)
+                loss_operators.add_matmul_(dw, logits.T, part, first=start == 0)
         if dw is not None:
             dw = dw[:vocab_size] if len(x) else dw[:vocab_size].zero_()
         ctx.save_for_backward(dx, dw)
@@ -73,13 +74,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         dx, dw = ctx.saved_tensors
         if dx is not None:
             dx = (dx * grads[0]).to(dx.dtype)
-        if dw is not None:  # in one pass, without a float32 product
+        if dw is not None:  # scale and cast in one pass
             dw = torch.mul(dw, grads[0], out=torch.empty(dw.shape, dtype=ctx.dtype, device=dw.device))
         return dx, dw, *(None,) * 4
 
 
 def chunk_size(n: int, vocab_size: int, itemsize: int) -> int:
-    """Tokens per chunk: equal chunks of at most LOGITS_BYTES, in multiples of 128 (or all)."""
+    """Return the tokens per chunk: equal chunks of at most LOGITS_BYTES, in multiples of 128 (or all)."""
     most = max(LOGITS_BYTES // (vocab_size * itemsize) // 128 * 128, 128)
     even = -(-n // max(-(-n // most), 1))
     return max(min(-(-even // 128) * 128, most), 1)

@@ -1,8 +1,8 @@
 """Attention on a GPU: PyTorch's fused kernels, and FlexAttention within documents and windows.
 
-SDPA's kernels are tried in the order cuDNN, flash, efficient, math: on an H100 with heads of 128, cuDNN reaches twice
-the rate of PyTorch's flash kernel (pytorch issue 142132). On other GPUs flash comes first: on an A100, cuDNN was
-measured at 0.82 of its rate. torch's own order is similar, but depends on its version.
+SDPA's kernels are tried in the order cuDNN, flash, efficient, math: on an H100 with heads of 128, cuDNN is twice as
+fast as PyTorch's flash kernel (pytorch issue 142132). On other GPUs flash comes first: on an A100, cuDNN ran at 0.82 of
+flash's speed. torch's own order is similar, but depends on its version.
 """
 
 import functools
@@ -19,21 +19,22 @@ FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float, causal: dict[str, Any]) -> Tensor:
-    """Attention of (B, H, T, E) queries and (B, K, S, E) keys and values -> (B, H, T, E); H is a multiple of K.
+    """Compute attention of (B, H, T, E) queries, (B, K, S, E) keys and values -> (B, H, T, E); H is a multiple of K.
 
     Args:
         mask: from attention.within_documents, or None.
-        causal: what makes SDPA causal, without a mask.
+        causal: without a mask, the arguments that make SDPA causal.
     """
     shared = q.shape[1] != k.shape[1]
     if mask is not None and not isinstance(mask, Tensor):
         return _flex_attention()(q, k, v, block_mask=mask, **({"enable_gqa": True} if shared else {}))
     options = causal if mask is None else {"attn_mask": mask}
-    # Without a kernel for it, enable_gqa computes all T x S scores: then copying the shared heads is better.
+    # Without a fused kernel, enable_gqa computes all T x S scores: copying the shared heads is then better.
     grouped = shared and "attn_mask" not in options and _takes_groups(q)
     if shared and not grouped:
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
-    # cuDNN before 9.15.1 was wrong for other lengths, later ones make NaN of some masks (pytorch issues 169849, 196678)
+    # cuDNN before 9.15.1 is wrong for other lengths; later versions return NaN for some masks (pytorch issues 169849,
+    # 196678)
     prefers_cudnn = "is_causal" in options and q.shape[2] % 128 == 0 and cudnn_is_faster()
     first = [SDPBackend.CUDNN_ATTENTION] if prefers_cudnn else []
     with sdpa_kernel(first + FUSED, set_priority=True):
@@ -41,49 +42,47 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float, causal: d
 
 
 def attend_with_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dropout: float) -> Tensor:
-    """Unscaled attention with scores q k^T + bias, (B, H, T, S), which gets a gradient: by the efficient kernel."""
+    """Compute unscaled attention with scores q k^T + bias, (B, H, T, S). The efficient kernel can train the bias."""
     with sdpa_kernel(FUSED, set_priority=True):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=1.0)
 
 
 def _takes_groups(q: Tensor) -> bool:
-    """Whether the flash kernel computes heads that share keys and values. (Where it does, so does cuDNN's.)
+    """Return whether the flash kernel supports shared key and value heads. (cuDNN's then does too.)
 
-    By the rules of torch's sdp_utils.cpp, not by can_use_flash_attention: torch.compile can't trace that one.
+    Follows torch's sdp_utils.cpp, because torch.compile can't trace can_use_flash_attention.
     """
-    # longer heads only without gradients on some GPUs
+    # some GPUs support longer heads only without gradients
     return flash_works() and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 192
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def flash_works() -> bool:
-    """Whether PyTorch has a flash kernel, and the GPU is an A100 or newer."""
+    """Return whether PyTorch has a flash kernel, and the GPU is an A100 or newer."""
     return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability() >= (8, 0)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def cudnn_is_faster() -> bool:
-    """Whether the GPU is one for which torch too prefers cuDNN's kernel: of compute capability 9 or 10."""
+    """Return whether the GPU has compute capability 9 or 10, for which torch also prefers cuDNN."""
     return torch.cuda.get_device_capability()[0] in (9, 10)
 
 
 def block_mask(positions: Tensor, window: int = 0) -> Any:
-    """The BlockMask of causal attention within documents, for FlexAttention, which skips blocks of other documents.
+    """Return FlexAttention's BlockMask for causal attention within documents.
 
-    It skips blocks before the window as well.
-
-    Equal to `create_block_mask`'s, which first makes the whole mask, (B, T, T). Here a block of queries and a block of
-    keys are compared by their first and last document.
+    FlexAttention skips blocks of other documents and blocks before the window. The result equals `create_block_mask`'s,
+    which first builds the whole (B, T, T) mask. Here, blocks are compared by their first and last document only.
 
     Args:
         positions: (B, T) int64; a document begins at position 0.
-        window: the keys that a query sees, its own and those before it; 0: all of its document.
+        window: number of keys that a query sees, up to its own; 0: all of its document.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
     documents = (positions == 0).cumsum(1)  # (B, T), the index of each token's document; never decreases
     length = documents.shape[1]
-    first = documents[:, ::BLOCK]  # (B, N), of each block
+    first = documents[:, ::BLOCK]  # (B, N), the first document of each block
     ends = torch.arange(BLOCK - 1, length + BLOCK - 1, BLOCK, device=positions.device).clamp(max=length - 1)
     last = documents[:, ends]
     n = first.shape[1]
@@ -93,7 +92,7 @@ def block_mask(positions: Tensor, window: int = 0) -> Any:
     # (B, 1, N, N): queries down, keys across
     full = earlier & complete & (last[:, :, None] == first[:, None, :])
     some = same | earlier & (first[:, :, None] <= last[:, None, :])
-    if window:  # by the distances between two blocks: the largest, and the smallest
+    if window:  # full: the largest distance between two blocks is inside; some: the smallest is
         between = BLOCK * (torch.arange(n, device=positions.device)[:, None] - torch.arange(n, device=positions.device))
         full &= between + BLOCK <= window
         some &= same | (between - BLOCK + 1 < window)
@@ -110,17 +109,14 @@ def block_mask(positions: Tensor, window: int = 0) -> Any:
 
 
 def _in_order(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """The number of blocks of keys for each block of queries, (B, 1, N) int32, and their indices, (B, 1, N, N) int32.
-
-    Indices of other blocks follow.
-    """
+    """Return how many key blocks each query block needs, (B, 1, N), and key blocks with these first, (B, 1, N, N)."""
     chosen = blocks.to(torch.int32)
     order = torch.argsort(chosen, dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
 
 def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A compiled function whose result selective checkpointing can keep: it sees it only with this option."""
+    """Compile a function so that selective checkpointing can see, and keep, its result."""
     try:
         return torch.compile(function, options={"wrap_inductor_compiled_regions": True})
     except RuntimeError:  # this torch has no such option
@@ -135,8 +131,8 @@ def _flex_attention_compiled() -> Callable[..., Any]:
 
 
 def _flex_attention() -> Callable[..., Any]:
-    """FlexAttention, compiled: it is a fused kernel only then."""
-    if torch.compiler.is_compiling():  # as a part of its block
+    """Return FlexAttention, compiled: only then is it a fused kernel."""
+    if torch.compiler.is_compiling():  # the block's compilation includes it
         from torch.nn.attention.flex_attention import flex_attention
 
         return flex_attention

@@ -1,20 +1,24 @@
-"""Qwen3-MoE and OLMoE: Llama whose feed-forward is a choice of experts for each token (Shazeer et al., 2017).
+"""Qwen3-MoE and OLMoE: Llama with a mixture-of-experts feed-forward (Shazeer et al., 2017).
 
-A router scores all experts, and the token's output is the weighted sum of those of the best `experts_per_token`. No
-token is dropped. Between the products, tokens are sorted by expert:
+A router scores all experts for each token. The output is the weighted sum of the best `experts_per_token` experts. No
+token is dropped. For the matmuls, tokens are sorted by expert:
 
     x (N, D) -> scores (N, E) -> the k best (N, k) -> rows by expert (N k, D) -> SwiGLU -> back in order -> sum over k
 
-Experts that get few tokens learn little, so two things keep loads even. `train.router_aux_loss` adds a loss to the
-gradients (Fedus et al., 2021; Switch Transformers), as `transformers` computes it, but of each layer by itself:
+Experts that get few tokens learn little, so two mechanisms balance the loads.
 
-    E sum over e of (share of the tokens that chose e) (mean probability of e)
+`train.router_aux_loss` adds a loss to the gradients (Fedus et al., 2021; Switch Transformers), as in `transformers`,
+but for each layer separately:
 
-over the tokens with a target of one micro-batch of a rank: a mean over the global batch would need a collective in each
-forward. `model.router_bias` adds a bias to the scores, for the choice only, which after each step grows for experts
-with less than the mean load of the global batch, and shrinks for the others (Wang et al., 2024; DeepSeek-V3).
+    E * sum over e of (share of the tokens that chose e) * (mean probability of e)
 
-Shapes: N tokens, D dim, E experts, k of them for each token, F hidden_dim.
+The sum covers the tokens with a target in one micro-batch on one rank: a mean over the global batch would need a
+collective in each forward.
+
+`model.router_bias` adds a bias to the scores, used only to choose experts. After each step it grows for experts below
+the mean load of the global batch, and shrinks for the others (Wang et al., 2024; DeepSeek-V3).
+
+Shapes: N tokens, D dim, E experts, k experts per token, F hidden_dim.
 """
 
 from typing import Any
@@ -26,7 +30,7 @@ from torch import Tensor, nn
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.models import llama, olmo
 from torchtitan_lite.models.attention import KeysValues
-from torchtitan_lite.models.grouped_products import grouped_product
+from torchtitan_lite.models.grouped_matmul import grouped_matmul
 from torchtitan_lite.models.loss import IGNORE
 
 
@@ -42,7 +46,7 @@ class Router(nn.Module):
         self.register_buffer("bias", torch.empty(config.n_experts) if config.router_bias else None)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(N, D) -> logits (N, E), and weights and numbers of the chosen experts, (N, k)"""
+        """(N, D) -> logits (N, E), and weights and indices of the chosen experts, (N, k)"""
         logits = F.linear(x.float(), self.weight.float())
         scores = logits.softmax(-1)
         chosen = (scores if self.bias is None else scores + self.bias).topk(self.k).indices
@@ -57,16 +61,16 @@ class Stack(nn.Module):
 
     def __init__(self, n: int, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.multiply = grouped_product  # cpu/ may replace it
+        self.multiply = grouped_matmul  # cpu/ may replace it
         self.weight = nn.Parameter(torch.empty(n, outputs, inputs))
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Rows by expert, (N k, I) -> (N k, O)"""
+        """(N k, I) rows sorted by expert -> (N k, O)"""
         return self.multiply(x, self.weight, ends)
 
 
 class FeedForward(nn.Module):
-    """The weighted sum of the SwiGLUs that the router chooses."""
+    """The weighted sum of the chosen experts, each a SwiGLU."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -90,7 +94,7 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(llama.TransformerBlock):
-    """In training it also returns the router's logits and choices."""
+    """A block that, in training, also returns the router's logits and choices."""
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__(config, layer)
@@ -103,7 +107,7 @@ class TransformerBlock(llama.TransformerBlock):
 
 
 class Qwen3MoeBlock(TransformerBlock):
-    """Each head of the queries and of the keys is normalised."""
+    """Normalises each query head and each key head separately."""
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__(config, layer)
@@ -112,7 +116,7 @@ class Qwen3MoeBlock(TransformerBlock):
 
 
 class OlmoeBlock(TransformerBlock):
-    """All queries have one norm, and so have all keys."""
+    """Normalises all query heads together, and all key heads together."""
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__(config, layer)
@@ -120,7 +124,7 @@ class OlmoeBlock(TransformerBlock):
 
 
 class Experts(llama.Llama):
-    """Llama with these blocks, the losses of its routers, and their bias."""
+    """Llama with experts, router losses and router biases."""
 
     def reset_buffers(self) -> None:
         super().reset_buffers()
@@ -128,11 +132,11 @@ class Experts(llama.Llama):
             bias.zero_()
 
     def router_biases(self) -> list[Tensor]:
-        """(E,) of each layer; empty without model.router_bias."""
+        """Return each layer's bias, (E,); empty without model.router_bias."""
         return [buffer for name, buffer in self.layers.named_buffers() if name.endswith("router.bias")]
 
     def with_router_losses(self, loss: Tensor, routed: list[tuple[Tensor, Tensor]], targets: Tensor) -> Tensor:
-        """The summed loss, with the gradients of the routers' losses, and the same value. Counts the loads."""
+        """Return the token loss; router losses contribute gradients only. Also counts the loads."""
         counted = (targets.flatten() != IGNORE).float()  # (N,)
         n, more, loads = counted.sum().clamp(min=1), loss.new_zeros(()), []
         for logits, chosen in routed:
@@ -148,7 +152,7 @@ class Experts(llama.Llama):
 
     @torch.no_grad()
     def balance(self, loads: Tensor | None, withheld: Tensor | None = None) -> None:
-        """Up by `router_bias_rate` for experts with less than the mean load of their layer, else down."""
+        """Raise the bias of experts below their layer's mean load by `router_bias_rate`, and lower the others."""
         for layer, bias in enumerate(self.router_biases()):
             assert loads is not None
             change = self.losses.router_bias_rate * (loads[layer].mean() - loads[layer]).sign()

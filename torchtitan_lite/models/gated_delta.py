@@ -1,18 +1,18 @@
-"""OLMo Hybrid: gated DeltaNet (Yang et al., 2024) in the layers of the kind `delta`, OLMo's attention in the others.
+"""OLMo Hybrid: gated DeltaNet (Yang et al., 2024) in `delta` layers, OLMo's attention in the others.
 
-1. The recurrence. Instead of all keys and values, a head keeps one matrix S (K, V): a memory that answers a key k with
-the value S^T k. Each token makes the memory fade by exp(g), corrects its answer to k towards v, and reads with q:
+1. The recurrence. Instead of all keys and values, a head keeps one matrix S (K, V): a memory that maps a key k to the
+value S^T k. Each token decays the memory by exp(g), moves its value for k towards v, and reads it with q:
 
     S <- exp(g) S
-    S <- S + k u^T      with  u = b (v - S^T k)      the delta rule: b = 1 makes the new answer to k exactly v
+    S <- S + k u^T      with  u = b (v - S^T k)      the delta rule: with b = 1, S^T k is then exactly v
     o  = S^T q
 
-g <= 0 and b in (0, 2) are numbers of the token and the head, and |k| = 1. `step` computes this for the one token that
-generation adds: its cost and its memory do not grow with the number of tokens before.
+g <= 0 and b in (0, 2) are scalars per token and head, and |k| = 1. `step` computes one token for generation; its cost
+and memory do not grow with the context.
 
 2. Chunks. Training needs all tokens at once. Within a chunk of C tokens that begins with the memory S_0, let
 c_i = g_1 + ... + g_i. Unrolled, the memory after token i is exp(c_i) S_0 + sum over j <= i of exp(c_i - c_j) k_j u_j^T.
-Put into the definition of u, this is a triangular system for the rows u_i of U (C, V):
+Substituting it into the definition of u gives a triangular system for the rows u_i of U (C, V):
 
     u_i + sum over j < i of b_i exp(c_i - c_j) (k_i k_j) u_j = b_i (v_i - exp(c_i) S_0^T k_i)
 
@@ -20,13 +20,13 @@ Put into the definition of u, this is a triangular system for the rows u_i of U 
     O         = exp(c) Q S_0 + P U            P =   (Q K^T) exp(c_i - c_j), up to the diagonal
     S_C       = exp(c_C) S_0 + (exp(c_C - c) K)^T U
 
-`chunked` computes A and P of all chunks together, and the three lines chunk after chunk.
+`chunked` computes A and P for all chunks together, then the last three lines chunk by chunk.
 
-3. Documents. At the first token of a document the memory is empty. So wherever a factor exp(...) leads from one token
-to another (or from S_0, or to S_C), it is 0 if they belong to different documents. The convolution before the
-recurrence, over the last 4 tokens of each channel, does not reach into another document either.
+3. Documents. The memory is empty at the first token of a document. So each factor exp(...) between two tokens, or
+between a token and S_0 or S_C, is 0 across documents. The convolution before the recurrence, over each channel's last
+4 tokens, also stays within a document.
 
-Convolution and recurrence are computed in float32, whatever fsdp.param_dtype is.
+Convolution and recurrence use float32, whatever fsdp.param_dtype is.
 
 Shapes: B sequences, T tokens, D dim, H heads, K = 3/4 D / H, V = 2 K, N chunks of C tokens.
 """
@@ -44,20 +44,20 @@ from torchtitan_lite.models.attention import KeysValues
 from torchtitan_lite.models.transformer import Fill
 
 CHUNK = 64  # tokens
-TAPS = 4  # of the convolution
+TAPS = 4  # the convolution's kernel size
 
 
 class Memory:
-    """What generation keeps of a layer."""
+    """The cache of one layer, for generation."""
 
     def __init__(self) -> None:
         self.length = 0  # tokens so far
-        self.inputs: dict[nn.Module, Tensor] = {}  # of each convolution: the last ones, (B, TAPS - 1, channels)
+        self.inputs: dict[nn.Module, Tensor] = {}  # by convolution: its last inputs, (B, TAPS - 1, channels)
         self.state: Tensor | None = None  # S, (B, H, K, V) float32
 
 
 def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One token: q and k (B, H, K), v (B, H, V), g and b (B, H, 1), S -> o (B, H, V) and the new S."""
+    """Compute one token: q and k (B, H, K), v (B, H, V), g and b (B, H, 1), S -> o (B, H, V) and the new S."""
     state = state * g.exp().unsqueeze(-1)
     u = b * (v - (k.unsqueeze(-2) @ state).squeeze(-2))
     state = state + k.unsqueeze(-1) * u.unsqueeze(-2)
@@ -67,32 +67,32 @@ def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, state: Tensor) -
 def chunked(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, state: Tensor, documents: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """T tokens: q and k (B, T, H, K), v (B, T, H, V), g and b (B, T, H, 1), S -> o (B, T, H, V) and the last S.
+    """Compute T tokens: q, k (B, T, H, K), v (B, T, H, V), g, b (B, T, H, 1), S -> o (B, T, H, V) and the last S.
 
     Args:
-        documents: (B, T) or (1, T), the number of each token's document. `state` belongs to the first token's. The
-            last S is right if there is one document, number 0: then a last chunk may be filled up.
+        documents: (B, T) or (1, T), the index of each token's document. `state` belongs to the first one. The returned
+            S is valid only if all tokens are in document 0, because the last chunk is padded with 0.
     """
     tokens, n = q.shape[1], -(-q.shape[1] // CHUNK)
 
-    def split(x: Tensor) -> Tensor:  # (B, T, H, X) -> (N, B, H, C, X); the tokens that fill the last chunk change no S
+    def split(x: Tensor) -> Tensor:  # (B, T, H, X) -> (N, B, H, C, X); padding tokens leave S unchanged
         return F.pad(x, (0, 0, 0, 0, 0, n * CHUNK - tokens)).unflatten(1, (n, CHUNK)).permute(1, 0, 3, 2, 4)
 
     q, k, v, g, b, d = (split(x) for x in (q, k, v, g, b, documents[:, :, None, None]))
     last = d[..., -1:, :]
-    before = torch.cat((d[:1, ..., :1, :], last[:-1]))  # the document that S_0 of each chunk belongs to
+    before = torch.cat((d[:1, ..., :1, :], last[:-1]))  # the document of each chunk's S_0
     c = g.cumsum(-2)  # (N, B, H, C, 1)
 
     def factor(exponent: Tensor, connected: Tensor) -> Tensor:
         return torch.where(connected, exponent, -math.inf).exp()
 
-    pairs = factor(c - c.mT, (d == d.mT).tril())  # (N, B, H, C, C), from each token before, and itself, to each
+    pairs = factor(c - c.mT, (d == d.mT).tril())  # (N, B, H, C, C), to token i from tokens j <= i
     entering = factor(c, d == before)
     leaving = factor(c[..., -1:, :] - c, d == last)
     a, p = (b * k @ k.mT) * pairs, (q @ k.mT) * pairs
-    of_each = (a, p, b * entering * k, entering * q, b * v, entering[..., -1:, :], (leaving * k).mT)
+    chunks = (a, p, b * entering * k, entering * q, b * v, entering[..., -1:, :], (leaving * k).mT)
     outputs = []
-    for a_n, p_n, k_n, q_n, v_n, kept, k_out in zip(*(x.unbind() for x in of_each), strict=True):
+    for a_n, p_n, k_n, q_n, v_n, kept, k_out in zip(*(x.unbind() for x in chunks), strict=True):
         u = torch.linalg.solve_triangular(a_n, v_n - k_n @ state, upper=False, unitriangular=True)  # 1 + a_n
         outputs.append(q_n @ state + p_n @ u)
         state = kept * state + k_out @ u
@@ -100,14 +100,14 @@ def chunked(
 
 
 class Convolution(nn.Module):
-    """Mixes the last TAPS tokens of each channel by itself, and applies SiLU."""
+    """A causal depthwise convolution over TAPS tokens, then SiLU."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, TAPS))  # the last one is of the current token
+        self.weight = nn.Parameter(torch.empty(channels, TAPS))  # the last tap is for the current token
 
     def forward(self, x: Tensor, positions: Tensor, memory: Memory | None) -> Tensor:
-        """(B, T, channels) -> the same, float32. Positions: as in GatedDeltaNet."""
+        """(B, T, channels) -> (B, T, channels) float32. Positions: as in GatedDeltaNet."""
         tokens, before = x.shape[1], x.new_zeros(len(x), TAPS - 1, x.shape[2])
         x = torch.cat((before if memory is None else memory.inputs.get(self, before), x), dim=1)
         if memory is not None:
@@ -120,7 +120,7 @@ class Convolution(nn.Module):
 
 
 class GatedDeltaNet(nn.Module):
-    """The recurrence, with q, k and v from a convolution, and a gate at its output."""
+    """The recurrence, with convolved q, k and v, and a gated output."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -136,16 +136,16 @@ class GatedDeltaNet(nn.Module):
         self.conv_q, self.conv_k, self.conv_v = Convolution(key), Convolution(key), Convolution(value)
         self.A_log = nn.Parameter(torch.empty(self.n_heads))
         self.dt_bias = nn.Parameter(torch.empty(self.n_heads))
-        self.o_norm = nn.RMSNorm(self.dims[1], 1e-5)  # whatever norm_eps is, as published
+        self.o_norm = nn.RMSNorm(self.dims[1], 1e-5)  # as published, not norm_eps
 
     def forward(self, x: Tensor, positions: Tensor, memory: Memory | None = None) -> Tensor:
-        """(B, T, D) -> (B, T, D). Positions: (T,); (B, T), from 0 in each document, separate documents."""
+        """(B, T, D) -> (B, T, D). Positions: (T,), or (B, T), from 0 in each document, to separate documents."""
         parts = (self.wq, self.conv_q), (self.wk, self.conv_k), (self.wv, self.conv_v)
         q, k, v = (conv(w(x), positions, memory).unflatten(-1, (self.n_heads, -1)) for w, conv in parts)
         key, value = self.dims
         q, k = unit(q) * key**-0.5, unit(k)
         z = self.wa(x).float() + self.dt_bias.float()
-        # softplus, whose own backward has other strides than a compiled graph expects (aot_eager, torch 2.13)
+        # softplus(z); F.softplus's backward has other strides than a compiled graph expects (aot_eager, torch 2.13)
         g = -self.A_log.float().exp() * torch.logaddexp(z, torch.zeros_like(z))
         b = 2 * self.wb(x).float().sigmoid()
         g, b = g.unsqueeze(-1), b.unsqueeze(-1)  # (B, T, H, 1)
@@ -164,22 +164,22 @@ class GatedDeltaNet(nn.Module):
 
     @property
     def flops_per_token(self) -> int:
-        """Of forward and backward, without those of the parameters: the products of `chunked`.
+        """FLOPs of forward and backward in the matmuls of `chunked`, without those of parameters.
 
-        Forward, for each head: 2 K V with S_0 for K, for Q and for S_C, 2 C K for A and for P, 2 C V for P U, and the
-        triangular system, C V. Backward takes each product twice, but for the system one more of its kind, and 2 C V.
+        Forward, per head: 2 K V each for K S_0, Q S_0 and S_C; 2 C K each for A and P; 2 C V for P U; C V for the
+        triangular system. Backward doubles each matmul; for the system it solves one more and adds 2 C V.
         """
         (key, value), n = self.dims, self.n_heads
         return n * (18 * key * value + CHUNK * (12 * key + 10 * value))
 
 
 def unit(x: Tensor) -> Tensor:
-    """Vectors of length 1."""
+    """Scale vectors to length 1."""
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
 class DeltaBlock(nn.Module):
-    """The recurrence and a feed-forward, each of a normalised copy of the residual stream."""
+    """The pre-norm recurrence and feed-forward, each with a residual connection."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -191,47 +191,48 @@ class DeltaBlock(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, cache: Memory | None = None, mask: Any = None
     ) -> Tensor:
-        """(B, T, D) -> (B, T, D). Positions separate documents, so it needs no mask."""
+        """(B, T, D) -> (B, T, D). Ignores the mask: positions separate documents."""
         x = x + self.delta(self.delta_norm(x), positions, cache)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
 class AttentionBlock(olmo.TransformerBlock):
-    """OLMo's, which normalises what it adds to the residual stream."""
+    """OLMo's post-norm block."""
 
     def forward(  # type: ignore[override]
         self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, cache: KeysValues | None = None, mask: Any = None
     ) -> Tensor:
-        """(B, T, D) -> (B, T, D). It needs no positions: the mask separates documents."""
+        """(B, T, D) -> (B, T, D). Ignores positions: the mask separates documents."""
         return super().forward(x, cos, sin, cache=cache, mask=mask)
 
 
 class OlmoHybrid(llama.Llama):
-    """Blocks of both kinds."""
+    """Llama with DeltaBlocks and AttentionBlocks."""
 
     @staticmethod
     def block(config: ModelConfig, layer: int) -> nn.Module:
         return DeltaBlock(config) if config.layer_kinds[layer] == "delta" else AttentionBlock(config, layer)
 
     def new_cache(self) -> list[Any]:
-        """For generation: a memory for each layer of the kind delta, and keys and values for the others."""
+        """Return empty caches for generation: a Memory for each delta layer, KeysValues for the others."""
         kinds = zip(super().new_cache(), self.config.layer_kinds, strict=True)
         return [Memory() if kind == "delta" else cache for cache, kind in kinds]
 
     def inputs(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Embedded tokens (B, T, D), cos and sin, and the positions, which have two dims only with documents."""
+        """Return embedded tokens (B, T, D); cos, sin and the positions, which have two dims only with documents."""
         x, shared = super().inputs(tokens, positions)
         return x, shared | {"positions": positions}
 
     @torch.no_grad()
     def reset_parameters(self, normal_: Fill) -> None:
-        """As in every family, and for a layer of the kind delta as published, by uniform values r in (0, 1):
+        """Fill parameters as in every family, and delta layers as published, with r uniform in (0, 1):
 
         tensor        initial value
-        conv_*        normal, deviation 1 / sqrt(TAPS), which keeps the variance
+        conv_*        N(0, 1 / TAPS), which keeps the variance
         A_log         log(16 r)
-        dt_bias       d such that softplus(d) is between 0.001 and 0.1: exp(log(0.1) + r log(0.01)), and
-                      at first a memory fades by the factor exp(-16 r softplus(d)) with each token
+        dt_bias       d such that softplus(d) = exp(log(0.1) + r log(0.01)), between 0.001 and 0.1
+
+        A memory then decays by exp(-16 r softplus(d)) per token.
         """
         super().reset_parameters(normal_)
         for name, parameter in self.named_parameters():
@@ -239,7 +240,7 @@ class OlmoHybrid(llama.Llama):
                 normal_(name, parameter, TAPS**-0.5)
             elif name.endswith(("A_log", "dt_bias")):
                 normal_(name, parameter, 1.0)
-                # in float64: the last bits of these functions depend on the place of a value in a shard
+                # in float64: in float32, the last bits depend on a value's position in the shard
                 r = (1 + (parameter.double() * 0.5**0.5).erf()) / 2
                 dt = (math.log(0.1) + math.log(0.01) * r).exp()
                 parameter.copy_((16 * r).log() if name.endswith("A_log") else dt + (-(-dt).expm1()).log())

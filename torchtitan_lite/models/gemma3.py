@@ -1,6 +1,6 @@
-"""Gemma 3, its text model: norms before and after each sublayer, two rotary bases, scaled embeddings, a gated GELU.
+"""Gemma 3's text model: norms before and after each sublayer, two rotary bases, scaled embeddings, a gated GELU.
 
-Shapes as in llama.py. The weights of norms are stored minus 1, as Gemma publishes them: they start at 0.
+Shapes as in llama.py. Norms store weight - 1, as Gemma publishes them, so they start at 0.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Attention(llama.Attention):
-    """Each head of the queries and of the keys is normalised."""
+    """Normalises each query head and each key head separately."""
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__(config, layer)
@@ -34,7 +34,7 @@ class Attention(llama.Attention):
 
 
 class FeedForward(llama.FeedForward):
-    """Gated by a GELU."""
+    """Two matrices with a gated GELU between them."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, D)"""
@@ -42,11 +42,11 @@ class FeedForward(llama.FeedForward):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward on a normalised copy of the residual stream; what they add to it is normalised too."""
+    """Attention and feed-forward, with norms before and after each."""
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
-        self.table = int(config.layer_kinds[layer] == "window")  # of the rotary tables
+        self.table = int(config.layer_kinds[layer] == "window")  # index of the rotary table
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.attention = Attention(config, layer)
         self.post_attention_norm = RMSNorm(config.dim, config.norm_eps)
@@ -62,7 +62,7 @@ class TransformerBlock(nn.Module):
 
 
 class Gemma3(llama.Llama):
-    """Scaled embeddings, and rotary tables for layers of both kinds: full, then windowed."""
+    """Llama with scaled embeddings, and two rotary tables: for full layers, then for windowed ones."""
 
     block = TransformerBlock
 
@@ -73,7 +73,7 @@ class Gemma3(llama.Llama):
             self.register_buffer(name, getattr(self, name).new_empty(2, *self.rope_cos.shape[-2:]), persistent=False)
 
     def inputs(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Embedded tokens (B, T, D), and cos and sin of their positions, (2, T, E) or (2, B, T, E)."""
+        """Return embedded tokens (B, T, D), and cos and sin of their positions, (2, T, E) or (2, B, T, E)."""
         x = self.tok_embeddings(tokens) * self.config.dim**0.5
         return x, {"cos": self.rope_cos[:, positions], "sin": self.rope_sin[:, positions]}
 
@@ -86,7 +86,7 @@ class Gemma3(llama.Llama):
 
     @torch.no_grad()
     def reset_parameters(self, normal_: Fill) -> None:
-        """As in every family, but the weights of norms are 0."""
+        """Fill parameters as in every family, but norm weights with 0."""
         super().reset_parameters(normal_)
         for name, parameter in self.named_parameters():
             if name.endswith("norm.weight"):

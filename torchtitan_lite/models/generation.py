@@ -15,7 +15,7 @@ from torchtitan_lite.models import Transformer
 
 @dataclass(frozen=True)
 class Sampler:
-    """Draws the next token, from its own random generator: torch's global one is left to training."""
+    """Draws the next token from its own random generator, so that training's global one stays unchanged."""
 
     temperature: float = 0.8  # 0: always the likeliest token
     top_k: int = 0  # draw from the k likeliest tokens; 0: from all
@@ -27,7 +27,7 @@ class Sampler:
         self._generator.manual_seed(self.seed)
 
     def __call__(self, logits: Tensor) -> int:
-        """The next token, given logits (V,) of any float dtype on any device.
+        """Return the next token for logits (V,) of any float dtype on any device.
 
         Raises:
             NonFiniteError: the logits are not finite.
@@ -38,7 +38,7 @@ class Sampler:
         if self.temperature == 0:
             return likeliest
         logits = logits.float().cpu() / self.temperature
-        if not logits.isfinite().all():  # the temperature is so close to 0 that the division overflows
+        if not logits.isfinite().all():  # the division by a temperature near 0 overflows
             return likeliest
         if 0 < self.top_k < len(logits):
             logits[logits < logits.topk(self.top_k).values[-1]] = -torch.inf
@@ -50,7 +50,7 @@ class Sampler:
 
 
 def answers(model: Transformer) -> bool:
-    """Whether the model answers a prompt, as an encoder-decoder does, instead of continuing it."""
+    """Return whether the model is an encoder-decoder, which answers a prompt instead of continuing it."""
     return FAMILIES[model.config.family].encoder_decoder
 
 
@@ -70,7 +70,7 @@ class Continuation:
         self.limit = model.config.max_seq_len - (0 if self._answers else len(prompt))  # tokens that can follow
 
     def logits(self, rows: list[list[int]]) -> Tensor:
-        """The logits of the next token of each row, (N, V), after its new tokens. The first call has one empty row."""
+        """Append new tokens to each row and return its next logits, (N, V). The first call has one empty row."""
         logits: Tensor
         if self._answers:
             answer = self._tokens([row or [self._model.start] for row in rows])
@@ -81,7 +81,7 @@ class Continuation:
         return logits[:, -1]
 
     def select(self, rows: list[int]) -> None:
-        """Continue these rows of an encoder-decoder, in this order; a row may be repeated."""
+        """Continue only these rows of an encoder-decoder, in this order; a row may be repeated."""
         for cache in self._cache:
             cache.select(self._tokens(rows))
 
@@ -97,9 +97,9 @@ def new_tokens(
     choose: Callable[[Tensor], int],
     ends: Collection[int] = (),
 ) -> Iterator[int]:
-    """Yield at most max_tokens tokens after a prompt, or of an encoder-decoder's answer to it.
+    """Yield at most max_tokens tokens that continue a prompt, or that an encoder-decoder answers.
 
-    They end at an end token, or at the model's max_seq_len.
+    Stops at an end token or at the model's max_seq_len.
 
     Args:
         prompt: at least one token, and fewer than max_seq_len.
@@ -125,13 +125,13 @@ def beam_search(
     ends: Collection[int] = (),
     length_penalty: float = 1.0,
 ) -> list[int]:
-    """The best answer of an encoder-decoder that beam search finds, without its end token.
+    """Return an encoder-decoder's best answer by beam search, without its end token.
 
-    Gives the same tokens as transformers' `generate`.
+    The tokens are those of transformers' `generate`.
 
     Args:
-        beams: the number of answers that are kept.
-        length_penalty: a finished answer of n tokens is scored by log(probability) / n^length_penalty.
+        beams: number of answers to keep.
+        length_penalty: the score of a finished answer of n tokens is log(probability) / n^length_penalty.
     """
     continuation = Continuation(model, prompt)
     running: list[tuple[float, list[int]]] = [(0.0, [])]  # log(probability) and tokens, the best first
@@ -142,7 +142,7 @@ def beam_search(
         if not logits.isfinite().all():
             raise NonFiniteError("the model computes logits that are not finite: it diverged, or its file is damaged")
         totals = logits.log_softmax(-1) + torch.tensor([score for score, _ in running])[:, None]
-        # so many that `beams` of them do not end, even if each beam has all ends among its likeliest tokens
+        # enough candidates that at least `beams` continue, even if every end token is among each beam's best
         best = totals.flatten().topk(min(max(2, 1 + len(ends)) * beams, totals.numel()))
         going: list[tuple[float, int, list[int]]] = []
         for rank, (score, index) in enumerate(zip(best.values.tolist(), best.indices.tolist(), strict=True)):
@@ -164,7 +164,7 @@ def beam_search(
 
 
 def pieces(tokenizer: Tokenizer, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
-    """Yield the text of new tokens once it is known: a token may end in the middle of a character.
+    """Yield the text of new tokens in whole characters: a token may end in the middle of one.
 
     (The library's DecodeStream raises on invalid UTF-8, which an untrained model produces.)
     """

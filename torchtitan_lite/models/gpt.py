@@ -50,7 +50,7 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward, each on a normalised copy of the residual stream and added to it."""
+    """Pre-norm attention and feed-forward, each with a residual connection."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class TransformerBlock(nn.Module):
 
 
 class GPT(Transformer):
-    """Token embeddings plus learned positions, and blocks."""
+    """Token embeddings plus learned positions, then blocks."""
 
     def __init__(self, config: ModelConfig, vocab_size: int, losses: LossOptions) -> None:
         blocks: list[nn.Module] = [TransformerBlock(config) for _ in range(config.n_layers)]
@@ -76,5 +76,5 @@ class GPT(Transformer):
         self.dropout = nn.Dropout(config.dropout)
 
     def inputs(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Embedded tokens and positions, (B, T, D)."""
+        """Return embedded tokens plus positions, (B, T, D)."""
         return self.dropout(self.tok_embeddings(tokens) + self.pos_embeddings(positions)), {}

@@ -1,23 +1,23 @@
-"""Initial values with an induction head (Olsson et al., 2022): it predicts what followed the current token before.
+"""Initial values with an induction head (Olsson et al., 2022), which predicts the token that followed the current one.
 
-A Transformer learns this circuit late, and its loss falls fast when it does. With these initial values it learns it
-within some dozen steps. The architecture stays the same. It takes head 0 of the first two blocks:
+A Transformer learns this circuit late, and its loss then falls fast. With these initial values it learns the circuit
+within a few dozen steps. The architecture stays the same. The circuit uses head 0 of the first two blocks:
 
-1. The first coordinate of every embedding begins at 1, far above the others: the same for all tokens, as a bias is.
-2. In block 0, head 0 makes queries and keys mostly of that coordinate. They point in the same direction if the query is
-   one position after the key, so it attends to the token before. It copies coordinates 1 to E - 1 of that token to
-   coordinates E + 1 to 2 E - 1.
-3. In block 1, head 0 compares these coordinates of the query's token with those copies. So it attends to the tokens
-   that followed an equal one, and subtracts their coordinates from the residual stream.
-4. The output matrix begins as the negative of the embeddings' normal values, times a constant. So what was subtracted
-   raises the logit of its token. (The current token's own coordinates, which are still there, lower that of a
-   repetition.)
+1. The first coordinate of every embedding begins at 1, far above the others. It is the same for all tokens, like a
+   bias.
+2. In block 0, head 0 builds queries and keys mostly from that coordinate. A query points in the direction of the key
+   one position before, so each token attends to its predecessor. The head copies the predecessor's coordinates 1 to
+   E - 1 to coordinates E + 1 to 2 E - 1.
+3. In block 1, head 0 compares coordinates 1 to E - 1 of the query's token with these copies. So it attends to tokens
+   whose predecessor equals the current token, and subtracts their coordinates from the residual stream.
+4. The output matrix begins as the negative of the embeddings' normal values, times a constant. So subtracting a token's
+   coordinates raises its logit. (The current token's own coordinates lower the logit of a repetition.)
 
-All of this is added to the normal values, except in the output matrix. Those are noise to it, which grows with the
-width: without muP, little of the circuit is there at step 0 if D is 1,024. Queries and keys must be normalised: their
-lengths then do not matter. Rotary positions turn coordinates i and i + E / 2 of a head by t / theta^(2 i / E), where t
-is the position. The head of block 0 uses the fastest pairs, which tell neighbours apart, and that of block 1 those that
-take more than 600 tokens for a turn, at theta = 1e4.
+These values are added to the normal ones, except in the output matrix. The normal values are noise that grows with the
+width: without muP at D = 1,024, little of the circuit works at step 0. Queries and keys must be normalised, so that
+their lengths do not matter. Rotary positions rotate coordinates i and i + E / 2 of a head by t / theta^(2 i / E), where
+t is the position. Block 0 uses the fastest pairs, which distinguish neighbours. Block 1 uses pairs that take more than
+600 tokens per turn at theta = 1e4.
 
 Shapes: D dim, E head_dim, V vocabulary.
 """
@@ -30,15 +30,15 @@ from torch import Tensor
 
 from torchtitan_lite.config.schema import ModelConfig
 
-Entries = tuple[Tensor, Tensor, Tensor]  # rows, columns and values of elements of a matrix
+Entries = tuple[Tensor, Tensor, Tensor]  # rows, columns and values of matrix elements
 
-CONSTANT = 1.0  # 50 standard deviations of an embedding
-FASTEST = 4  # pairs by which block 0 tells neighbours apart
-LOOK_BACK, MATCH, COPY = 0.8, 2.0, 0.45  # weights of queries and keys in block 0 and block 1; of values and outputs
+CONSTANT = 1.0  # 50 times the std of an embedding
+FASTEST = 4  # rotary pairs that block 0 uses
+LOOK_BACK, MATCH, COPY = 0.8, 2.0, 0.45  # queries and keys of block 0, those of block 1, values and outputs
 
 
 def entries(config: ModelConfig, vocab_size: int) -> Mapping[str, Entries]:
-    """What to add to each parameter's normal values."""
+    """Return the elements to add to each parameter's normal values."""
     e, half = config.dim_of_heads, config.dim_of_heads // 2
     first = range(min(FASTEST, e // 4))
     turns = [config.rope_theta ** (-2 * i / e) for i in first]  # radians from a position to the next
@@ -56,14 +56,14 @@ def entries(config: ModelConfig, vocab_size: int) -> Mapping[str, Entries]:
         "layers.1.attention.wo": {(i, i): -COPY for i in range(1, e)},
     }
     tokens = torch.arange(vocab_size, device="cpu")
-    found = {
+    embeddings = {
         "tok_embeddings.weight": (
             tokens,
             torch.zeros_like(tokens),
             torch.full(tokens.shape, CONSTANT, dtype=torch.float32, device="cpu"),
         )
     }
-    return found | {f"{name}.weight": _entries(values) for name, values in added.items()}
+    return embeddings | {f"{name}.weight": _entries(values) for name, values in added.items()}
 
 
 def _entries(values: Mapping[tuple[int, int], float]) -> Entries:

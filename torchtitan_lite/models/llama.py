@@ -1,6 +1,6 @@
 """Llama, Qwen2 (`qkv_bias`), Qwen3 (`qk_norm`), Mistral (`window`) and SmolLM3 (layers without positions).
 
-Weights have Hugging Face's layout: rotary halves, not pairs.
+Weights have Hugging Face's layout, with rotary halves instead of pairs.
 
 Shapes: B sequences, T tokens, D dim, H heads, K key and value heads, E head_dim.
 """
@@ -20,7 +20,7 @@ from torchtitan_lite.models.transformer import Transformer
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention, of the kind that `model.layer_pattern` gives the layer."""
+    """Causal grouped-query attention; `model.layer_pattern` sets the window and the rotation."""
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Attention(nn.Module):
         mask: Any = None,
         added: Tensor | None = None,
     ) -> Tensor:
-        """(B, T, D) -> (B, T, D); cos and sin are (T, E) or (B, T, E), float32; `added` to the values, (B, T, K, E)"""
+        """(B, T, D) -> (B, T, D); cos and sin are (T, E) or (B, T, E) float32; `added` (B, T, K, E) adds to values"""
         q = self.normed_heads(self.wq(x), self.q_norm)  # (B, T, H, E)
         q = self.rotate(q, cos, sin) if self.rotates else q
         k = self.normed_heads(self.wk(x), self.k_norm)  # (B, T, K, E)
@@ -56,22 +56,22 @@ class Attention(nn.Module):
         return self.wo(self.attend(q, k, v, mask=mask, window=self.window).flatten(2))
 
     def normed_heads(self, x: Tensor, norm: nn.Module) -> Tensor:
-        """(B, T, H E) -> (B, T, H, E), each head normalised by itself"""
+        """(B, T, H E) -> (B, T, H, E), each head normalised separately"""
         return norm(x.unflatten(-1, (-1, self.head_dim)))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each head by its position: element i and element i + E / 2 are the two coordinates. (B, T, H, E)"""
+    """Rotate each head by its position; elements i and i + E / 2 form a pair. (B, T, H, E)"""
     one, other = x.float().chunk(2, dim=-1)
     turned = torch.cat((-other, one), dim=-1)
     return (x * cos.unsqueeze(-2) + turned * sin.unsqueeze(-2)).type_as(x)
 
 
 def rotary_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position's angles, (max_seq_len, E) float32 each, on the CPU.
+    """Return cos and sin of every position's angles, (max_seq_len, E) float32 each, on the CPU.
 
-    rope_factor > 1 extends the context as Llama 3 does: it stretches wavelengths beyond the original context by the
-    factor, keeps short ones, and blends those between (Meta's reference code, 2024).
+    rope_factor > 1 extends the context as Llama 3 does: it stretches long wavelengths by the factor, keeps short ones,
+    and interpolates between (Meta's reference code, 2024).
     """
     exponents = torch.arange(0, config.dim_of_heads, 2, dtype=torch.float32, device="cpu") / config.dim_of_heads
     frequencies = 1.0 / config.rope_theta**exponents  # (E / 2,), radians per position
@@ -114,7 +114,7 @@ class TransformerBlock(nn.Module):
 
 
 class Llama(Transformer):
-    """Token embeddings, and blocks that take the rotary tables."""
+    """Token embeddings, then blocks with rotary positions."""
 
     block: Callable[[ModelConfig, int], nn.Module] = TransformerBlock
     rope_cos: Tensor
@@ -128,7 +128,7 @@ class Llama(Transformer):
         self.register_buffer("rope_sin", torch.empty(shape, dtype=torch.float32), persistent=False)
 
     def inputs(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Embedded tokens (B, T, D), and cos and sin of their positions, (T, E) or (B, T, E)."""
+        """Return embedded tokens (B, T, D), and cos and sin of their positions, (T, E) or (B, T, E)."""
         return self.tok_embeddings(tokens), {"cos": self.rope_cos[positions], "sin": self.rope_sin[positions]}
 
     @torch.no_grad()

@@ -1,9 +1,9 @@
-"""The summed loss: the specification, which the faster chunked losses have to compute too.
+"""The summed loss: the reference for the faster chunked losses.
 
-The loss is a sum because ranks may hold different numbers of targets; callers divide by the global number.
+The loss is a sum because ranks may have different numbers of targets; callers divide by the global number.
 
-With `train.z_loss` = z, gradients are those of the loss plus z log(Z)^2 per target, where Z is the sum of exp(logits).
-The value stays without it, so that losses remain comparable.
+`train.z_loss` = z adds the gradient of z log(Z)^2 per target, where Z is the sum of exp(logits). It is not added to the
+value, so that losses stay comparable.
 """
 
 import math
@@ -21,7 +21,7 @@ IGNORE = -100  # the target of a position without a loss
 
 @dataclass(frozen=True)
 class LossOptions:
-    """What [train] and [speed] say about a model's losses. By default there is nothing but the cross-entropy."""
+    """The loss options of [train] and [speed]. The default is plain cross-entropy."""
 
     z_loss: float = 0.0
     router_aux_loss: float = 0.0
@@ -36,7 +36,7 @@ class LossOptions:
 
 
 def summed_cross_entropy(logits: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
-    """The summed negative log-likelihood in nats, () float32, of logits (B, T, V) and targets (B, T) or IGNORE."""
+    """Return the summed negative log-likelihood in nats, () float32, of logits (B, T, V), targets (B, T) or IGNORE."""
     rows = logits.flatten(0, 1).float()
     loss = F.cross_entropy(rows, targets.flatten(), ignore_index=IGNORE, reduction="sum")
     if not z_loss:
@@ -45,11 +45,11 @@ def summed_cross_entropy(logits: Tensor, targets: Tensor, z_loss: float = 0.0) -
     return loss + (more - more.detach())
 
 
-def of_each(loss: Callable[[Tensor, Tensor], Tensor], x: Tensor, targets: Tensor) -> Tensor:
-    """The loss of each sequence, (B,), where `loss` sums over all sequences of x (B, T, ...) and targets (B, T)."""
+def per_sequence_loss(loss: Callable[[Tensor, Tensor], Tensor], x: Tensor, targets: Tensor) -> Tensor:
+    """Apply a summed loss to each sequence of x (B, T, ...) and targets (B, T). Returns (B,)."""
     return torch.stack([loss(x[i : i + 1], targets[i : i + 1]) for i in range(len(x))])
 
 
 def bits_per_byte(nats: float, n_bytes: int) -> float:
-    """A summed loss per byte of text, which unlike a loss per token is comparable between tokenizers."""
+    """Convert a summed loss to bits per byte of text, which are comparable between tokenizers."""
     return nats / math.log(2) / n_bytes

@@ -1,11 +1,11 @@
-"""The Triton kernel of the loss. Only a GPU imports it; tests run it by a stand-in for Triton."""
+"""The Triton kernel of the loss. Imported only on a GPU; tests run it on a stand-in for Triton."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_BLOCK = 32768  # columns that a row's threads hold at once
+MAX_BLOCK = 32768  # columns that one row's threads process at once
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -43,8 +43,8 @@ def _kernel(  # type: ignore[no-untyped-def]
     normaliser = largest + tl.log(total)
     tl.store(losses + row, normaliser - at_target)
     if WRITE:
-        more = 1.0 + 2.0 * z_loss * normaliser  # its gradient is that of log(Z), times this
-        # second pass: each thread overwrites what it has read; the row is still in the L2 cache
+        more = 1.0 + 2.0 * z_loss * normaliser  # d(loss)/d(log(Z))
+        # second pass, in place: the row is still in the L2 cache
         for start in range(0, n_columns, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             x = tl.load(logits + columns, mask=columns < n_columns, other=-float("inf")).to(tl.float32)
@@ -53,7 +53,7 @@ def _kernel(  # type: ignore[no-untyped-def]
 
 
 def launch(logits: Tensor, targets: Tensor, losses: Tensor, ignore: int, write: bool, z_loss: float = 0.0) -> None:
-    """Write the loss of each row to `losses` (n,), and if `write`, the gradient of their sum over `logits` (n, V)."""
+    """Write each row's loss to `losses` (n,). If `write`, overwrite `logits` (n, V) with the gradient of the sum."""
     n, n_columns = logits.shape
     block = min(triton.next_power_of_2(n_columns), MAX_BLOCK)
     n_warps = max(block // 1024, 4) if torch.version.hip is None else max(block // 2048, 4)

@@ -1,9 +1,7 @@
-"""The operators of the chunked loss: a chunk's logits become their gradient in place, and products add up in float32.
+"""The operators of the chunked loss: logits become their gradient in place, and matmuls accumulate in float32.
 
-On a GPU one kernel does the first:
-
-    per logit:            read twice (the second time from the L2 cache), written once
-    per weight and chunk: the product adds to the float32 gradient, without a copy of it
+On a GPU one kernel computes the gradient. It reads each logit twice (the second time from the L2 cache) and writes it
+once. The matmul of each chunk adds to the weight's float32 gradient without a copy.
 
 The kernel is an operator of its own, so that FakeTensors and dispatch modes see it. Plain operators compute the same on
 the CPU, and on a GPU without Triton.
@@ -16,28 +14,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Whether FakeTensors of 16-bit matrices can be added to a float32 matrix as a product: not in torch 2.11 and 2.12.
+# Whether torch simulates `addmm` of 16-bit FakeTensors into a float32 one: not in torch 2.11 and 2.12.
 SIMULATES_ADDING = torch.__version__ >= "2.13"
-PLAIN_ROWS = 1024  # rows that plain operators compute at a time on a GPU: they make several float32 copies of them
+PLAIN_ROWS = 1024  # rows that plain operators compute at a time on a GPU, to bound their float32 copies
 
 
 def plain_logits_to_gradient_(logits: Tensor, targets: Tensor, ignore: int, write: bool, z_loss: float) -> Tensor:
-    """The loss of each row, (n,) float32. If `write`, logits (n, V) become their gradient (see chunked_loss.py)."""
+    """Return each row's loss, (n,) float32. If `write`, overwrite logits (n, V) with their gradient."""
     log_p = torch.log_softmax(logits, -1, dtype=torch.float32)
     losses = F.nll_loss(log_p, targets, ignore_index=ignore, reduction="none")
     if write:
-        counts = (targets != ignore)[:, None]
+        has_target = (targets != ignore)[:, None]
         p = log_p.exp_()
         if z_loss:
             p *= 1 + 2 * z_loss * logits.float().logsumexp(-1, keepdim=True)
-        p.scatter_add_(1, torch.where(counts, targets[:, None], 0), torch.full_like(p[:, :1], -1.0))
-        logits.copy_(p.mul_(counts))
+        p.scatter_add_(1, torch.where(has_target, targets[:, None], 0), torch.full_like(p[:, :1], -1.0))
+        logits.copy_(p.mul_(has_target))
     return losses
 
 
 @torch.library.custom_op("torchtitan_lite::logits_to_gradient_", mutates_args={"logits"}, device_types="cpu")
 def logits_to_gradient_(logits: Tensor, targets: Tensor, ignore: int, write: bool, z_loss: float = 0.0) -> Tensor:
-    """plain_logits_to_gradient_, by one kernel on a GPU."""
+    """Compute plain_logits_to_gradient_; on a GPU, with one kernel."""
     return plain_logits_to_gradient_(logits, targets, ignore, write, z_loss)
 
 
@@ -66,7 +64,7 @@ def _launch(logits: Tensor, targets: Tensor, ignore: int, write: bool, z_loss: f
 def kernel_works(device: torch.device, dtype: torch.dtype, vocab_size: int) -> bool:
     """Compile the kernel, which needs Triton and a C compiler, and compare it with plain operators.
 
-    The host waits for the device, once.
+    The first call makes the host wait for the device.
     """
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("default")
@@ -88,16 +86,16 @@ def kernel_works(device: torch.device, dtype: torch.dtype, vocab_size: int) -> b
 
 
 def padding(x: Tensor, vocab_size: int) -> int:
-    """Columns that the logits of `x` get beyond the vocabulary: on a GPU to a multiple of 64, unless it is one of 16.
+    """Return how many columns to add to the logits of `x`: on a GPU up to a multiple of 64, unless 16 divides V.
 
-    In other rows Triton moves single elements. cuBLAS is fastest if sizes and rows are multiples of 16 bytes (its
+    In unaligned rows Triton moves single elements. cuBLAS is fastest if sizes and rows are multiples of 16 bytes (its
     manual, "Tensor Core Usage"), on an A100 of 128 bytes (NVIDIA's guide to matrix multiplication).
     """
     return -vocab_size % 64 if vocab_size % 16 and _of_gpu(x) else 0
 
 
 def with_zero_rows(weight: Tensor, n: int) -> Tensor:
-    """A copy of weight (V, D) with n more rows."""
+    """Return a copy of weight (V, D) with n more rows, of zeros."""
     padded = weight.new_empty(len(weight) + n, weight.shape[1])
     padded[: len(weight)].copy_(weight)
     padded[len(weight) :].zero_()
@@ -108,8 +106,8 @@ def _of_gpu(x: Tensor) -> bool:
     return x.device.type != "cpu" or type(x) is not Tensor  # a FakeTensor stands for a GPU's
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
-    """total += a @ b, or total = a @ b. The sum is float32 throughout."""
+def add_matmul_(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+    """Add a @ b to `total`, or set it if `first`. The sum is float32 throughout."""
     if a.dtype == torch.float32 or not _of_gpu(a):
         torch.addmm(total, a.float(), b.float(), beta=int(not first), out=total)
     elif first:
@@ -122,7 +120,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
 
 @functools.cache
 def _adds_in_place(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this torch adds a product of 16-bit matrices to a float32 matrix; older ones want equal dtypes."""
+    """Return whether `addmm` of 16-bit matrices can add to a float32 one; older torch needs equal dtypes."""
     total, ones = torch.ones(16, 16, device=device), torch.ones(16, 16, dtype=dtype, device=device)
     try:
         torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)

@@ -1,4 +1,4 @@
-"""OLMo 2 and OLMo 3: a norm after each sublayer instead of before it, and norms over all queries and all keys."""
+"""OLMo 2 and OLMo 3: a norm after each sublayer, not before it; query and key norms span all heads."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from torchtitan_lite.models.attention import KeysValues
 
 
 class Attention(llama.Attention):
-    """The queries of all heads have one norm, and so have the keys."""
+    """Normalises all query heads together, and all key heads together."""
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__(config, layer)
@@ -23,7 +23,7 @@ class Attention(llama.Attention):
 
 
 class TransformerBlock(llama.TransformerBlock):
-    """Attention and feed-forward of the residual stream as it is; what they add to it is normalised."""
+    """Post-norm attention and feed-forward, each with a residual connection."""
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__(config, layer)
@@ -36,6 +36,6 @@ class TransformerBlock(llama.TransformerBlock):
 
 
 class Olmo(llama.Llama):
-    """Llama with these blocks."""
+    """Llama with post-norm blocks."""
 
     block = TransformerBlock

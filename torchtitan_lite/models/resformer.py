@@ -4,8 +4,8 @@ From ResFormer (Zhou et al., 2024; arXiv 2410.17897), gated as in nanochat. With
 
     v = Wv x + 3 sigmoid(G x) * U[t]
 
-for each head of keys and values, whose gate is a row of G. A table U costs memory, but only a lookup for each token. No
-model of Hugging Face has such tables, so there is no export.
+G has one row, and so one gate, per key-value head. A table U costs memory, but only one lookup per token. Hugging Face
+has no model with such tables, so there is no export.
 
 Shapes as in llama.py.
 """
@@ -22,12 +22,12 @@ from torchtitan_lite.models.loss import LossOptions
 
 
 def has_table(layer: int, n_layers: int) -> bool:
-    """Whether a block has value embeddings: the last one, and every other one before it."""
+    """Return whether a block has value embeddings: the last one, and every other one before it."""
     return (n_layers - 1 - layer) % 2 == 0
 
 
 class TransformerBlock(llama.TransformerBlock):
-    """Gates what is added to the values."""
+    """A Llama block that adds gated value embeddings."""
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__(config, layer)
@@ -44,7 +44,7 @@ class TransformerBlock(llama.TransformerBlock):
         cache: KeysValues | None = None,
         mask: Any = None,
     ) -> Tensor:
-        """(B, T, D) -> (B, T, D); of all tables, `added` is (B, T, tables, K, E)"""
+        """(B, T, D) -> (B, T, D); `added` has all tables' embeddings, (B, T, tables, K, E)"""
         h, values = self.attention_norm(x), None
         if self.table is not None:
             values = (3 * torch.sigmoid(self.gate(h)).unsqueeze(-1) * added[:, :, self.table]).type_as(h)
@@ -53,7 +53,7 @@ class TransformerBlock(llama.TransformerBlock):
 
 
 class ResFormer(llama.Llama):
-    """Llama, and an embedding of each token for every block that has a table."""
+    """Llama with value embeddings for every block that has a table."""
 
     block = TransformerBlock
 
@@ -63,7 +63,7 @@ class ResFormer(llama.Llama):
         self.value_embeddings = nn.Embedding(vocab_size, self.n_tables * config.kv_heads * config.dim_of_heads)
 
     def inputs(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """As in Llama, and value embeddings (B, T, tables, K, E)."""
+        """Return Llama's inputs, and value embeddings (B, T, tables, K, E)."""
         x, shared = super().inputs(tokens, positions)
         added = self.value_embeddings(tokens).unflatten(-1, (self.n_tables, self.config.kv_heads, -1))
         return x, shared | {"added": added}

@@ -1,9 +1,9 @@
 """T5 (Raffel et al., 2020), v1.0 and v1.1: an encoder, and a decoder that also attends to the encoder's output.
 
-`layers` holds both stacks in the order of use, encoder blocks first. Attention is not scaled: the initial values of the
-queries are smaller instead. Positions enter as a bias of the attention scores, learned for 32 buckets of distances. One
-table per stack serves all its blocks. The model computes the biases once per forward and passes them to the blocks: a
-table in the first block, as in Hugging Face's model, would tie every block to the gathered parameters of the first.
+`layers` contains the encoder's blocks, then the decoder's. Attention is not scaled; the queries have smaller initial
+values instead. Positions enter as a bias of the attention scores, learned for 32 buckets of distances, with one table
+per stack. The model computes the biases once per forward and passes them to the blocks. A table in the first block, as
+in Hugging Face's model, would make every block depend on the first one's gathered parameters.
 
 Shapes: B sequences, T tokens of the encoder, S tokens of the decoder, D dim, H heads, E head_dim, V vocabulary.
 """
@@ -15,14 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite.config.schema import ModelConfig
-from torchtitan_lite.models import cuda_attention
 from torchtitan_lite.models.attention import KeysValues
 from torchtitan_lite.models.loss import IGNORE, LossOptions
 from torchtitan_lite.models.transformer import Fill, Transformer
 
-PAD = 0  # pads the encoder's tokens, and begins the decoder's
+PAD = 0  # pads the encoder's tokens, and starts the decoder's
 BUCKETS = 32
-MAX_DISTANCE = 128  # everything from here on shares a bucket
+MAX_DISTANCE = 128  # all larger distances share a bucket
 MASKED = -1e30  # finite: a row with only masked keys (a surplus sequence) would otherwise become NaN
 
 
@@ -30,7 +29,7 @@ class Cache(KeysValues):
     """The keys and values of one attention layer, for generation."""
 
     def kept(self) -> tuple[Tensor, Tensor]:
-        """The keys and values of all tokens so far."""
+        """Return the keys and values of all tokens so far."""
         assert self._kept is not None
         return self._kept
 
@@ -58,7 +57,7 @@ class Attention(nn.Module):
         """(B, T, D), and (B, S, D) to attend to -> (B, T, D).
 
         Args:
-            source: None: attend to what the cache holds, without adding to it.
+            source: None: attend to the cache, without extending it.
             bias: added to the scores; it broadcasts to (B, H, T, S).
         """
         q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H, E)
@@ -74,21 +73,23 @@ class Attention(nn.Module):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dropout: float) -> Tensor:
-    """Attention of (B, T, H, E) queries to (B, S, H, E) keys and values, with scores q k^T + bias -> (B, T, H, E)."""
+    """Compute attention of (B, T, H, E) to (B, S, H, E) keys and values, with scores q k^T + bias -> (B, T, H, E)."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     bias = bias.to(q.dtype).expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     if q.is_cuda:
+        from torchtitan_lite.models import cuda_attention
+
         return cuda_attention.attend_with_bias(q, k, v, bias, dropout).transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=1.0).transpose(1, 2)
 
 
 def buckets(distances: Tensor, *, both_ways: bool) -> Tensor:
-    """The bucket of each distance, key minus query, int64: small distances each have one, larger ones share them.
+    """Return the bucket of each distance, key minus query, int64. Small distances have their own, larger ones share.
 
-    Larger distances are compared with whole numbers, because a rounded logarithm could differ between devices.
+    Larger distances are compared with integers, because a rounded logarithm could differ between devices.
 
     Args:
-        both_ways: half of the buckets are for keys after the query. Otherwise such keys share bucket 0.
+        both_ways: use half of the buckets for keys after the query. Otherwise such keys share bucket 0.
     """
     n = BUCKETS // 2 if both_ways else BUCKETS
     exact = n // 2
@@ -159,8 +160,8 @@ class DecoderBlock(nn.Module):
         """(B, S, D), and the encoder's output (B, T, D) -> (B, S, D).
 
         Args:
-            source: None: `cross` holds its keys and values.
-            bias, source_bias: of the attention to the decoder's tokens, and to the encoder's.
+            source: None: `cross` has its keys and values.
+            bias, source_bias: for attention to the decoder's tokens, and to the encoder's.
         """
         normed = self.attention_norm(x)
         x = x + self.dropout(self.attention(normed, normed, bias, own))
@@ -174,7 +175,7 @@ class DecoderBlock(nn.Module):
 class T5(Transformer):
     """Shared token embeddings, both stacks, and the output matrix."""
 
-    start = PAD  # the first token of the decoder
+    start = PAD  # the decoder's first token
 
     def __init__(self, config: ModelConfig, vocab_size: int, losses: LossOptions) -> None:
         n_encoder, n_decoder = config.stacks
@@ -187,7 +188,7 @@ class T5(Transformer):
         self.dropout = nn.Dropout(config.dropout)
 
     def block_groups(self) -> list[list[nn.Module]]:
-        """Each block by itself; the encoder's final norm belongs to its last block."""
+        """Return one group per block; the encoder's final norm joins its last block."""
         groups = super().block_groups()
         groups[self.config.n_layers - 1].append(self.encoder_norm)
         return groups
@@ -207,11 +208,11 @@ class T5(Transformer):
         Args:
             tokens: (B, T) int64, the encoder's; PAD where padded.
             targets: (B, S) int64, the decoder's, or loss.IGNORE.
-            cache: from `new_cache`, for generation: the first call fills it. Later calls encode nothing, and take only
-                new tokens of the answer.
-            positions: None: documents can't share a sequence.
+            cache: from `new_cache`, for generation. The first call fills it; later calls encode nothing and take only
+                new answer tokens.
+            positions: must be None: documents can't share a sequence.
             per_sequence: return the loss of each sequence.
-            answer: (B, S) int64, the decoder's inputs. None: the targets, one later, after PAD.
+            answer: (B, S) int64, the decoder's inputs. None: the targets, shifted by one after PAD.
 
         Returns:
             (B, S, V) logits, or the summed cross-entropy, () float32; per sequence, (B,) float32.
@@ -221,10 +222,10 @@ class T5(Transformer):
             assert targets is not None, "give targets, or the decoder's inputs as answer"
             answer = shifted(targets)
         first = cache[0].length if cache else 0
-        unused = first > 0  # the encoder's tokens: their keys and values are cached
-        # One lookup, and one gradient of the table's size. Every table is read in every call: FSDP's group of them
-        # would wait for the others.
-        embedded = self.tok_embeddings(answer if unused else torch.cat((tokens, answer), dim=1))
+        encoded = first > 0  # the encoder's keys and values are cached
+        # One lookup makes one gradient of the table's size. Every call reads every table: FSDP's group of tables waits
+        # for all of them.
+        embedded = self.tok_embeddings(answer if encoded else torch.cat((tokens, answer), dim=1))
         source, x = embedded.split((embedded.shape[1] - answer.shape[1], answer.shape[1]), dim=1)
         padding = (tokens == PAD)[:, None, None]  # (B, 1, 1, T)
         encoder_bias = self._bias(self.encoder_bias, 0, source.shape[1], both_ways=True)  # (1, H, T, T)
@@ -232,7 +233,7 @@ class T5(Transformer):
         source_bias = torch.zeros(padding.shape, dtype=x.dtype, device=x.device).masked_fill(padding, MASKED)
         blocks = list(self.layers)
         encoder, decoder = blocks[: self.config.n_layers], blocks[self.config.n_layers :]
-        memory = None if unused else self._encode(encoder, source, encoder_bias.masked_fill(padding, MASKED))
+        memory = None if encoded else self._encode(encoder, source, encoder_bias.masked_fill(padding, MASKED))
         x = self.dropout(x)
         for i, layer in enumerate(decoder):
             own, cross = cache[2 * i : 2 * i + 2] if cache else (None, None)
@@ -243,7 +244,7 @@ class T5(Transformer):
         return self.output.logits_or_loss(x, targets, per_sequence=per_sequence)
 
     def _encode(self, blocks: list[nn.Module], x: Tensor, bias: Tensor) -> Tensor:
-        """The encoder's output, (B, T, D), of embedded tokens."""
+        """Encode embedded tokens, (B, T, D) -> (B, T, D)."""
         x = self.dropout(x)
         for layer in blocks:
             x = layer(x, bias)
@@ -251,33 +252,32 @@ class T5(Transformer):
         return encoded
 
     def _bias(self, table: nn.Embedding, first: int, n: int, *, both_ways: bool) -> Tensor:
-        """The bias of queries first, ..., first + n - 1 for the keys up to there, (1, H, n, first + n)."""
+        """Return the bias of queries first to first + n - 1 for all keys up to there, (1, H, n, first + n)."""
         keys = torch.arange(first + n, device=table.weight.device)
         distances = keys - keys[first:, None]
         bias: Tensor = table(buckets(distances, both_ways=both_ways)).permute(2, 0, 1)
         return (bias if both_ways else bias.masked_fill(distances > 0, MASKED))[None]
 
     def new_cache(self) -> list[Cache]:
-        """Empty caches for `forward`: of self-attention and of cross-attention, for each block of the decoder."""
+        """Return empty caches for `forward`: one for self-attention and one for cross-attention per decoder block."""
         return [Cache() for _ in range(2 * self.config.stacks[1])]
 
     @torch.no_grad()
     def reset_parameters(self, normal_: Fill) -> None:
-        """Fill every parameter, normal with mean 0 but for the norms.
+        """Fill every parameter with N(0, std^2), and norms with 1.
 
-            tensor                                    deviation
+            tensor                                    std
             tok_embeddings                            1
             wq                                        (D E)^-0.5
-            wk wv, w1 w3, biases of positions         D^-0.5
-            wo of attention                           (H E)^-0.5
-            w2                                        (width of the feed-forward)^-0.5
+            wk wv, w1 w3, position biases             D^-0.5
+            attention's wo                            (H E)^-0.5
+            w2                                        (feed-forward width)^-0.5
             output, unless tied                       D^-0.5
-            weights of norms                          1, constant
 
-        These are the published ones (Mesh TensorFlow's), but for the head: its 1 would start at a loss above 50.
+        These are the published values (Mesh TensorFlow's), except for output: its 1 would start at a loss above 50.
         """
         config = self.config
-        deviations = {
+        stds = {
             "tok_embeddings.weight": 1.0,
             "wq.weight": (config.dim * config.dim_of_heads) ** -0.5,
             "wo.weight": (config.n_heads * config.dim_of_heads) ** -0.5,
@@ -287,12 +287,12 @@ class T5(Transformer):
             if parameter.ndim == 1:
                 parameter.fill_(1.0)
             else:
-                known = (value for ending, value in deviations.items() if name.endswith(ending))
+                known = (std for ending, std in stds.items() if name.endswith(ending))
                 normal_(name, parameter, next(known, config.dim**-0.5))
 
 
 def shifted(targets: Tensor) -> Tensor:
-    """The decoder's inputs for targets (B, S): PAD, then all but the last; PAD instead of IGNORE."""
+    """Return the decoder's inputs for targets (B, S): PAD, then all but the last, with PAD for IGNORE."""
     inputs = targets.roll(1, dims=1).masked_fill(targets.roll(1, dims=1) == IGNORE, PAD)
     inputs[:, 0] = PAD
     return inputs

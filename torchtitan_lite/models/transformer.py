@@ -1,4 +1,4 @@
-"""The base class of all model families: tokens to logits or loss, tied embeddings, initial values; and the head."""
+"""The base class of all model families, and the head: tokens to logits or loss, tied embeddings, initial values."""
 
 import math
 from typing import Any, Protocol
@@ -11,29 +11,29 @@ from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.models.attention import KeysValues, within_documents
 from torchtitan_lite.models.chunked_loss import chunked_cross_entropy
 from torchtitan_lite.models.induction import Entries, entries
-from torchtitan_lite.models.loss import LossOptions, of_each, summed_cross_entropy
+from torchtitan_lite.models.loss import LossOptions, per_sequence_loss, summed_cross_entropy
 
 
 class Fill(Protocol):
-    """Fills a parameter with normal values of this deviation, which depend on the name, and adds some to them."""
+    """Fill with N(0, std^2), seeded by the name; then add `added`."""
 
-    def __call__(self, name: str, parameter: Tensor, deviation: float, added: Entries | None = None, /) -> None: ...
+    def __call__(self, name: str, parameter: Tensor, std: float, added: Entries | None = None, /) -> None: ...
 
 
 class Transformer(nn.Module):
-    """Embeddings, blocks, a final norm and the output matrix. A family provides the modules and `inputs`.
+    """Embeddings, blocks, a final norm and the output matrix. A family defines the modules and `inputs`.
 
     Shapes: B sequences, T tokens, D dim, V vocabulary.
     """
 
-    loads: Tensor | None = None  # with experts: (L, E) tokens that chose each expert in the micro-batches so far
+    loads: Tensor | None = None  # with experts: (L, E) tokens per layer and expert in the micro-batches so far
 
     def __init__(
         self, config: ModelConfig, vocab_size: int, losses: LossOptions, blocks: list[nn.Module], norm: nn.Module
     ) -> None:
         super().__init__()
         self.config, self.losses = config, losses
-        self.width = config.dim / config.mup_base_dim if config.mup_base_dim else 1.0  # what muP scales with
+        self.width = config.dim / config.mup_base_dim if config.mup_base_dim else 1.0  # muP's width multiplier
         self.tok_embeddings = nn.Embedding(vocab_size, config.dim)
         self.layers = nn.ModuleList(blocks)
         self.norm = norm
@@ -46,15 +46,15 @@ class Transformer(nn.Module):
             self.output.weight = self.tok_embeddings.weight
 
     def block_groups(self) -> list[list[nn.Module]]:
-        """The modules that FSDP gathers together, between the inputs and the head."""
+        """Return the modules between inputs and head, in groups that FSDP gathers together."""
         return [[layer] for layer in self.layers]
 
     def new_cache(self) -> list[Any]:
-        """For generation: an empty cache for each block."""
+        """Return an empty cache for each block, for generation."""
         return [KeysValues(window) for window in self.config.windows]
 
     def inputs(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The input of the first block, (B, T, D), and by name what every block gets. Positions: (T,) or (B, T)."""
+        """Return the first block's input, (B, T, D), and keyword arguments of all blocks. Positions: (T,) or (B, T)."""
         raise NotImplementedError
 
     def forward(
@@ -71,9 +71,9 @@ class Transformer(nn.Module):
         Args:
             tokens: (B, T) int64, T at most max_seq_len.
             targets: (B, T) int64, or loss.IGNORE.
-            cache: of new_cache, for generation: holds the tokens before these, and is extended by these.
-            positions: (B, T) int64, from 0 in each document; confines attention to documents. None: 0, 1, ..., T - 1
-                without that limit.
+            cache: from new_cache, for generation: has the earlier tokens, and is extended by these.
+            positions: (B, T) int64, from 0 in each document; attention stays within documents. None: 0, 1, ..., T - 1,
+                without documents.
             per_sequence: return the loss of each sequence.
 
         Returns:
@@ -90,7 +90,7 @@ class Transformer(nn.Module):
             if documents or (0 < window < tokens.shape[1] and not (dense or cache)):
                 masks[window] = within_documents(positions.expand_as(tokens), dense=dense, window=window)
         x, shared = self.inputs(tokens, positions)
-        routed: list[Any] = []  # what blocks with experts return in training
+        routed: list[Any] = []  # router logits and choices, which blocks with experts return in training
         for i, layer in enumerate(self.layers):
             x = layer(x, **shared, cache=cache[i] if cache else None, mask=masks.get(windows[i]))
             if isinstance(x, tuple):
@@ -100,34 +100,34 @@ class Transformer(nn.Module):
         return self.with_router_losses(loss, routed, targets) if routed and targets is not None else loss
 
     def with_router_losses(self, loss: Tensor, routed: list[Any], targets: Tensor) -> Tensor:
-        """The summed loss, with the gradients of the losses of routers. For families with experts."""
+        """Return the token loss; router losses contribute gradients only. For families with experts."""
         raise NotImplementedError
 
     def balance(self, loads: Tensor | None, withheld: Tensor | None = None) -> None:
-        """Change the biases of routers by `router_bias_rate`, by a step's loads (L, E). For families with experts.
+        """Move router biases by `router_bias_rate`, given a step's loads (L, E). For families with experts.
 
         Args:
-            withheld: () on the device, 1 if the step's update was withheld: then nothing changes.
+            withheld: () on the device; 1: the step's update was withheld, so change nothing.
         """
 
     def reset_buffers(self) -> None:
-        """Compute the buffers, which are neither learned nor saved. For families that have some."""
+        """Compute the buffers, which are neither trained nor saved. For families that have some."""
 
     @torch.no_grad()
     def reset_parameters(self, normal_: Fill) -> None:
-        """Fill every parameter and buffer, as `to_empty` leaves them uninitialised.
+        """Fill every parameter and buffer, which `to_empty` leaves uninitialised.
 
             tensor                                   initial value (L = n_layers)
-            *_embeddings, wq wk wv, w1 w3, output    normal, deviation 0.02
-            wo, w2 (they add to the residual)        normal, deviation 0.02 / sqrt(2 L)
-            weights of norms                         1
+            *_embeddings, wq wk wv, w1 w3, output    N(0, std^2), std = 0.02
+            wo, w2 (they add to the residual)        N(0, std^2), std = 0.02 / sqrt(2 L)
+            norm weights                             1
             biases                                   0
 
-        With model.mup_base_dim, matrices of the blocks are divided by sqrt(width), and output by width. For
+        With model.mup_base_dim, block matrices are divided by sqrt(width), and output by width. For
         model.induction_head see induction.py.
 
         Args:
-            normal_: fills one parameter. It gets the name, so that values need not depend on the sharding.
+            normal_: fills one parameter. Its values are seeded by the name, so they need not depend on the sharding.
         """
         self.reset_buffers()
         residual = 0.02 / math.sqrt(2 * len(self.layers))
@@ -138,20 +138,20 @@ class Transformer(nn.Module):
             if parameter.ndim == 1:
                 parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
             else:
-                deviation = residual if name.endswith(("wo.weight", "w2.weight")) else 0.02
+                std = residual if name.endswith(("wo.weight", "w2.weight")) else 0.02
                 scale = scales.get(name.partition(".")[0], 1.0)
                 if induction and name == "output.weight":  # the negative embeddings
                     normal_("tok_embeddings.weight", parameter, (self.config.dim / self.width) ** -0.5 * scale)
                     parameter.neg_()
                 else:
-                    normal_(name, parameter, deviation * scale, added.get(name))
+                    normal_(name, parameter, std * scale, added.get(name))
 
 
 class Head(nn.Linear):
-    """The output matrix, and the loss of its logits.
+    """The output matrix and the loss.
 
-    With `chunked`, the loss is computed within forward: FSDP gathers the matrix only for that long. Otherwise forward
-    returns all logits, which FSDP casts to fsdp.output_dtype, and the loss is computed from them.
+    With `chunked`, forward computes the loss and its gradients, so backward does not read the matrix. Otherwise forward
+    returns all logits, FSDP casts them to fsdp.output_dtype, and `logits_or_loss` computes the loss from them.
     """
 
     linear, cross_entropy = staticmethod(F.linear), staticmethod(chunked_cross_entropy)  # cpu/ replaces them
@@ -161,22 +161,22 @@ class Head(nn.Linear):
         self.chunked, self.z_loss = losses.chunked, losses.z_loss
 
     def logits_or_loss(self, x: Tensor, targets: Tensor | None, *, per_sequence: bool = False) -> Tensor:
-        """As in Transformer.forward, from the normed (B, T, D) outputs of the last block."""
+        """Compute what Transformer.forward returns from the last block's normalised outputs, (B, T, D)."""
         if targets is None or self.chunked:
             return self(x, targets, per_sequence=per_sequence)
         logits = self(x)
         if per_sequence:
-            return of_each(summed_cross_entropy, logits, targets)
+            return per_sequence_loss(summed_cross_entropy, logits, targets)
         return summed_cross_entropy(logits, targets, self.z_loss)
 
     def forward(self, x: Tensor, targets: Tensor | None = None, *, per_sequence: bool = False) -> Tensor:
         """(B, T, D) -> (B, T, V) logits; with targets, (B, T) int64, the loss, () float32, or (B,) per sequence."""
         if targets is None:
             return self.linear(x, self.weight)
-        return of_each(self._loss, x, targets) if per_sequence else self._loss(x, targets)
+        return per_sequence_loss(self._loss, x, targets) if per_sequence else self._loss(x, targets)
 
     def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
         if x.dtype == torch.float16:
-            # chunked gradients are rounded before the loss is scaled, and small ones would become zero
+            # the chunked loss rounds gradients before the loss scale applies: small ones would become zero
             return summed_cross_entropy(self.linear(x, self.weight), targets, self.z_loss)
         return self.cross_entropy(x, self.weight, targets, self.z_loss)

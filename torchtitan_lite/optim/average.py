@@ -1,10 +1,10 @@
 """An exponential moving average of the weights (`optim.ema_decay`).
 
-After step n it is the mean of the weights after the steps 1 to n, in which step i has the share decay^(n - i). So the
-initial weights have no part in it, and a step needs no number but its own.
+After step n it is the weighted mean of the weights after steps 1 to n, with weight decay^(n - i) for step i. So the
+initial weights have no effect, and an update needs only the step number.
 
-The average is one more entry of each parameter's optimizer state, a DTensor like the parameter. So it is sharded,
-saved, resharded and loaded as a moment is, and `plan` counts it.
+The average is a further entry of each parameter's optimizer state, a DTensor like the parameter. So it is sharded,
+saved, resharded and loaded like a moment, and `plan` counts it.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.optim.guarded import GuardedOptimizer
 
 KEY = "ema"
@@ -24,7 +24,7 @@ KEY = "ema"
 def keep_average(optimizer: GuardedOptimizer, decay: float) -> None:
     """Update the averages at the end of each `optimizer.step`.
 
-    Where `found_inf` is 1, nothing changes. `update` sets `step_number`; without it, it counts.
+    Where `found_inf` is 1, nothing changes. `update` sets `step_number`; without `update`, each step adds 1.
     """
     optimizer.defaults["ema_decay"] = decay
     plain = optimizer.step
@@ -34,7 +34,7 @@ def keep_average(optimizer: GuardedOptimizer, decay: float) -> None:
     def step(self: GuardedOptimizer, closure: Any = None) -> Any:
         result = plain(closure)
         self.step_number += 1
-        # 1 in the first step, and 1 - decay in the long run
+        # 1 in the first step, 1 - decay in the limit
         share = (1 - decay) / (1 - decay**self.step_number)
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -46,20 +46,20 @@ def keep_average(optimizer: GuardedOptimizer, decay: float) -> None:
                 _update(state[KEY], parameter, share, self.found_inf)
         return result
 
-    # a method: torch's learning-rate schedulers wrap it
+    # must be a method: torch's learning-rate schedulers wrap it
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
 
 def _update(average: Tensor, parameter: Tensor, share: float, found_inf: Tensor | None) -> None:
-    # not lerp, which rounds the last elements of a shard differently: each element is rounded by itself
-    mean, weight = local_rows(average)[0], local_rows(parameter)[0]
+    # not lerp: it rounds the last elements of a shard differently
+    mean, weight = own_part(average)[0], own_part(parameter)[0]
     moved = weight if share == 1 else (weight - mean).mul_(share).add_(mean)
     mean.copy_(moved if found_inf is None else torch.where(found_inf != 0, mean, moved))
 
 
 @contextlib.contextmanager
 def averaged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """The parameters have the values of their averages in this block. One parameter at a time is copied."""
+    """Replace the parameters by their averages within this block. Copies one parameter at a time."""
     _swap(optimizer)
     try:
         yield
@@ -70,7 +70,7 @@ def averaged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 @torch.no_grad()
 def _swap(optimizer: torch.optim.Optimizer) -> None:
     for parameter, state in optimizer.state.items():
-        mean, weight = local_rows(state[KEY])[0], local_rows(parameter)[0]
+        mean, weight = own_part(state[KEY])[0], own_part(parameter)[0]
         kept = weight.clone()
         weight.copy_(mean)
         mean.copy_(kept)
@@ -78,9 +78,10 @@ def _swap(optimizer: torch.optim.Optimizer) -> None:
 
 @contextlib.contextmanager
 def as_saved(optimizer: torch.optim.Optimizer, saved: bool) -> Iterator[None]:
-    """While a checkpoint is loaded: give the state averages if the checkpoint has them, and only then.
+    """Give the optimizer state averages only if the checkpoint has them, while the checkpoint is loaded.
 
-    Afterwards, a new average starts from the loaded weights, and one that is no longer wanted is dropped.
+    Afterwards, a new average starts from the loaded weights, and an average that the config no longer asks for is
+    dropped.
     """
     for parameter, state in optimizer.state.items():
         if saved:

@@ -1,7 +1,7 @@
-"""What guards an update: a guard withholds it on the device. FiniteGuard does if it is not finite.
+"""Guards, which withhold bad updates on the device. FiniteGuard withholds those that are not finite.
 
 Where `optimizer.found_inf` is 1, a step changes nothing. The host reads the record during the next step, so a healthy
-run never waits. spike_guard.py has another guard.
+run never waits. spike_guard.py guards against loss spikes.
 """
 
 import math
@@ -14,11 +14,11 @@ from torchtitan_lite.errors import NonFiniteError, UserError
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.step_record import StepRecord
 
-MIN_SCALE = 1.0  # float16: an overflow with a loss scale below it stops the run
+MIN_SCALE = 1.0  # float16: an overflow with a loss scale below this stops the run
 
 
 class Incident(NamedTuple):
-    """What a guard has found in a step."""
+    """A guard's finding about a step."""
 
     record: dict[str, Any]  # for metrics.jsonl
     line: str  # for the log
@@ -26,43 +26,43 @@ class Incident(NamedTuple):
 
 
 class Guard(Protocol):
-    """Decides about the update of each step. All ranks have equal records, and come to the same result."""
+    """Decides whether to withhold each update. All ranks have equal records, and so decide the same."""
 
-    def suspects(self, record: StepRecord) -> Tensor:
-        """() bool on the device: whether the update is withheld. `check` was called for the step before."""
+    def withholds(self, record: StepRecord) -> Tensor:
+        """Return whether to withhold the update, () bool on the device. `check` has seen the previous step."""
 
     def check(self, record: StepRecord) -> Incident | None:
-        """What this means, once it is on the host.
+        """Read the record on the host, and return the incident, if any.
 
         Raises:
-            UserError: on every rank: the run stops.
+            UserError: on every rank, to stop the run.
         """
 
     def state(self) -> Mapping[str, Any]:
-        """Its part of the TrainState, for a checkpoint."""
+        """Return the guard's part of the TrainState, for a checkpoint."""
 
 
 def too_many(skipped: list[int], most: int) -> bool:
-    """Whether the last of these steps are more than `most` in a row."""
+    """Return whether these steps end with more than `most` in a row."""
     return skipped[-most - 1 :] == list(range(skipped[-1] - most, skipped[-1] + 1))
 
 
 class FiniteGuard:
     """Withholds an update if a rank's loss or the gradient norm is not finite.
 
-    With float16, infinite gradients of a finite loss are an overflow: the step is counted, and the loss scale is
-    halved. Without float16 they are an error.
+    With float16, infinite gradients of a finite loss are an overflow: the step is counted, and GradScaler halves the
+    loss scale. Without float16 they are an error.
     """
 
     def __init__(self, scaler: GradScaler, skipped: list[int], max_skipped: int = 0) -> None:
         """
         Args:
-            skipped: the steps whose updates the guards of this run have withheld, without float16's overflows.
-            max_skipped: this many steps in a row may be skipped; one more is an error.
+            skipped: the steps that all guards withheld in this run, without float16's overflows.
+            max_skipped: number of consecutive steps that may be skipped.
         """
         self._scaler, self._skipped, self._max_skipped = scaler, skipped, max_skipped
 
-    def suspects(self, record: StepRecord) -> Tensor:
+    def withholds(self, record: StepRecord) -> Tensor:
         return ~record.finite
 
     def check(self, record: StepRecord) -> Incident | None:

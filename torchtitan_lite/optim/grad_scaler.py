@@ -1,7 +1,7 @@
 """Loss scaling, so that gradients in float16 neither vanish nor overflow (Micikevicius et al., 2018).
 
-An overflow halves the scale; `growth_interval` steps without one double it. torch.amp.GradScaler decides by itself what
-to skip; here finite_guard.FiniteGuard does, for all ranks and without a synchronisation. Checkpoints keep the state.
+An overflow halves the scale; `growth_interval` steps without one double it. torch.amp.GradScaler also decides which
+steps to skip; here FiniteGuard does, for all ranks and without synchronising. Checkpoints save the state.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ class GradScaler:
     """The loss scale, on the device. Does nothing without float16.
 
     Args:
-        state: from a checkpoint's `state_dict`; empty for a new run.
+        state: from `state_dict`; empty for a new run.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class GradScaler:
         self._good_steps = torch.tensor(int(state.get("good_steps", 0)), device=device)
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss to call backward on. Its gradients are scaled until `clip_gradients`."""
+        """Return the loss to call backward on. Gradients stay scaled until `clip_gradients`."""
         return loss * self.scale if self.enabled else loss
 
     @torch.no_grad()
@@ -46,7 +46,7 @@ class GradScaler:
             self._good_steps = torch.where(grown, 0, good)
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint; empty without float16. Synchronises."""
+        """Return the state for a checkpoint; empty without float16. Synchronises."""
         if not self.enabled:
             return {}
         return {

@@ -1,4 +1,4 @@
-"""Which parameters are trained, and how: freezing, and groups by weight decay and learning rate."""
+"""Frozen parameters, and parameter groups by weight decay and learning rate."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         ConfigError: a pattern matches no parameter, or no parameter is left to train.
     """
     names = [name for name, _ in model.named_parameters()]
-    # one at a time: patterns may overlap
+    # each pattern separately, because patterns may overlap
     wrong = [message for pattern in patterns for message in unused("optim.freeze", names, [pattern], field="")]
     if wrong:
         raise ConfigError("\n  ".join(wrong))
@@ -29,13 +29,13 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
-    """Parameters by weight decay and `lr_factor`. [[optim.groups]] override the defaults; only matrices decay.
+    """Group parameters by weight decay and `lr_factor`. [[optim.groups]] override the defaults; only matrices decay.
 
-    With muon, a group's key `muon` tells the matrices of the blocks from the others.
+    With muon, the key `muon` marks the groups of block matrices.
     """
     chosen: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    untied = dict(model.named_parameters())  # without the head if it is the embeddings
+    untied = dict(model.named_parameters())  # without the head, if it is tied to the embeddings
     patterns = [group.match for group in config.groups]
     for name in names:
         parameter = model.get_parameter(name)
@@ -51,7 +51,7 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
         by_muon = config.name == "muon" and is_matrix_of_block(name, parameter)
         if parameter.ndim == 2 and name.startswith(("layers.", "output.")):
             scale = scale_of(getattr(model, "width", 1.0), by_muon)
-            decay, factor = decay / scale, factor * scale  # rate times decay stays
+            decay, factor = decay / scale, factor * scale  # keeps lr * decay
         chosen.setdefault((decay, factor, by_muon), []).append(parameter)
     wrong = list(unused("optim.groups", names, patterns))
     if wrong:
@@ -64,18 +64,18 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
 
 
 def is_matrix_of_block(name: str, parameter: Tensor) -> bool:
-    """Whether Muon orthogonalises it. A convolution's weights are no matrix: each row filters one channel by itself."""
+    """Return whether Muon orthogonalises it. Convolution weights are excluded: each row filters one channel."""
     return parameter.ndim > 1 and name.startswith("layers.") and ".conv_" not in name
 
 
 def scale_of(width: float, by_muon: bool) -> float:
-    """What muP multiplies a matrix's rate by: a step then changes its outputs by as much at every width.
+    """Return muP's learning-rate multiplier for a matrix. A step then changes outputs equally at every width.
 
-    Source: Yang et al., 2022, table 3; for Muon, the same argument.
+    Source: Yang et al., 2022, table 3; the same argument holds for Muon.
 
     Args:
         width: model.dim / model.mup_base_dim.
     """
-    if by_muon:  # an orthogonal update keeps sizes, but is multiplied by 0.2 sqrt(max(M, N))
+    if by_muon:  # an orthogonal update preserves norms, but is multiplied by 0.2 sqrt(max(M, N))
         return width**-0.5
-    return width**-1.0  # AdamW changes each weight by about the rate, and an output sums `width` times as many of them
+    return width**-1.0  # AdamW changes each weight by about lr, and the weights per output grow with the width

@@ -7,17 +7,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.distributed.sharding import own_part
 
 
 class GuardedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose update can be withheld on the device, without the host knowing.
+    """An optimizer whose update can be withheld on the device, without waiting for the host.
 
-    `clip_gradients` and `update` set these before each `step`, which has to obey them, as torch's fused AdamW does:
+    `clip_gradients` and `update` set these before each `step`, which must obey them, as torch's fused AdamW does:
 
-        found_inf    () float32; where it is 1, parameters and state stay as they are. None is 0
-        grad_scale   () float32; the update divides the gradients by it. None is 1
-        step_number  the number of steps before this one, also of those withheld
+        found_inf    () float32; 1: parameters and state do not change. None: 0
+        grad_scale   () float32; the update divides the gradients by it. None: 1
+        step_number  the number of steps before this one, including withheld ones
     """
 
     found_inf: Tensor | None = None
@@ -29,11 +29,11 @@ class GuardedOptimizer(torch.optim.Optimizer):
 
     @step_number.setter
     def step_number(self, number: int) -> None:
-        for group in self.param_groups:  # so `state_dict` has it
+        for group in self.param_groups:  # optim/average.py reads it
             group["step_number"] = number
 
     def update(self, step: int, withheld: Tensor) -> None:
-        """Update by a step's gradients, and drop them. Where `withheld` is true, () bool, nothing changes."""
+        """Apply a step's gradients, and free them. Where `withheld`, () bool, is true, change nothing."""
         # with cpu_offload, the parameters are on the host
         self.found_inf = withheld.float().to(self.param_groups[0]["params"][0].device)
         self.step_number = step - 1
@@ -41,20 +41,20 @@ class GuardedOptimizer(torch.optim.Optimizer):
         self.zero_grad()
 
     def multiply_gradients(self, factor: Tensor) -> None:
-        """Multiply the gradients by () float32, before or within the next `step`."""
-        self.grad_scale = 1 / factor  # multiplies nothing yet: `step` divides by it
+        """Multiply the gradients by () float32, now or in the next `step`."""
+        self.grad_scale = 1 / factor  # the next `step` divides by it
 
 
 class AdamW(GuardedOptimizer, torch.optim.AdamW):
     """Fused AdamW on each rank's shards.
 
-    The update is elementwise, so a step can bypass DTensor, whose first call of each operator is slow. The state still
+    The update is elementwise, so it can bypass DTensor, whose first call of each operator is slow. The state still
     consists of DTensors.
     """
 
-    # private: torch's step calls it for each group, to fill six empty lists: parameters, gradients, first and second
-    # moments, maxima of the latter (amsgrad), step counts. The update then works in place on what the lists hold. If
-    # torch ceases to call it, the update works on DTensors.
+    # Private: torch's step calls it for each group to fill six empty lists: parameters, gradients, first and second
+    # moments, maxima of second moments (amsgrad), step counts. The update then works in place on the tensors in the
+    # lists. If torch stops calling it, the update works on DTensors.
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         has_complex: bool = torch.optim.AdamW._init_group(self, group, *lists)
         for tensors in lists:
@@ -63,15 +63,16 @@ class AdamW(GuardedOptimizer, torch.optim.AdamW):
 
 
 class HostGuarded(GuardedOptimizer):
-    """Guards any optimizer of torch: `class RMSprop(HostGuarded, torch.optim.RMSprop)`.
+    """Adds guarding to any torch optimizer: `class RMSprop(HostGuarded, torch.optim.RMSprop)`.
 
-    The host waits for the device to learn whether the update is withheld, and the gradients take one pass more.
+    The host waits for the device to learn whether the update is withheld, and scaling the gradients takes an extra
+    pass.
     """
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        if self.found_inf is not None and self.found_inf:  # which waits for the device
+        if self.found_inf is not None and self.found_inf:  # waits for the device
             return None
-        found_inf, self.found_inf = self.found_inf, None  # torch's own steps refuse it
+        found_inf, self.found_inf = self.found_inf, None  # torch's unfused steps reject it
         loss = super().step(closure)
         self.found_inf = found_inf
         return loss
@@ -81,9 +82,9 @@ class HostGuarded(GuardedOptimizer):
 
 
 class SGD(HostGuarded, torch.optim.SGD):
-    """Not fused, which would read found_inf on the device: that form takes no DTensors, and rounds differently."""
+    """Unfused: the fused SGD rejects DTensors and rounds differently."""
 
 
 def multiply_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
-    """Multiply the gradients in place by () float32."""
-    torch._foreach_mul_([local_rows(p.grad)[0] for p in parameters if p.grad is not None], factor)
+    """Multiply the parameters' gradients in place by () float32."""
+    torch._foreach_mul_([own_part(p.grad)[0] for p in parameters if p.grad is not None], factor)

@@ -1,17 +1,17 @@
-"""Muon (Jordan et al., 2024) for sharded matrices: momentum, made orthogonal by a Newton-Schulz iteration.
+"""Muon (Jordan et al., 2024) for sharded matrices: momentum, orthogonalised by a Newton-Schulz iteration.
 
-The iteration needs whole matrices, and a rank holds rows. So each matrix has an owner: an all-to-all brings the rows of
-many matrices to their owners, each owner orthogonalises its own, and a second all-to-all returns the rows. With HSDP,
-each replica does so with some of the matrices, and an all-gather between the replicas brings them the others'. So a
-rank does 1 / world size of the products, if there are that many matrices, and sends about 2 N / R elements for N
-parameters on R ranks of a replica, and with several replicas about N / R more.
+The iteration needs whole matrices, but a rank has only rows. So each matrix has an owner. An all-to-all sends the rows
+of many matrices to their owners, each owner orthogonalises its matrices, and a second all-to-all returns the rows. With
+HSDP, each replica handles a share of the matrices, and an all-gather between replicas exchanges the results. If there
+are at least as many matrices as ranks, a rank computes 1 / world size of the matmuls. For N parameters on k
+replicas of R ranks, a rank sends about 2 N / (k R) elements, and with several replicas another N / R.
 
-Of a stack of matrices (E, M, N), such as a layer's experts, a rank holds whole ones, unless it is split at another dim:
-then it orthogonalises its own, without an exchange. (Each replica does so with all of them.)
+In a stack of matrices (E, M, N), such as a layer's experts, each rank has whole matrices unless the stack is split at
+dim 1. A rank orthogonalises its whole matrices without an exchange. (Every replica computes all of them.)
 
-On a CPU an owner computes one matrix at a time, from contiguous copies of the same rows. So an update does not depend
-on the number of ranks, bit for bit. On a GPU it computes its matrices of one shape as a batch, which takes fewer
-kernels. Their products may then round otherwise with another number of ranks. All else is the same bits there, too.
+On a CPU an owner computes one matrix at a time, from contiguous copies of the same rows. So updates are the same on any
+number of ranks, bit for bit. On a GPU an owner batches its matrices of one shape, which launches fewer kernels. Their
+matmuls may then round differently on a different number of ranks; everything else is the same bit for bit.
 """
 
 from collections import defaultdict
@@ -24,18 +24,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.config.schema import OptimConfig
-from torchtitan_lite.distributed.sharding import local_rows, shard_dim
+from torchtitan_lite.distributed.sharding import own_part, shard_dim
 from torchtitan_lite.optim.guarded import AdamW
 
 ITERATIONS = 5
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # singular values end between 0.7 and 1.2 (Jordan)
-OWNED_BYTES = 64 << 20  # an owner's matrices in one exchange, at least one matrix; a step needs some times as much
+OWNED_BYTES = 64 << 20  # per owner and exchange, but at least one matrix; a step's peak is a few times this
 
 
 class Muon(AdamW):
-    """Muon for the groups with `muon`, fused AdamW for the others.
+    """Muon for groups with `muon` (matrices of the blocks, see groups.py), fused AdamW for the others.
 
-    The state of a matrix is `momentum_buffer`, a DTensor like the parameter.
+    A matrix's state is `momentum_buffer`, a DTensor like the parameter.
     """
 
     def __init__(self, groups: list[dict[str, Any]], config: OptimConfig) -> None:
@@ -43,7 +43,7 @@ class Muon(AdamW):
         self.momentum = config.muon_momentum
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        torch.optim.Optimizer.__setstate__(self, state)  # Adam's expects a step count of every parameter
+        torch.optim.Optimizer.__setstate__(self, state)  # Adam's expects a step count for every parameter
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -54,7 +54,7 @@ class Muon(AdamW):
             super().step(closure)
         finally:
             self.param_groups = every
-        first = 0  # owner of the next matrix: they take turns over all shapes
+        first = 0  # the next matrix's owner; owners take turns across shapes
         for group in every:
             if group["muon"]:
                 for matrices in exchanges(p for p in group["params"] if p.grad is not None):
@@ -65,11 +65,11 @@ class Muon(AdamW):
         """Update matrices of one shape; `first`: see `orthogonalised`."""
         withheld = None if self.found_inf is None else self.found_inf != 0
         directions = self._directions(matrices, withheld)
-        # an orthogonal update times 0.2 sqrt(max) has the size of AdamW's (Moonlight, 2025)
+        # 0.2 sqrt(max(M, N)) gives an orthogonal update the size of AdamW's (Moonlight, 2025)
         scale = 0.2 * max(matrices[0].shape[-2:]) ** 0.5
-        weights = [local_rows(matrix)[0] for matrix in matrices]
-        of = orthogonalised if matrices[0].ndim == 2 else orthogonalised_stacks
-        updates = _cast(of(matrices, directions, first), weights[0].dtype)
+        weights = [own_part(matrix)[0] for matrix in matrices]
+        orthogonalise = orthogonalised if matrices[0].ndim == 2 else orthogonalised_stacks
+        updates = _cast(orthogonalise(matrices, directions, first), weights[0].dtype)
         torch._foreach_mul_(updates, scale)
         torch._foreach_add_(updates, torch._foreach_mul(weights, weight_decay))
         torch._foreach_mul_(updates, lr)
@@ -79,15 +79,15 @@ class Muon(AdamW):
             _write_unless(withheld, weights, torch._foreach_sub(weights, updates))
 
     def _directions(self, matrices: list[nn.Parameter], withheld: Tensor | None) -> list[Tensor]:
-        """This rank's rows of Nesterov's momentum, in the dtype of the iteration."""
-        gradients: Any = [local_rows(matrix.grad)[0] for matrix in matrices]  # type: ignore[arg-type]
+        """Return this rank's rows of Nesterov's momentum, in the dtype of the iteration."""
+        gradients: Any = [own_part(matrix.grad)[0] for matrix in matrices]  # type: ignore[arg-type]
         if self.grad_scale is not None:
             gradients = torch._foreach_div(gradients, self.grad_scale)
         for matrix in matrices:
             if not self.state[matrix]:
                 self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
-        buffers = [local_rows(self.state[matrix]["momentum_buffer"])[0] for matrix in matrices]
-        # not lerp, which rounds the last elements of a shard differently: products and sums are rounded one by one
+        buffers = [own_part(self.state[matrix]["momentum_buffer"])[0] for matrix in matrices]
+        # not lerp: it rounds the last elements of a shard differently
         gradients = torch._foreach_mul(gradients, 1 - self.momentum)
         if withheld is None:
             torch._foreach_mul_(buffers, self.momentum)
@@ -103,12 +103,12 @@ class Muon(AdamW):
 
 
 def dtype_of_iteration(*, on_gpu: bool) -> torch.dtype:
-    """The dtype of its products, and of what ranks exchange."""
+    """Return the dtype of the iteration's matmuls, and of the rows that ranks exchange."""
     return torch.bfloat16 if on_gpu else torch.float32
 
 
 def _cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Tensors of one shape in this dtype, by one kernel."""
+    """Cast tensors of one shape, in one kernel."""
     if tensors[0].dtype == dtype:
         return list(tensors)
     cast = list(tensors[0].new_empty(len(tensors), *tensors[0].shape, dtype=dtype))
@@ -122,7 +122,7 @@ def _write_unless(withheld: Tensor, tensors: Sequence[Tensor], values: Sequence[
 
 
 def exchanges(matrices: Iterable[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
-    """Matrices that are exchanged together: of one shape, sharded alike, and at most OWNED_BYTES for each owner."""
+    """Group matrices to exchange together: one shape, one sharding, at most OWNED_BYTES per owner."""
     shapes: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for matrix in matrices:
         shapes[tuple(matrix.shape), shard_dim(matrix)].append(matrix)
@@ -133,10 +133,10 @@ def exchanges(matrices: Iterable[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
 
 
 def ranks_of(matrix: Tensor, *, of_replicas: bool = False) -> tuple[Any, int, int]:
-    """The process group that shards a matrix, its size, and this rank in it; None, 1, 0 if it is not sharded.
+    """Return the process group that shards a matrix, its size, and this rank in it; None, 1, 0 if not sharded.
 
     Args:
-        of_replicas: the group of the ranks that hold the same part of it, instead.
+        of_replicas: return the group of ranks with the same shard, one per replica, instead.
     """
     if isinstance(matrix, DTensor):
         for axis, placement in enumerate(matrix.placements):
@@ -147,9 +147,9 @@ def ranks_of(matrix: Tensor, *, of_replicas: bool = False) -> tuple[Any, int, in
 
 
 def orthogonalised_stacks(stacks: list[nn.Parameter], parts: list[Tensor], first: int) -> list[Tensor]:
-    """`orthogonalised` of each matrix of stacks (E, M, N): this rank's part of each stack."""
+    """Orthogonalise each matrix of stacks (E, M, N). Returns this rank's part of each stack."""
     each = [matrix for part in parts for matrix in part.unbind(0)]
-    if shard_dim(stacks[0]) > 0:  # of each matrix it holds some rows or columns
+    if shard_dim(stacks[0]) > 0:  # this rank has some rows or columns of each matrix
         each = orthogonalised([stack for stack in stacks for _ in range(len(stack))], each, first)
     elif each:
         each = _each(torch.cat(parts)) if parts[0].is_cuda else _each(each)
@@ -157,39 +157,38 @@ def orthogonalised_stacks(stacks: list[nn.Parameter], parts: list[Tensor], first
 
 
 def orthogonalised(matrices: list[nn.Parameter], rows: list[Tensor], first: int) -> list[Tensor]:
-    """This rank's rows of each orthogonalised matrix.
+    """Orthogonalise matrices. Returns this rank's rows of each.
 
     Args:
-        matrices: of one shape (M, N), sharded alike.
-        rows: this rank's rows of what to orthogonalise, one tensor for each matrix.
-        first: the owner of the first matrix, modulo the number of owners; the next one owns the next. Owner k is rank
-            k // replicas of replica k % replicas.
+        matrices: parameters of one shape (M, N), sharded alike.
+        rows: this rank's rows of the values to orthogonalise, one tensor per matrix.
+        first: the first matrix's owner, modulo the number of owners; the next owner has the next matrix. Owner k is
+            rank k // replicas of replica k % replicas. From owner 0, with 2 replicas of 2 ranks, the owners are
+            (replica 0, rank 0), (1, 0), (0, 1), (1, 1).
     """
     group, n_replicas, replica = ranks_of(matrices[0], of_replicas=True)
-    turns = [
-        range((i - first) % n_replicas, len(rows), n_replicas) for i in range(n_replicas)
-    ]  # what each replica owns
-    mine = turns[replica]
-    done = _within_replica([matrices[i] for i in mine], [rows[i] for i in mine], (first + mine.start) // n_replicas)
+    of_replica = [range((i - first) % n_replicas, len(rows), n_replicas) for i in range(n_replicas)]  # its matrices
+    own = of_replica[replica]
+    own_rows = _within_replica([matrices[i] for i in own], [rows[i] for i in own], (first + own.start) // n_replicas)
     if group is None:
-        return done
-    if not rows[0].numel():  # nor have the ranks of `group`
+        return own_rows
+    if not rows[0].numel():  # the other ranks of `group` have no rows either
         return rows
-    most = -(-len(rows) // n_replicas)
-    sent = rows[0].new_zeros(most, *rows[0].shape)
-    for place, own in zip(sent, done, strict=False):
-        place.copy_(own)
+    n_sent = -(-len(rows) // n_replicas)
+    sent = rows[0].new_zeros(n_sent, *rows[0].shape)
+    for place, part in zip(sent, own_rows, strict=False):
+        place.copy_(part)
     received = sent.new_empty(n_replicas, *sent.shape)
     dist.all_gather(list(received), sent, group=group)
-    found = rows[:]
-    for turn, parts in zip(turns, received, strict=True):
-        for i, part in zip(turn, parts, strict=False):
-            found[i] = part
-    return found
+    result = rows[:]
+    for its, parts in zip(of_replica, received, strict=True):
+        for i, part in zip(its, parts, strict=False):
+            result[i] = part
+    return result
 
 
 def _within_replica(matrices: list[nn.Parameter], rows: list[Tensor], first: int) -> list[Tensor]:
-    """`orthogonalised`, by the ranks of one replica."""
+    """Orthogonalise matrices among the ranks of one replica, as in `orthogonalised`."""
     if not matrices:
         return []
     group, n_ranks, rank = ranks_of(matrices[0])
@@ -198,10 +197,10 @@ def _within_replica(matrices: list[nn.Parameter], rows: list[Tensor], first: int
     m, n = matrices[0].shape[-2:]
     if by_columns := shard_dim(matrices[0]) == matrices[0].ndim - 1:  # the rows of the transposed matrix
         m, n, rows = n, m, [part.T for part in rows]
-    per_rank = -(-m // n_ranks)  # as torch.chunk splits dim 0: the first ranks hold all rows
+    per_rank = -(-m // n_ranks)  # torch.chunk's split of dim 0: the first ranks may have all rows
     counts = [min(per_rank, m - first_row) for first_row in range(0, m, per_rank)]
     own_count = counts[rank] if rank < len(counts) else 0
-    # Only owners of a matrix and holders of rows are listed: there may be far more ranks than either.
+    # List only owners and ranks with rows: there may be far more ranks than either.
     owned = {(first + i) % n_ranks: range(i, len(rows), n_ranks) for i in range(min(n_ranks, len(rows)))}
     owners = sorted(owned)
     n_owned = len(owned.get(rank, ()))
@@ -212,32 +211,33 @@ def _within_replica(matrices: list[nn.Parameter], rows: list[Tensor], first: int
     from_ranks = [n_owned * count * n for count in counts] + [0] * (n_ranks - len(counts))
     received = sent.new_empty(sum(from_ranks))
     dist.all_to_all_single(received, sent, from_ranks, to_owners, group=group)
-    done: list[Tensor] = []
+    orthogonal: list[Tensor] = []
     if n_owned:
         wholes = received.new_empty(n_owned, m, n)
         for block, first_row in _blocks(received, n_owned, m, n, per_rank):
             _rows_of(wholes, block, first_row).copy_(block.transpose(0, 1))
-        done = _each(wholes if wholes.is_cuda else list(wholes), transposed=by_columns)
-        del wholes, block
+        orthogonal = _each(wholes if wholes.is_cuda else list(wholes), transposed=by_columns)
+        del wholes, block  # views of them would keep `received` alive
     del received
     sent = sent.new_empty(sum(from_ranks))
-    if done:
+    if orthogonal:
         for block, first_row in _blocks(sent, n_owned, m, n, per_rank):
-            torch.stack([_rows_of(whole[None], block, first_row)[0] for whole in done], dim=1, out=block)
-    del done
+            torch.stack([_rows_of(whole[None], block, first_row)[0] for whole in orthogonal], dim=1, out=block)
+    del orthogonal
     received = sent.new_empty(sum(to_owners))
     dist.all_to_all_single(received, sent, to_owners, from_ranks, group=group)
-    found = rows[:]
+    result = rows[:]
     for owner, part in zip(owners, received.split([to_owners[owner] for owner in owners]), strict=True):
         for i, own in zip(owned[owner], part.view(len(owned[owner]), own_count, n), strict=True):
-            found[i] = own.T if by_columns else own
-    return found
+            result[i] = own.T if by_columns else own
+    return result
 
 
 def _blocks(flat: Tensor, n_matrices: int, m: int, n: int, per_rank: int) -> Iterator[tuple[Tensor, int]]:
-    """What each rank sends to an owner, or gets: views (ranks, matrices, rows of a rank, N), and their first row.
+    """Yield an owner's buffer as views (ranks, matrices, rows per rank, N), each with its first row.
 
-    All ranks with `per_rank` rows are one view, so their number takes no time. The one with fewer is the other.
+    One view spans all ranks with `per_rank` rows, so the time does not grow with the ranks. The second is for the last
+    rank, if it has fewer.
     """
     full = m // per_rank
     cut = full * per_rank
@@ -247,26 +247,26 @@ def _blocks(flat: Tensor, n_matrices: int, m: int, n: int, per_rank: int) -> Ite
 
 
 def _rows_of(wholes: Tensor, block: Tensor, first_row: int) -> Tensor:
-    """The rows of a block in matrices (B, M, N), as (B, ranks, rows of a rank, N)."""
+    """Return a block's rows in matrices (B, M, N), as (B, ranks, rows per rank, N)."""
     ranks, _, rows, _ = block.shape
     return wholes[:, first_row : first_row + ranks * rows].unflatten(1, (ranks, rows))
 
 
 def _each(wholes: Tensor | list[Tensor], *, transposed: bool = False) -> list[Tensor]:
-    """Newton-Schulz of each matrix: on a GPU as a batch, (B, M, N), on a CPU one by one.
+    """Apply Newton-Schulz to each matrix: on a GPU as a batch, (B, M, N), on a CPU one by one.
 
     Args:
-        transposed: the matrices are given, and returned, transposed. (A matrix and its transpose round differently.)
+        transposed: take and return transposed matrices. (A matrix and its transpose round differently.)
     """
     if isinstance(wholes, Tensor) and wholes.is_cuda:
         return list(newton_schulz(wholes.mT).mT if transposed else newton_schulz(wholes))
-    if transposed:  # `view` gives a matrix of one row the strides that it has untransposed: products round by them
+    if transposed:  # strides affect a matmul's rounding: `view` gives a one-row matrix its untransposed strides
         return [newton_schulz(whole.T.view(whole.T.shape)).T for whole in wholes]
     return [newton_schulz(whole) for whole in wholes]
 
 
 def newton_schulz(x: Tensor) -> Tensor:
-    """Matrices with the singular vectors of x, (M, N) or (B, M, N), and singular values near 1."""
+    """Return matrices with the singular vectors of x, (M, N) or (B, M, N), and singular values near 1."""
     a, b, c = COEFFICIENTS
     add = torch.baddbmm if x.ndim == 3 else torch.addmm
     wide = x.shape[-2] <= x.shape[-1]

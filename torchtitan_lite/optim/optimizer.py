@@ -17,7 +17,7 @@ from torchtitan_lite.optim.guarded import SGD, AdamW, GuardedOptimizer, HostGuar
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> GuardedOptimizer:
-    """The optimizer that the config names, for a sharded model.
+    """Build the optimizer of [optim] for a sharded model.
 
     Raises:
         ConfigError: a pattern of [[optim.groups]] matches no parameter.
@@ -33,7 +33,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> GuardedOptimizer:
 
         keep_average(optimizer, config.ema_decay)
     if isinstance(optimizer, HostGuarded):
-        make_state(optimizer)  # a checkpoint has it, even if float16 skipped every step so far
+        make_state(optimizer)  # so that a checkpoint has it even if float16 skipped every step so far
     return optimizer
 
 
@@ -46,7 +46,7 @@ def sgd(groups: list[dict[str, Any]], config: OptimConfig) -> GuardedOptimizer:
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
-    """The learning rate of `step` (1-based): linear warm-up, then the schedule down to min_lr_ratio."""
+    """Return the learning rate of `step` (1-based): linear warm-up, then the schedule down to min_lr_ratio."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     done = min((step - config.warmup_steps) / max(steps - config.warmup_steps, 1), 1.0)
@@ -62,7 +62,7 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the rate of each group: `rate` times its lr_factor."""
+    """Set each group's learning rate to `rate` times its lr_factor."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group["lr_factor"]
 
@@ -70,12 +70,12 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def make_state(optimizer: torch.optim.Optimizer) -> None:
     """Allocate an optimizer's state before its first step, for a load to fill.
 
-    A step with zero gradients and a rate of 0 leaves every parameter unchanged, bit for bit. The state's values (such
-    as the step count) are wrong and have to be overwritten.
+    A step with zero gradients and a learning rate of 0 leaves every parameter unchanged, bit for bit. The state's
+    values (such as the step count) are wrong and must be overwritten.
     """
     with kept_hyperparameters(optimizer):
         for group in optimizer.param_groups:
-            group["lr"] = group["weight_decay"] = 0.0  # SGD's momentum would begin with the decay
+            group["lr"] = group["weight_decay"] = 0.0  # otherwise SGD's momentum would start with the decay
             for parameter in group["params"]:
                 parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
@@ -83,13 +83,13 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The hyperparameters of each group. They come from the config, and a load must not change them."""
+    """Return each group's hyperparameters, which come from the config and which a load must not change."""
     return [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
 
 
 @contextlib.contextmanager
 def kept_hyperparameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Put the hyperparameters back afterwards: torch loads saved ones, with lists for tuples."""
+    """Restore the hyperparameters afterwards: torch loads the saved ones, with lists for tuples."""
     ours = hyperparameters(optimizer)
     yield
     for group, values in zip(optimizer.param_groups, ours, strict=True):
@@ -97,10 +97,10 @@ def kept_hyperparameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def squared_norm(model: nn.Module, replicas: int) -> Tensor:
-    """This rank's part of the squared gradient norm, () float64. The parts of all ranks add up to it.
+    """Return this rank's part of the squared gradient norm, () float64. The sum over all ranks is the whole.
 
     Args:
-        replicas: so many ranks hold the same shards (HSDP).
+        replicas: dp_replicate, the number of HSDP replicas.
     """
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([g.to_local() if isinstance(g, DTensor) else g for g in grads])
@@ -108,15 +108,18 @@ def squared_norm(model: nn.Module, replicas: int) -> Tensor:
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, norm: Tensor, max_norm: float, scale: Tensor) -> None:
-    """Divide the gradients by the loss scale, and scale them down from `norm` (without that scale) to max_norm.
+    """Set the factor that unscales and clips the gradients.
 
-    AdamW and Muon only store the factor here. Their next step applies it while it reads the gradients, which saves a
-    pass over them.
+    AdamW and Muon apply it in their next step, which saves a pass over the gradients.
+
+    Args:
+        norm: () float32, the gradient norm without the loss scale.
+        scale: () float32, the loss scale.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) / scale  # as torch.nn.utils.clip_grad_norm_
     factor = factor.to(parameters[0].device)  # the host with cpu_offload
     if isinstance(optimizer, GuardedOptimizer):
         optimizer.multiply_gradients(factor)
-    else:  # one of a user of the API
+    else:  # a user's own optimizer, through the API
         multiply_gradients(parameters, factor)

@@ -1,8 +1,9 @@
-"""The guard against loss spikes, on the device. Loaded only if [spike] asks for it.
+"""The guard against loss spikes, on the device. Imported only if [spike] asks for it.
 
-A loss or gradient norm is a spike if it is far above the median of the last `window` steps, measured in deviations. The
-comparison runs on the device, with limits that the host computes from steps it has read already. So no step waits, and
-the update of a spike is withheld as that of a step that is not finite. The host reads the result one step later.
+A loss or gradient norm is a spike if it is more than a number of stds above the median of the last `window` steps. The
+std is estimated from the median absolute deviation. The comparison runs on the device, with limits that the host
+computes from earlier steps. So no step waits, and a spike's update is withheld like one that is not finite. The host
+reads the result one step later.
 """
 
 import math
@@ -18,12 +19,12 @@ from torchtitan_lite.errors import SpikeError
 from torchtitan_lite.optim.finite_guard import Incident, too_many
 from torchtitan_lite.optim.step_record import StepRecord
 
-_MAD = 1.4826  # times the median absolute deviation is the standard deviation of a normal distribution
-_LEAST = 0.02  # of the median: a deviation of equal values would be 0
+_MAD = 1.4826  # std of a normal distribution / its median absolute deviation (MAD)
+_LEAST = 0.02  # times the median: the smallest std, because equal values have a MAD of 0
 
 
 class Spike(NamedTuple):
-    """A step whose loss or gradient norm is above its limit; None: it has no limit."""
+    """A step whose loss or gradient norm is above its limit. A limit of None: there is none."""
 
     loss: float
     grad_norm: float
@@ -36,18 +37,18 @@ class Spike(NamedTuple):
         return ", ".join(f"{name} {value:.4f} above {limit:.4f}" for name, value, limit in above)
 
 
-def limit(values: Sequence[float], window: int, deviations: float) -> float:
-    """A value above this is a spike; infinite while there are less than `window` values."""
-    if len(values) < window or not deviations:
+def limit(values: Sequence[float], window: int, n_stds: float) -> float:
+    """Return the value above which the next one is a spike; infinite with fewer than `window` values."""
+    if len(values) < window or not n_stds:
         return math.inf
-    values = values[-window:]  # a resume may have made it shorter
+    values = values[-window:]  # a resume may have shortened the window
     median = statistics.median(values)
-    deviation = _MAD * statistics.median(abs(value - median) for value in values)
-    return median + deviations * max(deviation, _LEAST * abs(median))
+    std = _MAD * statistics.median(abs(value - median) for value in values)
+    return median + n_stds * max(std, _LEAST * abs(median))
 
 
 class SpikeGuard:
-    """Compares each step with the window, and does what `spike.action` says. A Guard of finite_guard.py."""
+    """Compares each step with the window, and acts on spikes as spike.action says. A finite_guard.Guard."""
 
     def __init__(
         self,
@@ -60,18 +61,18 @@ class SpikeGuard:
     ) -> None:
         """
         Args:
-            window: from TrainState: `spikes` as it was saved.
+            window: TrainState's saved `spikes`.
             skipped: as in FiniteGuard.
-            max_skipped: this many steps in a row may be skipped; one more is an error.
-            fork: the command of a run without the samples of a step. Collective.
+            max_skipped: number of consecutive steps that may be skipped.
+            fork: returns the command of a run without a step's samples. Collective.
         """
         self._config, self._warmup_steps, self._fork = config, warmup_steps, fork
         self._skipped, self._max_skipped = skipped, max_skipped
-        # the losses and gradient norms of the last steps; those whose update was withheld are not among them
+        # losses and gradient norms of the last steps, without withheld ones
         self._window = {key: list(window.get(key, ())) for key in ("losses", "norms")}
         self._limits = math.inf, math.inf
 
-    def suspects(self, record: StepRecord) -> Tensor:
+    def withholds(self, record: StepRecord) -> Tensor:
         c = self._config
         self._limits = math.inf, math.inf
         if record.step > self._warmup_steps:
@@ -84,7 +85,7 @@ class SpikeGuard:
     def check(self, record: StepRecord) -> Incident | None:
         loss, grad_norm, *_ = record.numbers
         step, action, (first, end) = record.step, self._config.action, record.samples
-        if not math.isfinite(loss) or not math.isfinite(grad_norm):  # it is FiniteGuard's
+        if not math.isfinite(loss) or not math.isfinite(grad_norm):  # FiniteGuard handles these
             return None
         is_spike = loss > self._limits[0] or grad_norm > self._limits[1]
         if action == "log" or not is_spike:

@@ -1,4 +1,4 @@
-"""What a step has computed: one record, the same on every rank, for the guards, the log and whoever asks to stop."""
+"""The record of a step's numbers, equal on every rank, which guards, log and stop requests read."""
 
 import functools
 from typing import NamedTuple
@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchtitan_lite.distributed.process_group import World, sum_over_ranks
+from torchtitan_lite.distributed.process_group import Process, sum_over_ranks
 
-MOST_RANKS = 1024  # above so many, a record in metrics.jsonl has no list of losses: it would be the most of each line
+MOST_RANKS = 1024  # with more ranks, metrics.jsonl omits their losses, which would be most of each line
 
 
 class Numbers(NamedTuple):
@@ -22,7 +22,7 @@ class Numbers(NamedTuple):
 
 
 class StepRecord:
-    """The numbers of a step, as tensors on the device. Only `numbers` makes the host wait for them."""
+    """A step's numbers, as tensors on the device. Only reading `numbers` makes the host wait for them."""
 
     def __init__(
         self,
@@ -34,24 +34,25 @@ class StepRecord:
         loss_scale: Tensor,
         loads: Tensor | None,
         stop: bool,
-        world: World,
+        process: Process,
     ) -> None:
         """Sum the parts of all ranks, with one small all-reduce. Collective.
 
         Args:
-            step: from 1.
-            samples: of the run, in the global batch: the first, and the one after the last.
-            targets: the valid ones of the global batch.
-            loss: (), the summed loss of this rank.
-            squared_norm: (), this rank's part, of gradients that still have the loss scale.
-            loads: (L, E), the tokens of each layer's experts on this rank, in a model that has some.
+            step: 1-based.
+            samples: the global batch's range of run samples: first, and last + 1.
+            targets: number of valid targets in the global batch.
+            loss: (), this rank's summed loss.
+            squared_norm: (), this rank's part, before dividing by the loss scale.
+            loads: (L, E), tokens per layer and expert on this rank; None without experts.
             stop: whether this rank was asked to stop.
         """
-        n = 3 + world.world_size
+        n = 3 + process.world_size
         sums = torch.zeros(n + (0 if loads is None else loads.numel()), dtype=torch.float64, device=loss.device)
+        # sums: loss, squared norm, stop requests, loss of each rank, loads
         sums[0], sums[1] = loss, squared_norm
         sums[2:3].fill_(float(stop))  # sums[2] = 1.0 would make the host wait for the device
-        sums[3 + world.rank] = loss  # the other ranks add 0 here
+        sums[3 + process.rank] = loss  # the other ranks add 0 here
         if loads is not None:
             sums[n:] = loads.flatten()
         sum_over_ranks(sums)
@@ -71,12 +72,12 @@ class StepRecord:
 
     @functools.cached_property
     def numbers(self) -> Numbers:
-        """Wait until the device has computed them."""
+        """The numbers on the host. Waits until the device has computed them."""
         if self._copied is not None:
             self._copied.synchronize()
         loss, grad_norm, loss_scale, stop_requests, *rank_losses = self._values.tolist()
         return Numbers(loss, grad_norm, loss_scale, stop_requests, rank_losses)
 
     def losses_of_ranks(self) -> dict[str, list[float]]:
-        """For metrics.jsonl: the sum of each rank's losses, as "rank_losses". Empty above MOST_RANKS."""
+        """Return each rank's summed loss as "rank_losses", for metrics.jsonl; empty above MOST_RANKS."""
         return {"rank_losses": self.numbers.rank_losses} if len(self.rank_losses) <= MOST_RANKS else {}

@@ -1,4 +1,5 @@
-"""The history of a run: attempts.jsonl, the newest status in run.json, and which records of its other files count.
+"""The history of a run: attempts.jsonl, the newest status in run.json, which records of its other files count,
+and goodput.
 
 An attempt adds a line when it has taken over the run's folder, before its first step, and another when it ends. One
 that was killed has no second line. A run only moves forward: an attempt that begins after step s makes the steps after
@@ -14,6 +15,7 @@ from typing import Any
 
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.files import append_line, sync_folder
+from torchtitan_lite.terminal import duration
 
 FILE = "attempts.jsonl"
 FORMAT_VERSION = 1  # of a run's folder, in run.json
@@ -129,6 +131,39 @@ def that_count(attempts: Sequence[Attempt]) -> list[Attempt]:
     """The attempts whose steps count: those that were not made again."""
     started = [a for a in since_fork(attempts) if not a.ended or a.last_step > a.step]
     return [a for i, a in enumerate(started) if all(a.step < later.step for later in started[i + 1 :])]
+
+
+# --- goodput ----------------------------------------------------------------------------------------------------
+
+
+def goodput(made: Sequence[Attempt], records: Sequence[dict[str, Any]]) -> tuple[float, float]:
+    """The goodput of a run, 0 to 1, and the seconds from its first launch to its last record or end.
+
+    It is the share of the time since the first launch that went into steps that count. The rest is starting, loading,
+    saving, validation, samples, the steps that a later attempt makes again, and the time between attempts. A record of
+    a step has the seconds of training since the record before, in the same attempt, so what a killed attempt did after
+    its last record is not counted.
+
+    Args:
+        made: all attempts.
+        records: those of metrics.jsonl that count.
+    """
+    if not made:
+        return 0.0, 0.0
+    trained_s = sum(record["seconds"] for record in records if "loss" in record)
+    ends = [attempt.end_time for attempt in that_count(made)]  # not of a finished run that is started again
+    last = max([*ends, *(record["time"] for record in records)], default=0.0)
+    whole_s = max(last - made[0].time, trained_s)  # a clock may have been set back
+    return (trained_s / whole_s if trained_s else 0.0), whole_s
+
+
+def goodput_line(folder: Path) -> str:
+    """goodput 81 % of 2h10m since the first launch"""
+    share, seconds = goodput(read(folder), records(folder))
+    return f"goodput {share:.0%} of {duration(seconds)} since the first launch"
+
+
+# --- files ------------------------------------------------------------------------------------------------------
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:

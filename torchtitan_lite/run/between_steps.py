@@ -1,4 +1,4 @@
-"""The work beside the steps: log, validate, score tasks, save, sample. `train` in train.py says when each is due."""
+"""The work between steps: log, validate, score tasks, save, sample. `train` in train.py says when each is due."""
 
 import functools
 import gc
@@ -10,7 +10,7 @@ from typing import Any
 from torchtitan_lite.checkpointing.save import BaseCheckpointer
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.distributed.ranks import on_rank0
 from torchtitan_lite.errors import SaveError
 from torchtitan_lite.models import Transformer
@@ -20,54 +20,54 @@ from torchtitan_lite.run import attempts
 from torchtitan_lite.run.console import fitted, seen_of_sources, step_line
 from torchtitan_lite.run.intact import require_equal_replicas, require_finite
 from torchtitan_lite.run.metrics import Log, peak_memory_gib
-from torchtitan_lite.run.session import Beside, Look, Session, due
+from torchtitan_lite.run.session import Evaluation, PeriodicWork, Session, due
 from torchtitan_lite.scoring.validation import Validation, eval_line, evaluate, evaluate_average
 
 
-def build_beside(config: Config, data: DataSet, world: World, validation: Validation) -> Beside:
-    """What the config asks for beside the steps. Collective. UserError: something does not suit the run."""
-    beside = Beside()
+def build_periodic_work(config: Config, data: DataSet, process: Process, validation: Validation) -> PeriodicWork:
+    """Build the evaluations and the profiler of the config. Collective. UserError: one does not suit the run."""
+    periodic = PeriodicWork()
     if config.eval.every:
         keys = ["val_loss", "ema_val_loss"] if config.optim.ema_decay else ["val_loss"]
-        beside.validation = Look("validation", config.eval.every, keys, functools.partial(validate, validation))
+        periodic.validation = Evaluation("validation", config.eval.every, keys, functools.partial(validate, validation))
     if config.tasks:
         from torchtitan_lite.run.tasks import Tasks
 
         if tasks := Tasks.of(config, data):
             keys = [f"task/{name}" for name in tasks.digests]
-            beside.tasks = Look("tasks", config.eval.tasks_every, keys, tasks.score)
-            beside.questions = tasks.digests
+            periodic.tasks = Evaluation("tasks", config.eval.tasks_every, keys, tasks.score)
+            periodic.task_hashes = tasks.digests
     if config.sample.every:
         from torchtitan_lite.run.sampling import Prompts, sample
 
         prompts = Prompts.of(config, data)
-        beside.samples = Look("samples", config.sample.every, ["prompt"], functools.partial(sample, prompts))
+        periodic.samples = Evaluation("samples", config.sample.every, ["prompt"], functools.partial(sample, prompts))
     if config.profile.steps:
         from torchtitan_lite.run.profiler import Profile
 
-        beside.profile = Profile(config.profile, config.folder, world)
-    return beside
+        periodic.profile = Profile(config.profile, config.folder, process)
+    return periodic
 
 
-def left_out(s: Session) -> list[Look]:
-    """What is due after the step of `s.state` and has no record: a stop or a kill came before it. Collective."""
+def missed_evaluations(s: Session) -> list[Evaluation]:
+    """Return the evaluations due at the step of `s.state` that the last attempt did not finish. Collective."""
     step, steps = s.state.step, s.config.train.steps
-    looks = [look for look in s.beside.looks if step == steps or due(step, look.every)]
+    evaluations = [one for one in s.periodic.evaluations if step == steps or due(step, one.every)]
 
     def missing() -> list[int]:
         files = "metrics.jsonl", "samples.jsonl"
         keys = {k for file in files for r in attempts.records(s.config.folder, file) if r["step"] == step for k in r}
-        return [i for i, look in enumerate(looks) if not keys.issuperset(look.keys)]
+        return [i for i, one in enumerate(evaluations) if not keys.issuperset(one.keys)]
 
-    return [looks[i] for i in on_rank0(missing, s.world.untimed)] if step else []
+    return [evaluations[i] for i in on_rank0(missing, s.process.untimed)] if step else []
 
 
-def make_up(s: Session, looks: list[Look]) -> None:
-    """Take what was left out, before the first step. A request to stop is obeyed after each. Collective."""
-    for look in looks:
+def run_missed(s: Session, missed: list[Evaluation]) -> None:
+    """Run these before the first step. Ends after the one during which a rank was asked to stop. Collective."""
+    for evaluation in missed:
         s.services.watchdog.step(s.state.step)
-        look.take(s)
-        s.services.preemption.agree(s.world)
+        evaluation.run(s)
+        s.services.preemption.agree(s.process)
         if s.services.preemption.agreed:
             break
     s.services.meter.start_lap()
@@ -81,7 +81,7 @@ def log_step(s: Session, record: StepRecord) -> None:
     """
     state, steps, scaler, meter = s.state, s.config.train.steps, s.trained.scaler, s.services.meter
     lap = meter.lap(state.tokens)
-    if s.world.device.type == "cuda":
+    if s.process.device.type == "cuda":
         lap.parts.pop("optimizer_s", None)  # the host only launches the kernels
     values: dict[str, Any] = {
         "step": state.step,
@@ -91,7 +91,7 @@ def log_step(s: Session, record: StepRecord) -> None:
         "lr": learning_rate(s.config.optim, state.step, steps),
         "tokens": state.tokens,
         "tokens_per_second": lap.tokens / lap.seconds,
-        "peak_memory_gib": peak_memory_gib(s.world.device),
+        "peak_memory_gib": peak_memory_gib(s.process.device),
         "seconds": lap.seconds,
         **lap.parts,
     }
@@ -118,22 +118,22 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def peak_tokens_per_second(config: Config, model: Transformer, world: World) -> float:
+def peak_tokens_per_second(config: Config, model: Transformer, process: Process) -> float:
     """Tokens per second at the nominal peak of all devices, for MFU; 0 if it is unknown, as for rows of any length."""
-    if config.data.objective == "pairs" or (world.device.type != "cuda" and not config.run.peak_tflops):
+    if config.data.objective == "pairs" or (process.device.type != "cuda" and not config.run.peak_tflops):
         return 0.0
     from torchtitan_lite.run.mfu import flops_per_token, peak_flops
 
-    return peak_flops(config, world) / flops_per_token(model, config.input_len, config.target_len)
+    return peak_flops(config, process) / flops_per_token(model, config.input_len, config.target_len)
 
 
 def validate(validation: Validation, s: Session) -> None:
     """Score the validation set; with optim.ema_decay, the average of the weights too. Collective."""
-    step, before, device, log = s.state.step, time.perf_counter(), s.world.device, s.services.log
+    step, before, device, log = s.state.step, time.perf_counter(), s.process.device, s.services.log
     score = evaluate(s.trained.model, validation, device)
     seconds = time.perf_counter() - before
     log.record({"step": step, **score.record(), "eval_samples": validation.n_samples, "eval_s": seconds})
-    best = s.world.rank == 0 and attempts.best_step(s.config.folder, range(1, step + 1)) == step
+    best = s.process.rank == 0 and attempts.best_step(s.config.folder, range(1, step + 1)) == step
     log.info(eval_line(step, score, validation, seconds, best=best))
     if s.config.optim.ema_decay:
         record, line = evaluate_average(step, s.trained.model, s.trained.optimizer, validation, device)

@@ -17,8 +17,8 @@ from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config, ModelConfig
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.mixture import Mixture
-from torchtitan_lite.distributed.process_group import World
-from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.distributed.process_group import Process
+from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.errors import shortened
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.process import cpu_threads, python_command
@@ -30,7 +30,7 @@ MANY = 10  # epochs; more get a note
 def start_lines(
     config: Config,
     layout: Layout,
-    world: World,
+    process: Process,
     model: Transformer,
     data: DataSet,
     samples: Mixture,
@@ -40,30 +40,31 @@ def start_lines(
 ) -> str:
     """The lines at the start, with every derived number. `loaded` is the state as saved, if the run is resumed."""
     n_parameters = sum(p.numel() for p in model.parameters())
-    mine = sum(local_rows(p)[0].numel() for p in model.parameters())
+    mine = sum(own_part(p)[0].numel() for p in model.parameters())
     lines = [
-        f"torchtitan_lite {__version__}  torch {torch.__version__}  {world.device.type}  world {world.world_size} = "
-        f"dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}  {counted(world.threads, 'thread')} per rank "
+        f"torchtitan_lite {__version__}  torch {torch.__version__}  {process.device.type}  "
+        f"world {process.world_size} = dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}  "
+        f"{counted(process.threads, 'thread')} per rank "
         f"({cpu_threads(config.run.threads)[1]})",
         model_line(
             config,
             f"{n_parameters:,} parameters, {mine:,} on rank 0",
-            widened=state.bitwise_setting["widened_products"],
+            widened=state.bitwise_setting["widen_matmuls"],
         ),
-        batch_line(config, layout, world.world_size),
+        batch_line(config, layout, process.world_size),
         *data_lines(config, data, samples),
         f"fsdp    {fsdp_line(config)}",
         f"run     {config.folder}  {_origin(loaded, checkpointer)}",
     ]
-    if world.device.type == "cpu" and world.threads > 1 and BUSY_AT_START:
+    if process.device.type == "cpu" and process.threads > 1 and BUSY_AT_START:
         lines.append(
             "run     other processes use this machine, so threads do not spin (GOMP_SPINCOUNT=1000). On quiet "
             "cores that is 20 % slower: start again when they are"
         )
-    if world.device.type == "cuda":
+    if process.device.type == "cuda":
         from torchtitan_lite.run import mfu
 
-        lines += copies_lines(config, layout) + mfu.start_lines(config, world)
+        lines += copies_lines(config, layout) + mfu.start_lines(config, process)
     if not state.bitwise_setting["deterministic"]:
         lines.append("run     a resume is not bit for bit on a GPU without run.deterministic = true")
     if loaded:
@@ -101,12 +102,12 @@ def copies_lines(config: Config, layout: Layout) -> list[str]:
 
 def model_line(config: Config, parameters: str, widened: bool = False) -> str:
     model = config.model
-    products = ", its products in float32: this CPU has no instructions for them" if widened else ""
+    matmuls = ", its matmuls in float32: this CPU has no instructions for them" if widened else ""
     if config.run.tf32 and config.run.device != "cpu" and config.fsdp.param_dtype == "float32":
-        products = ", its products in TF32 on a GPU that has it"
+        matmuls = ", its matmuls in TF32 on a GPU that has it"
     return (
         f"model   {model.family} dim {model.dim}, {', '.join(_shape(model))}: {parameters}; "
-        f"computes in {config.fsdp.param_dtype}{products}"
+        f"computes in {config.fsdp.param_dtype}{matmuls}"
     )
 
 

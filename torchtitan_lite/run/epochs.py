@@ -17,7 +17,7 @@ from typing import Any
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.sections.optim import fitting_warmup, warmup_rules
 from torchtitan_lite.config.toml import Loaded
-from torchtitan_lite.data.dataset import DataSet, prepare_all
+from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.errors import ConfigError
 
@@ -69,15 +69,13 @@ def resolved(loaded: Loaded, data: DataSet, info: Callable[[str], None] = print)
     return replace(loaded, config=found, written=config)
 
 
-def planned(loaded: Loaded) -> Config:
+def planned(loaded: Loaded, data: DataSet | None) -> Config:
     """The config for a plan: in steps, or with 0 steps if their number needs data that is not prepared here.
 
     With these, optim.step_every = "epoch" stays as it is.
     """
+    if data:
+        return resolved(loaded, data).config
     config = loaded.config
-    if not config.train.epochs and config.optim.schedule != "step":
-        return config
-    if config.data.is_prepared:
-        return resolved(loaded, prepare_all(config.data, config.tokenizer, print)).config
     steps = 0 if config.train.epochs else config.train.steps
     return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})

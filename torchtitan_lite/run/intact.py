@@ -1,4 +1,4 @@
-"""What must not reach a checkpoint: parameters that are not finite, and copies that differ."""
+"""Checks before a save: all parameters are finite, and all HSDP replicas are equal."""
 
 import functools
 import socket
@@ -11,17 +11,17 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite.checkpointing.tensor_names import optimizer_tensors, own_tensors
 from torchtitan_lite.distributed.process_group import sum_over_ranks
 from torchtitan_lite.distributed.ranks import gather
-from torchtitan_lite.distributed.sharding import local_rows
+from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.errors import DivergedError, NonFiniteError
 from torchtitan_lite.terminal import counted
 
-PIECE = 1 << 20  # elements whose products with weights are in memory at a time: 8 MiB
+PIECE = 1 << 20  # elements that a digest processes at a time, 8 MiB
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by size of an element
 
 
 def require_finite(model: nn.Module, step: int) -> None:
     """Raise NonFiniteError on every rank if a parameter is not finite on any."""
-    finite = [local_rows(parameter)[0].isfinite().all() for parameter in model.parameters()]
+    finite = [own_part(parameter)[0].isfinite().all() for parameter in model.parameters()]
     bad = (~torch.stack(finite)).float()
     if sum_over_ranks(bad).any():
         names = [name for (name, _), flag in zip(model.named_parameters(), bad.tolist(), strict=True) if flag]
@@ -32,19 +32,19 @@ def require_finite(model: nn.Module, step: int) -> None:
 
 
 def require_equal_replicas(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """With HSDP, compare the copies of parameters and optimizer state. A checkpoint saves only one copy.
+    """With HSDP, compare the replicas' parameters and optimizer state. A checkpoint saves only one replica.
 
-    Each rank compares one integer for each tensor, its digest, with that of the rank with the first copy. Collective.
+    Each rank compares a digest per tensor, one integer, with the first replica's. Collective.
 
     Raises:
-        DivergedError: on every rank, with the tensors, and the ranks whose copies differ from the first.
+        DivergedError: on every rank, with the tensors, and the ranks that differ from the first replica.
     """
     parameter = next(model.parameters())
     if not isinstance(parameter, DTensor) or "dp_replicate" not in (parameter.device_mesh.mesh_dim_names or ()):
         return
     group = parameter.device_mesh.get_group("dp_replicate")
     tensors = own_tensors(model) | optimizer_tensors(model, optimizer)
-    digests = [digest(local_rows(tensor)[0]) for tensor in tensors.values()]
+    digests = [digest(own_part(tensor)[0]) for tensor in tensors.values()]
     mine = torch.stack([one.to(digests[0].device) for one in digests])
     first = mine.clone()
     dist.broadcast(first, src=dist.get_global_rank(group, 0), group=group)
@@ -57,17 +57,17 @@ def require_equal_replicas(model: nn.Module, optimizer: torch.optim.Optimizer, s
     hosts = gather(socket.gethostname())
     where = ", ".join(f"{rank} ({hosts[rank]})" for rank, flag in enumerate(ranks.tolist()) if flag)
     raise DivergedError(
-        f"step {step}: copies of the model differ: rank {where} against the first copy, in "
+        f"step {step}: replicas of the model differ: rank {where} from the first replica, in "
         f"{counted(len(bad), 'tensor')}, the first is {bad[0]}. A bit flipped in memory, or the ranks diverged. "
         "Nothing was saved; the same command resumes from the newest checkpoint"
     )
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """() int64: the bits of each element, as an integer, times an odd weight of its place, summed modulo 2^64.
+    """Return () int64: the sum, modulo 2^64, of each element's bits as an integer times an odd weight of its position.
 
-    A flipped bit always changes it. So do two among PIECE elements, and an exchange of two of them: such sums have less
-    than 64 bits, and 2^k w = 2^m v has no solution for other k and m, or for other odd w and v.
+    A flipped bit always changes the digest. So do two flips within PIECE elements, and swapping two elements: such sums
+    have less than 64 bits, and 2^k w = 2^m v has no solution for different k and m, or for different odd w and v.
     """
     bits = tensor.detach().contiguous().flatten().view(_BITS[tensor.element_size()])
     weights = odd_numbers(PIECE, tensor.device)
@@ -79,5 +79,5 @@ def digest(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def odd_numbers(n: int, device: torch.device) -> Tensor:
-    """The first n of them, (n,) int64: making them takes as long as a digest."""
+    """Return the first n odd numbers, (n,) int64. Cached, because computing them takes as long as a digest."""
     return torch.arange(1, 2 * n, 2, device=device)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.models import Transformer
 
 
@@ -79,14 +79,14 @@ class Device:
     Args:
         driver_name: a pattern that all of the driver's name, without maker and family, has to match.
         bf16: whether it has products of bfloat16; without, they are emulated, at the rate of float32 at best.
-        tf32: whether torch computes float32 products in TF32 if it is asked to.
-        sustained: share of the peak that very large products reach, fitted to published runs; None: there are none.
+        tf32: whether torch computes float32 matmuls in TF32 if it is asked to.
+        sustained: share of the peak that very large matmuls reach, fitted to published runs; None: there are none.
     """
 
     name: str
     driver_name: str
     half_flops: float  # of float16 and bfloat16, dense, per second
-    fp32_flops: float  # torch computes float32 products in float32 (no TF32), unless run.tf32 is true
+    fp32_flops: float  # torch computes float32 matmuls in float32 (no TF32), unless run.tf32 is true
     memory_gib: float  # as the driver reports
     memory_bandwidth: float
     intra_node: float  # between devices of a machine
@@ -143,25 +143,25 @@ def named(reported: str) -> Device | None:
     return next((device for device in DEVICES.values() if re.fullmatch(device.driver_name, text)), None)
 
 
-def peak_flops(config: Config, world: World) -> float:
+def peak_flops(config: Config, process: Process) -> float:
     """Nominal FLOPs per second of all devices of a run in its dtype; 0 if unknown."""
     if config.run.peak_tflops:
-        return world.world_size * config.run.peak_tflops * 1e12
-    device = named(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
-    return 0.0 if device is None else world.world_size * device.computing(config).peak_flops(config.fsdp.param_dtype)
+        return process.world_size * config.run.peak_tflops * 1e12
+    device = named(torch.cuda.get_device_name(process.device)) if process.device.type == "cuda" else None
+    return 0.0 if device is None else process.world_size * device.computing(config).peak_flops(config.fsdp.param_dtype)
 
 
-def start_lines(config: Config, world: World) -> list[str]:
+def start_lines(config: Config, process: Process) -> list[str]:
     """What the start of a run on a GPU says about the speed of its products, and about MFU."""
     slow = slow_products(
-        world.device,
+        process.device,
         config.fsdp.param_dtype,
         tf32=config.run.tf32,
         options=("--mixed-precision", "run.tf32 = true", 'fsdp.param_dtype = "float16"'),
     )
     lines = [f"run     {slow}"] if slow else []
-    if config.data.objective != "pairs" and not peak_flops(config, world):
-        name = torch.cuda.get_device_name(world.device)
+    if config.data.objective != "pairs" and not peak_flops(config, process):
+        name = torch.cuda.get_device_name(process.device)
         lines.append(
             f"run     MFU is not logged: the peak of {name} is not known; run.peak_tflops = its dense TFLOP/s gives it"
         )
@@ -186,4 +186,4 @@ def slow_products(gpu: torch.device, dtype: str, *, tf32: bool, options: tuple[s
         f"at {device.fp32_flops / 1e12:g} of {device.half_flops / 1e12:g} TFLOP/s" if device else "without tensor cores"
     )
     fixes = [options[2]] if before_ampere else [options[0], *([options[1]] if has_tf32 else [])]
-    return f"float32 products run {rates}; {' or '.join(fixes)} is faster"
+    return f"float32 matmuls run {rates}; {' or '.join(fixes)} is faster"

@@ -1,7 +1,8 @@
-"""Preemption: on a signal (TERM, INT, HUP, USR1) or at the time limit, the run finishes its step, saves and exits.
+"""Preemption: on a signal (TERM, INT, HUP, USR1) or at the time limit, the run stops after a step, saves and exits.
 
-So it does if a machine of the same job waits to join it (`run_folder.lock`). A signal only sets a reason. Each step's
-record sums the requests of all ranks, so all stop after the same step.
+It does the same if a machine of the same job waits to join it (`run_folder.lock`). A signal only sets a reason. Each
+step's record sums the requests of all ranks, so all stop after the same step: this one or the next. The handlers exist
+while the run trains; during build and load a signal has its default effect.
 A second Ctrl-C (INT) ends the process at once, without saving. Any other signal after the first is the same request:
 Slurm signals both launcher and workers, and torchrun forwards what it gets.
 
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_lite.distributed.process_group import World, sum_over_ranks
+from torchtitan_lite.distributed.process_group import Process, sum_over_ranks
 from torchtitan_lite.run.run_folder import JOINS
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -107,15 +108,16 @@ class Preemption:
     def requested(self) -> bool:
         """Whether this rank was asked to stop."""
         if not self.reason and self._clock() - self._started > self._limit_s:
-            self.reason = f"run.max_minutes = {self._max_minutes:g}"
+            self.reason = self.reason or f"run.max_minutes = {self._max_minutes:g}"
         if not self.reason and self._clock() - self._looked > 5:  # not at each step: a shared file system is slow
             self._looked = self._clock()
-            self.reason = JOINS if self._joining.exists() else ""
+            if self._joining.exists():
+                self.reason = self.reason or JOINS  # a signal may have come meanwhile
         return bool(self.reason)
 
-    def agree(self, world: World) -> None:
+    def agree(self, process: Process) -> None:
         """Ask all ranks now whether one of them was asked to stop. Collective; for the time between two steps."""
-        requests = torch.tensor(float(self.requested()), device=world.device)
+        requests = torch.tensor(float(self.requested()), device=process.device)
         self.agreed |= bool(sum_over_ranks(requests) > 0)
 
 

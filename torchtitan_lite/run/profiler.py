@@ -8,7 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from torchtitan_lite.config.schema import ProfileConfig
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import Process
 
 _ROWS = 25
 _EVENTS = 200_000  # of the CUDA allocator, in a memory snapshot
@@ -17,11 +17,11 @@ _EVENTS = 200_000  # of the CUDA allocator, in a memory snapshot
 class Profile:
     """Profiles the steps in `[profile] steps`; does nothing at others."""
 
-    def __init__(self, config: ProfileConfig, folder: Path, world: World) -> None:
+    def __init__(self, config: ProfileConfig, folder: Path, process: Process) -> None:
         self._first, self._last = config.steps or (0, -1)
-        self._snapshot = config.memory_snapshot and world.device.type == "cuda"
+        self._snapshot = config.memory_snapshot and process.device.type == "cuda"
         self._folder = folder / "profile"
-        self._world = world
+        self._world = process
         self._running: Any = None
 
     def start(self, step: int) -> None:

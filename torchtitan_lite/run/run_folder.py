@@ -19,12 +19,12 @@ from filelock import FileLock, Timeout
 
 from torchtitan_lite import __version__
 from torchtitan_lite.config.toml import Loaded, to_toml
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.distributed.ranks import on_rank0
 from torchtitan_lite.errors import BusyError, ConfigError
 from torchtitan_lite.files import write_durably
+from torchtitan_lite.process import process_age_s
 from torchtitan_lite.run import attempts
-from torchtitan_lite.run.goodput import goodput, process_age_s
 from torchtitan_lite.terminal import print_line
 
 CODE = Path(__file__).parents[2]
@@ -128,7 +128,7 @@ def record_start(folder: Path, attempt: Mapping[str, Any]) -> int:
 
 
 def record_end(
-    folder: Path, world: World, attempt: int, status: str, step: int, reason: str = "", repeats: bool = False
+    folder: Path, process: Process, attempt: int, status: str, step: int, reason: str = "", repeats: bool = False
 ) -> None:
     """Record how an attempt ended: "complete", "preempted" or "failed". One that was refused has no record.
 
@@ -138,10 +138,10 @@ def record_end(
         attempt: its number; 0: it has not taken over the folder.
         repeats: the same config and code would fail again, see `why_not_again`.
     """
-    if not attempt or (world.rank and status != "failed"):
+    if not attempt or (process.rank and status != "failed"):
         return
     about = attempts.newest_status(folder)
-    if world.rank and (about.get("attempt"), about.get("status")) != (attempt, "running"):
+    if process.rank and (about.get("attempt"), about.get("status")) != (attempt, "running"):
         return
     with contextlib.suppress(OSError):  # a full disk
         ended = {"attempt": attempt, "ended": status, "last_step": step, "reason": reason}
@@ -168,21 +168,21 @@ def _write(folder: Path, attempt: int, status: str, step: int, reason: str, repe
     about = {"format_version": attempts.FORMAT_VERSION, "attempt": attempt, "status": status}
     about |= {"step": step, "reason": reason, "repeats": repeats}
     with contextlib.suppress(OSError):
-        share, _ = goodput(attempts.read(folder), attempts.records(folder))
+        share, _ = attempts.goodput(attempts.read(folder), attempts.records(folder))
         about |= {"time": round(time.time(), 3), "goodput": round(share, 4)}
         write_durably(folder / "run.json", (json.dumps(about, indent=2) + "\n").encode())
 
 
-def facts(world: World, hosts: Sequence[str]) -> dict[str, Any]:
+def facts(process: Process, hosts: Sequence[str]) -> dict[str, Any]:
     """How an attempt was started: command, code, versions, hosts, device."""
-    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else platform.processor()
+    device = torch.cuda.get_device_name(process.device) if process.device.type == "cuda" else platform.processor()
     return {
         "command": sys.argv,
         "git": git_state(CODE),
         "versions": {"torchtitan_lite": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "device": f"{world.device.type} {device}".strip(),
+        "device": f"{process.device.type} {device}".strip(),
         "hosts": hosts,
-        "world_size": world.world_size,
+        "world_size": process.world_size,
     }
 
 

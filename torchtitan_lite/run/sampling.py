@@ -25,7 +25,7 @@ from torchtitan_lite.distributed.generating import generating
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.models.generation import Sampler, answers, new_tokens
 from torchtitan_lite.run.console import cut
-from torchtitan_lite.run.session import Session, stream
+from torchtitan_lite.run.session import Session, forward_seed
 from torchtitan_lite.scoring.validation import SUBSET_SEED
 from torchtitan_lite.terminal import counted
 
@@ -99,15 +99,15 @@ def wrong_prompts(config: Config, tokenizer: Tokenizer) -> list[str]:
 def sample(prompts: Prompts, s: Session) -> None:
     """Continue every prompt, log the text and write it to samples.jsonl. Collective."""
     step, model, log, before = s.state.step, s.trained.model, s.services.log, time.perf_counter()
-    seed = stream(s.config.run.seed, step, 0, 0)
-    with generating(model, s.config.fsdp, s.world.device):
+    seed = forward_seed(s.config.run.seed, step, 0, 0)
+    with generating(model, s.config.fsdp, s.process.device):
         for i, ids in enumerate(prompts.ids):
             began = time.perf_counter()
             sampler = Sampler(prompts.config.temperature, seed=seed + i)
 
             def agreed(logits: Tensor, sampler: Sampler = sampler) -> int:
                 """Rank 0's token, so that all ranks stop at the same end."""
-                token = torch.tensor([sampler(logits)], device=s.world.device)
+                token = torch.tensor([sampler(logits)], device=s.process.device)
                 dist.broadcast(token, src=0)
                 return int(token)
 

@@ -1,6 +1,6 @@
-"""What a run works with in this process: what is trained, the services around it, the work beside the steps, the state.
+"""A run in this process: what is trained, the services around it, the periodic work, the state.
 
-A function takes those of them that it reads. Those that read most of them take the Session.
+A function takes the parts that it reads. One that reads most of them takes the Session.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.loader import PrefetchingLoader
 from torchtitan_lite.data.mixture import Mixture
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim.finite_guard import Guard
 from torchtitan_lite.optim.grad_scaler import GradScaler
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # loaded only if the config asks for it
 
 @dataclass(frozen=True)
 class Trained:
-    """What a step changes, and what it takes part in."""
+    """Model, optimizer, loss scaler, guards and data of the training step."""
 
     model: Transformer
     optimizer: GuardedOptimizer
@@ -41,7 +41,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Services:
-    """What is around the steps."""
+    """What the loop calls around the steps."""
 
     log: Log
     meter: Meter
@@ -51,28 +51,28 @@ class Services:
 
 
 @dataclass(frozen=True)
-class Look:
-    """What looks at the model between two steps, and leaves records of it: the validation, the tasks, the samples."""
+class Evaluation:
+    """Evaluates the model between steps and leaves records: the validation, the tasks or the samples."""
 
     name: str
-    every: int  # taken after so many steps, see `due`, and after the last one
+    every: int  # steps, see `due`; it also runs after the last one
     keys: Sequence[str]  # its records have all of these
-    take: Callable[["Session"], None]  # collective
+    run: Callable[["Session"], None]  # collective
 
 
 @dataclass
-class Beside:
-    """What is done beside the steps, as far as the config asks for it."""
+class PeriodicWork:
+    """The evaluations and the profiler that the config asks for."""
 
-    validation: Look | None = None
-    tasks: Look | None = None
-    samples: Look | None = None
+    validation: Evaluation | None = None
+    tasks: Evaluation | None = None
+    samples: Evaluation | None = None
     profile: "Profile | None" = None
-    questions: Mapping[str, str] = field(default_factory=dict)  # hashes of those of each task
+    task_hashes: Mapping[str, str] = field(default_factory=dict)  # by task, of its questions
 
     @property
-    def looks(self) -> list[Look]:
-        return [look for look in (self.validation, self.tasks, self.samples) if look is not None]
+    def evaluations(self) -> list[Evaluation]:
+        return [one for one in (self.validation, self.tasks, self.samples) if one is not None]
 
 
 @dataclass
@@ -80,13 +80,13 @@ class Session:
     """A run in this process."""
 
     config: Config
-    world: World
+    process: Process
     trained: Trained
     services: Services
-    beside: Beside
+    periodic: PeriodicWork
     state: TrainState
     resumed: TrainState | None = None  # the state as it was saved, if the run is resumed
-    unread: StepRecord | None = None  # of the last step, until `settle`
+    pending: StepRecord | None = None  # of the last step, until `check_pending` reads it
 
     def close(self) -> None:
         """End the background threads."""
@@ -94,16 +94,16 @@ class Session:
         self.services.watchdog.close()
 
 
-def settle(s: Session) -> None:
-    """Read the record of the last step on the host: was its update withheld, and do the ranks agree to stop?
+def check_pending(s: Session) -> None:
+    """Check the record of the last step on the host: was its update withheld, do the ranks agree to stop?
 
-    The host reads it one step late, while the device computes the next one: so it does not wait. What must know earlier
-    calls this itself, and waits. The guards come first: a run that has diverged does not save, whoever asks it to stop.
+    The host reads it one step late, while the device computes the next step: so it does not wait. Whoever must know
+    earlier calls this and waits. The guards come first: a run that has diverged does not save, even if asked to stop.
 
     Raises:
         UserError: on every rank: a guard stops the run.
     """
-    record, s.unread = s.unread, None
+    record, s.pending = s.pending, None
     if record is None:
         return
     for guard in s.trained.guards:
@@ -120,7 +120,7 @@ def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def stream(seed: int, step: int, micro_batch: int, rank: int) -> int:
+def forward_seed(seed: int, step: int, micro_batch: int, rank: int) -> int:
     """A distinct seed for each forward pass of a run."""
     digest = hashlib.sha256(f"{seed}/{step}/{micro_batch}/{rank}".encode()).digest()
     return int.from_bytes(digest[:7], "little")

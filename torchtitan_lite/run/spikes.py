@@ -4,7 +4,7 @@ from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.save import BaseCheckpointer
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.distributed.ranks import on_rank0
 from torchtitan_lite.optim.spike_guard import SpikeGuard
 from torchtitan_lite.optim.step_record import StepRecord
@@ -14,7 +14,7 @@ from torchtitan_lite.run.metrics import Log
 
 
 def build_guard(
-    config: Config, world: World, state: TrainState, skipped: list[int], checkpointer: BaseCheckpointer, log: Log
+    config: Config, process: Process, state: TrainState, skipped: list[int], checkpointer: BaseCheckpointer, log: Log
 ) -> SpikeGuard:
     """The guard that [spike] describes."""
 
@@ -27,7 +27,7 @@ def build_guard(
         folder = checkpointer.folder
         saved = on_rank0(
             lambda: [n for n in storage.find_steps(folder) if n < record.step and n not in checkpointer.damaged],
-            world.untimed,
+            process.untimed,
         )
         start = storage.step_folder(folder, saved[-1]) if saved else checkpointer.forked_from or ""
         skipped = str(sorted([*config.data.skip_samples, [*record.samples]]))

@@ -21,14 +21,13 @@ from torchtitan_lite.config.schema import Config, flatten
 from torchtitan_lite.config.toml import Loaded, format_value, to_toml_with_origins
 from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.token_files import PAIRS
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.distributed.ranks import gather, on_rank0
 from torchtitan_lite.errors import REPEATS, BusyError, ConfigError, RepeatError, StuckError, UserError
 from torchtitan_lite.files import write_durably
 from torchtitan_lite.run import attempts, run_folder
-from torchtitan_lite.run.between_steps import left_out, report_save
+from torchtitan_lite.run.between_steps import missed_evaluations, report_save
 from torchtitan_lite.run.console import source_lines, start_lines, what_next
-from torchtitan_lite.run.goodput import goodput_line
 from torchtitan_lite.run.metrics import Log
 from torchtitan_lite.run.preemption import launcher_note
 from torchtitan_lite.run.run_folder import JOINS
@@ -46,15 +45,15 @@ def prepared(loaded: Loaded) -> tuple[Loaded, DataSet]:
     return loaded, data
 
 
-def require_one_run(loaded: Loaded, data: DataSet, world: World) -> list[str]:
+def require_one_run(loaded: Loaded, data: DataSet, process: Process) -> list[str]:
     """Check that the run's folder is of this version, and that all ranks mean the same run. Returns their hosts.
 
     Raises:
         UserError: on every rank.
     """
-    if refused := on_rank0(lambda: run_folder.why_not_again(loaded), world.untimed):
+    if refused := on_rank0(lambda: run_folder.why_not_again(loaded), process.untimed):
         raise RepeatError(refused)
-    hosts = require_agreement(loaded.config, data, world)
+    hosts = require_agreement(loaded.config, data, process)
     require_shared(loaded.config.folder, loaded.config)
     return hosts
 
@@ -88,7 +87,7 @@ def machines_line(before: Sequence[attempts.Attempt], hosts: Sequence[str], worl
     return f"start   since attempt {last.attempt}: {', '.join(changes)}, not {last.world_size} on {len(last.hosts)}"
 
 
-def require_agreement(config: Config, data: DataSet, world: World) -> list[str]:
+def require_agreement(config: Config, data: DataSet, process: Process) -> list[str]:
     """Compare versions, config and data between all ranks. Returns the host names in the order of their ranks.
 
     Raises:
@@ -99,7 +98,7 @@ def require_agreement(config: Config, data: DataSet, world: World) -> list[str]:
         "torchtitan_lite": __version__,
         "torch": torch.__version__,
         "python": ".".join(platform.python_version_tuple()[:2]),
-        "device": world.device.type,
+        "device": process.device.type,
         **flatten(config),
         "the tokenizer, by its hash": data.tokenizer_sha256,
         **{f"the text of {key}, by its hash": digest for key, digest in data.identity().items()},
@@ -144,27 +143,27 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
     Raises:
         UserError: on every rank. The attempt is not in attempts.jsonl.
     """
-    config, world, log, step = s.config, s.world, s.services.log, s.state.step
+    config, process, log, step = s.config, s.process, s.services.log, s.state.step
     watchdog, checkpointer = s.services.watchdog, s.services.checkpointer
     finished = step >= config.train.steps
-    layout = derive(config, world.world_size)
+    layout = derive(config, process.world_size)
     model, samples = s.trained.model, s.trained.samples
-    log.info(start_lines(config, layout, world, model, data, samples, s.state, s.resumed, checkpointer))
-    if world.rank == 0 and (changed := machines_line(attempts.read(config.folder), hosts, world.world_size)):
+    log.info(start_lines(config, layout, process, model, data, samples, s.state, s.resumed, checkpointer))
+    if process.rank == 0 and (changed := machines_line(attempts.read(config.folder), hosts, process.world_size)):
         log.info(changed)
     if s.resumed and loaded_config.kept:
         values = flatten(config)
         kept = ", ".join(f"{key} = {format_value(values[key])}" for key in loaded_config.kept)
-        whose = f"of {checkpointer.forked_from}" if checkpointer.forked_from else "the run's own"
-        log.info(f"resume  {kept}: {whose}, not given by this command; today's defaults differ")
-    if config.model.init_from and not s.resumed and world.rank == 0:
+        source = checkpointer.forked_from or "the checkpoint"
+        log.info(f"resume  {kept}: kept from {source} (not set here; the defaults differ)")
+    if config.model.init_from and not s.resumed and process.rank == 0:
         from torchtitan_lite.huggingface.weights import tokenizer_notes
 
         for note in tokenizer_notes(Path(config.model.init_from), data.folder / "tokenizer.json"):
             log.info(f"note    {note}")
     if not finished:
         with watchdog.loading("comparing the space on the disk"):
-            checkpointer.require_space(step)
+            checkpointer.require_space()
 
     def change_folder() -> int:
         if not finished:
@@ -176,13 +175,13 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
         about = {"step": step, "samples": s.state.samples_consumed, "forked_from": str(fork.absolute() if fork else "")}
         about |= {"config": s.state.config, "setting": s.state.bitwise_setting, "identity": s.state.identity}
         about |= {"tasks": s.state.tasks}
-        return run_folder.record_start(config.folder, about | run_folder.facts(world, hosts))
+        return run_folder.record_start(config.folder, about | run_folder.facts(process, hosts))
 
     with watchdog.loading("changing the files of the run"):
-        log.attempt = on_rank0(change_folder, world.untimed)
+        log.attempt = on_rank0(change_folder, process.untimed)
 
     def on_abort(why: str) -> None:
-        run_folder.record_end(config.folder, world, log.attempt, "failed", s.state.step, why)
+        run_folder.record_end(config.folder, process, log.attempt, "failed", s.state.step, why)
 
     s.services.preemption.on_abort = watchdog.on_abort = on_abort
 
@@ -190,16 +189,16 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
 def report_end(s: Session) -> int:
     """Log whether the run completed or was preempted, and write it to run.json. Returns the exit code. Collective."""
     config, step, log, meter = s.config, s.state.step, s.services.log, s.services.meter
-    rest = left_out(s) if s.services.preemption.agreed else []
+    rest = missed_evaluations(s) if s.services.preemption.agreed else []
     if step < config.train.steps or rest:
         why = min(filter(None, gather(s.services.preemption.reason)))  # "SIG..." comes first
-        names = " and ".join(look.name for look in rest)
+        names = " and ".join(one.name for one in rest)
         then = f"resumes from there{f', with the {names} that were due' if rest else ''}{launcher_note(why)}"
         log.info(f"stopped after step {step} of {config.train.steps} ({why}); the same command {then}")
-        run_folder.record_end(config.folder, s.world, log.attempt, "preempted", step, why)
+        run_folder.record_end(config.folder, s.process, log.attempt, "preempted", step, why)
         codes = {JOINS: StuckError.exit_code}  # torchrun starts all machines again
         return codes.get(why, config.run.preempted_exit_code if why.startswith("SIG") else 0)
-    run_folder.record_end(config.folder, s.world, log.attempt, "complete", step)
+    run_folder.record_end(config.folder, s.process, log.attempt, "complete", step)
     if meter.first_step == step:
         log.info(f"finished: step {step} of train.steps = {config.train.steps}; {what_next(config)}")
         return 0
@@ -207,15 +206,15 @@ def report_end(s: Session) -> int:
         log.info(line)
     seconds = time.perf_counter() - meter.started
     n_steps = counted(step - meter.first_step, "step")
-    log.info(f"done    {n_steps} in {duration(seconds)}, {goodput_line(config.folder)}; {what_next(config)}")
+    log.info(f"done    {n_steps} in {duration(seconds)}, {attempts.goodput_line(config.folder)}; {what_next(config)}")
     return 0
 
 
-def report_failure(config: Config, world: World, log: Log, error: Exception, s: Session | None) -> None:
+def report_failure(config: Config, process: Process, log: Log, error: Exception, s: Session | None) -> None:
     """Write a failure to run.json. Without a session, the attempt was refused."""
     if s is not None and isinstance(error, UserError) and not isinstance(error, StuckError):
         # every rank has raised this error, so a background save can still complete
         report_save(s.services.checkpointer, log, wait=True, ends=True)
     step = 0 if s is None else s.state.step
     repeats = isinstance(error, UserError) and error.exit_code == REPEATS
-    run_folder.record_end(config.folder, world, log.attempt, "failed", step, str(error) or repr(error), repeats)
+    run_folder.record_end(config.folder, process, log.attempt, "failed", step, str(error) or repr(error), repeats)

@@ -28,8 +28,8 @@ import torch.distributed as dist
 
 from torchtitan_lite.checkpointing import progress
 from torchtitan_lite.config.schema import RunConfig
-from torchtitan_lite.distributed.lost import explained, is_gone, reset, shortened
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.lost import explaining_lost_ranks, gone_message, is_gone, shortened
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import ConfigError, StuckError, report
 from torchtitan_lite.process import local_rank
 
@@ -97,11 +97,11 @@ def explain_hang(states: Mapping[int, RankState], silent: Mapping[int, float], l
 class Watchdog:
     """Watches this rank until `close`. Collective: all ranks make one."""
 
-    def __init__(self, folder: Path, world: World, limits: RunConfig) -> None:
-        assert world.store is not None
+    def __init__(self, folder: Path, process: Process, limits: RunConfig) -> None:
+        assert process.store is not None
         self.on_abort: Callable[[str], Any] = lambda _: None  # called with the reason before the process ends
-        self._world, self._store, self._at = world, world.store, Place()
-        self._path = folder / "stacks" / f"rank-{world.rank}.txt"
+        self._world, self._store, self._at = process, process.store, Place()
+        self._path = folder / "stacks" / f"rank-{process.rank}.txt"
         try:
             self._path.parent.mkdir(exist_ok=True)
             self._file = self._path.open("ab", buffering=0)
@@ -161,7 +161,7 @@ class Watchdog:
 
     def naming_lost_ranks(self) -> contextlib.AbstractContextManager[None]:
         """Turn a communication error in this context into a StuckError that names the ranks that ended."""
-        return explained(self._explain)
+        return explaining_lost_ranks(self._explain)
 
     def close(self) -> None:
         """Stop watching, and remove files without stacks."""
@@ -189,7 +189,7 @@ class Watchdog:
             who = "a process on another machine died, or the network to it failed"
         with contextlib.suppress(OSError):  # for `_has_ended` of others; `close` keeps the file
             self._file.write(_FOLLOWS)
-        return f"{where}: {reset(who, error)}"
+        return f"{where}: {gone_message(who, error)}"
 
     def _last_seen(self, rank: int) -> str:
         with contextlib.suppress(RuntimeError):  # the store is gone, too
@@ -258,12 +258,12 @@ class Watchdog:
 
     def _exchange(self) -> None:
         """Publish a beat. If no rank is known to make progress, read those of the others."""
-        world, store = self._world, self._thread_store
+        process, store = self._world, self._thread_store
         self._number += 1
         with contextlib.suppress(RuntimeError):  # the store is gone
-            store.set(_BEAT.format(world.rank), json.dumps([self._number, *self._own[1:]]))
-            if world.world_size > 1 and self._quiet_s >= 2 * self._interval_s:
-                others = [rank for rank in range(world.world_size) if rank != world.rank]
+            store.set(_BEAT.format(process.rank), json.dumps([self._number, *self._own[1:]]))
+            if process.world_size > 1 and self._quiet_s >= 2 * self._interval_s:
+                others = [rank for rank in range(process.world_size) if rank != process.rank]
                 texts = store.multi_get([key.format(rank) for key in (_AT, _BEAT) for rank in others])
                 values, now = [json.loads(text) for text in texts], time.monotonic()
                 for rank, at, (number, operations, moved) in zip(others, values, values[len(others) :], strict=False):

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from torch import Tensor, nn
 
 from torchtitan_lite.data.loader import MicroBatch
-from torchtitan_lite.distributed.process_group import World, sum_over_ranks
+from torchtitan_lite.distributed.process_group import Process, sum_over_ranks
 from torchtitan_lite.models.loss import IGNORE
 
 T = TypeVar("T")
@@ -86,7 +86,7 @@ def sums_by_item(
     batches: Iterable[T],
     load: Callable[[T], Batch],
     items: Sized,
-    world: World,
+    process: Process,
     measure: Measure = nats_only,
     n_values: int = 1,
 ) -> Tensor:
@@ -101,28 +101,28 @@ def sums_by_item(
         items: their number is read last: a stream of batches may add to them.
     """
     parts = []
-    for which, counts in in_turn(batches, world):
+    for which, counts in in_turn(batches, process):
         batch = load(which)
-        values = measure(model, batch, world.device)
+        values = measure(model, batch, process.device)
         if counts:
             parts.append((batch.items, values.double()))
     sums = torch.zeros(n_values, len(items), dtype=torch.float64)
     for rows, values in parts:
         sums.index_add_(1, rows, values.cpu())
     # a world of one needs no process group: see api.py
-    return sum_over_ranks(sums.to(world.device)).cpu() if world.world_size > 1 else sums
+    return sum_over_ranks(sums.to(process.device)).cpu() if process.world_size > 1 else sums
 
 
-def in_turn(batches: Iterable[T], world: World) -> Iterator[tuple[T, bool]]:
+def in_turn(batches: Iterable[T], process: Process) -> Iterator[tuple[T, bool]]:
     """This rank's batches, in turn with the other ranks, and whether the result counts.
 
     Every rank gets the same number, as the forward passes of a sharded model need. In the last round, ranks without a
     batch of their own repeat another's, which does not count.
     """
     remaining = iter(batches)
-    while batches_of_round := list(islice(remaining, world.world_size)):
-        counts = world.rank < len(batches_of_round)
-        yield batches_of_round[world.rank if counts else -1], counts
+    while batches_of_round := list(islice(remaining, process.world_size)):
+        counts = process.rank < len(batches_of_round)
+        yield batches_of_round[process.rank if counts else -1], counts
 
 
 def bytes_per_token(tokenizer: Tokenizer, end: int | None = None) -> NDArray[np.int64]:

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.scoring.likelihood import Batch, Window, nats_only, padded, sums_by_item
@@ -49,15 +49,15 @@ def figure_text(figures: dict[str, float], name: str) -> str:
 
 
 @torch.no_grad()
-def score(model: Transformer, encoded: Encoded, world: World) -> TaskScore:
+def score(model: Transformer, encoded: Encoded, process: Process) -> TaskScore:
     """Score a task. Collective: every rank gets the same bits."""
     task = encoded.task
     n_bytes = encoded.n_bytes.astype(np.float64)
     if task.kind == "last word":
-        nats, misses = _sums_by_choice(model, encoded, world, greedy=True)
+        nats, misses = _sums_by_choice(model, encoded, process, greedy=True)
         return TaskScore(task, {"accuracy": _where_finite(nats, misses == 0)}, nats, n_bytes)
 
-    (nats,) = _sums_by_choice(model, encoded, world)
+    (nats,) = _sums_by_choice(model, encoded, process)
     firsts = np.cumsum([0, *(len(question.choices) for question in task.questions)])
     right = firsts[:-1] + [question.answer for question in task.questions]
     nats_of_questions = np.add.reduceat(nats, firsts[:-1])
@@ -72,7 +72,7 @@ def _where_finite(nats: Array, correct: NDArray[np.bool_]) -> Array:
     return np.where(np.isfinite(nats), correct, math.nan)
 
 
-def _sums_by_choice(model: Transformer, encoded: Encoded, world: World, *, greedy: bool = False) -> list[Array]:
+def _sums_by_choice(model: Transformer, encoded: Encoded, process: Process, *, greedy: bool = False) -> list[Array]:
     """The negative log-likelihood of each choice; with `greedy`, also its tokens that are not the likeliest."""
     batch_tokens = BATCH_TOKENS
     if greedy:  # the logits are stored
@@ -82,7 +82,7 @@ def _sums_by_choice(model: Transformer, encoded: Encoded, world: World, *, greed
         _batches(encoded.windows, batch_tokens),
         padded,
         encoded.n_tokens,
-        world,
+        process,
         measure=_nats_and_misses if greedy else nats_only,
         n_values=2 if greedy else 1,
     )

@@ -57,14 +57,9 @@ class Validation:
         lengths = torch.from_numpy(bytes_per_token(tokenizer, data.end_token))
         return cls(loader, n_samples, lengths, samples)
 
-    @property
-    def n_available(self) -> int:
-        """Sequences in the split."""
-        return self.samples.n_samples
-
     def identity(self) -> dict[str, int]:
         """Identifies the subset: losses on different subsets are not comparable."""
-        return {"samples": self.n_samples, "of": self.n_available, "seed": SUBSET_SEED}
+        return {"samples": self.n_samples, "of": self.samples.n_samples, "seed": SUBSET_SEED}
 
     def micro_batches(self, device: torch.device = CPU) -> Iterator[MicroBatch]:
         """This rank's sequences, one micro-batch at a time, loaded as in training: the next one in a thread, pinned for
@@ -132,7 +127,7 @@ def evaluate(model: nn.Module, validation: Validation, device: torch.device) -> 
     every: Array = sum_over_ranks(own.to(device)).cpu().numpy()
     sources = {}
     if len(validation.samples.sources) > 1:
-        which, _ = validation.samples.interleave.locate(np.arange(validation.n_samples))
+        which, _ = validation.samples.locate(np.arange(validation.n_samples))
         for k, name in enumerate(validation.samples.names):
             (loss, _), (bits, _) = _figures(every[:, which == k])
             sources[name] = loss, bits
@@ -168,7 +163,7 @@ def evaluate_average(
 def eval_line(step: int, score: Score, validation: Validation, seconds: float, *, best: bool = False) -> str:
     """The log line of a validation, which marks the best one. Undefined values (see Score) are left out."""
     parts = [f"eval    step {step}", f"loss {plus_minus(score.loss, score.loss_stderr, 4)}{' (the best)' * best}"]
-    notes = f"{validation.n_samples} of {validation.n_available} sequences, {seconds:.1f} s"
+    notes = f"{validation.n_samples} of {validation.samples.n_samples} sequences, {seconds:.1f} s"
     bits, unigram = score.bits_per_byte, score.unigram_bits_per_byte
     if not math.isnan(unigram):
         parts.append(f"bits/byte {plus_minus(bits, score.bits_per_byte_stderr, 3)}")

@@ -6,32 +6,39 @@ measures memory, and the third is timed.
 """
 
 import contextlib
+import gc
+import os
+import shutil
 import socket
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
 
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.process_group import process_group
 from torchtitan_lite.distributed.ranks import gather
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.errors import ConfigError, StuckError
 from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.process import env_int
-from torchtitan_lite.run import mfu, out_of_memory
+from torchtitan_lite.run import mfu, out_of_memory, run_folder
 from torchtitan_lite.run.console import batch_line, fsdp_line, model_line
 from torchtitan_lite.run.metrics import Log
-from torchtitan_lite.run.session import Session, settle
+from torchtitan_lite.run.session import Session, check_pending
 from torchtitan_lite.run.start_and_end import require_agreement, require_shared
 from torchtitan_lite.terminal import counted, duration, size
-from torchtitan_lite.tools.allocator import own_bytes, peak_of
 from torchtitan_lite.tools.columns import columns
-from torchtitan_lite.tools.elsewhere import elsewhere
-from torchtitan_lite.tools.estimate import step_time
+from torchtitan_lite.tools.estimate import planned_run
 from torchtitan_lite.tools.estimate.planned_run import Plan, make_plan
 
 Step = Callable[[Session, int], StepRecord]
@@ -47,6 +54,22 @@ def planned(config: Config, vocab_size: int, world_size: int) -> Plan:
     return make_plan(config.model_copy(update={"model": model}), world_size, device, on_gpu=on_gpu)
 
 
+@contextlib.contextmanager
+def elsewhere(config: Config, **changes: dict[str, Any]) -> Iterator[Config]:
+    """The run with other values by section, in a temporary folder; kept only if a rank hangs, for its stacks."""
+    folder = tempfile.mkdtemp(prefix="torchtitan-lite-")
+    changes = {"run": {"out_dir": folder}, **changes}
+    there = config.model_copy(
+        update={section: getattr(config, section).model_copy(update=values) for section, values in changes.items()}
+    )
+    try:
+        run_folder.make(there.folder)
+        yield there
+    finally:
+        if not isinstance(sys.exception(), StuckError):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def run(loaded: Loaded, data: DataSet, build: Callable[..., Session], step: Step) -> None:
     """Build, make three steps, and print the table.
 
@@ -60,9 +83,9 @@ def run(loaded: Loaded, data: DataSet, build: Callable[..., Session], step: Step
     with elsewhere(loaded.config, train=largest | steps, checkpoint={"resume": ""}) as config:
         first = env_int("RANK", 0) == 0  # only rank 0 prints, and needs the plan
         plan = planned(loaded.config, data.vocab_size, env_int("WORLD_SIZE", 1)) if first else None
-        with process_group(config.run) as world:
-            require_agreement(loaded.config, data, world)
-            with contextlib.closing(build(config, data, world, Log(config.folder, speaks=first))) as session:
+        with process_group(config.run) as process:
+            require_agreement(loaded.config, data, process)
+            with contextlib.closing(build(config, data, process, Log(config.folder, speaks=first))) as session:
                 n_bytes, step_s = measure(session, step)
                 machines = checked_machines(loaded.config.folder, session)
             if plan is not None:
@@ -77,7 +100,7 @@ def checked_machines(folder: Path, s: Session) -> str:
         UserError: on every rank.
     """
     s.services.checkpointer.folder = folder / "checkpoints"
-    s.services.checkpointer.require_space(0)
+    s.services.checkpointer.require_space()
     require_shared(folder, s.config)
     hosts = gather(socket.gethostname())
     dist.barrier()  # the clocks are read at the same time
@@ -101,11 +124,11 @@ def measure(s: Session, step: Step) -> tuple[int, float]:
     n_bytes = 0
     with s.services.watchdog.naming_lost_ranks(), out_of_memory.with_advice(s.config):
         make(1)
-        if s.world.device.type == "cuda":
+        if s.process.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             make(2)
             n_bytes = torch.cuda.max_memory_allocated()
-        elif s.world.rank == 0:
+        elif s.process.rank == 0:
             state = [value for values in s.trained.optimizer.state.values() for value in values.values()]
             n_bytes = own_bytes((*s.trained.model.parameters(), *s.trained.model.buffers(), *state)) + peak_of(
                 lambda: make(2)
@@ -115,8 +138,29 @@ def measure(s: Session, step: Step) -> tuple[int, float]:
         before = time.perf_counter()
         make(STEPS)
         step_s = time.perf_counter() - before
-    settle(s)
+    check_pending(s)
     return n_bytes, step_s
+
+
+def peak_of(compute: Callable[[], object]) -> int:
+    """The peak of bytes that `compute` allocates on top of what exists, from the events of PyTorch's CPU allocator."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler
+    gc.collect()  # garbage freed during `compute` would be subtracted
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        compute()
+    assert trace.profiler is not None
+    events = [e for e in trace.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+def own_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of this rank's shards. Shared storage, such as that of a group's gradients, is counted once."""
+    own = [(t.to_local() if isinstance(t, DTensor) else t).untyped_storage() for t in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in own}.values())
 
 
 def compare(plan: Plan, n_bytes: int, step_s: float, folder: Path) -> str:
@@ -124,8 +168,8 @@ def compare(plan: Plan, n_bytes: int, step_s: float, folder: Path) -> str:
     config, layout, steps = plan.config, plan.layout, plan.config.train.steps
     planned_bytes = sum(plan.device_bytes.values())
     expected_s = 0.0
-    if plan.device is not None and not step_time.unknown(plan):
-        expected_s = step_time.expected(plan, plan.device).total
+    if plan.device is not None and not planned_run.unknown(plan):
+        expected_s = planned_run.expected(plan, plan.device).total
     rows = [
         ("", "planned", "measured"),
         ("memory of rank 0 at the peak", size(planned_bytes), size(n_bytes)),

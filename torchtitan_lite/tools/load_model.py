@@ -115,7 +115,7 @@ def open_model(
     with torch.device("meta"):
         model = build(config, max(theirs.get("tok_embeddings.weight", (1,))[0], 1))
     shapes = shapes_of(own_tensors(model))
-    storage.compare(folder, theirs, shapes, "model", "it can't be used")
+    storage.require_equal(folder, theirs, shapes, "model", "it can't be used")
     if bpe.size(entries) > model.tok_embeddings.num_embeddings:
         raise DataError(
             f"{tokenizer or run}: its tokenizer has {bpe.size(entries)} entries, and the model in {folder} has "

@@ -3,11 +3,17 @@
 from collections.abc import Callable
 from functools import partial
 
+import torch
+from torch.distributed.tensor import DTensor
+
 from torchtitan_lite.checkpointing import compatibility, find, storage
 from torchtitan_lite.config.cli import Command
 from torchtitan_lite.config.paths import expand
-from torchtitan_lite.config.schema import flatten
+from torchtitan_lite.config.schema import Config, FsdpConfig, flatten
 from torchtitan_lite.config.toml import Loaded, to_toml_with_origins
+from torchtitan_lite.distributed.parallelize import Group, groups_of
+from torchtitan_lite.distributed.process_group import build_mesh, process_group
+from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.errors import CheckpointError, RepeatError
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim.step_record import StepRecord
@@ -16,8 +22,13 @@ from torchtitan_lite.run.run_folder import why_not_again
 from torchtitan_lite.run.session import Session
 from torchtitan_lite.run.start_and_end import prepared
 from torchtitan_lite.terminal import print_line
-from torchtitan_lite.tools import dry_run, inspect
+from torchtitan_lite.tools import dry_run
+from torchtitan_lite.tools.columns import columns
 from torchtitan_lite.tools.incidents import replay
+
+_GROUPS = "group", "parameters", "frozen", "shard MiB", "full MiB", "computes", "reduces", "reshard", "placements"
+_NUMBERS = range(1, 5)
+_SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def run(
@@ -43,7 +54,7 @@ def run(
     elif command.replay is not None:
         replay.run(command.replay, loaded, data, build, train_step)
     else:
-        inspect.run(loaded.config, data.vocab_size, sharded_model)
+        inspect(loaded.config, data.vocab_size, sharded_model)
 
 
 def check(loaded: Loaded) -> None:
@@ -70,3 +81,44 @@ def check(loaded: Loaded) -> None:
         model = {f"model.{key}": value for key, value in (config.model.resolved() | {"vocab_size": size}).items()}
         content = {key: model.get(key, value) for key, value in saved.identity.items()}
     compatibility.require_same_run(newest, saved, {**here, **content}, fork=fork)
+
+
+# --- the sharded model -------------------------------------------------------------------------------------------
+
+
+def inspect(config: Config, vocab_size: int, sharded_model: Callable[..., Transformer]) -> None:
+    """Print the sharded model and its FSDP groups, before anything is allocated."""
+    with process_group(config.run) as process:
+        model = sharded_model(config, vocab_size, build_mesh(config.fsdp, process.device))
+        if process.rank == 0:
+            print(describe(model, config.fsdp))
+
+
+def describe(model: Transformer, config: FsdpConfig) -> str:
+    """The wrapped model as PyTorch prints it, and a table of its groups.
+
+    Bytes are per rank: of its shards in float32, and of the gathered group in the dtype of the computation.
+    """
+    parameters = dict(model.named_parameters())
+    n = sum(p.numel() for p in parameters.values())
+    mine = sum(own_part(p)[0].nbytes for p in parameters.values())
+    total = ("total", f"{n:,}", "", f"{mine / 2**20:.2f}", "", "", "", "", "")
+    rows = [_GROUPS, *(_row(group, parameters) for group in groups_of(model, config)), total]
+    return "\n".join([str(model), "", *columns(rows, _NUMBERS)])
+
+
+def _row(group: Group, parameters: dict[str, torch.nn.Parameter]) -> tuple[str, ...]:
+    mine = [parameters[name] for name in group.parameters]
+    numel = sum(p.numel() for p in mine)
+    placements = sorted({str(p.placements) if isinstance(p, DTensor) else "not sharded" for p in mine})
+    return (
+        group.name,
+        f"{numel:,}",
+        f"{sum(p.numel() for p in mine if not p.requires_grad):,}",
+        f"{sum(own_part(p)[0].nbytes for p in mine) / 2**20:.2f}",
+        f"{numel * group.param_dtype.itemsize / 2**20:.2f}",
+        _SHORT[group.param_dtype] + (f" -> {_SHORT[group.output_dtype]}" if group.output_dtype else ""),
+        _SHORT[group.reduce_dtype],
+        str(group.reshard_after_forward),
+        ", ".join(placements),
+    )

@@ -1,4 +1,4 @@
-"""What a run is doing, from its folder: `python -m torchtitan_lite.status [RUN]`. It needs no torch.
+"""What a run is doing, from its folder: `python -m torchtitan_lite.status RUN`. It needs no torch.
 
 run.json has the newest status. A killed process writes none, so `status_of` compares it with the lock of the folder,
 which the kernel releases when rank 0 ends. Every reader of the status uses it.
@@ -6,6 +6,7 @@ which the kernel releases when rank 0 ends. Every reader of the status uses it.
 
 import argparse
 import fcntl
+import json
 import os
 import socket
 import time
@@ -17,7 +18,6 @@ from typing import Any
 from torchtitan_lite.config import paths
 from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.run import attempts
-from torchtitan_lite.run.goodput import goodput_line
 from torchtitan_lite.terminal import duration
 
 
@@ -79,22 +79,31 @@ def main(argv: Sequence[str]) -> int:
         description="Whether a run is alive, its step, loss and speed, and how long ago its last record was.",
         allow_abbrev=False,
     )
-    parser.add_argument("run", nargs="?", type=paths.expand, help="the run's folder; default: the newest in runs/")
+    parser.add_argument("run", type=paths.expand, metavar="RUN", help="the folder of a run")
     args = parser.parse_args(argv)
-    return run_cli("status", lambda: _status(args.run or _newest()))
+    return run_cli("status", lambda: _status(args.run))
 
 
-def _newest() -> Path:
-    runs = {file.parent: file.stat().st_mtime for file in Path("runs").glob("*/run.json")}
-    if not runs:
-        raise ConfigError("there is no run in runs/: name its folder, e.g. python -m torchtitan_lite.status FOLDER")
-    return max(runs, key=lambda folder: runs[folder])
+def runs_in(folder: Path) -> str:
+    """For a message: the runs in a folder that was named in place of one of them; empty if it has none."""
+    names = sorted(file.parent.name for file in folder.glob("*/run.json"))
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return f"; it has the runs {', '.join(names[:10])}{more}" if names else ""
+
+
+def _has_files(checkpoint: Path) -> bool:
+    """Whether a checkpoint has the files of its manifest, of their sizes. (`checkpoint.py verify` compares hashes.)"""
+    try:
+        files = json.loads((checkpoint / "manifest.json").read_bytes())["files"]
+        return all((checkpoint / name).stat().st_size == about["bytes"] for name, about in files.items())
+    except (OSError, ValueError, KeyError):
+        return False
 
 
 def _status(folder: Path) -> int:
     about = attempts.newest_status(folder)
     if not about:
-        raise ConfigError(f"{folder} is not the folder of a run: it has no run.json that can be read")
+        raise ConfigError(f"{folder} is not the folder of a run: it has no run.json that can be read{runs_in(folder)}")
     records = attempts.records(folder)
     status = status_of(folder, about, records)
     reason = "" if status.active else about["reason"].split("\n")[0]
@@ -108,13 +117,13 @@ def _status(folder: Path) -> int:
         lines.append(f"step    {last['step']:,} of {n_steps:,}, {_ago(last['time'])}, loss {loss}")
         rate = sorted(record["tokens_per_second"] for record in steps)[len(steps) // 2]
         named = {saved.name.removeprefix("step-"): saved for saved in (folder / "checkpoints").glob("step-*")}
-        saved = {int(name): each.stat().st_mtime for name, each in named.items() if name.isdecimal()}
+        saved = {int(n): each.stat().st_mtime for n, each in named.items() if n.isdecimal() and _has_files(each)}
         if saved:
             lines.append(f"saved   step {max(saved):,}, {_ago(saved[max(saved)])}")
         best = attempts.best_step(folder, [*saved])
         if best is not None:
             lines.append(f"best    the checkpoint of step {best:,}, by validation loss")
-        lines.append(f"speed   {rate:,.0f} tokens per second, {goodput_line(folder)}")
+        lines.append(f"speed   {rate:,.0f} tokens per second, {attempts.goodput_line(folder)}")
     else:
         lines.append("step    none has been logged")
     print("\n".join("".join(c if c.isprintable() else "?" for c in line) for line in lines))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 class ActivationCheckpointingConfig(Section):
     mode: Annotated[Literal["none", "full", "selective"], Bits("activation_checkpointing")] = "none"
-    """what to recompute in backward: whole blocks (full), or all but matrix products and attention (selective)"""
+    """what to recompute in backward: whole blocks (full), or all but matmuls and attention (selective)"""
     every: Annotated[
         PositiveInt,
         Bits("activation_checkpointing"),
@@ -40,10 +40,10 @@ class SpeedConfig(Section):
     chunked_loss: Annotated[bool, BITS] = True
     """compute the output projection and the loss in chunks of tokens, without storing all logits"""
     block_attention: Annotated[bool, BITS] = True
-    """CPU: attention of up to 1,024 tokens by plain matrix products, one block of queries at a time"""
+    """CPU: attention of up to 1,024 tokens by plain matmuls, one block of queries at a time"""
     fused_functions: Annotated[bool, BITS] = True
     """CPU: RMSNorm and rotary positions in fewer passes over memory, with custom backward functions"""
-    widened_products: Annotated[bool, BITS] = True
+    widen_matmuls: Annotated[bool, BITS] = True
     """CPU without bfloat16 (or float16) instructions: compute products of that dtype in float32, 15 times as fast"""
     shared_memory: Annotated[bool, BITS] = True
     """CPU, all ranks on one machine: exchange parameters and gradients through shared memory, not gloo's TCP"""

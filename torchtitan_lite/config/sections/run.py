@@ -37,7 +37,7 @@ hashing are progress"""
     start_timeout_minutes: float = Field(default=3.0, gt=0, le=525_600)
     """how long the ranks wait for one that does not arrive, or whose machine dies before the first step"""
     tf32: Annotated[bool, BITS] = False
-    """NVIDIA GPUs since Ampere: float32 products in TF32 (10 bits of mantissa instead of 23), several times as fast"""
+    """NVIDIA GPUs since Ampere: float32 matmuls in TF32 (10 bits of mantissa instead of 23), several times as fast"""
     deterministic: Annotated[bool, BITS] = False
     """CUDA: use only deterministic (slower) kernels, for a bitwise-identical resume; the CPU is always deterministic"""
 

@@ -16,8 +16,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from torchtitan_lite.config import paths
-from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
-from torchtitan_lite.config.sections.data import READERS
+from torchtitan_lite.config.sections.data import READERS, DataConfig, TokenizerConfig
 from torchtitan_lite.data.prepare.folder import prepare
 from torchtitan_lite.data.prepare.job import BYTES, Job
 from torchtitan_lite.data.prepare.summary import report, summary, verify

@@ -86,8 +86,7 @@ def _prepare(
     from torchtitan_lite.data.prepare.folder import partial_folder, prepare
     from torchtitan_lite.data.prepare.summary import summary
 
-    name = "Python's standard library" if corpus.python_source else "your text"
-    info(f"data    preparing {name}: {counted(len(corpus.files), 'file')}, once for all runs ...")
+    info(f"data    preparing {corpus.name}: {counted(len(corpus.files), 'file')}, once for all runs ...")
     given = (first / "tokenizer.json").read_text(encoding="utf-8") if folder != first else ""
     try:
         meta = prepare(corpus, job, folder, "stop", texts, given)

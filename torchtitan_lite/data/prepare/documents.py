@@ -5,6 +5,7 @@ plain text, cut at a line end. A pair is a line or row with two texts. Text is n
 Problem with its file and line.
 """
 
+import codecs
 import csv
 import gzip
 import hashlib
@@ -12,11 +13,12 @@ import importlib
 import io
 import itertools
 import json
-import tokenize
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
+
+from pydantic_core import from_json
 
 from torchtitan_lite.config.sections.data import READERS
 from torchtitan_lite.data.prepare.texts import Corpus, kind
@@ -48,8 +50,8 @@ class Problem(NamedTuple):
     reason: str  # its category
     detail: str
 
-    def of(self, corpus: Corpus) -> str:
-        """The message, with the place."""
+    def message(self, corpus: Corpus) -> str:
+        """With the place."""
         return f"{corpus.where(self.file, self.place)}: {self.detail}"
 
 
@@ -66,8 +68,8 @@ Read = Iterator[tuple[int, Sequence[Any] | Unusable]]  # of each document: the l
 def refusal(corpus: Corpus, problem: Problem) -> DataError:
     """The error for an unusable text."""
     return DataError(
-        f"{problem.of(corpus)}; correct or remove it, or leave it out with python -m torchtitan_lite.data.prepare ... "
-        "--on-error skip"
+        f"{problem.message(corpus)}; correct or remove it, or leave it out with "
+        "python -m torchtitan_lite.data.prepare ... --on-error skip"
     )
 
 
@@ -111,10 +113,7 @@ def _document(corpus: Corpus, file: int, place: int, values: Sequence[Any] | Unu
             shown = json.dumps(value, default=str)[:40]
             return Problem(file, place, "no text", f'"{key}" should be text, but is {shown}')
     texts = corpus.source_prefix + values[0], *values[1:]
-    try:
-        contents = [text.encode() for text in texts]
-    except UnicodeEncodeError as error:  # "\\ud83d", half of a surrogate pair, is valid JSON
-        return Problem(file, place, "no text", f"is not valid text: {error.reason}")
+    contents = [text.encode() for text in texts]
     if max(map(len, contents)) > LONGEST:
         return Problem(file, place, *_TOO_LONG)
     number = int.from_bytes(hashlib.sha256(contents[0]).digest()[:8])
@@ -157,15 +156,15 @@ def read_jsonl(stream: BinaryIO, corpus: Corpus) -> Read:
     for place, line in _lines(stream):
         if line is None:
             yield place, _TOO_LONG
-        elif line.strip():
+        elif line := line.removeprefix(codecs.BOM_UTF8).strip():
             yield place, _json_values(line, corpus)
 
 
 def _json_values(line: bytes, corpus: Corpus) -> Sequence[Any] | Unusable:
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
-        return Unusable("not JSON", f"not JSON: {error}")
+        record = from_json(line)
+    except ValueError as error:  # of JSON or of UTF-8
+        return Unusable("not JSON", f"not JSON in UTF-8: {error}")
     has = record if isinstance(record, dict) else {}
     if missing := [key for key in corpus.keys if key not in has]:
         keys = f"its keys are {', '.join(has)[:200]}" if has else "it is not an object with keys"
@@ -263,19 +262,15 @@ class _Counted(io.FileIO):
 
 
 def _read(corpus: Corpus, file: Path, count: Callable[[int], object]) -> Read:
-    how = ".txt" if corpus.python_source else kind(file, corpus.text_suffixes)
     with io.BufferedReader(_Counted(file, count), _READ) as opened:
         if not opened.peek(1):
             raise ValueError("is empty")
         stream: Any = opened
-        if corpus.python_source:
-            with tokenize.open(file) as declared:
-                stream = io.BytesIO(b"".join(opened).decode(declared.encoding).encode())
-        elif file.suffix.lower() == ".gz":
+        if file.suffix.lower() == ".gz":
             stream = io.BufferedReader(gzip.GzipFile(fileobj=opened), _READ)
         elif file.suffix.lower() == ".zst":
             stream = io.BufferedReader(need("pyarrow").CompressedInputStream(opened, "zstd"), _READ)
-        yield from READERS[how].load()(stream, corpus)
+        yield from READERS[kind(file, corpus.text_suffixes)].load()(stream, corpus)
 
 
 def need(package: str) -> Any:

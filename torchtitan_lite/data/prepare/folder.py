@@ -36,6 +36,7 @@ BATCH_BYTES = 1 << 20  # of text, encoded at a time: it bounds the memory, as en
 DOCUMENT_BYTES = 256  # that an encoding takes besides
 COMMIT_EVERY_S = 3.0
 SKIPPED = "skipped.log"
+_SKIP = -1  # in place of a split
 _FILES = SKIPPED, *(f"{split}.{what}" for split in SPLITS for what in ("bin", "idx", "origins"))
 CHANGED = "the text was changed while it was being read; run the same command again to start over with the new text"
 
@@ -193,37 +194,41 @@ class Writer:
         Raises:
             DataError: one of them is unusable, with "stop".
         """
-        p, remaining = self._progress, iter(encodings)
-        tokens, lengths, origins = (array("I"), array("I")), (array("q"), array("q")), (array("q"), array("q"))
+        p, stream = self._progress, array("I")  # of all texts, an end token after each
+        for encoding in encodings:
+            stream.fromlist(encoding.ids)
+            stream.append(self._end)
+        tokens, lengths = np.asarray(stream), np.array([len(encoding) + 1 for encoding in encodings], np.int64)
+        n_ends = iter(np.add.reduceat(tokens == self._end, np.cumsum(lengths) - lengths, dtype=np.int64).tolist())
+        splits, origins = list[int](), list[int]()  # of each text
         for item in batch.items:
-            encoded = [next(remaining).ids for _ in item.texts] if isinstance(item, Document) else []
-            problem = self._problem(item, encoded) if isinstance(item, Document) else item
-            if problem:
-                self._skip(problem)
+            if isinstance(item, Problem):
+                self._skip(item)
                 continue
-            assert isinstance(item, Document)
-            split = int(item.file >= self._first_held_out or item.hash < self._below)
-            for one in encoded:
-                tokens[split].fromlist(one)
-                tokens[split].append(self._end)
-                lengths[split].append(len(one) + 1)
-                origins[split].append(item.file << PLACE_BITS | item.place)
-            p.text_bytes[split] += item.n_bytes
+            if problem := self._problem(item, [next(n_ends) for _ in item.texts]):
+                self._skip(problem)
+                split = _SKIP
+            else:
+                split = int(item.file >= self._first_held_out or item.hash < self._below)
+                p.text_bytes[split] += item.n_bytes
+            splits += [split] * len(item.texts)
+            origins += [item.file << PLACE_BITS | item.place] * len(item.texts)
         for i, name in enumerate(SPLITS):
-            ids = np.asarray(tokens[i])
+            chosen = np.array(splits) == i
+            ids = tokens[np.repeat(chosen, lengths)]
             before = p.sizes[f"{name}.bin"] // self._dtype.itemsize
-            self._write(f"{name}.idx", (before + np.cumsum(lengths[i], dtype=np.int64)).tobytes())
+            self._write(f"{name}.idx", (before + np.cumsum(lengths[chosen])).tobytes())
             self._write(f"{name}.bin", ids.astype(self._dtype).tobytes())
-            self._write(f"{name}.origins", origins[i].tobytes())
-            p.documents[i] += len(lengths[i])
+            self._write(f"{name}.origins", np.array(origins, np.int64)[chosen].tobytes())
+            p.documents[i] += int(chosen.sum())
             p.unknown_tokens += int((ids == self._unknown).sum())
         p.file, p.number = batch.file, batch.number
         if time.monotonic() - self._committed >= COMMIT_EVERY_S:
             self.commit()
 
-    def _problem(self, document: Document, tokens: list[list[int]]) -> Problem | None:
-        """Why this document is not written with these tokens."""
-        if any(self._end in ids for ids in tokens):
+    def _problem(self, document: Document, n_ends: list[int]) -> Problem | None:
+        """Why this document, with so many end tokens in each text and after it, is not written."""
+        if max(n_ends) > 1:
             name = self._tokenizer.id_to_token(self._end)
             detail = f"would be encoded with the end token {name!r} inside (--end-token can name another one)"
             return Problem(document.file, document.place, "a text that contains the end token", detail)
@@ -235,7 +240,7 @@ class Writer:
     def _skip(self, problem: Problem) -> None:
         if self._on_error == "stop":
             raise refusal(self._corpus, problem)
-        self._write(SKIPPED, f"{problem.of(self._corpus)}\n".encode(errors="backslashreplace"))
+        self._write(SKIPPED, f"{problem.message(self._corpus)}\n".encode(errors="backslashreplace"))
         self._progress.skipped[problem.reason] = self._progress.skipped.get(problem.reason, 0) + 1
 
     def _write(self, name: str, content: bytes) -> None:
@@ -283,7 +288,7 @@ class Writer:
             vocab_size=bpe.size(self._tokenizer),
             end_token=self._end,
             tokenizer_sha256=bpe.sha256(self._tokenizer),
-            tokens_sha256=metas.identity(files_hashed),
+            tokens_sha256=metas.tokens_hash(files_hashed),
             made_from=p.made_from,
             files=files_hashed,
             skipped=dict(sorted(p.skipped.items())),

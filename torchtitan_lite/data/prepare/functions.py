@@ -20,7 +20,7 @@ def functions(cache: Path) -> Corpus:
     Of functions with the same body, the first is kept.
     """
     library = standard_library()
-    key = hashlib.sha256(json.dumps(library.identity()).encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps(library.fingerprint()).encode()).hexdigest()[:16]
     file = cache / f"functions-{key}.jsonl"
     with FileLock(cache / f"{file.name}.lock"):
         if not file.is_file():

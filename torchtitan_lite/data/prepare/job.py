@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from torchtitan_lite.config.schema import TokenizerConfig
+from torchtitan_lite.config.sections.data import TokenizerConfig
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.prepare.texts import Corpus
 from torchtitan_lite.data.token_files import FORMAT_VERSION
@@ -46,6 +46,6 @@ class Job:
         Args:
             training: the texts that a tokenizer is trained on.
         """
-        trained_on = [] if self.tokenizer else [one.identity() for one in training]
-        inputs = [FORMAT_VERSION, corpus.identity(), asdict(self), trained_on]
+        trained_on = [] if self.tokenizer else [one.fingerprint() for one in training]
+        inputs = [FORMAT_VERSION, corpus.fingerprint(), asdict(self), trained_on]
         return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()

@@ -9,8 +9,8 @@ from torchtitan_lite.data.token_files import (
     Meta,
     changed,
     documents,
-    identity,
     read_meta,
+    tokens_hash,
 )
 from torchtitan_lite.terminal import counted
 
@@ -48,7 +48,7 @@ def verify(folder: Path) -> list[str]:
 
     meta = read_meta(folder)
     problems = changed(folder, meta.files, in_full=True)
-    if identity(meta.files) != meta.tokens_sha256:
+    if tokens_hash(meta.files) != meta.tokens_sha256:
         problems.append("meta.json: tokens_sha256 is not that of the token files")
     lines = [f"{folder}: the prepared data is damaged ({problem}); {PREPARE_AGAIN}" for problem in problems]
     indices = sorted(folder.glob(f"packed-*-{meta.tokens_sha256[:12]}"))

@@ -34,16 +34,16 @@ class Corpus:
     keys: tuple[str, ...] = ("text",)  # of a .jsonl line, or columns of a table: of a text, or of a source and a target
     source_prefix: str = ""  # pairs: put before each source
     text_suffixes: tuple[str, ...] = ()  # of plain text, besides .txt; and own readers
-    python_source: bool = False  # decode by the encoding that a source file declares (PEP 263), else strict UTF-8
     n_held_out: int = 0  # the last files, which are the validation text; 0: documents are held out by hash
     ignored: tuple[Path, ...] = ()  # other files of the folders
+    name: str = "your text"
 
-    def identity(self) -> list[object]:
+    def fingerprint(self) -> list[object]:
         """Path, size, mtime and ctime (ns) of each file and own reader, and all that decides how they are read."""
         own = [Path(inspect.getfile(READERS[name].load())) for name in self.text_suffixes if is_own(name)]
         stats = [(file, stat_of(file)) for file in (*self.files, *own)]
         files = [[os.path.abspath(file), s.st_size, s.st_mtime_ns, s.st_ctime_ns] for file, s in stats]
-        options = self.keys, self.source_prefix, sorted(self.text_suffixes), self.python_source, self.n_held_out
+        options = self.keys, self.source_prefix, sorted(self.text_suffixes), self.n_held_out
         return [files, *options]
 
     @cached_property
@@ -159,4 +159,4 @@ def standard_library() -> Corpus:
     files = sorted(Path(file) for file in paths if os.path.isfile(file) and os.stat(file).st_size)
     if not files:
         raise DataError(f"Python's standard library has no source files at {root}; set data.path to text of your own")
-    return Corpus(tuple(files), python_source=True)
+    return Corpus(tuple(files), text_suffixes=(".py",), name="Python's standard library")

@@ -1,5 +1,5 @@
 """What a run takes, without a GPU: `python -m torchtitan_lite.plan` (command.py).
 
-`planned_run.make_plan` simulates a step; step_time.py says how long it takes. A device is a table of
-run/devices.toml.
+simulate.py simulates a step and work.py counts what it computes and sends; planned_run.py makes a plan of it, with its
+time. A device is a table of run/devices.toml.
 """

@@ -11,13 +11,23 @@ from typing import Any
 
 from torchtitan_lite.config import cli
 from torchtitan_lite.config.schema import Config, flatten
+from torchtitan_lite.data.dataset import prepare_all
+from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.run import epochs
-from torchtitan_lite.run.console import batch_line, model_line
+from torchtitan_lite.run.console import batch_line, data_lines, model_line
 from torchtitan_lite.run.mfu import DEVICES, Device
 from torchtitan_lite.terminal import duration, size
-from torchtitan_lite.tools.estimate.planned_run import RESERVE, Plan, make_plan, vocabulary
-from torchtitan_lite.tools.estimate.step_time import SPREAD, expected, likely, unknown
+from torchtitan_lite.tools.estimate.planned_run import (
+    RESERVE,
+    SPREAD,
+    Plan,
+    expected,
+    likely,
+    make_plan,
+    unknown,
+    vocabulary,
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,8 +58,12 @@ def _plan(world_size: int, device: Device | None, config_options: Sequence[str])
         world_size=world_size,
         local_world_size=per_node,
     )
-    plan = make_plan(epochs.planned(command.loaded), world_size, device)
-    print("\n".join([*_model_lines(plan), "", *_memory_lines(plan), *_time_lines(plan)]), flush=True)
+    given, data = command.loaded.config, None
+    if given.data.is_prepared:
+        data = prepare_all(given.data, given.tokenizer, print)
+    plan = make_plan(epochs.planned(command.loaded, data), world_size, device)
+    lines = data_lines(plan.config, data, open_samples(data, "train", plan.config)) if data else []
+    print("\n".join([*_model_lines(plan), *lines, "", *_memory_lines(plan), *_time_lines(plan)]), flush=True)
     for line in _advice(plan):
         print(line, flush=True)
     return 0

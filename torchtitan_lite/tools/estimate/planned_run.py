@@ -1,8 +1,22 @@
-"""`make_plan`: a config on a number of ranks, with one simulated step."""
+"""`make_plan`: a config on a number of ranks, with one simulated step. `expected`: how long that step takes, from the
+simulation and a few constants:
+
+    products        FLOPs at the device's sustained rate; and the time to read the factors and write the result, which
+                    is added, and in compiled blocks only counts where it is longer
+    attention       FLOPs of the causal half, at a lower rate
+    other operators bytes, as eager or fused kernels move them; at least the time in which the host can launch them
+    communication   what computation cannot hide: the first all-gather, the last reduce-scatter, and what takes longer
+                    than the computation beside it; what is hidden slows the computation down
+    optimizer       bytes; with muon also its products and exchanges, which nothing hides
+
+`Device.sustained`, ATTENTION and CONTENTION were fitted to published runs (benchmarks/published.py), the others are
+assumed. The error on other published runs is the range that is printed. docs/lab/plan.md compares with them.
+"""
 
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, replace
 
 import torch
 
@@ -12,12 +26,18 @@ from torchtitan_lite.config.paths import expand, is_prepared, unfound
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.run.mfu import Device, active_parameters, flops_per_token
-from torchtitan_lite.tools.estimate.muon import muon_step
+from torchtitan_lite.run.mfu import DEVICES, Device, active_parameters, flops_per_token
 from torchtitan_lite.tools.estimate.simulate import GRADIENTS, OPTIMIZER, PARAMETERS, Simulated, simulate
-from torchtitan_lite.tools.estimate.work import Traffic, Work
+from torchtitan_lite.tools.estimate.work import GATHERED, Attention, Collective, Product, Traffic, Work, muon_step
 
 RESERVE = 0.06  # of the device's memory: CUDA context, NCCL buffers, fragmentation
+SPREAD = 0.15  # nine of ten published runs that were not used for fitting are within this of the expected speed
+ATTENTION = 0.6  # rate of attention, as a share of the products' rate
+CONTENTION = 0.1  # how much hidden communication slows computation down, as a share of its time
+MEMORY = 0.85  # share of the nominal memory bandwidth
+LAUNCH_S = 5e-6  # the host's time for one operator
+LINKS = 0.8  # share of the nominal bandwidth of links
+LATENCY_S = 20e-6, 2e-6  # of a collective, and of each rank
 
 
 @dataclass(frozen=True)
@@ -103,3 +123,136 @@ def vocabulary(config: Config) -> tuple[int, str]:
     missing = [p for p in data.texts if unfound(p)]
     note = f"{', '.join(missing[:1])} is not on this machine: if it is a prepared folder, give --model.vocab_size=N"
     return config.tokenizer.vocab_size, note if missing else ""
+
+
+# --- the time of a step -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Expected:
+    """Seconds of a step."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    others: float = 0.0  # operators other than products, and waiting for the host
+    exposed: float = 0.0  # communication that is not hidden, and the slowdown by what is
+    optimizer: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return float(sum(astuple(self)))
+
+
+def shares(device: Device) -> tuple[float, float]:
+    """The least and the most of the nominal peak that large matmuls reach.
+
+    Without published runs: the least of all devices that have some, and the most of the three nearest in peak. The
+    share falls as the peak grows, because the power does not grow with it.
+    """
+    if device.sustained:
+        return device.sustained, device.sustained
+    fitted = [d for d in DEVICES.values() if d.sustained]
+    near = sorted(fitted, key=lambda d: abs(math.log(d.half_flops / device.half_flops)))[:3]
+    return min(d.sustained or 1.0 for d in fitted), max(d.sustained or 1.0 for d in near)
+
+
+def rate(device: Device, width: int) -> float:
+    """FLOPs per second of large matmuls; `width`: bytes of an element."""
+    return math.sqrt(math.prod(shares(device))) * (device.fp32_flops if width == 4 else device.half_flops)
+
+
+def work_s(work: Counter[Work], phase: str, device: Device, *, fused: bool) -> tuple[float, float, float]:
+    """Seconds of products, of attention and of other operators.
+
+    Args:
+        fused: whether the blocks are compiled.
+    """
+    bandwidth = MEMORY * device.memory_bandwidth
+    products = attention = 0.0
+    for w, n in work.items():
+        if isinstance(w, Product) and w.phase == phase:
+            computing = 2 * w.batch * w.m * w.n * w.k / rate(device, w.width)
+            moving = w.batch * w.width * (w.m * w.k + w.k * w.n + w.m * w.n) / bandwidth
+            products += n * (max(computing, moving) if fused else computing + moving)
+        elif isinstance(w, Attention) and w.phase == phase:
+            flops = 2 * w.products * w.heads * w.scores * w.head_dim
+            attention += n * flops / (ATTENTION * rate(device, w.width))
+    return products, attention, work[Traffic(phase)] / bandwidth
+
+
+def unknown(plan: Plan) -> str:
+    """Why the time of a step is not estimated; empty if it is."""
+    if plan.device is None:
+        return "the peak of this device is not known"
+    if plan.config.fsdp.cpu_offload:
+        return "copies to the host are not estimated"
+    return "float8 is not estimated" if plan.config.speed.float8 else ""
+
+
+def expected(plan: Plan, device: Device) -> Expected:
+    """The expected time of a step."""
+    simulated = plan.simulated
+    exchanged = expected_s(simulated.exchanges, device, plan.world_size)
+    update_s = sum(work_s(simulated.optimizer, "optimizer", device, fused=False))
+    parts = [Expected(optimizer=update_s + sum(seconds for seconds, _ in exchanged.values()))]
+    for i, times in simulated.micro_batches(plan.layout.grad_accum_steps):
+        sent = expected_s(simulated.collectives[i], device, plan.world_size)
+        parts += [micro_batch(device, simulated.work[i], sent, fused=plan.config.compile.enabled)] * times
+    return Expected(*map(sum, zip(*map(astuple, parts), strict=True)))
+
+
+def likely(plan: Plan, device: Device) -> tuple[float, float]:
+    """The least and the most seconds that a step is likely to take: see SPREAD and `shares`."""
+    least, most = (expected(plan, replace(device, sustained=share)).total for share in shares(device)[::-1])
+    return least / (1 + SPREAD), most / (1 - SPREAD)
+
+
+def micro_batch(device: Device, work: Counter[Work], sent: dict[str, tuple[float, int]], *, fused: bool) -> Expected:
+    """The expected time of one micro-batch.
+
+    Args:
+        sent: seconds and number of calls by kind of collective.
+        fused: whether the blocks are compiled.
+    """
+    found = Expected()
+    for phase in ("forward", "backward"):
+        products, attention, others = work_s(work, phase, device, fused=fused)
+        launches = work[Traffic(phase, kernels=True)] + sum(
+            n for w, n in work.items() if not isinstance(w, Traffic) and w.phase == phase
+        )
+        device_s = max(products + attention + others, LAUNCH_S * launches)
+        total = sum(seconds for kind, (seconds, _) in sent.items() if ("forward" in kind) == (phase == "forward"))
+        seconds, calls = sent.get("all-gather, forward" if phase == "forward" else "reduce-scatter", (0.0, 1))
+        exposed = max(seconds / calls, total - device_s)
+        found.products += products
+        found.attention += attention
+        found.others += device_s - products - attention
+        found.exposed += exposed + CONTENTION * (total - exposed)
+    return found
+
+
+def link_s(collective: Collective, device: Device, world_size: int) -> float:
+    """Lower bound of a collective's time, from the bytes that cross the slowest link.
+
+    Ranks of a shard group are neighbours; copies (all-reduce, Muon's all-gather) are dp_shard ranks apart. All ranks of
+    a machine send their share to other machines at the same time.
+    """
+    per_node, ranks = min(device.per_node, world_size), collective.ranks
+    if collective.kind in ("all-reduce", GATHERED):
+        machines, network = min(ranks, -(-world_size // per_node)), device.inter_node  # each rank has its own partners
+    else:
+        machines, network = -(-ranks // per_node), device.inter_node * per_node
+    spread = collective.kind in ("all-reduce", GATHERED) and machines > 1  # no two of them on one machine
+    inside_s = 0.0 if spread else collective.bytes * (ranks - 1) / ranks / device.intra_node
+    between_s = collective.bytes * (machines - 1) / machines / network
+    return max(inside_s, between_s) * (2 if collective.kind == "all-reduce" else 1)
+
+
+def expected_s(collectives: Mapping[Collective, int], device: Device, world_size: int) -> dict[str, tuple[float, int]]:
+    """Expected seconds, and number of calls, by kind of collective."""
+    expected: dict[str, tuple[float, int]] = {}
+    for collective, times in collectives.items():
+        seconds, calls = expected.get(collective.kind, (0.0, 0))
+        each = link_s(collective, device, world_size) / LINKS + LATENCY_S[0] + LATENCY_S[1] * collective.ranks
+        expected[collective.kind] = seconds + times * each, calls + times
+    return expected

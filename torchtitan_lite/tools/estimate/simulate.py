@@ -73,17 +73,18 @@ class Timeline(TorchDispatchMode):
 
     Args:
         n_copies: of the model, over which an all-reduce sums.
+        compiled: whether the blocks are compiled.
     """
 
-    def __init__(self, n_copies: int) -> None:
+    def __init__(self, n_copies: int, compiled: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.n_copies, self.now = n_copies, 0
+        self.n_copies, self.compiled, self.now = n_copies, compiled, 0
         self.storages: list[Storage] = []
         self.collectives: Counter[Collective] = Counter()
-        self.recorder = Recorder(self._storage_of)
+        self.recorder = Recorder(lambda tensor: self._alive.get(id(tensor.untyped_storage())))
         self.phase, self.micro = "forward", 0
         self._parts: list[tuple[int, str]] = [(1, "start")]  # first moment and name of each part of the step
-        self._alive: dict[int, tuple[Any, Storage]] = {}  # by id: the weak reference that reports its release
+        self._alive: dict[int, Storage] = {}  # by id of torch's storage
 
     def part(self, name: str) -> None:
         self.recorder.end_of_kernel(self.phase)
@@ -96,7 +97,7 @@ class Timeline(TorchDispatchMode):
         else:
             for tensor in tensors_of(out):
                 self.follow(tensor, ACTIVATIONS)
-            fused = "block" in self._parts[-1][1] and function.namespace != "fsdp"
+            fused = self.compiled and "block" in self._parts[-1][1] and function.namespace != "fsdp"
             if function.namespace != "prim":
                 self.recorder.count(function, args, kwargs, out, self.phase, fused=fused)
         return out
@@ -104,36 +105,27 @@ class Timeline(TorchDispatchMode):
     def follow(self, tensor: Tensor, kind: str) -> None:
         """Follow a tensor's storage, or set the kind of one that is followed already."""
         storage = tensor.untyped_storage()
-        key = id(storage)
-        known = self._alive.get(key)
-        if known is not None:
-            if kind != ACTIVATIONS:
-                known[1].kind = kind
-            return
-        self._born(key, weakref.ref(storage, lambda _: self._dead(key)), storage.nbytes(), kind)
+        known = self._alive.get(key := id(storage))
+        if known is None:
+            self._born(storage, kind, weakref.ref(storage, lambda _: self._dead(key)))
+        elif kind != ACTIVATIONS:
+            known.kind = kind
 
-    def _storage_of(self, tensor: Tensor) -> Storage | None:
-        _, storage = self._alive.get(id(tensor.untyped_storage()), (None, None))
-        return storage
-
-    def _born(self, key: int, reference: Any, n_bytes: int, kind: str) -> None:
+    def _born(self, storage: Any, kind: str, reference: Any) -> None:
         self.now += 1
-        entry = Storage(self.now, n_bytes, kind)
+        self._alive[id(storage)] = entry = Storage(self.now, storage.nbytes(), kind, reference)
         self.storages.append(entry)
-        self._alive[key] = reference, entry
 
     def _dead(self, key: int) -> None:
         self.now += 1
-        self._alive.pop(key)[1].died = self.now
+        self._alive.pop(key).died = self.now
 
     def _resized(self, storage: Any) -> None:
         """FSDP frees and allocates gathered parameters by resizing their storage."""
         if known := self._alive.get(id(storage)):
-            reference, entry = known
             self.now += 1
-            entry.died = self.now
-            entry.kind = GATHERED
-            self._born(id(storage), reference, storage.nbytes(), GATHERED)
+            known.died, known.kind = self.now, GATHERED
+            self._born(storage, GATHERED, known.reference)
 
     def _collective(self, function: Any, args: Any) -> None:
         kind = _COLLECTIVES.get(function.__name__.split(".")[0])
@@ -203,7 +195,7 @@ def _first_chunk(tensor: Tensor, num_chunks: int, dim: int) -> list[Tensor]:
 
 
 def simulate(config: Config, world_size: int, vocab_size: int, *, on_gpu: bool) -> Simulated:
-    """Simulate rank 0's step, without compilation and host offload.
+    """Simulate rank 0's step, without host offload; compilation changes the bytes that operators move, not those kept.
 
     Args:
         on_gpu: attention with dropout needs T x T matrices on the CPU only.
@@ -252,7 +244,7 @@ def _extrapolated(base: Simulated, one: Simulated, more: Simulated, times: int) 
 def simulate_depths(config: Config, mesh: DeviceMesh, vocab_size: int, depths: list[int], on_gpu: bool) -> Simulated:
     """Simulate a model of these depths, one for each stack of blocks, inside `fake_world`."""
     layout, fsdp = derive(config, mesh.size()), config.fsdp.model_copy(update={"cpu_offload": False})
-    timeline = Timeline(layout.dp_replicate)
+    timeline = Timeline(layout.dp_replicate, config.compile.enabled)
     with torch.device("meta"):
         keys = dict(zip(("n_layers", "n_decoder_layers"), depths, strict=False))
         model = models.build(config.model.model_copy(update=keys), vocab_size, models.LossOptions.of(config))

@@ -1,8 +1,8 @@
 """What a rank computes and sends in a simulated step: products by shape, attention, bytes of all other operators, and
 collectives.
 
-The bytes are counted twice: as the operators move them one by one, and as fused kernels would. Between two products, a
-fused kernel reads what was computed before and writes what is needed afterwards. Only blocks are ever compiled.
+In compiled blocks, bytes are counted as fused kernels move them: between two products, a kernel reads what was computed
+before and writes what is needed afterwards. The step of optim.muon is not simulated, but counted from its matrices.
 """
 
 import math
@@ -11,8 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from torchtitan_lite.config.derive import Layout
+from torchtitan_lite.config.schema import OptimConfig
+from torchtitan_lite.optim.groups import freeze, parameter_groups
+from torchtitan_lite.optim.muon import ITERATIONS, dtype_of_iteration
+
+EXCHANGED, GATHERED = "all-to-all, muon", "all-gather, muon"  # kinds of collectives of optim.muon
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,6 @@ class Traffic:
     """Bytes of memory that operators other than products read and write, or the number of their kernels."""
 
     phase: str
-    fused: bool
     kernels: bool = False
 
 
@@ -67,6 +73,7 @@ class Storage:
     born: int
     bytes: int
     kind: str
+    reference: Any  # the weak reference that reports its release
     died: int | None = None
 
 
@@ -101,15 +108,15 @@ class Recorder:
         """A fused kernel ends here: it has read its inputs, and writes what is still held."""
         written = sum(storage.bytes for storage in self._made if storage.died is None)
         if self._read or written:
-            self.work[Traffic(phase, fused=True)] += sum(self._read.values()) + written
-            self.work[Traffic(phase, fused=True, kernels=True)] += 1
+            self.work[Traffic(phase)] += sum(self._read.values()) + written
+            self.work[Traffic(phase, kernels=True)] += 1
         self._read, self._made = {}, set()
 
     def count(self, operator: Any, args: tuple[Any, ...], kwargs: Any, out: Any, phase: str, *, fused: bool) -> None:
         """Count one operator.
 
         Args:
-            fused: whether a compiler would fuse it with its neighbours.
+            fused: whether a compiler fuses it with its neighbours.
         """
         name = operator.overloadpacket.__name__
         if name in _PRODUCTS:
@@ -122,9 +129,9 @@ class Recorder:
             self.end_of_kernel(phase)
             *batch, size, columns = args[1].shape
             self.work[Product(phase, math.prod(batch), size, columns, size // 2, args[1].element_size())] += 1
-        elif name in ("grouped_product", "grouped_gradient"):
+        elif name in ("grouped_matmul", "grouped_gradient"):
             # (rows, inputs) x (experts, outputs, inputs), and its gradient from (rows, outputs) x (rows, inputs)
-            experts = len(args[1]) if name == "grouped_product" else len(out)
+            experts = len(args[1]) if name == "grouped_matmul" else len(out)
             rows, other = -(-len(args[0]) // experts), args[1].shape[1]
             self.end_of_kernel(phase)
             self.work[Product(phase, experts, rows, other, args[0].shape[1], args[0].element_size())] += 1
@@ -145,20 +152,15 @@ class Recorder:
             self.work[attention] += 1
         elif name not in _FREE and not _is_view(operator):
             inputs, outputs = tensors_of((args, kwargs)), tensors_of(out)
-            eager = _bytes(operator, args, inputs, outputs)
-            # an operator that is not fused moves the same bytes in compiled blocks
-            for compiled in (False,) if fused else (False, True):
-                self.work[Traffic(phase, compiled)] += eager
-                self.work[Traffic(phase, compiled, kernels=True)] += 1
-            if fused:
-                self._add_to_kernel([] if name in _LOOKUPS else inputs, outputs)
-
-    def _add_to_kernel(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        for tensor in inputs:
-            storage = self.storage_of(tensor)
-            if storage is not None and storage not in self._made:
-                self._read[storage] = max(self._read.get(storage, 0), _size(tensor))
-        self._made |= {storage for tensor in outputs if (storage := self.storage_of(tensor)) is not None}
+            if not fused:
+                self.work[Traffic(phase)] += _bytes(operator, args, inputs, outputs)
+                self.work[Traffic(phase, kernels=True)] += 1
+                return
+            for tensor in inputs if name not in _LOOKUPS else ():
+                storage = self.storage_of(tensor)
+                if storage is not None and storage not in self._made:
+                    self._read[storage] = max(self._read.get(storage, 0), _size(tensor))
+            self._made |= {storage for tensor in outputs if (storage := self.storage_of(tensor)) is not None}
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
@@ -196,3 +198,38 @@ def _bytes(operator: Any, args: tuple[Any, ...], inputs: list[Tensor], outputs: 
             if argument.alias_info is not None and argument.alias_info.is_write and not argument.kwarg_only:
                 total += sum(map(_size, tensors_of(value)))
     return total
+
+
+def muon_step(
+    model: nn.Module, config: OptimConfig, layout: Layout, *, on_gpu: bool
+) -> tuple[Counter[Work], Counter[Collective]]:
+    """What a step of optim.muon computes and sends. It follows the backward pass: nothing hides it.
+
+    A rank has its share of the matrices of each shape, rounded up:
+
+        products     five iterations of three products, for each matrix that a rank owns
+        all-to-all   the rows of its matrices come in, and go back
+        all-gather   with copies: this rank's rows of all matrices, of which each copy has orthogonalised some
+
+    Args:
+        model: on the meta device, not sharded.
+    """
+    work: Counter[Work] = Counter()
+    sent: Counter[Collective] = Counter()
+    freeze(model, config.freeze)
+    width = dtype_of_iteration(on_gpu=on_gpu).itemsize
+    groups = [group["params"] for group in parameter_groups(model, config) if group.get("muon")]
+    for (*experts, rows, columns), n in Counter(tuple(p.shape) for group in groups for p in group).items():
+        if experts:  # each rank holds whole ones
+            owned = n * -(-experts[0] // layout.dp_shard)
+        else:
+            owned = -(-n // (layout.dp_shard * layout.dp_replicate))
+            n_bytes = rows * columns * width
+            if layout.dp_shard > 1:
+                sent[Collective(EXCHANGED, owned * n_bytes, layout.dp_shard)] += 2
+            if layout.dp_replicate > 1:
+                sent[Collective(GATHERED, n * n_bytes // layout.dp_shard, layout.dp_replicate)] += 1
+        short, long = sorted((rows, columns))
+        for product in ((short, short, long), (short, short, short), (short, long, short)):
+            work[Product("optimizer", 1, *product, width)] += owned * ITERATIONS
+    return work, sent

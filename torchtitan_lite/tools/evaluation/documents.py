@@ -6,7 +6,7 @@ An encoder-decoder, or a decoder that was trained on pairs, is scored on the row
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -20,8 +20,8 @@ from torchtitan_lite.data.loader import MicroBatch
 from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.data.prepare.documents import usable
 from torchtitan_lite.data.prepare.texts import find
-from torchtitan_lite.data.token_files import PAIRS, SPLITS, read_meta
-from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.data.token_files import PAIRS, read_meta
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.models.loss import IGNORE
@@ -31,7 +31,7 @@ from torchtitan_lite.scoring.task_tokens import text_encoder
 from torchtitan_lite.tools.load_model import Opened, out_of_range
 
 T = TypeVar("T")
-Split = Literal["val", "train", "all"]
+Split = Literal["val", "train"]
 ENCODED_TOGETHER = 256  # documents
 SORTED_TOGETHER = 1024  # windows, sorted by length so that a batch has little padding
 
@@ -83,8 +83,7 @@ def documents(opened: Opened, name: str, texts: Texts) -> Iterator[Document]:
     if PAIRS in meta.files:
         raise ConfigError(f"{folder} holds pairs, and {opened.source} is a decoder: give it texts")
     lengths = bytes_per_token(own, meta.end_token)
-    splits = SPLITS if texts.split == "all" else (texts.split,)
-    stored = islice(chain.from_iterable(token_files.documents(folder, meta, name) for name in splits), texts.documents)
+    stored = islice(token_files.documents(folder, meta, texts.split), texts.documents)
     if bpe.sha256(own) != bpe.sha256(opened.tokenizer):
         yield from _encoded(opened, (own.decode(tokens, skip_special_tokens=False) for tokens in stored))
         return
@@ -121,20 +120,13 @@ class Scores:
     def __len__(self) -> int:
         return len(self.nats)
 
-    def __add__(self, other: "Scores") -> "Scores":
-        parts = zip(self._arrays(), other._arrays(), strict=True)
-        return Scores(*(np.concatenate(pair) for pair in parts), seq_len=self.seq_len)
-
     def of_the_same(self, other: "Scores") -> bool:
         """Whether both are of the same documents."""
         return len(self) == len(other) and np.array_equal(self.hashes, other.hashes)
 
-    def _arrays(self) -> tuple[Array, ...]:
-        return self.nats, self.tokens, self.n_bytes, self.hashes
-
 
 def score_documents(
-    model: Transformer, documents: Iterable[Document], prefix: list[int], length: int, world: World, batch_size: int
+    model: Transformer, documents: Iterable[Document], prefix: list[int], length: int, process: Process, batch_size: int
 ) -> Scores:
     """Score documents. Collective: the ranks share the batches, and all get the same result.
 
@@ -162,11 +154,11 @@ def score_documents(
             for first in range(0, len(together), batch_size):
                 yield together[first : first + batch_size]
 
-    return _scores(model, batches(), padded, sizes, world, length)
+    return _scores(model, batches(), padded, sizes, process, length)
 
 
 def score_rows(
-    model: Transformer, samples: Mixture, n: int | None, lengths: Tensor, world: World, batch_size: int
+    model: Transformer, samples: Mixture, n: int | None, lengths: Tensor, process: Process, batch_size: int
 ) -> Scores:
     """Score the targets of rows: pairs, or spans that an encoder-decoder has to fill in. Collective.
 
@@ -186,7 +178,7 @@ def score_rows(
             sizes.extend(zip(*row_sizes(rows, lengths).tolist(), hashes, strict=True))
             yield Batch(torch.from_numpy(numbers), rows)
 
-    return _scores(model, batches(), lambda batch: batch, sizes, world, samples.seq_len)
+    return _scores(model, batches(), lambda batch: batch, sizes, process, samples.sources[0].seq_len)
 
 
 def _scores(
@@ -194,9 +186,9 @@ def _scores(
     batches: Iterable[T],
     load: Callable[[T], Batch],
     sizes: list[tuple[int, ...]],
-    world: World,
+    process: Process,
     length: int,
 ) -> Scores:
     """The scores of items whose sizes are listed as their batches are made."""
-    (nats,) = sums_by_item(model, batches, load, sizes, world)
+    (nats,) = sums_by_item(model, batches, load, sizes, process)
     return Scores(nats.numpy(), *np.array(sizes, dtype=np.float64).reshape(-1, 3).T, seq_len=length)

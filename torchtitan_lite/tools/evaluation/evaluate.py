@@ -11,9 +11,6 @@ An encoder-decoder is scored on the targets of pairs: those it was trained on, o
 """
 
 import argparse
-import contextlib
-import json
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
@@ -21,11 +18,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from pydantic_core import to_json
 from tokenizers import Tokenizer
 
-from torchtitan_lite.checkpointing import storage
-from torchtitan_lite.checkpointing.compatibility import saved_config
-from torchtitan_lite.checkpointing.find import candidates
+from torchtitan_lite.checkpointing.find import config_to_resume
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config, RunConfig
@@ -35,9 +31,9 @@ from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.prepare.texts import find, not_read
 from torchtitan_lite.data.token_files import PAIRS, read_meta
-from torchtitan_lite.distributed.process_group import World, exit_process, process_group
+from torchtitan_lite.distributed.process_group import Process, exit_process, process_group
 from torchtitan_lite.distributed.ranks import gather
-from torchtitan_lite.errors import CheckpointError, ConfigError, run_cli
+from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models.generation import answers
 from torchtitan_lite.process import local_rank
@@ -73,7 +69,7 @@ def options_of(argv: Sequence[str]) -> argparse.Namespace:
     add("models", nargs="+", type=paths.expand, metavar="MODEL", help="a run, a checkpoint or a Hugging Face folder")
     several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
     add("--data", **several, help="texts or prepared folders; none: the run's own text")
-    add("--split", choices=["val", "train", "all"], default="val", help="of prepared folders")
+    add("--split", choices=["val", "train"], default="val", help="of prepared folders")
     add("--text-key", default="text", help="the key or column of .jsonl, .csv and .parquet files")
     add("--text-suffixes", **several, help="further suffixes of plain text, e.g. .md, or own readers")
     add("--documents", type=int, default=None, help="score only the first N documents of each text")
@@ -82,7 +78,6 @@ def options_of(argv: Sequence[str]) -> argparse.Namespace:
     add("--json", type=paths.expand, default=None, metavar="FILE", help="also write the figures here")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the parameters")
-    add("--tf32", action="store_true", help="on a GPU, compute float32 products in TF32")
     add("--best", action="store_true", help="of each run: the checkpoint with the lowest validation loss")
     add("--ema", action="store_true", help="use the averaged weights, see optim.ema_decay")
     add("--tokenizer", type=paths.expand, default=None, help="a tokenizer.json to use instead of the models' own")
@@ -96,7 +91,9 @@ def options_of(argv: Sequence[str]) -> argparse.Namespace:
 # --- scores -----------------------------------------------------------------------------------------------------
 
 
-def scores_of(opened: Opened, texts: Texts, world: World, note: Callable[[str], None]) -> Iterator[tuple[str, Scores]]:
+def scores_of(
+    opened: Opened, texts: Texts, process: Process, note: Callable[[str], None]
+) -> Iterator[tuple[str, Scores]]:
     """The scores of each text. Collective.
 
     Args:
@@ -109,7 +106,7 @@ def scores_of(opened: Opened, texts: Texts, world: World, note: Callable[[str], 
         READERS.add(name)
     of_pairs = opened.config is not None and opened.config.data.objective == "pairs" and not texts.data
     if answers(opened.model) or of_pairs or any(map(_holds_pairs, texts.data)):
-        yield from _scores_of_rows(opened, texts, world)
+        yield from _scores_of_rows(opened, texts, process)
         return
     length, names = opened.window(texts.seq_len), {name: name for name in texts.data}
     if not names:
@@ -119,7 +116,7 @@ def scores_of(opened: Opened, texts: Texts, world: World, note: Callable[[str], 
         note(line)  # each exists, before the first is scored
     for name, place in names.items():
         found = documents(opened, place, texts)
-        scores = score_documents(opened.model, found, opened.beginning(), length, world, texts.batch_size)
+        scores = score_documents(opened.model, found, opened.beginning(), length, process, texts.batch_size)
         if not scores.tokens.sum():
             raise ConfigError(f"{name} has no text to score")
         yield name, scores
@@ -129,7 +126,7 @@ def _holds_pairs(name: str) -> bool:
     return paths.is_prepared(name) and PAIRS in read_meta(paths.expand(name)).files
 
 
-def _scores_of_rows(opened: Opened, texts: Texts, world: World) -> Iterator[tuple[str, Scores]]:
+def _scores_of_rows(opened: Opened, texts: Texts, process: Process) -> Iterator[tuple[str, Scores]]:
     """The scores of rows: targets of pairs, or spans that were cut out of a text."""
     config = opened.config or Config.model_validate(
         {
@@ -138,8 +135,6 @@ def _scores_of_rows(opened: Opened, texts: Texts, world: World) -> Iterator[tupl
             "data": {"objective": "pairs", "target_len": TARGETS},
         }
     )
-    if texts.split == "all":
-        raise ConfigError("--split=all: pairs are scored on one split; val or train works")
     if others := [name for name in texts.data if not paths.is_prepared(name)]:
         raise ConfigError(
             f"--data={others[0]}: pairs are scored in prepared folders; "
@@ -156,13 +151,13 @@ def _scores_of_rows(opened: Opened, texts: Texts, world: World) -> Iterator[tupl
             raise ConfigError(f"{source.folder} was prepared with another tokenizer than that of {opened.source}")
         samples = open_samples(DataSet((source,)), texts.split, config)
         n_bytes = torch.from_numpy(bytes_per_token(tokenizer, source.meta.end_token))
-        yield source.name, score_rows(opened.model, samples, texts.documents, n_bytes, world, texts.batch_size)
+        yield source.name, score_rows(opened.model, samples, texts.documents, n_bytes, process, texts.batch_size)
 
 
 # --- the command ------------------------------------------------------------------------------------------------
 
 
-def evaluate(args: argparse.Namespace, world: World) -> list[dict[str, Any]]:
+def evaluate(args: argparse.Namespace, process: Process) -> list[dict[str, Any]]:
     """Score and print all models, and write --json. Returns the figures of each. Collective.
 
     Args:
@@ -185,19 +180,19 @@ def evaluate(args: argparse.Namespace, world: World) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
     first = None
     for path in models:
-        opened = open_model(path, world.device, getattr(torch, args.dtype), args.tokenizer, ema=args.ema)
-        note = print if world.rank == 0 and not results else lambda _: None  # notes are printed once
+        opened = open_model(path, process.device, getattr(torch, args.dtype), args.tokenizer, ema=args.ema)
+        note = print if process.rank == 0 and not results else lambda _: None  # notes are printed once
         window = opened.window(texts.seq_len)
-        tasks = tasks_of(opened, args, window, world) if args.tasks else {}
-        own = dict(scores_of(opened, texts, world, note)) if texts.data or not tasks else {}
-        model = tables.Scored(str(path), tables.with_total(own), tasks, window, bpe.sha256(opened.tokenizer))
+        tasks = tasks_of(opened, args, window, process) if args.tasks else {}
+        own = dict(scores_of(opened, texts, process, note)) if texts.data or not tasks else {}
+        model = tables.Scored(str(path), own, tasks, window, bpe.sha256(opened.tokenizer))
         lines, result = tables.compared_with_first(model, first)
-        if world.rank == 0:
+        if process.rank == 0:
             print("\n".join([*opened.notes, opened.source, *lines]), flush=True)
         results.append(result)
         first = first or model
-    if out and world.rank == 0:
-        out.write_text(json.dumps(_finite({"models": results}), indent=2) + "\n", encoding="utf-8")
+    if out and process.rank == 0:
+        out.write_bytes(to_json({"models": results}, indent=2, inf_nan_mode="null") + b"\n")
     return results
 
 
@@ -207,13 +202,10 @@ def _window_of(path: Path) -> int:
     if (folder / "config.json").is_file():
         model = hf.config_of(folder)
         return SOURCES if FAMILIES[model.family].encoder_decoder else min(model.max_seq_len, LONGEST)
-    for checkpoint in candidates(folder):
-        with contextlib.suppress(CheckpointError):  # reported when it is opened
-            return saved_config(checkpoint, storage.read_state(checkpoint).config).train.seq_len
-    return LONGEST
+    return int(config_to_resume(folder, "").get("train.seq_len", LONGEST))
 
 
-def tasks_of(opened: Opened, args: argparse.Namespace, window: int, world: World) -> dict[str, TaskScore]:
+def tasks_of(opened: Opened, args: argparse.Namespace, window: int, process: Process) -> dict[str, TaskScore]:
     """The scores of --tasks by name. Collective.
 
     Args:
@@ -229,18 +221,9 @@ def tasks_of(opened: Opened, args: argparse.Namespace, window: int, world: World
     encode = text_encoder(opened.tokenizer, opened.ends, "a question")
     tasks = [encoded(task, encode, inputs) for task in find_tasks.find(args.tasks, opened.own_data, args.questions)]
     names = [one.task.name for one in tasks]
-    if world.world_size > 1 and any(others != names for others in gather(names)):
+    if process.world_size > 1 and any(others != names for others in gather(names)):
         raise ConfigError("--tasks: the ranks have read different questions: is it the same file everywhere?")
-    return {one.task.name: score(opened.model, one, world) for one in tasks}
-
-
-def _finite(tree: Any) -> Any:
-    """NaN as null: JSON has no NaN."""
-    if isinstance(tree, dict):
-        return {key: _finite(value) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_finite(value) for value in tree]
-    return None if isinstance(tree, float) and not math.isfinite(tree) else tree
+    return {one.task.name: score(opened.model, one, process) for one in tasks}
 
 
 def main(argv: Sequence[str]) -> NoReturn:
@@ -249,8 +232,8 @@ def main(argv: Sequence[str]) -> NoReturn:
 
     def run() -> int:
         device_of(options.device)  # before there is a process group
-        with process_group(RunConfig(device=options.device, tf32=options.tf32)) as world:
-            evaluate(options, world)
+        with process_group(RunConfig(device=options.device)) as process:
+            evaluate(options, process)
         return 0
 
     prepare_streams()

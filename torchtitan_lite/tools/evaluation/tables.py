@@ -11,8 +11,6 @@ from torchtitan_lite.scoring.task_scores import TaskScore, figure_text
 from torchtitan_lite.tools.columns import columns
 from torchtitan_lite.tools.evaluation.documents import Scores
 
-TOTAL = "(total)"  # no name of a text: an unlikely file
-
 # --- texts ------------------------------------------------------------------------------------------------------
 
 
@@ -43,12 +41,6 @@ def difference(scores: Scores, first: Scores) -> dict[str, float]:
         loss, loss_stderr = ratio_difference((scores.nats, scores.tokens), (first.nats, first.tokens))
         figures |= {"loss": loss, "loss_stderr": loss_stderr}
     return figures
-
-
-def with_total(texts: dict[str, Scores]) -> dict[str, Scores]:
-    """The scores of each text and, of several, of all together."""
-    parts = list(texts.values())
-    return texts | ({TOTAL: sum(parts[1:], parts[0])} if len(parts) > 1 else {})
 
 
 def compared(texts: dict[str, Scores], first: dict[str, Scores]) -> dict[str, dict[str, float]]:
@@ -89,9 +81,8 @@ def compared_with_first(model: Scored, first: Scored | None) -> tuple[list[str],
     by_text, by_task = compared(model.texts, first.texts), tasks_compared(model.tasks, first.tasks)
     texts = {name: difference_text(row) for name, row in by_text.items()}
     tasks = {name: figure_text(row, "score") for name, row in by_task.items()}
-    named = [name for name in model.texts if name in texts or name != TOTAL]
     why = "the two were scored on different documents; --data TEXT names the same for both"
-    lines += minus(first.path, named, texts, why)
+    lines += minus(first.path, model.texts, texts, why)
     on_both = [name for name in model.tasks if name in first.tasks]
     lines += minus(first.path, on_both, tasks, "the two were asked different questions")
     if (texts or tasks) and model.tokenizer != first.tokenizer:

@@ -35,10 +35,10 @@ from torchtitan_lite.run import attempts as history
 from torchtitan_lite.run import out_of_memory, run_folder
 from torchtitan_lite.run.attempts import Attempt
 from torchtitan_lite.run.metrics import Log
-from torchtitan_lite.run.session import Session, settle
+from torchtitan_lite.run.session import Session, check_pending
 from torchtitan_lite.run.start_and_end import require_agreement
 from torchtitan_lite.terminal import counted, print_line
-from torchtitan_lite.tools.elsewhere import elsewhere
+from torchtitan_lite.tools.dry_run import elsewhere
 from torchtitan_lite.tools.incidents.record import attempts_of, checkpoint_before, require_own_step
 
 Step = Callable[[Session, int], StepRecord]
@@ -85,24 +85,24 @@ def run(n: int, loaded: Loaded, data: DataSet, build: Callable[..., Session], st
         DifferentError: a step differs from what was recorded.
     """
     config = loaded.config
-    with process_group(config.run) as world:
-        require_agreement(config, data, world)
+    with process_group(config.run) as process:
+        require_agreement(config, data, process)
 
         def read_it() -> dict[str, Any]:
-            here = numbers_of(flatten(config), identity(config, data), bitwise_setting(config, world))
+            here = numbers_of(flatten(config), identity(config, data), bitwise_setting(config, process))
             return asdict(read(config, n, here))
 
-        recorded = Recorded(**on_rank0(read_it, world.untimed))
+        recorded = Recorded(**on_rank0(read_it, process.untimed))
         with elsewhere(config, checkpoint={"resume": recorded.checkpoint}) as replayed:
-            log = Log(replayed.folder, speaks=world.rank == 0)
+            log = Log(replayed.folder, speaks=process.rank == 0)
             began = recorded.checkpoint or "the run's beginning: there is no complete checkpoint before"
             for note in recorded.notes:
                 log.info(f"note    {note}")
             log.info(f"replay  steps {recorded.start + 1} to {recorded.last}, from {began}")
-            s = build(replayed, data, world, log)
+            s = build(replayed, data, process, log)
             with contextlib.closing(s), s.services.watchdog.naming_lost_ranks(), out_of_memory.with_advice(config):
                 result = compute(s, step, recorded, config.folder)
-            if world.rank == 0:
+            if process.rank == 0:
                 print_line(f"equal   {result}")
 
 
@@ -212,14 +212,14 @@ def compute(s: Session, step: Step, recorded: Recorded, folder: Path) -> str:
     Raises:
         DifferentError: on every rank, at the first difference.
     """
-    saved = on_rank0(lambda: storage.find_steps(folder / "checkpoints"), s.world.untimed)
+    saved = on_rank0(lambda: storage.find_steps(folder / "checkpoints"), s.process.untimed)
     compared, tensors, equal, stopped = 0, 0, recorded.start, ""
     for number in range(recorded.start + 1, recorded.last + 1):
         s.services.watchdog.step(number)
         numbers = step(s, number).numbers
         try:
             with contextlib.suppress(SpikeError):  # the last step of a run that it stopped
-                settle(s)
+                check_pending(s)
         except NonFiniteError as error:
             stopped = _sentence(str(error))
         then = recorded.steps.get(str(number), {})
@@ -291,12 +291,12 @@ def _compare_tensors(s: Session, checkpoints: Path, step: int, advice: str) -> i
             saved = {} if storage.verify(checkpoint) else read_tensors(checkpoint, "")
         return bool(saved)
 
-    if not on_rank0(open_it, s.world.untimed):
+    if not on_rank0(open_it, s.process.untimed):
         return 0
     different, tensors = list[str](), by_name(s.services.checkpointer.parts())
     for name, value in tensors.items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value
-        if s.world.rank == 0 and not _same_bits(whole.cpu(), saved[name]):
+        if s.process.rank == 0 and not _same_bits(whole.cpu(), saved[name]):
             different.append(name)
     if different := on_rank0(lambda: different):
         raise DifferentError(

@@ -3,67 +3,160 @@
 Each line is a part of a document in a sample: its file with line or row, which of its tokens, and how they begin.
 --find TEXT gives the steps that see the documents that hold a text. The run's data must be where it was in training, or
 in its cache.
+
+Nothing here knows how a sample is cut from the text: it is drawn as in training, from token files that note each read.
+So this holds for every objective and packing.
 """
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
 from torchtitan_lite.config import paths
+from torchtitan_lite.config.families import FAMILIES
+from torchtitan_lite.data import token_files
+from torchtitan_lite.data.dataset import Source
+from torchtitan_lite.data.objectives import open_samples
+from torchtitan_lite.data.token_files import ORIGINS, PAIRS, PLACE_BITS, TokenFiles, document_ends
 from torchtitan_lite.errors import ConfigError, run_cli
-from torchtitan_lite.terminal import counted, prepare_streams, print_line
+from torchtitan_lite.terminal import counted, prepare_streams
 from torchtitan_lite.tools.incidents.record import Record, read_record, require_own_step
-from torchtitan_lite.tools.incidents.seen import Documents, Part, Seen
 
+_TOKENS = 64  # of a text that are shown
+_SHOWN = 60  # characters of it on the terminal
 _LINES = 200  # of documents on the terminal, if TEXT is in many
 _STEPS = 100  # likewise
-_SHOWN = 60  # characters of a text on the terminal
+_TOGETHER = 1024  # documents decoded at a time
+
+Range = tuple[int, int]  # of tokens of a stream
 
 
 @dataclass(frozen=True)
 class Row:
-    """A part of a document in a sample of a step."""
+    """A part of a document in a sample of a step: its tokens first, ..., end - 1, which are begin, ..., stop - 1 of the
+    stream."""
 
     step: int
     sample: int
-    part: Part
+    source: str
+    document: int
+    side: str  # "source" or "target" of a pair, else empty
+    file: str  # empty: not known
+    unit: str  # "line" or "row"
+    place: int  # the line or row
+    tokens: int  # of the document, with the end mark
+    first: int
+    end: int
+    begin: int
+    stop: int
+    text: str  # the beginning of this part
 
     def line(self) -> str:
         """The row for the terminal."""
-        part = self.part
-        where = f"{part.file} {part.unit} {part.place}" if part.file else f"document {part.document}"
-        side = f" ({part.side})" if part.side else ""
-        text = part.text if len(part.text) <= _SHOWN else f"{part.text[:_SHOWN]}..."
+        where = f"{self.file} {self.unit} {self.place}" if self.file else f"document {self.document}"
+        side = f" ({self.side})" if self.side else ""
+        text = self.text if len(self.text) <= _SHOWN else f"{self.text[:_SHOWN]}..."
         return (
-            f"step {self.step}  sample {self.sample}  {part.source}: {where}{side}, "
-            f"tokens {part.first:,} to {part.end:,} of {part.tokens:,}: {text!r}"
+            f"step {self.step}  sample {self.sample}  {self.source}: {where}{side}, "
+            f"tokens {self.first:,} to {self.end:,} of {self.tokens:,}: {text!r}"
         )
 
 
-def _rows(record: Record, seen: Seen, steps: range) -> Iterator[Row]:
+class Documents:
+    """The documents of one split of a source."""
+
+    def __init__(self, source: Source, split: str = "train") -> None:
+        """
+        Raises:
+            DataError: the folder is damaged.
+        """
+        self.name, self.folder, self._pairs = source.name, source.folder, PAIRS in source.meta.files
+        self.stream = TokenFiles(source.folder, source.meta, split)
+        self.ends = document_ends(source.folder, source.meta, split)
+        self._tokenizer = Tokenizer.from_file(str(source.folder / "tokenizer.json"))
+        self.known = ORIGINS in source.meta.files  # whether it is known where the documents came from
+        if self.known:
+            self._files = json.loads((source.folder / ORIGINS).read_bytes())
+            self._origins = np.memmap(source.folder / f"{split}.origins", dtype=np.int64, mode="r")
+
+    def span(self, document: int) -> Range:
+        """The tokens of a document in the stream, with the end mark."""
+        return int(self.ends[document - 1]) if document else 1, int(self.ends[document])
+
+    def of(self, read: Range) -> range:
+        """The documents of a range of the stream. An end mark that comes first only precedes a document."""
+        first, end = read
+        if first >= end:
+            return range(0)
+        low, high = np.searchsorted(self.ends, [first, end - 1], side="right").tolist()
+        if first == self.span(low)[1] - 1:
+            low += 1
+        return range(low, min(high + 1, len(self.ends)))
+
+    def row(self, step: int, sample: int, document: int, read: Range) -> Row:
+        """The part of a document in a range of the stream that a sample holds."""
+        begin, stop = self.span(document)
+        first, end = max(read[0], begin), min(read[1], stop)
+        file, unit, place = "", "", 0
+        if self.known:
+            number, place = divmod(int(self._origins[document]), 1 << PLACE_BITS)
+            file, unit = self._files[number]
+        side = ("source", "target")[document % 2] if self._pairs else ""
+        ids = self.stream.read(first, min(end, first + _TOKENS)).tolist()
+        text = self._tokenizer.decode(ids, skip_special_tokens=True)
+        of_document = stop - begin, first - begin, end - begin
+        return Row(step, sample, self.name, document, side, file, unit, place, *of_document, first, end, text)
+
+
+@dataclass
+class Reads:
+    """Stands in for the TokenFiles of a source, and notes what is read."""
+
+    documents: Documents
+    log: list[tuple[Documents, Range]]  # of all sources
+
+    def read(self, first: int, end: int) -> NDArray[Any]:
+        """See TokenFiles."""
+        self.log.append((self.documents, (first, end)))
+        return self.documents.stream.read(first, end)
+
+
+def rows(
+    record: Record, sources: Sequence[Documents], steps: range, wanted: Mapping[str, Set[int]] | None = None
+) -> Iterator[Row]:
+    """The parts of documents that each sample of these steps holds, in its order.
+
+    Args:
+        wanted: of each source, the documents to give; None: all.
+    """
+    mixture, log = open_samples(record.data, "train", record.config), list[tuple[Documents, Range]]()
+    for samples, documents in zip(mixture.sources, sources, strict=True):
+        samples._stream = Reads(documents, log)  # type: ignore[assignment]  # it reads in the same way
     for step in steps:
         for sample in record.samples[step]:
-            yield from (Row(step, sample, part) for part in seen.parts(sample))
+            log.clear()
+            mixture.draw(np.array([sample]), record.config.run.seed)
+            for documents, read in log:
+                for number in documents.of(read):
+                    if wanted is None or number in wanted[documents.name]:
+                        yield documents.row(step, sample, number, read)
 
 
-def _rows_with_text(record: Record, seen: Seen, steps: range, text: str, notes: list[str]) -> Iterator[Row]:
-    """The rows of documents that hold a text."""
-    documents = [source.holding(text) for source in seen.documents]
-    held_out = sum(len(Documents(source, "val").holding(text)) for source in record.data.sources)
-    notes.append(
-        f"{counted(sum(map(len, documents)), 'document')} for training with {text!r}, and {held_out:,} that no step "
-        "sees, for validation"
-    )
-    numbers = {source.name: set(found.tolist()) for source, found in zip(seen.documents, documents, strict=True)}
-    starts = [record.samples[step].start for step in steps]
-    samples = range(starts[0], record.samples[steps[-1]].stop)
-    for sample in seen.samples_with(seen.sequences_with(documents), samples):
-        step = steps[int(np.searchsorted(starts, sample, side="right")) - 1]
-        if sample in record.samples[step]:  # else it was skipped
-            yield from (Row(step, sample, part) for part in seen.parts(sample) if part.document in numbers[part.source])
+def holding(source: Source, split: str, text: str) -> set[int]:
+    """The documents of a split whose decoded text holds `text`."""
+    tokenizer = Tokenizer.from_file(str(source.folder / "tokenizer.json"))
+    tokens, found = enumerate(token_files.documents(source.folder, source.meta, split)), set[int]()
+    while together := dict(islice(tokens, _TOGETHER)):
+        texts = tokenizer.decode_batch([*together.values()], skip_special_tokens=False)
+        found |= {number for number, document in zip(together, texts, strict=True) if text in document}
+    return found
 
 
 def _steps(options: argparse.Namespace, record: Record) -> range:
@@ -86,41 +179,45 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigError("give --step N, also with --to M; or --find TEXT, also with --step and --to")
     if options.json and not options.json.absolute().parent.is_dir():
         raise ConfigError(f"--json={options.json}: {options.json.absolute().parent} is not a folder")
+    FAMILIES.add(options.family)
     record = read_record(options.run)
-    steps = _steps(options, record)
-    seen = Seen(record.data, record.config)
+    steps, sources = _steps(options, record), [*map(Documents, record.data.sources)]
     notes = [
         f"{documents.folder} does not tell where its documents came from. Prepared again from the same text, it has "
         "the same tokens and tells it"
-        for documents in seen.documents
+        for documents in sources
         if not documents.known
     ]
     if options.find is not None:
         if not options.step and (other := record.attempts[0].forked_from):
             notes.append(f"the steps before {steps.start} are not of this run, which was forked from {other}")
-        rows, most = [*_rows_with_text(record, seen, steps, options.find, notes)], _LINES
-        listed = sorted({row.step for row in rows})
+        wanted = {source.name: holding(source, "train", options.find) for source in record.data.sources}
+        held_out = sum(len(holding(source, "val", options.find)) for source in record.data.sources)
+        n = counted(sum(map(len, wanted.values())), "document")
+        notes.append(f"{n} for training with {options.find!r}, and {held_out:,} that no step sees, for validation")
+        found, most = [*rows(record, sources, steps, wanted)], _LINES
+        listed = sorted({row.step for row in found})
         more = f", and {len(listed) - _STEPS:,} more" if len(listed) > _STEPS else ""
         shown = ", ".join(map(str, listed[:_STEPS])) or "-"
         title = f"seen at {counted(len(listed), 'step')} of {len(steps):,}: {shown}{more}"
     else:
         skips = {step: skipped for step in steps if (skipped := record.skipped(step))}
         notes += [f"the samples {s.start} to {s.stop - 1} were skipped before step {n}" for n, s in skips.items()]
-        rows, listed = [*_rows(record, seen, steps)], [*steps]
-        most = len(rows)
+        found, listed = [*rows(record, sources, steps)], [*steps]
+        most = len(found)
         which = f"step {steps.start}" if len(steps) == 1 else f"steps {steps.start} to {steps[-1]}"
         first, end = record.samples[steps.start].start, record.samples[steps[-1]].stop
-        title = f"{which}: samples {first} to {end - 1}, {counted(len(rows), 'part')} of documents"
-    for line in (*(f"note    {note}" for note in notes), title, *(row.line() for row in rows[:most])):
-        print_line(line)
-    if len(rows) > most:
-        print_line(f"and {len(rows) - most:,} more; --json FILE has all")
+        title = f"{which}: samples {first} to {end - 1}, {counted(len(found), 'part')} of documents"
+    for line in (*(f"note    {note}" for note in notes), title, *(row.line() for row in found[:most])):
+        print(line)
+    if len(found) > most:
+        print(f"and {len(found) - most:,} more; --json FILE has all")
     if options.json:
         content = {
             "run": str(options.run),
             "notes": notes,
             "steps": [[step, record.samples[step].start, record.samples[step].stop] for step in listed],
-            "documents": [{"step": row.step, "sample": row.sample, **asdict(row.part)} for row in rows],
+            "documents": [asdict(row) for row in found],
         }
         options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return 0
@@ -138,6 +235,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--to", type=int, default=None, metavar="M", help="the last step")
     parser.add_argument("--find", default=None, metavar="TEXT", help="the steps whose documents hold this text")
     parser.add_argument("--json", type=paths.expand, default=None, metavar="FILE", help="also write all of it here")
+    own = "of a model of your own: import it"
+    parser.add_argument("--model.family", dest="family", default="", metavar="module:Name", help=own)
     options = parser.parse_args(argv)
     prepare_streams()
     return run_cli("which", lambda: _run(options))

@@ -11,9 +11,8 @@ from typing import Any
 from torchtitan_lite.config.toml import format_value
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.run import attempts
-from torchtitan_lite.run.goodput import goodput
 from torchtitan_lite.tools.columns import columns
-from torchtitan_lite.tools.status import Status, status_of
+from torchtitan_lite.tools.status import Status, runs_in, status_of
 
 Records = list[dict[str, Any]]
 
@@ -105,7 +104,7 @@ def read_run(folder: Path) -> Run:
         about, history = attempts.newest_status(folder), attempts.read(folder)
         records = attempts.records(folder)
         if not about or not any("loss" in record for record in records):
-            raise DataError(f"{folder} is not the folder of a run that has made a step")
+            raise DataError(f"{folder} is not the folder of a run that has made a step{runs_in(folder)}")
         return Run(
             folder=folder,
             status=status_of(folder, about, records),
@@ -114,7 +113,7 @@ def read_run(folder: Path) -> Run:
             records=records,
             samples=attempts.records(folder, "samples.jsonl"),
             config_text=(folder / "config.toml").read_text(encoding="utf-8"),
-            goodput=goodput(history, records),
+            goodput=attempts.goodput(history, records),
         )
     except OSError as error:
         raise DataError(f"{folder} can't be read: {error}") from None

@@ -1,8 +1,8 @@
-"""The product of each expert's tokens with its matrix, as one operator, which FakeTensors and compiled blocks see too.
+"""The grouped matmul of experts, each group of tokens with its own matrix, as one operator.
 
-On a GPU `torch.nn.functional.grouped_mm` computes it in bfloat16, and the host does not wait for the loads. Otherwise
-it is a loop of products, for which the host reads the loads: on a CPU that costs nothing, and works in any dtype and
-shape.
+FakeTensors and compiled blocks see the operator too. On a GPU in bfloat16 it calls `torch.nn.functional.grouped_mm`,
+and the host does not wait for the loads. Otherwise it loops over matmuls, in any dtype and shape. The loop reads the
+loads on the host, which on a CPU costs nothing.
 """
 
 from typing import Any
@@ -11,16 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_ALIGNED = 16  # bytes that `torch.nn.functional.grouped_mm` wants the rows of its factors to be multiples of
+_ALIGNED = 16  # bytes; `torch.nn.functional.grouped_mm` needs row strides that are multiples of this
 
 
-def loop_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiply the rows of each group with a matrix of its own.
+def loop_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Multiply each group of rows by its own matrix.
 
     Args:
         x: (N, I), the rows of group 0 first.
         weight: (G, O, I).
-        ends: (G,) int32, the row after the last one of each group; the last is N.
+        ends: (G,) int32, the end row of each group (exclusive); the last is N.
 
     Returns:
         (N, O)
@@ -32,7 +32,7 @@ def loop_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def loop_gradient(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """The gradient of `weight`, (G, O, I), from that of the result, (N, O). It is 0 for a group without rows."""
+    """Compute the gradient of `weight`, (G, O, I), from the result's, (N, O). A group without rows gets 0."""
     out = x.new_empty(len(ends), grad.shape[1], x.shape[1])
     for g, (start, end) in enumerate(_bounds(ends)):
         torch.mm(grad[start:end].T, x[start:end], out=out[g])
@@ -45,15 +45,15 @@ def _bounds(ends: Tensor) -> list[tuple[int, int]]:
 
 
 _NAME = "torchtitan_lite::grouped_"
-grouped_product = torch.library.custom_op(f"{_NAME}product", loop_product, mutates_args=(), device_types="cpu")
+grouped_matmul = torch.library.custom_op(f"{_NAME}matmul", loop_matmul, mutates_args=(), device_types="cpu")
 grouped_gradient = torch.library.custom_op(f"{_NAME}gradient", loop_gradient, mutates_args=(), device_types="cpu")
 
 
-@grouped_product.register_kernel("cuda")
-def _product_on_cuda(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+@grouped_matmul.register_kernel("cuda")
+def _matmul_on_cuda(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if _grouped_mm_takes(x, weight):
         return F.grouped_mm(x, weight.mT, offs=ends)
-    return loop_product(x, weight, ends)
+    return loop_matmul(x, weight, ends)
 
 
 @grouped_gradient.register_kernel("cuda")
@@ -62,7 +62,7 @@ def _gradient_on_cuda(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
         return loop_gradient(grad, x, ends)
     out = F.grouped_mm(grad.T, x, offs=ends)
     empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
-    return out.masked_fill_(empty[:, None, None], 0)  # a B200 writes something else there (pytorch #172439)
+    return out.masked_fill_(empty[:, None, None], 0)  # a B200 leaves garbage in empty groups (pytorch #172439)
 
 
 def _grouped_mm_takes(*factors: Tensor) -> bool:
@@ -70,8 +70,8 @@ def _grouped_mm_takes(*factors: Tensor) -> bool:
     return aligned and all(t.dtype == torch.bfloat16 for t in factors)
 
 
-@grouped_product.register_fake
-def _fake_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+@grouped_matmul.register_fake
+def _fake_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(len(x), weight.shape[1])
 
 
@@ -88,10 +88,10 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Non
     x, weight, ends = ctx.saved_tensors
     grad = grad.contiguous()
     return (
-        grouped_product(grad, weight.mT, ends) if ctx.needs_input_grad[0] else None,
+        grouped_matmul(grad, weight.mT, ends) if ctx.needs_input_grad[0] else None,
         grouped_gradient(grad, x, ends) if ctx.needs_input_grad[1] else None,
         None,
     )
 
 
-grouped_product.register_autograd(_backward, setup_context=_keep)
+grouped_matmul.register_autograd(_backward, setup_context=_keep)

@@ -1,8 +1,8 @@
-"""bfloat16 and float16 on CPUs without instructions for them: products in float32.
+"""float32 matmuls for bfloat16 and float16, on CPUs without instructions for them.
 
-Such a CPU multiplies 16-bit matrices 20 to 40 times slower than float32 ones (docs/lab). The inputs of a product
-are 16-bit numbers, and its sums are float32 anyway: computing it in float32 and rounding the result once differs from
-the CPU's instructions only in the order of a sum.
+Such a CPU multiplies 16-bit matrices 20 to 40 times slower than float32 ones (docs/lab). A matmul's inputs are 16-bit
+numbers, and its sums are float32 anyway. So computing in float32 and rounding the result once differs from native
+16-bit instructions only in the order of the sums.
 """
 
 import functools
@@ -15,9 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_lite.config.schema import Config
 from torchtitan_lite.cpu import loss
-from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.distributed.ranks import on_rank0
 from torchtitan_lite.models import Transformer
 
@@ -26,13 +24,13 @@ DTYPES = torch.bfloat16, torch.float16
 
 
 def slow_dtypes() -> list[str]:
-    """The 16-bit dtypes that this CPU has no instructions for: a product takes 20 to 40 times as long as in float32.
+    """Return the 16-bit dtypes for which this CPU has no matmul instructions.
 
-    Found by flags, as a choice by timing could differ between ranks and resumes.
+    Reads CPU flags, because timings could decide differently between ranks and resumes.
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         return []
-    mkldnn = torch.ops.mkldnn  # its answers respect ONEDNN_MAX_CPU_ISA, but it also emulates bfloat16
+    mkldnn = torch.ops.mkldnn  # respects ONEDNN_MAX_CPU_ISA, but counts emulated bfloat16 as supported
     bfloat16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     fast = {
         "bfloat16": bfloat16 and mkldnn._is_mkldnn_bf16_supported(),
@@ -43,56 +41,48 @@ def slow_dtypes() -> list[str]:
 
 @functools.cache
 def slow_on_rank0() -> list[str]:
-    """`slow_dtypes` of rank 0, which decides for all. The first call is a collective."""
+    """Return rank 0's `slow_dtypes`, which decide for all ranks. The first call is a collective."""
     return on_rank0(slow_dtypes)
 
 
-def widens(config: Config, world: World) -> bool:
-    """Whether 16-bit products are computed in float32. The first call is a collective."""
-    dtypes = config.fsdp.dtypes("param_dtype") - {None, "float32"}
-    if not dtypes or not config.speed.widened_products or world.device.type != "cpu":
-        return False
-    return not dtypes.isdisjoint(slow_on_rank0())
+def use_float32_matmuls(model: Transformer) -> None:
+    """Use float32 matmuls in nn.Linear, experts, attention and the output matrix.
 
-
-def widen(model: Transformer) -> None:
-    """Compute the products of nn.Linear, of experts, of attention and of the output matrix in float32.
-
-    Whatever computes attention by then goes on doing so, on float32 copies.
+    Attention keeps its current implementation, on float32 copies of its inputs.
     """
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = Linear
         elif hasattr(module, "attend"):
             attention: Any = module
-            attention.attend = functools.partial(in_float32, attention.attend)
+            attention.attend = functools.partial(attend_in_float32, attention.attend)
         elif hasattr(module, "multiply"):
             experts: Any = module
-            experts.multiply = functools.partial(multiplied_in_float32, experts.multiply)
-    model.output.linear = linear  # type: ignore[assignment]  # its first argument has another name
-    model.output.cross_entropy = functools.partial(loss.chunked_cross_entropy, product_dtype=torch.float32)
+            experts.multiply = functools.partial(multiply_in_float32, experts.multiply)
+    model.output.linear = linear  # type: ignore[assignment]  # F.linear's first argument has a different name
+    model.output.cross_entropy = functools.partial(loss.chunked_cross_entropy, matmul_dtype=torch.float32)
 
 
-def in_float32(attend: Attend, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Attention on float32 copies, rounded to the dtype of the queries."""
+def attend_in_float32(attend: Attend, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Compute attention on float32 copies, and round to the queries' dtype."""
     return attend(q.float(), k.float(), v.float(), **options).to(q.dtype)
 
 
-def multiplied_in_float32(multiply: Attend, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """The products of experts on float32 copies, rounded to the dtype of the inputs."""
+def multiply_in_float32(multiply: Attend, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Compute experts' matmuls on float32 copies, and round to the inputs' dtype."""
     return multiply(x.float(), weight.float(), ends).to(x.dtype)
 
 
 class Linear(nn.Linear):
-    """nn.Linear whose 16-bit products are computed in float32."""
+    """nn.Linear with 16-bit matmuls computed in float32."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., D) -> (..., N), in the dtype of x."""
+        """(..., D) -> (..., N), in x's dtype."""
         return linear(x, self.weight, self.bias)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear; with 16-bit inputs computed in float32, and rounded to their dtype."""
+    """Compute F.linear; with 16-bit inputs, compute in float32 and round to their dtype."""
     if x.dtype not in DTYPES or x.device.type != "cpu":
         return F.linear(x, weight, bias)
     return _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
