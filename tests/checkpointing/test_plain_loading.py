@@ -1,4 +1,4 @@
-"""docs/checkpoints.md: what a run wrote, read in five lines without this package."""
+"""docs/checkpoints.md: what a run wrote, read in a few lines without this package."""
 
 import builtins
 import shutil
@@ -9,7 +9,7 @@ import pytest
 
 import torchtitan_lite as ttl
 from tests.docs.pages import blocks
-from tests.helpers import ROOT, checkpoint, tensors
+from tests.helpers import ROOT, checkpoint, ranks, succeeded, tensors, tiny
 
 BLOCKS = blocks((ROOT / "docs/checkpoints.md").read_text(), "python")
 FULL, SHARDED, _ = BLOCKS
@@ -48,9 +48,15 @@ def test_a_checkpoint(finished: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     assert names["state"]["step"] == 4
 
 
-def test_a_sharded_checkpoint(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = copied(sharded, tmp_path / "runs/sharded")
+@pytest.mark.parametrize("columns", [False, pytest.param(True, marks=pytest.mark.extended)])
+def test_a_sharded_checkpoint(
+    columns: bool, sharded: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if columns:
+        more = {"checkpoint__state_dict": "sharded", "fsdp__shard_columns": ["*.wk.weight"], "optim__warmup_steps": 1}
+        succeeded(ranks(2, *tiny(text, tmp_path, run__name="columns", train__steps=4, checkpoint__every=4, **more)))
+    folder = copied(tmp_path / "columns" if columns else sharded, tmp_path / "runs/sharded")
     weights = run(SHARDED, tmp_path, monkeypatch)["weights"]
-    wanted = {name: tensor for name, tensor in tensors(folder).items() if not name.startswith(("exp_avg", "step"))}
-    assert weights.keys() == wanted.keys()
-    assert all(weights[name].equal(wanted[name]) for name in wanted)
+    wanted = {name: tensor for name, tensor in tensors(folder).items() if name in weights}
+    assert weights.keys() == dict(ttl.load_model(folder)[0].named_parameters()).keys()
+    assert all(weights[name].equal(wanted[name]) for name in weights)

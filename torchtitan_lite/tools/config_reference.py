@@ -46,16 +46,16 @@ def lines() -> list[str]:
 
 def resume_table() -> list[str]:
     """The lines of the table in docs/resume.md. The first row that matches a key applies."""
-    own: dict[str, list[str]] = {}
-    others: dict[str, list[str]] = {}
+    own: dict[tuple[str, str], list[str]] = {}  # by section and rule
+    others: dict[tuple[str, str], list[str]] = {}
     for name, section in schema.sections().items():
         default = _on_resume(section.on_resume)
-        others.setdefault(default, []).append(f"`{name}.*`")
+        others.setdefault(("", default), []).append(f"`{name}.*`")
         for key in section.model_fields:
             text = _on_resume(schema.resume_rule(f"{name}.{key}"))
             if text != default:
-                own.setdefault(text, []).append(f"`{name}.{key}`")
-    rows = [f"| {', '.join(keys)} | {text} |" for table in (own, others) for text, keys in table.items()]
+                own.setdefault((name, text), []).append(f"`{name}.{key}`")
+    rows = [f"| {', '.join(keys)} | {text} |" for table in (own, others) for (_, text), keys in table.items()]
     return ["| keys | on a resume |", "|---|---|", *rows]
 
 

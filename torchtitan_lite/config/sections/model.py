@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _READ_AT_STEP_0 = Resume(
     "refused",
-    "only read at step 0, so another one would have no effect (without one a resume is allowed)",
+    "only read at step 0, so a different one would have no effect (leaving it out is allowed)",
     changes_steps=False,
     changes_start=True,
 )
