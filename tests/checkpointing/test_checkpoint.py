@@ -159,15 +159,18 @@ class Bomb:
         return os.system, (f"touch {self.canary}",)
 
 
+def replace_by(content: bytes, folder: Path, name: str) -> None:
+    """Replace a file of a checkpoint and update the manifest."""
+    (folder / name).write_bytes(content)
+    record = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    edit(folder / "manifest.json", lambda m: m["files"].update({name: record}))
+
+
 def test_a_pickle_in_a_checkpoint_executes_nothing(sharded: Path, text: Path, tmp_path: Path) -> None:
     """The hashes match."""
     shutil.copytree(sharded, tmp_path / "run")
     folder, canary = checkpoint(tmp_path / "run", 4), tmp_path / "canary"
-    content = pickle.dumps(Bomb(canary))
-    (folder / "shard-00000-of-00002.safetensors").write_bytes(content)
-    record = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    files = {"shard-00000-of-00002.safetensors": record}
-    edit(folder / "manifest.json", lambda m: m["files"].update(files))
+    replace_by(pickle.dumps(Bomb(canary)), folder, "shard-00000-of-00002.safetensors")
     assert storage.verify(folder) == []
     result = ranks(1, *tiny(text, tmp_path, run__name="run", train__steps=6, model__tie_embeddings=True))
     assert result.returncode != 0

@@ -22,10 +22,8 @@ from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.scoring.likelihood import Window, padded, sums_by_item
 from torchtitan_lite.scoring.statistics import Array, ratio, ratio_difference
 from torchtitan_lite.scoring.validation import Score, Validation, evaluate, evaluate_average
-from torchtitan_lite.tools.evaluation.documents import Document, Scores, score_documents
 
 CPU = torch.device("cpu")
-ALONE = Process(0, 1, CPU, 1)
 VOCABULARY = 517
 FAMILIES = {
     "gpt": ModelConfig(family="gpt", dim=32, n_layers=2, n_heads=2, max_seq_len=16),
@@ -160,11 +158,6 @@ def test_the_average_of_a_tied_model_has_its_own_score(mixture: dict[str, Path])
         assert record == {"step": 3, **expected}
         assert average.loss != before.loss
         assert line.startswith(f"eval    step 3  ema loss {average.loss:.4f} +- ")
-
-
-def scored(prefix: list[int], texts: list[list[int]], length: int = 7, batch_size: int = 3) -> Scores:
-    found = (Document(tokens, 2 * len(tokens), number) for number, tokens in enumerate(texts))
-    return score_documents(model_of("gpt"), found, prefix, length, ALONE, batch_size)
 
 
 def test_a_ratio_has_the_error_of_many_draws() -> None:

@@ -17,7 +17,7 @@ import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer
 
-from tests.helpers import ROOT, ranks, succeeded, tiny
+from tests.helpers import ROOT
 from torchtitan_lite.checkpointing.compatibility import identity
 from torchtitan_lite.config.schema import Config, flatten
 from torchtitan_lite.data.dataset import prepare_all
@@ -335,13 +335,3 @@ def test_mistakes_are_refused(texts: Path, tmp_path: Path, capsys: pytest.Captur
 
 
 # --- a real run -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def trained(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on two ranks, and what its loaders gave them in `batches`. It has learned the text, but not the marker."""
-    folder = tmp_path_factory.mktemp("trained")
-    (folder / "batches").mkdir()
-    options = tiny(texts, folder, run__name="run", train__steps=14, checkpoint__every=4, eval__every=0)
-    succeeded(ranks(2, *options, entry="tests.data.batch_worker", env={"BATCHES": str(folder / "batches")}))
-    return folder
