@@ -267,7 +267,7 @@ def test_a_damaged_checkpoint_counts_for_nothing_in_retention(run: Path, again: 
     damage(run, 7)
     said = again(code=2)
     assert "no checkpoint is complete:" in said
-    assert "start another run with --run.name=NEW" in said
+    assert "start a new run with --run.name=NEW" in said
     assert storage.find_steps(run / "checkpoints") == [6, 7, 9], "nothing is deleted"
 
 

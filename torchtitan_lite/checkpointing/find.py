@@ -91,7 +91,7 @@ def checkpoint_to_resume(checkpoints: Path, config: CheckpointConfig, process: P
     found = newest_complete(map(Path, folders), partial(verify_together, mode=config.verify, process=process))
     found.notes[:0], found.forked = wrong, forked
     if found.notes and not found.folder:
-        advice = "start another run with --run.name=NEW, from the beginning or from another checkpoint"
+        advice = "start a new run with --run.name=NEW, from the beginning or from another checkpoint"
         raise CheckpointError("\n  ".join(["no checkpoint is complete:", *found.notes, advice]))
     return found
 

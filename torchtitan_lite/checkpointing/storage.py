@@ -267,7 +267,7 @@ def require_equal(
     saved: Mapping[str, Any],
     expected: Mapping[str, Any],
     kind: str,
-    advice: str = "go back to these values, or start another run with --run.name=NAME",
+    advice: str = "go back to these values, or start a new run with --run.name=NAME",
 ) -> None:
     """Require that a checkpoint has the values of this run.
 

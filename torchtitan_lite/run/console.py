@@ -12,7 +12,7 @@ import torch
 from torchtitan_lite import BUSY_AT_START, __version__
 from torchtitan_lite.checkpointing.save import BaseCheckpointer
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.config.derive import Layout, options_against_copies
+from torchtitan_lite.config.derive import Layout, options_saving_copies
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config, ModelConfig
 from torchtitan_lite.data.dataset import DataSet
@@ -89,7 +89,7 @@ def _origin(loaded: TrainState | None, checkpointer: BaseCheckpointer) -> str:
 
 def copies_lines(config: Config, layout: Layout) -> list[str]:
     """Where nothing is sharded, what saves FSDP's copies (`plan` says whether it fits); empty if that is set."""
-    sets = options_against_copies(config, layout)
+    sets = options_saving_copies(config, layout)
     if not sets:
         return []
     keys = [f"fsdp.{key} = {json.dumps(value)}" for key, value in sets[-1].items()]
