@@ -69,14 +69,14 @@ def begun(run: Path) -> list[tuple[int, str]]:
 # --- refused ----------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "another identity": ({"train__seq_len": 16}, "", "train.seq_len is 32 in the"),
+    "a different model": ({"train__seq_len": 16}, "", "train.seq_len is 32 in the"),
     "a full disk": ({}, "error:0:0:space", "No space left on device"),
     "files that can't grow": ({}, "full:0:0:lock", "File too large"),
 }
 
 
 @pytest.mark.parametrize(
-    "why", [pytest.param(why, marks=[] if why == "another identity" else [extended]) for why in REFUSED]
+    "why", [pytest.param(why, marks=[] if why == "a different model" else [extended]) for why in REFUSED]
 )
 def test_a_refused_command_is_no_attempt(why: str, run: Path, again: Again) -> None:
     more, fault, expected = REFUSED[why]

@@ -112,7 +112,7 @@ def test_everything_else_resumes_as_before(key: str, value: Any) -> None:
 def test_other_text_is_named_by_the_key_to_give() -> None:
     """By a fork, too, unless it names a text."""
     saved, here = (TrainState(step=7, config=flatten(Config()) | {"data.path": path}) for path in ("my_text", ""))
-    saved, here = (replace(s, identity={"tokenizer": "t", "data": d * 64}) for s, d in ((saved, "a"), (here, "b")))
+    saved, here = (replace(s, must_match={"tokenizer": "t", "data": d * 64}) for s, d in ((saved, "a"), (here, "b")))
     where = Path("runs/run/checkpoints/step-7")
     for fork in (False, True):
         with pytest.raises(CheckpointError) as caught:
@@ -129,7 +129,7 @@ def test_other_text_is_named_by_the_key_to_give() -> None:
 
 def test_the_order_of_sources_decides_the_order_of_samples() -> None:
     saved, here = (
-        TrainState(step=7, config=flatten(Config()), identity={"tokenizer": "t", "order of data.sources": order})
+        TrainState(step=7, config=flatten(Config()), must_match={"tokenizer": "t", "order of data.sources": order})
         for order in (["a", "b"], ["b", "a"])
     )
     with pytest.raises(CheckpointError, match=r"order of data\.sources is \['a', 'b'\] in the checkpoint"):

@@ -116,9 +116,10 @@ def mixture(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 
 
 def validate(process: Process, folders: dict[str, Path], samples: int, family: str) -> Score:
-    data = DataSet.of({name: (share, folder) for share, (name, folder) in enumerate(folders.items(), 1)})
+    data = DataSet.open({name: (share, folder) for share, (name, folder) in enumerate(folders.items(), 1)})
     config = Config.model_validate({"train": {"seq_len": 16}, "eval": {"samples": samples}})
-    return evaluate(model_of(family, process), Validation.of(config, data, 2, process.rank, process.world_size), CPU)
+    validation = Validation.from_config(config, data, 2, process.rank, process.world_size)
+    return evaluate(model_of(family, process), validation, CPU)
 
 
 @pytest.mark.parametrize(("samples", "family"), [(1, "gpt"), (5, "llama, tied")])
@@ -140,13 +141,13 @@ def test_a_validation_with_fewer_sequences_than_ranks(samples: int, family: str,
 
 def validate_average(process: Process, folder: Path) -> tuple[dict[str, Any], list[Score], str]:
     """Validate a model whose averages are the weights of another: its record and line, and the scores of both."""
-    data = DataSet.of({"a": (1.0, folder)})
+    data = DataSet.open({"a": (1.0, folder)})
     config = Config.model_validate({"train": {"seq_len": 16}, "eval": {"samples": 5}})
     model, other = (model_of("llama, tied", process, seed=seed) for seed in (7, 8))
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter, average in zip(model.parameters(), other.parameters(), strict=True):
         optimizer.state[parameter] = {"ema": average.detach().clone()}
-    validation = Validation.of(config, data, 2, process.rank, process.world_size)
+    validation = Validation.from_config(config, data, 2, process.rank, process.world_size)
     before = evaluate(model, validation, CPU)
     record, line = evaluate_average(3, model, optimizer, validation, CPU)
     return record, [before, evaluate(model, validation, CPU), evaluate(other, validation, CPU)], line

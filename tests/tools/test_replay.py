@@ -110,7 +110,7 @@ def recorded_by(folder: Path) -> tuple[Config, dict[str, Any]]:
     tree: dict[str, Any] = {"run": {"out_dir": str(folder), "name": "run"}, "train": {"steps": 8}}
     tree["optim"] = {key: attempt.config[f"optim.{key}"] for key in ("lr", "schedule", "warmup_steps")}
     tree["model"] = {"init_from": attempt.config["model.init_from"]}
-    return Config.model_validate(tree), numbers_of(attempt.config, attempt.identity, attempt.setting)
+    return Config.model_validate(tree), numbers_of(attempt.config, attempt.must_match, attempt.setting)
 
 
 def rewrite(folder: Path, config: dict[str, Any] | None = None, **values: Any) -> None:

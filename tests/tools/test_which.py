@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from tests.helpers import ROOT, ranks, succeeded, tiny
-from torchtitan_lite.checkpointing.compatibility import identity
+from torchtitan_lite.checkpointing.compatibility import values_to_match
 from torchtitan_lite.config.schema import Config, flatten
 from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.loader import Loader
@@ -143,7 +143,7 @@ def run_of(config: Config, folder: Path, name: str = "run") -> Path:
 def begin(run: Path, config: Config, step: int, samples: int, forked_from: str = "") -> None:
     """The next attempt of a run."""
     about: dict[str, Any] = {"command": [], "config": flatten(config), "setting": {}, "forked_from": forked_from}
-    about |= {"identity": identity(config, prepare_all(config.data, config.tokenizer, print)), "world_size": 1}
+    about |= {"must_match": values_to_match(config, prepare_all(config.data, config.tokenizer, print)), "world_size": 1}
     about |= {"hosts": [], "versions": {}, "git": {}, "device": "cpu", "time": 0.0, "tasks": {}}
     number = len(attempts.read(run)) + 1
     attempts.add(run, {"attempt": number, "step": step, "samples": samples, **about})

@@ -31,20 +31,20 @@ from torchtitan_lite.terminal import counted
 def fresh_state(
     config: Config, data: DataSet, process: Process, validation: Mapping[str, int], tasks: Mapping[str, str]
 ) -> TrainState:
-    """The state before the first step. `validation` is Validation.identity, `tasks` has a hash for each."""
+    """The state before the first step. `validation` is Validation.description(), `tasks` has a hash for each."""
     return TrainState(
         end_token=data.end_token,
         validation=validation,
         tasks=tasks,
-        identity=identity(config, data),
+        must_match=values_to_match(config, data),
         bitwise_setting=bitwise_setting(config, process),
         config=flatten(config),
     )
 
 
-def identity(config: Config, data: DataSet) -> dict[str, Any]:
+def values_to_match(config: Config, data: DataSet) -> dict[str, Any]:
     """What config values lead to: the hashes of tokenizer and tokens, and the [model] keys with derived values."""
-    content: dict[str, Any] = {"tokenizer": data.tokenizer_sha256, **data.identity()}
+    content: dict[str, Any] = {"tokenizer": data.tokenizer_sha256, **data.hashes()}
     if len(data.sources) > 1:
         content["order of data.sources"] = [*config.data.sources]  # it decides which sample comes when
     model = config.model.resolved() | {"vocab_size": config.model.vocab_size or data.vocab_size}
@@ -103,7 +103,7 @@ def require_same_run(folder: Path, saved: TrainState, expected: Mapping[str, Any
         CheckpointError: it does not; the message has both values of each key, and the command of a fork.
     """
     before, known = saved.values, known_keys()
-    content = [key for key in {**saved.identity, **expected} if key not in known]  # that config values lead to
+    content = [key for key in {**saved.must_match, **expected} if key not in known]  # that config values lead to
     keys = [*content, *(key for key in expected if key in known and key in before)] if expected else []
     changed = {key: before.get(key) for key in keys if before.get(key) != expected.get(key)}
     changed = {key: value for key, value in changed.items() if _rule_of(key) != "allowed"}

@@ -81,7 +81,7 @@ class BaseCheckpointer(ABC):
         """Save a checkpoint, and return its outcome from `wait`."""
 
     @abstractmethod
-    def load(self, identity: Mapping[str, Any]) -> TrainState | None:
+    def load(self, values: Mapping[str, Any]) -> TrainState | None:
         """Load the checkpoint that `config.resume` selects, and return its state; None if there is none."""
 
     def parts(self) -> Parts:

@@ -19,7 +19,7 @@ class TrainState:
     end_token: int = 0  # token id
     validation: Mapping[str, int] = field(default_factory=dict)  # its sequences, see scoring/validation.py
     tasks: Mapping[str, str] = field(default_factory=dict)  # a hash of the questions of each task, by its name
-    identity: Mapping[str, Any] = field(default_factory=dict)  # what the config leads to, see compatibility.py
+    must_match: Mapping[str, Any] = field(default_factory=dict)  # what the config leads to, see compatibility.py
     # the world size and whatever else orders sums: if it differs, the run resumes, but not bit for bit
     bitwise_setting: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)  # by "section.key"
@@ -27,7 +27,7 @@ class TrainState:
     @property
     def values(self) -> dict[str, Any]:
         """The values that a resume compares: the config and what it leads to."""
-        return {**self.config, **self.identity}
+        return {**self.config, **self.must_match}
 
     def after_step(self, samples_consumed: int, tokens: int) -> "TrainState":
         """Return the state after a step that ends at this position in the data and had `tokens` valid targets."""
@@ -49,7 +49,7 @@ class TrainState:
             end_token=fresh.end_token,
             validation=fresh.validation,
             tasks={**self.tasks, **fresh.tasks},
-            identity=fresh.identity,  # a fork may have another text
+            must_match=fresh.must_match,  # a fork may have another text
             bitwise_setting=fresh.bitwise_setting,
             config=fresh.config,
         )

@@ -55,8 +55,8 @@ def find_weights(path: Path, config: ModelConfig, mode: str = "full") -> tuple[P
             del theirs["max_seq_len"]  # positions are computed: a shorter context is fine; T5's are relative
     else:
         folder, notes = find(folder, mode)
-        identity = storage.read_state(folder).identity.items()
-        theirs = {key.removeprefix("model."): value for key, value in identity if key.startswith("model.")}
+        values = storage.read_state(folder).must_match
+        theirs = {key.removeprefix("model."): value for key, value in values.items() if key.startswith("model.")}
         for key in ("dropout", "vocab_size", *(["max_seq_len"] if config.family != "gpt" else [])):
             theirs.pop(key, None)
     ours = config.resolved()

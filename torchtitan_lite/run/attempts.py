@@ -38,7 +38,7 @@ class Attempt:
     versions: Mapping[str, str]  # of torchtitan_lite, torch and python
     git: Mapping[str, Any]  # commit and dirty; empty outside a repository
     device: str
-    identity: Mapping[str, Any] = field(default_factory=dict)  # of model and data, see checkpointing/compatibility.py
+    must_match: Mapping[str, Any] = field(default_factory=dict)  # of model and data, see checkpointing/compatibility.py
     forked_from: str = ""  # the checkpoint of another run that it began with; empty: none
     ended: str = ""  # "complete", "preempted" or "failed"; empty while it runs, and after a kill
     last_step: int = 0  # the last step that it has made, if it has ended

@@ -33,14 +33,14 @@ def build_periodic_work(config: Config, data: DataSet, process: Process, validat
     if config.tasks:
         from torchtitan_lite.run.tasks import Tasks
 
-        if tasks := Tasks.of(config, data):
+        if tasks := Tasks.from_config(config, data):
             keys = [f"task/{name}" for name in tasks.digests]
             periodic.tasks = Evaluation("tasks", config.eval.tasks_every, keys, tasks.score)
             periodic.task_hashes = tasks.digests
     if config.sample.every:
         from torchtitan_lite.run.sampling import Prompts, sample
 
-        prompts = Prompts.of(config, data)
+        prompts = Prompts.from_config(config, data)
         periodic.samples = Evaluation("samples", config.sample.every, ["prompt"], functools.partial(sample, prompts))
     if config.profile.steps:
         from torchtitan_lite.run.profiler import Profile

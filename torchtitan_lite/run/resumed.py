@@ -13,7 +13,7 @@ def resume_lines(config: Config, saved: TrainState, current: TrainState) -> list
     shown = {key: value for key, value in current.config.items() if key != "model.init_from"}  # only read at step 0
     if values := differences(saved.config, shown):
         lines.append(f"run     changed since then: {values}")
-    theirs, ours = ({k: v for k, v in s.identity.items() if k not in known_keys()} for s in (saved, current))
+    theirs, ours = ({k: v for k, v in s.must_match.items() if k not in known_keys()} for s in (saved, current))
     if theirs != ours:
         lines.append("run     a fork on other text: the steps so far were on the text of the run it began with")
     if values := differences(saved.bitwise_setting, current.bitwise_setting):

@@ -45,7 +45,7 @@ class Prompts:
     references: list[str]  # of held-out sources; else empty
 
     @classmethod
-    def of(cls, config: Config, data: DataSet) -> "Prompts":
+    def from_config(cls, config: Config, data: DataSet) -> "Prompts":
         """Encode the prompts of [sample].
 
         Raises:

@@ -101,7 +101,7 @@ def require_agreement(config: Config, data: DataSet, process: Process) -> list[s
         "device": process.device.type,
         **flatten(config),
         "the tokenizer, by its hash": data.tokenizer_sha256,
-        **{f"the text of {key}, by its hash": digest for key, digest in data.identity().items()},
+        **{f"the text of {key}, by its hash": digest for key, digest in data.hashes().items()},
     }
     mine = {key: repr(value) for key, value in values.items()}
     # all values of all ranks only if they differ: with 16,384 ranks, these are 100 MB for each of them to read
@@ -173,7 +173,7 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
                     write_durably(config.folder / name, (data.folder / name).read_bytes())
         fork = checkpointer.forked_from
         about = {"step": step, "samples": s.state.samples_consumed, "forked_from": str(fork.absolute() if fork else "")}
-        about |= {"config": s.state.config, "setting": s.state.bitwise_setting, "identity": s.state.identity}
+        about |= {"config": s.state.config, "setting": s.state.bitwise_setting, "must_match": s.state.must_match}
         about |= {"tasks": s.state.tasks}
         return run_folder.record_start(config.folder, about | run_folder.facts(process, hosts))
 

@@ -32,7 +32,7 @@ class Tasks:
     digests: dict[str, str]  # of the questions, by name
 
     @classmethod
-    def of(cls, config: Config, data: DataSet) -> "Tasks | None":
+    def from_config(cls, config: Config, data: DataSet) -> "Tasks | None":
         """Read and encode the tasks; None if the default text has too few brackets. Collective.
 
         Raises:

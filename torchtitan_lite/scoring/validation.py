@@ -41,7 +41,9 @@ class Validation:
     unigram: float | None = None  # bits per byte; the first evaluation computes it
 
     @classmethod
-    def of(cls, config: Config, data: DataSet, micro_batch_size: int, rank: int, world_size: int) -> "Validation":
+    def from_config(
+        cls, config: Config, data: DataSet, micro_batch_size: int, rank: int, world_size: int
+    ) -> "Validation":
         """eval.samples random sequences, or all if there are fewer; sources are mixed as in training."""
         samples = open_samples(data, "val", config)
         n_samples = samples.longest_prefix(config.eval.samples)
@@ -57,7 +59,7 @@ class Validation:
         lengths = torch.from_numpy(bytes_per_token(tokenizer, data.end_token))
         return cls(loader, n_samples, lengths, samples)
 
-    def identity(self) -> dict[str, int]:
+    def description(self) -> dict[str, int]:
         """Identifies the subset: losses on different subsets are not comparable."""
         return {"samples": self.n_samples, "of": self.samples.n_samples, "seed": SUBSET_SEED}
 

@@ -175,8 +175,8 @@ def _tokenizer(where: Path) -> Tokenizer:
 
 def require_same_data(name: str, data: DataSet, state: TrainState | Attempt) -> None:
     """Raise ConfigError if this is not the data that a checkpoint or an attempt was trained on."""
-    here = {"tokenizer": data.tokenizer_sha256, **data.identity()}
-    if changed := [key for key, value in here.items() if state.identity.get(key) != value]:
+    here = {"tokenizer": data.tokenizer_sha256, **data.hashes()}
+    if changed := [key for key, value in here.items() if state.must_match.get(key) != value]:
         raise ConfigError(
             f"the data of {name} has changed since it was trained ({', '.join(changed)}); restore that text "
             "(evaluate can score another one: --data TEXT)"

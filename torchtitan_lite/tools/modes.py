@@ -75,11 +75,11 @@ def check(loaded: Loaded) -> None:
         raise CheckpointError(f"no checkpoint in {source} is complete")
     saved = storage.read_state(newest)
     if data:
-        content = compatibility.identity(config, data)
+        content = compatibility.values_to_match(config, data)
     else:  # the text is taken for the same
-        size = config.model.vocab_size or saved.identity["model.vocab_size"]
+        size = config.model.vocab_size or saved.must_match["model.vocab_size"]
         model = {f"model.{key}": value for key, value in (config.model.resolved() | {"vocab_size": size}).items()}
-        content = {key: model.get(key, value) for key, value in saved.identity.items()}
+        content = {key: model.get(key, value) for key, value in saved.must_match.items()}
     compatibility.require_same_run(newest, saved, {**here, **content}, fork=fork)
 
 

@@ -247,7 +247,7 @@ def simulate_depths(config: Config, mesh: DeviceMesh, vocab_size: int, depths: l
     timeline = Timeline(layout.dp_replicate, config.compile.enabled)
     with torch.device("meta"):
         keys = dict(zip(("n_layers", "n_decoder_layers"), depths, strict=False))
-        model = models.build(config.model.model_copy(update=keys), vocab_size, models.LossOptions.of(config))
+        model = models.build(config.model.model_copy(update=keys), vocab_size, models.LossOptions.from_config(config))
     freeze(model, config.optim.freeze)
     if on_gpu:
         fuse_norms(model)  # CUDA's kernel keeps as little as our CPU version

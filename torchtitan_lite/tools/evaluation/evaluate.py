@@ -29,7 +29,7 @@ from torchtitan_lite.config.sections.data import READERS
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.objectives import open_samples
-from torchtitan_lite.data.prepare.texts import find, not_read
+from torchtitan_lite.data.prepare.texts import find, ignored_notes
 from torchtitan_lite.data.token_files import PAIRS, read_meta
 from torchtitan_lite.distributed.process_group import Process, exit_process, process_group
 from torchtitan_lite.distributed.ranks import gather
@@ -112,7 +112,7 @@ def scores_of(
     if not names:
         names = {source.name: str(source.folder) for source in opened.own_data().sources}
     raw = [name for name in texts.data if not paths.is_prepared(name)]
-    for line in not_read([find(name, text_suffixes=texts.text_suffixes) for name in raw]):
+    for line in ignored_notes([find(name, text_suffixes=texts.text_suffixes) for name in raw]):
         note(line)  # each exists, before the first is scored
     for name, place in names.items():
         found = documents(opened, place, texts)
@@ -145,7 +145,7 @@ def _scores_of_rows(opened: Opened, texts: Texts, process: Process) -> Iterator[
         data = data.model_copy(update={"objective": "pairs", "target_len": data.target_len or TARGETS})
     config = config.model_copy(update={"train": train, "data": data})
     folders = {name: (1.0, paths.expand(name)) for name in texts.data}
-    for source in (DataSet.of(folders) if folders else opened.own_data()).sources:
+    for source in (DataSet.open(folders) if folders else opened.own_data()).sources:
         tokenizer = Tokenizer.from_file(str(source.folder / "tokenizer.json"))
         if tokenizer.get_vocab() != opened.tokenizer.get_vocab():
             raise ConfigError(f"{source.folder} was prepared with another tokenizer than that of {opened.source}")

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import __version__
 from torchtitan_lite.checkpointing import storage
-from torchtitan_lite.checkpointing.compatibility import AUTOTUNING, bitwise_setting, identity
+from torchtitan_lite.checkpointing.compatibility import AUTOTUNING, bitwise_setting, values_to_match
 from torchtitan_lite.checkpointing.dcp_storage import read_tensors
 from torchtitan_lite.checkpointing.tensor_names import by_name
 from torchtitan_lite.config.schema import Config, flatten, known_keys, resume_rule
@@ -89,7 +89,7 @@ def run(n: int, loaded: Loaded, data: DataSet, build: Callable[..., Session], st
         require_agreement(config, data, process)
 
         def read_it() -> dict[str, Any]:
-            here = numbers_of(flatten(config), identity(config, data), bitwise_setting(config, process))
+            here = numbers_of(flatten(config), values_to_match(config, data), bitwise_setting(config, process))
             return asdict(read(config, n, here))
 
         recorded = Recorded(**on_rank0(read_it, process.untimed))
@@ -147,16 +147,16 @@ def read(config: Config, n: int, here: Numbers) -> Recorded:
     )
 
 
-def numbers_of(config: Mapping[str, Any], identity: Numbers, setting: Numbers) -> dict[str, Any]:
+def numbers_of(config: Mapping[str, Any], must_match: Numbers, setting: Numbers) -> dict[str, Any]:
     """All that the numbers of a step depend on, as JSON has it.
 
     Args:
         config: by "section.key".
-        identity, setting: of checkpointing/compatibility.py.
+        must_match, setting: of checkpointing/compatibility.py.
     """
     keys = {key: value for key, value in config.items() if _matters(key)}
-    order = {"data.sources": [*config["data.sources"]]}  # the identity has their weights and text
-    content: dict[str, Any] = json.loads(json.dumps({**keys, **order, **identity, **setting}))
+    order = {"data.sources": [*config["data.sources"]]}  # must_match has their weights and text
+    content: dict[str, Any] = json.loads(json.dumps({**keys, **order, **must_match, **setting}))
     return content
 
 
@@ -167,7 +167,7 @@ def _matters(key: str) -> bool:
 
 def _require_same(n: int, made: range, maker: Attempt, here: Numbers) -> None:
     """Raise ConfigError if an attempt made its part of these steps with other values than those of this command."""
-    then = numbers_of(maker.config, maker.identity, maker.setting)
+    then = numbers_of(maker.config, maker.must_match, maker.setting)
     began = made.start == 1 and maker.step == 0  # else it has not read the keys that only a start reads
     keys = [key for key in here if began or key not in known_keys() or not resume_rule(key).changes_start]
     different = [key for key in keys if then.get(key) != here[key]]

@@ -90,7 +90,7 @@ class Documents:
         """The tokens of a document in the stream, with the end mark."""
         return int(self.ends[document - 1]) if document else 1, int(self.ends[document])
 
-    def of(self, read: Range) -> range:
+    def in_range(self, read: Range) -> range:
         """The documents of a range of the stream. An end mark that comes first only precedes a document."""
         first, end = read
         if first >= end:
@@ -144,7 +144,7 @@ def rows(
             log.clear()
             mixture.draw(np.array([sample]), record.config.run.seed)
             for documents, read in log:
-                for number in documents.of(read):
+                for number in documents.in_range(read):
                     if wanted is None or number in wanted[documents.name]:
                         yield documents.row(step, sample, number, read)
 
