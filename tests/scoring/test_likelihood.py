@@ -19,7 +19,7 @@ from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.parallelize import apply_fsdp
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.models import Transformer, build
-from torchtitan_lite.scoring.likelihood import Window, padded, sums_by_item
+from torchtitan_lite.scoring.likelihood import Window, pad_batch, sums_by_item
 from torchtitan_lite.scoring.statistics import Array, ratio, ratio_difference
 from torchtitan_lite.scoring.validation import Score, Validation, evaluate, evaluate_average
 from torchtitan_lite.tools.evaluation.documents import Document, Scores, score_documents
@@ -75,7 +75,7 @@ def engine(process: Process, family: str, fsdp: FsdpConfig) -> dict[int, tuple[A
     for n_batches in N_BATCHES:
         forwards = 0
         with torch.no_grad():
-            sums = sums_by_item(model, batches(n_batches), padded, range(2 * n_batches + 1), process)
+            sums = sums_by_item(model, batches(n_batches), pad_batch, range(2 * n_batches + 1), process)
         found[n_batches] = sums[0].numpy(), forwards
     return found
 

@@ -19,7 +19,7 @@ from torchtitan_lite.run.session import Session
 from torchtitan_lite.scoring.find_tasks import find
 from torchtitan_lite.scoring.questions import METRICS, Task
 from torchtitan_lite.scoring.task_scores import TaskScore, figure_text, score
-from torchtitan_lite.scoring.task_tokens import Encoded, Inputs, encoded, text_encoder
+from torchtitan_lite.scoring.task_tokens import Encoded, Inputs, encode_task, text_encoder
 
 TOO_LONG_S = 60
 
@@ -51,7 +51,7 @@ class Tasks:
             return None
         inputs = Inputs([data.end_token], [data.end_token], config.input_len)
         encode = text_encoder(bpe.load(data.folder / "tokenizer.json"), (data.end_token,), "a question")
-        return cls([encoded(task, encode, inputs) for task in tasks], digests)
+        return cls([encode_task(task, encode, inputs) for task in tasks], digests)
 
     def score(self, s: Session) -> None:
         """Score, log and record all tasks. Collective."""

@@ -25,7 +25,7 @@ from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.models.loss import IGNORE
-from torchtitan_lite.scoring.likelihood import Batch, Window, bytes_per_token, padded, row_sizes, sums_by_item
+from torchtitan_lite.scoring.likelihood import Batch, Window, bytes_per_token, pad_batch, row_sizes, sums_by_item
 from torchtitan_lite.scoring.statistics import Array
 from torchtitan_lite.scoring.task_tokens import text_encoder
 from torchtitan_lite.tools.load_model import Opened, out_of_range
@@ -154,7 +154,7 @@ def score_documents(
             for first in range(0, len(together), batch_size):
                 yield together[first : first + batch_size]
 
-    return _scores(model, batches(), padded, sizes, process, length)
+    return _scores(model, batches(), pad_batch, sizes, process, length)
 
 
 def score_rows(

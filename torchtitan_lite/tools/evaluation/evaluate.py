@@ -41,7 +41,7 @@ from torchtitan_lite.scoring import find_tasks
 from torchtitan_lite.scoring.find_tasks import BUILT_IN
 from torchtitan_lite.scoring.likelihood import bytes_per_token
 from torchtitan_lite.scoring.task_scores import TaskScore, score
-from torchtitan_lite.scoring.task_tokens import Inputs, encoded, text_encoder
+from torchtitan_lite.scoring.task_tokens import Inputs, encode_task, text_encoder
 from torchtitan_lite.terminal import prepare_streams
 from torchtitan_lite.tools.evaluation import tables
 from torchtitan_lite.tools.evaluation.documents import Scores, Texts, documents, score_documents, score_rows
@@ -219,7 +219,7 @@ def tasks_of(opened: Opened, args: argparse.Namespace, window: int, process: Pro
         raise ConfigError(f"{opened.source} is an encoder-decoder, and tasks are for decoders: leave --tasks out")
     inputs = Inputs(opened.first_token(), opened.beginning(), window)
     encode = text_encoder(opened.tokenizer, opened.ends, "a question")
-    tasks = [encoded(task, encode, inputs) for task in find_tasks.find(args.tasks, opened.own_data, args.questions)]
+    tasks = [encode_task(task, encode, inputs) for task in find_tasks.find(args.tasks, opened.own_data, args.questions)]
     names = [one.task.name for one in tasks]
     if process.world_size > 1 and any(others != names for others in gather(names)):
         raise ConfigError("--tasks: the ranks have read different questions: is it the same file everywhere?")
