@@ -17,7 +17,7 @@ from torchtitan_lite.tools.estimate.planned_run import (
     make_plan,
     shares,
 )
-from torchtitan_lite.tools.estimate.work import Product, Work
+from torchtitan_lite.tools.estimate.work import Matmul, Work
 
 MEDIAN, WORST = 0.10, 0.25
 H100 = DEVICES["h100"]
@@ -59,7 +59,7 @@ def simulated() -> simulate.Simulated:
 
 
 def product(m: int, n: int, k: int) -> Counter[Work]:
-    return Counter({Product("forward", 1, m, n, k, 2): 1})
+    return Counter({Matmul("forward", 1, m, n, k, 2): 1})
 
 
 LARGE = ["--model.size=1B", "--model.vocab_size=32000", "--train.steps=1000", "--fsdp.param_dtype=bfloat16"]

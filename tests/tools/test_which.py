@@ -321,8 +321,8 @@ def test_the_reader_of_a_pipe_may_leave(texts: Path, tmp_path: Path) -> None:
 def test_mistakes_are_refused(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_of(config_of(texts), tmp_path)
     for arguments, expected in {
-        (str(run),): "give --step N, also with --to M; or --find TEXT, also with",
-        (str(run), "--find=a", "--to=4"): "give --step N, also with --to M; or --find TEXT, also with",
+        (str(run),): "give --step N, optionally with --to M; or --find TEXT, optionally with",
+        (str(run), "--find=a", "--to=4"): "give --step N, optionally with --to M; or --find TEXT, optionally with",
         (str(run), "--step=501"): "--step=501: the run has the steps 1 to 500",
         (str(run), "--step=5", "--to=4"): "--to=4 is before --step=5",
         (str(run), "--step=3", "--json=nowhere/a.json"): "nowhere is not a folder",
