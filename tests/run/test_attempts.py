@@ -224,7 +224,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
     output = again(n=n)
     assert "model.safetensors: its SHA-256 does not match the manifest" in output
     assert f"run     {run}  resumed after step 6; newer checkpoints are damaged" in output
-    assert "their steps are made again: 8\n" in output
+    assert "their steps are repeated: 8\n" in output
     assert storage.verify(checkpoint(run, 8)) == [], "it was saved again"
     assert [path.name for path in (run / "checkpoints").glob(".*")] == []
     assert begun(run) == [(0, "complete"), (6, "complete")]
