@@ -57,18 +57,16 @@ from torchtitan_lite.optim.optimizer import kept_hyperparameters, make_state
 class Checkpointer(BaseCheckpointer):
     """Saves a run's checkpoints, and loads the one to resume from. All ranks make the same calls."""
 
-    def save(self, state: TrainState) -> None:
-        """Save model, optimizer and state. With `async_save`, copy them and write in the background.
-
-        Never raises: `wait` returns the outcome.
-        """
+    def snapshot(self, background: bool) -> Write:
+        """Gather or copy the tensors in the configured way. Returns the function that writes them into a folder."""
         save, _ = WAYS[self.config.state_dict, self.config.api]
-        self.start_save(state, functools.partial(save, self))
+        return save(self, background)
 
     def load(self, values: Mapping[str, Any]) -> TrainState | None:
         """Load the checkpoint that `config.resume` selects, and return its state; None if there is none.
 
-        Only tensors are restored. Hyperparameters come from the config.
+        Only tensors are restored: parameters, buffers, and the optimizer's state with its step counts. Hyperparameters
+        come from the config.
 
         Args:
             values: this run's TrainState.values, to compare with the checkpoint's.
@@ -128,8 +126,8 @@ class Checkpointer(BaseCheckpointer):
     def gather(self, tensor: Tensor, take: Callable[[Tensor], None]) -> None:
         """Gather a whole tensor, and pass it to `take` on rank 0. An error of `take` is raised on every rank."""
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        # full_tensor() has a timeout, but rank 0's disk may be slow. So the other ranks wait for `take` here, in a
-        # group without a timeout.
+        # Outside of a run full_tensor() has a timeout, but rank 0's disk may be slow. So the other ranks wait for
+        # `take` here, in a group without a timeout.
         on_rank0(functools.partial(take, whole), self.group)
 
     def write_whole(self, tensors: Tensors) -> Write:
@@ -174,7 +172,8 @@ class Checkpointer(BaseCheckpointer):
     def save_full_by_dcp(self, background: bool) -> Write:
         """Let torch gather everything into rank 0's memory. Returns the function that writes it.
 
-        If one rank fails within torch's gather, the others wait in torch's collectives until they time out.
+        If one rank fails within torch's gather, the others wait in torch's collectives until the watchdog ends the run
+        (outside of a run, until they time out).
         """
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         model, optimizer = get_state_dict(self.model, self.optimizer, options=options)
@@ -195,7 +194,7 @@ class Checkpointer(BaseCheckpointer):
             model.update(tensor_names.with_tied(self.model, load_file(folder / MODEL)))
             optimizer.update(tensor_names.nested_state(self.model, self.optimizer, load_file(folder / OPTIMIZER)))
 
-        on_rank0(read, self.process.untimed)  # the collectives below have a timeout
+        on_rank0(read, self.process.untimed)  # outside of a run the collectives below have a timeout
         # Torch also loads `param_groups`: it turns tuples such as betas into lists, and a saved learning rate would
         # overwrite the config's. So we restore ours.
         with kept_hyperparameters(self.optimizer):

@@ -61,7 +61,7 @@ from torchtitan_lite.run.between_steps import (
 )
 from torchtitan_lite.run.metrics import Log, Meter
 from torchtitan_lite.run.preemption import Preemption, launcher_note
-from torchtitan_lite.run.session import Services, Session, Trained, check_last_step, due, forward_seed
+from torchtitan_lite.run.session import Services, Session, Trained, check_pending, due, forward_seed
 from torchtitan_lite.run.watchdog import Watchdog
 from torchtitan_lite.scoring.validation import Validation
 from torchtitan_lite.terminal import print_error, print_line
@@ -129,9 +129,9 @@ def run(loaded: Loaded, data: DataSet, process: Process, log: Log) -> int:
             run_missed(s, missed)
             if not s.services.preemption.agreed:
                 train(s)
-            return start_and_end.report_end(s)
+            return start_and_end.report_end(s)  # 0, or run.preempted_exit_code after a signal
     except Exception as error:
-        start_and_end.report_failure(config, process, log, error, s)
+        start_and_end.report_failure(config, process, log, error, s)  # first waits for a background save
         raise
     finally:
         closing.close()
@@ -276,8 +276,8 @@ def train(s: Session) -> None:
 
         last = step == steps
         if last or preemption.agreed or any(due(step, every) for every in reading):
-            check_last_step(s)  # now, and wait for the device; otherwise the next step does it, without waiting
-        stops = preemption.agreed  # `check_last_step` sets it, here or within `train_step`
+            check_pending(s)  # now, and wait for the device; otherwise the next step does it, without waiting
+        stops = preemption.agreed  # `check_pending` sets it, here or within `train_step`
         ends = last or stops
         with s.services.meter.paused():
             if ends or due(step, config.log.every):
@@ -306,13 +306,14 @@ def train_step(s: Session, step: int) -> StepRecord:
     if config.fsdp.explicit_prefetching:
         parallelize.unshard_first(model)  # this all-gather overlaps with fetching the batch
     with services.meter.timing("data_s"):
-        size = config.train.batch_size(step)
-        # samples_consumed, unless data.skip_samples moves it past a range
-        first = config.data.position(s.state.samples_consumed, size)  # jumps over data.skip_samples
+        size = config.train.batch_size(step)  # of all ranks together
+        # samples_consumed, or past data.skip_samples if the batch overlaps a range of them
+        first = config.data.position(s.state.samples_consumed, size)
         batch = s.trained.loader.batch(first, size)
     services.watchdog.computing()
     loss = forward_backward(config, s.process, s.trained, step, batch)
-    # Each rank has its own shards' gradients, so the squared norm is a sum over ranks. With HSDP, each replica adds it.
+    # Each rank has its own shards' gradients, so the squared norm is a sum over ranks. With HSDP each replica adds the
+    # same norm, so it is divided by their number.
     squared_norm = optim.squared_norm(model, replicas=config.fsdp.mesh(s.process.world_size)[0])
     record = StepRecord(  # sums the parts of all ranks: the one small all-reduce of a step
         step,
@@ -328,7 +329,7 @@ def train_step(s: Session, step: int) -> StepRecord:
     # sets the factor as `grad_scale`; the fused AdamW applies it to the gradients as it reads them
     optim.clip_gradients(optimizer, record.grad_norm, config.optim.max_norm, scaler.scale)
 
-    check_last_step(s)  # the previous step, which the device has finished by now: the host does not wait
+    check_pending(s)  # the previous step, which the device has finished by now: the host does not wait
     services.meter.add_loss(record.loss_sum, record.targets)
     optim.set_learning_rate(optimizer, optim.learning_rate(config.optim, step, config.train.steps))
     with services.meter.timing("optimizer_s"):
@@ -337,7 +338,7 @@ def train_step(s: Session, step: int) -> StepRecord:
         scaler.update(~record.finite)
         model.balance(record.loads, optimizer.found_inf)
 
-    s.unchecked, s.state = record, s.state.after_step(first + size, batch.global_tokens)
+    s.pending, s.state = record, s.state.after_step(first + size, batch.global_tokens)
     return record
 
 

@@ -55,7 +55,7 @@ from torchtitan_lite.models.chunked_loss import chunked_cross_entropy
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.run import mfu
 from torchtitan_lite.run.between_steps import disable_automatic_garbage
-from torchtitan_lite.run.session import Session, check_last_step
+from torchtitan_lite.run.session import Session, check_pending
 from torchtitan_lite.tools.estimate import planned_run
 from torchtitan_lite.tools.estimate.planned_run import Plan, make_plan
 from torchtitan_lite.tools.estimate.simulate import fake_world
@@ -324,7 +324,7 @@ def run_steps(s: Session, plan: Plan, steps: int = STEPS, *, hidden: bool = Fals
         train.train_step(s, step)
         synchronise()
         times.append(time.perf_counter() - start)
-    check_last_step(s)
+    check_pending(s)
     if not STAND_IN:
         peak = torch.cuda.max_memory_allocated()
     step_s = statistics.median(times[warm_up:])

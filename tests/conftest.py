@@ -98,3 +98,24 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for module in (argparse, tarfile, typing):
         (folder / f"{module.__name__}.txt").write_text(inspect.getsource(module), encoding="utf-8")
     return folder
+
+
+@pytest.fixture(scope="session")
+def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 4 steps with checkpoints at 2 and 4, on one rank. Tests only read it, or change a copy."""
+    from tests.helpers import ranks, succeeded, tiny
+
+    folder = tmp_path_factory.mktemp("finished")
+    succeeded(ranks(1, *tiny(text, folder, run__name="run", train__steps=4, checkpoint__every=2)))
+    return folder / "run"
+
+
+@pytest.fixture(scope="session")
+def sharded(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same sharded on two ranks, with tied embeddings."""
+    from tests.helpers import ranks, succeeded, tiny
+
+    folder = tmp_path_factory.mktemp("sharded")
+    more = {"checkpoint__state_dict": "sharded", "model__tie_embeddings": True}
+    succeeded(ranks(2, *tiny(text, folder, run__name="run", train__steps=4, checkpoint__every=2, **more)))
+    return folder / "run"

@@ -99,10 +99,10 @@ class Ranks:
                 self.send(rank, signal.SIGKILL)
             assert self.wait(HANGS_S)
 
-    def wait(self, seconds: float) -> bool:
-        """Whether all have ended within so many seconds."""
+    def wait(self, seconds: float, ranks: Sequence[int] = ()) -> bool:
+        """Whether all, or these, have ended within so many seconds."""
         end = time.monotonic() + seconds
-        while self.running():
+        while {*self.running()} & {*(ranks or range(len(self.pids)))}:
             if time.monotonic() > end:
                 return False
             time.sleep(0.005)
@@ -115,11 +115,16 @@ class Ranks:
             if time.monotonic() > end:
                 break
             time.sleep(0.005)
-        for number, patience in ((signal.SIGTERM, 15.0), (signal.SIGKILL, HANGS_S)):  # torchrun's first is 30
+        left = self.running()
+        for rank in left:
+            self.send(rank, signal.SIGTERM)
+        # torchrun waits for 30 s; but the ranks after the first sleep for 10 between recording an error and printing it
+        if 0 in left:
+            self.wait(15.0, [0])
+        if not self.wait(2.0 if 0 in left else 5.0):
             for rank in self.running():
-                self.send(rank, number)
-            if self.wait(patience):
-                return
+                self.send(rank, signal.SIGKILL)
+            self.wait(HANGS_S)
 
 
 def _fork(env: Mapping[str, str], argv: Sequence[str], out: Path, err: Path, entry: str, fault: str) -> int:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import train
 from checkpoint import Checkpointer
+from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import optimizer_tensors, own_tensors
 from torchtitan_lite.config.schema import CheckpointConfig, Config
@@ -76,13 +77,15 @@ def saved_folder(checkpointer: Checkpointer) -> Path:
 
 
 def save(process: Process, folder: Path, mesh: str, family: str) -> None:
-    """Save in all four ways, and the whole tensors as `mesh`.safetensors."""
+    """Save in all four ways, by both APIs the same bytes, and the whole tensors as `mesh`.safetensors."""
     state = State(mesh, 1, family, process)
     state.step()
-    for kind, api in WAYS:
-        save_now(state.checkpointer(folder / f"{mesh} {kind} {api}", kind, api))
+    written = {(k, api): save_now(state.checkpointer(folder / f"{mesh} {k} {api}", k, api)) for k, api in WAYS}
     expected = state.whole()
     if process.rank == 0:
+        for kind in ("full", "sharded"):
+            by = [storage.read_manifest(written[kind, api]).files for api in ("dtensor", "dcp")]
+            assert by[0] == by[1], kind
         save_file({name: t.contiguous() for name, t in expected.items()}, folder / f"{mesh}.safetensors")
 
 

@@ -159,13 +159,6 @@ class Bomb:
         return os.system, (f"touch {self.canary}",)
 
 
-def replace_by(content: bytes, folder: Path, name: str) -> None:
-    """Replace a file of a checkpoint and update the manifest."""
-    (folder / name).write_bytes(content)
-    record = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    edit(folder / "manifest.json", lambda m: m["files"].update({name: record}))
-
-
 def test_a_pickle_in_a_checkpoint_executes_nothing(sharded: Path, text: Path, tmp_path: Path) -> None:
     """The hashes match."""
     shutil.copytree(sharded, tmp_path / "run")
@@ -298,18 +291,6 @@ def test_an_error_of_the_hashing_thread_fails_the_save(tmp_path: Path, monkeypat
         write_tensors(tmp_path / "model.safetensors", specs_of(tensors), tensors.__getitem__, ahead=len(tensors) + 2)
     with pytest.raises(MemoryError):
         write_tensors(tmp_path / "next.safetensors", specs_of(tensors), tensors.__getitem__, ahead=1)
-
-
-def test_verify_names_what_is_damaged(finished: Path, sharded: Path, tmp_path: Path) -> None:
-    result = python("verify", str(finished), str(sharded), script="checkpoint.py")
-    assert succeeded(result).count("complete ") == 4
-    shutil.copytree(sharded, tmp_path / "run")
-    flip_a_bit(checkpoint(tmp_path / "run", 2) / "shard-00001-of-00002.safetensors")
-    result = python("verify", str(tmp_path / "run"), script="checkpoint.py")
-    assert result.returncode == 1
-    assert "shard-00001-of-00002.safetensors: its SHA-256" in result.stdout
-    assert result.stdout.count("complete ") == 1
-    assert python("verify", str(tmp_path / "run/checkpoints/none"), script="checkpoint.py").returncode == 2
 
 
 def test_inspect_lists_files_and_tensors(sharded: Path) -> None:

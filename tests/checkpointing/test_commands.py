@@ -9,27 +9,13 @@ from tests.helpers import checkpoint, ranks, succeeded, tiny
 from torchtitan_lite.tools import checkpoints
 
 
-@pytest.fixture(scope="module")
-def first(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of 2 steps."""
-    folder = tmp_path_factory.mktemp("commands")
-    succeeded(ranks(1, *tiny(text, folder, run__name="run", train__steps=2, optim__warmup_steps=1)))
-    return folder / "run"
-
-
-def damaged(run: Path, step: int) -> Path:
-    """A copy of the checkpoint of step 2 as a newer one, of which a byte is wrong."""
-    folder = shutil.copytree(checkpoint(run, 2), checkpoint(run, step))
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-    return folder
-
-
 def test_every_command_takes_the_newest_complete_checkpoint_and_names_a_damaged_one(
-    first: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = shutil.copytree(first, tmp_path / "run")
-    note = f"note    damaged: {damaged(run, 4) / 'model.safetensors'}: its SHA-256 does not match the manifest"
+    run = shutil.copytree(finished, tmp_path / "run")
+    weights = checkpoint(run, 4) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    note = f"note    damaged: {weights}: its SHA-256 does not match the manifest"
     assert checkpoints.main(["inspect", str(run)]) == 0
     said = capsys.readouterr().out
     assert said.startswith("step 2,")
@@ -46,16 +32,16 @@ def test_every_command_takes_the_newest_complete_checkpoint_and_names_a_damaged_
     assert not (tmp_path / "no").exists()
 
 
-def test_verify_takes_a_folder_of_runs(first: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_takes_a_folder_of_runs(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a", "b"):
-        shutil.copytree(first, tmp_path / "runs" / name)
+        shutil.copytree(finished, tmp_path / "runs" / name)
     (tmp_path / "runs/started").mkdir()
     assert checkpoints.main(["verify", str(tmp_path / "runs")]) == 0
-    assert capsys.readouterr().out.count("complete ") == 2
+    assert capsys.readouterr().out.count("complete ") == 4
     (checkpoint(tmp_path / "runs/b", 2) / "model.safetensors").write_bytes(b"x")
     assert checkpoints.main(["verify", str(tmp_path / "runs")]) == 1
     said = capsys.readouterr().out
-    assert (said.count("complete "), "DAMAGED" in said) == (1, True)
+    assert (said.count("complete "), "DAMAGED" in said) == (3, True)
     there = f"runs there: {tmp_path / 'runs/a'}, {tmp_path / 'runs/b'}"
     for name, problem in (("started", "is not a run with a checkpoint, or a checkpoint"), ("none", "does not exist")):
         assert checkpoints.main(["verify", str(tmp_path / "runs" / name)]) == 2

@@ -12,7 +12,7 @@ from tests.docs.pages import blocks
 from tests.helpers import ROOT, checkpoint, tensors
 
 BLOCKS = blocks((ROOT / "docs/checkpoints.md").read_text(), "python")
-FULL, SHARDED, EXPORTED = BLOCKS
+FULL, SHARDED, _ = BLOCKS
 
 
 def run(block: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

@@ -2,13 +2,10 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.helpers import ranks, records, succeeded, tiny
 from torchtitan_lite.checkpointing import storage
 
 
-@pytest.mark.extended
 def test_a_committed_save_is_reported_as_saved_though_retention_fails(text: Path, tmp_path: Path) -> None:
     """All ranks agree on it: otherwise rank 0 alone would stop after the last one."""
     more = {"train__steps": 4, "checkpoint__every": 2, "eval__every": 0, "checkpoint__keep_latest": 1}

@@ -2,9 +2,6 @@
 
 import errno
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +52,6 @@ def test_a_missing_file_is_damage(name: str, tmp_path: Path) -> None:
     folder = small(tmp_path)
     (folder / name).unlink()
     assert any(name in problem for problem in storage.verify(folder))
-
-
-@pytest.fixture
-def elsewhere() -> Iterator[Path]:
-    """A folder that another user can enter."""
-    folder = Path(tempfile.mkdtemp())
-    folder.chmod(0o755)
-    yield folder
-    shutil.rmtree(folder)
 
 
 @pytest.mark.extended

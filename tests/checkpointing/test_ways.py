@@ -171,8 +171,3 @@ def test_full_checkpoints_need_only_the_disk_of_the_first_machine(
         (tmp_path / f"disk{machine}").mkdir()
     run_distributed(on_two_machines, 4, tmp_path, api, mesh, background)
     assert list((tmp_path / "disk1").iterdir()) == []
-
-
-# --- broadcasts in pieces ---------------------------------------------------------------------------------------
-
-SHAPES = [(7, 3), (7,), (2, 5), (1, 1), (64, 2), ()]  # of 3 ranks, some have no rows of them

@@ -116,6 +116,3 @@ def test_an_example_for_the_shell_is_an_option(key: str) -> None:
     if key in ("optim.groups", "fsdp.precision_overrides"):
         found = [item.model_dump(exclude_unset=True) for item in found]
     assert (list(found) if isinstance(found, tuple) else found) == wanted
-
-
-# --- paths --------------------------------------------------------------------------------------------------------

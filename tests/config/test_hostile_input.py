@@ -36,7 +36,6 @@ MODEL = ["--model.dim=16", "--model.n_layers=1", "--model.n_heads=2", "--model.n
 MODEL += ["--tokenizer.vocab_size=257", "--model.max_seq_len=32", "--train.seq_len=32"]
 
 WORDS = ["", "x", "-1", "0", "1.5", "1e12", "nan", "inf", "true", "[]", "[1, 2]", "['a']", "{a = 1}", "*", "~", "file"]
-VALUES: list[Any] = [0, -1, 1.5, 2**63, float("nan"), True, "", "x", [], [0], ["a"], [[]], {}, {"a": 1}, [{"a": 1}]]
 
 
 def sample(cases: Sequence[Any], n: int) -> list[Any]:
@@ -64,7 +63,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_wrong_values_on_the_command_line_never_raise() -> None:
     words = [f"--{key}={word}" for key in (*schema.known_keys(), "config", "train.x") for word in WORDS]
-    for word in ("--config", *WORDS, *sample(words, 150)):
+    for word in ("--config", *WORDS, *sample(words, 60)):
         refused_or_fine(train.main, ["--check-config", *MODEL, word])
 
 

@@ -100,6 +100,3 @@ def test_every_config_fits_its_cluster_with_room(file: Path) -> None:
         assert found.config.fsdp.param_dtype == "bfloat16"
         # batches of pairs have many shapes, and compiled blocks would be compiled for them again
         assert found.config.compile.enabled == (found.config.data.objective != "pairs")
-
-
-MICRO_BATCH, CHECKPOINTING = "train__micro_batch_size", "activation_checkpointing__mode"

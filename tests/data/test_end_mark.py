@@ -11,31 +11,27 @@ from tokenizers import Tokenizer
 from tests.data.test_data import make
 from tests.helpers import checkpoint, ranks, succeeded, tiny
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
-from torchtitan_lite.data.dataset import DataSet, prepare_all
+from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.huggingface import weights
 from torchtitan_lite.tools import checkpoints
 from torchtitan_lite.tools.load_model import open_model
 
-END, OTHER = 517, 518  # </s> and <END> of the tokenizer below, whose <|endoftext|> is 0
+END = 517  # </s> of the tokenizer below, whose <|endoftext|> is 0
 
 
 @pytest.fixture(scope="module")
 def prepared(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders with one tokenizer and three end marks, by the mark."""
+    """Folders with one tokenizer and two end marks, by the mark."""
     base = tmp_path_factory.mktemp("ends")
     tokenizer = Tokenizer.from_file(str(make(text, base / "cache") / "tokenizer.json"))
     tokenizer.add_special_tokens(["</s>", "<END>"])
     tokenizer.save(str(base / "tokenizer.json"))
-    for name, more in (("</s>", ["--end-token", "</s>"]), ("<END>", ["--end-token", "<END>"]), ("usual", [])):
-        out = str(base / name.strip("</>"))
-        assert main([str(text / "typing.txt"), "--out", out, "--tokenizer", str(base / "tokenizer.json"), *more]) == 0
-    return {name: base / name.strip("</>") for name in ("</s>", "<END>", "usual")}
-
-
-def data_set(folder: Path) -> DataSet:
-    return prepare_all(DataConfig(path=str(folder)), TokenizerConfig(), print)
+    command = [str(text / "typing.txt"), "--tokenizer", str(base / "tokenizer.json")]
+    assert main([*command, "--out", str(base / "s"), "--end-token", "</s>"]) == 0
+    assert main([*command, "--out", str(base / "usual")]) == 0
+    return {"</s>": base / "s", "usual": base / "usual"}
 
 
 @pytest.mark.extended

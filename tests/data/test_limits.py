@@ -3,15 +3,13 @@
 import random
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.data.test_prepare import as_jsonl, succeeds
-from torchtitan_lite.data import packing, token_files
+from torchtitan_lite.data import packing
 from torchtitan_lite.data.packing import PackedSamples
-from torchtitan_lite.data.prepare import folder as folders
 from torchtitan_lite.data.token_files import document_ends, read_meta
 from torchtitan_lite.models.loss import IGNORE
 
@@ -69,12 +67,3 @@ def test_every_window_is_packed_by_best_fit_and_every_token_once(
         covered = sorted(token for begin, length in pieces for token in range(begin, begin + length))
         assert covered == list(range(1, meta.tokens(split))), "each token once"
         assert samples.n_targets(np.arange(samples.n_samples), None) == meta.tokens(split) - 1
-
-
-# --- prepared folders -------------------------------------------------------------------------------------------
-
-LIMITS: list[tuple[Any, str, object]] = [
-    (folders, "BATCH_BYTES", 7),
-    (folders, "COMMIT_EVERY_S", 0.0),
-    (token_files, "_ENDS", 3),
-]

@@ -72,7 +72,6 @@ WEIGHTS = st.lists(st.floats(0.001, 100, allow_nan=False).map(lambda x: round(x,
 
 @settings(deadline=None, derandomize=True, max_examples=4)
 @given(WEIGHTS)
-@pytest.mark.extended
 def test_a_source_is_within_one_sample_of_its_share_at_every_prefix(weights: list[float]) -> None:
     shares = np.array([float(share) for share in exact_shares(weights)])
     if shares.min() < 2**-16:
@@ -182,7 +181,6 @@ def test_a_run_on_a_mixture_reports_each_source_and_resumes_only_with_the_same(
     assert paths[1] in other.stderr
 
 
-@pytest.mark.extended
 def test_data_that_changed_before_a_resume_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     data = shutil.copytree(folders["tar"], tmp_path / "mine")
     command = tiny(data, tmp_path, run__name="run", train__steps=4)

@@ -213,93 +213,6 @@ def error_of(checkpointer: Checkpointer, step: int) -> str:
     return saved.error
 
 
-def case_both_apis_save_the_same_files_and_load_each_others() -> None:
-    flat, grid = make_mesh(MESHES["4"]), make_mesh(MESHES["2 x 2"])
-    cases = [
-        (flat, "gpt", "sgd", "layers.0.*", WAYS[1:3]),
-        (flat, "llama, qk_norm, qkv_bias", "adamw", "", WAYS),
-        (grid, "llama, tied", "adamw", "tok_embeddings.*", WAYS[1:3]),
-    ]
-    for mesh, name, optimizer, frozen, ways in cases:
-        with shared_folder() as (process, folder):
-            try:
-                _save_and_load(folder, mesh, FAMILIES[name], optimizer, process, frozen, ways)
-            except Exception as error:
-                raise AssertionError(f"{mesh.ndim}-d mesh, {name}, {optimizer}, frozen {frozen}") from error
-
-
-def _save_and_load(
-    folder: Path,
-    mesh: DeviceMesh,
-    config: ModelConfig,
-    name: str,
-    process: Process,
-    frozen: str,
-    ways: list[tuple[str, str, bool]],
-) -> None:
-    optim = OptimConfig.model_validate({"name": name, "groups": [{"match": "*norm*", "lr_factor": 0.5}], "lr": 0.01})
-
-    def fresh(seed: int) -> tuple[Transformer, torch.optim.Optimizer]:
-        model = sharded(mesh, seed=seed, family=config, frozen=frozen)
-        return model, build_optimizer(model, optim)
-
-    def steps(model: Transformer, optimizer: torch.optim.Optimizer, *numbers: int) -> list[float]:
-        losses = []
-        for number in numbers:
-            loss = loss_of(model, number)
-            loss.backward()
-            set_learning_rate(optimizer, 0.01)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(float(loss.detach()))
-        return losses
-
-    def whole(model: Transformer) -> dict[str, torch.Tensor]:
-        return {key: p.full_tensor() for key, p in model.named_parameters() if isinstance(p, DTensor)}
-
-    def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-        return all(value.equal(other[key]) for key, value in one.items())
-
-    def options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-        return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-
-    model, optimizer = fresh(1)
-    steps(model, optimizer, 1, 2)
-    for where in ways:
-        assert not error_of(Checkpointer(folder / str(where), model, optimizer, way(*where), process), 2)
-    for kind in ("full", "sharded") if process.rank == 0 else ():
-        folders = [folder / str(where) / "step-00000002" for where in ways if where[1] == kind]
-        for file in folders[0].glob("*.safetensors"):
-            assert len({(other / file.name).read_bytes() for other in folders}) == 1, f"{kind}: {file.name} differs"
-    before = whole(model)
-    expected = steps(model, optimizer, 3)
-    after = whole(model)
-    for where in ways:
-        by = "dtensor" if where[0] == "dcp" else "dcp"
-        again, its_optimizer = fresh(99)
-        groups = options(its_optimizer)
-        loaded = Checkpointer(folder / str(where), again, its_optimizer, way(by, "full", False), process).load({})
-        assert loaded == TrainState(step=2)
-        assert groups == options(its_optimizer)
-        assert equal(whole(again), before), (where, by)
-        assert steps(again, its_optimizer, 3) == expected, (where, by)
-        assert equal(whole(again), after), (where, by)
-
-
-# api, state_dict, async_save
-WAYS = [
-    ("dtensor", "full", False),
-    ("dcp", "full", False),
-    ("dtensor", "sharded", False),
-    ("dcp", "sharded", False),
-    ("dcp", "sharded", True),
-]
-
-
-def way(api: str, kind: str, beside: bool) -> CheckpointConfig:
-    return CheckpointConfig.model_validate({"api": api, "state_dict": kind, "async_save": beside})
-
-
 def case_a_block_that_is_not_initialised_is_found() -> None:
     """The public FSDP2 example's reset_parameters never reaches its blocks."""
 
@@ -347,7 +260,8 @@ def case_one_rank_that_cannot_prepare_a_save_fails_it_for_all() -> None:
     optimizer = build_optimizer(model, OptimConfig(name="adamw"))
     with shared_folder() as (process, folder):
         for api, kind, rank in (("dcp", "sharded", 2), ("dtensor", "full", 0)):  # of a full one, rank 0 has the copies
-            checkpointer = Checkpointer(folder / kind, model, optimizer, way(api, kind, True), process)
+            way = CheckpointConfig.model_validate({"api": api, "state_dict": kind, "async_save": True})
+            checkpointer = Checkpointer(folder / kind, model, optimizer, way, process)
             honest = checkpointer.host_copies
             for step in (1, 2):
                 fails = step == 1 and process.rank == rank

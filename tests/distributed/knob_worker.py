@@ -30,7 +30,7 @@ from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import Process, build_mesh, exit_process, process_group
 from torchtitan_lite.distributed.sharding import own_part
-from torchtitan_lite.run.session import Session, check_last_step
+from torchtitan_lite.run.session import Session, check_pending
 
 
 def training(config: Config, process: Process) -> Session:
@@ -62,7 +62,7 @@ def measure(t: Session) -> dict[str, Any]:
     losses, norms = [], []
     for step in range(1, STEPS + 1):
         numbers = train.train_step(t, step).numbers
-        check_last_step(t)
+        check_pending(t)
         losses.append(numbers.loss)
         norms.append(numbers.grad_norm)
     return {

@@ -164,38 +164,35 @@ def test_the_slurm_script_puts_a_preempted_job_back_into_the_queue(
     assert "the nearest known one is train.steps" in bad.stderr
 
 
-PLAYED = """#!/usr/bin/env python3
+PLAYED = """#!/bin/bash
 # plays $PYTHON: the check before and after a launch, a launch that may write a status, everything else by the real one
-import json, os, sys, time
-if "--check-config" in sys.argv:
-    print("the configuration is fine; its run is in", os.environ["RUN"])
-    sys.exit(int(os.environ["CHECK"]) if os.path.exists(os.environ["RUN"] + "/launched") else 0)
-elif "torch.distributed.run" in sys.argv:
-    open(os.environ["RUN"] + "/launched", "w")
-    if status := os.environ["STATUS"]:
-        run = {"status": status, "time": time.time()}
-        json.dump(run, open(os.environ["RUN"] + "/run.json", "w"))
-    sys.exit(int(os.environ["CODE"]))
-else:
-    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+case "$*" in
+*--check-config*)
+  echo "the configuration is fine; its run is in $RUN"
+  [ ! -e "$RUN/launched" ] || exit "$CHECK" ;;
+*torch.distributed.run*)
+  touch "$RUN/launched"
+  [ -z "$STATUS" ] || echo "{\\"status\\": \\"$STATUS\\", \\"time\\": $(date +%s.%N)}" > "$RUN/run.json"
+  exit "$CODE" ;;
+*) exec "$REAL" "$@" ;;
+esac
 """
 
 
 @pytest.mark.parametrize(("before", "status", "code", "check", "expected", "requeued"), [
     # a status that an earlier attempt has left: this one has died before it could write its own
-    ("preempted", "", 1, 0, 0, True),
-    ("complete", "", 1, 0, 0, True),
+    pytest.param("preempted", "", 1, 0, 0, True, marks=pytest.mark.extended),
+    pytest.param("complete", "", 1, 0, 0, True, marks=pytest.mark.extended),
     # this attempt's
     ("complete", "failed", 1, 0, 0, True),
-    ("preempted", "running", 137, 0, 0, True),
+    pytest.param("preempted", "running", 137, 0, 0, True, marks=pytest.mark.extended),
     ("failed", "preempted", 1, 0, 0, True),
-    ("failed", "complete", 1, 0, 0, False),
-    ("failed", "", 0, 0, 0, False),  # a dry run
+    pytest.param("failed", "complete", 1, 0, 0, False, marks=pytest.mark.extended),
+    pytest.param("failed", "", 0, 0, 0, False, marks=pytest.mark.extended),  # a dry run
     # a failure that would repeat
-    ("running", "failed", 1, 3, 3, False),
-    ("running", "", 1, 2, 2, False),
+    pytest.param("running", "failed", 1, 3, 3, False, marks=pytest.mark.extended),
+    pytest.param("running", "", 1, 2, 2, False, marks=pytest.mark.extended),
 ])  # fmt: skip
-@pytest.mark.extended
 def test_the_slurm_script_requeues_what_may_go_better(
     before: str,
     status: str,
@@ -211,7 +208,13 @@ def test_the_slurm_script_requeues_what_may_go_better(
     python.write_text(PLAYED)
     python.chmod(stat.S_IRWXU)
     (tmp_path / "run").mkdir()
-    env = slurm | {"PYTHON": str(python), "RUN": str(tmp_path / "run"), "FAILURES": "2", "STATUS": status}
+    env = slurm | {
+        "PYTHON": str(python),
+        "REAL": sys.executable,
+        "RUN": str(tmp_path / "run"),
+        "FAILURES": "2",
+        "STATUS": status,
+    }
     env |= {"CODE": str(code), "CHECK": str(check)}
     for times in range(1, 5):
         (tmp_path / "run/launched").unlink(missing_ok=True)

@@ -2,14 +2,12 @@
 
 import importlib
 import importlib.util
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from tests.distributed.knob_table import STEPS, VOCABULARY, Case
@@ -22,7 +20,7 @@ from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.process_group import Process, build_mesh
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.run.checks import check_patterns
-from torchtitan_lite.run.session import check_last_step
+from torchtitan_lite.run.session import check_pending
 
 needs_torchao = pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="torchao is not installed")
 SHAPE = {"model.dim": 32, "model.n_heads": 2, "model.n_kv_heads": 1, "model.hidden_dim": 48}
@@ -49,7 +47,7 @@ def steps(process: Process, name: str) -> tuple[list[tuple[float, float]], list[
     curve = []
     for step in range(1, STEPS + 1):
         numbers = train.train_step(t, step).numbers
-        check_last_step(t)
+        check_pending(t)
         curve.append((numbers.loss, numbers.grad_norm))
     shards = []
     with torch.no_grad():
@@ -127,16 +125,6 @@ def require_gathered_in_float8(process: Process) -> None:
             model(torch.ones(1, 4, dtype=torch.int64))
         assert seen == [(torch.float8_e4m3fn, (448 / largest).float())] * 2, "in training and in validation"
         seen.clear()
-
-
-class Operators(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = Counter[str]()
-
-    def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count[function.__name__] += 1
-        return function(*args, **(kwargs or {}))
 
 
 @needs_torchao

@@ -50,10 +50,6 @@ PLACES = {
     "torch._dynamo": "torch._dynamo.convert_frame",
     "torch._inductor": "torch._inductor.compile_fx",
 }
-NOT_TORCHS = {"_exit", "_current_frames", "_replace", "_option_string_actions", "_asdict"}  # but Python's
-NOT_TORCHS |= {"_stream", "_end"}  # ours, used by another file
-NOT_TORCHS |= {"_precomputed_scale"}  # torchao's
-NOT_TORCHS |= {"_sliding_window_pattern"}  # a key of transformers' config.json
 
 
 def files() -> list[Path]:

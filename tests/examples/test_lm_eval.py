@@ -9,22 +9,14 @@ import torch
 
 from examples import lm_eval_model
 from tests.docs.pages import blocks
-from tests.helpers import ROOT, ranks, succeeded, tiny
+from tests.helpers import ROOT
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.tools.evaluation import evaluate
 
 ALONE = Process(0, 1, torch.device("cpu"), 1)
 
 
-@pytest.fixture(scope="module")
-def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("runs")
-    more = {"train__steps": 3, "eval__every": 0, "checkpoint__every": 3, "optim__warmup_steps": 1}
-    succeeded(ranks(1, *tiny(text, out, run__name="run", **more)))
-    return out / "run"
-
-
-def test_the_scores_of_a_task_are_those_of_evaluate(run: Path, text: Path, tmp_path: Path) -> None:
+def test_the_scores_of_a_task_are_those_of_evaluate(finished: Path, text: Path, tmp_path: Path) -> None:
     """The file and the YAML of the page: acc is the score `plain`, and acc_norm `per_byte` of ASCII."""
     source, chance = (text / "argparse.txt").read_text(), random.Random(0)
     assert source.isascii()
@@ -43,10 +35,10 @@ def test_the_scores_of_a_task_are_those_of_evaluate(run: Path, text: Path, tmp_p
     )
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks/my_task.yaml").write_text(task)
-    found = lm_eval_model.main([str(run), "--tasks=my_task", f"--include-path={tmp_path / 'tasks'}"])["results"][
+    found = lm_eval_model.main([str(finished), "--tasks=my_task", f"--include-path={tmp_path / 'tasks'}"])["results"][
         "my_task"
     ]
-    options = evaluate.options_of([str(run), "--tasks", str(file)])
+    options = evaluate.options_of([str(finished), "--tasks", str(file)])
     (ours,) = evaluate.evaluate(options, ALONE)
     expected = ours["tasks"]["my_task"]
     assert expected["plain"] != expected["per_byte"], "the test can't tell the scores apart"

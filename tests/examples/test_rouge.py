@@ -92,11 +92,6 @@ def test_scores_are_those_of_the_definition(
     assert tuple(row[kind] for kind in rouge.KINDS) == pytest.approx(expected)
 
 
-def scores(said: str) -> list[dict[str, Any]]:
-    """The pairs that the script has printed."""
-    return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
-
-
 def test_a_run_without_pairs_is_refused(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     succeeded(ranks(1, *tiny(text, tmp_path, run__name="causal", **ONE_STEP)))
     assert rouge.main([str(tmp_path / "causal")]) == 2

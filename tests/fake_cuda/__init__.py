@@ -4,7 +4,7 @@
 
 device.cpp, a library of a hundred lines, tells torch's CPU build that there is a device cuda: FakeTensors can live on
 it, autograd can go backward on it, FSDP2 can shard on it. stand_ins.py replaces the streams and events of torch.cuda.
-operators.py logs every operator: bytes, the line of ours that called it, and whether the host waits for the
+operators.py logs every operator: its bytes, the line of ours that called it, and whether the host waits for the
 device. step.py builds a session and makes steps of train.py.
 
 This shows the order of operators, their devices, copies, bytes and waits. It does not show what kernels compute, races

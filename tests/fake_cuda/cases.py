@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -12,10 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.fake_cuda.operators import OperatorLog
 from tests.fake_cuda.step import DEVICE, config_of, logged_step
 from torchtitan_lite.config.schema import ModelConfig
-from torchtitan_lite.distributed.process_group import Process, use_tf32
-from torchtitan_lite.models.attention import KeysValues, attend, within_documents
+from torchtitan_lite.models.attention import KeysValues, within_documents
 from torchtitan_lite.models.llama import Attention
-from torchtitan_lite.run import mfu
 
 VOCABULARY = 512
 _BASE = {
@@ -94,46 +91,18 @@ def attention_facts() -> dict[str, Any]:
     return found
 
 
-def capability_facts() -> dict[str, Any]:
-    """The kernel of causal attention by the GPU's compute capability."""
-    found = {}
-    for capability in ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
-        with FakeTensorMode(), patch.object(torch.cuda, "get_device_capability", lambda *_, c=capability: c):
-            q = torch.empty(1, 256, 4, 64, dtype=torch.bfloat16, device=DEVICE)
-            with OperatorLog() as log:
-                attend(q, q, q)
-        found[str(capability)] = [o.name for o in log.operators if "attention" in o.name]
-    return found
-
-
 def mask_facts() -> dict[str, Any]:
-    """By sequence length: bytes that making a document mask moves, and those of the largest tensor."""
+    """By sequence length: the bytes of the largest tensor while a document mask is made, and the waits."""
     found = {}
     for length in (8192, 32768):
         with FakeTensorMode(), OperatorLog() as log:
             within_documents(torch.empty(1, length, dtype=torch.int64, device=DEVICE), dense=False)
-        found[str(length)] = log.bytes(), max(o.written for o in log.operators), len(log.waits)
-    return found
-
-
-def tf32_facts() -> list[Any]:
-    """Without and with run.tf32: torch's precision of float32 matmuls, and what the start of a run says."""
-    found: list[Any] = []
-    for tf32 in (False, True):
-        config = config_of({"run.device": "cuda", "run.tf32": tf32}, 1)
-        use_tf32(config.run, DEVICE)
-        found.append((torch.get_float32_matmul_precision(), mfu.start_lines(config, Process(0, 1, DEVICE, 1))))
+        found[str(length)] = max(o.written for o in log.operators), len(log.waits)
     return found
 
 
 def main(argv: Sequence[str]) -> int:
     steps = {name: step_facts(name) for name in TABLE}
-    facts: dict[str, Any] = {
-        "attention": attention_facts(),
-        "capability": capability_facts(),
-        "mask": mask_facts(),
-        "steps": steps,
-    }
-    facts["tf32"] = tf32_facts()  # the last: it changes a setting of the process
+    facts = {"attention": attention_facts(), "mask": mask_facts(), "steps": steps}
     Path(argv[0]).write_text(json.dumps(facts))
     return 0

@@ -1,17 +1,15 @@
-"""A log of every operator: bytes read and written, the line of ours that called it, and whether it waits.
+"""A log of every operator: the bytes of its outputs, the line of ours that called it, and whether the host waits.
 
     with FakeTensorMode(), OperatorLog() as log:
         model(tokens, targets).backward()
-    print(log.bytes(), log.waits)
+    print(log.waits)
 
-Bytes are those that a kernel of its own moves between memory and the chip: each input once, each output once. Views and
-allocations move none. A lookup reads only the rows that it needs. Inside a compiled function nothing is logged but its
-inputs and outputs (stand_ins.py).
+Inside a compiled function nothing is logged but its outputs (stand_ins.py).
 """
 
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -34,13 +32,6 @@ _HERE = str(Path(__file__).parent)
 # Their kernels read a size from the device, by torch's sources.
 _SIZE_FROM_DEVICE = {"nonzero", "masked_select", "unique_consecutive", "_unique", "_unique2", "unique_dim", "equal"}
 _SIZE_FROM_DEVICE |= {"is_nonzero", "bincount", "argwhere"}
-_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"}
-_LOOKUPS = {"embedding", "gather", "index", "index_select"}
-_SCATTERS = {"scatter_", "scatter_add_", "index_put_", "_index_put_impl_", "index_add_"}
-# Files of torch that stand between the line that calls an operator and this log
-_MACHINERY = ["_ops.py", "_python_dispatch.py", "_subclasses", "_contextlib.py", "autograd/graph.py", "_dynamo"]
-_MACHINERY += ["_compile.py", "_stats.py"]
-_OVERWRITE = {"copy_", "fill_", "zero_", "uniform_", "normal_", "random_", "_foreach_copy_", "_foreach_zero_"}
 
 
 @dataclass(frozen=True)
@@ -48,15 +39,9 @@ class Operator:
     """One call of an operator."""
 
     name: str  # "aten.mm.default"
-    read: int  # bytes
-    written: int  # bytes
-    where: str  # "train.py:251", the innermost line of ours; else `within`
-    within: str  # the innermost line of torch's Python, if it is further in: "torch/nn/modules/linear.py:134"
+    written: int  # bytes of its outputs, views included
+    where: str  # "train.py:251", the innermost line of ours, or "autograd": a built-in backward has none
     waits: str = ""  # why the host waits for the device; "": it does not
-
-    @property
-    def bytes(self) -> int:
-        return self.read + self.written
 
 
 class OperatorLog(TorchDispatchMode):
@@ -85,17 +70,16 @@ class OperatorLog(TorchDispatchMode):
         out = _call(function, args, kwargs)
         self._remember_pinned(function, args, kwargs, out)
         if not getattr(self._paused, "now", False):
-            read, written = moved_bytes(function, args, kwargs, out)
-            self.operators.append(Operator(str(function), read, written, *calling_lines(), waits))
+            self.operators.append(Operator(str(function), written(out), calling_line(), waits))
         return out
 
-    def add(self, name: str, read: int = 0, written: int = 0, waits: str = "") -> None:
+    def add(self, name: str, out: Any = None, waits: str = "") -> None:
         """Log something that is no operator of torch's: a wait for an event, a compiled function."""
         if not self.silent:
-            self.operators.append(Operator(name, read, written, *calling_lines(), waits))
+            self.operators.append(Operator(name, written(out), calling_line(), waits))
 
     def compiled(self, name: str, function: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function as if its operators were one kernel, which reads its inputs and writes its outputs."""
+        """Call a function as if its operators were one kernel."""
         if getattr(self._paused, "now", False):
             return function(*args, **kwargs)
         self._paused.now = True
@@ -103,19 +87,13 @@ class OperatorLog(TorchDispatchMode):
             out = function(*args, **kwargs)
         finally:
             self._paused.now = False
-        read, written = (sum(n_bytes(t) for t in _tensors(x)) for x in ((args, kwargs), out))
-        self.add(f"compiled {name}", read, written)
+        self.add(f"compiled {name}", out)
         return out
 
     @property
     def waits(self) -> list[Operator]:
         """Those for which the host waits for the device."""
         return [operator for operator in self.operators if operator.waits]
-
-    def bytes(self, without: Iterable[str] = ()) -> int:
-        """Bytes read and written, without operators whose names contain one of these words."""
-        words = tuple(without)
-        return sum(o.bytes for o in self.operators if not any(word in o.name for word in words))
 
     def _waits(self, function: Any, args: Any, kwargs: Any) -> str:
         """Why the host waits for the device during this operator, or ""."""
@@ -169,42 +147,8 @@ class OperatorLog(TorchDispatchMode):
             self._pinned.append(out.untyped_storage())
 
 
-def moved_bytes(function: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int]:
-    """Bytes that a call reads and writes."""
-    name = _name(function)
-    outputs = list(_tensors(out))
-    if name in _ALLOCATIONS:
-        return 0, 0
-    named = [*zip(function._schema.arguments, args, strict=False)]
-    named += [(a, kwargs[a.name]) for a in function._schema.arguments if a.name in kwargs]
-    changed, inputs = [], []
-    for argument, value in named:
-        tensors = list(_tensors(value))
-        changes = argument.alias_info is not None and argument.alias_info.is_write
-        changed += tensors if changes else []
-        inputs += [] if changes and (argument.is_out or name in _OVERWRITE) else tensors
-    ours = {t.untyped_storage()._cdata for t in (*changed, *inputs)}
-    new = [t for t in outputs if t.untyped_storage()._cdata not in ours]
-    if function.namespace == "c10d":
-        changed, inputs, new = _sent(name, args)
-    elif not changed and not new and outputs:
-        return 0, 0  # a view
-    written = sum(n_bytes(t) for t in (*changed, *new))
-    if name in _LOOKUPS:
-        return written + sum(n_bytes(t) for t in inputs[1:]), written
-    if name in _SCATTERS:
-        moved = sum(n_bytes(t) for t in inputs if t is not changed[0])
-        source = sum(n_bytes(t) for t in inputs if t is not changed[0] and t.dtype == changed[0].dtype)
-        return moved + source, source
-    return sum(n_bytes(t) for t in {id(t): t for t in inputs}.values()), written
-
-
-def _sent(name: str, args: Any) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """The outputs and inputs of a collective, whose schema does not mark them."""
-    if name in ("_allgather_base_", "_reduce_scatter_base_"):
-        return [args[0]], [args[1]], []
-    both = list(_tensors(args[0]))
-    return both, both, []
+def written(out: Any) -> int:
+    return sum(n_bytes(tensor) for tensor in _tensors(out))
 
 
 def n_bytes(tensor: Tensor) -> int:
@@ -215,19 +159,11 @@ def n_bytes(tensor: Tensor) -> int:
     return n
 
 
-def calling_lines() -> tuple[str, str]:
-    """The innermost line of ours that leads to this call, and the one of torch within; see Operator.
-
-    A built-in backward has neither: "autograd".
-    """
-    within = ""
+def calling_line() -> str:
     for frame in _frames():
-        file = frame.f_code.co_filename
-        if file.startswith(OURS):
-            return f"{Path(file).relative_to(ROOT)}:{frame.f_lineno}", within
-        if not within and "site-packages" in file and not any(word in file for word in _MACHINERY):
-            within = f"{file.split('site-packages/')[1]}:{frame.f_lineno}"
-    return within or "autograd", within
+        if (file := frame.f_code.co_filename).startswith(OURS):
+            return f"{Path(file).relative_to(ROOT)}:{frame.f_lineno}"
+    return "autograd"
 
 
 def _frames() -> Iterator[FrameType]:

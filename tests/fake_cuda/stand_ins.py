@@ -1,6 +1,6 @@
 """Replaces the streams, events and queries of torch.cuda, and torch.compile, by stand-ins that record waits.
 
-A compiled function runs as it is, and is logged as one kernel that reads its inputs and writes its outputs: what a
+A compiled function runs as it is, and is logged as one kernel that writes its outputs: what a
 compiler that fuses everything would make of it.
 """
 

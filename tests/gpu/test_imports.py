@@ -2,6 +2,8 @@
 
 import sys
 
+import pytest
+
 from tests.helpers import ROOT, start, succeeded
 
 _IMPORTS = """
@@ -23,6 +25,7 @@ print("imported", len(sys.argv) - 1)
 OPTIONAL = {"torchtitan_lite.models.loss_kernel"}
 
 
+@pytest.mark.extended
 def test_every_module_can_be_imported_without_a_driver() -> None:
     files = (ROOT / "torchtitan_lite").rglob("*.py")
     names = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files}

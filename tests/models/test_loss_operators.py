@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tests.models import triton_stand_in
@@ -59,10 +58,6 @@ def test_the_kernel_passes_on_what_is_not_finite(launch: Launch) -> None:
 
 
 # --- chunks -----------------------------------------------------------------------------------------------------
-
-
-def plainly(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return summed_cross_entropy(F.linear(x, weight), targets)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -44,8 +44,8 @@ def expected(mesh: str) -> tuple[int, int, int]:
 
 
 def test_updates_are_the_same_on_any_mesh_bit_for_bit() -> None:
-    """1, 2, 3 and 4 ranks, and 2 copies of 2 shards, with uneven and empty shards, by rows and by columns."""
-    found = {mesh: run_distributed(on_ranks.muon, n, mesh, 0) for mesh, (n, _) in MESHES.items()}
+    """1 and 3 ranks, and 2 copies of 2 shards, with uneven and empty shards, by rows and by columns."""
+    found = {mesh: run_distributed(on_ranks.muon, MESHES[mesh][0], mesh, 0) for mesh in ("1", "3", "3c", "2x2")}
     (one,) = found["1"]
     momenta = [name for name in one if name.startswith("momentum.")]
     assert len(momenta) == 5 * 7, "the matrices of the blocks, and no other parameter"

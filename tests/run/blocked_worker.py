@@ -49,7 +49,9 @@ def hash_slowly() -> None:
 
 def stop() -> None:
     """SIGSTOP, and SIGCONT after the end of the other rank."""
-    subprocess.Popen(["sh", "-c", f"sleep 20; kill -CONT {os.getpid()}"])
+    first = dist.distributed_c10d._get_default_store().get("pid of rank 0").decode()
+    over = f"while kill -0 {first}; do sleep 0.1; done; kill -CONT {os.getpid()}"
+    subprocess.Popen(["sh", "-c", over], stderr=subprocess.DEVNULL)
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -72,6 +74,7 @@ def main(argv: Sequence[str]) -> int:
     with process_group(LIMITS) as process:
         if process.rank == 0:
             about = {"step": 3, "samples": 0, "config": {}, "setting": {}, "tasks": {}}
+            dist.distributed_c10d._get_default_store().set("pid of rank 0", str(os.getpid()))
             run_folder.record_start(folder, about | run_folder.facts(process, [""]))
         watching = Watchdog(folder, process, limits if case == "stops" else LIMITS)
         watching.on_abort = lambda why: run_folder.record_end(folder, process, 1, "failed", 3, why)

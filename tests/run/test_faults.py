@@ -2,11 +2,9 @@
 
 import itertools
 import json
-import os
 import random
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ import pytest
 import torch
 
 from tests.helpers import (
-    ROOT,
     assert_same_end,
     checkpoint,
     python,
@@ -48,16 +45,6 @@ def saved_steps(run: Path) -> list[int]:
     for step in steps:
         assert storage.verify(checkpoint(run, step)) == []
     return steps
-
-
-def launched(*arguments: str, restarts: int = 0, **env: str) -> subprocess.Popen[str]:
-    """torchrun of two ranks in the background, in its own session, with the FAULT given."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return subprocess.Popen(
-        [*launcher, "--max-restarts", str(restarts), "tests/faults/worker.py" if env else "train.py", *arguments],
-        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | env,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
 
 
 def wait_for(process: subprocess.Popen[str], beginning: str) -> None:
@@ -232,10 +219,9 @@ def test_a_digest_tells_every_flipped_bit_and_every_exchange(dtype: torch.dtype,
     pytest.param("error:0:5:sync:2", {"checkpoint__api": "dcp"}, marks=slow),
     pytest.param("error:1:5:sync:2", {**SHARDED, "checkpoint__api": "dcp"}, marks=slow),
     pytest.param("error:0:5:begin:2", SHARDED, marks=slow),
-    ("error:0:5:manifest:2", {}),
+    pytest.param("error:0:5:manifest:2", {}, marks=extended),
     pytest.param("error:0:5:before rename:2", {}, marks=slow),
 ])  # fmt: skip
-@extended
 def test_a_failed_save_is_reported_and_retried(
     fault: str, more: dict[str, Any], start: Start, run: Path, straight: Path
 ) -> None:
@@ -280,7 +266,6 @@ def test_a_poisoned_step_can_be_skipped_and_is_recorded_with_its_samples(
     assert not [name for name in before if name.endswith("weight") and at[name].equal(after[name])]
 
 
-@extended
 def test_steps_skipped_before_a_resume_count_towards_max_skipped(start: Start, run: Path) -> None:
     """Steps 9 and 10 are skipped, 10 is saved, and with max_skipped = 3 the second of the next ones is too many."""
     keys = {"n": 1, "train__micro_batch_size": 6, "train__on_nonfinite": "skip", "train__max_skipped": 3}
@@ -289,6 +274,3 @@ def test_steps_skipped_before_a_resume_count_towards_max_skipped(start: Start, r
     output = start("nan:0:11:forward:9", fails=True, **keys)
     assert "step 12: the loss is not finite on rank 0. The update was withheld" in output
     assert [r["step"] for r in records(run) if "skipped_samples" in r] == [9, 10, 11]
-
-
-# --- the rest ---------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from tests.helpers import ranks, succeeded, tiny
 from tests.run.test_faults import saved_steps
 from torchtitan_lite.run.metrics import Log
 
-FULL = Path("/dev/full")
 SHORT = {"run__name": "run", "train__steps": 4, "eval__every": 2, "checkpoint__every": 2, "sample__every": 2}
 SAMPLES = ['--sample.prompts=["caf\u00e9 \u2603"]', "--sample.max_tokens=2"]
 
@@ -21,9 +20,6 @@ def with_stdout(
 ) -> subprocess.CompletedProcess[str]:
     env = {"STREAM_OUT": out, "STREAM_ENCODING": encoding, "STREAM_ENTRY": entry}
     return ranks(1, *arguments, entry="tests.run.streams", env=env)
-
-
-LOGS = "train.log", "metrics.jsonl", "samples.jsonl"
 
 
 def test_a_terminal_that_is_not_utf8_gets_escapes(text: Path, tmp_path: Path) -> None:
@@ -41,7 +37,6 @@ def test_a_terminal_that_is_not_utf8_gets_escapes(text: Path, tmp_path: Path) ->
     assert "Traceback" not in full.stderr
 
 
-@pytest.mark.extended
 def test_a_step_is_saved_before_it_is_sampled(text: Path, tmp_path: Path) -> None:
     result = ranks(1, *tiny(text, tmp_path, **SHORT), *SAMPLES, fault="raise:0:2:sample")
     assert result.returncode != 0

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,6 +49,22 @@ def test_signals_are_one_request(signals: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("signals", [(INT, INT), (TERM, INT, INT), (INT, TERM, INT)])
 def test_a_second_ctrl_c_ends_at_once(signals: tuple[int, ...]) -> None:
     assert received(*signals) == (signal.Signals(signals[0]).name, [130])
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_signal_that_arrives_while_the_disk_is_read_is_kept(waits: bool) -> None:
+    now = 100.0
+
+    class Disk:
+        def exists(self) -> bool:
+            preemption.received(TERM)
+            return waits
+
+    joining: Any = Disk()
+    preemption = Preemption(0, joining, clock=lambda: now)
+    now += 6.0
+    assert preemption.requested()
+    assert preemption.reason == "SIGTERM"
 
 
 @pytest.mark.parametrize("number", [TERM, INT, HUP, USR1])

@@ -92,7 +92,6 @@ def test_logging_changes_nothing(run: Run, tmp_path: Path) -> None:
     assert found["spike"]["loss"] == losses(tmp_path / "log")[17][0] > found["spike"]["loss_limit"]
 
 
-@extended
 @pytest.mark.parametrize("warmup", [16, 17])
 def test_nothing_is_a_spike_during_the_warm_up(warmup: int, run: Run) -> None:
     keys = SKIP | {"spike__loss_deviations": 1.0, "train__steps": 18, "optim__warmup_steps": warmup}
@@ -213,9 +212,6 @@ def test_the_printed_command_of_a_stopped_run_trains_without_the_samples(name: s
     assert after == {step: values for step, values in told.items() if step > (saved or 0)}
     mine, theirs = (tensors(checkpoint(folder, 24)) for folder in (fork, tmp_path / "told"))
     assert all(mine[name].equal(theirs[name]) for name in theirs)
-
-
-# --- tools ------------------------------------------------------------------------------------------------------
 
 
 # --- samples that a run is told to skip -------------------------------------------------------------------------

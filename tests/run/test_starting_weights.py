@@ -3,45 +3,36 @@
 import shutil
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers import checkpoint, python, ranks, succeeded, tiny
 
 
-@pytest.fixture(scope="module")
-def first(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of 2 steps."""
-    folder = tmp_path_factory.mktemp("weights")
-    succeeded(ranks(1, *tiny(text, folder, run__name="run", train__steps=2, optim__warmup_steps=1)))
-    return folder / "run"
-
-
 def test_the_check_of_a_config_refuses_weights_that_are_missing_or_of_another_model(
-    first: Path, text: Path, tmp_path: Path
+    finished: Path, text: Path, tmp_path: Path
 ) -> None:
     """scripts/slurm.sbatch runs it first. Also if the run has a checkpoint already: it has never started from them."""
-    shutil.copytree(first, tmp_path / "run")
+    shutil.copytree(finished, tmp_path / "run")
     (tmp_path / "empty").mkdir()
     for name, source, more, problem in (
         ("run", "runs/nosuch", {}, "model.init_from: nothing at runs/nosuch"),
         ("new", "runs/nosuch", {}, "model.init_from: nothing at runs/nosuch"),
         ("new", tmp_path / "empty", {}, "is not a run with a checkpoint, or a checkpoint"),
-        ("new", first, {"model__dim": 64}, "dim is 32 in the checkpoint and 64 here"),
-        ("new", first, {}, ""),
+        ("new", finished, {"model__dim": 64}, "dim is 32 in the checkpoint and 64 here"),
+        ("new", finished, {}, ""),
     ):
         result = python("--check-config", *tiny(text, tmp_path, run__name=name, model__init_from=source, **more))
         assert result.returncode == (2 if problem else 0), result.stdout + result.stderr
         assert problem in result.stderr
 
 
-def test_weights_of_another_tokenizer_are_reported(first: Path, text: Path, tmp_path: Path) -> None:
+def test_weights_of_another_tokenizer_are_reported(finished: Path, text: Path, tmp_path: Path) -> None:
     """`tiny` trains a tokenizer on each text: that of another text has other tokens of the same number."""
     (tmp_path / "other.txt").write_text("".join(file.read_text() for file in text.glob("*.txt"))[::-1])
-    more = {"run__name": "new", "model__init_from": first, "train__steps": 3}
+    more = {"run__name": "new", "model__init_from": finished, "train__steps": 3}
     other = ranks(1, *tiny(tmp_path / "other.txt", tmp_path, **more))
-    file = first / "tokenizer.json"
+    file = finished / "tokenizer.json"
     assert f"another tokenizer, so most tokens stand for other text here: --tokenizer.path={file}" in other.stdout
     again = succeeded(ranks(1, *tiny(tmp_path / "other.txt", tmp_path, **more | {"train__steps": 4})))
     assert "another tokenizer" not in again, "a resume does not read them"
@@ -50,12 +41,14 @@ def test_weights_of_another_tokenizer_are_reported(first: Path, text: Path, tmp_
     assert "another tokenizer" not in succeeded(ranks(1, *kept))
 
 
-def test_damaged_weights_and_tensors_that_the_model_lacks_are_refused(first: Path, text: Path, tmp_path: Path) -> None:
-    damaged = shutil.copytree(checkpoint(first, 2), tmp_path / "damaged")
+def test_damaged_weights_and_tensors_that_the_model_lacks_are_refused(
+    finished: Path, text: Path, tmp_path: Path
+) -> None:
+    damaged = shutil.copytree(checkpoint(finished, 2), tmp_path / "damaged")
     file = damaged / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     larger = tmp_path / "larger"
-    succeeded(python("export", str(first), str(larger), script="checkpoint.py"))
+    succeeded(python("export", str(finished), str(larger), script="checkpoint.py"))
     weights = load_file(larger / "model.safetensors")
     save_file(weights | {"transformer.h.2.ln_1.weight": torch.ones(32)}, larger / "model.safetensors", {"format": "pt"})
     for source, problem in (

@@ -52,13 +52,6 @@ def ended(run: Path) -> tuple[str, int]:
     return about["status"], about["step"]
 
 
-def drop(run: Path, *keys: str) -> None:
-    """Remove the records that have one of these keys, as if a kill had come before them."""
-    file = run / "metrics.jsonl"
-    kept = [line for line in file.read_text().splitlines(True) if not {*keys} & {*json.loads(line)}]
-    file.write_text("".join(kept))
-
-
 def test_a_stop_at_the_last_step_is_not_complete_before_its_validation(text: Path, tmp_path: Path) -> None:
     command = tiny(text, tmp_path, run__name="run", train__steps=4, log__trackers='["tensorboard"]', **WORK)
     said = succeeded(ranks(2, *command, fault="term:0:4"))

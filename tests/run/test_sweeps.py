@@ -18,14 +18,6 @@ from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.run import attempts
 
 
-@pytest.fixture(scope="module")
-def first(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of 4 steps, with a checkpoint of step 2."""
-    folder = tmp_path_factory.mktemp("sweeps")
-    succeeded(ranks(1, *tiny(text, folder, run__name="run", train__steps=4, checkpoint__every=2)))
-    return folder / "run"
-
-
 def copied(run: Path, tmp_path: Path) -> Path:
     shutil.copytree(run, tmp_path / run.name)
     return tmp_path / run.name
@@ -139,10 +131,10 @@ def test_the_order_of_sources_decides_the_order_of_samples() -> None:
 
 @pytest.mark.parametrize(("n", "steps"), [(1, 4), (2, 9)])
 def test_another_rate_is_refused_with_one_message_before_anything_else_is_done(
-    n: int, steps: int, first: Path, text: Path, tmp_path: Path
+    n: int, steps: int, finished: Path, text: Path, tmp_path: Path
 ) -> None:
     """Also if the run is finished: a sweep's second rate must not pass as done."""
-    run = copied(first, tmp_path)
+    run = copied(finished, tmp_path)
     before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file() and file.name not in RECORD}
     output = again(text, run, n=n, code=3 - n, train__steps=steps, optim__lr=1e-3)
     assert output.count(f"{run} has made 4 steps, and its values differ from this command's:") == 1
@@ -155,8 +147,8 @@ def test_another_rate_is_refused_with_one_message_before_anything_else_is_done(
     assert "finished: step 4" in again(text, run, optim__lr=0.004)
 
 
-def test_the_printed_fork_continues_with_the_new_rate(first: Path, text: Path, tmp_path: Path) -> None:
-    run = copied(first, tmp_path)
+def test_the_printed_fork_continues_with_the_new_rate(finished: Path, text: Path, tmp_path: Path) -> None:
+    run = copied(finished, tmp_path)
     output = again(text, run, code=2, train__steps=6, optim__lr=1e-3)
     (line,) = (line for line in output.splitlines() if "--run.name=run-from-4" in line)
     said = succeeded(ranks(1, *shlex.split(line.split(" train.py ")[1])))

@@ -14,9 +14,6 @@ import pytest
 
 from tests.helpers import ROOT, python, succeeded, tiny
 
-STEP = {"step": 20, "mean_loss": 3.2, "loss": 3.2, "grad_norm": 1.5, "lr": 1e-3}
-STEP |= {"tokens_per_second": 9e3, "peak_memory_gib": 0.5}
-
 
 def on_a_terminal(columns: int, *options: str) -> str:
     """What train.py writes to a terminal of that width."""

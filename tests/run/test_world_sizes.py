@@ -69,10 +69,13 @@ def test_loss_curves_agree(family: str, n: int, runs: Runs) -> None:
 @pytest.mark.parametrize(
     ("family", "n", "more"),
     [
-        *(("llama", 1, {}), ("llama", 3, {}), ("llama", 4, {"fsdp__dp_replicate": 2}), ("t5", 3, {}), ("muon", 3, {})),
+        ("llama", 3, {}),
+        *(
+            pytest.param(*p, marks=extended)
+            for p in (("llama", 1, {}), ("llama", 4, {"fsdp__dp_replicate": 2}), ("t5", 3, {}), ("muon", 3, {}))
+        ),
     ],
 )
-@extended
 def test_a_run_of_2_ranks_resumes_on_other_world_sizes(
     family: str, n: int, more: dict[str, Any], runs: Runs, text: Path, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from tests.helpers import ranks, succeeded, tiny
+from tests.helpers import ranks, succeeded
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import DataError, UserError
 from torchtitan_lite.scoring import questions, task_scores, task_tokens
@@ -266,14 +266,6 @@ def test_brackets_are_balanced_and_have_their_partner() -> None:
         brackets(["(only parentheses) " * 100])
 
 
-@pytest.fixture(scope="module")
-def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("runs")
-    more = {"train__steps": 2, "eval__every": 0, "checkpoint__every": 2, "optim__warmup_steps": 1}
-    succeeded(ranks(1, *tiny(text, out, run__name="run", **more)))
-    return out / "run"
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -284,9 +276,9 @@ def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["RUN", "--tasks", "TASK", "--questions=-1"], "--questions=-1 should be 0"),
     ],
 )
-def test_bad_options_are_errors(arguments: list[str], message: str, run: Path, tmp_path: Path) -> None:
+def test_bad_options_are_errors(arguments: list[str], message: str, finished: Path, tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
-    named = {"RUN": run, "FOLDER": tmp_path, "TASK": jsonl(tmp_path / "task.jsonl", CHOICE)}
+    named = {"RUN": finished, "FOLDER": tmp_path, "TASK": jsonl(tmp_path / "task.jsonl", CHOICE)}
     named["SAME"] = jsonl(tmp_path / "b/task.jsonl", CHOICE)
     given = evaluate.options_of([str(named.get(word, word)) for word in arguments])
     with pytest.raises(UserError, match=message):

@@ -40,7 +40,6 @@ def in_file_order(folder: Path, packing: str = "concat") -> list[tuple[int, ...]
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
-@pytest.mark.extended
 def test_the_subset_is_drawn_from_all_of_the_held_out_text(folder: Path, packing: str) -> None:
     data, every = DataSet.open({"a": (1.0, folder)}), in_file_order(folder, packing)
     n = len(every)
@@ -62,7 +61,6 @@ def test_the_subset_is_the_same_at_every_world_size_and_seed(folder: Path, world
     assert len({len(list(part.micro_batches())) for part in parts}) == 1, "ranks would wait for each other"
 
 
-@pytest.mark.extended
 def test_a_run_that_validated_other_sequences_is_told_when_it_is_resumed(text: Path, tmp_path: Path) -> None:
     command = tiny(text, tmp_path, run__name="run", train__steps=2, eval__every=2, optim__warmup_steps=1)
     succeeded(ranks(1, *command))

@@ -55,9 +55,6 @@ def test_a_checkpoint_has_the_parameters_and_the_state_of_all_ranks() -> None:
         assert f"        a checkpoint on disk: {size(found.checkpoint_bytes)}" in command._memory_lines(found)
 
 
-MESHES = pytest.mark.parametrize("mesh", [{}, {"fsdp.dp_replicate": 2}], ids=["shards", "hybrid"])
-
-
 def triangular_flops(a: torch.Size, b: torch.Size, **_: Any) -> int:
     """Torch counts none: half of those of the product with a whole matrix."""
     return b.numel() * a[-1]

@@ -113,14 +113,6 @@ def recorded_by(folder: Path) -> tuple[Config, dict[str, Any]]:
     return Config.model_validate(tree), numbers_of(attempt.config, attempt.must_match, attempt.setting)
 
 
-def rewrite(folder: Path, config: dict[str, Any] | None = None, **values: Any) -> None:
-    """Change the only attempt of a run."""
-    file = folder / "run" / attempts.FILE
-    attempt, *end = map(json.loads, file.read_text().splitlines())
-    attempt |= {"config": attempt["config"] | (config or {}), **values}
-    file.write_text("".join(json.dumps(line) + "\n" for line in (attempt, *end)))
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [

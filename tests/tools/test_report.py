@@ -99,7 +99,6 @@ def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out_dir / "run"
 
 
-@pytest.mark.extended
 def test_the_page_of_one_run_has_its_curves_tiles_and_samples(run: Path, tmp_path: Path) -> None:
     page = made(tmp_path / "page.html", run)
     titles = [title.split("  ")[0] for title in titles_of(run)]

@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from tests.helpers import ROOT, ranks, succeeded, tiny
@@ -346,10 +345,3 @@ def trained(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = tiny(texts, folder, run__name="run", train__steps=14, checkpoint__every=4, eval__every=0)
     succeeded(ranks(2, *options, entry="tests.data.batch_worker", env={"BATCHES": str(folder / "batches")}))
     return folder
-
-
-def given(trained: Path, first: int) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """The rows of both ranks at this position, in the order of samples: two rows of each, in turn."""
-    parts = [np.load(trained / f"batches/{rank}-{first}.npz") for rank in (0, 1)]
-    tokens, targets = ([part[name] for part in parts] for name in ("tokens", "targets"))
-    return [(tokens[i // 2 % 2][i // 4 * 2 + i % 2], targets[i // 2 % 2][i // 4 * 2 + i % 2]) for i in range(6)]

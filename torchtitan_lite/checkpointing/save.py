@@ -39,7 +39,7 @@ class Saved:
     folder: Path
     bytes: int = 0
     seconds: float = 0.0
-    stopped_s: float = 0.0  # how long training was blocked
+    stopped_s: float = 0.0  # how long the snapshot blocked training
     error: str = ""
     note: str = ""  # on rank 0: why older checkpoints were not deleted
 
@@ -78,8 +78,12 @@ class BaseCheckpointer(ABC):
         self._copies: Tensors = {}  # on the host, reused by each save in the background
 
     @abstractmethod
-    def save(self, state: TrainState) -> None:
-        """Start to save a checkpoint; `wait` returns the outcome."""
+    def snapshot(self, background: bool) -> Write:
+        """Gather or copy the tensors, while training waits. Collective. Returns the function that writes them.
+
+        Args:
+            background: whether that function runs during training, so that it needs copies.
+        """
 
     @abstractmethod
     def load(self, values: Mapping[str, Any]) -> TrainState | None:
@@ -90,31 +94,24 @@ class BaseCheckpointer(ABC):
         model, optimizer = own_tensors(self.model), optimizer_tensors(self.model, self.optimizer)
         return {storage.MODEL: model, storage.OPTIMIZER: optimizer}
 
-    def start_save(self, state: TrainState, snapshot: Callable[[bool], Write]) -> None:
-        """Write a checkpoint; with `async_save` in the background. Never raises: `wait` returns the outcome.
+    def save(self, state: TrainState) -> None:
+        """Save model, optimizer and state; with `async_save`, write in the background.
 
-        Args:
-            snapshot: called at once, while training waits. Returns the function that writes; that function gets copies
-                if the argument is True.
+        Never raises: `wait` returns the outcome.
         """
         assert self._thread is None, "wait for the previous save first"
         background, began = self.config.async_save, time.perf_counter()
         self._operation = f"saving step {state.step}"
-        writes, n_bytes = list[Write](), 0
+        writes: list[Write] = []
         failed: Exception | None = None
-
-        def take_snapshot() -> int:
-            writes.append(snapshot(background))
-            return self._n_bytes()
-
         try:  # writing has collectives, so all ranks begin it or none
             with progress.doing(self._operation):
-                n_bytes = on_all(take_snapshot, self.group)[0]
+                on_all(lambda: writes.append(self.snapshot(background)), self.group)
         except Exception as error:  # e.g. one rank has no memory for the copies
             failed = error
-        stopped_s = time.perf_counter() - began
+        n_bytes, stopped_s = self._n_bytes(), time.perf_counter() - began
 
-        def run() -> None:
+        def finish() -> None:
             saved = Saved(state.step, storage.step_folder(self.folder, state.step))
             try:
                 if failed:
@@ -128,10 +125,10 @@ class BaseCheckpointer(ABC):
             self._saved = replace(saved, seconds=seconds, stopped_s=stopped_s if background else seconds)
 
         if background:
-            self._thread = threading.Thread(target=run, name="save", daemon=True)
+            self._thread = threading.Thread(target=finish, name="save", daemon=True)
             self._thread.start()
         else:
-            run()
+            finish()
 
     def host_copies(self, tensors: Mapping[str, Tensor]) -> Tensors:
         """Copy tensors to the host; of DTensors this rank's rows. Pinned memory on a GPU, for speed."""
@@ -157,6 +154,8 @@ class BaseCheckpointer(ABC):
             storage.require_space(self.folder, n_bytes)
             return str(storage.new_folder(self.folder, state.step))
 
+        folder = Path(on_rank0(make_folder, self.group))
+
         def write_files() -> dict[str, Any]:
             return {name: asdict(record) for name, record in write(folder).items()}
 
@@ -164,7 +163,6 @@ class BaseCheckpointer(ABC):
         def commit() -> None:
             storage.commit(folder, state, self.config.state_dict, self.process.world_size, files)
 
-        folder = Path(on_rank0(make_folder, self.group))
         try:
             written = on_all(write_files, self.group)
             files = {name: FileRecord(**record) for records in written for name, record in records.items()}

@@ -40,7 +40,7 @@ from torchtitan_lite.errors import CheckpointError, FormatError, SaveError, Unre
 from torchtitan_lite.files import sync_folder
 from torchtitan_lite.terminal import size
 
-FORMAT_VERSION = 5  # of manifest.json and state.json, including the names of config keys
+FORMAT_VERSION = 6  # of manifest.json and state.json, including the names of config keys
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 # these mean that a checkpoint is damaged; any other OSError is an I/O error
@@ -218,7 +218,7 @@ def commit(folder: Path, state: TrainState, state_dict: str, world_size: int, fi
         files: the files written into it, already synced.
 
     Raises:
-        OSError, CheckpointError: not committed; nothing else has changed.
+        OSError, CheckpointError: not committed. (If only the last sync fails: committed, but perhaps not on the disk.)
     """
     for name, record in files.items():
         if problem := verify_file(folder, name, record, "size"):

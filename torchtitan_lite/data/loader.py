@@ -1,8 +1,8 @@
 """Batches: the tokens of each rank at a position of the run.
 
 The global batch of size G at position `samples_consumed` is samples samples_consumed, ..., samples_consumed + G - 1 of
-the run (order.py). They are laid out over micro-batches, then ranks, then rows. With G = 10, two ranks and a
-micro_batch_size of 2:
+the run (order.py; mixture.py first assigns each to a source). They are laid out over micro-batches, then ranks, then
+rows. With G = 10, two ranks and a micro_batch_size of 2:
 
                      rank 0    rank 1
     micro-batch 0    0 1       2 3

@@ -4,7 +4,8 @@ Parameters are gathered in groups, in the order of forward:
 
     inputs (token and position embeddings) -> layers.0 -> ... -> layers.L-1 -> head (norm, output)
 
-fsdp.blocks_per_group puts several blocks into one group. Tied inputs and head are one group, gathered throughout.
+fsdp.blocks_per_group puts several blocks into one group. Tied inputs and head are one group, which stays gathered
+through forward.
 
 Between uses a parameter is a DTensor: each rank has some of its rows, in float32. In a micro-batch, each group does
 this:
@@ -17,7 +18,8 @@ So only the computing and prefetched groups are gathered, and the optimizer sees
     the head                          not freed after forward, unless reshard_after_forward is True: backward begins
                                       with it (with speed.chunked_loss only its norm is needed)
     untied embeddings                 not gathered for backward
-    reshard_after_backward = false    everything stays gathered until the step's last micro-batch
+    reshard_after_backward = false    not freed after backward, so the next micro-batch's forward gathers nothing
+    grad_sync = "last"                whole gradients are kept until the last micro-batch
 
 With HSDP (fsdp.dp_replicate) a group's gradients are reduce-scattered in dp_shard, then all-reduced in dp_replicate.
 Both average, so together they average over all ranks, as train.py assumes.

@@ -29,7 +29,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
 
     @step_number.setter
     def step_number(self, number: int) -> None:
-        for group in self.param_groups:  # so `state_dict` has it
+        for group in self.param_groups:  # optim/average.py reads it
             group["step_number"] = number
 
     def update(self, step: int, withheld: Tensor) -> None:

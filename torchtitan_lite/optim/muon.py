@@ -3,8 +3,8 @@
 The iteration needs whole matrices, but a rank has only rows. So each matrix has an owner. An all-to-all sends the rows
 of many matrices to their owners, each owner orthogonalises its matrices, and a second all-to-all returns the rows. With
 HSDP, each replica handles a share of the matrices, and an all-gather between replicas exchanges the results. If there
-are at least as many matrices as ranks, a rank computes 1 / world size of the matmuls. For N parameters on R ranks per
-replica, a rank sends about 2 N / R elements, and with several replicas another N / R.
+are at least as many matrices as ranks, a rank computes 1 / world size of the matmuls. For N parameters on k
+replicas of R ranks, a rank sends about 2 N / (k R) elements, and with several replicas another N / R.
 
 In a stack of matrices (E, M, N), such as a layer's experts, each rank has whole matrices unless the stack is split at
 dim 1. A rank orthogonalises its whole matrices without an exchange. (Every replica computes all of them.)

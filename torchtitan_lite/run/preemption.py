@@ -1,7 +1,8 @@
-"""Preemption: on a signal (TERM, INT, HUP, USR1) or at the time limit, the run finishes its step, saves and exits.
+"""Preemption: on a signal (TERM, INT, HUP, USR1) or at the time limit, the run stops after a step, saves and exits.
 
 It does the same if a machine of the same job waits to join it (`run_folder.lock`). A signal only sets a reason. Each
-step's record sums the requests of all ranks, so all stop after the same step. A second Ctrl-C (INT) ends the process at
+step's record sums the requests of all ranks, so all stop after the same step: this one or the next. The handlers exist
+while the run trains; during build and load a signal has its default effect. A second Ctrl-C (INT) ends the process at
 once, without saving. Any other signal after the first repeats the request: Slurm signals both launcher and workers, and
 torchrun forwards signals.
 
@@ -107,10 +108,11 @@ class Preemption:
     def requested(self) -> bool:
         """Return whether this rank was asked to stop."""
         if not self.reason and self._clock() - self._started > self._limit_s:
-            self.reason = f"run.max_minutes = {self._max_minutes:g}"
+            self.reason = self.reason or f"run.max_minutes = {self._max_minutes:g}"
         if not self.reason and self._clock() - self._looked > 5:  # not at each step: a shared file system is slow
             self._looked = self._clock()
-            self.reason = JOINS if self._joining.exists() else ""
+            if self._joining.exists():
+                self.reason = self.reason or JOINS  # a signal may have come meanwhile
         return bool(self.reason)
 
     def agree(self, process: Process) -> None:

@@ -86,7 +86,7 @@ class Session:
     periodic: PeriodicWork
     state: TrainState
     resumed: TrainState | None = None  # the saved state, if the run resumes
-    unchecked: StepRecord | None = None  # the last step's, until `check_last_step` reads it
+    pending: StepRecord | None = None  # the last step's, until `check_pending` reads it
 
     def close(self) -> None:
         """End the background threads."""
@@ -94,7 +94,7 @@ class Session:
         self.services.watchdog.close()
 
 
-def check_last_step(s: Session) -> None:
+def check_pending(s: Session) -> None:
     """Check on the host whether the last step's update was withheld, and whether the ranks agree to stop.
 
     The host reads the record one step late, while the device computes the next step, so it does not wait. Code that
@@ -103,7 +103,7 @@ def check_last_step(s: Session) -> None:
     Raises:
         UserError: on every rank: a guard stops the run.
     """
-    record, s.unchecked = s.unchecked, None
+    record, s.pending = s.pending, None
     if record is None:
         return
     for guard in s.trained.guards:

@@ -34,7 +34,7 @@ from torchtitan_lite.process import env_int
 from torchtitan_lite.run import mfu, out_of_memory, run_folder
 from torchtitan_lite.run.console import batch_line, fsdp_line, model_line
 from torchtitan_lite.run.metrics import Log
-from torchtitan_lite.run.session import Session, check_last_step
+from torchtitan_lite.run.session import Session, check_pending
 from torchtitan_lite.run.start_and_end import require_agreement, require_shared
 from torchtitan_lite.terminal import counted, duration, size
 from torchtitan_lite.tools.columns import columns
@@ -141,7 +141,7 @@ def measure(s: Session, step: Step) -> tuple[int, float]:
         before = time.perf_counter()
         run_step(STEPS)
         step_s = time.perf_counter() - before
-    check_last_step(s)
+    check_pending(s)
     return n_bytes, step_s
 
 

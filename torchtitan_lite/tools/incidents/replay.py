@@ -35,7 +35,7 @@ from torchtitan_lite.run import attempts as history
 from torchtitan_lite.run import out_of_memory, run_folder
 from torchtitan_lite.run.attempts import Attempt
 from torchtitan_lite.run.metrics import Log
-from torchtitan_lite.run.session import Session, check_last_step
+from torchtitan_lite.run.session import Session, check_pending
 from torchtitan_lite.run.start_and_end import require_agreement
 from torchtitan_lite.terminal import counted, print_line
 from torchtitan_lite.tools.dry_run import in_temporary_folder
@@ -217,7 +217,7 @@ def compute(s: Session, step: Step, recorded: Recorded, folder: Path) -> str:
         numbers = step(s, number).numbers
         try:
             with contextlib.suppress(SpikeError):  # the last step of a run that a spike stopped
-                check_last_step(s)
+                check_pending(s)
         except NonFiniteError as error:
             stopped = _sentence(str(error))
         then = recorded.steps.get(str(number), {})
