@@ -173,14 +173,14 @@ def build_watched(config: Config, data: DataSet, process: Process, log: Log, wat
         pin=process.device.type == "cuda",
     )
     loader = PrefetchingLoader(rank_loader, process.device)
-    validation = Validation.of(config, data, config.train.micro_batch_size, process.rank, process.world_size)
+    validation = Validation.from_config(config, data, config.train.micro_batch_size, process.rank, process.world_size)
     periodic = build_periodic_work(config, data, process, validation)
 
     # 5. The newest checkpoint of the run, else the weights that model.init_from names.
     preemption = Preemption(config.run.max_minutes, config.folder / run_folder.JOINING)  # max_minutes includes the load
     best_of = functools.partial(attempts.best_step, config.folder)
     checkpointer = Checkpointer(config.folder / "checkpoints", model, optimizer, config.checkpoint, process, best_of)
-    fresh = fresh_state(config, data, process, validation.identity(), periodic.task_hashes)
+    fresh = fresh_state(config, data, process, validation.description(), periodic.task_hashes)
     with watchdog.loading("loading a checkpoint"):
         resumed = load_newest(config, checkpointer, fresh, log)
     state = resumed.continued_by(fresh) if resumed else fresh
@@ -217,7 +217,7 @@ def build_guards(
 def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh, *, widen: bool = False) -> models.Transformer:
     """Build the model on the meta device and shard it: every parameter is a DTensor without storage."""
     with torch.device("meta"):
-        model = models.build(config.model, vocab_size, models.LossOptions.of(config))
+        model = models.build(config.model, vocab_size, models.LossOptions.from_config(config))
     freeze(model, config.optim.freeze)
     if config.speed.float8:
         from torchtitan_lite.distributed import float8

@@ -447,7 +447,7 @@ def fake_rank(config: str, values: dict[str, Any], world_size: int) -> Figures:
     found["communication's stand-in, s"] = gather.take_seconds() + reduce.take_seconds()
     if plan.device:
         expected = planned_run.expected(plan, plan.device)
-        found |= {f"plan_{kind}, s": getattr(expected, kind) for kind in ("products", "attention", "optimizer")}
+        found |= {f"plan_{kind}, s": getattr(expected, kind) for kind in ("matmuls", "attention", "optimizer")}
         found["plan_others and copies, s"] = expected.others
         found["others and copies, s"] = found["others, s"] + found["copies, s"] - found["communication's stand-in, s"]
     return found
@@ -456,7 +456,7 @@ def fake_rank(config: str, values: dict[str, Any], world_size: int) -> Figures:
 # The first matching pattern decides a kernel's kind. Inductor's names list all operators that they fuse.
 KINDS = {
     "attention": r"flash|fmha|attention|sdpa",
-    "products": r"gemm|nvjet|cutlass|xmma|cublas|::b?mm|::addmm|::baddbmm",
+    "matmuls": r"gemm|nvjet|cutlass|xmma|cublas|::b?mm|::addmm|::baddbmm",
     "optimizer": r"adam|lpnorm",
     "copies": r"^(?!triton).*(memcpy|memset|copy|CatArray|chunk_cat|split_with_sizes|::cat|fill)",
 }

@@ -191,7 +191,7 @@ def build_model(config: Config, vocab_size: int = 0) -> Transformer:
     if config.fsdp.param_dtype != "float32":
         warnings.warn("the model computes in float32, not in fsdp.param_dtype: use torch.autocast", stacklevel=2)
     with torch.device("meta"):
-        model = models.build(config.model, size, LossOptions.of(config))
+        model = models.build(config.model, size, LossOptions.from_config(config))
     freeze(model, config.optim.freeze)
     cpu.apply(model, config.speed)
     blocks.apply_activation_checkpointing(model, config.activation_checkpointing)

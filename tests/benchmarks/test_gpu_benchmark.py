@@ -23,7 +23,7 @@ CHEAP = ["1B, one rank of 8"]
 EXPECTED = {
     "save_pause": {"pause, s", "tokens/s meanwhile"},
     "row": {"step, s", "plan_step, s", "MFU"},
-    "fake_rank": {"products, s", "plan_products, s", "others and copies, s"},
+    "fake_rank": {"matmuls, s", "plan_matmuls, s", "others and copies, s"},
     "copies": {"copy, GB/s"},
 }
 

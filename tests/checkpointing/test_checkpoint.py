@@ -53,7 +53,7 @@ def test_without_a_complete_checkpoint_the_run_does_not_start_over(finished: Pat
     message = again(finished, text, tmp_path)
     assert "no checkpoint is complete:" in message
     assert message.count("model.safetensors: ") == 2
-    assert "start another run with --run.name=NEW" in message
+    assert "start a new run with --run.name=NEW" in message
     assert storage.find_steps(tmp_path / "run/checkpoints") == [2, 4], "nothing is deleted"
 
 

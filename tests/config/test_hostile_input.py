@@ -97,8 +97,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (storage.OPTIMIZER, moments),
         )
     }
-    identity = {f"model.{key}": value for key, value in config.model.resolved().items()}
-    state = TrainState(step=1, identity=identity, config=schema.flatten(config))
+    must_match = {f"model.{key}": value for key, value in config.model.resolved().items()}
+    state = TrainState(step=1, must_match=must_match, config=schema.flatten(config))
     storage.commit(folder, state, "full", 1, records)
     folder = storage.new_folder(run.parent / "sharded", 1)
     writer = ShardWriter(folder)
