@@ -192,7 +192,7 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "nested JSON": ("a.jsonl", GOOD + b"[" * 100_000 + b"\n", r"a\.jsonl: line 2: not JSON"),
     "missing key": ("a.jsonl", GOOD + b'{"body": "x"}\n', 'line 2: no "text": its keys are body; --text-key'),
     "not an object": ("a.jsonl", GOOD + b'["text"]\n', r'a\.jsonl: line 2: no "text": it is not an object'),
-    "surrogate": ("a.jsonl", GOOD + b'{"text": "\\ud83d"}\n', "line 2: not JSON in UTF-8: unexpected end of hex"),
+    "surrogate": ("a.jsonl", GOOD + b'{"text": "\\ud83d"}\n', "line 2: is not valid text: surrogates not allowed"),
     "a list": ("a.jsonl", GOOD + b'{"text": [1, 2]}\n', r'line 2: "text" should be text, but is \[1, 2\]'),
     "null": ("a.jsonl", GOOD * 4 + b'{"text": null}\n', r'a\.jsonl: line 5: "text" should be text, but is null'),
     "empty text": ("a.jsonl", b'{"text": ""}\n', r'a\.jsonl: line 1: "text" should be text, but is ""'),

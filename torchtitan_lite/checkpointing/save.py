@@ -151,6 +151,7 @@ class BaseCheckpointer(ABC):
 
         @progress.working("making its folder")
         def make_folder() -> str:
+            storage.remove_leftovers(self.folder)
             storage.require_space(self.folder, n_bytes)
             return str(storage.new_folder(self.folder, state.step))
 

@@ -198,17 +198,21 @@ def read_specs(file: Path) -> TensorSpecs:
 
 
 def new_folder(checkpoints: Path, step: int) -> Path:
-    """Make a hidden folder for writing a checkpoint, and remove leftovers of killed processes.
+    """Make a hidden folder for writing a checkpoint.
 
     Raises:
         OSError: e.g. the parent of `checkpoints` does not exist.
     """
     checkpoints.mkdir(exist_ok=True)  # no parents: an unmounted file system must not be replaced by a folder
-    for left in (*checkpoints.glob(".tmp-*"), *checkpoints.glob(".trash-*")):
-        shutil.rmtree(left, ignore_errors=True)
     folder = checkpoints / f".tmp-{step_folder(checkpoints, step).name}-{uuid.uuid4().hex[:8]}"
     folder.mkdir()
     return folder
+
+
+def remove_leftovers(checkpoints: Path) -> None:
+    """Remove what killed processes left. Only for the process that holds the run's lock: a save may be going on."""
+    for left in (*checkpoints.glob(".tmp-*"), *checkpoints.glob(".trash-*")):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def commit(folder: Path, state: TrainState, state_dict: str, world_size: int, files: Mapping[str, FileRecord]) -> Path:
@@ -256,7 +260,10 @@ def require_space(checkpoints: Path, n_bytes: int) -> None:
     status = os.statvfs(where)
     free = status.f_bavail * status.f_frsize
     if free < n_bytes:
-        raise SaveError(f"a checkpoint takes {size(n_bytes)}, but {where} has only {size(free)} free")
+        raise SaveError(
+            f"a checkpoint takes {size(n_bytes)}, but {where} has only {size(free)} free: free some "
+            "space, for example by deleting an old checkpoint"
+        )
 
 
 # --- comparing --------------------------------------------------------------------------------------------------

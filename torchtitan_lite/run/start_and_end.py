@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from torchtitan_lite import __version__
+from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config, flatten
 from torchtitan_lite.config.toml import Loaded, format_value, to_toml_with_origins
@@ -164,6 +165,7 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
             log.info(f"note    {note}")
     if not finished:
         with watchdog.loading("comparing the space on the disk"):
+            on_rank0(lambda: storage.remove_leftovers(checkpointer.folder), process.untimed)
             checkpointer.require_space()
 
     def change_folder() -> int:

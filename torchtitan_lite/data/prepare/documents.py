@@ -113,7 +113,10 @@ def _document(corpus: Corpus, file: int, place: int, values: Sequence[Any] | Unu
             shown = json.dumps(value, default=str)[:40]
             return Problem(file, place, "no text", f'"{key}" should be text, but is {shown}')
     texts = corpus.source_prefix + values[0], *values[1:]
-    contents = [text.encode() for text in texts]
+    try:
+        contents = [text.encode() for text in texts]
+    except UnicodeEncodeError as error:
+        return Problem(file, place, "no text", f"is not valid text: {error.reason}")
     if max(map(len, contents)) > LONGEST:
         return Problem(file, place, *_TOO_LONG)
     number = int.from_bytes(hashlib.sha256(contents[0]).digest()[:8])
@@ -130,7 +133,7 @@ def read_txt(stream: BinaryIO, corpus: Corpus) -> Read:
     """Yield blocks that end at the last line end within the limit. A longer line is cut between characters."""
     if len(corpus.keys) == 2:
         raise ValueError("has no columns; pairs are read from .jsonl, .csv, .tsv and .parquet files")
-    line, pending = 1, b""
+    line, pending = 1, stream.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
     while pending := pending + stream.read(corpus.block - len(pending)):
         at_end = len(pending) < corpus.block
         cut = len(pending) if at_end else pending.rfind(b"\n") + 1 or _character_boundary(pending)
@@ -162,9 +165,12 @@ def read_jsonl(stream: BinaryIO, corpus: Corpus) -> Read:
 
 def _json_values(line: bytes, corpus: Corpus) -> Sequence[Any] | Unusable:
     try:
-        record = from_json(line)
-    except ValueError as error:  # not JSON or not UTF-8
-        return Unusable("not JSON", f"not JSON in UTF-8: {error}")
+        record = from_json(line)  # faster than json.loads, but refuses half a surrogate pair in any key
+    except ValueError as error:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):  # not JSON or not UTF-8
+            return Unusable("not JSON", f"not JSON in UTF-8: {error}")
     has = record if isinstance(record, dict) else {}
     if missing := [key for key in corpus.keys if key not in has]:
         keys = f"its keys are {', '.join(has)[:200]}" if has else "it is not an object with keys"

@@ -1,7 +1,8 @@
 """Lists the documents that steps of a run saw: `python -m torchtitan_lite.which RUN --step N [--to M]`.
 
 Each line is a part of a document in a sample: file with line or row, token range, and the beginning of the text. --find
-TEXT lists the steps that see documents with a text. The run's data must be where it was in training, or in its cache.
+TEXT lists the steps that see a part of a document with a text. The run's data must be where it was in training, or in
+its cache.
 
 Samples are drawn as in training, from token files that log each read. So this works for every objective and packing.
 """
@@ -199,7 +200,7 @@ def _run(options: argparse.Namespace) -> int:
         listed = sorted({row.step for row in found})
         more = f", and {len(listed) - _STEPS:,} more" if len(listed) > _STEPS else ""
         shown = ", ".join(map(str, listed[:_STEPS])) or "-"
-        title = f"seen at {counted(len(listed), 'step')} of {len(steps):,}: {shown}{more}"
+        title = f"parts of these documents are seen at {counted(len(listed), 'step')} of {len(steps):,}: {shown}{more}"
     else:
         skips = {step: skipped for step in steps if (skipped := record.skipped(step))}
         notes += [f"the samples {s.start} to {s.stop - 1} were skipped before step {n}" for n, s in skips.items()]
@@ -227,13 +228,15 @@ def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan_lite.which",
-        description="List the documents that steps of a run saw, or the steps that see a text.",
+        description="List the documents that steps of a run saw, or the steps that see documents with a text.",
         allow_abbrev=False,
     )
     parser.add_argument("run", type=paths.expand, metavar="RUN", help="the folder of a run")
     parser.add_argument("--step", type=int, default=None, metavar="N", help="the step, or the first of several")
     parser.add_argument("--to", type=int, default=None, metavar="M", help="the last step")
-    parser.add_argument("--find", default=None, metavar="TEXT", help="the steps whose documents hold this text")
+    parser.add_argument(
+        "--find", default=None, metavar="TEXT", help="the steps that see a part of a document with this text"
+    )
     parser.add_argument("--json", type=paths.expand, default=None, metavar="FILE", help="also write all of it here")
     own = "import your own model"
     parser.add_argument("--model.family", dest="family", default="", metavar="module:Name", help=own)
