@@ -269,7 +269,7 @@ def test_a_prepared_folder_scores_as_its_text(runs: Path, text: Path, tmp_path: 
             "/dev/null is not a regular file: name the model's tokenizer.json",
         ),
         (["PAIRS", "--data", "TEXT"], "--source-key"),
-        (["ONE", "--data", "PREPARED"], "another tokenizer"),
+        (["ONE", "--data", "PREPARED"], "was not prepared with the tokenizer of"),
         (["ONE", "--json", "nosuch/x.json"], "it is a folder, or is not in one"),
         (["ONE", "--json", "."], "--json=. can't be written: it is a folder"),
         (["ONE", "--json", "/dev/null/x.json"], "is not in one that is writable"),
