@@ -54,7 +54,7 @@ from torchtitan_lite.models.attention import attend, within_documents
 from torchtitan_lite.models.chunked_loss import chunked_cross_entropy
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.run import mfu
-from torchtitan_lite.run.between_steps import disable_automatic_garbage
+from torchtitan_lite.run.between_steps import disable_automatic_gc
 from torchtitan_lite.run.session import Session, check_pending
 from torchtitan_lite.tools.estimate import planned_run
 from torchtitan_lite.tools.estimate.planned_run import Plan, make_plan
@@ -302,7 +302,7 @@ def session(config: Config, process: Process) -> Iterator[Session]:
     prefetching = PrefetchingLoader(loader, process.device)
     try:
         if config.speed.gc_every:
-            disable_automatic_garbage()
+            disable_automatic_gc()
         yield bare_session(config, process, model, prefetching)
     finally:
         gc.enable()

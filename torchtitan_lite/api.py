@@ -195,7 +195,7 @@ def build_model(config: Config, vocab_size: int = 0) -> Transformer:
     freeze(model, config.optim.freeze)
     cpu.apply(model, config.speed)
     blocks.apply_activation_checkpointing(model, config.activation_checkpointing)
-    blocks.apply_compile(model, config.compile, all_lengths=config.data.objective == "pairs")
+    blocks.apply_compile(model, config.compile, dynamic_shapes=config.data.objective == "pairs")
     materialise(model, loading.device_of(config.run.device), config.run.seed)
     if config.model.init_from:
         folder, notes = weights.find_weights(Path(config.model.init_from), config.model)

@@ -324,6 +324,7 @@ def test_mistakes_are_refused(texts: Path, tmp_path: Path, capsys: pytest.Captur
         (str(run), "--find=a", "--to=4"): "give --step N, optionally with --to M; or --find TEXT, optionally with",
         (str(run), "--step=501"): "--step=501: the run has the steps 1 to 500",
         (str(run), "--step=5", "--to=4"): "--to=4 is before --step=5",
+        (str(run), "--step=5", "--to=0"): "--to=0",
         (str(run), "--step=3", "--json=nowhere/a.json"): "nowhere is not a folder",
         (
             str(tmp_path / "no"),

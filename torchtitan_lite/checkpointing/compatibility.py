@@ -43,7 +43,7 @@ def fresh_state(
 
 
 def values_to_match(config: Config, data: DataSet) -> dict[str, Any]:
-    """Return the hashes of tokenizer and tokens, and the [model] keys with derived values."""
+    """Return the hashes of tokenizer and tokens, the order of sources, and the [model] keys with derived values."""
     content: dict[str, Any] = {"tokenizer": data.tokenizer_sha256, **data.hashes()}
     if len(data.sources) > 1:
         content["order of data.sources"] = [*config.data.sources]  # decides the order of samples
@@ -74,7 +74,7 @@ def read_state(folder: Path, expected: Mapping[str, Any], process: Process, *, f
 
 
 def saved_config(folder: Path, values: Mapping[str, Any]) -> Config:
-    """Return the model, data and lengths of a checkpoint or run, from its values by "section.key".
+    """Return the [run], [model], [data], [tokenizer] and [train] of a checkpoint or run, from values by "section.key".
 
     Other sections may name the user's own parts, which a tool does not import.
 
@@ -97,10 +97,10 @@ def saved_config(folder: Path, values: Mapping[str, Any]) -> Config:
 
 
 def require_same_run(folder: Path, saved: TrainState, expected: Mapping[str, Any], *, fork: bool) -> None:
-    """Check that a run continues with the values of its checkpoint; a fork needs only the same meaning of tensors.
+    """Check that this run's values match its checkpoint's; a fork only needs the tensors to mean the same.
 
     Raises:
-        CheckpointError: with both values of each key, and the command of a fork.
+        CheckpointError: values differ; the message has both values of each key, and the command that forks.
     """
     before, known = saved.values, known_keys()
     content = [key for key in {**saved.must_match, **expected} if key not in known]  # hashes of text and tokenizer
@@ -139,7 +139,7 @@ def require_same_run(folder: Path, saved: TrainState, expected: Mapping[str, Any
 
 
 def _rule_of(key: str) -> str:
-    """Return the resume rule of a key, or of the content that keys lead to."""
+    """Return the resume rule of a config key, or of a content hash (tokenizer or data)."""
     if key in known_keys():
         rule = resume_rule(key)
         return "allowed" if rule.by_hash else rule.rule  # the content is compared
@@ -182,7 +182,7 @@ def find_same_weights(
 def require_same_weights(weights: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError if the initial weights' names or shapes differ from the model's."""
     theirs = {name: shape for name, (_, shape) in dcp_storage.specs(weights).items()}
-    advice = "set [model], and its vocab_size or [tokenizer] path, to the folder's values"
+    advice = "set the [model] keys to the folder's values, and model.vocab_size or tokenizer.path to its vocabulary"
     storage.require_equal(Path("model.init_from"), theirs, shapes_of(targets), "model", advice)
 
 
@@ -191,7 +191,7 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def optimizer_as_saved(optimizer: torch.optim.Optimizer, saved: TrainState) -> AbstractContextManager[None]:
-    """While a checkpoint is loaded, give the optimizer's state averages if and only if the checkpoint has them."""
+    """While a checkpoint is loaded, let the optimizer keep averaged weights if and only if the checkpoint has them."""
     has_averages = bool(saved.config.get("optim.ema_decay"))
     if has_averages == bool(optimizer.defaults.get("ema_decay")):
         return nullcontext()
@@ -201,16 +201,16 @@ def optimizer_as_saved(optimizer: torch.optim.Optimizer, saved: TrainState) -> A
 
 
 def bitwise_setting(config: Config, process: Process) -> dict[str, Any]:
-    """Return what must be equal for a bitwise resume: everything that changes the order of summation."""
+    """Return what must be equal for a bitwise resume: everything that can change how results are rounded."""
     on_gpu = process.device.type == "cuda"
     values, layout, family = flatten(config), derive(config, process.world_size), FAMILIES[config.model.family]
-    # Shared memory adds in rank order. gloo and NCCL add more than two ranks in an order that depends on the position
+    # Shared memory sums in rank order. gloo and NCCL sum more than two ranks in an order that depends on the position
     # in a group's buffer; a sum of two is equal in either order.
     in_rank_order = config.speed.shared_memory and not on_gpu and process.local_world_size == process.world_size
     # all blocks of t5 share tables, and their gradients are added group by group
     groups_matter = family.encoder_decoder or (process.world_size > 2 and not in_rank_order)
     checkpointing = config.activation_checkpointing
-    of_all_lengths = config.compile.enabled and config.data.objective == "pairs"  # see cpu/attention.py
+    dynamic_shapes = config.compile.enabled and config.data.objective == "pairs"  # see cpu/attention.py
     return {
         "world_size": process.world_size,
         **{name: values[key] for key, name in bitwise_keys().items()},
@@ -219,7 +219,7 @@ def bitwise_setting(config: Config, process: Process) -> dict[str, Any]:
         "compile": _compilation(config),
         # the recomputation is compiled into the backward pass
         "activation_checkpointing": f"{checkpointing.mode} {checkpointing.every}" if config.compile.enabled else "any",
-        "block_attention": config.speed.block_attention and not on_gpu and not of_all_lengths,
+        "block_attention": config.speed.block_attention and not on_gpu and not dynamic_shapes,
         "fused_functions": config.speed.fused_functions and family.fused_functions and not on_gpu,
         "blocks_per_group": config.fsdp.blocks_per_group if groups_matter else 1,
         "widen_matmuls": widens(config, process),
@@ -239,7 +239,8 @@ def _compilation(config: Config) -> str:
     """Return what compiles the blocks. With autotuning, measured times select the kernels."""
     if not config.compile.enabled:
         return "off"
-    autotuned = config.compile.backend == "inductor" and os.environ.get(AUTOTUNING) == "1"
+    tuned = any(name.startswith(AUTOTUNING) and value == "1" for name, value in os.environ.items())
+    autotuned = config.compile.backend == "inductor" and tuned
     return f"{config.compile.backend}, {AUTOTUNING}" if autotuned else config.compile.backend
 
 

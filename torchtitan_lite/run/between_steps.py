@@ -182,7 +182,7 @@ def report_save(checkpointer: BaseCheckpointer, log: Log, *, wait: bool, ends: b
     return saved.error
 
 
-def disable_automatic_garbage() -> None:
+def disable_automatic_gc() -> None:
     """Disable automatic garbage collection; `train` collects at the same steps on all ranks.
 
     Automatic collections happen at different steps on each rank, and all ranks wait for each of them. Existing objects

@@ -1,9 +1,9 @@
 """Converts epochs to steps, once, when the data is open: `train.epochs`, and "epoch" as an interval.
 
-An epoch is samples / batch size steps, rounded up, so every sample is seen at least once. N epochs are N times the
-steps of one, rounded up. Samples continue across the ends of epochs: if the division has a remainder, the last batch of
-an epoch has the first samples of the next one. None of this depends on the world size. A rule refuses epochs with more
-than one batch size (train.batch_schedule).
+An epoch has (number of samples / batch size) steps, rounded up, so every sample is seen at least once. N epochs have N
+times the steps of one, rounded up. Samples continue across the ends of epochs: if the division has a remainder, the
+last batch of an epoch has the first samples of the next one. None of this depends on the world size. A rule refuses
+epochs with more than one batch size (train.batch_schedule).
 
 An epoch of a mixture has the number of samples of all sources together. If weights differ from the sizes, some sources
 are repeated and others not finished; the start prints each source's epochs.
@@ -72,7 +72,7 @@ def resolved(loaded: Loaded, data: DataSet, info: Callable[[str], None] = print)
 def planned(loaded: Loaded, data: DataSet | None) -> Config:
     """Return the config for a plan: in steps, or with 0 steps if their number needs data not prepared here.
 
-    With 0 steps, optim.step_every = "epoch" stays.
+    Without data, every interval of "epoch" stays.
     """
     if data:
         return resolved(loaded, data).config

@@ -10,7 +10,7 @@ At each interval, one thread of each rank publishes in torch's store where the r
     run.start_timeout_minutes before the first step     the same: its machine died during startup
 
 The thread ends the process, because the main thread may be blocked in a collective or by a disk. The process groups
-have no time limit (`limit_group_timeouts`).
+have no time limit (`set_group_timeouts`).
 """
 
 import contextlib

@@ -1,7 +1,8 @@
-"""The task `brackets`: which bracket closes? Made from held-out text; the default for Python's standard library.
+"""The task `brackets`: which bracket closes? Made from held-out text; the default task for the default text.
 
 The context is text up to a closing bracket that was opened shortly before. The choices are the three brackets, without
-those that are too rare in the text. Each is right equally often: a model that ignores the context scores a third.
+those that are too rare in the text. Each is right equally often, so a model that ignores the context scores 1 / their
+number.
 """
 
 from collections.abc import Iterable, Iterator
@@ -44,7 +45,7 @@ def brackets(documents: Iterable[str]) -> Task:
 
 
 def _closing(text: str) -> Iterator[int]:
-    """Yield the positions of closing brackets that match an opening one, not directly before them."""
+    """Yield the positions of closing brackets whose opening one is near, but not directly before."""
     opened: list[tuple[str, int]] = []
     partners = dict(zip(CHOICES, "([{", strict=True))
     for place, character in enumerate(text):

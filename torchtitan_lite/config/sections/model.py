@@ -138,7 +138,7 @@ model.window; full: to all tokens; nope: to all tokens, without positions; delta
         return size
 
     def resolved(self) -> dict[str, Any]:
-        """Return every key but vocab_size, with derived values instead of 0."""
+        """Return every key, with derived sizes instead of 0. (vocab_size 0 stays: it needs the tokenizer.)"""
         derived = {"n_kv_heads": self.kv_heads, "head_dim": self.dim_of_heads, "hidden_dim": self.dim_of_ffn}
         return self.model_dump() | derived | {"n_decoder_layers": sum(self.stacks[1:])}
 
@@ -201,7 +201,7 @@ _WIDTHS = "n_heads", "n_kv_heads", "head_dim", "hidden_dim"
 def default_shape(family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the family's architecture and, unless a size is given, its default size, by "section.key".
 
-    If dim is given without a size, heads (of width 64, or the next even divisor) and hidden_dim follow from it.
+    If dim is given without a size, heads (of width 64, or the next larger even divisor of dim) and hidden_dim follow.
 
     Args:
         given: values by "section.key".
@@ -266,8 +266,8 @@ def rules(config: "Config", machine: Machine) -> Rules:
     if model.mup_base_dim and config.optim.name == "sgd":
         yield (
             "model.mup_base_dim optim.name",
-            f"model.mup_base_dim = {model.mup_base_dim} scales learning rates for updates of a fixed size, as those of "
-            'Adam and Muon, which optim.name = "sgd" does not have; optim.name = "muon" or "adamw" works',
+            f"model.mup_base_dim = {model.mup_base_dim} scales learning rates for updates of a fixed size, like Adam's "
+            'and Muon\'s; those of optim.name = "sgd" vary with the gradient; optim.name = "muon" or "adamw" works',
         )
     if not FAMILIES[model.family].encoder_decoder:
         return
@@ -293,7 +293,7 @@ def rules(config: "Config", machine: Machine) -> Rules:
 
 
 def local_rules(config: "Config", machine: Machine) -> Rules:
-    """Yield if `model.init_from` can't be read. It may be gone once the run has started from it."""
+    """Yield a broken rule if `model.init_from` can't be read. It may be gone once the run has started from it."""
     if config.model.init_from and not started_from(config) and (wrong := problem(config.model.init_from)):
         yield "model.init_from", f"model.init_from: {wrong}"
 
@@ -304,13 +304,13 @@ def started_from(config: "Config") -> bool:
         before = tomli.loads((config.folder / "config.toml").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return config.has_checkpoint and bool(before["model"].get("init_from") == config.model.init_from)
+    return config.has_checkpoint and bool(before.get("model", {}).get("init_from") == config.model.init_from)
 
 
 def lr_note(config: "Config") -> str:
     """Return a note on the default learning rate, for a run about to start from `model.init_from`."""
     lr = "1e-4" if FAMILIES[config.model.family].encoder_decoder else "2e-5"
     return (
-        f"optim.lr = {config.optim.lr} is the default, for training from random weights; a trained model "
-        f"forgets much at this learning rate: --optim.name=adamw --optim.lr={lr} is a start (docs/models.md)"
+        f"optim.lr = {config.optim.lr} is the default, for training from random weights; a pretrained "
+        f"model forgets a lot at it: try --optim.name=adamw --optim.lr={lr} first (docs/models.md)"
     )

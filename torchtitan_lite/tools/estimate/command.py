@@ -116,13 +116,13 @@ def _time_lines(plan: Plan) -> list[str]:
     step, (least, most) = expected(plan, device), likely(plan, device)
     rate = plan.layout.tokens_per_step / plan.world_size / step.total
     share = plan.flops_per_token * rate / device.peak_flops(plan.config.fsdp.param_dtype)
-    known = f"published runs of {device.name}; nine of ten held-out ones, of all devices, are within {SPREAD:.0%}"
+    known = f"published runs of {device.name}; nine of ten held-out runs, over all devices, are within {SPREAD:.0%}"
     lines = [
         f"time    a step takes {step.total:.3f} s, likely {least:.3f} to {most:.3f}: {rate:,.0f} tokens per second and "
         f"device, {share:.0%} MFU",
         f"        matmuls {step.matmuls:.3f} s, attention {step.attention:.3f}, other operators {step.others:.3f}, "
         f"communication not hidden {step.exposed:.3f}, optimizer {step.optimizer:.3f}",
-        f"        rests on {known if device.sustained else f'other devices: {device.name} has no published run'} "
+        f"        based on {known if device.sustained else f'other devices: {device.name} has no published run'} "
         "(docs/plan.md)",
     ]
     if plan.config.train.steps:
@@ -149,7 +149,7 @@ def _advice(plan: Plan) -> Iterator[str]:
         yield f"try     {total}, {'fits' if changed.fits else 'not yet'}{time}: {options}"
         if changed.fits:
             return
-    yield "        none of these is enough: more ranks, a smaller model, or a device with more memory"
+    yield "        none of these is enough; use more ranks, a smaller model, or a device with more memory"
 
 
 def _changes(plan: Plan) -> Iterator[tuple[str, Config, int]]:
@@ -163,7 +163,7 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Config, int]]:
         # one replica, sharded over all ranks
         *[{"fsdp.dp_shard": -1, "fsdp.dp_replicate": 1}] * (plan.layout.dp_replicate > 1 or config.fsdp.dp_shard > 0),
     ]
-    values, given = flatten(config), dict[str, Any]()
+    values, given, text = flatten(config), dict[str, Any](), ""
     for change in changes:
         if change.items() <= values.items():
             continue
@@ -174,4 +174,4 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Config, int]]:
         text = " ".join(f"--{key}={value}" for key, value in given.items())
         yield text, config, plan.world_size
     for world_size in (2 * plan.world_size, 4 * plan.world_size, 8 * plan.world_size):
-        yield f"{text} --world-size={world_size}", config, world_size
+        yield f"{text} --world-size={world_size}".lstrip(), config, world_size

@@ -170,7 +170,7 @@ def evaluate(args: argparse.Namespace, process: Process) -> list[dict[str, Any]]
     problems = texts.problems() + out_of_range(args, questions=(args.questions >= 0, "0 (all) or more"))
     out = args.json and paths.expand(args.json).absolute()
     if out and (out.is_dir() or not out.parent.is_dir() or not os.access(out.parent, os.W_OK)):
-        problems.append(f"--json={args.json} can't be written: it is a folder, or is not in one that is writable")
+        problems.append(f"--json={args.json} can't be written: it is a folder, or its folder is missing or read-only")
     if problems:
         raise ConfigError("\n  ".join(problems))
     FAMILIES.add(args.family)

@@ -1,8 +1,8 @@
 """Lists the documents that steps of a run saw: `python -m torchtitan_lite.which RUN --step N [--to M]`.
 
 Each line is a part of a document in a sample: file with line or row, token range, and the beginning of the text. --find
-TEXT lists the steps that see a part of a document with a text. The run's data must be where it was in training, or in
-its cache.
+TEXT lists the steps that see any part of a document containing TEXT. The run's data must be where it was in training,
+or in its cache.
 
 Samples are drawn as in training, from token files that log each read. So this works for every objective and packing.
 """
@@ -163,7 +163,7 @@ def documents_with(source: Source, split: str, text: str) -> set[int]:
 def _steps(options: argparse.Namespace, record: Record) -> range:
     """Return the steps of --step and --to; all steps of the run if they are not given."""
     first = min(record.samples) if options.step is None else options.step
-    last = options.to or options.step or max(record.samples)
+    last = next((n for n in (options.to, options.step) if n is not None), max(record.samples))
     for name, step in (("--step", first), ("--to", last)):
         require_own_step(options.run, record.attempts, step, name)
         if step not in record.samples:
@@ -184,8 +184,8 @@ def _run(options: argparse.Namespace) -> int:
     record = read_record(options.run)
     steps, sources = _steps(options, record), [*map(Documents, record.data.sources)]
     notes = [
-        f"{documents.folder} does not record the origins of its documents. Prepare it again from the same text: the "
-        "tokens are equal, and the origins are recorded"
+        f"{documents.folder} does not record where its documents came from. Prepare the same text again: the tokens "
+        "stay the same, and the origins are recorded"
         for documents in sources
         if not documents.known
     ]
@@ -195,7 +195,7 @@ def _run(options: argparse.Namespace) -> int:
         wanted = {source.name: documents_with(source, "train", options.find) for source in record.data.sources}
         held_out = sum(len(documents_with(source, "val", options.find)) for source in record.data.sources)
         n = counted(sum(map(len, wanted.values())), "document")
-        notes.append(f"{n} for training with {options.find!r}, and {held_out:,} that no step sees, for validation")
+        notes.append(f"{n} containing {options.find!r} in the training split, {held_out:,} in the validation split")
         found, most = [*rows(record, sources, steps, wanted)], _LINES
         listed = sorted({row.step for row in found})
         more = f", and {len(listed) - _STEPS:,} more" if len(listed) > _STEPS else ""
@@ -228,16 +228,18 @@ def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan_lite.which",
-        description="List the documents that steps of a run saw, or the steps that see documents with a text.",
+        description="List the documents that steps of a run saw, or the steps that see documents containing a text.",
         allow_abbrev=False,
     )
     parser.add_argument("run", type=paths.expand, metavar="RUN", help="the folder of a run")
     parser.add_argument("--step", type=int, default=None, metavar="N", help="the step, or the first of several")
     parser.add_argument("--to", type=int, default=None, metavar="M", help="the last step")
     parser.add_argument(
-        "--find", default=None, metavar="TEXT", help="the steps that see a part of a document with this text"
+        "--find", default=None, metavar="TEXT", help="the steps that see any part of a document containing this text"
     )
-    parser.add_argument("--json", type=paths.expand, default=None, metavar="FILE", help="also write all of it here")
+    parser.add_argument(
+        "--json", type=paths.expand, default=None, metavar="FILE", help="also write the whole list here"
+    )
     own = "import your own model"
     parser.add_argument("--model.family", dest="family", default="", metavar="module:Name", help=own)
     options = parser.parse_args(argv)
