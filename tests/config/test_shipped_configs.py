@@ -92,7 +92,7 @@ def test_every_config_fits_its_cluster_with_room(file: Path) -> None:
     assert found.vocab_size >= found.config.tokenizer.vocab_size, "the default tokenizer fits"
     model = found.config.model
     assert (file.stem in PUBLISHED | {"gpt_124m_scratch"}) == ((model.family, model.size) in PARAMETERS)
-    if file.stem in PUBLISHED:
+    if file.stem in PUBLISHED - {"llama_150m"}:  # it turns off the qk_norm of its size
         assert (found.vocab_size, found.n_parameters) == PARAMETERS[model.family, model.size]
     if found.device:
         step = planned_run.expected(found, found.device)
