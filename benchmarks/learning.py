@@ -1,246 +1,245 @@
-"""What a token teaches: `python -m benchmarks.learning STAGE [--out DIR]` searches for the best default recipe.
+"""What a token teaches: `python -m benchmarks.learning [STAGE]` compares recipes, and nanochat's code, on two texts.
 
-    search        changes to the default recipe, one at a time, on 819,200 tokens, one seed
-    defaults      the default recipe, and with model.family = "resformer": cost, and the held-out text, three seeds
-    bfloat16      the default and nanochat in bfloat16, in the same time, one seed
-    peers         nanochat's and nanoGPT's own code (--nanochat, --nanogpt: clones), in the time of the former default
-    configs       the small configs of other architectures, next to the default
-    larger        configs/larger.toml, with value embeddings and without, and nanochat, in ten minutes of two cores
-    widths        rates of models of three widths, with and without model.mup_base_dim
-    table         print what is known, and plot it
+    search      changes to the default recipe in a quarter of its tokens
+    peers       nanochat (--nanochat: a clone of karpathy/nanochat) in the same way, then at its best at the end
+    defaults    the default at the end, with value embeddings (model.family = "resformer"), without an induction head
+    larger      configs/larger.toml and nanochat of that size
+    configs     the small configs of other architectures
+    widths      rates of models of three widths, with and without model.mup_base_dim
+    cost        short runs of all programs in turn, on a quiet machine: seconds of a token
+    plot        docs/learning.svg and docs/mup.svg, with matplotlib
+    table       print what is known (the default)
 
-Results are appended to benchmarks/learning.jsonl, and a stage runs only what is not there: a search can be stopped at
-any time. `table` also prints the results of former stages, which this file can no longer run. Each run is one process
-with one thread, and two run at a time.
+The texts are the source of Python's standard library, and English prose (benchmarks/learning_prose.py). Trials train
+without the tenth of the documents with the lowest hashes, and are scored on the upper half of those. The lower half is
+the held-out text of the default split, on which the runs at the end are scored. Scores are bits per byte of the raw
+text, over whole documents, in windows of 256 tokens.
 
-Scores are bits per byte of the raw text, over whole documents, in windows of 256 tokens. The search trains without the
-tenth of the documents with the lowest hashes, and is scored on the upper half of those. The lower half is the held-out
-text of the default split, which only stages with "final" in their name read. Seconds are processor time of one core,
-without the start of the process and without scoring.
+Results are appended to benchmarks/learning.jsonl, and a stage runs only what is not there: it can be stopped at any
+time. Each run is one process with one thread, one at a time. Seconds are processor time.
 """
 
 import argparse
-import concurrent.futures
-import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import statistics
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from benchmarks import svg
+from benchmarks import learning_prose, svg
 from benchmarks.machine import cpu
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "learning.jsonl"
-FORMER_TOKENS = 1_024_000  # of the former default
-WORKERS = 2
-_lock = threading.Lock()
-
-HELD_OUT, UNSCORED = "held out", "unscored"
-Job = tuple[str, dict[str, Any], int]  # name, options, seed
+TEXTS = "code", "prose"
+HELD_OUT, NOTHING = "held out", "nothing"  # what a run is scored on, if not on the text of the search
+SEEDS = range(3)
 
 # every key of the recipe is named, so that a result keeps its meaning if a default changes
-ORDINARY: dict[str, Any] = {
+RECIPE: dict[str, Any] = {
     **{"model.dim": 128, "model.n_layers": 2, "model.n_heads": 2, "model.n_kv_heads": 2, "model.hidden_dim": 384},
-    **{"model.qk_norm": "true", "optim.name": "muon", "optim.lr": 8e-3, "optim.muon_momentum": 0.9},
-    **{"optim.betas": "[0.9, 0.99]", "optim.schedule": "cosine", "optim.min_lr_ratio": 0.1, "optim.groups": "[]"},
-    **{"optim.muon_embedding_lr_factor": 3.0},
+    **{"model.qk_norm": "true", "model.induction_head": "true", "optim.name": "muon", "optim.lr": 8e-3},
+    **{"optim.muon_momentum": 0.9, "optim.betas": "[0.9, 0.99]", "optim.schedule": "cosine"},
+    **{"optim.min_lr_ratio": 0.1, "optim.muon_embedding_lr_factor": 3.0, "optim.weight_decay": 0.1},
+    **{"train.seq_len": 256, "train.global_batch_size": 8, "train.micro_batch_size": 8, "train.steps": 750},
 }
-STACK = ORDINARY | {"model.induction_head": "true"}
-FORMER: dict[str, Any] = {  # the former default
-    **{"model.qk_norm": "true", "optim.name": "muon", "optim.lr": 4e-3, "optim.schedule": "cosine"},
-    **{"optim.min_lr_ratio": 0.1, "optim.muon_embedding_lr_factor": 3.0, "model.n_layers": 4, "model.n_heads": 4},
-    **{"model.n_kv_heads": 2, "optim.muon_momentum": 0.95, "optim.betas": "[0.9, 0.95]"},
+LARGER_RECIPE: dict[str, Any] = RECIPE | {
+    **{"model.dim": 256, "model.n_layers": 4, "model.n_heads": 4, "model.n_kv_heads": 4, "model.hidden_dim": 768},
+    **{"model.mup_base_dim": 128, "train.steps": 1100},
 }
+WITHOUT_NAME = ", no induction head"
+WITHOUT, RESFORMER = {"model.induction_head": "false"}, {"model.family": "resformer"}
+OURS: dict[str, dict[str, Any]] = {
+    "default": RECIPE,
+    "resformer": RECIPE | RESFORMER,
+    f"default{WITHOUT_NAME}": RECIPE | WITHOUT,
+    f"resformer{WITHOUT_NAME}": RECIPE | RESFORMER | WITHOUT,
+}
+LARGER: dict[str, dict[str, Any]] = {
+    "default, 4 x 256": LARGER_RECIPE,
+    "resformer, 4 x 256": LARGER_RECIPE | RESFORMER,
+    f"default, 4 x 256{WITHOUT_NAME}": LARGER_RECIPE | WITHOUT,
+}
+CONFIGS = {"windows": 750, "experts": 600, "hybrid": 350}  # and their steps
 
-
-def run(tokens: int, keys: dict[str, Any], *, batch: int = 8, seq_len: int = 256) -> dict[str, Any]:
-    """The options of a run of `tokens` tokens, `batch` sequences a step."""
-    return {
-        "train.steps": tokens // (batch * seq_len),
-        "train.seq_len": seq_len,
-        "train.global_batch_size": batch,
-        "train.micro_batch_size": min(batch, 2048 // seq_len),
-    } | keys
-
-
-def changed(tokens: int, batch: int = 8, **keys: Any) -> dict[str, Any]:
-    """The recipe without an induction head, with other values."""
-    return run(tokens, ORDINARY | {key.replace("__", "."): value for key, value in keys.items()}, batch=batch)
-
-
-SEARCH_TOKENS = 400 * 2048
-HEAD = '[{match="output*", lr_factor=2.0}]'  # the head at twice the rate, as in the recipe that was searched
-
-
-def wide_heads(batch: int = 8, **keys: Any) -> dict[str, Any]:
-    """Two heads of 64."""
-    return changed(SEARCH_TOKENS, batch, **({"optim__groups": HEAD} | keys))
-
-
-def first(**keys: Any) -> dict[str, Any]:
-    """What the search began with: four heads of 32."""
-    return wide_heads(**({"model__n_heads": 4} | keys))
-
-
-CANDIDATES: dict[str, dict[str, Any]] = {
-    "4 heads of 32": first(),
-    "4 heads of 32, bfloat16": first(fsdp__param_dtype="bfloat16"),
-    "4 heads of 32, constant, then linear to zero over 60 %": first(
-        optim__schedule="wsd", optim__decay_ratio=0.6, optim__min_lr_ratio=0.0
-    ),
-    "4 heads of 32, each with keys of its own": first(model__n_kv_heads=4),
-    "4 heads of 32, feed-forward of 512": first(model__hidden_dim=512),
-    "4 heads of 32, rate 1.2e-2": first(optim__lr=1.2e-2),
-    "2 heads of 64": wide_heads(),
-    "2 heads of 64, no clipping": wide_heads(optim__max_norm="inf"),
-    "2 heads of 64, momentum 0.85, betas 0.8, 0.99": wide_heads(optim__muon_momentum=0.85, optim__betas="[0.8, 0.99]"),
-    "2 heads of 64, 4 sequences a step": wide_heads(4),
-    "1 head of 128": wide_heads(model__n_heads=1, model__n_kv_heads=1),
-    "induction head": wide_heads(model__induction_head="true"),
-    "induction head, head at the common rate": wide_heads(model__induction_head="true", optim__groups="[]"),
+# the recipe in a quarter of the steps, and what each trial changes
+TRIALS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "rate 4e-3": {"optim.lr": 4e-3},
+    "rate 6e-3": {"optim.lr": 6e-3},
+    "rate 1.2e-2": {"optim.lr": 1.2e-2},
+    "weight decay 0": {"optim.weight_decay": 0.0},
+    "weight decay 0.3": {"optim.weight_decay": 0.3},
+    "4 sequences a step": {"train.global_batch_size": 4, "train.micro_batch_size": 4, "train.steps": 374},
+    "16 sequences a step": {"train.global_batch_size": 16, "train.steps": 94},
+    "momentum 0.95": {"optim.muon_momentum": 0.95},
+    "embeddings at six times the rate": {"optim.muon_embedding_lr_factor": 6.0},
 }
 
 
-def of_width(dim: int, rate: float, base: int) -> dict[str, Any]:
-    """A short run of the former default with a model of another width, scaled from `base` by muP (0: not)."""
-    keys: dict[str, Any] = {"dim": dim, "n_layers": 4, "n_heads": dim // 32, "n_kv_heads": dim // 64}
-    keys |= {"hidden_dim": 3 * dim, "mup_base_dim": base, "max_seq_len": 256}
-    model = {f"model.{key}": value for key, value in keys.items()}
-    return run(153_600, FORMER | {"optim.lr": rate, "optim.warmup_steps": 10} | model)
+@dataclass(frozen=True)
+class Peer:
+    """nanochat in a size, and the steps that cost what ours cost. Those tried longest are the ones to choose from."""
+
+    depth: int
+    dim: int
+    steps: int
+    tried: tuple[tuple[int, float, float, int], ...]  # heads, rate, decay, steps
+    induction_head: bool = False  # whether it begins with our initial values
+
+    def options(self, heads: int, rate: float, decay: float, steps: int) -> dict[str, Any]:
+        """Those of benchmarks/learning_peer.py. Rates and decay are times those of its script."""
+        sizes = {"depth": self.depth, "dim": self.dim, "heads": heads, "batch": 8, "steps": steps}
+        begin = {"induction_head": True} if self.induction_head else {}
+        return sizes | {"rate": rate, "decay": decay, "compile": False} | begin
 
 
-RATES = 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2
-WIDTHS = [(dim, base) for dim in (64, 128, 256) for base in (128, 0) if (dim, base) != (128, 0)]
-WIDTH_JOBS: dict[tuple[int, int, float], Job] = {
-    (dim, base, rate): (f"dim {dim}, {f'scaled from {base}' if base else 'not scaled'}", of_width(dim, rate, base), 0)
-    for dim, base in WIDTHS
-    for rate in RATES
+KEPT = round(1 / 12, 4)  # the decay that keeps the product of rate and decay of base_train.py at 12 times its rates
+FIRST = (1, 12.0, 1.0), (1, 12.0, KEPT), (2, 12.0, KEPT), (2, 12.0, 1.0), (2, 12.0, 3.0), (2, 8.0, 1.0), (2, 18.0, 1.0)
+TRIED = [*((*one, 168) for one in FIRST), *((2, 12.0, decay, 673) for decay in (1.0, KEPT))]
+SMALL_PEER, LARGER_PEER = "nanochat, 2 x 128", "nanochat, 4 x 256"
+PORTED, AS_LONG = ", our initial values", ", the default's tokens"
+PEERS = {
+    SMALL_PEER: Peer(2, 128, 673, tuple(TRIED)),
+    f"{SMALL_PEER}{PORTED}": Peer(2, 128, 673, ((2, 12.0, KEPT, 168),), induction_head=True),
+    LARGER_PEER: Peer(4, 256, 1150, tuple((4, rate, KEPT, 150) for rate in (8.0, 12.0, 16.0))),
 }
 
 
-def _key(stage: str, name: str, options: dict[str, Any], seed: int) -> str:
-    return json.dumps([stage, name, options, seed], sort_keys=True)
+@dataclass(frozen=True)
+class Job:
+    """A run of train.py or, in a stage of a peer, of benchmarks/learning_peer.py."""
+
+    stage: str
+    name: str
+    text: str
+    options: dict[str, Any]
+    seed: int = 0
+
+    @property
+    def key(self) -> str:
+        """A result is that of the job with this key."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @property
+    def tokens(self) -> int:
+        """What it trains on."""
+        if self.is_peer:
+            return int(self.options["steps"] * self.options["batch"] * 256)
+        return int(self.options["train.steps"] * self.options["train.global_batch_size"] * 256)
+
+    @property
+    def is_peer(self) -> bool:
+        """Whether nanochat's code runs."""
+        return "depth" in self.options
 
 
 class Search:
-    """Runs what has no result yet, two at a time, and keeps results in a file."""
+    """Runs what has no result yet, one at a time, and keeps results in a file."""
 
-    def __init__(self, out: Path, file: Path, clones: dict[str, Path], workers: int = WORKERS) -> None:
-        self.out, self.clones, self.workers = out, clones, workers
-        out.mkdir(parents=True, exist_ok=True)
-        self.start: float | None = None
-        self.file = file
-        lines = self.file.read_text(encoding="utf-8").splitlines() if self.file.exists() else []
-        self.results: dict[str, dict[str, Any]] = {one["key"]: one for one in map(json.loads, lines)}
+    def __init__(self, out: Path, file: Path, clone: Path | None = None) -> None:
+        self.out, self.file, self.clone = out, file, clone
+        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+        results = map(json.loads, lines)
+        self.results = {Job(**{key: one[key] for key in Job.__annotations__}).key: one for one in results}
 
-    def run(self, jobs: Iterable[Job], stage: str) -> None:
-        """Run jobs of (name, options, seed)."""
-        with concurrent.futures.ThreadPoolExecutor(self.workers) as pool:
-            found = [pool.submit(self._one, stage, *job) for job in jobs]
-        for one in found:
-            if error := one.exception():
-                print(f"{type(error).__name__}: {error}", file=sys.stderr)
-
-    def result(self, stage: str, name: str, options: dict[str, Any], seed: int) -> dict[str, Any] | None:
+    def result(self, job: Job) -> dict[str, Any] | None:
         """What is known of a job."""
-        return self.results.get(_key(stage, name, options, seed))
+        return self.results.get(job.key)
 
-    def _one(self, stage: str, name: str, options: dict[str, Any], seed: int) -> None:
-        if self.result(stage, name, options, seed):
-            return
-        key = _key(stage, name, options, seed)
-        digest = hashlib.sha256(key.encode()).hexdigest()[:8]  # a name stands for several rates and lengths
-        folder = f"{stage}-{''.join(c if c.isalnum() else '-' for c in name)}-{seed}-{digest}"
-        made = self._peer if "peer" in options else self._ours
-        found: dict[str, Any] = {"key": key, "stage": stage, "name": name, "seed": seed, "cpu": cpu()}
-        found |= made(folder, options, seed, text=self._text(stage))
-        with _lock:
-            self.results[key] = found
-            with self.file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(found) + "\n")
-            print(
-                f"{stage}: {name}, seed {seed}: {found.get('bits_per_byte', 0):.4f}, {found['seconds']:,.0f} s",
-                flush=True,
-            )
+    def run(self, jobs: Iterable[Job]) -> None:
+        """Run jobs in order."""
+        for job in jobs:
+            if not self.result(job):
+                if job.is_peer and not self.clone:
+                    sys.exit("name the clone: --nanochat=FOLDER")
+                found = asdict(job) | {"cpu": cpu()} | (self._peer(job) if job.is_peer else self._ours(job))
+                self.results[job.key] = found
+                with self.file.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(found) + "\n")
+                score = f"{found.get('bits_per_byte', 0):.4f}, {found['seconds']:,.0f} s"
+                print(f"{job.stage}: {job.name}, {job.text}, seed {job.seed}: {score}", flush=True)
 
-    def _peer(self, folder: str, options: dict[str, Any], seed: int, *, text: str) -> dict[str, Any]:
-        """A run of a peer's own code."""
-        scored = self.out / f"{folder}.json"
-        command = [sys.executable, "-m", "benchmarks.learning_peer", str(self.clones[options["peer"]])]
-        command += [json.dumps(options), str(seed), str(scored), text]
-        _cpu_seconds(command, self.out / f"{folder}.log")
-        row = json.loads(scored.read_text(encoding="utf-8"))
-        found = {key: row[key] for key in ("seconds", "commit", "parameters")}
-        return found | ({} if text == UNSCORED else _scores(row))
+    def _peer(self, job: Job) -> dict[str, Any]:
+        """A run of nanochat's code."""
+        result = self.out / f"{_folder(job)}.json"
+        command = [sys.executable, "-m", "benchmarks.learning_peer", str(self.clone), json.dumps(job.options)]
+        command += [str(job.seed), str(result), self._text(job.text), self._scored(job)]
+        _cpu_seconds(command, result.with_suffix(".log"))
+        row = json.loads(result.read_text(encoding="utf-8"))
+        return {key: row[key] for key in ("seconds", "commit", "parameters")} | _scores(row)
 
-    def _ours(self, folder: str, options: dict[str, Any], seed: int, *, text: str) -> dict[str, Any]:
+    def _ours(self, job: Job) -> dict[str, Any]:
         """A run of train.py."""
-        shutil.rmtree(self.out / folder, ignore_errors=True)  # of a search that was stopped: its seconds are not whole
-        given = ["--run.device=cpu", "--run.threads=1", f"--run.out_dir={self.out}", f"--run.name={folder}"]
-        given += [f"--run.seed={seed}", "--eval.every=0", "--sample.every=0", "--checkpoint.every=0", "--log.every=25"]
-        if text != HELD_OUT:
-            given += ["--data.val_fraction=0.1"]
-        command = [sys.executable, "-m", "benchmarks.learning_train", "train", *given]
-        if "model.dim" in options:  # the results so far: a shape of its own was without
-            options = {"model.induction_head": "false"} | options
-        command += [f"--{key}={value}" for key, value in options.items()]
-        seconds = _cpu_seconds(command, self.out / f"{folder}.log") - self._start()
-        if text == UNSCORED:
-            return {"seconds": seconds}
-        scored = self.out / folder / "score.json"
-        score = ["-m", "benchmarks.learning_train", "evaluate"]
-        score += [str(self.out / folder), *([] if text == HELD_OUT else ["--data", text]), "--json", str(scored)]
-        _cpu_seconds([sys.executable, *score], self.out / f"{folder}.log")
-        [row] = json.loads(scored.read_text(encoding="utf-8"))["models"][0]["texts"].values()
+        folder = self.out / _folder(job)
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was stopped: its seconds are not whole
+        given = [f"--{key}={value}" for key, value in job.options.items()]
+        given += ["--run.device=cpu", "--run.threads=1", f"--run.out_dir={self.out}", f"--run.name={folder.name}"]
+        given += [f"--run.seed={job.seed}", f"--data.path={self._text(job.text)}"]
+        given += ["--eval.every=0", "--sample.every=0", "--checkpoint.every=0", "--log.every=25"]
+        scored = self._scored(job)
+        if scored != HELD_OUT:
+            given.append("--data.val_fraction=0.1")
+        program = [sys.executable, "-m", "benchmarks.learning_train"]
+        log = folder.with_suffix(".log")
+        seconds = _cpu_seconds([*program, "train", *given], log)
+        if scored == NOTHING:  # without the start of the process
+            shutil.rmtree(folder)
+            one = ["--train.steps=1", "--optim.warmup_steps=0"]
+            return {"seconds": seconds - _cpu_seconds([*program, "train", *given, *one], log)}
+        result = folder / "score.json"
+        text = [] if scored == HELD_OUT else ["--data", scored]
+        _cpu_seconds([*program, "evaluate", str(folder), *text, "--json", str(result)], log)
+        [row] = json.loads(result.read_text(encoding="utf-8"))["models"][0]["texts"].values()
         return {"seconds": seconds} | _scores(row)
 
-    def _text(self, stage: str) -> str:
-        """What a stage is scored on: the default split's held-out text, the search's, or nothing."""
-        if stage.endswith("final"):
+    def _text(self, text: str) -> str:
+        """What data.path names: the prose, which is made here, or the default text."""
+        file = self.out / "prose.jsonl"
+        self.out.mkdir(parents=True, exist_ok=True)
+        if text == "prose" and not file.exists():
+            learning_prose.make(file)
+        return str(file) if text == "prose" else ""
+
+    def _scored(self, job: Job) -> str:
+        """What a job is scored on: at the end the held-out text of the default split, in trials the search's."""
+        if job.stage in ("end", "configs"):
             return HELD_OUT
-        return UNSCORED if stage.endswith("cost") else str(self._dev())
+        return NOTHING if job.stage == "cost" else str(self._search_text(job.text))
 
-    def _start(self) -> float:
-        """Processor time of a run of one step."""
-        with _lock:
-            if self.start is None:
-                log, name = self.out / "start.log", f"--run.name=start-{time.time_ns()}"
-                more = ["--train.steps=1", "--optim.warmup_steps=0", "--run.device=cpu", "--run.threads=1", name]
-                more += ["--eval.every=0", "--sample.every=0", "--checkpoint.every=0", "--data.val_fraction=0.1"]
-                more += [f"--run.out_dir={self.out}"]
-                self.start = _cpu_seconds([sys.executable, "-m", "benchmarks.learning_train", "train", *more], log)
-        return self.start
-
-    def _dev(self) -> Path:
-        """The documents that the search is scored on."""
+    def _search_text(self, text: str) -> Path:
+        """The documents that trials are scored on."""
         from torchtitan_lite.data.prepare.documents import HASH_RANGE, usable
-        from torchtitan_lite.data.prepare.texts import standard_library
+        from torchtitan_lite.data.prepare.texts import find, standard_library
 
-        with _lock:
-            file = self.out / "dev.jsonl"
-            if not file.exists():
-                hashed = ((document.hash / HASH_RANGE, document.texts[0]) for document in usable(standard_library()))
-                chosen = [json.dumps({"text": text}) for at, text in hashed if 0.05 <= at < 0.1]
-                partial = file.with_suffix(".partial")
-                partial.write_text("\n".join(chosen) + "\n", encoding="utf-8")
-                partial.replace(file)
+        file = self.out / f"search-{text}.jsonl"
+        if not file.exists():
+            documents = usable(find(self._text(text)) if self._text(text) else standard_library())
+            hashed = ((document.hash / HASH_RANGE, document.texts[0]) for document in documents)
+            chosen = [json.dumps({"text": text}) for at, text in hashed if 0.05 <= at < 0.1]
+            partial = file.with_suffix(".partial")
+            partial.write_text("\n".join(chosen) + "\n", encoding="utf-8")
+            partial.replace(file)
         return file
 
 
+def _folder(job: Job) -> str:
+    """The name of a run's files."""
+    name = "".join(c if c.isalnum() else "-" for c in job.name)
+    return f"{job.stage}-{name}-{job.text}-{job.seed}-{sha256(job.key.encode()).hexdigest()[:8]}"
+
+
 def _scores(row: dict[str, Any]) -> dict[str, Any]:
-    """The score of a text, and the bits and bytes of each document: two runs are compared document by document."""
-    scores = {"bits_per_byte": row["bits_per_byte"], "stderr": row["bits_per_byte_stderr"]}
-    return scores | {key: row[key] for key in ("bits", "bytes")}
+    """The score, and the bits and bytes of each document, by which two runs are compared."""
+    return {key: row[key] for key in ("bits_per_byte", "bits", "bytes") if key in row}
 
 
 def _cpu_seconds(command: list[str], log: Path) -> float:
@@ -254,324 +253,167 @@ def _cpu_seconds(command: list[str], log: Path) -> float:
     return used.ru_utime + used.ru_stime
 
 
-# --- our recipe, and the programs of others, in the same time ---------------------------------------------------
+# --- the stages -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Program:
-    """A recipe or a peer's program, and the rates to choose from."""
-
-    options: dict[str, Any]
-    rates: tuple[float, ...]
-    trial: int = 0  # tokens of the runs that choose among the rates; 0: those of a quarter of the time
-
-    @property
-    def ours(self) -> bool:
-        """Whether train.py runs it."""
-        return "peer" not in self.options
-
-    def run(self, rate: float, tokens: int) -> dict[str, Any]:
-        """The options of a run."""
-        if self.ours:
-            return run(tokens, self.options | {"optim.lr": rate})
-        return self.options | {"rate": rate, "steps": tokens // (self.options["batch"] * 256), "compile": False}
-
-    def costs(self, tokens: int) -> list[dict[str, Any]]:
-        """Runs that measure what a token costs. Compiled, a peer's step costs less and computes the same."""
-        one = self.run(self.rates[min(1, len(self.rates) - 1)], tokens)
-        one.pop("model.induction_head", None)  # initial values cost nothing
-        return [one] if self.ours else [one | {"compile": compiled} for compiled in (False, True)]
+def search_jobs() -> list[Job]:
+    """Our trials on both texts."""
+    quarter = RECIPE | {"train.steps": 187}
+    return [Job("search", name, text, quarter | keys) for name, keys in TRIALS.items() for text in TEXTS]
 
 
-def peer(name: str, depth: int, dim: int, heads: int, batch: int) -> dict[str, Any]:
-    """The options of benchmarks/learning_peer.py."""
-    sizes = {"depth": depth, "dim": dim, "heads": heads, "batch": batch}
-    return {"peer": name} | sizes | ({"decay": 1.0} if name == "nanochat" else {}) | {"dtype": "float32"}
+def trial_jobs(name: str) -> list[Job]:
+    """The trials of a peer on both texts."""
+    one = PEERS[name]
+    return [Job("peers", name, text, one.options(*tried)) for tried in one.tried for text in TEXTS]
 
 
-NANOCHAT_RATES = 4.0, 8.0, 12.0, 16.0  # times those of base_train.py
-NANOCHAT = "nanochat, 2 x 128, 8 sequences"
-PEERS: dict[str, Program] = {
-    NANOCHAT: Program(peer("nanochat", 2, 128, 1, 8), NANOCHAT_RATES),
-    "nanochat, 2 x 128, 4 sequences": Program(peer("nanochat", 2, 128, 1, 4), NANOCHAT_RATES),
-    "nanoGPT, 4 x 128, 12 sequences": Program(peer("nanoGPT", 4, 128, 4, 12), (4e-4, 1e-3, 3e-3, 6e-3)),
-}
-FORMER_DEFAULT = Program(FORMER, (4e-3,))
-RESFORMER: dict[str, Any] = {"model.family": "resformer"}
-OURS: dict[str, Program] = {"default": Program(STACK, (8e-3,)), "resformer": Program(STACK | RESFORMER, (8e-3,))}
-WITHOUT = ", no induction head"
-ORDINARY_OURS = {
-    f"default{WITHOUT}": Program(ORDINARY, (8e-3,)),
-    f"resformer{WITHOUT}": Program(ORDINARY | RESFORMER, (8e-3,)),
-}
-STEPS = 750  # of the default
-
-
-NANOCHAT_LARGER = "nanochat, 4 x 256"
-LARGER_STACK: dict[str, Any] = STACK | {
-    **{"model.dim": 256, "model.n_layers": 4, "model.n_heads": 4, "model.n_kv_heads": 4, "model.hidden_dim": 768},
-    "model.mup_base_dim": 128,
-}
-# 5.5 M parameters, 7.6 M with value embeddings, nanochat 7.3 M
-LARGER: dict[str, Program] = {
-    "default, 4 x 256": Program(LARGER_STACK, (8e-3,)),
-    "resformer, 4 x 256": Program(LARGER_STACK | RESFORMER, (8e-3,)),
-    NANOCHAT_LARGER: Program(peer("nanochat", 4, 256, 2, 8), NANOCHAT_RATES, 307_200),
-}
-SHORT = 61_440  # tokens of a run that measures what they cost
-LONGER = 4 * SHORT  # a run's beginning and end cost ours 6 % of a short run, and those of peers are not counted
-LARGER_SECONDS = 1200.0  # ten minutes of two cores
-
-
-def cost_jobs(programs: dict[str, Program], tokens: int = SHORT, seeds: Iterable[int] = range(3)) -> list[Job]:
-    """Short runs of all programs in turn."""
-    return [(name, o, seed) for seed in seeds for name, one in programs.items() for o in one.costs(tokens)]
-
-
-def cost(search: "Search", stage: str, jobs: Iterable[Job], name: str) -> float:
-    """The median processor time of a token, with or without compile: whichever costs less. NaN: not measured."""
-    found: dict[bool, list[float]] = {}
-    for job in jobs:
-        if job[0] == name and (one := search.result(stage, *job)):
-            found.setdefault(job[1].get("compile", False), []).append(one["seconds"] / tokens_of(job[1]))
-    return min(map(statistics.median, found.values()), default=math.nan)
-
-
-def three_digits(tokens: float) -> int:
-    """Rounded, 0 if it is not known."""
-    return 0 if math.isnan(tokens) else int(float(f"{tokens:.3g}"))
-
-
-def rate_jobs(programs: dict[str, Program], tokens: dict[str, int]) -> list[Job]:
-    """Every rate of every program that has several, in a part of the time."""
-    return [
-        (name, one.run(rate, one.trial or three_digits(tokens[name] / 4)), 0)
-        for name, one in programs.items()
-        for rate in one.rates
-        if len(one.rates) > 1 or one.trial
-    ]
-
-
-def final_jobs(
-    search: "Search", stage: str, programs: dict[str, Program], tokens: dict[str, int], seeds: int = 3
-) -> list[Job]:
-    """Seeds of each program at its best rate on the search's text."""
+def peer_jobs(search: Search, name: str) -> list[Job]:
+    """A peer on each text at its best on the search's, once all trials are known, and with as many steps as ours."""
     jobs: list[Job] = []
-    for name, one in programs.items():
-        tried = dict(zip(one.rates, rate_jobs({name: one}, tokens), strict=False))
-        found = {r: score["bits_per_byte"] for r, job in tried.items() if (score := search.result(stage, *job))}
-        found = found or dict.fromkeys(one.rates, 0.0) if len(one.rates) == 1 else found
-        if tokens[name] and len(found) == len(one.rates):
-            rate = min(found, key=found.__getitem__)
-            jobs += [(name, one.run(rate, tokens[name]), seed) for seed in range(seeds)]
-    return sorted(jobs, key=lambda job: job[2])
+    longest = max(steps for *_, steps in PEERS[name].tried)
+    for text in TEXTS:
+        trials = [job for job in trial_jobs(name) if job.text == text and job.options["steps"] == longest]
+        scores = [one["bits_per_byte"] for job in trials if (one := search.result(job))]
+        if len(scores) == len(trials):
+            best = trials[scores.index(min(scores))].options | {"steps": PEERS[name].steps}
+            jobs += [Job("end", name, text, best, seed) for seed in SEEDS]
+            if name == SMALL_PEER:
+                longer = best | {"steps": RECIPE["train.steps"]}
+                jobs += [Job("end", f"{name}{AS_LONG}", text, longer, seed) for seed in SEEDS]
+    return sorted(jobs, key=lambda job: job.seed)
 
 
-def former_seconds(search: "Search") -> float:
-    """The processor time of the former default, by the costs that were measured beside the peers."""
-    both = {"torchtitan_lite": FORMER_DEFAULT}
-    return cost(search, "peers cost", cost_jobs(both), "torchtitan_lite") * FORMER_TOKENS
-
-
-def peer_tokens(search: "Search") -> dict[str, int]:
-    """How many tokens each peer trains on in the former default's time."""
-    each = {name: cost(search, "peers cost", cost_jobs({name: one}), name) for name, one in PEERS.items()}
-    return {name: three_digits(former_seconds(search) / seconds) for name, seconds in each.items()}
-
-
-def larger_tokens(search: "Search") -> dict[str, int]:
-    """How many tokens each larger program trains on in its time. Those of nanochat were fixed first."""
-    here = {name: cost(search, "larger cost", cost_jobs(LARGER, LONGER), name) for name in LARGER}
-    then = cost(search, "larger cost", cost_jobs(LARGER, seeds=range(2)), NANOCHAT_LARGER)
-    scale = then / here[NANOCHAT_LARGER]
-    return {name: three_digits(LARGER_SECONDS / (seconds * scale)) for name, seconds in here.items()}
-
-
-COST_SEEDS = range(3, 6)  # measured beside nanochat, whose seeds 0 to 2 were beside the former default
-BESIDE = {NANOCHAT: PEERS[NANOCHAT], **OURS}
-
-
-IN_BFLOAT16 = {"fsdp.param_dtype": "bfloat16"}
-BFLOAT16 = {
-    "default, bfloat16": Program(STACK | IN_BFLOAT16, (8e-3,)),
-    "resformer, bfloat16": Program(STACK | RESFORMER | IN_BFLOAT16, (8e-3,)),
-    "nanochat, bfloat16": Program(peer("nanochat", 2, 128, 1, 8) | {"dtype": "bfloat16"}, (12.0,)),
-}
-
-
-def bfloat16_timed() -> dict[str, Program]:
-    """What is timed in turn."""
-    return {NANOCHAT: PEERS[NANOCHAT], **{name: one for name, one in BFLOAT16.items() if "resformer" not in name}}
-
-
-def bfloat16_jobs(search: "Search") -> list[Job]:
-    """As many tokens as cost what nanochat's cost in float32, which are measured in turn."""
-    both = bfloat16_timed()
-    each = {name: cost(search, "bfloat16 cost", cost_jobs(both), name) for name in both}
-    whole = peer_tokens(search)[NANOCHAT] * each[NANOCHAT]
-    tokens = {name: three_digits(whole / each[name]) for name in BFLOAT16 if name in each}
-    tokens["resformer, bfloat16"] = tokens["default, bfloat16"]  # in float32 a token of both costs the same within 2 %
-    return [(name, one.run(one.rates[0], tokens[name]), 0) for name, one in BFLOAT16.items()]
-
-
-CONFIGS = {"windows": STEPS, "experts": 600, "hybrid": 350}  # and their steps
+def end_jobs(programs: dict[str, dict[str, Any]]) -> list[Job]:
+    """Our programs on both texts."""
+    return [Job("end", name, text, keys, seed) for seed in SEEDS for name, keys in programs.items() for text in TEXTS]
 
 
 def config_jobs() -> list[Job]:
-    """The default and small configs on the held-out text."""
-    jobs = [(name, run(steps * 2048, {"config": f"configs/{name}.toml"}), 0) for name, steps in CONFIGS.items()]
-    return [("default", OURS["default"].run(8e-3, STEPS * 2048), 0), *jobs]
-
-
-def default_jobs() -> list[Job]:
-    """The default and the resformer on the held-out text."""
+    """The small configs on code."""
+    sizes = {key: RECIPE[key] for key in ("train.seq_len", "train.global_batch_size", "train.micro_batch_size")}
     return [
-        (name, one.run(one.rates[0], STEPS * 2048), seed)
-        for seed in range(3)
-        for name, one in (OURS | ORDINARY_OURS).items()
+        Job("configs", name, "code", sizes | {"config": f"configs/{name}.toml", "train.steps": steps})
+        for name, steps in CONFIGS.items()
     ]
 
 
-# --- tables ---------------------------------------------------------------------------------------------------
+def cost_jobs() -> list[Job]:
+    """Short runs in turn, the small programs first. Compiled, a step of nanochat costs less and computes the same."""
+    jobs: list[Job] = []
+    for ours, peer in ((OURS, SMALL_PEER), (LARGER, LARGER_PEER)):
+        timed = {name: [keys | {"train.steps": 150}] for name, keys in ours.items() if WITHOUT_NAME not in name}
+        plain = PEERS[peer].options(*PEERS[peer].tried[-1]) | {"steps": 150}
+        timed[peer] = [plain | {"compile": compiled} for compiled in (False, True)]
+        jobs += [Job("cost", name, "code", o, seed) for seed in SEEDS for name, each in timed.items() for o in each]
+    return jobs
 
 
-def stored(search: "Search", stage: str) -> list[str]:
-    """All results of a stage, the best first: also of stages and jobs that are no longer here."""
-    rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for key, one in search.results.items():
-        which, name, options, _ = json.loads(key)
-        if which == stage and "bits_per_byte" in one:
-            rows.setdefault((name, json.dumps(options)), []).append(one)
-    lines = [f"| {stage} | rate | tokens | bits per byte, by seed | mean | seconds |", "|---|---:|---:|---|---:|---:|"]
-    for (name, key), found in sorted(rows.items(), key=lambda row: statistics.mean(mean_of(row[1]))):
-        options, bits = json.loads(key), mean_of(found)
-        tokens = tokens_of(options)
-        rate = options.get("optim.lr", options.get("rate", ""))
-        seconds = statistics.mean(one["seconds"] for one in found)
-        cells = str(rate), f"{tokens:,}", ", ".join(f"{b:.4f}" for b in bits), f"{statistics.mean(bits):.4f}"
-        lines.append(f"| {name} | {' | '.join(cells)} | {seconds:,.0f} |")
-    return lines
+# widths: a recipe of four blocks with heads of 32
+RATES = 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2
+WIDTHS = [(dim, base) for dim in (64, 128, 256) for base in (128, 0) if (dim, base) != (128, 0)]
 
 
-def tokens_of(options: dict[str, Any]) -> int:
-    """The tokens that a run of ours or of a peer trains on."""
-    steps = options["steps"] if "peer" in options else options["train.steps"]
-    batch = options["batch"] if "peer" in options else options["train.global_batch_size"]
-    return int(steps * batch * options.get("train.seq_len", 256))
+def width_job(dim: int, base: int, rate: float) -> Job:
+    """A short run with a model of another width, scaled from `base` by muP (0: not)."""
+    keys: dict[str, Any] = {"dim": dim, "n_layers": 4, "n_heads": dim // 32, "n_kv_heads": dim // 64}
+    keys |= {"hidden_dim": 3 * dim, "mup_base_dim": base, "max_seq_len": 256, "induction_head": "false"}
+    other = {"optim.lr": rate, "optim.muon_momentum": 0.95, "optim.betas": "[0.9, 0.95]", "optim.warmup_steps": 10}
+    name = f"dim {dim}, {f'scaled from {base}' if base else 'not scaled'}"
+    model = {f"model.{key}": value for key, value in keys.items()}
+    return Job("widths", name, "code", RECIPE | model | other | {"train.steps": 75})
 
 
-def mean_of(rows: list[dict[str, Any]]) -> list[float]:
+# --- tables -----------------------------------------------------------------------------------------------------
+
+
+def trials_table(search: Search, jobs: list[Job]) -> list[str]:
+    """Trials, and their scores on the search's text of each kind."""
+    rows: dict[str, dict[str, float]] = {}
+    for job in jobs:
+        if one := search.result(job):
+            name, o = job.name, job.options
+            if job.is_peer:
+                name += f", {o['steps']} steps, {o['heads']} heads, rate x {o['rate']:g}, decay x {o['decay']:g}"
+            rows.setdefault(name, {})[job.text] = one["bits_per_byte"]
+    lines = [f"| trial | {' | '.join(TEXTS)} |", "|---|---:|---:|"]
+    cells = {name: [f"{row[text]:.4f}" if text in row else "" for text in TEXTS] for name, row in rows.items()}
+    return lines + [f"| {name} | {' | '.join(row)} |" for name, row in cells.items()]
+
+
+def seconds_of_token(search: Search, name: str) -> float:
+    """The median processor time, of the cheapest way to run it. NaN: not measured."""
+    found: dict[str, list[float]] = {}
+    for job in cost_jobs():
+        if job.name == re.sub(f"{WITHOUT_NAME}|{PORTED}|{AS_LONG}", "", name) and (one := search.result(job)):
+            found.setdefault(json.dumps(job.options), []).append(one["seconds"] / job.tokens)
+    return min(map(statistics.median, found.values()), default=math.nan)
+
+
+Rows = list[tuple[Job, dict[str, Any]]]
+
+
+def ends(search: Search, size: str, text: str) -> dict[str, Rows]:
+    """The runs at the end of each program of a size ("2 x 128" or "4 x 256"), the best first."""
+    found: dict[str, Rows] = {}
+    peers = [job for name in PEERS if size in name for job in peer_jobs(search, name)]
+    for job in end_jobs(LARGER if "256" in size else OURS) + peers:
+        if job.text == text and (one := search.result(job)):
+            found.setdefault(job.name, []).append((job, one))
+    return dict(sorted(found.items(), key=lambda item: statistics.mean(bits_of(item[1]))))
+
+
+def bits_of(rows: Rows) -> list[float]:
     """Bits per byte of each seed."""
-    return [one["bits_per_byte"] for one in sorted(rows, key=lambda one: one["seed"])]
+    return [one["bits_per_byte"] for _, one in rows]
 
 
-def comparison(search: "Search") -> dict[str, tuple[int, float, list[dict[str, Any]]]]:
-    """Of each program in about the same time: tokens, core seconds, and results on the held-out text."""
-    found: dict[str, tuple[int, float, list[dict[str, Any]]]] = {}
-    tokens = peer_tokens(search)
-    here = {name: cost(search, "cost", cost_jobs(BESIDE, seeds=COST_SEEDS), name) for name in BESIDE}
-    then = {name: cost(search, "peers cost", cost_jobs({name: one}), name) for name, one in PEERS.items()}
-    scale = then[NANOCHAT] / here[NANOCHAT]  # to the seconds of the peers
-    both = bfloat16_jobs(search)
-    peers = final_jobs(search, "peers rate", PEERS, tokens)
-    for jobs, stage in ((peers, "peers final"), (default_jobs(), "final"), (both, "bfloat16 final")):
-        for name, options, seed in jobs:
-            if one := search.result(stage, name, options, seed):
-                n = tokens_of(options)
-                known = tokens[NANOCHAT] * then[NANOCHAT]  # bfloat16: in the same time
-                timed = name.removesuffix(WITHOUT)
-                seconds = n * then[name] if name in then else n * here[timed] * scale if timed in here else known
-                found.setdefault(name, (n, seconds, []))[2].append(one)
-    return found
-
-
-def paired(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> tuple[float, float]:
+def paired(ours: Rows, theirs: Rows) -> tuple[float, float]:
     """Bits per byte of ours less those of theirs, means over seeds, and its standard error over documents."""
     one, other = (
-        [statistics.mean(bits) for bits in zip(*(r["bits"] for r in rows), strict=True)] for rows in (ours, theirs)
+        [statistics.mean(bits) for bits in zip(*(r["bits"] for _, r in rows), strict=True)] for rows in (ours, theirs)
     )
-    sizes = ours[0]["bytes"]
+    sizes = ours[0][1]["bytes"]
     total, n = sum(sizes), len(sizes)
     difference = (sum(one) - sum(other)) / total
     errors = sum((a - b - difference * size) ** 2 for a, b, size in zip(one, other, sizes, strict=True))
     return difference, math.sqrt(errors * n / (n - 1)) / total
 
 
-def repeated() -> tuple[float, list[float]]:
-    """The share of held-out positions that begin 64 tokens which also occur in the text for training; by document."""
-    import numpy as np
-
-    from torchtitan_lite.api import load_config
-    from torchtitan_lite.data.dataset import prepare_all
-    from torchtitan_lite.tools.incidents.which import Documents
-
-    config = load_config()
-    (source,) = prepare_all(config.data, config.tokenizer, lambda _: None).sources
-
-    def hashes(tokens: Any) -> Any:
-        """Of each 64 tokens: a polynomial modulo 2^64, by doubling the length six times."""
-        found, factor = tokens.astype(np.uint64) + 1, np.uint64(0x9E3779B97F4A7C15)
-        for n in (1, 2, 4, 8, 16, 32):
-            with np.errstate(over="ignore"):
-                found, factor = found[:-n] * factor + found[n:], factor * factor
-        return found
-
-    train, held_out = Documents(source), Documents(source, "val")
-    known = np.unique(hashes(train.stream.read(0, int(train.ends[-1]))))
-    parts = [held_out.stream.read(*held_out.span(i)) for i in range(len(held_out.ends))]
-    hits = [np.isin(hashes(part), known) if len(part) >= 64 else np.zeros(0, bool) for part in parts]
-    total = sum(hit.sum() for hit in hits) / sum(map(len, parts))
-    return float(total), [float(hit.sum() / len(part)) for hit, part in zip(hits, parts, strict=True)]
-
-
-def unrepeated_table(found: dict[str, tuple[int, float, list[dict[str, Any]]]]) -> list[str]:
-    """The comparison on the documents that hold no 64 tokens of the text for training."""
-    share, of_documents = repeated()
-    fresh = [i for i, part in enumerate(of_documents) if part == 0]
-    lines = [f"{share:.1%} of held-out positions begin 64 tokens that also occur in the text for training.", ""]
-    lines.append(f"| program | all {len(of_documents)} documents | the {len(fresh)} without such positions |")
-    lines.append("|---|---:|---:|")
-    for name, (_, _, rows) in found.items():
-        both = [statistics.mean(mean_of(rows))]
-        both.append(
-            statistics.mean(sum(one["bits"][i] for i in fresh) / sum(one["bytes"][i] for i in fresh) for one in rows)
-        )
-        lines.append(f"| {name} | {both[0]:.3f} | {both[1]:.3f} |")
-    return lines
-
-
-def programs_table(found: dict[str, tuple[int, float, list[dict[str, Any]]]], against: str) -> list[str]:
-    """Each program, and its difference from `against` on the same documents."""
-    lines = ["| program | tokens | core seconds | bits per byte, by seed | mean | less nanochat, by document |"]
+def ends_table(search: Search, size: str, text: str) -> list[str]:
+    """Each program, and its difference from nanochat's on the same documents."""
+    found = ends(search, size, text)
+    lines = [f"| {text} | tokens | core seconds | bits per byte, by seed | mean | less nanochat, by document |"]
     lines.append("|---|---:|---:|---|---:|---:|")
-    for name, (tokens, seconds, rows) in sorted(found.items(), key=lambda item: statistics.mean(mean_of(item[1][2]))):
-        bits, difference = mean_of(rows), ""
-        if name != against and against in found:
-            difference = "{:+.3f} +- {:.3f}".format(*paired(rows, found[against][2]))
-        cells = f"{tokens:,}", f"{seconds:,.0f}", ", ".join(f"{b:.3f}" for b in bits), f"{statistics.mean(bits):.3f}"
-        lines.append(f"| {name} | {' | '.join(cells)} | {difference} |")
+    for name, rows in found.items():
+        peer, difference, tokens = f"nanochat, {size}", "", rows[0][0].tokens
+        if name != peer and peer in found:
+            difference = "{:+.3f} +- {:.3f}".format(*paired(rows, found[peer]))
+        seconds = tokens * seconds_of_token(search, name)
+        cells = (
+            f"{tokens:,}",
+            "" if math.isnan(seconds) else f"{seconds:,.0f}",
+            ", ".join(f"{bits:.3f}" for bits in bits_of(rows)),
+        )
+        lines.append(f"| {name} | {' | '.join(cells)} | {statistics.mean(bits_of(rows)):.3f} | {difference} |")
     return lines
 
 
-def larger_table(search: "Search") -> list[str]:
-    """The larger programs in ten minutes of two cores."""
-    found: dict[str, tuple[int, float, list[dict[str, Any]]]] = {}
-    tokens = larger_tokens(search)
-    for name, options, seed in final_jobs(search, "larger rate", LARGER, tokens):
-        if one := search.result("larger final", name, options, seed):
-            found.setdefault(name, (tokens[name], LARGER_SECONDS, []))[2].append(one)
-    return programs_table(found, NANOCHAT_LARGER)
+def configs_table(search: Search) -> list[str]:
+    """The small configs."""
+    lines = ["| config | tokens | bits per byte of held-out code |", "|---|---:|---:|"]
+    known = [(job, one) for job in config_jobs() if (one := search.result(job))]
+    return lines + [f"| {job.name} | {job.tokens:,} | {one['bits_per_byte']:.3f} |" for job, one in known]
 
 
-def widths_table(search: "Search") -> list[str]:
+def widths_table(search: Search) -> list[str]:
     """Bits per byte by rate for each width, and the best rate of a parabola through the best three."""
     lines = [f"| | {' | '.join(f'{rate:g}' for rate in RATES)} | best rate |", "|---|" + "---:|" * (len(RATES) + 1)]
     for dim, base in WIDTHS:
-        jobs = {rate: WIDTH_JOBS[dim, base, rate] for rate in RATES}
-        found = {rate: one["bits_per_byte"] for rate, job in jobs.items() if (one := search.result("widths", *job))}
-        if found:
+        jobs = {rate: width_job(dim, base, rate) for rate in RATES}
+        if found := {rate: one["bits_per_byte"] for rate, job in jobs.items() if (one := search.result(job))}:
             cells = [f"{found[rate]:.3f}" if rate in found else "" for rate in RATES]
-            lines.append(f"| {jobs[RATES[0]][0]} | {' | '.join(cells)} | {lowest(found)} |")
+            lines.append(f"| {jobs[RATES[0]].name} | {' | '.join(cells)} | {lowest(found)} |")
     return lines
 
 
@@ -587,35 +429,35 @@ def lowest(found: dict[float, float]) -> str:
     return f"{math.exp(middle):.2g}"
 
 
-def plot(search: "Search", file: Path) -> None:
-    """Bits per byte of each program in about the same processor time."""
+def plot(search: Search, file: Path) -> None:
+    """Bits per byte of each small program in about the same processor time, on both texts."""
     import matplotlib
 
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    found = comparison(search)
-    if "default" not in found:
-        return
-    figure, axis = plt.subplots(figsize=(6.5, 3.2), layout="constrained")
-    names = sorted(found, key=lambda name: -statistics.mean(mean_of(found[name][2])))
-    for at, name in enumerate(names):
-        bits = mean_of(found[name][2])
-        error = statistics.stdev(bits) if len(bits) > 1 else 0.0
-        ours = not name.startswith("nano")
-        axis.errorbar(statistics.mean(bits), at, xerr=error, fmt="o", capsize=3, color="tab:blue" if ours else "gray")
-        place: dict[str, Any] = {"ha": "center", "textcoords": "offset points", "fontsize": 9}
-        axis.annotate(f"{statistics.mean(bits):.3f}", (statistics.mean(bits), at), (0, 6), **place)
-    axis.set_yticks(range(len(names)), [f"{name}: {found[name][1]:,.0f} s" for name in names])
-    axis.set_ylim(-0.6, len(names))
-    axis.margins(x=0.08)
-    figure.suptitle("Bits per byte of held-out text (lower is better) in the same core seconds", fontsize=10)
-    values = "; ".join(f"{name}: {statistics.mean(mean_of(found[name][2])):.3f}" for name in reversed(names))
-    note = f"Points are means over seeds, error bars their standard deviations. {values}."
-    svg.save(figure, file, "What programs learn in the same processor time", note)
+    figure, axes = plt.subplots(1, 2, figsize=(8, 3), layout="constrained", sharex=True, sharey=True)
+    values: list[str] = []
+    names = list(reversed(ends(search, "2 x 128", "code") | ends(search, "2 x 128", "prose")))
+    for axis, text in zip(axes, TEXTS, strict=True):
+        for name, rows in ends(search, "2 x 128", text).items():
+            bits, at = bits_of(rows), names.index(name)
+            mean, error = statistics.mean(bits), statistics.stdev(bits) if len(bits) > 1 else 0.0
+            color = "gray" if name.startswith("nano") else "tab:blue"
+            axis.errorbar(mean, at, xerr=error, fmt="o", capsize=3, color=color)
+            place: dict[str, Any] = {"ha": "center", "textcoords": "offset points", "fontsize": 9}
+            axis.annotate(f"{mean:.3f}", (mean, at), (0, 6), **place)
+            values.append(f"{name}, {text}: {mean:.3f}")
+        axis.set(title=f"held-out {text}", ylim=(-0.6, len(names)))
+        axis.margins(x=0.12)
+    axes[0].set_yticks(range(len(names)), names)
+    figure.suptitle("Bits per byte (lower is better) in about the same processor time", fontsize=10)
+    note = f"Points are means over seeds, error bars their standard deviations. {'; '.join(values)}."
+    svg.save(figure, file, "What programs learn in about the same processor time", note)
+    plt.close(figure)
 
 
-def plot_widths(search: "Search", file: Path) -> None:
+def plot_widths(search: Search, file: Path) -> None:
     """Bits per byte over rates, for each width with and without muP."""
     import matplotlib
 
@@ -626,8 +468,7 @@ def plot_widths(search: "Search", file: Path) -> None:
     for axis, scaled in zip(axes, (False, True), strict=True):
         for dim in sorted({dim for dim, _ in WIDTHS}):
             base = 128 if scaled or dim == 128 else 0  # the base width is the same with both
-            jobs = {rate: WIDTH_JOBS[dim, base, rate] for rate in RATES}
-            known = {rate: one for rate, job in jobs.items() if (one := search.result("widths", *job))}
+            known = {rate: one for rate in RATES if (one := search.result(width_job(dim, base, rate)))}
             axis.plot(list(known), [one["bits_per_byte"] for one in known.values()], marker="o", label=f"dim {dim}")
         axis.set(title="model.mup_base_dim = 128" if scaled else "not scaled", xlabel="optim.lr", xscale="log")
         axis.set_xticks(RATES, [f"{rate:g}" for rate in RATES])
@@ -636,61 +477,43 @@ def plot_widths(search: "Search", file: Path) -> None:
     axes[1].legend()
     note = "Bits per byte of held-out text (lower is better) over the learning rate. One seed."
     svg.save(figure, file, "The best learning rate of three widths, with and without muP", note)
+    plt.close(figure)
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    stages = "search", "defaults", "bfloat16", "configs", "peers", "larger", "widths", "table"
-    parser.add_argument("stage", choices=stages)
+    stages = "search", "peers", "defaults", "larger", "configs", "widths", "cost", "plot", "table"
+    parser.add_argument("stage", choices=stages, nargs="?", default="table")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "learning", help="folder of the runs")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--workers", type=int, default=WORKERS, help="runs at a time")
     parser.add_argument("--nanochat", type=Path, help="a clone of karpathy/nanochat")
-    parser.add_argument("--nanogpt", type=Path, help="a clone of karpathy/nanoGPT")
-    parser.add_argument("--only", default="", help="of the jobs of a stage, those whose name has this")
-    parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "learning.svg")
     given = parser.parse_args()
-    named = {"nanochat": given.nanochat, "nanoGPT": given.nanogpt}
-    clones = {name: path.absolute() for name, path in named.items() if path}
-    search = Search(given.out.absolute(), given.results, clones, given.workers)
-
-    def do(stage: str, jobs: Iterable[Job]) -> None:
-        chosen = [job for job in jobs if given.only in job[0] and not search.result(stage, *job)]
-        if unnamed := {job[1]["peer"] for job in chosen if "peer" in job[1]} - clones.keys():
-            sys.exit(f"name the clones: {', '.join(f'--{name.lower()}=FOLDER' for name in sorted(unnamed))}")
-        search.run(chosen, stage)
-
+    search = Search(given.out.absolute(), RESULTS, given.nanochat and given.nanochat.absolute())
     if given.stage == "search":
-        do("search", ((name, options, 0) for name, options in CANDIDATES.items()))
-    if given.stage == "widths":
-        do("widths", WIDTH_JOBS.values())
-    if given.stage == "defaults":
-        do("cost", cost_jobs(BESIDE, seeds=COST_SEEDS))
-        do("final", default_jobs())
-    if given.stage == "bfloat16":
-        do("bfloat16 cost", cost_jobs(bfloat16_timed()))
-        do("bfloat16 final", bfloat16_jobs(search))
-    if given.stage == "configs":
-        do("configs final", config_jobs())
+        search.run(search_jobs())
     if given.stage == "peers":
-        do("peers cost", cost_jobs({"torchtitan_lite": FORMER_DEFAULT} | PEERS))
-        do("peers rate", rate_jobs(PEERS, peer_tokens(search)))
-        do("peers final", final_jobs(search, "peers rate", PEERS, peer_tokens(search)))
+        for name in SMALL_PEER, f"{SMALL_PEER}{PORTED}":
+            search.run(trial_jobs(name))
+            search.run(peer_jobs(search, name))
+    if given.stage == "defaults":
+        search.run(end_jobs(OURS))
     if given.stage == "larger":
-        do("larger cost", cost_jobs({NANOCHAT_LARGER: LARGER[NANOCHAT_LARGER]}, seeds=range(2)))
-        do("larger cost", cost_jobs(LARGER, LONGER))
-        do("larger rate", rate_jobs(LARGER, larger_tokens(search)))
-        do("larger final", final_jobs(search, "larger rate", LARGER, larger_tokens(search)))
-    every = dict.fromkeys(json.loads(key)[0] for key in search.results)
-    tables = [stored(search, stage) for stage in every if stage != "widths" and "cost" not in stage]
-    found = comparison(search)
-    tables += [programs_table(found, NANOCHAT), unrepeated_table(found), larger_table(search), widths_table(search)]
+        search.run(trial_jobs(LARGER_PEER))
+        search.run(sorted(end_jobs(LARGER) + peer_jobs(search, LARGER_PEER), key=lambda job: job.seed))
+    if given.stage == "configs":
+        search.run(config_jobs())
+    if given.stage == "widths":
+        search.run(width_job(dim, base, rate) for dim, base in WIDTHS for rate in RATES)
+    if given.stage == "cost":
+        search.run(cost_jobs())
+    tables = [ends_table(search, size, text) for size in ("2 x 128", "4 x 256") for text in TEXTS]
+    tables += [trials_table(search, [*search_jobs(), *(job for name in PEERS for job in trial_jobs(name))])]
+    tables += [configs_table(search), widths_table(search)]
     for lines in tables:
         print("\n".join(["", *lines]))
-    if given.stage == "table":
-        plot(search, given.plot)
-        plot_widths(search, given.plot.with_name("mup.svg"))
+    if given.stage == "plot":
+        plot(search, ROOT / "docs" / "learning.svg")
+        plot_widths(search, ROOT / "docs" / "mup.svg")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The benchmarks run. Their results are not checked."""
 
-import json
+from pathlib import Path
 
 from benchmarks import learning
 from tests.helpers import ROOT
@@ -14,30 +14,31 @@ def config_of(options: dict[str, object]) -> Config:
     return cli.parse([*given, "--check-config"], world_size=1, n_gpus=0, local_world_size=1).loaded.config
 
 
-def test_the_searched_default_is_the_default() -> None:
+def our_jobs() -> list[learning.Job]:
+    """All jobs of benchmarks/learning.py that train.py runs."""
+    widths = [learning.width_job(dim, base, rate) for dim, base in learning.WIDTHS for rate in learning.RATES]
+    jobs = [*learning.search_jobs(), *learning.end_jobs(learning.OURS | learning.LARGER), *learning.config_jobs()]
+    return [*jobs, *widths, *(job for job in learning.cost_jobs() if not job.is_peer)]
+
+
+def test_the_measured_default_is_the_default() -> None:
     """That is: the defaults of the keys."""
-    default = config_of({})
-    found = config_of(learning.default_jobs()[0][1])
+    default, found = config_of({}), config_of(learning.OURS["default"])
     assert (found.model, found.optim, found.tokenizer) == (default.model, default.optim, default.tokenizer)
     assert found.train.model_copy(update={"micro_batch_size": default.train.micro_batch_size}) == default.train
 
 
 def test_the_larger_default_is_the_larger_config() -> None:
     larger = load.load(ROOT / "configs" / "larger.toml", {}, world_size=1, n_gpus=0).config
-    found = config_of(learning.LARGER["default, 4 x 256"].run(8e-3, larger.train.steps * 2048))
+    found = config_of(learning.LARGER["default, 4 x 256"])
     assert (found.model, found.optim) == (larger.model, larger.optim)
     assert found.train.model_copy(update={"micro_batch_size": larger.train.micro_batch_size}) == larger.train
 
 
-def test_no_result_is_of_a_recipe_that_changed_since() -> None:
-    """Of the stages that can still be run."""
-    lines = learning.RESULTS.read_text(encoding="utf-8").splitlines()
-    jobs = [("search", name, options, 0) for name, options in learning.CANDIDATES.items()]
-    jobs += [("widths", *job) for job in learning.WIDTH_JOBS.values()]
-    jobs += [("final", *job) for job in learning.default_jobs()]
-    jobs += [("cost", *job) for job in learning.cost_jobs(learning.BESIDE, seeds=learning.COST_SEEDS)]
-    keys = {learning._key(*job) for job in jobs}
-    found = [one for one in map(json.loads, lines) if one["stage"] in ("search", "widths", "final", "cost")]
-    assert len(found) > 40
-    for one in found:
-        assert one["key"] in keys, one
+def test_no_result_is_of_a_recipe_that_changed_since(tmp_path: Path) -> None:
+    search = learning.Search(tmp_path, learning.RESULTS)
+    peers = [job for name in learning.PEERS for job in learning.trial_jobs(name) + learning.peer_jobs(search, name)]
+    known = {job.key for job in [*our_jobs(), *learning.cost_jobs(), *peers]}
+    assert len(search.results) > 40
+    for key in search.results:
+        assert key in known, key
