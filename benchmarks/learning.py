@@ -334,7 +334,7 @@ def trials_table(search: Search, jobs: list[Job]) -> list[str]:
         if one := search.result(job):
             name, o = job.name, job.options
             if job.is_peer:
-                name += f", {o['steps']} steps, {o['heads']} heads, rate x {o['rate']:g}, decay x {o['decay']:g}"
+                name += f", {o['steps']} steps: {o['heads']} heads, {o['rate']:g}, {o['decay']:g}"
             rows.setdefault(name, {})[job.text] = one["bits_per_byte"]
     lines = [f"| trial | {' | '.join(TEXTS)} |", "|---|---:|---:|"]
     cells = {name: [f"{row[text]:.4f}" if text in row else "" for text in TEXTS] for name, row in rows.items()}
@@ -388,7 +388,9 @@ def ends_table(search: Search, size: str, text: str) -> list[str]:
     for name, rows in found.items():
         peer, difference, tokens = f"nanochat, {size}", "", rows[0][0].tokens
         if name != peer and peer in found:
-            difference = "{:+.3f} +- {:.3f}".format(*paired(rows, found[peer]))
+            seeds = {job.seed for job, _ in rows} & {job.seed for job, _ in found[peer]}
+            both = ([row for row in each if row[0].seed in seeds] for each in (rows, found[peer]))
+            difference = "{:+.3f} +- {:.3f}".format(*paired(*both))
         seconds = tokens * seconds_of_token(search, name)
         cells = (
             f"{tokens:,}",
