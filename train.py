@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 2 train.py --config configs/debug.toml --train.steps=50
     python train.py                                              # one process
 
-The same command again resumes the run.
+Running the same command again resumes the run.
 """
 
 import contextlib
@@ -38,8 +38,8 @@ from torchtitan_lite.distributed.process_group import (
     Process,
     build_mesh,
     exit_process,
-    limit_group_timeouts,
     process_group,
+    set_group_timeouts,
 )
 from torchtitan_lite.errors import run_cli
 from torchtitan_lite.optim import optimizer as optim
@@ -51,7 +51,7 @@ from torchtitan_lite.process import env_int, local_rank, prepare_process
 from torchtitan_lite.run import attempts, checks, out_of_memory, run_folder, start_and_end
 from torchtitan_lite.run.between_steps import (
     build_periodic_work,
-    disable_automatic_garbage,
+    disable_automatic_gc,
     log_step,
     missed_evaluations,
     peak_tokens_per_second,
@@ -154,7 +154,7 @@ def build_watched(config: Config, data: DataSet, process: Process, log: Log, wat
 
     # 2. The model: sharded on the meta device, without storage. Each rank then allocates and fills its own shards.
     model = sharded_model(config, data.vocab_size, mesh, widen=cpu.widens(config, process))
-    limit_group_timeouts()  # no timeouts: the watchdog ends hanging runs
+    set_group_timeouts()  # no timeouts: the watchdog ends hanging runs
     model.register_forward_pre_hook(lambda *_: watchdog.forward())
     materialise(model, process.device, config.run.seed, offload=config.fsdp.cpu_offload)
 
@@ -173,19 +173,19 @@ def build_watched(config: Config, data: DataSet, process: Process, log: Log, wat
         pin=process.device.type == "cuda",
     )
     loader = PrefetchingLoader(rank_loader, process.device)
-    validation = Validation.of(config, data, config.train.micro_batch_size, process.rank, process.world_size)
+    validation = Validation.from_config(config, data, config.train.micro_batch_size, process.rank, process.world_size)
     periodic = build_periodic_work(config, data, process, validation)
 
     # 5. The newest checkpoint of the run, else the weights that model.init_from names.
     preemption = Preemption(config.run.max_minutes, config.folder / run_folder.JOINING)  # max_minutes includes the load
     best_of = functools.partial(attempts.best_step, config.folder)
     checkpointer = Checkpointer(config.folder / "checkpoints", model, optimizer, config.checkpoint, process, best_of)
-    fresh = fresh_state(config, data, process, validation.identity(), periodic.task_hashes)
+    fresh = fresh_state(config, data, process, validation.description(), periodic.task_hashes)
     with watchdog.loading("loading a checkpoint"):
         resumed = load_newest(config, checkpointer, fresh, log)
     state = resumed.continued_by(fresh) if resumed else fresh
 
-    # 6. The loss scale (float16), the guards that can withhold an update, and the clock.
+    # 6. The loss scale (float16), the guards that can withhold an update, and the throughput meter.
     scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, process.device, state.grad_scaler)
     guards = build_guards(config, process, state, scaler, checkpointer, log)
     meter = Meter(state, process.device, peak_tokens_per_second(config, model, process))
@@ -217,7 +217,7 @@ def build_guards(
 def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh, *, widen: bool = False) -> models.Transformer:
     """Build the model on the meta device and shard it: every parameter is a DTensor without storage."""
     with torch.device("meta"):
-        model = models.build(config.model, vocab_size, models.LossOptions.of(config))
+        model = models.build(config.model, vocab_size, models.LossOptions.from_config(config))
     freeze(model, config.optim.freeze)
     if config.speed.float8:
         from torchtitan_lite.distributed import float8
@@ -235,7 +235,7 @@ def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh, *, widen: b
     # The order matters: checkpointing replaces a block's forward, compilation takes the result, and fully_shard puts
     # its hooks (all-gather before, reshard after) around both.
     blocks.apply_activation_checkpointing(model, config.activation_checkpointing)
-    blocks.apply_compile(model, config.compile, all_lengths=config.data.objective == "pairs")
+    blocks.apply_compile(model, config.compile, dynamic_shapes=config.data.objective == "pairs")
     parallelize.apply_fsdp(model, mesh, config.fsdp)
     if config.speed.float8:
         float8.gather_in_float8(model)
@@ -265,9 +265,9 @@ def train(s: Session) -> None:
     A stop first logs and saves. The next start runs what else was due at that step (`run_missed`).
     """
     config, steps, periodic, preemption = s.config, s.config.train.steps, s.periodic, s.services.preemption
-    reading = config.log.every, config.checkpoint.every, *(one.every for one in periodic.evaluations)
+    intervals = config.log.every, config.checkpoint.every, *(one.every for one in periodic.evaluations)
     if config.speed.gc_every:
-        disable_automatic_garbage()
+        disable_automatic_gc()
     for step in s.services.log.progress(s.state.step + 1, steps):
         s.services.watchdog.step(step)
         if periodic.profile:
@@ -275,8 +275,8 @@ def train(s: Session) -> None:
         record = train_step(s, step)
 
         last = step == steps
-        if last or preemption.agreed or any(due(step, every) for every in reading):
-            check_pending(s)  # now, and wait for the device; otherwise the next step does it, without waiting
+        if last or preemption.agreed or any(due(step, every) for every in intervals):
+            check_pending(s)  # this step, waiting for the device; otherwise the next step checks it, without waiting
         stops = preemption.agreed  # `check_pending` sets it, here or within `train_step`
         ends = last or stops
         with s.services.meter.paused():
@@ -307,7 +307,7 @@ def train_step(s: Session, step: int) -> StepRecord:
         parallelize.unshard_first(model)  # this all-gather overlaps with fetching the batch
     with services.meter.timing("data_s"):
         size = config.train.batch_size(step)  # of all ranks together
-        # samples_consumed, or past data.skip_samples if the batch overlaps a range of them
+        # samples_consumed, moved past any range of data.skip_samples that the batch would overlap
         first = config.data.position(s.state.samples_consumed, size)
         batch = s.trained.loader.batch(first, size)
     services.watchdog.computing()

@@ -136,14 +136,14 @@ def corpus_of(folder: Path, n_tokens: int) -> Path:
     out = folder / f"tokens-{n_tokens}"
     out.mkdir()
     write_durably(out / "tokenizer.json", b"{}")
-    files = {"tokenizer.json": token_files.File.of(out / "tokenizer.json")}
+    files = {"tokenizer.json": token_files.File.describe(out / "tokenizer.json")}
     for split, n in (("train", n_tokens), ("val", 4 * SEQ_LEN)):
         path = out / f"{split}.bin"
         path.write_bytes(np.random.default_rng(0).integers(0, 8192, min(n, 10**6), np.uint16).tobytes())
         os.truncate(path, n * 2)
         files[path.name] = token_files.File(n * 2, "", token_files.spots(path))
         np.array([n], np.int64).tofile(out / f"{split}.idx")
-        files[f"{split}.idx"] = token_files.File.of(out / f"{split}.idx")
+        files[f"{split}.idx"] = token_files.File.describe(out / f"{split}.idx")
     described = token_files.Meta(
         *(token_files.FORMAT_VERSION, 2, 1, 0, 0, n_tokens, 4 * SEQ_LEN, 0, 8192, 0, "", "", ""), files, {}
     )

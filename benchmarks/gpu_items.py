@@ -54,7 +54,7 @@ from torchtitan_lite.models.attention import attend, within_documents
 from torchtitan_lite.models.chunked_loss import chunked_cross_entropy
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.run import mfu
-from torchtitan_lite.run.between_steps import disable_automatic_garbage
+from torchtitan_lite.run.between_steps import disable_automatic_gc
 from torchtitan_lite.run.session import Session, check_pending
 from torchtitan_lite.tools.estimate import planned_run
 from torchtitan_lite.tools.estimate.planned_run import Plan, make_plan
@@ -302,7 +302,7 @@ def session(config: Config, process: Process) -> Iterator[Session]:
     prefetching = PrefetchingLoader(loader, process.device)
     try:
         if config.speed.gc_every:
-            disable_automatic_garbage()
+            disable_automatic_gc()
         yield bare_session(config, process, model, prefetching)
     finally:
         gc.enable()
@@ -447,7 +447,7 @@ def fake_rank(config: str, values: dict[str, Any], world_size: int) -> Figures:
     found["communication's stand-in, s"] = gather.take_seconds() + reduce.take_seconds()
     if plan.device:
         expected = planned_run.expected(plan, plan.device)
-        found |= {f"plan_{kind}, s": getattr(expected, kind) for kind in ("products", "attention", "optimizer")}
+        found |= {f"plan_{kind}, s": getattr(expected, kind) for kind in ("matmuls", "attention", "optimizer")}
         found["plan_others and copies, s"] = expected.others
         found["others and copies, s"] = found["others, s"] + found["copies, s"] - found["communication's stand-in, s"]
     return found
@@ -456,7 +456,7 @@ def fake_rank(config: str, values: dict[str, Any], world_size: int) -> Figures:
 # The first matching pattern decides a kernel's kind. Inductor's names list all operators that they fuse.
 KINDS = {
     "attention": r"flash|fmha|attention|sdpa",
-    "products": r"gemm|nvjet|cutlass|xmma|cublas|::b?mm|::addmm|::baddbmm",
+    "matmuls": r"gemm|nvjet|cutlass|xmma|cublas|::b?mm|::addmm|::baddbmm",
     "optimizer": r"adam|lpnorm",
     "copies": r"^(?!triton).*(memcpy|memset|copy|CatArray|chunk_cat|split_with_sizes|::cat|fill)",
 }

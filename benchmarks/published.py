@@ -18,7 +18,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.run.mfu import DEVICES, Device
 from torchtitan_lite.tools.estimate import planned_run
 from torchtitan_lite.tools.estimate.planned_run import Plan, make_plan
-from torchtitan_lite.tools.estimate.work import Product, Work
+from torchtitan_lite.tools.estimate.work import Matmul, Work
 
 TORCHTITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (Dec 2024)"
 TORCHTITAN_A100 = "torchtitan, docs/performance.md at 1ea476e9f (2024)"
@@ -240,12 +240,12 @@ def _with_recomputed_matmuls(work: Counter[Work], plan: Plan) -> Counter[Work]:
     """Add torchtitan's selective checkpointing, which torchao used: it recomputes every second matmul in blocks."""
     found = Counter(work)
     for matmul, n in work.items():
-        if isinstance(matmul, Product) and matmul.phase == "forward" and plan.vocab_size not in _sizes(matmul):
+        if isinstance(matmul, Matmul) and matmul.phase == "forward" and plan.vocab_size not in _sizes(matmul):
             found[replace(matmul, phase="backward")] += n // 2
     return found
 
 
-def _sizes(matmul: Product) -> tuple[int, int, int]:
+def _sizes(matmul: Matmul) -> tuple[int, int, int]:
     return matmul.m, matmul.n, matmul.k
 
 

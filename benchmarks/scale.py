@@ -55,17 +55,17 @@ def named(counts: dict[str, dict[str, float]], run: Path) -> dict[str, float]:
     lines = [line for line in (run / "metrics.jsonl").read_text().splitlines() if "rank_losses" in line]
     steps = STEPS - 1
 
-    def of(phase: str, what: str) -> float:
+    def count(phase: str, what: str) -> float:
         return counts[phase].get(what, 0) / (steps if phase == "step" else 1)
 
     return {
-        "start: requests of rank 0 to the store": of("start", "requests"),
-        "start: collectives": of("start", "collectives"),
-        "start: bytes in collectives": of("start", "bytes"),
-        "step: collectives": of("step", "collectives"),
-        "step: bytes of the all-reduce of sums": of("step", "float64"),
-        "save: collectives": of("save", "collectives"),
-        "save: bytes in collectives": of("save", "bytes"),
+        "start: requests of rank 0 to the store": count("start", "requests"),
+        "start: collectives": count("start", "collectives"),
+        "start: bytes in collectives": count("start", "bytes"),
+        "step: collectives": count("step", "collectives"),
+        "step: bytes of the all-reduce of sums": count("step", "float64"),
+        "save: collectives": count("save", "collectives"),
+        "save: bytes in collectives": count("save", "bytes"),
         "save: files": len(list(checkpoint.iterdir())),
         "save: bytes of manifest.json": (checkpoint / "manifest.json").stat().st_size,
         "log: bytes of a line": len(lines[-1]),

@@ -7,8 +7,8 @@ tokens' dtype (uint8), the number of sequences and the number of boundaries (uin
 sequence in tokens (int32), its first byte in PREFIX.bin (int64), and the boundaries: the first sequence of each
 document, and last the number of sequences (int64).
 
-Documents are cut at end tokens, and empty ones are left out. As for text, the hash of a document's text decides whether
-it is held out. The folder is the one that `data.prepare` makes of these texts, if the tokenizer is lossless.
+Documents are cut at end tokens; empty ones are left out. The hash of a document's text decides whether it is held out,
+as in `data.prepare`. If the tokenizer is lossless, the folder equals the one that `data.prepare` makes of these texts.
 """
 
 import argparse
@@ -37,7 +37,7 @@ DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 def documents(prefix: str, end: int) -> Iterator[NDArray[Any]]:
-    """The tokens of each document, without end tokens."""
+    """Yield the tokens of each document, without end tokens."""
     index = Path(f"{prefix}.idx").read_bytes()
     magic, version, code, n, n_boundaries = HEADER.unpack(index[: HEADER.size].ljust(HEADER.size, b"\0"))
     if (magic, version) != (b"MMIDIDX\0\0", 1) or code not in DTYPES:
@@ -60,11 +60,11 @@ def documents(prefix: str, end: int) -> Iterator[NDArray[Any]]:
 
 
 def copy(prefixes: Sequence[str], tokenizer_json: Path, out: Path, val_fraction: float) -> int:
-    """Write the folder `out`. Returns 0. Raises DataError: a file is damaged, or does not suit the tokenizer."""
+    """Write the folder `out`, and return 0. Raises DataError if a file is damaged or does not suit the tokenizer."""
     tokenizer = as_text(bpe.load(tokenizer_json).to_str(pretty=True))
     end, vocab_size = bpe.end_token(tokenizer), bpe.size(tokenizer)
     unknown, dtype = unknown_token(tokenizer, end), metas.token_dtype(vocab_size)
-    n_tokens, n_documents, n_bytes, n_unknown = [1, 1], [0, 0], [0, 0], 0  # of train and val
+    n_tokens, n_documents, n_bytes, n_unknown = [1, 1], [0, 0], [0, 0], 0  # train and val
     out.mkdir(parents=True)
     (out / "tokenizer.json").write_text(tokenizer.to_str(pretty=True))
     names = ["tokenizer.json", *(f"{s}.idx" for s in metas.SPLITS), *(f"{s}.bin" for s in metas.SPLITS)]
@@ -75,7 +75,7 @@ def copy(prefixes: Sequence[str], tokenizer_json: Path, out: Path, val_fraction:
         for prefix in prefixes:
             for tokens in documents(prefix, end):
                 if not 0 <= tokens.min() <= tokens.max() < vocab_size:
-                    raise DataError(f"{prefix}.bin was made with another tokenizer: it has {vocab_size} entries")
+                    raise DataError(f"{prefix}.bin has a token outside the tokenizer's {vocab_size} entries")
                 text = tokenizer.decode(tokens.tolist(), skip_special_tokens=False).encode()
                 split = int(int.from_bytes(sha256(text).digest()[:8]) < int(val_fraction * HASH_RANGE))
                 (train, val)[split].write(np.append(tokens, end).astype(dtype).tobytes())

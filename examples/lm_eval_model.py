@@ -2,8 +2,8 @@
 
     python examples/lm_eval_model.py runs/default --tasks my_task --include-path my_tasks
 
-A task downloads its data when it is first used, unless its YAML file names files of yours (docs/tasks.md). Texts become
-tokens, windows and likelihoods as in `evaluate --tasks`, so the scores of the same questions are equal.
+A task downloads its data on first use, unless its YAML file names local files (docs/tasks.md). Texts become tokens,
+windows and likelihoods as in `evaluate --tasks`, so equal questions get equal scores.
 """
 
 import argparse
@@ -21,13 +21,13 @@ from lm_eval.utils import make_table
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.scoring.questions import Question, Task
 from torchtitan_lite.scoring.task_scores import score
-from torchtitan_lite.scoring.task_tokens import Inputs, encoded, text_encoder
+from torchtitan_lite.scoring.task_tokens import Inputs, encode_task, text_encoder
 from torchtitan_lite.tools.generate import Options, tokens_of
 from torchtitan_lite.tools.load_model import device_of, open_model
 
 
 class Model(LM):  # type: ignore[misc]  # lm-eval has no types
-    """A run, a checkpoint or a Hugging Face folder: what lm-eval asks of a model."""
+    """lm-eval's interface to a run, a checkpoint or a Hugging Face folder."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -38,9 +38,9 @@ class Model(LM):  # type: ignore[misc]  # lm-eval has no types
         self._encode = text_encoder(self._opened.tokenizer, self._opened.ends, "a text")
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        """Of (context, continuation): the log-likelihood, and whether each token is the likeliest."""
+        """Return for each (context, continuation) the log-likelihood, and whether each token is the likeliest."""
         questions = [Question(r.args[:1], r.args[1:]) for r in requests]
-        task = encoded(Task("lm-eval", "last word", questions), self._encode, self._inputs)
+        task = encode_task(Task("lm-eval", "last word", questions), self._encode, self._inputs)
         scores = score(self._opened.model, task, self._world)
         return [
             (-float(nats), bool(right == 1))
@@ -48,12 +48,12 @@ class Model(LM):  # type: ignore[misc]  # lm-eval has no types
         ]
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
-        """Of (text,): the log-likelihood. A text that is longer than the window is predicted piece by piece."""
+        """Return each text's log-likelihood. A text longer than the window is predicted in pieces."""
         whole = [Instance("loglikelihood", r.doc, ("", *r.args), r.idx) for r in requests]
         return [likelihood for likelihood, _ in self.loglikelihood(whole)]
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        """Of (context, options): the likeliest continuation, up to a text that ends it."""
+        """Return for each (context, options) the likeliest continuation, up to a stop text."""
         found = []
         for context, options in (r.args for r in requests):
             most = min(int(options.get("max_gen_toks", 256)), self._window - 1)

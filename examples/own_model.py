@@ -1,6 +1,6 @@
 """A model family of your own: `train.py --model.family=examples.own_model:PARALLEL` (docs/own_model.md).
 
-GPT with attention and feed-forward side by side (Wang and Komatsuzaki's GPT-J, PaLM): one norm per block.
+GPT with parallel attention and feed-forward (Wang and Komatsuzaki's GPT-J, PaLM): one norm per block.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from torchtitan_lite.models.transformer import Transformer
 
 
 class ParallelBlock(nn.Module):
-    """Both look at the same normalised copy of the residual stream."""
+    """Attention and feed-forward read the same normalized residual stream."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -25,13 +25,13 @@ class ParallelBlock(nn.Module):
         self.feed_forward = gpt.FeedForward(config)
 
     def forward(self, x: Tensor, cache: KeysValues | None = None, mask: Any = None) -> Tensor:
-        """(B, T, D) -> (B, T, D)"""
+        """Map x (B, T, D) to (B, T, D)."""
         h = self.norm(x)
         return x + self.attention(h, cache=cache, mask=mask) + self.feed_forward(h)
 
 
 class Parallel(Transformer):
-    """Learned positions, parallel blocks."""
+    """GPT with learned positions and parallel blocks."""
 
     def __init__(self, config: ModelConfig, vocab_size: int, losses: LossOptions) -> None:
         blocks: list[nn.Module] = [ParallelBlock(config) for _ in range(config.n_layers)]
@@ -39,7 +39,7 @@ class Parallel(Transformer):
         self.pos_embeddings = nn.Embedding(config.max_seq_len, config.dim)
 
     def inputs(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Embedded tokens and positions, (B, T, D); blocks get nothing else."""
+        """Return embedded tokens and positions, (B, T, D), and no other inputs of blocks."""
         return self.tok_embeddings(tokens) + self.pos_embeddings(positions), {}
 
 

@@ -14,7 +14,7 @@ from torchtitan_lite.optim.guarded import GuardedOptimizer
 
 
 class Lion(GuardedOptimizer):
-    """The update is elementwise, so each rank updates its own rows and exchanges nothing."""
+    """Lion. The update is elementwise, so each rank updates its own rows without communication."""
 
     def __init__(self, groups: list[dict[str, Any]], config: OptimConfig) -> None:
         super().__init__(groups, {"lr": config.lr, "betas": config.betas})
@@ -27,13 +27,13 @@ class Lion(GuardedOptimizer):
             for parameter in (p for p in group["params"] if p.grad is not None):
                 state = self.state[parameter]
                 if not state:
-                    state["exp_avg"] = torch.zeros_like(parameter)  # a DTensor, as the parameter is
+                    state["exp_avg"] = torch.zeros_like(parameter)  # a DTensor, like the parameter
                 weight, momentum, gradient = (own_part(t)[0] for t in (parameter, state["exp_avg"], parameter.grad))
                 if self.grad_scale is not None:
                     gradient = gradient / self.grad_scale
                 update = momentum.lerp(gradient, 1 - beta1).sign() + group["weight_decay"] * weight
                 new_weight, new_momentum = weight - group["lr"] * update, momentum.lerp(gradient, 1 - beta2)
-                if self.found_inf is not None:  # decided on the device: the host does not wait
+                if self.found_inf is not None:  # skip on the device, so the host does not wait
                     new_weight = torch.where(self.found_inf != 0, weight, new_weight)
                     new_momentum = torch.where(self.found_inf != 0, momentum, new_momentum)
                 weight.copy_(new_weight)

@@ -1,6 +1,6 @@
 """A text reader of your own: `train.py --data.path=books --data.text_suffixes=examples.own_reader:NOTEBOOK`.
 
-It reads Jupyter notebooks, each as one document (docs/extending.md).
+Reads Jupyter notebooks, each as one document (docs/extending.md).
 """
 
 import json
@@ -12,7 +12,7 @@ from torchtitan_lite.data.prepare.texts import Corpus
 
 
 def cells(stream: BinaryIO, corpus: Corpus) -> Read:
-    """The text of all cells. It begins in line 1."""
+    """Yield the text of all cells as one document at line 1."""
     try:
         texts = ["".join(cell["source"]) for cell in json.load(stream)["cells"]]
     except (KeyError, TypeError) as error:

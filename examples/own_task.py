@@ -1,6 +1,6 @@
 """A task of your own: `train.py --eval.tasks=examples.own_task:recall` (docs/extending.md).
 
-It asks for the last word of a held-out line, which occurs in the text before it too.
+Asks for the last word of a held-out line, which also occurs earlier in the text.
 """
 
 import re
@@ -11,7 +11,7 @@ from torchtitan_lite.scoring.questions import Question, Task
 
 
 def recall(documents: Iterable[str]) -> Task:
-    """The task. Raises DataError if the documents have no such line."""
+    """Make the task. Raises DataError if the documents have no such line."""
     questions = []
     for text in documents:
         for word in re.finditer(r" \w{4,}(?=\n)", text):
@@ -20,4 +20,4 @@ def recall(documents: Iterable[str]) -> Task:
                 questions.append(Question((context,), (word[0],)))
     if not questions:
         raise DataError("task recall: no line of the held-out text ends in a word that occurs before it")
-    return Task("recall", "last word", questions).some(200)
+    return Task("recall", "last word", questions).subset(200)

@@ -1,6 +1,6 @@
 """A tracker of your own: `train.py --log.trackers=examples.own_tracker:TABLE` (docs/extending.md).
 
-It writes metrics.csv into the run's folder: a row for each number of a record.
+Writes metrics.csv into the run's folder: a row for each number of a record.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from torchtitan_lite.run.trackers import Tracker, scalars
 
 
 def table(config: LogConfig, folder: Path, state: TrainState) -> Tracker:
-    """Open the file. On a resume, the rows of later steps are dropped: these steps are made again."""
+    """Open the file. On a resume, drop the rows of later steps, which will be repeated."""
     file = folder / "metrics.csv"
     rows = file.read_text().splitlines(keepends=True)[1:] if file.is_file() else []
     kept = [row for row in rows if int(row.split(",")[0]) <= state.step]

@@ -1,10 +1,10 @@
-"""ROUGE of a run's answers to held-out pairs, by the package rouge-score (extra `seq2seq`).
+"""Computes ROUGE of a run's answers to held-out pairs, with the package rouge-score (extra `seq2seq`).
 
     python examples/rouge.py runs/t5_wikihow --samples 256 --beams 4
 
 The newest complete checkpoint answers a fixed random subset of the run's validation split. ROUGE-1, ROUGE-2 and
-ROUGE-Lsum are means of F-measures with Porter's stemmer. ROUGE-Lsum compares line by line, so each sentence gets a line
-of its own. References are whole targets, also where training cuts them.
+ROUGE-Lsum are means of F-measures with Porter's stemmer. ROUGE-Lsum compares line by line, so each sentence gets its
+own line. References are whole targets, even if training cuts them.
 """
 
 import argparse
@@ -28,12 +28,12 @@ KINDS = "rouge1", "rouge2", "rougeLsum"
 
 
 def by_sentence(text: str) -> str:
-    """The text with each sentence on a line of its own."""
+    """Put each sentence on its own line."""
     return "\n".join(line.strip() for line in re.split(r"(?<=[.!?])\s+|\n", text) if line.strip())
 
 
-def scored(run: Path, samples: int, beams: int, max_tokens: int) -> Iterator[dict[str, str | float]]:
-    """Source, reference, answer and scores of each pair."""
+def scores_of_pairs(run: Path, samples: int, beams: int, max_tokens: int) -> Iterator[dict[str, str | float]]:
+    """Yield source, reference, answer and scores of each pair."""
     opened = open_model(run, device_of("auto"), torch.float32)
     config, scorer = opened.config, RougeScorer(KINDS, use_stemmer=True)
     if config is None or config.data.objective != "pairs":
@@ -51,7 +51,7 @@ def scored(run: Path, samples: int, beams: int, max_tokens: int) -> Iterator[dic
 
 def print_scores(args: argparse.Namespace) -> int:
     rows = []
-    for row in scored(args.run, args.samples, args.beams, args.max_tokens):
+    for row in scores_of_pairs(args.run, args.samples, args.beams, args.max_tokens):
         print(json.dumps(row))
         rows.append(row)
     means = (f"{kind} {100 * sum(float(row[kind]) for row in rows) / len(rows):.2f}" for kind in KINDS)

@@ -191,11 +191,11 @@ def build_model(config: Config, vocab_size: int = 0) -> Transformer:
     if config.fsdp.param_dtype != "float32":
         warnings.warn("the model computes in float32, not in fsdp.param_dtype: use torch.autocast", stacklevel=2)
     with torch.device("meta"):
-        model = models.build(config.model, size, LossOptions.of(config))
+        model = models.build(config.model, size, LossOptions.from_config(config))
     freeze(model, config.optim.freeze)
     cpu.apply(model, config.speed)
     blocks.apply_activation_checkpointing(model, config.activation_checkpointing)
-    blocks.apply_compile(model, config.compile, all_lengths=config.data.objective == "pairs")
+    blocks.apply_compile(model, config.compile, dynamic_shapes=config.data.objective == "pairs")
     materialise(model, loading.device_of(config.run.device), config.run.seed)
     if config.model.init_from:
         folder, notes = weights.find_weights(Path(config.model.init_from), config.model)

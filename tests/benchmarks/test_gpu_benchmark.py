@@ -9,14 +9,6 @@ import pytest
 from benchmarks import gpu, gpu_items
 from tests.helpers import HANGS_S, start, succeeded
 
-# stands for the interpreter that runs an item: -m benchmarks.gpu_items FUNCTION OPTIONS FILE
-
-
-def alive(pid: int) -> bool:
-    """Whether the process runs; one that nobody waits for yet does not."""
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
-
 
 def on_stand_in(name: str, results: Path) -> dict[str, Any]:
     """The record of an item."""
@@ -31,7 +23,7 @@ CHEAP = ["1B, one rank of 8"]
 EXPECTED = {
     "save_pause": {"pause, s", "tokens/s meanwhile"},
     "row": {"step, s", "plan_step, s", "MFU"},
-    "fake_rank": {"products, s", "plan_products, s", "others and copies, s"},
+    "fake_rank": {"matmuls, s", "plan_matmuls, s", "others and copies, s"},
     "copies": {"copy, GB/s"},
 }
 

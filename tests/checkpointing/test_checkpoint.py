@@ -53,7 +53,7 @@ def test_without_a_complete_checkpoint_the_run_does_not_start_over(finished: Pat
     message = again(finished, text, tmp_path)
     assert "no checkpoint is complete:" in message
     assert message.count("model.safetensors: ") == 2
-    assert "start another run with --run.name=NEW" in message
+    assert "start a new run with --run.name=NEW" in message
     assert storage.find_steps(tmp_path / "run/checkpoints") == [2, 4], "nothing is deleted"
 
 
@@ -159,15 +159,18 @@ class Bomb:
         return os.system, (f"touch {self.canary}",)
 
 
+def replace_by(content: bytes, folder: Path, name: str) -> None:
+    """Replace a file of a checkpoint and update the manifest."""
+    (folder / name).write_bytes(content)
+    record = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    edit(folder / "manifest.json", lambda m: m["files"].update({name: record}))
+
+
 def test_a_pickle_in_a_checkpoint_executes_nothing(sharded: Path, text: Path, tmp_path: Path) -> None:
     """The hashes match."""
     shutil.copytree(sharded, tmp_path / "run")
     folder, canary = checkpoint(tmp_path / "run", 4), tmp_path / "canary"
-    content = pickle.dumps(Bomb(canary))
-    (folder / "shard-00000-of-00002.safetensors").write_bytes(content)
-    record = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    files = {"shard-00000-of-00002.safetensors": record}
-    edit(folder / "manifest.json", lambda m: m["files"].update(files))
+    replace_by(pickle.dumps(Bomb(canary)), folder, "shard-00000-of-00002.safetensors")
     assert storage.verify(folder) == []
     result = ranks(1, *tiny(text, tmp_path, run__name="run", train__steps=6, model__tie_embeddings=True))
     assert result.returncode != 0

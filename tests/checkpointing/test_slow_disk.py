@@ -16,7 +16,7 @@ from tests.distributed.distributed_cases import MESHES, make_mesh, sharded
 from tests.helpers import run_distributed
 from torchtitan_lite.checkpointing import full_state, safetensors_file, storage
 from torchtitan_lite.config.schema import CheckpointConfig, ModelConfig, OptimConfig
-from torchtitan_lite.distributed.process_group import Process, limit_group_timeouts
+from torchtitan_lite.distributed.process_group import Process, set_group_timeouts
 from torchtitan_lite.optim.optimizer import build_optimizer, make_state
 from torchtitan_lite.tools.dry_run import peak_of
 
@@ -56,7 +56,7 @@ def save_and_load_slowly(process: Process, folder: Path) -> dict[str, Any]:
     optimizer = build_optimizer(model, OptimConfig(name="adamw"))
     make_state(optimizer)
     saver = Checkpointer(folder, model, optimizer, CheckpointConfig(), process)
-    limit_group_timeouts(COLLECTIVE_S / 60)
+    set_group_timeouts(COLLECTIVE_S / 60)
 
     write = SlowDisk(process, safetensors_file.HashingStream.write)
     safetensors_file.HashingStream.write = lambda *args: write(*args)  # type: ignore[method-assign]

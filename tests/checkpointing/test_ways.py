@@ -97,8 +97,17 @@ def save_on_a_full_disk(process: Process, folder: Path) -> list[int]:
             saver.require_space()
         saver.save(TrainState(step=2))
         outcome = saver.wait()
+        assert outcome is not None
+        assert "a checkpoint takes" in outcome.error
+        killed = folder / ".tmp-step-00000002-killed"
+        killed.mkdir()
+        room = os.statvfs_result((1, 1, 0, 0, 2 * used(folder), 0, 0, 0, 0, 0))
+        full = os.statvfs_result((1, 1, 0, 0, 0, 0, 0, 0, 0, 0))
+        patched.setattr("os.statvfs", lambda _: full if killed.exists() else room)
+        saver.save(TrainState(step=2))
+        outcome = saver.wait()
     assert outcome is not None
-    assert "a checkpoint takes" in outcome.error
+    assert not outcome.error, "what a killed save has left is no longer there"
     return storage.find_steps(folder)
 
 
@@ -107,7 +116,7 @@ def used(folder: Path) -> int:
 
 
 def test_without_room_for_a_checkpoint_neither_a_run_nor_a_save_begins(tmp_path: Path) -> None:
-    assert run_distributed(save_on_a_full_disk, 1, tmp_path) == [[1]]
+    assert run_distributed(save_on_a_full_disk, 1, tmp_path) == [[2]]
 
 
 # --- machines that share no disk --------------------------------------------------------------------------------

@@ -97,8 +97,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (storage.OPTIMIZER, moments),
         )
     }
-    identity = {f"model.{key}": value for key, value in config.model.resolved().items()}
-    state = TrainState(step=1, identity=identity, config=schema.flatten(config))
+    must_match = {f"model.{key}": value for key, value in config.model.resolved().items()}
+    state = TrainState(step=1, must_match=must_match, config=schema.flatten(config))
     storage.commit(folder, state, "full", 1, records)
     folder = storage.new_folder(run.parent / "sharded", 1)
     writer = ShardWriter(folder)
@@ -117,7 +117,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "tokens_per_second": 8.0,
     }
     (run / "metrics.jsonl").write_text("".join(json.dumps({"step": n, **step}) + "\n" for n in (1, 2)))
-    about = {"format_version": 1, "status": "complete", "step": 2, "reason": "", "time": 0}
+    about = {"format_version": attempts.FORMAT_VERSION, "status": "complete", "step": 2, "reason": "", "time": 0}
     (run / "run.json").write_text(json.dumps(about))
     lists: dict[str, Any] = {"command": [], "hosts": [], "setting": {}, "tasks": {}, "versions": {}, "git": {}}
     numbers = {"attempt": 0, "time": 0, "step": 0, "samples": 0, "world_size": 1, "device": "cpu"}

@@ -130,7 +130,7 @@ def test_more_processes_than_gpus_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("path", "headers", "expected"),
     [
-        ("", True, "compile.enabled = true needs the C++ compiler g++ (or another one in $CXX), which is missing"),
+        ("", True, "compile.enabled = true needs the C++ compiler g++ (or $CXX), which is missing"),
         (None, False, "Python.h; python3-dev or similar), which is missing"),
     ],
 )

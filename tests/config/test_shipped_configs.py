@@ -92,11 +92,11 @@ def test_every_config_fits_its_cluster_with_room(file: Path) -> None:
     assert found.vocab_size >= found.config.tokenizer.vocab_size, "the default tokenizer fits"
     model = found.config.model
     assert (file.stem in PUBLISHED | {"gpt_124m_scratch"}) == ((model.family, model.size) in PARAMETERS)
-    if file.stem in PUBLISHED:
+    if file.stem in PUBLISHED - {"llama_150m"}:  # it turns off the qk_norm of its size
         assert (found.vocab_size, found.n_parameters) == PARAMETERS[model.family, model.size]
     if found.device:
         step = planned_run.expected(found, found.device)
-        assert step.exposed < step.products, "bound by computing"
+        assert step.exposed < step.matmuls, "bound by computing"
         assert found.config.fsdp.param_dtype == "bfloat16"
         # batches of pairs have many shapes, and compiled blocks would be compiled for them again
         assert found.config.compile.enabled == (found.config.data.objective != "pairs")

@@ -21,7 +21,7 @@ from torchtitan_lite import cpu
 from torchtitan_lite.cpu import shared_memory
 from torchtitan_lite.cpu.shared_memory import AllGather, ReduceScatter, SharedMemory, all_reduce
 from torchtitan_lite.distributed.lost import is_lost
-from torchtitan_lite.distributed.process_group import Process, limit_group_timeouts
+from torchtitan_lite.distributed.process_group import Process, set_group_timeouts
 
 # the names in torch 2.13, and before
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -195,7 +195,7 @@ def late(process: Process) -> str:
     """The last rank comes after the timeout."""
     group: Any = dist.group.WORLD
     shared = SharedMemory(group)
-    limit_group_timeouts(2 / 60)
+    set_group_timeouts(2 / 60)
     store = dist.distributed_c10d._get_default_store()
     if process.rank == process.world_size - 1:
         store.wait([str(rank) for rank in range(process.rank)], timedelta(minutes=5))

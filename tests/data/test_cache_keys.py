@@ -109,20 +109,3 @@ def test_another_order_of_files_is_other_data(text: Path, tmp_path: Path) -> Non
     names = ["PATH/in/a.csv", "PATH/in/c.csv"]
     (text / "c.csv").write_text(CSV.replace("text 7,", "text 8,"))
     assert folder_of(CAUSAL | {"path": names}, tmp_path) != folder_of(CAUSAL | {"path": names[::-1]}, tmp_path)
-
-
-# --- the command ------------------------------------------------------------------------------------------------
-
-_PAIRS = "--tokenizer bytes --source-key text --target-key headline"
-OPTIONS = [
-    ("--tokenizer bytes", "--val-fraction 0.3"),
-    ("--tokenizer bytes", "--text-key other"),
-    ("--tokenizer bytes", "--text-suffixes .md"),
-    ("--tokenizer bytes", "--sentinels"),
-    ("--train-tokenizer 400", "--train-tokenizer 401"),
-    ("--train-tokenizer 400", "--sentinels"),
-    ("--tokenizer tokenizer.json", "--end-token </s>"),
-    ("--tokenizer tokenizer.json", "--tokenizer bytes"),
-    (_PAIRS, "--source-prefix x"),
-    (_PAIRS, "--target-key other"),
-]

@@ -11,7 +11,7 @@ import pytest
 from tests.config.test_hostile_input import damaged
 from tests.data.test_data import decoded
 from tests.data.test_prepare import TEXTS, as_jsonl, succeeds, write
-from torchtitan_lite.data.prepare.documents import documents
+from torchtitan_lite.data.prepare.documents import Document, documents, usable
 from torchtitan_lite.data.prepare.texts import Corpus
 from torchtitan_lite.errors import UserError
 
@@ -99,3 +99,18 @@ def test_spoiled_files_are_problems_and_no_tracebacks(name: str, tmp_path: Path)
         (tmp_path / name).write_bytes(content)
         with contextlib.suppress(UserError):  # documents and problems, and no other exception than ours
             list(documents(Corpus((tmp_path / name,))))
+
+
+def test_half_a_surrogate_pair_costs_only_its_own_document(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "one", "x": "\\ud83d"}\n{"text": "\\ud83d"}\n{"text": "two"}\n')
+    found = list(documents(Corpus((tmp_path / "a.jsonl",))))
+    assert [item.texts[0] if isinstance(item, Document) else item.detail for item in found] == [
+        "one",
+        "is not valid text: surrogates not allowed",
+        "two",
+    ]
+
+
+def test_a_text_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(BOM + b"one\ntwo\n")
+    assert "".join(document.texts[0] for document in usable(Corpus((tmp_path / "a.txt",)))) == "one\ntwo\n"

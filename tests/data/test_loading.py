@@ -20,7 +20,7 @@ from torchtitan_lite.config.load import load
 from torchtitan_lite.config.schema import Config, DataConfig, TokenizerConfig, TrainConfig
 from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.loader import Batch, Loader, PrefetchingLoader
-from torchtitan_lite.data.mixture import Mixture, shares_of
+from torchtitan_lite.data.mixture import Mixture, exact_shares
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.order import sample_indices
 from torchtitan_lite.data.packing import PackedSamples
@@ -73,7 +73,7 @@ WEIGHTS = st.lists(st.floats(0.001, 100, allow_nan=False).map(lambda x: round(x,
 @settings(deadline=None, derandomize=True, max_examples=4)
 @given(WEIGHTS)
 def test_a_source_is_within_one_sample_of_its_share_at_every_prefix(weights: list[float]) -> None:
-    shares = np.array([float(share) for share in shares_of(weights)])
+    shares = np.array([float(share) for share in exact_shares(weights)])
     if shares.min() < 2**-16:
         return
     table = mixed(weights).table
@@ -116,7 +116,7 @@ def test_sources_need_one_tokenizer(text: Path, folders: dict[str, Path], tmp_pa
     config = DataConfig(sources={str(folders["tar"]): 1, str(other): 1})
     with pytest.raises(DataError, match=r"tar and .* were prepared with different tokenizers .* --tokenizer .*tar"):
         prepare_all(config, TokenizerConfig(), print)
-    with pytest.raises(DataError, match=r"was prepared with another tokenizer .* than tokenizer\.path"):
+    with pytest.raises(DataError, match=r"was prepared with a tokenizer .* that differs from tokenizer\.path"):
         prepare_all(DataConfig(path=str(other)), TokenizerConfig(path=str(folders["tar"] / "tokenizer.json")), print)
 
 
@@ -135,7 +135,7 @@ def test_invalid_mixtures_are_errors(folders: dict[str, Path]) -> None:
 def test_validation_is_mixed_as_well_and_repeats_nothing(folders: dict[str, Path]) -> None:
     sources = {str(folders["typing"]): 0.9, str(folders["lines"]): 0.1}
     config = Config.model_validate({"data": {"sources": sources}, "train": {"seq_len": 16}, "eval": {"samples": 10**6}})
-    validation = Validation.of(config, prepare_all(config.data, config.tokenizer, print), 1, 0, 1)
+    validation = Validation.from_config(config, prepare_all(config.data, config.tokenizer, print), 1, 0, 1)
     assert isinstance(validation.loader.samples, Mixture)
     mixture = validation.loader.samples
     assert mixture.consumed(validation.n_samples)[0] in (mixture.sources[0].n_samples, mixture.sources[0].n_samples - 1)
@@ -143,7 +143,7 @@ def test_validation_is_mixed_as_well_and_repeats_nothing(folders: dict[str, Path
     targets = torch.cat([micro.targets for micro in validation.micro_batches()])
     assert int((targets != IGNORE).sum()) == 16 * validation.n_samples
     for rank in range(3):  # each knows the numbers of its own sequences
-        part = Validation.of(config, prepare_all(config.data, config.tokenizer, print), 2, rank, 3)
+        part = Validation.from_config(config, prepare_all(config.data, config.tokenizer, print), 2, rank, 3)
         counts = torch.cat([micro.targets for micro in part.micro_batches()]).ne(IGNORE).any(1)
         assert part.numbers()[counts].tolist() == [i for i in range(part.n_samples) if i // 2 % 3 == rank]
 

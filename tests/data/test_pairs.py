@@ -184,7 +184,7 @@ def test_columns_that_do_not_fit_the_header_are_refused(
     command = [str(file), *KEYS, "--out", out]
     assert "has 3 columns, its header has 2" in refuses(*command)
     assert main([*command, "--on-error", "skip"]) == 0
-    assert "a row of another length" in "".join(capsys.readouterr())
+    assert "a row of the wrong length" in "".join(capsys.readouterr())
     shutil.rmtree(out)
     file.write_text("text,text,headline\na,b,c\n")
     assert 'has 2 columns "text"; which one holds the text is ambiguous' in refuses(*command)

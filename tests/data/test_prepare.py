@@ -105,8 +105,8 @@ def test_held_out_files_are_the_validation_text(tmp_path: Path, refuses: Callabl
     succeeds(train, "--held-out", val, "--out", out, "--tokenizer", "bytes")
     assert decoded(out, "train") == TEXTS[:300]
     assert decoded(out, "val") == ["zqzq \u4e2d" * 500, *TEXTS[300:]], "a token per byte spells characters it never saw"
-    assert "was made from other text or options" in refuses(train, val, "--out", out, "--tokenizer", "bytes")
-    assert "a.jsonl: line 1: is held out, too" in refuses(
+    assert "made from different text or options" in refuses(train, val, "--out", out, "--tokenizer", "bytes")
+    assert "a.jsonl: line 1: is also held out" in refuses(
         train, "--held-out", train, "--out", tmp_path / "x", "--tokenizer", "bytes"
     )
     succeeds(train, "--held-out", val, "--out", tmp_path / "bpe", "--train-tokenizer", 280)
@@ -172,7 +172,7 @@ def test_a_tokenizer_that_drops_characters_is_refused_and_one_that_marks_them_co
 def test_a_copy_of_a_held_out_document_is_named_or_left_out(tmp_path: Path, refuses: Callable[..., str]) -> None:
     train, val = write(tmp_path / "a.jsonl", TEXTS[:50]), write(tmp_path / "b.jsonl", [*TEXTS[60:70], TEXTS[7]])
     command = train, "--held-out", val, "--out", tmp_path / "out", "--tokenizer", "bytes"
-    assert f"a.jsonl: line 8: is held out, too: {val}: line 11; correct or remove it" in refuses(*command)
+    assert f"a.jsonl: line 8: is also held out: {val}: line 11; correct or remove it" in refuses(*command)
     succeeds(*command, "--on-error", "skip")
     assert decoded(tmp_path / "out", "train") == [*TEXTS[:7], *TEXTS[8:50]]
     assert TEXTS[7] in decoded(tmp_path / "out", "val")
@@ -192,7 +192,7 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "nested JSON": ("a.jsonl", GOOD + b"[" * 100_000 + b"\n", r"a\.jsonl: line 2: not JSON"),
     "missing key": ("a.jsonl", GOOD + b'{"body": "x"}\n', 'line 2: no "text": its keys are body; --text-key'),
     "not an object": ("a.jsonl", GOOD + b'["text"]\n', r'a\.jsonl: line 2: no "text": it is not an object'),
-    "surrogate": ("a.jsonl", GOOD + b'{"text": "\\ud83d"}\n', "line 2: not JSON in UTF-8: unexpected end of hex"),
+    "surrogate": ("a.jsonl", GOOD + b'{"text": "\\ud83d"}\n', "line 2: is not valid text: surrogates not allowed"),
     "a list": ("a.jsonl", GOOD + b'{"text": [1, 2]}\n', r'line 2: "text" should be text, but is \[1, 2\]'),
     "null": ("a.jsonl", GOOD * 4 + b'{"text": null}\n', r'a\.jsonl: line 5: "text" should be text, but is null'),
     "empty text": ("a.jsonl", b'{"text": ""}\n', r'a\.jsonl: line 1: "text" should be text, but is ""'),
@@ -303,7 +303,7 @@ def test_an_existing_data_set_is_kept(tmp_path: Path, refuses: Callable[..., str
     assert main(command) == 0
     write(source, [*TEXTS[:7], TEXTS[7].replace("7", "8"), *TEXTS[8:]])
     os.utime(source, ns=(time, time))
-    assert "exists, and was made from other text or options; choose another --out" in refuses(*command)
+    assert "exists, made from different text or options; choose a different --out" in refuses(*command)
     assert contents(tmp_path / "out") == before
 
 

@@ -219,7 +219,7 @@ def test_verify_finds_an_identity_that_is_not_that_of_the_tokens(
     shutil.copytree(lines, tmp_path / "out")
     meta = tmp_path / "out/meta.json"
     meta.write_bytes(other(meta, {"tokens_sha256": "0" * 64}))
-    assert "tokens_sha256 is not that of the token files" in refuses("--verify", tmp_path / "out")
+    assert "tokens_sha256 does not match the token files" in refuses("--verify", tmp_path / "out")
 
 
 def test_an_older_file_in_the_place_of_a_text_is_noticed(tmp_path: Path) -> None:

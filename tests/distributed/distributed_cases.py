@@ -182,7 +182,7 @@ def case_ranks_with_another_config_or_text_are_named() -> None:
     process, host = Process(rank, 4, CPU, 1), socket.gethostname()
 
     def require(seed: int = 0, text: str = "a") -> list[str]:
-        data: Any = SimpleNamespace(tokenizer_sha256="t", vocab_size=9, identity=lambda: {"data": text})
+        data: Any = SimpleNamespace(tokenizer_sha256="t", vocab_size=9, hashes=lambda: {"data": text})
         return require_agreement(Config.model_validate({"run": {"seed": seed}}), data, process)
 
     assert require() == [host]

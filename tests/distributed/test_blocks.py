@@ -89,15 +89,15 @@ def test_each_kind_of_block_is_compiled_once(config: ModelConfig, mode: str, eve
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize("all_lengths", [False, True])
-def test_blocks_are_not_compiled_for_each_length_of_pairs(all_lengths: bool) -> None:
-    """Block attention would be: train.py sets `all_lengths`, and without it torch finds out at the second length."""
+@pytest.mark.parametrize("dynamic_shapes", [False, True])
+def test_blocks_are_not_compiled_for_each_length_of_pairs(dynamic_shapes: bool) -> None:
+    """Block attention would be: train.py sets `dynamic_shapes`, and without it torch finds out at the second length."""
     torch._dynamo.reset()
     counters.clear()
     model = build(ModelConfig(dim=32, n_heads=2, n_layers=2, max_seq_len=128), 97)
     cpu.apply(model, SpeedConfig())
-    apply_compile(model, CompileConfig(enabled=True, backend="eager"), all_lengths=all_lengths)
+    apply_compile(model, CompileConfig(enabled=True, backend="eager"), dynamic_shapes=dynamic_shapes)
     for length in range(8, 8 * 12, 8):
         tokens = torch.ones(2, length, dtype=torch.int64)
         model(tokens, tokens).backward()
-    assert counters["stats"]["unique_graphs"] == (1 if all_lengths else 2)
+    assert counters["stats"]["unique_graphs"] == (1 if dynamic_shapes else 2)

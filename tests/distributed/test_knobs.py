@@ -55,7 +55,7 @@ def _reference(
     """Loss and gradient norm of each step of one whole model in float32, on the whole batch at once."""
     config = Case(2, dict(shape) | {"optim.name": optimizer_name}, base=base).config()
     with torch.device("meta"):
-        model = build(config.model, VOCABULARY, LossOptions.of(config))
+        model = build(config.model, VOCABULARY, LossOptions.from_config(config))
     materialise(model, torch.device("cpu"), seed=7)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))

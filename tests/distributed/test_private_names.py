@@ -1,11 +1,8 @@
 """The private names of torch that the package uses, and where the installed torch has them."""
 
 import pkgutil
-from pathlib import Path
 
 import pytest
-
-from tests.helpers import ROOT
 
 FSDP = "torch.distributed.fsdp._fully_shard"
 PLACES = {
@@ -50,10 +47,6 @@ PLACES = {
     "torch._dynamo": "torch._dynamo.convert_frame",
     "torch._inductor": "torch._inductor.compile_fx",
 }
-
-
-def files() -> list[Path]:
-    return [*sorted((ROOT / "torchtitan_lite").rglob("*.py")), ROOT / "train.py", ROOT / "checkpoint.py"]
 
 
 @pytest.mark.parametrize("name", PLACES)

@@ -22,7 +22,7 @@ def news(file: Path) -> Path:
     return file
 
 
-def of(kind: str, text: Path, tmp_path: Path, **more: Any) -> list[str]:
+def make(kind: str, text: Path, tmp_path: Path, **more: Any) -> list[str]:
     values: dict[str, Any] = {"model__family": "t5", "data__objective": kind, "optim__schedule": "constant"}
     values["optim__warmup_steps"] = 1
     if kind == "pairs":
@@ -37,10 +37,10 @@ def of(kind: str, text: Path, tmp_path: Path, **more: Any) -> list[str]:
 
 @pytest.mark.parametrize("kind", [pytest.param("span_corruption", marks=pytest.mark.extended), "pairs"])
 def test_a_resume_is_bitwise_and_the_world_size_changes_no_batch(kind: str, text: Path, tmp_path: Path) -> None:
-    succeeded(ranks(2, *of(kind, text, tmp_path, run__name="through", train__steps=4, train__z_loss=1e-3)))
+    succeeded(ranks(2, *make(kind, text, tmp_path, run__name="through", train__steps=4, train__z_loss=1e-3)))
     for steps in (2, 4):
-        succeeded(ranks(2, *of(kind, text, tmp_path, run__name="twice", train__steps=steps, train__z_loss=1e-3)))
-    succeeded(ranks(1, *of(kind, text, tmp_path, run__name="alone", train__steps=4, train__z_loss=1e-3)))
+        succeeded(ranks(2, *make(kind, text, tmp_path, run__name="twice", train__steps=steps, train__z_loss=1e-3)))
+    succeeded(ranks(1, *make(kind, text, tmp_path, run__name="alone", train__steps=4, train__z_loss=1e-3)))
     through, twice, alone = (losses(tmp_path / name) for name in ("through", "twice", "alone"))
     assert through == twice
     for step, values in through.items():

@@ -157,4 +157,4 @@ def test_tokens_outside_the_vocabulary_are_refused(
 ) -> None:
     prefix = write(tmp_path / "a", [[[5, 6]], [[7, value, 8]]], dtype)
     assert main(words(usual, tmp_path / "out", prefix)) == 2
-    assert "a.bin was made with another tokenizer: it has 517 entries" in capsys.readouterr().err
+    assert "a.bin has a token outside the tokenizer's 517 entries" in capsys.readouterr().err

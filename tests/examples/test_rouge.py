@@ -88,7 +88,7 @@ def test_scores_are_those_of_the_definition(
     encode = Tokenizer.from_file(str(run / "tokenizer.json")).encode
     monkeypatch.setattr(rouge, "questions", lambda *_: [([1], encode(reference).ids)])
     monkeypatch.setattr(rouge, "tokens_of", lambda *_: encode(answer).ids)
-    (row,) = rouge.scored(run, 1, 1, 0)
+    (row,) = rouge.scores_of_pairs(run, 1, 1, 0)
     assert tuple(row[kind] for kind in rouge.KINDS) == pytest.approx(expected)
 
 

@@ -4,7 +4,6 @@ From this step on, where the rank comes to the site, the action happens, `times`
 
 kill       SIGKILL, in the first attempt only (torchrun --max-restarts)
 halve      a file of the folder that is being deleted goes, then SIGKILL
-rotate     SIGKILL of rank (attempt mod world size), a step later with each attempt, FAULT_TIMES attempts long
 error      OSError "no space left"
 eio        OSError "input/output error"
 full       from now on no file of this rank can grow beyond 4 KiB (RLIMIT_FSIZE)
@@ -13,7 +12,6 @@ exit       the process leaves with 0
 hang       it waits for ever
 slow       it waits for FAULT_SECONDS
 term, hup  SIGTERM, SIGHUP to itself
-stop       SIGSTOP, and SIGCONT by another process after FAULT_SECONDS
 vanish     the run's folder is renamed
 flip       a bit of a parameter flips, in the memory of this rank
 flip_after a higher one flips, after the site
@@ -27,7 +25,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -54,7 +51,6 @@ SITES: dict[str, tuple[Any, str]] = {
     "eval": (between_steps, "evaluate"),
     "sample": (sampling, "sample"),
     "task": (tasks.Tasks, "score"),
-    "load": (Checkpointer, "load_tensors"),
     "lock": (run_folder, "lock"),
     "hash": (storage, "sha256_of"),
     "space": (storage, "require_space"),
@@ -76,10 +72,7 @@ def install(faults: str) -> None:
     """Put the faults in place."""
     for fault in faults.split(","):
         action, rank, step, site, times = (*fault.split(":"), *("step", "1")[len(fault.split(":")) - 3 :])
-        if action == "rotate":
-            attempt = env_int("TORCHELASTIC_RESTART_COUNT", 0)
-            _at_step(env_int("RANK", 0) == attempt % env_int("WORLD_SIZE", 1), int(step) + attempt, attempt)
-        elif env_int("RANK", 0) == int(rank):
+        if env_int("RANK", 0) == int(rank):
             _at_site(action, int(step), site, int(times))
     _follow_steps()
 
@@ -93,11 +86,6 @@ def _follow_steps() -> None:
         return honest(s, step)
 
     train.train_step = train_step
-
-
-def _at_step(mine: bool, step: int, attempt: int) -> None:
-    if mine and attempt < env_int("FAULT_TIMES", 1):
-        _at_site("rotate", step, "batch", 1)
 
 
 def _at_site(action: str, step: int, site: str, times: int) -> None:
@@ -143,12 +131,6 @@ def _raise(_: Any) -> None:
     raise ZeroDivisionError("a bug in somebody's loader")
 
 
-def _stop(_: Any) -> None:
-    later = f"sleep {os.environ['FAULT_SECONDS']}; kill -CONT {os.getpid()}"
-    subprocess.Popen(["sh", "-c", later])
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
 def _vanish(_: Any) -> None:
     folder = Path(os.environ["FAULT_FOLDER"])
     folder.rename(folder.with_name("gone"))
@@ -171,7 +153,6 @@ def _flip_after(args: Any) -> Callable[[Any], Any]:
 ACTIONS: dict[str, Callable[[Any], Any]] = {
     "kill": _signal(signal.SIGKILL),
     "halve": _halve,
-    "rotate": _signal(signal.SIGKILL),
     "error": _os_error(errno.ENOSPC),
     "eio": _os_error(errno.EIO),
     "full": _full,
@@ -181,7 +162,6 @@ ACTIONS: dict[str, Callable[[Any], Any]] = {
     "slow": lambda _: time.sleep(float(os.environ["FAULT_SECONDS"])),
     "term": _signal(signal.SIGTERM),
     "hup": _signal(signal.SIGHUP),
-    "stop": _stop,
     "vanish": _vanish,
     "flip": _flip,
     "flip_after": _flip_after,

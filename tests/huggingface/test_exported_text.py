@@ -43,7 +43,7 @@ def test_transformers_reads_and_writes_the_text_of_training(kind: str, text: Pat
     succeeded(ranks(1, *tiny(text, tmp_path, run__name="run", **shape)))
     out = tmp_path / "exported"
     said = succeeded(python("export", str(tmp_path / "run"), str(out), script="checkpoint.py"))
-    is_forced = "load another one with transformers.PreTrainedTokenizerFast" in said
+    is_forced = "load a different one with transformers.PreTrainedTokenizerFast" in said
     assert is_forced == (kind == "qwen2"), "transformers builds Qwen2Tokenizer whatever tokenizer_config.json says"
     read = transformers.PreTrainedTokenizerFast if is_forced else transformers.AutoTokenizer
 

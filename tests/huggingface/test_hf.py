@@ -155,7 +155,7 @@ def test_a_run_is_exported_and_trained_on(family: str, text: Path, tmp_path: Pat
         command = tiny(text, tmp_path, run__name=f"fork{i}", model__init_from=source, **more)
         output = succeeded(ranks(1, *command))
         assert f"starts from the weights of {source}" in output
-        assert "another tokenizer" not in output
+        assert "different tokenizer" not in output
         first.append(losses(tmp_path / f"fork{i}"))
     assert all(curve == first[0] for curve in first)
 

@@ -124,8 +124,8 @@ def test_the_base_width_itself_is_the_plain_model(text: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--model.tie_embeddings=true"], "makes them one matrix; model.tie_embeddings = false works"),
-        (["--optim.name=sgd"], 'those of optim.name = "sgd" do not'),
+        (["--model.tie_embeddings=true"], "ties them; model.tie_embeddings = false works"),
+        (["--optim.name=sgd"], 'those of optim.name = "sgd" vary with the gradient'),
     ],
 )
 def test_what_it_does_not_scale_is_refused(options: list[str], named: str) -> None:

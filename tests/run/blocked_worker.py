@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from torchtitan_lite.checkpointing import progress
 from torchtitan_lite.config.schema import RunConfig
-from torchtitan_lite.distributed.process_group import limit_group_timeouts, process_group
+from torchtitan_lite.distributed.process_group import process_group, set_group_timeouts
 from torchtitan_lite.run import run_folder
 from torchtitan_lite.run.watchdog import Watchdog
 
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
             run_folder.record_start(folder, about | run_folder.facts(process, [""]))
         watching = Watchdog(folder, process, limits if case == "stops" else LIMITS)
         watching.on_abort = lambda why: run_folder.record_end(folder, process, 1, "failed", 3, why)
-        limit_group_timeouts()
+        set_group_timeouts()
         late = 0 if case == "rank 0 fetches" else 1
         if case != "stops":
             watching.step(4)

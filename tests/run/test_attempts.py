@@ -69,14 +69,14 @@ def begun(run: Path) -> list[tuple[int, str]]:
 # --- refused ----------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "another identity": ({"train__seq_len": 16}, "", "train.seq_len is 32 in the"),
+    "a different model": ({"train__seq_len": 16}, "", "train.seq_len is 32 in the"),
     "a full disk": ({}, "error:0:0:space", "No space left on device"),
     "files that can't grow": ({}, "full:0:0:lock", "File too large"),
 }
 
 
 @pytest.mark.parametrize(
-    "why", [pytest.param(why, marks=[] if why == "another identity" else [extended]) for why in REFUSED]
+    "why", [pytest.param(why, marks=[] if why == "a different model" else [extended]) for why in REFUSED]
 )
 def test_a_refused_command_is_no_attempt(why: str, run: Path, again: Again) -> None:
     more, fault, expected = REFUSED[why]
@@ -94,11 +94,11 @@ def test_a_refused_command_is_no_attempt(why: str, run: Path, again: Again) -> N
 def test_a_check_refuses_what_a_start_would(run: Path, again: Again) -> None:
     before = contents(run)
     said = again("--check-config", code=2, optim__lr=0.5, train__steps=12)
-    assert "has made 8 steps with other values than this command has:" in said
+    assert "has made 8 steps, and its values differ from this command's:" in said
     said = again("--check-config", code=2, model__dim=64, train__steps=12)
     assert "model.dim is 32 in the checkpoint and 64 here" in said
     fork = {"run__name": "new", "checkpoint__resume": run}
-    assert "can't be continued with other values" in again("--check-config", code=2, **fork, model__dim=64)
+    assert "can't be forked, because its values differ" in again("--check-config", code=2, **fork, model__dim=64)
     for more in ({"train__steps": 12}, fork, fork | {"optim__lr": 0.5}):
         assert "the configuration is fine" in again("--check-config", **more)
     assert contents(run) == before
@@ -110,7 +110,7 @@ def test_a_fork_on_other_text_resumes_by_the_same_command(run: Path, text: Path,
     fork |= {"tokenizer__path": run / "tokenizer.json"}
     again(**fork)
     assert "resumed after step 10" in again(**fork | {"train__steps": 12})
-    assert "with other values" in again(code=2, **fork | {"train__steps": 14, "data__path": text}), "the first text"
+    assert "its values differ" in again(code=2, **fork | {"train__steps": 14, "data__path": text}), "the first text"
 
 
 def test_an_error_or_a_kill_while_it_loads_is_no_attempt(run: Path, again: Again) -> None:
@@ -224,7 +224,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
     output = again(n=n)
     assert "model.safetensors: its SHA-256 does not match the manifest" in output
     assert f"run     {run}  resumed after step 6; newer checkpoints are damaged" in output
-    assert "their steps are made again: 8\n" in output
+    assert "their steps are repeated: 8\n" in output
     assert storage.verify(checkpoint(run, 8)) == [], "it was saved again"
     assert [path.name for path in (run / "checkpoints").glob(".*")] == []
     assert begun(run) == [(0, "complete"), (6, "complete")]
@@ -267,7 +267,7 @@ def test_a_damaged_checkpoint_counts_for_nothing_in_retention(run: Path, again: 
     damage(run, 7)
     said = again(code=2)
     assert "no checkpoint is complete:" in said
-    assert "start another run with --run.name=NEW" in said
+    assert "start a new run with --run.name=NEW" in said
     assert storage.find_steps(run / "checkpoints") == [6, 7, 9], "nothing is deleted"
 
 

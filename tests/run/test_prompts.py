@@ -15,10 +15,10 @@ def test_without_prompts_other_text_is_sampled_from_the_start_of_a_document(tmp_
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": f"text {n}"}) + "\n" for n in range(20)))
     out = tmp_path / "data"
     assert main([str(tmp_path / "text.jsonl"), "--out", str(out), "--tokenizer=bytes", "--val-fraction=0.4"]) == 0
-    data, tokenizer = DataSet.of({"": (1.0, out)}), Tokenizer.from_file(str(out / "tokenizer.json"))
+    data, tokenizer = DataSet.open({"": (1.0, out)}), Tokenizer.from_file(str(out / "tokenizer.json"))
 
     def prompts(config: Config) -> list[tuple[str, list[int]]]:
-        found = Prompts.of(config, data)
+        found = Prompts.from_config(config, data)
         return list(zip(found.texts, found.ids, strict=True))
 
     assert prompts(Config()) == [(text, tokenizer.encode(text).ids) for text in ("def ", "The ")]

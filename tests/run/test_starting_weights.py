@@ -33,12 +33,12 @@ def test_weights_of_another_tokenizer_are_reported(finished: Path, text: Path, t
     more = {"run__name": "new", "model__init_from": finished, "train__steps": 3}
     other = ranks(1, *tiny(tmp_path / "other.txt", tmp_path, **more))
     file = finished / "tokenizer.json"
-    assert f"another tokenizer, so most tokens stand for other text here: --tokenizer.path={file}" in other.stdout
+    assert f"a different tokenizer, so most tokens mean different text here: --tokenizer.path={file}" in other.stdout
     again = succeeded(ranks(1, *tiny(tmp_path / "other.txt", tmp_path, **more | {"train__steps": 4})))
-    assert "another tokenizer" not in again, "a resume does not read them"
+    assert "different tokenizer" not in again, "a resume does not read them"
     theirs = tiny(tmp_path / "other.txt", tmp_path, **more | {"run__name": "theirs", "tokenizer__path": file})
     kept = [option for option in theirs if not option.startswith("--tokenizer.vocab_size")]
-    assert "another tokenizer" not in succeeded(ranks(1, *kept))
+    assert "different tokenizer" not in succeeded(ranks(1, *kept))
 
 
 def test_damaged_weights_and_tensors_that_the_model_lacks_are_refused(

@@ -112,4 +112,4 @@ def test_the_best_checkpoint_is_kept_named_and_opened(
     other = python("export", "--best", str(exported), str(tmp_path / "no"), script="checkpoint.py")
     assert other.returncode == 2
     assert "--best: " in other.stderr
-    assert "is not a run with a checkpoint of a step that was validated" in other.stderr
+    assert "is not a run with a checkpoint of a validated step" in other.stderr

@@ -65,8 +65,8 @@ def test_what_a_run_learns_with_needs_a_fork(key: str, value: Any, monkeypatch: 
     monkeypatch.setattr("sys.argv", argv)
     message = refused({key: value})
     assert f"{key} is " in message
-    assert "runs/run has made 7 steps with other values than this command has:" in message
-    assert re.search(rf"continue with its own values: '?--{key}=", message)
+    assert "runs/run has made 7 steps, and its values differ from this command's:" in message
+    assert re.search(rf"continue with the run's values: '?--{key}=", message)
     words = shlex.split(message.splitlines()[-1])
     assert words[1:3] == ["train.py", "--config=a.toml"]
     assert words[3:] == [argv[-1], "--run.name=run-from-7", "--checkpoint.resume=runs/run/checkpoints/step-7"]
@@ -84,7 +84,7 @@ def test_what_contradicts_the_tensors_is_refused_by_a_fork_too(key: str, value: 
     for fork in (False, True):
         message = refused({key: value}, fork=fork)
         assert f"{key} is " in message
-        assert re.search(rf"continue with its own values: '?--{key}=", message)
+        assert re.search(rf"continue with the run's values: '?--{key}=", message)
         assert "start a new run with --run.name=NEW" in message
 
 
@@ -104,24 +104,22 @@ def test_everything_else_resumes_as_before(key: str, value: Any) -> None:
 def test_other_text_is_named_by_the_key_to_give() -> None:
     """By a fork, too, unless it names a text."""
     saved, here = (TrainState(step=7, config=flatten(Config()) | {"data.path": path}) for path in ("my_text", ""))
-    saved, here = (replace(s, identity={"tokenizer": "t", "data": d * 64}) for s, d in ((saved, "a"), (here, "b")))
+    saved, here = (replace(s, must_match={"tokenizer": "t", "data": d * 64}) for s, d in ((saved, "a"), (here, "b")))
     where = Path("runs/run/checkpoints/step-7")
     for fork in (False, True):
         with pytest.raises(CheckpointError) as caught:
             compatibility.require_same_run(where, saved, here.values, fork=fork)
         assert "data is aaaaaaaaaaaa... in the checkpoint and bbbbbbbbbbbb... here" in str(caught.value)
-        assert "continue with its own values: --data.path=my_text" in str(caught.value)
+        assert "continue with the run's values: --data.path=my_text" in str(caught.value)
     other = {**here.values, "data.path": "other_text"}
     compatibility.require_same_run(where, saved, other, fork=True)
-    with pytest.raises(
-        CheckpointError, match=r"other text needs the tokenizer of the run: --tokenizer\.path=runs/run/"
-    ):
+    with pytest.raises(CheckpointError, match=r"different text needs the run's tokenizer: --tokenizer\.path=runs/run/"):
         compatibility.require_same_run(where, saved, other | {"tokenizer": "u"}, fork=True)
 
 
 def test_the_order_of_sources_decides_the_order_of_samples() -> None:
     saved, here = (
-        TrainState(step=7, config=flatten(Config()), identity={"tokenizer": "t", "order of data.sources": order})
+        TrainState(step=7, config=flatten(Config()), must_match={"tokenizer": "t", "order of data.sources": order})
         for order in (["a", "b"], ["b", "a"])
     )
     with pytest.raises(CheckpointError, match=r"order of data\.sources is \['a', 'b'\] in the checkpoint"):
@@ -139,9 +137,9 @@ def test_another_rate_is_refused_with_one_message_before_anything_else_is_done(
     run = copied(finished, tmp_path)
     before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file() and file.name not in RECORD}
     output = again(text, run, n=n, code=3 - n, train__steps=steps, optim__lr=1e-3)
-    assert output.count(f"{run} has made 4 steps with other values than this command has:") == 1
+    assert output.count(f"{run} has made 4 steps, and its values differ from this command's:") == 1
     assert "optim.lr is 0.004 in the checkpoint and 0.001 here" in output
-    assert "continue with its own values: --optim.lr=0.004" in output
+    assert "continue with the run's values: --optim.lr=0.004" in output
     assert not re.search(r"^step |finished|Traceback|changed since then", output, re.M)
     assert {file: file.read_bytes() for file in before} == before
     about = json.loads((run / "run.json").read_text())

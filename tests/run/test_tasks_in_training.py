@@ -63,8 +63,8 @@ def test_tasks_are_scored_and_training_is_the_same_bits(text: Path, files: str, 
     jsonl(tmp_path / "choice.jsonl", [*CHOICE[1:], CHOICE[0]])
     wanted["eval__tasks"] = files.replace(str(Path(json.loads(files)[0]).parent), str(tmp_path))
     said = succeeded(ranks(2, *tiny(text, tmp_path, run__name="tasks", **more | {"train__steps": 6}, **wanted)))
-    (line,) = (line for line in said.splitlines() if "other questions" in line)
-    assert "eval.tasks choice has other questions: do not compare its scores with those of earlier steps" in line
+    (line,) = (line for line in said.splitlines() if "different questions" in line)
+    assert "eval.tasks choice has different questions: do not compare its scores with those of earlier steps" in line
     changed = {key: (before, now) for _, key, before, now in read_run(tmp_path / "tasks").changes}
     before, now = changed["eval.tasks choice"]
     assert before != now

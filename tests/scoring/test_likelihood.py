@@ -19,13 +19,11 @@ from torchtitan_lite.distributed.initialize import materialise
 from torchtitan_lite.distributed.parallelize import apply_fsdp
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.models import Transformer, build
-from torchtitan_lite.scoring.likelihood import Window, padded, sums_by_item
+from torchtitan_lite.scoring.likelihood import Window, pad_batch, sums_by_item
 from torchtitan_lite.scoring.statistics import Array, ratio, ratio_difference
 from torchtitan_lite.scoring.validation import Score, Validation, evaluate, evaluate_average
-from torchtitan_lite.tools.evaluation.documents import Document, Scores, score_documents
 
 CPU = torch.device("cpu")
-ALONE = Process(0, 1, CPU, 1)
 VOCABULARY = 517
 FAMILIES = {
     "gpt": ModelConfig(family="gpt", dim=32, n_layers=2, n_heads=2, max_seq_len=16),
@@ -75,7 +73,7 @@ def engine(process: Process, family: str, fsdp: FsdpConfig) -> dict[int, tuple[A
     for n_batches in N_BATCHES:
         forwards = 0
         with torch.no_grad():
-            sums = sums_by_item(model, batches(n_batches), padded, range(2 * n_batches + 1), process)
+            sums = sums_by_item(model, batches(n_batches), pad_batch, range(2 * n_batches + 1), process)
         found[n_batches] = sums[0].numpy(), forwards
     return found
 
@@ -116,9 +114,10 @@ def mixture(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 
 
 def validate(process: Process, folders: dict[str, Path], samples: int, family: str) -> Score:
-    data = DataSet.of({name: (share, folder) for share, (name, folder) in enumerate(folders.items(), 1)})
+    data = DataSet.open({name: (share, folder) for share, (name, folder) in enumerate(folders.items(), 1)})
     config = Config.model_validate({"train": {"seq_len": 16}, "eval": {"samples": samples}})
-    return evaluate(model_of(family, process), Validation.of(config, data, 2, process.rank, process.world_size), CPU)
+    validation = Validation.from_config(config, data, 2, process.rank, process.world_size)
+    return evaluate(model_of(family, process), validation, CPU)
 
 
 @pytest.mark.parametrize(("samples", "family"), [(1, "gpt"), (5, "llama, tied")])
@@ -140,13 +139,13 @@ def test_a_validation_with_fewer_sequences_than_ranks(samples: int, family: str,
 
 def validate_average(process: Process, folder: Path) -> tuple[dict[str, Any], list[Score], str]:
     """Validate a model whose averages are the weights of another: its record and line, and the scores of both."""
-    data = DataSet.of({"a": (1.0, folder)})
+    data = DataSet.open({"a": (1.0, folder)})
     config = Config.model_validate({"train": {"seq_len": 16}, "eval": {"samples": 5}})
     model, other = (model_of("llama, tied", process, seed=seed) for seed in (7, 8))
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter, average in zip(model.parameters(), other.parameters(), strict=True):
         optimizer.state[parameter] = {"ema": average.detach().clone()}
-    validation = Validation.of(config, data, 2, process.rank, process.world_size)
+    validation = Validation.from_config(config, data, 2, process.rank, process.world_size)
     before = evaluate(model, validation, CPU)
     record, line = evaluate_average(3, model, optimizer, validation, CPU)
     return record, [before, evaluate(model, validation, CPU), evaluate(other, validation, CPU)], line
@@ -160,11 +159,6 @@ def test_the_average_of_a_tied_model_has_its_own_score(mixture: dict[str, Path])
         assert record == {"step": 3, **expected}
         assert average.loss != before.loss
         assert line.startswith(f"eval    step 3  ema loss {average.loss:.4f} +- ")
-
-
-def scored(prefix: list[int], texts: list[list[int]], length: int = 7, batch_size: int = 3) -> Scores:
-    found = (Document(tokens, 2 * len(tokens), number) for number, tokens in enumerate(texts))
-    return score_documents(model_of("gpt"), found, prefix, length, ALONE, batch_size)
 
 
 def test_a_ratio_has_the_error_of_many_draws() -> None:

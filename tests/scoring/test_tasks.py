@@ -114,7 +114,7 @@ def scored(n: int, *arguments: Any, out: Path) -> dict[str, Any]:
 
 def score_of(opened: Opened, task: Task) -> task_scores.TaskScore:
     encoder = task_tokens.text_encoder(opened.tokenizer, opened.ends, "a question")
-    ready = task_tokens.encoded(task, encoder, task_tokens.Inputs([0], [0], LENGTH))
+    ready = task_tokens.encode_task(task, encoder, task_tokens.Inputs([0], [0], LENGTH))
     return task_scores.score(opened.model, ready, ALONE)
 
 
@@ -130,7 +130,7 @@ def test_choices_equal_those_of_transformers(
     file = jsonl(tmp_path / "choice.jsonl", CHOICE)
     model, prefix = theirs(folder)
     encoder = task_tokens.text_encoder(opened.tokenizer, opened.ends, "a question")
-    ready = task_tokens.encoded(questions.read(str(file)), encoder, task_tokens.Inputs(prefix, [0], LENGTH))
+    ready = task_tokens.encode_task(questions.read(str(file)), encoder, task_tokens.Inputs(prefix, [0], LENGTH))
     monkeypatch.setattr(task_scores, "BATCH_TOKENS", 64)
     (ours,) = task_scores._sums_by_choice(opened.model, ready, ALONE)
     right = dict.fromkeys(("plain", "per_byte", "per_token"), 0)

@@ -26,7 +26,7 @@ def folder(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def validation_of(data_set: DataSet, samples: int, rank: int = 0, world_size: int = 1, **more: object) -> Validation:
     values = {"train": {"seq_len": 16}, "eval": {"samples": samples}, **more}
-    return Validation.of(Config.model_validate(values), data_set, 2, rank, world_size)
+    return Validation.from_config(Config.model_validate(values), data_set, 2, rank, world_size)
 
 
 def sequences(*validations: Validation) -> list[tuple[int, ...]]:
@@ -41,7 +41,7 @@ def in_file_order(folder: Path, packing: str = "concat") -> list[tuple[int, ...]
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
 def test_the_subset_is_drawn_from_all_of_the_held_out_text(folder: Path, packing: str) -> None:
-    data, every = DataSet.of({"a": (1.0, folder)}), in_file_order(folder, packing)
+    data, every = DataSet.open({"a": (1.0, folder)}), in_file_order(folder, packing)
     n = len(every)
     assert n > 200
     subset = sequences(validation_of(data, 60, data={"packing": packing}))
@@ -55,7 +55,7 @@ def test_the_subset_is_drawn_from_all_of_the_held_out_text(folder: Path, packing
 
 @pytest.mark.parametrize("world_size", [2, 3, 7])
 def test_the_subset_is_the_same_at_every_world_size_and_seed(folder: Path, world_size: int) -> None:
-    data = DataSet.of({"a": (1.0, folder)})
+    data = DataSet.open({"a": (1.0, folder)})
     parts = [validation_of(data, 25, rank, world_size, run={"seed": 7}) for rank in range(world_size)]
     assert sequences(*parts) == sequences(validation_of(data, 25))
     assert len({len(list(part.micro_batches())) for part in parts}) == 1, "ranks would wait for each other"

@@ -56,7 +56,7 @@ def checked(process: Process, folder: Path, wrong: str) -> str:
     services = SimpleNamespace(checkpointer=SimpleNamespace(require_space=lambda: None))
     s: Any = SimpleNamespace(process=process, config=config, services=services)
     try:
-        return dry_run.checked_machines(folder / "run", s)
+        return dry_run.check_machines(folder / "run", s)
     except ConfigError as error:
         return str(error)
 

@@ -188,7 +188,7 @@ def test_texts_are_compared_by_their_documents_under_any_name() -> None:
     eights = np.full(4, 8.0)
     scores = Scores(np.arange(1.0, 5), eights, eights, eights)
     changed = replace(scores, hashes=eights + 1)
-    compared = tables.compared({"d": scores, "e": changed}, {"a": scores})
+    compared = tables.text_differences({"d": scores, "e": changed}, {"a": scores})
     assert compared.keys() == {"d"}
     assert compared["d"]["bits_per_byte_stderr"] == 0
 
@@ -215,7 +215,7 @@ def test_a_run_whose_text_has_changed_is_refused(text: Path, tmp_path: Path) -> 
     file.write_bytes((text / "tarfile.txt").read_bytes())
     result = ranks(1, str(tmp_path / "run"), entry=ENTRY)
     assert result.returncode == 2
-    assert "); restore that text (evaluate can score another one: --data TEXT)" in result.stderr
+    assert "); restore that text (evaluate can score other text: --data TEXT)" in result.stderr
 
 
 def test_an_encoder_decoder_scores_as_in_its_validation(runs: Path, tmp_path: Path) -> None:
@@ -269,10 +269,10 @@ def test_a_prepared_folder_scores_as_its_text(runs: Path, text: Path, tmp_path: 
             "/dev/null is not a regular file: name the model's tokenizer.json",
         ),
         (["PAIRS", "--data", "TEXT"], "--source-key"),
-        (["ONE", "--data", "PREPARED"], "another tokenizer"),
-        (["ONE", "--json", "nosuch/x.json"], "it is a folder, or is not in one"),
+        (["ONE", "--data", "PREPARED"], "was not prepared with the tokenizer of"),
+        (["ONE", "--json", "nosuch/x.json"], "it is a folder, or its folder is missing or read-only"),
         (["ONE", "--json", "."], "--json=. can't be written: it is a folder"),
-        (["ONE", "--json", "/dev/null/x.json"], "is not in one that is writable"),
+        (["ONE", "--json", "/dev/null/x.json"], "its folder is missing or read-only"),
         (["HF", "--data", "TEXT", ""], "one of the names of the text is empty"),
         (["ONE", "--documents=0"], "--documents=0 should be at least 1"),
         (["ONE", "--seq-len=-1"], "--seq-len=-1 should be"),

@@ -1,15 +1,14 @@
 """The expected time of a step: its parts, the figures it prints, and docs/lab/plan.md against published runs."""
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from benchmarks import published
 from tests.helpers import ROOT
-from tests.tools.memory import VOCABULARY, config_of
+from tests.tools.memory import config_of
 from torchtitan_lite.run.mfu import DEVICES
-from torchtitan_lite.tools.estimate import command, simulate
+from torchtitan_lite.tools.estimate import command
 from torchtitan_lite.tools.estimate.planned_run import (
     SPREAD,
     expected,
@@ -17,7 +16,6 @@ from torchtitan_lite.tools.estimate.planned_run import (
     make_plan,
     shares,
 )
-from torchtitan_lite.tools.estimate.work import Product, Work
 
 WORST = 0.25  # error of a time, at most
 H100 = DEVICES["h100"]
@@ -51,15 +49,6 @@ def test_the_documented_expectations_are_those_of_plan(row: published.Row) -> No
     found = published.compare(row)
     assert found.expected == pytest.approx(documented()[key(row)][1], rel=0.02)
     assert abs(found.error) <= WORST
-
-
-@pytest.fixture(scope="module")
-def simulated() -> simulate.Simulated:
-    return simulate.simulate(config_of("llama, bfloat16, selective", 2), 2, VOCABULARY, on_gpu=True)
-
-
-def product(m: int, n: int, k: int) -> Counter[Work]:
-    return Counter({Product("forward", 1, m, n, k, 2): 1})
 
 
 def test_the_range_holds_nine_of_ten_published_runs_and_is_wider_without_any() -> None:

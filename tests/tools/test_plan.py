@@ -61,7 +61,7 @@ def triangular_flops(a: torch.Size, b: torch.Size, **_: Any) -> int:
 
 
 def counted_flops(values: dict[str, Any], inputs: torch.Tensor, targets: torch.Tensor) -> tuple[Transformer, int]:
-    """A model, and the FLOPs of the products of a step as torch counts them, without the kernels of attention."""
+    """A model, and the FLOPs of the matmuls of a step as torch counts them, without the kernels of attention."""
     with torch.device("meta"):
         model = build(ModelConfig.model_validate(values), 97)
     initialize.materialise(model, torch.device("cpu"), 0)
@@ -77,10 +77,17 @@ def test_flops_match_those_counted_by_torch(family: str) -> None:
     for tied in (False, True):
         values = {"family": family, "dim": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 32, "tie_embeddings": tied}
         tokens = torch.zeros(2, 32, dtype=torch.int64)
-        model, products = counted_flops(values, tokens, tokens)
+        model, matmuls = counted_flops(values, tokens, tokens)
         attention = 12 * 3 * 64 * 32
         # vectors are parameters too: the formula counts them, and nothing multiplies with them
-        assert flops_per_token(model, 32) - attention == pytest.approx(products / 64, rel=0.02)
+        assert flops_per_token(model, 32) - attention == pytest.approx(matmuls / 64, rel=0.02)
+
+
+def test_a_model_for_which_nothing_is_left_to_change_is_advised_more_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["--model.dim=8192", "--model.n_layers=2", "--model.vocab_size=1000", "--train.seq_len=128"]
+    least = ["--fsdp.param_dtype=bfloat16", "--activation_checkpointing.mode=full", "--train.micro_batch_size=1"]
+    assert plan.main([*shape, *least, "--device=l4"]) == 0
+    assert "a step: --world-size=2\n" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ def test_equal_steps_are_the_data_and_the_model_and_the_run_is_not_changed(train
     said = succeeded(replay(text, trained, 8))
     assert f"replay  steps 5 to 8, from {checkpoint(trained / 'run', 4)}" in said
     assert "equal   bit for bit: the losses and the gradient norm of 4 steps, and " in said
-    assert "follows from the data and from the weights that the replay began with, not from a fault of a mach" in said
+    assert "follows from the data and the weights at the start of the replay, not from a later hardware fault" in said
     assert contents(trained) == before
 
 
@@ -97,7 +97,7 @@ def test_another_command_is_refused_with_the_name_of_each_key(trained: Path, tex
         result = replay(text, trained, step, more, n=n)
         assert result.returncode == (2 if n == 1 else 1), "that of torchrun"
         assert f"--replay={step}: the steps " in result.stderr
-        assert "need the command, the processes, the kind of CPU and the torch of the run" in result.stderr
+        assert "need the command, processes, CPU type and torch of the run" in result.stderr
         assert f"\n  {expected}" in result.stderr
         assert "differs" not in result.stderr
     said = succeeded(replay(text, trained, 7, "--log.every=3", "--train.epochs=0"))
@@ -110,7 +110,7 @@ def recorded_by(folder: Path) -> tuple[Config, dict[str, Any]]:
     tree: dict[str, Any] = {"run": {"out_dir": str(folder), "name": "run"}, "train": {"steps": 8}}
     tree["optim"] = {key: attempt.config[f"optim.{key}"] for key in ("lr", "schedule", "warmup_steps")}
     tree["model"] = {"init_from": attempt.config["model.init_from"]}
-    return Config.model_validate(tree), numbers_of(attempt.config, attempt.identity, attempt.setting)
+    return Config.model_validate(tree), numbers_of(attempt.config, attempt.must_match, attempt.setting)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_steps_after_a_kill_after_a_damaged_checkpoint_and_of_a_fork(
     assert samples("fork", 11) == "note    the samples 60 to 62 were skipped before step 11\nstep 11: samples 63 to 68"
     result = trains(*fork, "--replay=10")
     assert result.returncode == 2
-    assert f"fork was forked after step 10, from {checkpoint(run, 10)}; step 10 is of that run" in result.stderr
+    assert f"fork was forked after step 10, from {checkpoint(run, 10)}; step 10 belongs to that run" in result.stderr
     shutil.rmtree(run)
     result = trains(fork[0], *fork[2:], "--replay=11")
     assert result.returncode == 2

@@ -39,12 +39,12 @@ def said(capsys: pytest.CaptureFixture[str], run: Path, code: int) -> str:
 def test_a_killed_run_does_not_run_for_ever(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads((run / "run.json").read_text())["status"] == "running"
     assert report.main([str(run), "--table"]) == 0
-    assert re.search(r"stopped without a word, last record \d+\w* ago", capsys.readouterr().out)
+    assert re.search(r"stopped unexpectedly, last record \d+\w* ago", capsys.readouterr().out)
     shutil.copytree(run / "checkpoints/step-00000004", run / "checkpoints/step-00000006")
     (run / "checkpoints/step-00000006/optimizer.safetensors").write_bytes(b"")  # damaged
     (run / "checkpoints/step-00000004.bak").mkdir()  # somebody's copy
     out = said(capsys, run, 1)
-    assert re.search(rf"^run     {run}: stopped without a word, last record \w+ ago$", out, re.M)
+    assert re.search(rf"^run     {run}: stopped unexpectedly, last record \w+ ago$", out, re.M)
     assert re.search(r"^step    5 of 8, \w+ ago, loss \d\.\d{4}$", out, re.M)
     assert re.search(r"^saved   step 4, \w+ ago$", out, re.M)
     assert re.search(r"^speed   [\d,]+ tokens per second, goodput \d+% of \w+ since the first launch$", out, re.M)

@@ -17,8 +17,8 @@ import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer
 
-from tests.helpers import ROOT, ranks, succeeded, tiny
-from torchtitan_lite.checkpointing.compatibility import identity
+from tests.helpers import ROOT
+from torchtitan_lite.checkpointing.compatibility import values_to_match
 from torchtitan_lite.config.schema import Config, flatten
 from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.loader import Loader
@@ -142,7 +142,7 @@ def run_of(config: Config, folder: Path, name: str = "run") -> Path:
 def begin(run: Path, config: Config, step: int, samples: int, forked_from: str = "") -> None:
     """The next attempt of a run."""
     about: dict[str, Any] = {"command": [], "config": flatten(config), "setting": {}, "forked_from": forked_from}
-    about |= {"identity": identity(config, prepare_all(config.data, config.tokenizer, print)), "world_size": 1}
+    about |= {"must_match": values_to_match(config, prepare_all(config.data, config.tokenizer, print)), "world_size": 1}
     about |= {"hosts": [], "versions": {}, "git": {}, "device": "cpu", "time": 0.0, "tasks": {}}
     number = len(attempts.read(run)) + 1
     attempts.add(run, {"attempt": number, "step": step, "samples": samples, **about})
@@ -320,10 +320,11 @@ def test_the_reader_of_a_pipe_may_leave(texts: Path, tmp_path: Path) -> None:
 def test_mistakes_are_refused(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_of(config_of(texts), tmp_path)
     for arguments, expected in {
-        (str(run),): "give --step N, also with --to M; or --find TEXT, also with",
-        (str(run), "--find=a", "--to=4"): "give --step N, also with --to M; or --find TEXT, also with",
+        (str(run),): "give --step N, optionally with --to M; or --find TEXT, optionally with",
+        (str(run), "--find=a", "--to=4"): "give --step N, optionally with --to M; or --find TEXT, optionally with",
         (str(run), "--step=501"): "--step=501: the run has the steps 1 to 500",
         (str(run), "--step=5", "--to=4"): "--to=4 is before --step=5",
+        (str(run), "--step=5", "--to=0"): "--to=0",
         (str(run), "--step=3", "--json=nowhere/a.json"): "nowhere is not a folder",
         (
             str(tmp_path / "no"),
@@ -335,13 +336,3 @@ def test_mistakes_are_refused(texts: Path, tmp_path: Path, capsys: pytest.Captur
 
 
 # --- a real run -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def trained(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on two ranks, and what its loaders gave them in `batches`. It has learned the text, but not the marker."""
-    folder = tmp_path_factory.mktemp("trained")
-    (folder / "batches").mkdir()
-    options = tiny(texts, folder, run__name="run", train__steps=14, checkpoint__every=4, eval__every=0)
-    succeeded(ranks(2, *options, entry="tests.data.batch_worker", env={"BATCHES": str(folder / "batches")}))
-    return folder

@@ -1,4 +1,4 @@
-"""What a checkpoint and the run that resumes it must have in common."""
+"""Compares a checkpoint with the run that resumes it."""
 
 import os
 import re
@@ -31,22 +31,22 @@ from torchtitan_lite.terminal import counted
 def fresh_state(
     config: Config, data: DataSet, process: Process, validation: Mapping[str, int], tasks: Mapping[str, str]
 ) -> TrainState:
-    """The state before the first step. `validation` is Validation.identity, `tasks` has a hash for each."""
+    """Return the state before the first step. `validation` is Validation.description(), `tasks` a hash per task."""
     return TrainState(
         end_token=data.end_token,
         validation=validation,
         tasks=tasks,
-        identity=identity(config, data),
+        must_match=values_to_match(config, data),
         bitwise_setting=bitwise_setting(config, process),
         config=flatten(config),
     )
 
 
-def identity(config: Config, data: DataSet) -> dict[str, Any]:
-    """What config values lead to: the hashes of tokenizer and tokens, and the [model] keys with derived values."""
-    content: dict[str, Any] = {"tokenizer": data.tokenizer_sha256, **data.identity()}
+def values_to_match(config: Config, data: DataSet) -> dict[str, Any]:
+    """Return the hashes of tokenizer and tokens, the order of sources, and the [model] keys with derived values."""
+    content: dict[str, Any] = {"tokenizer": data.tokenizer_sha256, **data.hashes()}
     if len(data.sources) > 1:
-        content["order of data.sources"] = [*config.data.sources]  # it decides which sample comes when
+        content["order of data.sources"] = [*config.data.sources]  # decides the order of samples
     model = config.model.resolved() | {"vocab_size": config.model.vocab_size or data.vocab_size}
     rules = {key: resume_rule(f"model.{key}") for key in model}
     kept = [key for key, rule in rules.items() if rule.rule != "allowed" and not rule.changes_start]
@@ -54,11 +54,11 @@ def identity(config: Config, data: DataSet) -> dict[str, Any]:
 
 
 def read_state(folder: Path, expected: Mapping[str, Any], process: Process, *, fork: bool) -> TrainState:
-    """The state of a checkpoint, on every rank.
+    """Read the state of a checkpoint, on every rank.
 
     Args:
         expected: `values` of this run's state.
-        fork: the checkpoint is of another run.
+        fork: the checkpoint belongs to a different run.
 
     Raises:
         CheckpointError: on every rank: it is damaged, or the run can't continue with these values.
@@ -74,12 +74,12 @@ def read_state(folder: Path, expected: Mapping[str, Any], process: Process, *, f
 
 
 def saved_config(folder: Path, values: Mapping[str, Any]) -> Config:
-    """The model, data and lengths of a checkpoint or a run that was trained with these values of "section.key".
+    """Return the [run], [model], [data], [tokenizer] and [train] of a checkpoint or run, from values by "section.key".
 
-    Other sections may name parts of the user's own, which a tool does not import.
+    Other sections may name the user's own parts, which a tool does not import.
 
     Raises:
-        CheckpointError: they can't be used.
+        CheckpointError: the values are invalid.
     """
     tree: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
@@ -97,49 +97,49 @@ def saved_config(folder: Path, values: Mapping[str, Any]) -> Config:
 
 
 def require_same_run(folder: Path, saved: TrainState, expected: Mapping[str, Any], *, fork: bool) -> None:
-    """Check that a run learns with the values of its checkpoint, or, as a fork, that the tensors still mean the same.
+    """Check that this run's values match its checkpoint's; a fork only needs the tensors to mean the same.
 
     Raises:
-        CheckpointError: it does not; the message has both values of each key, and the command of a fork.
+        CheckpointError: values differ; the message has both values of each key, and the command that forks.
     """
     before, known = saved.values, known_keys()
-    content = [key for key in {**saved.identity, **expected} if key not in known]  # that config values lead to
+    content = [key for key in {**saved.must_match, **expected} if key not in known]  # hashes of text and tokenizer
     keys = [*content, *(key for key in expected if key in known and key in before)] if expected else []
     changed = {key: before.get(key) for key in keys if before.get(key) != expected.get(key)}
     changed = {key: value for key, value in changed.items() if _rule_of(key) != "allowed"}
     if not expected.get("model.init_from"):
-        changed.pop("model.init_from", None)  # the run has begun with it
+        changed.pop("model.init_from", None)  # only read at the beginning of the run
     if "tokenizer" in changed:
-        changed.pop("model.vocab_size", None)  # follows from it
+        changed.pop("model.vocab_size", None)  # follows from the tokenizer
     if fork:
-        text = expected.get("data.path") or expected.get("data.sources")  # of a fork's own
+        text = expected.get("data.path") or expected.get("data.sources")  # the fork's own
         changed = {k: v for k, v in changed.items() if _rule_of(k) == "refused" or (k in content and not text)}
     if not changed:
         return
     from torchtitan_lite import hints
 
     run, step = folder.parent.parent, saved.step
-    head = f"{folder} can't be continued" if fork else f"{run} has made {counted(step, 'step')}"
+    head = f"{folder} can't be forked, because" if fork else f"{run} has made {counted(step, 'step')}, and"
     here = {key: expected[key] for key in changed if key in expected}
-    lines = [f"{head} with other values than this command has:", *hints.differences(changed, here)]
+    lines = [f"{head} its values differ from this command's:", *hints.differences(changed, here)]
     paths = ["tokenizer.path"] if "tokenizer" in changed else []
     paths += ["data.path", "data.sources"] if any(key in changed for key in content) else []
     own = [key for key in (*changed, *paths) if key in known and before[key] != expected[key]]
     if own:
         back = " ".join(hints.option(key, before[key], format_value(before[key])) for key in own)
-        lines.append(f"continue with its own values: {back}")
+        lines.append(f"continue with the run's values: {back}")
     if "tokenizer" in changed:
-        lines.append(f"other text needs the tokenizer of the run: --tokenizer.path={run / 'tokenizer.json'}")
+        lines.append(f"different text needs the run's tokenizer: --tokenizer.path={run / 'tokenizer.json'}")
     if fork or any(_rule_of(key) == "refused" for key in changed):
         lines.append(f"or start a new run with --run.name=NEW{' and without checkpoint.resume' if fork else ''}")
     else:
         command = fork_command(f"{run.name}-from-{step}", str(folder))
-        lines.append(f"or start another run, which continues from here with the new values:\n    {command}")
+        lines.append(f"or fork it: a new run continues from here with the new values:\n    {command}")
     raise CheckpointError("\n  ".join(lines))
 
 
 def _rule_of(key: str) -> str:
-    """What a resume does with another value of a key, or another content that keys lead to."""
+    """Return the resume rule of a config key, or of a content hash (tokenizer or data)."""
     if key in known_keys():
         rule = resume_rule(key)
         return "allowed" if rule.by_hash else rule.rule  # the content is compared
@@ -163,14 +163,14 @@ def find_same_weights(
     targets: Mapping[str, Tensor],
     process: Process,
 ) -> tuple[Path, list[str]]:
-    """The folder of the weights that a run starts from, and notes on it, on every rank. See Checkpointer.load_weights.
+    """Return the folder of the weights that a run starts from, and notes, on every rank.
 
     Raises:
-        CheckpointError: on every rank: there are none, or their names or shapes differ from the model's.
+        CheckpointError: on every rank: there are no weights, or their names or shapes differ from the model's.
     """
 
     @progress.working("verifying the weights")
-    def find_and_compare() -> list[Any]:  # as JSON has it
+    def find_and_compare() -> list[Any]:  # JSON types, for on_rank0
         folder, notes = find()
         require_same_weights(open_weights(folder), targets)
         return [str(folder), notes]
@@ -180,9 +180,9 @@ def find_same_weights(
 
 
 def require_same_weights(weights: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError if names or shapes of the weights that a model starts from differ from the model's."""
+    """Raise CheckpointError if the initial weights' names or shapes differ from the model's."""
     theirs = {name: shape for name, (_, shape) in dcp_storage.specs(weights).items()}
-    advice = "set [model], and its vocab_size or [tokenizer] path, to the folder's values"
+    advice = "set the [model] keys to the folder's values, and model.vocab_size or tokenizer.path to its vocabulary"
     storage.require_equal(Path("model.init_from"), theirs, shapes_of(targets), "model", advice)
 
 
@@ -191,7 +191,7 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def optimizer_as_saved(optimizer: torch.optim.Optimizer, saved: TrainState) -> AbstractContextManager[None]:
-    """While a checkpoint is loaded: the optimizer's state has averages of the weights if the checkpoint has them."""
+    """While a checkpoint is loaded, let the optimizer keep averaged weights if and only if the checkpoint has them."""
     has_averages = bool(saved.config.get("optim.ema_decay"))
     if has_averages == bool(optimizer.defaults.get("ema_decay")):
         return nullcontext()
@@ -201,25 +201,25 @@ def optimizer_as_saved(optimizer: torch.optim.Optimizer, saved: TrainState) -> A
 
 
 def bitwise_setting(config: Config, process: Process) -> dict[str, Any]:
-    """What must be the same for a bitwise resume. All of it changes the order of summation."""
+    """Return what must be equal for a bitwise resume: everything that can change how results are rounded."""
     on_gpu = process.device.type == "cuda"
     values, layout, family = flatten(config), derive(config, process.world_size), FAMILIES[config.model.family]
-    # Shared memory adds in rank order. gloo and NCCL add more than two ranks in an order that depends on the position
-    # in a group's buffer; a sum of two is the same in any order.
+    # Shared memory sums in rank order. gloo and NCCL sum more than two ranks in an order that depends on the position
+    # in a group's buffer; a sum of two is equal in either order.
     in_rank_order = config.speed.shared_memory and not on_gpu and process.local_world_size == process.world_size
-    # the gradients of tables that all blocks of t5 share are added group by group
+    # all blocks of t5 share tables, and their gradients are added group by group
     groups_matter = family.encoder_decoder or (process.world_size > 2 and not in_rank_order)
     checkpointing = config.activation_checkpointing
-    of_all_lengths = config.compile.enabled and config.data.objective == "pairs"  # see cpu/attention.py
+    dynamic_shapes = config.compile.enabled and config.data.objective == "pairs"  # see cpu/attention.py
     return {
         "world_size": process.world_size,
         **{name: values[key] for key, name in bitwise_keys().items()},
-        # where a key has an effect only sometimes, what it means here:
+        # keys that have an effect only sometimes: their effect here
         "dp_replicate": layout.dp_replicate,
         "compile": _compilation(config),
-        # what is computed again is compiled into the backward pass
+        # the recomputation is compiled into the backward pass
         "activation_checkpointing": f"{checkpointing.mode} {checkpointing.every}" if config.compile.enabled else "any",
-        "block_attention": config.speed.block_attention and not on_gpu and not of_all_lengths,
+        "block_attention": config.speed.block_attention and not on_gpu and not dynamic_shapes,
         "fused_functions": config.speed.fused_functions and family.fused_functions and not on_gpu,
         "blocks_per_group": config.fsdp.blocks_per_group if groups_matter else 1,
         "widen_matmuls": widens(config, process),
@@ -236,10 +236,11 @@ def bitwise_setting(config: Config, process: Process) -> dict[str, Any]:
 
 
 def _compilation(config: Config) -> str:
-    """What compiles the blocks. With autotuning, the times of kernels decide which one is used."""
+    """Return what compiles the blocks. With autotuning, measured times select the kernels."""
     if not config.compile.enabled:
         return "off"
-    autotuned = config.compile.backend == "inductor" and os.environ.get(AUTOTUNING) == "1"
+    tuned = any(name.startswith(AUTOTUNING) and value == "1" for name, value in os.environ.items())
+    autotuned = config.compile.backend == "inductor" and tuned
     return f"{config.compile.backend}, {AUTOTUNING}" if autotuned else config.compile.backend
 
 

@@ -1,7 +1,7 @@
 """Storage of sharded checkpoints for torch.distributed.checkpoint (DCP): one safetensors file per rank, and an index.
 
-DCP plans which rank writes and reads which part of a tensor. Its own storage keeps the plan in a pickle, which can run
-code from a checkpoint. Here it is JSON:
+DCP plans which rank writes and reads which part of a tensor. DCP's own storage keeps the plan in a pickle, which can
+run code from a checkpoint. Here the plan is JSON:
 
     shard-00000-of-00004.safetensors     "model.output.weight@0,0" -> the rows of rank 0
     index.json                           name -> dtype, shape, and for each part: offsets, shape, file, key
@@ -66,7 +66,7 @@ class ShardWriter(_NothingToPrepare, StorageWriter):
     """Writes this rank's parts into an existing folder. `records` then has the written files.
 
     Args:
-        copies: this rank's rows by name, to write instead of the live tensors, which then only make the plan.
+        copies: this rank's rows by name, written instead of the live tensors, which only make the plan.
     """
 
     def __init__(self, folder: Path, copies: Mapping[str, Tensor] | None = None) -> None:
@@ -98,7 +98,7 @@ class ShardWriter(_NothingToPrepare, StorageWriter):
             raise CheckpointError(
                 f'{error} (is it on a file system that all ranks share? checkpoint.state_dict = "full" needs none)'
             ) from error
-        # the size is for DCP's own metadata, which is not written
+        # the size (0) is only for DCP's metadata, which is not written
         return _done([WriteResult(item.index, 0, [file, key]) for key, item in items.items()])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -176,7 +176,7 @@ class ShardReader(_NothingToPrepare, StorageReader):
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """By name in a sharded state dict, the dtype, shape and parts of each tensor of a checkpoint of either kind."""
+    """Return dtype, shape and parts of each tensor of a full or sharded checkpoint, by sharded state dict name."""
     if read_manifest(folder).state_dict == "sharded":
         return read_json(folder / INDEX)
     index = {}
@@ -188,7 +188,7 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Tensors that are made on access, of known dtypes and shapes."""
+    """Tensors of known dtypes and shapes, made on access."""
 
     def __init__(self, specs: TensorSpecs, make: Callable[[str], Tensor]) -> None:
         self.specs, self._make = specs, make
@@ -204,14 +204,14 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 def specs(tensors: Mapping[str, Tensor]) -> TensorSpecs:
-    """Dtypes and shapes, without reading lazy tensors."""
+    """Return dtypes and shapes, without reading lazy tensors."""
     return tensors.specs if isinstance(tensors, LazyTensors) else specs_of(tensors)
 
 
 def read_tensors(folder: Path, *prefixes: str) -> LazyTensors:
-    """The tensors of a checkpoint of either kind whose names start with a prefix, without it, read lazily and whole.
+    """Return the whole tensors of a full or sharded checkpoint under these prefixes, read lazily.
 
-    Of two with the same name, it is the one with the later prefix.
+    Names lose their prefix. If two are then equal, the later prefix wins.
     """
     index = read_index(folder)
     entries = {n.removeprefix(p): entry for p in prefixes for n, entry in index.items() if n.startswith(p)}

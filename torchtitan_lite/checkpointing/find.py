@@ -1,4 +1,4 @@
-"""Which checkpoint is meant, by a path or by a run that resumes: the newest one that is complete."""
+"""Finds the checkpoint that a path or a resuming run means: the newest complete one."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
@@ -22,11 +22,11 @@ class Found:
     folder: Path | None = None  # None: none is complete
     damaged: list[Path] = field(default_factory=list)  # newer ones
     notes: list[str] = field(default_factory=list)  # their problems
-    forked: bool = False  # whether it is another run's
+    forked: bool = False  # whether it belongs to a different run
 
 
 def candidates(path: Path) -> list[Path]:
-    """The checkpoints of a run or in a folder, newest first. A checkpoint gives itself. They may be damaged.
+    """Return the checkpoints of a run or in a folder, newest first, or the path if it is one. They may be damaged.
 
     Raises:
         CheckpointError: there is none.
@@ -42,7 +42,7 @@ def candidates(path: Path) -> list[Path]:
 
 
 def newest_complete(folders: Iterable[Path], verify: Callable[[Path], list[str]] = storage.verify) -> Found:
-    """The first of these folders in which `verify` finds no problem."""
+    """Return the first of these folders in which `verify` finds no problem."""
     found = Found()
     for folder in folders:
         if not (problems := verify(folder)):
@@ -54,10 +54,10 @@ def newest_complete(folders: Iterable[Path], verify: Callable[[Path], list[str]]
 
 
 def find(path: Path, mode: str = "full") -> tuple[Path, list[str]]:
-    """The newest complete checkpoint that a path means, and the problems of newer ones, in one process.
+    """Return the newest complete checkpoint that a path means, and the problems of newer ones, in one process.
 
     Args:
-        mode: what is verified, see storage.verify_file.
+        mode: what to verify, see storage.verify_file.
 
     Raises:
         CheckpointError: there is none.
@@ -72,10 +72,10 @@ def find(path: Path, mode: str = "full") -> tuple[Path, list[str]]:
 
 
 def checkpoint_to_resume(checkpoints: Path, config: CheckpointConfig, process: Process) -> Found:
-    """The newest complete checkpoint of the run; if it has none, of the run or folder that `config.resume` names.
+    """Return the newest complete checkpoint of the run; if it has none, of the run or folder in `config.resume`.
 
     Raises:
-        CheckpointError: on every rank: there are some, but none is complete; or `config.resume` has none.
+        CheckpointError: on every rank: no existing checkpoint is complete, or `config.resume` has none.
     """
 
     @progress.working("listing the checkpoints")
@@ -91,13 +91,13 @@ def checkpoint_to_resume(checkpoints: Path, config: CheckpointConfig, process: P
     found = newest_complete(map(Path, folders), partial(verify_together, mode=config.verify, process=process))
     found.notes[:0], found.forked = wrong, forked
     if found.notes and not found.folder:
-        advice = "start another run with --run.name=NEW, from the beginning or from another checkpoint"
+        advice = "start a new run with --run.name=NEW, from the beginning or from a different checkpoint"
         raise CheckpointError("\n  ".join(["no checkpoint is complete:", *found.notes, advice]))
     return found
 
 
 def verify_together(folder: Path, mode: str, process: Process) -> list[str]:
-    """All problems of a checkpoint, on every rank; none if it is complete. The ranks share the hashing.
+    """Return all problems of a checkpoint, on every rank; empty if complete. The ranks share the hashing.
 
     A full state dict may be on a local disk of the first machine, so only that machine's ranks hash it.
     """
@@ -105,7 +105,7 @@ def verify_together(folder: Path, mode: str, process: Process) -> list[str]:
     @progress.working(f"reading the manifest of {folder.name}")
     def read_manifest() -> list[Any]:
         manifest, problem = storage.check_manifest(folder)
-        # rank 0's number of local ranks for all: another machine may have more or fewer
+        # all ranks use rank 0's number of local ranks: other machines may have more or fewer
         return [manifest and asdict(manifest), problem, process.local_world_size]
 
     manifest, problem, n_hashing = on_rank0(read_manifest, process.untimed)
@@ -114,25 +114,25 @@ def verify_together(folder: Path, mode: str, process: Process) -> list[str]:
     if manifest["state_dict"] == "sharded":
         n_hashing = process.world_size
     by_size = sorted(manifest["files"].items(), key=lambda file: -file[1]["bytes"])
-    mine = by_size[process.rank :: n_hashing] if process.rank < n_hashing else []
+    own_files = by_size[process.rank :: n_hashing] if process.rank < n_hashing else []
 
     @progress.working(f"verifying its share of {folder.name}")
     def verify() -> list[str]:
-        checked = (storage.verify_file(folder, name, FileRecord(**record), mode) for name, record in mine)
+        checked = (storage.verify_file(folder, name, FileRecord(**record), mode) for name, record in own_files)
         return [problem for problem in checked if problem]
 
     return [problem for problems in on_all(verify, process.untimed) for problem in problems]
 
 
 def config_to_resume(run: Path, resume: str) -> Mapping[str, Any]:
-    """The config of the checkpoint that this process expects to resume from, without verifying it; {} if there is none.
+    """Return the config of the checkpoint that this process expects to resume from, unverified; {} if none.
 
     Args:
         run: the run's folder.
         resume: `checkpoint.resume`.
 
     Raises:
-        FormatError: another version of torchtitan_lite wrote it.
+        FormatError: an incompatible version of torchtitan_lite wrote it.
     """
     for path in filter(None, (str(run), resume)):
         with contextlib.suppress(CheckpointError, OSError, RuntimeError, ValueError):

@@ -1,4 +1,4 @@
-"""Loading full state dicts: each rank's rows of whole tensors, sent by rank 0 or read by itself."""
+"""Loads full state dicts: rank 0 sends each rank its rows of whole tensors, or the rank reads them itself."""
 
 import math
 from collections.abc import Mapping
@@ -10,34 +10,34 @@ from torch import Tensor
 from torchtitan_lite.checkpointing import progress
 from torchtitan_lite.distributed.sharding import own_part, shard_dim
 
-PIECE = 64 << 20  # bytes that are sent at a time
+PIECE = 64 << 20  # bytes sent at a time
 
 
 def broadcast_rows(whole: Tensor | None, target: Tensor, buffer: Tensor) -> None:
-    """Fill this rank's rows of a tensor from rank 0's whole one. Collective.
+    """Fill this rank's rows of a tensor from the whole tensor on rank 0. Collective.
 
-    Of a (5, 4) tensor on 2 ranks, rank 1 has rows 3 and 4, which are elements 12 to 19 in one row of width 20. If a
-    piece has room for 8 elements:
+    Example: of a (5, 4) tensor on 2 ranks, rank 1 has rows 3 and 4, which are elements 12 to 19. With pieces of 8
+    elements:
 
         piece        0 to 7    8 to 15     16 to 19
         to rank 0    all       8 to 11     none
         to rank 1    none      12 to 15    all
 
-    Split by columns, rank 1 has columns 2 and 3 of 5 rows of width 4: of a piece, which is 2 rows, it gets `[:, 2:4]`.
+    Split by columns, rank 1 has columns 2 and 3 of 5 rows of width 4: it takes `[:, 2:4]` of each piece of 2 rows.
 
     Args:
         whole: on the CPU of rank 0, None elsewhere.
-        buffer: (PIECE,) uint8 on the ranks' devices. All pieces go through it, so nothing else is allocated.
+        buffer: (PIECE,) uint8 on this rank's device. All pieces pass through it, so nothing else is allocated.
     """
     shard, first = own_part(target)
     dim = shard_dim(target)
-    # (rows, width): with dim 0 all is one row, of which this rank has the elements `first` to `last`
+    # (rows, width): with dim 0 the tensor is one row, and this rank has its elements `first` to `last`
     width, first = math.prod(target.shape[dim:]), first * math.prod(target.shape[dim + 1 :])
     last = first + math.prod(shard.shape[dim:])
     local = shard.view(-1, last - first) if last > first else None
     pieces = buffer.view(target.dtype)
     start = 0
-    while start < target.numel():  # a piece is some whole rows, or a part of one
+    while start < target.numel():  # a piece is whole rows, or part of one row
         row, column = divmod(start, width)
         whole_rows = len(pieces) // width * width
         piece = pieces[: min(whole_rows, target.numel() - start) or min(len(pieces), width - column)]
@@ -53,7 +53,7 @@ def broadcast_rows(whole: Tensor | None, target: Tensor, buffer: Tensor) -> None
 
 
 def copy_rows(whole: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
-    """Fill this rank's rows from whole tensors that it can read itself. Lazy ones are read one at a time."""
+    """Fill this rank's rows from whole tensors that it can read itself. Reads lazy tensors one at a time."""
     for name, target in targets.items():
         rows, first = own_part(target)
         dim = shard_dim(target)

@@ -1,8 +1,8 @@
-"""What this process is doing and how much it moved, for the watchdog.
+"""Tracks what this process is doing and how many bytes it moved, for the watchdog.
 
-The time of a save, a load or a compilation depends on the machine, so no fixed limit tells whether one hangs. Code that
-writes, hashes or reads calls `advance` with the number of bytes. `doing` marks an operation that this rank takes part
-in. Within it, `working` marks work that other ranks may be waiting for.
+Saves, loads and compilations may take any time, so no fixed limit tells whether one hangs. Code that writes, hashes or
+reads calls `advance` with the number of bytes. `doing` marks an operation that this rank takes part in. Within it,
+`working` marks work that other ranks may be waiting for.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _by_thread: dict[int, list[tuple[str, bool]]] = {}  # outermost first
 
 
 def advance(n_bytes: int) -> None:
-    """Add bytes that were written, hashed or read."""
+    """Count bytes that were written, hashed or read."""
     global _bytes
     with _lock:
         _bytes += n_bytes
@@ -30,7 +30,7 @@ def advance(n_bytes: int) -> None:
 
 @contextlib.contextmanager
 def doing(operation: str, *, waiting: bool = True) -> Iterator[None]:
-    """This thread takes part in a long operation, such as "saving step 5"."""
+    """Mark that this thread takes part in a long operation, such as "saving step 5"."""
     stack = _by_thread.setdefault(threading.get_ident(), [])
     stack.append((operation, waiting))
     try:
@@ -46,18 +46,18 @@ working = partial(doing, waiting=False)
 
 
 def operations() -> list[tuple[str, bool]]:
-    """The operation of each thread that has one, and whether the thread works, rather than waits for other ranks."""
+    """Return each thread's operation, and whether the thread works (true) or waits for other ranks (false)."""
     stacks = [list(stack) for stack in list(_by_thread.values())]
     return [(": ".join(operation for operation, _ in stack), not stack[-1][1]) for stack in stacks if stack]
 
 
 def moved() -> int:
-    """Bytes that were written, hashed or read so far."""
+    """Return the bytes written, hashed or read so far."""
     return _bytes + _read_by_kernel()
 
 
 def _read_by_kernel() -> int:
-    """Bytes that the kernel has read from disks for this process, as for memory-mapped files; 0 if unknown."""
+    """Return the bytes that the kernel read from disks for this process, e.g. memory-mapped files; 0 if unknown."""
     try:
         line = re.search(r"^read_bytes: (\d+)", Path("/proc/self/io").read_text(), re.MULTILINE)
     except OSError:
@@ -66,7 +66,7 @@ def _read_by_kernel() -> int:
 
 
 def compiles() -> bool:
-    """Whether a thread of this process compiles a block, which takes as long as it takes."""
+    """Return whether a thread of this process is compiling a block."""
     for frame in sys._current_frames().values():
         inner: Any = frame
         while inner is not None:
@@ -77,10 +77,10 @@ def compiles() -> bool:
 
 
 def processor_s() -> float:
-    """Seconds of processor time of this process and its descendants: compilers are processes of their own."""
+    """Return the processor time of this process and its descendants, such as compilers, in seconds."""
     parents, ticks = {}, {}
     for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             fields = file.read_text().rpartition(")")[2].split()  # man 5 proc; from the third field on
             number = int(file.parent.name)
             parents[number], ticks[number] = int(fields[1]), sum(map(int, fields[11:15]))

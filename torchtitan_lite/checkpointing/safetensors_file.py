@@ -1,7 +1,7 @@
-"""Writing safetensors files one tensor at a time, hashed on the way, and synced to disk on close.
+"""Writes safetensors files one tensor at a time, hashes them meanwhile, and syncs them to disk on close.
 
-The library's `save_file` needs all tensors at once and a second pass for hashing.
-Format: 8 bytes with the length of a JSON header, the header, and the tensors' bytes without gaps.
+The library's `save_file` needs all tensors at once, and hashing would need a second pass. Format: 8 bytes with the
+length of a JSON header, the header, and the tensors' bytes without gaps.
 """
 
 import collections
@@ -34,7 +34,7 @@ WRITABLE = {  # the supported dtypes, and their names in the file
 }
 DTYPES = {name: dtype for dtype, name in WRITABLE.items()}
 _CHUNK = 8 << 20  # bytes written and hashed at a time
-_SYNC_EVERY = 4 << 30  # bytes; during one long sync at the end the watchdog would see no progress
+_SYNC_EVERY = 4 << 30  # bytes; the watchdog would see no progress during one long sync at the end
 
 TensorSpecs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # by name: dtype and shape
 
@@ -52,20 +52,20 @@ class FileRecord:
 
 
 def _start_writeback(descriptor: int, start: int, n_bytes: int) -> None:
-    """Have the kernel write these bytes now, not at the sync. (Linux does so for this advice; elsewhere no effect.)"""
+    """Ask the kernel to write these bytes now, not at the sync. (Linux does; no effect elsewhere.)"""
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):
             os.posix_fadvise(descriptor, start, n_bytes, os.POSIX_FADV_DONTNEED)
 
 
 class HashingStream:
-    """A file that a second thread hashes while it is written. Both release the GIL.
+    """A file that a second thread hashes while it is written. Both threads release the GIL.
 
     Written bytes must not change until `close` has returned. An error of either thread is raised here.
 
     Args:
-        ahead: how many chunks writing may be ahead of hashing, to bound memory. 0: any number, if the bytes stay in
-            memory anyway.
+        ahead: maximum chunks written but not yet hashed, to bound memory. 0: no limit, for bytes that stay in memory
+            anyway.
     """
 
     def __init__(self, path: Path, ahead: int = 2) -> None:
@@ -95,7 +95,7 @@ class HashingStream:
                 self._synced = self._bytes
 
     def close(self) -> FileRecord:
-        """Sync to disk. The `with` block closes it."""
+        """Sync to disk, and return size and hash. The `with` block closes the file."""
         flush_to_disk(self._file)
         for chunk in self._hashing:
             chunk.result()
@@ -106,12 +106,12 @@ class HashingStream:
 
     def __exit__(self, *_: object) -> None:
         self._thread.shutdown(cancel_futures=True)
-        with naming(self._file.name):  # closing writes again what failed
+        with naming(self._file.name):  # closing retries a failed write
             self._file.close()
 
 
 def layout(tensors: TensorSpecs) -> tuple[bytes, list[str]]:
-    """The header of a file, and the order of its tensors: large elements first, for alignment."""
+    """Return the header of a file, and the order of its tensors: large elements first, for alignment."""
     order = sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -127,7 +127,7 @@ def layout(tensors: TensorSpecs) -> tuple[bytes, list[str]]:
 
 
 class TensorWriter:
-    """Writes a file one tensor after another, in the order of `names`; the first one opens it.
+    """Writes a file one tensor at a time, in the order of `names`. The first tensor opens it.
 
     Args:
         ahead: see HashingStream.
@@ -146,7 +146,7 @@ class TensorWriter:
             self._opened().write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]  # an array is a buffer
 
     def close(self) -> FileRecord:
-        """Sync to disk."""
+        """Sync to disk, and return size and hash."""
         with progress.working(f"writing {self._path.name}"):
             return self._opened().close()
 
@@ -165,7 +165,7 @@ class TensorWriter:
 
 
 def write_tensors(path: Path, specs: TensorSpecs, tensor: Callable[[str], Tensor], ahead: int = 2) -> FileRecord:
-    """Write a file, and sync it to disk. `tensor` is called with each name when its turn comes."""
+    """Write a file, and sync it to disk. Calls `tensor` with each name just before writing it."""
     with TensorWriter(path, specs, ahead) as writer:
         for name in writer.names:
             writer.add(name, tensor(name))

@@ -1,8 +1,9 @@
-"""One save across all ranks, synchronous or in the background: snapshot, write, agree, commit.
+"""Saves across all ranks, synchronously or in the background: snapshot, write, agree, commit.
 
-Training waits for the snapshot: the state dicts, and for a save in the background copies of the tensors. The rest may
-run in a thread. Each rank writes its files into a folder that no load looks at. If all have succeeded, rank 0 commits
-the folder by renaming it (storage.py). An error of one rank is the outcome on every rank. It never stops a run here.
+Training waits for the snapshot: the state dicts and, for a save in the background, copies of the tensors. The rest may
+run in a thread. Each rank writes its files into a folder that loads ignore. If all succeed, rank 0 commits the folder
+by renaming it (storage.py). If one rank fails, every rank returns the error as the outcome; a failed save never stops
+the run here.
 """
 
 import shutil
@@ -32,7 +33,7 @@ Write = Callable[[Path], dict[str, FileRecord]]  # writes this rank's files into
 
 @dataclass(frozen=True)
 class Saved:
-    """The outcome of a save; it was committed if `error` is empty."""
+    """The outcome of a save; committed if `error` is empty."""
 
     step: int
     folder: Path
@@ -44,7 +45,7 @@ class Saved:
 
 
 class BaseCheckpointer(ABC):
-    """What the four ways of checkpoint.py's Checkpointer have in common. The training loop knows it by this type."""
+    """The common part of checkpoint.py's four ways. The training loop uses this type."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class BaseCheckpointer(ABC):
     ) -> None:
         """
         Args:
-            best_of: of these steps, the one with the lowest validation loss.
+            best_of: returns the step with the lowest validation loss among the given ones.
         """
         self.folder = folder
         self.best_of = best_of
@@ -66,10 +67,10 @@ class BaseCheckpointer(ABC):
         self.config = config
         self.process = process
         self.notes: list[str] = []  # from a load, for the log: damaged checkpoints
-        self.forked_from: Path | None = None  # from a load: the checkpoint, if it is another run's
-        self.damaged: list[int] = []  # from a load: newer steps; the save of such a step replaces it
+        self.forked_from: Path | None = None  # from a load: the checkpoint, if a different run's
+        self.damaged: list[int] = []  # from a load: newer damaged steps; saving such a step replaces it
         self.protect: set[int] = set()  # steps that retention must not delete
-        # a save in the background of training and of loads needs a group of its own
+        # a save in the background needs its own group, separate from training and loads
         self.group = untimed_group() if config.async_save or process.untimed is None else process.untimed
         self._thread: threading.Thread | None = None
         self._saved: Saved | None = None
@@ -81,15 +82,15 @@ class BaseCheckpointer(ABC):
         """Gather or copy the tensors, while training waits. Collective. Returns the function that writes them.
 
         Args:
-            background: that function runs while training goes on, so it gets copies.
+            background: whether that function runs during training, so that it needs copies.
         """
 
     @abstractmethod
     def load(self, values: Mapping[str, Any]) -> TrainState | None:
-        """Load the checkpoint that `config.resume` selects, and return its state; None if there is none."""
+        """Load the checkpoint to resume from, and return its state; None if there is none."""
 
     def parts(self) -> Parts:
-        """The live tensors, by file of a full state dict."""
+        """Return the live tensors, by file of a full state dict."""
         model, optimizer = own_tensors(self.model), optimizer_tensors(self.model, self.optimizer)
         return {storage.MODEL: model, storage.OPTIMIZER: optimizer}
 
@@ -106,7 +107,7 @@ class BaseCheckpointer(ABC):
         try:  # writing has collectives, so all ranks begin it or none
             with progress.doing(self._operation):
                 on_all(lambda: writes.append(self.snapshot(background)), self.group)
-        except Exception as error:  # such as no memory for the copies, on one rank
+        except Exception as error:  # e.g. one rank has no memory for the copies
             failed = error
         n_bytes, stopped_s = self._n_bytes(), time.perf_counter() - began
 
@@ -118,7 +119,7 @@ class BaseCheckpointer(ABC):
                 with progress.doing(self._operation):
                     n_written = self._write_and_commit(state, writes[0], n_bytes)
                 saved = replace(saved, bytes=n_written, note=self._delete_old(state.step))
-            except Exception as error:  # also from a collective: another rank is lost
+            except Exception as error:  # also from a collective, if a rank is lost
                 saved = replace(saved, error=str(error) or repr(error))
             seconds = time.perf_counter() - began
             self._saved = replace(saved, seconds=seconds, stopped_s=stopped_s if background else seconds)
@@ -130,7 +131,7 @@ class BaseCheckpointer(ABC):
             finish()
 
     def host_copies(self, tensors: Mapping[str, Tensor]) -> Tensors:
-        """Copies of these tensors on the host, of DTensors this rank's rows; pinned on a GPU, for speed."""
+        """Copy tensors to the host; of DTensors this rank's rows. Pinned memory on a GPU, for speed."""
         for name, tensor in tensors.items():
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if name not in self._copies or self._copies[name].shape != local.shape:
@@ -142,14 +143,15 @@ class BaseCheckpointer(ABC):
         return {name: self._copies[name] for name in tensors}
 
     def _n_bytes(self) -> int:
-        """The size of a checkpoint in bytes, without its JSON."""
+        """Return the size of a checkpoint in bytes, without its JSON."""
         return sum(t.numel() * t.element_size() for tensors in self.parts().values() for t in tensors.values())
 
     def _write_and_commit(self, state: TrainState, write: Write, n_bytes: int) -> int:
-        """Returns the size of the checkpoint. n_bytes is what it needs at least."""
+        """Return the size of the written checkpoint. n_bytes is the least that it needs."""
 
         @progress.working("making its folder")
         def make_folder() -> str:
+            storage.remove_leftovers(self.folder)
             storage.require_space(self.folder, n_bytes)
             return str(storage.new_folder(self.folder, state.step))
 
@@ -173,11 +175,11 @@ class BaseCheckpointer(ABC):
         return sum(record.bytes for record in files.values())
 
     def finished(self) -> bool:
-        """Whether `wait` would return an outcome at once. Ranks may differ."""
+        """Return whether `wait` would return an outcome at once. Ranks may differ."""
         return self._saved is not None and (self._thread is None or not self._thread.is_alive())
 
     def wait(self) -> Saved | None:
-        """Wait for a running save. Returns the outcome of the last one, once; None if there was none."""
+        """Wait for a running save, and return the last outcome, once; None if there was none."""
         if self._thread is not None:
             with progress.doing(self._operation):
                 self._thread.join()
@@ -204,7 +206,7 @@ class BaseCheckpointer(ABC):
         return ""
 
     def _kept(self, steps: list[int], step: int) -> set[int]:
-        """Which of these checkpoints retention keeps at a step: a damaged one only before its step is made again."""
+        """Return the checkpoints that retention keeps at a step. A damaged one stays until its step is saved again."""
         c, later = self.config, {saved for saved in steps if saved > step}
         steps = [saved for saved in steps if saved not in {*later, *self.damaged} - {step}]
         best = self.best_of(steps) if c.keep_best else None
@@ -213,13 +215,13 @@ class BaseCheckpointer(ABC):
 
 
 def to_keep(steps: Sequence[int], latest: int, every: int, also: Iterable[int]) -> set[int]:
-    """The steps that retention keeps.
+    """Return the steps that retention keeps.
 
     Args:
         steps: of the checkpoints, ascending.
-        latest: this many of the newest; 0: all.
-        every: multiples of this; 0: off.
-        also: these steps.
+        latest: number of newest steps to keep; 0: all.
+        every: keep multiples of this; 0: off.
+        also: keep these steps too.
     """
     if latest == 0:
         return set(steps)
@@ -227,10 +229,10 @@ def to_keep(steps: Sequence[int], latest: int, every: int, also: Iterable[int]) 
 
 
 def purge(checkpoints: Path, keep: Iterable[int]) -> None:
-    """Delete all checkpoints but these.
+    """Delete all checkpoints but these steps'.
 
     Raises:
         OSError, UnreadableError: a checkpoint can't be read or renamed; the next save tries again.
     """
     for step in sorted({*storage.find_steps(checkpoints)} - {*keep}):
-        shutil.rmtree(storage.discarded(storage.step_folder(checkpoints, step)), ignore_errors=True)
+        shutil.rmtree(storage.move_to_trash(storage.step_folder(checkpoints, step)), ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The state of a run without its tensors: what state.json of a checkpoint holds, and what a resume restores."""
+"""The state of a run without its tensors: the content of state.json, and what a resume restores."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -7,27 +7,27 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TrainState:
-    """Where a run stands. samples_consumed alone is the position in the data."""
+    """The progress of a run. samples_consumed alone is the position in the data."""
 
     step: int = 0
     tokens: int = 0
     samples_consumed: int = 0
     grad_scaler: Mapping[str, Any] = field(default_factory=dict)  # with float16, see grad_scaler.py
-    skipped: list[int] = field(default_factory=list)  # steps whose update was skipped, see finite_guard.py
+    skipped: list[int] = field(default_factory=list)  # steps with a skipped update, see finite_guard.py
     spikes: Mapping[str, list[float]] = field(default_factory=dict)  # the window of spike_guard.py
-    loss_since: list[float] = field(default_factory=lambda: [0.0, 0.0])  # of metrics.Meter
+    loss_since: list[float] = field(default_factory=lambda: [0.0, 0.0])  # see metrics.Meter
     end_token: int = 0  # token id
     validation: Mapping[str, int] = field(default_factory=dict)  # its sequences, see scoring/validation.py
-    tasks: Mapping[str, str] = field(default_factory=dict)  # a hash of the questions of each task, by its name
-    identity: Mapping[str, Any] = field(default_factory=dict)  # what the config leads to, see compatibility.py
-    # the world size and whatever else orders sums: if it differs, the run resumes, but not bit for bit
+    tasks: Mapping[str, str] = field(default_factory=dict)  # by task: a hash of its questions
+    must_match: Mapping[str, Any] = field(default_factory=dict)  # hashes and derived values, see compatibility.py
+    # world size and everything else that orders sums: if it differs, the run resumes, but not bit for bit
     bitwise_setting: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)  # by "section.key"
 
     @property
     def values(self) -> dict[str, Any]:
-        """The values that a resume compares: the config and what it leads to."""
-        return {**self.config, **self.identity}
+        """The values that a resume compares: config and must_match."""
+        return {**self.config, **self.must_match}
 
     def after_step(self, samples_consumed: int, tokens: int) -> "TrainState":
         """Return the state after a step that ends at this position in the data and had `tokens` valid targets."""
@@ -49,7 +49,7 @@ class TrainState:
             end_token=fresh.end_token,
             validation=fresh.validation,
             tasks={**self.tasks, **fresh.tasks},
-            identity=fresh.identity,  # a fork may have another text
+            must_match=fresh.must_match,  # a fork may have a different text
             bitwise_setting=fresh.bitwise_setting,
             config=fresh.config,
         )

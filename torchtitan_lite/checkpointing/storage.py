@@ -7,9 +7,9 @@
                 .tmp-*          being written, or left by a killed run: never read, removed by the next save
                 .trash-*        being deleted
 
-A save writes into a hidden folder and syncs it. The rename at the end commits it.
-Functions that read raise CheckpointError for damage, its subclass UnreadableError for an I/O error, and FormatError for
-what another version of torchtitan_lite wrote.
+A save writes into a hidden folder and syncs it. The rename at the end commits it. Functions that read raise
+CheckpointError for damage, its subclass UnreadableError for an I/O error, and FormatError for checkpoints of an
+incompatible version of torchtitan_lite.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ from torchtitan_lite.errors import CheckpointError, FormatError, SaveError, Unre
 from torchtitan_lite.files import sync_folder
 from torchtitan_lite.terminal import size
 
-FORMAT_VERSION = 6  # of manifest.json and state.json, the names of the config keys included
+FORMAT_VERSION = 6  # of manifest.json and state.json, including the names of config keys
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 # these mean that a checkpoint is damaged; any other OSError is an I/O error
@@ -63,7 +63,7 @@ class Manifest:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Raise CheckpointError if a file is missing or has another content, and UnreadableError for an I/O error."""
+    """Raise CheckpointError if a file is missing or has invalid content, and UnreadableError for an I/O error."""
     try:
         yield
     except (*_MISSING, ValueError, TypeError) as error:
@@ -79,7 +79,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder has a manifest. It may be damaged."""
+    """Return whether a folder has a manifest. The checkpoint may be damaged."""
     return (folder / MANIFEST).is_file()
 
 
@@ -88,7 +88,7 @@ def step_folder(checkpoints: Path, step: int) -> Path:
 
 
 def find_steps(checkpoints: Path) -> list[int]:
-    """The steps of all folders with a manifest, ascending. They may be damaged, see `verify`."""
+    """Return the steps of all folders with a manifest, ascending. They may be damaged, see `verify`."""
     steps = []
     with _reading(checkpoints), contextlib.suppress(*_MISSING):
         for folder in checkpoints.iterdir():
@@ -100,7 +100,7 @@ def find_steps(checkpoints: Path) -> list[int]:
 
 
 def incomplete_folders(checkpoints: Path) -> list[str]:
-    """The problems of folders that look like checkpoints but are not."""
+    """Return the problems of folders that look like checkpoints but are not."""
     if not checkpoints.is_dir():
         return []
     steps = {step_folder(checkpoints, step).name for step in find_steps(checkpoints)}
@@ -141,15 +141,15 @@ def _hash_of(manifest: Mapping[str, Any]) -> str:
 
 
 def read_state(folder: Path) -> TrainState:
-    """The state.json of a checkpoint."""
-    read_manifest(folder)  # another format has other keys
+    """Read the state.json of a checkpoint."""
+    read_manifest(folder)  # raises if the format differs
     content = read_json(folder / STATE)
     with _reading(folder / STATE):
         return TrainState(**content)
 
 
 def verify_file(folder: Path, name: str, record: FileRecord, mode: str) -> str:
-    """The problem of a file; "" if there is none. Mode "full" compares its hash, "size" its size, "off" nothing."""
+    """Return the problem of a file, or "". Mode "full" compares hash and size, "size" the size, "off" nothing."""
     path = folder / name
     try:
         with _reading(path):
@@ -165,7 +165,7 @@ def verify_file(folder: Path, name: str, record: FileRecord, mode: str) -> str:
 
 
 def check_manifest(folder: Path) -> tuple[Manifest | None, str]:
-    """The manifest, or its problem."""
+    """Return the manifest, or its problem."""
     try:
         return read_manifest(folder), ""
     except UnreadableError:
@@ -175,7 +175,7 @@ def check_manifest(folder: Path) -> tuple[Manifest | None, str]:
 
 
 def verify(folder: Path, mode: str = "full") -> list[str]:
-    """All problems of a checkpoint; empty if it is complete."""
+    """Return all problems of a checkpoint; empty if it is complete."""
     manifest, problem = check_manifest(folder)
     if manifest is None:
         return [problem]
@@ -183,14 +183,14 @@ def verify(folder: Path, mode: str = "full") -> list[str]:
 
 
 def open_tensors(file: Path) -> Any:
-    """A memory-mapped safetensors file; `get_tensor(name)` reads one tensor."""
+    """Memory-map a safetensors file; `get_tensor(name)` reads one tensor."""
     return safetensors.safe_open(file, framework="pt")
 
 
 def read_specs(file: Path) -> TensorSpecs:
-    """The dtype and shape of every tensor in a safetensors file, from its header."""
+    """Return the dtype and shape of every tensor in a safetensors file, from its header."""
     with open_tensors(file) as tensors:
-        slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  # no dict
+        slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  # not a dict
         return {name: (DTYPES[part.get_dtype()], tuple(part.get_shape())) for name, part in slices.items()}
 
 
@@ -198,27 +198,31 @@ def read_specs(file: Path) -> TensorSpecs:
 
 
 def new_folder(checkpoints: Path, step: int) -> Path:
-    """Make a hidden folder to write a checkpoint into, and remove the leftovers of killed processes.
+    """Make a hidden folder for writing a checkpoint.
 
     Raises:
-        OSError: also if the parent of `checkpoints` does not exist.
+        OSError: e.g. the parent of `checkpoints` does not exist.
     """
     checkpoints.mkdir(exist_ok=True)  # no parents: an unmounted file system must not be replaced by a folder
-    for left in (*checkpoints.glob(".tmp-*"), *checkpoints.glob(".trash-*")):
-        shutil.rmtree(left, ignore_errors=True)
     folder = checkpoints / f".tmp-{step_folder(checkpoints, step).name}-{uuid.uuid4().hex[:8]}"
     folder.mkdir()
     return folder
 
 
+def remove_leftovers(checkpoints: Path) -> None:
+    """Remove what killed processes left. Only for the process that holds the run's lock: a save may be going on."""
+    for left in (*checkpoints.glob(".tmp-*"), *checkpoints.glob(".trash-*")):
+        shutil.rmtree(left, ignore_errors=True)
+
+
 def commit(folder: Path, state: TrainState, state_dict: str, world_size: int, files: Mapping[str, FileRecord]) -> Path:
-    """Commit a written folder, and return its final path. It replaces a checkpoint of this step, which is damaged.
+    """Commit a written folder, and return its final path. Replaces a damaged checkpoint of this step.
 
     Args:
-        files: what was written into it; already synced.
+        files: the files written into it, already synced.
 
     Raises:
-        OSError, CheckpointError: it is not committed. (If only the last sync fails, it is, but may not be on the disk.)
+        OSError, CheckpointError: not committed. (If only the last sync fails: committed, but perhaps not on the disk.)
     """
     for name, record in files.items():
         if problem := verify_file(folder, name, record, "size"):
@@ -237,7 +241,7 @@ def commit(folder: Path, state: TrainState, state_dict: str, world_size: int, fi
     write_text(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
     sync_folder(folder)
     final = step_folder(folder.parent, state.step)
-    damaged = discarded(final) if final.exists() else None
+    damaged = move_to_trash(final) if final.exists() else None
     folder.rename(final)
     sync_folder(folder.parent)
     if damaged is not None:
@@ -245,8 +249,8 @@ def commit(folder: Path, state: TrainState, state_dict: str, world_size: int, fi
     return final
 
 
-def discarded(folder: Path) -> Path:
-    """Rename a checkpoint, so that it is not found while it is being deleted. Returns its path."""
+def move_to_trash(folder: Path) -> Path:
+    """Rename a checkpoint, so that it is not found while it is deleted. Returns the new path."""
     return folder.rename(folder.with_name(f".trash-{folder.name}-{uuid.uuid4().hex[:8]}"))
 
 
@@ -256,7 +260,10 @@ def require_space(checkpoints: Path, n_bytes: int) -> None:
     status = os.statvfs(where)
     free = status.f_bavail * status.f_frsize
     if free < n_bytes:
-        raise SaveError(f"a checkpoint takes {size(n_bytes)}, but {where} has only {size(free)} free")
+        raise SaveError(
+            f"a checkpoint takes {size(n_bytes)}, but {where} has only {size(free)} free: free some "
+            "space, for example by deleting an old checkpoint"
+        )
 
 
 # --- comparing --------------------------------------------------------------------------------------------------
@@ -267,12 +274,12 @@ def require_equal(
     saved: Mapping[str, Any],
     expected: Mapping[str, Any],
     kind: str,
-    advice: str = "go back to these values, or start another run with --run.name=NAME",
+    advice: str = "go back to these values, or start a new run with --run.name=NAME",
 ) -> None:
-    """Require that a checkpoint has the values of this run.
+    """Check that a checkpoint has the values of this run.
 
     Args:
-        kind: for the message: the checkpoint "belongs to another" one, such as "model".
+        kind: for the message: the checkpoint "belongs to a different" one, such as "model".
 
     Raises:
         CheckpointError: values differ; it lists each key with both values.
@@ -281,4 +288,4 @@ def require_equal(
         from torchtitan_lite.hints import differences
 
         shown = differences(saved, expected)
-        raise CheckpointError("\n  ".join([f"{folder} belongs to another {kind}:", *shown, advice]))
+        raise CheckpointError("\n  ".join([f"{folder} belongs to a different {kind}:", *shown, advice]))

@@ -15,23 +15,23 @@ Parts = dict[str, Tensors]  # by file of a full state dict
 
 
 def own_tensors(model: nn.Module) -> Tensors:
-    """Parameters and persistent buffers; a tied parameter only under its first name."""
+    """Return parameters and persistent buffers; a tied parameter only under its first name."""
     once = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     return {name: value.detach() for name, value in model.state_dict().items() if name in once}
 
 
 def prefix(file: str) -> str:
-    """The prefix of a file's tensors in a sharded state dict: "model." or "optimizer."."""
+    """Return the prefix of a file's tensors in a sharded state dict: "model." or "optimizer."."""
     return file.removesuffix("safetensors")
 
 
 def by_name(parts: Parts) -> Tensors:
-    """All tensors, by their names in a sharded state dict."""
+    """Return all tensors by their names in a sharded state dict."""
     return {f"{prefix(file)}{name}": tensor for file, tensors in parts.items() for name, tensor in tensors.items()}
 
 
 def by_file(tensors: Tensors, files: Sequence[str]) -> Parts:
-    """The reverse of `by_name`."""
+    """Invert `by_name`."""
     return {
         file: {name.removeprefix(prefix(file)): t for name, t in tensors.items() if name.startswith(prefix(file))}
         for file in files
@@ -39,21 +39,21 @@ def by_file(tensors: Tensors, files: Sequence[str]) -> Parts:
 
 
 def with_tied(model: nn.Module, content: Tensors) -> Tensors:
-    """Add the other names of tied parameters, which files hold once."""
+    """Add the other names of tied parameters, which files store once."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     tied = {name: names[p] for name, p in model.named_parameters(remove_duplicate=False)}
     return content | {name: content[first] for name, first in tied.items()}
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """The optimizer's tensors, as "exp_avg.output.weight".
+    """Return the optimizer's tensors, as "exp_avg.output.weight".
 
     Raises:
-        CheckpointError: it keeps something else, which a resume would lose.
+        CheckpointError: the state has other values, which a resume would lose.
     """
     tensors = {}
     for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():  # a frozen one has none
+        for key, value in optimizer.state.get(parameter, {}).items():  # frozen parameters have no state
             local = isinstance(parameter, DTensor) and not isinstance(value, DTensor)
             if isinstance(value, Tensor) and not (local and value.numel() != 1):
                 tensors[f"{key}.{name}"] = value
@@ -66,12 +66,12 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Ten
 
 
 def flat(nested: Any) -> Tensors:
-    """torch's nested optimizer state, by our names."""
+    """Return torch's nested optimizer state under our names."""
     return {f"{key}.{name}": value for name, state in nested["state"].items() for key, value in state.items()}
 
 
 def nested_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Tensors) -> dict[str, Any]:
-    """The optimizer's tensors in torch's nesting, with its current hyperparameters."""
+    """Return the optimizer's tensors in torch's nesting, with its current hyperparameters."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     state: dict[str, Tensors] = {}
     for key_and_name, value in tensors.items():

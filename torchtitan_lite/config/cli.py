@@ -8,7 +8,7 @@ from typing import Any
 
 from torchtitan_lite.config import load, paths, schema, toml
 
-# the keys that `--help` shows
+# keys shown by `--help`
 _MOST_SET = {
     *("run.name", "run.out_dir", "run.device", "model.family", "model.size", "model.max_seq_len", "model.init_from"),
     *("tokenizer.path", "tokenizer.vocab_size", "data.path", "data.objective", "train.steps", "train.epochs"),
@@ -34,7 +34,7 @@ class Command:
     inspect: bool
     dry_run: bool
     replay: int | None
-    trains: bool  # none of these
+    trains: bool  # no mode is given
 
 
 def parse(
@@ -52,9 +52,9 @@ def parse(
     """Parse the command line and check the config for this world size and machine.
 
     Args:
-        elsewhere: the run is for another machine, so this one's files and packages are not checked.
-        own: options of the command itself, for hints.
-        checks: further checks, see `load.load`.
+        elsewhere: skip checks of this machine's files and packages, as the run is for a different machine.
+        own: the command's other options, for hints.
+        checks: additional checks, see `load.load`.
         saved: reads the config of the checkpoint to resume from, see `load.load`.
 
     Raises:
@@ -108,7 +108,7 @@ def _parser(shows_all: bool) -> argparse.ArgumentParser:
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36, width=120),
     )
     add_flag = functools.partial(parser.add_argument, action="store_true")
-    add_flag("--help-all", help=f"show all {len(schema.known_keys())} keys; --help shows those that are set most")
+    add_flag("--help-all", help=f"show all {len(schema.known_keys())} keys; --help shows the most used")
     parser.add_argument("--config", type=paths.expand, metavar="FILE", help="a TOML experiment, see configs/")
     add_flag("--print-config", help="print every value with its origin, and exit")
     add_flag("--check-config", help="check the config for this world size, and prepared data, and exit")
@@ -130,7 +130,7 @@ def _parser(shows_all: bool) -> argparse.ArgumentParser:
         shown = "-" if defaults[key] == "" else toml.format_value(defaults[key])
         text = f"{field.description} (default: {shown})".replace("%", "%%")
         shown = text if shows_all or key in _MOST_SET else argparse.SUPPRESS
-        # values stay text here: the config checks them all together
+        # values stay text: the config checks all of them together
         add_key = functools.partial(group.add_argument, f"--{key}", dest=key, metavar=schema.type_name(key), help=shown)
         add_key(nargs="?", const="true") if field.annotation is bool else add_key()
     return parser

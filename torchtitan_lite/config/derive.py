@@ -18,7 +18,7 @@ class Layout:
 
 
 def derive(config: Config, world_size: int) -> Layout:
-    """Derive the layout, of the last steps if the batch grows."""
+    """Derive the layout, for the last steps if the batch grows."""
     replicate, shard = config.fsdp.mesh(world_size)
     train = config.train
     per_round = world_size * train.micro_batch_size
@@ -33,10 +33,11 @@ def derive(config: Config, world_size: int) -> Layout:
     )
 
 
-def options_against_copies(config: Config, layout: Layout) -> list[dict[str, object]]:
-    """Where nothing is sharded, keys of [fsdp] that save FSDP's copies, if they fit; empty elsewhere or if one is set.
+def options_saving_copies(config: Config, layout: Layout) -> list[dict[str, object]]:
+    """Return cumulative sets of [fsdp] keys that avoid FSDP's copies of unsharded parameters, if memory suffices.
 
-    The first set changes no bit. The second, with several micro-batches, adds gradients in another order.
+    Empty if parameters are sharded or such a key is set. The first set changes no bit. With several micro-batches, the
+    second adds gradients in a different order.
     """
     fsdp = config.fsdp
     if layout.dp_shard > 1 or fsdp.cpu_offload or fsdp.reshard_after_forward != "default":

@@ -1,9 +1,9 @@
 """The registry of model families: class, config keys and named sizes. It is plain data, so a config needs no torch.
 
-A new family is one file in models/ and one entry of FAMILIES. What makes its architecture are its `defaults`; a size
-has numbers, and that of a published model also the switches of which the model differs from the defaults. A size name
-below 100M counts the matrices of the layers only, as embeddings depend on the vocabulary; that of llama's and
-resformer's 1M counts the head of the default vocabulary, too. The parameter counts of the larger sizes are tested.
+A new family is one file in models/ and one entry of FAMILIES. Its `defaults` define the architecture. A size sets
+numbers; the size of a published model also sets the switches that differ from the defaults. Names below 100M count only
+the matrices of the layers, because embeddings depend on the vocabulary; the 1M of llama and resformer also counts the
+head of the default vocabulary. The parameter counts of the larger sizes are tested.
 """
 
 import pkgutil
@@ -20,12 +20,12 @@ class Family:
 
     model: str  # "module:class" of its Transformer
     sizes: Mapping[str, Mapping[str, Any]]  # the [model] keys of each size
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # the [model] keys of its architecture
-    keys: tuple[str, ...] = ()  # [model] keys that only this family, or some of them, read
-    hidden_dim: tuple[int, int, int] = (4, 1, 1)  # (a, b, c): default feed-forward width a/b dim, a multiple of c
-    fused_functions: bool = False  # whether cpu/fused.py replaces a part of its blocks
-    delta: bool = False  # whether layers can be of the kind delta
-    encoder_decoder: bool = False  # whether tokens are an encoder's inputs, and targets of another length a decoder's
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # [model] keys that define its architecture
+    keys: tuple[str, ...] = ()  # [model] keys that not every family reads
+    hidden_dim: tuple[int, int, int] = (4, 1, 1)  # (a, b, c): feed-forward width a/b dim, rounded up to a multiple of c
+    fused_functions: bool = False  # whether cpu/fused.py replaces part of its blocks
+    delta: bool = False  # whether layer_pattern may contain delta
+    encoder_decoder: bool = False  # an encoder reads the tokens; a decoder predicts targets of a separate length
 
     def load(self) -> Any:
         """Import the model class."""
@@ -50,7 +50,7 @@ def _llama(
     return dict(zip(names, (dim, n_layers, n_heads, n_kv_heads, hidden_dim, theta), strict=True))
 
 
-# the lowest loss for the time (benchmarks/learning.py)
+# lowest loss at equal time (benchmarks/learning.py)
 _LEARNS_FAST = {"qk_norm": True, "induction_head": True}
 _UNTIED = {"qk_norm": False, "induction_head": False, "tie_embeddings": False}  # as published
 _TIED = _UNTIED | {"tie_embeddings": True}
@@ -250,7 +250,7 @@ _BUILT_IN = {
 }
 FAMILIES = Registry("model.family", "docs/own_model.md", Family, _BUILT_IN)
 
-# the family of a block's class in the package transformers
+# the family of each block class of the transformers package
 BLOCKS = {
     **dict.fromkeys(("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"), "llama"),
     "MistralDecoderLayer": "mistral",

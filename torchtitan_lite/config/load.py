@@ -1,16 +1,16 @@
-"""Loads a Config: layers of values over each other, then one validation. All problems are reported in one ConfigError.
+"""Loads a Config: merges layers of values, then validates once. All problems are reported in one ConfigError.
 
-From the lowest to the highest; `--print-config` shows the layer of each value:
+Layers from lowest to highest; `--print-config` shows the layer of each value:
 
   1. the defaults in sections/, then those of the model's family (families.py),
   2. the files: first `base = "other.toml"`, then the file itself,
   3. the command line: `--section.key=value`, and shorthands such as `--mixed-precision`.
 
-Of a key in no file and no option, a run that resumes keeps its value, if that decides what it learns (`_kept`).
+If no file or option gives a key, a resume keeps the run's value, provided that it affects learning (`_kept`).
 `[model] size` sets the [model] keys of its row in its layer; a sharding strategy sets [fsdp] keys that are not given.
-Paths are relative to the working directory; `base` is looked for next to its file first.
+Paths are relative to the working directory, except that `base` is first looked for next to its file.
 
-This needs neither torch nor a process group.
+Needs neither torch nor a process group.
 """
 
 import ast
@@ -37,7 +37,7 @@ from torchtitan_lite.config.schema import (
 )
 from torchtitan_lite.config.section import Machine
 from torchtitan_lite.config.sections.fsdp import strategy_keys
-from torchtitan_lite.config.sections.model import default_shape, rate_note, started_from
+from torchtitan_lite.config.sections.model import default_shape, lr_note, started_from
 from torchtitan_lite.config.sections.optim import fitting_warmup
 from torchtitan_lite.config.toml import COMMAND_LINE, Loaded, format_value
 from torchtitan_lite.errors import ConfigError
@@ -45,7 +45,7 @@ from torchtitan_lite.terminal import counted
 
 Layer = Mapping[str, Any]  # values by "section.key", unchecked
 Check = Callable[[Config], dict[str, str]]  # returns the broken rules of a config, as `broken_rules` does
-# the config of the checkpoint from which a run's folder and `checkpoint.resume` resume, by "section.key"; {} if none
+# called with a run's folder and `checkpoint.resume`: returns the config of the checkpoint to resume from; {} if none
 Saved = Callable[[Path, str], Layer]
 _KEPT = "the run so far"
 
@@ -63,18 +63,19 @@ def load(
     checks: Sequence[Check] = (),
     saved: Saved | None = None,
 ) -> Loaded:
-    """Load the config of an optional file, with options by "section.key" over it.
+    """Load the config of an optional file, overridden by options.
 
     Args:
-        origin: of the options, for messages.
+        options: values by "section.key".
+        origin: where the options come from, for messages.
         world_size, n_gpus, local_world_size: for the rules about the mesh and the device.
-        elsewhere: the run is for another machine, so this one's files, packages and compiler are not checked.
+        elsewhere: skip checks of this machine's files, packages and compiler, as the run is for a different machine.
         problems: problems already found on the command line, reported with the rest.
-        checks: further checks, which may build the model: they run only if [model] is valid.
-        saved: if given, a run that resumes keeps its values of keys that are not given (see `_kept`).
+        checks: additional checks, which may build the model: they run only if [model] is valid.
+        saved: if given, a resume keeps the run's values of keys that are not given (see `_kept`).
 
     Raises:
-        ConfigError: lists every problem on its own line, with file, value, nearest key and what works.
+        ConfigError: lists every problem on its own line, with file, value, nearest key and a value that works.
     """
     problems = list(problems)
     layers: list[tuple[str, Layer]] = [("name of the file", {"run.name": file.stem})] if file else []
@@ -84,8 +85,8 @@ def load(
         problems.append(str(error))
     layers.append((origin, options))
     given, _ = _merged(layers)
-    not_imported = dict(_import_own(given))
-    problems += not_imported.values()
+    failed_imports = dict(_import_user_parts(given))
+    problems += failed_imports.values()
     before = _saved_values(given, saved) if saved else {}
     name = str(given.get("model.family", before.get("model.family", default_of("model.family"))))
     family = FAMILIES.get(name, FAMILIES.get(name.lower()))
@@ -95,28 +96,28 @@ def load(
     strategy = {f"fsdp.{key}": value for key, value in strategy_keys(fsdp, local_world_size).items()}
     values, origins = _merged([*layers, (_KEPT, kept), ("fsdp.sharding_strategy", strategy)])
 
-    config, refused = _validated(values, origins, problems, set(not_imported))
+    config, refused = _validated(values, origins, problems, set(failed_imports))
     if "optim.warmup_steps" not in values and not config.train.epochs:
         config = fitting_warmup(config)
     machine = Machine(world_size, n_gpus, local_world_size)
     for check in (lambda c: broken_rules(c, machine, elsewhere=elsewhere), *checks):
         broken = {keys: text for keys, text in check(config).items() if refused.isdisjoint(keys.split())}
         for keys, text in broken.items():
-            of = dict.fromkeys(origins[key] for key in origins if key in keys.split() and key in given)
-            problems.append(f"{' and '.join(of) or 'default'}: {text}")
+            sources = dict.fromkeys(origins[key] for key in origins if key in keys.split() and key in given)
+            problems.append(f"{' and '.join(sources) or 'default'}: {text}")
         if any(key.startswith("model.") for keys in (*broken, *refused) for key in keys.split()):
             break
     if problems:
         raise ConfigError("\n  ".join([f"the configuration has {counted(len(problems), 'problem')}:", *problems]))
     notes += _without_effect(config, given, origins)
     if config.model.init_from and "optim.lr" not in values and not started_from(config):
-        notes.append(rate_note(config))
+        notes.append(lr_note(config))
     unused = {key for key, rule in usage_rules() if not rule.holds(config)}
     return Loaded(config, origins, notes, kept=[key for key in kept if key not in unused])
 
 
 def defaults() -> Layer:
-    """The values of a run without a file and options, by "section.key"."""
+    """Return the values without a file or options, by "section.key"."""
     return flatten(load(None, {}, elsewhere=True).config)
 
 
@@ -124,7 +125,7 @@ def defaults() -> Layer:
 
 
 def read_file(path: Path, chain: Sequence[Path] = ()) -> list[tuple[str, Layer]]:
-    """The layers of a TOML file, each with its name: those of its `base`, then its own.
+    """Return the layers of a TOML file with their names: those of its `base`, then its own.
 
     Raises:
         ConfigError: a file can't be read, or the files form a cycle.
@@ -144,19 +145,19 @@ def read_file(path: Path, chain: Sequence[Path] = ()) -> list[tuple[str, Layer]]
         raise ConfigError(f'{path}: base = {base!r}: should be the name of one file, e.g. base = "debug.toml"')
     below = []
     if base:
-        beside = path.parent / expand(base)
-        is_here = not beside.exists() and Path(base).is_file()
-        below = read_file(Path(base) if is_here else beside, (*chain, path.resolve()))
+        next_to_file = path.parent / expand(base)
+        use_working_directory = not next_to_file.exists() and Path(base).is_file()
+        below = read_file(Path(base) if use_working_directory else next_to_file, (*chain, path.resolve()))
     tables = {name: table if isinstance(table, dict) else {"": table} for name, table in tree.items()}
     values = {f"{name}.{key}".rstrip("."): v for name, table in tables.items() for key, v in table.items()}
     return [*below, (str(path), values)]
 
 
 def parse_value(key: str, text: str) -> Any:
-    """Parse a value of the command line as TOML or, like .5 and True, as Python; else it is text (`--run.name=a`)."""
+    """Parse a command-line value as TOML, else as Python (.5, True), else as text (`--run.name=a`)."""
     field = known_keys().get(key)
     annotation = field.annotation if field is not None else None
-    # a dict[str, ...] has str among its arguments, but is not text
+    # dict[str, ...] has str among its arguments but is not text
     is_text = annotation is str or (get_origin(annotation) is not dict and str in get_args(annotation))
     if is_text and text[:1] not in ("'", '"', "["):
         return text.split(",") if key == "data.path" and "," in text else text
@@ -166,8 +167,8 @@ def parse_value(key: str, text: str) -> Any:
     return text
 
 
-def _import_own(given: Layer) -> Iterator[tuple[str, str]]:
-    """Import the parts of the user's own that are given. Yields the key of each that is none, and what is wrong."""
+def _import_user_parts(given: Layer) -> Iterator[tuple[str, str]]:
+    """Import the user's "module:Name" parts. Yields the key of each failure, and the error."""
     for key, registry in REGISTRIES.items():
         names = given.get(key, [])
         for name in names.split(",") if isinstance(names, str) else names if isinstance(names, list) else []:
@@ -178,7 +179,7 @@ def _import_own(given: Layer) -> Iterator[tuple[str, str]]:
 
 
 def _merged(layers: Iterable[tuple[str, Layer]]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values of layers, the lowest first, and the name of the layer that each is from."""
+    """Merge layers, lowest first. Returns the values and the name of each value's layer."""
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for name, layer in layers:
@@ -188,21 +189,22 @@ def _merged(layers: Iterable[tuple[str, Layer]]) -> tuple[dict[str, Any], dict[s
 
 
 def _saved_values(given: Layer, saved: Saved) -> Layer:
-    """The values of the checkpoint that the run resumes from; {} if there is none, or none of another family."""
+    """Return the config of the checkpoint to resume from; {} if there is none or its model family differs."""
     names = "run.out_dir", "run.name", "checkpoint.resume"
     out_dir, name, resume = (str(given.get(key, default_of(key))) for key in names)
     before = saved(expand(out_dir) / name, resume)
     family = before.get("model.family", "")
     is_same = str(given.get("model.family", family)).lower() == family.lower()
-    return before if is_same else {}  # nothing of it may suit another one
+    return before if is_same else {}  # its values may not suit a different family
 
 
 def _with_size(
     layers: list[tuple[str, Layer]], given: Layer, family: Family
 ) -> tuple[list[tuple[str, Layer]], list[str]]:
-    """The layers, with the family's defaults below them, and the keys of the size below the layer that names it.
+    """Insert the family's defaults below all layers, and the keys of the size below the layer that names it.
 
-    Also a note on the keys of lower layers that the size replaces.
+    Returns:
+        the layers, and a note on the keys of lower layers that the size replaces.
     """
     defaults = ("default of the family", default_shape(family, given))
     at = max((i for i, (_, layer) in enumerate(layers) if "model.size" in layer), default=None)
@@ -213,28 +215,28 @@ def _with_size(
     sized = {f"model.{key}": value for key, value in row.items() if f"model.{key}" not in layers[at][1]}
     below, _ = _merged(layers[:at])
     lost = [key for key, value in sized.items() if below.get(key, value) != value]
-    notes = [f'{", ".join(lost)}: size "{size}" of {layers[at][0]} replaces what is below it'] if lost else []
+    notes = [f'{", ".join(lost)}: size "{size}" of {layers[at][0]} overrides the values below it'] if lost else []
     return [defaults, *layers[:at], (f'size "{size}"', sized), *layers[at:]], notes
 
 
 def _kept(before: Layer, given: Layer, values: Layer) -> Layer:
-    """The run's values of keys that are not given, where today's default, or number of the size, is another.
+    """Return the run's values of keys that are not given, where the current default or size preset differs.
 
-    A run continues as it began, although a default has changed. `keeps_value` says which keys.
+    So a run continues as it began when a default changes. `keeps_value` selects the keys.
 
     Args:
         before: the run's values.
-        values: today's.
+        values: the current values.
     """
-    today = {**flatten(Config()), **values}
+    current = {**flatten(Config()), **values}
     resized = given.get("model.size", before.get("model.size")) != before.get("model.size")
     return {
         key: value
         for key, value in before.items()
-        if key in today
+        if key in current
         and key not in given
         and keeps_value(key)
-        and value != today[key] != "epoch"  # checkpoints have the steps of "epoch", see run/epochs.py
+        and value != current[key] != "epoch"  # checkpoints have steps instead of "epoch", see run/epochs.py
         and not (resized and key.startswith("model."))
     }
 
@@ -245,10 +247,10 @@ def _kept(before: Layer, given: Layer, values: Layer) -> Layer:
 def _validated(
     values: Layer, origins: Mapping[str, str], problems: list[str], refused: set[str]
 ) -> tuple[Config, set[str]]:
-    """The config, and the keys whose values are refused. They are left out, so that the rest can still be checked.
+    """Return the config without refused keys, so that the rest can still be checked, and all refused keys.
 
     Args:
-        refused: the keys that are refused already.
+        refused: the keys already refused.
     """
     wrong = dict[str, ErrorDetails | None].fromkeys(values.keys() - known_keys().keys())  # None: an unknown key
     try:
@@ -272,7 +274,7 @@ def _tree(values: Layer, without: set[str]) -> dict[str, dict[str, Any]]:
 
 
 def _without_effect(config: Config, given: Layer, origins: Mapping[str, str]) -> Iterator[str]:
-    """One note on the given keys that nothing uses. A file, such as a run's config.toml, may name any default."""
+    """Yield one note on the given keys without effect. A file, such as a run's config.toml, may repeat defaults."""
     unused: dict[str, str] = {}
     for key, rule in usage_rules():
         if key in given and not rule.holds(config):

@@ -1,4 +1,4 @@
-"""The sentences about wrong keys and values: what is wrong, where it was given, and what works."""
+"""Messages about wrong keys and values: what is wrong, where it was given, and what works."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from torchtitan_lite.config.toml import COMMAND_LINE, format_value
 
 
 def wrong_value(key: str, value: Any, origin: str, item: ErrorDetails | None) -> str:
-    """A sentence about a key that was given.
+    """Return the message about a wrong key or value.
 
     Args:
-        item: what pydantic says about its value; None: there is no such key.
+        item: pydantic's error about the value; None: the key is unknown.
     """
     near = key if item else hints.nearest(key, known_keys())
     what = _sentence(item) if item else f"unknown key; the nearest known one is {near}"
@@ -26,7 +26,7 @@ def wrong_value(key: str, value: Any, origin: str, item: ErrorDetails | None) ->
 
 
 def example(key: str, origin: str = COMMAND_LINE) -> str:
-    """A valid assignment to a key, as TOML or as an option for a shell."""
+    """Return a valid assignment to a key, as TOML or as an option for a shell."""
     examples = known_keys()[key].examples
     value = examples[0] if examples else default_of(key)  # an empty default shows nothing
     as_toml = format_value(value)
@@ -34,7 +34,7 @@ def example(key: str, origin: str = COMMAND_LINE) -> str:
 
 
 def _sentence(item: ErrorDetails) -> str:
-    """What is wrong with a value, or with a part of it."""
+    """Return what is wrong with a value or a part of it."""
     message = item["msg"].removeprefix("Input ").removeprefix("Value error, ")
     if item["type"] == "literal_error":
         message += hints.choice(str(item["input"]), item["ctx"]["expected"])

@@ -12,7 +12,7 @@ from torchtitan_lite.errors import ConfigError, DataError, UserError
 
 
 class _HomeError(ConfigError, argparse.ArgumentTypeError):
-    """Of both kinds, so that argparse prints it where it was parsing."""
+    """Both kinds of error, so that argparse prints it when it parses the path."""
 
 
 def expand(path: str | Path) -> Path:
@@ -28,7 +28,7 @@ def expand(path: str | Path) -> Path:
 
 
 def problem(path: str | Path) -> str:
-    """Why a file or folder can't be read; empty if it can. Does not open it."""
+    """Return why a file or folder can't be read; empty if it can. Does not open it."""
     try:
         expand(path).stat()
     except FileNotFoundError:
@@ -39,7 +39,7 @@ def problem(path: str | Path) -> str:
 
 
 def is_prepared(path: str | Path) -> bool:
-    """Whether this is a prepared folder: it has our meta.json, or a damaged one next to our other files.
+    """Return whether a folder is prepared: it has our meta.json, or a damaged one next to our other files.
 
     A folder of text may hold an unrelated meta.json. An unreadable folder gives False: reading it reports the error.
     """
@@ -65,15 +65,15 @@ def reading(path: str | Path) -> Iterator[None]:
 
 
 def kind_of(path: Path) -> str:
-    """What a path leads to, for messages."""
+    """Return what is at a path, for messages."""
     return "a folder" if path.is_dir() else "a file" if path.is_file() else "not a regular file"
 
 
 def matching(entry: str) -> list[Path]:
-    """The path itself if it exists, even with `[` or `*` in its name; else the files and folders that match it, sorted.
+    """Return the path itself if it exists, even with `[` or `*` in its name; else its glob matches, sorted.
 
     Raises:
-        UserError: it can't be read, or its `~` is unknown.
+        UserError: it can't be read, or its home folder is unknown.
     """
     path = expand(entry)
     with reading(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -83,10 +83,10 @@ def matching(entry: str) -> list[Path]:
 
 
 def files_below(folder: Path) -> list[Path]:
-    """All files in a folder and its subfolders, sorted. Linked folders are followed; each folder is read once.
+    """Return all files in a folder and its subfolders, sorted. Follows links; reads each folder once.
 
     Raises:
-        DataError: a folder can't be listed: it may hold text.
+        DataError: a folder that may hold text can't be listed.
     """
     files, left, seen = list[Path](), [folder], set[str]()
     with reading(folder):
@@ -101,7 +101,7 @@ def files_below(folder: Path) -> list[Path]:
 
 
 def unfound(entry: str) -> str:
-    """Why an entry of `[data] path` matches nothing; empty if it matches something."""
+    """Return why an entry of `[data] path` matches nothing; empty if it matches something."""
     try:
         return "" if matching(entry) else f"nothing found at {entry}"
     except UserError as error:

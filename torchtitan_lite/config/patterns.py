@@ -5,20 +5,20 @@ from collections.abc import Iterator, Sequence
 
 
 def first_match(name: str, patterns: Sequence[str]) -> int | None:
-    """The index of the first pattern that matches a name, or None."""
+    """Return the index of the first pattern that matches a name, or None."""
     return next((i for i, pattern in enumerate(patterns) if fnmatch.fnmatchcase(name, pattern)), None)
 
 
 def unused(
     key: str, names: Sequence[str], patterns: Sequence[str], field: str = "match = ", what: str = "parameter"
 ) -> Iterator[str]:
-    """A message for each pattern that is never the first match.
+    """Yield a message for each pattern that is never the first match.
 
     Args:
         key: the config key, for the message.
-        names: the parameters; may be empty.
-        field: stands before the pattern in the message.
-        what: `names` are names of.
+        names: of the parameters; may be empty.
+        field: precedes the pattern in the message.
+        what: the kind of thing that `names` name.
     """
     used = {first_match(name, patterns) for name in names}
     for i, pattern in enumerate(patterns):

@@ -1,7 +1,7 @@
-"""Registries: the built-in parts by name, and parts of the user's own by "module:Name".
+"""Registries of built-in parts by name, and of the user's own by "module:Name".
 
-An own part is imported where a command, or the file that it names, gives it (load.py), and enters the registry under
-that name. A name in a checkpoint is not imported, so a checkpoint of somebody else runs no code.
+load.py imports the user's parts that the command line or the config file names. Names in a checkpoint are never
+imported, so loading a stranger's checkpoint runs no code.
 """
 
 import pkgutil
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def is_own(name: str) -> bool:
-    """Whether this is a "module:Name"."""
+    """Return whether a name is a "module:Name"."""
     return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name) is not None
 
 
@@ -26,7 +26,7 @@ class Registry(dict[str, T], Generic[T]):
 
     Args:
         key: the config key whose values are names of entries.
-        page: of the docs: how to write an own one.
+        page: the docs page on writing one.
     """
 
     def __init__(self, key: str, page: str, kind: type[Any], entries: Mapping[str, T]) -> None:
@@ -34,13 +34,13 @@ class Registry(dict[str, T], Generic[T]):
         self.key, self.page, self.kind = key, page, kind
 
     def add(self, name: str) -> None:
-        """Import "module:Name", from the working directory too, and enter it. What is in here stays as it is.
+        """Import a "module:Name", also from the working directory, and add it. Existing entries stay.
 
         Args:
-            name: as a command, or the file that it names, gives it. One that is no "module:Name" is ignored.
+            name: from the command line or its config file. Other names are ignored.
 
         Raises:
-            ConfigError: there is none, or it is no entry.
+            ConfigError: it can't be imported, or is not an entry.
         """
         if not is_own(name) or name in self:
             return
@@ -60,7 +60,7 @@ class Registry(dict[str, T], Generic[T]):
         self[name] = entry
 
     def known(self, name: str) -> str:
-        """The name of an entry, in any case. Raises ValueError if there is none."""
+        """Return the name of an entry, given in any case. Raises ValueError if there is none."""
         if name in self or name.lower() in self:
             return name if name in self else name.lower()
         if is_own(name):
@@ -72,5 +72,5 @@ class Registry(dict[str, T], Generic[T]):
         raise ValueError(f"should be {choices}{hints.choice(name, choices)}; {self.page} adds one of your own")
 
     def not_imported(self, name: str) -> str:
-        """What is wrong with a "module:Name" that is not in here."""
+        """Return the message about a "module:Name" that was not imported."""
         return f"imported only if the command or its file names it: --{self.key}={name}"

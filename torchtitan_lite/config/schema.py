@@ -83,12 +83,12 @@ class Config(Frozen):
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether the run has started before. What it started from may be gone since."""
+        """Whether the run has started before. The weights or checkpoint that it started from may be gone."""
         return any(self.folder.glob("checkpoints/step-*"))
 
     @property
     def in_epochs(self) -> list[str]:
-        """The keys that are in epochs, which run/epochs.py turns into steps."""
+        """The keys given in epochs, which run/epochs.py converts to steps."""
         values: dict[str, object] = {
             "eval.every": self.eval.every,
             "eval.tasks_every": self.eval.tasks_every,
@@ -125,20 +125,20 @@ class Config(Frozen):
 
 @functools.cache
 def sections() -> dict[str, type[Section]]:
-    """The class of each section."""
+    """Return the class of each section."""
     return {name: type(field.default) for name, field in Config.model_fields.items()}
 
 
 @functools.cache
 def known_keys() -> dict[str, FieldInfo]:
-    """The pydantic field of each "section.key", in file order."""
+    """Return the pydantic field of each "section.key", in file order."""
     return {
         f"{name}.{key}": field for name, section in sections().items() for key, field in section.model_fields.items()
     }
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    """Every value by "section.key", as JSON types."""
+    """Return every value by "section.key", as JSON types."""
     tree = config.model_dump(mode="json")
     return {f"{section}.{key}": value for section, table in tree.items() for key, value in table.items()}
 
@@ -147,7 +147,7 @@ REGISTRIES: dict[str, Registry[Any]] = {entries.key: entries for entries in (FAM
 
 
 def type_name(key: str) -> str:
-    """The metavar of "section.key" in `--help`."""
+    """Return the metavar of "section.key" in `--help`."""
     annotation = known_keys()[key].annotation
     if key in REGISTRIES and annotation is str:
         return "|".join(REGISTRIES[key])
@@ -157,25 +157,25 @@ def type_name(key: str) -> str:
 
 
 def default_of(key: str) -> Any:
-    """The default of "section.key"."""
+    """Return the default of "section.key"."""
     return known_keys()[key].default
 
 
 def resume_rule(key: str) -> Resume:
-    """What a resume does with another value of "section.key"."""
+    """Return what a resume does if the value of "section.key" differs."""
     own = [item for item in known_keys()[key].metadata if isinstance(item, Resume)]
     return own[0] if own else sections()[key.split(".")[0]].on_resume
 
 
 def keeps_value(key: str) -> bool:
-    """Whether a resume that does not give "section.key" takes the run's value, not today's default. A path does not."""
+    """Return whether a resume that does not set "section.key" keeps the run's value. Paths are never kept."""
     rule = resume_rule(key)
     return IS_PATH not in known_keys()[key].metadata and (rule.keeps or rule.rule != "allowed")
 
 
 @functools.cache
 def bitwise_keys() -> dict[str, str]:
-    """By "section.key", the name under which checkpoints record the value, or what it means (see `Bits`)."""
+    """Return, by "section.key", the name under which checkpoints record the value or its meaning (see `Bits`)."""
     return {
         key: item.name or key.split(".")[1]
         for key, field in known_keys().items()
@@ -185,7 +185,7 @@ def bitwise_keys() -> dict[str, str]:
 
 
 def usage_rules() -> list[tuple[str, UsedIf]]:
-    """Each key that is used only under a condition, in file order; those of one family or optimizer first."""
+    """Return the keys with a condition of use, in file order; those of one family or optimizer first."""
     rules = []
     for registry in (FAMILIES, OPTIMIZERS):
         section = registry.key.split(".")[0]
@@ -201,10 +201,10 @@ def usage_rules() -> list[tuple[str, UsedIf]]:
 
 
 def broken_rules(config: Config, machine: Machine, *, elsewhere: bool = False) -> dict[str, str]:
-    """The broken rules between keys, by "the keys involved": what is wrong and what works.
+    """Return the broken rules between keys: {"the keys involved": what is wrong and what works}.
 
     Args:
-        elsewhere: the run is for another machine, so this one's files, packages and compiler are not checked.
+        elsewhere: skip checks of this machine's files, packages and compiler, as the run is for a different machine.
     """
     broken: dict[str, str] = {}
     for module in (run, model, data, train, optim, fsdp, compute, outputs):

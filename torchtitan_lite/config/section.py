@@ -1,8 +1,8 @@
-"""What the sections of the config are made of: their base class, types of fields, and the metadata of a key.
+"""Building blocks of config sections: base class, field types, and the metadata of a key.
 
-A key stands with everything about it: type and bounds, default, help text, and by `Annotated` what a resume does with
-another value (`Resume`), whether bits depend on it (`Bits`), and when it is used (`UsedIf`). Everything else follows
-from there: notes on unused keys (load.py), comparing checkpoints (checkpointing/compatibility.py), `--help` and docs.
+A field declares everything about its key: type and bounds, default, help text, and by `Annotated` what a resume does
+with a different value (`Resume`), whether bits depend on it (`Bits`), and when it is used (`UsedIf`). Notes on unused
+keys (load.py), comparison with checkpoints (checkpointing/compatibility.py), `--help` and docs follow from these.
 """
 
 import functools
@@ -34,17 +34,17 @@ class Resume:
     """What a resume does if a key's value differs from the run's. docs/resume.md has the table.
 
     - allowed: the value applies from the next step, and the start names it.
-    - fork: the value decides what the run learns. It is kept if the command does not give it, and another one needs a
-      fork: a run of its own, which begins with the checkpoint.
-    - refused: the same, and a fork is refused, too: the checkpoint's tensors mean something else with another value.
+    - fork: the value decides what the run learns. If the command does not set it, the run's value is kept. A different
+      value needs a fork: a new run that starts from the checkpoint.
+    - refused: like fork, but a fork is refused too, because the value changes the meaning of the checkpoint's tensors.
     """
 
     rule: Literal["allowed", "fork", "refused"]
-    note: str = ""  # for the table
-    by_hash: bool = False  # what the key leads to is compared, not its value
-    changes_steps: bool = True  # whether a step computes other numbers, so that a replay needs the same value
-    changes_start: bool = False  # whether only the values that a run begins with differ
-    keeps: bool = False  # allowed, but kept if the command does not give it
+    note: str = ""  # for the table in docs/resume.md
+    by_hash: bool = False  # the content that the key leads to is compared, not its value
+    changes_steps: bool = True  # whether steps compute different numbers, so a replay needs the same value
+    changes_start: bool = False  # whether only the initial values of a run differ
+    keeps: bool = False  # allowed, but the run's value is kept if the command does not set it
 
 
 ALLOWED = Resume("allowed", changes_steps=False)
@@ -55,12 +55,12 @@ REFUSED = Resume("refused")
 
 @dataclass(frozen=True)
 class Bits:
-    """Another value changes the order or the rounding of sums, so a resume or a replay is not bit for bit.
+    """The value affects the order or rounding of sums: if it differs, a resume or a replay is not bit for bit.
 
-    The value is recorded with each checkpoint, or what it means on a machine (compatibility.bitwise_setting).
+    Each checkpoint records the value, or its meaning on the machine (compatibility.bitwise_setting).
     """
 
-    name: str = ""  # of the record; default: the key without its section
+    name: str = ""  # in the record; default: the key without its section
 
 
 BITS = Bits()
@@ -68,18 +68,18 @@ BITS = Bits()
 
 @dataclass(frozen=True)
 class UsedIf:
-    """The key is used only under a condition. A note names the keys that are given without effect."""
+    """The condition under which a key is used. A note names the keys that are given without effect."""
 
-    decided_by: str  # the keys that decide, separated by spaces
-    needs: str  # what would have to be set, for the note
+    decided_by: str  # the keys of the condition, separated by spaces
+    needs: str  # for the note: what to set
     holds: Callable[["Config"], bool]
 
 
-IS_PATH = "path"  # of a key that says where something is, so a resume does not keep it
+IS_PATH = "path"  # the value is a location, so a resume does not keep it
 
 
 def used_with(key: str, *values: str | bool) -> UsedIf:
-    """The rule of a key that is used only if another key has one of these values."""
+    """Return the condition that a key has one of these values."""
     *others, last = (json.dumps(value) for value in values)
     needs = f"{key} = {', '.join(others)}{' or ' if others else ''}{last}"
     section, name = key.split(".")
@@ -88,16 +88,16 @@ def used_with(key: str, *values: str | bool) -> UsedIf:
 
 # --- rules between keys -----------------------------------------------------------------------------------------
 
-# "the keys involved", and what is wrong and what works
+# "the keys involved", and the message: what is wrong and what works
 Rules = Iterator[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a config is going to run."""
+    """The ranks and GPUs that a config runs on."""
 
     world_size: int = 1
-    n_gpus: int = 0  # of this machine
+    n_gpus: int = 0  # on this machine
     local_world_size: int = 1  # ranks on this machine
 
 
@@ -115,12 +115,12 @@ class Frozen(BaseModel):
 class Section(Frozen):
     """A table of the TOML file."""
 
-    on_resume: ClassVar[Resume] = ALLOWED  # of keys without a `Resume` of their own
+    on_resume: ClassVar[Resume] = ALLOWED  # for keys without their own `Resume`
 
     @field_validator("*", mode="wrap")
     @classmethod
     def _checked(cls, value: Any, check: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
-        """Choices may be in upper or lower case, bf16 is bfloat16, and a list may be written without brackets."""
+        """Validate a value; else accept any case of choices, bf16 for bfloat16, and lists without brackets."""
         try:
             return check(value)
         except ValidationError:
@@ -132,11 +132,10 @@ _SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def spelled(annotation: Any, value: Any, *, commas: bool = True) -> Any:
-    """What a text means where it is not valid as it is: case does not matter in a choice, dtypes have short names, and
-    a list may be one value or values separated by commas.
+    """Normalize spelling: choices in any case, short names of dtypes, and lists as one value or comma-separated values.
 
     Args:
-        commas: whether they separate; not in free text.
+        commas: whether commas separate values; false for free text.
     """
     if (kind := get_origin(annotation)) in (list, tuple):
         if isinstance(value, str) and commas:
@@ -146,7 +145,7 @@ def spelled(annotation: Any, value: Any, *, commas: bool = True) -> Any:
         return kind(spelled(get_args(annotation)[0], item) for item in items)
     if not isinstance(value, str):
         return value
-    kinds = [annotation, *get_args(annotation)]  # of a Literal, or of a union with one
+    kinds = [annotation, *get_args(annotation)]  # a Literal, or a union with one
     choices = {c.lower(): c for k in kinds if get_origin(k) is Literal for c in get_args(k) if isinstance(c, str)}
     return choices.get(value.lower(), choices.get(_SHORT_NAMES.get(value.lower(), value), value))
 
@@ -160,14 +159,14 @@ def _every(least: int, value: Any) -> Any:
     raise ValueError(f'should be "epoch", or a number of steps of at least {least}')
 
 
-if TYPE_CHECKING:  # run/epochs.py replaces "epoch" before anything counts steps
+if TYPE_CHECKING:  # run/epochs.py replaces "epoch" before any code reads the value
     Every = int
     PositiveEvery = int
 else:
     Every = Annotated[int | Literal["epoch"], PlainValidator(functools.partial(_every, 0))]
     PositiveEvery = Annotated[int | Literal["epoch"], PlainValidator(functools.partial(_every, 1))]
 Dtype = Literal["float32", "bfloat16", "float16"]
-# Bounds far above any use: products stay within 64 bits, and a typing error does not exhaust the memory.
+# Bounds far above any use: sizes multiplied together stay within 64 bits, and a typo does not exhaust the memory.
 Size = Annotated[int, Field(gt=0, lt=2**31)]
 SizeOrZero = Annotated[int, Field(ge=0, lt=2**31)]
 Width = Annotated[int, Field(gt=0, le=2**20)]

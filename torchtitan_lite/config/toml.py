@@ -1,4 +1,4 @@
-"""Writing a config as TOML, with the origin of each value."""
+"""Writes a config as TOML, with the origin of each value."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,19 +17,19 @@ class Loaded:
 
     config: Config
     origins: dict[str, str]  # by "section.key"; defaults are absent
-    notes: Sequence[str] = ()  # values that nothing reads, or that a size replaces
+    notes: Sequence[str] = ()  # on values without effect, or overridden by a size
     retry: bool = False  # --retry
-    written: Config | None = None  # as it was given, where `config` has steps in place of epochs
-    kept: Sequence[str] = ()  # keys that have the value of the run so far, because they were not given
+    written: Config | None = None  # the config as given, if `config` has steps instead of epochs
+    kept: Sequence[str] = ()  # keys whose values a resume keeps, because they were not given
 
 
 def to_toml(config: Config) -> str:
-    """The config as TOML. It loads back as the same config."""
+    """Format the config as TOML that loads back as the same config."""
     return tomli_w.dumps(_plain(config.model_dump()))
 
 
 def to_toml_with_origins(loaded: Loaded) -> str:
-    """The config as TOML, with each value's origin in a comment. It loads back as the same config."""
+    """Format the config as TOML, with each value's origin in a comment. Loads back as the same config."""
     lines = [f"# note: {_in_comment(note)}" for note in loaded.notes]
     for section, table in _plain((loaded.written or loaded.config).model_dump()).items():
         lines.append(f"[{section}]")
@@ -42,7 +42,7 @@ def to_toml_with_origins(loaded: Loaded) -> str:
 
 
 def _in_comment(text: str) -> str:
-    """Text for a one-line comment, with control characters escaped."""
+    """Escape control characters for a one-line comment."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -53,7 +53,7 @@ def _plain(value: Any) -> Any:
 
 
 def format_value(value: Any) -> str:
-    """A value as TOML, on one line. Unset values of tables are left out: TOML has no null."""
+    """Format a value as TOML on one line. Leaves out unset values of tables, as TOML has no null."""
     value = _plain(value)
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{_key(key)} = {format_value(item)}" for key, item in value.items()) + " }"
@@ -63,5 +63,5 @@ def format_value(value: Any) -> str:
 
 
 def _key(key: str) -> str:
-    """A key as TOML, quoted where needed."""
+    """Format a key as TOML, quoted where needed."""
     return tomli_w.dumps({key: 0}).removesuffix(" = 0\n")

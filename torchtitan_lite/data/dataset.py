@@ -28,11 +28,11 @@ class DataSet:
     """All sources of a run. They share a tokenizer."""
 
     sources: tuple[Source, ...]
-    notes: tuple[str, ...] = ()  # on files of the text that were left out
+    notes: tuple[str, ...] = ()  # on ignored files of the text
 
     @classmethod
-    def of(cls, folders: dict[str, tuple[float, Path]], notes: Iterable[str] = ()) -> "DataSet":
-        """The data set of {name: (weight, folder)}.
+    def open(cls, folders: dict[str, tuple[float, Path]], notes: Iterable[str] = ()) -> "DataSet":
+        """Read the meta.json of each folder of {name: (weight, folder)}.
 
         Raises:
             DataError: a folder is damaged, or two of them differ in tokenizer or end token.
@@ -53,7 +53,7 @@ class DataSet:
 
     @property
     def end_token(self) -> int:
-        """The id that ends a document, fixed when the text was prepared."""
+        """The id of the token that ends a document, fixed when the text was prepared."""
         return self.sources[0].meta.end_token
 
     @property
@@ -61,11 +61,11 @@ class DataSet:
         return self.sources[0].meta.tokenizer_sha256
 
     def tokens(self, split: str) -> int:
-        """The number of tokens of all sources."""
+        """Return the number of tokens in a split of all sources."""
         return sum(source.meta.tokens(split) for source in self.sources)
 
-    def identity(self) -> dict[str, str]:
-        """Compared on resume: the hash of the tokens; in a mixture, hash and weight of each source."""
+    def hashes(self) -> dict[str, str]:
+        """Return the hash of the tokens; of a mixture, the hash and weight of each source. Compared on resume."""
         if len(self.sources) == 1:
             return {"data": self.sources[0].meta.tokens_sha256}
         return {f"data.sources {s.name}": f"{s.meta.tokens_sha256[:16]} x {s.weight}" for s in self.sources}
@@ -90,12 +90,12 @@ def _require_same_tokenizer(first: Source, other: Source) -> None:
 
 
 def prepare_all(data: DataConfig, tokenizer: TokenizerConfig, info: Callable[[str], None]) -> DataSet:
-    """The data of a run: `[data] path`, or each of `[data.sources]`. Text is prepared, unless it is in the cache.
+    """Open the data of a run, `[data] path` or `[data.sources]`. Prepares text that is not in the cache.
 
     All ranks may call this before the process group exists: one prepares, the others wait for its lock.
 
     Raises:
-        DataError: text is missing, unusable or too short, or prepared data is damaged or has another tokenizer.
+        DataError: text is missing, unusable or too short, or prepared data is damaged or has a different tokenizer.
     """
     name = data.path if isinstance(data.path, str) else ", ".join(data.path)
     default = f"{'functions of ' * (data.objective == 'pairs')}Python's standard library"
@@ -104,19 +104,19 @@ def prepare_all(data: DataConfig, tokenizer: TokenizerConfig, info: Callable[[st
     prepared = next(iter(folders.values()), None)
     notes: list[str] = []
     if texts := [name for name in weights if name not in folders]:
-        from torchtitan_lite.data.prepare.cache import as_in, prepared_in_cache
+        from torchtitan_lite.data.prepare.cache import prepared_in_cache, with_tokenizer_of
 
-        used = as_in(prepared, tokenizer) if prepared else tokenizer
+        used = with_tokenizer_of(prepared, tokenizer) if prepared else tokenizer
         made, notes = prepared_in_cache(texts if data.sources else [data.path], data, used, info)
         folders |= dict(zip(texts, made, strict=True))
-    data_set = DataSet.of({name: (weight, folders[name]) for name, weight in weights.items()}, notes)
+    data_set = DataSet.open({name: (weight, folders[name]) for name, weight in weights.items()}, notes)
     if prepared:
         _require_configured_tokenizer(tokenizer, prepared)
     return data_set
 
 
 def _require_configured_tokenizer(config: TokenizerConfig, folder: Path) -> None:
-    """Raise DataError if the config names another tokenizer or end token than those of this prepared folder."""
+    """Raise DataError if the config's tokenizer or end token differs from this prepared folder's."""
     if not (config.path or config.end_token):
         return
     from torchtitan_lite.data import tokenizer as bpe
@@ -124,7 +124,7 @@ def _require_configured_tokenizer(config: TokenizerConfig, folder: Path) -> None
     meta = read_meta(folder)
     if config.path and (configured := bpe.sha256(bpe.load(Path(config.path)))) != meta.tokenizer_sha256:
         raise DataError(
-            f"{folder} was prepared with another tokenizer ({meta.tokenizer_sha256[:12]}) than tokenizer.path = "
+            f"{folder} was prepared with a tokenizer ({meta.tokenizer_sha256[:12]}) that differs from tokenizer.path = "
             f"{config.path} ({configured[:12]}); leave tokenizer.path out, or prepare the text again with that "
             "tokenizer"
         )

@@ -10,7 +10,7 @@ rows. With G = 10, two ranks and a micro_batch_size of 2:
     micro-batch 2    8 9       - -
 
 Every rank gets the same number of micro-batches, because each forward is collective. The surplus rows (-) are fully
-masked: they do not change the loss, which is divided by the number of valid targets of the global batch.
+masked. They do not change the loss, which is divided by the number of valid targets in the global batch.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,34 +34,34 @@ class MicroBatch:
     positions: Tensor | None = None  # (B, T) within the document, with document_mask
 
     def on(self, device: torch.device) -> dict[str, Tensor]:
-        """The model's arguments by name, on its device."""
+        """Return the model's arguments by name, on its device."""
         given = {"tokens": self.tokens, "targets": self.targets, "positions": self.positions}
         return {name: part.to(device, non_blocking=True) for name, part in given.items() if part is not None}
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A rank's share of a global batch."""
+    """This rank's share of a global batch."""
 
     micro_batches: list[MicroBatch]
-    global_tokens: int  # valid targets of all ranks and micro-batches
+    global_tokens: int  # valid targets in all ranks' micro-batches
 
 
 class SampleSource(Protocol):
-    """Where a loader gets sequences from: a mixture, or one folder. Run samples are numbered over all epochs."""
+    """Where a loader gets sequences: a mixture or one folder. A run's samples are numbered across epochs."""
 
     def draw(self, run_samples: Indices, seed: int | None) -> Rows:
-        """These samples of a run; without a seed, in file order."""
+        """Return these samples of a run; without a seed, in file order."""
         ...
 
     def n_targets(self, run_samples: Indices, seed: int | None) -> int:
-        """The number of their valid targets."""
+        """Return the number of valid targets in these samples."""
         ...
 
 
 @dataclass(frozen=True)
 class Loader:
-    """Cuts global batches into the micro-batches of this rank."""
+    """Cuts global batches into this rank's micro-batches."""
 
     samples: SampleSource
     _: KW_ONLY
@@ -73,14 +73,14 @@ class Loader:
     pin: bool = False  # a copy from pageable memory would block the host on the GPU's stream
 
     def batch(self, first: int, size: int) -> Batch:
-        """This rank's share of the global batch of samples first, ..., first + size - 1."""
+        """Return this rank's share of the global batch of samples first, ..., first + size - 1."""
         per_round = self.micro_batch_size * self.world_size  # sequences of all ranks in one forward
         n_rounds = -(-size // per_round)
         starts = np.arange(n_rounds) * per_round + self.rank * self.micro_batch_size
-        places = (starts[:, None] + np.arange(self.micro_batch_size)).ravel()  # of this rank's rows in the batch
+        places = (starts[:, None] + np.arange(self.micro_batch_size)).ravel()  # this rank's rows in the batch
         rows = self.samples.draw(first + places[places < size], self.seed)
         n_surplus = len(places) - len(rows.tokens)
-        if n_surplus:  # the last of this rank's rows
+        if n_surplus:  # at the end of this rank's rows
             rows = rows.followed_by(Rows.empty(n_surplus, rows.tokens.shape[1], rows.targets.shape[1]))
         arrays = [rows.tokens, rows.targets, *([positions(rows)] if self.document_mask else [])]
         tensors = [torch.from_numpy(array) for array in arrays]
@@ -93,13 +93,13 @@ class Loader:
 
 
 def positions(rows: Rows) -> Array:
-    """Each token's position (N, T) in its document; a document that began earlier counts from the sequence's start."""
+    """Return each token's position (N, T) in its document, or in the sequence if the document began earlier."""
     places = np.broadcast_to(np.arange(rows.tokens.shape[1]), rows.tokens.shape)
     return places - np.maximum.accumulate(np.where(rows.begins, places, 0), axis=1)
 
 
 class PrefetchingLoader:
-    """Loads the next batch in a thread. It expects consecutive batches; any other batch is loaded on request."""
+    """Loads the next batch in a thread. Expects consecutive batches; any other batch is loaded on request."""
 
     def __init__(self, loader: Loader, device: torch.device) -> None:
         self._loader = loader
@@ -109,10 +109,10 @@ class PrefetchingLoader:
         self._next: tuple[tuple[int, int], Future[Batch]] | None = None  # (first, size) and its batch
 
     def batch(self, first: int, size: int, end: int | None = None) -> Batch:
-        """See Loader. An error in the thread is raised by the call that requests its batch.
+        """Return a batch as Loader does. Raises the thread's error when that batch is requested.
 
         Args:
-            end: the sample before which batches end; the last one may be smaller.
+            end: the sample after the last batch, which may be smaller.
         """
         prefetched, self._next = self._next, None
         if prefetched is not None and prefetched[0] == (first, size):

@@ -1,8 +1,8 @@
 """Sources of sequences, mixed by weight.
 
-A mixture repeats a table of P entries. With weights 0.7 and 0.3 it has ten: seven of one source and
-three of the other, spread evenly, so each source's share is exact to within one sample at any time. Sample i is entry
-i % P. Each source has its own epochs and its own order.
+A mixture repeats a table of P entries. With weights 0.7 and 0.3 it has ten: seven of one source and three of the other,
+spread evenly, so each source's share is exact to within one sample at any time. Sample i is entry i % P. Each source
+has its own epochs and its own order.
 
 The table is an earliest-deadline-first schedule: the j-th sample of a source with share w is released at (j - 1) / w
 and due at j / w. If shares sum to 1, no deadline is missed (Baruah et al., 1996; Tijdeman, 1980).
@@ -23,7 +23,7 @@ LONGEST = 1 << 16
 
 
 class Mixture:
-    """Sequences of one or several folders, in the periodic order of the table."""
+    """Sequences of one or more folders, in the periodic order of the table."""
 
     def __init__(self, sources: list[Samples], weights: list[float], names: list[str]) -> None:
         """
@@ -35,7 +35,7 @@ class Mixture:
             ConfigError: a source has less than one sample in 65,536.
         """
         self.sources, self.names = sources, names
-        shares = shares_of(weights)
+        shares = exact_shares(weights)
         period = math.lcm(*(share.denominator for share in shares))
         self.table = np.array(_schedule(shares, min(period, LONGEST)), dtype=np.int64)  # (P,) the source of each entry
         one_hot = self.table[:, None] == np.arange(len(weights))
@@ -49,18 +49,18 @@ class Mixture:
         self._before = np.cumsum(one_hot, axis=0) - one_hot  # (P, K) entries of each source before this one
 
     def locate(self, run_samples: Indices) -> tuple[Indices, Indices]:
-        """For each sample of the run: its source, and its 0-based position among the samples of that source."""
+        """Return for each sample of the run its source, and its 0-based position among that source's samples."""
         periods, entries = np.divmod(run_samples, len(self.table))
         sources = self.table[entries]
         return sources, periods * self.counts[sources] + self._before[entries, sources]
 
     def consumed(self, n: int) -> list[int]:
-        """How many of a run's first n samples come from each source."""
+        """Return how many of a run's first n samples come from each source."""
         periods, entry = divmod(n, len(self.table))
         return [periods * int(count) + int(b) for count, b in zip(self.counts, self._before[entry], strict=True)]
 
     def draw(self, run_samples: Indices, seed: int | None) -> Rows:
-        """These samples of a run; without a seed, each source's in file order."""
+        """Return these samples of a run; without a seed, each source's in file order."""
         first = self.sources[0]
         if len(self.sources) == 1:
             return first.trimmed(first.draw(run_samples, seed))
@@ -83,7 +83,7 @@ class Mixture:
         return sum(source.n_samples for source in self.sources)
 
     def longest_prefix(self, n: int) -> int:
-        """The largest number of samples, at most n, without a repeated sequence."""
+        """Return the largest number of samples, at most n, without a repeated sequence."""
 
         def repeats(m: int) -> bool:
             return any(c > s.n_samples for c, s in zip(self.consumed(m), self.sources, strict=True))
@@ -91,8 +91,8 @@ class Mixture:
         return bisect.bisect_left(range(1, n + 1), True, key=repeats)
 
 
-def shares_of(weights: list[float]) -> list[Fraction]:
-    """Weights as exact shares of 1: 0.7 is seven tenths, not the binary fraction next to it."""
+def exact_shares(weights: list[float]) -> list[Fraction]:
+    """Return the weights as exact shares of 1: 0.7 is seven tenths, not the nearest binary fraction."""
     exact = [Fraction(repr(weight)) for weight in weights]
     return [weight / sum(exact) for weight in exact]
 
@@ -101,13 +101,13 @@ def _schedule(shares: list[Fraction], length: int) -> list[int]:
     sources = []
     waiting = [(0, k) for k in range(len(shares))]  # (release time of its next sample, source)
     ready: list[tuple[int, int]] = []  # (deadline of its next sample, source)
-    had = [0] * len(shares)
+    scheduled = [0] * len(shares)
     for entry in range(length):
         while waiting and waiting[0][0] <= entry:
             _, k = heapq.heappop(waiting)
-            heapq.heappush(ready, (math.ceil((had[k] + 1) / shares[k]), k))
+            heapq.heappush(ready, (math.ceil((scheduled[k] + 1) / shares[k]), k))
         _, k = heapq.heappop(ready)
         sources.append(k)
-        had[k] += 1
-        heapq.heappush(waiting, (math.floor(had[k] / shares[k]), k))
+        scheduled[k] += 1
+        heapq.heappush(waiting, (math.floor(scheduled[k] / shares[k]), k))
     return sources

@@ -1,9 +1,9 @@
-"""What a row holds: `[data] objective` and `packing` choose the samples. Each kind is loaded only when it is used.
+"""Chooses the kind of samples by `[data] objective` and `packing`. Each kind is imported only when it is used.
 
-causal            T tokens, and the targets shifted by one (samples.py); with packing "best_fit", of whole documents
+causal            T tokens, and the targets shifted by one (samples.py); with packing "best_fit", whole documents
                   (packing.py)
-span_corruption   T tokens of text without some spans, and these spans (spans.py)
-pairs             a source, and its target (pairs.py)
+span_corruption   T tokens of text with some spans removed, and the removed spans (spans.py)
+pairs             a source and its target (pairs.py)
 """
 
 from torchtitan_lite.config.schema import Config
@@ -19,7 +19,7 @@ def open_samples(data: DataSet, split: str, config: Config) -> Mixture:
 
     Raises:
         DataError: a source has less than one sequence, or does not suit the objective.
-        ConfigError: the weight of a source is too small.
+        ConfigError: a source's weight is too small.
     """
     samples: list[Samples] = []
     for source in data.sources:

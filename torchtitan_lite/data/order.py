@@ -6,7 +6,7 @@ are encrypted again until they fall inside ("cycle walking", Black and Rogaway, 
 average, because the domain is at most 4 n). A round function sees half of the bits, so a table of at most 8 sqrt(n)
 values caches it, and a batch takes a few numpy operations.
 
-The state is therefore one integer, and the order depends neither on the world size nor on batch sizes or steps.
+So the state is one integer, and the order does not depend on world size, batch sizes or steps.
 """
 
 import functools
@@ -21,7 +21,7 @@ _ROUNDS = 4
 
 
 def sample_indices(run_samples: Indices, n: int, seed: int) -> Indices:
-    """The dataset samples, 0 to n - 1, at these positions (N,), 0-based over all epochs, of a run with this seed."""
+    """Return the dataset samples, 0 to n - 1, at these positions (N,) of a run, 0-based across epochs."""
     epochs, positions = np.divmod(run_samples, n)
     indices = np.empty_like(positions)
     for epoch in np.unique(epochs).tolist():
@@ -39,7 +39,7 @@ class Permutation:
         self._rounds = np.full((_ROUNDS, 1 << self._half), -1, dtype=np.int64)  # -1: not computed yet
 
     def __call__(self, positions: Indices) -> Indices:
-        """The images of positions, all in 0..n-1."""
+        """Return the images of positions, all in 0..n-1."""
         images = np.empty_like(positions)
         where, values = np.arange(len(positions)), positions
         while len(where):
@@ -62,7 +62,7 @@ class Permutation:
         return cached[values]
 
 
-_permutation = functools.lru_cache(maxsize=64)(Permutation)  # one or two epochs of each source
+_permutation = functools.lru_cache(maxsize=64)(Permutation)  # one or two epochs per source
 
 
 def _hash(value: int, turn: int, key: bytes) -> int:

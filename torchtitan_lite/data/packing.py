@@ -1,14 +1,14 @@
-"""Best-fit packing of documents into sequences. The index is built once and mapped by every run.
+"""Best-fit packing of documents into sequences. The index is built once; every run memory-maps it.
 
-A document of L tokens, including its end token, takes L of the T places of a sequence; longer ones are cut into pieces
-of T. In each window of 32,768 documents, the pieces are placed longest first, each into the sequence with the least
+A document of L tokens, including its end token, takes L of a sequence's T places. Longer documents are cut into pieces
+of T. In each window of 32,768 documents, pieces are placed longest first, each into the sequence with the least
 sufficient room (best-fit decreasing). The rest of a sequence is padding. An epoch has every token exactly once.
 
-A sequence is its documents, each preceded by the previous end token, from which its first token is predicted.
+A sequence is its documents, each preceded by the previous end token, which predicts the document's first token.
 
     packed-T-HASH/train.pieces   (P, 2) int64: the start of each piece in the token stream, and its length
     packed-T-HASH/train.rows     (R + 1, 2) int64: the number of pieces, and of tokens, before sequence r
-    packed-T-HASH/hashes.json    sizes and hashes of these files, checked at each start as those of meta.json
+    packed-T-HASH/hashes.json    sizes and hashes of these files, checked at each start like the files in meta.json
 """
 
 import bisect
@@ -70,7 +70,7 @@ class PackedSamples(Samples):
 
 
 def pack(folder: Path, meta: Meta, seq_len: int, info: Callable[[str], None]) -> Path:
-    """The index folder for this sequence length: built if missing, then compared with its hashes.
+    """Return the index folder for this sequence length. Builds it if missing; always checks its hashes.
 
     Raises:
         DataError: the index can't be written or is damaged.
@@ -99,18 +99,18 @@ def pack(folder: Path, meta: Meta, seq_len: int, info: Callable[[str], None]) ->
 
 
 def damage(index: Path, *, in_full: bool = False) -> list[str]:
-    """What is wrong with each damaged file of an index; `in_full`: every byte is read."""
+    """Return a message for each damaged file of an index; `in_full` reads every byte."""
     try:
         with reading(index):
             problems = changed(index, FILES.validate_json((index / HASHES).read_bytes()), in_full=in_full)
-    except ValueError:  # of the content
+    except ValueError:  # the content is invalid
         problems = [f"{HASHES} has changed since it was made"]
-    remedy = "delete this folder: the next start makes it again"
+    remedy = "delete this folder: the next start builds it again"
     return [f"{index}: the index of packed documents is damaged ({problem}); {remedy}" for problem in problems]
 
 
 def _write(ends: Pairs, seq_len: int, name: Path) -> None:
-    """Write NAME.pieces and NAME.rows of the documents with these ends."""
+    """Write NAME.pieces and NAME.rows for documents with these ends."""
     with name.with_suffix(".pieces").open("wb") as pieces, name.with_suffix(".rows").open("wb") as rows:
         before = np.zeros(2, np.int64)  # pieces, tokens
         rows.write(before.tobytes())
@@ -125,7 +125,7 @@ def _write(ends: Pairs, seq_len: int, name: Path) -> None:
 
 
 def _pieces(begin: int, ends: Pairs, seq_len: int) -> Pairs:
-    """Starts and lengths, (P, 2), of the pieces of at most seq_len tokens of the documents that end at `ends`."""
+    """Return start and length, (P, 2), of each piece of at most seq_len tokens, for documents that end at `ends`."""
     begins = np.concatenate(([begin], ends[:-1]))
     counts = -(-(ends - begins) // seq_len)
     document = np.repeat(np.arange(len(ends)), counts)
@@ -135,7 +135,7 @@ def _pieces(begin: int, ends: Pairs, seq_len: int) -> Pairs:
 
 
 def _rows(pieces: Pairs, seq_len: int) -> Iterator[Any]:
-    """The pieces of each sequence in text order, and the sequences in the order of their first pieces."""
+    """Yield the pieces of each sequence, in text order; sequences follow the order of their first pieces."""
     rows: list[list[int]] = []
     rooms: list[int] = []  # the distinct amounts of free room, ascending
     with_room: list[list[int]] = [[] for _ in range(seq_len + 1)]  # the sequences with each amount

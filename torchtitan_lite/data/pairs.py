@@ -6,9 +6,9 @@
 A source has at most train.seq_len tokens with its end mark, and a target at most data.target_len; longer ones are cut
 before the end mark. The rest of a row is padding: id 0, which encoder-decoders mask, and masked targets.
 
-Most of a row would be padding, so a batch should have similar lengths, and `trimmed` cuts off what is padding in all of
-its rows. The order stays a function of (seed, i): each window of 4,096 samples of an epoch's permutation is sorted by
-length, and its blocks of 128 are permuted. Validation is not sorted: its first samples are a random subset.
+Most of a row would be padding. So `trimmed` cuts off columns that are padding in the whole batch, and batches have
+similar lengths: each window of 4,096 samples of an epoch's permutation is sorted by length, and its blocks of 128 are
+permuted. The order stays a function of (seed, i). Validation is not sorted: its first samples are a random subset.
 """
 
 import functools
@@ -29,7 +29,7 @@ from torchtitan_lite.models.loss import IGNORE
 
 WINDOW, BLOCK = 4096, 128
 _SIDES = "sources", "targets"
-_MULTIPLE = 8  # of the columns that are kept
+_MULTIPLE = 8  # columns are rounded up to a multiple of this
 
 
 class PairSamples(Samples):
@@ -50,7 +50,7 @@ class PairSamples(Samples):
         if not self._joined:
             require_pad(folder)
         self.seq_len, self.target_len = config.input_len, config.target_len
-        self._longest = np.array([config.train.seq_len, config.data.target_len])  # of a source and a target
+        self._longest = np.array([config.train.seq_len, config.data.target_len])  # source and target
         self._blind, self._sorted = config.data.blind_source, split == "train"
         self._stream, self._end = TokenFiles(folder, meta, split), meta.end_token
         self._ends = document_ends(folder, meta, split)
@@ -63,7 +63,7 @@ class PairSamples(Samples):
             self.notes = (self._note(),)
 
     def lengths(self, pairs: Indices, *, cut: bool = True) -> Array:
-        """The tokens of the source and of the target of these pairs, with their end marks, (n, 2); `cut` to fit."""
+        """Return the tokens of source and target with end marks, (n, 2); `cut` limits them to the maximum lengths."""
         begins = np.where(pairs, self._ends[2 * pairs - 1], 1)
         ends = np.stack((self._ends[2 * pairs], self._ends[2 * pairs + 1]), axis=1)
         lengths = np.diff(ends, axis=1, prepend=begins[:, None])
@@ -91,7 +91,7 @@ class PairSamples(Samples):
         return pairs
 
     def _sorted_window(self, epoch: int, window: int, seed: int) -> Indices:
-        """The pairs of a window of an epoch: blocks of similar lengths, in random order."""
+        """Return the pairs of one window of an epoch: blocks of similar lengths, in random order."""
         first = epoch * self.n_samples + window * WINDOW
         run_samples = np.arange(first, min(first + WINDOW, (epoch + 1) * self.n_samples))
         pairs = sample_indices(run_samples, self.n_samples, seed)
@@ -118,12 +118,12 @@ class PairSamples(Samples):
         return rows
 
     def _tokens(self, document: int, length: int) -> Array:
-        """The first tokens of a document and the end mark, (length,)."""
+        """Return the first tokens of a document, then the end mark: (length,)."""
         first = int(self._ends[document - 1]) if document else 1
         return np.append(self._stream.read(first, first + length - 1).astype(np.int64), self._end)
 
     def questions(self, run_samples: Indices, seed: int | None) -> list[tuple[list[int], list[int]]]:
-        """For generation: what the model gets before its answer, and the whole target, without its end mark."""
+        """Return for generation the model's input, and the whole target without its end mark."""
         questions = []
         pairs = self.indices(run_samples, seed)
         n_sources, n_targets = self.lengths(pairs)[:, 0], self.lengths(pairs, cut=False)[:, 1]
@@ -137,13 +137,13 @@ class PairSamples(Samples):
 
     def trimmed(self, rows: Rows) -> Rows:
         n_targets = _columns(rows.targets != IGNORE)
-        # a decoder's tokens are as long as its targets; an encoder's end with the last that is not pad
+        # a decoder has equally many tokens and targets; an encoder's tokens end before the padding
         n_tokens = n_targets if self._joined else _columns(rows.tokens != 0)
         return Rows(rows.tokens[:, :n_tokens], rows.targets[:, :n_targets], rows.begins[:, :n_tokens])
 
 
 def questions(samples: Mixture, n: int, seed: int) -> list[tuple[list[int], list[int]]]:
-    """The `questions` of the first n samples of a mixture of pairs, or of as many as there are without repetition."""
+    """Return the `questions` of a mixture's first n samples, or fewer if pairs would repeat."""
     which, numbers = samples.locate(np.arange(samples.longest_prefix(n)))
     pairs = []
     for k, number in zip(which.tolist(), numbers.tolist(), strict=True):
@@ -154,17 +154,17 @@ def questions(samples: Mixture, n: int, seed: int) -> list[tuple[list[int], list
 
 
 def _columns(used: np.ndarray[tuple[int, int], np.dtype[np.bool_]]) -> int:
-    """The columns up to the last used one, rounded up: few shapes of batches are faster on a GPU, and compile."""
+    """Return the columns up to the last used one, rounded up: few batch shapes are faster on a GPU and compile less."""
     last = int(np.flatnonzero(used.any(axis=0))[-1:].sum()) + 1 if used.size else 1
     return min(-(-last // _MULTIPLE) * _MULTIPLE, used.shape[1])
 
 
 def with_prefix(prefix: str, source: str) -> str:
-    """A source as in training: a prompt may have the prefix already."""
+    """Add the training prefix to a source, unless it has it."""
     return source if source.startswith(prefix) else prefix + source
 
 
 def source_prefix(folder: Path) -> str:
-    """What a run's or a prepared folder's pairs have before each source; empty for other folders."""
+    """Return the prefix of each source in a run or prepared folder of pairs; empty for other folders."""
     file = folder / PAIRS
     return str(json.loads(file.read_bytes())["source_prefix"]) if file.is_file() else ""

@@ -30,12 +30,12 @@ class Rows:
 
     @classmethod
     def empty(cls, n: int, seq_len: int, target_len: int | None = None) -> "Rows":
-        """Fully masked sequences."""
+        """Return fully masked sequences."""
         targets = np.full((n, seq_len if target_len is None else target_len), IGNORE, np.int64)
         return cls(np.zeros((n, seq_len), np.int64), targets, np.zeros((n, seq_len), np.bool_))
 
     def followed_by(self, other: "Rows") -> "Rows":
-        """These sequences and then others of the same lengths."""
+        """Return these sequences followed by others of the same lengths."""
         return Rows(
             np.concatenate((self.tokens, other.tokens)),
             np.concatenate((self.targets, other.targets)),
@@ -47,7 +47,7 @@ class Samples:
     """The sequences of one split of a prepared folder."""
 
     n_samples: int  # in an epoch
-    mean_tokens: float  # valid targets per sequence, on average
+    mean_tokens: float  # mean number of valid targets per sequence
     notes: tuple[str, ...] = ()  # logged at the start
 
     def __init__(
@@ -55,7 +55,7 @@ class Samples:
     ) -> None:
         """
         Args:
-            raw: tokens of the stream in a sequence, if they are not seq_len.
+            raw: tokens that a sequence takes from the stream; default: seq_len.
 
         Raises:
             DataError: the split is shorter than one sequence, or the folder is damaged.
@@ -72,7 +72,7 @@ class Samples:
             )
 
     def indices(self, run_samples: Indices, seed: int | None) -> Indices:
-        """The sequence index of each sample of a run."""
+        """Return the sequence index of each sample of a run."""
         if seed is None:
             return run_samples
         return sample_indices(run_samples, self.n_samples, seed)
@@ -90,5 +90,5 @@ class Samples:
         return len(run_samples) * self.target_len
 
     def trimmed(self, rows: Rows) -> Rows:
-        """The rows without columns that are padding in all of them, where lengths vary."""
+        """Return the rows without columns that are padding in all of them, if lengths vary."""
         return rows

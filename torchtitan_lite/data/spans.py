@@ -1,17 +1,17 @@
-"""Span corruption (T5, arXiv 1910.10683): the encoder reads text without some spans, the decoder predicts these.
+"""Span corruption (T5, arXiv 1910.10683): the encoder reads text with spans removed, the decoder predicts the spans.
 
-Sample j is tokens[1 + j R : 1 + (j + 1) R] of the stream. Spans of it are replaced, and R follows from train.seq_len,
-the density and the mean length of spans, so that the inputs are full:
+Sample j is tokens[1 + j R : 1 + (j + 1) R] of the stream. Sentinels replace some of its spans. R follows from
+train.seq_len, the noise density and the mean span length, so that the inputs are full:
 
     text      the cat sat on the mat and slept
     inputs    the cat <0> the mat <1> <end>            <0>, <1>, ...: sentinels, each used once
     targets   <0> sat on <1> and slept <end>
 
-Every length is fixed: the numbers of replaced tokens and of spans (span_lengths in config/sections/data.py). The
-lengths of the spans, and of the text before each, are random compositions of these numbers. A sample begins with text.
+The numbers of replaced tokens and spans are fixed (span_lengths in config/sections/data.py). The lengths of the spans,
+and of the text before each, are random compositions of these numbers. A sample begins with text.
 
-The spans are a function of the seed, and of the number of the sample in the run: each epoch draws new ones. They
-are made of raw random bits, because numpy may change the algorithms of its distributions.
+The spans are a function of the seed and the sample's number in the run, so each epoch draws new ones. They use raw
+random bits, because numpy may change the algorithms of its distributions.
 """
 
 import hashlib
@@ -56,7 +56,7 @@ class SpanSamples(Samples):
 
 
 def mask(lengths: SpanLengths, key: str) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Which tokens are replaced, (raw,): `lengths.spans` runs of `lengths.noise` tokens. The first token is kept."""
+    """Return which tokens are replaced, (raw,): `lengths.noise` tokens in `lengths.spans` runs, not the first token."""
     bits = np.random.Philox(key=int.from_bytes(hashlib.blake2b(key.encode(), digest_size=16).digest()))
     kept, noise = (_composition(total, lengths.spans, bits) for total in (lengths.raw - lengths.noise, lengths.noise))
     runs = np.stack((kept, noise), axis=1).ravel()
@@ -64,26 +64,26 @@ def mask(lengths: SpanLengths, key: str) -> np.ndarray[tuple[int], np.dtype[np.b
 
 
 def _composition(total: int, parts: int, bits: np.random.Philox) -> Array:
-    """A random composition of `total` into positive parts, (parts,): all are equally likely."""
+    """Return a random composition of `total` into positive parts, (parts,), all equally likely."""
     cuts = np.argsort(bits.random_raw(total - 1), kind="stable")[: parts - 1] + 1
     return np.diff(np.concatenate(([0], np.sort(cuts), [total])))
 
 
 def replaced(text: Array, cut: np.ndarray[tuple[int], np.dtype[np.bool_]], sentinels: Array) -> Array:
-    """The tokens (n,), with the i-th run of cut ones replaced by the i-th sentinel."""
+    """Return the tokens (n,) with the i-th run of cut tokens replaced by the i-th sentinel."""
     begins = cut & ~np.concatenate(([False], cut[:-1]))
     marked = np.where(begins, sentinels[np.minimum(np.cumsum(begins) - 1, len(sentinels) - 1)], text)
     return marked[~cut | begins]
 
 
 def sentinels(folder: Path, n: int) -> Array:
-    """The ids of the first n sentinels, (n,), which T5's vocabularies number from their end.
+    """Return the ids of the first n sentinels, (n,). T5's vocabularies number them from the end.
 
     Args:
-        folder: a prepared one, or a tokenizer.json.
+        folder: a prepared folder or a tokenizer.json.
 
     Raises:
-        DataError: the tokenizer has no pad with id 0, or fewer sentinels.
+        DataError: the tokenizer has no pad with id 0, or too few sentinels.
     """
     tokenizer = require_pad(folder)
     ids = [tokenizer.token_to_id(bpe.sentinel(i)) for i in range(n)]
@@ -97,7 +97,7 @@ def sentinels(folder: Path, n: int) -> Array:
 
 
 def require_pad(folder: Path) -> Tokenizer:
-    """The tokenizer of a folder or file. Raises DataError if it has no pad with id 0, which encoder-decoders mask."""
+    """Load the tokenizer of a folder or file. Raises DataError unless pad has id 0, which encoder-decoders mask."""
     tokenizer = bpe.load(folder / "tokenizer.json" if folder.is_dir() else folder)
     if tokenizer.token_to_id(bpe.PAD) != 0:
         raise DataError(f"{folder}: the tokenizer has no {bpe.PAD} with id 0, {bpe.NO_SENTINELS}")
@@ -105,7 +105,7 @@ def require_pad(folder: Path) -> Tokenizer:
 
 
 def wrong_tokenizer(config: Config) -> dict[str, str]:
-    """Why `tokenizer.path` does not suit the objective, before any text is prepared; as `broken_rules`."""
+    """Return why `tokenizer.path` does not suit the objective, before preparation; a dict as from `broken_rules`."""
     path = config.tokenizer.path
     if problem(path):
         return {}  # reported by the rules

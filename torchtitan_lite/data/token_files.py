@@ -4,10 +4,10 @@
     tokenizer.json
     train.bin, val.bin              the tokens of all documents of a split, uint16 or uint32
     train.idx, val.idx              the end of each document in the stream, int64
-    train.origins, val.origins      for each document: number of the file << 36 | line or row, int64 (if known)
-    origins.json                    the files of the text, each with the unit of its places (if known)
+    train.origins, val.origins      for each document: file number << 36 | line or row, int64 (if known)
+    origins.json                    the files of the text, each with "line" or "row" (if known)
     skipped.log                     skipped texts, if any (--on-error skip)
-    pairs.json                      only for pairs: their keys, and the prefix of each source
+    pairs.json                      only for pairs: their keys, and the prefix of the sources
 
 The stream of a split is: end token, document, end token, document, ..., end token. A document's first token is
 predicted from the end token before it.
@@ -32,7 +32,7 @@ from torchtitan_lite.files import naming
 
 FORMAT_VERSION = 6
 SPLITS = "train", "val"
-PAIRS = "pairs.json"  # only of pairs: documents are a source, its target, a source, ...
+PAIRS = "pairs.json"  # only for pairs: documents are a source, its target, a source, ...
 ORIGINS = "origins.json"
 PLACE_BITS = 36
 _SPOTS = 64
@@ -50,10 +50,10 @@ class File:
 
     bytes: NonNegativeInt
     sha256: str
-    spots: str  # a hash of 64 short pieces, checked each time a run starts
+    spots: str  # a hash of 64 short pieces, checked at each start of a run
 
     @classmethod
-    def of(cls, path: Path) -> "File":
+    def describe(cls, path: Path) -> "File":
         with path.open("rb") as stream:
             return cls(path.stat().st_size, hashlib.file_digest(stream, "sha256").hexdigest(), spots(path))
 
@@ -73,17 +73,17 @@ class Meta:
     vocab_size: NonNegativeInt
     end_token: NonNegativeInt
     tokenizer_sha256: str
-    tokens_sha256: str  # a hash of all token files' hashes: the identity of the data
-    made_from: str  # a hash of the texts' names, sizes and times and of all options
+    tokens_sha256: str  # a hash of all token files' hashes; compared on resume
+    made_from: str  # a hash of all options and of the texts' names, sizes and times
     files: dict[str, File]
-    skipped: dict[str, int]  # the number of skipped texts and files by reason; skipped.log lists them
+    skipped: dict[str, int]  # number of skipped texts and files by reason; skipped.log lists them
 
     def tokens(self, split: str) -> int:
-        """The number of tokens in a split's stream."""
+        """Return the number of tokens in a split's stream."""
         return self.train_tokens if split == "train" else self.val_tokens
 
     def n_documents(self, split: str) -> int:
-        """The number of documents in a split."""
+        """Return the number of documents in a split."""
         return self.val_documents if split == "val" else self.documents - self.val_documents
 
 
@@ -99,17 +99,17 @@ def hashed(folder: Path, names: Iterable[str]) -> dict[str, File]:
     """Hash these files on all cores."""
     listed = list(names)
     with ThreadPoolExecutor() as pool:
-        return dict(zip(listed, pool.map(lambda name: File.of(folder / name), listed), strict=True))
+        return dict(zip(listed, pool.map(lambda name: File.describe(folder / name), listed), strict=True))
 
 
 def tokens_hash(files: dict[str, File]) -> str:
-    """`tokens_sha256` of these files."""
+    """Return the `tokens_sha256` of these files."""
     tokens = sorted((name, file.sha256) for name, file in files.items() if name.endswith(".bin"))
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
 
 def spots(path: Path) -> str:
-    """A hash of the size and of 64 evenly spaced pieces; fast for any size."""
+    """Return a hash of the size and 64 evenly spaced pieces; fast for any size."""
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as stream:
@@ -119,7 +119,7 @@ def spots(path: Path) -> str:
 
 
 def changed(folder: Path, files: dict[str, File], *, in_full: bool = False) -> list[str]:
-    """What is wrong with each file that is not as it was made, by its size and spots, or `in_full` by every byte."""
+    """Return a message for each file that differs from the recorded size and spots, or `in_full` from every byte."""
 
     def problem(name: str) -> str:
         path, made = folder / name, files[name]
@@ -127,7 +127,7 @@ def changed(folder: Path, files: dict[str, File], *, in_full: bool = False) -> l
             return f"{name} is missing"
         if (size := path.stat().st_size) != made.bytes:
             return f"{name} has {size:,} bytes instead of {made.bytes:,}"
-        same = File.of(path) == made if in_full else spots(path) == made.spots
+        same = File.describe(path) == made if in_full else spots(path) == made.spots
         return "" if same else f"{name} has changed since it was made"
 
     with ThreadPoolExecutor() as pool:
@@ -135,10 +135,10 @@ def changed(folder: Path, files: dict[str, File], *, in_full: bool = False) -> l
 
 
 def read_meta(folder: Path) -> Meta:
-    """Read meta.json, and check the sizes and spots of the files.
+    """Read meta.json, and check the files' sizes and spots.
 
     Raises:
-        DataError: the folder is damaged or has another format version.
+        DataError: the folder is damaged or has a different format version.
         OSError: the system can't read it.
     """
     try:
@@ -166,7 +166,7 @@ def read_meta(folder: Path) -> Meta:
 
 
 class TokenFiles:
-    """The token stream of one split. It is read, not mapped: a truncated file is then an error, not a SIGBUS."""
+    """The token stream of one split. Read, not mapped: a truncated file raises an error instead of SIGBUS."""
 
     def __init__(self, folder: Path, meta: Meta, split: str) -> None:
         self.path, self._vocab_size = folder / f"{split}.bin", meta.vocab_size
@@ -175,7 +175,7 @@ class TokenFiles:
         weakref.finalize(self, os.close, self._descriptor)
 
     def read(self, first: int, end: int) -> NDArray[Any]:
-        """Tokens first, ..., end - 1 of the stream, (end - first,) uint16 or uint32.
+        """Return tokens first, ..., end - 1 of the stream, (end - first,) uint16 or uint32.
 
         Raises:
             DataError: the file is truncated, or has a token outside the vocabulary.
@@ -198,7 +198,7 @@ class TokenFiles:
 
 
 def document_ends(folder: Path, meta: Meta, split: str) -> NDArray[np.int64]:
-    """The end of each document in a split's stream, memory-mapped.
+    """Return the end of each document in a split's stream, memory-mapped.
 
     Raises:
         DataError: the ends are not increasing, or do not match the stream's length.
@@ -224,7 +224,7 @@ def document_ends(folder: Path, meta: Meta, split: str) -> NDArray[np.int64]:
 
 
 def documents(folder: Path, meta: Meta, split: str, step: int = 1, most: int | None = None) -> Iterator[list[int]]:
-    """The tokens of every `step`-th document of a split, or the first `most` of each, without end tokens."""
+    """Yield the tokens of every `step`-th document of a split without end tokens, at most the first `most`."""
     stream, ends = TokenFiles(folder, meta, split), document_ends(folder, meta, split)
     for i in range(0, len(ends), step):
         first, end = int(ends[i - 1]) if i else 1, int(ends[i]) - 1

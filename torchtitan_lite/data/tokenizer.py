@@ -1,4 +1,4 @@
-"""Tokenizers of the `tokenizers` library: the user's own, or byte-level BPE trained on the text (lossless)."""
+"""Tokenizers of the `tokenizers` library: the user's, or byte-level BPE trained on the text (lossless)."""
 
 import hashlib
 import json
@@ -12,9 +12,9 @@ from torchtitan_lite.errors import ConfigError, DataError
 END_OF_DOCUMENT = "<|endoftext|>"
 _KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
 SMALLEST = 257  # 256 bytes and the end token
-PAD, N_SENTINELS = "<pad>", 100  # of tokenizers for span corruption and pairs, as T5's
+PAD, N_SENTINELS = "<pad>", 100  # for span corruption and pairs, as in T5
 NO_SENTINELS = (
-    "which T5's tokenizers have, and those that are trained here for this objective "
+    "which T5's tokenizers have, and those trained here for this objective "
     "(prepare ... --train-tokenizer N --sentinels)"
 )
 
@@ -28,7 +28,7 @@ def load(path: Path) -> Tokenizer:
     file, problem = expand(path), f"tokenizer.path: {path} can't be read as a tokenizer.json"
     try:
         tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
-    except BaseException as error:  # the library's panics are no Exception
+    except BaseException as error:  # the library's panics are BaseExceptions
         raise DataError(f"{problem}: {reason(error)}") from None
     if not tokenizer.get_vocab_size():
         raise DataError(f"{problem}: its vocabulary is empty")
@@ -38,29 +38,29 @@ def load(path: Path) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, text: str, name: str = "text") -> list[int]:
-    """The tokens of a text, without an end token; `name` is for messages.
+    """Return the tokens of a text, without an end token; `name` is for messages.
 
     Raises:
         ConfigError: it can't be encoded.
     """
     try:
         return [int(i) for i in tokenizer.encode(text, add_special_tokens=False).ids]
-    except BaseException as error:  # e.g. a word without an entry; the library's panics are no Exception
+    except BaseException as error:  # e.g. a word without an entry; the library's panics are BaseExceptions
         raise ConfigError(f"the tokenizer can't encode the {name} {text[:40]!a}: {reason(error)}") from None
 
 
 def reason(error: BaseException) -> str:
-    """The message of an error in the library, whose panics are BaseExceptions."""
+    """Return the message of an error in the library, whose panics are BaseExceptions. Reraises interrupts."""
     if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit | MemoryError):
         raise error
     return str(error)[:300]
 
 
 def end_token(tokenizer: Tokenizer, name: str = "") -> int:
-    """The id of the token that ends a document.
+    """Return the id of the token that ends a document.
 
     Raises:
-        DataError: the tokenizer has no token of this name; or, without a name, none of the usual ones.
+        DataError: the tokenizer has no token of this name or, without a name, no usual one.
     """
     for token in (name,) if name else _KNOWN_ENDS:
         index = tokenizer.token_to_id(token)
@@ -74,21 +74,21 @@ def end_token(tokenizer: Tokenizer, name: str = "") -> int:
 
 
 def sentinel(i: int) -> str:
-    """The i-th token that stands for a gap in the text."""
+    """Return the i-th token that marks a gap in the text."""
     return f"<extra_id_{i}>"
 
 
 def shown(tokenizer: Tokenizer, index: int) -> str:
-    """A token for a message."""
+    """Return a token for a message."""
     return f"{tokenizer.id_to_token(index)!r} (id {index})"
 
 
 def size(tokenizer: Tokenizer) -> int:
-    """The number of embeddings: the largest id plus 1."""
+    """Return the number of embeddings: the largest id plus 1."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
 def sha256(tokenizer: Tokenizer) -> str:
-    """The hash of a tokenizer's definition, in hex, without the post_processor: an export adds one."""
+    """Return the hash of a tokenizer's definition, in hex, without the post_processor, which an export adds."""
     definition = json.loads(tokenizer.to_str()) | {"post_processor": None}
     return hashlib.sha256(json.dumps(definition).encode()).hexdigest()

@@ -29,14 +29,14 @@ def generating(model: Transformer, config: FsdpConfig, device: torch.device) -> 
 def _kept_gathered(model: Transformer, config: FsdpConfig, device: torch.device) -> list[tuple[FSDPModule, bool]]:
     """Return the groups to keep gathered, each with its reshard_after_forward; empty unless all fit."""
     if config.cpu_offload or type(config.reshard_after_forward) is int:
-        return []  # with offload, parameters must not stay on the GPU; torch can't restore the number
+        return []  # offloaded parameters must not stay on the GPU; torch's setter takes no integer
     groups = groups_of(model, config)
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     needed = sum(sizes[name] * group.param_dtype.itemsize for group in groups for name in group.parameters)
     room = GATHERED_BYTES
     if device.type == "cuda":  # half of the memory that is free or cached by torch: generation needs some too
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        room = (torch.cuda.mem_get_info(device)[0] + kept) // 2
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        room = (torch.cuda.mem_get_info(device)[0] + cached) // 2
     fits = torch.tensor(needed <= room, dtype=torch.int64, device=device)
     dist.all_reduce(fits, dist.ReduceOp.MIN)  # all ranks gather, or none
     if not fits.item():

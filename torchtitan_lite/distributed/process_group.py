@@ -68,7 +68,7 @@ def process_group(run: RunConfig) -> Iterator[Process]:
         connect_lazily(world_size)
         timeout = timedelta(minutes=run.start_timeout_minutes)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-        limit_group_timeouts(run.timeout_minutes)
+        set_group_timeouts(run.timeout_minutes)
         yield Process(rank, world_size, device, threads, env_int("LOCAL_WORLD_SIZE", 1), untimed_group(), store)
         if dist.is_initialized():
             dist.barrier()
@@ -85,7 +85,7 @@ def untimed_group() -> dist.ProcessGroup:
     return group
 
 
-def limit_group_timeouts(timeout_minutes: float = NO_LIMIT_MINUTES) -> None:
+def set_group_timeouts(timeout_minutes: float = NO_LIMIT_MINUTES) -> None:
     """Set the timeout of every group but the untimed one. A mesh's groups start with torch's 30 minutes.
 
     With a Watchdog there is no limit: NCCL would abort the process, and gloo raise, while another rank compiles.

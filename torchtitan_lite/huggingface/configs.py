@@ -1,8 +1,8 @@
-"""Hugging Face's config.json, read and written by one table for each `model_type`.
+"""Reads and writes Hugging Face's config.json, by one table per `model_type`.
 
-A key of the table has a type, and our key of [model] or a function that reads it. `fixed` has the keys that we compute
-in one way only. A key that is in neither is refused, unless it is one of UNREAD: it may change what the model computes.
-What an export writes is read again, so that a model that Hugging Face can't express is refused, too.
+The table has each key's type, and our key of [model] or a function that reads it. `fixed` has the keys that we support
+with one value only. Any other key may change what the model computes, so it is refused unless UNREAD has it. An export
+reads what it has written, so that it refuses models that Hugging Face can't express.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +14,7 @@ from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.errors import CheckpointError, shortened
 
-# keys about files, generation, initial values, dropout, other heads and other software: a model computes the same
+# keys that do not change what a model computes: files, generation, initial values, dropout, other heads and software
 UNREAD = frozenset(
     """
     _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures attention_dropout
@@ -50,19 +50,19 @@ SCALED = {  # theirs -> ours; Llama 3's
 class Key(NamedTuple):
     """A key of config.json that a model is made of."""
 
-    ours: str  # the key of [model]; empty: a function below reads it
+    ours: str  # our key of [model]; empty: a function below reads it
     type: Any
-    default: Any = ...  # of their class; ...: it has none
+    default: Any = ...  # their class's default; ...: none
 
 
-# --- reading: our keys that are made of several of theirs, by their content with defaults ---------------------------
+# --- reading: our keys that combine several of theirs; the argument is their content with defaults ------------------
 
 
 def rotary(rope: Content, theta: float | None) -> Content:
-    """Our keys for rotary positions.
+    """Return our keys for rotary positions.
 
     Args:
-        theta: the base, unless `rope` has one.
+        theta: the base, if `rope` has none.
     """
     scaling = {ours: rope[theirs] for theirs, ours in SCALED.items() if rope.get(theirs) is not None}
     if len(scaling) != (4 if "llama3" in (rope.get("rope_type"), rope.get("type")) else 0):
@@ -79,16 +79,16 @@ def heads(t: Content) -> Content:
 
 
 def one_rope(t: Content) -> Content:
-    """Heads, and rotary positions that all layers share."""
+    """Return the keys of heads, and of rotary positions that all layers share."""
     return heads(t) | rotary(t["rope_scaling"] or t["rope_parameters"] or {}, t["rope_theta"])
 
 
 def shortest(t: Content, key: str, default: list[Any], kinds: Mapping[Any, str]) -> Content:
-    """layer_pattern: the shortest list of kinds that gives those of all layers if it is repeated.
+    """Return layer_pattern: the shortest list of kinds that, repeated, gives the kinds of all layers.
 
     Args:
-        default: without the key, the value of each layer.
-        kinds: our name of each value.
+        default: each layer's value if the key is missing.
+        kinds: our name for each value.
     """
     n = len(default)
     values = default if t[key] is None else t[key]
@@ -102,19 +102,19 @@ def shortest(t: Content, key: str, default: list[Any], kinds: Mapping[Any, str])
 
 
 def windowed(t: Content, default: list[str]) -> Content:
-    """Layers of which some have a window."""
+    """Return window and layer_pattern of a model with windows in some layers."""
     keys = shortest(t, "layer_types", default, {WINDOWED: "window", FULL: "full"})
     return {"window": (t["sliding_window"] or 0) if "window" in keys["layer_pattern"] else 0} | keys
 
 
 def llama(t: Content) -> Content:
-    """All layers are alike, and a sliding_window has no effect."""
+    """Read a model whose layers are all alike. A sliding_window has no effect."""
     shortest(t, "layer_types", [FULL] * t["num_hidden_layers"], {FULL: "full"})
     return one_rope(t) | {"window": 0, "layer_pattern": ["window"]}
 
 
 def qwen(t: Content) -> Content:
-    """The last layers may have windows."""
+    """Read a model whose last layers may have windows."""
     if not t["use_sliding_window"]:
         return one_rope(t) | {"window": 0, "layer_pattern": ["window"]}
     default = [WINDOWED if i >= t["max_window_layers"] else FULL for i in range(t["num_hidden_layers"])]
@@ -131,7 +131,7 @@ def smollm3(t: Content) -> Content:
 
 
 def olmo_hybrid(t: Content) -> Content:
-    """Attention has no rotary positions if rope_theta is null, as in the released model."""
+    """Read a hybrid model. A null rope_theta means no rotary positions, as in the released model."""
     keys, n = one_rope(t), t["num_hidden_layers"]
     if keys["rope_theta"] == UNKNOWN:
         raise ValueError(
@@ -147,9 +147,9 @@ def olmo_hybrid(t: Content) -> Content:
 
 
 def gemma3(t: Content) -> Content:
-    """Layers of two kinds, each with rotary positions of its own."""
+    """Read a model with two kinds of layers, each with its own rotary positions."""
     ropes, every = t["rope_parameters"] or {}, t["sliding_window_pattern"]
-    local = rotary(ropes.get(WINDOWED, {}), t["rope_local_base_freq"])  # whatever rope_theta is
+    local = rotary(ropes.get(WINDOWED, {}), t["rope_local_base_freq"])  # regardless of rope_theta
     if local["rope_factor"] > 1:
         raise ValueError(f"scaled rotary positions of {WINDOWED} are not supported")
     full = ropes.get(FULL, {})
@@ -167,8 +167,10 @@ def olmo3(t: Content) -> Content:
 
 
 def t5(t: Content) -> Content:
-    """transformers 5 writes tie_word_embeddings = true for every T5, and before, it also meant the scale. Whether the
-    head is tied is only known from the weights: see weights.keys_of."""
+    """Read a T5, except whether its head is tied, which only the weights show: see weights.keys_of.
+
+    transformers 5 writes tie_word_embeddings = true for every T5; in older versions it also meant the scale.
+    """
     return {
         "n_decoder_layers": t["num_decoder_layers"] or t["num_layers"],
         "gated": t["feed_forward_proj"] == "gated-gelu",
@@ -176,7 +178,7 @@ def t5(t: Content) -> Content:
     }
 
 
-# --- what a model_type computes in one way only, by their content ----------------------------------------------------
+# --- keys with one supported value; the argument is their content ---------------------------------------------------
 
 _NO_BIAS = {"attention_bias": False, "mlp_bias": False, "rope_interleaved": False}
 _PLAIN = _NO_BIAS | {"hidden_act": "silu"}
@@ -212,14 +214,14 @@ def feed_forward_of_t5(t: Content) -> Content:
 
 
 class Kind(NamedTuple):
-    """A model_type."""
+    """How to read and write one model_type."""
 
     architecture: str
-    ours: Content  # the keys of [model] that it stands for
+    ours: Content  # the keys of [model] that it implies
     keys: Mapping[str, Key]
     read: Callable[[Content], Content]
     fixed: Callable[[Content], Content] = lambda _: _ALIKE
-    defaults: Mapping[str, Any] = {}  # of keys that config.json may leave out, where they differ from those of `keys`
+    defaults: Mapping[str, Any] = {}  # for keys missing in config.json, where they differ from those in `keys`
 
 
 _ROPE_TYPE: Any = Literal["default", "llama3"] | None
@@ -424,7 +426,7 @@ KINDS = {
 
 
 def from_hf_config(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Our [model] keys for a Hugging Face config.json.
+    """Return our [model] keys for a Hugging Face config.json.
 
     Raises:
         CheckpointError: the model_type, a key or a value is not supported, or a value is missing.
@@ -441,7 +443,7 @@ def from_hf_config(content: Mapping[str, Any]) -> dict[str, Any]:
         theirs = {name: key.default for name, key in kind.keys.items()} | read.model_dump(exclude_unset=True)
         _refuse_others(given.keys() - fields.keys(), given, kind.fixed(theirs))
         ours = {key.ours: theirs[name] for name, key in kind.keys.items() if key.ours}
-        return _of_family(kind.ours | ours | kind.read(theirs))
+        return _family_keys(kind.ours | ours | kind.read(theirs))
     except ValidationError as error:
         raise CheckpointError("\n  ".join(f"config.json: {_problem(e)}" for e in error.errors())) from None
     except ValueError as error:
@@ -449,9 +451,9 @@ def from_hf_config(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_others(names: Iterable[str], given: Content, fixed: Content) -> None:
-    """Raise ValueError for a key that is not known, and for a value other than the one that we compute.
+    """Raise ValueError for an unknown key, and for a value that we do not support.
 
-    Null switches a key off, or stands for a number that follows from others.
+    Null switches a key off, or means a number that follows from other keys.
     """
     for name in sorted(names):
         value = given[name]
@@ -461,18 +463,18 @@ def _refuse_others(names: Iterable[str], given: Content, fixed: Content) -> None
                 raise ValueError(f"{name} = {shortened(value)} is not supported for this model_type; {known} is")
         elif name not in UNREAD:
             raise ValueError(
-                f"{name} = {shortened(value)} is not known for this model_type; if it changes nothing in what the "
-                "model computes, a copy of the file without it is read"
+                f"{name} = {shortened(value)} is not known for this model_type; if it does not change what the "
+                "model computes, use a copy of the file without it"
             )
 
 
 def _unread(family: str) -> set[str]:
-    """The keys of [model] that only other families read."""
+    """Return the keys of [model] that only other families read."""
     return {key for entry in FAMILIES.values() for key in entry.keys} - {*FAMILIES[family].keys}
 
 
-def _of_family(keys: Content) -> Content:
-    """The keys that our family reads. Raises ValueError if another has a value that the family does not stand for."""
+def _family_keys(keys: Content) -> Content:
+    """Return the keys that our family reads. Raises ValueError if a different key has an unsupported value."""
     others = _unread(keys["family"])
     read = {key: value for key, value in keys.items() if key not in others}
     fixed = ModelConfig.model_validate(read).resolved()
@@ -489,7 +491,7 @@ def _problem(error: Any) -> str:
 
 
 def to_hf_config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """The config.json for one of our models.
+    """Return the config.json for one of our models.
 
     Raises:
         CheckpointError: Hugging Face has no such architecture.
@@ -513,12 +515,12 @@ def to_hf_config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
                 "no version of transformers reads a T5 in which model.tie_embeddings and model.scale_output differ"
             )
         content |= {"is_encoder_decoder": True, "decoder_start_token_id": 0, "pad_token_id": 0}
-    elif model_type not in ("llama", "qwen2", "qwen3", "gpt2"):  # their default may not be in the vocabulary
+    elif model_type not in ("llama", "qwen2", "qwen3", "gpt2"):  # the default may not be in the vocabulary
         content["pad_token_id"] = None
     ours, values = config.resolved() | {"vocab_size": vocab_size}, _values(config)
     content |= {name: values[name] for name in kind.keys if name in values}
     content |= {name: ours[key.ours] for name, key in kind.keys.items() if key.ours}
-    content |= {name: value for name, value in kind.fixed(content).items() if value}  # what is off is off by default
+    content |= {name: value for name, value in kind.fixed(content).items() if value}  # off by default
     try:
         expressed = _variant(ModelConfig.model_validate(from_hf_config(content)))
     except CheckpointError as error:
@@ -533,7 +535,7 @@ def to_hf_config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
 
 
 def _values(config: ModelConfig) -> Content:
-    """The values of their keys that are made of several of ours. A model_type has some of these keys."""
+    """Return the values of their keys that combine several of ours. A model_type has some of these keys."""
     kinds, reads, two_ropes = config.layer_kinds, FAMILIES[config.family].keys, config.family in ("olmo3", "gemma3")
     types = {"delta": LINEAR, "window": WINDOWED if config.window or two_ropes else FULL}
     theta = None if config.family == "olmo_hybrid" and "nope" in kinds else config.rope_theta
@@ -544,7 +546,7 @@ def _values(config: ModelConfig) -> Content:
         "no_rope_layers": [int(kind != "nope") for kind in kinds],
         **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop", "dropout_rate"), config.dropout),
         "feed_forward_proj": "gated-gelu" if config.gated else "relu",
-        # Of a T5. transformers 4 and 5 read false as: do not scale. Only version 4 also unties the head.
+        # For T5: transformers 4 and 5 read false as "do not scale". Only version 4 also unties the head.
         "tie_word_embeddings": config.scale_output,
     }
     if config.rope_factor > 1:
@@ -559,13 +561,13 @@ def _values(config: ModelConfig) -> Content:
         values |= {
             "rope_parameters": {FULL: rope, WINDOWED: rope | {"rope_theta": local}},
             "rope_local_base_freq": local,
-            "sliding_window": config.window or config.max_seq_len,  # transformers needs one, and no token is beyond
+            "sliding_window": config.window or config.max_seq_len,  # required; this covers all tokens
         }
     return values
 
 
 def _variant(config: ModelConfig) -> Content:
-    """What a family has and not each of its model types can express."""
+    """Return the features of a family that not each of its model types can express."""
     length, reads = config.max_seq_len, FAMILIES[config.family].keys
     values = {
         "qk_norm": config.qk_norm,

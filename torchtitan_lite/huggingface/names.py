@@ -1,7 +1,7 @@
-"""Maps Hugging Face's names and layout of tensors to ours.
+"""Maps Hugging Face's tensor names and layouts to ours.
 
-Llama, Qwen2 and Qwen3 are the family llama, GPT-2 is gpt, and the others have their own name. The layouts are equal,
-except that GPT-2 transposes its matrices and merges queries, keys and values.
+Llama, Qwen2 and Qwen3 map to the family llama, GPT-2 to gpt, and the others to families of the same name. The layouts
+are equal, except that GPT-2 transposes its matrices and merges queries, keys and values.
 """
 
 import re
@@ -39,7 +39,7 @@ _GEMMA3 = _LLAMA | {
     "layers.{}.ffn_norm.weight": "model.layers.{}.pre_feedforward_layernorm.weight",
     "layers.{}.post_ffn_norm.weight": "model.layers.{}.post_feedforward_layernorm.weight",
 }
-# the matrices of experts have two numbers, layer and expert: see stacks.py
+# experts' matrices have two numbers, layer and expert: see stacks.py
 _MOE = {name: theirs for name, theirs in _LLAMA.items() if "feed_forward" not in name} | {
     "layers.{}.feed_forward.router": "model.layers.{}.mlp.gate",
     "layers.{}.feed_forward.w1.{}": "model.layers.{}.mlp.experts.{}.gate_proj",
@@ -63,7 +63,7 @@ _HYBRID = _OLMO | {
     "layers.{}.delta.o_norm": "model.layers.{}.linear_attn.o_norm",
     "layers.{}.feed_forward_norm": "model.layers.{}.feedforward_layer_norm",
 }
-# families that have one tensor for each of theirs
+# families with a one-to-one mapping of tensors
 _TABLES = {"llama": _LLAMA, "mistral": _LLAMA, "smollm3": _LLAMA, "olmo2": _OLMO, "olmo3": _OLMO, "gemma3": _GEMMA3}
 _TABLES |= {"qwen3_moe": _MOE, "olmoe": _MOE, "olmo_hybrid": _HYBRID}
 _GPT2 = {
@@ -87,12 +87,12 @@ _T5 = {
     "norm.weight": "decoder.final_layer_norm.weight",
     "output.weight": "lm_head.weight",
 }
-# not read: copies of shared.weight, and a table that no block uses, of the first checkpoints
+# not read: copies of shared.weight, and a table in the first checkpoints that no block uses
 _T5_SKIPPED = r"(encoder|decoder)\.embed_tokens\.weight|.*\.EncDecAttention\.relative_attention_bias\.weight"
 
 
 def _t5_table(n_encoder: int, n_decoder: int, *, gated: bool) -> dict[str, str]:
-    """ours -> theirs, for every tensor of a T5."""
+    """Return ours -> theirs for every tensor of a T5."""
     table = dict(_T5)
     feed_forward = {"w1": "wi_0", "w3": "wi_1", "w2": "wo"} if gated else {"w1": "wi", "w2": "wo"}
     for i in range(n_encoder + n_decoder):
@@ -115,7 +115,7 @@ def _number(names: Iterable[str], pattern: str) -> int:
 
 
 def rename(name: str, table: Mapping[str, str]) -> str:
-    """Translate a tensor's name by a table, whose entries may omit the last part (weight or bias)."""
+    """Translate a tensor's name by a table. Table entries may omit the last part (weight or bias)."""
     numbers = [part for part in name.split(".") if part.isdigit()]
     general = ".".join("{}" if part.isdigit() else part for part in name.split("."))
     for known in (general, general.rpartition(".")[0]):
@@ -128,7 +128,7 @@ def rename(name: str, table: Mapping[str, str]) -> str:
 
 
 def hf_names(ours: Iterable[str], family: str) -> dict[str, list[str]]:
-    """For each Hugging Face tensor, the names of ours that it consists of."""
+    """Return, for each Hugging Face tensor, our names of its parts."""
     if family in _TABLES:
         return {rename(name, _TABLES[family]): [name] for name in ours}
     if family == "t5":
@@ -155,7 +155,7 @@ def to_hf(names: Sequence[str], weight: Callable[[str], Tensor], family: str) ->
 
 
 def from_hf(weights: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
-    """Hugging Face's tensors under our names and in our layout. They are views, so nothing is read yet."""
+    """Return Hugging Face's tensors under our names and in our layout. They are views, so nothing is read yet."""
     if family in _TABLES:
         table = {theirs: ours for ours, theirs in _TABLES[family].items()}
         skipped = ("rotary_emb.inv_freq",)  # in old checkpoints

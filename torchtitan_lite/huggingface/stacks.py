@@ -1,8 +1,8 @@
-"""Experts in Hugging Face's files have a matrix each; ours are one tensor (E, O, I) for each kind of matrix of a layer.
+"""Stacks and unstacks experts: Hugging Face stores one matrix per expert, we store one tensor (E, O, I) per layer.
 
     layers.0.feed_forward.w1.weight (E, O, I)  <->  layers.0.feed_forward.w1.{0, ..., E - 1}.weight (O, I)
 
-`names.py` translates the names on the right. Both directions are lazy: one stack is in memory at a time, or a few.
+`names.py` translates the names on the right. Both directions are lazy: one to three stacks are in memory at a time.
 """
 
 import functools
@@ -19,11 +19,11 @@ _OF_ONE = re.compile(r"(.*\.feed_forward\.w[123])\.(\d+)(\.weight)")
 _OF_ALL = re.compile(r"(.*\.feed_forward\.w[123])(\.weight)")
 
 
-def stacked(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The matrices of each layer's experts as stacks. Weights without experts are returned as they are.
+def stack_experts(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return the weights with each layer's experts stacked. Weights without experts are returned unchanged.
 
     Raises:
-        CheckpointError: the matrices of an expert are missing, or of another shape.
+        CheckpointError: an expert's matrices are missing, or their shapes differ.
     """
     stacks: dict[str, dict[int, Tensor]] = {}
     for name, tensor in weights.items():
@@ -45,9 +45,9 @@ def stacked(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return LazyTensors(known, lambda name: make[name]())
 
 
-def unstacked(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The opposite of `stacked`."""
-    # experts are written one after the other, each with its three matrices
+def unstack_experts(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Invert `stack_experts`."""
+    # experts are written one after another, each with its three matrices
     stack = functools.lru_cache(maxsize=3)(weights.__getitem__)
     known: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     make: dict[str, Callable[[], Tensor]] = {}

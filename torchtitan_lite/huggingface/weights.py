@@ -32,31 +32,31 @@ from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.errors import CheckpointError, DataError, FormatError
 from torchtitan_lite.huggingface.configs import from_hf_config, to_hf_config
 from torchtitan_lite.huggingface.names import drop_tied, from_hf, hf_names, to_hf
-from torchtitan_lite.huggingface.stacks import stacked, unstacked
+from torchtitan_lite.huggingface.stacks import stack_experts, unstack_experts
 from torchtitan_lite.optim.average import KEY
 
 INDEX = "model.safetensors.index.json"
 
 
 def find_weights(path: Path, config: ModelConfig, mode: str = "full") -> tuple[Path, list[str]]:
-    """The newest complete checkpoint of a run, a checkpoint, or a Hugging Face folder, and notes on newer ones.
+    """Return a run's newest complete checkpoint, a checkpoint, or a Hugging Face folder, and notes on newer ones.
 
     Args:
-        mode: what is verified of a checkpoint, see storage.verify_file.
+        mode: what to verify of a checkpoint, see storage.verify_file.
 
     Raises:
-        CheckpointError: it is none of those, or holds a model of another config.
+        CheckpointError: the path is none of these, or its model's config differs.
     """
     folder = paths.expand(path)
     if (folder / "config.json").is_file():
         theirs, notes = keys_of(folder), list[str]()
         del theirs["vocab_size"]  # compared later, by shape
         if config.family == "t5" or (config.family != "gpt" and config.max_seq_len < theirs["max_seq_len"]):
-            del theirs["max_seq_len"]  # positions are computed: a shorter context is fine; T5's are relative
+            del theirs["max_seq_len"]  # positions are computed, so a shorter context is fine; T5's are relative
     else:
         folder, notes = find(folder, mode)
-        identity = storage.read_state(folder).identity.items()
-        theirs = {key.removeprefix("model."): value for key, value in identity if key.startswith("model.")}
+        values = storage.read_state(folder).must_match
+        theirs = {key.removeprefix("model."): value for key, value in values.items() if key.startswith("model.")}
         for key in ("dropout", "vocab_size", *(["max_seq_len"] if config.family != "gpt" else [])):
             theirs.pop(key, None)
     ours = config.resolved()
@@ -69,14 +69,14 @@ def find_weights(path: Path, config: ModelConfig, mode: str = "full") -> tuple[P
 
 
 def open_weights(folder: Path, config: ModelConfig) -> Mapping[str, Tensor]:
-    """The weights in a checkpoint or a Hugging Face folder, under our names. Files are memory-mapped."""
+    """Open the weights of a checkpoint or a Hugging Face folder, under our names. Files are memory-mapped."""
     if (folder / "config.json").is_file():
-        return stacked(drop_tied(from_hf(_read_shards(folder), config.family), config))
+        return stack_experts(drop_tied(from_hf(_read_shards(folder), config.family), config))
     return read_weights(folder)
 
 
 def check_source(config: Config) -> dict[str, str]:
-    """Checks that `model.init_from` holds this architecture. Nothing, if the run has started from it before."""
+    """Check that `model.init_from` holds this architecture, unless the run has already started from it."""
     if started_from(config):
         return {}
     try:
@@ -87,13 +87,13 @@ def check_source(config: Config) -> dict[str, str]:
 
 
 def read_weights(folder: Path, *, ema: bool = False) -> LazyTensors:
-    """The model's tensors of a verified checkpoint, read on access.
+    """Return the model's tensors of a verified checkpoint, read on access.
 
     Args:
-        ema: the averages (optim.ema_decay) in place of the parameters that were trained.
+        ema: read the averages (optim.ema_decay) instead of the trained parameters.
 
     Raises:
-        CheckpointError: it has no averages.
+        CheckpointError: the checkpoint has no averages.
     """
     averages = f"{prefix(storage.OPTIMIZER)}{KEY}."
     if ema and not read_tensors(folder, averages):
@@ -104,12 +104,12 @@ def read_weights(folder: Path, *, ema: bool = False) -> LazyTensors:
 
 
 def config_of(folder: Path) -> ModelConfig:
-    """The [model] section for a Hugging Face folder. Raises CheckpointError: see keys_of."""
+    """Return the [model] section for a Hugging Face folder. Raises CheckpointError: see keys_of."""
     return ModelConfig.model_validate(keys_of(folder))
 
 
 def tokenizer_notes(source: Path, ours: Path) -> list[str]:
-    """A note if the weights in a run, checkpoint or Hugging Face folder were trained with another vocabulary."""
+    """Return a note if the weights of a run, checkpoint or Hugging Face folder had a different vocabulary."""
     source = paths.expand(source)
     file = (source if (source / "tokenizer.json").is_file() else source.parent.parent) / "tokenizer.json"
     try:
@@ -118,19 +118,19 @@ def tokenizer_notes(source: Path, ours: Path) -> list[str]:
     except DataError:
         return []
     return [
-        f"the weights of {source} were trained with another tokenizer, so most tokens stand for other text here: "
+        f"the weights of {source} were trained with a different tokenizer, so most tokens mean different text here: "
         f"--tokenizer.path={shlex.quote(str(file))} uses theirs"
     ]
 
 
 def keys_of(folder: Path) -> dict[str, Any]:
-    """Our [model] keys for a Hugging Face folder.
+    """Return our [model] keys for a Hugging Face folder.
 
     Raises:
         CheckpointError: its architecture is not supported, or a value is invalid.
     """
     keys = from_hf_config(storage.read_json(folder / "config.json"))
-    if keys["tie_embeddings"]:  # for a T5 config.json does not say, and others may have a head of their own nonetheless
+    if keys["tie_embeddings"]:  # a T5's config.json does not say, and other models may still have a separate head
         weights = from_hf(_read_shards(folder), keys["family"])
         head, embeddings = weights.get("output.weight"), weights.get("tok_embeddings.weight")
         keys["tie_embeddings"] = head is None or (embeddings is not None and head.equal(embeddings))
@@ -138,7 +138,7 @@ def keys_of(folder: Path) -> dict[str, Any]:
 
 
 def end_tokens(folder: Path) -> tuple[int, ...]:
-    """The end tokens in the config.json of a Hugging Face folder."""
+    """Return the end tokens in the config.json of a Hugging Face folder."""
     named = storage.read_json(folder / "config.json").get("eos_token_id")
     return tuple(end for end in (named if isinstance(named, list) else [named]) if type(end) is int)
 
@@ -150,7 +150,7 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
     for name in sorted(set(weight_map.values())):
         try:
             weights |= load_file(folder / name)
-        except Exception as error:  # a download that was cut off, too
+        except Exception as error:  # e.g. an incomplete download
             raise CheckpointError(f"{folder / name} can't be read: {error}") from None
     return weights
 
@@ -164,7 +164,7 @@ def export(source: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str
         ema: see `read_weights`.
 
     Returns:
-        the class of transformers that reads it, and notes on newer checkpoints that are damaged.
+        the transformers class that reads it, and notes on newer damaged checkpoints.
 
     Raises:
         CheckpointError: no checkpoint is complete, `out` is not empty, or it can't be written.
@@ -185,12 +185,12 @@ def export(source: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str
         tokenizer = folder.parent.parent / "tokenizer.json"
         if tokenizer.is_file():
             _write_tokenizer(temporary, bpe.load(tokenizer), state.end_token, config)
-        # without these, readers use the architecture's defaults, which are wrong for our vocabulary
+        # readers would use the architecture's defaults, which are wrong for our vocabulary
         content["eos_token_id"] = state.end_token
         if config.family != "t5":
             content["bos_token_id"] = state.end_token
         (temporary / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        tensors = unstacked(weights) if config.has_experts else weights
+        tensors = unstack_experts(weights) if config.has_experts else weights
         _write_model(temporary / "model.safetensors", tensors, config.family)
         if out.is_dir():
             out.rmdir()
@@ -203,10 +203,10 @@ def export(source: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str
 
 
 def _write_tokenizer(folder: Path, tokenizer: Tokenizer, end: int, config: ModelConfig) -> None:
-    """Write a tokenizer that AutoTokenizer loads as it is, and that gives the ids of training.
+    """Write a tokenizer that AutoTokenizer loads unchanged, and that gives the same ids as in training.
 
-    Without the name of a class, transformers builds that of the model type, which may split text in another way.
-    Training adds no token to a text, except the end token to what an encoder reads.
+    Without a class name, transformers builds the model type's tokenizer, which may split text differently. Training
+    adds no token to a text, except the end token to an encoder's input.
     """
     name = tokenizer.id_to_token(end)
     ends = FAMILIES[config.family].encoder_decoder

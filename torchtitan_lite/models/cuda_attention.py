@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 BLOCK = 128  # queries and keys in a block of FlexAttention's mask, its default
-FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float, causal: dict[str, Any]) -> Tensor:
@@ -30,29 +30,32 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float, causal: d
         return _flex_attention()(q, k, v, block_mask=mask, **({"enable_gqa": True} if shared else {}))
     options = causal if mask is None else {"attn_mask": mask}
     # Without a fused kernel, enable_gqa computes all T x S scores: copying the shared heads is then better.
-    grouped = shared and "attn_mask" not in options and _takes_groups(q)
+    grouped = shared and "attn_mask" not in options and _flash_supports_gqa(q)
     if shared and not grouped:
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
-    # cuDNN before 9.15.1 is wrong for other lengths; later versions return NaN for some masks (pytorch issues 169849,
-    # 196678)
+    # cuDNN before 9.15.1 is wrong for lengths that are not multiples of 128; later versions return NaN for some masks
+    # (pytorch issues 169849, 196678)
     prefers_cudnn = "is_causal" in options and q.shape[2] % 128 == 0 and cudnn_is_faster()
     first = [SDPBackend.CUDNN_ATTENTION] if prefers_cudnn else []
-    with sdpa_kernel(first + FUSED, set_priority=True):
+    with sdpa_kernel(first + WITHOUT_CUDNN, set_priority=True):
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, enable_gqa=grouped, **options)
 
 
 def attend_with_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dropout: float) -> Tensor:
-    """Compute unscaled attention with scores q k^T + bias, (B, H, T, S). The efficient kernel can train the bias."""
-    with sdpa_kernel(FUSED, set_priority=True):
+    """Compute unscaled attention with scores q k^T + bias, (B, H, T, S).
+
+    Of the kernels, only the efficient and the math one give the bias a gradient.
+    """
+    with sdpa_kernel(WITHOUT_CUDNN, set_priority=True):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=1.0)
 
 
-def _takes_groups(q: Tensor) -> bool:
-    """Return whether the flash kernel supports shared key and value heads. (cuDNN's then does too.)
+def _flash_supports_gqa(q: Tensor) -> bool:
+    """Return whether the flash kernel supports GQA. (If it does, so does cuDNN's.)
 
     Follows torch's sdp_utils.cpp, because torch.compile can't trace can_use_flash_attention.
     """
-    # some GPUs support longer heads only without gradients
+    # above a head_dim of 192, some GPUs have no gradients
     return flash_works() and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 192
 
 
@@ -76,7 +79,7 @@ def block_mask(positions: Tensor, window: int = 0) -> Any:
 
     Args:
         positions: (B, T) int64; a document begins at position 0.
-        window: number of keys that a query sees, up to its own; 0: all of its document.
+        window: number of keys that a query sees, its own included; 0: all of its document.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -92,7 +95,7 @@ def block_mask(positions: Tensor, window: int = 0) -> Any:
     # (B, 1, N, N): queries down, keys across
     full = earlier & complete & (last[:, :, None] == first[:, None, :])
     some = same | earlier & (first[:, :, None] <= last[:, None, :])
-    if window:  # full: the largest distance between two blocks is inside; some: the smallest is
+    if window:  # full: even the farthest query and key are in the window; some: the closest are
         between = BLOCK * (torch.arange(n, device=positions.device)[:, None] - torch.arange(n, device=positions.device))
         full &= between + BLOCK <= window
         some &= same | (between - BLOCK + 1 < window)
@@ -109,7 +112,7 @@ def block_mask(positions: Tensor, window: int = 0) -> Any:
 
 
 def _in_order(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many key blocks each query block needs, (B, 1, N), and key blocks with these first, (B, 1, N, N)."""
+    """Return the number of key blocks that each query block needs, (B, 1, N), and their indices first, (B, 1, N, N)."""
     chosen = blocks.to(torch.int32)
     order = torch.argsort(chosen, dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)

@@ -30,7 +30,7 @@ class LossOptions:
     chunked: bool = False
 
     @classmethod
-    def of(cls, config: Config) -> "LossOptions":
+    def from_config(cls, config: Config) -> "LossOptions":
         c = config.train
         return cls(c.z_loss, c.router_aux_loss, c.router_z_loss, c.router_bias_rate, config.speed.chunked_loss)
 

@@ -25,7 +25,7 @@ from torchtitan_lite.scoring.validation import Validation, eval_line, evaluate, 
 
 
 def build_periodic_work(config: Config, data: DataSet, process: Process, validation: Validation) -> PeriodicWork:
-    """Build the evaluations and the profiler of the config. Collective. UserError: one does not suit the run."""
+    """Build the config's evaluations and profiler. Collective. Raises UserError if one does not suit the run."""
     periodic = PeriodicWork()
     if config.eval.every:
         keys = ["val_loss", "ema_val_loss"] if config.optim.ema_decay else ["val_loss"]
@@ -33,14 +33,14 @@ def build_periodic_work(config: Config, data: DataSet, process: Process, validat
     if config.tasks:
         from torchtitan_lite.run.tasks import Tasks
 
-        if tasks := Tasks.of(config, data):
+        if tasks := Tasks.from_config(config, data):
             keys = [f"task/{name}" for name in tasks.digests]
             periodic.tasks = Evaluation("tasks", config.eval.tasks_every, keys, tasks.score)
             periodic.task_hashes = tasks.digests
     if config.sample.every:
         from torchtitan_lite.run.sampling import Prompts, sample
 
-        prompts = Prompts.of(config, data)
+        prompts = Prompts.from_config(config, data)
         periodic.samples = Evaluation("samples", config.sample.every, ["prompt"], functools.partial(sample, prompts))
     if config.profile.steps:
         from torchtitan_lite.run.profiler import Profile
@@ -50,7 +50,7 @@ def build_periodic_work(config: Config, data: DataSet, process: Process, validat
 
 
 def missed_evaluations(s: Session) -> list[Evaluation]:
-    """Return the evaluations due at the step of `s.state` that the last attempt did not finish. Collective."""
+    """Return the evaluations due at the current step that the last attempt did not finish. Collective."""
     step, steps = s.state.step, s.config.train.steps
     evaluations = [one for one in s.periodic.evaluations if step == steps or due(step, one.every)]
 
@@ -63,7 +63,7 @@ def missed_evaluations(s: Session) -> list[Evaluation]:
 
 
 def run_missed(s: Session, missed: list[Evaluation]) -> None:
-    """Run these before the first step. Ends after the one during which a rank was asked to stop. Collective."""
+    """Run these before the first step; stop after the one during which a rank was asked to stop. Collective."""
     for evaluation in missed:
         s.services.watchdog.step(s.state.step)
         evaluation.run(s)
@@ -76,8 +76,8 @@ def run_missed(s: Session, missed: list[Evaluation]) -> None:
 def log_step(s: Session, record: StepRecord) -> None:
     """Record and log the step. Rates cover the time since the last line, without saves and validations.
 
-    `loss` is that of the step, which a replay compares. `mean_loss` is the mean per token over the steps since the last
-    multiple of log.every: a line that a preemption adds in between does not divide them, so a resume has the same mean.
+    `loss` is the step's, which a replay compares. `mean_loss` is the mean per token since the last multiple of
+    log.every. An extra line before a preemption does not split this interval, so a resume has the same mean.
     """
     state, steps, scaler, meter = s.state, s.config.train.steps, s.trained.scaler, s.services.meter
     lap = meter.lap(state.tokens)
@@ -85,7 +85,7 @@ def log_step(s: Session, record: StepRecord) -> None:
         lap.parts.pop("optimizer_s", None)  # the host only launches the kernels
     values: dict[str, Any] = {
         "step": state.step,
-        "loss": _finite(record.numbers.loss),  # not finite in a skipped step
+        "loss": _finite(record.numbers.loss),  # may be non-finite in a skipped step
         "mean_loss": meter.mean_loss(),
         "grad_norm": _finite(record.numbers.grad_norm),
         "lr": learning_rate(s.config.optim, state.step, steps),
@@ -101,7 +101,7 @@ def log_step(s: Session, record: StepRecord) -> None:
     if len(s.trained.samples.sources) > 1:
         skipped = s.config.data.skip_samples
         values["sources"] = seen_of_sources(s.trained.samples, state.samples_consumed, skipped)
-    if record.loads is not None:  # the fullest and the emptiest expert of a layer, as shares of its mean
+    if record.loads is not None:  # highest and lowest load of an expert, relative to the layer's mean
         shares = record.loads / record.loads.mean(1, keepdim=True)
         values |= {"load_max": _finite(shares.max().item()), "load_min": _finite(shares.min().item())}
     if meter.peak_tokens_per_second:
@@ -114,12 +114,12 @@ def log_step(s: Session, record: StepRecord) -> None:
 
 
 def _finite(value: float) -> float | None:
-    """The value for JSON, which has no NaN and no infinity."""
+    """Return None for a non-finite value, as JSON has no NaN or infinity."""
     return value if math.isfinite(value) else None
 
 
 def peak_tokens_per_second(config: Config, model: Transformer, process: Process) -> float:
-    """Tokens per second at the nominal peak of all devices, for MFU; 0 if it is unknown, as for rows of any length."""
+    """Return tokens per second at all devices' nominal peak, for MFU; 0 if unknown or for rows of varying length."""
     if config.data.objective == "pairs" or (process.device.type != "cuda" and not config.run.peak_tflops):
         return 0.0
     from torchtitan_lite.run.mfu import flops_per_token, peak_flops
@@ -142,14 +142,14 @@ def validate(validation: Validation, s: Session) -> None:
 
 
 def save(s: Session, *, ends: bool) -> None:
-    """Save a checkpoint, after the previous save has ended, if that runs in the background.
+    """Save a checkpoint, after waiting for a previous background save.
 
     Args:
         ends: whether the run ends after this step.
 
     Raises:
-        NonFiniteError, DivergedError: on every rank: this state must not reach a checkpoint.
-        SaveError: the last save of the run failed. An earlier one is only logged.
+        NonFiniteError, DivergedError: on every rank: this state must not be saved.
+        SaveError: the last save of the run failed. Earlier failures are only logged.
     """
     trained, services, state = s.trained, s.services, s.state
     require_finite(trained.model, state.step)
@@ -166,7 +166,7 @@ def save(s: Session, *, ends: bool) -> None:
 
 
 def report_save(checkpointer: BaseCheckpointer, log: Log, *, wait: bool, ends: bool = False) -> str:
-    """Log a save once it is committed, or has failed. Returns the error, which does not end the run."""
+    """Log a save once it is committed or has failed. Returns the error, which does not end the run."""
     saved = checkpointer.wait() if wait or checkpointer.finished() else None
     if saved is None:
         return ""
@@ -182,10 +182,10 @@ def report_save(checkpointer: BaseCheckpointer, log: Log, *, wait: bool, ends: b
     return saved.error
 
 
-def disable_automatic_garbage() -> None:
-    """Leave the collection of garbage to `train`, which collects at the same steps on all ranks.
+def disable_automatic_gc() -> None:
+    """Disable automatic garbage collection; `train` collects at the same steps on all ranks.
 
-    Automatic collection happens at a different step on each rank, and all ranks wait for each one. Existing objects
+    Automatic collections happen at different steps on each rank, and all ranks wait for each of them. Existing objects
     (mostly torch's modules) are frozen, so a collection takes milliseconds.
     """
     gc.collect()

@@ -40,7 +40,7 @@ def check_patterns(config: Config) -> dict[str, str]:
 
 
 def check_prompts(config: Config) -> dict[str, str]:
-    """Check tasks, and a tokenizer that exists already for the objective and the prompts. Returns the broken rules."""
+    """Check tasks, and an existing tokenizer for the objective and the prompts. Returns the broken rules."""
     if config.data.objective == "causal" and not config.sample.every and not config.tasks:
         return {}
     if config.data.objective != "causal" and config.tokenizer.path:
@@ -74,7 +74,7 @@ def check_init_from(config: Config) -> dict[str, str]:
     return check_source(config)
 
 
-# of Python's standard library: tokens, with a vocabulary of 4,096, and functions with a docstring
+# in Python's standard library: tokens, with a vocabulary of 4,096, and functions with a docstring
 _TOKENS, _PAIRS = 3_400_000, 6_300
 
 
@@ -97,7 +97,7 @@ def check_default_text(config: Config) -> dict[str, str]:
 
 
 def check_text(config: Config) -> dict[str, str]:
-    """Look for text in the folders of [data], as the preparation does. Returns the broken rules."""
+    """Look for text in the folders of [data], as preparation does. Returns the broken rules."""
     data = config.data
     folders = [path for path in data.texts if expand(path).is_dir() and not is_prepared(path)]
     if not folders and not data.text_suffixes:

@@ -1,4 +1,4 @@
-"""The text of the terminal: the run at its start, each step, and the next commands. metrics.Log prints it."""
+"""Formats the terminal output: the start of a run, each step, and the next commands. metrics.Log prints it."""
 
 import json
 import re
@@ -12,7 +12,7 @@ import torch
 from torchtitan_lite import BUSY_AT_START, __version__
 from torchtitan_lite.checkpointing.save import BaseCheckpointer
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.config.derive import Layout, options_against_copies
+from torchtitan_lite.config.derive import Layout, options_saving_copies
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config, ModelConfig
 from torchtitan_lite.data.dataset import DataSet
@@ -38,9 +38,9 @@ def start_lines(
     loaded: TrainState | None,
     checkpointer: BaseCheckpointer,
 ) -> str:
-    """The lines at the start, with every derived number. `loaded` is the state as saved, if the run is resumed."""
+    """Return the lines at the start, with every derived number. `loaded` is the saved state, if the run resumes."""
     n_parameters = sum(p.numel() for p in model.parameters())
-    mine = sum(own_part(p)[0].numel() for p in model.parameters())
+    n_on_rank0 = sum(own_part(p)[0].numel() for p in model.parameters())
     lines = [
         f"torchtitan_lite {__version__}  torch {torch.__version__}  {process.device.type}  "
         f"world {process.world_size} = dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}  "
@@ -48,7 +48,7 @@ def start_lines(
         f"({cpu_threads(config.run.threads)[1]})",
         model_line(
             config,
-            f"{n_parameters:,} parameters, {mine:,} on rank 0",
+            f"{n_parameters:,} parameters, {n_on_rank0:,} on rank 0",
             widened=state.bitwise_setting["widen_matmuls"],
         ),
         batch_line(config, layout, process.world_size),
@@ -77,24 +77,24 @@ def start_lines(
 
 
 def _origin(loaded: TrainState | None, checkpointer: BaseCheckpointer) -> str:
-    """Where the run starts."""
+    """Describe where the run starts."""
     if loaded is None:
         return "new; the same command resumes it"
     if checkpointer.forked_from:
         return f"new, a fork of {checkpointer.forked_from}, after its step {loaded.step}; the same command resumes it"
     damaged = ", ".join(map(str, sorted(checkpointer.damaged)))
-    note = f"; newer checkpoints are damaged, and their steps are made again: {damaged}" if damaged else ""
+    note = f"; newer checkpoints are damaged, and their steps are repeated: {damaged}" if damaged else ""
     return f"resumed after step {loaded.step}{note}"
 
 
 def copies_lines(config: Config, layout: Layout) -> list[str]:
-    """Where nothing is sharded, what saves FSDP's copies (`plan` says whether it fits); empty if that is set."""
-    sets = options_against_copies(config, layout)
+    """Return a hint on keys that avoid FSDP's copies of unsharded parameters; empty if one is set."""
+    sets = options_saving_copies(config, layout)
     if not sets:
         return []
     keys = [f"fsdp.{key} = {json.dumps(value)}" for key, value in sets[-1].items()]
     if len(sets) > 1:
-        keys[-1] += " (sums in another order)"
+        keys[-1] += " (sums in a different order)"
     *others, last = keys
     named = f"{', '.join(others)} and {last}" if others else last
     return [f"fsdp    nothing is sharded: {named} would save copies, if they fit in memory (see plan)"]
@@ -112,7 +112,7 @@ def model_line(config: Config, parameters: str, widened: bool = False) -> str:
 
 
 def _shape(model: ModelConfig) -> Iterator[str]:
-    """What makes a model besides its dim: numbers, and the switches that are on."""
+    """Yield a model's sizes besides its dim, and the switches that are on."""
     reads = FAMILIES[model.family].keys
     yield f"{' + '.join(map(str, model.stacks))} layer{'' if model.stacks == (1,) else 's'}"
     yield f"{counted(model.n_heads, 'head')} of {model.dim_of_heads}"
@@ -132,21 +132,21 @@ def batch_line(config: Config, layout: Layout, world_size: int) -> str:
         masked = f", {layout.masked_sequences} of them padding"
         best = max(n for n in range(1, config.train.micro_batch_size + 1) if each % n == 0)
         masked += "" if rest else f" (none with train.micro_batch_size = {best})"
-    of = f"{config.train.seq_len} tokens = {layout.tokens_per_step:,} tokens per step"
+    lengths = f"{config.train.seq_len} tokens = {layout.tokens_per_step:,} tokens per step"
     if config.data.objective != "causal":
-        of = f"at most {config.input_len} tokens and {config.target_len} targets"
+        lengths = f"at most {config.input_len} tokens and {config.target_len} targets"
     rows, ranks = counted(config.train.micro_batch_size, "sequence"), counted(world_size, "rank")
     last = "; the last steps, see train.batch_schedule" if config.train.batch_schedule else ""
-    return f"batch   {rows} x {ranks} x {layout.grad_accum_steps} accumulation{masked}, of {of}{last}"
+    return f"batch   {rows} x {ranks} x {layout.grad_accum_steps} accumulation{masked}, of {lengths}{last}"
 
 
 def data_lines(config: Config, data: DataSet, samples: Mixture) -> list[str]:
-    """The text, its amount and the number of epochs; for a mixture, of each source."""
+    """Return the text, its size and the number of epochs; for a mixture, for each source."""
     seen = seen_of_sources(samples, config.train.samples)
     notes = [*data.notes, *(note for source in samples.sources for note in source.notes)]
-    if often := [f"{shortened(name)} {of['epochs']:.0f} times" for name, of in seen.items() if of["epochs"] > MANY]:
+    if often := [f"{shortened(name)} {n['epochs']:.0f} times" for name, n in seen.items() if n["epochs"] > MANY]:
         notes.append(
-            f"the run reads {', '.join(often)}: after about four, the same text again teaches little "
+            f"the run reads {', '.join(often)}: after about four times, the same text teaches little "
             "(arXiv:2305.16264); more text or fewer steps is better"
         )
     notes = [f"data    {note}" for note in notes]
@@ -156,8 +156,8 @@ def data_lines(config: Config, data: DataSet, samples: Mixture) -> list[str]:
     if config.data.document_mask:
         held_out += "; attention within documents"
     if len(data.sources) == 1:
-        ((name, of),) = seen.items()
-        amount = f"{shortened(name)}: {data.tokens('train'):,} tokens to train on, {of['epochs']:.2f} epochs"
+        ((name, n),) = seen.items()
+        amount = f"{shortened(name)}: {data.tokens('train'):,} tokens to train on, {n['epochs']:.2f} epochs"
         return [f"data    {amount} in {counted(config.train.steps, 'step')}; {held_out}", *notes]
     lines = [f"data    {data.tokens('train'):,} tokens to train on, in {len(data.sources)} sources; {held_out}"]
     for source, planned in zip(data.sources, seen.values(), strict=True):
@@ -170,10 +170,10 @@ def data_lines(config: Config, data: DataSet, samples: Mixture) -> list[str]:
 
 
 def seen_of_sources(samples: Mixture, n: int, skipped: Sequence[Sequence[int]] = ()) -> dict[str, dict[str, float]]:
-    """Tokens and epochs of each source in a run's first n samples (best_fit: by a sequence's mean tokens).
+    """Return each source's tokens and epochs in a run's first n samples (best_fit: by a sequence's mean tokens).
 
     Args:
-        skipped: data.skip_samples. Of a range that begins within a batch, the batch's samples before it count as seen.
+        skipped: data.skip_samples. If a range begins within a batch, the batch's earlier samples count as seen.
     """
     counts = samples.consumed(n)
     for first, end in skipped:
@@ -186,7 +186,7 @@ def seen_of_sources(samples: Mixture, n: int, skipped: Sequence[Sequence[int]] =
 
 
 def source_lines(samples: Mixture, state: TrainState, skipped: Sequence[Sequence[int]]) -> list[str]:
-    """The tokens of each source of a mixture that a run has seen, one line each."""
+    """Return the tokens of each source of a mixture that a run has seen, one line per source."""
     if len(samples.sources) < 2:
         return []
     sources = seen_of_sources(samples, state.samples_consumed, skipped).items()
@@ -194,7 +194,7 @@ def source_lines(samples: Mixture, state: TrainState, skipped: Sequence[Sequence
 
 
 def fsdp_line(config: Config) -> str:
-    """The options of FSDP and of blocks that are in use."""
+    """List the active options of FSDP and blocks."""
     fsdp, checkpointing = config.fsdp, config.activation_checkpointing
     parts = [f"reshard_after_forward {str(fsdp.reshard_after_forward).lower()}", f"sums in {fsdp.reduce_dtype}"]
     if fsdp.blocks_per_group > 1:
@@ -234,7 +234,7 @@ def fsdp_line(config: Config) -> str:
 
 
 def step_line(record: dict[str, Any], steps: int, data_share: float, left_s: float) -> str:
-    """A step's record on one line, with the mean loss since the last one. The time of the end is local."""
+    """Format a step's record on one line, with the mean loss since the last line. The end time is local."""
     now, then = time.localtime(), time.localtime(time.time() + left_s)
     end = time.strftime("%H:%M" if now[:3] == then[:3] else "%a %d %b %H:%M", then)
     loss = "not finite" if record["loss"] is None else f"{record['mean_loss']:.4f}"
@@ -250,7 +250,7 @@ def step_line(record: dict[str, Any], steps: int, data_share: float, left_s: flo
 
 
 def fitted(line: str, columns: int) -> str:
-    """A step line shortened to the terminal's width: the least important fields are dropped first."""
+    """Shorten a step line to the terminal's width, dropping the least important fields first."""
     for name in ("mem", "lr", "data", "scale", "loads", "mfu", "grad_norm", "eta"):
         if len(line) <= columns:
             break
@@ -259,12 +259,12 @@ def fitted(line: str, columns: int) -> str:
 
 
 def cut(line: str, columns: int) -> str:
-    """The beginning of a line that is too long for the terminal."""
+    """Shorten a line that is too long for the terminal."""
     return line if len(line) <= columns else f"{line[: columns - 3]}..."
 
 
 def what_next(config: Config) -> str:
-    """The commands to use after a finished run: one for its model, one for its curves."""
+    """Return the commands to use after a finished run: one for its model, one for its curves."""
     folder = shlex.quote(str(config.folder))
     python = shlex.quote(python_command())
     defaults = [] if config.data.path or config.data.sources else ["def "]

@@ -1,12 +1,12 @@
-"""Epochs become steps, once, as soon as the data is open: `train.epochs`, and "epoch" as an interval.
+"""Converts epochs to steps, once, when the data is open: `train.epochs`, and "epoch" as an interval.
 
-An epoch is samples / batch size steps, rounded up, so every sample is seen at least once. N epochs are N times as many
-steps, rounded up. The order of samples continues over the ends of epochs, so where the division has a remainder, the
+An epoch has (number of samples / batch size) steps, rounded up, so every sample is seen at least once. N epochs have N
+times the steps of one, rounded up. Samples continue across the ends of epochs: if the division has a remainder, the
 last batch of an epoch has the first samples of the next one. None of this depends on the world size. A rule refuses
-epochs of more than one batch size (train.batch_schedule).
+epochs with more than one batch size (train.batch_schedule).
 
-In a mixture, an epoch is as many samples as all sources have together. With weights that differ from the sizes, some
-sources are then repeated and others not finished: the lines at the start tell the epochs of each.
+An epoch of a mixture has the number of samples of all sources together. If weights differ from the sizes, some sources
+are repeated and others not finished; the start prints each source's epochs.
 """
 
 from collections.abc import Callable
@@ -23,10 +23,10 @@ from torchtitan_lite.errors import ConfigError
 
 
 def in_steps(config: Config, epoch: int) -> Config:
-    """The config with steps in place of epochs. `train.epochs` stays.
+    """Return the config with steps instead of epochs. `train.epochs` stays.
 
     Args:
-        epoch: the steps of one.
+        epoch: the steps of one epoch.
     """
     parts: dict[str, Any] = {}
     for section, key in (name.split(".") for name in config.in_epochs):
@@ -38,9 +38,9 @@ def in_steps(config: Config, epoch: int) -> Config:
 
 
 def resolved(loaded: Loaded, data: DataSet, info: Callable[[str], None] = print) -> Loaded:
-    """The loaded config in steps, for this data. The config as it was given stays the one that is written.
+    """Convert the loaded config to steps, for this data. The config as given is kept for writing.
 
-    With data.packing = "best_fit", this builds the index of sequences, which all later uses of the data need too.
+    With data.packing = "best_fit", this builds the packing index, which all later uses of the data need too.
 
     Raises:
         ConfigError: the steps do not suit another key.
@@ -70,9 +70,9 @@ def resolved(loaded: Loaded, data: DataSet, info: Callable[[str], None] = print)
 
 
 def planned(loaded: Loaded, data: DataSet | None) -> Config:
-    """The config for a plan: in steps, or with 0 steps if their number needs data that is not prepared here.
+    """Return the config for a plan: in steps, or with 0 steps if their number needs data not prepared here.
 
-    With these, optim.step_every = "epoch" stays as it is.
+    Without data, every interval of "epoch" stays.
     """
     if data:
         return resolved(loaded, data).config

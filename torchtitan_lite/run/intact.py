@@ -20,7 +20,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by s
 
 
 def require_finite(model: nn.Module, step: int) -> None:
-    """Raise NonFiniteError on every rank if a parameter is not finite on any."""
+    """Raise NonFiniteError on every rank if a parameter is not finite on any rank."""
     finite = [own_part(parameter)[0].isfinite().all() for parameter in model.parameters()]
     bad = (~torch.stack(finite)).float()
     if sum_over_ranks(bad).any():
@@ -32,12 +32,12 @@ def require_finite(model: nn.Module, step: int) -> None:
 
 
 def require_equal_replicas(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """With HSDP, compare the replicas' parameters and optimizer state. A checkpoint saves only one replica.
+    """With HSDP, compare the replicas' parameters and optimizer state, because a checkpoint saves only one replica.
 
-    Each rank compares a digest per tensor, one integer, with the first replica's. Collective.
+    Each rank compares a digest of each tensor, one integer, with the first replica's. Collective.
 
     Raises:
-        DivergedError: on every rank, with the tensors, and the ranks that differ from the first replica.
+        DivergedError: on every rank, with the tensors and ranks that differ from the first replica.
     """
     parameter = next(model.parameters())
     if not isinstance(parameter, DTensor) or "dp_replicate" not in (parameter.device_mesh.mesh_dim_names or ()):
@@ -45,10 +45,10 @@ def require_equal_replicas(model: nn.Module, optimizer: torch.optim.Optimizer, s
     group = parameter.device_mesh.get_group("dp_replicate")
     tensors = own_tensors(model) | optimizer_tensors(model, optimizer)
     digests = [digest(own_part(tensor)[0]) for tensor in tensors.values()]
-    mine = torch.stack([one.to(digests[0].device) for one in digests])
-    first = mine.clone()
+    own = torch.stack([one.to(digests[0].device) for one in digests])
+    first = own.clone()
     dist.broadcast(first, src=dist.get_global_rank(group, 0), group=group)
-    differs = (mine != first).float()
+    differs = (own != first).float()
     ranks = torch.zeros(dist.get_world_size(), device=differs.device)
     ranks[dist.get_rank()] = differs.any().float()
     if not sum_over_ranks(ranks).any():

@@ -26,15 +26,15 @@ GIB = 2**30
 
 
 class Lap(NamedTuple):
-    """What was measured since the last lap."""
+    """Measurements since the last lap."""
 
     seconds: float
-    parts: dict[str, float]  # the seconds of each named part of a step
+    parts: dict[str, float]  # seconds by named part of a step
     tokens: int
 
 
 class Meter:
-    """Measures what a log line shows: the time of training without saves and validations, tokens, and the mean loss.
+    """Measures training time without saves and validations, tokens, and the mean loss.
 
     Args:
         state: where the run starts or resumes.
@@ -46,16 +46,16 @@ class Meter:
         self.started = self._lap_started = time.perf_counter()
         self.first_step, self._tokens = state.step, state.tokens
         self._parts: dict[str, float] = {}
-        # (2,) float64: the summed loss of all ranks and its tokens, since the last multiple of log.every
+        # (2,) float64: all ranks' summed loss and its tokens, since the last multiple of log.every
         self.loss_since = torch.tensor(state.loss_since, dtype=torch.float64, device=device)
 
     def start_lap(self) -> None:
-        """The steps begin now."""
+        """Start the first lap, when the steps begin."""
         self._lap_started = time.perf_counter()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """The time in this context does not count as training."""
+        """Do not count the time in this context as training."""
         before = time.perf_counter()
         yield
         self._lap_started += time.perf_counter() - before
@@ -68,29 +68,29 @@ class Meter:
         self._parts[part] = self._parts.get(part, 0.0) + time.perf_counter() - before
 
     def lap(self, tokens: int) -> Lap:
-        """End a lap; `tokens` is the number that the run has trained on so far."""
+        """End a lap; `tokens` is the total that the run has trained on."""
         now = time.perf_counter()
         lap = Lap(now - self._lap_started, self._parts, tokens - self._tokens)
         self._lap_started, self._parts, self._tokens = now, {}, tokens
         return lap
 
     def seconds_per_step(self, step: int) -> float:
-        """The mean time of the steps up to this one, with all that happened between them."""
+        """Return the mean time of the steps up to this one, with everything between them."""
         return (time.perf_counter() - self.started) / (step - self.first_step)
 
     def add_loss(self, total: Tensor, targets: int) -> None:
-        """Add the summed loss of a step, () float64, without waiting. One that is not finite is left out."""
+        """Add the summed loss of a step, () float64, without waiting. Ignores a non-finite loss."""
         sums = torch.stack([total, torch.full_like(total, targets)])
         self.loss_since += torch.where(total.isfinite(), sums, 0.0)
 
     def mean_loss(self) -> float | None:
-        """The loss per token in `loss_since`. Waits for the device."""
+        """Return the loss per token in `loss_since`. Waits for the device."""
         total, tokens = self.loss_since.tolist()
         return total / tokens if tokens else None
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """This rank's peak memory so far, in GiB (2^30 bytes): reserved on the GPU, or resident."""
+    """Return this rank's peak memory so far in GiB (2^30 bytes): reserved on the GPU, or resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / GIB
     unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
@@ -106,7 +106,7 @@ class Log:
 
     def __init__(self, folder: Path, speaks: bool) -> None:
         self._speaks = speaks
-        self.attempt = 0  # its number in attempts.jsonl, once it has taken over the run's folder
+        self.attempt = 0  # the attempt's number, once it has taken over the run's folder
         self._folder = folder
         self._text = folder / "train.log"
         self._failed: set[str] = set()
@@ -124,7 +124,7 @@ class Log:
 
     @contextmanager
     def tracking(self, config: LogConfig, state: TrainState) -> Iterator[None]:
-        """Pass the records of metrics.jsonl in this context to `log.trackers`."""
+        """Send the records of metrics.jsonl in this context to `log.trackers`."""
         if not config.trackers or not self._speaks:
             yield
             return
@@ -161,7 +161,7 @@ class Log:
             append_line(file, line)
 
     def progress(self, first: int, last: int) -> Iterator[int]:
-        """The steps from `first` to `last`, with a progress bar, if stderr is a terminal."""
+        """Yield the steps from `first` to `last`, with a progress bar if stderr is a terminal."""
         bar: tqdm[Any] | None = None
         if self._speaks and sys.stderr.isatty():
             with self._reported("the progress bar"):

@@ -1,6 +1,6 @@
-"""Peaks of accelerators and FLOPs per token, for MFU and for the time bound of `plan`.
+"""Peaks of accelerators and FLOPs per token, for MFU and `plan`.
 
-devices.toml has the accelerators that are known, with the published source of each.
+devices.toml lists the known accelerators, with a published source for each.
 """
 
 import re
@@ -18,34 +18,31 @@ from torchtitan_lite.models import Transformer
 
 
 def multiplied_parameters(model: Transformer) -> int:
-    """Parameters that each token is multiplied with: all but embedding tables that are not also the output.
-
-    Of experts (E, M, N), only those that compute the token.
-    """
+    """Return the number of parameters in matmuls of each token: all but untied embedding tables and idle experts."""
     looked_up = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)} - {model.output.weight}
     return active_parameters(model) - sum(p.numel() for p in looked_up)
 
 
 def active_parameters(model: Transformer) -> int:
-    """Parameters without those of experts that do not compute a token."""
+    """Return the number of parameters without experts that do not compute a token."""
     of_experts = sum(p.numel() for p in model.parameters() if p.ndim == 3)
     idle = of_experts - of_experts * model.config.experts_per_token // model.config.n_experts
     return sum(p.numel() for p in model.parameters()) - idle
 
 
 def flops_per_token(model: Transformer, seq_len: int, target_len: int = 0) -> int:
-    """FLOPs of forward and backward for one token, without recomputation.
+    """Return FLOPs of forward and backward for one token, without recomputation.
 
-    Of an encoder-decoder, for one of the `target_len` targets: see `_of_encoder_decoder`.
+    For an encoder-decoder, per target of `target_len`: see `_encoder_decoder_flops`.
 
     6 (N - N_embedding) + 12 L H Q T: 2 per matrix entry, and twice that in backward; then attention with L layers,
     H heads of width Q and T = seq_len, as if not causal. (PaLM, appendix B, arXiv 2204.02311; as in torchtitan. Tied
-    embeddings count, because they are multiplied with, and of experts those that compute the token.) In a layer with a
-    window, T is at most the window. Layers of the kind delta add their products: see models/gated_delta.py.
+    embeddings count, as the output uses them, and experts that compute the token.) In a layer with a window, T is at
+    most the window. Delta layers add their matmuls: see models/gated_delta.py.
     """
     config = model.config
     if len(config.stacks) > 1:
-        return _of_encoder_decoder(model, seq_len, target_len or seq_len) // (target_len or seq_len)
+        return _encoder_decoder_flops(model, seq_len, target_len or seq_len) // (target_len or seq_len)
     windows = [window for window, kind in zip(config.windows, config.layer_kinds, strict=True) if kind != "delta"]
     seen = sum(min(window or seq_len, seq_len) for window in windows)
     attention = 12 * config.n_heads * config.dim_of_heads * seen
@@ -53,12 +50,12 @@ def flops_per_token(model: Transformer, seq_len: int, target_len: int = 0) -> in
     return 6 * multiplied_parameters(model) + attention + recurrences
 
 
-def _of_encoder_decoder(model: Transformer, n: int, m: int) -> int:
-    """FLOPs of forward and backward for n inputs and m targets, without recomputation.
+def _encoder_decoder_flops(model: Transformer, n: int, m: int) -> int:
+    """Return FLOPs of forward and backward for n inputs and m targets, without recomputation.
 
-    6 (N_encoder n + N_source n + N_decoder m) + 12 H Q (L_encoder n^2 + L_decoder (m^2 + n m)): N_source are the
-    matrices of keys and values of the attention to the encoder's output, which its n outputs are multiplied with, and
-    N_decoder all others of the decoder, and the head. Attention as if not causal.
+    6 (N_encoder n + N_source n + N_decoder m) + 12 H Q (L_encoder n^2 + L_decoder (m^2 + n m)). N_source are the key
+    and value matrices of cross-attention, which the n encoder outputs are multiplied with. N_decoder are the decoder's
+    other matrices and the head. Attention as if not causal.
     """
     config = model.config
     n_encoder, n_decoder = config.stacks
@@ -74,18 +71,18 @@ def _of_encoder_decoder(model: Transformer, n: int, m: int) -> int:
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator. Bandwidths are per device and direction, in bytes per second. See also devices.toml.
+    """An accelerator. Bandwidths are per device and direction, in bytes per second. See also devices.toml.
 
     Args:
-        driver_name: a pattern that all of the driver's name, without maker and family, has to match.
-        bf16: whether it has products of bfloat16; without, they are emulated, at the rate of float32 at best.
-        tf32: whether torch computes float32 matmuls in TF32 if it is asked to.
-        sustained: share of the peak that very large matmuls reach, fitted to published runs; None: there are none.
+        driver_name: a pattern of the driver's whole name, without maker and family.
+        bf16: whether it has bfloat16 matmuls; otherwise they are emulated, no faster than float32.
+        tf32: whether torch can compute float32 matmuls in TF32.
+        sustained: share of the peak that very large matmuls reach, fitted to published runs; None: no such runs.
     """
 
     name: str
     driver_name: str
-    half_flops: float  # of float16 and bfloat16, dense, per second
+    half_flops: float  # float16 and bfloat16, dense, per second
     fp32_flops: float  # torch computes float32 matmuls in float32 (no TF32), unless run.tf32 is true
     memory_gib: float  # as the driver reports
     memory_bandwidth: float
@@ -98,11 +95,11 @@ class Device:
 
     @property
     def tf32_flops(self) -> float:
-        """FLOPs per second in TF32: half of bfloat16's in every datasheet since Ampere's."""
+        """FLOPs per second in TF32: half of bfloat16's in every datasheet since Ampere."""
         return self.half_flops / 2 if self.tf32 and self.bf16 else self.fp32_flops
 
     def computing(self, config: Config) -> "Device":
-        """With the peaks at which a run of this config computes."""
+        """Return the device with the peaks for a run of this config."""
         emulated = config.fsdp.param_dtype == "bfloat16" and not self.bf16
         return replace(
             self,
@@ -111,12 +108,12 @@ class Device:
         )
 
     def peak_flops(self, dtype: str) -> float:
-        """FLOPs per second of products of this dtype, e.g. "bfloat16"."""
+        """Return the FLOPs per second of matmuls in this dtype, e.g. "bfloat16"."""
         return self.fp32_flops if dtype == "float32" else self.half_flops
 
 
 def _device(name: str, row: dict[str, Any]) -> Device:
-    """A table of devices.toml."""
+    """Read a table of devices.toml."""
     tflops, memory, link = row["tflops"], row["memory"], row["link_gbs"]
     return Device(
         name,
@@ -138,13 +135,13 @@ DEVICES = {
 
 
 def named(reported: str) -> Device | None:
-    """The device with this driver name, e.g. "NVIDIA H100 80GB HBM3"; None if unknown or ambiguous."""
+    """Return the device with this driver name, e.g. "NVIDIA H100 80GB HBM3"; None if unknown or ambiguous."""
     text = re.sub(r"^(nvidia |amd )?(geforce |instinct |tesla )?", "", " ".join(reported.lower().split()))
     return next((device for device in DEVICES.values() if re.fullmatch(device.driver_name, text)), None)
 
 
 def peak_flops(config: Config, process: Process) -> float:
-    """Nominal FLOPs per second of all devices of a run in its dtype; 0 if unknown."""
+    """Return the nominal FLOPs per second of all devices of a run in its dtype; 0 if unknown."""
     if config.run.peak_tflops:
         return process.world_size * config.run.peak_tflops * 1e12
     device = named(torch.cuda.get_device_name(process.device)) if process.device.type == "cuda" else None
@@ -152,8 +149,8 @@ def peak_flops(config: Config, process: Process) -> float:
 
 
 def start_lines(config: Config, process: Process) -> list[str]:
-    """What the start of a run on a GPU says about the speed of its products, and about MFU."""
-    slow = slow_products(
+    """Return the lines about slow matmuls and MFU at the start of a run on a GPU."""
+    slow = slow_matmuls(
         process.device,
         config.fsdp.param_dtype,
         tf32=config.run.tf32,
@@ -168,11 +165,11 @@ def start_lines(config: Config, process: Process) -> list[str]:
     return lines
 
 
-def slow_products(gpu: torch.device, dtype: str, *, tf32: bool, options: tuple[str, str, str]) -> str:
-    """Why products of a dtype are slower than they could be on this GPU, and the fix; empty if they are not.
+def slow_matmuls(gpu: torch.device, dtype: str, *, tf32: bool, options: tuple[str, str, str]) -> str:
+    """Return why matmuls of a dtype are slower than possible on this GPU, and the fix; empty if they are not.
 
     Args:
-        options: for bfloat16, for TF32 and for float16.
+        options: the fixes for bfloat16, TF32 and float16.
     """
     name = torch.cuda.get_device_name(gpu)
     device = named(name)

@@ -1,4 +1,4 @@
-"""Out-of-memory errors with advice."""
+"""Adds advice to out-of-memory errors."""
 
 import contextlib
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ def with_advice(config: Config) -> Iterator[None]:
 
 
 def advice(config: Config) -> str:
-    """The cheapest change that is left to try."""
+    """Return the cheapest remaining change to try."""
     if config.train.micro_batch_size > 1:
         half = config.train.micro_batch_size // 2
         return f"try --train.micro_batch_size={half}: the same global batch in more micro-batches, with the same result"

@@ -2,12 +2,12 @@
 
 It does the same if a machine of the same job waits to join it (`run_folder.lock`). A signal only sets a reason. Each
 step's record sums the requests of all ranks, so all stop after the same step: this one or the next. The handlers exist
-while the run trains; during build and load a signal has its default effect.
-A second Ctrl-C (INT) ends the process at once, without saving. Any other signal after the first is the same request:
-Slurm signals both launcher and workers, and torchrun forwards what it gets.
+while the run trains; during build and load a signal has its default effect. A second Ctrl-C (INT) ends the process at
+once, without saving. Any other signal after the first repeats the request: Slurm signals both launcher and workers, and
+torchrun forwards signals.
 
-Python runs signal handlers only in the main thread, so not while that waits for another rank or a disk. A thread
-therefore reads the signals from the pipe that the C handler writes to.
+Python runs signal handlers only in the main thread, which may be waiting for a rank or a disk. So a thread reads the
+signals from the pipe that the C handler writes to.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ class Preemption:
 
     Args:
         max_minutes: the time limit; 0: none.
-        joining: a file that exists while another machine waits.
+        joining: a file that exists while a machine waits to join.
         clock: monotonic, in seconds.
         end: ends the process at once, with an exit code.
     """
@@ -46,14 +46,14 @@ class Preemption:
         end: Callable[[int], Any] = os._exit,
     ) -> None:
         self.reason = ""
-        self.agreed = False  # whether any rank was asked; one step late, equal on all ranks
+        self.agreed = False  # whether any rank was asked to stop; one step late, equal on all ranks
         self.on_abort: Callable[[str], Any] = lambda _: None  # called with the reason before the process ends at once
         self._limit_s = 60 * max_minutes if max_minutes else float("inf")
         self._max_minutes = max_minutes
         self._clock, self._end = clock, end
         self._joining = joining
         self._started = self._looked = clock()
-        self._interrupted = False  # by a first Ctrl-C
+        self._interrupted = False  # a first Ctrl-C has arrived
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Preemption":
@@ -106,7 +106,7 @@ class Preemption:
         self._end(128 + signal.SIGINT)
 
     def requested(self) -> bool:
-        """Whether this rank was asked to stop."""
+        """Return whether this rank was asked to stop."""
         if not self.reason and self._clock() - self._started > self._limit_s:
             self.reason = self.reason or f"run.max_minutes = {self._max_minutes:g}"
         if not self.reason and self._clock() - self._looked > 5:  # not at each step: a shared file system is slow
@@ -116,7 +116,7 @@ class Preemption:
         return bool(self.reason)
 
     def agree(self, process: Process) -> None:
-        """Ask all ranks now whether one of them was asked to stop. Collective; for the time between two steps."""
+        """Ask all ranks now whether any was asked to stop. Collective; for the time between two steps."""
         requests = torch.tensor(float(self.requested()), device=process.device)
         self.agreed |= bool(sum_over_ranks(requests) > 0)
 
@@ -133,16 +133,16 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def launcher_note(reason: str = "SIGINT") -> str:
-    """A line for a run that stops: torchrun reports every signal as an error, with a long traceback."""
+    """Return a note for a stopping run: torchrun reports every signal as an error, with a long traceback."""
     if "TORCHELASTIC_MAX_RESTARTS" not in os.environ or not reason.startswith("SIG"):
         return ""
     return "\nnote    torchrun now prints a traceback of its own for the signal: it is expected, and nothing is lost"
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:
-    """Without a Python handler the C handler writes nothing to the pipe."""
+    """Do nothing. Without a Python handler, the C handler writes nothing to the pipe."""
 
 
 def _stays_ignored(number: int) -> bool:
-    """Whether SIGHUP is ignored because of nohup. (torchrun handles SIGHUP even then.)"""
+    """Return whether SIGHUP is ignored because of nohup. (torchrun handles SIGHUP even then.)"""
     return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN

@@ -1,4 +1,4 @@
-"""Profiles some steps: a trace for each rank, for ui.perfetto.dev or chrome://tracing, and a table of operators."""
+"""Profiles some steps: a trace per rank, for ui.perfetto.dev or chrome://tracing, and a table of operators."""
 
 import os
 from pathlib import Path
@@ -21,32 +21,32 @@ class Profile:
         self._first, self._last = config.steps or (0, -1)
         self._snapshot = config.memory_snapshot and process.device.type == "cuda"
         self._folder = folder / "profile"
-        self._world = process
+        self._process = process
         self._running: Any = None
 
     def start(self, step: int) -> None:
         if step != self._first:
             return
         activities = [ProfilerActivity.CPU]
-        if self._world.device.type == "cuda":
+        if self._process.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         if self._snapshot:
             torch.cuda.memory._record_memory_history(max_entries=_EVENTS)
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it logs its start and stop to stderr
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it logs its start and stop to stderr
         self._running = profile(activities=activities)
         self._running.start()
 
     def stop(self, step: int, *, last: bool = False) -> str:
-        """Stop after the last step to profile, or if `last` step of the run. Returns a line for the log, or ""."""
+        """Stop after the last step to profile, or at the run's `last` step. Returns a line for the log, or ""."""
         if self._running is None or not (step == self._last or last):
             return ""
         trace, self._running = self._running, None
         trace.stop()
-        rank = self._world.rank
+        rank = self._process.rank
         try:
             self._folder.mkdir(exist_ok=True)
             trace.export_chrome_trace(str(self._folder / f"rank-{rank}.json.gz"))
-            by = "self_cuda_time_total" if self._world.device.type == "cuda" else "self_cpu_time_total"
+            by = "self_cuda_time_total" if self._process.device.type == "cuda" else "self_cpu_time_total"
             table = trace.key_averages().table(sort_by=by, row_limit=_ROWS, max_name_column_width=60)
             (self._folder / f"operators-rank-{rank}.txt").write_text(table, encoding="utf-8")
             if self._snapshot:

@@ -1,4 +1,4 @@
-"""What has changed since the checkpoint that a run resumes from, for the log."""
+"""Describes for the log what has changed since the checkpoint that a run resumes from."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,30 +8,30 @@ from torchtitan_lite.config.schema import Config, known_keys
 
 
 def resume_lines(config: Config, saved: TrainState, current: TrainState) -> list[str]:
-    """Changed keys, why the resume is not bit for bit, and changes of the validation text and of tasks."""
+    """List changed keys, why the resume is not bit for bit, and changes of validation text and tasks."""
     lines = []
     shown = {key: value for key, value in current.config.items() if key != "model.init_from"}  # only read at step 0
     if values := differences(saved.config, shown):
         lines.append(f"run     changed since then: {values}")
-    theirs, ours = ({k: v for k, v in s.identity.items() if k not in known_keys()} for s in (saved, current))
+    theirs, ours = ({k: v for k, v in s.must_match.items() if k not in known_keys()} for s in (saved, current))
     if theirs != ours:
-        lines.append("run     a fork on other text: the steps so far were on the text of the run it began with")
+        lines.append("run     a fork on different text: the steps so far were on the text of the original run")
     if values := differences(saved.bitwise_setting, current.bitwise_setting):
         lines.append(f"run     the same data in the same order, but not bit for bit: {values}")
     if config.eval.every and (values := validation_change(saved.validation, current.validation)):
         lines.append(f"run     validation covers {values}: do not compare its loss with that of earlier steps")
     for name, digest in current.tasks.items():
         if saved.tasks.get(name, digest) != digest:
-            other = f"eval.tasks {name} has other questions"
-            lines.append(f"run     {other}: do not compare its scores with those of earlier steps")
+            changed = f"eval.tasks {name} has different questions"
+            lines.append(f"run     {changed}: do not compare its scores with those of earlier steps")
     return lines
 
 
 def validation_change(before: Mapping[str, int], now: Mapping[str, int]) -> str:
-    """The sequences that validation covers now and covered before the resume; empty if they are the same.
+    """Describe which sequences validation covers now and before the resume; empty if they are the same.
 
     Args:
-        before, now: of TrainState.
+        before, now: TrainState.validation.
     """
     if now == before or (now["samples"] == now["of"] and before["samples"] == before["of"]):
         return ""
@@ -39,7 +39,7 @@ def validation_change(before: Mapping[str, int], now: Mapping[str, int]) -> str:
 
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
-    """The changed values, as "threads 1 -> 2, ..."; empty if there are none."""
+    """List the changed values, as "threads 1 -> 2, ..."; empty if there are none."""
     return ", ".join(
         f"{key} {saved.get(key)} -> {value}" for key, value in current.items() if saved.get(key, value) != value
     )

@@ -1,4 +1,4 @@
-"""The run folder: its lock; run.json, which has the newest status; and what an attempt adds to attempts.jsonl."""
+"""The run folder: its lock, run.json with the newest status, and the attempt's lines in attempts.jsonl."""
 
 import contextlib
 import json
@@ -28,12 +28,12 @@ from torchtitan_lite.run import attempts
 from torchtitan_lite.terminal import print_line
 
 CODE = Path(__file__).parents[2]
-JOINING = ".joining"  # exists while another process of the same job waits for the lock
-JOINS = "another machine of the job waits"  # the reason for which an attempt ends then
+JOINING = ".joining"  # exists while a process of the same job waits for the lock
+JOINS = "another machine of the job waits"  # the reason why an attempt then ends
 
 
 def make(folder: Path) -> bool:
-    """Make the folder, and check that it can be written. Returns whether it did not exist."""
+    """Make the folder, and check that it can be written. Returns whether it is new."""
     try:
         new = not folder.is_dir()
         folder.mkdir(parents=True, exist_ok=True)
@@ -45,9 +45,9 @@ def make(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def made(folder: Path, wanted: bool = True) -> Iterator[None]:
-    """`make` the folder, if wanted. It is removed again if it is new and the block fails before anything is in it.
+    """`make` the folder, if wanted. Removes it if it is new and the block fails before writing anything.
 
-    Another attempt may prepare its data for this folder meanwhile: `lock` makes it again.
+    A second attempt may prepare its data for this folder meanwhile; its `lock` makes the folder again.
     """
     new = wanted and make(folder)
     try:
@@ -61,9 +61,9 @@ def made(folder: Path, wanted: bool = True) -> Iterator[None]:
 
 
 def job() -> str:
-    """torchrun's --rdzv-id, without the number that docs/cluster.md counts up when an id was closed.
+    """Return torchrun's --rdzv-id, without the number that docs/cluster.md increments when an id was closed.
 
-    "none": each machine has been given its rank, or there is one process without torchrun.
+    "none": each machine has a fixed rank, or there is one process without torchrun.
     """
     return re.sub(r"-\d+$", "", os.environ.get("TORCHELASTIC_RUN_ID", "none"))
 
@@ -71,19 +71,19 @@ def job() -> str:
 def lock(folder: Path) -> FileLock:
     """Lock the folder on rank 0 for as long as the returned object lives, so that only one run writes to it.
 
-    torchrun stops counting a machine that did not answer for some seconds, and starts those that join without it. If
-    it still trains, it holds the lock: it is asked to save and end, and starts again together with the new ones.
+    torchrun drops a machine that did not answer for some seconds, and starts the others without it. If the machine
+    still trains, it holds the lock: it is asked to save and end, and then starts again together with the others.
 
     Raises:
-        BusyError: on every rank: a process of another job holds the lock, or locking fails.
+        BusyError: on every rank: a process of a different job holds the lock, or locking fails.
     """
-    held = FileLock(folder / ".lock", timeout=0.5)  # a reader of the status may test it just now (tools/status.py)
+    held = FileLock(folder / ".lock", timeout=0.5)  # a reader of the status may be testing it (tools/status.py)
     holder = folder / ".lock-holder"
     me = f"process {os.getpid()} on {socket.gethostname()}" + (f", job {job()}" if job() != "none" else "")
 
     def acquire() -> None:
         try:
-            folder.mkdir(parents=True, exist_ok=True)  # the attempt that had made it may have failed since
+            folder.mkdir(parents=True, exist_ok=True)  # the attempt that made it may have failed
             held.acquire()
         except Timeout:
             by = "another process"
@@ -91,7 +91,7 @@ def lock(folder: Path) -> FileLock:
                 by = holder.read_text() or by
             asked = [attempt.end_time for attempt in attempts.read(folder) if attempt.reason == JOINS]
             starts_again = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-            # two torchruns that do not know each other, by mistake, would displace each other without end
+            # two separate torchruns, started by mistake, would displace each other forever
             recently = bool(asked) and time.time() - max(asked) < 300
             if not by.endswith(f", job {job()}") or not starts_again or recently:
                 message = f"{folder} is being used by {by}; wait for it, or choose another --run.name=NAME"
@@ -119,7 +119,7 @@ def record_start(folder: Path, attempt: Mapping[str, Any]) -> int:
         attempt: the fields of attempts.Attempt from `command` to `forked_from`.
 
     Raises:
-        OSError: it is not recorded.
+        OSError: the attempt is not recorded.
     """
     number = max((earlier.attempt for earlier in attempts.read(folder)), default=0) + 1
     attempts.add(folder, {"attempt": number, "time": round(time.time() - process_age_s(), 3), **attempt})
@@ -130,13 +130,13 @@ def record_start(folder: Path, attempt: Mapping[str, Any]) -> int:
 def record_end(
     folder: Path, process: Process, attempt: int, status: str, step: int, reason: str = "", repeats: bool = False
 ) -> None:
-    """Record how an attempt ended: "complete", "preempted" or "failed". One that was refused has no record.
+    """Record how an attempt ended: "complete", "preempted" or "failed". Refused attempts have no record.
 
-    Rank 0 records it. Another rank records a failure, for a rank 0 that may be gone, unless it has.
+    Rank 0 records it. Other ranks record a failure if rank 0, which may be gone, has not.
 
     Args:
-        attempt: its number; 0: it has not taken over the folder.
-        repeats: the same config and code would fail again, see `why_not_again`.
+        attempt: its number; 0: the attempt has not taken over the folder.
+        repeats: whether the same config and code would fail again, see `why_not_again`.
     """
     if not attempt or (process.rank and status != "failed"):
         return
@@ -150,7 +150,7 @@ def record_end(
 
 
 def why_not_again(loaded: Loaded) -> str:
-    """Why this attempt is refused: the last one had the same config and code, and failed for good. Empty: it is not."""
+    """Return why this attempt is refused: the last one, with the same config and code, failed for good; else empty."""
     folder = loaded.config.folder
     about = attempts.newest_status(folder)
     if loaded.retry or not about.get("repeats") or attempts.read(folder)[-1].git != git_state(CODE):
@@ -164,7 +164,7 @@ def why_not_again(loaded: Loaded) -> str:
 
 
 def _write(folder: Path, attempt: int, status: str, step: int, reason: str, repeats: bool = False) -> None:
-    """Write run.json, unless the disk is full, which does not stop training."""
+    """Write run.json. A full disk does not stop training."""
     about = {"format_version": attempts.FORMAT_VERSION, "attempt": attempt, "status": status}
     about |= {"step": step, "reason": reason, "repeats": repeats}
     with contextlib.suppress(OSError):
@@ -174,7 +174,7 @@ def _write(folder: Path, attempt: int, status: str, step: int, reason: str, repe
 
 
 def facts(process: Process, hosts: Sequence[str]) -> dict[str, Any]:
-    """How an attempt was started: command, code, versions, hosts, device."""
+    """Return how an attempt was started: command, code, versions, hosts, device."""
     device = torch.cuda.get_device_name(process.device) if process.device.type == "cuda" else platform.processor()
     return {
         "command": sys.argv,
@@ -187,7 +187,7 @@ def facts(process: Process, hosts: Sequence[str]) -> dict[str, Any]:
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """The commit, and whether tracked files differ; empty if the code is not a git repository."""
+    """Return the commit, and whether tracked files differ; empty if the code is not a git repository."""
     try:
         if not (folder / ".git").exists():
             return {}

@@ -1,7 +1,7 @@
-"""Samples during training: the model continues the prompts of [sample]. Of pairs, it answers some held-out sources,
-unless prompts are set, and the samples are recorded with their targets.
+"""Samples during training: the model continues the prompts of [sample].
 
-Every rank computes every forward, because each holds shards of the parameters. Rank 0 draws the tokens and logs.
+With pairs and no prompts, it answers some held-out sources, and the samples are recorded with their targets. Every rank
+computes every forward, because each holds shards of the parameters. Rank 0 draws the tokens and logs.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from torchtitan_lite.scoring.validation import SUBSET_SEED
 from torchtitan_lite.terminal import counted
 
 HELD_OUT = 3  # pairs
-SHOWN = 120  # characters of a source on the terminal; samples.jsonl has all of it
+SHOWN = 120  # characters of a source on the terminal; samples.jsonl has the whole source
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Prompts:
     texts: list[str]
     ids: list[list[int]]
     end: int  # the token that ends a document
-    references: list[str]  # of held-out sources; else empty
+    references: list[str]  # targets of held-out sources; else empty
 
     @classmethod
-    def of(cls, config: Config, data: DataSet) -> "Prompts":
+    def from_config(cls, config: Config, data: DataSet) -> "Prompts":
         """Encode the prompts of [sample].
 
         Raises:
@@ -62,7 +62,7 @@ class Prompts:
             raise ConfigError("\n  ".join(problems))
         defaults = [""] if config.data.path or config.data.sources else ["def ", "The "]
         prompts = config.sample.prompts or defaults
-        # an empty prompt: the token that stands before each document
+        # an empty prompt: the token before each document
         ids = [tokenizer.encode(prompt, add_special_tokens=False).ids or [data.end_token] for prompt in prompts]
         if FAMILIES[config.model.family].encoder_decoder:  # the prompt is a source, and the sample its answer
             from torchtitan_lite.data.pairs import source_prefix, with_prefix
@@ -77,12 +77,12 @@ class Prompts:
 
 
 def _are_held_out(config: Config) -> bool:
-    """Whether the prompts are sources of held-out pairs: none are set."""
+    """Return whether the prompts are held-out sources, because none are set."""
     return config.data.objective == "pairs" and not config.sample.prompts
 
 
 def wrong_prompts(config: Config, tokenizer: Tokenizer) -> list[str]:
-    """Problems of the prompts of [sample]."""
+    """Return the problems of [sample] prompts."""
     problems, most = [], config.model.max_seq_len - 1
     for prompt in config.sample.prompts:
         try:
@@ -106,7 +106,7 @@ def sample(prompts: Prompts, s: Session) -> None:
             sampler = Sampler(prompts.config.temperature, seed=seed + i)
 
             def agreed(logits: Tensor, sampler: Sampler = sampler) -> int:
-                """Rank 0's token, so that all ranks stop at the same end."""
+                """Return rank 0's token, so that all ranks stop at the same end."""
                 token = torch.tensor([sampler(logits)], device=s.process.device)
                 dist.broadcast(token, src=0)
                 return int(token)
@@ -130,12 +130,12 @@ def sample(prompts: Prompts, s: Session) -> None:
 
 
 def _quoted(text: str) -> str:
-    """The text in quotes, on one line."""
+    """Quote a text, on one line."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def known_tokenizer(config: Config) -> Tokenizer | None:
-    """The tokenizer of a run: a configured one, or one trained earlier. None if there is none yet.
+    """Return the tokenizer of a run: a configured one, or one trained earlier. None if there is none yet.
 
     Raises:
         DataError: `tokenizer.path` is not a tokenizer.json.
@@ -146,7 +146,7 @@ def known_tokenizer(config: Config) -> Tokenizer | None:
     with contextlib.suppress(DataError):  # a damaged folder is reported when the run opens it
         if prepared:
             return bpe.load(prepared[0] / "tokenizer.json")
-        own: Path = config.folder / "tokenizer.json"  # of this run, if it has started before
+        own: Path = config.folder / "tokenizer.json"  # this run's, if it has started before
         if not problem(own) and bpe.size(tokenizer := bpe.load(own)) == config.tokenizer.vocab_size:
             return tokenizer
     return None

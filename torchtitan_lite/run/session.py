@@ -1,6 +1,6 @@
-"""A run in this process: what is trained, the services around it, the periodic work, the state.
+"""A run in this process: what is trained, the services around it, the periodic work, and the state.
 
-A function takes the parts that it reads. One that reads most of them takes the Session.
+Functions take the parts that they read. Those that read most of them take the Session.
 """
 
 import hashlib
@@ -34,14 +34,14 @@ class Trained:
     model: Transformer
     optimizer: GuardedOptimizer
     scaler: GradScaler
-    guards: Sequence[Guard]  # each may withhold an update
-    samples: Mixture  # of the training data
-    loader: PrefetchingLoader  # draws from them
+    guards: Sequence[Guard]  # may withhold an update
+    samples: Mixture  # the training data
+    loader: PrefetchingLoader  # draws from samples
 
 
 @dataclass(frozen=True)
 class Services:
-    """What the loop calls around the steps."""
+    """Services that the loop calls around the steps."""
 
     log: Log
     meter: Meter
@@ -52,11 +52,11 @@ class Services:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Evaluates the model between steps and leaves records: the validation, the tasks or the samples."""
+    """Evaluates the model between steps and writes records: validation, tasks or samples."""
 
     name: str
-    every: int  # steps, see `due`; it also runs after the last one
-    keys: Sequence[str]  # its records have all of these
+    every: int  # steps, see `due`; also runs after the last step
+    keys: Sequence[str]  # its records have all of these keys
     run: Callable[["Session"], None]  # collective
 
 
@@ -68,7 +68,7 @@ class PeriodicWork:
     tasks: Evaluation | None = None
     samples: Evaluation | None = None
     profile: "Profile | None" = None
-    task_hashes: Mapping[str, str] = field(default_factory=dict)  # by task, of its questions
+    task_hashes: Mapping[str, str] = field(default_factory=dict)  # by task: a hash of its questions
 
     @property
     def evaluations(self) -> list[Evaluation]:
@@ -85,8 +85,8 @@ class Session:
     services: Services
     periodic: PeriodicWork
     state: TrainState
-    resumed: TrainState | None = None  # the state as it was saved, if the run is resumed
-    pending: StepRecord | None = None  # of the last step, until `check_pending` reads it
+    resumed: TrainState | None = None  # the saved state, if the run resumes
+    pending: StepRecord | None = None  # the last step's, until `check_pending` reads it
 
     def close(self) -> None:
         """End the background threads."""
@@ -95,10 +95,10 @@ class Session:
 
 
 def check_pending(s: Session) -> None:
-    """Check the record of the last step on the host: was its update withheld, do the ranks agree to stop?
+    """Check on the host whether the last step's update was withheld, and whether the ranks agree to stop.
 
-    The host reads it one step late, while the device computes the next step: so it does not wait. Whoever must know
-    earlier calls this and waits. The guards come first: a run that has diverged does not save, even if asked to stop.
+    The host reads the record one step late, while the device computes the next step, so it does not wait. Code that
+    must know earlier calls this and waits. Guards come first: a diverged run does not save, even if asked to stop.
 
     Raises:
         UserError: on every rank: a guard stops the run.
@@ -116,11 +116,11 @@ def check_pending(s: Session) -> None:
 
 
 def due(step: int, every: int) -> bool:
-    """Whether a step is a multiple of `every`; 0 means never."""
+    """Return whether a step is a multiple of `every`; 0 means never."""
     return every > 0 and step % every == 0
 
 
 def forward_seed(seed: int, step: int, micro_batch: int, rank: int) -> int:
-    """A distinct seed for each forward pass of a run."""
+    """Return a distinct seed for each forward pass of a run."""
     digest = hashlib.sha256(f"{seed}/{step}/{micro_batch}/{rank}".encode()).digest()
     return int.from_bytes(digest[:7], "little")

@@ -1,4 +1,4 @@
-"""The guard against loss spikes in a run. Loaded only if [spike] asks for it."""
+"""Connects the guard against loss spikes to a run. Loaded only if [spike] asks for it."""
 
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.save import BaseCheckpointer
@@ -16,12 +16,12 @@ from torchtitan_lite.run.metrics import Log
 def build_guard(
     config: Config, process: Process, state: TrainState, skipped: list[int], checkpointer: BaseCheckpointer, log: Log
 ) -> SpikeGuard:
-    """The guard that [spike] describes."""
+    """Build the guard for [spike]."""
 
     def fork_without(record: StepRecord) -> str:
-        """The command of a run that starts from the newest checkpoint, and skips the step's samples. Collective.
+        """Return the command of a fork from the newest checkpoint that skips the step's samples. Collective.
 
-        Without a checkpoint of its own, it starts as this run did.
+        If this run has no checkpoint, the fork starts as this run did.
         """
         report_save(checkpointer, log, wait=True)
         folder = checkpointer.folder

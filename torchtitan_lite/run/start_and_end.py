@@ -1,7 +1,7 @@
 """The start and the end of an attempt to train.
 
 An attempt can fail for many reasons: wrong values, missing weights, a full disk. So `take_over` changes the run's
-folder last. An attempt that fails before is refused: it leaves no trace but in train.log.
+folder last. An attempt that fails earlier is refused: it leaves a trace only in train.log.
 """
 
 import hashlib
@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from torchtitan_lite import __version__
+from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config, flatten
 from torchtitan_lite.config.toml import Loaded, format_value, to_toml_with_origins
@@ -36,7 +37,8 @@ from torchtitan_lite.terminal import counted, duration, print_line
 
 
 def prepared(loaded: Loaded) -> tuple[Loaded, DataSet]:
-    """Prepare the data, and turn epochs into steps. Without a process group: collectives of others would time out."""
+    """Prepare the data, and convert epochs to steps. Without a process group: collectives of other ranks would time
+    out."""
     data = prepare_all(loaded.config.data, loaded.config.tokenizer, print_line)
     if loaded.config.in_epochs or loaded.config.data.packing == "best_fit":
         from torchtitan_lite.run import epochs
@@ -46,7 +48,7 @@ def prepared(loaded: Loaded) -> tuple[Loaded, DataSet]:
 
 
 def require_one_run(loaded: Loaded, data: DataSet, process: Process) -> list[str]:
-    """Check that the run's folder is of this version, and that all ranks mean the same run. Returns their hosts.
+    """Check that the run's folder has this version, and that all ranks have the same run. Returns their hosts.
 
     Raises:
         UserError: on every rank.
@@ -59,10 +61,10 @@ def require_one_run(loaded: Loaded, data: DataSet, process: Process) -> list[str
 
 
 def require_shared(folder: Path, config: Config) -> None:
-    """Check that all machines see the run's folder, or what it will be in. Collective.
+    """Check that all machines see the run's folder, or its existing parent. Collective.
 
-    If all checkpoints are full and torchrun gives each machine a fixed rank, only rank 0 needs it. With an --rdzv-id,
-    rank 0 of the next attempt may be on any machine, which would begin again at step 0.
+    With full checkpoints and fixed ranks of machines, only rank 0 needs the folder. With an --rdzv-id, the next
+    attempt's rank 0 may be on any machine, and would begin again at step 0.
 
     Raises:
         ConfigError: on every rank.
@@ -77,7 +79,7 @@ def require_shared(folder: Path, config: Config) -> None:
 
 
 def machines_line(before: Sequence[attempts.Attempt], hosts: Sequence[str], world_size: int) -> str:
-    """The machines that joined and left since the last attempt; empty if there was none, or nothing has changed."""
+    """Describe which machines joined and left since the last attempt; empty if there is none or no change."""
     if not before or (before[-1].world_size, set(before[-1].hosts)) == (world_size, set(hosts)):
         return ""
     last = before[-1]
@@ -91,8 +93,8 @@ def require_agreement(config: Config, data: DataSet, process: Process) -> list[s
     """Compare versions, config and data between all ranks. Returns the host names in the order of their ranks.
 
     Raises:
-        ConfigError: on every rank, with each value that differs and the ranks that have it (on those with the most
-            common values it is a BusyError); or the model's vocabulary is smaller than the tokenizer's.
+        ConfigError: on every rank, with each differing value and its ranks (ranks with the most common values raise
+            BusyError); or the model's vocabulary is smaller than the tokenizer's.
     """
     values = {
         "torchtitan_lite": __version__,
@@ -101,15 +103,15 @@ def require_agreement(config: Config, data: DataSet, process: Process) -> list[s
         "device": process.device.type,
         **flatten(config),
         "the tokenizer, by its hash": data.tokenizer_sha256,
-        **{f"the text of {key}, by its hash": digest for key, digest in data.identity().items()},
+        **{f"the text of {key}, by its hash": digest for key, digest in data.hashes().items()},
     }
-    mine = {key: repr(value) for key, value in values.items()}
-    # all values of all ranks only if they differ: with 16,384 ranks, these are 100 MB for each of them to read
-    digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
+    own = {key: repr(value) for key, value in values.items()}
+    # exchange all values only if hashes differ: with 16,384 ranks, each would read 100 MB
+    digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()
     hosts, digests = zip(*gather([socket.gethostname(), digest]), strict=True)
     if any(other != digest for other in digests):
         lines = ["the ranks differ in config, data or versions:"]
-        of_ranks = gather(mine)
+        of_ranks = gather(own)
         for key in dict.fromkeys(key for theirs in of_ranks for key in theirs):
             ranks_of: dict[str, list[int]] = {}
             for rank, theirs in enumerate(of_ranks):
@@ -117,7 +119,7 @@ def require_agreement(config: Config, data: DataSet, process: Process) -> list[s
             if len(ranks_of) > 1:
                 shown = (f"{value} on {_ranks(ranks, hosts)}" for value, ranks in ranks_of.items())
                 lines.append(f"{key}: {'; '.join(shown)}")
-        # under a torchrun that starts again, only the machines with other values end, and the rest goes on without them
+        # a restarting torchrun then ends only the machines with uncommon values, and continues without them
         error = BusyError if digest == max(digests, key=digests.count) else ConfigError
         raise error("\n  ".join(lines))
     if 0 < config.model.vocab_size < data.vocab_size:
@@ -129,7 +131,7 @@ def require_agreement(config: Config, data: DataSet, process: Process) -> list[s
 
 
 def _ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """rank 3 (node1), or ranks 8, 9 and 6 more (node1, node2)"""
+    """Return e.g. "rank 3 (node1)", or "ranks 8, 9 and 6 more (node1, node2)"."""
     where = ", ".join(dict.fromkeys(hosts[rank] for rank in ranks))
     if len(ranks) == 1:
         return f"rank {ranks[0]} ({where})"
@@ -138,7 +140,7 @@ def _ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 
 def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Session) -> None:
-    """Log the start, and make the run's folder that of this attempt.
+    """Log the start, and take over the run's folder for this attempt.
 
     Raises:
         UserError: on every rank. The attempt is not in attempts.jsonl.
@@ -163,6 +165,7 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
             log.info(f"note    {note}")
     if not finished:
         with watchdog.loading("comparing the space on the disk"):
+            on_rank0(lambda: storage.remove_leftovers(checkpointer.folder), process.untimed)
             checkpointer.require_space()
 
     def change_folder() -> int:
@@ -173,7 +176,7 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
                     write_durably(config.folder / name, (data.folder / name).read_bytes())
         fork = checkpointer.forked_from
         about = {"step": step, "samples": s.state.samples_consumed, "forked_from": str(fork.absolute() if fork else "")}
-        about |= {"config": s.state.config, "setting": s.state.bitwise_setting, "identity": s.state.identity}
+        about |= {"config": s.state.config, "setting": s.state.bitwise_setting, "must_match": s.state.must_match}
         about |= {"tasks": s.state.tasks}
         return run_folder.record_start(config.folder, about | run_folder.facts(process, hosts))
 
@@ -187,7 +190,7 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
 
 
 def report_end(s: Session) -> int:
-    """Log whether the run completed or was preempted, and write it to run.json. Returns the exit code. Collective."""
+    """Log and record whether the run completed or was preempted. Returns the exit code. Collective."""
     config, step, log, meter = s.config, s.state.step, s.services.log, s.services.meter
     rest = missed_evaluations(s) if s.services.preemption.agreed else []
     if step < config.train.steps or rest:
@@ -211,7 +214,7 @@ def report_end(s: Session) -> int:
 
 
 def report_failure(config: Config, process: Process, log: Log, error: Exception, s: Session | None) -> None:
-    """Write a failure to run.json. Without a session, the attempt was refused."""
+    """Record a failure. Without a session, the attempt was refused."""
     if s is not None and isinstance(error, UserError) and not isinstance(error, StuckError):
         # every rank has raised this error, so a background save can still complete
         report_save(s.services.checkpointer, log, wait=True, ends=True)

@@ -1,6 +1,6 @@
-"""Tasks during training: [eval] tasks are scored every so many steps, and at the end.
+"""Scores the [eval] tasks during training, at an interval and at the end.
 
-They change nothing in training: no random number is drawn, and the parameters are sharded again afterwards.
+Scoring does not change training: it draws no random numbers, and parameters are resharded afterwards.
 """
 
 import hashlib
@@ -19,20 +19,20 @@ from torchtitan_lite.run.session import Session
 from torchtitan_lite.scoring.find_tasks import find
 from torchtitan_lite.scoring.questions import METRICS, Task
 from torchtitan_lite.scoring.task_scores import TaskScore, figure_text, score
-from torchtitan_lite.scoring.task_tokens import Encoded, Inputs, encoded, text_encoder
+from torchtitan_lite.scoring.task_tokens import Encoded, Inputs, encode_task, text_encoder
 
 TOO_LONG_S = 60
 
 
 @dataclass(frozen=True)
 class Tasks:
-    """The tasks of a run, in tokens."""
+    """The tasks of a run, encoded."""
 
     encoded: list[Encoded]
-    digests: dict[str, str]  # of the questions, by name
+    digests: dict[str, str]  # by task: a hash of its questions
 
     @classmethod
-    def of(cls, config: Config, data: DataSet) -> "Tasks | None":
+    def from_config(cls, config: Config, data: DataSet) -> "Tasks | None":
         """Read and encode the tasks; None if the default text has too few brackets. Collective.
 
         Raises:
@@ -51,7 +51,7 @@ class Tasks:
             return None
         inputs = Inputs([data.end_token], [data.end_token], config.input_len)
         encode = text_encoder(bpe.load(data.folder / "tokenizer.json"), (data.end_token,), "a question")
-        return cls([encoded(task, encode, inputs) for task in tasks], digests)
+        return cls([encode_task(task, encode, inputs) for task in tasks], digests)
 
     def score(self, s: Session) -> None:
         """Score, log and record all tasks. Collective."""
@@ -75,7 +75,7 @@ def _digest(task: Task) -> str:
 
 
 def record(task_score: TaskScore) -> dict[str, float | None]:
-    """For metrics.jsonl: the main score first."""
+    """Return a record for metrics.jsonl: the main score first."""
     name, figures = task_score.task.name, task_score.figures()
     figures = {"score": figures.pop("score"), **figures}
     short = {"score": "task", "score_stderr": "task_stderr"}
@@ -86,7 +86,7 @@ def record(task_score: TaskScore) -> dict[str, float | None]:
 
 
 def line(task_score: TaskScore) -> str:
-    """The score of a task, for the log."""
+    """Format the score of a task for the log."""
     figures, task = task_score.figures(), task_score.task
     others = [f"{key.replace('_', ' ')} {figures[key]:.3f}" for key in METRICS[task.kind] if key != task.main]
     notes = [f"chance {task.chance:.3f}", f"{len(task.questions)} questions", *others]
@@ -94,7 +94,7 @@ def line(task_score: TaskScore) -> str:
 
 
 def wrong_tasks(config: Config) -> dict[str, str]:
-    """The problems of [eval] tasks, by key; those that need the data are found later."""
+    """Return the problems of [eval] tasks, by key, except those that need the data."""
     if FAMILIES[config.model.family].encoder_decoder:
         return {"eval.tasks": f"eval.tasks: tasks are for decoders, not {config.model.family}; eval.tasks = [] works"}
     try:

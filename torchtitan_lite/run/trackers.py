@@ -1,6 +1,6 @@
 """TensorBoard and Weights & Biases, in addition to metrics.jsonl. Each is an extra to install.
 
-Each record is sent at once. A resume sends those of the steps that it repeats again.
+Records are sent at once. A resume sends the records of repeated steps again.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ class Tracker(NamedTuple):
 
 
 class Trackers:
-    """Passes records on. A failing tracker is reported once, then dropped.
+    """Sends records to trackers. A failing tracker is reported once, then dropped.
 
     Args:
         state: where the run starts or resumes.
@@ -39,7 +39,7 @@ class Trackers:
         """Log the numbers of a record of metrics.jsonl."""
         for name, tracker in list(self._open.items()):
             with self._reported(name):
-                tracker.write(dict(values))  # it may change its own
+                tracker.write(dict(values))  # a copy, which it may change
 
     def close(self) -> None:
         for name, tracker in list(self._open.items()):
@@ -56,12 +56,12 @@ class Trackers:
 
 
 def scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a record, without its step and the time at which it was written."""
+    """Return the numbers of a record, without its step and time."""
     return {key: float(v) for key, v in values.items() if key not in ("step", "time") and type(v) in (int, float)}
 
 
 def tensorboard(config: LogConfig, folder: Path, state: TrainState) -> Tracker:
-    """A new file, which drops the records of later steps that an earlier attempt has left."""
+    """Open a new file, which drops an earlier attempt's records of later steps."""
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(str(folder / "tensorboard"), purge_step=state.step + 1)
@@ -76,9 +76,9 @@ def tensorboard(config: LogConfig, folder: Path, state: TrainState) -> Tracker:
 
 
 def weights_and_biases(config: LogConfig, folder: Path, state: TrainState) -> Tracker:
-    """The same W&B run in each attempt.
+    """Open the same W&B run in each attempt.
 
-    W&B keeps the first record of a step that a resume repeats, which is equal bit for bit on the same world size.
+    Of a repeated step, W&B keeps the first record, which is equal bit for bit on the same world size.
     """
     import wandb
 
@@ -100,7 +100,7 @@ def weights_and_biases(config: LogConfig, folder: Path, state: TrainState) -> Tr
 
 
 def grouped(key: str) -> str:
-    """The name of a figure in Weights & Biases, which makes a section of each prefix: train, val, task or time."""
+    """Return the W&B name of a figure. W&B groups by prefix: train, val, task or time."""
     if key.startswith("task/") or key in ("seconds", "tokens_per_second", "mfu") or key.endswith("_s"):
         return key if key.startswith("task/") else f"time/{key}"
     average, _, rest = key.rpartition("val_")  # ema_val_loss is val/ema_loss

@@ -1,16 +1,16 @@
 """The watchdog: if no rank makes progress, it names the rank that the others wait for, writes stacks, and ends the run.
 
-One thread of each rank publishes in torch's store, at each interval, where the rank is and how much it moved
-(progress.py). A rank that stays where it is reads what the others publish:
+At each interval, one thread of each rank publishes in torch's store where the rank is and how many bytes it moved
+(progress.py). A rank that stays where it is reads the other ranks' entries:
 
-    any rank gets to another place, moves bytes, or     wait: a save or a compilation takes as long as it takes
-    uses a processor while it starts or compiles
-    none does for run.timeout_minutes                   each rank writes its stacks, and ends by itself
+    a rank moves on, moves bytes, or uses a             wait: saves and compilations may take any time
+    processor while it starts or compiles
+    none does for run.timeout_minutes                   each rank writes its stacks and ends
     a rank published nothing for
-    run.start_timeout_minutes before the first step     the same: its machine died while it started
+    run.start_timeout_minutes before the first step     the same: its machine died during startup
 
 The thread ends the process, because the main thread may be blocked in a collective or by a disk. The process groups
-have no time limit of their own (`limit_group_timeouts`).
+have no time limit (`set_group_timeouts`).
 """
 
 import contextlib
@@ -34,14 +34,14 @@ from torchtitan_lite.errors import ConfigError, StuckError, report
 from torchtitan_lite.process import local_rank
 
 _AT, _BEAT = "torchtitan_lite/at/{}", "torchtitan_lite/beat/{}"
-_FOLLOWS = b"--- this process ends because another one did\n"
+_FOLLOWS = b"--- this process ends because a different one did\n"
 
 
 class Place(NamedTuple):
-    """Where the main thread is."""
+    """Where a rank's main thread is."""
 
     step: int = 0
-    phase: int = 0  # 0: fetching its batch, 1: computing
+    phase: int = 0  # 0: fetching the batch, 1: computing
     passes: int = 0  # forward passes in this phase
 
     def __str__(self) -> str:
@@ -49,20 +49,20 @@ class Place(NamedTuple):
 
 
 class RankState(NamedTuple):
-    """What a rank has published. It makes progress as long as this changes."""
+    """A rank's published entry. The rank makes progress while it changes."""
 
     place: Place = Place()
     operations: Sequence[tuple[str, bool]] = ()  # see progress.operations
-    moved: int = 0  # bytes, and the intervals in which it used a processor
+    moved: int = 0  # bytes moved, plus intervals in which it used a processor
 
     @property
     def reached(self) -> tuple[Place, bool]:
-        """Ranks that are behind compare less: they may not take part in an operation yet."""
+        """How far the rank is. A rank that is behind compares lower: it may not take part in an operation yet."""
         return self.place, bool(self.operations)
 
     @property
     def task(self) -> str:
-        """What all ranks take part in."""
+        """The operation or step that all ranks take part in."""
         operation = self.operations[0][0].partition(": ")[0] if self.operations else ""
         return operation or (f"step {self.place.step}" if self.place.step else "starting")
 
@@ -71,11 +71,11 @@ class RankState(NamedTuple):
 
 
 def explain_hang(states: Mapping[int, RankState], silent: Mapping[int, float], limit: str) -> str:
-    """Which ranks the others wait for: those that are silent, at work, or behind.
+    """Describe which ranks the others wait for: those that are silent, at work, or behind.
 
     Args:
-        states: of the ranks of which one is known.
-        silent: the ranks that publish nothing, for so many seconds.
+        states: of the ranks whose state is known.
+        silent: by rank that publishes nothing: for how many seconds.
     """
     furthest, waited_for = max(states.values(), key=lambda state: state.reached), []
     for rank in sorted(states.keys() | silent.keys()):
@@ -95,7 +95,7 @@ def explain_hang(states: Mapping[int, RankState], silent: Mapping[int, float], l
 
 
 class Watchdog:
-    """Watches this rank until `close`. Collective: all ranks make one."""
+    """Watches this rank until `close`. Collective: every rank creates one."""
 
     def __init__(self, folder: Path, process: Process, limits: RunConfig) -> None:
         assert process.store is not None
@@ -120,41 +120,41 @@ class Watchdog:
         self._timeout_s, self._start_timeout_s = 60 * limits.timeout_minutes, 60 * limits.start_timeout_minutes
         self._interval_s = min(10.0, self._timeout_s / 40, self._start_timeout_s / 10)
         self._silent_s = min(self._timeout_s, self._start_timeout_s) / 2
-        # a connection of its own: a blocked thread must not block the main thread
+        # a separate connection: a blocked thread must not block the main thread
         self._thread_store = self._store.clone()  # type: ignore[attr-defined]
         self._own, self._worked, self._processor_s = RankState(), 0, 0.0
-        self._quiet_s = 0.0  # since any rank is known to have made progress
+        self._quiet_s = 0.0  # time since a rank is known to have made progress
         self._others: dict[int, RankState] = {}  # as last read
-        self._beats: dict[int, tuple[int, float]] = {}  # the number of each rank's newest beat, and when it was new
-        self._number, self._answered = 0, time.monotonic()  # of the newest beat; when the store last answered
+        self._beats: dict[int, tuple[int, float]] = {}  # by rank: number and time of its newest beat
+        self._number, self._answered = 0, time.monotonic()  # number of the newest beat; when the store last answered
         self._reach(Place())
         self._exchange()
-        dist.barrier()  # all have published
+        dist.barrier()  # until all ranks have published
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     # --- the main thread ----------------------------------------------------------------------------------------
 
     def step(self, number: int) -> None:
-        """A step begins."""
+        """Note that a step begins."""
         self._reach(Place(number, 0))
 
     def computing(self) -> None:
-        """This rank has its batch."""
+        """Note that this rank has its batch."""
         self._reach(Place(self._at.step, 1))
 
     def forward(self) -> None:
-        """A forward pass begins."""
+        """Note that a forward pass begins."""
         self._reach(self._at._replace(passes=self._at.passes + 1))
 
     def _reach(self, at: Place) -> None:
         self._at = at
-        if self._world.world_size > 1:  # at once: if this process dies, others say where
+        if self._world.world_size > 1:  # at once: if this process dies, other ranks report where
             self._store.set(_AT.format(self._world.rank), json.dumps(at))
 
     @contextlib.contextmanager
     def loading(self, what: str) -> Iterator[None]:
-        """All ranks load something in this context, and synchronise at the end."""
+        """Note that all ranks load something in this context, and synchronise at the end."""
         with self.naming_lost_ranks(), progress.doing(what):
             yield
             dist.barrier(group=self._world.untimed)
@@ -197,9 +197,9 @@ class Watchdog:
         return ""
 
     def _ended(self) -> list[int]:
-        """The ranks of this machine whose processes have ended, as soon as there is one; [] after two seconds.
+        """Wait up to two seconds for a process of this machine to have ended, and return the ended ranks.
 
-        Also [] where locks do not work or the folder is gone.
+        Returns [] if none has ended, locks do not work, or the folder is gone.
         """
         if self._has_ended(self._world.rank):
             return []
@@ -212,7 +212,7 @@ class Watchdog:
         return []
 
     def _has_ended(self, rank: int) -> bool:
-        """Whether a rank's process has ended, and not because another did: nobody locks its file, or it is removed."""
+        """Return whether a rank's process ended first, not because of a different one: its file is unlocked or gone."""
         try:
             with self._path.with_name(f"rank-{rank}.txt").open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -228,14 +228,14 @@ class Watchdog:
         before, last = time.monotonic(), None
         exchange = threading.Thread()
         while not self._closed.wait(self._interval_s):
-            # if this thread can't run, because another one holds the interpreter's lock
+            # for the case that this thread can't run, because a thread holds the interpreter's lock
             with contextlib.suppress(ValueError):  # `close` was called just now
                 faulthandler.dump_traceback_later(self._timeout_s, file=self._file)
             now = time.monotonic()
-            # the time in which this process was stopped does not count
+            # time while this process was stopped does not count
             elapsed_s, before = min(now - before, 3 * self._interval_s), now
             self._look(elapsed_s)
-            if not exchange.is_alive():  # in a thread of its own: the store's machine may not answer
+            if not exchange.is_alive():  # in a separate thread: the store's machine may not answer
                 exchange = threading.Thread(target=self._exchange, daemon=True)
                 exchange.start()
             exchange.join(self._interval_s)
@@ -248,16 +248,16 @@ class Watchdog:
                 self._abort("run.start_timeout_minutes" if silent_at_start else "run.timeout_minutes")
 
     def _look(self, elapsed_s: float) -> None:
-        """Look at this process: where it is, and whether it moves."""
+        """Update the state of this process: where it is, and whether it moves."""
         operations, worked = progress.operations(), 0
-        if (not self._at.step and not operations) or progress.compiles():  # no rank waits for another by spinning
+        if (not self._at.step and not operations) or progress.compiles():  # ranks do not spin while they wait
             before, self._processor_s = self._processor_s, progress.processor_s()
             worked = self._processor_s - before > elapsed_s / 4
         self._worked += worked
         self._own = RankState(self._at, operations, progress.moved() + self._worked)
 
     def _exchange(self) -> None:
-        """Publish a beat. If no rank is known to make progress, read those of the others."""
+        """Publish a beat. If no rank is known to make progress, read the other ranks' beats."""
         process, store = self._world, self._thread_store
         self._number += 1
         with contextlib.suppress(RuntimeError):  # the store is gone
@@ -273,11 +273,11 @@ class Watchdog:
             self._answered = time.monotonic()
 
     def _silent(self) -> dict[int, float]:
-        """The seconds since the newest beat of each silent rank. Rank 0's machine hosts the store."""
+        """Return the seconds since each silent rank's newest beat. Rank 0's machine hosts the store."""
         now = time.monotonic()
         unanswered_s = now - self._answered
         seconds = {rank: now - at for rank, (_, at) in self._beats.items()}
-        if unanswered_s >= self._silent_s:  # nothing is known of the others
+        if unanswered_s >= self._silent_s:  # the other ranks' states are unknown
             seconds = {0: unanswered_s}
         return {rank: each for rank, each in seconds.items() if each >= self._silent_s}
 

@@ -1,7 +1,8 @@
-"""The task `brackets`: which bracket closes? It is made from held-out text, and is the default for Python's library.
+"""The task `brackets`: which bracket closes? Made from held-out text; the default task for the default text.
 
-The context is text up to a closing bracket whose partner is shortly before. The choices are the three brackets (those
-that the text has enough of), and each is the right one equally often: a model that ignores the context scores a third.
+The context is text up to a closing bracket that was opened shortly before. The choices are the three brackets, without
+those that are too rare in the text. Each is right equally often, so a model that ignores the context scores 1 / their
+number.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,15 +15,15 @@ from torchtitan_lite.scoring.questions import Question, Task
 CHOICES = (")", "]", "}")
 EACH = 66  # questions for each bracket
 FEWEST = 5
-CONTEXT, APART = 120, 100  # characters: of a context, and between two partners
+CONTEXT, APART = 120, 100  # maximum characters of a context, and between opening and closing bracket
 SEED = 0
 
 
 def brackets(documents: Iterable[str]) -> Task:
-    """The task.
+    """Make the task.
 
     Raises:
-        DataError: the documents have too few pairs.
+        DataError: the documents have too few pairs of brackets.
     """
     contexts: dict[str, list[str]] = {bracket: [] for bracket in CHOICES}
     for text in documents:
@@ -44,7 +45,7 @@ def brackets(documents: Iterable[str]) -> Task:
 
 
 def _closing(text: str) -> Iterator[int]:
-    """The places of closing brackets that have a partner, not directly before them."""
+    """Yield the positions of closing brackets whose opening one is near, but not directly before."""
     opened: list[tuple[str, int]] = []
     partners = dict(zip(CHOICES, "([{", strict=True))
     for place, character in enumerate(text):

@@ -1,6 +1,6 @@
-"""The tasks that a list of names stands for: .jsonl files and built-in tasks.
+"""Finds tasks by name: .jsonl files, built-in tasks, and the user's "module:name".
 
-A built-in task, or a "module:name" of the user's own, is a function that makes it from held-out documents of a run.
+The latter two are functions that make a task from held-out documents of a run.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,15 +18,15 @@ from torchtitan_lite.scoring.questions import Task, read
 BUILT_IN: Registry[Callable[[Iterable[str]], Task]] = Registry(
     "eval.tasks", "docs/extending.md", FunctionType, {"brackets": brackets}
 )
-MOST_DOCUMENTS, MOST_TOKENS = 2000, 1 << 16  # held-out documents that are read of each source, and tokens of each
+MOST_DOCUMENTS, MOST_TOKENS = 2000, 1 << 16  # held-out documents read per source, and tokens per document
 
 
 def find(names: Sequence[str], data: Callable[[], DataSet] | None, n_questions: int = 0) -> list[Task]:
     """Read tasks.
 
     Args:
-        data: opens the data of the run, which built-in tasks are made from; None: leave these tasks out.
-        n_questions: of each task, drawn at random; 0: all.
+        data: opens the run's data, from which built-in tasks are made; None: leave these tasks out.
+        n_questions: number per task, drawn at random; 0: all.
 
     Raises:
         UserError: a task does not exist or can't be read, or two have the same name.
@@ -35,7 +35,7 @@ def find(names: Sequence[str], data: Callable[[], DataSet] | None, n_questions: 
     for task in filter(None, (_task(name, data) for name in names)):
         if task.name in tasks:
             raise DataError(f"two tasks are called {task.name}; rename one of the files, or name each task once")
-        tasks[task.name] = task.some(n_questions)
+        tasks[task.name] = task.subset(n_questions)
     return list(tasks.values())
 
 
@@ -49,7 +49,7 @@ def _task(name: str, data: Callable[[], DataSet] | None) -> Task | None:
 
 
 def held_out_documents(name: str, data: DataSet) -> Iterator[str]:
-    """Held-out documents for a built-in task, evenly spaced in each source.
+    """Yield held-out documents for a built-in task, evenly spaced in each source.
 
     Raises:
         DataError: the data is damaged, or holds pairs.

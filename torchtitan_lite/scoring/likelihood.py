@@ -1,7 +1,7 @@
-"""The likelihood engine: log-likelihoods of token sequences, computed by all ranks.
+"""Log-likelihoods of token sequences, computed by all ranks.
 
 Validation, tasks and `evaluate` cut their texts into rows of tokens. A batch of rows is one forward pass on one rank.
-The rows of an item (a document, a choice) are added up, and one all-reduce gives every rank the sums of all items.
+Rows are summed by item (a document, a choice), and one all-reduce gives every rank the sums of all items.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sized
@@ -24,30 +24,30 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Window:
-    """Consecutive tokens, of which all but the first `known` are predicted. Compact: a task may have millions."""
+    """Consecutive tokens; all but the first `known` are predicted. Compact: a task may have millions."""
 
-    item: int  # whose sum it is added to
+    item: int  # the item that its value is added to
     ids: NDArray[np.int32]
     known: int = 1  # at least 1
 
     def __len__(self) -> int:
-        """The columns of its row."""
+        """Return the columns of its row."""
         return len(self.ids) - 1
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The rows of one forward pass, and the item of each."""
+    """The rows of one forward pass, and each row's item."""
 
     items: Tensor  # (B,) int64
     rows: MicroBatch
 
 
-Measure = Callable[[nn.Module, Batch, torch.device], Tensor]  # sums over the targets of each row, (K, B)
+Measure = Callable[[nn.Module, Batch, torch.device], Tensor]  # returns K sums over each row's targets, (K, B)
 
 
-def padded(windows: list[Window]) -> Batch:
-    """A batch of windows. Padding follows the tokens of a row, which do not attend to it."""
+def pad_batch(windows: list[Window]) -> Batch:
+    """Make a batch of windows. Padding follows the tokens of a row, which do not attend to it."""
     length = max(map(len, windows))
     tokens = torch.zeros(len(windows), length, dtype=torch.int64)
     targets = torch.full((len(windows), length), IGNORE)
@@ -59,13 +59,13 @@ def padded(windows: list[Window]) -> Batch:
 
 
 def row_nats(model: nn.Module, rows: MicroBatch, device: torch.device) -> Tensor:
-    """The summed negative log-likelihood of each row's targets in nats, (B,) float32 on the device."""
+    """Return the summed negative log-likelihood of each row's targets in nats, (B,) float32 on the device."""
     nats: Tensor = model(**rows.on(device), per_sequence=True)
     return nats
 
 
 def row_sizes(rows: MicroBatch, bytes_per_token: Tensor) -> Tensor:
-    """The targets of each row and the bytes of their text, (2, B) int64.
+    """Return each row's number of targets, and the bytes of their text, (2, B) int64.
 
     Args:
         bytes_per_token: (V,) int64.
@@ -76,7 +76,7 @@ def row_sizes(rows: MicroBatch, bytes_per_token: Tensor) -> Tensor:
 
 
 def nats_only(model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
-    """A measure of one value, the negative log-likelihood."""
+    """Return one value per row, the negative log-likelihood (1, B). A Measure."""
     return row_nats(model, batch.rows, device)[None]
 
 
@@ -92,16 +92,16 @@ def sums_by_item(
 ) -> Tensor:
     """Measure rows and sum the values by item, (n_values, items) float64 in host memory. Collective.
 
-    Each batch is computed by one rank, and the sum of a float64 with zeros is exact. So any number of ranks finds the
-    same bits, if the batches are the same.
+    One rank computes each batch, and the sum of a float64 with zeros is exact. So the same batches give the same bits
+    on any number of ranks.
 
     Args:
         batches: of all ranks, in the same order on each.
-        load: makes a batch; it is called for the batches of this rank.
-        items: their number is read last: a stream of batches may add to them.
+        load: makes a batch; called for this rank's batches.
+        items: their number is read last: a stream of batches may add items.
     """
     parts = []
-    for which, counts in in_turn(batches, process):
+    for which, counts in batches_of_rank(batches, process):
         batch = load(which)
         values = measure(model, batch, process.device)
         if counts:
@@ -113,11 +113,11 @@ def sums_by_item(
     return sum_over_ranks(sums.to(process.device)).cpu() if process.world_size > 1 else sums
 
 
-def in_turn(batches: Iterable[T], process: Process) -> Iterator[tuple[T, bool]]:
-    """This rank's batches, in turn with the other ranks, and whether the result counts.
+def batches_of_rank(batches: Iterable[T], process: Process) -> Iterator[tuple[T, bool]]:
+    """Yield this rank's batches, and whether the result counts. Ranks take turns.
 
-    Every rank gets the same number, as the forward passes of a sharded model need. In the last round, ranks without a
-    batch of their own repeat another's, which does not count.
+    Every rank gets the same number, because a sharded model's forward pass is collective. In the last round, ranks
+    without a batch repeat the last one, which does not count.
     """
     remaining = iter(batches)
     while batches_of_round := list(islice(remaining, process.world_size)):
@@ -126,10 +126,10 @@ def in_turn(batches: Iterable[T], process: Process) -> Iterator[tuple[T, bool]]:
 
 
 def bytes_per_token(tokenizer: Tokenizer, end: int | None = None) -> NDArray[np.int64]:
-    """The bytes of text of each token, (size,) int64; 0 for special tokens and for the end token `end`.
+    """Return the bytes of each token's text, (size,) int64; 0 for special tokens and the end token `end`.
 
-    The end token stands for no text, even if it is an ordinary entry of the vocabulary.
-    In a byte-level vocabulary each character of a token is one byte. In others, U+2581 is a space and <0xAB> is a byte.
+    The end token has no text, even if it is an ordinary entry of the vocabulary. In a byte-level vocabulary each
+    character of a token is one byte. In others, U+2581 is a space and <0xAB> is a byte.
     """
     added = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())

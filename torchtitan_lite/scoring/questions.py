@@ -1,4 +1,4 @@
-"""The questions of a task, read from a JSONL file. docs/tasks.md describes the format."""
+"""Reads the questions of a task from a JSONL file. docs/tasks.md describes the format."""
 
 import codecs
 from dataclasses import dataclass, replace
@@ -20,14 +20,14 @@ _EXAMPLES = (
     'multiple choice: {"context": "The sky is", "choices": [" blue", " green"], "answer": 0}; '
     'last word: {"context": "Once upon a", "continuation": " time"}'
 )
-_SEED = 0  # of a subset
+_SEED = 0  # of subsets
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question. A last word is a choice without alternatives."""
+    """One question. A last word is a choice without alternatives."""
 
-    contexts: tuple[str, ...]  # of each choice
+    contexts: tuple[str, ...]  # one per choice
     choices: tuple[str, ...]
     answer: int = 0  # the index of the right choice
 
@@ -59,8 +59,8 @@ class Task:
             return 0.0
         return float(np.mean([1 / len(question.choices) for question in self.questions]))
 
-    def some(self, n: int) -> "Task":
-        """A fixed random subset of n questions, in their order; all if n is 0 or there are fewer."""
+    def subset(self, n: int) -> "Task":
+        """Return a fixed random subset of n questions, in their order; all if n is 0 or there are fewer."""
         if not 0 < n < len(self.questions):
             return self
         which = np.sort(np.random.default_rng(_SEED).permutation(len(self.questions))[:n])
@@ -73,7 +73,7 @@ class Task:
 class _Line(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    id: Any = None  # of the user, as `meta`
+    id: Any = None  # for the user, like `meta`
     meta: Any = None
 
 
@@ -109,7 +109,7 @@ class _MultipleChoice(_Line):
 
 
 def _question(values: Any) -> tuple[Kind, Question]:
-    """The kind of a question and the question itself. Raises ValueError with what is wrong."""
+    """Return the kind of a question and the question. Raises ValueError with what is wrong."""
     if not isinstance(values, dict) or not ("continuation" in values or "choices" in values):
         raise ValueError(f"no known kind of question. {_EXAMPLES}")
     try:
@@ -122,7 +122,7 @@ def _question(values: Any) -> tuple[Kind, Question]:
 
 
 def read(path: str) -> Task:
-    """Read a task from a JSONL file. It is named after the file.
+    """Read a task from a JSONL file. The task is named after the file.
 
     Raises:
         DataError: the first problem, with its line.
@@ -143,7 +143,7 @@ def read(path: str) -> Task:
             kind, question = _question(values)
             kinds.add(kind)
             if len(kinds) > 1:
-                raise ValueError(f"a {kind} question after others; put each kind into a file of its own")
+                raise ValueError(f"a {kind} question after others; put each kind into a separate file")
             if metric and metric not in METRICS[kind]:
                 raise ValueError(f'"score": {metric!r} does not exist; {" or ".join(METRICS[kind])} works')
         except ValueError as error:

@@ -1,7 +1,7 @@
 """Scores a task on all ranks.
 
-The batches depend on the questions only, and each is computed by one rank, so that any number of ranks finds the same
-bits.
+Batches depend only on the questions, and one rank computes each batch. So results are the same bits on any number of
+ranks.
 """
 
 import itertools
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.models.loss import IGNORE
-from torchtitan_lite.scoring.likelihood import Batch, Window, nats_only, padded, sums_by_item
+from torchtitan_lite.scoring.likelihood import Batch, Window, nats_only, pad_batch, sums_by_item
 from torchtitan_lite.scoring.questions import METRICS, Task
 from torchtitan_lite.scoring.statistics import Array, mean, plus_minus, ratio
 from torchtitan_lite.scoring.task_tokens import Encoded
 
-BATCH_TOKENS = 4096  # of a batch, padding included
-LOGITS_BYTES = 1 << 28  # of a batch whose logits are stored, in float32
+BATCH_TOKENS = 4096  # per batch, including padding
+LOGITS_BYTES = 1 << 28  # of float32 logits, for a batch that stores them
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class TaskScore:
     n_bytes: Array  # of its text
 
     def figures(self) -> dict[str, float]:
-        """The main score first, then all others; each with its standard error. Undefined values are NaN."""
+        """Return the main score first, then all others, each with its standard error. Undefined values are NaN."""
         figures: dict[str, float] = {"questions": len(self.task.questions), "chance": self.task.chance}
         for name, metric in (("score", self.task.main), *((metric, metric) for metric in METRICS[self.task.kind])):
             figures[name], figures[f"{name}_stderr"] = mean(self.correct[metric])
@@ -44,7 +44,7 @@ class TaskScore:
 
 
 def figure_text(figures: dict[str, float], name: str) -> str:
-    """A figure and its standard error, for a line or a table."""
+    """Format a figure and its standard error, for a line or a table."""
     return plus_minus(figures[name], figures[f"{name}_stderr"], 3) if math.isfinite(figures[name]) else "not finite"
 
 
@@ -73,14 +73,14 @@ def _where_finite(nats: Array, correct: NDArray[np.bool_]) -> Array:
 
 
 def _sums_by_choice(model: Transformer, encoded: Encoded, process: Process, *, greedy: bool = False) -> list[Array]:
-    """The negative log-likelihood of each choice; with `greedy`, also its tokens that are not the likeliest."""
+    """Return the negative log-likelihood of each choice; with `greedy`, also its number of mispredicted tokens."""
     batch_tokens = BATCH_TOKENS
     if greedy:  # the logits are stored
         batch_tokens = max(min(BATCH_TOKENS, LOGITS_BYTES // (4 * model.tok_embeddings.num_embeddings)), 1)
     sums = sums_by_item(
         model,
         _batches(encoded.windows, batch_tokens),
-        padded,
+        pad_batch,
         encoded.n_tokens,
         process,
         measure=_nats_and_misses if greedy else nats_only,
@@ -90,7 +90,7 @@ def _sums_by_choice(model: Transformer, encoded: Encoded, process: Process, *, g
 
 
 def _batches(windows: list[Window], most: int) -> list[list[Window]]:
-    """The windows by length: as many in a batch as have `most` tokens with padding, at least one."""
+    """Group windows by length: each batch has at most `most` tokens with padding, or one window."""
     batches: list[list[Window]] = []
     for window in sorted(windows, key=len, reverse=True):  # sorting is stable
         if batches and (len(batches[-1]) + 1) * len(batches[-1][0]) <= most:
@@ -101,7 +101,7 @@ def _batches(windows: list[Window], most: int) -> list[list[Window]]:
 
 
 def _nats_and_misses(model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
-    """A measure of two values: the negative log-likelihood, and the targets that are not the likeliest token."""
+    """Return two values per row (2, B): negative log-likelihood, and mispredicted targets. A Measure."""
     rows = batch.rows.on(device)
     known = rows["targets"] != IGNORE
     logits, wanted = model(rows["tokens"])[known].float(), rows["targets"][known]

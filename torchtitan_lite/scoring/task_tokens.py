@@ -1,11 +1,11 @@
-"""Questions as tokens.
+"""Encodes questions.
 
-A context and its continuation are encoded together and then split, as a tokenizer may merge over the boundary: the
-tokens after as many as the context alone has are the continuation. Spaces at the end of a context belong to the
-continuation, as most tokenizers join them to the next word. (lm-evaluation-harness does the same.)
+A tokenizer may merge across the boundary of context and continuation. So both are encoded together, and the number of
+tokens of the context alone is where the continuation starts. Spaces at the end of a context move to the continuation,
+as most tokenizers join them to the next word. (lm-evaluation-harness does the same.)
 
-A context that is too long loses its beginning. A continuation that is longer than the model's window is predicted piece
-by piece, each from the last token of the piece before.
+A context that is too long is cut at its beginning. A continuation longer than the model's window is predicted in
+pieces, each from the last token of the previous piece.
 """
 
 from collections.abc import Callable, Collection
@@ -26,10 +26,10 @@ Encode = Callable[[list[str]], list[list[int]]]
 
 @dataclass(frozen=True)
 class Inputs:
-    """What precedes a context, and the length of the model's window."""
+    """The tokens before a context, and the length of the model's window."""
 
     prefix: list[int]  # before every context; may be empty
-    alone: list[int]  # in place of a context without tokens, if the prefix is empty
+    alone: list[int]  # replaces a context without tokens, if the prefix is empty
     length: int  # tokens
 
 
@@ -38,13 +38,13 @@ class Encoded:
     """A task in tokens."""
 
     task: Task
-    windows: list[Window]  # the item of each is a choice, numbered over all questions
-    n_tokens: NDArray[np.int64]  # of each choice
-    n_bytes: NDArray[np.int64]  # of each choice's text in UTF-8
+    windows: list[Window]  # their items are choices, numbered over all questions
+    n_tokens: NDArray[np.int64]  # per choice
+    n_bytes: NDArray[np.int64]  # per choice, of its text in UTF-8
 
 
 def text_encoder(tokenizer: Tokenizer, ends: Collection[int], what: str) -> Encode:
-    """Encodes texts without special tokens: what looks like one is text.
+    """Return a function that encodes texts without special tokens, even if the text looks like one.
 
     Args:
         what: names a text in messages.
@@ -57,7 +57,7 @@ def text_encoder(tokenizer: Tokenizer, ends: Collection[int], what: str) -> Enco
     def encode(texts: list[str]) -> list[list[int]]:
         try:
             encoded = [encoding.ids for encoding in plain.encode_batch_fast(texts, add_special_tokens=False)]
-        except BaseException as error:  # the library's panics are no Exception
+        except BaseException as error:  # the library's panics are BaseExceptions
             raise DataError(f"the tokenizer can't encode {what}: {bpe.reason(error)}") from None
         for text, ids in zip(texts, encoded, strict=True):
             if inside := [end for end in ends if end in ids]:
@@ -68,7 +68,7 @@ def text_encoder(tokenizer: Tokenizer, ends: Collection[int], what: str) -> Enco
     return encode
 
 
-def encoded(task: Task, encode: Encode, inputs: Inputs) -> Encoded:
+def encode_task(task: Task, encode: Encode, inputs: Inputs) -> Encoded:
     """Encode a task.
 
     Raises:
@@ -82,7 +82,7 @@ def encoded(task: Task, encode: Encode, inputs: Inputs) -> Encoded:
     windows: list[Window] = []
     n_tokens = []
     for number, ((question, context, _), ids) in enumerate(zip(pairs, together, strict=True)):
-        # a choice that merges into the last token of its context would have none
+        # a choice that merges into the last token of its context must still have a token
         start = min(lengths[context], len(ids) - 1)
         if not ids:
             raise ConfigError(f"task {task.name}: question {question + 1}: the tokenizer drops all of a choice")
@@ -102,7 +102,7 @@ def encoded(task: Task, encode: Encode, inputs: Inputs) -> Encoded:
 
 
 def _pairs(question: Question) -> list[tuple[str, str]]:
-    """Context and choice, the spaces at the end of the context moved."""
+    """Return context and choice, with spaces moved from the context's end to the choice."""
     kept = [context.rstrip() for context in question.contexts]
     return [
         (context, whole[len(context) :] + choice)
@@ -111,7 +111,7 @@ def _pairs(question: Question) -> list[tuple[str, str]]:
 
 
 def _windows(number: int, stream: list[int], start: int, length: int) -> list[Window]:
-    """The windows that predict stream[start:] once, the context cut on its left."""
+    """Return the windows that predict stream[start:] once, with the context cut on its left."""
     windows = []
     while start < len(stream):
         end = min(len(stream), start + length)

@@ -1,6 +1,6 @@
 """Validation on a fixed random subset of the held-out sequences: loss per token and bits per byte.
 
-Sequences are those of training, in micro-batches of one shape, and each rank reads only its own.
+Sequences are made as in training, in micro-batches of one shape. Each rank reads only its own.
 """
 
 import math
@@ -25,7 +25,7 @@ from torchtitan_lite.models.loss import IGNORE, bits_per_byte
 from torchtitan_lite.scoring.likelihood import bytes_per_token, row_nats, row_sizes
 from torchtitan_lite.scoring.statistics import Array, plus_minus, ratio
 
-# The seed of the subset. It is not run.seed, so that runs with different seeds are comparable.
+# The seed of the subset; not run.seed, so that runs with different seeds are comparable.
 SUBSET_SEED = 0
 CPU = torch.device("cpu")
 
@@ -37,12 +37,14 @@ class Validation:
     loader: Loader
     n_samples: int
     bytes_per_token: Tensor  # (V,) int64
-    samples: Mixture  # of several sources, each has its own score too
+    samples: Mixture  # if it has several sources, each also gets a score
     unigram: float | None = None  # bits per byte; the first evaluation computes it
 
     @classmethod
-    def of(cls, config: Config, data: DataSet, micro_batch_size: int, rank: int, world_size: int) -> "Validation":
-        """eval.samples random sequences, or all if there are fewer; sources are mixed as in training."""
+    def from_config(
+        cls, config: Config, data: DataSet, micro_batch_size: int, rank: int, world_size: int
+    ) -> "Validation":
+        """Select eval.samples random sequences, or all if there are fewer; sources are mixed as in training."""
         samples = open_samples(data, "val", config)
         n_samples = samples.longest_prefix(config.eval.samples)
         loader = Loader(
@@ -57,13 +59,14 @@ class Validation:
         lengths = torch.from_numpy(bytes_per_token(tokenizer, data.end_token))
         return cls(loader, n_samples, lengths, samples)
 
-    def identity(self) -> dict[str, int]:
-        """Identifies the subset: losses on different subsets are not comparable."""
+    def description(self) -> dict[str, int]:
+        """Return what identifies the subset: losses on different subsets are not comparable."""
         return {"samples": self.n_samples, "of": self.samples.n_samples, "seed": SUBSET_SEED}
 
     def micro_batches(self, device: torch.device = CPU) -> Iterator[MicroBatch]:
-        """This rank's sequences, one micro-batch at a time, loaded as in training: the next one in a thread, pinned for
-        a GPU. Every rank gets the same number.
+        """Yield this rank's sequences in micro-batches; every rank gets the same number.
+
+        They are loaded as in training: the next one in a thread, pinned for a GPU.
         """
         per_round = self.loader.micro_batch_size * self.loader.world_size
         loader = PrefetchingLoader(replace(self.loader, pin=device.type == "cuda"), device)
@@ -75,7 +78,7 @@ class Validation:
             loader.close()
 
     def numbers(self) -> Tensor:
-        """The numbers of this rank's sequences, (N,), in order. The last ones may be surplus, which are masked."""
+        """Return the numbers of this rank's sequences in order, (N,). Masked surplus ones repeat the last number."""
         size = self.loader.micro_batch_size
         firsts = np.arange(0, self.n_samples, size * self.loader.world_size) + self.loader.rank * size
         numbers = (firsts[:, None] + np.arange(size)).ravel()
@@ -84,7 +87,7 @@ class Validation:
 
 @dataclass(frozen=True)
 class Score:
-    """The result of a validation. Undefined values are NaN: the standard error of one sequence, bits of no bytes."""
+    """The result of a validation. Undefined values are NaN, such as the standard error of one sequence."""
 
     loss: float  # nats per token
     loss_stderr: float  # standard error over sequences, as if they were drawn independently
@@ -94,7 +97,7 @@ class Score:
     sources: dict[str, tuple[float, float]] = field(default_factory=dict)  # loss and bits per byte by source
 
     def record(self) -> dict[str, float | None]:
-        """For metrics.jsonl."""
+        """Return the values for metrics.jsonl."""
         values = {
             "val_loss": self.loss,
             "val_loss_stderr": self.loss_stderr,
@@ -110,7 +113,7 @@ class Score:
 @torch.no_grad()
 def evaluate(model: nn.Module, validation: Validation, device: torch.device) -> Score:
     """Score the model on the validation set. Collective: every rank gets the same score."""
-    nats, sizes = [], []  # of this rank's sequences
+    nats, sizes = [], []  # for this rank's sequences
     counts = torch.zeros(len(validation.bytes_per_token), dtype=torch.int64)  # how often each token is a target
     with evaluating(model, compiled=True):
         for micro in validation.micro_batches(device):
@@ -136,7 +139,7 @@ def evaluate(model: nn.Module, validation: Validation, device: torch.device) -> 
 
 
 def _figures(values: Array) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Loss and bits per byte of sequences, each with its standard error, of their nats, tokens and bytes (3, N)."""
+    """Return loss and bits per byte, each with its standard error, from nats, tokens and bytes (3, N) of sequences."""
     nats, tokens, n_bytes = values
     bits, bits_stderr = ratio(nats, n_bytes)
     return ratio(nats, tokens), (bits_per_byte(bits, 1), bits_per_byte(bits_stderr, 1))
@@ -145,9 +148,9 @@ def _figures(values: Array) -> tuple[tuple[float, float], tuple[float, float]]:
 def evaluate_average(
     step: int, model: nn.Module, optimizer: torch.optim.Optimizer, validation: Validation, device: torch.device
 ) -> tuple[dict[str, Any], str]:
-    """Validate the averaged weights (optim.ema_decay): the record and the log line. Collective.
+    """Validate the averaged weights (optim.ema_decay). Returns the record and the log line. Collective.
 
-    The weights are the same as before afterwards.
+    Restores the weights afterwards.
     """
     from torchtitan_lite.optim.average import averaged  # only runs with averages load it
 
@@ -161,7 +164,7 @@ def evaluate_average(
 
 
 def eval_line(step: int, score: Score, validation: Validation, seconds: float, *, best: bool = False) -> str:
-    """The log line of a validation, which marks the best one. Undefined values (see Score) are left out."""
+    """Return the log line of a validation, which marks the best one. Leaves out undefined values (see Score)."""
     parts = [f"eval    step {step}", f"loss {plus_minus(score.loss, score.loss_stderr, 4)}{' (the best)' * best}"]
     notes = f"{validation.n_samples} of {validation.samples.n_samples} sequences, {seconds:.1f} s"
     bits, unigram = score.bits_per_byte, score.unigram_bits_per_byte
@@ -178,7 +181,7 @@ def eval_line(step: int, score: Score, validation: Validation, seconds: float, *
 
 
 def unigram_bits_per_byte(counts: Tensor, lengths: Tensor) -> float:
-    """The entropy of the targets in bits per byte of text; NaN if they have no text.
+    """Return the entropy of the targets in bits per byte of text; NaN if they have no text.
 
     Args:
         counts: (V,) int64, how often each token is a target.

@@ -1,8 +1,8 @@
 """Commands on checkpoints, in one process: `python checkpoint.py COMMAND`.
 
-verify RUN...        hash every file of every checkpoint and report problems; also a folder of runs
+verify RUN...        hash every file of every checkpoint and report problems; also for a folder of runs
 inspect FOLDER       list the files and tensors of a checkpoint, or of a run's newest complete one
-export RUN OUT       write a Hugging Face folder; --ema: of the averaged weights, --best: of its best checkpoint
+export RUN OUT       write a Hugging Face folder; --ema: from the averaged weights, --best: from the best checkpoint
 import FOLDER [OUT]  print, or write to OUT, a config for continued pretraining of a Hugging Face folder
 """
 
@@ -68,7 +68,7 @@ def import_config(folder: Path, out: Path | None) -> None:
     """Print or write a config that starts from a Hugging Face folder.
 
     Raises:
-        CheckpointError: it is no such folder, or `out` exists.
+        CheckpointError: this is not a Hugging Face folder, or `out` exists.
     """
     text = "\n".join(section(folder.expanduser().absolute())) + "\n"
     if out is None:
@@ -88,8 +88,10 @@ def import_config(folder: Path, out: Path | None) -> None:
 
 
 def section(folder: Path) -> Iterator[str]:
-    """The lines of a config that starts from a Hugging Face folder: [model], [tokenizer] if there is one, and a recipe
-    for continued pretraining."""
+    """Yield the lines of a config that starts from a Hugging Face folder.
+
+    They are [model], [tokenizer] if the folder has one, and a recipe for continued pretraining.
+    """
     keys = weights.keys_of(folder)
     yield "[model]"
     for key, value in keys.items():
@@ -106,15 +108,15 @@ def section(folder: Path) -> Iterator[str]:
     yield recipe(ModelConfig.model_validate(keys))
 
 
-BATCH_TOKENS = 65_536  # of the recipe, per optimizer step
+BATCH_TOKENS = 65_536  # tokens per optimizer step in the recipe
 
 
 def recipe(model: ModelConfig) -> str:
-    """The lines of [data], [train] and [optim] for continued pretraining; docs/models.md has the reasons."""
+    """Return the lines of [data], [train] and [optim] for continued pretraining; docs/models.md has the reasons."""
     with torch.device("meta"):
         n_parameters = sum(parameter.numel() for parameter in build(model, 1).parameters())
-    # Float32 activations of a token, within a quarter of what `plan` simulates. A sequence may take as much memory as
-    # weights, gradients and the moments of AdamW, which one process needs anyway: 16 bytes a parameter.
+    # Float32 activations per token, within a quarter of what `plan` simulates. A sequence may take the same memory as
+    # weights, gradients and AdamW's moments, which one process needs anyway: 16 bytes per parameter.
     token_bytes = 4 * sum(model.stacks) * (12 * model.dim + 4 * model.dim_of_ffn)
     fits = max(16 * n_parameters // token_bytes, 256)
     seq_len = min(model.max_seq_len, 1 << (fits.bit_length() - 1))
@@ -124,20 +126,20 @@ def recipe(model: ModelConfig) -> str:
     )
     lr, source, data = "2e-5", "that of Code Llama's continued training on long sequences, arXiv:2308.12950", ""
     if FAMILIES[model.family].encoder_decoder:
-        lr, source = "1e-4", "the lower one that transformers' page on T5 gives for AdamW"
+        lr, source = "1e-4", "the lower value for AdamW on transformers' T5 page"
         data = '[data]\nobjective = "span_corruption"  # or "pairs", with target_len\n\n'
     return f"""
 # Continued pretraining; docs/models.md has the reasons and the sources.
 {data}[train]
 seq_len = {seq_len}  # {limit}
 micro_batch_size = {min(max(fits // seq_len, 1), 8, batch)}  # sequences per rank and forward pass
-global_batch_size = {batch}  # {batch * seq_len:,} tokens per step; with 4 times as many, lr times 2
-steps = 500  # {500 * batch * seq_len:,} tokens; or epochs = 1 in its place
+global_batch_size = {batch}  # {batch * seq_len:,} tokens per step; for 4 times the tokens, double lr
+steps = 500  # {500 * batch * seq_len:,} tokens; or epochs = 1 instead
 
 [optim]
 name = "adamw"
 lr = {lr}  # {source}
-# A larger rate learns the new text faster and forgets more of the old (Ibrahim et al., arXiv:2403.08763).
+# A larger lr learns the new text faster and forgets more of the old (Ibrahim et al., arXiv:2403.08763).
 betas = [0.9, 0.95]
 weight_decay = 0.1
 schedule = "cosine"  # warm up again, then decay again to a tenth
@@ -155,7 +157,7 @@ def main(argv: Sequence[str]) -> int:
     command = commands.add_parser("export")
     command.add_argument("source", type=paths.expand, help="a run (its newest complete checkpoint) or a checkpoint")
     command.add_argument("out", type=paths.expand, help="the Hugging Face folder to write: new or empty")
-    command.add_argument("--ema", action="store_true", help="the averaged weights, see optim.ema_decay")
+    command.add_argument("--ema", action="store_true", help="export the averaged weights, see optim.ema_decay")
     command.add_argument("--best", action="store_true", help="of a run: the checkpoint with the lowest validation loss")
     command = commands.add_parser("import")
     command.add_argument("folder", type=paths.expand)
@@ -177,7 +179,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if model_class == "Qwen2ForCausalLM":  # transformers 5 ignores the class that tokenizer_config.json names
             notes.append(
                 "for this class AutoTokenizer builds Qwen2's own tokenizer; "
-                "load another one with transformers.PreTrainedTokenizerFast.from_pretrained"
+                "load a different one with transformers.PreTrainedTokenizerFast.from_pretrained"
             )
     else:
         import_config(arguments.folder, arguments.out)

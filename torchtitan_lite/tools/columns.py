@@ -1,10 +1,10 @@
-"""Tables on the terminal."""
+"""Formats tables for the terminal."""
 
 from collections.abc import Collection, Sequence
 
 
 def columns(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
-    """A line for each row, the columns aligned: those of `right`, by their number, at their right end."""
+    """Return one aligned line per row. The columns numbered in `right` are right-aligned."""
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     return [
         "  ".join(

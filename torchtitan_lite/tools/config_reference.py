@@ -45,7 +45,7 @@ def lines() -> list[str]:
 
 
 def resume_table() -> list[str]:
-    """The lines of the table in docs/resume.md. The first row that matches a key applies."""
+    """Return the lines of the table in docs/resume.md. The first row that matches a key applies."""
     own: dict[tuple[str, str], list[str]] = {}  # by section and rule
     others: dict[tuple[str, str], list[str]] = {}
     for name, section in schema.sections().items():

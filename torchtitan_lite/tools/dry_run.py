@@ -1,8 +1,8 @@
-"""`train.py --dry-run`: three steps of the real run on all ranks, a look at the disk and the clocks of all machines,
-and a table of planned and measured values. Keeps no files but prepared data.
+"""`train.py --dry-run`: runs three steps on all ranks, and prints a table of planned and measured values.
 
-All batches have one shape, so three steps are enough: the first compiles and allocates persistent memory, the second
-measures memory, and the third is timed.
+Also checks the disk and the clocks of all machines. Keeps no files except prepared data. All batches have one shape, so
+three steps are enough: the first compiles and allocates persistent memory, the second measures memory, and the third is
+timed.
 """
 
 import contextlib
@@ -43,11 +43,11 @@ from torchtitan_lite.tools.estimate.planned_run import Plan, make_plan
 
 Step = Callable[[Session, int], StepRecord]
 STEPS = 3
-CLOCKS_S = 2.0  # torchrun compares heartbeats of 5 s (docs/cluster.md) by the clocks of the machines
+CLOCKS_S = 2.0  # maximum difference: torchrun compares heartbeats of 5 s by the machines' clocks (docs/cluster.md)
 
 
 def planned(config: Config, vocab_size: int, world_size: int) -> Plan:
-    """The plan for the device that this process would use. Call it before there is a process group."""
+    """Plan for the device that this process would use. Call it before there is a process group."""
     on_gpu = config.run.device != "cpu" and torch.cuda.is_available()
     device = mfu.named(torch.cuda.get_device_name()) if on_gpu else None
     model = config.model.model_copy(update={"vocab_size": config.model.vocab_size or vocab_size})
@@ -55,23 +55,23 @@ def planned(config: Config, vocab_size: int, world_size: int) -> Plan:
 
 
 @contextlib.contextmanager
-def elsewhere(config: Config, **changes: dict[str, Any]) -> Iterator[Config]:
-    """The run with other values by section, in a temporary folder; kept only if a rank hangs, for its stacks."""
+def in_temporary_folder(config: Config, **changes: dict[str, Any]) -> Iterator[Config]:
+    """Change values by section, and use a temporary folder; kept only if a rank hangs, for its stacks."""
     folder = tempfile.mkdtemp(prefix="torchtitan-lite-")
     changes = {"run": {"out_dir": folder}, **changes}
-    there = config.model_copy(
+    changed = config.model_copy(
         update={section: getattr(config, section).model_copy(update=values) for section, values in changes.items()}
     )
     try:
-        run_folder.make(there.folder)
-        yield there
+        run_folder.make(changed.folder)
+        yield changed
     finally:
         if not isinstance(sys.exception(), StuckError):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def run(loaded: Loaded, data: DataSet, build: Callable[..., Session], step: Step) -> None:
-    """Build, make three steps, and print the table.
+    """Build the session, run three steps, and print the table.
 
     Args:
         build: `train.build`.
@@ -80,21 +80,21 @@ def run(loaded: Loaded, data: DataSet, build: Callable[..., Session], step: Step
     train = loaded.config.train
     largest = {"global_batch_size": train.batch_size(train.steps), "batch_schedule": []}
     steps = {"steps": max(train.steps, STEPS)}
-    with elsewhere(loaded.config, train=largest | steps, checkpoint={"resume": ""}) as config:
+    with in_temporary_folder(loaded.config, train=largest | steps, checkpoint={"resume": ""}) as config:
         first = env_int("RANK", 0) == 0  # only rank 0 prints, and needs the plan
         plan = planned(loaded.config, data.vocab_size, env_int("WORLD_SIZE", 1)) if first else None
         with process_group(config.run) as process:
             require_agreement(loaded.config, data, process)
             with contextlib.closing(build(config, data, process, Log(config.folder, speaks=first))) as session:
                 n_bytes, step_s = measure(session, step)
-                machines = checked_machines(loaded.config.folder, session)
+                machines = check_machines(loaded.config.folder, session)
             if plan is not None:
                 print(machines)
                 print(compare(plan, n_bytes, step_s, loaded.config.folder))
 
 
-def checked_machines(folder: Path, s: Session) -> str:
-    """Check the disk of a run and the clocks of all machines. Collective. Returns a line about them.
+def check_machines(folder: Path, s: Session) -> str:
+    """Check the disk of a run and the clocks of all machines, and return a line about them. Collective.
 
     Raises:
         UserError: on every rank.
@@ -107,43 +107,46 @@ def checked_machines(folder: Path, s: Session) -> str:
     clocks = gather(time.time())
     off = {host: clock - clocks[0] for host, clock in zip(hosts, clocks, strict=True)}
     if wrong := ", ".join(f"{host} by {s:+.1f} s" for host, s in off.items() if abs(s) > CLOCKS_S):
-        raise ConfigError(f"clocks differ from that of {hosts[0]}: {wrong}. torchrun would take machines for lost")
+        raise ConfigError(f"clocks differ from that of {hosts[0]}: {wrong}. torchrun would consider machines lost")
     machines = counted(len(set(hosts)), "machine")
     apart = max(clocks) - min(clocks)
     return f"ranks   {len(hosts)} on {machines}; clocks within {apart:.2f} s; the disk has room"
 
 
 def measure(s: Session, step: Step) -> tuple[int, float]:
-    """Make three steps. Collective. Returns this rank's bytes at the peak (on the CPU, of rank 0), and the seconds of a
-    step."""
+    """Run three steps. Collective.
 
-    def make(number: int) -> None:
+    Returns:
+        this rank's peak memory in bytes (on a CPU only on rank 0), and the seconds of a step.
+    """
+
+    def run_step(number: int) -> None:
         s.services.watchdog.step(number)
         step(s, number).loss.item()  # reading the loss waits for the device
 
     n_bytes = 0
     with s.services.watchdog.naming_lost_ranks(), out_of_memory.with_advice(s.config):
-        make(1)
+        run_step(1)
         if s.process.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-            make(2)
+            run_step(2)
             n_bytes = torch.cuda.max_memory_allocated()
         elif s.process.rank == 0:
             state = [value for values in s.trained.optimizer.state.values() for value in values.values()]
             n_bytes = own_bytes((*s.trained.model.parameters(), *s.trained.model.buffers(), *state)) + peak_of(
-                lambda: make(2)
+                lambda: run_step(2)
             )
         else:
-            make(2)
+            run_step(2)
         before = time.perf_counter()
-        make(STEPS)
+        run_step(STEPS)
         step_s = time.perf_counter() - before
     check_pending(s)
     return n_bytes, step_s
 
 
 def peak_of(compute: Callable[[], object]) -> int:
-    """The peak of bytes that `compute` allocates on top of what exists, from the events of PyTorch's CPU allocator."""
+    """Return the peak bytes that `compute` adds to existing allocations, from PyTorch's CPU allocator events."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler
     gc.collect()  # garbage freed during `compute` would be subtracted
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
@@ -158,17 +161,17 @@ def peak_of(compute: Callable[[], object]) -> int:
 
 
 def own_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of this rank's shards. Shared storage, such as that of a group's gradients, is counted once."""
+    """Return the bytes of this rank's shards. Shared storage, such as a group's gradients, is counted once."""
     own = [(t.to_local() if isinstance(t, DTensor) else t).untyped_storage() for t in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in own}.values())
 
 
 def compare(plan: Plan, n_bytes: int, step_s: float, folder: Path) -> str:
-    """A table of planned and measured values: see `measure`."""
+    """Return a table of planned and measured values; see `measure`."""
     config, layout, steps = plan.config, plan.layout, plan.config.train.steps
     planned_bytes = sum(plan.device_bytes.values())
     expected_s = 0.0
-    if plan.device is not None and not planned_run.unknown(plan):
+    if plan.device is not None and not planned_run.why_unknown(plan):
         expected_s = planned_run.expected(plan, plan.device).total
     rows = [
         ("", "planned", "measured"),

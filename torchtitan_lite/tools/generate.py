@@ -1,4 +1,4 @@
-"""Text from a trained model: `python -m torchtitan_lite.generate RUN --prompt "def "`.
+"""Generates text with a trained model: `python -m torchtitan_lite.generate RUN --prompt "def "`.
 
 An encoder-decoder answers a source: `python -m torchtitan_lite.generate RUN --source "summarize: ..." --beams 4`.
 
@@ -35,10 +35,10 @@ MOST_BEAMS = 1000
 
 
 def encode(opened: Opened, prompt: str) -> list[int]:
-    """The tokens of a prompt. That of an encoder-decoder, its source, gets the prefix and the end token of training.
+    """Return the tokens of a prompt. An encoder-decoder's source gets the prefix and end token of training.
 
     Raises:
-        ConfigError: it is empty, can't be encoded, or is too long for the model.
+        ConfigError: the prompt is empty, can't be encoded, or is too long for the model.
     """
     is_source, limit = answers(opened.model), opened.model.config.max_seq_len
     ids = bpe.encode(opened.tokenizer, with_prefix(opened.prefix, prompt) if is_source and prompt else prompt, "prompt")
@@ -58,23 +58,23 @@ def encode(opened: Opened, prompt: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Options:
-    """How to continue a prompt, or to answer a source."""
+    """How to continue a prompt or answer a source."""
 
     max_tokens: int = 200
     temperature: float = 0.8  # 0: always the likeliest token
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
-    beams: int = 1  # more: beam search replaces sampling
+    beams: int = 1  # above 1: beam search instead of sampling
     length_penalty: float = 1.0
 
     @functools.cached_property
     def sampler(self) -> Sampler:
-        """One for all prompts of a conversation."""
+        """One sampler for all prompts of a conversation."""
         return Sampler(self.temperature, self.top_k, self.top_p, self.seed)
 
     def problems(self) -> list[str]:
-        """The options that are out of range, and what works."""
+        """Return a message for each option that is out of range."""
         return out_of_range(
             self,
             beams=(1 <= self.beams <= MOST_BEAMS, f"1 to {MOST_BEAMS}, e.g. 4"),
@@ -91,7 +91,7 @@ def answer(opened: Opened, prompt: str, options: Options) -> str:
     """Print the prompt and stream the model's continuation; of an encoder-decoder, only the answer.
 
     Returns:
-        a line with the rate of the new tokens, which includes the time of the prompt.
+        a line with the rate of new tokens, which includes the time of the prompt.
 
     Raises:
         ConfigError: see `encode`.
@@ -114,7 +114,7 @@ def answer(opened: Opened, prompt: str, options: Options) -> str:
 
 
 def tokens_of(opened: Opened, ids: list[int], options: Options) -> Iterable[int]:
-    """The tokens that continue a prompt, or answer a source."""
+    """Yield the tokens that continue a prompt or answer a source."""
     model, ends = opened.model, opened.ends
     if options.beams > 1:
         return beam_search(model, ids, options.max_tokens, options.beams, ends, options.length_penalty)
@@ -127,7 +127,7 @@ def converse(opened: Opened, options: Options) -> None:
         while prompt := input("prompt> " if sys.stdin.isatty() else ""):
             try:
                 print(answer(opened, prompt, options), file=sys.stderr)
-            except ConfigError as error:  # too long: the next may be shorter
+            except ConfigError as error:  # e.g. too long: the next prompt may work
                 print(f"generate: {error}", file=sys.stderr)
 
 
@@ -140,22 +140,22 @@ def main(argv: Sequence[str]) -> int:
     )
     add = parser.add_argument
     add("run", type=paths.expand, metavar="RUN", help="a run, one of its checkpoints, or a Hugging Face folder")
-    of_decoders = 'the beginning of the text, or ""; one document, also behind an end token inside it'
+    of_decoders = 'the beginning of the text, or ""; a single document, even if it contains an end token'
     add("--prompt", "--source", help=f"{of_decoders}; encoder-decoders: the text to answer, e.g. to summarize")
     add("--beams", type=int, default=1, help="encoder-decoders: number of beams; replaces sampling")
-    add("--length-penalty", type=float, default=1.0, help="beam search: a larger one prefers longer answers")
+    add("--length-penalty", type=float, default=1.0, help="beam search: larger values prefer longer answers")
     add("--interactive", action="store_true", help="ask for prompts, until an empty line")
-    add("--max-tokens", type=int, default=200, help="how many tokens to add at most")
+    add("--max-tokens", type=int, default=200, help="maximum number of new tokens")
     add("--temperature", type=float, default=0.8, help="0: always the likeliest token")
-    add("--top-k", type=int, default=0, help="draw from so many of the likeliest; 0: from all")
-    add("--top-p", type=float, default=1.0, help="draw from the likeliest that together have this much")
+    add("--top-k", type=int, default=0, help="draw from this many likeliest tokens; 0: all")
+    add("--top-p", type=float, default=1.0, help="draw from the likeliest tokens with this total probability")
     add("--seed", type=int, default=0, help="the same seed gives the same text")
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute")
-    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the parameters")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="device to compute on")
+    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the parameters")
     add("--best", action="store_true", help="of a run: the checkpoint with the lowest validation loss")
     add("--ema", action="store_true", help="use the averaged weights, see optim.ema_decay")
-    add("--tokenizer", type=paths.expand, default=None, help="a tokenizer.json, where RUN has none")
-    add("--model.family", dest="family", default="", metavar="module:Name", help="of a model of your own: import it")
+    add("--tokenizer", type=paths.expand, default=None, help="a tokenizer.json, if RUN has none")
+    add("--model.family", dest="family", default="", metavar="module:Name", help="import your own model")
     args = parser.parse_args(argv)
     prepare_streams()
     return run_cli("generate", lambda: _run(args))

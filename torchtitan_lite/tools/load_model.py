@@ -1,6 +1,6 @@
 """Opens a trained model with its tokenizer, in one process: from a run, a checkpoint, or a Hugging Face folder.
 
-Of a checkpoint also what it was trained with: its config, and its data if that has not changed since.
+From a checkpoint, also its config, and its data if unchanged.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.models.generation import answers
 from torchtitan_lite.run.attempts import Attempt, best_step
 
-LONGEST = 2048  # tokens in a window of a Hugging Face model, unless another length is given
+LONGEST = 2048  # default maximum tokens in a window of a Hugging Face model
 
 
 @dataclass(frozen=True)
@@ -38,28 +38,28 @@ class Opened:
     model: Transformer
     tokenizer: Tokenizer
     ends: tuple[int, ...]  # tokens that end a document
-    notes: list[str]  # damaged checkpoints that were skipped
-    prefix: str = ""  # of a source, as in training
-    config: Config | None = None  # of the run that trained it; None: a Hugging Face folder
+    notes: list[str]  # on skipped damaged checkpoints
+    prefix: str = ""  # of sources, as in training
+    config: Config | None = None  # of the training run; None: a Hugging Face folder
     state: TrainState | None = None  # of its checkpoint
 
     def first_token(self) -> list[int]:
-        """Of a run, the end token; of a Hugging Face folder, the token that the tokenizer puts first, if any."""
+        """Return a run's end token, or the token that a Hugging Face tokenizer puts first, if any."""
         if self.config:
             return list(self.ends[:1])
         with_special, without = (self.tokenizer.encode("a", add_special_tokens=flag).ids for flag in (True, False))
         return [int(with_special[0])] if with_special[:1] != without[:1] else []
 
     def beginning(self) -> list[int]:
-        """What precedes a document: the first token, else the end token if the model has it."""
+        """Return the token before a document: the first token, else the end token if the model has it."""
         size = self.model.tok_embeddings.num_embeddings
         return self.first_token() or [end for end in self.ends[:1] if end < size]
 
     def window(self, seq_len: int = 0) -> int:
-        """The tokens of a window to score: seq_len, or 0 for the length of training.
+        """Return the tokens of a window to score: seq_len, or 0 for the length of training.
 
         Raises:
-            ConfigError: the model takes fewer.
+            ConfigError: the model's maximum is shorter.
         """
         limit = self.model.config.max_seq_len
         length = seq_len or (self.config.train.seq_len if self.config else min(limit, LONGEST))
@@ -68,10 +68,10 @@ class Opened:
         return length
 
     def own_data(self) -> DataSet:
-        """The data that the run was trained on, prepared again if it is no longer in the cache.
+        """Open the data that the run was trained on. Prepares it again if it is no longer in the cache.
 
         Raises:
-            ConfigError: there is none, or it has changed since the checkpoint was saved.
+            ConfigError: there is no data, or it has changed since the checkpoint was saved.
         """
         if self.config is None or self.state is None:
             raise ConfigError(
@@ -88,13 +88,13 @@ def open_model(
     """Open the newest complete checkpoint of a run, a checkpoint, or a Hugging Face folder.
 
     Args:
-        dtype: of the parameters; rotary tables stay in float32.
+        dtype: of the parameters; rotary tables stay float32.
         tokenizer: a tokenizer.json, if the folder has none.
-        ema: the averaged weights of a checkpoint (optim.ema_decay).
+        ema: use a checkpoint's averaged weights (optim.ema_decay).
 
     Raises:
-        CheckpointError: there is none, it is damaged, or has no averages.
-        DataError: there is no tokenizer.json, or it has more entries than the model.
+        CheckpointError: there is no checkpoint, it is damaged, or it has no averages.
+        DataError: there is no tokenizer.json, or it has too many entries for the model.
     """
     folder, notes, trained, state, prefix = paths.expand(path), list[str](), None, None, ""
     if (folder / "config.json").is_file():
@@ -119,13 +119,13 @@ def open_model(
     if bpe.size(entries) > model.tok_embeddings.num_embeddings:
         raise DataError(
             f"{tokenizer or run}: its tokenizer has {bpe.size(entries)} entries, and the model in {folder} has "
-            f"{model.tok_embeddings.num_embeddings}: it belongs to another model"
+            f"{model.tok_embeddings.num_embeddings}: it belongs to a different model"
         )
     buffers = dict(model.named_buffers())
     for name in buffers.keys() - shapes.keys():
         setattr(model, name, torch.empty_like(buffers[name], device=device))
     model.reset_buffers()
-    # saved buffers, the biases of routers, stay float32
+    # saved buffers (biases of routers) stay float32
     placed = {name: weights[name].to(device, None if name in buffers else dtype) for name in shapes}
     model.load_state_dict(placed, strict=False, assign=True)
     model.tie_weights()
@@ -136,14 +136,14 @@ def open_model(
 
 
 def device_of(name: str) -> torch.device:
-    """The device of --device: auto is the GPU, if there is one. Raises ConfigError if a GPU is missing."""
+    """Return the device of --device; auto is the GPU, if there is one. Raises ConfigError if a GPU is missing."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device=cuda, but torch sees no GPU here; --device=cpu works")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def out_of_range(options: object, **rules: tuple[bool, str]) -> list[str]:
-    """A line for each option that breaks its rule: whether it is fine, and what works."""
+    """Return a line for each option that breaks its rule: whether the value is fine, and what works."""
     return [
         f"--{name.replace('_', '-')}={getattr(options, name)} should be {works}"
         for name, (fine, works) in rules.items()
@@ -152,7 +152,7 @@ def out_of_range(options: object, **rules: tuple[bool, str]) -> list[str]:
 
 
 def best_checkpoint(run: Path) -> Path:
-    """The checkpoint of a run with the lowest validation loss.
+    """Return the checkpoint of a run with the lowest validation loss.
 
     Raises:
         CheckpointError: no step of its checkpoints was validated.
@@ -160,12 +160,12 @@ def best_checkpoint(run: Path) -> Path:
     folder = paths.expand(run)
     step = best_step(folder, storage.find_steps(folder / "checkpoints"))
     if step is None:
-        raise CheckpointError(f"--best: {run} is not a run with a checkpoint of a step that was validated")
+        raise CheckpointError(f"--best: {run} is not a run with a checkpoint of a validated step")
     return storage.step_folder(folder / "checkpoints", step)
 
 
 def _tokenizer(where: Path) -> Tokenizer:
-    """The tokenizer in a file or folder."""
+    """Load the tokenizer in a file or folder."""
     file = where / "tokenizer.json" if where.is_dir() else where
     if not file.is_file():
         problem = f"is {kind_of(file)}" if file.exists() else "does not exist"
@@ -174,10 +174,10 @@ def _tokenizer(where: Path) -> Tokenizer:
 
 
 def require_same_data(name: str, data: DataSet, state: TrainState | Attempt) -> None:
-    """Raise ConfigError if this is not the data that a checkpoint or an attempt was trained on."""
-    here = {"tokenizer": data.tokenizer_sha256, **data.identity()}
-    if changed := [key for key, value in here.items() if state.identity.get(key) != value]:
+    """Raise ConfigError if a checkpoint or an attempt was trained on different data."""
+    here = {"tokenizer": data.tokenizer_sha256, **data.hashes()}
+    if changed := [key for key, value in here.items() if state.must_match.get(key) != value]:
         raise ConfigError(
             f"the data of {name} has changed since it was trained ({', '.join(changed)}); restore that text "
-            "(evaluate can score another one: --data TEXT)"
+            "(evaluate can score other text: --data TEXT)"
         )

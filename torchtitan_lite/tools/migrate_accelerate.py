@@ -1,8 +1,8 @@
 """Converts an Accelerate config to ours: `python -m torchtitan_lite.migrate accelerate.yaml > mine.toml`.
 
-Every key of the YAML either becomes TOML or is listed in a comment with the reason. Sources: Accelerate's documentation
-and `FullyShardedDataParallelPlugin` (Accelerate 1.x), and PyTorch's FSDP2 tutorial for FSDP1's options. What we refuse
-in a combination of keys, train.py says.
+Every key of the YAML becomes TOML or is listed in a comment with the reason. Sources: Accelerate's documentation and
+`FullyShardedDataParallelPlugin` (Accelerate 1.x), and PyTorch's FSDP2 tutorial for FSDP1's options. train.py reports
+combinations of keys that we refuse.
 """
 
 import argparse
@@ -19,22 +19,22 @@ from torchtitan_lite.config.sections.fsdp import STRATEGIES
 from torchtitan_lite.config.toml import format_value
 from torchtitan_lite.errors import ConfigError, run_cli
 
-# --- what becomes of a key -----------------------------------------------------------------------------------------
+# --- rules for keys --------------------------------------------------------------------------------------------------
 
-Outcome = Mapping[str, Any] | str  # our keys, "section.key", with their values; or why none is set
-# of each value, in capitals, and of "", any other one; or of all values
+Outcome = Mapping[str, Any] | str  # our values by "section.key"; or why none is set
+# by value in capitals ("" for any other value); or for all values
 Rule = Mapping[str, Outcome] | Callable[[Any], Outcome] | str
 
 
 def _clipping(value: Any) -> Outcome:
-    """DeepSpeed's 0 means no clipping."""
+    """Translate gradient clipping. DeepSpeed's 0 means no clipping."""
     if value == "auto":
         return "auto takes it from the script: optim.max_norm"
     return {"optim.max_norm": float(value) or math.inf}
 
 
 def _block_class(value: Any) -> Outcome:
-    """The classes of the blocks, which always are FSDP groups. They tell which family the model belongs to."""
+    """Return the model family with these block classes. Blocks always are FSDP groups."""
     families = [BLOCKS[block] for block in str(value).replace(",", " ").split() if block in BLOCKS]
     if not families:
         return GROUPS
@@ -53,12 +53,12 @@ def _dtype(name: str) -> Outcome:
 LAUNCHER = "an option of the launcher: see the command below"
 TPU = "for TPUs"
 ACCUMULATION = (
-    "it follows: train.global_batch_size = this x ranks x train.micro_batch_size, the sequences per rank and forward"
+    "derived: train.global_batch_size = this x ranks x train.micro_batch_size (sequences per rank and forward pass)"
 )
 OWN_ROWS = "always on: each rank gets only its own rows of the model"
 GROUPS = "always on: each block, the embeddings and the head are groups"
 FIXED_GROUPS = "the groups are fixed: each block, the embeddings, the head"
-# FSDP2 offloads all or nothing; the default optimizer, muon, needs gradients on the GPU, and its rate is not adamw's
+# FSDP2 offloads all or nothing; the default optimizer, muon, needs gradients on the GPU, and its lr does not fit adamw
 OFFLOADED: Outcome = {"fsdp.cpu_offload": True, "optim.name": "adamw", "optim.lr": 3e-4}
 OFFLOAD: Rule = {
     "CPU": OFFLOADED,
@@ -160,10 +160,10 @@ Sets = dict[str, tuple[Any, str]]  # by "section.key": value, origin
 
 
 def translate(content: Mapping[str, Any]) -> tuple[Sets, dict[str, str]]:
-    """What an Accelerate config sets here, and by Accelerate's key why the others set nothing.
+    """Return what an Accelerate config sets here, and why its other keys set nothing.
 
     Raises:
-        ConfigError: a value is unknown to Accelerate too, or two values contradict each other.
+        ConfigError: a value is unknown to Accelerate, or two values contradict each other.
     """
     sets, others = Sets(), dict[str, str]()
     tables = [value for value in content.values() if isinstance(value, dict)]
@@ -182,7 +182,7 @@ def translate(content: Mapping[str, Any]) -> tuple[Sets, dict[str, str]]:
             continue
         for key, ours in outcome.items():
             if sets.get(key, (ours,))[0] != ours:
-                raise ConfigError(f"{name}: {value} wants {key} = {format_value(ours)}, and {sets[key][1]} another")
+                raise ConfigError(f"{name}: {value} wants {key} = {format_value(ours)}, but {sets[key][1]} does not")
             sets[key] = ours, f"{name}: {value}"
     if "fsdp.reduce_dtype" in sets and "MULTI" in str(content.get("distributed_type")):
         sets["fsdp.reduce_dtype"] = "float32", "DDP with autocast sums in float32"
@@ -190,7 +190,7 @@ def translate(content: Mapping[str, Any]) -> tuple[Sets, dict[str, str]]:
 
 
 def to_toml(content: Mapping[str, Any], source: str) -> str:
-    """The config file, with comments on what it lacks."""
+    """Return the config file, with comments on what it lacks."""
     sets, others = translate(content)
     lines = [f"# from {source}"]
     for section in dict.fromkeys(key.split(".")[0] for key in sets):
@@ -215,7 +215,7 @@ _LACKS = """#
 # An Accelerate config lacks the model, the text, the batch and the learning rate. For a published model,
 # `python checkpoint.py import FOLDER model.toml` writes all of these but the text: put the line
 # base = "model.toml" above the first section. Otherwise set [model], [train] and [optim] (docs/config.md):
-# the defaults train a small model with random weights, at Muon's rate.
+# the defaults train a small model with random weights, at Muon's learning rate.
 #"""
 
 

@@ -37,7 +37,7 @@ def run(
     train_step: Callable[[Session, int], StepRecord],
     sharded_model: Callable[..., Transformer],
 ) -> None:
-    """Do what the command asks for. `build`, `train_step` and `sharded_model` are those of train.py."""
+    """Run the mode that the command asks for. `build`, `train_step` and `sharded_model` are those of train.py."""
     notes = [f"note    {note}" for note in command.loaded.notes]
     if command.check_config:
         check(command.loaded)
@@ -58,12 +58,12 @@ def run(
 
 
 def check(loaded: Loaded) -> None:
-    """Raise what a start would raise, as far as that is known without preparing text, a process group or a model."""
+    """Raise the errors of a start that can be found without preparing text, a process group or a model."""
     if refused := why_not_again(loaded):
         raise RepeatError(refused)
     here, data = flatten(loaded.config), None
     if loaded.config.data.is_prepared:
-        loaded, data = prepared(loaded)  # is refused if it is damaged
+        loaded, data = prepared(loaded)  # refuses damaged data
         here = flatten(loaded.config)
     config = loaded.config
     fork = not storage.find_steps(config.folder / "checkpoints")
@@ -75,11 +75,11 @@ def check(loaded: Loaded) -> None:
         raise CheckpointError(f"no checkpoint in {source} is complete")
     saved = storage.read_state(newest)
     if data:
-        content = compatibility.identity(config, data)
-    else:  # the text is taken for the same
-        size = config.model.vocab_size or saved.identity["model.vocab_size"]
+        content = compatibility.values_to_match(config, data)
+    else:  # assume that the text is the same
+        size = config.model.vocab_size or saved.must_match["model.vocab_size"]
         model = {f"model.{key}": value for key, value in (config.model.resolved() | {"vocab_size": size}).items()}
-        content = {key: model.get(key, value) for key, value in saved.identity.items()}
+        content = {key: model.get(key, value) for key, value in saved.must_match.items()}
     compatibility.require_same_run(newest, saved, {**here, **content}, fork=fork)
 
 
@@ -95,27 +95,27 @@ def inspect(config: Config, vocab_size: int, sharded_model: Callable[..., Transf
 
 
 def describe(model: Transformer, config: FsdpConfig) -> str:
-    """The wrapped model as PyTorch prints it, and a table of its groups.
+    """Return the wrapped model as PyTorch prints it, and a table of its groups.
 
-    Bytes are per rank: of its shards in float32, and of the gathered group in the dtype of the computation.
+    Bytes are per rank: its shards in float32, and the gathered group in the dtype of the computation.
     """
     parameters = dict(model.named_parameters())
     n = sum(p.numel() for p in parameters.values())
-    mine = sum(own_part(p)[0].nbytes for p in parameters.values())
-    total = ("total", f"{n:,}", "", f"{mine / 2**20:.2f}", "", "", "", "", "")
+    n_bytes = sum(own_part(p)[0].nbytes for p in parameters.values())
+    total = ("total", f"{n:,}", "", f"{n_bytes / 2**20:.2f}", "", "", "", "", "")
     rows = [_GROUPS, *(_row(group, parameters) for group in groups_of(model, config)), total]
     return "\n".join([str(model), "", *columns(rows, _NUMBERS)])
 
 
 def _row(group: Group, parameters: dict[str, torch.nn.Parameter]) -> tuple[str, ...]:
-    mine = [parameters[name] for name in group.parameters]
-    numel = sum(p.numel() for p in mine)
-    placements = sorted({str(p.placements) if isinstance(p, DTensor) else "not sharded" for p in mine})
+    members = [parameters[name] for name in group.parameters]
+    numel = sum(p.numel() for p in members)
+    placements = sorted({str(p.placements) if isinstance(p, DTensor) else "not sharded" for p in members})
     return (
         group.name,
         f"{numel:,}",
-        f"{sum(p.numel() for p in mine if not p.requires_grad):,}",
-        f"{sum(own_part(p)[0].nbytes for p in mine) / 2**20:.2f}",
+        f"{sum(p.numel() for p in members if not p.requires_grad):,}",
+        f"{sum(own_part(p)[0].nbytes for p in members) / 2**20:.2f}",
         f"{numel * group.param_dtype.itemsize / 2**20:.2f}",
         _SHORT[group.param_dtype] + (f" -> {_SHORT[group.output_dtype]}" if group.output_dtype else ""),
         _SHORT[group.reduce_dtype],

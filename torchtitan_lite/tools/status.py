@@ -1,7 +1,7 @@
-"""What a run is doing, from its folder: `python -m torchtitan_lite.status RUN`. It needs no torch.
+"""Shows the status of a run, from its folder: `python -m torchtitan_lite.status RUN`. Needs no torch.
 
-run.json has the newest status. A killed process writes none, so `status_of` compares it with the lock of the folder,
-which the kernel releases when rank 0 ends. Every reader of the status uses it.
+run.json has the newest status. A killed process does not update it, so `status_of` also tests the folder's lock, which
+the kernel releases when rank 0 ends. Every reader of the status uses `status_of`.
 """
 
 import argparse
@@ -26,8 +26,8 @@ class Status:
     """The status of a run.
 
     Args:
-        text: as in run.json, or what is known of a run that has written none at its end.
-        active: whether the run trains, or may train: it can't be seen from here.
+        text: the status in run.json, or what is known if the run ended without writing it.
+        active: whether the run trains, or may train out of sight of this machine.
     """
 
     text: str
@@ -35,7 +35,7 @@ class Status:
 
 
 def status_of(folder: Path, about: dict[str, Any], records: Sequence[dict[str, Any]]) -> Status:
-    """The status of a run now. `about` is the content of run.json, `records` those of metrics.jsonl that count."""
+    """Return the current status of a run, from the contents of run.json and metrics.jsonl (the records that count)."""
     status, locked = about["status"], _locked(folder)
     if locked or status != "running":
         return Status("starting" if locked and status != "running" else status, bool(locked))
@@ -43,15 +43,15 @@ def status_of(folder: Path, about: dict[str, Any], records: Sequence[dict[str, A
     age = f"last record {_ago(max(times))}"
     host = attempts.read(folder)[-1].hosts[0]
     if locked is False and host == socket.gethostname():
-        return Status(f"stopped without a word, {age}", False)
+        return Status(f"stopped unexpectedly, {age}", False)
     return Status(f"running on {host} when last seen, {age}", True)
 
 
 def _locked(folder: Path) -> bool | None:
-    """Whether a process that this machine can see holds the lock of a run; None if that can't be tested.
+    """Return whether a process visible to this machine holds the run's lock; None if that can't be tested.
 
-    A file system may keep locks on each machine: False proves something only on the machine of rank 0. The lock is
-    shared and held for an instant, which `run_folder.lock` waits for. Nothing is written.
+    A file system may keep locks per machine, so False is reliable only on rank 0's machine. The test holds a shared
+    lock for an instant, which `run_folder.lock` waits for. Writes nothing.
     """
     try:
         descriptor = os.open(folder / ".lock", os.O_RDONLY)
@@ -73,7 +73,7 @@ def _ago(moment: float) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line. Returns the exit code: 1 if the run has failed or stopped without a word, else 0."""
+    """Print the status. Returns the exit code: 1 if the run has failed or stopped unexpectedly, else 0."""
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan_lite.status",
         description="Whether a run is alive, its step, loss and speed, and how long ago its last record was.",
@@ -85,14 +85,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def runs_in(folder: Path) -> str:
-    """For a message: the runs in a folder that was named in place of one of them; empty if it has none."""
+    """Return, for a message, the runs in a folder that is not a run; empty if it has none."""
     names = sorted(file.parent.name for file in folder.glob("*/run.json"))
     more = f" and {len(names) - 10} more" if len(names) > 10 else ""
     return f"; it has the runs {', '.join(names[:10])}{more}" if names else ""
 
 
 def _has_files(checkpoint: Path) -> bool:
-    """Whether a checkpoint has the files of its manifest, of their sizes. (`checkpoint.py verify` compares hashes.)"""
+    """Return whether a checkpoint has all files at their sizes. (`checkpoint.py verify` compares hashes.)"""
     try:
         files = json.loads((checkpoint / "manifest.json").read_bytes())["files"]
         return all((checkpoint / name).stat().st_size == about["bytes"] for name, about in files.items())

@@ -1,4 +1,4 @@
-"""[activation_checkpointing], [compile] and [speed]: how blocks compute what they compute."""
+"""[activation_checkpointing], [compile] and [speed]: how blocks are computed."""
 
 import importlib.util
 import math
@@ -44,22 +44,22 @@ class SpeedConfig(Section):
     fused_functions: Annotated[bool, BITS] = True
     """CPU: RMSNorm and rotary positions in fewer passes over memory, with custom backward functions"""
     widen_matmuls: Annotated[bool, BITS] = True
-    """CPU without bfloat16 (or float16) instructions: compute products of that dtype in float32, 15 times as fast"""
+    """CPU without bfloat16 (or float16) instructions: compute matmuls of that dtype in float32, 15 times faster"""
     shared_memory: Annotated[bool, BITS] = True
     """CPU, all ranks on one machine: exchange parameters and gradients through shared memory, not gloo's TCP"""
     float8: Annotated[bool, BITS] = False
-    """linear layers of blocks multiply and are gathered in float8 (GPUs of capability 8.9; extra float8); a CPU \
+    """compute and gather the linear layers of blocks in float8 (GPUs of capability 8.9; extra float8); a CPU \
 emulates it, for tests"""
     gc_every: NonNegativeInt = 100
     """run Python's garbage collector every N steps, on all ranks at once; 0: leave it to Python"""
 
 
 def rules(config: "Config", machine: Machine) -> Rules:
-    """What float8 does not go with."""
+    """Yield the settings that float8 does not support."""
     if not config.speed.float8:
         return
     fsdp, micro_batch = config.fsdp, config.train.micro_batch_size
-    # the product for a weight's gradient sums over the tokens; batches of pairs end at a multiple of 8 columns
+    # the weight-gradient matmul sums over the tokens; batches of pairs are padded to a multiple of 8 columns
     lengths = {8} if config.data.objective == "pairs" else {config.input_len, config.target_len}
     if any(micro_batch * length % 16 for length in lengths):
         yield (
@@ -71,8 +71,8 @@ def rules(config: "Config", machine: Machine) -> Rules:
         other = min(str(dtype) for dtype in dtypes - {"bfloat16"})
         yield (
             "speed.float8 fsdp.param_dtype fsdp.precision_overrides",
-            f'speed.float8 = true needs fsdp.param_dtype = "bfloat16" for all groups, as products return bfloat16, but '
-            f'some have "{other}"; speed.float8 = false works, or fsdp.param_dtype = "bfloat16"',
+            'speed.float8 = true needs fsdp.param_dtype = "bfloat16" for all groups, as its matmuls return bfloat16, '
+            f'but some have "{other}"; speed.float8 = false works, or fsdp.param_dtype = "bfloat16"',
         )
     if not isinstance(fsdp.reshard_after_forward, bool | str):
         yield (
@@ -95,7 +95,7 @@ def rules(config: "Config", machine: Machine) -> Rules:
 
 
 def local_rules(config: "Config", machine: Machine) -> Rules:
-    """What torchao and torch.compile lack on this machine."""
+    """Yield what torchao and torch.compile lack on this machine."""
     if config.speed.float8 and importlib.util.find_spec("torchao") is None:
         yield (
             "speed.float8",
@@ -112,11 +112,11 @@ def local_rules(config: "Config", machine: Machine) -> Rules:
 
 
 def missing_for_inductor(device: str, n_gpus: int) -> str:
-    """What torch.compile's inductor backend lacks on this machine; empty if nothing."""
+    """Return what torch.compile's inductor backend lacks on this machine; empty if nothing."""
     if device != "cpu" and n_gpus:
         return "" if importlib.util.find_spec("triton") else "the package triton"
     named = os.environ.get("CXX", "")
     if not shutil.which(named or "g++"):  # what torch looks for
-        return f"the C++ compiler {named} (of $CXX)" if named else "the C++ compiler g++ (or another one in $CXX)"
+        return f"the C++ compiler {named} (of $CXX)" if named else "the C++ compiler g++ (or $CXX)"
     headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
     return "" if headers.is_file() else f"Python's headers ({headers}; python3-dev or similar)"

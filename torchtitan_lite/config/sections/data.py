@@ -1,4 +1,4 @@
-"""[tokenizer] and [data]: texts and prepared data, and the objectives that samples are made for."""
+"""[tokenizer] and [data]: texts and prepared data, and the training objective."""
 
 import functools
 import json
@@ -92,7 +92,7 @@ class DataConfig(Section):
     text_key: Annotated[str, _PREPARING] = "text"
     """the key of a .jsonl line, or the column of a .csv, .tsv or .parquet file, that holds the text"""
     text_suffixes: Annotated[list[str], _PREPARING] = []
-    """further suffixes to read: [".md", ".py"] as plain text, like .txt; or readers of your own (docs/extending.md)"""
+    """more suffixes to read: [".md", ".py"] as plain text, like .txt; or your own readers (docs/extending.md)"""
     val_fraction: Annotated[float, _PREPARING] = Field(default=0.05, gt=0, lt=1)
     """fraction of the documents held out for validation, chosen by hash"""
     packing: Annotated[Literal["concat", "best_fit"], FORK] = "concat"
@@ -110,13 +110,13 @@ decoder fills them; pairs: a source and its target"""
     target_len: Annotated[SizeOrZero, FORK, _PAIRS] = 0
     """pairs: maximum tokens of a target (train.seq_len: of a source); span_corruption derives it from train.seq_len"""
     blind_source: Annotated[bool, FORK, _PAIRS] = False
-    """pairs: leave every source empty, as a baseline of a model without its input"""
+    """pairs: leave every source empty, as a baseline without inputs"""
     source_key: Annotated[str, _PAIRS, _PREPARING] = ""
     """pairs, if path is a .jsonl, .csv or .parquet file: the key or column of the source"""
     target_key: Annotated[str, _PAIRS, _PREPARING] = ""
     """likewise, of the target"""
     source_prefix: Annotated[str, _PAIRS, _PREPARING] = ""
-    """likewise, text to put before each source, e.g. "summarize: \""""
+    """likewise, a text to put before each source, e.g. "summarize: \""""
     cache_dir: Annotated[PathText, _PREPARING] = ""
     """cache folder for prepared text; empty: $XDG_CACHE_HOME/torchtitan_lite or ~/.cache/torchtitan_lite"""
     skip_samples: Annotated[list[list[int]], FORK] = Field(default=[], examples=[[[800, 960]]])
@@ -124,7 +124,7 @@ decoder fills them; pairs: a source and its target"""
 
     @property
     def texts(self) -> list[str]:
-        """The entries of `path` or `sources`; none: the default text."""
+        """The entries of `path` or `sources`; empty: the default text."""
         return [*self.sources, *([self.path] if self.path and isinstance(self.path, str) else self.path)]
 
     @property
@@ -133,44 +133,46 @@ decoder fills them; pairs: a source and its target"""
         return bool(self.texts) and all(map(is_prepared, self.texts))
 
     def position(self, first: int, size: int) -> int:
-        """Moves a batch that would start at `first` past every skipped range that it overlaps."""
+        """Move a batch starting at `first` past every skipped range that it overlaps."""
         for begin, end in self.skip_samples:
             first = end if begin - size < first < end else first
         return first
 
 
 class SpanLengths(NamedTuple):
-    """The lengths of a sample of span corruption, in tokens."""
+    """The lengths of a span-corruption sample, in tokens."""
 
-    raw: int  # of the text
-    noise: int  # replaced tokens of it
-    spans: int
+    raw: int  # the text
+    noise: int  # its replaced tokens
+    spans: int  # number of replaced spans
     inputs: int  # the kept tokens, a sentinel for each span, and the end mark: at most seq_len
     targets: int  # the replaced tokens, a sentinel before each span, and the end mark
 
 
 @functools.cache
 def span_lengths(seq_len: int, noise_density: float, mean_span_length: float) -> SpanLengths:
-    """The longest text whose inputs fit into seq_len tokens (T5's compute_input_and_target_lengths).
+    """Return the lengths of the longest text whose inputs fit into seq_len tokens.
+
+    As T5's compute_input_and_target_lengths.
 
     >>> span_lengths(512, 0.15, 3.0)
     SpanLengths(raw=568, noise=85, spans=28, inputs=512, targets=114)
     """
 
-    def of(raw: int) -> SpanLengths:
+    def lengths(raw: int) -> SpanLengths:
         noise = min(max(round(raw * noise_density), 1), raw - 1)
         spans = min(max(round(noise / mean_span_length), 1), noise, raw - noise)
         return SpanLengths(raw, noise, spans, raw - noise + spans + 1, noise + spans + 1)
 
     raw = max(seq_len - 1, 2)
-    while of(raw + 1).inputs <= seq_len:
+    while lengths(raw + 1).inputs <= seq_len:
         raw += 1
-    halves = noise_density == 0.5 and of(raw).targets > of(raw).inputs  # as T5: equal lengths for a density of 0.5
-    return of(raw - halves)
+    halves = noise_density == 0.5 and lengths(raw).targets > lengths(raw).inputs  # as T5: equal at a density of 0.5
+    return lengths(raw - halves)
 
 
 def rules(config: "Config", machine: Machine) -> Rules:
-    """The broken rules of an objective, and of lists in [data]."""
+    """Yield the broken rules of objectives and of lists in [data]."""
     data, train, model = config.data, config.train, config.model
     encoder_decoder = FAMILIES[model.family].encoder_decoder
     if data.objective == "causal" and encoder_decoder:
@@ -219,7 +221,7 @@ def rules(config: "Config", machine: Machine) -> Rules:
 
 
 def _pair_rules(config: "Config") -> Rules:
-    """The broken rules of sources with targets."""
+    """Yield the broken rules of pairs."""
     data, train, model = config.data, config.train, config.model
     if not data.target_len:
         yield (
@@ -244,7 +246,7 @@ def _pair_rules(config: "Config") -> Rules:
 
 
 def local_rules(config: "Config", machine: Machine) -> Rules:
-    """The broken rules of texts, prepared folders and tokenizers."""
+    """Yield the broken rules of texts, prepared folders and tokenizers."""
     data, model, tokenizer = config.data, config.model, config.tokenizer
     prepared = [path for path in data.texts if is_prepared(path)]
     if not tokenizer.path and not prepared and 0 < model.vocab_size < tokenizer.vocab_size:

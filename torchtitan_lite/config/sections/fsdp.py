@@ -42,9 +42,9 @@ class FsdpConfig(Section):
     dp_shard: int = Field(default=-1, ge=-1)
     """ranks per replica; -1: world size / dp_replicate; 1: no sharding"""
     shard_columns: Annotated[list[str], BITS] = Field(default=[], examples=[["layers.*.attention.wk.weight"]])
-    """patterns of matrices to split over the ranks by columns (dim 1), such as those with fewer rows than ranks"""
+    """patterns of matrices to shard by columns (dim 1), such as those with fewer rows than ranks"""
     blocks_per_group: Annotated[PositiveInt, BITS] = 1
-    """blocks that are gathered and reduced together. Larger groups issue fewer collectives, but use more memory"""
+    """blocks gathered and reduced together; larger groups need fewer collectives but more memory"""
     reshard_after_forward: Annotated[bool | int | Literal["default"], PlainValidator(_reshard)] = "default"
     """after forward: free gathered parameters (true), keep them for backward (false), or keep them sharded over this \
 many ranks; default: true for all but the head, which backward needs first"""
@@ -64,11 +64,11 @@ reduce_scatter within a replica after every one, all_reduce between replicas aft
     precision_overrides: Annotated[list[PrecisionOverride], BITS] = Field(
         default=[], examples=[[{"match": "layers.0.*", "param_dtype": "float32"}]]
     )
-    """dtypes of single groups: [[fsdp.precision_overrides]] match = "layers.0.*", with any of the dtypes"""
+    """dtypes of selected groups: [[fsdp.precision_overrides]] match = "layers.0.*", with any of the dtypes"""
     cpu_offload: Annotated[bool, BITS] = False  # the optimizer then runs on the host
     """keep parameters, gradients and optimizer state on the host (GPU runs only)"""
     pin_memory: Annotated[bool, used_with("fsdp.cpu_offload", True)] = True
-    """with cpu_offload: keep parameters and gradients in pinned memory, which is copied during the computation"""
+    """with cpu_offload: keep parameters and gradients in pinned memory, so that transfers overlap computation"""
     explicit_prefetching: bool = False
     """issue the first all-gather before the batch is fetched, and prefetch the next groups by explicit lists"""
     forward_prefetch: Annotated[PositiveInt, _PREFETCHING] = 2
@@ -76,21 +76,21 @@ reduce_scatter within a replica after every one, all_reduce between replicas aft
     backward_prefetch: Annotated[PositiveInt, _PREFETCHING] = 2
     """with explicit_prefetching: groups to prefetch in backward"""
     separate_reduce_scatter_group: bool = False
-    """reduce-scatter in a process group of its own, beside all-gathers in backward (GPUs; needs torch 2.13)"""
+    """reduce-scatter in a separate process group, in parallel with all-gathers (GPUs; needs torch 2.13)"""
     reduce_scatter_buffers: PositiveInt = 1
     """input buffers of reduce-scatters in flight; above 1, backward waits less for them (GPUs; needs torch 2.13)"""
 
     def mesh(self, world_size: int) -> tuple[int, int]:
-        """dp_replicate and dp_shard, where -1 takes all remaining ranks."""
+        """Return dp_replicate and dp_shard; -1 becomes all remaining ranks."""
         replicate, shard = self.dp_replicate, self.dp_shard
         if replicate == -1:
             replicate = 1 if shard == -1 else max(world_size // max(shard, 1), 1)
         if shard == -1:
-            shard = max(world_size // max(replicate, 1), 1)  # 0 is an error, of `rules`
+            shard = max(world_size // max(replicate, 1), 1)  # `rules` refuses 0
         return replicate, shard
 
     def dtypes(self, *keys: str) -> set[str | None]:
-        """The values of these keys, in this section and its overrides."""
+        """Return the values of these keys in this section and its overrides."""
         return {getattr(section, key) for section in (self, *self.precision_overrides) for key in keys}
 
     @property
@@ -118,9 +118,9 @@ run stops"""
 
 # --- FSDP1's sharding strategies --------------------------------------------------------------------------------
 
-# Their [fsdp] keys (source: the migration guide in PyTorch's FSDP2 tutorial). A strategy sets keys that are not set
-# explicitly; an explicit key that contradicts it is an error. As in FSDP1, a hybrid strategy shards within one machine,
-# unless dp_replicate or dp_shard is set.
+# The [fsdp] keys of each (source: the migration guide in PyTorch's FSDP2 tutorial). A strategy sets keys that are not
+# given; a given key that contradicts it is an error. As in FSDP1, a hybrid strategy shards within one machine, unless
+# dp_replicate or dp_shard is set.
 STRATEGIES: dict[str, dict[str, Any]] = {
     "FULL_SHARD": {"reshard_after_forward": True, "dp_replicate": 1},
     "SHARD_GRAD_OP": {"reshard_after_forward": False, "dp_replicate": 1},
@@ -131,7 +131,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 def strategy_keys(given: Mapping[str, Any], local_world_size: int) -> dict[str, Any]:
-    """The [fsdp] keys that a given strategy sets: those that are not given, or are given as -1 or "default"."""
+    """Return the [fsdp] keys that a strategy sets: those that are absent, -1 or "default" in `given`."""
     strategy = str(given.get("sharding_strategy", "")).upper()
     keys = dict(STRATEGIES.get(strategy, {}))
     if "HYBRID" in strategy and given.get("dp_shard", -1) == -1 and given.get("dp_replicate", -1) == -1:
@@ -140,7 +140,7 @@ def strategy_keys(given: Mapping[str, Any], local_world_size: int) -> dict[str, 
 
 
 def _contradictions(fsdp: FsdpConfig) -> Rules:
-    """The keys that contradict the strategy."""
+    """Yield the keys that contradict the strategy."""
     strategy = fsdp.sharding_strategy
     for key, meant in STRATEGIES.get(strategy, {}).items():
         if getattr(fsdp, key) not in (meant, "default", -1):
@@ -155,7 +155,7 @@ def _contradictions(fsdp: FsdpConfig) -> Rules:
 
 
 def rules(config: "Config", machine: Machine) -> Rules:
-    """The broken rules of the mesh and of offloading."""
+    """Yield the broken rules of the mesh and of offloading."""
     fsdp = config.fsdp
     yield from _contradictions(fsdp)
     world_size = machine.world_size

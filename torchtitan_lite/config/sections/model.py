@@ -1,4 +1,4 @@
-"""[model]: the family, its sizes, and where the weights start from."""
+"""[model]: the family, its sizes, and the initial weights."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -44,7 +44,7 @@ _HAS_ROOM_FOR_INDUCTION = UsedIf(
 
 
 class ModelConfig(Section):
-    """A key that only some families read is listed in their entry of `FAMILIES`, and unused with the others."""
+    """Keys that only some families read are listed in their entries of `FAMILIES`, and unused with the others."""
 
     on_resume: ClassVar[Resume] = REFUSED
 
@@ -54,11 +54,11 @@ resformer: llama with value embeddings; mistral: llama with windows; smollm3: ll
 positions; olmo2, olmo3: norms after the sublayers; olmo_hybrid: olmo2 with gated DeltaNet in three of four layers; \
 gemma3: norms before and after the sublayers; qwen3_moe, olmoe: experts; t5: encoder and decoder"""
     size: Annotated[str, Resume("allowed", "a name for other keys", changes_steps=False, keeps=True)] = "1M"
-    """a preset of the sizes below (families.py); a number that is set next to it replaces that of the preset"""
+    """a preset of the sizes below (families.py); sizes set explicitly override the preset"""
     init_from: Annotated[PathText, _READ_AT_STEP_0] = ""
     """start from the weights of a run, a checkpoint or a Hugging Face folder, at step 0 with a new optimizer"""
     vocab_size: SizeOrZero = 0
-    """rows of the token embedding; 0: the size of the tokenizer's vocabulary"""
+    """rows of the token embedding; 0: the tokenizer's vocabulary size"""
     dim: Width = 128
     """width of the residual stream"""
     n_layers: int = Field(default=4, gt=0, le=2048)
@@ -81,20 +81,20 @@ gemma3: norms before and after the sublayers; qwen3_moe, olmoe: experts; t5: enc
     """llama, t5: width of the feed-forward, or of each expert's; 0: 8/3 dim, rounded up to a multiple of 64 (t5: \
 4 dim)"""
     n_experts: Size = 8
-    """qwen3_moe, olmoe: experts of each layer"""
+    """qwen3_moe, olmoe: experts per layer"""
     experts_per_token: Annotated[Size, FORK] = 2
-    """qwen3_moe, olmoe: experts that compute each token"""
+    """qwen3_moe, olmoe: experts per token"""
     norm_topk_prob: Annotated[bool, FORK] = False
     """qwen3_moe, olmoe: divide the weights of a token's experts by their sum"""
     router_bias: bool = False
-    """qwen3_moe, olmoe: balance the experts' loads by a bias that their choice adds to the scores (DeepSeek-V3); see \
+    """qwen3_moe, olmoe: balance the experts' loads by a bias on the scores that select them (DeepSeek-V3); see \
 train.router_bias_rate"""
     gated: bool = True
     """t5: gated GELU in the feed-forward (v1.1); false: ReLU (v1.0)"""
     scale_output: Annotated[bool, FORK] = False
     """t5: multiply the decoder's output by dim^-0.5 (v1.0)"""
     mup_base_dim: Annotated[WidthOrZero, FORK] = 0
-    """gpt, llama: the dim that rates and initial values were tuned at: they are scaled from there (muP); 0: off"""
+    """gpt, llama: muP: the dim at which learning rate and initial values were tuned; 0: off"""
     norm_eps: Annotated[PositiveFloat, FORK] = 1e-5
     """epsilon of the norms"""
     qk_norm: bool = False
@@ -104,9 +104,10 @@ train.router_bias_rate"""
         Resume("allowed", "only read at step 0", changes_steps=False, changes_start=True, keeps=True),
         _HAS_ROOM_FOR_INDUCTION,
     ] = False
-    """llama, resformer: begin with a head that predicts what followed the current token before (docs/models.md)"""
+    """llama, resformer: initialize an induction head, which predicts what followed the current token before \
+(docs/models.md)"""
     qkv_bias: bool = False
-    """llama: biases of queries, keys and values (Qwen2)"""
+    """llama: add biases to queries, keys and values (Qwen2)"""
     rope_theta: Annotated[PositiveFloat, FORK] = 1e4
     """llama: base of the rotary wavelengths"""
     rope_factor: Annotated[float, FORK] = Field(default=1.0, ge=1)
@@ -118,7 +119,7 @@ train.router_bias_rate"""
     rope_original_max_seq_len: Annotated[Size, FORK, _STRETCHED] = 8192
     """llama: the context length before stretching"""
     window: Annotated[SizeOrZero, FORK, _WINDOWED] = 0
-    """llama, mistral, olmo3, gemma3: tokens that a windowed layer attends to, the current one included; 0: all"""
+    """llama, mistral, olmo3, gemma3: tokens that a windowed layer attends to, including the current one; 0: all"""
     layer_pattern: Annotated[list[Literal["full", "window", "nope", "delta"]], FORK] = Field(
         default=["window"], min_length=1, max_length=2048, examples=[["window", "window", "window", "full"]]
     )
@@ -137,24 +138,24 @@ model.window; full: to all tokens; nope: to all tokens, without positions; delta
         return size
 
     def resolved(self) -> dict[str, Any]:
-        """Every key, with derived values in place of 0, except vocab_size."""
+        """Return every key, with derived sizes instead of 0. (vocab_size 0 stays: it needs the tokenizer.)"""
         derived = {"n_kv_heads": self.kv_heads, "head_dim": self.dim_of_heads, "hidden_dim": self.dim_of_ffn}
         return self.model_dump() | derived | {"n_decoder_layers": sum(self.stacks[1:])}
 
     @property
     def stacks(self) -> tuple[int, ...]:
-        """The number of blocks of the decoder, or of encoder and decoder."""
+        """The number of blocks of the decoder, or of the encoder and the decoder."""
         one = self.n_layers
         return (one, self.n_decoder_layers or one) if FAMILIES[self.family].encoder_decoder else (one,)
 
     @property
     def layer_kinds(self) -> list[str]:
-        """The kind of each block of a decoder: layer_pattern, repeated."""
+        """The kind of each decoder block: layer_pattern, repeated."""
         return [self.layer_pattern[i % len(self.layer_pattern)] for i in range(self.n_layers)]
 
     @property
     def windows(self) -> list[int]:
-        """The window of each block of a decoder, in tokens; 0: it attends to all."""
+        """The attention window of each decoder block, in tokens; 0: all."""
         window = self.window if "window" in FAMILIES[self.family].keys else 0
         return [window if kind == "window" else 0 for kind in self.layer_kinds]
 
@@ -168,7 +169,7 @@ model.window; full: to all tokens; nope: to all tokens, without positions; delta
 
     @property
     def delta_dims(self) -> tuple[int, int]:
-        """Width of the keys and of the values of each head of a delta layer."""
+        """The key and value width of each head of a delta layer."""
         key = 3 * self.dim // (4 * self.n_heads)
         return key, 2 * key
 
@@ -198,9 +199,9 @@ _WIDTHS = "n_heads", "n_kv_heads", "head_dim", "hidden_dim"
 
 
 def default_shape(family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
-    """By "section.key", what a family has by default: its architecture, and its default size unless one is given.
+    """Return the family's architecture and, unless a size is given, its default size, by "section.key".
 
-    If dim is given without a size, heads (of 64, or the next even divisor) and hidden_dim follow from it.
+    If dim is given without a size, heads (of width 64, or the next larger even divisor of dim) and hidden_dim follow.
 
     Args:
         given: values by "section.key".
@@ -216,7 +217,7 @@ def default_shape(family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shape_rules(model: ModelConfig) -> Rules:
-    """The broken rules between the sizes of a model."""
+    """Yield the broken rules between the sizes of a model."""
     if model.dim % model.n_heads and not model.head_dim:
         works = max(d for d in range(1, model.n_heads + 1) if model.dim % d == 0)
         yield (
@@ -253,20 +254,20 @@ def shape_rules(model: ModelConfig) -> Rules:
 
 
 def rules(config: "Config", machine: Machine) -> Rules:
-    """The broken rules of [model], and between it and other sections."""
+    """Yield the broken rules of [model], and between it and other sections."""
     model = config.model
     yield from shape_rules(model)
     if model.mup_base_dim and model.tie_embeddings:
         yield (
             "model.mup_base_dim model.tie_embeddings",
             f"model.mup_base_dim = {model.mup_base_dim} gives embeddings and output matrix different initial values "
-            "and rates, and model.tie_embeddings = true makes them one matrix; model.tie_embeddings = false works",
+            "and learning rates, but model.tie_embeddings = true ties them; model.tie_embeddings = false works",
         )
     if model.mup_base_dim and config.optim.name == "sgd":
         yield (
             "model.mup_base_dim optim.name",
-            f"model.mup_base_dim = {model.mup_base_dim} scales the rates of Adam and Muon, whose updates have a fixed "
-            'size, and those of optim.name = "sgd" do not; optim.name = "muon" or "adamw" works',
+            f"model.mup_base_dim = {model.mup_base_dim} scales learning rates for updates of a fixed size, like Adam's "
+            'and Muon\'s; those of optim.name = "sgd" vary with the gradient; optim.name = "muon" or "adamw" works',
         )
     if not FAMILIES[model.family].encoder_decoder:
         return
@@ -292,24 +293,24 @@ def rules(config: "Config", machine: Machine) -> Rules:
 
 
 def local_rules(config: "Config", machine: Machine) -> Rules:
-    """Nothing is at `model.init_from`. It may be gone once the run has started from it."""
+    """Yield a broken rule if `model.init_from` can't be read. It may be gone once the run has started from it."""
     if config.model.init_from and not started_from(config) and (wrong := problem(config.model.init_from)):
         yield "model.init_from", f"model.init_from: {wrong}"
 
 
 def started_from(config: "Config") -> bool:
-    """Whether the run has a checkpoint, and has started from `model.init_from`."""
+    """Return whether the run has a checkpoint and started from `model.init_from`."""
     try:
         before = tomli.loads((config.folder / "config.toml").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return config.has_checkpoint and bool(before["model"].get("init_from") == config.model.init_from)
+    return config.has_checkpoint and bool(before.get("model", {}).get("init_from") == config.model.init_from)
 
 
-def rate_note(config: "Config") -> str:
-    """A note on the default rate for a run that is about to start from `model.init_from`."""
+def lr_note(config: "Config") -> str:
+    """Return a note on the default learning rate, for a run about to start from `model.init_from`."""
     lr = "1e-4" if FAMILIES[config.model.family].encoder_decoder else "2e-5"
     return (
-        f"optim.lr = {config.optim.lr} is the default, for training from random weights; a model that is already "
-        f"trained forgets much at this rate: --optim.name=adamw --optim.lr={lr} is a start (docs/models.md)"
+        f"optim.lr = {config.optim.lr} is the default, for training from random weights; a pretrained "
+        f"model forgets a lot at it: try --optim.name=adamw --optim.lr={lr} first (docs/models.md)"
     )

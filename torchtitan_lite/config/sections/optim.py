@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optimizer. It is plain data, so a config needs no torch."""
+    """An optimizer, as plain data, so that a config needs no torch."""
 
     build: str  # "module:function", which is called with the parameter groups and the OptimConfig
-    keys: tuple[str, ...] = ()  # [optim] keys that only this optimizer, or some of them, read
+    keys: tuple[str, ...] = ()  # [optim] keys that not every optimizer reads
 
     def load(self) -> Callable[[list[dict[str, Any]], "OptimConfig"], Any]:
         """Import the function."""
@@ -58,7 +58,7 @@ class ParameterGroup(Section):
     match: str
     """pattern of parameter names, e.g. "*norm*" or "layers.0.*"; the first matching group applies"""
     lr_factor: NonNegativeFloat = 1.0
-    """multiplies the learning rate"""
+    """factor of the learning rate"""
     weight_decay: NonNegativeFloat | None = None
     """replaces [optim] weight_decay; absent: unchanged"""
 
@@ -68,12 +68,12 @@ _STEPPED = used_with("optim.schedule", "step")
 
 
 class OptimConfig(Section):
-    """A key that only some optimizers read is listed in their entries of `OPTIMIZERS`, and unused with the others."""
+    """Keys that only some optimizers read are listed in their entries of `OPTIMIZERS`, and unused with the others."""
 
     on_resume: ClassVar[Resume] = FORK
 
     name: Annotated[str, AfterValidator(OPTIMIZERS.known), REFUSED] = "muon"
-    """muon: Muon for the matrices of the blocks, AdamW for the rest (torch.optim's Adafactor takes no shards); \
+    """muon: Muon for the matrices of the blocks, AdamW for the rest (torch.optim's Adafactor can't update shards); \
 sgd: with a momentum of 0.9"""
     lr: PositiveFloat = 8e-3
     """peak learning rate"""
@@ -84,9 +84,9 @@ sgd: with a momentum of 0.9"""
     muon_momentum: float = Field(default=0.9, gt=0, lt=1)
     """muon: momentum (Nesterov's)"""
     muon_embedding_lr_factor: NonNegativeFloat = 3.0
-    """muon: multiplies the learning rate of token embeddings that are not tied to the head"""
+    """muon: factor of the learning rate of token embeddings that are not tied to the head"""
     weight_decay: NonNegativeFloat = 0.1
-    """weight decay of matrices; biases and norms have none"""
+    """weight decay of matrices (not of biases and norms)"""
     freeze: Annotated[list[str], REFUSED] = Field(default=[], examples=[["tok_embeddings.*", "layers.0.*"]])
     """patterns of parameters to freeze, e.g. ["tok_embeddings.*", "layers.0.*"]"""
     groups: list[ParameterGroup] = Field(default=[], examples=[[{"match": "*norm*", "lr_factor": 0.5}]])
@@ -95,7 +95,7 @@ sgd: with a momentum of 0.9"""
     """shape of the learning rate after warm-up; wsd: constant, then linear over the last decay_ratio of the steps; \
 step: multiplied by step_gamma every step_every steps"""
     warmup_steps: NonNegativeInt = 20
-    """steps of linear warm-up; the default is a tenth of the steps where it would not fit"""
+    """steps of linear warm-up; a default that does not fit becomes a tenth of the steps"""
     decay_ratio: Annotated[float, used_with("optim.schedule", "wsd")] = Field(default=0.2, gt=0, le=1)
     """wsd: fraction of the steps with a decaying learning rate"""
     min_lr_ratio: Annotated[float, used_with("optim.schedule", "cosine", "linear", "wsd")] = Field(
@@ -113,14 +113,14 @@ step: multiplied by step_gamma every step_every steps"""
 
 
 def rules(config: "Config", machine: Machine) -> Rules:
-    """The broken rules of [optim] with the number of steps."""
+    """Yield the broken rules between [optim] and the number of steps."""
     optim = config.optim
-    if not config.train.epochs:  # else their number is not known yet: run/epochs.py checks it
+    if not config.train.epochs:  # else run/epochs.py checks, when the number of steps is known
         yield from warmup_rules(optim, config.train.steps)
 
 
 def warmup_rules(optim: OptimConfig, steps: int) -> Rules:
-    """The broken rules between a schedule and the number of steps."""
+    """Yield the broken rules between a schedule and the number of steps."""
     if optim.warmup_steps >= steps:
         yield (
             "optim.warmup_steps train.steps",
@@ -137,7 +137,7 @@ def warmup_rules(optim: OptimConfig, steps: int) -> Rules:
 
 
 def fitting_warmup(config: "Config") -> "Config":
-    """The config with a default warm-up that fits its steps."""
+    """Return the config with a default warm-up that fits its steps."""
     optim, steps = config.optim, config.train.steps
     if not dict(warmup_rules(optim, steps)):
         return config

@@ -41,17 +41,17 @@ class EvalConfig(Section):
     tasks_every: Annotated[Every, _WITH_TASKS] = 0
     """score the tasks every N steps and at the end; "epoch": after each epoch; 0: only at the end"""
     task_questions: Annotated[NonNegativeInt, _WITH_TASKS] = 0
-    """questions of each task, drawn at random, the same at every step; 0: all"""
+    """questions per task, drawn at random, the same at every step; 0: all"""
 
 
 class SampleConfig(Section):
     every: Every = 100
     """generate from the prompts every N steps and at the end; "epoch": after each epoch; 0: never"""
     prompts: Annotated[list[str], _SAMPLING] = Field(default=[], examples=[["def "]])
-    """prompts to continue; "" is the start of a document. Without any: "def " and "The " for the default text, "" for \
+    """prompts to continue; "" is the start of a document. Default: "def " and "The " for the default text, "" for \
 other text, and for pairs three held-out sources, shown with their targets"""
     max_tokens: Annotated[PositiveInt, _SAMPLING] = 48
-    """maximum number of new tokens; each one gathers all parameters once"""
+    """maximum number of new tokens; each gathers all parameters once"""
     temperature: Annotated[NonNegativeFloat, _SAMPLING] = 0.8
     """sampling temperature; 0: greedy"""
 
@@ -66,8 +66,8 @@ class CheckpointConfig(Section):
     async_save: bool = False
     """save in the background; costs a host copy of each rank's shards (full: of the whole state, on rank 0)"""
     resume: PathText = ""
-    """a run or a checkpoint to start from, as a fork with a run.name of its own; it applies while this run has no \
-checkpoint. A run always resumes from its newest complete checkpoint"""
+    """start as a fork of this run or checkpoint, under a new run.name; ignored once this run has a checkpoint. A run \
+always resumes from its newest complete checkpoint"""
     verify: Literal["full", "size", "off"] = "full"
     """what to check against the manifest before loading: full: SHA-256 and size; size: size only; off: nothing"""
     keep_latest: NonNegativeInt = 3
@@ -75,7 +75,7 @@ checkpoint. A run always resumes from its newest complete checkpoint"""
     keep_every: Annotated[NonNegativeInt, _DELETING] = 0
     """also keep the checkpoints of every Nth step; 0: none"""
     keep_best: Annotated[bool, _DELETING, _VALIDATING] = False
-    """also keep the one with the lowest validation loss (validate at the steps that are saved)"""
+    """also keep the checkpoint with the lowest validation loss (validate at the saved steps)"""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Tracker:
     """A tracker: plain data, like an optimizer."""
 
     open: str  # "module:function", which is called with the LogConfig, the run's folder and the state
-    package: str = ""  # that it imports, an extra of this name in pyproject.toml
+    package: str = ""  # the package that it imports, an extra of this name in pyproject.toml
 
 
 TRACKERS = Registry(
@@ -114,14 +114,14 @@ class ProfileConfig(Section):
 
 
 def rules(config: "Config", machine: Machine) -> Rules:
-    """The broken rule of the profiled steps."""
+    """Yield the broken rule of the profiled steps."""
     steps = config.profile.steps
     if steps and (len(steps) != 2 or steps[0] > steps[1]):
         yield "profile.steps", f"profile.steps = {steps} should be a first and a last step, e.g. [10, 12]"
 
 
 def local_rules(config: "Config", machine: Machine) -> Rules:
-    """The broken rules of a checkpoint's path and of packages."""
+    """Yield the broken rules of a checkpoint's path and of packages."""
     resume = config.checkpoint.resume
     wrong = problem(resume) if resume else ""
     own = resume and not wrong and expand(resume).resolve().is_relative_to(config.folder.resolve())
@@ -129,10 +129,10 @@ def local_rules(config: "Config", machine: Machine) -> Rules:
         yield (
             "checkpoint.resume",
             f'checkpoint.resume = "{resume}": a run does not go back within its folder, and resumes from its newest '
-            "checkpoint without this key; start another run with --run.name=NEW, from an earlier checkpoint with "
+            "checkpoint without this key; start a new run with --run.name=NEW, from an earlier checkpoint with "
             f"--checkpoint.resume={config.folder}/checkpoints/step-N",
         )
-    elif wrong and not config.has_checkpoint:  # after its first save, a fork needs it no more
+    elif wrong and not config.has_checkpoint:  # after its first save, a fork no longer needs it
         yield (
             "checkpoint.resume",
             f'checkpoint.resume = "{resume}" should be the path of a run or checkpoint: {wrong}',

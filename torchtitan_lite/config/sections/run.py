@@ -19,31 +19,31 @@ class RunConfig(Section):
     seed: Annotated[int, FORK] = Field(default=0, ge=0, lt=2**63)
     """seed of the initial parameters, the data order and dropout"""
     device: Annotated[Literal["auto", "cpu", "cuda"], BITS] = "auto"
-    """where to train; auto: cuda if there is a GPU, else cpu"""
+    """device to train on; auto: cuda if there is a GPU, else cpu"""
     peak_tflops: NonNegativeFloat = 0.0
-    """peak of one device in the run's dtype, dense, in TFLOP/s, for MFU; 0: as published for the device's name, and \
+    """peak TFLOP/s of one device in the run's dtype (dense), for MFU; 0: as published for the device's name, and \
 unknown on a CPU"""
     threads: Annotated[int, BITS] = Field(default=0, ge=0, le=4096)
-    """CPU threads per rank; 0: without a launcher OMP_NUM_THREADS, else the cores of the machine, or the quota of its \
-container, divided by its ranks"""
+    """CPU threads per rank; 0: without a launcher OMP_NUM_THREADS, else the machine's cores, or the quota of its \
+container, divided by its number of ranks"""
     max_minutes: NonNegativeFloat = 0.0
     """save and exit after this many minutes; 0: no limit"""
     preempted_exit_code: int = Field(default=0, ge=0, le=125)
-    """exit code of all ranks after a stop by a signal (not by run.max_minutes), for launchers that take 0 for \
+    """exit code after a stop by a signal (not by run.max_minutes), for launchers that take 0 for \
 complete; not 1 or 2, which are failures"""
     timeout_minutes: float = Field(default=20.0, gt=0, le=525_600)
     """end the run, with stacks in stacks/, if no rank makes progress for this long; compiling, saving, loading and \
 hashing are progress"""
     start_timeout_minutes: float = Field(default=3.0, gt=0, le=525_600)
-    """how long the ranks wait for one that does not arrive, or whose machine dies before the first step"""
+    """how long the ranks wait for a rank that does not arrive, or whose machine dies before the first step"""
     tf32: Annotated[bool, BITS] = False
-    """NVIDIA GPUs since Ampere: float32 matmuls in TF32 (10 bits of mantissa instead of 23), several times as fast"""
+    """NVIDIA GPUs since Ampere: float32 matmuls in TF32 (10 bits of mantissa instead of 23), several times faster"""
     deterministic: Annotated[bool, BITS] = False
     """CUDA: use only deterministic (slower) kernels, for a bitwise-identical resume; the CPU is always deterministic"""
 
 
 def rules(config: "Config", machine: Machine) -> Rules:
-    """The broken rules of a name, an exit code and a device."""
+    """Yield the broken rules of name, exit code and device."""
     name, device = config.run.name, config.run.device
     if name in ("", "..") or Path(name).name != name:
         yield "run.name", f'run.name = "{name}" should be the plain name of a folder, e.g. run.name = "first"'

@@ -1,4 +1,4 @@
-"""[train] and [spike]: how long, in which batches, and what happens to steps that go wrong."""
+"""[train] and [spike]: length, batches, and what happens to bad steps."""
 
 import itertools
 from dataclasses import replace
@@ -72,19 +72,19 @@ up; 0: use steps"""
     z_loss: Annotated[NonNegativeFloat, FORK] = 0.0
     """add this times log(Z)^2 to each target's loss, e.g. 1e-4: keeps logits small; logged losses exclude it"""
     router_aux_loss: Annotated[NonNegativeFloat, FORK, _ROUTING] = 0.01
-    """add this times the load-balancing loss of the experts (Switch Transformers), the mean of all layers; logged \
+    """add this times the experts' load-balancing loss (Switch Transformers), averaged over layers; logged \
 losses exclude it"""
     router_z_loss: Annotated[NonNegativeFloat, FORK, _ROUTING] = 0.0
-    """add this times log(Z)^2 of each router, the mean of all layers, e.g. 1e-3; logged losses exclude it"""
+    """add this times log(Z)^2 of each router, averaged over layers, e.g. 1e-3; logged losses exclude it"""
     router_bias_rate: Annotated[NonNegativeFloat, FORK, used_with("model.router_bias", True)] = 0.001
-    """change the bias of each expert by this after a step: up if its load is below the mean, else down"""
+    """after each step, change the bias of each expert by this: up if its load is below the mean, else down"""
     on_nonfinite: Annotated[Literal["stop", "skip"], ALLOWED_FOR_LATER_STEPS] = "stop"
     """on a non-finite loss or gradient norm: stop the run, or skip and record the step"""
     max_skipped: Annotated[PositiveInt, ALLOWED_FOR_LATER_STEPS, _SKIPPING] = 10
     """with skip (also of spikes): stop after more than this many skipped steps in a row"""
 
     def batch_size(self, step: int) -> int:
-        """Sequences of a step (1-based), over all ranks."""
+        """Return the sequences of a step (1-based), over all ranks."""
         return next((size for after, size in reversed(self.batch_schedule) if after < step), self.global_batch_size)
 
     @property
@@ -98,19 +98,19 @@ class SpikeConfig(Section):
     on_resume: ClassVar[Resume] = Resume("allowed", "the window of losses is restored")
 
     action: Annotated[Literal["off", "log", "skip", "stop"], _DETECTING] = "off"
-    """on a loss or gradient norm far above those before it: log it; skip the update; or stop the run, and print the \
-command of one that skips the samples"""
+    """on a loss or gradient norm far above the previous ones: log it; skip the update; or stop the run, and print the \
+command of a fork that skips the samples"""
     window: Annotated[int, _WATCHING] = Field(default=128, ge=4, le=10_000)
-    """compare with this many steps; nothing is a spike before there are so many, or during the warm-up"""
+    """compare with this many steps; detection starts when they are complete, after the warm-up"""
     loss_deviations: Annotated[NonNegativeFloat, _WATCHING] = 8.0
     """a loss is a spike if it is this many deviations above the median of the window; 0: off. A deviation is 1.48 \
-times the median absolute deviation, at least 2 % of the median"""
+times the median absolute deviation (an estimate of the std), at least 2 % of the median"""
     norm_deviations: Annotated[NonNegativeFloat, _WATCHING] = 20.0
     """the same for the gradient norm"""
 
 
 def rules(config: "Config", machine: Machine) -> Rules:
-    """The broken rules about the lengths of sequences and of epochs."""
+    """Yield the broken rules of sequence lengths and epochs."""
     train, model = config.train, config.model
     if train.seq_len > model.max_seq_len:
         yield (
@@ -123,5 +123,5 @@ def rules(config: "Config", machine: Machine) -> Rules:
             works = "train.steps" if key == "train.epochs" else f"{key} = 100"
             yield (
                 f"{key} train.batch_schedule",
-                f"{key} is in epochs, which need one batch size, and train.batch_schedule changes it; {works} works",
+                f"{key} is in epochs, which need one batch size, but train.batch_schedule changes it; {works} works",
             )

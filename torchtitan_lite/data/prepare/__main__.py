@@ -20,7 +20,7 @@ from torchtitan_lite.config.sections.data import READERS, DataConfig, TokenizerC
 from torchtitan_lite.data.prepare.folder import prepare
 from torchtitan_lite.data.prepare.job import BYTES, Job
 from torchtitan_lite.data.prepare.summary import report, summary, verify
-from torchtitan_lite.data.prepare.texts import READABLE, Corpus, find, not_read
+from torchtitan_lite.data.prepare.texts import READABLE, Corpus, find, ignored_notes
 from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.data.tokenizer import SMALLEST
 from torchtitan_lite.errors import ConfigError, DataError, run_cli
@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--end-token", default="", help="the token that ends a document; default: as [tokenizer] end_token")
     add("--sentinels", action="store_true", help="the trained tokenizer gets T5's pad and sentinels")
     add("--text-key", help="the key of a .jsonl line, or the column of a table, that holds the text (default: text)")
-    more = "further suffixes of plain text, e.g. .md .py; or own readers, module:Name"
+    more = "more suffixes of plain text, e.g. .md .py; or your own readers, module:Name"
     add("--text-suffixes", **several, metavar="SUFFIX", help=more)
     add("--source-key", default="", metavar="NAME", help="pairs: the key or column of the source")
     add("--target-key", default="", metavar="NAME", help="pairs: the key or column of the target")
@@ -78,8 +78,8 @@ def _make(arguments: argparse.Namespace) -> int:
         end_token=arguments.end_token,
         vocab_size=arguments.train_tokenizer or TokenizerConfig().vocab_size,
     )
-    job = Job.of(config, arguments.val_fraction, sentinels=arguments.sentinels or len(corpus.keys) == 2)
-    for note in not_read([corpus]):
+    job = Job.from_config(config, arguments.val_fraction, sentinels=arguments.sentinels or len(corpus.keys) == 2)
+    for note in ignored_notes([corpus]):
         print(f"data    {note}")
     out.parent.mkdir(parents=True, exist_ok=True)
     lock = out.with_name(f".{out.name}.lock")
@@ -89,7 +89,7 @@ def _make(arguments: argparse.Namespace) -> int:
                 if not out.exists():
                     prepare(corpus, job, out, arguments.on_error, [corpus])
                 elif not paths.is_prepared(out) or read_meta(out).made_from != job.made_from(corpus, [corpus]):
-                    raise DataError(f"{out} exists, and was made from other text or options; choose another --out")
+                    raise DataError(f"{out} exists, made from different text or options; choose a different --out")
             finally:
                 lock.unlink()
     except Timeout:
@@ -99,7 +99,7 @@ def _make(arguments: argparse.Namespace) -> int:
 
 
 def _problem(arguments: argparse.Namespace) -> str:
-    """What is wrong with the options: one is missing, out of range, or without effect beside another."""
+    """Return what is wrong with the options: one is missing, out of range, or conflicts."""
     source, target = arguments.source_key, arguments.target_key
     if not arguments.sources or not arguments.out:
         return "needs text and an output folder, e.g. prepare my_text --out data/mine"
@@ -119,7 +119,7 @@ def _problem(arguments: argparse.Namespace) -> str:
 
 
 def _corpus(arguments: argparse.Namespace) -> Corpus:
-    """The files, read as texts or as pairs; those of --held-out are last."""
+    """Return the files, read as texts or as pairs; those of --held-out are last."""
     source, target = arguments.source_key, arguments.target_key
     keys = (source, target) if source else (arguments.text_key or "text",)
     for name in arguments.text_suffixes:

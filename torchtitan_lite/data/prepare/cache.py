@@ -1,4 +1,4 @@
-"""Preparation of text into the cache, for train.py: all that train.py uses of this folder."""
+"""Prepares text into the cache, for train.py. The part of this folder that train.py imports."""
 
 import os
 import shutil
@@ -12,14 +12,14 @@ from torchtitan_lite.config.paths import expand
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.prepare.job import Job
-from torchtitan_lite.data.prepare.texts import Corpus, find, not_read, standard_library
+from torchtitan_lite.data.prepare.texts import Corpus, find, ignored_notes, standard_library
 from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.terminal import counted
 
 
 def cache_folder(data: DataConfig) -> Path:
-    """The cache folder of prepared data."""
+    """Return the cache folder of prepared data."""
     if data.cache_dir:
         return expand(data.cache_dir)
     try:
@@ -37,7 +37,7 @@ def prepared_in_cache(
     """Prepare texts that share a tokenizer, if needed.
 
     Returns:
-        the prepared folders, and notes on files that were left out.
+        the prepared folders, and notes on ignored files.
 
     Raises:
         DataError: a text is missing, unusable or too short.
@@ -46,7 +46,7 @@ def prepared_in_cache(
     try:
         cache.mkdir(parents=True, exist_ok=True)
         texts = [_text(path, data, cache) for path in paths]
-        job = Job.of(config, data.val_fraction, sentinels=data.objective != "causal")
+        job = Job.from_config(config, data.val_fraction, sentinels=data.objective != "causal")
         folders = [cache / job.made_from(corpus, texts)[:16] for corpus in texts]
         for corpus, folder in zip(texts, folders, strict=True):
             if not folder.is_dir():
@@ -55,11 +55,11 @@ def prepared_in_cache(
                         _prepare(corpus, job, folder, texts, folders[0], info)
     except OSError as error:
         raise DataError(f"data.cache_dir: can't write to {cache}: {error}") from None
-    return folders, not_read(texts)
+    return folders, ignored_notes(texts)
 
 
 def _text(path: str | list[str], data: DataConfig, cache: Path) -> Corpus:
-    """The text of `[data] path` or of one of `[data.sources]`, as texts or as pairs."""
+    """Find the text of `[data] path` or of one of `[data.sources]`, as texts or as pairs."""
     if data.objective != "pairs":
         return find(path, (data.text_key,), data.text_suffixes) if path else standard_library()
     if path and not data.target_key:
@@ -82,7 +82,7 @@ def _text(path: str | list[str], data: DataConfig, cache: Path) -> Corpus:
 def _prepare(
     corpus: Corpus, job: Job, folder: Path, texts: list[Corpus], first: Path, info: Callable[[str], None]
 ) -> None:
-    """Prepare a folder of the cache. The first folder has the tokenizer that was trained for all."""
+    """Prepare a folder of the cache. The first folder has the tokenizer trained for all."""
     from torchtitan_lite.data.prepare.folder import partial_folder, prepare
     from torchtitan_lite.data.prepare.summary import summary
 
@@ -90,14 +90,14 @@ def _prepare(
     given = (first / "tokenizer.json").read_text(encoding="utf-8") if folder != first else ""
     try:
         meta = prepare(corpus, job, folder, "stop", texts, given)
-    except DataError:  # corrected text gets another folder
+    except DataError:  # corrected text gets a new folder
         shutil.rmtree(partial_folder(folder))
         raise
     info(f"data    {summary(meta)}")
 
 
-def as_in(folder: Path, config: TokenizerConfig) -> TokenizerConfig:
-    """The config for text that is mixed with a prepared folder: its tokenizer and end token, unless already set."""
+def with_tokenizer_of(folder: Path, config: TokenizerConfig) -> TokenizerConfig:
+    """Return the config for text mixed with a prepared folder: the folder's tokenizer and end token, unless set."""
     path = config.path or str(folder / "tokenizer.json")
     end = bpe.load(folder / "tokenizer.json").id_to_token(read_meta(folder).end_token)
     return config.model_copy(update={"path": path, "end_token": config.end_token or end})

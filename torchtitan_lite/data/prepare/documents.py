@@ -1,8 +1,8 @@
-"""The documents of a text, in a fixed order and constant memory.
+"""Reads documents in a fixed order and constant memory.
 
-A document is the text of a .jsonl line, of a row of a .csv, .tsv or .parquet file, or a block of at most 64 KiB of
-plain text, cut at a line end. A pair is a line or row with two texts. Text is never repaired: malformed text becomes a
-Problem with its file and line.
+A document is the text of a .jsonl line or of a .csv, .tsv or .parquet row, or a block of at most 64 KiB of plain text,
+cut at a line end. A pair is a line or row with two texts. Text is never repaired: malformed text becomes a Problem with
+its file and line.
 """
 
 import codecs
@@ -25,10 +25,10 @@ from torchtitan_lite.data.prepare.texts import Corpus, kind
 from torchtitan_lite.errors import DataError
 
 HASH_RANGE = 2**64
-LONGEST = 16 << 20  # bytes of a .jsonl line or of a text
+LONGEST = 16 << 20  # maximum bytes of a .jsonl line or a text
 _READ = 128 * 1024
 OnError = Literal["stop", "skip"]
-# what a reader raises where the rest of a file can't be read: the file system, decompression, csv, pyarrow, or itself
+# errors of the file system, decompression, csv, pyarrow or a reader: the rest of the file can't be read
 _UNREADABLE = OSError, EOFError, zlib.error, csv.Error, SyntaxError, ValueError, NotImplementedError
 
 
@@ -38,35 +38,35 @@ class Document(NamedTuple):
     file: int  # number in the corpus
     place: int  # its first line, or its row
     texts: tuple[str, ...]
-    n_bytes: int  # of the texts in UTF-8
-    hash: int  # of the first text: 0 <= hash < HASH_RANGE. It decides the split
+    n_bytes: int  # length of the texts in UTF-8
+    hash: int  # of the first text: 0 <= hash < HASH_RANGE. Decides the split
 
 
 class Problem(NamedTuple):
     """An unusable text, or an unusable rest of a file."""
 
     file: int
-    place: int  # 0: the file
-    reason: str  # its category
+    place: int  # 0: the whole file
+    reason: str  # the category
     detail: str
 
     def message(self, corpus: Corpus) -> str:
-        """With the place."""
+        """Return the message with its place."""
         return f"{corpus.where(self.file, self.place)}: {self.detail}"
 
 
 class Unusable(NamedTuple):
-    """What a reader yields in place of the values of a document."""
+    """What a reader yields for an unusable document."""
 
     reason: str
     detail: str
 
 
-Read = Iterator[tuple[int, Sequence[Any] | Unusable]]  # of each document: the line or row, and the value of each key
+Read = Iterator[tuple[int, Sequence[Any] | Unusable]]  # for each document: line or row, and the value of each key
 
 
 def refusal(corpus: Corpus, problem: Problem) -> DataError:
-    """The error for an unusable text."""
+    """Return the error for an unusable text."""
     return DataError(
         f"{problem.message(corpus)}; correct or remove it, or leave it out with "
         "python -m torchtitan_lite.data.prepare ... --on-error skip"
@@ -74,7 +74,7 @@ def refusal(corpus: Corpus, problem: Problem) -> DataError:
 
 
 def usable(corpus: Corpus, on_error: OnError = "stop", first: int = 0) -> Iterator[Document]:
-    """The documents, starting at file number `first`.
+    """Yield the documents, starting at file number `first`.
 
     Raises:
         DataError: a text is unusable, with "stop".
@@ -89,10 +89,10 @@ def usable(corpus: Corpus, on_error: OnError = "stop", first: int = 0) -> Iterat
 def documents(
     corpus: Corpus, first: int = 0, count: Callable[[int], object] = lambda n: None
 ) -> Iterator[Document | Problem]:
-    """All documents and problems, starting at file number `first`.
+    """Yield all documents and problems, starting at file number `first`.
 
     Args:
-        count: called with the number of bytes, each time that some are read.
+        count: called with the number of bytes after each read.
     """
     for number in range(first, len(corpus.files)):
         place = 0
@@ -105,7 +105,7 @@ def documents(
 
 
 def _document(corpus: Corpus, file: int, place: int, values: Sequence[Any] | Unusable) -> Document | Problem:
-    """The document with these values, which must be non-empty strings; in a pair, not of white space alone."""
+    """Check that the values are non-empty strings (in a pair, not only white space), and make a document of them."""
     if isinstance(values, Unusable):
         return Problem(file, place, *values)
     for key, value in zip(corpus.keys, values, strict=True):
@@ -113,7 +113,10 @@ def _document(corpus: Corpus, file: int, place: int, values: Sequence[Any] | Unu
             shown = json.dumps(value, default=str)[:40]
             return Problem(file, place, "no text", f'"{key}" should be text, but is {shown}')
     texts = corpus.source_prefix + values[0], *values[1:]
-    contents = [text.encode() for text in texts]
+    try:
+        contents = [text.encode() for text in texts]
+    except UnicodeEncodeError as error:
+        return Problem(file, place, "no text", f"is not valid text: {error.reason}")
     if max(map(len, contents)) > LONGEST:
         return Problem(file, place, *_TOO_LONG)
     number = int.from_bytes(hashlib.sha256(contents[0]).digest()[:8])
@@ -127,10 +130,10 @@ _HOW = "--text-key (data.text_key), or --source-key and --target-key for pairs, 
 
 
 def read_txt(stream: BinaryIO, corpus: Corpus) -> Read:
-    """Plain text, in blocks that end at the last line end within the limit. A longer line is cut between characters."""
+    """Yield blocks that end at the last line end within the limit. A longer line is cut between characters."""
     if len(corpus.keys) == 2:
         raise ValueError("has no columns; pairs are read from .jsonl, .csv, .tsv and .parquet files")
-    line, pending = 1, b""
+    line, pending = 1, stream.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
     while pending := pending + stream.read(corpus.block - len(pending)):
         at_end = len(pending) < corpus.block
         cut = len(pending) if at_end else pending.rfind(b"\n") + 1 or _character_boundary(pending)
@@ -144,7 +147,7 @@ def read_txt(stream: BinaryIO, corpus: Corpus) -> Read:
 
 
 def _character_boundary(data: bytes) -> int:
-    """The start of the last UTF-8 character, which may be incomplete. Continuation bytes are 10xxxxxx."""
+    """Return the start of the last UTF-8 character, which may be incomplete. Continuation bytes are 10xxxxxx."""
     start = len(data) - 1
     while start > len(data) - 4 and data[start] & 0xC0 == 0x80:
         start -= 1
@@ -152,7 +155,7 @@ def _character_boundary(data: bytes) -> int:
 
 
 def read_jsonl(stream: BinaryIO, corpus: Corpus) -> Read:
-    """The values of each line, which must be a JSON object with all keys. Empty lines are ignored."""
+    """Yield the values of each line, which must be a JSON object with all keys. Ignores empty lines."""
     for place, line in _lines(stream):
         if line is None:
             yield place, _TOO_LONG
@@ -162,9 +165,12 @@ def read_jsonl(stream: BinaryIO, corpus: Corpus) -> Read:
 
 def _json_values(line: bytes, corpus: Corpus) -> Sequence[Any] | Unusable:
     try:
-        record = from_json(line)
-    except ValueError as error:  # of JSON or of UTF-8
-        return Unusable("not JSON", f"not JSON in UTF-8: {error}")
+        record = from_json(line)  # faster than json.loads, but refuses half a surrogate pair in any key
+    except ValueError as error:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):  # not JSON or not UTF-8
+            return Unusable("not JSON", f"not JSON in UTF-8: {error}")
     has = record if isinstance(record, dict) else {}
     if missing := [key for key in corpus.keys if key not in has]:
         keys = f"its keys are {', '.join(has)[:200]}" if has else "it is not an object with keys"
@@ -173,7 +179,7 @@ def _json_values(line: bytes, corpus: Corpus) -> Sequence[Any] | Unusable:
 
 
 def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
-    """Lines with their numbers; None: the line is too long."""
+    """Yield lines with their numbers; None: the line is too long."""
     number = 0
     while line := stream.readline(LONGEST + 1):
         number += 1
@@ -184,7 +190,7 @@ def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
 
 
 def read_csv(stream: BinaryIO, corpus: Corpus) -> Read:
-    """Columns that are cut at commas, tabs, semicolons or bars: at those by which the header has all keys."""
+    """Yield the rows of a table split at commas, tabs, semicolons or bars, whichever gives the header all keys."""
     yield from _table(stream, corpus, ",\t;|")
 
 
@@ -203,14 +209,14 @@ def _table(stream: BinaryIO, corpus: Corpus, delimiters: str) -> Read:
         return set(corpus.keys) <= set(columns), len(columns)
 
     rows = csv.reader(itertools.chain(head, lines), strict=True, delimiter=max(delimiters, key=fit))
-    at, width, place = list[int](), 0, 1  # `width` of the header
+    at, width, place = list[int](), 0, 1  # width: columns of the header
     for row in rows:
         if not at and row:
             at, width = _positions(row, corpus), len(row)
         elif row and max(at) < len(row) <= width:
             yield place, [row[i] for i in at]
-        elif row:  # e.g. an unquoted comma cuts a text, or makes a piece of it the next column
-            yield place, Unusable("a row of another length", f"has {len(row)} columns, its header has {width}")
+        elif row:  # e.g. an unquoted comma cuts a text, and moves the rest into the next column
+            yield place, Unusable("a row of the wrong length", f"has {len(row)} columns, its header has {width}")
         place = rows.line_num + 1
 
 
@@ -222,10 +228,10 @@ def _decoded(stream: BinaryIO) -> Iterator[str]:
 
 
 def _positions(columns: Sequence[str], corpus: Corpus) -> list[int]:
-    """Where the keys are among the columns of a table.
+    """Return the positions of the keys among the columns of a table.
 
     Raises:
-        ValueError: one of them is missing, or there are several of its name.
+        ValueError: a column is missing, or several have its name.
     """
     for key in corpus.keys:
         if key not in columns:
@@ -249,7 +255,7 @@ def read_parquet(stream: BinaryIO, corpus: Corpus) -> Read:
 
 
 class _Counted(io.FileIO):
-    """A file that counts the bytes that are read from it."""
+    """A file that counts the bytes read from it."""
 
     def __init__(self, file: Path, count: Callable[[int], object]) -> None:
         super().__init__(file)
@@ -274,7 +280,7 @@ def _read(corpus: Corpus, file: Path, count: Callable[[int], object]) -> Read:
 
 
 def need(package: str) -> Any:
-    """An imported package of the extra `data`. Raises DataError if it is not installed."""
+    """Import a package of the extra `data`. Raises DataError if it is not installed."""
     try:
         return importlib.import_module(package)
     except ImportError:

@@ -1,9 +1,9 @@
 """Makes a prepared folder: on all cores, in constant memory, resumable.
 
-Documents are read in order (documents.py), encoded in batches by the tokenizer's own threads, and written in order to
-OUT.partial. Every few seconds the files are synced, and then progress.json records their lengths and the next document.
-After a kill, the same command truncates the files to that and resumes: the result is byte-identical. At the end all
-files are hashed, meta.json is written, and the folder is renamed.
+Documents are read in order (documents.py), encoded in batches by the tokenizer's threads, and written in order to
+OUT.partial. Every few seconds the files are synced, then progress.json records their lengths and the next document.
+After a kill, the same command truncates the files to these lengths and resumes: the result is byte-identical. At the
+end all files are hashed, meta.json is written, and the folder is renamed.
 """
 
 import contextlib
@@ -32,11 +32,11 @@ from torchtitan_lite.data.token_files import ORIGINS, PAIRS, PLACE_BITS, SPLITS,
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.files import flush_to_disk, naming, sync_folder, write_durably
 
-BATCH_BYTES = 1 << 20  # of text, encoded at a time: it bounds the memory, as encodings are much larger than the text
-DOCUMENT_BYTES = 256  # that an encoding takes besides
+BATCH_BYTES = 1 << 20  # of text encoded at a time: bounds the memory, as encodings are much larger than text
+DOCUMENT_BYTES = 256  # overhead per encoding
 COMMIT_EVERY_S = 3.0
 SKIPPED = "skipped.log"
-_SKIP = -1  # in place of a split
+_SKIP = -1  # instead of a split
 _FILES = SKIPPED, *(f"{split}.{what}" for split in SPLITS for what in ("bin", "idx", "origins"))
 CHANGED = "the text was changed while it was being read; run the same command again to start over with the new text"
 
@@ -47,24 +47,24 @@ class Progress:
 
     made_from: str
     file: int = 0
-    number: int = 0  # documents and problems of that file so far
+    number: int = 0  # documents and problems in that file so far
     sizes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_FILES, 0))  # bytes
-    documents: list[int] = field(default_factory=lambda: [0, 0])  # by split
+    documents: list[int] = field(default_factory=lambda: [0, 0])  # per split
     text_bytes: list[int] = field(default_factory=lambda: [0, 0])
     unknown_tokens: int = 0
     skipped: dict[str, int] = field(default_factory=dict)  # by reason
 
 
 class Batch(NamedTuple):
-    """Consecutive documents and problems, and the place after them."""
+    """Consecutive documents and problems, and the position after them."""
 
     items: list[Document | Problem]
     file: int
-    number: int  # documents and problems of that file so far
+    number: int  # documents and problems in that file so far
 
 
 def partial_folder(out: Path) -> Path:
-    """The temporary folder of `out`."""
+    """Return the temporary folder of `out`."""
     return out.with_name(f"{out.name}.partial")
 
 
@@ -74,15 +74,15 @@ def prepare(
     """Create the prepared folder `out`, or resume creating it.
 
     Args:
-        training: the texts to train a tokenizer on, unless the job has one.
-        trained: a tokenizer.json that was trained on them already.
+        training: texts to train a tokenizer on, unless the job has one.
+        trained: a tokenizer.json already trained on them.
 
     Raises:
         DataError: a text is unusable (with "stop"), or there are too few.
     """
     partial, made_from = partial_folder(out), job.made_from(corpus, training)
     partial.mkdir(parents=True, exist_ok=True)
-    for unfinished in partial.glob("*.new"):  # of a write that a kill has cut off
+    for unfinished in partial.glob("*.new"):  # a kill has cut off a write
         unfinished.unlink()
     progress = _read_progress(partial, made_from)
     if progress is None:
@@ -96,7 +96,7 @@ def prepare(
         ThreadPoolExecutor(1) as thread,
     ):
         writer = Writer(partial, corpus, job, progress, on_error, files)
-        # while a batch is encoded, the one before it is written and the next one is read
+        # while a batch is encoded, the previous one is written and the next one is read
         waiting: tuple[Batch, Future[list[Encoding]]] | None = None
         for batch in itertools.chain(_batches(corpus, progress, bar.update), [None]):
             following = (batch, thread.submit(writer.encode, batch)) if batch else None
@@ -113,7 +113,7 @@ def prepare(
 
 
 def _read_progress(partial: Path, made_from: str) -> Progress | None:
-    """The progress to resume from; None if there is none, the inputs were others, or a file is too short."""
+    """Return the progress to resume from; None if there is none, the inputs differ, or a file is too short."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         progress = Progress(**json.loads((partial / "progress.json").read_bytes()))
         complete = all((partial / name).stat().st_size >= size for name, size in progress.sizes.items())
@@ -122,14 +122,14 @@ def _read_progress(partial: Path, made_from: str) -> Progress | None:
 
 
 def _train(job: Job, training: Sequence[Corpus], on_error: OnError) -> str:
-    """A tokenizer.json, trained on these texts."""
+    """Train a tokenizer on these texts, and return its tokenizer.json."""
     limits = [held_out_below(corpus, job.val_fraction, on_error) for corpus in training]
     texts = training_texts(training, limits, on_error)
     return str(train(texts, job.vocab_size, sentinels=job.sentinels).to_str(pretty=True))
 
 
 def _batches(corpus: Corpus, progress: Progress, count: Callable[[int], object]) -> Iterator[Batch]:
-    """The remaining documents."""
+    """Yield the remaining documents."""
     file, number, size = progress.file, progress.number, 0
     items = list[Document | Problem]()
     for item in itertools.islice(documents(corpus, file, count), number, None):
@@ -144,7 +144,7 @@ def _batches(corpus: Corpus, progress: Progress, count: Callable[[int], object])
 
 
 class Writer:
-    """Encodes documents, and appends them to the files of OUT.partial."""
+    """Encodes documents, and appends them to the files in OUT.partial."""
 
     def __init__(
         self, folder: Path, corpus: Corpus, job: Job, progress: Progress, on_error: OnError, files: contextlib.ExitStack
@@ -160,7 +160,7 @@ class Writer:
         self._unknown = unknown_token(self._tokenizer, self._end)
         self._dtype = np.dtype(token_dtype(bpe.size(self._tokenizer)))
         self._below = held_out_below(corpus, job.val_fraction, on_error)
-        # the documents of files of validation text, by hash
+        # the documents in validation files, by hash
         self._first_held_out = len(corpus.files) - corpus.n_held_out
         held_out = usable(corpus, on_error, self._first_held_out)
         self._held_out = {document.hash: (document.file, document.place) for document in held_out}
@@ -176,7 +176,7 @@ class Writer:
         self.commit()
 
     def encode(self, batch: Batch) -> list[Encoding]:
-        """The tokens of each text.
+        """Return the tokens of each text.
 
         Raises:
             DataError: the tokenizer fails.
@@ -184,7 +184,7 @@ class Writer:
         texts = [text for item in batch.items if isinstance(item, Document) for text in item.texts]
         try:
             return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        except BaseException as error:  # the library's panics are no Exception
+        except BaseException as error:  # the library's panics are BaseExceptions
             where = self._corpus.where(batch.items[0].file, batch.items[0].place)
             raise DataError(f"{where}, or after it: the tokenizer can't encode a text: {bpe.reason(error)}") from None
 
@@ -194,13 +194,13 @@ class Writer:
         Raises:
             DataError: one of them is unusable, with "stop".
         """
-        p, stream = self._progress, array("I")  # of all texts, an end token after each
+        p, stream = self._progress, array("I")  # all texts, each followed by an end token
         for encoding in encodings:
             stream.fromlist(encoding.ids)
             stream.append(self._end)
         tokens, lengths = np.asarray(stream), np.array([len(encoding) + 1 for encoding in encodings], np.int64)
         n_ends = iter(np.add.reduceat(tokens == self._end, np.cumsum(lengths) - lengths, dtype=np.int64).tolist())
-        splits, origins = list[int](), list[int]()  # of each text
+        splits, origins = list[int](), list[int]()  # per text
         for item in batch.items:
             if isinstance(item, Problem):
                 self._skip(item)
@@ -227,13 +227,13 @@ class Writer:
             self.commit()
 
     def _problem(self, document: Document, n_ends: list[int]) -> Problem | None:
-        """Why this document, with so many end tokens in each text and after it, is not written."""
+        """Return why this document is not written, given the number of end tokens in and after each text."""
         if max(n_ends) > 1:
             name = self._tokenizer.id_to_token(self._end)
             detail = f"would be encoded with the end token {name!r} inside (--end-token can name another one)"
             return Problem(document.file, document.place, "a text that contains the end token", detail)
         if document.hash in self._held_out and document.file < self._first_held_out:
-            detail = f"is held out, too: {self._corpus.where(*self._held_out[document.hash])}"
+            detail = f"is also held out: {self._corpus.where(*self._held_out[document.hash])}"
             return Problem(document.file, document.place, "a copy of a held-out document", detail)
         return None
 

@@ -1,4 +1,4 @@
-"""The default pairs: the functions of Python's standard library, and the first sentences of their docstrings."""
+"""The default pairs: functions of Python's standard library, and the first sentence of each docstring."""
 
 import ast
 import hashlib
@@ -15,9 +15,9 @@ from torchtitan_lite.files import write_durably
 
 
 def functions(cache: Path) -> Corpus:
-    """A file of pairs in the cache, made once: bodies without docstrings, and first sentences of docstrings.
+    """Return a cached file of pairs: function bodies without docstrings, and the docstrings' first sentences.
 
-    Of functions with the same body, the first is kept.
+    If functions have the same body, the first is kept.
     """
     library = standard_library()
     key = hashlib.sha256(json.dumps(library.fingerprint()).encode()).hexdigest()[:16]
@@ -34,14 +34,14 @@ def functions(cache: Path) -> Corpus:
 
 
 def _functions_of(file: Path) -> list[tuple[str, str]]:
-    """The body and the first sentence of the docstring of each function in a source file."""
+    """Return the body and the docstring's first sentence of each function in a source file."""
     with tokenize.open(file) as stream:
         text = stream.read()
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError):  # written for another version of Python
+    except (SyntaxError, ValueError):  # for a different version of Python
         return []
-    lines, pairs = text.split("\n"), []  # as ast counts them: splitlines() also splits at form feeds
+    lines, pairs = text.split("\n"), []  # as ast counts lines: splitlines() also splits at form feeds
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and len(node.body) > 1:
             begin = min(one.lineno for one in (node.body[1], *getattr(node.body[1], "decorator_list", ())))

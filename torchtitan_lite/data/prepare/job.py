@@ -1,4 +1,4 @@
-"""What decides the content of a prepared folder, and its hash. Imports no reader: a run on cached data needs none."""
+"""The options that decide the content of a prepared folder, and their hash. A run on cached data needs no reader."""
 
 import hashlib
 import json
@@ -16,16 +16,16 @@ BYTES = "bytes"  # instead of a tokenizer.json
 
 @dataclass(frozen=True)
 class Job:
-    """The options of a preparation, besides its text."""
+    """The options of a preparation, without its text."""
 
-    tokenizer: str  # the content of a tokenizer.json; empty: one is trained
-    end_token: str  # its name; empty: one of the usual ones
-    vocab_size: int  # of a tokenizer that is trained
-    sentinels: bool  # it gets T5's pad and sentinels
+    tokenizer: str  # the content of a tokenizer.json; empty: train one
+    end_token: str  # its name; empty: a usual one
+    vocab_size: int  # of the trained tokenizer
+    sentinels: bool  # train with T5's pad and sentinels
     val_fraction: float
 
     @classmethod
-    def of(cls, config: TokenizerConfig, val_fraction: float, *, sentinels: bool) -> "Job":
+    def from_config(cls, config: TokenizerConfig, val_fraction: float, *, sentinels: bool) -> "Job":
         """
         Raises:
             DataError: the tokenizer.json can't be read.
@@ -41,10 +41,10 @@ class Job:
         return cls(tokenizer.to_str(pretty=True), config.end_token, 0, False, val_fraction)
 
     def made_from(self, corpus: Corpus, training: Sequence[Corpus]) -> str:
-        """A hash of all that decides the content of a folder.
+        """Return a hash of everything that decides the content of a folder.
 
         Args:
-            training: the texts that a tokenizer is trained on.
+            training: the texts to train a tokenizer on.
         """
         trained_on = [] if self.tokenizer else [one.fingerprint() for one in training]
         inputs = [FORMAT_VERSION, corpus.fingerprint(), asdict(self), trained_on]

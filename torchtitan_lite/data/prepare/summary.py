@@ -1,4 +1,4 @@
-"""What a prepared folder holds: its summary for the terminal, and whether it is undamaged."""
+"""Summarizes a prepared folder for the terminal, and verifies it."""
 
 from itertools import islice
 from pathlib import Path
@@ -16,7 +16,7 @@ from torchtitan_lite.terminal import counted
 
 
 def summary(meta: Meta) -> str:
-    """One line of statistics."""
+    """Return one line of statistics."""
     tokens = meta.train_tokens + meta.val_tokens
     return (
         f"{meta.text_bytes:,} bytes -> {tokens:,} tokens of {meta.text_bytes / tokens:.2f} bytes; "
@@ -25,7 +25,7 @@ def summary(meta: Meta) -> str:
 
 
 def report(folder: Path) -> str:
-    """Statistics, the skipped texts, and the decoded start of three documents, line by line."""
+    """Return statistics, skipped texts, and the decoded start of three documents, line by line."""
     meta, tokenizer = read_meta(folder), bpe.load(folder / "tokenizer.json")
     lines = [summary(meta)]
     if meta.unknown_tokens:
@@ -39,17 +39,17 @@ def report(folder: Path) -> str:
 
 
 def verify(folder: Path) -> list[str]:
-    """Read every byte of a prepared folder and its indices of packed documents. Returns a line for each problem.
+    """Read every byte of a prepared folder and its packing indices. Returns a line for each problem.
 
     Raises:
         DataError: meta.json is invalid.
     """
-    from torchtitan_lite.data.packing import damage  # which needs torch
+    from torchtitan_lite.data.packing import damage  # needs torch
 
     meta = read_meta(folder)
     problems = changed(folder, meta.files, in_full=True)
     if tokens_hash(meta.files) != meta.tokens_sha256:
-        problems.append("meta.json: tokens_sha256 is not that of the token files")
+        problems.append("meta.json: tokens_sha256 does not match the token files")
     lines = [f"{folder}: the prepared data is damaged ({problem}); {PREPARE_AGAIN}" for problem in problems]
     indices = sorted(folder.glob(f"packed-*-{meta.tokens_sha256[:12]}"))
     return [*lines, *(line for index in indices for line in damage(index, in_full=True))]

@@ -1,4 +1,4 @@
-"""The text to prepare: which files, and how to read them. Nothing is read here."""
+"""Finds the files to prepare, and decides how to read each. Reads no text."""
 
 import inspect
 import os
@@ -21,7 +21,7 @@ _NAMES_MORE = "--text-suffixes (data.text_suffixes) names more suffixes of plain
 _MAX_BLOCK = 64 * 1024  # bytes
 _MIN_BLOCK = 1024
 _ENOUGH_BLOCKS = 16
-_LISTED = 10  # kinds of files in a note
+_LISTED = 10  # file kinds in a note
 # Tests are two thirds of the library and missing in many distributions; the other folders are not part of the library.
 _SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
@@ -31,15 +31,15 @@ class Corpus:
     """Files in a fixed order, and how to read them."""
 
     files: tuple[Path, ...]
-    keys: tuple[str, ...] = ("text",)  # of a .jsonl line, or columns of a table: of a text, or of a source and a target
+    keys: tuple[str, ...] = ("text",)  # .jsonl keys or table columns: of a text, or of a source and a target
     source_prefix: str = ""  # pairs: put before each source
-    text_suffixes: tuple[str, ...] = ()  # of plain text, besides .txt; and own readers
-    n_held_out: int = 0  # the last files, which are the validation text; 0: documents are held out by hash
-    ignored: tuple[Path, ...] = ()  # other files of the folders
+    text_suffixes: tuple[str, ...] = ()  # of plain text, in addition to .txt; and the user's readers
+    n_held_out: int = 0  # number of last files that are validation text; 0: documents are held out by hash
+    ignored: tuple[Path, ...] = ()  # other files in the folders
     name: str = "your text"
 
     def fingerprint(self) -> list[object]:
-        """Path, size, mtime and ctime (ns) of each file and own reader, and all that decides how they are read."""
+        """Return path, size, mtime and ctime (ns) of each file and user's reader, and all reading options."""
         own = [Path(inspect.getfile(READERS[name].load())) for name in self.text_suffixes if is_own(name)]
         stats = [(file, stat_of(file)) for file in (*self.files, *own)]
         files = [[os.path.abspath(file), s.st_size, s.st_mtime_ns, s.st_ctime_ns] for file, s in stats]
@@ -57,7 +57,7 @@ class Corpus:
         return min(_MAX_BLOCK, max(self.size // _ENOUGH_BLOCKS, _MIN_BLOCK))
 
     def where(self, file: int, place: int) -> str:
-        """A place in the text for messages: the file, and the line or row unless it is 0."""
+        """Return a place in the text for messages: the file, and the line or row unless it is 0."""
         name = self.files[file]
         return f"{name}: {unit_of(name)} {place}" if place else str(name)
 
@@ -72,12 +72,12 @@ def stat_of(file: Path) -> os.stat_result:
 
 
 def unit_of(file: Path) -> str:
-    """What the place of a document in this file is."""
+    """Return "row" or "line": the unit of a document's place in this file."""
     return "row" if kind(file) == ".parquet" else "line"
 
 
 def kind(file: Path, text_suffixes: Collection[str] = ()) -> str:
-    """Its entry of READERS, by the suffix without that of a compression; empty: it is not read."""
+    """Return the file's key in READERS, by its suffix without compression suffix; empty: not readable."""
     suffix = file.suffix.lower()
     if suffix in COMPRESSED:
         suffix = Path(file.stem).suffix.lower()
@@ -87,10 +87,10 @@ def kind(file: Path, text_suffixes: Collection[str] = ()) -> str:
 
 
 def checked_suffixes(text_suffixes: Iterable[str]) -> tuple[str, ...]:
-    """The suffixes in lower case, and the names of readers of the user's own.
+    """Return the suffixes in lower case, and the names of the user's readers.
 
     Raises:
-        DataError: one is no suffix of plain text, or a name that no command has given.
+        DataError: an entry is not a suffix of plain text, or a reader that was not imported.
     """
     suffixes = tuple(dict.fromkeys(name if is_own(name) else name.lower() for name in text_suffixes))
     for suffix in suffixes:
@@ -106,13 +106,13 @@ def checked_suffixes(text_suffixes: Iterable[str]) -> tuple[str, ...]:
 
 
 def find(entries: str | Sequence[str], keys: Sequence[str] = ("text",), text_suffixes: Iterable[str] = ()) -> Corpus:
-    """The text at a file, a folder (recursive), a glob, or several of these. Each file is read once.
+    """Find the text at a file, a folder (recursive), a glob, or several of these. Each file is read once.
 
     Raises:
         DataError: nothing was found, or something is unreadable.
     """
     suffixes = checked_suffixes(text_suffixes)
-    files: dict[str, Path] = {}  # by the real path, which a link or another spelling leads to, too
+    files: dict[str, Path] = {}  # by real path, as links and spellings may lead to the same file
     ignored: dict[Path, None] = {}
     for entry in [entries] if isinstance(entries, str) else entries:
         if not entry:
@@ -135,21 +135,21 @@ def find(entries: str | Sequence[str], keys: Sequence[str] = ("text",), text_suf
     return Corpus(tuple(files.values()), tuple(keys), text_suffixes=suffixes, ignored=tuple(sorted(ignored)))
 
 
-def not_read(texts: Iterable[Corpus]) -> list[str]:
-    """A note on the other files in the folders of texts, if any."""
+def ignored_notes(texts: Iterable[Corpus]) -> list[str]:
+    """Return a note on the other files in the folders of texts, if any."""
     ignored = [file for corpus in texts for file in corpus.ignored]
     return [f"{len(ignored):,} other files are not read: {_listed(ignored)}; {_NAMES_MORE}"] if ignored else []
 
 
 def _listed(files: Iterable[Path]) -> str:
-    """Files that are not read, counted by suffix; those without one by name."""
+    """List files that are not read, counted by suffix; those without a suffix by name."""
     counts = Counter(file.suffix or file.name for file in files)
     entries = [f"{n:,} x {name}" for name, n in counts.most_common(_LISTED)]
     return ", ".join(entries + ["..."] * (len(counts) > _LISTED))
 
 
 def standard_library() -> Corpus:
-    """The default text: the source of this Python's standard library."""
+    """Return the default text: the source of this Python's standard library."""
     root = sysconfig.get_paths()["stdlib"]
     paths: list[str] = []
     for folder, below, names in os.walk(root):

@@ -1,4 +1,4 @@
-"""The tokenizer of a preparation: training one on the text, and encoding text that looks like a special token."""
+"""Trains the tokenizer of a preparation, and encodes text that looks like a special token."""
 
 import json
 import re
@@ -15,15 +15,15 @@ from torchtitan_lite.errors import DataError
 from torchtitan_lite.terminal import counted
 
 _VOCAB_SIZE = "tokenizer.vocab_size (--train-tokenizer)"
-TRAINED_ON_BYTES = 128 << 20  # approximate; a tokenizer learns little from more text
+TRAINED_ON_BYTES = 128 << 20  # approximate; more text barely changes a tokenizer
 _LONG_WORD = re.compile(r"(\S{1000})")  # the trainer's time is quadratic in the length of a word
 
 
 def as_text(definition: str) -> Tokenizer:
-    """A tokenizer that encodes text which looks like a special token as ordinary text.
+    """Load a tokenizer that encodes text which looks like a special token as ordinary text.
 
-    A Unigram or WordLevel vocabulary that contains the end token as a piece still produces it, and so do added tokens
-    with `"special": false`.
+    The end token is still produced by a Unigram or WordLevel vocabulary that contains it as a piece, and by added
+    tokens with `"special": false`.
     """
     tokenizer = Tokenizer.from_str(definition)
     tokenizer.encode_special_tokens = True
@@ -33,7 +33,7 @@ def as_text(definition: str) -> Tokenizer:
 
 
 def unknown_token(tokenizer: Tokenizer, end: int) -> int:
-    """The id of the unknown token; -1 if the vocabulary can encode everything, or the end token stands for it.
+    """Return the id of the unknown token; -1 if everything can be encoded, or if it is the end token.
 
     Raises:
         DataError: the tokenizer fails on unknown characters, or drops them.
@@ -53,10 +53,10 @@ def unknown_token(tokenizer: Tokenizer, end: int) -> int:
 
 
 def training_texts(texts: Sequence[Corpus], below: Sequence[int], on_error: OnError = "stop") -> Iterator[str]:
-    """About TRAINED_ON_BYTES of training documents, selected by hash.
+    """Yield about TRAINED_ON_BYTES of training documents, selected by hash.
 
     Args:
-        below: for each corpus, the hash below which documents are for validation.
+        below: for each corpus, documents with a smaller hash are for validation.
     """
     share = min(1.0, TRAINED_ON_BYTES / max(sum(corpus.size for corpus in texts), 1))
     for corpus, limit in zip(texts, below, strict=True):
@@ -67,12 +67,12 @@ def training_texts(texts: Sequence[Corpus], below: Sequence[int], on_error: OnEr
 
 
 def held_out_below(corpus: Corpus, fraction: float, on_error: OnError = "stop") -> int:
-    """The hash below which documents are for validation: above the lowest hash, so at least one document is.
+    """Return the hash below which documents are for validation, above the lowest so that at least one is.
 
     Raises:
         DataError: there are too few documents.
     """
-    if corpus.n_held_out:  # whole files are
+    if corpus.n_held_out:  # whole files are held out
         return 0
     below, lowest, n = int(fraction * HASH_RANGE), HASH_RANGE, 0
     for document in usable(corpus, on_error):
@@ -91,7 +91,7 @@ def train(texts: Iterable[str], vocab_size: int, *, sentinels: bool = False) -> 
     """Train a byte-level BPE tokenizer of exactly `vocab_size` entries: the end token, 256 bytes, merges.
 
     Args:
-        sentinels: T5's special tokens instead: pad and the end token first, the sentinels last, in descending order.
+        sentinels: use T5's special tokens: pad and the end token first, the sentinels last, in descending order.
 
     Raises:
         DataError: the text is too short.
@@ -125,5 +125,5 @@ def train(texts: Iterable[str], vocab_size: int, *, sentinels: bool = False) -> 
 
 
 def byte_level(*, sentinels: bool = False) -> Tokenizer:
-    """One token per byte, and the end token; nothing is trained."""
+    """Return a tokenizer of one token per byte and the end token; nothing is trained."""
     return train([], SMALLEST + (1 + N_SENTINELS) * sentinels, sentinels=sentinels)

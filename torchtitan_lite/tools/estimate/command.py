@@ -1,4 +1,4 @@
-"""`python -m torchtitan_lite.plan`: memory and time of a run, and what to try, without a GPU.
+"""`python -m torchtitan_lite.plan`: estimates memory and time of a run, and what to try, without a GPU.
 
     python -m torchtitan_lite.plan --config configs/llama_8b.toml --world-size 64 --device h100
 
@@ -25,8 +25,8 @@ from torchtitan_lite.tools.estimate.planned_run import (
     expected,
     likely,
     make_plan,
-    unknown,
     vocabulary,
+    why_unknown,
 )
 
 
@@ -35,12 +35,12 @@ def main(argv: Sequence[str]) -> int:
         prog="python -m torchtitan_lite.plan",
         description="Memory and time of a run, and what to try. Nothing is allocated; no GPU is needed. Every option "
         "of train.py works as well: --config FILE, --section.key=value, ...",
-        epilog="Another device is an entry of torchtitan_lite/run/devices.toml.",
+        epilog="To add a device, add an entry to torchtitan_lite/run/devices.toml.",
         allow_abbrev=False,
     )
     parser.add_argument("--world-size", type=int, default=1, help="ranks of the run (default: 1)")
     parser.add_argument(
-        *("--device",), type=str.lower, default="h100", choices=["cpu", *DEVICES], help="of the run (default: h100)"
+        *("--device",), type=str.lower, default="h100", choices=["cpu", *DEVICES], help="the device (default: h100)"
     )
     options, config_options = parser.parse_known_args(argv)
     return run_cli("plan", lambda: _plan(options.world_size, DEVICES.get(options.device), config_options))
@@ -52,7 +52,7 @@ def _plan(world_size: int, device: Device | None, config_options: Sequence[str])
     per_node = min(device.per_node, world_size) if device else world_size
     command = cli.parse(
         config_options,
-        True,  # the run is for another machine
+        True,  # the run is for a different machine
         ["help", "world-size", "device"],
         n_gpus=per_node if device else 0,
         world_size=world_size,
@@ -90,8 +90,8 @@ def _memory_lines(plan: Plan) -> list[str]:
     total, device = sum(plan.device_bytes.values()), plan.device
     room = ""
     if device is not None:
-        verdict = "fits" if plan.fits else "DOES NOT FIT"
-        room = f": {verdict} into {device.memory_gib:.1f} GiB with a reserve of {RESERVE:.0%}"
+        result = "fits" if plan.fits else "DOES NOT FIT"
+        room = f": {result} into {device.memory_gib:.1f} GiB with a reserve of {RESERVE:.0%}"
     on_disk = plan.checkpoint_bytes
     disk = f"{on_disk / 1e12:.3g} TB" if on_disk >= 1e11 else size(on_disk)
     lines = [
@@ -109,20 +109,20 @@ def _memory_lines(plan: Plan) -> list[str]:
 
 
 def _time_lines(plan: Plan) -> list[str]:
-    """The expected time with its range, its parts, and what it rests on."""
+    """Return the expected time with its range, its parts, and its basis."""
     device = plan.device
-    if device is None or unknown(plan):
-        return [f"time    unknown: {unknown(plan)}"]
+    if device is None or why_unknown(plan):
+        return [f"time    unknown: {why_unknown(plan)}"]
     step, (least, most) = expected(plan, device), likely(plan, device)
     rate = plan.layout.tokens_per_step / plan.world_size / step.total
     share = plan.flops_per_token * rate / device.peak_flops(plan.config.fsdp.param_dtype)
-    known = f"published runs of {device.name}; nine of ten held-out ones, of all devices, are within {SPREAD:.0%}"
+    known = f"published runs of {device.name}; nine of ten held-out runs, over all devices, are within {SPREAD:.0%}"
     lines = [
         f"time    a step takes {step.total:.3f} s, likely {least:.3f} to {most:.3f}: {rate:,.0f} tokens per second and "
         f"device, {share:.0%} MFU",
-        f"        products {step.products:.3f} s, attention {step.attention:.3f}, other operators {step.others:.3f}, "
+        f"        matmuls {step.matmuls:.3f} s, attention {step.attention:.3f}, other operators {step.others:.3f}, "
         f"communication not hidden {step.exposed:.3f}, optimizer {step.optimizer:.3f}",
-        f"        rests on {known if device.sustained else f'other devices: {device.name} has no published run'} "
+        f"        based on {known if device.sustained else f'other devices: {device.name} has no published run'} "
         "(docs/plan.md)",
     ]
     if plan.config.train.steps:
@@ -138,32 +138,32 @@ def _time_lines(plan: Plan) -> list[str]:
 
 
 def _advice(plan: Plan) -> Iterator[str]:
-    """Changes that make the run fit, each simulated, on top of those before."""
+    """Yield changes that make the run fit, simulated cumulatively."""
     if plan.fits:
         return
     for options, config, world_size in _changes(plan):
         changed = make_plan(config, world_size, plan.device)
         total = size(sum(changed.device_bytes.values()))
-        known = changed.device is not None and not unknown(changed)
+        known = changed.device is not None and not why_unknown(changed)
         time = f", {expected(changed, changed.device).total:.3f} s a step" if known and changed.device else ""
         yield f"try     {total}, {'fits' if changed.fits else 'not yet'}{time}: {options}"
         if changed.fits:
             return
-    yield "        none of these is enough: more ranks, a smaller model, or a device with more memory"
+    yield "        none of these is enough; use more ranks, a smaller model, or a device with more memory"
 
 
 def _changes(plan: Plan) -> Iterator[tuple[str, Config, int]]:
-    """Each change on top of those before it: all options so far, the config, the world size."""
+    """Yield cumulative changes: all options so far, the config, the world size."""
     config, size = plan.config, plan.config.train.micro_batch_size
     changes: list[dict[str, Any]] = [
         *[{"fsdp.param_dtype": "bfloat16"}] * (config.fsdp.param_dtype == "float32"),
         *[{"activation_checkpointing.mode": "selective"}] * (config.activation_checkpointing.mode == "none"),
         {"activation_checkpointing.mode": "full"},
         *({"train.micro_batch_size": size >> n} for n in range(1, size.bit_length())),
-        # one copy of the model, sharded over all ranks
+        # one replica, sharded over all ranks
         *[{"fsdp.dp_shard": -1, "fsdp.dp_replicate": 1}] * (plan.layout.dp_replicate > 1 or config.fsdp.dp_shard > 0),
     ]
-    values, given = flatten(config), dict[str, Any]()
+    values, given, text = flatten(config), dict[str, Any](), ""
     for change in changes:
         if change.items() <= values.items():
             continue
@@ -174,4 +174,4 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Config, int]]:
         text = " ".join(f"--{key}={value}" for key, value in given.items())
         yield text, config, plan.world_size
     for world_size in (2 * plan.world_size, 4 * plan.world_size, 8 * plan.world_size):
-        yield f"{text} --world-size={world_size}", config, world_size
+        yield f"{text} --world-size={world_size}".lstrip(), config, world_size

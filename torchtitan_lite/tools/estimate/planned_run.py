@@ -1,16 +1,17 @@
-"""`make_plan`: a config on a number of ranks, with one simulated step. `expected`: how long that step takes, from the
-simulation and a few constants:
+"""Plans a run: `make_plan` simulates one step of a config on some ranks, and `expected` estimates its time.
 
-    products        FLOPs at the device's sustained rate; and the time to read the factors and write the result, which
-                    is added, and in compiled blocks only counts where it is longer
+The time follows from the simulation and a few constants:
+
+    matmuls         FLOPs at the device's sustained rate, plus the time to read inputs and write the result; in compiled
+                    blocks the longer of the two
     attention       FLOPs of the causal half, at a lower rate
-    other operators bytes, as eager or fused kernels move them; at least the time in which the host can launch them
+    other operators bytes, as eager or fused kernels move them; at least the host's time to launch them
     communication   what computation cannot hide: the first all-gather, the last reduce-scatter, and what takes longer
-                    than the computation beside it; what is hidden slows the computation down
-    optimizer       bytes; with muon also its products and exchanges, which nothing hides
+                    than the overlapping computation; hidden communication slows the computation down
+    optimizer       bytes; with muon also its matmuls and exchanges, which are not hidden
 
-`Device.sustained`, ATTENTION and CONTENTION were fitted to published runs (benchmarks/published.py), the others are
-assumed. The error on other published runs is the range that is printed. docs/lab/plan.md compares with them.
+`Device.sustained`, ATTENTION and CONTENTION are fitted to published runs (benchmarks/published.py); the other constants
+are assumed. The printed range is the error on other published runs, with which docs/lab/plan.md compares.
 """
 
 import math
@@ -28,16 +29,16 @@ from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.run.mfu import DEVICES, Device, active_parameters, flops_per_token
 from torchtitan_lite.tools.estimate.simulate import GRADIENTS, OPTIMIZER, PARAMETERS, Simulated, simulate
-from torchtitan_lite.tools.estimate.work import GATHERED, Attention, Collective, Product, Traffic, Work, muon_step
+from torchtitan_lite.tools.estimate.work import GATHERED, Attention, Collective, Matmul, Traffic, Work, muon_step
 
 RESERVE = 0.06  # of the device's memory: CUDA context, NCCL buffers, fragmentation
-SPREAD = 0.15  # nine of ten published runs that were not used for fitting are within this of the expected speed
-ATTENTION = 0.6  # rate of attention, as a share of the products' rate
-CONTENTION = 0.1  # how much hidden communication slows computation down, as a share of its time
+SPREAD = 0.15  # nine of ten published runs not used for fitting are within this of the expected speed
+ATTENTION = 0.6  # rate of attention, as a share of the matmul rate
+CONTENTION = 0.1  # slowdown of computation, as a share of the time of hidden communication
 MEMORY = 0.85  # share of the nominal memory bandwidth
 LAUNCH_S = 5e-6  # the host's time for one operator
 LINKS = 0.8  # share of the nominal bandwidth of links
-LATENCY_S = 20e-6, 2e-6  # of a collective, and of each rank
+LATENCY_S = 20e-6, 2e-6  # per collective, and per rank in it
 
 
 @dataclass(frozen=True)
@@ -50,20 +51,20 @@ class Plan:
     layout: Layout
     vocab_size: int
     n_parameters: int
-    n_active: int  # without those of experts that do not compute a token
+    n_active: int  # parameters that compute a token: without idle experts
     flops_per_token: int
     simulated: Simulated
-    checkpoint_bytes: int  # parameters, the optimizer's state and averages, of all ranks
+    checkpoint_bytes: int  # parameters, optimizer state and averages of all ranks
 
     @property
     def full_steps(self) -> float:
-        """Steps of the last batch size that have as many samples as the run."""
+        """The run's samples in steps of the last batch size."""
         train = self.config.train
         return train.samples / train.batch_size(train.steps)
 
     @property
     def device_bytes(self) -> dict[str, int]:
-        """Peak bytes by kind, without those that `cpu_offload` keeps on the host."""
+        """Peak bytes by kind, without what `cpu_offload` keeps on the host."""
         on_host = (PARAMETERS, OPTIMIZER, GRADIENTS) if self.config.fsdp.cpu_offload else ()
         return {kind: n for kind, n in self.simulated.peak.items() if kind not in on_host}
 
@@ -78,7 +79,7 @@ def make_plan(config: Config, world_size: int, device: Device | None, *, on_gpu:
     """Simulate a step and collect the figures.
 
     Args:
-        on_gpu: whether to plan for a GPU; None: if `device` is given. Needed for a GPU with unknown figures.
+        on_gpu: whether to plan for a GPU; default: if `device` is given. Needed for a GPU with unknown figures.
     """
     on_gpu = device is not None if on_gpu is None else on_gpu
     vocab_size = config.model.vocab_size or vocabulary(config)[0]
@@ -88,10 +89,10 @@ def make_plan(config: Config, world_size: int, device: Device | None, *, on_gpu:
     n_parameters = sum(p.numel() for p in model.parameters())
     flops = flops_per_token(model, config.input_len, config.target_len)
     simulated = simulate(config, world_size, vocab_size, on_gpu=on_gpu)
-    # of Muon's matrices, the simulated rank owns another number in a shallow model: they are counted in the whole one
-    products, exchanges = muon_step(model, config.optim, layout, on_gpu=on_gpu)
+    # the simulated rank's share of Muon's matrices differs in a shallow model, so count them in the whole model
+    matmuls, exchanges = muon_step(model, config.optim, layout, on_gpu=on_gpu)
     start, n_bytes = simulated.peaks["start"], 4 * n_parameters
-    shards = start[PARAMETERS] - sum(buffer.nbytes for buffer in model.buffers())  # of a rank; buffers are not saved
+    shards = start[PARAMETERS] - sum(buffer.nbytes for buffer in model.buffers())  # of one rank; buffers are not saved
     update: Counter[Work] = Counter({w: n for w, n in simulated.optimizer.items() if isinstance(w, Traffic)})
     return Plan(
         config=config,
@@ -102,13 +103,13 @@ def make_plan(config: Config, world_size: int, device: Device | None, *, on_gpu:
         n_parameters=n_parameters,
         n_active=active_parameters(model),
         flops_per_token=flops,
-        simulated=replace(simulated, optimizer=update + products, exchanges=exchanges),
+        simulated=replace(simulated, optimizer=update + matmuls, exchanges=exchanges),
         checkpoint_bytes=n_bytes + round(n_bytes * start[OPTIMIZER] / shards),
     )
 
 
 def vocabulary(config: Config) -> tuple[int, str]:
-    """Entries of the tokenizer that training would use, and a note if that is uncertain here.
+    """Return the entries of the tokenizer that training would use, and a note if that is uncertain here.
 
     Raises:
         ConfigError: `tokenizer.path` is not on this machine.
@@ -130,12 +131,12 @@ def vocabulary(config: Config) -> tuple[int, str]:
 
 @dataclass
 class Expected:
-    """Seconds of a step."""
+    """The expected seconds of a step, by kind of work."""
 
-    products: float = 0.0
+    matmuls: float = 0.0
     attention: float = 0.0
-    others: float = 0.0  # operators other than products, and waiting for the host
-    exposed: float = 0.0  # communication that is not hidden, and the slowdown by what is
+    others: float = 0.0  # other operators, and waiting for the host
+    exposed: float = 0.0  # communication that is not hidden, and the slowdown by hidden communication
     optimizer: float = 0.0
 
     @property
@@ -144,10 +145,10 @@ class Expected:
 
 
 def shares(device: Device) -> tuple[float, float]:
-    """The least and the most of the nominal peak that large matmuls reach.
+    """Return the lowest and the highest share of the nominal peak that large matmuls reach.
 
-    Without published runs: the least of all devices that have some, and the most of the three nearest in peak. The
-    share falls as the peak grows, because the power does not grow with it.
+    For a device without published runs: the lowest share of all other devices, and the highest of the three nearest in
+    peak. The share falls as the peak grows, because power grows less.
     """
     if device.sustained:
         return device.sustained, device.sustained
@@ -157,31 +158,31 @@ def shares(device: Device) -> tuple[float, float]:
 
 
 def rate(device: Device, width: int) -> float:
-    """FLOPs per second of large matmuls; `width`: bytes of an element."""
+    """Return the FLOPs per second of large matmuls; `width`: bytes of an element."""
     return math.sqrt(math.prod(shares(device))) * (device.fp32_flops if width == 4 else device.half_flops)
 
 
 def work_s(work: Counter[Work], phase: str, device: Device, *, fused: bool) -> tuple[float, float, float]:
-    """Seconds of products, of attention and of other operators.
+    """Return the seconds of matmuls, attention and other operators.
 
     Args:
         fused: whether the blocks are compiled.
     """
     bandwidth = MEMORY * device.memory_bandwidth
-    products = attention = 0.0
+    matmuls = attention = 0.0
     for w, n in work.items():
-        if isinstance(w, Product) and w.phase == phase:
+        if isinstance(w, Matmul) and w.phase == phase:
             computing = 2 * w.batch * w.m * w.n * w.k / rate(device, w.width)
             moving = w.batch * w.width * (w.m * w.k + w.k * w.n + w.m * w.n) / bandwidth
-            products += n * (max(computing, moving) if fused else computing + moving)
+            matmuls += n * (max(computing, moving) if fused else computing + moving)
         elif isinstance(w, Attention) and w.phase == phase:
-            flops = 2 * w.products * w.heads * w.scores * w.head_dim
+            flops = 2 * w.matmuls * w.heads * w.scores * w.head_dim
             attention += n * flops / (ATTENTION * rate(device, w.width))
-    return products, attention, work[Traffic(phase)] / bandwidth
+    return matmuls, attention, work[Traffic(phase)] / bandwidth
 
 
-def unknown(plan: Plan) -> str:
-    """Why the time of a step is not estimated; empty if it is."""
+def why_unknown(plan: Plan) -> str:
+    """Return why the time of a step is not estimated; empty if it is."""
     if plan.device is None:
         return "the peak of this device is not known"
     if plan.config.fsdp.cpu_offload:
@@ -190,7 +191,7 @@ def unknown(plan: Plan) -> str:
 
 
 def expected(plan: Plan, device: Device) -> Expected:
-    """The expected time of a step."""
+    """Return the expected time of a step."""
     simulated = plan.simulated
     exchanged = expected_s(simulated.exchanges, device, plan.world_size)
     update_s = sum(work_s(simulated.optimizer, "optimizer", device, fused=False))
@@ -202,13 +203,13 @@ def expected(plan: Plan, device: Device) -> Expected:
 
 
 def likely(plan: Plan, device: Device) -> tuple[float, float]:
-    """The least and the most seconds that a step is likely to take: see SPREAD and `shares`."""
+    """Return the range of seconds that a step is likely to take; see SPREAD and `shares`."""
     least, most = (expected(plan, replace(device, sustained=share)).total for share in shares(device)[::-1])
     return least / (1 + SPREAD), most / (1 - SPREAD)
 
 
 def micro_batch(device: Device, work: Counter[Work], sent: dict[str, tuple[float, int]], *, fused: bool) -> Expected:
-    """The expected time of one micro-batch.
+    """Return the expected time of one micro-batch.
 
     Args:
         sent: seconds and number of calls by kind of collective.
@@ -216,30 +217,30 @@ def micro_batch(device: Device, work: Counter[Work], sent: dict[str, tuple[float
     """
     found = Expected()
     for phase in ("forward", "backward"):
-        products, attention, others = work_s(work, phase, device, fused=fused)
+        matmuls, attention, others = work_s(work, phase, device, fused=fused)
         launches = work[Traffic(phase, kernels=True)] + sum(
             n for w, n in work.items() if not isinstance(w, Traffic) and w.phase == phase
         )
-        device_s = max(products + attention + others, LAUNCH_S * launches)
+        device_s = max(matmuls + attention + others, LAUNCH_S * launches)
         total = sum(seconds for kind, (seconds, _) in sent.items() if ("forward" in kind) == (phase == "forward"))
         seconds, calls = sent.get("all-gather, forward" if phase == "forward" else "reduce-scatter", (0.0, 1))
         exposed = max(seconds / calls, total - device_s)
-        found.products += products
+        found.matmuls += matmuls
         found.attention += attention
-        found.others += device_s - products - attention
+        found.others += device_s - matmuls - attention
         found.exposed += exposed + CONTENTION * (total - exposed)
     return found
 
 
 def link_s(collective: Collective, device: Device, world_size: int) -> float:
-    """Lower bound of a collective's time, from the bytes that cross the slowest link.
+    """Return a lower bound of a collective's time, from the bytes that cross the slowest link.
 
-    Ranks of a shard group are neighbours; copies (all-reduce, Muon's all-gather) are dp_shard ranks apart. All ranks of
-    a machine send their share to other machines at the same time.
+    Ranks of a shard group are neighbours; replicas (all-reduce, Muon's all-gather) are dp_shard ranks apart. All ranks
+    of a machine send their share to other machines at the same time.
     """
     per_node, ranks = min(device.per_node, world_size), collective.ranks
     if collective.kind in ("all-reduce", GATHERED):
-        machines, network = min(ranks, -(-world_size // per_node)), device.inter_node  # each rank has its own partners
+        machines, network = min(ranks, -(-world_size // per_node)), device.inter_node  # each rank has separate partners
     else:
         machines, network = -(-ranks // per_node), device.inter_node * per_node
     spread = collective.kind in ("all-reduce", GATHERED) and machines > 1  # no two of them on one machine
@@ -249,7 +250,7 @@ def link_s(collective: Collective, device: Device, world_size: int) -> float:
 
 
 def expected_s(collectives: Mapping[Collective, int], device: Device, world_size: int) -> dict[str, tuple[float, int]]:
-    """Expected seconds, and number of calls, by kind of collective."""
+    """Return expected seconds and number of calls, by kind of collective."""
     expected: dict[str, tuple[float, int]] = {}
     for collective, times in collectives.items():
         seconds, calls = expected.get(collective.kind, (0.0, 0))

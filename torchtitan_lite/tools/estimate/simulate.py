@@ -1,8 +1,8 @@
 """Simulates the memory and communication of one training step, on FakeTensors and a process group without peers.
 
-The model, `fully_shard`, activation checkpointing and the optimizer run as in training, so every option of FSDP2 has
-its real effect, and 405 B parameters take seconds and no memory. A dispatch mode sees each operator and follows its
-output tensors until they are freed.
+Model, `fully_shard`, activation checkpointing and optimizer run as in training, so every option of FSDP2 has its real
+effect, and 405 B parameters take seconds and no memory. A dispatch mode sees each operator and follows its output
+tensors until they are freed.
 
     timeline:    (born, died, bytes, kind) of each storage  ->  the peak, by kind
     collectives: (operator, bytes, ranks) by micro-batch    ->  the communication of a step
@@ -49,13 +49,13 @@ Peaks = dict[str, dict[str, int]]  # by part of the step: bytes by kind at its p
 
 @dataclass
 class Simulated:
-    """A step of one rank."""
+    """One rank's simulated step."""
 
     peaks: Peaks
-    collectives: list[Counter[Collective]]  # of the first, a middle and the last micro-batch, or of fewer
-    work: list[Counter[Work]]  # in the same way
+    collectives: list[Counter[Collective]]  # of the first, a middle and the last micro-batch, if they exist
+    work: list[Counter[Work]]  # likewise
     optimizer: Counter[Work]  # clipping and the update
-    exchanges: Counter[Collective] = field(default_factory=Counter)  # of Muon: see `make_plan`
+    exchanges: Counter[Collective] = field(default_factory=Counter)  # Muon's: see `make_plan`
 
     @property
     def peak(self) -> dict[str, int]:
@@ -63,7 +63,7 @@ class Simulated:
         return max(self.peaks.values(), key=lambda kinds: sum(kinds.values()))
 
     def micro_batches(self, grad_accum_steps: int) -> list[tuple[int, int]]:
-        """Which of the simulated micro-batches a step has, and how often."""
+        """Return the index of each simulated micro-batch, and how often a step has it."""
         n = len(self.work)
         return [(i, 1 + (grad_accum_steps - n) * (i == (n - 1) // 2)) for i in range(n)]
 
@@ -72,13 +72,13 @@ class Timeline(TorchDispatchMode):
     """Follows every storage from allocation to release, and counts collectives.
 
     Args:
-        n_copies: of the model, over which an all-reduce sums.
+        n_replicas: number of replicas, over which an all-reduce sums.
         compiled: whether the blocks are compiled.
     """
 
-    def __init__(self, n_copies: int, compiled: bool) -> None:
+    def __init__(self, n_replicas: int, compiled: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.n_copies, self.compiled, self.now = n_copies, compiled, 0
+        self.n_replicas, self.compiled, self.now = n_replicas, compiled, 0
         self.storages: list[Storage] = []
         self.collectives: Counter[Collective] = Counter()
         self.recorder = Recorder(lambda tensor: self._alive.get(id(tensor.untyped_storage())))
@@ -103,7 +103,7 @@ class Timeline(TorchDispatchMode):
         return out
 
     def follow(self, tensor: Tensor, kind: str) -> None:
-        """Follow a tensor's storage, or set the kind of one that is followed already."""
+        """Follow a tensor's storage, or set its kind if it is already followed."""
         storage = tensor.untyped_storage()
         known = self._alive.get(key := id(storage))
         if known is None:
@@ -121,7 +121,7 @@ class Timeline(TorchDispatchMode):
         self._alive.pop(key).died = self.now
 
     def _resized(self, storage: Any) -> None:
-        """FSDP frees and allocates gathered parameters by resizing their storage."""
+        """Record that FSDP freed or allocated gathered parameters by resizing their storage."""
         if known := self._alive.get(id(storage)):
             self.now += 1
             known.died, known.kind = self.now, GATHERED
@@ -133,7 +133,7 @@ class Timeline(TorchDispatchMode):
             return
         tensors = sorted((*tensors_of(args[0]), *tensors_of(args[1])), key=Tensor.numel)
         part, whole = tensors[0], tensors[-1]
-        ranks = self.n_copies if kind == "all-reduce" else whole.numel() // part.numel()
+        ranks = self.n_replicas if kind == "all-reduce" else whole.numel() // part.numel()
         self.follow(whole, SENDING)
         self.collectives[
             Collective(f"{kind}, {self.phase}" if kind == "all-gather" else kind, whole.nbytes, ranks)
@@ -141,7 +141,7 @@ class Timeline(TorchDispatchMode):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Follow all storages and collectives of the block."""
+        """Follow all storages and collectives in the block."""
         original = torch.UntypedStorage.resize_
 
         def resize_(storage: Any, size: int) -> Any:
@@ -153,7 +153,7 @@ class Timeline(TorchDispatchMode):
             yield
 
     def peaks(self) -> Peaks:
-        """The peak of each part of the step."""
+        """Return the peak of each part of the step."""
         changes = {s.born: (s.kind, s.bytes) for s in self.storages}
         changes |= {s.died: (s.kind, -s.bytes) for s in self.storages if s.died is not None}
         held, peaks = dict.fromkeys(KINDS, 0), Peaks()
@@ -175,10 +175,10 @@ _FSDP_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param"
 
 @contextlib.contextmanager
 def fake_world(world_size: int) -> Iterator[None]:
-    """A process group whose collectives do nothing. This process is rank 0, which never holds less than the others.
+    """Create a process group whose collectives do nothing. This process is rank 0, which has the largest shards.
 
-    FSDP cuts each parameter into one tensor per rank, and keeps its own. Here only the first is made, or a large world
-    would take minutes and gigabytes.
+    FSDP cuts each parameter into one tensor per rank, and keeps its own. Here only the first is made; otherwise a large
+    world would take minutes and gigabytes.
     """
     dist.init_process_group("fake", rank=0, world_size=world_size)
     try:
@@ -195,13 +195,13 @@ def _first_chunk(tensor: Tensor, num_chunks: int, dim: int) -> list[Tensor]:
 
 
 def simulate(config: Config, world_size: int, vocab_size: int, *, on_gpu: bool) -> Simulated:
-    """Simulate rank 0's step, without host offload; compilation changes the bytes that operators move, not those kept.
+    """Simulate rank 0's step, without host offload. Compilation changes the bytes moved, not the bytes kept.
 
     Args:
         on_gpu: attention with dropout needs T x T matrices on the CPU only.
     """
     prefetch, group = 1, config.fsdp.blocks_per_group
-    period = math.lcm(group, len(config.model.layer_pattern))  # blocks after which the model repeats
+    period = math.lcm(group, len(config.model.layer_pattern))  # number of blocks after which the model repeats
     if config.fsdp.explicit_prefetching:
         prefetch = max(config.fsdp.forward_prefetch, config.fsdp.backward_prefetch)
     if config.activation_checkpointing.mode != "none":
@@ -212,7 +212,7 @@ def simulate(config: Config, world_size: int, vocab_size: int, *, on_gpu: bool) 
     if config.optim.freeze or config.fsdp.shard_columns:
         few = depths  # patterns may name deeper blocks
     with fake_world(world_size):
-        mesh = build_mesh(config.fsdp, torch.device("cpu"))  # one: torch compares different ones rank by rank
+        mesh = build_mesh(config.fsdp, torch.device("cpu"))  # only one: torch compares meshes rank by rank
         shallow = whole = simulate_depths(config, mesh, vocab_size, few, on_gpu)
         for i, depth in enumerate(depths):
             if depth > few[i]:
@@ -223,7 +223,7 @@ def simulate(config: Config, world_size: int, vocab_size: int, *, on_gpu: bool) 
 
 
 def _extrapolated(base: Simulated, one: Simulated, more: Simulated, times: int) -> Simulated:
-    """`base` plus `times` the difference between `more` and `one`."""
+    """Return `base` plus `times` the difference between `more` and `one`."""
 
     def total(start: Counter[Any], a: Counter[Any], b: Counter[Any]) -> Counter[Any]:
         return Counter({key: start[key] + times * (b[key] - a[key]) for key in {**start, **a, **b}})
@@ -242,12 +242,12 @@ def _extrapolated(base: Simulated, one: Simulated, more: Simulated, times: int) 
 
 
 def simulate_depths(config: Config, mesh: DeviceMesh, vocab_size: int, depths: list[int], on_gpu: bool) -> Simulated:
-    """Simulate a model of these depths, one for each stack of blocks, inside `fake_world`."""
+    """Simulate a model with this depth of each stack of blocks, inside `fake_world`."""
     layout, fsdp = derive(config, mesh.size()), config.fsdp.model_copy(update={"cpu_offload": False})
     timeline = Timeline(layout.dp_replicate, config.compile.enabled)
     with torch.device("meta"):
         keys = dict(zip(("n_layers", "n_decoder_layers"), depths, strict=False))
-        model = models.build(config.model.model_copy(update=keys), vocab_size, models.LossOptions.of(config))
+        model = models.build(config.model.model_copy(update=keys), vocab_size, models.LossOptions.from_config(config))
     freeze(model, config.optim.freeze)
     if on_gpu:
         fuse_norms(model)  # CUDA's kernel keeps as little as our CPU version
@@ -263,7 +263,7 @@ def simulate_depths(config: Config, mesh: DeviceMesh, vocab_size: int, depths: l
             if getattr(module, "window", 0):
                 module.attend = _windowed_on_gpu  # type: ignore[assignment]
     _mark_blocks(model, timeline)
-    alike = fsdp.grad_sync == "every" and fsdp.reshard_after_backward  # the first micro-batch and those after it
+    alike = fsdp.grad_sync == "every" and fsdp.reshard_after_backward  # the first micro-batch is like later ones
     with contextlib.ExitStack() as stack:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         model.to_empty(device="cpu")
@@ -280,7 +280,7 @@ def simulate_depths(config: Config, mesh: DeviceMesh, vocab_size: int, depths: l
 
 
 def _mark_blocks(model: models.Transformer, timeline: Timeline) -> None:
-    """Name the parts of the step by block, counted from the nearer end: these names exist at every depth."""
+    """Name the parts of the step by block, counted from the nearer end, so that names exist at every depth."""
     names = [
         stack + (f"block {i}" if i < depth // 2 else f"last block but {depth - 1 - i}")
         for stack, depth in zip(("", "decoder's "), model.config.stacks, strict=False)
@@ -336,7 +336,7 @@ _attention: Any = functional.scaled_dot_product_attention
 
 
 def _attention_on_gpu(*args: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Any:
-    """Attention as on a GPU, where a bias with a gradient has a fused kernel too. The CPU would store all scores."""
+    """Compute attention as on a GPU, which also fuses a bias with a gradient. The CPU would store all scores."""
     if attn_mask is None or not attn_mask.requires_grad:
         return _attention(*args, attn_mask=attn_mask, **kwargs)
     return _GradientOfBias.apply(_attention(*args, attn_mask=attn_mask.detach(), **kwargs), attn_mask)  # type: ignore[no-untyped-call]
@@ -345,7 +345,7 @@ def _attention_on_gpu(*args: Tensor, attn_mask: Tensor | None = None, **kwargs: 
 def _windowed_on_gpu(
     q: Tensor, k: Tensor, v: Tensor, mask: Any = None, dropout: float = 0.0, window: int = 0
 ) -> Tensor:
-    """The work and the memory of attention within a window: as many scores as those of `window` keys, and no mask."""
+    """Do the work of windowed attention with its memory: the scores of `window` keys, and no mask."""
     if q.shape[1] <= window:
         return attend(q, k, v)
     groups = q.shape[2] // k.shape[2]
@@ -354,7 +354,7 @@ def _windowed_on_gpu(
 
 
 class _GradientOfBias(torch.autograd.Function):
-    """The memory of the gradient that the kernel writes: of the size of all scores."""
+    """Allocates the gradient that the kernel writes, which has the size of all scores."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, bias: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
-"""What a rank computes and sends in a simulated step: products by shape, attention, bytes of all other operators, and
-collectives.
+"""Counts a rank's work in a simulated step: matmuls by shape, attention, bytes of all other operators, and collectives.
 
-In compiled blocks, bytes are counted as fused kernels move them: between two products, a kernel reads what was computed
-before and writes what is needed afterwards. The step of optim.muon is not simulated, but counted from its matrices.
+In compiled blocks, bytes are counted as fused kernels move them: between two matmuls, one kernel reads its inputs and
+writes what is needed later. The step of optim.muon is not simulated, but counted from its matrices.
 """
 
 import math
@@ -23,7 +22,7 @@ EXCHANGED, GATHERED = "all-to-all, muon", "all-gather, muon"  # kinds of collect
 
 
 @dataclass(frozen=True)
-class Product:
+class Matmul:
     """(m, k) x (k, n), `batch` times in one call."""
 
     phase: str  # "forward", "backward" or "optimizer"
@@ -36,39 +35,39 @@ class Product:
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention of `heads` heads in all, with `scores` of each; `products` of (T, S) x (S, D) per head."""
+    """Attention of `heads` heads in total, with `scores` scores and `matmuls` matmuls (T, S) x (S, D) per head."""
 
     phase: str
     heads: int
-    scores: float  # T S; half of it if causal
+    scores: float  # T S; half if causal
     head_dim: int
-    products: int
+    matmuls: int
     width: int
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of memory that operators other than products read and write, or the number of their kernels."""
+    """Bytes of memory that operators other than matmuls read and write, or the number of their kernels."""
 
     phase: str
     kernels: bool = False
 
 
-Work = Product | Attention | Traffic
+Work = Matmul | Attention | Traffic
 
 
 @dataclass(frozen=True)
 class Collective:
     """One collective over `ranks`; `bytes` is the full size that is gathered, scattered or summed."""
 
-    kind: str  # "all-gather, forward", "all-gather, backward", "reduce-scatter", "all-reduce", or of optim.muon
+    kind: str  # "all-gather, forward", "all-gather, backward", "reduce-scatter", "all-reduce", or optim.muon's
     bytes: int
     ranks: int
 
 
 @dataclass(eq=False)
 class Storage:
-    """Bytes that were held from one moment to another; `died` is None if they still are."""
+    """Bytes held from one moment to another; `died` is None if they are still held."""
 
     born: int
     bytes: int
@@ -77,9 +76,9 @@ class Storage:
     died: int | None = None
 
 
-# position of the two factors
-_PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "addmm_": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2), "baddbmm_": (1, 2)}
-# they read only rows of their first argument
+# positions of the two inputs
+_MATMULS = {"mm": (0, 1), "addmm": (1, 2), "addmm_": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2), "baddbmm_": (1, 2)}
+# read only rows of their first argument
 _LOOKUPS = {"embedding", "gather", "index", "index_select", "nll_loss_forward", "embedding_dense_backward"}
 _FREE = {"_unsafe_view", "empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "resize_", "detach"}
 _WRITE_ONLY = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"}
@@ -87,25 +86,25 @@ _WRITE_ONLY = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"}
 
 @dataclass
 class Recorder:
-    """Counts the work of a part of the step.
+    """Counts the work of parts of the step.
 
     Args:
-        storage_of: the storage of a tensor that the simulation follows, or None.
+        storage_of: returns the followed storage of a tensor, or None.
     """
 
     storage_of: Callable[[Tensor], Storage | None]
     work: Counter[Work] = field(default_factory=Counter)
-    _read: dict[Storage, int] = field(default_factory=dict)  # bytes that the fused kernel has read so far
+    _read: dict[Storage, int] = field(default_factory=dict)  # bytes read so far by the fused kernel
     _made: set[Storage] = field(default_factory=set)
 
     def take(self) -> Counter[Work]:
-        """The work since the last call."""
+        """Return the work since the last call."""
         self.end_of_kernel("")
         work, self.work = self.work, Counter()
         return work
 
     def end_of_kernel(self, phase: str) -> None:
-        """A fused kernel ends here: it has read its inputs, and writes what is still held."""
+        """End a fused kernel: it has read its inputs, and writes what is still held."""
         written = sum(storage.bytes for storage in self._made if storage.died is None)
         if self._read or written:
             self.work[Traffic(phase)] += sum(self._read.values()) + written
@@ -119,22 +118,22 @@ class Recorder:
             fused: whether a compiler fuses it with its neighbours.
         """
         name = operator.overloadpacket.__name__
-        if name in _PRODUCTS:
-            a, b = (args[i] for i in _PRODUCTS[name])
+        if name in _MATMULS:
+            a, b = (args[i] for i in _MATMULS[name])
             batch = a.shape[0] if a.ndim == 3 else 1
             self.end_of_kernel(phase)
-            self.work[Product(phase, batch, a.shape[-2], b.shape[-1], a.shape[-1], a.element_size())] += 1
+            self.work[Matmul(phase, batch, a.shape[-2], b.shape[-1], a.shape[-1], a.element_size())] += 1
         elif name == "linalg_solve_triangular":
-            # (..., C, C) and (..., C, V): a triangle has half the products of a matrix
+            # (..., C, C) and (..., C, V): a triangle takes half the work of a matrix
             self.end_of_kernel(phase)
             *batch, size, columns = args[1].shape
-            self.work[Product(phase, math.prod(batch), size, columns, size // 2, args[1].element_size())] += 1
+            self.work[Matmul(phase, math.prod(batch), size, columns, size // 2, args[1].element_size())] += 1
         elif name in ("grouped_matmul", "grouped_gradient"):
             # (rows, inputs) x (experts, outputs, inputs), and its gradient from (rows, outputs) x (rows, inputs)
             experts = len(args[1]) if name == "grouped_matmul" else len(out)
             rows, other = -(-len(args[0]) // experts), args[1].shape[1]
             self.end_of_kernel(phase)
-            self.work[Product(phase, experts, rows, other, args[0].shape[1], args[0].element_size())] += 1
+            self.work[Matmul(phase, experts, rows, other, args[0].shape[1], args[0].element_size())] += 1
         elif "scaled_dot_product" in name:
             backward = "backward" in name
             q, k = args[1:3] if backward else args[:2]
@@ -145,7 +144,7 @@ class Recorder:
                 heads=batch * heads,
                 scores=length * k.shape[2] / (2 if causal else 1),
                 head_dim=head_dim,
-                products=5 if backward else 2,
+                matmuls=5 if backward else 2,
                 width=q.element_size(),
             )
             self.end_of_kernel(phase)
@@ -164,7 +163,7 @@ class Recorder:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors in nested lists, tuples and dicts; the shards of DTensors."""
+    """Return the tensors in nested lists, tuples and dicts; the shards of DTensors."""
     if isinstance(tree, Tensor):
         return [local(tree)]
     items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
@@ -172,7 +171,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The shard of a DTensor; any other tensor itself."""
+    """Return the shard of a DTensor, or any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -186,14 +185,14 @@ def _is_view(operator: Any) -> bool:
 
 
 def _bytes(operator: Any, args: tuple[Any, ...], inputs: list[Tensor], outputs: list[Tensor]) -> int:
-    """Bytes that an operator reads and writes."""
+    """Return the bytes that an operator reads and writes."""
     name, schema = operator.overloadpacket.__name__, operator._schema
     if name in _LOOKUPS:
         return 2 * sum(map(_size, outputs))
     total = sum(map(_size, inputs))
     if not schema.is_mutable:
         return total + sum(map(_size, outputs))
-    if name not in _WRITE_ONLY:  # what is changed in place was counted as read
+    if name not in _WRITE_ONLY:  # tensors changed in place were counted as read
         for value, argument in zip(args, schema.arguments, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write and not argument.kwarg_only:
                 total += sum(map(_size, tensors_of(value)))
@@ -203,13 +202,13 @@ def _bytes(operator: Any, args: tuple[Any, ...], inputs: list[Tensor], outputs: 
 def muon_step(
     model: nn.Module, config: OptimConfig, layout: Layout, *, on_gpu: bool
 ) -> tuple[Counter[Work], Counter[Collective]]:
-    """What a step of optim.muon computes and sends. It follows the backward pass: nothing hides it.
+    """Count what a step of optim.muon computes and sends. It follows backward, so nothing hides it.
 
-    A rank has its share of the matrices of each shape, rounded up:
+    A rank owns its share of the matrices of each shape, rounded up:
 
-        products     five iterations of three products, for each matrix that a rank owns
-        all-to-all   the rows of its matrices come in, and go back
-        all-gather   with copies: this rank's rows of all matrices, of which each copy has orthogonalised some
+        matmuls      five iterations of three matmuls, for each matrix that the rank owns
+        all-to-all   the rows of its matrices, received and sent back
+        all-gather   with replicas, each of which orthogonalises some matrices: this rank's rows of all matrices
 
     Args:
         model: on the meta device, not sharded.
@@ -220,7 +219,7 @@ def muon_step(
     width = dtype_of_iteration(on_gpu=on_gpu).itemsize
     groups = [group["params"] for group in parameter_groups(model, config) if group.get("muon")]
     for (*experts, rows, columns), n in Counter(tuple(p.shape) for group in groups for p in group).items():
-        if experts:  # each rank holds whole ones
+        if experts:  # each rank holds whole matrices
             owned = n * -(-experts[0] // layout.dp_shard)
         else:
             owned = -(-n // (layout.dp_shard * layout.dp_replicate))
@@ -230,6 +229,6 @@ def muon_step(
             if layout.dp_replicate > 1:
                 sent[Collective(GATHERED, n * n_bytes // layout.dp_shard, layout.dp_replicate)] += 1
         short, long = sorted((rows, columns))
-        for product in ((short, short, long), (short, short, short), (short, long, short)):
-            work[Product("optimizer", 1, *product, width)] += owned * ITERATIONS
+        for shape in ((short, short, long), (short, short, short), (short, long, short)):
+            work[Matmul("optimizer", 1, *shape, width)] += owned * ITERATIONS
     return work, sent

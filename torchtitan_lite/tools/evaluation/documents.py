@@ -1,6 +1,6 @@
-"""The documents that models are scored on, and their scores: texts, read as `prepare` reads them, and prepared folders.
+"""Scores models on documents: of texts, read as in `prepare`, or of prepared folders.
 
-An encoder-decoder, or a decoder that was trained on pairs, is scored on the rows of its objective instead.
+Encoder-decoders and models trained on pairs are scored on the rows of their objective instead.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.models.loss import IGNORE
-from torchtitan_lite.scoring.likelihood import Batch, Window, bytes_per_token, padded, row_sizes, sums_by_item
+from torchtitan_lite.scoring.likelihood import Batch, Window, bytes_per_token, pad_batch, row_sizes, sums_by_item
 from torchtitan_lite.scoring.statistics import Array
 from torchtitan_lite.scoring.task_tokens import text_encoder
 from torchtitan_lite.tools.load_model import Opened, out_of_range
@@ -33,23 +33,23 @@ from torchtitan_lite.tools.load_model import Opened, out_of_range
 T = TypeVar("T")
 Split = Literal["val", "train"]
 ENCODED_TOGETHER = 256  # documents
-SORTED_TOGETHER = 1024  # windows, sorted by length so that a batch has little padding
+SORTED_TOGETHER = 1024  # windows sorted by length, so that a batch has little padding
 
 
 @dataclass(frozen=True)
 class Texts:
     """The texts to score, and how."""
 
-    data: Sequence[str] = ()  # texts and prepared folders; none: the run's own
+    data: Sequence[str] = ()  # texts and prepared folders; empty: the run's own
     split: Split = "val"  # of prepared folders
     text_key: str = "text"
     text_suffixes: Sequence[str] = ()
-    documents: int | None = None  # of each text; None: all
+    documents: int | None = None  # number per text; None: all
     seq_len: int = 0  # 0: as in training
     batch_size: int = 8
 
     def problems(self) -> list[str]:
-        """The options that are out of range, and what works."""
+        """Return a message for each option that is out of range."""
         return out_of_range(
             self,
             documents=(self.documents is None or self.documents >= 1, "at least 1"),
@@ -60,7 +60,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class Document:
-    """A text as tokens of the model, without end tokens."""
+    """A text as the model's tokens, without end tokens."""
 
     tokens: list[int]
     n_bytes: int  # of the text in UTF-8
@@ -68,7 +68,7 @@ class Document:
 
 
 def documents(opened: Opened, name: str, texts: Texts) -> Iterator[Document]:
-    """The documents of a text (a file, a folder or a glob) or a prepared folder, in tokens of this model.
+    """Yield the documents of a text (file, folder or glob) or a prepared folder, in this model's tokens.
 
     Raises:
         DataError: a text can't be read or encoded.
@@ -100,7 +100,7 @@ def _encoded(opened: Opened, texts: Iterable[str]) -> Iterator[Document]:
 
 
 def hash_of(content: bytes) -> int:
-    """A hash of 48 bits, which a float64 holds exactly."""
+    """Return a hash of 48 bits, which a float64 holds exactly."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=6).digest(), "big")
 
 
@@ -109,7 +109,7 @@ def hash_of(content: bytes) -> int:
 
 @dataclass(frozen=True)
 class Scores:
-    """By document: summed negative log-likelihood in nats, scored tokens, bytes, and a hash of the text."""
+    """Per document: summed negative log-likelihood in nats, scored tokens, bytes, and a hash of the text."""
 
     nats: Array
     tokens: Array
@@ -120,8 +120,8 @@ class Scores:
     def __len__(self) -> int:
         return len(self.nats)
 
-    def of_the_same(self, other: "Scores") -> bool:
-        """Whether both are of the same documents."""
+    def same_documents(self, other: "Scores") -> bool:
+        """Return whether both have scores of the same documents."""
         return len(self) == len(other) and np.array_equal(self.hashes, other.hashes)
 
 
@@ -130,12 +130,12 @@ def score_documents(
 ) -> Scores:
     """Score documents. Collective: the ranks share the batches, and all get the same result.
 
-    Each document is cut into windows, and every token is predicted once: from all tokens of its window before it, and
-    the first of a window from the last of the window before.
+    Each document is cut into windows, and every token is predicted once, from all earlier tokens of its window. The
+    first token of a window is predicted from the last token of the previous window.
 
     Args:
-        prefix: tokens before each document. Without them, a document's first token has no prediction.
-        length: tokens of a window; at most the model's max_seq_len.
+        prefix: tokens before each document. Without them, a document's first token is not predicted.
+        length: tokens in a window; at most the model's max_seq_len.
     """
     sizes: list[tuple[int, ...]] = []  # tokens, bytes and hash of each document
 
@@ -154,17 +154,17 @@ def score_documents(
             for first in range(0, len(together), batch_size):
                 yield together[first : first + batch_size]
 
-    return _scores(model, batches(), padded, sizes, process, length)
+    return _scores(model, batches(), pad_batch, sizes, process, length)
 
 
 def score_rows(
     model: Transformer, samples: Mixture, n: int | None, lengths: Tensor, process: Process, batch_size: int
 ) -> Scores:
-    """Score the targets of rows: pairs, or spans that an encoder-decoder has to fill in. Collective.
+    """Score the targets of rows: pairs, or spans that an encoder-decoder fills in. Collective.
 
     Args:
-        n: so many rows; None: all.
-        lengths: bytes of text of each token, (V,) int64.
+        n: number of rows; None: all.
+        lengths: bytes of each token's text, (V,) int64.
     """
     sizes: list[tuple[int, ...]] = []
 
@@ -189,6 +189,6 @@ def _scores(
     process: Process,
     length: int,
 ) -> Scores:
-    """The scores of items whose sizes are listed as their batches are made."""
+    """Score items. Loading their batches fills `sizes`."""
     (nats,) = sums_by_item(model, batches, load, sizes, process)
     return Scores(nats.numpy(), *np.array(sizes, dtype=np.float64).reshape(-1, 3).T, seq_len=length)

@@ -1,13 +1,13 @@
 """Score models on any text: `python -m torchtitan_lite.evaluate MODEL [MODEL ...] [--data TEXT ...]`.
 
-A MODEL is a run (its newest complete checkpoint), a checkpoint, or a Hugging Face folder. Each --data is a text, as
-data.path takes it, or a prepared folder; without it, each run is scored on its own held-out text, by source. Several
-models are scored in windows of one length, and compared with the first one, document by document. Under torchrun the
-ranks share the work.
+A MODEL is a run (its newest complete checkpoint), a checkpoint, or a Hugging Face folder. Each --data is a text, as in
+data.path, or a prepared folder; without --data, each run is scored on its own held-out text, by source. Several models
+are scored in windows of equal length and compared with the first one, document by document. Under torchrun the ranks
+share the work.
 
---tasks scores tasks (docs/tasks.md), in place of the run's own text unless --data names texts as well.
+--tasks scores tasks (docs/tasks.md) instead of the run's own text; with --data, it scores both.
 
-An encoder-decoder is scored on the targets of pairs: those it was trained on, or prepared folders of pairs.
+An encoder-decoder is scored on the targets of pairs: its own, or prepared folders of pairs.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from torchtitan_lite.config.sections.data import READERS
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.objectives import open_samples
-from torchtitan_lite.data.prepare.texts import find, not_read
+from torchtitan_lite.data.prepare.texts import find, ignored_notes
 from torchtitan_lite.data.token_files import PAIRS, read_meta
 from torchtitan_lite.distributed.process_group import Process, exit_process, process_group
 from torchtitan_lite.distributed.ranks import gather
@@ -41,7 +41,7 @@ from torchtitan_lite.scoring import find_tasks
 from torchtitan_lite.scoring.find_tasks import BUILT_IN
 from torchtitan_lite.scoring.likelihood import bytes_per_token
 from torchtitan_lite.scoring.task_scores import TaskScore, score
-from torchtitan_lite.scoring.task_tokens import Inputs, encoded, text_encoder
+from torchtitan_lite.scoring.task_tokens import Inputs, encode_task, text_encoder
 from torchtitan_lite.terminal import prepare_streams
 from torchtitan_lite.tools.evaluation import tables
 from torchtitan_lite.tools.evaluation.documents import Scores, Texts, documents, score_documents, score_rows
@@ -54,7 +54,7 @@ from torchtitan_lite.tools.load_model import (
     out_of_range,
 )
 
-SOURCES, TARGETS = 512, 150  # tokens of a source and a target, if the model was not trained on pairs here
+SOURCES, TARGETS = 512, 150  # tokens of source and target, for models not trained on pairs here
 
 
 def options_of(argv: Sequence[str]) -> argparse.Namespace:
@@ -69,22 +69,22 @@ def options_of(argv: Sequence[str]) -> argparse.Namespace:
     add("models", nargs="+", type=paths.expand, metavar="MODEL", help="a run, a checkpoint or a Hugging Face folder")
     several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
     add("--data", **several, help="texts or prepared folders; none: the run's own text")
-    add("--split", choices=["val", "train"], default="val", help="of prepared folders")
+    add("--split", choices=["val", "train"], default="val", help="split of prepared folders")
     add("--text-key", default="text", help="the key or column of .jsonl, .csv and .parquet files")
-    add("--text-suffixes", **several, help="further suffixes of plain text, e.g. .md, or own readers")
+    add("--text-suffixes", **several, help="more suffixes of plain text, e.g. .md, or your own readers")
     add("--documents", type=int, default=None, help="score only the first N documents of each text")
-    add("--seq-len", type=int, default=0, help="tokens in a window; 0: as in training, of the shortest")
+    add("--seq-len", type=int, default=0, help="tokens in a window; 0: the shortest training length")
     add("--batch-size", type=int, default=8, help="windows in a batch")
     add("--json", type=paths.expand, default=None, metavar="FILE", help="also write the figures here")
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute")
-    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the parameters")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="device to compute on")
+    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the parameters")
     add("--best", action="store_true", help="of each run: the checkpoint with the lowest validation loss")
     add("--ema", action="store_true", help="use the averaged weights, see optim.ema_decay")
-    add("--tokenizer", type=paths.expand, default=None, help="a tokenizer.json to use instead of the models' own")
-    add("--model.family", dest="family", default="", metavar="module:Name", help="of a model of your own: import it")
+    add("--tokenizer", type=paths.expand, default=None, help="a tokenizer.json that replaces the models' own")
+    add("--model.family", dest="family", default="", metavar="module:Name", help="import your own model")
     add = parser.add_argument_group("tasks (docs/tasks.md)").add_argument
     add("--tasks", **several, metavar="TASK", help=f".jsonl files, or {', '.join(BUILT_IN)}")
-    add("--questions", type=int, default=0, help="score N random questions of each task, always the same; 0: all")
+    add("--questions", type=int, default=0, help="score N random questions per task, always the same; 0: all")
     return parser.parse_args(argv)
 
 
@@ -94,10 +94,10 @@ def options_of(argv: Sequence[str]) -> argparse.Namespace:
 def scores_of(
     opened: Opened, texts: Texts, process: Process, note: Callable[[str], None]
 ) -> Iterator[tuple[str, Scores]]:
-    """The scores of each text. Collective.
+    """Yield each text's name and scores. Collective.
 
     Args:
-        note: is called with each note about a text, e.g. files that are not read.
+        note: called with each note about a text, e.g. on ignored files.
 
     Raises:
         UserError: a text is missing or unusable, or does not suit the model.
@@ -112,8 +112,8 @@ def scores_of(
     if not names:
         names = {source.name: str(source.folder) for source in opened.own_data().sources}
     raw = [name for name in texts.data if not paths.is_prepared(name)]
-    for line in not_read([find(name, text_suffixes=texts.text_suffixes) for name in raw]):
-        note(line)  # each exists, before the first is scored
+    for line in ignored_notes([find(name, text_suffixes=texts.text_suffixes) for name in raw]):
+        note(line)  # finding all texts before scoring reports missing ones early
     for name, place in names.items():
         found = documents(opened, place, texts)
         scores = score_documents(opened.model, found, opened.beginning(), length, process, texts.batch_size)
@@ -127,7 +127,7 @@ def _holds_pairs(name: str) -> bool:
 
 
 def _scores_of_rows(opened: Opened, texts: Texts, process: Process) -> Iterator[tuple[str, Scores]]:
-    """The scores of rows: targets of pairs, or spans that were cut out of a text."""
+    """Yield the scores of rows: targets of pairs, or spans cut out of a text."""
     config = opened.config or Config.model_validate(
         {
             "model": opened.model.config.model_dump(),
@@ -145,10 +145,10 @@ def _scores_of_rows(opened: Opened, texts: Texts, process: Process) -> Iterator[
         data = data.model_copy(update={"objective": "pairs", "target_len": data.target_len or TARGETS})
     config = config.model_copy(update={"train": train, "data": data})
     folders = {name: (1.0, paths.expand(name)) for name in texts.data}
-    for source in (DataSet.of(folders) if folders else opened.own_data()).sources:
+    for source in (DataSet.open(folders) if folders else opened.own_data()).sources:
         tokenizer = Tokenizer.from_file(str(source.folder / "tokenizer.json"))
         if tokenizer.get_vocab() != opened.tokenizer.get_vocab():
-            raise ConfigError(f"{source.folder} was prepared with another tokenizer than that of {opened.source}")
+            raise ConfigError(f"{source.folder} was not prepared with the tokenizer of {opened.source}")
         samples = open_samples(DataSet((source,)), texts.split, config)
         n_bytes = torch.from_numpy(bytes_per_token(tokenizer, source.meta.end_token))
         yield source.name, score_rows(opened.model, samples, texts.documents, n_bytes, process, texts.batch_size)
@@ -158,19 +158,19 @@ def _scores_of_rows(opened: Opened, texts: Texts, process: Process) -> Iterator[
 
 
 def evaluate(args: argparse.Namespace, process: Process) -> list[dict[str, Any]]:
-    """Score and print all models, and write --json. Returns the figures of each. Collective.
+    """Score and print all models, and write --json. Returns the figures of each model. Collective.
 
     Args:
         args: see `options_of`.
 
     Raises:
-        UserError: an option is wrong, or a model, text or task is missing, unusable, or does not suit the other.
+        UserError: an option is wrong, or a model, text or task is missing, unusable, or does not match.
     """
     texts = Texts(*(getattr(args, field.name) for field in fields(Texts)))
     problems = texts.problems() + out_of_range(args, questions=(args.questions >= 0, "0 (all) or more"))
     out = args.json and paths.expand(args.json).absolute()
     if out and (out.is_dir() or not out.parent.is_dir() or not os.access(out.parent, os.W_OK)):
-        problems.append(f"--json={args.json} can't be written: it is a folder, or is not in one that is writable")
+        problems.append(f"--json={args.json} can't be written: it is a folder, or its folder is missing or read-only")
     if problems:
         raise ConfigError("\n  ".join(problems))
     FAMILIES.add(args.family)
@@ -186,7 +186,7 @@ def evaluate(args: argparse.Namespace, process: Process) -> list[dict[str, Any]]
         tasks = tasks_of(opened, args, window, process) if args.tasks else {}
         own = dict(scores_of(opened, texts, process, note)) if texts.data or not tasks else {}
         model = tables.Scored(str(path), own, tasks, window, bpe.sha256(opened.tokenizer))
-        lines, result = tables.compared_with_first(model, first)
+        lines, result = tables.compare_with_first(model, first)
         if process.rank == 0:
             print("\n".join([*opened.notes, opened.source, *lines]), flush=True)
         results.append(result)
@@ -197,7 +197,7 @@ def evaluate(args: argparse.Namespace, process: Process) -> list[dict[str, Any]]
 
 
 def _window_of(path: Path) -> int:
-    """The tokens of a model's windows on its own. Any checkpoint has them: a resume can't change them."""
+    """Return the default tokens per window of a model. Any checkpoint works: a resume can't change them."""
     folder = paths.expand(path)
     if (folder / "config.json").is_file():
         model = hf.config_of(folder)
@@ -206,20 +206,20 @@ def _window_of(path: Path) -> int:
 
 
 def tasks_of(opened: Opened, args: argparse.Namespace, window: int, process: Process) -> dict[str, TaskScore]:
-    """The scores of --tasks by name. Collective.
+    """Score --tasks. Returns the scores by name. Collective.
 
     Args:
-        window: its tokens.
+        window: its length in tokens.
 
     Raises:
-        ConfigError: the model is no decoder, or the ranks have read different tasks.
+        ConfigError: the model is not a decoder, or the ranks have read different tasks.
         UserError: a task is missing, unusable, or does not suit the model.
     """
     if answers(opened.model):
         raise ConfigError(f"{opened.source} is an encoder-decoder, and tasks are for decoders: leave --tasks out")
     inputs = Inputs(opened.first_token(), opened.beginning(), window)
     encode = text_encoder(opened.tokenizer, opened.ends, "a question")
-    tasks = [encoded(task, encode, inputs) for task in find_tasks.find(args.tasks, opened.own_data, args.questions)]
+    tasks = [encode_task(task, encode, inputs) for task in find_tasks.find(args.tasks, opened.own_data, args.questions)]
     names = [one.task.name for one in tasks]
     if process.world_size > 1 and any(others != names for others in gather(names)):
         raise ConfigError("--tasks: the ranks have read different questions: is it the same file everywhere?")
@@ -227,7 +227,7 @@ def tasks_of(opened: Opened, args: argparse.Namespace, window: int, process: Pro
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """The command line. Ends the process: gloo's threads must not outlive the interpreter."""
+    """Run the command and end the process, because gloo's threads must not outlive the interpreter."""
     options = options_of(argv)
 
     def run() -> int:

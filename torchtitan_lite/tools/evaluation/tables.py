@@ -1,4 +1,4 @@
-"""The figures of scores, their differences between models, and the tables of `evaluate`."""
+"""Computes figures of scores and their differences between models, and formats the tables of `evaluate`."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ from torchtitan_lite.tools.evaluation.documents import Scores
 
 
 def figures(scores: Scores) -> dict[str, float]:
-    """The figures of a row. Undefined ones are NaN."""
+    """Return the figures of a row. Undefined ones are NaN."""
     loss, loss_stderr = ratio(scores.nats, scores.tokens)
     bits, bits_stderr = ratio(scores.nats / math.log(2), scores.n_bytes)
     return {
@@ -32,7 +32,7 @@ def figures(scores: Scores) -> dict[str, float]:
 
 
 def difference(scores: Scores, first: Scores) -> dict[str, float]:
-    """A model minus the first one, on the same documents. Its error is small: the errors of both are correlated."""
+    """Return a model's figures minus the first one's, on the same documents. Correlated errors make it precise."""
     bits, bits_stderr = ratio_difference(
         (scores.nats / math.log(2), scores.n_bytes), (first.nats / math.log(2), first.n_bytes)
     )
@@ -43,21 +43,21 @@ def difference(scores: Scores, first: Scores) -> dict[str, float]:
     return figures
 
 
-def compared(texts: dict[str, Scores], first: dict[str, Scores]) -> dict[str, dict[str, float]]:
-    """The difference to the first model, on each text of which both were scored on the same documents.
+def text_differences(texts: dict[str, Scores], first: dict[str, Scores]) -> dict[str, dict[str, float]]:
+    """Return the difference to the first model on each text where both were scored on the same documents.
 
-    The names do not matter: one text may be prepared in two folders.
+    Names may differ: a text may be prepared in two folders.
     """
     return {
         name: difference(scores, other)
         for name, scores in texts.items()
-        if (other := next(filter(scores.of_the_same, first.values()), None)) is not None
+        if (other := next(filter(scores.same_documents, first.values()), None)) is not None
     }
 
 
 @dataclass(frozen=True)
 class Scored:
-    """The scores of a model."""
+    """A model's scores."""
 
     path: str
     texts: dict[str, Scores]
@@ -66,8 +66,8 @@ class Scored:
     tokenizer: str  # its hash
 
 
-def compared_with_first(model: Scored, first: Scored | None) -> tuple[list[str], dict[str, Any]]:
-    """The lines of a model, and its entry of --json: its scores, and the difference to those of the first model."""
+def compare_with_first(model: Scored, first: Scored | None) -> tuple[list[str], dict[str, Any]]:
+    """Return a model's lines, and its entry of --json: scores, and differences to the first model."""
     rows = {name: figures(scores) for name, scores in model.texts.items()}
     lines = [*table(rows), *task_table(model.tasks, model.window)]
     result: dict[str, Any] = {"model": model.path, "texts": rows}
@@ -78,13 +78,13 @@ def compared_with_first(model: Scored, first: Scored | None) -> tuple[list[str],
         }
     if first is None:
         return lines, result
-    by_text, by_task = compared(model.texts, first.texts), tasks_compared(model.tasks, first.tasks)
+    by_text, by_task = text_differences(model.texts, first.texts), task_differences(model.tasks, first.tasks)
     texts = {name: difference_text(row) for name, row in by_text.items()}
     tasks = {name: figure_text(row, "score") for name, row in by_task.items()}
-    why = "the two were scored on different documents; --data TEXT names the same for both"
-    lines += minus(first.path, model.texts, texts, why)
+    why = "the two were scored on different documents; --data TEXT scores both on the same text"
+    lines += difference_lines(first.path, model.texts, texts, why)
     on_both = [name for name in model.tasks if name in first.tasks]
-    lines += minus(first.path, on_both, tasks, "the two were asked different questions")
+    lines += difference_lines(first.path, on_both, tasks, "the two were asked different questions")
     if (texts or tasks) and model.tokenizer != first.tokenizer:
         lines.append("  (the tokenizers differ, so windows of equal length hold different amounts of text)")
     differences = {"minus_first": by_text, "tasks_minus_first": by_task}
@@ -92,7 +92,7 @@ def compared_with_first(model: Scored, first: Scored | None) -> tuple[list[str],
 
 
 def table(rows: dict[str, dict[str, float]]) -> list[str]:
-    """One line for each text, under a head."""
+    """Return a header and one line per text."""
     cells = [["  text", "documents", "window", "tokens", "nats/token", "bits/byte", "perplexity"]]
     for name, row in rows.items():
         scores = (plus_minus(row[key], row[f"{key}_stderr"], 4) for key in ("loss", "bits_per_byte"))
@@ -102,14 +102,14 @@ def table(rows: dict[str, dict[str, float]]) -> list[str]:
 
 
 def difference_text(row: dict[str, float]) -> str:
-    """The difference to the first model on a text."""
+    """Format the difference to the first model on a text."""
     units = {"loss": "nats/token", "bits_per_byte": "bits/byte"}
     finite = [key for key in units if key in row and math.isfinite(row[key])]
     return ", ".join(f"{plus_minus(row[key], row[f'{key}_stderr'], 4)} {units[key]}" for key in finite)
 
 
-def minus(first: str, names: Iterable[str], differences: Mapping[str, str], why: str) -> list[str]:
-    """The comparison with the first model, one line for each text or task: the difference, or why there is none."""
+def difference_lines(first: str, names: Iterable[str], differences: Mapping[str, str], why: str) -> list[str]:
+    """Return one line per text or task: the difference to the first model, or why there is none."""
     return [
         f"  minus {first}, {name}: {differences[name]}"
         if name in differences
@@ -121,8 +121,8 @@ def minus(first: str, names: Iterable[str], differences: Mapping[str, str], why:
 # --- tasks ------------------------------------------------------------------------------------------------------
 
 
-def tasks_compared(scores: dict[str, TaskScore], first: dict[str, TaskScore]) -> dict[str, dict[str, float]]:
-    """The difference to the first model and its standard error, on tasks with the same questions."""
+def task_differences(scores: dict[str, TaskScore], first: dict[str, TaskScore]) -> dict[str, dict[str, float]]:
+    """Return the difference to the first model and its standard error, on tasks with equal questions."""
     differences = {}
     for name, score in scores.items():
         if name in first and first[name].task == score.task:
@@ -133,7 +133,7 @@ def tasks_compared(scores: dict[str, TaskScore], first: dict[str, TaskScore]) ->
 
 
 def task_table(scores: dict[str, TaskScore], length: int) -> list[str]:
-    """One line for each task, under a head.
+    """Return a header and one line per task.
 
     Args:
         length: tokens in a window.

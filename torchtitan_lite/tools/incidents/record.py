@@ -1,4 +1,4 @@
-"""How the steps of a run were made, by its attempts: with which config, from which samples and checkpoint."""
+"""Reconstructs from a run's attempts how its steps were made: config, samples and checkpoint."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,24 +19,24 @@ from torchtitan_lite.tools.load_model import require_same_data
 
 @dataclass(frozen=True)
 class Record:
-    """A run, with its data, and the steps that its attempts made or will make; of a fork, those after its start."""
+    """A run, its data, and the steps that its attempts made or will make; for a fork, the steps after its start."""
 
     attempts: Sequence[Attempt]
     config: Config  # of the newest attempt
     data: DataSet
-    samples: Mapping[int, range]  # of the run, by step
+    samples: Mapping[int, range]  # by step
 
     def skipped(self, step: int) -> range:
-        """The samples before those of a step that `data.skip_samples` skipped."""
+        """Return the samples that `data.skip_samples` skipped just before a step."""
         before = self.samples[step - 1].stop if step - 1 in self.samples else self.attempts[0].samples
         return range(before, self.samples[step].start)
 
 
 def read_record(folder: Path) -> Record:
-    """Read a run folder, and open its data, which is prepared again if it is no longer in the cache.
+    """Read a run folder and open its data, which is prepared again if it is no longer in the cache.
 
     Raises:
-        ConfigError: this is no run, its config can't be read, or its data has changed.
+        ConfigError: this is not a run, its config can't be read, or its data has changed.
         DataError: the data can't be read.
     """
     attempts = attempts_of(folder)
@@ -44,7 +44,7 @@ def read_record(folder: Path) -> Record:
     require_same_data(str(folder), data, attempts[-1])
     samples: dict[int, range] = {}
     last = loaded.config.train.steps
-    for attempt in reversed(attempts):  # the later ones made the steps after `last` again
+    for attempt in reversed(attempts):  # later attempts repeated the steps after `last`
         samples.update(_samples(attempt, saved_config(folder, attempt.config), last))
         last = min(last, attempt.step)
     if not samples:
@@ -53,7 +53,7 @@ def read_record(folder: Path) -> Record:
 
 
 def _samples(attempt: Attempt, config: Config, last: int) -> Iterator[tuple[int, range]]:
-    """The steps of an attempt up to `last`, with their samples."""
+    """Yield the steps of an attempt up to `last`, with their samples."""
     position = attempt.samples
     for step in range(attempt.step + 1, min(config.train.steps, last) + 1):
         size = config.train.batch_size(step)
@@ -63,10 +63,10 @@ def _samples(attempt: Attempt, config: Config, last: int) -> Iterator[tuple[int,
 
 
 def attempts_of(folder: Path) -> Sequence[Attempt]:
-    """The attempts of a run; of a fork, from the last one that began with the other run's checkpoint.
+    """Return the attempts of a run; for a fork, from the last one that began with the other run's checkpoint.
 
     Raises:
-        ConfigError: there is none, or an older version made the folder.
+        ConfigError: there is no attempt, or an older version made the folder.
     """
     history.newest_status(folder)
     attempts = history.read(folder)
@@ -76,19 +76,19 @@ def attempts_of(folder: Path) -> Sequence[Attempt]:
 
 
 def require_own_step(folder: Path, attempts: Sequence[Attempt], step: int, option: str) -> None:
-    """Raise ConfigError if another run made a step, which this one was forked from."""
+    """Raise ConfigError if a step belongs to the run that this one was forked from."""
     if 1 <= step <= attempts[0].step:
         raise ConfigError(
             f"{option}={step}: {folder} was forked after step {attempts[0].step}, from {attempts[0].forked_from}; step "
-            f"{step} is of that run"
+            f"{step} belongs to that run"
         )
 
 
 def checkpoint_before(folder: Path, attempts: Sequence[Attempt], step: int) -> tuple[Path | None, list[str]]:
-    """The newest complete checkpoint before a step of this run; of a fork also the one that it began with.
+    """Return the newest complete checkpoint before a step of this run; a fork may use the one it began with.
 
     Returns:
-        the checkpoint, or None for the beginning of a run, and notes about damaged newer ones.
+        the checkpoint, or None for the run's beginning, and notes about damaged newer ones.
 
     Raises:
         ConfigError: the checkpoint that a fork began with is gone or damaged.

@@ -1,9 +1,9 @@
-"""`train.py --replay N`: compute step N again, and compare it bit for bit with what the run recorded.
+"""`train.py --replay N`: re-runs step N, and compares it bit for bit with the run's records.
 
-The newest checkpoint before N is loaded, and the steps up to N are made in a temporary folder: the run is not changed.
-Every step that was logged is compared: the loss, the gradient norm, and the loss of each rank; and where the run has a
-checkpoint, all of its tensors. A replay is refused unless all that a step's numbers depend on is equal to that of the
-attempt that made the step. So only a difference of the hardware is left, or what a note names.
+A replay loads the newest checkpoint before N, and runs the steps up to N in a temporary folder; the run is not changed.
+It compares every logged step (loss, gradient norm, each rank's loss), and all tensors of the run's checkpoints. It is
+refused unless everything that a step's numbers depend on is as in the attempt that made the step. So only the hardware
+can cause a difference, or what a note names.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import __version__
 from torchtitan_lite.checkpointing import storage
-from torchtitan_lite.checkpointing.compatibility import AUTOTUNING, bitwise_setting, identity
+from torchtitan_lite.checkpointing.compatibility import AUTOTUNING, bitwise_setting, values_to_match
 from torchtitan_lite.checkpointing.dcp_storage import read_tensors
 from torchtitan_lite.checkpointing.tensor_names import by_name
 from torchtitan_lite.config.schema import Config, flatten, known_keys, resume_rule
@@ -38,62 +38,60 @@ from torchtitan_lite.run.metrics import Log
 from torchtitan_lite.run.session import Session, check_pending
 from torchtitan_lite.run.start_and_end import require_agreement
 from torchtitan_lite.terminal import counted, print_line
-from torchtitan_lite.tools.dry_run import elsewhere
+from torchtitan_lite.tools.dry_run import in_temporary_folder
 from torchtitan_lite.tools.incidents.record import attempts_of, checkpoint_before, require_own_step
 
 Step = Callable[[Session, int], StepRecord]
 Numbers = Mapping[str, Any]
 _COMPARED = "loss", "grad_norm", "rank_losses"
-_STOPPED = "stopped"  # why a step ended the run: it was not finite
+_STOPPED = "stopped"  # key of the reason of a non-finite step that ended the run
 _NOT_FINITE = r"step (\d+): (.*not finite|gradients still overflow)"  # of a NonFiniteError
 _HARDWARE = (
     "Replay it once more: if two replays agree with each other, a fault hit the run; if they differ, this machine "
-    "computes wrong"
+    "computes incorrectly"
 )
-_CAUSE = (
-    "This follows from the data and from the weights that the replay began with, not from a fault of a machine since"
-)
+_CAUSE = "This follows from the data and the weights at the start of the replay, not from a later hardware fault"
 
 
 class DifferentError(UserError):
-    """The replay differs from what the run recorded."""
+    """The replay differs from the run's records."""
 
     exit_code = 1
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a run says about the steps after a checkpoint."""
+    """The run's records of the steps after a checkpoint."""
 
     start: int  # the step of the checkpoint; 0: the run's beginning
     last: int
     checkpoint: str  # its folder; empty: none
-    steps: Mapping[str, Numbers]  # the recorded ones, by step: values of _COMPARED, or _STOPPED
+    steps: Mapping[str, Numbers]  # recorded steps: values of _COMPARED, or _STOPPED
     notes: Sequence[str]
-    advice: str  # what a difference means
+    advice: str  # what a difference would mean
 
 
 def run(n: int, loaded: Loaded, data: DataSet, build: Callable[..., Session], step: Step) -> None:
-    """Replay up to step n, and say how it compares.
+    """Replay up to step n, and report the comparison.
 
     Args:
         build: `train.build`.
         step: `train.train_step`.
 
     Raises:
-        ConfigError: this can't be replayed here.
-        DifferentError: a step differs from what was recorded.
+        ConfigError: the step can't be replayed here.
+        DifferentError: a step differs from its record.
     """
     config = loaded.config
     with process_group(config.run) as process:
         require_agreement(config, data, process)
 
         def read_it() -> dict[str, Any]:
-            here = numbers_of(flatten(config), identity(config, data), bitwise_setting(config, process))
+            here = numbers_of(flatten(config), values_to_match(config, data), bitwise_setting(config, process))
             return asdict(read(config, n, here))
 
         recorded = Recorded(**on_rank0(read_it, process.untimed))
-        with elsewhere(config, checkpoint={"resume": recorded.checkpoint}) as replayed:
+        with in_temporary_folder(config, checkpoint={"resume": recorded.checkpoint}) as replayed:
             log = Log(replayed.folder, speaks=process.rank == 0)
             began = recorded.checkpoint or "the run's beginning: there is no complete checkpoint before"
             for note in recorded.notes:
@@ -106,24 +104,24 @@ def run(n: int, loaded: Loaded, data: DataSet, build: Callable[..., Session], st
                 print_line(f"equal   {result}")
 
 
-# --- what was recorded ------------------------------------------------------------------------------------------
+# --- the run's records ------------------------------------------------------------------------------------------
 
 
 def read(config: Config, n: int, here: Numbers) -> Recorded:
-    """What the run recorded, up to step n or to the first logged one after it.
+    """Read the run's records up to step n, or to the first logged step after it.
 
     Args:
-        here: `numbers_of` this command.
+        here: `numbers_of` for this command.
 
     Raises:
-        ConfigError: the run did not make this step, or made it with other values than `here`.
+        ConfigError: the run did not make this step, or made it with values that differ from `here`.
     """
     folder = config.folder.absolute()
     attempts = attempts_of(folder)
     require_own_step(folder, attempts, n, "--replay")
     steps: dict[int, Numbers] = {}
     for record in history.records(folder):
-        values = record.get("spike", record)  # a spike that ended the run has a record of its own
+        values = record.get("spike", record)  # a spike that ended the run has its own record
         if "loss" in values:
             steps[record["step"]] = {key: values.get(key) for key in _COMPARED}
     if stop := re.match(_NOT_FINITE, attempts[-1].reason):
@@ -147,16 +145,16 @@ def read(config: Config, n: int, here: Numbers) -> Recorded:
     )
 
 
-def numbers_of(config: Mapping[str, Any], identity: Numbers, setting: Numbers) -> dict[str, Any]:
-    """All that the numbers of a step depend on, as JSON has it.
+def numbers_of(config: Mapping[str, Any], must_match: Numbers, setting: Numbers) -> dict[str, Any]:
+    """Return everything that the numbers of a step depend on, as JSON types.
 
     Args:
         config: by "section.key".
-        identity, setting: of checkpointing/compatibility.py.
+        must_match, setting: see checkpointing/compatibility.py.
     """
     keys = {key: value for key, value in config.items() if _matters(key)}
-    order = {"data.sources": [*config["data.sources"]]}  # the identity has their weights and text
-    content: dict[str, Any] = json.loads(json.dumps({**keys, **order, **identity, **setting}))
+    order = {"data.sources": [*config["data.sources"]]}  # must_match has their weights and text
+    content: dict[str, Any] = json.loads(json.dumps({**keys, **order, **must_match, **setting}))
     return content
 
 
@@ -166,24 +164,24 @@ def _matters(key: str) -> bool:
 
 
 def _require_same(n: int, made: range, maker: Attempt, here: Numbers) -> None:
-    """Raise ConfigError if an attempt made its part of these steps with other values than those of this command."""
-    then = numbers_of(maker.config, maker.identity, maker.setting)
-    began = made.start == 1 and maker.step == 0  # else it has not read the keys that only a start reads
+    """Raise ConfigError if an attempt made its part of these steps with values that differ from this command's."""
+    then = numbers_of(maker.config, maker.must_match, maker.setting)
+    began = made.start == 1 and maker.step == 0  # else it has not read keys that only a start reads
     keys = [key for key in here if began or key not in known_keys() or not resume_rule(key).changes_start]
     different = [key for key in keys if then.get(key) != here[key]]
     if different:
         head = (
-            f"--replay={n}: the steps {made.start} to {made[-1]}, from the newest complete checkpoint before on, need "
-            f"the command, the processes, the kind of CPU and the torch of the run. Of attempt {maker.attempt}:"
+            f"--replay={n}: the steps {made.start} to {made[-1]}, after the newest complete checkpoint before, need "
+            f"the command, processes, CPU type and torch of the run. They differ from attempt {maker.attempt}:"
         )
         lines = [f"{key} was {json.dumps(then.get(key))}, and is {json.dumps(here[key])} here" for key in different]
         raise ConfigError("\n  ".join([head, *lines]))
 
 
 def _advice(makers: Sequence[Attempt], here: Numbers, init_from: str) -> str:
-    """What a difference means: a fault of the hardware, unless something else differs."""
+    """Return what a difference means: a hardware fault, unless something else differs."""
     if not here["deterministic"]:
-        return "Without run.deterministic, a GPU may add in another order each time, so this proves nothing"
+        return "Without run.deterministic, a GPU may add in a different order each time, so this proves nothing"
     if AUTOTUNING in here["compile"]:
         return f"{AUTOTUNING} chooses kernels by their time, which may differ each time, so this proves nothing"
     code = {"torchtitan_lite": __version__, **run_folder.git_state(Path(__file__).parents[3])}
@@ -191,14 +189,14 @@ def _advice(makers: Sequence[Attempt], here: Numbers, init_from: str) -> str:
         then = {"torchtitan_lite": attempt.versions["torchtitan_lite"], **attempt.git}
         if then != code:
             changes = ", ".join(f"{key} {then.get(key)} -> {value}" for key, value in code.items())
-            return f"The code is not that of the run, so this may be the cause: {changes}"
+            return f"The code differs from the run's, which may be the cause: {changes}"
     doubts = ""
     if code.get("dirty"):
-        doubts = "The code has uncommitted changes. If they are not those of the run, they may be the cause. "
+        doubts = "The code has uncommitted changes. If they differ from the run's, they may be the cause. "
     if init_from:
         doubts += (
-            f"The run began with the weights in {init_from}, and has recorded no hash of them. If they have changed "
-            "since, that is the cause. "
+            f"The run began with the weights in {init_from}, and recorded no hash of them. If they have changed since, "
+            "that is the cause. "
         )
     return doubts + _HARDWARE
 
@@ -207,7 +205,7 @@ def _advice(makers: Sequence[Attempt], here: Numbers, init_from: str) -> str:
 
 
 def compute(s: Session, step: Step, recorded: Recorded, folder: Path) -> str:
-    """Make the steps and compare each. Collective. Returns a sentence about what was compared.
+    """Run the steps and compare each. Collective. Returns a sentence about what was compared.
 
     Raises:
         DifferentError: on every rank, at the first difference.
@@ -218,7 +216,7 @@ def compute(s: Session, step: Step, recorded: Recorded, folder: Path) -> str:
         s.services.watchdog.step(number)
         numbers = step(s, number).numbers
         try:
-            with contextlib.suppress(SpikeError):  # the last step of a run that it stopped
+            with contextlib.suppress(SpikeError):  # the last step of a run that a spike stopped
                 check_pending(s)
         except NonFiniteError as error:
             stopped = _sentence(str(error))
@@ -244,11 +242,11 @@ def _sentence(text: str) -> str:
 
 
 def differs(then: Numbers, now: Numbers, step: int, equal: int) -> str:
-    """How a step differs from its record; empty if it is equal.
+    """Return how a step differs from its record; empty if it is equal.
 
     Args:
         then, now: the values of _COMPARED.
-        equal: the last step that was compared and equal, or where the replay began.
+        equal: the last step that compared equal, or where the replay began.
     """
     pairs = list(zip(then["rank_losses"] or [], now["rank_losses"], strict=False))
     ranks = [rank for rank, (before, after) in enumerate(pairs) if before != after]
@@ -269,7 +267,7 @@ def differs(then: Numbers, now: Numbers, step: int, equal: int) -> str:
 
 
 def _finite(value: float) -> float | None:
-    """As a record has it: JSON has no NaN."""
+    """Return None for a non-finite value, as JSON has no NaN."""
     return value if math.isfinite(value) else None
 
 
@@ -280,14 +278,14 @@ def _compare_tensors(s: Session, checkpoints: Path, step: int, advice: str) -> i
         the number of compared tensors.
 
     Raises:
-        DifferentError: on every rank: one differs.
+        DifferentError: on every rank: a tensor differs.
     """
     saved: Mapping[str, Tensor] = {}
     checkpoint = storage.step_folder(checkpoints, step)
 
     def open_it() -> bool:
         nonlocal saved
-        with contextlib.suppress(UserError, OSError):  # the run has deleted it meanwhile
+        with contextlib.suppress(UserError, OSError):  # the run may delete it meanwhile
             saved = {} if storage.verify(checkpoint) else read_tensors(checkpoint, "")
         return bool(saved)
 

@@ -1,11 +1,10 @@
-"""The documents that steps of a run saw: `python -m torchtitan_lite.which RUN --step N [--to M]`.
+"""Lists the documents that steps of a run saw: `python -m torchtitan_lite.which RUN --step N [--to M]`.
 
-Each line is a part of a document in a sample: its file with line or row, which of its tokens, and how they begin.
---find TEXT gives the steps that see the documents that hold a text. The run's data must be where it was in training, or
-in its cache.
+Each line is a part of a document in a sample: file with line or row, token range, and the beginning of the text. --find
+TEXT lists the steps that see any part of a document containing TEXT. The run's data must be where it was in training,
+or in its cache.
 
-Nothing here knows how a sample is cut from the text: it is drawn as in training, from token files that note each read.
-So this holds for every objective and packing.
+Samples are drawn as in training, from token files that log each read. So this works for every objective and packing.
 """
 
 import argparse
@@ -29,19 +28,21 @@ from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.terminal import counted, prepare_streams
 from torchtitan_lite.tools.incidents.record import Record, read_record, require_own_step
 
-_TOKENS = 64  # of a text that are shown
-_SHOWN = 60  # characters of it on the terminal
-_LINES = 200  # of documents on the terminal, if TEXT is in many
-_STEPS = 100  # likewise
+_TOKENS = 64  # tokens of a text to show
+_SHOWN = 60  # characters of a text on the terminal
+_LINES = 200  # documents on the terminal, if TEXT is in many
+_STEPS = 100  # steps, likewise
 _TOGETHER = 1024  # documents decoded at a time
 
-Range = tuple[int, int]  # of tokens of a stream
+Range = tuple[int, int]  # first and end token in a stream
 
 
 @dataclass(frozen=True)
 class Row:
-    """A part of a document in a sample of a step: its tokens first, ..., end - 1, which are begin, ..., stop - 1 of the
-    stream."""
+    """A part of a document in a sample of a step.
+
+    It has the document's tokens first, ..., end - 1, which are tokens begin, ..., stop - 1 of the stream.
+    """
 
     step: int
     sample: int
@@ -51,7 +52,7 @@ class Row:
     file: str  # empty: not known
     unit: str  # "line" or "row"
     place: int  # the line or row
-    tokens: int  # of the document, with the end mark
+    tokens: int  # length of the document, with the end mark
     first: int
     end: int
     begin: int
@@ -59,7 +60,7 @@ class Row:
     text: str  # the beginning of this part
 
     def line(self) -> str:
-        """The row for the terminal."""
+        """Format the row for the terminal."""
         where = f"{self.file} {self.unit} {self.place}" if self.file else f"document {self.document}"
         side = f" ({self.side})" if self.side else ""
         text = self.text if len(self.text) <= _SHOWN else f"{self.text[:_SHOWN]}..."
@@ -81,17 +82,17 @@ class Documents:
         self.stream = TokenFiles(source.folder, source.meta, split)
         self.ends = document_ends(source.folder, source.meta, split)
         self._tokenizer = Tokenizer.from_file(str(source.folder / "tokenizer.json"))
-        self.known = ORIGINS in source.meta.files  # whether it is known where the documents came from
+        self.known = ORIGINS in source.meta.files  # whether the documents' origins are known
         if self.known:
             self._files = json.loads((source.folder / ORIGINS).read_bytes())
             self._origins = np.memmap(source.folder / f"{split}.origins", dtype=np.int64, mode="r")
 
     def span(self, document: int) -> Range:
-        """The tokens of a document in the stream, with the end mark."""
+        """Return the range of a document's tokens in the stream, with the end mark."""
         return int(self.ends[document - 1]) if document else 1, int(self.ends[document])
 
-    def of(self, read: Range) -> range:
-        """The documents of a range of the stream. An end mark that comes first only precedes a document."""
+    def in_range(self, read: Range) -> range:
+        """Return the documents in a range of the stream. A leading end mark only precedes a document."""
         first, end = read
         if first >= end:
             return range(0)
@@ -101,7 +102,7 @@ class Documents:
         return range(low, min(high + 1, len(self.ends)))
 
     def row(self, step: int, sample: int, document: int, read: Range) -> Row:
-        """The part of a document in a range of the stream that a sample holds."""
+        """Return the part of a document in a sample's range of the stream."""
         begin, stop = self.span(document)
         first, end = max(read[0], begin), min(read[1], stop)
         file, unit, place = "", "", 0
@@ -117,10 +118,10 @@ class Documents:
 
 @dataclass
 class Reads:
-    """Stands in for the TokenFiles of a source, and notes what is read."""
+    """Replaces the TokenFiles of a source, and logs each read."""
 
     documents: Documents
-    log: list[tuple[Documents, Range]]  # of all sources
+    log: list[tuple[Documents, Range]]  # shared by all sources
 
     def read(self, first: int, end: int) -> NDArray[Any]:
         """See TokenFiles."""
@@ -131,26 +132,26 @@ class Reads:
 def rows(
     record: Record, sources: Sequence[Documents], steps: range, wanted: Mapping[str, Set[int]] | None = None
 ) -> Iterator[Row]:
-    """The parts of documents that each sample of these steps holds, in its order.
+    """Yield the parts of documents in each sample of these steps, in order.
 
     Args:
-        wanted: of each source, the documents to give; None: all.
+        wanted: by source, the documents to yield; None: all.
     """
     mixture, log = open_samples(record.data, "train", record.config), list[tuple[Documents, Range]]()
     for samples, documents in zip(mixture.sources, sources, strict=True):
-        samples._stream = Reads(documents, log)  # type: ignore[assignment]  # it reads in the same way
+        samples._stream = Reads(documents, log)  # type: ignore[assignment]  # the same interface
     for step in steps:
         for sample in record.samples[step]:
             log.clear()
             mixture.draw(np.array([sample]), record.config.run.seed)
             for documents, read in log:
-                for number in documents.of(read):
+                for number in documents.in_range(read):
                     if wanted is None or number in wanted[documents.name]:
                         yield documents.row(step, sample, number, read)
 
 
-def holding(source: Source, split: str, text: str) -> set[int]:
-    """The documents of a split whose decoded text holds `text`."""
+def documents_with(source: Source, split: str, text: str) -> set[int]:
+    """Return the documents of a split whose decoded text contains `text`."""
     tokenizer = Tokenizer.from_file(str(source.folder / "tokenizer.json"))
     tokens, found = enumerate(token_files.documents(source.folder, source.meta, split)), set[int]()
     while together := dict(islice(tokens, _TOGETHER)):
@@ -160,9 +161,9 @@ def holding(source: Source, split: str, text: str) -> set[int]:
 
 
 def _steps(options: argparse.Namespace, record: Record) -> range:
-    """The steps of --step and --to; all that the run has if they are not given."""
+    """Return the steps of --step and --to; all steps of the run if they are not given."""
     first = min(record.samples) if options.step is None else options.step
-    last = options.to or options.step or max(record.samples)
+    last = next((n for n in (options.to, options.step) if n is not None), max(record.samples))
     for name, step in (("--step", first), ("--to", last)):
         require_own_step(options.run, record.attempts, step, name)
         if step not in record.samples:
@@ -176,30 +177,30 @@ def _steps(options: argparse.Namespace, record: Record) -> range:
 
 def _run(options: argparse.Namespace) -> int:
     if options.step is None and (options.find is None or options.to is not None):
-        raise ConfigError("give --step N, also with --to M; or --find TEXT, also with --step and --to")
+        raise ConfigError("give --step N, optionally with --to M; or --find TEXT, optionally with --step and --to")
     if options.json and not options.json.absolute().parent.is_dir():
         raise ConfigError(f"--json={options.json}: {options.json.absolute().parent} is not a folder")
     FAMILIES.add(options.family)
     record = read_record(options.run)
     steps, sources = _steps(options, record), [*map(Documents, record.data.sources)]
     notes = [
-        f"{documents.folder} does not tell where its documents came from. Prepared again from the same text, it has "
-        "the same tokens and tells it"
+        f"{documents.folder} does not record where its documents came from. Prepare the same text again: the tokens "
+        "stay the same, and the origins are recorded"
         for documents in sources
         if not documents.known
     ]
     if options.find is not None:
         if not options.step and (other := record.attempts[0].forked_from):
-            notes.append(f"the steps before {steps.start} are not of this run, which was forked from {other}")
-        wanted = {source.name: holding(source, "train", options.find) for source in record.data.sources}
-        held_out = sum(len(holding(source, "val", options.find)) for source in record.data.sources)
+            notes.append(f"the steps before {steps.start} belong to {other}, from which this run was forked")
+        wanted = {source.name: documents_with(source, "train", options.find) for source in record.data.sources}
+        held_out = sum(len(documents_with(source, "val", options.find)) for source in record.data.sources)
         n = counted(sum(map(len, wanted.values())), "document")
-        notes.append(f"{n} for training with {options.find!r}, and {held_out:,} that no step sees, for validation")
+        notes.append(f"{n} containing {options.find!r} in the training split, {held_out:,} in the validation split")
         found, most = [*rows(record, sources, steps, wanted)], _LINES
         listed = sorted({row.step for row in found})
         more = f", and {len(listed) - _STEPS:,} more" if len(listed) > _STEPS else ""
         shown = ", ".join(map(str, listed[:_STEPS])) or "-"
-        title = f"seen at {counted(len(listed), 'step')} of {len(steps):,}: {shown}{more}"
+        title = f"parts of these documents are seen at {counted(len(listed), 'step')} of {len(steps):,}: {shown}{more}"
     else:
         skips = {step: skipped for step in steps if (skipped := record.skipped(step))}
         notes += [f"the samples {s.start} to {s.stop - 1} were skipped before step {n}" for n, s in skips.items()]
@@ -224,18 +225,22 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line. Returns the exit code."""
+    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan_lite.which",
-        description="The documents that steps of a run saw, or the steps that see a text.",
+        description="List the documents that steps of a run saw, or the steps that see documents containing a text.",
         allow_abbrev=False,
     )
     parser.add_argument("run", type=paths.expand, metavar="RUN", help="the folder of a run")
     parser.add_argument("--step", type=int, default=None, metavar="N", help="the step, or the first of several")
     parser.add_argument("--to", type=int, default=None, metavar="M", help="the last step")
-    parser.add_argument("--find", default=None, metavar="TEXT", help="the steps whose documents hold this text")
-    parser.add_argument("--json", type=paths.expand, default=None, metavar="FILE", help="also write all of it here")
-    own = "of a model of your own: import it"
+    parser.add_argument(
+        "--find", default=None, metavar="TEXT", help="the steps that see any part of a document containing this text"
+    )
+    parser.add_argument(
+        "--json", type=paths.expand, default=None, metavar="FILE", help="also write the whole list here"
+    )
+    own = "import your own model"
     parser.add_argument("--model.family", dest="family", default="", metavar="module:Name", help=own)
     options = parser.parse_args(argv)
     prepare_streams()

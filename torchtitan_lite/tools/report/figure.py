@@ -1,7 +1,7 @@
-"""The curves of the report: one plotly figure with a subplot for each panel, which zoom together.
+"""Draws the curves of the report: one plotly figure with a subplot per panel, which zoom together.
 
-Buttons smooth the curves and change the x axis; a click in a legend hides a curve or a run. plotly reads names and
-labels as a kind of HTML, so they are escaped here.
+Buttons smooth the curves and change the x axis; a click in a legend hides a curve or a run. plotly interprets names and
+labels as HTML, so they are escaped here.
 """
 
 import html
@@ -22,7 +22,7 @@ COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9
 # readable on white and on black
 GREY, TEXT, GRID, CLEAR = "#888888", "#7a8391", "rgba(128, 128, 128, 0.2)", "rgba(0, 0, 0, 0)"
 SMOOTHING = 0, 1, 2, 5, 10  # half-lives, in % of all steps
-POINTS = 1000  # per curve: more would not be visible
+POINTS = 1000  # maximum per curve: more would not be visible
 _DASHES = "solid", "dash", "dot", "dashdot"
 _ROW, _GAP, _TOP, _BOTTOM = 300, 64, 110, 30  # pixels
 
@@ -31,7 +31,7 @@ Values = Sequence[float | None]
 
 @dataclass(frozen=True)
 class Line:
-    """The values of a key in the records of each run."""
+    """The values of one key in each run's records."""
 
     key: str
     label: str = ""
@@ -46,9 +46,9 @@ class Panel:
     """A subplot.
 
     Args:
-        spec: the d3 format of a value.
-        axis: of plotly, for the values.
-        ends: whether the axis ends near the first values, so that a diverged run does not flatten the others.
+        spec: the d3 format of values.
+        axis: plotly's options of the value axis.
+        ends: whether the axis ends near the first values, so that a diverged run does not flatten the other curves.
     """
 
     title: str
@@ -60,7 +60,7 @@ class Panel:
 
 
 def _panels(runs: Sequence[Run]) -> list[Panel]:
-    """In the order of the page, without those that no run has values for."""
+    """Return the panels in the order of the page, without those that no run has values for."""
     keys = list(dict.fromkeys(key for run in runs for record in run.records for key in record))
 
     def family(prefix: str) -> list[Line]:
@@ -113,10 +113,10 @@ def figure(runs: Sequence[Run]) -> go.Figure:
 
 
 class _Curves:
-    """The figure as it is built: `figure`.
+    """Builds the figure.
 
-    Of several runs, each has one colour and an entry in the legend above; dashes and widths tell its lines apart. The
-    lines of one run have colours.
+    With several runs, each has one colour and an entry in the legend above; dashes and widths tell its lines apart.
+    With one run, each line has a colour.
     """
 
     def __init__(self, runs: Sequence[Run], n_panels: int) -> None:
@@ -133,12 +133,14 @@ class _Curves:
         )
         longest = max(sum(record["seconds"] for record in run.steps) for run in runs)
         self.time_unit, self.unit_s = ("hours", 3600) if longest > 7200 else ("minutes", 60)
-        self.positions: list[dict[str, list[float]]] = []  # of each trace: its x in every unit
+        self.positions: list[dict[str, list[float]]] = []  # per trace: x in every unit
         self.smoothed: dict[int, list[Values]] = {}  # by trace: y for each of SMOOTHING
 
     def add(self, number: int, trace: dict[str, Any], run: Run, steps: Sequence[float]) -> None:
-        """Add a trace to a panel. The x axis shows steps, tokens or the time of training, which leaves out saves,
-        validations and stops."""
+        """Add a trace to a panel.
+
+        The x axis shows steps, tokens, or training time without saves, validations and stops.
+        """
         self.figure.add_scatter(x=list(steps), row=number // 2 + 1, col=number % 2 + 1, **trace)
         known = [record["step"] for record in run.steps]
         tokens = [record["tokens"] for record in run.steps]
@@ -205,11 +207,11 @@ class _Curves:
             span = max(one.steps[-1]["step"] for one in self.runs) - min(one.steps[0]["step"] for one in self.runs)
             halves = [share / 100 * span for share in SMOOTHING]
             means = [_smoothed([record["step"] for record in records], values, half) for half in halves]
-            self.smoothed[len(self.positions)] = [[of[n] for n in kept] for of in means]
+            self.smoothed[len(self.positions)] = [[curve[n] for n in kept] for curve in means]
         self.add(number, trace, run, steps)
 
     def _add_legend(self, number: int, panel: Panel, x: float, y: float) -> None:
-        """At the right end of the title, or inside if it is long."""
+        """Add a legend at the right end of the title, or inside the panel if it is long."""
         inside = len(panel.lines) > 3
         legend = {"x": x, "y": y, "xanchor": "right", "yanchor": "top" if inside else "bottom", "font_size": 12}
         legend |= {"orientation": "v" if inside else "h", "bgcolor": CLEAR}
@@ -223,7 +225,7 @@ class _Curves:
         self.figure.update_layout({f"legend{number + 2}": legend})
 
     def finish(self) -> None:
-        """Add the buttons, and the colours of everything else."""
+        """Add the buttons, and the remaining colours."""
         look = {"type": "buttons", "direction": "right", "xanchor": "left", "yanchor": "bottom", "pad_t": 0}
         look |= {"bgcolor": CLEAR, "bordercolor": GRID, "y": 1 + 32 / self.plot_height}
         axes = [f"xaxis{n}" if n > 1 else "xaxis" for n in range(1, len(list(self.figure.select_xaxes())) + 1)]
@@ -236,7 +238,7 @@ class _Curves:
             {
                 "label": f"{share} %" if share else "off",
                 "method": "restyle",
-                "args": [{"y": [of[n] for of in self.smoothed.values()]}, list(self.smoothed)],
+                "args": [{"y": [curves[n] for curves in self.smoothed.values()]}, list(self.smoothed)],
             }
             for n, share in enumerate(SMOOTHING)
         ]
@@ -260,13 +262,13 @@ class _Curves:
         )
 
     def _write(self, text: str, x: float, y: float, yshift: int = 0) -> None:
-        """Text above a place of the figure."""
+        """Write text above a position in the figure."""
         place = {"xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom", "showarrow": False}
         self.figure.add_annotation(text=text, x=x, y=y, yshift=yshift, font_size=14 if not yshift else 12, **place)
 
 
 def _marks(run: Run, colour: str) -> dict[str, Any]:
-    """The events of a run, on its curve of the loss."""
+    """Return a trace that marks the run's events on its loss curve."""
     known = [(r["step"], r["mean_loss"]) for r in run.steps if r["mean_loss"] is not None] or [(0, 0.0)]
     return {
         "y": [next((loss for step, loss in reversed(known) if step <= at), known[0][1]) for at in run.events],
@@ -281,7 +283,7 @@ def _marks(run: Run, colour: str) -> dict[str, Any]:
 
 
 def _thinned(values: Values) -> list[int]:
-    """The positions of at most POINTS values: the lowest and highest of each interval, so that spikes are kept."""
+    """Return the positions of at most POINTS values: lowest and highest of each interval, to keep spikes."""
     width = math.ceil(len(values) / (POINTS // 2)) if len(values) > POINTS else 1
     kept: list[int] = []
     for start in range(0, len(values), width):
@@ -292,7 +294,7 @@ def _thinned(values: Values) -> list[int]:
 
 
 def _smoothed(steps: Sequence[int], values: Values, half_life: float) -> Values:
-    """An exponential mean over the steps before; with a half-life of 0, the values."""
+    """Return an exponential mean over past steps; with a half-life of 0, the values."""
     total, weight, before, means = 0.0, 0.0, steps[0], list[float | None]()
     for step, value in zip(steps, values, strict=True):
         if value is not None:
@@ -307,10 +309,10 @@ def _finite(records: Records, key: str) -> list[float]:
 
 
 def _limit(curves: Sequence[Sequence[float]]) -> float:
-    """The highest value that an axis shows: 1.25 times the first one.
+    """Return the highest value that an axis shows: 1.25 times the highest first value.
 
-    That is the highest of all curves, without those that begin far above the others. A curve alone that is higher in
-    three quarters of its values is not cut there.
+    Curves that begin far above the others do not count. The limit is raised until at least one curve has three quarters
+    of its values below it.
     """
     first = [values[0] for values in curves]
     initial = max(value for value in first if value <= 3 * abs(statistics.median_low(first)))

@@ -1,5 +1,7 @@
-"""The page of the report: the results of the runs, their curves (figure.py), times, changes, samples and configs. All
-text of a run is escaped."""
+"""Writes the page of the report: results, curves (figure.py), times, changes, samples and configs of the runs.
+
+All text of a run is escaped.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -12,17 +14,17 @@ from torchtitan_lite.tools.report.runs import RESULTS, Records, Run, rows
 
 SAMPLES = 12  # per prompt
 _TASK_TILES = 6
-# the classes of report.css that colour a status, by its first word
+# the report.css class of a status, by its first word
 _STATUS = {
     **{"starting": "live", "running": "live", "complete": "good", "preempted": "warn"},
     **{"failed": "bad", "stopped": "bad"},
 }
-# the policy forbids all requests, even if text of a run got into the markup
+# forbid all requests, even if text of a run got into the markup
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The page as HTML."""
+    """Return the page as HTML."""
     names = escape(", ".join(run.name for run in runs))
     style = resources.files("torchtitan_lite.tools.report").joinpath("report.css").read_text(encoding="utf-8")
     curves = figure(runs).to_html(
@@ -42,7 +44,7 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def _head(runs: Sequence[Run]) -> str:
-    """Of one run: its status and tiles. Of several: the table, with the keys that differ before the results."""
+    """Return one run's status and tiles, or the table of several runs: differing keys, then results."""
     if len(runs) == 1:
         where = escape(str(runs[0].folder))
         return f"<h1>{escape(runs[0].name)} {_status(runs[0])}</h1><p class=note>{where}</p>{_tiles(runs[0])}"
@@ -94,7 +96,7 @@ def _keys(run: Run) -> list[str]:
 
 
 def seconds_of(run: Run) -> dict[str, float]:
-    """Where the time went."""
+    """Return the seconds that each kind of work took."""
 
     def total(key: str, records: Records = run.records) -> float:
         return sum(record.get(key) or 0.0 for record in records)
@@ -123,10 +125,10 @@ def _times(runs: Sequence[Run]) -> str:
 
 
 def _sections(runs: Sequence[Run], title: str, content: Callable[[Run], str]) -> str:
-    """A section for each run that has this content."""
-    of = {run: f" of {_named(runs, run)}" if len(runs) > 1 else "" for run in runs}
+    """Return a section for each run that has this content."""
+    names = {run: f" of {_named(runs, run)}" if len(runs) > 1 else "" for run in runs}
     parts = [(run, content(run)) for run in runs]
-    return "".join(f"<section><h2>{title}{of[run]}</h2>{part}</section>" for run, part in parts if part)
+    return "".join(f"<section><h2>{title}{names[run]}</h2>{part}</section>" for run, part in parts if part)
 
 
 def _changes(run: Run) -> str:
@@ -135,7 +137,7 @@ def _changes(run: Run) -> str:
 
 
 def _samples(run: Run) -> str:
-    """The texts of each prompt. With a target, they answer the prompt; otherwise they continue it."""
+    """Return the texts by prompt. With a target, they answer the prompt; otherwise they continue it."""
     by_prompt: dict[str, Records] = {}
     for sample in run.samples:
         by_prompt.setdefault(sample["prompt"], []).append(sample)
@@ -153,7 +155,7 @@ def _samples(run: Run) -> str:
 
 
 def _config(run: Run) -> str:
-    """The values that were set, and on a click the whole file, with its origins."""
+    """Return the values set by the user, and on a click the whole file with its origins."""
     set_by_user = re.sub(r"(?m)^.*# default\n", "", run.config_text)
     set_by_user = re.sub(r"(?m)^\[.*\]\n\s*(?=\[|\Z)", "", set_by_user)
     whole = f"<details><summary>with defaults</summary><pre>{escape(run.config_text)}</pre></details>"
@@ -161,13 +163,13 @@ def _config(run: Run) -> str:
 
 
 def _named(runs: Sequence[Run], run: Run) -> str:
-    """The name of one of several runs, with its colour."""
+    """Return the name of one of several runs, with its colour."""
     colour = COLOURS[runs.index(run) % len(COLOURS)]
     return f'<i class=swatch style="background: {colour}"></i>{escape(run.name)}'
 
 
 def _table(head: Iterable[str], lines: Iterable[str]) -> str:
-    """Cells and lines are HTML."""
+    """Return a table. Cells and lines are HTML."""
     heads = "".join(f"<th>{cell}</th>" for cell in head)
     return f"<div class=scroll><table><tr>{heads}</tr>{''.join(lines)}</table></div>"
 

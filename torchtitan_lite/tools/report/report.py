@@ -1,4 +1,4 @@
-"""One page about one or several runs: `python -m torchtitan_lite.report RUN [RUN ...]` writes report.html.
+"""Reports on one or several runs on one page: `python -m torchtitan_lite.report RUN [RUN ...]` writes report.html.
 
 The page contains plotly's JavaScript and needs no network. runs.py reads the run folders, figure.py draws the curves,
 and page.py writes the page.
@@ -20,7 +20,7 @@ from torchtitan_lite.tools.report.runs import Run, read_run, table
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan_lite.report",
-        description="Writes one page about one or several runs: curves, samples, configs and their differences.",
+        description="Write one page about one or several runs: curves, samples, configs and their differences.",
         epilog="Without RUN: the run of train.py with the same options, e.g. --config configs/debug.toml.",
         allow_abbrev=False,
     )
@@ -53,10 +53,10 @@ def _report(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _table(folders: Sequence[Path]) -> str:
-    """The table; a line for each folder without a step.
+    """Return the table, and a line for each folder without a step.
 
     Raises:
-        DataError: no folder has one.
+        DataError: no folder has a step.
     """
     runs, notes = [], []
     for folder in folders:

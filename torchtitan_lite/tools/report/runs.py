@@ -1,5 +1,4 @@
-"""A run folder as the report shows it, and the table of several: for the terminal (`report RUN RUN --table`) and the
-page."""
+"""Reads run folders for the report, and makes the table of several runs for the terminal and the page."""
 
 import itertools
 import math
@@ -17,9 +16,9 @@ from torchtitan_lite.tools.status import Status, runs_in, status_of
 Records = list[dict[str, Any]]
 
 RESULTS = "run", "step", "best val_loss", "at", "bits/byte", "status"
-_OF_THE_RUN = "run.name", "run.out_dir"  # they differ between any two runs
-_OF_THE_START = "model.size", "model.init_from", "checkpoint.resume"  # names of other keys, or for one start only
-_NOT_LEARNED = "log.", "profile.", "checkpoint.", "sample.", "run.", "data.cache_dir"  # their changes are not marked
+_OF_THE_RUN = "run.name", "run.out_dir"  # differ between any two runs
+_OF_THE_START = "model.size", "model.init_from", "checkpoint.resume"  # aliases of other keys, or for one start only
+_NOT_LEARNED = "log.", "profile.", "checkpoint.", "sample.", "run.", "data.cache_dir"  # changes are not marked
 _LONGEST = 40  # characters of a value on the terminal
 
 
@@ -31,10 +30,10 @@ class Run:
     status: Status
     reason: str  # why it stopped or failed
     attempts: Sequence[attempts.Attempt]  # from the last fork on
-    records: Records  # those that count, of metrics.jsonl
+    records: Records  # of metrics.jsonl, those that count
     samples: Records
     config_text: str  # config.toml: each value with its origin
-    goodput: tuple[float, float]  # and the seconds that it is of
+    goodput: tuple[float, float]  # share, and the seconds since the first launch
 
     @property
     def name(self) -> str:
@@ -54,13 +53,13 @@ class Run:
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """The record of the lowest validation loss."""
+        """The record with the lowest validation loss."""
         finite = [r for r in self.having("val_loss") if r["val_loss"] is not None]
         return min(finite, key=lambda r: r["val_loss"], default=None)
 
     @property
     def changes(self) -> list[tuple[int, str, str, str]]:
-        """What resumes have changed: after which step, the key, its value before and from then on."""
+        """Changes by resumes: the step before, the key, the old and the new value."""
         found = []
         for before, now in itertools.pairwise(attempts.that_count(self.attempts)):
             pairs = {key: (before.config.get(key, value), value) for key, value in now.config.items()}
@@ -74,8 +73,7 @@ class Run:
 
     @property
     def events(self) -> dict[int, str]:
-        """What to mark, by step: attempts that were killed or failed, changes by a resume, the first loss that is not
-        finite, and spikes."""
+        """Marks by step: killed and failed attempts, changes by resumes, the first non-finite loss, and spikes."""
         found: dict[int, list[str]] = {}
         for before, now in itertools.pairwise(self.attempts):
             if before.ended in ("", "failed"):
@@ -97,7 +95,7 @@ def read_run(folder: Path) -> Run:
     """Read a run folder.
 
     Raises:
-        DataError: it is not that of a run that has made a step, or can't be read.
+        DataError: the run has made no step, or the folder can't be read.
         ConfigError: an older version made it.
     """
     try:
@@ -120,11 +118,10 @@ def read_run(folder: Path) -> Run:
 
 
 def rows(runs: Sequence[Run]) -> list[tuple[Run, dict[str, str]]]:
-    """Each run with its cells by column, the lowest validation loss first: the results, then the config keys that
-    differ."""
+    """Return each run with its cells by column: results, then differing keys. The lowest validation loss is first."""
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in _OF_THE_RUN)
     values = {key: [format_value(run.config[key]) if key in run.config else "-" for run in runs] for key in keys}
-    differing = {key: dict(zip(runs, of, strict=True)) for key, of in values.items() if len(set(of)) > 1}
+    differing = {key: dict(zip(runs, texts, strict=True)) for key, texts in values.items() if len(set(texts)) > 1}
     found = []
     for run in sorted(runs, key=lambda run: (run.best["val_loss"] if run.best else math.inf, run.name)):
         best = run.best or {}
@@ -137,7 +134,7 @@ def rows(runs: Sequence[Run]) -> list[tuple[Run, dict[str, str]]]:
             "bits/byte": _number(best.get("val_bits_per_byte"), ".3f"),
             "status": run.status.text,
         }
-        found.append((run, cells | {key: of[run] for key, of in differing.items()}))
+        found.append((run, cells | {key: texts[run] for key, texts in differing.items()}))
     return found
 
 
@@ -146,7 +143,7 @@ def _number(value: float | None, spec: str) -> str:
 
 
 def table(runs: Sequence[Run]) -> str:
-    """The rows as text."""
+    """Format the rows as text."""
     found = [cells for _, cells in rows(runs)]
     lines = [list(found[0])]
     for cells in found:
