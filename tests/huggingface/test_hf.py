@@ -185,7 +185,7 @@ OTHER_VOCABULARY = r"tok_embeddings\.weight is \(400, 32\) in the checkpoint and
     ("vocab_size", "dim", "expected"),
     [
         (517, 48, r"model\.dim is 48 in the checkpoint and 32 here"),
-        (400, 32, OTHER_VOCABULARY + r"(?s:.*)set \[model\], and its vocab_size or \[tokenizer\] path"),
+        (400, 32, OTHER_VOCABULARY + r"(?s:.*)set the \[model\] keys to the folder's values, and model.vocab_size"),
     ],
 )
 def test_init_from_another_model_or_vocabulary_names_both(
