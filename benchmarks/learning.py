@@ -70,7 +70,7 @@ LARGER: dict[str, dict[str, Any]] = {
 }
 CONFIGS = {"windows": 750, "experts": 600, "hybrid": 350}  # and their steps
 
-# the recipe in a quarter of the steps, and what each trial changes
+# the recipe in a quarter of the steps, and what each trial changes. The last have as much processor time as the default
 TRIALS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "rate 4e-3": {"optim.lr": 4e-3},
@@ -82,6 +82,9 @@ TRIALS: dict[str, dict[str, Any]] = {
     "16 sequences a step": {"train.global_batch_size": 16, "train.steps": 94},
     "momentum 0.95": {"optim.muon_momentum": 0.95},
     "embeddings at six times the rate": {"optim.muon_embedding_lr_factor": 6.0},
+    "as it is, 750 steps": {"train.steps": 750},
+    "rate 1.2e-2, 750 steps": {"optim.lr": 1.2e-2, "train.steps": 750},
+    "4 sequences a step, 1,250 steps": {"train.global_batch_size": 4, "train.micro_batch_size": 4, "train.steps": 1250},
 }
 
 
@@ -104,7 +107,7 @@ class Peer:
 
 KEPT = round(1 / 12, 4)  # the decay that keeps the product of rate and decay of base_train.py at 12 times its rates
 FIRST = (1, 12.0, 1.0), (1, 12.0, KEPT), (2, 12.0, KEPT), (2, 12.0, 1.0), (2, 12.0, 3.0), (2, 8.0, 1.0), (2, 18.0, 1.0)
-TRIED = [*((*one, 168) for one in FIRST), *((2, 12.0, decay, 673) for decay in (1.0, KEPT))]
+TRIED = [*((*one, 168) for one in FIRST), *((2, 12.0, decay, 673) for decay in (1.0, 0.0, KEPT))]
 SMALL_PEER, LARGER_PEER = "nanochat, 2 x 128", "nanochat, 4 x 256"
 PORTED, AS_LONG = ", our initial values", ", the default's tokens"
 PEERS = {
