@@ -86,7 +86,7 @@ def test_the_best_checkpoint_is_kept_named_and_opened(
         f"step-{n:08d}" for n in (best, 8)
     ]
     (line,) = (line for line in said.splitlines() if line.startswith(f"eval    step {best} "))
-    assert " (the best)" in line
+    assert " (best so far)" in line
     assert checkpoints.main(["inspect", str(run)]) == 0
     assert f"the run's best checkpoint, by validation loss: step {best}\n" in capsys.readouterr().out
     assert status.main([str(run)]) == 0

@@ -196,7 +196,7 @@ def source_lines(samples: Mixture, state: TrainState, skipped: Sequence[Sequence
 def fsdp_line(config: Config) -> str:
     """List the active options of FSDP and blocks."""
     fsdp, checkpointing = config.fsdp, config.activation_checkpointing
-    parts = [f"reshard_after_forward {str(fsdp.reshard_after_forward).lower()}", f"sums in {fsdp.reduce_dtype}"]
+    parts = [f"reshard_after_forward {str(fsdp.reshard_after_forward).lower()}", f"reduces in {fsdp.reduce_dtype}"]
     if fsdp.blocks_per_group > 1:
         parts.append(f"groups of {fsdp.blocks_per_group} blocks")
     if fsdp.explicit_prefetching:

@@ -165,7 +165,7 @@ def evaluate_average(
 
 def eval_line(step: int, score: Score, validation: Validation, seconds: float, *, best: bool = False) -> str:
     """Return the log line of a validation, which marks the best one. Leaves out undefined values (see Score)."""
-    parts = [f"eval    step {step}", f"loss {plus_minus(score.loss, score.loss_stderr, 4)}{' (the best)' * best}"]
+    parts = [f"eval    step {step}", f"loss {plus_minus(score.loss, score.loss_stderr, 4)}{' (best so far)' * best}"]
     notes = f"{validation.n_samples} of {validation.samples.n_samples} sequences, {seconds:.1f} s"
     bits, unigram = score.bits_per_byte, score.unigram_bits_per_byte
     if not math.isnan(unigram):
