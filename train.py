@@ -33,7 +33,7 @@ from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import Batch, Loader, PrefetchingLoader
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.distributed import blocks, parallelize
-from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.process_group import (
     Process,
     build_mesh,
@@ -103,7 +103,7 @@ def launch(argv: Sequence[str]) -> int:
             loaded, data = start_and_end.prepared(command.loaded)  # before the process group, which has timeouts
             with process_group(config.run) as process:
                 lock = run_folder.lock(config.folder)
-                log = Log(config.folder, speaks=process.rank == 0)
+                log = Log(config.folder, enabled=process.rank == 0)
                 code = run(loaded, data, process, log)
                 lock.release()
                 return code
@@ -156,7 +156,7 @@ def build_watched(config: Config, data: DataSet, process: Process, log: Log, wat
     model = sharded_model(config, data.vocab_size, mesh, widen=cpu.widens(config, process))
     set_group_timeouts()  # no timeouts: the watchdog ends hanging runs
     model.register_forward_pre_hook(lambda *_: watchdog.forward())
-    materialise(model, process.device, config.run.seed, offload=config.fsdp.cpu_offload)
+    materialize(model, process.device, config.run.seed, offload=config.fsdp.cpu_offload)
 
     # 3. The optimizer, after sharding: its parameters are DTensors, so its moments are sharded like them.
     optimizer = optim.build_optimizer(model, config.optim)

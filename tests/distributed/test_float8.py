@@ -16,7 +16,7 @@ from tests.helpers import losses, ranks, run_distributed, succeeded, tiny
 from torchtitan_lite import models
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.distributed import float8, parallelize
-from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.process_group import Process, build_mesh
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.run.checks import check_patterns
@@ -100,7 +100,7 @@ def by_torchao(config: Config, process: Process) -> models.Transformer:
         chosen = own.Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=True)
         own.convert_to_float8_training(layer, config=chosen)
     parallelize.apply_fsdp(model, build_mesh(config.fsdp, process.device), config.fsdp)
-    materialise(model, process.device, seed=7)
+    materialize(model, process.device, seed=7)
     return model
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchtitan_lite.checkpointing import progress
 from torchtitan_lite.distributed.sharding import own_part, shard_dim
 
-PIECE = 64 << 20  # bytes sent at a time
+CHUNK_BYTES = 64 << 20  # bytes sent at a time
 
 
 def broadcast_rows(whole: Tensor | None, target: Tensor, buffer: Tensor) -> None:
@@ -27,7 +27,7 @@ def broadcast_rows(whole: Tensor | None, target: Tensor, buffer: Tensor) -> None
 
     Args:
         whole: on the CPU of rank 0, None elsewhere.
-        buffer: (PIECE,) uint8 on this rank's device. All pieces pass through it, so nothing else is allocated.
+        buffer: (CHUNK_BYTES,) uint8 on this rank's device. All pieces pass through it, so nothing else is allocated.
     """
     shard, first = own_part(target)
     dim = shard_dim(target)

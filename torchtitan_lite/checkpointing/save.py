@@ -39,7 +39,7 @@ class Saved:
     folder: Path
     bytes: int = 0
     seconds: float = 0.0
-    stopped_s: float = 0.0  # how long the snapshot blocked training
+    blocked_s: float = 0.0  # how long the snapshot blocked training
     error: str = ""
     note: str = ""  # on rank 0: why older checkpoints were not deleted
 
@@ -109,7 +109,7 @@ class BaseCheckpointer(ABC):
                 on_all(lambda: writes.append(self.snapshot(background)), self.group)
         except Exception as error:  # e.g. one rank has no memory for the copies
             failed = error
-        n_bytes, stopped_s = self._n_bytes(), time.perf_counter() - began
+        n_bytes, blocked_s = self._n_bytes(), time.perf_counter() - began
 
         def finish() -> None:
             saved = Saved(state.step, storage.step_folder(self.folder, state.step))
@@ -122,7 +122,7 @@ class BaseCheckpointer(ABC):
             except Exception as error:  # also from a collective, if a rank is lost
                 saved = replace(saved, error=str(error) or repr(error))
             seconds = time.perf_counter() - began
-            self._saved = replace(saved, seconds=seconds, stopped_s=stopped_s if background else seconds)
+            self._saved = replace(saved, seconds=seconds, blocked_s=blocked_s if background else seconds)
 
         if background:
             self._thread = threading.Thread(target=finish, name="save", daemon=True)

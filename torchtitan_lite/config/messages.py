@@ -9,7 +9,7 @@ from torchtitan_lite.config.schema import default_of, known_keys
 from torchtitan_lite.config.toml import COMMAND_LINE, format_value
 
 
-def wrong_value(key: str, value: Any, origin: str, item: ErrorDetails | None) -> str:
+def problem(key: str, value: Any, origin: str, item: ErrorDetails | None) -> str:
     """Return the message about a wrong key or value.
 
     Args:

@@ -39,32 +39,32 @@ class Permutation:
         self._rounds = np.full((_ROUNDS, 1 << self._half), -1, dtype=np.int64)  # -1: not computed yet
 
     def __call__(self, positions: Indices) -> Indices:
-        """Return the images of positions, all in 0..n-1."""
-        images = np.empty_like(positions)
+        """Return the permuted of positions, all in 0..n-1."""
+        permuted = np.empty_like(positions)
         where, values = np.arange(len(positions)), positions
         while len(where):
             values = self._encrypted(values)
             inside = values < self._n
-            images[where[inside]] = values[inside]
+            permuted[where[inside]] = values[inside]
             where, values = where[~inside], values[~inside]
-        return images
+        return permuted
 
     def _encrypted(self, values: Indices) -> Indices:
         left, right = values >> self._half, values & ((1 << self._half) - 1)
-        for turn in range(_ROUNDS):
-            left, right = right, left ^ self._round(turn, right)
+        for round_index in range(_ROUNDS):
+            left, right = right, left ^ self._round(round_index, right)
         return left << self._half | right
 
-    def _round(self, turn: int, values: Indices) -> Indices:
-        cached = self._rounds[turn]
+    def _round(self, round_index: int, values: Indices) -> Indices:
+        cached = self._rounds[round_index]
         for value in np.unique(values[cached[values] < 0]).tolist():
-            cached[value] = _hash(value, turn, self._key) & ((1 << self._half) - 1)
+            cached[value] = _hash(value, round_index, self._key) & ((1 << self._half) - 1)
         return cached[values]
 
 
 _permutation = functools.lru_cache(maxsize=64)(Permutation)  # one or two epochs per source
 
 
-def _hash(value: int, turn: int, key: bytes) -> int:
-    data = value.to_bytes(8, "little") + bytes((turn,))
+def _hash(value: int, round_index: int, key: bytes) -> int:
+    data = value.to_bytes(8, "little") + bytes((round_index,))
     return int.from_bytes(hashlib.blake2b(data, digest_size=8, key=key).digest(), "little")

@@ -60,9 +60,9 @@ def process_group(run: RunConfig) -> Iterator[Process]:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     with explaining_lost_ranks():
         if "RANK" in os.environ:
-            from torchtitan_lite.distributed.rendezvous import find_ranks
+            from torchtitan_lite.distributed.rendezvous import join_store
 
-            store, rank, world_size = find_ranks(run.start_timeout_minutes)
+            store, rank, world_size = join_store(run.start_timeout_minutes)
         else:
             store, rank, world_size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]  # exported, but not by name
         connect_lazily(world_size)

@@ -14,7 +14,7 @@ from torch.distributed.rendezvous import rendezvous
 from torchtitan_lite.errors import BusyError, ConfigError, StuckError
 
 
-def find_ranks(timeout_minutes: float) -> tuple[Store, int, int]:
+def join_store(timeout_minutes: float) -> tuple[Store, int, int]:
     """Return the store, this rank and the world size.
 
     Raises:

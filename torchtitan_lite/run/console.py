@@ -24,7 +24,7 @@ from torchtitan_lite.models import Transformer
 from torchtitan_lite.process import cpu_threads, python_command
 from torchtitan_lite.terminal import counted, duration
 
-MANY = 10  # epochs; more get a note
+MANY_EPOCHS = 10  # epochs; more get a note
 
 
 def start_lines(
@@ -144,7 +144,7 @@ def data_lines(config: Config, data: DataSet, samples: Mixture) -> list[str]:
     """Return the text, its size and the number of epochs; for a mixture, for each source."""
     seen = seen_of_sources(samples, config.train.samples)
     notes = [*data.notes, *(note for source in samples.sources for note in source.notes)]
-    if often := [f"{shortened(name)} {n['epochs']:.0f} times" for name, n in seen.items() if n["epochs"] > MANY]:
+    if often := [f"{shortened(name)} {n['epochs']:.0f} times" for name, n in seen.items() if n["epochs"] > MANY_EPOCHS]:
         notes.append(
             f"the run reads {', '.join(often)}: after about four times, the same text teaches little "
             "(arXiv:2305.16264); more text or fewer steps is better"

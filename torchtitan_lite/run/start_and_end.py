@@ -24,7 +24,7 @@ from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.token_files import PAIRS
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.distributed.ranks import gather, on_rank0
-from torchtitan_lite.errors import REPEATS, BusyError, ConfigError, RepeatError, StuckError, UserError
+from torchtitan_lite.errors import EXIT_WOULD_REPEAT, BusyError, ConfigError, RepeatError, StuckError, UserError
 from torchtitan_lite.files import write_durably
 from torchtitan_lite.run import attempts, run_folder
 from torchtitan_lite.run.between_steps import missed_evaluations, report_save
@@ -219,5 +219,5 @@ def report_failure(config: Config, process: Process, log: Log, error: Exception,
         # every rank has raised this error, so a background save can still complete
         report_save(s.services.checkpointer, log, wait=True, ends=True)
     step = 0 if s is None else s.state.step
-    repeats = isinstance(error, UserError) and error.exit_code == REPEATS
+    repeats = isinstance(error, UserError) and error.exit_code == EXIT_WOULD_REPEAT
     run_folder.record_end(config.folder, process, log.attempt, "failed", step, str(error) or repr(error), repeats)

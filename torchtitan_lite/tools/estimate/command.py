@@ -52,8 +52,8 @@ def _plan(world_size: int, device: Device | None, config_options: Sequence[str])
     per_node = min(device.per_node, world_size) if device else world_size
     command = cli.parse(
         config_options,
-        True,  # the run is for a different machine
-        ["help", "world-size", "device"],
+        elsewhere=True,  # the run is for a different machine
+        own=["help", "world-size", "device"],
         n_gpus=per_node if device else 0,
         world_size=world_size,
         local_world_size=per_node,

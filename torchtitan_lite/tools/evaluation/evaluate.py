@@ -35,7 +35,7 @@ from torchtitan_lite.distributed.process_group import Process, exit_process, pro
 from torchtitan_lite.distributed.ranks import gather
 from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.huggingface import weights as hf
-from torchtitan_lite.models.generation import answers
+from torchtitan_lite.models.generation import is_encoder_decoder
 from torchtitan_lite.process import local_rank
 from torchtitan_lite.scoring import find_tasks
 from torchtitan_lite.scoring.find_tasks import BUILT_IN
@@ -54,7 +54,7 @@ from torchtitan_lite.tools.load_model import (
     out_of_range,
 )
 
-SOURCES, TARGETS = 512, 150  # tokens of source and target, for models not trained on pairs here
+SOURCE_LEN, TARGET_LEN = 512, 150  # tokens of source and target, for models not trained on pairs here
 
 
 def options_of(argv: Sequence[str]) -> argparse.Namespace:
@@ -105,7 +105,7 @@ def scores_of(
     for name in texts.text_suffixes:
         READERS.add(name)
     of_pairs = opened.config is not None and opened.config.data.objective == "pairs" and not texts.data
-    if answers(opened.model) or of_pairs or any(map(_holds_pairs, texts.data)):
+    if is_encoder_decoder(opened.model) or of_pairs or any(map(_holds_pairs, texts.data)):
         yield from _scores_of_rows(opened, texts, process)
         return
     length, names = opened.window(texts.seq_len), {name: name for name in texts.data}
@@ -131,8 +131,8 @@ def _scores_of_rows(opened: Opened, texts: Texts, process: Process) -> Iterator[
     config = opened.config or Config.model_validate(
         {
             "model": opened.model.config.model_dump(),
-            "train": {"seq_len": SOURCES},
-            "data": {"objective": "pairs", "target_len": TARGETS},
+            "train": {"seq_len": SOURCE_LEN},
+            "data": {"objective": "pairs", "target_len": TARGET_LEN},
         }
     )
     if others := [name for name in texts.data if not paths.is_prepared(name)]:
@@ -142,7 +142,7 @@ def _scores_of_rows(opened: Opened, texts: Texts, process: Process) -> Iterator[
         )
     data, train = config.data, config.train.model_copy(update={"seq_len": texts.seq_len or config.train.seq_len})
     if texts.data and all(map(_holds_pairs, texts.data)):
-        data = data.model_copy(update={"objective": "pairs", "target_len": data.target_len or TARGETS})
+        data = data.model_copy(update={"objective": "pairs", "target_len": data.target_len or TARGET_LEN})
     config = config.model_copy(update={"train": train, "data": data})
     folders = {name: (1.0, paths.expand(name)) for name in texts.data}
     for source in (DataSet.open(folders) if folders else opened.own_data()).sources:
@@ -201,7 +201,7 @@ def _window_of(path: Path) -> int:
     folder = paths.expand(path)
     if (folder / "config.json").is_file():
         model = hf.config_of(folder)
-        return SOURCES if FAMILIES[model.family].encoder_decoder else min(model.max_seq_len, LONGEST)
+        return SOURCE_LEN if FAMILIES[model.family].encoder_decoder else min(model.max_seq_len, LONGEST)
     return int(config_to_resume(folder, "").get("train.seq_len", LONGEST))
 
 
@@ -215,7 +215,7 @@ def tasks_of(opened: Opened, args: argparse.Namespace, window: int, process: Pro
         ConfigError: the model is not a decoder, or the ranks have read different tasks.
         UserError: a task is missing, unusable, or does not suit the model.
     """
-    if answers(opened.model):
+    if is_encoder_decoder(opened.model):
         raise ConfigError(f"{opened.source} is an encoder-decoder, and tasks are for decoders: leave --tasks out")
     inputs = Inputs(opened.first_token(), opened.beginning(), window)
     encode = text_encoder(opened.tokenizer, opened.ends, "a question")
