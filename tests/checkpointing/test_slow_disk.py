@@ -96,7 +96,7 @@ def save_and_load_slowly(process: Process, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.extended
 def test_a_slow_disk_keeps_the_others_waiting_without_collectives(tmp_path: Path) -> None:
-    """Three seconds, where a collective may take one. Loading takes a piece, whatever the size of a tensor."""
+    """Three seconds, where a collective may take one. Loading takes a chunk, whatever the size of a tensor."""
     on_rank = run_distributed(save_and_load_slowly, 2, tmp_path)
     assert on_rank[0]["save ahead"] == on_rank[0]["load ahead"] == 0
     assert all(result["equal"] for result in on_rank)

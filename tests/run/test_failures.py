@@ -99,7 +99,7 @@ def test_a_port_in_use_is_reported(text: Path, tmp_path: Path) -> None:
         there = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
         result = ranks(1, *tiny(text, tmp_path, run__name="run"), env=there)
     assert result.returncode == 1
-    assert f"the ranks can't meet at 127.0.0.1:{there['MASTER_PORT']}" in result.stderr
+    assert f"the ranks can't connect at 127.0.0.1:{there['MASTER_PORT']}" in result.stderr
     assert "choose another MASTER_PORT" in result.stderr
     assert "Traceback" not in result.stderr
 

@@ -164,7 +164,7 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
         for note in tokenizer_notes(Path(config.model.init_from), data.folder / "tokenizer.json"):
             log.info(f"note    {note}")
     if not finished:
-        with watchdog.loading("comparing the space on the disk"):
+        with watchdog.loading("checking the free disk space"):
             on_rank0(lambda: storage.remove_leftovers(checkpointer.folder), process.untimed)
             checkpointer.require_space()
 
