@@ -154,7 +154,7 @@ class Checkpointer(BaseCheckpointer):
 
     def broadcast(self, targets: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> None:
         """Fill tensors from the whole ones that `read` returns on rank 0."""
-        buffer = torch.empty(full_state.PIECE, dtype=torch.uint8, device=self.process.device)
+        buffer = torch.empty(full_state.CHUNK_BYTES, dtype=torch.uint8, device=self.process.device)
         whole: Tensor | None = None
 
         def read_whole(name: str) -> None:

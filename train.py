@@ -33,7 +33,7 @@ from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import Batch, Loader, PrefetchingLoader
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.distributed import blocks, parallelize
-from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.process_group import (
     Process,
     build_mesh,
@@ -103,7 +103,7 @@ def launch(argv: Sequence[str]) -> int:
             loaded, data = start_and_end.prepared(command.loaded)  # before the process group, which has timeouts
             with process_group(config.run) as process:
                 lock = run_folder.lock(config.folder)
-                log = Log(config.folder, speaks=process.rank == 0)
+                log = Log(config.folder, enabled=process.rank == 0)
                 code = run(loaded, data, process, log)
                 lock.release()
                 return code
@@ -156,7 +156,7 @@ def build_watched(config: Config, data: DataSet, process: Process, log: Log, wat
     model = sharded_model(config, data.vocab_size, mesh, widen=cpu.widens(config, process))
     set_group_timeouts()  # no timeouts: the watchdog ends hanging runs
     model.register_forward_pre_hook(lambda *_: watchdog.forward())
-    materialise(model, process.device, config.run.seed, offload=config.fsdp.cpu_offload)
+    materialize(model, process.device, config.run.seed, offload=config.fsdp.cpu_offload)
 
     # 3. The optimizer, after sharding: its parameters are DTensors, so its moments are sharded like them.
     optimizer = optim.build_optimizer(model, config.optim)
@@ -203,7 +203,7 @@ def build_watched(config: Config, data: DataSet, process: Process, log: Log, wat
 def build_guards(
     config: Config, process: Process, state: TrainState, scaler: GradScaler, checkpointer: Checkpointer, log: Log
 ) -> list[Guard]:
-    """Build the guard against updates that are not finite, and with [spike] the one against loss spikes."""
+    """Build the guard against non-finite updates and, with [spike], the guard against loss spikes."""
     skipped = list(state.skipped)  # the guards share it
     max_skipped = config.train.max_skipped if config.train.on_nonfinite == "skip" else 0
     guards: list[Guard] = [FiniteGuard(scaler, skipped, max_skipped)]
@@ -223,7 +223,7 @@ def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh, *, widen: b
         from torchtitan_lite.distributed import float8
 
         float8.convert(model, mesh)
-    # On a CPU these functions are replaced, each with a key. Results differ only by the order of sums:
+    # On a CPU, faster versions replace these; each has its own config key. Only the order of sums differs:
     #     of the model     attend: matmuls over blocks of queries, cpu/attention.py      speed.block_attention
     #                      nn.RMSNorm, rotate: fewer passes over memory, cpu/fused.py    speed.fused_functions
     #                      cross_entropy: in chunks that fit the cache, cpu/loss.py      speed.chunked_loss
@@ -276,7 +276,7 @@ def train(s: Session) -> None:
 
         last = step == steps
         if last or preemption.agreed or any(due(step, every) for every in intervals):
-            check_pending(s)  # this step, waiting for the device; otherwise the next step checks it, without waiting
+            check_pending(s)  # check this step and wait for the device; else the next step checks it without waiting
         stops = preemption.agreed  # `check_pending` sets it, here or within `train_step`
         ends = last or stops
         with s.services.meter.paused():
@@ -312,8 +312,8 @@ def train_step(s: Session, step: int) -> StepRecord:
         batch = s.trained.loader.batch(first, size)
     services.watchdog.computing()
     loss = forward_backward(config, s.process, s.trained, step, batch)
-    # Each rank has its own shards' gradients, so the squared norm is a sum over ranks. With HSDP each replica adds the
-    # same norm, so it is divided by their number.
+    # Each rank has only its shards' gradients, so the squared norm is summed over ranks. With HSDP that sum counts
+    # every replica, so each rank divides its part by the number of replicas.
     squared_norm = optim.squared_norm(model, replicas=config.fsdp.mesh(s.process.world_size)[0])
     record = StepRecord(  # sums the parts of all ranks: the one small all-reduce of a step
         step,
@@ -326,7 +326,7 @@ def train_step(s: Session, step: int) -> StepRecord:
         stop=services.preemption.requested(),
         process=s.process,
     )
-    # sets the factor as `grad_scale`; the fused AdamW applies it to the gradients as it reads them
+    # sets `optimizer.grad_scale` to the inverse factor; fused AdamW divides the gradients by it while reading them
     optim.clip_gradients(optimizer, record.grad_norm, config.optim.max_norm, scaler.scale)
 
     check_pending(s)  # the previous step, which the device has finished by now: the host does not wait
@@ -334,7 +334,7 @@ def train_step(s: Session, step: int) -> StepRecord:
     optim.set_learning_rate(optimizer, optim.learning_rate(config.optim, step, config.train.steps))
     with services.meter.timing("optimizer_s"):
         withheld = torch.stack([guard.withholds(record) for guard in s.trained.guards]).any()
-        optimizer.update(step, withheld)  # where it is true, on the device, nothing changes
+        optimizer.update(step, withheld)  # a no-op if `withheld` is true; decided on the device, without waiting
         scaler.update(~record.finite)
         model.balance(record.loads, optimizer.found_inf)
 
@@ -343,7 +343,7 @@ def train_step(s: Session, step: int) -> StepRecord:
 
 
 def forward_backward(config: Config, process: Process, trained: Trained, step: int, batch: Batch) -> Tensor:
-    """Accumulate the gradients of a batch. Returns the sum of this rank's losses, ()."""
+    """Accumulate the gradients of a batch. Returns this rank's summed loss, a scalar tensor."""
     device, model = process.device, trained.model
     loss_sum = torch.zeros((), device=device)
     model.loads = None
@@ -351,7 +351,7 @@ def forward_backward(config: Config, process: Process, trained: Trained, step: i
         # Seeds dropout from the step, so there is no random state to save. (torch.manual_seed is slower.)
         seed = torch.manual_seed if device.type == "cuda" else torch.default_generator.manual_seed
         seed(forward_seed(config.run.seed, step, i, process.rank))
-        # By default backward reduces each micro-batch, and gradients accumulate as shards. grad_sync can put it off.
+        # By default each backward reduces, and gradients accumulate as shards. grad_sync can defer the reduction.
         parallelize.before_micro_batch(model, config.fsdp, last=i == len(batch.micro_batches) - 1)
         loss = model(**micro.on(device))  # summed over this rank's targets
         # FSDP2's reduce-scatter AVERAGES gradients over ranks. The gradient of the mean loss per token is their SUM,

@@ -34,7 +34,7 @@ from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import optimizer_tensors, own_tensors
 from torchtitan_lite.config import load as settings
 from torchtitan_lite.config.schema import CheckpointConfig, Config, RunConfig
-from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.process_group import Process, build_mesh, exit_process, process_group
 from torchtitan_lite.optim.optimizer import build_optimizer, make_state
 
@@ -64,7 +64,7 @@ class Bench:
         self.process, self.folder = process, folder
         config = config_of(process)
         self.model = train.sharded_model(config, 8192, build_mesh(config.fsdp, process.device))
-        materialise(self.model, process.device, 0)
+        materialize(self.model, process.device, 0)
         self.optimizer = build_optimizer(self.model, config.optim)
         make_state(self.optimizer)
         self.checkpointers = {
@@ -107,7 +107,7 @@ class Bench:
         saved = checkpointer.wait()
         assert saved is not None
         assert not saved.error, saved.error
-        return saved.stopped_s
+        return saved.blocked_s
 
     def load(self, kind: str, api: str) -> None:
         assert self.checkpointers[kind, api, False].load({}) is not None

@@ -32,7 +32,7 @@ from torchtitan_lite.config.schema import Config, ModelConfig, RunConfig
 from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows
-from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.process_group import Process, build_mesh, exit_process, process_group
 from torchtitan_lite.run.session import Session
 
@@ -127,7 +127,7 @@ def training_of(shape: Shape, process: Process, more: dict[str, Any]) -> Session
     config = config_of(shape, process.world_size, more, process.device.type)
     widen = cpu.widens(config, process)
     model = train.sharded_model(config, shape.vocab_size, build_mesh(config.fsdp, process.device), widen=widen)
-    materialise(model, process.device, seed=0)
+    materialize(model, process.device, seed=0)
     loader = Loader(
         RandomSamples(shape),
         micro_batch_size=shape.micro_batch_size,
@@ -170,7 +170,7 @@ def plain_model(shape: Shape, process: Process) -> nn.Module:
     )
     with torch.device("meta"):
         model = models.build(config, shape.vocab_size)
-    materialise(model, process.device, seed=0)
+    materialize(model, process.device, seed=0)
     return model
 
 

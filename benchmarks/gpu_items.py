@@ -46,7 +46,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.loader import Loader, PrefetchingLoader
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows
-from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.process_group import Process, build_mesh, exit_process, process_group
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import loss_operators
@@ -289,7 +289,7 @@ def session(config: Config, process: Process) -> Iterator[Session]:
     """Build a session like train.build's, on random tokens and without files."""
     vocab_size = config.model.vocab_size
     model = train.sharded_model(config, vocab_size, build_mesh(config.fsdp, process.device))
-    materialise(model, process.device, config.run.seed, offload=config.fsdp.cpu_offload)
+    materialize(model, process.device, config.run.seed, offload=config.fsdp.cpu_offload)
     loader = Loader(
         RandomSamples(config, vocab_size),
         micro_batch_size=config.train.micro_batch_size,

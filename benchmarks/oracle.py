@@ -42,7 +42,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows
-from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.process_group import Process, build_mesh
 from torchtitan_lite.huggingface import configs, names
 from torchtitan_lite.models.loss import IGNORE
@@ -100,7 +100,7 @@ def export(folder: Path) -> None:
     config = config_of(1, 1, "float32", {}).model
     with torch.device("meta"):
         model = models.build(config, SHAPE.vocab_size)
-    materialise(model, torch.device("cpu"), seed=0)
+    materialize(model, torch.device("cpu"), seed=0)
     ours = model.state_dict()
     parts = names.hf_names(ours, config.family)
     save_file(
@@ -120,7 +120,7 @@ def ours(process: Process, folder: Path, replicas: int, dtype: str, steps: int, 
     config = config_of(process.world_size, replicas, dtype, keys)
     widen = cpu.widens(config, process)
     model = train.sharded_model(config, SHAPE.vocab_size, build_mesh(config.fsdp, process.device), widen=widen)
-    materialise(model, process.device, seed=0)
+    materialize(model, process.device, seed=0)
     loader = Loader(
         UnevenSamples(SHAPE),
         micro_batch_size=config.train.micro_batch_size,

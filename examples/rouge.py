@@ -19,7 +19,7 @@ from rouge_score.rouge_scorer import RougeScorer
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.pairs import questions
 from torchtitan_lite.errors import ConfigError, run_cli
-from torchtitan_lite.models.generation import answers
+from torchtitan_lite.models.generation import is_encoder_decoder
 from torchtitan_lite.scoring.validation import SUBSET_SEED
 from torchtitan_lite.tools.generate import Options, tokens_of
 from torchtitan_lite.tools.load_model import device_of, open_model
@@ -38,7 +38,7 @@ def scores_of_pairs(run: Path, samples: int, beams: int, max_tokens: int) -> Ite
     config, scorer = opened.config, RougeScorer(KINDS, use_stemmer=True)
     if config is None or config.data.objective != "pairs":
         raise ConfigError(f'{run} was not trained with data.objective = "pairs": it has no held-out pairs')
-    if beams > 1 and not answers(opened.model):
+    if beams > 1 and not is_encoder_decoder(opened.model):
         raise ConfigError(f"--beams is for encoder-decoders, and {run} holds a decoder: leave it out")
     options = Options(max_tokens=max_tokens or config.data.target_len, temperature=0.0, beams=beams)
     for source, target in questions(open_samples(opened.own_data(), "val", config), samples, SUBSET_SEED):

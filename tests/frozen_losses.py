@@ -16,7 +16,7 @@ from tests.distributed.knob_table import VOCABULARY, FixedSamples
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.loader import Loader
-from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.process_group import Process, build_mesh, exit_process, process_group
 
 FILE = Path(__file__).with_suffix(".json")
@@ -30,7 +30,7 @@ def config_of(sections: dict[str, dict[str, Any]]) -> Config:
 def losses(config: Config, process: Process) -> list[float]:
     """The losses of the run's steps."""
     model = train.sharded_model(config, VOCABULARY, build_mesh(config.fsdp, process.device))
-    materialise(model, process.device, config.run.seed)
+    materialize(model, process.device, config.run.seed)
     loader = Loader(
         FixedSamples(config.train.seq_len),
         micro_batch_size=config.train.micro_batch_size,

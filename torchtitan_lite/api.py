@@ -32,13 +32,13 @@ from torchtitan_lite.data.loader import Batch, Loader
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.pairs import source_prefix
 from torchtitan_lite.distributed import blocks
-from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.errors import UserError as UserError
 from torchtitan_lite.huggingface import weights
 from torchtitan_lite.models import LossOptions, Transformer
-from torchtitan_lite.models.generation import answers, pieces
+from torchtitan_lite.models.generation import is_encoder_decoder, pieces
 from torchtitan_lite.optim import optimizer as optim
 from torchtitan_lite.optim.groups import freeze
 from torchtitan_lite.run import checks
@@ -196,7 +196,7 @@ def build_model(config: Config, vocab_size: int = 0) -> Transformer:
     cpu.apply(model, config.speed)
     blocks.apply_activation_checkpointing(model, config.activation_checkpointing)
     blocks.apply_compile(model, config.compile, dynamic_shapes=config.data.objective == "pairs")
-    materialise(model, loading.device_of(config.run.device), config.run.seed)
+    materialize(model, loading.device_of(config.run.device), config.run.seed)
     if config.model.init_from:
         folder, notes = weights.find_weights(Path(config.model.init_from), config.model)
         for note in notes:
@@ -334,13 +334,13 @@ def generate(
     options = generating.Options(max_tokens, temperature, top_k, top_p, seed, beams, length_penalty)
     if problems := options.problems():
         raise ConfigError("\n  ".join(problems))
-    if beams > 1 and not answers(model):
+    if beams > 1 and not is_encoder_decoder(model):
         raise ConfigError(f"beams={beams} is for encoder-decoders, and this is a decoder: beams=1 works")
     opened = _opened(model, tokenizer)
     ids = generating.encode(opened, prompt)
     with _evaluating(model):
         tokens = generating.tokens_of(opened, ids, options)
-        return "".join(pieces(tokenizer.tokenizer, [] if answers(model) else ids, tokens))
+        return "".join(pieces(tokenizer.tokenizer, [] if is_encoder_decoder(model) else ids, tokens))
 
 
 def evaluate(

@@ -1,4 +1,8 @@
-"""Errors that a user can fix. `run_cli` prints them without a traceback; any other exception is a bug of ours."""
+"""Errors that a user can fix.
+
+`run_cli` prints these and errors of the machine (e.g. a full disk, out of memory) without a traceback; any other
+exception is a bug in torchtitan_lite.
+"""
 
 import contextlib
 import errno
@@ -14,18 +18,18 @@ from pathlib import Path
 
 from torchtitan_lite.terminal import print_error
 
-REPEATS = 3  # exit code: training failed, and would fail again with the same config and code
+EXIT_WOULD_REPEAT = 3  # exit code: training failed, and would fail again with the same config and code
 
 
 class UserError(Exception):
     """An error whose message names the wrong value and the fix. The process exits with `exit_code`.
 
-    2: the command, the config, the data or a checkpoint is wrong, so the next start would fail too. 3: see REPEATS.
-    1: the same command may work later.
+    2: the command, the config, the data or a checkpoint is wrong, so the next start would fail too. 3: see
+    EXIT_WOULD_REPEAT. 1: the same command may work later.
     """
 
     exit_code = 2
-    follows = False  # true: another process failed first
+    secondary = False  # true: another process failed first
 
 
 class ConfigError(UserError):
@@ -74,7 +78,7 @@ class NoMemoryError(UserError):
     exit_code = 1
 
 
-class DivergedError(UserError):
+class ReplicaMismatchError(UserError):
     """Replicas of the same parameters differ between ranks."""
 
     exit_code = 1
@@ -83,19 +87,19 @@ class DivergedError(UserError):
 class NonFiniteError(UserError):
     """The loss or the gradient norm became NaN or infinite. That step's update was not applied."""
 
-    exit_code = REPEATS
+    exit_code = EXIT_WOULD_REPEAT
 
 
 class SpikeError(UserError):
-    """A loss or gradient norm far above those before it. That step's update was not applied."""
+    """The loss or the gradient norm jumped far above its recent values. That step's update was not applied."""
 
-    exit_code = REPEATS
+    exit_code = EXIT_WOULD_REPEAT
 
 
 class RepeatError(UserError):
     """The last attempt had the same config and code, and failed in a way that would repeat."""
 
-    exit_code = REPEATS
+    exit_code = EXIT_WOULD_REPEAT
 
 
 # --- commands ---------------------------------------------------------------------------------------------------
@@ -121,8 +125,8 @@ def run_cli(name: str, main: Callable[[], int], local_rank: int = 0) -> int:
             print_error(f"{name}: stopped")
         return 130
     except UserError as error:
-        final = error.exit_code in (UserError.exit_code, REPEATS)
-        report(f"{name}: {error}", local_rank, follows=error.follows, final=final)
+        final = error.exit_code in (UserError.exit_code, EXIT_WOULD_REPEAT)
+        report(f"{name}: {error}", local_rank, secondary=error.secondary, final=final)
         return error.exit_code
     except Exception as error:
         if isinstance(error, BrokenPipeError):  # the pipe's reader, e.g. head, has exited
@@ -141,7 +145,7 @@ def run_cli(name: str, main: Callable[[], int], local_rank: int = 0) -> int:
 
 
 def _explained(error: Exception) -> str:
-    """Return the message for an error of the input or the machine; empty for a bug of ours."""
+    """Return the message for an error in the input or the machine; empty for a bug in torchtitan_lite."""
     if isinstance(error, OSError):
         if isinstance(error, io.UnsupportedOperation) or error.errno == errno.EBADF:
             return ""
@@ -159,13 +163,13 @@ def _explained(error: Exception) -> str:
     return message + _where(error)
 
 
-# the texts of Python, gloo and faulthandler
+# how the messages of Python, gloo and faulthandler begin
 _NO_THREADS = "can't start new thread", "Resource temporarily unavailable", "unable to start watchdog thread"
 
 _HINTS = {
     errno.EACCES: "this process runs as uid {uid}; give it access, or choose another path",
     errno.EPERM: "this process runs as uid {uid}; give it access, or choose another path",
-    errno.EMFILE: "too many files are open; raise the limit by ulimit -n",
+    errno.EMFILE: "too many files are open; raise the limit with ulimit -n",
     errno.ENOSPC: "free some space, or choose another disk",
     errno.EDQUOT: "free some space, or choose another disk",
 }
@@ -187,24 +191,24 @@ def _where(error: Exception) -> str:
     return f" [{os.path.relpath(ours[-1].filename, os.path.dirname(package))}:{ours[-1].lineno}]" if ours else ""
 
 
-def report(message: str, local_rank: int = 0, *, follows: bool = False, final: bool = False) -> None:
-    """Print an error once per machine, as most likely all ranks have it, and pass it to torchrun's summary.
+def report(message: str, local_rank: int = 0, *, secondary: bool = False, final: bool = False) -> None:
+    """Print an error, and pass it to torchrun's summary. An error that all ranks share is printed once per machine.
 
     torchrun kills all ranks as soon as one exits, so the others wait for local rank 0 to report. A rank that is still
-    alive after 10 s has its own error.
+    alive after 10 s has an error of its own.
 
     Args:
-        follows: another rank failed first. torchrun calls the earliest error the root cause, and dates a death only
-            when it notices it, so this error gets a later time.
+        secondary: another rank failed first. torchrun reports the earliest error as the root cause, but timestamps a
+            killed rank only when it notices the death. So this error gets a later timestamp.
         final: the next start would fail in the same way, so end torchrun before it restarts.
     """
     if local_rank != 0:
         time.sleep(10)
         message = f"[local rank {local_rank}] {message}"
     print_error(message)
-    _tell_torchrun(message, time.time() + (60 if follows else 0))
+    _tell_torchrun(message, time.time() + (60 if secondary else 0))
     if final and os.environ.get("TORCHELASTIC_RESTART_COUNT") != os.environ.get("TORCHELASTIC_MAX_RESTARTS"):
-        print_error("ending torchrun, because a restart would fail in the same way; its traceback follows")
+        print_error("ending torchrun, because a restart would fail in the same way; torchrun's traceback follows")
         os.kill(os.getppid(), signal.SIGTERM)
 
 

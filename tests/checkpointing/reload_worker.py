@@ -15,7 +15,7 @@ from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import optimizer_tensors, own_tensors
 from torchtitan_lite.config.schema import CheckpointConfig, Config
-from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.process_group import Process, build_mesh
 from torchtitan_lite.optim.optimizer import build_optimizer, make_state, set_learning_rate
 
@@ -42,7 +42,7 @@ class State:
         config = Config.model_validate({"model": MODELS[family], "fsdp": fsdp(mesh), "run": {"device": "cpu"}})
         self.process = process
         self.model = train.sharded_model(config, 517, build_mesh(config.fsdp, process.device))
-        materialise(self.model, process.device, seed)
+        materialize(self.model, process.device, seed)
         self.optimizer = build_optimizer(self.model, config.optim)
 
     def step(self) -> None:

@@ -20,7 +20,7 @@ from tests.checkpointing.reload_worker import save_now
 from tests.helpers import run_distributed
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import CheckpointConfig, Config
-from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.process_group import Process, build_mesh
 from torchtitan_lite.huggingface import configs, names, weights
 from torchtitan_lite.models import build
@@ -79,7 +79,7 @@ def peak_of(action: Callable[[], object]) -> float:
 def measure(process: Process, folder: Path, hf_folder: Path) -> dict[str, float]:
     config = config_of(process.world_size)
     model = train.sharded_model(config, VOCABULARY, build_mesh(config.fsdp, process.device))
-    materialise(model, process.device, 0)
+    materialize(model, process.device, 0)
     optimizer = build_optimizer(model, config.optim)
     make_state(optimizer)
     peaks = {}

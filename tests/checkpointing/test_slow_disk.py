@@ -21,7 +21,7 @@ from torchtitan_lite.optim.optimizer import build_optimizer, make_state
 from torchtitan_lite.tools.dry_run import peak_of
 
 MODEL = ModelConfig(family="gpt", dim=256, n_heads=2, n_layers=1, max_seq_len=3)  # its largest tensor: 517 x 256
-PIECE = 100_000  # bytes; no multiple of a row
+CHUNK_BYTES = 100_000  # bytes; no multiple of a row
 COLLECTIVE_S, DISK_S = 1.0, 3.0
 
 
@@ -79,7 +79,7 @@ def save_and_load_slowly(process: Process, folder: Path) -> dict[str, Any]:
         def __init__(self, file: Path) -> None:
             self.get_tensor = lambda name: read(file, name)
 
-    full_state.PIECE = PIECE
+    full_state.CHUNK_BYTES = CHUNK_BYTES
     for name in ("broadcast", "scatter"):
         setattr(dist, name, read.counted(getattr(dist, name)))
     storage.open_tensors = lambda file: Slow(file)
@@ -96,9 +96,9 @@ def save_and_load_slowly(process: Process, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.extended
 def test_a_slow_disk_keeps_the_others_waiting_without_collectives(tmp_path: Path) -> None:
-    """Three seconds, where a collective may take one. Loading takes a piece, whatever the size of a tensor."""
+    """Three seconds, where a collective may take one. Loading takes a chunk, whatever the size of a tensor."""
     on_rank = run_distributed(save_and_load_slowly, 2, tmp_path)
     assert on_rank[0]["save ahead"] == on_rank[0]["load ahead"] == 0
     assert all(result["equal"] for result in on_rank)
     # a buffer for each of two files: gloo's thread may free the first one late
-    assert on_rank[1]["load peak"] < 2 * PIECE + 20_000 < on_rank[1]["largest"] / 2
+    assert on_rank[1]["load peak"] < 2 * CHUNK_BYTES + 20_000 < on_rank[1]["largest"] / 2

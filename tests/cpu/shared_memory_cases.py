@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torchtitan_lite import cpu
 from torchtitan_lite.cpu import shared_memory
 from torchtitan_lite.cpu.shared_memory import AllGather, ReduceScatter, SharedMemory, all_reduce
-from torchtitan_lite.distributed.lost import is_lost
+from torchtitan_lite.distributed.lost import means_lost_rank
 from torchtitan_lite.distributed.process_group import Process, set_group_timeouts
 
 # the names in torch 2.13, and before
@@ -185,7 +185,7 @@ def lost(process: Process) -> str:
         os._exit(0)
     for action in (shared.barrier, lambda: gradients(model)):
         error = error_of(action)
-        assert is_lost(error), error
+        assert means_lost_rank(error), error
         assert re.search(rf"exited: rank (\d, )*{last}$", str(error)), error  # another may have noticed, and ended
     dist.destroy_process_group()  # it is broken
     return "noticed"
@@ -207,7 +207,7 @@ def late(process: Process) -> str:
     began = time.monotonic()
     error = error_of(shared.barrier)
     assert time.monotonic() - began >= 1.8
-    assert is_lost(error), error
+    assert means_lost_rank(error), error
     assert "2000ms" in str(error), error
     assert str(error).endswith(f": rank {process.world_size - 1}"), "only the rank that has not arrived"
     store.set(str(process.rank), "noticed")

@@ -18,7 +18,7 @@ from torchtitan_lite.config.schema import ActivationCheckpointingConfig, Compile
 from torchtitan_lite.cpu import attention as by_blocks
 from torchtitan_lite.cpu import loss as in_chunks
 from torchtitan_lite.distributed.blocks import apply_activation_checkpointing, apply_compile
-from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.models import LossOptions, Transformer, build
 from torchtitan_lite.models.attention import attend
 from torchtitan_lite.models.loss import IGNORE, summed_cross_entropy
@@ -184,7 +184,7 @@ def made(
     cpu.apply(model, speed, widen=widen)
     apply_activation_checkpointing(model, ActivationCheckpointingConfig.model_validate({"mode": mode}))
     apply_compile(model, CompileConfig.model_validate({"enabled": bool(backend), "backend": backend or "eager"}))
-    materialise(model, torch.device("cpu"), 3)
+    materialize(model, torch.device("cpu"), 3)
     return model
 
 

@@ -81,7 +81,7 @@ def test_a_model_computes_the_same_under_the_same_names(family: str, chunked: bo
     assert (wide_grads - grads).norm() < 0.05 * grads.norm()
 
 
-SAID = "its matmuls in float32: this CPU has no instructions for them"
+SAID = "its matmuls in float32: this CPU has no 16-bit matmul instructions"
 
 
 @pytest.mark.extended

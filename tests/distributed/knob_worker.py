@@ -27,7 +27,7 @@ from tests.distributed.knob_table import CASES, ON_CUDA, STEPS, VOCABULARY, Fixe
 from torchtitan_lite import cpu
 from torchtitan_lite.config.schema import Config, RunConfig
 from torchtitan_lite.data.loader import Loader
-from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.process_group import Process, build_mesh, exit_process, process_group
 from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.run.session import Session, check_pending
@@ -37,7 +37,7 @@ def training(config: Config, process: Process) -> Session:
     """What train.run builds, without files."""
     widen = cpu.widens(config, process)
     model = train.sharded_model(config, VOCABULARY, build_mesh(config.fsdp, process.device), widen=widen)
-    materialise(model, process.device, seed=7, offload=config.fsdp.cpu_offload)
+    materialize(model, process.device, seed=7, offload=config.fsdp.cpu_offload)
     samples = FixedSamples(config.train.seq_len)
     loader = Loader(
         samples,

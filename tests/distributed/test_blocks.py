@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan_lite import cpu
 from torchtitan_lite.config.schema import ActivationCheckpointingConfig, CompileConfig, ModelConfig, SpeedConfig
 from torchtitan_lite.distributed.blocks import apply_activation_checkpointing, apply_compile
-from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.models import Transformer, build
 
 LLAMA = ModelConfig(dim=64, n_heads=4, n_layers=4, max_seq_len=64)
@@ -24,7 +24,7 @@ def made(config: ModelConfig = LLAMA, mode: str = "none", every: int = 1, compil
     settings: dict[str, Any] = {"mode": mode, "every": every}
     apply_activation_checkpointing(model, ActivationCheckpointingConfig.model_validate(settings))
     apply_compile(model, CompileConfig.model_validate({"enabled": bool(compiled), "backend": compiled or "eager"}))
-    materialise(model, torch.device("cpu"), 3)
+    materialize(model, torch.device("cpu"), 3)
     return model
 
 

@@ -21,7 +21,7 @@ import yaml
 from tests.forkserver import free_port
 from tests.helpers import HANGS_S, ROOT, losses, python, ranks, records, succeeded, tiny, until
 from torchtitan_lite.checkpointing import storage
-from torchtitan_lite.errors import REPEATS, UserError
+from torchtitan_lite.errors import EXIT_WOULD_REPEAT, UserError
 from torchtitan_lite.process import LARGE, connect_lazily
 from torchtitan_lite.run import attempts
 
@@ -403,7 +403,7 @@ def test_the_trainjob_is_valid() -> None:
     assert job["spec"]["runtimeRef"] == {"kind": runtime["kind"], "name": runtime["metadata"]["name"]}
     (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     (rule,) = replicated["template"]["spec"]["podFailurePolicy"]["rules"]
-    assert rule["onExitCodes"]["values"] == [UserError.exit_code, REPEATS]
+    assert rule["onExitCodes"]["values"] == [UserError.exit_code, EXIT_WOULD_REPEAT]
     pod = replicated["template"]["spec"]["template"]["spec"]
     pod["restartPolicies"] = "Never"
     pod["containers"][0]["command"] = "bash"

@@ -16,7 +16,7 @@ from tests.helpers import losses, ranks, run_distributed, succeeded, tiny
 from torchtitan_lite import models
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.distributed import float8, parallelize
-from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.process_group import Process, build_mesh
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.run.checks import check_patterns
@@ -100,7 +100,7 @@ def by_torchao(config: Config, process: Process) -> models.Transformer:
         chosen = own.Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=True)
         own.convert_to_float8_training(layer, config=chosen)
     parallelize.apply_fsdp(model, build_mesh(config.fsdp, process.device), config.fsdp)
-    materialise(model, process.device, seed=7)
+    materialize(model, process.device, seed=7)
     return model
 
 
@@ -134,7 +134,7 @@ def test_a_resume_is_bit_for_bit(text: Path, tmp_path: Path) -> None:
     more |= {"optim__name": "muon", "optim__ema_decay": 0.9, "optim__freeze": "layers.0.attention.*"}
     more |= {"fsdp__param_dtype": "bfloat16", "speed__float8": True, "sample__every": 4, "sample__max_tokens": 3}
     said = succeeded(ranks(2, *tiny(text, tmp_path, run__name="whole", **more)))
-    assert "blocks multiply in float8 (emulated on a CPU)" in said
+    assert "block matmuls in float8 (emulated on a CPU)" in said
     saved = tmp_path / "whole/checkpoints/step-00000002"
     said = succeeded(ranks(2, *tiny(text, tmp_path, run__name="second", checkpoint__resume=saved, **more)))
     assert "not bit for bit" not in said

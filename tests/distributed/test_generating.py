@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.helpers import run_distributed
 from torchtitan_lite.config.schema import FsdpConfig, ModelConfig
 from torchtitan_lite.distributed import generating, parallelize
-from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.process_group import Process, build_mesh
 from torchtitan_lite.models import build
 from torchtitan_lite.models.generation import new_tokens
@@ -27,7 +27,7 @@ def gathers(process: Process, reshard: bool, room: int) -> tuple[list[int], list
     with torch.device("meta"):
         model = build(ModelConfig(dim=32, n_heads=2, n_layers=3, max_seq_len=32), 97)
     parallelize.apply_fsdp(model, build_mesh(config, process.device), config)
-    materialise(model, process.device, 1)
+    materialize(model, process.device, 1)
     found, plain = [0], getattr(dist, ALL_GATHER)
     tokens = torch.ones(2, 8, dtype=torch.int64)
 

@@ -17,7 +17,7 @@ from tests.distributed.knob_table import CASES, EXTENDED, REDUCES, STEPS, TOLERA
 from tests.helpers import ranks
 from tests.optim.on_ranks import muon_update
 from torchtitan_lite.config.sections.compute import missing_for_inductor
-from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.models import LossOptions, build
 from torchtitan_lite.optim import optimizer as optim
 
@@ -56,7 +56,7 @@ def _reference(
     config = Case(2, dict(shape) | {"optim.name": optimizer_name}, base=base).config()
     with torch.device("meta"):
         model = build(config.model, VOCABULARY, LossOptions.from_config(config))
-    materialise(model, torch.device("cpu"), seed=7)
+    materialize(model, torch.device("cpu"), seed=7)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported, but not by name
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # mypy: not an explicit re-export
 
 from tests.forkserver import free_port
 from tests.helpers import ranks, tiny

@@ -7,7 +7,7 @@ import torch
 
 from tests.helpers import run_distributed
 from torchtitan_lite.config.schema import FsdpConfig, ModelConfig
-from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.parallelize import apply_fsdp, before_micro_batch
 from torchtitan_lite.distributed.process_group import Process, build_mesh
 from torchtitan_lite.models import Transformer, build
@@ -44,7 +44,7 @@ def steps_agree(process: Process, keys: dict[str, Any], frozen: list[str]) -> bo
     whole, sharded = make(frozen), make(frozen)
     apply_fsdp(sharded, build_mesh(config, process.device), config)
     for model in (whole, sharded):
-        materialise(model, process.device, seed=1)
+        materialize(model, process.device, seed=1)
     # not AdamW, which turns the rounding of a gradient near zero into a step of its own
     both = [(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)) for model in (whole, sharded)]
     for step in range(2):

@@ -74,7 +74,7 @@ def fake_session(config: Config, world_size: int, vocab_size: int) -> Iterator[S
 
 
 def _allocate(model: Any, *, offload: bool) -> None:
-    """What distributed.initialize.materialise does, but for the values."""
+    """What distributed.initialize.materialize does, but for the values."""
     model.to_empty(device="cpu" if offload else DEVICE)
     if offload:
         for module in model.modules():

@@ -108,7 +108,7 @@ def test_initial_parameters_are_those_of_the_cpu() -> None:
     for device in ("cpu", "cuda"):
         with torch.device("meta"):
             model = build(ModelConfig(), 517)
-        initialize.materialise(model, torch.device(device), 0)
+        initialize.materialize(model, torch.device(device), 0)
         models.append(model)
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         assert one.equal(other.cpu())

@@ -67,7 +67,7 @@ def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def ours(config: ModelConfig, weights: Mapping[str, Tensor]) -> Transformer:
     with torch.device("meta"):
         model = build(config, 1)
-    initialize.materialise(model, torch.device("cpu"), 0)
+    initialize.materialize(model, torch.device("cpu"), 0)
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert not unexpected
     assert set(missing) <= ({"output.weight"} if config.tie_embeddings else set())

@@ -35,7 +35,7 @@ def make(family: str) -> Transformer:
     config = ModelConfig.model_validate({"dim": 32, "n_layers": 2, "n_heads": 2, "max_seq_len": 16, **FAMILIES[family]})
     with torch.device("meta"):
         model = build(config, 61)
-    initialize.materialise(model, torch.device("cpu"), 0)
+    initialize.materialize(model, torch.device("cpu"), 0)
     return model
 
 

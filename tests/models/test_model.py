@@ -27,7 +27,7 @@ EACH = pytest.mark.parametrize("config", ALL.values(), ids=ALL)
 def make(config: ModelConfig = SMALL, seed: int = 0) -> Transformer:
     with torch.device("meta"):
         model = build(config, 97)
-    initialize.materialise(model, torch.device("cpu"), seed)
+    initialize.materialize(model, torch.device("cpu"), seed)
     return model
 
 

@@ -16,7 +16,7 @@ TOKENS = torch.arange(30).reshape(2, 15) % 61
 def made(family: str, n_layers: int) -> Any:
     with torch.device("meta"):
         model = build(ModelConfig.model_validate({"family": family, "n_layers": n_layers, **SIZES}), 61)
-    initialize.materialise(model, torch.device("cpu"), 0)
+    initialize.materialize(model, torch.device("cpu"), 0)
     return model
 
 

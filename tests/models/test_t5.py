@@ -32,7 +32,7 @@ def make(seed: int = 0, vocab_size: int = 97, moved: float = 0.0, **more: Any) -
     config = ModelConfig.model_validate(SHAPE | more)
     with torch.device("meta"):
         model = build(config, vocab_size)
-    initialize.materialise(model, torch.device("cpu"), seed)
+    initialize.materialize(model, torch.device("cpu"), seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters() if moved else ():
@@ -114,7 +114,7 @@ def ours_of(folder: Path) -> Any:
     config = hf.config_of(folder)
     with torch.device("meta"):
         model = build(config, 1)
-    initialize.materialise(model, torch.device("cpu"), 0)
+    initialize.materialize(model, torch.device("cpu"), 0)
     missing, unexpected = model.load_state_dict(hf.open_weights(folder, config), strict=False)
     assert not unexpected
     assert set(missing) <= ({"output.weight"} if config.tie_embeddings else set())

@@ -27,7 +27,7 @@ from torchtitan_lite.config.schema import (
     OptimConfig,
     flatten,
 )
-from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.parallelize import apply_fsdp
 from torchtitan_lite.distributed.process_group import Process, build_mesh
 from torchtitan_lite.distributed.sharding import own_part
@@ -49,7 +49,7 @@ def on_mesh(mesh: str, config: ModelConfig, frozen: Sequence[str] = ()) -> Trans
     if frozen:
         freeze(model, frozen)
     apply_fsdp(model, device_mesh if copies > 1 else device_mesh["dp_shard"], FsdpConfig(**fsdp(mesh)))
-    materialise(model, torch.device("cpu"), seed=1)
+    materialize(model, torch.device("cpu"), seed=1)
     return model
 
 
@@ -183,7 +183,7 @@ class Trained:
         optim = {"ema_decay": decay, "name": "muon"}
         config = Config.model_validate({"model": MODELS["llama"], "run": {"device": "cpu"}, "optim": optim})
         self.model = train.sharded_model(config, 517, build_mesh(config.fsdp, process.device))
-        materialise(self.model, process.device, seed)
+        materialize(self.model, process.device, seed)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.state = TrainState(step=2, config=flatten(config))
         set_learning_rate(self.optimizer, 0.01)

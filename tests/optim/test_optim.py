@@ -20,7 +20,7 @@ from torchtitan_lite.optim.optimizer import build_optimizer, learning_rate, make
 def model() -> Transformer:
     with torch.device("meta"):
         model = build(ModelConfig(family="gpt", dim=32, n_heads=2, n_layers=2, max_seq_len=16), 97)
-    initialize.materialise(model, torch.device("cpu"), 0)
+    initialize.materialize(model, torch.device("cpu"), 0)
     return model
 
 

@@ -34,11 +34,11 @@ def test_a_failure_that_would_repeat_does_not_repeat(text: Path, tmp_path: Path)
     """The same config and commit are refused, whatever the number of ranks; a change or --retry is not."""
     command = tiny(text, tmp_path, run__name="nan", train__epochs=1, eval__every=0)
     command = [word for word in command if not word.startswith("--train.steps")]
-    assert ranks(1, *command, fault="nan:0:3:forward:99").returncode == errors.REPEATS
+    assert ranks(1, *command, fault="nan:0:3:forward:99").returncode == errors.EXIT_WOULD_REPEAT
     history = (tmp_path / "nan/attempts.jsonl").read_text()
     for n, mode in ((2, []), (1, []), (1, ["--check-config"])):
         again = ranks(n, *command, *mode)
-        assert again.returncode == (errors.REPEATS if n == 1 else 1)
+        assert again.returncode == (errors.EXIT_WOULD_REPEAT if n == 1 else 1)
         assert "the last attempt had the same config and code, and failed: step 3: the loss is not" in again.stderr
         assert "add --retry to try again" in again.stderr
     assert (tmp_path / "nan/attempts.jsonl").read_text() == history
@@ -99,7 +99,7 @@ def test_a_port_in_use_is_reported(text: Path, tmp_path: Path) -> None:
         there = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
         result = ranks(1, *tiny(text, tmp_path, run__name="run"), env=there)
     assert result.returncode == 1
-    assert f"the ranks can't meet at 127.0.0.1:{there['MASTER_PORT']}" in result.stderr
+    assert f"the ranks can't connect at 127.0.0.1:{there['MASTER_PORT']}" in result.stderr
     assert "choose another MASTER_PORT" in result.stderr
     assert "Traceback" not in result.stderr
 
@@ -124,7 +124,7 @@ def test_an_unwritable_folder_is_an_error(text: Path, tmp_path: Path) -> None:
 
 def _dead_rank() -> int:
     stuck = StuckError("rank 1 died")
-    stuck.follows = True
+    stuck.secondary = True
     raise stuck
 
 

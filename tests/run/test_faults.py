@@ -188,7 +188,7 @@ def test_copies_that_differ_are_not_saved(start: Start, run: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
 def test_a_digest_tells_every_flipped_bit_and_every_exchange(dtype: torch.dtype, monkeypatch: Any) -> None:
     """Tensors of an odd and an even length, which begin at an odd and an even element, in several pieces."""
-    monkeypatch.setattr(intact, "PIECE", 8)
+    monkeypatch.setattr(intact, "CHUNK_ELEMENTS", 8)
     store = (torch.arange(3, 43) * torch.tensor([1, -1]).repeat(20)).to(dtype)
     for values in (store[1:21], store[:21], store[2:9].view(7, 1), store[5:6]):
         mine = int(intact.digest(values))

@@ -59,7 +59,7 @@ def test_a_log_never_raises(broken: str, tmp_path: Path, monkeypatch: pytest.Mon
     if broken == "closed":
         out.close()
     monkeypatch.setattr(sys, "stdout", out)
-    log = Log(tmp_path, speaks=True)
+    log = Log(tmp_path, enabled=True)
     for _ in range(3):
         log.info("a line \u2603 \udc80")
         log.record({"step": 1, "odd": object()})

@@ -20,7 +20,7 @@ from tests.helpers import assert_same_end, checkpoint, losses, ranks, records, s
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import DataConfig, SpikeConfig
-from torchtitan_lite.errors import REPEATS, ConfigError
+from torchtitan_lite.errors import EXIT_WOULD_REPEAT, ConfigError
 from torchtitan_lite.optim.spike_guard import SpikeGuard, limit
 from torchtitan_lite.optim.step_record import Numbers
 from torchtitan_lite.tools.incidents.record import read_record
@@ -187,7 +187,7 @@ def test_the_printed_command_of_a_stopped_run_trains_without_the_samples(name: s
     n, keys, saved = STOPS[name]
     poison = 96 if "data__skip_samples" not in keys else 104  # its batches begin at 0, 6, 20, 26, ...
     env, end = {"POISON": f"[[{poison}, {poison + 6}]]"}, poison + 6
-    said = run(n, "run", env=env, code=REPEATS, **STOP | keys)
+    said = run(n, "run", env=env, code=EXIT_WOULD_REPEAT, **STOP | keys)
     assert re.search(rf"SPIKE   step 17: loss 6\..*; run samples {poison} to {end - 1}; the update was withheld", said)
     assert f"run samples {poison} to {end - 1}. The update was withheld, and nothing was saved after it" in said
     steps = storage.find_steps(tmp_path / "run/checkpoints")
@@ -252,5 +252,5 @@ def test_ranges_hold_on_other_world_sizes_and_across_a_resume(run: Run, tmp_path
     one, other = losses(tmp_path / "run"), losses(tmp_path / "straight")
     assert [value[0] for value in one.values()] == pytest.approx([value[0] for value in other.values()], rel=1e-4)
     assert "data.skip_samples is [[72, 102]] in the checkpoint and [] here" in run(
-        2, "straight", code=REPEATS, **keys, data__skip_samples="[]"
+        2, "straight", code=EXIT_WOULD_REPEAT, **keys, data__skip_samples="[]"
     )

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from tests.helpers import ranks, succeeded, tiny
 from tests.run.test_faults import RUN, saved_steps, status
-from torchtitan_lite.distributed.lost import is_lost
+from torchtitan_lite.distributed.lost import means_lost_rank
 
 SHARDED = {"checkpoint__state_dict": "sharded"}
 slow = pytest.mark.slow
@@ -72,7 +72,7 @@ NOT_LOST = [
 
 @pytest.mark.parametrize(("error", "expected"), [*((e, True) for e in LOST), *((e, False) for e in NOT_LOST)])
 def test_communication_errors_are_told_from_others(error: str | RuntimeError, expected: bool) -> None:
-    assert is_lost(RuntimeError(error) if isinstance(error, str) else error) == expected
+    assert means_lost_rank(RuntimeError(error) if isinstance(error, str) else error) == expected
 
 
 @pytest.mark.parametrize("source", ["", pytest.param("--model.init_from={}", marks=slow)])

@@ -15,7 +15,7 @@ from tests.data.test_data import make
 from tests.helpers import run_distributed
 from torchtitan_lite.config.schema import Config, FsdpConfig, ModelConfig
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.parallelize import apply_fsdp
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.models import Transformer, build
@@ -40,7 +40,7 @@ def model_of(family: str, process: Process | None = None, fsdp: FsdpConfig = FSD
         model = build(FAMILIES[family], VOCABULARY)
     if process:
         apply_fsdp(model, DeviceMesh("cpu", torch.arange(process.world_size), mesh_dim_names=("dp_shard",)), fsdp)
-    materialise(model, CPU, seed)
+    materialize(model, CPU, seed)
     return model.eval()
 
 

@@ -17,7 +17,7 @@ import train
 from torchtitan_lite.config import load
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config, RunConfig
-from torchtitan_lite.distributed.initialize import materialise
+from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.parallelize import before_micro_batch
 from torchtitan_lite.distributed.process_group import Process, build_mesh, exit_process, process_group, sum_over_ranks
 from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, squared_norm
@@ -89,7 +89,7 @@ def _peak_of_step(process: Process, config: Config) -> int:
     """
     layout = derive(config, process.world_size)
     model = train.sharded_model(config, VOCABULARY, build_mesh(config.fsdp, process.device))
-    materialise(model, process.device, 0)
+    materialize(model, process.device, 0)
     optimizer = build_optimizer(model, config.optim)
     shapes = [(config.train.micro_batch_size, length) for length in (config.input_len, config.target_len)]
 

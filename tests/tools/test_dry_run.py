@@ -12,7 +12,7 @@ import pytest
 from tests.helpers import ranks, run_distributed, succeeded, tiny
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.distributed.process_group import Process
-from torchtitan_lite.errors import REPEATS, ConfigError
+from torchtitan_lite.errors import EXIT_WOULD_REPEAT, ConfigError
 from torchtitan_lite.tools import dry_run
 
 MIB = {"MiB": 1.0, "GiB": 1024.0}
@@ -84,6 +84,6 @@ def test_a_run_in_progress_is_not_changed(text: Path, tmp_path: Path) -> None:
 
 def test_errors_are_those_of_a_run(text: Path, tmp_path: Path) -> None:
     result = ranks(1, "--dry-run", *tiny(text, tmp_path, optim__lr=1e30, optim__warmup_steps=0))
-    assert result.returncode == REPEATS
+    assert result.returncode == EXIT_WOULD_REPEAT
     assert "not finite" in result.stderr
     assert list(tmp_path.iterdir()) == []

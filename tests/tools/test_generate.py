@@ -38,7 +38,7 @@ def model(request: pytest.FixtureRequest) -> Transformer:
     """No parameter has its initial value, so attention matters."""
     with torch.device("meta"):
         made = build(CONFIGS[request.param], 97)
-    initialize.materialise(made, torch.device("cpu"), 0)
+    initialize.materialize(made, torch.device("cpu"), 0)
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in made.parameters():

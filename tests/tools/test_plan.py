@@ -64,7 +64,7 @@ def counted_flops(values: dict[str, Any], inputs: torch.Tensor, targets: torch.T
     """A model, and the FLOPs of the matmuls of a step as torch counts them, without the kernels of attention."""
     with torch.device("meta"):
         model = build(ModelConfig.model_validate(values), 97)
-    initialize.materialise(model, torch.device("cpu"), 0)
+    initialize.materialize(model, torch.device("cpu"), 0)
     triangular: Any = {torch.ops.aten.linalg_solve_triangular: triangular_flops}
     with FlopCounterMode(display=False, custom_mapping=triangular) as counter:
         model(inputs, targets).backward()

@@ -1,4 +1,4 @@
-"""Loads full state dicts: rank 0 sends each rank its rows of whole tensors, or the rank reads them itself."""
+"""Loads full state dicts: rank 0 broadcasts whole tensors and each rank keeps its rows, or each rank reads its own."""
 
 import math
 from collections.abc import Mapping
@@ -10,50 +10,50 @@ from torch import Tensor
 from torchtitan_lite.checkpointing import progress
 from torchtitan_lite.distributed.sharding import own_part, shard_dim
 
-PIECE = 64 << 20  # bytes sent at a time
+CHUNK_BYTES = 64 << 20  # broadcast at a time
 
 
 def broadcast_rows(whole: Tensor | None, target: Tensor, buffer: Tensor) -> None:
     """Fill this rank's rows of a tensor from the whole tensor on rank 0. Collective.
 
-    Example: of a (5, 4) tensor on 2 ranks, rank 1 has rows 3 and 4, which are elements 12 to 19. With pieces of 8
+    Example: of a (5, 4) tensor on 2 ranks, rank 1 has rows 3 and 4, which are elements 12 to 19. With chunks of 8
     elements:
 
-        piece        0 to 7    8 to 15     16 to 19
-        to rank 0    all       8 to 11     none
-        to rank 1    none      12 to 15    all
+        chunk           0 to 7    8 to 15     16 to 19
+        rank 0 keeps    all       8 to 11     none
+        rank 1 keeps    none      12 to 15    all
 
-    Split by columns, rank 1 has columns 2 and 3 of 5 rows of width 4: it takes `[:, 2:4]` of each piece of 2 rows.
+    Split by columns, rank 1 has columns 2 and 3 of 5 rows of width 4: it takes `[:, 2:4]` of each chunk of 2 rows.
 
     Args:
         whole: on the CPU of rank 0, None elsewhere.
-        buffer: (PIECE,) uint8 on this rank's device. All pieces pass through it, so nothing else is allocated.
+        buffer: (CHUNK_BYTES,) uint8 on this rank's device. All chunks pass through it, so nothing else is allocated.
     """
     shard, first = own_part(target)
     dim = shard_dim(target)
-    # (rows, width): with dim 0 the tensor is one row, and this rank has its elements `first` to `last`
+    # View the tensor as (rows, width), and the shard as columns first:last. Sharded by dim 0, the tensor is one row.
     width, first = math.prod(target.shape[dim:]), first * math.prod(target.shape[dim + 1 :])
     last = first + math.prod(shard.shape[dim:])
     local = shard.view(-1, last - first) if last > first else None
-    pieces = buffer.view(target.dtype)
+    chunks = buffer.view(target.dtype)
     start = 0
-    while start < target.numel():  # a piece is whole rows, or part of one row
+    while start < target.numel():  # a chunk is whole rows, or part of one row
         row, column = divmod(start, width)
-        whole_rows = len(pieces) // width * width
-        piece = pieces[: min(whole_rows, target.numel() - start) or min(len(pieces), width - column)]
+        whole_rows = len(chunks) // width * width
+        chunk = chunks[: min(whole_rows, target.numel() - start) or min(len(chunks), width - column)]
         if whole is not None:
-            piece.copy_(whole.view(-1)[start : start + len(piece)])
-        dist.broadcast(piece.view(torch.uint8), src=0)  # gloo has no int16
-        rows = piece.view(-1, min(len(piece), width))
+            chunk.copy_(whole.view(-1)[start : start + len(chunk)])
+        dist.broadcast(chunk.view(torch.uint8), src=0)  # as bytes: gloo can't broadcast every dtype (int16)
+        rows = chunk.view(-1, min(len(chunk), width))
         begin, end = max(first, column), min(last, column + rows.shape[1])
         if local is not None and begin < end:
             local[row : row + len(rows), begin - first : end - first].copy_(rows[:, begin - column : end - column])
-        start += len(piece)
-        progress.advance(piece.nbytes)
+        start += len(chunk)
+        progress.advance(chunk.nbytes)
 
 
 def copy_rows(whole: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
-    """Fill this rank's rows from whole tensors that it can read itself. Reads lazy tensors one at a time."""
+    """Copy this rank's rows from whole tensors on this rank, one tensor at a time, so `whole` may load lazily."""
     for name, target in targets.items():
         rows, first = own_part(target)
         dim = shard_dim(target)

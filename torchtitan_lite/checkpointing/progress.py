@@ -41,7 +41,7 @@ def doing(operation: str, *, waiting: bool = True) -> Iterator[None]:
             del _by_thread[threading.get_ident()]
 
 
-# other ranks may be waiting for this thread, such as for "writing model.safetensors"
+# marks work of this rank, such as "writing model.safetensors", that other ranks may be waiting for
 working = partial(doing, waiting=False)
 
 

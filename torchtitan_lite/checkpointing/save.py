@@ -1,9 +1,9 @@
 """Saves across all ranks, synchronously or in the background: snapshot, write, agree, commit.
 
 Training waits for the snapshot: the state dicts and, for a save in the background, copies of the tensors. The rest may
-run in a thread. Each rank writes its files into a folder that loads ignore. If all succeed, rank 0 commits the folder
-by renaming it (storage.py). If one rank fails, every rank returns the error as the outcome; a failed save never stops
-the run here.
+run in a thread. Each rank writes its files into a hidden folder, which loading ignores. If all succeed, rank 0
+commits the folder by renaming it (storage.py). If one rank fails, every rank returns the error as the outcome; this
+module never stops the run because of a failed save.
 """
 
 import shutil
@@ -39,13 +39,13 @@ class Saved:
     folder: Path
     bytes: int = 0
     seconds: float = 0.0
-    stopped_s: float = 0.0  # how long the snapshot blocked training
+    blocked_s: float = 0.0  # how long training waited: for the snapshot, or for all of a synchronous save
     error: str = ""
     note: str = ""  # on rank 0: why older checkpoints were not deleted
 
 
 class BaseCheckpointer(ABC):
-    """The common part of checkpoint.py's four ways. The training loop uses this type."""
+    """The base class of checkpoint.py's Checkpointer, with what all APIs and kinds of state dict share."""
 
     def __init__(
         self,
@@ -66,9 +66,9 @@ class BaseCheckpointer(ABC):
         self.optimizer = optimizer
         self.config = config
         self.process = process
-        self.notes: list[str] = []  # from a load, for the log: damaged checkpoints
-        self.forked_from: Path | None = None  # from a load: the checkpoint, if a different run's
-        self.damaged: list[int] = []  # from a load: newer damaged steps; saving such a step replaces it
+        self.notes: list[str] = []  # set by a load, for the log: damaged checkpoints
+        self.forked_from: Path | None = None  # set by a load: the checkpoint, if it belongs to a different run
+        self.damaged: list[int] = []  # set by a load: newer damaged steps; saving such a step replaces it
         self.protect: set[int] = set()  # steps that retention must not delete
         # a save in the background needs its own group, separate from training and loads
         self.group = untimed_group() if config.async_save or process.untimed is None else process.untimed
@@ -82,7 +82,7 @@ class BaseCheckpointer(ABC):
         """Gather or copy the tensors, while training waits. Collective. Returns the function that writes them.
 
         Args:
-            background: whether that function runs during training, so that it needs copies.
+            background: whether the returned function runs while training goes on, and so must write copies.
         """
 
     @abstractmethod
@@ -90,7 +90,7 @@ class BaseCheckpointer(ABC):
         """Load the checkpoint to resume from, and return its state; None if there is none."""
 
     def parts(self) -> Parts:
-        """Return the live tensors, by file of a full state dict."""
+        """Return the live tensors, grouped by the file that holds them in a full checkpoint."""
         model, optimizer = own_tensors(self.model), optimizer_tensors(self.model, self.optimizer)
         return {storage.MODEL: model, storage.OPTIMIZER: optimizer}
 
@@ -109,7 +109,7 @@ class BaseCheckpointer(ABC):
                 on_all(lambda: writes.append(self.snapshot(background)), self.group)
         except Exception as error:  # e.g. one rank has no memory for the copies
             failed = error
-        n_bytes, stopped_s = self._n_bytes(), time.perf_counter() - began
+        n_bytes, blocked_s = self._n_bytes(), time.perf_counter() - began
 
         def finish() -> None:
             saved = Saved(state.step, storage.step_folder(self.folder, state.step))
@@ -122,7 +122,7 @@ class BaseCheckpointer(ABC):
             except Exception as error:  # also from a collective, if a rank is lost
                 saved = replace(saved, error=str(error) or repr(error))
             seconds = time.perf_counter() - began
-            self._saved = replace(saved, seconds=seconds, stopped_s=stopped_s if background else seconds)
+            self._saved = replace(saved, seconds=seconds, blocked_s=blocked_s if background else seconds)
 
         if background:
             self._thread = threading.Thread(target=finish, name="save", daemon=True)
@@ -131,7 +131,7 @@ class BaseCheckpointer(ABC):
             finish()
 
     def host_copies(self, tensors: Mapping[str, Tensor]) -> Tensors:
-        """Copy tensors to the host; of DTensors this rank's rows. Pinned memory on a GPU, for speed."""
+        """Copy tensors to the host, and only this rank's shard of DTensors. Copies from a GPU use pinned memory."""
         for name, tensor in tensors.items():
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if name not in self._copies or self._copies[name].shape != local.shape:
@@ -147,7 +147,7 @@ class BaseCheckpointer(ABC):
         return sum(t.numel() * t.element_size() for tensors in self.parts().values() for t in tensors.values())
 
     def _write_and_commit(self, state: TrainState, write: Write, n_bytes: int) -> int:
-        """Return the size of the written checkpoint. n_bytes is the least that it needs."""
+        """Write and commit a checkpoint, and return its size. Raises if the disk has less than `n_bytes` free."""
 
         @progress.working("making its folder")
         def make_folder() -> str:
@@ -191,7 +191,7 @@ class BaseCheckpointer(ABC):
 
     def require_space(self) -> None:
         """Raise SaveError on every rank if the disk has no room for a checkpoint."""
-        compare = progress.working("comparing the space on the disk")(storage.require_space)
+        compare = progress.working("checking the free disk space")(storage.require_space)
         on_rank0(lambda: compare(self.folder, self._n_bytes()), self.process.untimed)
 
     def _delete_old(self, step: int) -> str:
@@ -206,7 +206,7 @@ class BaseCheckpointer(ABC):
         return ""
 
     def _kept(self, steps: list[int], step: int) -> set[int]:
-        """Return the checkpoints that retention keeps at a step. A damaged one stays until its step is saved again."""
+        """Return the steps to keep after saving `step`. A damaged one stays until its own or a later step is saved."""
         c, later = self.config, {saved for saved in steps if saved > step}
         steps = [saved for saved in steps if saved not in {*later, *self.damaged} - {step}]
         best = self.best_of(steps) if c.keep_best else None
@@ -229,7 +229,7 @@ def to_keep(steps: Sequence[int], latest: int, every: int, also: Iterable[int]) 
 
 
 def purge(checkpoints: Path, keep: Iterable[int]) -> None:
-    """Delete all checkpoints but these steps'.
+    """Delete all checkpoints except those of the steps in `keep`.
 
     Raises:
         OSError, UnreadableError: a checkpoint can't be read or renamed; the next save tries again.

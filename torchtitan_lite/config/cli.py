@@ -39,10 +39,9 @@ class Command:
 
 def parse(
     argv: Sequence[str],
+    *,
     elsewhere: bool = False,
     own: Sequence[str] = (),
-    /,
-    *,
     world_size: int,
     n_gpus: int,
     local_world_size: int = 1,

@@ -262,7 +262,7 @@ def _validated(
     if wrong:
         from torchtitan_lite.config import messages
 
-        problems += [messages.wrong_value(key, values[key], origins[key], item) for key, item in wrong.items()]
+        problems += [messages.problem(key, values[key], origins[key], item) for key, item in wrong.items()]
     return config, {*refused, *wrong}
 
 

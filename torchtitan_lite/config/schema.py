@@ -83,7 +83,7 @@ class Config(Frozen):
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether the run has started before. The weights or checkpoint that it started from may be gone."""
+        """Whether the run has saved a checkpoint. The weights or checkpoint that it started from may then be gone."""
         return any(self.folder.glob("checkpoints/step-*"))
 
     @property
@@ -185,7 +185,7 @@ def bitwise_keys() -> dict[str, str]:
 
 
 def usage_rules() -> list[tuple[str, UsedIf]]:
-    """Return the keys with a condition of use, in file order; those of one family or optimizer first."""
+    """Return each conditional key with its condition: first those of a family or an optimizer, then the others."""
     rules = []
     for registry in (FAMILIES, OPTIMIZERS):
         section = registry.key.split(".")[0]

@@ -69,7 +69,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _add_matmul_(total: Tensor, one: Tensor, other: Tensor) -> None:
-    """Add one @ other, (V, D), to `total`; across dtypes by groups of rows, which avoids casting the whole result."""
+    """Add one @ other, (V, D), to `total`. If dtypes differ, add groups of rows, so the whole result is never cast."""
     if total.dtype == one.dtype:
         total.addmm_(one, other)
         return

@@ -1,7 +1,7 @@
 """FSDP's CPU collectives through shared memory, for ranks on one machine. gloo's TCP is slower (docs/lab).
 
 A collective copies into a memory file that all ranks of its group have mapped, waits at a barrier, and copies or sums
-out of it. Two halves alternate, so one barrier is enough: before a rank writes to a half again, it passes a barrier
+from the file. Two halves alternate, so one barrier is enough: before a rank writes to a half again, it passes a barrier
 that the others reach only after they have read that half.
 
     half 0, half 1:   slot of rank 0 | slot of rank 1 | ...      larger tensors are split into pieces
@@ -42,7 +42,9 @@ class SharedMemory:
     def __init__(self, group: dist.ProcessGroup, slot: int = SLOT) -> None:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         around = slice(0, self.rank), slice(self.rank + 1, self.size)
-        self.others = [part for part in around if part.start < part.stop]  # slices: at most two copies reach all others
+        self.others = [
+            part for part in around if part.start < part.stop
+        ]  # two slices at most, so one or two copies reach all others
         self._turn, self._file = 0, -1
 
         def make() -> list[Any]:
@@ -125,7 +127,7 @@ def shared_memory_of(group: dist.ProcessGroup) -> SharedMemory | None:
 
 
 class _Done:
-    """A finished asynchronous collective; with None instead, FSDP would keep more memory."""
+    """The handle of a finished collective. If FSDP got None instead, it would keep more memory."""
 
     def wait(self) -> bool:
         return True
@@ -211,7 +213,7 @@ def all_reduce(shared: SharedMemory, tensor: Tensor, op: Any = dist.ReduceOp.SUM
         shared.barrier()
         if shared.size == 2 or piece.nbytes <= SMALL:
             _sum(list(slots), piece)
-        else:  # each rank sums one part; summing all would cost the square of the ranks in total
+        else:  # each rank sums one part: if each summed everything, the work would grow with the square of the ranks
             edges = [len(piece) * i // shared.size for i in range(shared.size + 1)]
             parts = [slice(*pair) for pair in itertools.pairwise(edges)]
             own = parts[shared.rank]

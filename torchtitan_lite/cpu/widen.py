@@ -1,4 +1,4 @@
-"""float32 matmuls for bfloat16 and float16, on CPUs without instructions for them.
+"""Computes bfloat16 and float16 matmuls in float32, on CPUs without 16-bit matmul instructions.
 
 Such a CPU multiplies 16-bit matrices 20 to 40 times slower than float32 ones (docs/lab). A matmul's inputs are 16-bit
 numbers, and its sums are float32 anyway. So computing in float32 and rounding the result once differs from native

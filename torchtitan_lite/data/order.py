@@ -1,10 +1,10 @@
 """The order of samples: a stateless permutation per epoch.
 
 Sample i of a run is dataset sample `sample_indices([i], n, seed)`: position i % n in a permutation of 0..n-1 for epoch
-i // n. The permutation is a Feistel network on the smallest even number of bits that holds n. Values outside 0..n-1
-are encrypted again until they fall inside ("cycle walking", Black and Rogaway, 2002; fewer than four passes on
-average, because the domain is at most 4 n). A round function sees half of the bits, so a table of at most 8 sqrt(n)
-values caches it, and a batch takes a few numpy operations.
+i // n. The permutation is a Feistel network on the smallest even number of bits that can hold n - 1 (at least 2).
+Values outside 0..n-1 are encrypted again until they fall inside ("cycle walking", Black and Rogaway, 2002; fewer than
+four passes on average, because the domain is at most 4 n). Each of the four round functions sees half of the bits, so
+tables of at most 8 sqrt(n) values in all cache them, and a batch takes a few numpy operations.
 
 So the state is one integer, and the order does not depend on world size, batch sizes or steps.
 """
@@ -21,7 +21,7 @@ _ROUNDS = 4
 
 
 def sample_indices(run_samples: Indices, n: int, seed: int) -> Indices:
-    """Return the dataset samples, 0 to n - 1, at these positions (N,) of a run, 0-based across epochs."""
+    """Map a run's sample numbers (N,), counted from 0 across epochs, to dataset samples in 0..n-1."""
     epochs, positions = np.divmod(run_samples, n)
     indices = np.empty_like(positions)
     for epoch in np.unique(epochs).tolist():
@@ -39,32 +39,32 @@ class Permutation:
         self._rounds = np.full((_ROUNDS, 1 << self._half), -1, dtype=np.int64)  # -1: not computed yet
 
     def __call__(self, positions: Indices) -> Indices:
-        """Return the images of positions, all in 0..n-1."""
-        images = np.empty_like(positions)
+        """Permute positions, which must be in 0..n-1."""
+        permuted = np.empty_like(positions)
         where, values = np.arange(len(positions)), positions
         while len(where):
             values = self._encrypted(values)
             inside = values < self._n
-            images[where[inside]] = values[inside]
+            permuted[where[inside]] = values[inside]
             where, values = where[~inside], values[~inside]
-        return images
+        return permuted
 
     def _encrypted(self, values: Indices) -> Indices:
         left, right = values >> self._half, values & ((1 << self._half) - 1)
-        for turn in range(_ROUNDS):
-            left, right = right, left ^ self._round(turn, right)
+        for round_index in range(_ROUNDS):
+            left, right = right, left ^ self._round(round_index, right)
         return left << self._half | right
 
-    def _round(self, turn: int, values: Indices) -> Indices:
-        cached = self._rounds[turn]
+    def _round(self, round_index: int, values: Indices) -> Indices:
+        cached = self._rounds[round_index]
         for value in np.unique(values[cached[values] < 0]).tolist():
-            cached[value] = _hash(value, turn, self._key) & ((1 << self._half) - 1)
+            cached[value] = _hash(value, round_index, self._key) & ((1 << self._half) - 1)
         return cached[values]
 
 
-_permutation = functools.lru_cache(maxsize=64)(Permutation)  # one or two epochs per source
+_permutation = functools.lru_cache(maxsize=64)(Permutation)  # each source uses one or two epochs at a time
 
 
-def _hash(value: int, turn: int, key: bytes) -> int:
-    data = value.to_bytes(8, "little") + bytes((turn,))
+def _hash(value: int, round_index: int, key: bytes) -> int:
+    data = value.to_bytes(8, "little") + bytes((round_index,))
     return int.from_bytes(hashlib.blake2b(data, digest_size=8, key=key).digest(), "little")

@@ -16,7 +16,7 @@ from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.models import Transformer
 
 
-def materialise(model: Transformer, device: torch.device, seed: int, *, offload: bool = False) -> None:
+def materialize(model: Transformer, device: torch.device, seed: int, *, offload: bool = False) -> None:
     """Allocate and initialise a sharded model that is on the meta device, and check the result.
 
     Args:

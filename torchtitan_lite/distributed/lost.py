@@ -37,39 +37,41 @@ _LATE = (
 _LOCAL = "ncclinvalidusage", "ncclinvalidargument", "ncclunhandledcudaerror"
 
 
-def is_lost(error: RuntimeError) -> bool:
+def means_lost_rank(error: RuntimeError) -> bool:
     """Return whether an error means that another rank is gone or late."""
     text = str(error).lower()
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "triton")):
-        return False  # the text may quote any code, and pipes to compiler processes break too
+        return False  # a compiler's error may quote code with these phrases, and its workers' pipes can break
     if isinstance(error, dist.DistError):
         return not any(phrase in text for phrase in _LOCAL)
     return any(phrase in text for phrase in _GONE + _LATE)
 
 
-def is_gone(error: RuntimeError) -> bool:
-    """Return whether a lost rank's connection was closed (true), or a time limit was reached (false)."""
+def means_closed_connection(error: RuntimeError) -> bool:
+    """Return False if the error is a timeout; True if a connection was closed, or the cause is unknown."""
     text = str(error).lower()
     return any(phrase in text for phrase in _GONE) or not any(phrase in text for phrase in _LATE)
 
 
 def gone_message(who: str, error: RuntimeError) -> str:
-    """Return the message for a closed connection (`is_gone`)."""
+    """Return the message for a closed connection (`means_closed_connection`)."""
     return (
-        f"connection reset: {who}. If that process printed no error, it was killed; dmesg on its machine names it if "
-        f"the kernel did so for lack of memory. {shortened(error)}"
+        f"connection reset: {who}. If that process printed no error, it was killed; dmesg on its machine shows whether "
+        f"the kernel's OOM killer did it. {first_line(error)}"
     )
 
 
-def shortened(error: RuntimeError) -> str:
-    """Return the error's first line, without gloo's source location and advice."""
+def first_line(error: RuntimeError) -> str:
+    """Return the error's first line in parentheses, without gloo's source location and advice."""
     first = re.sub(r"^\[\S*\] ", "", str(error).splitlines()[0])
     return f"({first.partition('. This is typically caused')[0]})"
 
 
 def start_message(error: RuntimeError) -> str:
-    """Return the message during startup, before a Watchdog can add details."""
-    why = gone_message("a process died", error) if is_gone(error) else f"waited for the other ranks. {shortened(error)}"
+    """Return the message for an error during startup, when no Watchdog can add details yet."""
+    why = f"timed out waiting for the other ranks. {first_line(error)}"
+    if means_closed_connection(error):
+        why = gone_message("a process died", error)
     return f"rank {env_int('RANK', 0)}, starting: {why}"
 
 
@@ -79,8 +81,8 @@ def explaining_lost_ranks(explain: Callable[[RuntimeError], str] = start_message
     try:
         yield
     except RuntimeError as error:
-        if env_int("WORLD_SIZE", 1) == 1 or not is_lost(error):
+        if env_int("WORLD_SIZE", 1) == 1 or not means_lost_rank(error):
             raise
         stuck = StuckError(explain(error))
-        stuck.follows = is_gone(error)
+        stuck.secondary = means_closed_connection(error)
         raise stuck from error

@@ -13,15 +13,15 @@ this:
     forward     all-gather, in param_dtype; compute; free, unless reshard_after_forward is False
     backward    all-gather again, if freed; compute; free; reduce-scatter the gradients, in reduce_dtype
 
-So only the computing and prefetched groups are gathered, and the optimizer sees only shards. Exceptions:
+So only the group in use and prefetched groups are gathered, and the optimizer sees only shards. Exceptions:
 
     the head                          not freed after forward, unless reshard_after_forward is True: backward begins
-                                      with it (with speed.chunked_loss only its norm is needed)
+                                      with it (with speed.chunked_loss, it needs only the head's norm)
     untied embeddings                 not gathered for backward
     reshard_after_backward = false    not freed after backward, so the next micro-batch's forward gathers nothing
-    grad_sync = "last"                whole gradients are kept until the last micro-batch
+    grad_sync = "last"                unsharded gradients accumulate until the last micro-batch
 
-With HSDP (fsdp.dp_replicate) a group's gradients are reduce-scattered in dp_shard, then all-reduced in dp_replicate.
+With HSDP (fsdp.dp_replicate), gradients are reduce-scattered over dp_shard, then all-reduced over dp_replicate.
 Both average, so together they average over all ranks, as train.py assumes.
 """
 
@@ -164,12 +164,12 @@ def _cast_first(dtype: torch.dtype, _module: nn.Module, args: tuple[Tensor, ...]
 
 
 def _set_prefetch(chain: list[FSDPModule], config: FsdpConfig, tied: bool, device_type: str) -> None:
-    """While a group computes, gather the next forward_prefetch groups, or in backward the backward_prefetch before it.
+    """Set up prefetching: gather forward_prefetch groups ahead in forward, and backward_prefetch ahead in backward.
 
     FSDP2's default gathers each group when forward reaches it; on CUDA this still overlaps, as the host runs ahead of
-    the device. In backward it gathers one group ahead, in reverse forward order. A list replaces this default: one
-    group named here is one ahead, not two. (An empty list keeps the default.) Each group ahead is one more gathered
-    group in memory.
+    the device. In backward it gathers one group ahead, in reverse forward order. A non-empty
+    list set here replaces this default and does not add to it. Each group gathered ahead is one more unsharded group in
+    memory.
     """
     # the tied group is gathered first and stays gathered for the head
     forward_chain = [chain[-1], *chain[:-1]] if tied else chain

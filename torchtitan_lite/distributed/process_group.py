@@ -10,7 +10,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store  # type: ignore[attr-defined]  # exported, but not by name
+from torch.distributed import Store  # type: ignore[attr-defined]  # mypy: not an explicit re-export
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan_lite.config.schema import FsdpConfig, RunConfig
@@ -60,11 +60,11 @@ def process_group(run: RunConfig) -> Iterator[Process]:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     with explaining_lost_ranks():
         if "RANK" in os.environ:
-            from torchtitan_lite.distributed.rendezvous import find_ranks
+            from torchtitan_lite.distributed.rendezvous import join_store
 
-            store, rank, world_size = find_ranks(run.start_timeout_minutes)
+            store, rank, world_size = join_store(run.start_timeout_minutes)
         else:
-            store, rank, world_size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]  # exported, but not by name
+            store, rank, world_size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]  # mypy: not an explicit re-export
         connect_lazily(world_size)
         timeout = timedelta(minutes=run.start_timeout_minutes)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

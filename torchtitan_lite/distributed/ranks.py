@@ -97,7 +97,7 @@ def _described(error: Exception) -> list[Any]:
 def _error(kind: str, text: str) -> errors.UserError:
     """Return the error that another rank sent by `_described`."""
     error: errors.UserError = getattr(errors, kind, errors.UserError)(text)
-    error.follows = True
+    error.secondary = True
     return error
 
 

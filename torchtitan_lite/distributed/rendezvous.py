@@ -7,14 +7,14 @@ import uuid
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # exported, but not by name
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # mypy: not an explicit re-export
 from torch.distributed import Store as Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from torchtitan_lite.errors import BusyError, ConfigError, StuckError
 
 
-def find_ranks(timeout_minutes: float) -> tuple[Store, int, int]:
+def join_store(timeout_minutes: float) -> tuple[Store, int, int]:
     """Return the store, this rank and the world size.
 
     Raises:
@@ -27,19 +27,21 @@ def find_ranks(timeout_minutes: float) -> tuple[Store, int, int]:
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
         return _store_of_this_attempt(store, rank, world_size, timeout), rank, world_size
     except ValueError as error:  # a variable is missing, or is not a number
-        raise ConfigError(f"RANK is set, but not as torchrun does: {str(error).splitlines()[0]}") from None
+        raise ConfigError(
+            f"RANK is set, but torchrun's other variables are missing or invalid: {str(error).splitlines()[0]}"
+        ) from None
     except dist.DistNetworkError as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise BusyError(
-            f"the ranks can't meet at {where}: {str(error).splitlines()[0]}\n  If the port is in use, choose "
+            f"the ranks can't connect at {where}: {str(error).splitlines()[0]}\n  If the port is in use, choose "
             "another MASTER_PORT; torchrun --standalone takes a free one.\n  If the host's name does not resolve, give "
             "torchrun its address: --local-addr=ADDRESS, 127.0.0.1 on a single machine"
         ) from None
     except dist.DistStoreError as error:
         raise StuckError(
             f"rank {os.environ['RANK']}, starting: not all ranks arrived within run.start_timeout_minutes = "
-            f"{timeout_minutes:g} ({str(error).splitlines()[0]}). A process or its machine died during its start, or "
-            "still prepares the data: then prepare it first, or set a longer limit"
+            f"{timeout_minutes:g} ({str(error).splitlines()[0]}). A process or its machine died during startup, or a "
+            "process is still preparing the data. In that case prepare the data first, or raise the limit"
         ) from None
 
 
@@ -48,30 +50,30 @@ def _store_of_this_attempt(store: Store, rank: int, world_size: int, timeout: ti
 
     torchrun's store outlives a restart and still contains dead ranks' keys. TORCHELASTIC_RESTART_COUNT does not
     identify the attempt: each machine counts its own failures. So rank 0 chooses a prefix, and each process registers
-    under it. A process has the right prefix once rank 0 lists it there as a member.
+    under the newest prefix that it sees. Once rank 0 lists the process as a member, that prefix is the right one.
 
     Raises:
         DistStoreError: a rank did not register within the timeout.
     """
-    newest, members, this_process = "torchtitan_lite/attempt", "{}/members", uuid.uuid4().hex
+    attempt_key, members_key, this_process = "torchtitan_lite/attempt", "{}/members", uuid.uuid4().hex
     if rank == 0:
         attempt = uuid.uuid4().hex
-        store.set(newest, attempt)
+        store.set(attempt_key, attempt)
         others = {f"{attempt}/{other}": other for other in range(1, world_size)}
         try:
             store.wait(list(others), timeout)
         except dist.DistStoreError:
             missing = ", ".join(str(other) for key, other in others.items() if not store.check([key]))
             raise dist.DistStoreError(f"missing: rank {missing}") from None
-        store.set(members.format(attempt), " ".join(store.get(key).decode() for key in others))
+        store.set(members_key.format(attempt), " ".join(store.get(key).decode() for key in others))
         return PrefixStore(attempt, store)
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
-        attempt = store.get(newest).decode()  # perhaps of an earlier attempt
+        attempt = store.get(attempt_key).decode()  # perhaps of an earlier attempt
         store.set(f"{attempt}/{rank}", this_process)
         with contextlib.suppress(dist.DistStoreError):
-            store.wait([members.format(attempt)], timedelta(seconds=0.5))
-            if this_process in store.get(members.format(attempt)).decode().split():
+            store.wait([members_key.format(attempt)], timedelta(seconds=0.5))
+            if this_process in store.get(members_key.format(attempt)).decode().split():
                 return PrefixStore(attempt, store)
             time.sleep(0.1)
     raise dist.DistStoreError("rank 0 did not confirm")

@@ -39,10 +39,13 @@ INDEX = "model.safetensors.index.json"
 
 
 def find_weights(path: Path, config: ModelConfig, mode: str = "full") -> tuple[Path, list[str]]:
-    """Return a run's newest complete checkpoint, a checkpoint, or a Hugging Face folder, and notes on newer ones.
+    """Find weights in a run (its newest complete checkpoint), a checkpoint or a Hugging Face folder.
 
     Args:
         mode: what to verify of a checkpoint, see storage.verify_file.
+
+    Returns:
+        the folder of the weights, and notes on newer damaged checkpoints.
 
     Raises:
         CheckpointError: the path is none of these, or its model's config differs.
@@ -87,7 +90,7 @@ def check_source(config: Config) -> dict[str, str]:
 
 
 def read_weights(folder: Path, *, ema: bool = False) -> LazyTensors:
-    """Return the model's tensors of a verified checkpoint, read on access.
+    """Return the model's tensors in a checkpoint that has been verified. They are read on access.
 
     Args:
         ema: read the averages (optim.ema_decay) instead of the trained parameters.
@@ -109,7 +112,7 @@ def config_of(folder: Path) -> ModelConfig:
 
 
 def tokenizer_notes(source: Path, ours: Path) -> list[str]:
-    """Return a note if the weights of a run, checkpoint or Hugging Face folder had a different vocabulary."""
+    """Return a note if the weights of a run, checkpoint or Hugging Face folder belong to a different vocabulary."""
     source = paths.expand(source)
     file = (source if (source / "tokenizer.json").is_file() else source.parent.parent) / "tokenizer.json"
     try:

@@ -49,7 +49,7 @@ class Sampler:
         return int(torch.multinomial(logits.softmax(0), 1, generator=self._generator))
 
 
-def answers(model: Transformer) -> bool:
+def is_encoder_decoder(model: Transformer) -> bool:
     """Return whether the model is an encoder-decoder, which answers a prompt instead of continuing it."""
     return FAMILIES[model.config.family].encoder_decoder
 
@@ -65,14 +65,15 @@ class Continuation:
         self._model = cast(Any, model)
         self._prompt = prompt
         self._device = model.tok_embeddings.weight.device
-        self._answers = answers(model)
+        self._is_encoder_decoder = is_encoder_decoder(model)
         self._cache: list[Any] = self._model.new_cache()
-        self.limit = model.config.max_seq_len - (0 if self._answers else len(prompt))  # tokens that can follow
+        n_before = 0 if self._is_encoder_decoder else len(prompt)
+        self.limit = model.config.max_seq_len - n_before  # tokens that can follow
 
     def logits(self, rows: list[list[int]]) -> Tensor:
         """Append new tokens to each row and return its next logits, (N, V). The first call has one empty row."""
         logits: Tensor
-        if self._answers:
+        if self._is_encoder_decoder:
             answer = self._tokens([row or [self._model.start] for row in rows])
             source = self._tokens([self._prompt]).expand(len(rows), -1)
             logits = self._model(source, None, self._cache, answer=answer)

@@ -13,11 +13,11 @@ within a few dozen steps. The architecture stays the same. The circuit uses head
 4. The output matrix begins as the negative of the embeddings' normal values, times a constant. So subtracting a token's
    coordinates raises its logit. (The current token's own coordinates lower the logit of a repetition.)
 
-These values are added to the normal ones, except in the output matrix. The normal values are noise that grows with the
-width: without muP at D = 1,024, little of the circuit works at step 0. Queries and keys must be normalised, so that
-their lengths do not matter. Rotary positions rotate coordinates i and i + E / 2 of a head by t / theta^(2 i / E), where
-t is the position. Block 0 uses the fastest pairs, which distinguish neighbours. Block 1 uses pairs that take more than
-600 tokens per turn at theta = 1e4.
+These values are added to the normal values, except in the output matrix. The normal values act as noise that grows
+with the width: without muP at D = 1,024, little of the circuit works at step 0. Queries and keys must be normalised, so
+that their lengths do not matter. Rotary positions rotate coordinates i and i + E / 2 of a head by t / theta^(2 i / E),
+where t is the position. Block 0 uses the fastest pairs, which distinguish neighbours. Block 1 uses pairs that take more
+than 600 tokens per turn at theta = 1e4.
 
 Shapes: D dim, E head_dim, V vocabulary.
 """
@@ -34,7 +34,7 @@ Entries = tuple[Tensor, Tensor, Tensor]  # rows, columns and values of matrix el
 
 CONSTANT = 1.0  # 50 times the std of an embedding
 FASTEST = 4  # rotary pairs that block 0 uses
-LOOK_BACK, MATCH, COPY = 0.8, 2.0, 0.45  # queries and keys of block 0, those of block 1, values and outputs
+LOOK_BACK, MATCH, COPY = 0.8, 2.0, 0.45  # sizes of block 0's queries and keys, block 1's, and values and outputs
 
 
 def entries(config: ModelConfig, vocab_size: int) -> Mapping[str, Entries]:

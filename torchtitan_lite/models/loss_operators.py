@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Whether torch simulates `addmm` of 16-bit FakeTensors into a float32 one: not in torch 2.11 and 2.12.
+# Whether `addmm` of 16-bit FakeTensors can add to a float32 one; torch 2.11 and 2.12 refuse it.
 SIMULATES_ADDING = torch.__version__ >= "2.13"
 PLAIN_ROWS = 1024  # rows that plain operators compute at a time on a GPU, to bound their float32 copies
 
@@ -62,7 +62,7 @@ def _launch(logits: Tensor, targets: Tensor, ignore: int, write: bool, z_loss: f
 
 @functools.cache
 def kernel_works(device: torch.device, dtype: torch.dtype, vocab_size: int) -> bool:
-    """Compile the kernel, which needs Triton and a C compiler, and compare it with plain operators.
+    """Return whether the kernel compiles (it needs Triton and a C compiler) and agrees with plain operators.
 
     The first call makes the host wait for the device.
     """
@@ -86,16 +86,16 @@ def kernel_works(device: torch.device, dtype: torch.dtype, vocab_size: int) -> b
 
 
 def padding(x: Tensor, vocab_size: int) -> int:
-    """Return how many columns to add to the logits of `x`: on a GPU up to a multiple of 64, unless 16 divides V.
+    """Return how many columns to add to `x`'s logits: on a GPU up to a multiple of 64, unless V is a multiple of 16.
 
     In unaligned rows Triton moves single elements. cuBLAS is fastest if sizes and rows are multiples of 16 bytes (its
-    manual, "Tensor Core Usage"), on an A100 of 128 bytes (NVIDIA's guide to matrix multiplication).
+    manual, "Tensor Core Usage"); on an A100, multiples of 128 bytes (NVIDIA's guide to matrix multiplication).
     """
     return -vocab_size % 64 if vocab_size % 16 and _of_gpu(x) else 0
 
 
 def with_zero_rows(weight: Tensor, n: int) -> Tensor:
-    """Return a copy of weight (V, D) with n more rows, of zeros."""
+    """Return a copy of weight (V, D) with n rows of zeros appended."""
     padded = weight.new_empty(len(weight) + n, weight.shape[1])
     padded[: len(weight)].copy_(weight)
     padded[len(weight) :].zero_()

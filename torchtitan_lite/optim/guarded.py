@@ -1,4 +1,4 @@
-"""The interface that a training step expects of an optimizer, and torch's AdamW and SGD behind it."""
+"""The optimizer interface that a training step needs, and torch's AdamW and SGD with this interface."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -33,7 +33,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
             group["step_number"] = number
 
     def update(self, step: int, withheld: Tensor) -> None:
-        """Apply a step's gradients, and free them. Where `withheld`, () bool, is true, change nothing."""
+        """Apply a step's gradients, and free them. If `withheld`, () bool, is true, change nothing."""
         # with cpu_offload, the parameters are on the host
         self.found_inf = withheld.float().to(self.param_groups[0]["params"][0].device)
         self.step_number = step - 1

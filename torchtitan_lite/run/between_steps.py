@@ -148,7 +148,7 @@ def save(s: Session, *, ends: bool) -> None:
         ends: whether the run ends after this step.
 
     Raises:
-        NonFiniteError, DivergedError: on every rank: this state must not be saved.
+        NonFiniteError, ReplicaMismatchError: on every rank: this state must not be saved.
         SaveError: the last save of the run failed. Earlier failures are only logged.
     """
     trained, services, state = s.trained, s.services, s.state
@@ -174,8 +174,8 @@ def report_save(checkpointer: BaseCheckpointer, log: Log, *, wait: bool, ends: b
         then = "" if ends else ", training continues"
         log.info(f"NOT SAVED  step {saved.step}: {saved.error}; older checkpoints are untouched{then}")
     else:
-        paused = f", training paused for {saved.stopped_s:.1f} s" if checkpointer.config.async_save else ""
-        log.record({"step": saved.step, "save_s": saved.stopped_s if paused else saved.seconds, "bytes": saved.bytes})
+        paused = f", training paused for {saved.blocked_s:.1f} s" if checkpointer.config.async_save else ""
+        log.record({"step": saved.step, "save_s": saved.blocked_s if paused else saved.seconds, "bytes": saved.bytes})
         log.info(f"saved   {saved.folder}  ({saved.bytes / 2**20:.1f} MiB, {saved.seconds:.1f} s{paused})")
     if saved.note:
         log.info(f"note    older checkpoints were not deleted: {saved.note}")

@@ -12,7 +12,7 @@ from torchtitan_lite.distributed.parallelize import groups_of
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.optim.groups import freeze, parameter_groups
 from torchtitan_lite.process import env_int
-from torchtitan_lite.run.console import MANY
+from torchtitan_lite.run.console import MANY_EPOCHS
 
 
 def check_patterns(config: Config) -> dict[str, str]:
@@ -83,7 +83,7 @@ def check_default_text(config: Config) -> dict[str, str]:
     data, train = config.data, config.train
     samples = _PAIRS if data.objective == "pairs" else _TOKENS / train.seq_len
     epochs = train.epochs or train.samples / samples
-    if data.path or data.sources or epochs <= MANY:
+    if data.path or data.sources or epochs <= MANY_EPOCHS:
         return {}
     with torch.device("meta"):
         model = models.build(config.model, config.model.vocab_size or config.tokenizer.vocab_size)

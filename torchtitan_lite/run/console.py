@@ -24,7 +24,7 @@ from torchtitan_lite.models import Transformer
 from torchtitan_lite.process import cpu_threads, python_command
 from torchtitan_lite.terminal import counted, duration
 
-MANY = 10  # epochs; more get a note
+MANY_EPOCHS = 10  # a source read more often gets a note
 
 
 def start_lines(
@@ -38,7 +38,7 @@ def start_lines(
     loaded: TrainState | None,
     checkpointer: BaseCheckpointer,
 ) -> str:
-    """Return the lines at the start, with every derived number. `loaded` is the saved state, if the run resumes."""
+    """Return the lines printed at startup, with all derived sizes. `loaded` is the saved state, if the run resumes."""
     n_parameters = sum(p.numel() for p in model.parameters())
     n_on_rank0 = sum(own_part(p)[0].numel() for p in model.parameters())
     lines = [
@@ -58,15 +58,15 @@ def start_lines(
     ]
     if process.device.type == "cpu" and process.threads > 1 and BUSY_AT_START:
         lines.append(
-            "run     other processes use this machine, so threads do not spin (GOMP_SPINCOUNT=1000). On quiet "
-            "cores that is 20 % slower: start again when they are"
+            "run     other processes use this machine, so threads do not spin (GOMP_SPINCOUNT=1000). That is 20 % "
+            "slower on idle cores: if the machine becomes idle, restart the run"
         )
     if process.device.type == "cuda":
         from torchtitan_lite.run import mfu
 
         lines += copies_lines(config, layout) + mfu.start_lines(config, process)
     if not state.bitwise_setting["deterministic"]:
-        lines.append("run     a resume is not bit for bit on a GPU without run.deterministic = true")
+        lines.append("run     a resume on a GPU is bitwise identical only with run.deterministic = true")
     if loaded:
         from torchtitan_lite.run.resumed import resume_lines
 
@@ -88,7 +88,7 @@ def _origin(loaded: TrainState | None, checkpointer: BaseCheckpointer) -> str:
 
 
 def copies_lines(config: Config, layout: Layout) -> list[str]:
-    """Return a hint on keys that avoid FSDP's copies of unsharded parameters; empty if one is set."""
+    """Return a hint on keys that avoid FSDP2's copies if nothing is sharded; empty if it is, or such a key is set."""
     sets = options_saving_copies(config, layout)
     if not sets:
         return []
@@ -97,12 +97,12 @@ def copies_lines(config: Config, layout: Layout) -> list[str]:
         keys[-1] += " (sums in a different order)"
     *others, last = keys
     named = f"{', '.join(others)} and {last}" if others else last
-    return [f"fsdp    nothing is sharded: {named} would save copies, if they fit in memory (see plan)"]
+    return [f"fsdp    nothing is sharded: if memory allows, {named} would avoid copies of the parameters (see plan)"]
 
 
 def model_line(config: Config, parameters: str, widened: bool = False) -> str:
     model = config.model
-    matmuls = ", its matmuls in float32: this CPU has no instructions for them" if widened else ""
+    matmuls = ", its matmuls in float32: this CPU has no 16-bit matmul instructions" if widened else ""
     if config.run.tf32 and config.run.device != "cpu" and config.fsdp.param_dtype == "float32":
         matmuls = ", its matmuls in TF32 on a GPU that has it"
     return (
@@ -129,22 +129,23 @@ def _shape(model: ModelConfig) -> Iterator[str]:
 def batch_line(config: Config, layout: Layout, world_size: int) -> str:
     masked, each, rest = "", *divmod(config.train.batch_size(1), world_size)
     if layout.masked_sequences:
-        masked = f", {layout.masked_sequences} of them padding"
+        masked = f", including {counted(layout.masked_sequences, 'padding sequence')}"
         best = max(n for n in range(1, config.train.micro_batch_size + 1) if each % n == 0)
         masked += "" if rest else f" (none with train.micro_batch_size = {best})"
     lengths = f"{config.train.seq_len} tokens = {layout.tokens_per_step:,} tokens per step"
     if config.data.objective != "causal":
         lengths = f"at most {config.input_len} tokens and {config.target_len} targets"
     rows, ranks = counted(config.train.micro_batch_size, "sequence"), counted(world_size, "rank")
-    last = "; the last steps, see train.batch_schedule" if config.train.batch_schedule else ""
-    return f"batch   {rows} x {ranks} x {layout.grad_accum_steps} accumulation{masked}, of {lengths}{last}"
+    last = "; in the last steps (see train.batch_schedule for the others)" if config.train.batch_schedule else ""
+    accumulated = counted(layout.grad_accum_steps, "accumulation step")
+    return f"batch   {rows} x {ranks} x {accumulated}{masked}, of {lengths}{last}"
 
 
 def data_lines(config: Config, data: DataSet, samples: Mixture) -> list[str]:
     """Return the text, its size and the number of epochs; for a mixture, for each source."""
     seen = seen_of_sources(samples, config.train.samples)
     notes = [*data.notes, *(note for source in samples.sources for note in source.notes)]
-    if often := [f"{shortened(name)} {n['epochs']:.0f} times" for name, n in seen.items() if n["epochs"] > MANY]:
+    if often := [f"{shortened(name)} {n['epochs']:.0f} times" for name, n in seen.items() if n["epochs"] > MANY_EPOCHS]:
         notes.append(
             f"the run reads {', '.join(often)}: after about four times, the same text teaches little "
             "(arXiv:2305.16264); more text or fewer steps is better"
@@ -170,7 +171,7 @@ def data_lines(config: Config, data: DataSet, samples: Mixture) -> list[str]:
 
 
 def seen_of_sources(samples: Mixture, n: int, skipped: Sequence[Sequence[int]] = ()) -> dict[str, dict[str, float]]:
-    """Return each source's tokens and epochs in a run's first n samples (best_fit: by a sequence's mean tokens).
+    """Return each source's tokens and epochs in a run's first n samples; with best_fit, tokens are estimates.
 
     Args:
         skipped: data.skip_samples. If a range begins within a batch, the batch's earlier samples count as seen.
@@ -186,7 +187,7 @@ def seen_of_sources(samples: Mixture, n: int, skipped: Sequence[Sequence[int]] =
 
 
 def source_lines(samples: Mixture, state: TrainState, skipped: Sequence[Sequence[int]]) -> list[str]:
-    """Return the tokens of each source of a mixture that a run has seen, one line per source."""
+    """Return a line for each source of a mixture: how much of it the run has seen. Empty for a single source."""
     if len(samples.sources) < 2:
         return []
     sources = seen_of_sources(samples, state.samples_consumed, skipped).items()
@@ -216,7 +217,7 @@ def fsdp_line(config: Config) -> str:
     if fsdp.cpu_offload:
         parts.append("offloaded to the host" + ("" if fsdp.pin_memory else ", not pinned"))
     if fsdp.shard_columns:
-        parts.append(f"split by columns: {', '.join(fsdp.shard_columns)}")
+        parts.append(f"sharded by columns: {', '.join(fsdp.shard_columns)}")
     if fsdp.separate_reduce_scatter_group:
         parts.append("reduce-scatter in its own process group")
     if fsdp.reduce_scatter_buffers > 1:
@@ -227,7 +228,7 @@ def fsdp_line(config: Config) -> str:
     if config.compile.enabled:
         parts.append(f"blocks compiled by {config.compile.backend}")
     if config.speed.float8:
-        parts.append("blocks multiply in float8 (emulated on a CPU)")
+        parts.append("block matmuls in float8 (emulated on a CPU)")
     if config.optim.freeze:
         parts.append(f"frozen: {', '.join(config.optim.freeze)}")
     return "; ".join(parts)

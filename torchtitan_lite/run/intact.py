@@ -12,10 +12,10 @@ from torchtitan_lite.checkpointing.tensor_names import optimizer_tensors, own_te
 from torchtitan_lite.distributed.process_group import sum_over_ranks
 from torchtitan_lite.distributed.ranks import gather
 from torchtitan_lite.distributed.sharding import own_part
-from torchtitan_lite.errors import DivergedError, NonFiniteError
+from torchtitan_lite.errors import NonFiniteError, ReplicaMismatchError
 from torchtitan_lite.terminal import counted
 
-PIECE = 1 << 20  # elements that a digest processes at a time, 8 MiB
+CHUNK_ELEMENTS = 1 << 20  # that a digest processes at a time: 8 MiB
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by size of an element
 
 
@@ -37,7 +37,7 @@ def require_equal_replicas(model: nn.Module, optimizer: torch.optim.Optimizer, s
     Each rank compares a digest of each tensor, one integer, with the first replica's. Collective.
 
     Raises:
-        DivergedError: on every rank, with the tensors and ranks that differ from the first replica.
+        ReplicaMismatchError: on every rank, with the tensors and ranks that differ from the first replica.
     """
     parameter = next(model.parameters())
     if not isinstance(parameter, DTensor) or "dp_replicate" not in (parameter.device_mesh.mesh_dim_names or ()):
@@ -56,7 +56,7 @@ def require_equal_replicas(model: nn.Module, optimizer: torch.optim.Optimizer, s
     bad = [name for name, count in zip(tensors, sum_over_ranks(differs).tolist(), strict=True) if count]
     hosts = gather(socket.gethostname())
     where = ", ".join(f"{rank} ({hosts[rank]})" for rank, flag in enumerate(ranks.tolist()) if flag)
-    raise DivergedError(
+    raise ReplicaMismatchError(
         f"step {step}: replicas of the model differ: rank {where} from the first replica, in "
         f"{counted(len(bad), 'tensor')}, the first is {bad[0]}. A bit flipped in memory, or the ranks diverged. "
         "Nothing was saved; the same command resumes from the newest checkpoint"
@@ -66,14 +66,14 @@ def require_equal_replicas(model: nn.Module, optimizer: torch.optim.Optimizer, s
 def digest(tensor: Tensor) -> Tensor:
     """Return () int64: the sum, modulo 2^64, of each element's bits as an integer times an odd weight of its position.
 
-    A flipped bit always changes the digest. So do two flips within PIECE elements, and swapping two elements: such sums
+    A flipped bit always changes the digest. So do two flips within a chunk, and swapping two elements of it: such sums
     have less than 64 bits, and 2^k w = 2^m v has no solution for different k and m, or for different odd w and v.
     """
     bits = tensor.detach().contiguous().flatten().view(_BITS[tensor.element_size()])
-    weights = odd_numbers(PIECE, tensor.device)
+    weights = odd_numbers(CHUNK_ELEMENTS, tensor.device)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for piece in bits.split(PIECE):
-        total = 0x5851F42D4C957F2D * total + (piece * weights[: len(piece)]).sum()  # Knuth's multiplier
+    for chunk in bits.split(CHUNK_ELEMENTS):
+        total = 0x5851F42D4C957F2D * total + (chunk * weights[: len(chunk)]).sum()  # Knuth's multiplier
     return total
 
 

@@ -104,8 +104,8 @@ class Log:
     reported once on stderr, and tried again each time.
     """
 
-    def __init__(self, folder: Path, speaks: bool) -> None:
-        self._speaks = speaks
+    def __init__(self, folder: Path, enabled: bool) -> None:
+        self._enabled = enabled
         self.attempt = 0  # the attempt's number, once it has taken over the run's folder
         self._folder = folder
         self._text = folder / "train.log"
@@ -114,7 +114,7 @@ class Log:
 
     def info(self, text: str, fit: Callable[[str, int], str] | None = None) -> None:
         """Write a line to the terminal and to train.log. `fit(text, columns)` shortens it for a terminal."""
-        if not self._speaks:
+        if not self._enabled:
             return
         with self._reported("stdout"):
             shown = fit(text, shutil.get_terminal_size().columns) if fit and sys.stdout.isatty() else text
@@ -125,7 +125,7 @@ class Log:
     @contextmanager
     def tracking(self, config: LogConfig, state: TrainState) -> Iterator[None]:
         """Send the records of metrics.jsonl in this context to `log.trackers`."""
-        if not config.trackers or not self._speaks:
+        if not config.trackers or not self._enabled:
             yield
             return
         from torchtitan_lite.run.trackers import Trackers
@@ -139,7 +139,7 @@ class Log:
 
     def record(self, values: dict[str, Any], file: str = "metrics.jsonl") -> None:
         """Append a line to a file of records."""
-        if self._speaks:
+        if self._enabled:
             with self._reported(f"a record of {file}"):
                 about = {"attempt": self.attempt, "time": round(time.time(), 3)}
                 self._append(self._folder / file, json.dumps({**values, **about}))
@@ -163,7 +163,7 @@ class Log:
     def progress(self, first: int, last: int) -> Iterator[int]:
         """Yield the steps from `first` to `last`, with a progress bar if stderr is a terminal."""
         bar: tqdm[Any] | None = None
-        if self._speaks and sys.stderr.isatty():
+        if self._enabled and sys.stderr.isatty():
             with self._reported("the progress bar"):
                 bar = tqdm(initial=first - 1, total=last, unit="step", dynamic_ncols=True, leave=False)
         try:

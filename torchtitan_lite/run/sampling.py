@@ -23,7 +23,7 @@ from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.distributed.generating import generating
 from torchtitan_lite.errors import ConfigError, DataError
-from torchtitan_lite.models.generation import Sampler, answers, new_tokens
+from torchtitan_lite.models.generation import Sampler, is_encoder_decoder, new_tokens
 from torchtitan_lite.run.console import cut
 from torchtitan_lite.run.session import Session, forward_seed
 from torchtitan_lite.scoring.validation import SUBSET_SEED
@@ -113,7 +113,7 @@ def sample(prompts: Prompts, s: Session) -> None:
 
             tokens = list(new_tokens(model, ids, prompts.config.max_tokens, agreed, (prompts.end,)))
             prompt = prompts.texts[i]
-            if answers(model) or prompts.references:
+            if is_encoder_decoder(model) or prompts.references:
                 text = prompts.tokenizer.decode(tokens)
             else:
                 text = prompts.tokenizer.decode([*ids, *tokens]).removeprefix(prompts.tokenizer.decode(ids))

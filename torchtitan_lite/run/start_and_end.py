@@ -24,7 +24,7 @@ from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.token_files import PAIRS
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.distributed.ranks import gather, on_rank0
-from torchtitan_lite.errors import REPEATS, BusyError, ConfigError, RepeatError, StuckError, UserError
+from torchtitan_lite.errors import EXIT_WOULD_REPEAT, BusyError, ConfigError, RepeatError, StuckError, UserError
 from torchtitan_lite.files import write_durably
 from torchtitan_lite.run import attempts, run_folder
 from torchtitan_lite.run.between_steps import missed_evaluations, report_save
@@ -164,7 +164,7 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
         for note in tokenizer_notes(Path(config.model.init_from), data.folder / "tokenizer.json"):
             log.info(f"note    {note}")
     if not finished:
-        with watchdog.loading("comparing the space on the disk"):
+        with watchdog.loading("checking the free disk space"):
             on_rank0(lambda: storage.remove_leftovers(checkpointer.folder), process.untimed)
             checkpointer.require_space()
 
@@ -219,5 +219,5 @@ def report_failure(config: Config, process: Process, log: Log, error: Exception,
         # every rank has raised this error, so a background save can still complete
         report_save(s.services.checkpointer, log, wait=True, ends=True)
     step = 0 if s is None else s.state.step
-    repeats = isinstance(error, UserError) and error.exit_code == REPEATS
+    repeats = isinstance(error, UserError) and error.exit_code == EXIT_WOULD_REPEAT
     run_folder.record_end(config.folder, process, log.attempt, "failed", step, str(error) or repr(error), repeats)

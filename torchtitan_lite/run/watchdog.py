@@ -28,13 +28,13 @@ import torch.distributed as dist
 
 from torchtitan_lite.checkpointing import progress
 from torchtitan_lite.config.schema import RunConfig
-from torchtitan_lite.distributed.lost import explaining_lost_ranks, gone_message, is_gone, shortened
+from torchtitan_lite.distributed.lost import explaining_lost_ranks, first_line, gone_message, means_closed_connection
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import ConfigError, StuckError, report
 from torchtitan_lite.process import local_rank
 
 _AT, _BEAT = "torchtitan_lite/at/{}", "torchtitan_lite/beat/{}"
-_FOLLOWS = b"--- this process ends because a different one did\n"
+_SECONDARY = b"--- this process ends because a different one did\n"
 
 
 class Place(NamedTuple):
@@ -180,15 +180,15 @@ class Watchdog:
 
     def _explain(self, error: RuntimeError) -> str:
         where = f"rank {self._world.rank}, {RankState(self._at, progress.operations()).task}"
-        if not is_gone(error):
-            return f"{where}: waited for the other ranks. {shortened(error)}"
+        if not means_closed_connection(error):
+            return f"{where}: timed out waiting for the other ranks. {first_line(error)}"
         who = "a process died"
         if ended := self._ended():
             who = f"a process died: {', '.join(f'rank {rank}{self._last_seen(rank)}' for rank in ended)}"
         elif self._world.local_world_size < self._world.world_size:
             who = "a process on another machine died, or the network to it failed"
         with contextlib.suppress(OSError):  # for `_has_ended` of others; `close` keeps the file
-            self._file.write(_FOLLOWS)
+            self._file.write(_SECONDARY)
         return f"{where}: {gone_message(who, error)}"
 
     def _last_seen(self, rank: int) -> str:
@@ -216,7 +216,7 @@ class Watchdog:
         try:
             with self._path.with_name(f"rank-{rank}.txt").open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return not file.read().endswith(_FOLLOWS)
+                return not file.read().endswith(_SECONDARY)
         except FileNotFoundError:
             return True
         except OSError:

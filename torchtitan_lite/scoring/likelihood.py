@@ -24,14 +24,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Window:
-    """Consecutive tokens; all but the first `known` are predicted. Compact: a task may have millions."""
+    """Consecutive tokens; all but the first `known` are predicted. Stored compactly: a task may have millions."""
 
-    item: int  # the item that its value is added to
+    item: int  # the index of the item to whose sum the window's value is added
     ids: NDArray[np.int32]
     known: int = 1  # at least 1
 
     def __len__(self) -> int:
-        """Return the columns of its row."""
+        """Return the length of the window's row in a batch."""
         return len(self.ids) - 1
 
 
@@ -98,7 +98,7 @@ def sums_by_item(
     Args:
         batches: of all ranks, in the same order on each.
         load: makes a batch; called for this rank's batches.
-        items: their number is read last: a stream of batches may add items.
+        items: its length is read last, because reading the batches may add items.
     """
     parts = []
     for which, counts in batches_of_rank(batches, process):
@@ -114,10 +114,10 @@ def sums_by_item(
 
 
 def batches_of_rank(batches: Iterable[T], process: Process) -> Iterator[tuple[T, bool]]:
-    """Yield this rank's batches, and whether the result counts. Ranks take turns.
+    """Yield each of this rank's batches, and whether to use its result. Ranks take turns.
 
     Every rank gets the same number, because a sharded model's forward pass is collective. In the last round, ranks
-    without a batch repeat the last one, which does not count.
+    without a batch repeat the last one, and that result is dropped.
     """
     remaining = iter(batches)
     while batches_of_round := list(islice(remaining, process.world_size)):

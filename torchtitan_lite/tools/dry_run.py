@@ -85,7 +85,7 @@ def run(loaded: Loaded, data: DataSet, build: Callable[..., Session], step: Step
         plan = planned(loaded.config, data.vocab_size, env_int("WORLD_SIZE", 1)) if first else None
         with process_group(config.run) as process:
             require_agreement(loaded.config, data, process)
-            with contextlib.closing(build(config, data, process, Log(config.folder, speaks=first))) as session:
+            with contextlib.closing(build(config, data, process, Log(config.folder, enabled=first))) as session:
                 n_bytes, step_s = measure(session, step)
                 machines = check_machines(loaded.config.folder, session)
             if plan is not None:

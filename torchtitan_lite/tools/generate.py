@@ -21,7 +21,7 @@ from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.pairs import with_prefix
 from torchtitan_lite.errors import ConfigError, run_cli
-from torchtitan_lite.models.generation import Sampler, answers, beam_search, new_tokens, pieces
+from torchtitan_lite.models.generation import Sampler, beam_search, is_encoder_decoder, new_tokens, pieces
 from torchtitan_lite.terminal import counted, prepare_streams
 from torchtitan_lite.tools.load_model import (
     Opened,
@@ -40,7 +40,7 @@ def encode(opened: Opened, prompt: str) -> list[int]:
     Raises:
         ConfigError: the prompt is empty, can't be encoded, or is too long for the model.
     """
-    is_source, limit = answers(opened.model), opened.model.config.max_seq_len
+    is_source, limit = is_encoder_decoder(opened.model), opened.model.config.max_seq_len
     ids = bpe.encode(opened.tokenizer, with_prefix(opened.prefix, prompt) if is_source and prompt else prompt, "prompt")
     if is_source and ids:
         ids += [end for end in opened.ends[:1] if ids[-1] != end]
@@ -97,7 +97,7 @@ def answer(opened: Opened, prompt: str, options: Options) -> str:
         ConfigError: see `encode`.
     """
     ids, n_tokens = encode(opened, prompt), 0
-    if continues := not answers(opened.model):
+    if continues := not is_encoder_decoder(opened.model):
         print(prompt, end="", flush=True)
 
     def counting() -> Iterator[int]:
@@ -173,7 +173,7 @@ def _run(args: argparse.Namespace) -> int:
     opened = open_model(run, device_of(args.device), getattr(torch, args.dtype), args.tokenizer, ema=args.ema)
     for note in [*opened.notes, opened.source]:
         print(note, file=sys.stderr)
-    if args.beams > 1 and not answers(opened.model):
+    if args.beams > 1 and not is_encoder_decoder(opened.model):
         raise ConfigError(f"--beams is for encoder-decoders, and {args.run} holds a decoder: leave it out")
     if args.prompt is not None:
         print(answer(opened, args.prompt, options), file=sys.stderr)

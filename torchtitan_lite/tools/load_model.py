@@ -24,7 +24,7 @@ from torchtitan_lite.data.pairs import source_prefix
 from torchtitan_lite.errors import CheckpointError, ConfigError, DataError
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models import Transformer, build
-from torchtitan_lite.models.generation import answers
+from torchtitan_lite.models.generation import is_encoder_decoder
 from torchtitan_lite.run.attempts import Attempt, best_step
 
 LONGEST = 2048  # default maximum tokens in a window of a Hugging Face model
@@ -130,7 +130,7 @@ def open_model(
     model.load_state_dict(placed, strict=False, assign=True)
     model.tie_weights()
     source = f"{folder} ({config.family}, {sum(p.numel() for p in model.parameters()):,} parameters)"
-    if prefix and answers(model):
+    if prefix and is_encoder_decoder(model):
         notes = [*notes, f"each source begins with {prefix!r}, as in training"]
     return Opened(source, model.eval().requires_grad_(False), entries, ends, notes, prefix, trained, state)
 

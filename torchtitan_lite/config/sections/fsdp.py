@@ -118,9 +118,9 @@ run stops"""
 
 # --- FSDP1's sharding strategies --------------------------------------------------------------------------------
 
-# The [fsdp] keys of each (source: the migration guide in PyTorch's FSDP2 tutorial). A strategy sets keys that are not
-# given; a given key that contradicts it is an error. As in FSDP1, a hybrid strategy shards within one machine, unless
-# dp_replicate or dp_shard is set.
+# The [fsdp] keys that each strategy sets (source: the migration guide in PyTorch's FSDP2 tutorial) unless they are
+# given; a given key that contradicts the strategy is an error. As in FSDP1, a hybrid strategy shards within one
+# machine, unless dp_replicate or dp_shard is set.
 STRATEGIES: dict[str, dict[str, Any]] = {
     "FULL_SHARD": {"reshard_after_forward": True, "dp_replicate": 1},
     "SHARD_GRAD_OP": {"reshard_after_forward": False, "dp_replicate": 1},

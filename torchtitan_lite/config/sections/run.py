@@ -21,11 +21,11 @@ class RunConfig(Section):
     device: Annotated[Literal["auto", "cpu", "cuda"], BITS] = "auto"
     """device to train on; auto: cuda if there is a GPU, else cpu"""
     peak_tflops: NonNegativeFloat = 0.0
-    """peak TFLOP/s of one device in the run's dtype (dense), for MFU; 0: as published for the device's name, and \
+    """peak TFLOP/s of one device in the run's dtype (dense), for MFU; 0: the published value for the device's name; \
 unknown on a CPU"""
     threads: Annotated[int, BITS] = Field(default=0, ge=0, le=4096)
-    """CPU threads per rank; 0: without a launcher OMP_NUM_THREADS, else the machine's cores, or the quota of its \
-container, divided by its number of ranks"""
+    """CPU threads per rank; 0: OMP_NUM_THREADS if it is set and there is no launcher; otherwise the cores of \
+the machine (or the CPU quota of the container), divided by the machine's number of ranks"""
     max_minutes: NonNegativeFloat = 0.0
     """save and exit after this many minutes; 0: no limit"""
     preempted_exit_code: int = Field(default=0, ge=0, le=125)

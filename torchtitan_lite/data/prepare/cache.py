@@ -1,4 +1,4 @@
-"""Prepares text into the cache, for train.py. The part of this folder that train.py imports."""
+"""Prepares text for train.py, in the cache."""
 
 import os
 import shutil
@@ -82,7 +82,7 @@ def _text(path: str | list[str], data: DataConfig, cache: Path) -> Corpus:
 def _prepare(
     corpus: Corpus, job: Job, folder: Path, texts: list[Corpus], first: Path, info: Callable[[str], None]
 ) -> None:
-    """Prepare a folder of the cache. The first folder has the tokenizer trained for all."""
+    """Prepare a folder of the cache. The others take their tokenizer from the first folder."""
     from torchtitan_lite.data.prepare.folder import partial_folder, prepare
     from torchtitan_lite.data.prepare.summary import summary
 
@@ -90,7 +90,7 @@ def _prepare(
     given = (first / "tokenizer.json").read_text(encoding="utf-8") if folder != first else ""
     try:
         meta = prepare(corpus, job, folder, "stop", texts, given)
-    except DataError:  # corrected text gets a new folder
+    except DataError:  # once the text is corrected, it gets a different folder, so this one is useless
         shutil.rmtree(partial_folder(folder))
         raise
     info(f"data    {summary(meta)}")

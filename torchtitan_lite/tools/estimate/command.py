@@ -1,8 +1,8 @@
-"""`python -m torchtitan_lite.plan`: estimates memory and time of a run, and what to try, without a GPU.
+"""`python -m torchtitan_lite.plan`: estimates a run's memory and time without a GPU, and suggests changes.
 
     python -m torchtitan_lite.plan --config configs/llama_8b.toml --world-size 64 --device h100
 
-The figures come from a simulated step (simulate.py).
+The estimates come from a simulated step (simulate.py).
 """
 
 import argparse
@@ -33,14 +33,14 @@ from torchtitan_lite.tools.estimate.planned_run import (
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan_lite.plan",
-        description="Memory and time of a run, and what to try. Nothing is allocated; no GPU is needed. Every option "
-        "of train.py works as well: --config FILE, --section.key=value, ...",
+        description="Estimate a run's memory and time, and suggest changes if it does not fit. Needs no GPU. Every "
+        "option of train.py works as well: --config FILE, --section.key=value, ...",
         epilog="To add a device, add an entry to torchtitan_lite/run/devices.toml.",
         allow_abbrev=False,
     )
     parser.add_argument("--world-size", type=int, default=1, help="ranks of the run (default: 1)")
     parser.add_argument(
-        *("--device",), type=str.lower, default="h100", choices=["cpu", *DEVICES], help="the device (default: h100)"
+        "--device", type=str.lower, default="h100", choices=["cpu", *DEVICES], help="the device (default: h100)"
     )
     options, config_options = parser.parse_known_args(argv)
     return run_cli("plan", lambda: _plan(options.world_size, DEVICES.get(options.device), config_options))
@@ -52,8 +52,8 @@ def _plan(world_size: int, device: Device | None, config_options: Sequence[str])
     per_node = min(device.per_node, world_size) if device else world_size
     command = cli.parse(
         config_options,
-        True,  # the run is for a different machine
-        ["help", "world-size", "device"],
+        elsewhere=True,  # the run is for a different machine
+        own=["help", "world-size", "device"],
         n_gpus=per_node if device else 0,
         world_size=world_size,
         local_world_size=per_node,
@@ -91,20 +91,20 @@ def _memory_lines(plan: Plan) -> list[str]:
     room = ""
     if device is not None:
         result = "fits" if plan.fits else "DOES NOT FIT"
-        room = f": {result} into {device.memory_gib:.1f} GiB with a reserve of {RESERVE:.0%}"
+        room = f": {result} in {device.memory_gib:.1f} GiB with a reserve of {RESERVE:.0%}"
     on_disk = plan.checkpoint_bytes
     disk = f"{on_disk / 1e12:.3g} TB" if on_disk >= 1e11 else size(on_disk)
     lines = [
-        f"memory  {size(total)} at the peak of a rank{room}",
+        f"memory  {size(total)} peak per rank{room}",
         f"        {', '.join(f'{kind} {size(n)}' for kind, n in plan.device_bytes.items())}",
         f"        a checkpoint on disk: {disk}",
     ]
     if plan.config.fsdp.cpu_offload:
         lines.append(f"        on the host, per rank: {size(sum(plan.simulated.peak.values()) - total)}")
     if plan.config.compile.enabled:
-        lines.append("        (compiled blocks keep less; the plan ignores that)")
+        lines.append("        (compiled blocks need less memory; this estimate ignores that)")
     if plan.config.speed.float8:
-        lines.append("        (float8 is not estimated: this is bfloat16)")
+        lines.append("        (these estimates are for bfloat16; float8 is not estimated)")
     return lines
 
 
@@ -116,12 +116,12 @@ def _time_lines(plan: Plan) -> list[str]:
     step, (least, most) = expected(plan, device), likely(plan, device)
     rate = plan.layout.tokens_per_step / plan.world_size / step.total
     share = plan.flops_per_token * rate / device.peak_flops(plan.config.fsdp.param_dtype)
-    known = f"published runs of {device.name}; nine of ten held-out runs, over all devices, are within {SPREAD:.0%}"
+    known = f"published runs of {device.name}; of all runs not used for fitting, nine of ten are within {SPREAD:.0%}"
     lines = [
-        f"time    a step takes {step.total:.3f} s, likely {least:.3f} to {most:.3f}: {rate:,.0f} tokens per second and "
-        f"device, {share:.0%} MFU",
+        f"time    a step takes {step.total:.3f} s, likely {least:.3f} to {most:.3f}: {rate:,.0f} tokens per second "
+        f"per device, {share:.0%} MFU",
         f"        matmuls {step.matmuls:.3f} s, attention {step.attention:.3f}, other operators {step.others:.3f}, "
-        f"communication not hidden {step.exposed:.3f}, optimizer {step.optimizer:.3f}",
+        f"exposed communication {step.exposed:.3f}, optimizer {step.optimizer:.3f}",
         f"        based on {known if device.sustained else f'other devices: {device.name} has no published run'} "
         "(docs/plan.md)",
     ]
@@ -138,7 +138,7 @@ def _time_lines(plan: Plan) -> list[str]:
 
 
 def _advice(plan: Plan) -> Iterator[str]:
-    """Yield changes that make the run fit, simulated cumulatively."""
+    """Yield a line per change, each simulated on top of the previous ones, until the run fits."""
     if plan.fits:
         return
     for options, config, world_size in _changes(plan):

@@ -90,7 +90,7 @@ def make_plan(config: Config, world_size: int, device: Device | None, *, on_gpu:
     flops = flops_per_token(model, config.input_len, config.target_len)
     simulated = simulate(config, world_size, vocab_size, on_gpu=on_gpu)
     # the simulated rank's share of Muon's matrices differs in a shallow model, so count them in the whole model
-    matmuls, exchanges = muon_step(model, config.optim, layout, on_gpu=on_gpu)
+    matmuls, collectives = muon_step(model, config.optim, layout, on_gpu=on_gpu)
     start, n_bytes = simulated.peaks["start"], 4 * n_parameters
     shards = start[PARAMETERS] - sum(buffer.nbytes for buffer in model.buffers())  # of one rank; buffers are not saved
     update: Counter[Work] = Counter({w: n for w, n in simulated.optimizer.items() if isinstance(w, Traffic)})
@@ -103,7 +103,7 @@ def make_plan(config: Config, world_size: int, device: Device | None, *, on_gpu:
         n_parameters=n_parameters,
         n_active=active_parameters(model),
         flops_per_token=flops,
-        simulated=replace(simulated, optimizer=update + matmuls, exchanges=exchanges),
+        simulated=replace(simulated, optimizer=update + matmuls, muon_collectives=collectives),
         checkpoint_bytes=n_bytes + round(n_bytes * start[OPTIMIZER] / shards),
     )
 
@@ -193,7 +193,7 @@ def why_unknown(plan: Plan) -> str:
 def expected(plan: Plan, device: Device) -> Expected:
     """Return the expected time of a step."""
     simulated = plan.simulated
-    exchanged = expected_s(simulated.exchanges, device, plan.world_size)
+    exchanged = expected_s(simulated.muon_collectives, device, plan.world_size)
     update_s = sum(work_s(simulated.optimizer, "optimizer", device, fused=False))
     parts = [Expected(optimizer=update_s + sum(seconds for seconds, _ in exchanged.values()))]
     for i, times in simulated.micro_batches(plan.layout.grad_accum_steps):

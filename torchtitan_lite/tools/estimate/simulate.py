@@ -1,11 +1,12 @@
-"""Simulates the memory and communication of one training step, on FakeTensors and a process group without peers.
+"""Simulates the memory, compute and communication of one training step, with FakeTensors and a fake process group.
 
-Model, `fully_shard`, activation checkpointing and optimizer run as in training, so every option of FSDP2 has its real
-effect, and 405 B parameters take seconds and no memory. A dispatch mode sees each operator and follows its output
-tensors until they are freed.
+The model, `fully_shard`, activation checkpointing and the optimizer run as in training, so every option of FSDP2 has
+its real effect. Nothing is allocated, so even a 405B model takes only seconds. A dispatch mode sees each operator and
+tracks its output tensors until they are freed.
 
-    timeline:    (born, died, bytes, kind) of each storage  ->  the peak, by kind
-    collectives: (operator, bytes, ranks) by micro-batch    ->  the communication of a step
+    timeline:    (allocated, freed, bytes, kind) of each storage  ->  the peak, by kind
+    collectives: (operator, bytes, ranks) by micro-batch          ->  the communication of a step
+    work:        matmuls, attention and memory traffic            ->  the compute of a step
 
 A deep model is simulated at two small depths. Each part of the step (the forward of the second block, the backward of
 the last, the head, ...) is then extrapolated linearly to the full depth.
@@ -42,9 +43,9 @@ from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, mak
 from torchtitan_lite.tools.estimate.work import Collective, Recorder, Storage, Work, local, tensors_of
 
 KINDS = "parameters", "optimizer state", "gradients", "gathered parameters", "communication buffers", "activations"
-PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, SENDING, ACTIVATIONS = KINDS
+PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, COMMUNICATION, ACTIVATIONS = KINDS
 
-Peaks = dict[str, dict[str, int]]  # by part of the step: bytes by kind at its peak
+Peaks = dict[str, dict[str, int]]  # part of the step -> kind -> bytes at the part's peak
 
 
 @dataclass
@@ -52,10 +53,10 @@ class Simulated:
     """One rank's simulated step."""
 
     peaks: Peaks
-    collectives: list[Counter[Collective]]  # of the first, a middle and the last micro-batch, if they exist
+    collectives: list[Counter[Collective]]  # of the first, middle (unless like the first) and last micro-batch
     work: list[Counter[Work]]  # likewise
     optimizer: Counter[Work]  # clipping and the update
-    exchanges: Counter[Collective] = field(default_factory=Counter)  # Muon's: see `make_plan`
+    muon_collectives: Counter[Collective] = field(default_factory=Counter)  # see `make_plan`
 
     @property
     def peak(self) -> dict[str, int]:
@@ -63,16 +64,16 @@ class Simulated:
         return max(self.peaks.values(), key=lambda kinds: sum(kinds.values()))
 
     def micro_batches(self, grad_accum_steps: int) -> list[tuple[int, int]]:
-        """Return the index of each simulated micro-batch, and how often a step has it."""
+        """Return the index of each simulated micro-batch, and how many of the step's micro-batches it represents."""
         n = len(self.work)
         return [(i, 1 + (grad_accum_steps - n) * (i == (n - 1) // 2)) for i in range(n)]
 
 
 class Timeline(TorchDispatchMode):
-    """Follows every storage from allocation to release, and counts collectives.
+    """Tracks every storage from allocation to release, and counts collectives.
 
     Args:
-        n_replicas: number of replicas, over which an all-reduce sums.
+        n_replicas: number of HSDP replicas, the group size of an all-reduce.
         compiled: whether the blocks are compiled.
     """
 
@@ -83,10 +84,11 @@ class Timeline(TorchDispatchMode):
         self.collectives: Counter[Collective] = Counter()
         self.recorder = Recorder(lambda tensor: self._alive.get(id(tensor.untyped_storage())))
         self.phase, self.micro = "forward", 0
-        self._parts: list[tuple[int, str]] = [(1, "start")]  # first moment and name of each part of the step
+        self._parts: list[tuple[int, str]] = [(1, "start")]  # start time and name of each part of the step
         self._alive: dict[int, Storage] = {}  # by id of torch's storage
 
-    def part(self, name: str) -> None:
+    def begin_part(self, name: str) -> None:
+        """Begin a part of the step, such as "0 forward block 1"."""
         self.recorder.end_of_kernel(self.phase)
         self._parts.append((self.now + 1, name))
 
@@ -96,36 +98,36 @@ class Timeline(TorchDispatchMode):
             self._collective(function, args)
         else:
             for tensor in tensors_of(out):
-                self.follow(tensor, ACTIVATIONS)
+                self.track(tensor, ACTIVATIONS)
             fused = self.compiled and "block" in self._parts[-1][1] and function.namespace != "fsdp"
             if function.namespace != "prim":
                 self.recorder.count(function, args, kwargs, out, self.phase, fused=fused)
         return out
 
-    def follow(self, tensor: Tensor, kind: str) -> None:
-        """Follow a tensor's storage, or set its kind if it is already followed."""
+    def track(self, tensor: Tensor, kind: str) -> None:
+        """Track a tensor's storage, or set its kind if it is already tracked."""
         storage = tensor.untyped_storage()
         known = self._alive.get(key := id(storage))
         if known is None:
-            self._born(storage, kind, weakref.ref(storage, lambda _: self._dead(key)))
+            self._allocated(storage, kind, weakref.ref(storage, lambda _: self._freed(key)))
         elif kind != ACTIVATIONS:
             known.kind = kind
 
-    def _born(self, storage: Any, kind: str, reference: Any) -> None:
+    def _allocated(self, storage: Any, kind: str, reference: Any) -> None:
         self.now += 1
         self._alive[id(storage)] = entry = Storage(self.now, storage.nbytes(), kind, reference)
         self.storages.append(entry)
 
-    def _dead(self, key: int) -> None:
+    def _freed(self, key: int) -> None:
         self.now += 1
-        self._alive.pop(key).died = self.now
+        self._alive.pop(key).freed = self.now
 
     def _resized(self, storage: Any) -> None:
         """Record that FSDP freed or allocated gathered parameters by resizing their storage."""
         if known := self._alive.get(id(storage)):
             self.now += 1
-            known.died, known.kind = self.now, GATHERED
-            self._born(storage, GATHERED, known.reference)
+            known.freed, known.kind = self.now, GATHERED
+            self._allocated(storage, GATHERED, known.reference)
 
     def _collective(self, function: Any, args: Any) -> None:
         kind = _COLLECTIVES.get(function.__name__.split(".")[0])
@@ -134,14 +136,14 @@ class Timeline(TorchDispatchMode):
         tensors = sorted((*tensors_of(args[0]), *tensors_of(args[1])), key=Tensor.numel)
         part, whole = tensors[0], tensors[-1]
         ranks = self.n_replicas if kind == "all-reduce" else whole.numel() // part.numel()
-        self.follow(whole, SENDING)
+        self.track(whole, COMMUNICATION)
         self.collectives[
             Collective(f"{kind}, {self.phase}" if kind == "all-gather" else kind, whole.nbytes, ranks)
         ] += 1
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Follow all storages and collectives in the block."""
+    def tracking(self) -> Iterator[None]:
+        """Track all storages and collectives in this context."""
         original = torch.UntypedStorage.resize_
 
         def resize_(storage: Any, size: int) -> Any:
@@ -154,8 +156,8 @@ class Timeline(TorchDispatchMode):
 
     def peaks(self) -> Peaks:
         """Return the peak of each part of the step."""
-        changes = {s.born: (s.kind, s.bytes) for s in self.storages}
-        changes |= {s.died: (s.kind, -s.bytes) for s in self.storages if s.died is not None}
+        changes = {s.allocated: (s.kind, s.bytes) for s in self.storages}
+        changes |= {s.freed: (s.kind, -s.bytes) for s in self.storages if s.freed is not None}
         held, peaks = dict.fromkeys(KINDS, 0), Peaks()
         ends = [start for start, _ in self._parts[1:]] + [self.now + 1]
         for (start, name), end in zip(self._parts, ends, strict=True):
@@ -177,8 +179,8 @@ _FSDP_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param"
 def fake_world(world_size: int) -> Iterator[None]:
     """Create a process group whose collectives do nothing. This process is rank 0, which has the largest shards.
 
-    FSDP cuts each parameter into one tensor per rank, and keeps its own. Here only the first is made; otherwise a large
-    world would take minutes and gigabytes.
+    FSDP2 chunks each parameter into one tensor per rank, and keeps this rank's. Here only rank 0's chunk is made: in a
+    large world, all chunks would take minutes and gigabytes.
     """
     dist.init_process_group("fake", rank=0, world_size=world_size)
     try:
@@ -195,10 +197,10 @@ def _first_chunk(tensor: Tensor, num_chunks: int, dim: int) -> list[Tensor]:
 
 
 def simulate(config: Config, world_size: int, vocab_size: int, *, on_gpu: bool) -> Simulated:
-    """Simulate rank 0's step, without host offload. Compilation changes the bytes moved, not the bytes kept.
+    """Simulate rank 0's step, without host offload. Of compilation, only the memory traffic is modeled, not the peak.
 
     Args:
-        on_gpu: attention with dropout needs T x T matrices on the CPU only.
+        on_gpu: simulate CUDA's kernels. E.g. attention with dropout needs T x T matrices only on a CPU.
     """
     prefetch, group = 1, config.fsdp.blocks_per_group
     period = math.lcm(group, len(config.model.layer_pattern))  # number of blocks after which the model repeats
@@ -207,42 +209,44 @@ def simulate(config: Config, world_size: int, vocab_size: int, *, on_gpu: bool) 
     if config.activation_checkpointing.mode != "none":
         period = math.lcm(period, config.activation_checkpointing.every)
     depths = list(config.model.stacks)
-    few = [-(-(prefetch + 3) * group // period) * period + depth % period for depth in depths]
-    few = [depth if depth <= least + period else least for depth, least in zip(depths, few, strict=True)]
+    least = [-(-(prefetch + 3) * group // period) * period + depth % period for depth in depths]
+    shallow_depths = [depth if depth <= n + period else n for depth, n in zip(depths, least, strict=True)]
     if config.optim.freeze or config.fsdp.shard_columns:
-        few = depths  # patterns may name deeper blocks
+        shallow_depths = depths  # patterns may treat single blocks differently, so extrapolation would be wrong
     with fake_world(world_size):
-        mesh = build_mesh(config.fsdp, torch.device("cpu"))  # only one: torch compares meshes rank by rank
-        shallow = whole = simulate_depths(config, mesh, vocab_size, few, on_gpu)
+        mesh = build_mesh(config.fsdp, torch.device("cpu"))  # shared: comparing two large meshes is slow
+        shallow = full = simulate_depths(config, mesh, vocab_size, shallow_depths, on_gpu)
         for i, depth in enumerate(depths):
-            if depth > few[i]:
-                deeper = [least + period * (j == i) for j, least in enumerate(few)]
-                more = simulate_depths(config, mesh, vocab_size, deeper, on_gpu)
-                whole = _extrapolated(whole, shallow, more, (depth - few[i]) // period)
-    return whole
+            if depth > shallow_depths[i]:
+                deeper_depths = [d + period * (j == i) for j, d in enumerate(shallow_depths)]
+                deeper = simulate_depths(config, mesh, vocab_size, deeper_depths, on_gpu)
+                full = _extrapolated(full, shallow, deeper, (depth - shallow_depths[i]) // period)
+    return full
 
 
-def _extrapolated(base: Simulated, one: Simulated, more: Simulated, times: int) -> Simulated:
-    """Return `base` plus `times` the difference between `more` and `one`."""
+def _extrapolated(base: Simulated, shallow: Simulated, deeper: Simulated, times: int) -> Simulated:
+    """Return `base` plus `times` the difference between `deeper` and `shallow`."""
 
     def total(start: Counter[Any], a: Counter[Any], b: Counter[Any]) -> Counter[Any]:
         return Counter({key: start[key] + times * (b[key] - a[key]) for key in {**start, **a, **b}})
 
     return Simulated(
         peaks={
-            part: {kind: n + times * (more.peaks[part][kind] - one.peaks[part][kind]) for kind, n in kinds.items()}
+            part: {
+                kind: n + times * (deeper.peaks[part][kind] - shallow.peaks[part][kind]) for kind, n in kinds.items()
+            }
             for part, kinds in base.peaks.items()
         },
         collectives=[
-            total(*counts) for counts in zip(base.collectives, one.collectives, more.collectives, strict=True)
+            total(*counts) for counts in zip(base.collectives, shallow.collectives, deeper.collectives, strict=True)
         ],
-        work=[total(*counts) for counts in zip(base.work, one.work, more.work, strict=True)],
-        optimizer=total(base.optimizer, one.optimizer, more.optimizer),
+        work=[total(*counts) for counts in zip(base.work, shallow.work, deeper.work, strict=True)],
+        optimizer=total(base.optimizer, shallow.optimizer, deeper.optimizer),
     )
 
 
 def simulate_depths(config: Config, mesh: DeviceMesh, vocab_size: int, depths: list[int], on_gpu: bool) -> Simulated:
-    """Simulate a model with this depth of each stack of blocks, inside `fake_world`."""
+    """Simulate a model with these depths, one per stack of blocks. Needs `fake_world`."""
     layout, fsdp = derive(config, mesh.size()), config.fsdp.model_copy(update={"cpu_offload": False})
     timeline = Timeline(layout.dp_replicate, config.compile.enabled)
     with torch.device("meta"):
@@ -250,7 +254,7 @@ def simulate_depths(config: Config, mesh: DeviceMesh, vocab_size: int, depths: l
         model = models.build(config.model.model_copy(update=keys), vocab_size, models.LossOptions.from_config(config))
     freeze(model, config.optim.freeze)
     if on_gpu:
-        fuse_norms(model)  # CUDA's kernel keeps as little as our CPU version
+        fuse_norms(model)  # CUDA's fused RMSNorm saves as little for backward as this CPU version
     else:
         cpu.apply(model, config.speed)
     apply_activation_checkpointing(model, config.activation_checkpointing)
@@ -271,9 +275,9 @@ def simulate_depths(config: Config, mesh: DeviceMesh, vocab_size: int, depths: l
         optimizer = build_optimizer(model, config.optim)
         make_state(optimizer)
         for tensor in (*model.parameters(), *model.buffers()):
-            timeline.follow(local(tensor), PARAMETERS)
+            timeline.track(local(tensor), PARAMETERS)
         for tensor in tensors_of([*optimizer.state.values()]):
-            timeline.follow(tensor, OPTIMIZER)
+            timeline.track(tensor, OPTIMIZER)
         if on_gpu:
             stack.enter_context(patch.object(functional, "scaled_dot_product_attention", _attention_on_gpu))
         return _step(config, min(layout.grad_accum_steps, 2 if alike else 3), model, optimizer, timeline)
@@ -288,14 +292,14 @@ def _mark_blocks(model: models.Transformer, timeline: Timeline) -> None:
     ]
 
     def before(i: int, *_: Any) -> None:
-        timeline.part(f"{timeline.micro} forward {names[i]}")
+        timeline.begin_part(f"{timeline.micro} forward {names[i]}")
 
     def after(i: int, _module: nn.Module, _args: Any, output: Any) -> None:
         if i == len(names) - 1:
-            timeline.part(f"{timeline.micro} head")
-        x = output[0] if isinstance(output, tuple) else output  # with experts
+            timeline.begin_part(f"{timeline.micro} head")
+        x = output[0] if isinstance(output, tuple) else output  # MoE blocks return a tuple
         if x.requires_grad:
-            x.register_hook(lambda _: timeline.part(f"{timeline.micro} backward {names[i]}"))
+            x.register_hook(lambda _: timeline.begin_part(f"{timeline.micro} backward {names[i]}"))
 
     for i, layer in enumerate(model.layers):
         layer.register_forward_pre_hook(functools.partial(before, i))
@@ -307,10 +311,10 @@ def _step(
 ) -> Simulated:
     train = config.train
     collectives, work = [], []
-    with timeline.watching():
+    with timeline.tracking():
         for i in range(n_micro):
             timeline.phase, timeline.micro = "forward", i
-            timeline.part(f"{i} inputs")
+            timeline.begin_part(f"{i} inputs")
             tokens = torch.zeros(train.micro_batch_size, config.input_len, dtype=torch.int64)
             targets = torch.zeros(train.micro_batch_size, config.target_len, dtype=torch.int64)
             before_micro_batch(model, config.fsdp, last=i == n_micro - 1)
@@ -320,12 +324,12 @@ def _step(
             del loss
             for parameter in model.parameters():
                 if parameter.grad is not None:
-                    timeline.follow(local(parameter.grad), GRADIENTS)
+                    timeline.track(local(parameter.grad), GRADIENTS)
             collectives.append(timeline.collectives)
             timeline.collectives = Counter()
             work.append(timeline.recorder.take())
         timeline.phase = "optimizer"
-        timeline.part("optimizer")
+        timeline.begin_part("optimizer")
         clip_gradients(optimizer, squared_norm(model, 1).sqrt().float(), config.optim.max_norm, torch.ones(()))
         optimizer.step()
         optimizer.zero_grad()
@@ -336,7 +340,7 @@ _attention: Any = functional.scaled_dot_product_attention
 
 
 def _attention_on_gpu(*args: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Any:
-    """Compute attention as on a GPU, which also fuses a bias with a gradient. The CPU would store all scores."""
+    """Compute attention as on a GPU, whose fused kernel accepts a bias that requires grad. A CPU stores all scores."""
     if attn_mask is None or not attn_mask.requires_grad:
         return _attention(*args, attn_mask=attn_mask, **kwargs)
     return _GradientOfBias.apply(_attention(*args, attn_mask=attn_mask.detach(), **kwargs), attn_mask)  # type: ignore[no-untyped-call]
@@ -345,7 +349,7 @@ def _attention_on_gpu(*args: Tensor, attn_mask: Tensor | None = None, **kwargs: 
 def _windowed_on_gpu(
     q: Tensor, k: Tensor, v: Tensor, mask: Any = None, dropout: float = 0.0, window: int = 0
 ) -> Tensor:
-    """Do the work of windowed attention with its memory: the scores of `window` keys, and no mask."""
+    """Attend to the first `window` keys, without a mask: the same FLOPs and memory as windowed attention on a GPU."""
     if q.shape[1] <= window:
         return attend(q, k, v)
     groups = q.shape[2] // k.shape[2]

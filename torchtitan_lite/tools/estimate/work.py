@@ -67,13 +67,13 @@ class Collective:
 
 @dataclass(eq=False)
 class Storage:
-    """Bytes held from one moment to another; `died` is None if they are still held."""
+    """Bytes held from one moment to another; `freed` is None if they are still held."""
 
-    born: int
+    allocated: int
     bytes: int
     kind: str
     reference: Any  # the weak reference that reports its release
-    died: int | None = None
+    freed: int | None = None
 
 
 # positions of the two inputs
@@ -89,7 +89,7 @@ class Recorder:
     """Counts the work of parts of the step.
 
     Args:
-        storage_of: returns the followed storage of a tensor, or None.
+        storage_of: returns the tracked storage of a tensor, or None.
     """
 
     storage_of: Callable[[Tensor], Storage | None]
@@ -105,7 +105,7 @@ class Recorder:
 
     def end_of_kernel(self, phase: str) -> None:
         """End a fused kernel: it has read its inputs, and writes what is still held."""
-        written = sum(storage.bytes for storage in self._made if storage.died is None)
+        written = sum(storage.bytes for storage in self._made if storage.freed is None)
         if self._read or written:
             self.work[Traffic(phase)] += sum(self._read.values()) + written
             self.work[Traffic(phase, kernels=True)] += 1

@@ -7,7 +7,8 @@ share the work.
 
 --tasks scores tasks (docs/tasks.md) instead of the run's own text; with --data, it scores both.
 
-An encoder-decoder is scored on the targets of pairs: its own, or prepared folders of pairs.
+An encoder-decoder is scored on targets: of the run's own objective (pairs or masked spans), or of the pairs in
+prepared folders.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from torchtitan_lite.distributed.process_group import Process, exit_process, pro
 from torchtitan_lite.distributed.ranks import gather
 from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.huggingface import weights as hf
-from torchtitan_lite.models.generation import answers
+from torchtitan_lite.models.generation import is_encoder_decoder
 from torchtitan_lite.process import local_rank
 from torchtitan_lite.scoring import find_tasks
 from torchtitan_lite.scoring.find_tasks import BUILT_IN
@@ -54,7 +55,7 @@ from torchtitan_lite.tools.load_model import (
     out_of_range,
 )
 
-SOURCES, TARGETS = 512, 150  # tokens of source and target, for models not trained on pairs here
+SOURCE_LEN, TARGET_LEN = 512, 150  # in tokens, for models whose config does not set them
 
 
 def options_of(argv: Sequence[str]) -> argparse.Namespace:
@@ -68,23 +69,27 @@ def options_of(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("models", nargs="+", type=paths.expand, metavar="MODEL", help="a run, a checkpoint or a Hugging Face folder")
     several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
-    add("--data", **several, help="texts or prepared folders; none: the run's own text")
+    add("--data", **several, help="texts or prepared folders; if omitted, the run's own text")
     add("--split", choices=["val", "train"], default="val", help="split of prepared folders")
     add("--text-key", default="text", help="the key or column of .jsonl, .csv and .parquet files")
-    add("--text-suffixes", **several, help="more suffixes of plain text, e.g. .md, or your own readers")
+    add(
+        "--text-suffixes",
+        **several,
+        help="more suffixes to read as plain text, e.g. .md; or your own readers, module:Name",
+    )
     add("--documents", type=int, default=None, help="score only the first N documents of each text")
-    add("--seq-len", type=int, default=0, help="tokens in a window; 0: the shortest training length")
+    add("--seq-len", type=int, default=0, help="tokens per window; 0: the models' shortest training sequence length")
     add("--batch-size", type=int, default=8, help="windows in a batch")
-    add("--json", type=paths.expand, default=None, metavar="FILE", help="also write the figures here")
+    add("--json", type=paths.expand, default=None, metavar="FILE", help="also write the results to this file")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="device to compute on")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the parameters")
-    add("--best", action="store_true", help="of each run: the checkpoint with the lowest validation loss")
+    add("--best", action="store_true", help="use each run's checkpoint with the lowest validation loss")
     add("--ema", action="store_true", help="use the averaged weights, see optim.ema_decay")
     add("--tokenizer", type=paths.expand, default=None, help="a tokenizer.json that replaces the models' own")
     add("--model.family", dest="family", default="", metavar="module:Name", help="import your own model")
     add = parser.add_argument_group("tasks (docs/tasks.md)").add_argument
     add("--tasks", **several, metavar="TASK", help=f".jsonl files, or {', '.join(BUILT_IN)}")
-    add("--questions", type=int, default=0, help="score N random questions per task, always the same; 0: all")
+    add("--questions", type=int, default=0, help="score N random questions per task, with a fixed seed; 0: all")
     return parser.parse_args(argv)
 
 
@@ -105,7 +110,7 @@ def scores_of(
     for name in texts.text_suffixes:
         READERS.add(name)
     of_pairs = opened.config is not None and opened.config.data.objective == "pairs" and not texts.data
-    if answers(opened.model) or of_pairs or any(map(_holds_pairs, texts.data)):
+    if is_encoder_decoder(opened.model) or of_pairs or any(map(_holds_pairs, texts.data)):
         yield from _scores_of_rows(opened, texts, process)
         return
     length, names = opened.window(texts.seq_len), {name: name for name in texts.data}
@@ -127,22 +132,22 @@ def _holds_pairs(name: str) -> bool:
 
 
 def _scores_of_rows(opened: Opened, texts: Texts, process: Process) -> Iterator[tuple[str, Scores]]:
-    """Yield the scores of rows: targets of pairs, or spans cut out of a text."""
+    """Yield the scores of an encoder-decoder's targets: of pairs, or of masked spans."""
     config = opened.config or Config.model_validate(
         {
             "model": opened.model.config.model_dump(),
-            "train": {"seq_len": SOURCES},
-            "data": {"objective": "pairs", "target_len": TARGETS},
+            "train": {"seq_len": SOURCE_LEN},
+            "data": {"objective": "pairs", "target_len": TARGET_LEN},
         }
     )
     if others := [name for name in texts.data if not paths.is_prepared(name)]:
         raise ConfigError(
-            f"--data={others[0]}: pairs are scored in prepared folders; "
+            f"--data={others[0]}: this model is scored on pairs, which must be prepared first: "
             f"python -m torchtitan_lite.data.prepare {others[0]} --source-key ... --target-key ... --out FOLDER"
         )
     data, train = config.data, config.train.model_copy(update={"seq_len": texts.seq_len or config.train.seq_len})
     if texts.data and all(map(_holds_pairs, texts.data)):
-        data = data.model_copy(update={"objective": "pairs", "target_len": data.target_len or TARGETS})
+        data = data.model_copy(update={"objective": "pairs", "target_len": data.target_len or TARGET_LEN})
     config = config.model_copy(update={"train": train, "data": data})
     folders = {name: (1.0, paths.expand(name)) for name in texts.data}
     for source in (DataSet.open(folders) if folders else opened.own_data()).sources:
@@ -158,7 +163,7 @@ def _scores_of_rows(opened: Opened, texts: Texts, process: Process) -> Iterator[
 
 
 def evaluate(args: argparse.Namespace, process: Process) -> list[dict[str, Any]]:
-    """Score and print all models, and write --json. Returns the figures of each model. Collective.
+    """Score all models, print the results, and write --json. Returns each model's results. Collective.
 
     Args:
         args: see `options_of`.
@@ -197,11 +202,11 @@ def evaluate(args: argparse.Namespace, process: Process) -> list[dict[str, Any]]
 
 
 def _window_of(path: Path) -> int:
-    """Return the default tokens per window of a model. Any checkpoint works: a resume can't change them."""
+    """Return a model's default window in tokens. A run's checkpoints all have the same: a resume can't change it."""
     folder = paths.expand(path)
     if (folder / "config.json").is_file():
         model = hf.config_of(folder)
-        return SOURCES if FAMILIES[model.family].encoder_decoder else min(model.max_seq_len, LONGEST)
+        return SOURCE_LEN if FAMILIES[model.family].encoder_decoder else min(model.max_seq_len, LONGEST)
     return int(config_to_resume(folder, "").get("train.seq_len", LONGEST))
 
 
@@ -209,13 +214,13 @@ def tasks_of(opened: Opened, args: argparse.Namespace, window: int, process: Pro
     """Score --tasks. Returns the scores by name. Collective.
 
     Args:
-        window: its length in tokens.
+        window: tokens per window.
 
     Raises:
         ConfigError: the model is not a decoder, or the ranks have read different tasks.
         UserError: a task is missing, unusable, or does not suit the model.
     """
-    if answers(opened.model):
+    if is_encoder_decoder(opened.model):
         raise ConfigError(f"{opened.source} is an encoder-decoder, and tasks are for decoders: leave --tasks out")
     inputs = Inputs(opened.first_token(), opened.beginning(), window)
     encode = text_encoder(opened.tokenizer, opened.ends, "a question")
@@ -227,11 +232,11 @@ def tasks_of(opened: Opened, args: argparse.Namespace, window: int, process: Pro
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """Run the command and end the process, because gloo's threads must not outlive the interpreter."""
+    """Run the command and exit without Python's teardown, which gloo's threads may abort."""
     options = options_of(argv)
 
     def run() -> int:
-        device_of(options.device)  # before there is a process group
+        device_of(options.device)  # raises if there is no such device, before the process group starts
         with process_group(RunConfig(device=options.device)) as process:
             evaluate(options, process)
         return 0

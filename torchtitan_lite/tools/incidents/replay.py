@@ -92,7 +92,7 @@ def run(n: int, loaded: Loaded, data: DataSet, build: Callable[..., Session], st
 
         recorded = Recorded(**on_rank0(read_it, process.untimed))
         with in_temporary_folder(config, checkpoint={"resume": recorded.checkpoint}) as replayed:
-            log = Log(replayed.folder, speaks=process.rank == 0)
+            log = Log(replayed.folder, enabled=process.rank == 0)
             began = recorded.checkpoint or "the run's beginning: there is no complete checkpoint before"
             for note in recorded.notes:
                 log.info(f"note    {note}")

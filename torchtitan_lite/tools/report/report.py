@@ -40,7 +40,7 @@ def _report(args: argparse.Namespace, rest: Sequence[str]) -> int:
         world_size = env_int("WORLD_SIZE", 1)
         n_gpus = torch.cuda.device_count()
         own = "out", "table"
-        command = cli.parse(rest, False, own, world_size=world_size, n_gpus=n_gpus, local_world_size=world_size)
+        command = cli.parse(rest, own=own, world_size=world_size, n_gpus=n_gpus, local_world_size=world_size)
         folders = [command.loaded.config.folder]
     if args.table:
         print(_table(folders))
