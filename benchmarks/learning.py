@@ -283,7 +283,7 @@ def peer_jobs(search: Search, name: str) -> list[Job]:
             jobs += [Job("end", name, text, best, seed) for seed in SEEDS]
             if name == SMALL_PEER:
                 longer = best | {"steps": RECIPE["train.steps"]}
-                jobs += [Job("end", f"{name}{AS_LONG}", text, longer, seed) for seed in SEEDS]
+                jobs += [Job("end", f"{name}{AS_LONG}", text, longer)]
     return sorted(jobs, key=lambda job: job.seed)
 
 
