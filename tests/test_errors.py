@@ -91,9 +91,9 @@ def test_torchrun_learns_which_error_came_first_and_ends_if_a_restart_would_fail
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     happened: list[object] = []
-    monkeypatch.setattr(errors.time, "sleep", happened.append)
-    monkeypatch.setattr(errors.time, "time", lambda: 1000.9)
-    monkeypatch.setattr(errors.os, "kill", lambda *args: happened.append(args))
+    monkeypatch.setattr("time.sleep", happened.append)
+    monkeypatch.setattr("time.time", lambda: 1000.9)
+    monkeypatch.setattr("os.kill", lambda *args: happened.append(args))
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     ending = "ending torchrun, because a restart would fail in the same way; torchrun's traceback follows\n"
     launcher = (os.getppid(), signal.SIGTERM)

@@ -3,28 +3,33 @@
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import torchtitan_lite
 from torchtitan_lite import files, process, terminal
 from torchtitan_lite.errors import ConfigError, shortened
 
 
 def test_numbers_in_words() -> None:
     assert [terminal.counted(n, "file") for n in (0, 1, 1234)] == ["0 files", "1 file", "1,234 files"]
-    durations = {59.4: "59s", 59.6: "1m00s", 252: "4m12s", 3599: "59m59s", 3600: "1h00m", 7500: "2h05m"}
+    durations: dict[float, str] = {
+        59.4: "59s",
+        59.6: "1m00s",
+        252: "4m12s",
+        3599: "59m59s",
+        3600: "1h00m",
+        7500: "2h05m",
+    }
     durations |= {86399: "23h59m", 86400: "1d00h", 273600: "3d04h"}
     assert {seconds: terminal.duration(seconds) for seconds in durations} == durations
-    sizes = {0: "0.00 MiB", 1: "1 byte", 512: "512 bytes", 10485: "10,485 bytes", 10486: "0.01 MiB"}
+    sizes: dict[float, str] = {0: "0.00 MiB", 1: "1 byte", 512: "512 bytes", 10485: "10,485 bytes", 10486: "0.01 MiB"}
     sizes |= {20.25 * 2**20: "20.25 MiB", 2**30 - 2**20: "1,023.00 MiB", 1.5 * 2**40: "1,536.00 GiB"}
     assert {n: terminal.size(n) for n in sizes} == sizes
     assert [shortened("a" * 200), shortened(range(1, 5), 3)] == ["a" * 200, "ran... (11 characters)"]
 
 
 def test_an_error_of_writing_names_the_file_and_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files.resource, "getrlimit", lambda _: (65536, -1))
+    monkeypatch.setattr("resource.getrlimit", lambda _: (65536, -1))
     limit = "the limit of this process is 65,536 bytes (ulimit -f)"
     for error, expected in (
         (OSError(27, "File too large"), f"[Errno 27] File too large: {limit}: 'mine'"),
@@ -98,28 +103,3 @@ def test_the_command_of_a_fork(env: dict[str, str], before: str, monkeypatch: py
     assert process.fork_command("new", "runs/y", a__skip="[2]") == with_start
     monkeypatch.setattr(sys, "executable", "/elsewhere/bin/python")
     assert process.python_command() == "/elsewhere/bin/python"
-
-
-def test_threads_spin_briefly_only_on_a_busy_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With four cores and two ranks here: two more than the ranks are half of the cores."""
-    monkeypatch.delitem(sys.modules, "torch")
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    running: list[int] = []
-
-    def open_stat(_: str) -> Any:
-        (tmp_path / "stat").write_text(f"cpu 1 2\nprocs_running {running.pop()}\nprocs_blocked 9\n")
-        return (tmp_path / "stat").open()
-
-    monkeypatch.setattr(torchtitan_lite, "open", open_stat, raising=False)
-    for given, counts, expected in ((None, [4] * 5, True), (None, [4, 4, 4, 4, 3], False), ("9", [9] * 5, False)):
-        monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-        if given:
-            monkeypatch.setenv("GOMP_SPINCOUNT", given)
-        running[:] = counts
-        assert torchtitan_lite._spin_briefly_on_a_busy_machine() == expected
-        assert os.environ.get("GOMP_SPINCOUNT") == ("1000" if expected else given)
-    with pytest.raises(AttributeError, match="^module 'torchtitan_lite' has no attribute 'nosuch'$"):
-        getattr(torchtitan_lite, "nosuch")  # noqa: B009
-    assert {"build_model", "UserError", "BUSY_AT_START"} <= {*dir(torchtitan_lite)}

@@ -14,13 +14,11 @@ from torchtitan_lite import cpu
 from torchtitan_lite.config.schema import (
     ActivationCheckpointingConfig,
     CompileConfig,
-    FsdpConfig,
     ModelConfig,
     SpeedConfig,
 )
 from torchtitan_lite.distributed.blocks import apply_activation_checkpointing, apply_compile
 from torchtitan_lite.distributed.initialize import materialize, require_initialised
-from torchtitan_lite.distributed.parallelize import groups_of
 from torchtitan_lite.models import Transformer, build
 
 LLAMA = ModelConfig(dim=64, n_heads=4, n_layers=4, max_seq_len=64)
@@ -65,33 +63,6 @@ def test_parameters_on_the_host_are_the_same_and_what_is_not_initialised_is_name
         "the model is not initialised: zeros is constant; nan has values that are not finite: it was not fully "
         "initialised; count was not initialised; elsewhere is on the meta device"
     )
-
-
-GROUPS: list[tuple[dict[str, Any], dict[str, Any], list[tuple[str, Any]]]] = [
-    ({}, {},
-     [("tok_embeddings", True), ("layers.0", True), ("layers.1", True), ("layers.2", True), ("norm, output", False)]),
-    ({"tie_embeddings": True}, {"blocks_per_group": 2},
-     [("layers.0, layers.1", True), ("layers.2", True), ("tok_embeddings, norm, output", False)]),
-    ({"n_layers": 1}, {"reshard_after_forward": True},
-     [("tok_embeddings", True), ("layers.0", True), ("norm, output", True)]),
-    ({"n_layers": 1}, {"reshard_after_forward": 2}, [("tok_embeddings", 2), ("layers.0", 2), ("norm, output", False)]),
-    ({"n_layers": 1}, {"reshard_after_forward": False},
-     [("tok_embeddings", False), ("layers.0", False), ("norm, output", False)]),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("shape", "options", "expected"), GROUPS)
-def test_what_is_gathered_together_and_freed(
-    shape: dict[str, Any], options: dict[str, Any], expected: list[tuple[str, Any]]
-) -> None:
-    with torch.device("meta"):
-        model = build(LLAMA.model_copy(update={"n_layers": 3, **shape}), 97)
-    groups = groups_of(model, FsdpConfig.model_validate({"param_dtype": "bfloat16", **options}))
-    assert [(group.name, group.reshard_after_forward) for group in groups] == expected
-    assert sorted(name for group in groups for name in group.parameters) == sorted(
-        n for n, _ in model.named_parameters()
-    )
-    assert {(g.param_dtype, g.reduce_dtype, g.output_dtype) for g in groups} == {(torch.bfloat16, torch.float32, None)}
 
 
 class Operators(TorchDispatchMode):

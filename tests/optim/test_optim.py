@@ -42,25 +42,6 @@ def test_the_rate_after_the_last_step_is_the_least_and_a_warm_up_may_be_the_whol
     assert [learning_rate(config, step, 4) for step in (1, 4)] == [0.25, 1.0]
 
 
-def test_a_loss_scale_doubles_after_its_interval_and_halves_at_each_overflow() -> None:
-    config = GradScalerConfig(init_scale=8.0, growth_interval=2)
-    scaler = GradScaler(config, True, torch.device("cpu"))
-    found = []
-    for overflow in (False, False, True, False, True, False, False, False):
-        scaler.update(torch.tensor(overflow))
-        found.append((scaler.scale.item(), scaler.state_dict()["good_steps"]))
-    assert found == [(8, 1), (16, 0), (8, 0), (8, 1), (4, 0), (4, 1), (8, 0), (8, 1)]
-    again = GradScaler(config, True, torch.device("cpu"), scaler.state_dict() | {"skipped_steps": 2})
-    assert again.state_dict() == {"scale": 8.0, "good_steps": 1, "skipped_steps": 2}
-    assert scaler.scaled(torch.tensor(3.0)) == 24
-    largest = GradScaler(config, True, torch.device("cpu"), {"scale": 2.0**100, "good_steps": 1})
-    largest.update(torch.tensor(False))
-    assert largest.scale == 2.0**100
-    off = GradScaler(config, False, torch.device("cpu"), {"scale": 4.0})
-    off.update(torch.tensor(True))
-    assert (off.scaled(torch.tensor(3.0)), off.scale, off.state_dict()) == (3, 1, {})
-
-
 def test_the_steps_in_a_row_that_may_be_skipped() -> None:
     for skipped, most, expected in (([3], 0, True), ([3], 1, False), ([2, 3], 1, True), ([1, 3], 1, False)):
         assert too_many(skipped, most) == expected

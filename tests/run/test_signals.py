@@ -81,7 +81,7 @@ def test_a_ctrl_c_at_the_start_is_one_line(monkeypatch: pytest.MonkeyPatch, caps
         raise KeyboardInterrupt
 
     monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
-    monkeypatch.setattr(train.cli, "parse", interrupted)
+    monkeypatch.setattr("torchtitan_lite.config.cli.parse", interrupted)
     monkeypatch.setattr(train, "prepare_process", lambda: None)
     for rank, said in (("0", "train.py: stopped; the same command resumes from the newest checkpoint\n"), ("1", "")):
         monkeypatch.setenv("LOCAL_RANK", rank)
