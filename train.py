@@ -72,8 +72,9 @@ def main(argv: Sequence[str]) -> int:
 
     Returns:
         The exit code. 0: finished, or stopped at run.max_minutes. run.preempted_exit_code (0): stopped by a signal.
-        1: the machine, the disk or another rank failed. 2: the command, config, data or checkpoint is wrong.
-        3: training failed, and would again (a NaN, a loss spike). 130: Ctrl-C at the start, or twice.
+        1: the machine, the disk or another rank failed, or a machine waits to join. 2: the command, config, data or
+        checkpoint is wrong. 3: training failed, and would again (a NaN, a loss spike). 130: Ctrl-C at the start, or
+        twice.
     """
     return run_cli("train.py", lambda: launch(argv), local_rank())
 
@@ -129,9 +130,9 @@ def run(loaded: Loaded, data: DataSet, process: Process, log: Log) -> int:
             run_missed(s, missed)
             if not s.services.preemption.agreed:
                 train(s)
-            return start_and_end.report_end(s)  # 0, or run.preempted_exit_code after a signal
+            return start_and_end.report_end(s)  # run.preempted_exit_code after a signal, 1 if a machine joins, else 0
     except Exception as error:
-        start_and_end.report_failure(config, process, log, error, s)  # first waits for a background save
+        start_and_end.report_failure(config, process, log, error, s)  # if all ranks failed, waits for a background save
         raise
     finally:
         closing.close()
@@ -223,7 +224,8 @@ def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh, *, widen: b
         from torchtitan_lite.distributed import float8
 
         float8.convert(model, mesh)
-    # On a CPU, faster versions replace these; each has its own config key. Only the order of sums differs:
+    # On a CPU, faster versions replace these; each has its own config key. Only the summation order differs, and in
+    # 16 bits the rounding of intermediate results:
     #     of the model     attend: matmuls over blocks of queries, cpu/attention.py      speed.block_attention
     #                      nn.RMSNorm, rotate: fewer passes over memory, cpu/fused.py    speed.fused_functions
     #                      cross_entropy: in chunks that fit the cache, cpu/loss.py      speed.chunked_loss
@@ -276,7 +278,7 @@ def train(s: Session) -> None:
 
         last = step == steps
         if last or preemption.agreed or any(due(step, every) for every in intervals):
-            check_pending(s)  # check this step and wait for the device; else the next step checks it without waiting
+            check_pending(s)  # check this step now (the device runs out of work); else the next step checks it
         stops = preemption.agreed  # `check_pending` sets it, here or within `train_step`
         ends = last or stops
         with s.services.meter.paused():
@@ -329,7 +331,7 @@ def train_step(s: Session, step: int) -> StepRecord:
     # sets `optimizer.grad_scale` to the inverse factor; fused AdamW divides the gradients by it while reading them
     optim.clip_gradients(optimizer, record.grad_norm, config.optim.max_norm, scaler.scale)
 
-    check_pending(s)  # the previous step, which the device has finished by now: the host does not wait
+    check_pending(s)  # the previous step; the device already has this step's work, so it does not idle
     services.meter.add_loss(record.loss_sum, record.targets)
     optim.set_learning_rate(optimizer, optim.learning_rate(config.optim, step, config.train.steps))
     with services.meter.timing("optimizer_s"):

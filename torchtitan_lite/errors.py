@@ -37,7 +37,7 @@ class ConfigError(UserError):
 
 
 class BusyError(ConfigError):
-    """Another process uses a resource that this one needs. The same command may work later."""
+    """A resource is in use or can't be reached, or another rank has wrong values. The same command may work later."""
 
     exit_code = 1
 
@@ -85,7 +85,7 @@ class ReplicaMismatchError(UserError):
 
 
 class NonFiniteError(UserError):
-    """The loss or the gradient norm became NaN or infinite. That step's update was not applied."""
+    """The loss, the gradient norm (that update is withheld), a parameter or a logit is NaN or infinite."""
 
     exit_code = EXIT_WOULD_REPEAT
 

@@ -31,7 +31,8 @@ def broadcast_rows(whole: Tensor | None, target: Tensor, buffer: Tensor) -> None
     """
     shard, first = own_part(target)
     dim = shard_dim(target)
-    # View the tensor as (rows, width), and the shard as columns first:last. Sharded by dim 0, the tensor is one row.
+    # View the tensor as a matrix of rows of `width` elements, and the shard as its columns first:last. If dim 0 is
+    # sharded, this matrix has only one row: the whole tensor.
     width, first = math.prod(target.shape[dim:]), first * math.prod(target.shape[dim + 1 :])
     last = first + math.prod(shard.shape[dim:])
     local = shard.view(-1, last - first) if last > first else None

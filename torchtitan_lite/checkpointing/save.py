@@ -131,7 +131,7 @@ class BaseCheckpointer(ABC):
             finish()
 
     def host_copies(self, tensors: Mapping[str, Tensor]) -> Tensors:
-        """Copy tensors to the host, and only this rank's shard of DTensors. Copies from a GPU use pinned memory."""
+        """Copy tensors to the host; of a DTensor, only this rank's shard. Copies from a GPU use pinned memory."""
         for name, tensor in tensors.items():
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if name not in self._copies or self._copies[name].shape != local.shape:
@@ -191,8 +191,8 @@ class BaseCheckpointer(ABC):
 
     def require_space(self) -> None:
         """Raise SaveError on every rank if the disk has no room for a checkpoint."""
-        compare = progress.working("checking the free disk space")(storage.require_space)
-        on_rank0(lambda: compare(self.folder, self._n_bytes()), self.process.untimed)
+        check = progress.working("checking the free disk space")(storage.require_space)
+        on_rank0(lambda: check(self.folder, self._n_bytes()), self.process.untimed)
 
     def _delete_old(self, step: int) -> str:
         """Apply retention, on rank 0. Returns the error, which does not fail the save."""

@@ -16,7 +16,7 @@ this:
 So only the group in use and prefetched groups are gathered, and the optimizer sees only shards. Exceptions:
 
     the head                          not freed after forward, unless reshard_after_forward is True: backward begins
-                                      with it (with speed.chunked_loss, it needs only the head's norm)
+                                      with it (although with speed.chunked_loss, backward needs only the norm)
     untied embeddings                 not gathered for backward
     reshard_after_backward = false    not freed after backward, so the next micro-batch's forward gathers nothing
     grad_sync = "last"                unsharded gradients accumulate until the last micro-batch

@@ -72,8 +72,8 @@ class Transformer(nn.Module):
             tokens: (B, T) int64, T at most max_seq_len.
             targets: (B, T) int64, or loss.IGNORE.
             cache: from new_cache, for generation: has the earlier tokens, and is extended by these.
-            positions: (B, T) int64, from 0 in each document; attention stays within documents. None: 0, 1, ..., T - 1,
-                without documents.
+            positions: (B, T) int64, from 0 in each document; attention stays within documents. None: no documents, and
+                T positions from 0, or from the number of cached tokens.
             per_sequence: return the loss of each sequence.
 
         Returns:

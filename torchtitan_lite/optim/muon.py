@@ -260,7 +260,9 @@ def _each(wholes: Tensor | list[Tensor], *, transposed: bool = False) -> list[Te
     """
     if isinstance(wholes, Tensor) and wholes.is_cuda:
         return list(newton_schulz(wholes.mT).mT if transposed else newton_schulz(wholes))
-    if transposed:  # strides affect a matmul's rounding: `view` gives a one-row matrix its untransposed strides
+    if transposed:
+        # Strides affect a matmul's rounding. `view` gives a one-row matrix the strides that it would have if it had
+        # never been transposed.
         return [newton_schulz(whole.T.view(whole.T.shape)).T for whole in wholes]
     return [newton_schulz(whole) for whole in wholes]
 

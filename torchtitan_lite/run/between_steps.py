@@ -50,7 +50,7 @@ def build_periodic_work(config: Config, data: DataSet, process: Process, validat
 
 
 def missed_evaluations(s: Session) -> list[Evaluation]:
-    """Return the evaluations due at the current step that the last attempt did not finish. Collective."""
+    """Return the evaluations due at the current step without records. (One prompt's counts for all.) Collective."""
     step, steps = s.state.step, s.config.train.steps
     evaluations = [one for one in s.periodic.evaluations if step == steps or due(step, one.every)]
 
@@ -166,7 +166,7 @@ def save(s: Session, *, ends: bool) -> None:
 
 
 def report_save(checkpointer: BaseCheckpointer, log: Log, *, wait: bool, ends: bool = False) -> str:
-    """Log a save once it is committed or has failed. Returns the error, which does not end the run."""
+    """Log a save once it is committed or has failed. Returns the error, and does not raise it."""
     saved = checkpointer.wait() if wait or checkpointer.finished() else None
     if saved is None:
         return ""

@@ -88,7 +88,7 @@ def _origin(loaded: TrainState | None, checkpointer: BaseCheckpointer) -> str:
 
 
 def copies_lines(config: Config, layout: Layout) -> list[str]:
-    """Return a hint on keys that avoid FSDP2's copies if nothing is sharded; empty if it is, or such a key is set."""
+    """Return a hint on keys that avoid FSDP2's copies. Empty if parameters are sharded or offloaded, or one is set."""
     sets = options_saving_copies(config, layout)
     if not sets:
         return []
@@ -174,7 +174,8 @@ def seen_of_sources(samples: Mixture, n: int, skipped: Sequence[Sequence[int]] =
     """Return each source's tokens and epochs in a run's first n samples; with best_fit, tokens are estimates.
 
     Args:
-        skipped: data.skip_samples. If a range begins within a batch, the batch's earlier samples count as seen.
+        skipped: data.skip_samples. A batch that overlaps a range moves past it. Its samples before the range are then
+            not read, but this counts them as seen.
     """
     counts = samples.consumed(n)
     for first, end in skipped:
@@ -235,11 +236,11 @@ def fsdp_line(config: Config) -> str:
 
 
 def step_line(record: dict[str, Any], steps: int, data_share: float, left_s: float) -> str:
-    """Format a step's record on one line, with the mean loss since the last line. The end time is local."""
+    """Format a step's record on one line, with the mean loss since a multiple of log.every. The end time is local."""
     now, then = time.localtime(), time.localtime(time.time() + left_s)
     end = time.strftime("%H:%M" if now[:3] == then[:3] else "%a %d %b %H:%M", then)
     loss = "not finite" if record["loss"] is None else f"{record['mean_loss']:.4f}"
-    norm = "overflow, skipped" if record["grad_norm"] is None else f"{record['grad_norm']:.2f}"
+    norm = "not finite, skipped" if record["grad_norm"] is None else f"{record['grad_norm']:.2f}"
     scale = f"  scale {record['loss_scale']:g}, {record['skipped_steps']} skipped" if "loss_scale" in record else ""
     loads = f"  loads {record['load_min']:.2f}-{record['load_max']:.2f}" if "load_max" in record else ""
     mfu = f"  mfu {100 * record['mfu']:.1f} %" if "mfu" in record else ""

@@ -56,7 +56,7 @@ class Evaluation:
 
     name: str
     every: int  # steps, see `due`; also runs after the last step
-    keys: Sequence[str]  # its records have all of these keys
+    keys: Sequence[str]  # its records of a step have all of these keys together
     run: Callable[["Session"], None]  # collective
 
 
@@ -97,8 +97,9 @@ class Session:
 def check_pending(s: Session) -> None:
     """Check on the host whether the last step's update was withheld, and whether the ranks agree to stop.
 
-    The host reads the record one step late, while the device computes the next step, so it does not wait. Code that
-    must know earlier calls this and waits. Guards come first: a diverged run does not save, even if asked to stop.
+    The host reads the record one step late, when the device already has the next step's work, so the device does not
+    idle. Code that must know earlier calls this at once. Guards come first: a diverged run does not save, even if
+    asked to stop.
 
     Raises:
         UserError: on every rank: a guard stops the run.

@@ -3,7 +3,6 @@
 Scoring does not change training: it draws no random numbers, and parameters are resharded afterwards.
 """
 
-import hashlib
 import math
 import time
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torchtitan_lite.distributed.ranks import gather
 from torchtitan_lite.errors import DataError, UserError
 from torchtitan_lite.run.session import Session
 from torchtitan_lite.scoring.find_tasks import find
-from torchtitan_lite.scoring.questions import METRICS, Task
+from torchtitan_lite.scoring.questions import METRICS
 from torchtitan_lite.scoring.task_scores import TaskScore, figure_text, score
 from torchtitan_lite.scoring.task_tokens import Encoded, Inputs, encode_task, text_encoder
 
@@ -44,7 +43,7 @@ class Tasks:
         except DataError:
             if config.eval.tasks != ["auto"]:
                 raise
-        digests = {task.name: _digest(task) for task in tasks}
+        digests = {task.name: task.digest for task in tasks}
         if any(other != digests for other in gather(digests)):
             raise DataError("eval.tasks: the ranks have read different questions: is it the same file everywhere?")
         if not tasks:
@@ -65,13 +64,6 @@ class Tasks:
         log.record({"step": step, "task_s": seconds})
         if seconds > TOO_LONG_S:
             log.info(f"task    step {step}  took {seconds:.0f} s; raise eval.tasks_every or set eval.task_questions")
-
-
-def _digest(task: Task) -> str:
-    digest = hashlib.sha256(f"{task.kind} {task.main}".encode())
-    for question in task.questions:
-        digest.update(repr(question).encode())
-    return digest.hexdigest()
 
 
 def record(task_score: TaskScore) -> dict[str, float | None]:

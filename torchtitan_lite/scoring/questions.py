@@ -1,6 +1,7 @@
 """Reads the questions of a task from a JSONL file. docs/tasks.md describes the format."""
 
 import codecs
+import hashlib
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Self
 
@@ -51,6 +52,14 @@ class Task:
     @property
     def main(self) -> str:
         return self.metric or METRICS[self.kind][0]
+
+    @property
+    def digest(self) -> str:
+        """A hash of kind, main score and questions."""
+        digest = hashlib.sha256(f"{self.kind} {self.main}".encode())
+        for question in self.questions:
+            digest.update(repr(question).encode())
+        return digest.hexdigest()
 
     @property
     def chance(self) -> float:

@@ -116,7 +116,10 @@ def _time_lines(plan: Plan) -> list[str]:
     step, (least, most) = expected(plan, device), likely(plan, device)
     rate = plan.layout.tokens_per_step / plan.world_size / step.total
     share = plan.flops_per_token * rate / device.peak_flops(plan.config.fsdp.param_dtype)
-    known = f"published runs of {device.name}; of all runs not used for fitting, nine of ten are within {SPREAD:.0%}"
+    known = (
+        f"published runs of {device.name}; nine of ten runs that were not used for fitting are within {SPREAD:.0%} "
+        "of their estimates"
+    )
     lines = [
         f"time    a step takes {step.total:.3f} s, likely {least:.3f} to {most:.3f}: {rate:,.0f} tokens per second "
         f"per device, {share:.0%} MFU",

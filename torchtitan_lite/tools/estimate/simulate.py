@@ -284,7 +284,7 @@ def simulate_depths(config: Config, mesh: DeviceMesh, vocab_size: int, depths: l
 
 
 def _mark_blocks(model: models.Transformer, timeline: Timeline) -> None:
-    """Name the parts of the step by block, counted from the nearer end, so that names exist at every depth."""
+    """Name the parts of the step by block, counted from the nearer end, so that deeper models have these names too."""
     names = [
         stack + (f"block {i}" if i < depth // 2 else f"last block but {depth - 1 - i}")
         for stack, depth in zip(("", "decoder's "), model.config.stacks, strict=False)

@@ -8,7 +8,7 @@ share the work.
 --tasks scores tasks (docs/tasks.md) instead of the run's own text; with --data, it scores both.
 
 An encoder-decoder is scored on targets: of the run's own objective (pairs or masked spans), or of the pairs in
-prepared folders.
+prepared folders. So is a decoder that was trained on pairs or is given a folder of pairs.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def options_of(argv: Sequence[str]) -> argparse.Namespace:
         help="more suffixes to read as plain text, e.g. .md; or your own readers, module:Name",
     )
     add("--documents", type=int, default=None, help="score only the first N documents of each text")
-    add("--seq-len", type=int, default=0, help="tokens per window; 0: the models' shortest training sequence length")
+    add("--seq-len", type=int, default=0, help="tokens per window; 0: the models' shortest default (train.seq_len)")
     add("--batch-size", type=int, default=8, help="windows in a batch")
     add("--json", type=paths.expand, default=None, metavar="FILE", help="also write the results to this file")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="device to compute on")
@@ -132,7 +132,7 @@ def _holds_pairs(name: str) -> bool:
 
 
 def _scores_of_rows(opened: Opened, texts: Texts, process: Process) -> Iterator[tuple[str, Scores]]:
-    """Yield the scores of an encoder-decoder's targets: of pairs, or of masked spans."""
+    """Yield the scores of a model's targets: of pairs, or of an encoder-decoder's masked spans."""
     config = opened.config or Config.model_validate(
         {
             "model": opened.model.config.model_dump(),
@@ -142,8 +142,8 @@ def _scores_of_rows(opened: Opened, texts: Texts, process: Process) -> Iterator[
     )
     if others := [name for name in texts.data if not paths.is_prepared(name)]:
         raise ConfigError(
-            f"--data={others[0]}: this model is scored on pairs, which must be prepared first: "
-            f"python -m torchtitan_lite.data.prepare {others[0]} --source-key ... --target-key ... --out FOLDER"
+            f"--data={others[0]}: this model is scored on prepared folders only: python -m "
+            f"torchtitan_lite.data.prepare {others[0]} --out FOLDER, for pairs with --source-key ... --target-key ..."
         )
     data, train = config.data, config.train.model_copy(update={"seq_len": texts.seq_len or config.train.seq_len})
     if texts.data and all(map(_holds_pairs, texts.data)):
@@ -225,8 +225,8 @@ def tasks_of(opened: Opened, args: argparse.Namespace, window: int, process: Pro
     inputs = Inputs(opened.first_token(), opened.beginning(), window)
     encode = text_encoder(opened.tokenizer, opened.ends, "a question")
     tasks = [encode_task(task, encode, inputs) for task in find_tasks.find(args.tasks, opened.own_data, args.questions)]
-    names = [one.task.name for one in tasks]
-    if process.world_size > 1 and any(others != names for others in gather(names)):
+    digests = [one.task.digest for one in tasks]
+    if process.world_size > 1 and any(others != digests for others in gather(digests)):
         raise ConfigError("--tasks: the ranks have read different questions: is it the same file everywhere?")
     return {one.task.name: score(opened.model, one, process) for one in tasks}
 
