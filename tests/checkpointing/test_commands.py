@@ -80,6 +80,10 @@ PAIRS |= {"lr": "1e-4  # the lower value for AdamW on transformers' T5 page"}
     ("model", "expected"),
     [
         (ModelConfig(family="gpt", dim=32, n_layers=2, n_heads=2, max_seq_len=37, vocab_size=517), TINY),
+        (
+            ModelConfig(family="gpt", dim=256, n_layers=2, n_heads=2, max_seq_len=240, vocab_size=5000),
+            TINY | {"seq_len": 240, "micro": 4, "batch": 273, "tokens": "65,520", "all": "32,760,000"},
+        ),
         (ModelConfig(dim=1024, n_layers=12, n_heads=8, max_seq_len=8192, vocab_size=32000), LONG),
         (
             ModelConfig(

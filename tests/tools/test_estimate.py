@@ -68,7 +68,8 @@ communication buffers 0.25 MiB, activations 4.98 MiB
         a checkpoint on disk: 5.37 MiB
 time    a step takes 0.007 s, likely 0.006 to 0.008: 303,291 tokens per second per device, 0% MFU
         matmuls 0.000 s, attention 0.000, other operators 0.006, exposed communication 0.001, optimizer 0.000
-        based on published runs of h100; of all runs not used for fitting, nine of ten are within 15% (docs/plan.md)
+        based on published runs of h100; nine of ten runs that were not used for fitting are within 15% \
+of their estimates (docs/plan.md)
         the run takes 1d13h, likely 1d08h to 1d20h: 1,200 device hours"""
 OFFLOADED = """\
 memory  5.47 MiB peak per rank: fits in 79.6 GiB with a reserve of 6%
@@ -166,6 +167,8 @@ def test_the_advice_of_a_plan(plans: dict[str, Plan], monkeypatch: pytest.Monkey
     least = changed(changed(plan, "activation_checkpointing", mode="full"), "train", micro_batch_size=1)
     least = replace(least, layout=replace(least.layout, dp_replicate=1))
     assert next(command._changes(least))[0] == "--world-size=64"
+    given = changed(least, "fsdp", dp_shard=16, dp_replicate=1)
+    assert next(command._changes(given))[0] == "--fsdp.dp_shard=-1 --fsdp.dp_replicate=1"
 
 
 @pytest.mark.parametrize(

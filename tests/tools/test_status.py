@@ -8,6 +8,7 @@ import shutil
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,7 +72,9 @@ def test_the_lines_of_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> No
     (run / attempts.FILE).write_text(json.dumps(first) + "\n")
     os.utime(checkpoint(run, 4), (now - 7200, now - 7200))
     losses = {2: 1.5, 3: 1.25, 4: 1.75}  # there is no checkpoint of step 3
-    records = [{"step": n, "time": now - 3800, "val_loss": loss, "attempt": 1} for n, loss in losses.items()]
+    records: list[dict[str, Any]] = [
+        {"step": n, "time": now - 3800, "val_loss": loss, "attempt": 1} for n, loss in losses.items()
+    ]
     for i in range(1, 13):  # the rates of four are too high, two of which are before the last ten
         rate = 9000.0 if i < 5 else 1000.0 + 10 * i
         record = {"step": 1000 + i, "time": now - 3612 + i, "tokens_per_second": rate, "attempt": 1, "seconds": 2.5}
