@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from tests.data.test_data import decoded, make, stream_of
+from tests.data.test_data import decoded, make, same_in_every_layout, stream_of
 from tests.helpers import losses, ranks, records, succeeded, tiny
 from torchtitan_lite.config.load import load
 from torchtitan_lite.config.schema import Config, DataConfig, TokenizerConfig, TrainConfig
@@ -87,8 +87,9 @@ def test_round_weights_make_a_short_table() -> None:
     assert mixed([0.7, 0.3]).table.tolist() == [0, 0, 1, 0, 0, 1, 0, 0, 0, 1]
     assert mixed([2, 1, 1]).counts.tolist() == [2, 1, 1]
     assert mixed([140, 60]).table.tolist() == mixed([0.7, 0.3]).table.tolist(), "only the ratio matters"
-    with pytest.raises(ConfigError, match="a weight of 1e-06 of .* is less than one sample in 65,536"):
-        mixed([1, 1e-6])
+    expected = r"^data\.sources: a weight of 1e-06 of 3\.000001 is less than one sample in 65,536; 0\.0003 works$"
+    with pytest.raises(ConfigError, match=expected):
+        mixed([3, 1e-6])
 
 
 def test_each_source_has_its_own_epochs(folders: dict[str, Path]) -> None:
@@ -109,6 +110,26 @@ def test_each_source_has_its_own_epochs(folders: dict[str, Path]) -> None:
         assert len({tuple(epoch) for epoch in [in_file_order, *epochs]}) == len(epochs) + 1, "an order is repeated"
     seen = seen_of_sources(mixture, n)
     assert [s["tokens"] for s in seen.values()] == [count * 32 for count in consumed]
+
+
+def test_a_sample_of_a_mixture_is_the_next_one_of_its_source(folders: dict[str, Path]) -> None:
+    """Of packed sources, whose samples have other numbers of targets and other beginnings."""
+    config = DataConfig(sources={str(folders["lines"]): 3, str(folders["typing"]): 2}, packing="best_fit")
+    data = prepare_all(config, TokenizerConfig(), print)
+    mixture = open_samples(data, "train", Config(data=config, train=TrainConfig(seq_len=256)))
+    n = 3 * min(source.n_samples for source in mixture.sources)
+    drawn, had = mixture.draw(np.arange(n), 1), [0, 0]
+    for i, source in enumerate(mixture.table[np.arange(n) % 5]):
+        one, number = mixture.sources[source], np.array([had[source]])
+        own = one.trimmed(one.draw(number, 1))
+        for name in ("tokens", "targets", "begins"):
+            assert (getattr(drawn, name)[i] == getattr(own, name)[0]).all(), (i, name)
+        assert one.n_targets(number, 1) == (own.targets != IGNORE).sum()
+        had[source] += 1
+    assert min(had) > min(source.n_samples for source in mixture.sources), "more than an epoch of one"
+    for first, end in ((0, n), (3, 11), (n - 1, n)):
+        assert mixture.n_targets(np.arange(first, end), 1) == (drawn.targets[first:end] != IGNORE).sum()
+    assert {len(micro.tokens[0]) for micro in same_in_every_layout(mixture)} == {256}
 
 
 def test_sources_need_one_tokenizer(text: Path, folders: dict[str, Path], tmp_path: Path) -> None:
@@ -138,8 +159,11 @@ def test_validation_is_mixed_as_well_and_repeats_nothing(folders: dict[str, Path
     validation = Validation.from_config(config, prepare_all(config.data, config.tokenizer, print), 1, 0, 1)
     assert isinstance(validation.loader.samples, Mixture)
     mixture = validation.loader.samples
-    assert mixture.consumed(validation.n_samples)[0] in (mixture.sources[0].n_samples, mixture.sources[0].n_samples - 1)
-    assert mixture.consumed(validation.n_samples)[1] <= mixture.sources[1].n_samples
+    most = [source.n_samples for source in mixture.sources]
+    once = [n for n in range(2 * sum(most)) if all(map(int.__le__, mixture.consumed(n), most))]
+    assert validation.n_samples == mixture.longest_prefix(10**6) == once[-1] == len(once) - 1
+    assert [mixture.longest_prefix(n) for n in (1, 7, once[-1], once[-1] + 1)] == [1, 7, once[-1], once[-1]]
+    assert validation.description() == {"samples": once[-1], "of": sum(most), "seed": 0}
     targets = torch.cat([micro.targets for micro in validation.micro_batches()])
     assert int((targets != IGNORE).sum()) == 16 * validation.n_samples
     for rank in range(3):  # each knows the numbers of its own sequences
@@ -218,18 +242,34 @@ def test_packed_sequences_hold_whole_documents(folders: dict[str, Path]) -> None
     assert valid / drawn.targets.size > 0.98, "more padding than it takes"
 
 
-def test_positions_begin_again_with_each_document(folders: dict[str, Path]) -> None:
-    end = read_meta(folders["lines"]).end_token
-    for packing in ("concat", "best_fit"):
-        samples = (PackedSamples if packing == "best_fit" else Samples)(folders["lines"], "train", 64)
-        loader = Loader(samples, micro_batch_size=3, rank=0, world_size=1, seed=2, document_mask=True)
-        for micro in loader.batch(0, 9).micro_batches:
-            assert micro.positions is not None
-            for row, positions in zip(micro.tokens.tolist(), micro.positions.tolist(), strict=True):
-                assert positions[0] == 0
-                for i in range(1, 64):
-                    if packing == "concat" or positions[i]:
-                        assert positions[i] == (0 if row[i] == end and packing == "concat" else positions[i - 1] + 1)
+def test_positions_begin_again_with_each_document(folders: dict[str, Path], tmp_path: Path) -> None:
+    end, samples = read_meta(folders["lines"]).end_token, Samples(folders["lines"], "train", 64)
+    loader = Loader(samples, micro_batch_size=3, rank=0, world_size=1, seed=2, document_mask=True)
+    for micro in loader.batch(0, 9).micro_batches:
+        assert micro.positions is not None
+        for row, positions in zip(micro.tokens.tolist(), micro.positions.tolist(), strict=True):
+            assert positions[0] == 0
+            for i in range(1, 64):
+                assert positions[i] == (0 if row[i] == end else positions[i - 1] + 1)
+
+    # packed: the end mark before each document or piece, whose padding is no document's
+    for name, texts in (("a", ("abcdefgh", "ij", "klm", "n", "opq")), ("b", ("held out",))):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    command = [str(tmp_path / "a.jsonl"), "--held-out", str(tmp_path / "b.jsonl"), "--out", str(tmp_path / "out")]
+    assert main([*command, "--tokenizer", "bytes"]) == 0
+    packed = PackedSamples(tmp_path / "out", "train", 6)
+    (micro,) = (
+        Loader(packed, micro_batch_size=4, rank=0, world_size=1, seed=None, document_mask=True)
+        .batch(0, 4)
+        .micro_batches
+    )
+    shown = {0: "|", IGNORE: "-"} | {65 + i: chr(97 + i) for i in range(26)}
+    rows = ["".join(shown[token] for token in row) for row in (*micro.tokens.tolist(), *micro.targets.tolist())]
+    assert rows == ["|abcde", "fgh|ij", "|klm||", "|n|opq", "abcdef", "gh|ij|", "klm|--", "n|opq|"]
+    assert micro.positions is not None
+    begun = ["".join(map(str, row)) for row in micro.positions.tolist()]
+    assert begun == ["012345", "012012", "012301", "010123"]
+    assert (packed.n_samples, packed.mean_tokens) == (4, 22 / 4)
 
 
 # --- ahead ------------------------------------------------------------------------------------------------------
