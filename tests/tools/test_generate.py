@@ -2,22 +2,27 @@
 
 import io
 import json
+import os
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, processors
 from torch import Tensor
 
 from tests.helpers import checkpoint, ranks, succeeded, tiny
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.distributed import initialize
+from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.huggingface import weights
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.models.attention import KeysValues
 from torchtitan_lite.models.generation import Sampler, new_tokens
-from torchtitan_lite.tools import generate
+from torchtitan_lite.run import attempts
+from torchtitan_lite.tools import generate, load_model
 
 CONFIGS = {
     "gpt": ModelConfig(family="gpt", dim=32, n_heads=2, n_layers=3, max_seq_len=24, dropout=0.1),
@@ -111,6 +116,77 @@ def text_of(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
     assert "tokens/s" in captured.err
     assert captured.out.startswith("def ")
     return captured.out
+
+
+def test_what_is_printed_and_every_option_has_its_effect(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    opened = load_model.open_model(finished, torch.device("cpu"), torch.float32)
+    encode, decode = opened.tokenizer.encode, opened.tokenizer.decode
+    ids = encode("def ").ids
+
+    def printed(*options: str) -> tuple[str, str]:
+        assert generate.main([str(finished), "--prompt=def ", *options]) == 0
+        out, err = capsys.readouterr()
+        return out, re.sub(r"[\d.,]+ tokens/s", "N tokens/s", err)
+
+    for options, most, sampler in (
+        ([], 200, Sampler(0.8)),
+        (["--max-tokens=9", "--temperature=3", "--seed=5"], 9, Sampler(3.0, seed=5)),
+        (["--max-tokens=9", "--temperature=3", "--top-k=2"], 9, Sampler(3.0, top_k=2)),
+        (["--max-tokens=9", "--temperature=3", "--top-p=0.1"], 9, Sampler(3.0, top_p=0.1)),
+    ):
+        tokens = list(new_tokens(opened.model, ids, most, sampler, opened.ends))
+        text, n = decode([*ids, *tokens]), f"{len(tokens)} tokens"
+        assert printed(*options) == (f"{text}\n", f"{opened.source}\n{n}, N tokens/s\n"), options
+    assert opened.source == f"{checkpoint(finished, 4)} (gpt, 59,744 parameters)"
+    # the end mark ends the text, and is not printed
+    first = next(iter(new_tokens(opened.model, ids, 1, Sampler(0))))
+    ending = replace(opened, ends=(first,))
+    assert generate.answer(ending, "def ", generate.Options(temperature=0)).startswith("0 tokens, ")
+    assert capsys.readouterr().out == "def \n"
+    assert generate.encode(opened, "") == [0]
+    assert len(generate.encode(opened, "x" * 36)) == 36
+    for arguments, says in (
+        (["--prompt=a", "--beams=2"], f"--beams is for encoder-decoders, and {finished} holds a decoder: leave"),
+        (["--prompt=a", "--ema"], "holds no averages of the weights"),
+        (
+            ["--prompt=a", "--beams=1001", "--length-penalty=11"],
+            "--beams=1001 should be 1 to 1000, e.g. 4\n  --length-",
+        ),
+    ):
+        assert generate.main([str(finished), *arguments]) != 0
+        assert says in capsys.readouterr().err
+
+
+def test_an_opened_model_knows_its_window_its_beginning_and_its_data(finished: Path, tmp_path: Path) -> None:
+    opened = load_model.open_model(finished, torch.device("cpu"), torch.float32)
+    assert (opened.first_token(), opened.beginning(), opened.ends) == ([0], [0], (0,))
+    assert (opened.notes, opened.prefix, opened.model.training) == ([], "", False)
+    assert not any(parameter.requires_grad for parameter in opened.model.parameters())
+    assert [opened.window(n) for n in (0, 5, 37)] == [32, 5, 37]
+    with pytest.raises(ConfigError, match=f"^--seq-len=38: {re.escape(opened.source)} takes at most 37 tokens"):
+        opened.window(38)
+    assert opened.own_data().hashes() == {"data": attempts.read(finished)[0].must_match["data"]}
+    assert opened.state is not None
+    with pytest.raises(ConfigError, match=f"^the data of {re.escape(opened.source)} has changed since .* \\(data\\);"):
+        replace(opened, state=replace(opened.state, must_match=opened.state.must_match | {"data": "x"})).own_data()
+    theirs = replace(opened, config=None, state=None)
+    assert (theirs.first_token(), theirs.beginning(), theirs.window()) == ([], [0], 37)
+    assert replace(theirs, ends=(517, 3)).beginning() == []
+    first = Tokenizer.from_str(opened.tokenizer.to_str())
+    first.post_processor = processors.TemplateProcessing("<|endoftext|> $A", None, [("<|endoftext|>", 0)])
+    assert replace(theirs, tokenizer=first, ends=(3,)).first_token() == [0]
+    with pytest.raises(ConfigError, match="is a Hugging Face folder, which has no text of its own: give --data"):
+        theirs.own_data()
+    # of a run whose newest checkpoint is damaged, the one before, with a note
+    run = shutil.copytree(finished, tmp_path / "run")
+    os.truncate(checkpoint(run, 4) / "model.safetensors", 99)
+    older = load_model.open_model(run, torch.device("cpu"), torch.float32)
+    assert older.source.startswith(f"{checkpoint(run, 2)} (gpt, ")
+    assert older.state is not None
+    assert (older.state.step, len(older.notes)) == (2, 1)
+    with pytest.raises(ConfigError, match="^--device=cuda, but torch sees no GPU here; --device=cpu works$"):
+        load_model.device_of("cuda")
+    assert load_model.device_of("auto").type == load_model.device_of("cpu").type == "cpu"
 
 
 @pytest.mark.extended

@@ -4,6 +4,7 @@ import csv
 import gzip
 import io
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -282,6 +283,87 @@ def test_a_text_is_found_at_the_steps_that_hold_its_documents(
     assert "seen at 0 steps of 150: -" in capsys.readouterr().out
 
 
+def test_what_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of pairs that are shown in part, of a run with skipped samples, of a fork, and of long lists."""
+    pairs = [{"source": "long " * 14 + str(i), "target": f"title {i}"} for i in range(3)]
+    for name, rows in (("in", pairs), ("val", [{"source": "held out", "target": "title"}] * 2)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = prepared(tmp_path / "in.jsonl", tmp_path / "out", *PAIR_KEYS, f"--held-out={tmp_path / 'val.jsonl'}")
+    config = config_of(folder, **CASES["pairs"][0], train__steps=120, train__global_batch_size=2)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"skip_samples": [[4, 7]]})})
+    run = run_of(config, tmp_path)
+    samples = open_samples(prepare_all(config.data, config.tokenizer, print), "train", config).sources[0]
+
+    def lines(steps: range, only: int | None = None) -> list[str]:
+        found = []
+        for step, sample in ((step, 2 * step - 2 + i + 3 * (step > 2)) for step in steps for i in range(2)):
+            (pair,) = samples.indices(np.array([sample]), 3).tolist()
+            where = f"step {step}  sample {sample}  {folder}: {tmp_path / 'in.jsonl'} line {pair + 1}"
+            if only in (None, pair):
+                found.append(f"{where} (source), tokens 0 to 63 of 72: '{'long ' * 12}...'")
+                found.append(f"{where} (target), tokens 0 to 7 of 8: 'title {pair}'")
+        return found
+
+    def printed(run: Path, *arguments: str) -> list[str]:
+        capsys.readouterr()
+        assert which([str(run), *arguments]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    assert printed(run, "--step=1") == ["step 1: samples 0 to 1, 4 parts of documents", *lines(range(1, 2))]
+    skipped = "note    the samples 4 to 6 were skipped before step 3"
+    assert printed(run, "--step=2", "--to=3", f"--json={tmp_path / 'a.json'}") == [
+        skipped,
+        "steps 2 to 3: samples 2 to 8, 8 parts of documents",
+        *lines(range(2, 4)),
+    ]
+    written = json.loads((tmp_path / "a.json").read_bytes())
+    assert (written["run"], written["notes"]) == (str(run), [skipped.removeprefix("note    ")])
+    assert (list(written), written["steps"]) == (["run", "notes", "steps", "documents"], [[2, 2, 4], [3, 7, 9]])
+    assert list(written["documents"][1].values())[:8] == [2, 2, str(folder), written["documents"][0]["document"] + 1, *(
+        "target", str(tmp_path / "in.jsonl"), "line", written["documents"][0]["place"]
+    )]  # fmt: skip
+
+    contain = "note    1 document containing 'title 1' in the training split, 0 in the validation split"
+    every = [line for line in lines(range(1, 121), 1) if "(target)" in line]
+    steps = sorted({int(line.split()[1]) for line in every})
+    seen_at = f"parts of these documents are seen at {len(steps)} steps of 120: {', '.join(map(str, steps))}"
+    assert printed(run, "--find=title 1") == [contain, seen_at, *every]
+    some = [line for line in every if int(line.split()[1]) in (1, 2, 3, 4)]
+    assert printed(run, "--find=title 1", "--step=1", "--to=4")[-len(some) :] == some
+    found, all_of_them = printed(run, "--find=o"), lines(range(1, 121))
+    assert found[0] == "note    3 documents containing 'o' in the training split, 2 in the validation split"
+    together = ", ".join(map(str, range(1, 101)))
+    assert found[1] == f"parts of these documents are seen at 120 steps of 120: {together}, and 20 more"
+    assert found[2:-1] == [line for line in all_of_them if "(source)" in line][:200]
+    assert found[-1] == "and 40 more; --json FILE has all"
+
+    # a fork; and data of which the origins are not known
+    fork = tmp_path / "fork"
+    fork.mkdir()
+    begin(fork, config, 118, 239, forked_from="another/checkpoint")
+    assert printed(fork, "--find=never")[:2] == [
+        "note    the steps before 119 belong to another/checkpoint, from which this run was forked",
+        "note    0 documents containing 'never' in the training split, 0 in the validation split",
+    ]
+    assert len(printed(fork, "--find=never", "--step=119")) == 2
+    assert which([str(fork), "--step=118"]) == 2
+    was = f"--step=118: {fork} was forked after step 118, from another/checkpoint; step 118 belongs to that run\n"
+    assert capsys.readouterr().err.endswith(was)
+    begin(fork, config, 120, 243, forked_from="another/checkpoint")
+    assert which([str(fork), "--find=never"]) == 2
+    assert capsys.readouterr().err.endswith(f"{fork} has no step to make: it began after step 120 (train.steps)\n")
+    meta = json.loads((folder / "meta.json").read_bytes())
+    meta["files"] = {name: file for name, file in meta["files"].items() if "origins" not in name}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    note, title, line, *_ = printed(run, "--step=1")
+    assert note.startswith(
+        f"note    {folder} does not record where its documents came from. Prepare the same text again"
+    )
+    assert (title, line) == ("step 1: samples 0 to 1, 4 parts of documents", re.sub(
+        r": \S+ line (\d)", lambda found: f": document {2 * int(found[1]) - 2}", lines(range(1, 2))[0]
+    ))  # fmt: skip
+
+
 def test_each_step_is_of_the_last_attempt_that_began_before_it(texts: Path, tmp_path: Path) -> None:
     """A resume with other sizes, one after a killed attempt, and one from an older checkpoint, as the newest is bad."""
     sizes = {1: 6, 2: 4, 3: 8, 4: 5}
@@ -333,6 +415,3 @@ def test_mistakes_are_refused(texts: Path, tmp_path: Path, capsys: pytest.Captur
     }.items():
         assert which(list(arguments)) == 2
         assert expected in capsys.readouterr().err, arguments
-
-
-# --- a real run -------------------------------------------------------------------------------------------------
