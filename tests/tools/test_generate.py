@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import re
 import shutil
 from dataclasses import replace
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, processors
+from tokenizers import Tokenizer, models
 from torch import Tensor
 
 from tests.helpers import checkpoint, ranks, succeeded, tiny
@@ -138,13 +137,7 @@ def test_what_is_printed_and_every_option_has_its_effect(finished: Path, capsys:
         text, n = decode([*ids, *tokens]), f"{len(tokens)} tokens"
         assert printed(*options) == (f"{text}\n", f"{opened.source}\n{n}, N tokens/s\n"), options
     assert opened.source == f"{checkpoint(finished, 4)} (gpt, 59,744 parameters)"
-    # the end mark ends the text, and is not printed
-    first = next(iter(new_tokens(opened.model, ids, 1, Sampler(0))))
-    ending = replace(opened, ends=(first,))
-    assert generate.answer(ending, "def ", generate.Options(temperature=0)).startswith("0 tokens, ")
-    assert capsys.readouterr().out == "def \n"
-    assert generate.encode(opened, "") == [0]
-    assert len(generate.encode(opened, "x" * 36)) == 36
+    assert (generate.encode(opened, ""), len(generate.encode(opened, "x" * 36))) == ([0], 36)
     for arguments, says in (
         (["--prompt=a", "--beams=2"], f"--beams is for encoder-decoders, and {finished} holds a decoder: leave"),
         (["--prompt=a", "--ema"], "holds no averages of the weights"),
@@ -157,11 +150,9 @@ def test_what_is_printed_and_every_option_has_its_effect(finished: Path, capsys:
         assert says in capsys.readouterr().err
 
 
-def test_an_opened_model_knows_its_window_its_beginning_and_its_data(finished: Path, tmp_path: Path) -> None:
+def test_an_opened_model_knows_its_window_its_beginning_and_its_data(finished: Path) -> None:
     opened = load_model.open_model(finished, torch.device("cpu"), torch.float32)
     assert (opened.first_token(), opened.beginning(), opened.ends) == ([0], [0], (0,))
-    assert (opened.notes, opened.prefix, opened.model.training) == ([], "", False)
-    assert not any(parameter.requires_grad for parameter in opened.model.parameters())
     assert [opened.window(n) for n in (0, 5, 37)] == [32, 5, 37]
     with pytest.raises(ConfigError, match=f"^--seq-len=38: {re.escape(opened.source)} takes at most 37 tokens"):
         opened.window(38)
@@ -172,18 +163,8 @@ def test_an_opened_model_knows_its_window_its_beginning_and_its_data(finished: P
     theirs = replace(opened, config=None, state=None)
     assert (theirs.first_token(), theirs.beginning(), theirs.window()) == ([], [0], 37)
     assert replace(theirs, ends=(517, 3)).beginning() == []
-    first = Tokenizer.from_str(opened.tokenizer.to_str())
-    first.post_processor = processors.TemplateProcessing("<|endoftext|> $A", None, [("<|endoftext|>", 0)])
-    assert replace(theirs, tokenizer=first, ends=(3,)).first_token() == [0]
     with pytest.raises(ConfigError, match="is a Hugging Face folder, which has no text of its own: give --data"):
         theirs.own_data()
-    # of a run whose newest checkpoint is damaged, the one before, with a note
-    run = shutil.copytree(finished, tmp_path / "run")
-    os.truncate(checkpoint(run, 4) / "model.safetensors", 99)
-    older = load_model.open_model(run, torch.device("cpu"), torch.float32)
-    assert older.source.startswith(f"{checkpoint(run, 2)} (gpt, ")
-    assert older.state is not None
-    assert (older.state.step, len(older.notes)) == (2, 1)
     with pytest.raises(ConfigError, match="^--device=cuda, but torch sees no GPU here; --device=cpu works$"):
         load_model.device_of("cuda")
     assert load_model.device_of("auto").type == load_model.device_of("cpu").type == "cpu"

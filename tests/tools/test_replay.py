@@ -179,6 +179,9 @@ def test_a_difference_names_its_ranks_and_its_cause(then: tuple[Any], now: tuple
 
 FAULT = "Replay it once more: if two replays agree with each other, a fault hit the run; if they differ, this machine "
 FAULT += "computes incorrectly"
+AGAIN = "a GPU may add in a different order each time, so this proves nothing"
+VERSIONS, DIRTY = f"{__version__} -> {__version__}", "If they differ from the run's, they may be the cause. "
+STOP = "step 10: the loss is not finite on rank 1"
 
 
 def test_what_a_difference_would_mean_and_what_is_compared(
@@ -187,52 +190,39 @@ def test_what_a_difference_would_mean_and_what_is_compared(
     """Another code, or numbers that differ from time to time; and each kind of record that a run ends with."""
     shutil.copytree(trained / "run", tmp_path / "run")
     file, metrics = tmp_path / "run/attempts.jsonl", tmp_path / "run/metrics.jsonl"
-    (begun, ended), lines = map(json.loads, file.read_text().splitlines()), metrics.read_text()
-    monkeypatch.setattr(replays.run_folder, "git_state", lambda _: {"commit": "new", "dirty": "dirty" in ended})
-    begun["git"] = {"commit": "new", "dirty": False}
+    (begun, ended), lines = map(json.loads, file.read_text().splitlines()), metrics.read_text().splitlines()
+    here = begun["git"] = {"commit": "new", "dirty": False}
 
-    def of(n: int, **changed: Any) -> replays.Recorded:
-        attempt = {key: {**begun[key], **value} if isinstance(value, dict) else value for key, value in changed.items()}
-        file.write_text(f"{json.dumps(begun | attempt)}\n{json.dumps(ended)}\n")
+    def of(n: int, stop: str = "", **changed: Any) -> replays.Recorded:
+        changed = {key: {**begun[key], **value} for key, value in changed.items()}
+        file.write_text(f"{json.dumps(begun | changed)}\n{json.dumps(ended | {'reason': stop})}\n")
         return read(*recorded_by(tmp_path, n))
 
-    plain, losses_of = of(7), {str(r["step"]): r for r in map(json.loads, lines.splitlines()) if "loss" in r}
-    compared = {n: {key: losses_of[n][key] for key in ("loss", "grad_norm", "rank_losses")} for n in losses_of}
-    assert plain.steps == {n: compared[n] for n in "567"}
-    assert (plain.start, plain.last, plain.checkpoint) == (4, 7, str(checkpoint(tmp_path / "run", 4)))
-    assert (plain.advice, plain.notes) == (FAULT, [])
-    assert (of(4).start, of(4).last, of(4).checkpoint) == (0, 4, "")
-    for setting, says in (
-        ({"deterministic": False}, "Without run.deterministic, a GPU may add in a different order each time, "),
-        (
-            {"compile": f"a, {AUTOTUNING}"},
-            f"{AUTOTUNING} chooses kernels by their time, which may differ each time, ",
-        ),
-    ):
-        assert of(7, setting=setting).advice == f"{says}so this proves nothing"
-    changes = f"torchtitan_lite {__version__} -> {__version__}, commit old -> new, dirty False -> False"
-    differs = f"The code differs from the run's, which may be the cause: {changes}"
-    assert of(7, git={"commit": "old"}).advice == differs
+    code = "The code differs from the run's, which may be the cause: torchtitan_lite"
     weights = "The run began with the weights in there, and recorded no hash of them. If they have changed since, that "
-    assert of(3, config={"model.init_from": "there"}).advice == f"{weights}is the cause. {FAULT}"
-    assert of(7, config={"model.init_from": "there"}).advice == FAULT
-    ended["dirty"] = True
-    dirty = "The code has uncommitted changes. If they differ from the run's, they may be the cause. "
-    assert of(7, git={"dirty": True}).advice == f"{dirty}{FAULT}"
-
-    # not every step is logged: the replay goes on to the next one that is; a last spike, and a step that is not finite
-    metrics.write_text("".join(line + "\n" for line in lines.splitlines() if '"step": 6' not in line))
-    assert (of(6).last, set(of(6).steps)) == (7, {"5", "7"})
+    nothing = f"{AUTOTUNING} chooses kernels by their time, which may differ each time, so this proves nothing"
+    for n, dirty, changed, advice in (
+        (7, False, {}, FAULT),
+        (7, False, {"setting": {"deterministic": False}}, f"Without run.deterministic, {AGAIN}"),
+        (
+            7,
+            False,
+            {"setting": {"compile": f"a, {AUTOTUNING}"}},
+            nothing,
+        ),
+        (7, False, {"git": {"commit": "old"}}, f"{code} {VERSIONS}, commit old -> new, dirty False -> False"),
+        (3, False, {"config": {"model.init_from": "there"}}, f"{weights}is the cause. {FAULT}"),
+        (7, False, {"config": {"model.init_from": "there"}}, FAULT),
+        (7, True, {"git": {"dirty": True}}, f"The code has uncommitted changes. {DIRTY}{FAULT}"),
+    ):
+        monkeypatch.setattr(replays.run_folder, "git_state", lambda _, dirty=dirty: here | {"dirty": dirty})
+        assert of(n, **changed).advice == advice
+    # a spike, and a step that is not finite, at which a run ended
     spike = {"step": 9, "attempt": 1, "spike": {"loss": 9.5, "grad_norm": 2.0, "ratio": 3}}
-    metrics.write_text(f"{lines}{json.dumps(spike)}\n")
+    metrics.write_text("".join(f"{line}\n" for line in [*lines[:-3], json.dumps(spike)]))
     assert of(9).steps == {"9": {"loss": 9.5, "grad_norm": 2.0, "rank_losses": None}}
-    metrics.write_text("".join(line + "\n" for line in lines.splitlines() if '"step": 8' not in line))
-    ended |= {"reason": "step 8: the loss is not finite on rank 1. Lower the rate", "ended": "failed", "last_step": 7}
-    stopped = {"8": {"stopped": "step 8: the loss is not finite on rank 1"}}
-    assert of(8).steps == {n: compared[n] for n in "567"} | stopped
-    for n in (0, 9):
-        with pytest.raises(ConfigError, match=f"^--replay={n}: {tmp_path / 'run'} has recorded the steps up to 8$"):
-            of(n)
+    found = of(10, "step 10: the loss is not finite on rank 1. Lower the rate")
+    assert (found.start, found.last, found.steps) == (8, 10, of(9).steps | {"10": {"stopped": STOP}})
 
 
 class StopError(NonFiniteError):
@@ -273,23 +263,21 @@ def test_each_step_and_each_tensor_is_compared(finished: Path) -> None:
             return f"different: {error}"
 
     end = ". This follows from the data and the weights at the start of the replay, not from a later hardware fault"
-    losses_of = "bit for bit: the losses and the gradient norm of"
-    for numbers, then in ((finite, of_finite), (nan, of_nan)):
-        assert result(numbers, saved, then) == f"{losses_of} 2 steps, and {len(saved)} tensors of a checkpoint{end}"
-    assert result(finite, saved, of_finite, folder=finished / "none") == f"{losses_of} 2 steps{end}"
-    assert result(finite, saved | {name: flipped}, of_finite) == (
-        f"different: after step 4 1 of {len(saved)} tensors differ from {checkpoint(finished, 4)}, first {name}: the "
-        "update differed, or memory changed before it was saved. ADVICE"
-    )
-    norm = result(finite, saved, of_finite | {"grad_norm": 1.25})
-    assert norm.startswith("different: step 4 differs: the gradient norm was 1.25, and is 1.5; the loss of each rank")
-    assert norm.endswith(". ADVICE")
-    stopped = {"stopped": stop}
-    assert result(finite, saved, stopped, stop) == f"bit for bit, and not finite again: {stop}{end}"
-    was = f"different: step 4 is finite here; the run recorded: {stop}. ADVICE"
-    assert result(finite, saved, stopped) == was
-    was = f"different: {stop} here; the run recorded: step 4 is finite. ADVICE"
-    assert result(finite, saved, of_finite, stop) == was
+    same, n = "bit for bit: the losses and the gradient norm of 2 steps", f"{len(saved)} tensors"
+    apart = f"different: after step 4 1 of {n} differ from {checkpoint(finished, 4)}, first {name}: the update differed"
+    norm = "different: step 4 differs: the gradient norm was 1.25, and is 1.5; the loss of each rank is equal, so it"
+    again, other = f"bit for bit, and not finite again: {stop}", finished / "none"
+    for expected, *given in (
+        (f"{same}, and {n} of a checkpoint{end}", finite, saved, of_finite),
+        (f"{same}, and {n} of a checkpoint{end}", nan, saved, of_nan),
+        (f"{same}{end}", finite, saved, of_finite, "", other),
+        (f"{apart}, or memory changed before it was saved. ADVICE", finite, saved | {name: flipped}, of_finite),
+        (f"{norm} was a backward pass or a sum over ranks. ADVICE", finite, saved, of_finite | {"grad_norm": 1.25}),
+        (f"{again}{end}", finite, saved, {"stopped": stop}, stop),
+        (f"different: step 4 is finite here; the run recorded: {stop}. ADVICE", finite, saved, {"stopped": stop}),
+        (f"different: {stop} here; the run recorded: step 4 is finite. ADVICE", finite, saved, of_finite, stop),
+    ):
+        assert result(*given) == expected
 
 
 # --- steps of all kinds -----------------------------------------------------------------------------------------
