@@ -90,13 +90,15 @@ def test_rows_come_from_the_text_and_change_with_the_epoch(folder: Path) -> None
     )
     assert (once != again).any(axis=1).mean() > 0.95
     # the gaps are a function of the seed, and of the sample's number in the run and in the text
-    marks, lengths_of = sentinels(folder, lengths.spans), samples.lengths
+    marks = sentinels(folder, lengths.spans)
     for seed, number in ((3, n + 5), (4, n + 5), (3, 5)):
-        (index,) = samples.indices(np.array([number]), seed).tolist()
-        text = np.array(stream[1 + index * lengths.raw :][: lengths.raw])
-        row, gaps = samples.draw(np.array([number]), seed), mask(lengths_of, f"{seed}/{number}/{index}")
-        assert row.tokens[0, : lengths.inputs].tolist() == [*replaced(text, gaps, marks), end]
-        assert row.targets[0].tolist() == [*replaced(text, ~gaps, marks), end]
+        (index,), drawn = samples.indices(np.array([number]), seed).tolist(), samples.draw(np.array([number]), seed)
+        raw, gaps = (
+            np.array(stream[1 + index * lengths.raw :][: lengths.raw]),
+            mask(lengths, f"{seed}/{number}/{index}"),
+        )
+        assert drawn.tokens[0, : lengths.inputs].tolist() == [*replaced(raw, gaps, marks), end]
+        assert drawn.targets[0].tolist() == [*replaced(raw, ~gaps, marks), end]
 
 
 def test_a_mixture_of_the_folder_draws_the_same_rows_in_every_layout(folder: Path) -> None:
