@@ -115,7 +115,7 @@ PORTED, AS_LONG = ", our initial values", ", the default's tokens"
 PEERS = {
     SMALL_PEER: Peer(2, 128, 673, tuple(TRIED)),
     f"{SMALL_PEER}{PORTED}": Peer(2, 128, 673, ((2, 12.0, KEPT, 168),), induction_head=True),
-    LARGER_PEER: Peer(4, 256, 575, tuple((4, rate, KEPT, 100) for rate in (8.0, 12.0, 16.0))),
+    LARGER_PEER: Peer(4, 256, 575, tuple((4, rate, KEPT, 100) for rate in (8.0, 12.0))),
 }
 
 
