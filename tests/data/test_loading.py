@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from tests.data.test_data import decoded, make, stream_of
+from tests.data.test_data import decoded, make, same_in_every_layout, stream_of
 from tests.helpers import losses, ranks, records, succeeded, tiny
 from torchtitan_lite.config.load import load
 from torchtitan_lite.config.schema import Config, DataConfig, TokenizerConfig, TrainConfig
@@ -110,6 +110,24 @@ def test_each_source_has_its_own_epochs(folders: dict[str, Path]) -> None:
         assert len({tuple(epoch) for epoch in [in_file_order, *epochs]}) == len(epochs) + 1, "an order is repeated"
     seen = seen_of_sources(mixture, n)
     assert [s["tokens"] for s in seen.values()] == [count * 32 for count in consumed]
+
+
+def test_a_sample_of_a_mixture_is_the_next_one_of_its_source(folders: dict[str, Path]) -> None:
+    """Of packed sources, whose samples have other numbers of targets and other beginnings."""
+    config = DataConfig(sources={str(folders["lines"]): 3, str(folders["typing"]): 2}, packing="best_fit")
+    data = prepare_all(config, TokenizerConfig(), print)
+    mixture = open_samples(data, "train", Config(data=config, train=TrainConfig(seq_len=256)))
+    n = 3 * min(source.n_samples for source in mixture.sources)
+    drawn, had = mixture.draw(np.arange(n), 1), [0, 0]
+    for i, source in enumerate(mixture.table[np.arange(n) % 5]):
+        one, number = mixture.sources[source], np.array([had[source]])
+        own = one.trimmed(one.draw(number, 1))
+        for name in ("tokens", "targets", "begins"):
+            assert (getattr(drawn, name)[i] == getattr(own, name)[0]).all(), (i, name)
+        assert one.n_targets(number, 1) == (own.targets != IGNORE).sum()
+        had[source] += 1
+    assert mixture.n_targets(np.arange(n), 1) == (drawn.targets != IGNORE).sum()
+    same_in_every_layout(mixture)
 
 
 def test_sources_need_one_tokenizer(text: Path, folders: dict[str, Path], tmp_path: Path) -> None:

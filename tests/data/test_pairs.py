@@ -153,6 +153,10 @@ def test_a_batch_is_the_same_in_every_layout_but_for_padding(prepared: Path) -> 
     samples = open_samples(prepare_all(config.data, config.tokenizer, print), "train", config)
     widths = {micro.tokens.shape[1] for micro in same_in_every_layout(samples)}
     assert all(width % 8 == 0 and width < 200 for width in widths)
+    for i, pair in enumerate(samples.sources[0].indices(np.arange(30), 3).tolist()):
+        drawn = samples.draw(np.array([i]), 3)
+        ends = [len(side.encode()) + 1 for side in decoded(prepared, "train")[pair]]
+        assert [drawn.tokens.shape[1], drawn.targets.shape[1]] == [-(-end // 8) * 8 for end in ends]
 
 
 def test_the_default_pairs_are_functions_and_the_first_sentences_of_their_docstrings(

@@ -14,7 +14,7 @@ from examples import rouge
 from tests.data.test_pairs import decoded
 from tests.helpers import ROOT, checkpoint, ranks, records, succeeded, tiny
 from torchtitan_lite.data.prepare.__main__ import main as prepare
-from torchtitan_lite.models.generation import Sampler, new_tokens
+from torchtitan_lite.models.generation import Sampler, beam_search, new_tokens
 from torchtitan_lite.run.session import forward_seed
 from torchtitan_lite.tools import generate, load_model
 
@@ -84,6 +84,11 @@ def test_generate_adds_the_prefix_of_training(run: Path, capsys: pytest.CaptureF
         assert "each source begins with 'summarize: ', as in training" in found.err
         said.append(found.out)
     assert said[0] == said[1]
+    opened = load_model.open_model(run, torch.device("cpu"), torch.float32)
+    ids = generate.encode(opened, "summarize: a")
+    assert generate.main([str(run), "--source=a", "--max-tokens=6", "--beams=3", "--length-penalty=-2"]) == 0
+    found = opened.tokenizer.decode(list(beam_search(opened.model, ids, 6, 3, opened.ends, -2.0)))
+    assert capsys.readouterr().out == f"{found}\n"
 
 
 @pytest.mark.parametrize(

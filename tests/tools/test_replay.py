@@ -1,19 +1,27 @@
 """train.py --replay: a step is computed again, and compared bit for bit with what the run recorded."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.helpers import checkpoint, ranks, records, succeeded, tiny
+from torchtitan_lite import __version__
+from torchtitan_lite.checkpointing.compatibility import AUTOTUNING
+from torchtitan_lite.checkpointing.dcp_storage import read_tensors
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.errors import ConfigError, NonFiniteError
+from torchtitan_lite.optim.finite_guard import Incident
+from torchtitan_lite.optim.step_record import Numbers
 from torchtitan_lite.run import attempts
-from torchtitan_lite.tools.incidents.replay import differs, numbers_of, read
+from torchtitan_lite.tools.incidents import replay as replays
+from torchtitan_lite.tools.incidents.replay import numbers_of, read
 from torchtitan_lite.tools.incidents.which import main as which
 
 extended = pytest.mark.extended
@@ -104,13 +112,13 @@ def test_another_command_is_refused_with_the_name_of_each_key(trained: Path, tex
     assert "equal   bit for bit" in said
 
 
-def recorded_by(folder: Path) -> tuple[Config, dict[str, Any]]:
-    """A run's config as `read` needs it, and what its numbers depended on in the newest attempt."""
+def recorded_by(folder: Path, step: int = 7) -> tuple[Config, int, dict[str, Any]]:
+    """A run's config as `read` needs it, the step, and what its numbers depended on in the newest attempt."""
     attempt = attempts.read(folder / "run")[-1]
     tree: dict[str, Any] = {"run": {"out_dir": str(folder), "name": "run"}, "train": {"steps": 8}}
     tree["optim"] = {key: attempt.config[f"optim.{key}"] for key in ("lr", "schedule", "warmup_steps")}
     tree["model"] = {"init_from": attempt.config["model.init_from"]}
-    return Config.model_validate(tree), numbers_of(attempt.config, attempt.must_match, attempt.setting)
+    return Config.model_validate(tree), step, numbers_of(attempt.config, attempt.must_match, attempt.setting)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +138,7 @@ def recorded_by(folder: Path) -> tuple[Config, dict[str, Any]]:
     ],
 )
 def test_all_that_numbers_depend_on_is_compared(key: str, value: Any, trained: Path) -> None:
-    config, here = recorded_by(trained)
+    config, _, here = recorded_by(trained)
     assert read(config, 7, here)
     shown = re.escape(f"{key} was {json.dumps(here[key])}, and is {json.dumps(value)} here")
     with pytest.raises(ConfigError, match=shown):
@@ -166,7 +174,110 @@ DIFFERENT: list[tuple[tuple[Any, ...], tuple[Any, ...], str]] = [  # loss, norm 
 def test_a_difference_names_its_ranks_and_its_cause(then: tuple[Any], now: tuple[Any], expected: str) -> None:
     one, other = (dict(zip(("loss", "grad_norm", "rank_losses"), values, strict=True)) for values in (then, now))
     for equal, update in ((6, "step 6"), (4, "a step from 4 to 6")):
-        assert differs(one, other, 7, equal) == expected + update * expected.endswith("update of ")
+        assert replays.differs(one, other, 7, equal) == expected + update * expected.endswith("update of ")
+
+
+FAULT = "Replay it once more: if two replays agree with each other, a fault hit the run; if they differ, this machine "
+FAULT += "computes incorrectly"
+AGAIN = "a GPU may add in a different order each time, so this proves nothing"
+VERSIONS, DIRTY = f"{__version__} -> {__version__}", "If they differ from the run's, they may be the cause. "
+STOP = "step 10: the loss is not finite on rank 1"
+
+
+def test_what_a_difference_would_mean_and_what_is_compared(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another code, or numbers that differ from time to time; and each kind of record that a run ends with."""
+    shutil.copytree(trained / "run", tmp_path / "run")
+    file, metrics = tmp_path / "run/attempts.jsonl", tmp_path / "run/metrics.jsonl"
+    (begun, ended), lines = map(json.loads, file.read_text().splitlines()), metrics.read_text().splitlines()
+    here = begun["git"] = {"commit": "new", "dirty": False}
+
+    def of(n: int, stop: str = "", **changed: Any) -> replays.Recorded:
+        changed = {key: {**begun[key], **value} for key, value in changed.items()}
+        file.write_text(f"{json.dumps(begun | changed)}\n{json.dumps(ended | {'reason': stop})}\n")
+        return read(*recorded_by(tmp_path, n))
+
+    code = "The code differs from the run's, which may be the cause: torchtitan_lite"
+    weights = "The run began with the weights in there, and recorded no hash of them. If they have changed since, that "
+    nothing = f"{AUTOTUNING} chooses kernels by their time, which may differ each time, so this proves nothing"
+    for n, dirty, changed, advice in (
+        (7, False, {}, FAULT),
+        (7, False, {"setting": {"deterministic": False}}, f"Without run.deterministic, {AGAIN}"),
+        (
+            7,
+            False,
+            {"setting": {"compile": f"a, {AUTOTUNING}"}},
+            nothing,
+        ),
+        (7, False, {"git": {"commit": "old"}}, f"{code} {VERSIONS}, commit old -> new, dirty False -> False"),
+        (3, False, {"config": {"model.init_from": "there"}}, f"{weights}is the cause. {FAULT}"),
+        (7, False, {"config": {"model.init_from": "there"}}, FAULT),
+        (7, True, {"git": {"dirty": True}}, f"The code has uncommitted changes. {DIRTY}{FAULT}"),
+    ):
+        monkeypatch.setattr(replays.run_folder, "git_state", lambda _, dirty=dirty: here | {"dirty": dirty})
+        assert of(n, **changed).advice == advice
+    # a spike, and a step that is not finite, at which a run ended
+    spike = {"step": 9, "attempt": 1, "spike": {"loss": 9.5, "grad_norm": 2.0, "ratio": 3}}
+    metrics.write_text("".join(f"{line}\n" for line in [*lines[:-3], json.dumps(spike)]))
+    assert of(9).steps == {"9": {"loss": 9.5, "grad_norm": 2.0, "rank_losses": None}}
+    found = of(10, "step 10: the loss is not finite on rank 1. Lower the rate")
+    assert (found.start, found.last, found.steps) == (8, 10, of(9).steps | {"10": {"stopped": STOP}})
+
+
+class StopError(NonFiniteError):
+    """What a guard raises."""
+
+
+def test_each_step_and_each_tensor_is_compared(finished: Path) -> None:
+    """By `compute`, on a stand-in of a run of steps 3 and 4, with the checkpoint of step 4."""
+    saved = dict(read_tensors(checkpoint(finished, 4), ""))
+    name = "model.output.weight"
+    flipped = saved[name].clone()
+    flipped.view(-1)[-1] = -flipped.view(-1)[-1]
+    finite, nan = Numbers(2.5, 1.5, 1.0, 0.0, [8.0, 9.0]), Numbers(math.nan, math.inf, 1.0, 0.0, [math.nan, 9.0])
+    of_finite = {"loss": 2.5, "grad_norm": 1.5, "rank_losses": [8.0, 9.0]}
+    of_nan = {"loss": None, "grad_norm": None, "rank_losses": [None, 9.0]}
+    stop = "step 4: the loss is not finite on rank 1"
+
+    def result(numbers: Numbers, tensors: Any, then: Any, stops: str = "", folder: Path = finished) -> str:
+        incident = Incident({}, "", StopError(f"{stops}. More")) if stops else None
+        guard = SimpleNamespace(check=lambda record: incident if record.step == 4 else None)
+        services = SimpleNamespace(
+            watchdog=SimpleNamespace(step=lambda n: None),
+            checkpointer=SimpleNamespace(parts=lambda: {"model": {}, "": tensors}),
+            preemption=SimpleNamespace(agreed=False),
+            log=SimpleNamespace(record=lambda _: None, info=lambda _: None),
+        )
+        process, trained = SimpleNamespace(rank=0, untimed=None), SimpleNamespace(guards=[guard])
+        s: Any = SimpleNamespace(services=services, process=process, trained=trained, pending=None)
+
+        def step(_: Any, number: int) -> Any:
+            s.pending = SimpleNamespace(step=number, numbers=numbers)
+            return SimpleNamespace(numbers=numbers)
+
+        recorded = replays.Recorded(2, 4, "", {"3": of_nan if numbers is nan else of_finite, "4": then}, [], "ADVICE")
+        try:
+            return replays.compute(s, step, recorded, folder)
+        except replays.DifferentError as error:
+            return f"different: {error}"
+
+    end = ". This follows from the data and the weights at the start of the replay, not from a later hardware fault"
+    same, n = "bit for bit: the losses and the gradient norm of 2 steps", f"{len(saved)} tensors"
+    apart = f"different: after step 4 1 of {n} differ from {checkpoint(finished, 4)}, first {name}: the update differed"
+    norm = "different: step 4 differs: the gradient norm was 1.25, and is 1.5; the loss of each rank is equal, so it"
+    again, other = f"bit for bit, and not finite again: {stop}", finished / "none"
+    for expected, *given in (
+        (f"{same}, and {n} of a checkpoint{end}", finite, saved, of_finite),
+        (f"{same}, and {n} of a checkpoint{end}", nan, saved, of_nan),
+        (f"{same}{end}", finite, saved, of_finite, "", other),
+        (f"{apart}, or memory changed before it was saved. ADVICE", finite, saved | {name: flipped}, of_finite),
+        (f"{norm} was a backward pass or a sum over ranks. ADVICE", finite, saved, of_finite | {"grad_norm": 1.25}),
+        (f"{again}{end}", finite, saved, {"stopped": stop}, stop),
+        (f"different: step 4 is finite here; the run recorded: {stop}. ADVICE", finite, saved, {"stopped": stop}),
+        (f"different: {stop} here; the run recorded: step 4 is finite. ADVICE", finite, saved, of_finite, stop),
+    ):
+        assert result(*given) == expected
 
 
 # --- steps of all kinds -----------------------------------------------------------------------------------------
