@@ -115,7 +115,7 @@ PORTED, AS_LONG = ", our initial values", ", the default's tokens"
 PEERS = {
     SMALL_PEER: Peer(2, 128, 673, tuple(TRIED)),
     f"{SMALL_PEER}{PORTED}": Peer(2, 128, 673, ((2, 12.0, KEPT, 168),), induction_head=True),
-    LARGER_PEER: Peer(4, 256, 575, tuple((4, rate, KEPT, 100) for rate in (8.0, 12.0, 16.0))),
+    LARGER_PEER: Peer(4, 256, 575, tuple((4, rate, KEPT, 100) for rate in (8.0, 12.0))),
 }
 
 
@@ -447,9 +447,13 @@ def plot(search: Search, file: Path) -> None:
 
     figure, axes = plt.subplots(1, 2, figsize=(8, 3), layout="constrained", sharex=True, sharey=True)
     values: list[str] = []
-    names = list(reversed(ends(search, "2 x 128", "code") | ends(search, "2 x 128", "prose")))
+    timed = {
+        text: {name: rows for name, rows in ends(search, "2 x 128", text).items() if AS_LONG not in name}
+        for text in TEXTS
+    }
+    names = list(reversed(timed["code"] | timed["prose"]))
     for axis, text in zip(axes, TEXTS, strict=True):
-        for name, rows in ends(search, "2 x 128", text).items():
+        for name, rows in timed[text].items():
             bits, at = bits_of(rows), names.index(name)
             mean, error = statistics.mean(bits), statistics.stdev(bits) if len(bits) > 1 else 0.0
             color = "gray" if name.startswith("nano") else "tab:blue"

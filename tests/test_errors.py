@@ -1,11 +1,21 @@
 """`run_cli`: errors of the input and the machine are messages with an exit code, and bugs keep their traceback."""
 
+import io
+import json
+import os
+import re
+import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
 
 from torchtitan_lite import errors
+from torchtitan_lite.checkpointing.storage import new_folder
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.errors import UserError, run_cli
+from torchtitan_lite.run import out_of_memory
 
 
 def _raise(error: BaseException) -> Callable[[], int]:
@@ -15,23 +25,35 @@ def _raise(error: BaseException) -> Callable[[], int]:
     return main
 
 
+UID = f"this process runs as uid {os.geteuid()}; give it access, or choose another path"
+THREADS = "no more threads can be started; ulimit -u or -v, or the limits of a container, are too low: "
+
+
 @pytest.mark.parametrize(
     ("error", "code", "expected"),
     [
-        (PermissionError(13, "Permission denied", "/a/b"), 2, "x: /a/b: Permission denied: this process runs as uid"),
-        (OSError(36, "File name too long", "a" * 5000), 2, "(5,000 characters): File name too long"),
-        (OSError(28, "No space left on device", "/a"), 1, "x: /a: No space left on device: free some space"),
-        (OSError(5, "Input/output error"), 1, "x: Input/output error"),
+        (PermissionError(13, "Permission denied", "/a/b"), 2, f"x: /a/b: Permission denied: {UID}"),
+        (PermissionError(1, "Operation not permitted", b"/a"), 2, f"x: /a: Operation not permitted: {UID}"),
+        (OSError(36, "File name too long", "a" * 5000), 2, f"x: {'a' * 200}... (5,000 characters): File name too long"),
+        (OSError(18, "Invalid cross-device link", "/a", None, "/b"), 2, "x: /a -> /b: Invalid cross-device link"),
+        (OSError(24, "Too many"), 2, "x: Too many: too many files are open; raise the limit with ulimit -n"),
+        (OSError(28, "No space", "/a"), 1, "x: /a: No space: free some space, or choose another disk"),
+        (OSError(122, "Quota", "/a"), 1, "x: /a: Quota: free some space, or choose another disk"),
+        *((OSError(number, "Input/output error"), 1, "x: Input/output error") for number in (5, 116, 30, 19, 110)),
+        (TimeoutError(), 2, "x: TimeoutError"),
         (UnicodeDecodeError("utf-8", b"a\xe9", 1, 2, "no"), 2, "x: byte 0xe9 at position 1 is not utf-8"),
+        (UnicodeError("no such text"), 2, "x: no such text"),
         (MemoryError(), 2, "x: out of memory"),
-        (RuntimeError("alloc_cpu.cpp: you tried to allocate 5 bytes\nmore"), 2, "x: out of memory: alloc_cpu.cpp"),
-        (
-            RuntimeError("can't start new thread"),
-            2,
-            "x: no more threads can be started; ulimit -u or",
+        (torch.OutOfMemoryError("CUDA out of memory"), 2, "x: out of memory: CUDA out of memory"),
+        (RuntimeError("you tried to allocate 5 bytes\nmore"), 2, "x: out of memory: you tried to allocate 5 bytes"),
+        *(
+            (RuntimeError(text), 2, f"x: {THREADS}{text}")
+            for text in (
+                "can't start new thread",
+                "Resource temporarily unavailable",
+                "unable to start watchdog thread",
+            )
         ),
-        (RuntimeError("Resource temporarily unavailable"), 2, "x: no more threads can be started"),
-        (RuntimeError("unable to start watchdog thread"), 2, "x: no more threads can be started"),
         (UserError("this and that"), 2, "x: this and that"),
         (errors.SaveError("late"), 1, "x: late"),
         (KeyboardInterrupt(), 130, "x: stopped"),
@@ -41,10 +63,82 @@ def test_an_input_error_is_a_message_without_a_traceback(
     error: BaseException, code: int, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_cli("x", _raise(error)) == code
-    assert expected in capsys.readouterr().err
+    assert capsys.readouterr().err == f"{expected}\n"
 
 
-@pytest.mark.parametrize("error", [KeyError("a"), TypeError(), AttributeError("a"), ValueError("a"), OSError(9, "bad")])
+def test_an_error_says_where_and_one_of_a_closed_pipe_says_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_cli("x", lambda: len(str(new_folder(tmp_path / "no/such", 1)))) == 2
+    where = r" \[torchtitan_lite/checkpointing/storage\.py:\d+\]\n"
+    assert re.fullmatch(rf"x: {tmp_path}/no/such: No such file or directory{where}", capsys.readouterr().err)
+    assert run_cli("x", _raise(BrokenPipeError(32, "Broken pipe"))) == 1
+    assert run_cli("x", _raise(KeyboardInterrupt()), local_rank=1) == 130
+    assert run_cli("x", lambda: 5) == 5
+    assert capsys.readouterr().err == ""
+
+
+CODES = {1: "Busy Unreadable Save Stuck NoMemory ReplicaMismatch", 2: "User Config Data Checkpoint Format"}
+CODES[3] = "NonFinite Spike Repeat"
+
+
+@pytest.mark.parametrize(("code", "names"), CODES.items())
+def test_the_exit_code_says_whether_the_same_command_may_work_later(code: int, names: str) -> None:
+    assert {getattr(errors, f"{name}Error").exit_code for name in names.split()} == {code}
+
+
+def test_torchrun_learns_which_error_came_first_and_ends_if_a_restart_would_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    happened: list[object] = []
+    monkeypatch.setattr("time.sleep", happened.append)
+    monkeypatch.setattr("time.time", lambda: 1000.9)
+    monkeypatch.setattr("os.kill", lambda *args: happened.append(args))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    ending = "ending torchrun, because a restart would fail in the same way; torchrun's traceback follows\n"
+    launcher = (os.getppid(), signal.SIGTERM)
+    late = errors.StuckError("a")
+    late.secondary = True
+    for rank, error, restarts, said, when, done in (
+        (0, UserError("a"), "0", f"x: a\n{ending}", "1000", [launcher]),
+        (0, UserError("a"), "3", "x: a\n", "1000", []),
+        (2, errors.SpikeError("a"), "0", f"[local rank 2] x: a\n{ending}", "1000", [10, launcher]),
+        (1, late, "0", "[local rank 1] x: a\n", "1060", [10]),
+    ):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+        happened.clear()
+        run_cli("x", _raise(error), rank)
+        assert (capsys.readouterr().err, happened) == (said, done)
+        message = json.loads((tmp_path / "error.json").read_text())["message"]
+        assert message == {"message": said.splitlines()[0], "extraInfo": {"timestamp": when}}
+
+
+@pytest.mark.parametrize(("values", "expected"), [
+    ({"train": {"micro_batch_size": 7}}, "try --train.micro_batch_size=3: the same global batch in more micro-batches, "
+     "with the same result"),
+    ({}, "try --activation_checkpointing.mode=full: about a third more computation, much less memory"),
+    ({"activation_checkpointing": {"mode": "full"}}, "try --mixed-precision: activations of half the size"),
+    ({"activation_checkpointing": {"mode": "full"}, "fsdp": {"param_dtype": "bfloat16"}}, "try more ranks (each holds "
+     "a smaller shard), a shorter --train.seq_len, or a smaller model"),
+])  # fmt: skip
+def test_too_little_memory_has_an_advice(values: dict[str, dict[str, object]], expected: str) -> None:
+    config = Config.model_validate({"train": {"micro_batch_size": 1}, **values})
+    for error, what in (
+        (MemoryError(), "the host"),
+        (RuntimeError("you tried to allocate 5\nx"), "you tried to allocate 5"),
+    ):
+        with pytest.raises(errors.NoMemoryError) as caught, out_of_memory.with_advice(config):
+            raise error
+        assert str(caught.value) == f"out of memory: {what}\n  {expected}"
+    with pytest.raises(RuntimeError, match="^other$"), out_of_memory.with_advice(config):
+        raise RuntimeError("other")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [KeyError("a"), TypeError(), AttributeError("a"), ValueError("a"), OSError(9, "bad"), io.UnsupportedOperation("a")],
+)
 def test_a_bug_keeps_its_traceback(error: Exception) -> None:
     with pytest.raises(type(error)):
         run_cli("x", _raise(error))

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 
-__version__ = "0.4.0"
+__version__ = "1.0.0"
 
 _TRAINING = ("load_config", "open_data", "build_model", "build_optimizer", "clip_grad_norm", "set_learning_rate")
 __all__ = (*_TRAINING, "load_model", "generate", "evaluate", "UserError")  # types: __init__.pyi

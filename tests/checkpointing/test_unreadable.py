@@ -1,16 +1,21 @@
 """A checkpoint that is temporarily unreadable is not damaged: nothing is deleted."""
 
 import errno
+import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.helpers import checkpoint, ranks, succeeded, tiny
 from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.checkpointing.save import Saved, to_keep
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.errors import CheckpointError, SaveError
+from torchtitan_lite.run.between_steps import report_save
+from torchtitan_lite.run.metrics import Log
 
 FILES = ("manifest.json", "state.json")
 
@@ -52,6 +57,56 @@ def test_a_missing_file_is_damage(name: str, tmp_path: Path) -> None:
     folder = small(tmp_path)
     (folder / name).unlink()
     assert any(name in problem for problem in storage.verify(folder))
+
+
+KEPT: list[tuple[list[int], int, int, list[int], set[int]]] = [
+    ([1, 2, 3, 4], 0, 0, [], {1, 2, 3, 4}),
+    ([1, 2, 3, 4], 2, 0, [], {3, 4}),
+    ([1, 2, 3, 4, 6], 1, 2, [], {2, 4, 6}),
+    ([1, 2, 3, 4], 1, 0, [1, 9], {1, 4, 9}),
+    ([1, 2], 5, 3, [], {1, 2}),
+]
+
+
+@pytest.mark.parametrize(("steps", "latest", "every", "also", "expected"), KEPT)
+def test_which_checkpoints_are_kept(
+    steps: list[int], latest: int, every: int, also: list[int], expected: set[int]
+) -> None:
+    assert to_keep(steps, latest, every, also) == expected
+
+
+@pytest.mark.parametrize(("saved", "ends", "background", "said", "recorded"), [
+    (Saved(5, Path("c/step-5"), 3 << 19, 2.25, 0.5), False, False, "saved   c/step-5  (1.5 MiB, 2.2 s)", 2.25),
+    (Saved(5, Path("c/step-5"), 3 << 19, 2.25, 0.5, note="disk"), False, True, "saved   c/step-5  (1.5 MiB, 2.2 s, "
+     "training paused for 0.5 s)\nnote    older checkpoints were not deleted: disk", 0.5),
+    (Saved(5, Path("c"), error="disk"), False, True,
+     "NOT SAVED  step 5: disk; older checkpoints are untouched, training continues", None),
+    (Saved(5, Path("c"), error="disk"), True, False, "NOT SAVED  step 5: disk; older checkpoints are untouched", None),
+])  # fmt: skip
+def test_the_outcome_of_a_save_is_a_line_and_a_record(
+    saved: Saved, ends: bool, background: bool, said: str, recorded: float | None, tmp_path: Path
+) -> None:
+    config, log = SimpleNamespace(async_save=background), Log(tmp_path, enabled=True)
+    for done, wait in ((False, False), (False, True), (True, False)):
+        saver: Any = SimpleNamespace(config=config, finished=lambda done=done: done, wait=lambda: saved)
+        assert report_save(saver, log, wait=wait, ends=ends) == (saved.error if done or wait else "")
+    assert (tmp_path / "train.log").read_text() == f"{said}\n" * 2
+    if recorded is None:
+        assert not (tmp_path / "metrics.jsonl").exists()
+    else:
+        record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1])
+        assert {"step": 5, "save_s": recorded, "bytes": 3 << 19, "attempt": 0}.items() <= record.items()
+
+
+def test_a_disk_without_room_is_named_with_both_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.statvfs", lambda _: SimpleNamespace(f_bavail=3, f_frsize=1 << 20, f_bfree=99, f_bsize=7))
+    storage.require_space(tmp_path / "none/checkpoints", 3 << 20)
+    with pytest.raises(SaveError) as caught:
+        storage.require_space(tmp_path / "none/checkpoints", (3 << 20) + 1)
+    assert str(caught.value) == (
+        f"a checkpoint takes 3.00 MiB, but {tmp_path} has only 3.00 MiB free: free some space, for example by deleting "
+        "an old checkpoint"
+    )
 
 
 @pytest.mark.extended

@@ -9,7 +9,8 @@ import train
 from tests.config.parsing import parse, write
 from tests.helpers import ROOT, python, succeeded
 from torchtitan_lite.config import cli, schema, toml
-from torchtitan_lite.config.derive import derive
+from torchtitan_lite.config.derive import Layout, derive
+from torchtitan_lite.run import console
 from torchtitan_lite.tools import config_reference
 
 
@@ -44,6 +45,7 @@ def test_file_on_base_on_size_on_defaults_and_command_line_on_top(tmp_path: Path
         ("HYBRID_SHARD", ["--fsdp.dp_shard=2"], (True, 4, 2)),
         ("NO_SHARD", [], (False, 8, 1)),
         ("FULL_SHARD", ["--fsdp.reshard_after_forward=true", "--fsdp.dp_shard=8"], (True, 1, 8)),
+        ("SHARD_GRAD_OP", ["--fsdp.reshard_after_forward=default", "--fsdp.dp_shard=-1"], (False, 1, 8)),
     ],
 )
 def test_fsdp1_strategies_become_their_fsdp2_options(
@@ -55,6 +57,40 @@ def test_fsdp1_strategies_become_their_fsdp2_options(
     layout = derive(loaded.config, 8)
     assert (loaded.config.fsdp.reshard_after_forward, layout.dp_replicate, layout.dp_shard) == expected
     assert loaded.origins["fsdp.reshard_after_forward"] in ("fsdp.sharding_strategy", "command line")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [  # on six ranks: the mesh, micro-batches of a step, padding sequences of the last one, tokens of a step
+        (["--train.global_batch_size=36"], Layout(1, 6, 2, 0, 36 * 64)),
+        (["--train.global_batch_size=37", "--fsdp.dp_replicate=3"], Layout(3, 2, 3, 17, 37 * 64)),
+        (["--train.global_batch_size=5", "--fsdp.dp_replicate=-1", "--fsdp.dp_shard=3"], Layout(2, 3, 1, 13, 5 * 64)),
+        (["--train.batch_schedule=[[0, 2], [9, 20], [10, 99]]", "--train.steps=10"], Layout(1, 6, 2, 16, 20 * 64)),
+        (
+            ["--model.family=t5", "--data.objective=span_corruption", "--train.global_batch_size=18"],
+            Layout(1, 6, 1, 0, 18 * 14),
+        ),
+    ],
+)
+def test_the_mesh_and_the_micro_batches_of_a_step(options: list[str], expected: Layout) -> None:
+    config = parse(*options, "--train.seq_len=64", "--train.micro_batch_size=3", world_size=6).config
+    assert derive(config, 6) == expected
+
+
+def test_keys_that_save_copies_are_named_if_nothing_is_sharded() -> None:
+    def said(*options: str, world_size: int = 1) -> list[str]:
+        config = parse(*options, "--train.micro_batch_size=4", world_size=world_size).config
+        return console.copies_lines(config, derive(config, world_size))
+
+    head, tail = "fsdp    nothing is sharded: if memory allows, ", " would avoid copies of the parameters (see plan)"
+    one, two = "--train.global_batch_size=4", "--train.global_batch_size=5"
+    kept = "fsdp.reshard_after_forward = false"
+    assert said(one) == [f"{head}{kept}{tail}"]
+    more = f'{kept}, fsdp.reshard_after_backward = false and fsdp.grad_sync = "last" (sums in a different order)'
+    assert said(two) == [f"{head}{more}{tail}"]
+    assert said(one, "--fsdp.reshard_after_forward=true") == []
+    assert said(two, world_size=2) == []
+    assert said(two, "--fsdp.dp_replicate=2", world_size=2) == [f"{head}{kept}{tail}"]
 
 
 def test_help_lists_the_usual_keys_or_every_key_with_meaning_and_default() -> None:

@@ -73,6 +73,7 @@ def test_the_order_of_samples_never_changes() -> None:
     assert [sample_index(i, 1000, seed=0) for i in (0, 1, 2, 999, 1000, 10**15)] == [
         745, 495, 429, 330, 84, 80,
     ]  # fmt: skip
+    assert [sample_indices(np.arange(2 * n), n, seed=7).tolist() for n in (2, 3)] == [[0, 1, 1, 0], [2, 1, 0, 2, 0, 1]]
 
 
 # --- batches ----------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import csv
 import gzip
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -138,17 +139,17 @@ for path in sys.argv[1:]:
 """
 
 
-def test_unreadable_folders_are_errors(tmp_path: Path) -> None:
+def test_unreadable_folders_are_errors() -> None:
     """A folder that can't be listed may hold text, so it is not skipped."""
-    tree(tmp_path, "in/a.txt", "in/secret/b.txt", "in/secret/deep/c.txt")
-    names = (".", "secret", "secret/deep", "secret/b.txt")
-    for folder in (tmp_path, *tmp_path.parents):  # pytest's own, which nobody else may enter
-        if not folder.stat().st_mode & 0o001:
-            folder.chmod(folder.stat().st_mode | 0o711)
-    (tmp_path / "in/secret").chmod(0)
-    try:
-        said = succeeded(start([sys.executable, "-c", FIND, *(f"{tmp_path}/in/{name}" for name in names)])).splitlines()
-    finally:
-        (tmp_path / "in/secret").chmod(0o755)
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own are closed to other users, as which FIND runs for root
+        Path(folder).chmod(0o755)
+        tree(Path(folder), "in/a.txt", "in/secret/b.txt", "in/secret/deep/c.txt")
+        names = (".", "secret", "secret/deep", "secret/b.txt")
+        (Path(folder) / "in/secret").chmod(0)
+        try:
+            lines = succeeded(start([sys.executable, "-c", FIND, *(f"{folder}/in/{name}" for name in names)]))
+        finally:
+            (Path(folder) / "in/secret").chmod(0o755)
+    said = lines.splitlines()
     assert len(said) == 4
     assert all("secret" in line and "can't be read: Permission denied" in line for line in said), said

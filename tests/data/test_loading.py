@@ -87,8 +87,9 @@ def test_round_weights_make_a_short_table() -> None:
     assert mixed([0.7, 0.3]).table.tolist() == [0, 0, 1, 0, 0, 1, 0, 0, 0, 1]
     assert mixed([2, 1, 1]).counts.tolist() == [2, 1, 1]
     assert mixed([140, 60]).table.tolist() == mixed([0.7, 0.3]).table.tolist(), "only the ratio matters"
-    with pytest.raises(ConfigError, match="a weight of 1e-06 of .* is less than one sample in 65,536"):
-        mixed([1, 1e-6])
+    expected = r"^data\.sources: a weight of 1e-06 of 3\.000001 is less than one sample in 65,536; 0\.0003 works$"
+    with pytest.raises(ConfigError, match=expected):
+        mixed([3, 1e-6])
 
 
 def test_each_source_has_its_own_epochs(folders: dict[str, Path]) -> None:
@@ -138,8 +139,11 @@ def test_validation_is_mixed_as_well_and_repeats_nothing(folders: dict[str, Path
     validation = Validation.from_config(config, prepare_all(config.data, config.tokenizer, print), 1, 0, 1)
     assert isinstance(validation.loader.samples, Mixture)
     mixture = validation.loader.samples
-    assert mixture.consumed(validation.n_samples)[0] in (mixture.sources[0].n_samples, mixture.sources[0].n_samples - 1)
-    assert mixture.consumed(validation.n_samples)[1] <= mixture.sources[1].n_samples
+    most = [source.n_samples for source in mixture.sources]
+    once = [n for n in range(2 * sum(most)) if all(map(int.__le__, mixture.consumed(n), most))]
+    assert validation.n_samples == mixture.longest_prefix(10**6) == once[-1] == len(once) - 1
+    assert [mixture.longest_prefix(n) for n in (1, 7, once[-1], once[-1] + 1)] == [1, 7, once[-1], once[-1]]
+    assert validation.description() == {"samples": once[-1], "of": sum(most), "seed": 0}
     targets = torch.cat([micro.targets for micro in validation.micro_batches()])
     assert int((targets != IGNORE).sum()) == 16 * validation.n_samples
     for rank in range(3):  # each knows the numbers of its own sequences
@@ -218,18 +222,34 @@ def test_packed_sequences_hold_whole_documents(folders: dict[str, Path]) -> None
     assert valid / drawn.targets.size > 0.98, "more padding than it takes"
 
 
-def test_positions_begin_again_with_each_document(folders: dict[str, Path]) -> None:
-    end = read_meta(folders["lines"]).end_token
-    for packing in ("concat", "best_fit"):
-        samples = (PackedSamples if packing == "best_fit" else Samples)(folders["lines"], "train", 64)
-        loader = Loader(samples, micro_batch_size=3, rank=0, world_size=1, seed=2, document_mask=True)
-        for micro in loader.batch(0, 9).micro_batches:
-            assert micro.positions is not None
-            for row, positions in zip(micro.tokens.tolist(), micro.positions.tolist(), strict=True):
-                assert positions[0] == 0
-                for i in range(1, 64):
-                    if packing == "concat" or positions[i]:
-                        assert positions[i] == (0 if row[i] == end and packing == "concat" else positions[i - 1] + 1)
+def test_positions_begin_again_with_each_document(folders: dict[str, Path], tmp_path: Path) -> None:
+    end, samples = read_meta(folders["lines"]).end_token, Samples(folders["lines"], "train", 64)
+    loader = Loader(samples, micro_batch_size=3, rank=0, world_size=1, seed=2, document_mask=True)
+    for micro in loader.batch(0, 9).micro_batches:
+        assert micro.positions is not None
+        for row, positions in zip(micro.tokens.tolist(), micro.positions.tolist(), strict=True):
+            assert positions[0] == 0
+            for i in range(1, 64):
+                assert positions[i] == (0 if row[i] == end else positions[i - 1] + 1)
+
+    # packed: the end mark before each document or piece, whose padding is no document's
+    for name, texts in (("a", ("abcdefgh", "ij", "klm", "n", "opq")), ("b", ("held out",))):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    command = [str(tmp_path / "a.jsonl"), "--held-out", str(tmp_path / "b.jsonl"), "--out", str(tmp_path / "out")]
+    assert main([*command, "--tokenizer", "bytes"]) == 0
+    packed = PackedSamples(tmp_path / "out", "train", 6)
+    (micro,) = (
+        Loader(packed, micro_batch_size=4, rank=0, world_size=1, seed=None, document_mask=True)
+        .batch(0, 4)
+        .micro_batches
+    )
+    shown = {0: "|", IGNORE: "-"} | {65 + i: chr(97 + i) for i in range(26)}
+    rows = ["".join(shown[token] for token in row) for row in (*micro.tokens.tolist(), *micro.targets.tolist())]
+    assert rows == ["|abcde", "fgh|ij", "|klm||", "|n|opq", "abcdef", "gh|ij|", "klm|--", "n|opq|"]
+    assert micro.positions is not None
+    begun = ["".join(map(str, row)) for row in micro.positions.tolist()]
+    assert begun == ["012345", "012012", "012301", "010123"]
+    assert (packed.n_samples, packed.mean_tokens) == (4, 22 / 4)
 
 
 # --- ahead ------------------------------------------------------------------------------------------------------

@@ -91,7 +91,8 @@ def test_rows_of_an_encoder_decoder(prepared: Path) -> None:
         assert rows.targets[row].tolist() == wanted + [IGNORE] * (10 - len(wanted))
     assert samples.n_targets(np.arange(samples.n_samples), None) == (rows.targets != IGNORE).sum()
     long = sum(len(source.encode()) > 63 for source, _ in found)
-    assert samples.notes[0].startswith(f"{len(found):,} pairs; {long:,} sources cut to 64 tokens and 0 targets")
+    cut = f"{len(found):,} pairs; {long:,} sources cut to 64 tokens and 0 targets cut to 10 tokens"
+    assert samples.notes == (cut,)
 
 
 def test_rows_of_a_decoder_have_a_loss_on_the_target_only(prepared: Path) -> None:
@@ -112,6 +113,10 @@ def test_rows_of_a_decoder_have_a_loss_on_the_target_only(prepared: Path) -> Non
 
 
 def test_blind_sources_are_empty(prepared: Path) -> None:
+    blind = PairSamples(prepared, "train", config_of(prepared, blind_source=True, target_len=7))
+    n, long = blind.n_samples, sum(len(target) > 6 for _, target in decoded(prepared, "train"))
+    cut = f"{n} pairs; 0 sources cut to 64 tokens and {long} targets cut to 7 tokens"
+    assert blind.notes == (f"{cut}; data.blind_source leaves every source empty",)
     rows = PairSamples(prepared, "train", config_of(prepared, blind_source=True)).draw(np.arange(5), None)
     assert rows.tokens[:, 0].tolist() == [1] * 5
     assert not rows.tokens[:, 1:].any()

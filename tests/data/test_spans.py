@@ -18,7 +18,7 @@ from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.prepare.tokenizer import byte_level
-from torchtitan_lite.data.spans import SpanSamples, mask, replaced
+from torchtitan_lite.data.spans import SpanSamples, mask, replaced, sentinels
 
 SEQ_LEN = 40
 SPANS = DataConfig(objective="span_corruption")
@@ -89,6 +89,16 @@ def test_rows_come_from_the_text_and_change_with_the_epoch(folder: Path) -> None
         samples.draw(np.arange(first, first + n), 3).tokens[np.argsort(order[i])] for i, first in enumerate((0, n))
     )
     assert (once != again).any(axis=1).mean() > 0.95
+    # the gaps are a function of the seed, and of the sample's number in the run and in the text
+    marks = sentinels(folder, lengths.spans)
+    for seed, number in ((3, n + 5), (4, n + 5), (3, 5)):
+        (index,), drawn = samples.indices(np.array([number]), seed).tolist(), samples.draw(np.array([number]), seed)
+        raw, gaps = (
+            np.array(stream[1 + index * lengths.raw :][: lengths.raw]),
+            mask(lengths, f"{seed}/{number}/{index}"),
+        )
+        assert drawn.tokens[0, : lengths.inputs].tolist() == [*replaced(raw, gaps, marks), end]
+        assert drawn.targets[0].tolist() == [*replaced(raw, ~gaps, marks), end]
 
 
 def test_a_mixture_of_the_folder_draws_the_same_rows_in_every_layout(folder: Path) -> None:

@@ -53,6 +53,7 @@ from torchtitan_lite.errors import (
     ConfigError,
     DataError,
     NonFiniteError,
+    ReplicaMismatchError,
     StuckError,
     UnreadableError,
 )
@@ -62,7 +63,7 @@ from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.groups import freeze
 from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, set_learning_rate, squared_norm
-from torchtitan_lite.run.intact import require_finite
+from torchtitan_lite.run.intact import require_equal_replicas, require_finite
 from torchtitan_lite.run.start_and_end import require_agreement
 from torchtitan_lite.scoring.validation import Validation, evaluate
 
@@ -355,6 +356,30 @@ def case_parameters_that_are_not_finite_are_not_saved() -> None:
         own_part(model.get_parameter("layers.1.attention.wo.weight").detach())[0][0, 0] = math.inf
     with pytest.raises(NonFiniteError, match="step 5: not finite: 1 parameter, the first is layers.1.attention.wo"):
         require_finite(model, 5)
+
+
+def case_replicas_that_differ_are_not_saved() -> None:
+    """Both ranks of the second replica, then the first of them: in a moment, then in the weights as well."""
+    model = sharded(make_mesh(MESHES["2 x 2"]))
+    optimizer = build_optimizer(model, OptimConfig(name="adamw"))
+    loss_of(model, seed=1).backward()
+    optimizer.step()
+    require_equal_replicas(model, optimizer, 6)
+    weight = model.get_parameter("layers.1.attention.wo.weight")
+    host = socket.gethostname()
+    for tensor, name in ((optimizer.state[weight]["exp_avg"], "exp_avg."), (weight.detach(), "")):
+        part = own_part(tensor)[0]
+        intact = part.clone()
+        part[0, 0] += 1.0 * (dist.get_rank() in (2, 3))
+        for others, ranks in (((), f"2 ({host}), 3 ({host})"), ((3,), f"2 ({host})")):
+            if dist.get_rank() in others:
+                part.copy_(intact)
+            bad = "1 tensor" if name else "2 tensors"
+            bad = f"{bad}, the first is {name}layers.1.attention.wo.weight. A bit flipped in memory"
+            with pytest.raises(ReplicaMismatchError) as caught:
+                require_equal_replicas(model, optimizer, 6)
+            said = f"step 6: replicas of the model differ: rank {ranks} from the first replica, in {bad}"
+            assert str(caught.value).startswith(said), str(caught.value)
 
 
 class Uneven(Samples):

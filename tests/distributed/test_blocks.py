@@ -1,17 +1,24 @@
 """Activation checkpointing and compilation of blocks, in one process: what they compute, keep, and compute again."""
 
+import math
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_lite import cpu
-from torchtitan_lite.config.schema import ActivationCheckpointingConfig, CompileConfig, ModelConfig, SpeedConfig
+from torchtitan_lite.config.schema import (
+    ActivationCheckpointingConfig,
+    CompileConfig,
+    ModelConfig,
+    SpeedConfig,
+)
 from torchtitan_lite.distributed.blocks import apply_activation_checkpointing, apply_compile
-from torchtitan_lite.distributed.initialize import materialize
+from torchtitan_lite.distributed.initialize import materialize, require_initialised
 from torchtitan_lite.models import Transformer, build
 
 LLAMA = ModelConfig(dim=64, n_heads=4, n_layers=4, max_seq_len=64)
@@ -37,6 +44,25 @@ def loss_of(model: Transformer) -> torch.Tensor:
 def gradients(model: Transformer) -> list[torch.Tensor]:
     loss_of(model).backward()
     return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def test_parameters_on_the_host_are_the_same_and_what_is_not_initialised_is_named() -> None:
+    with torch.device("meta"):
+        model = build(LLAMA, 97)
+    materialize(model, torch.device("cpu"), 3, offload=True)
+    assert {k: v.tolist() for k, v in model.named_buffers()} == {k: v.tolist() for k, v in made().named_buffers()}
+    assert all(p.equal(q) for p, q in zip(model.parameters(), made().parameters(), strict=True))
+    wrong = nn.Module()
+    for name, tensor in (("zeros", torch.zeros(2, 2)), ("fine", torch.ones(2)), ("nan", torch.tensor([0, math.nan]))):
+        wrong.register_parameter(name, nn.Parameter(tensor))
+    wrong.register_buffer("count", torch.tensor([3, torch.iinfo(torch.int64).min]))
+    wrong.register_buffer("elsewhere", torch.empty(2, device="meta"))
+    with pytest.raises(RuntimeError) as caught:
+        require_initialised(wrong)
+    assert str(caught.value) == (
+        "the model is not initialised: zeros is constant; nan has values that are not finite: it was not fully "
+        "initialised; count was not initialised; elsewhere is on the meta device"
+    )
 
 
 class Operators(TorchDispatchMode):

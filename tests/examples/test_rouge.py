@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer
 
 from examples import rouge
 from tests.data.test_pairs import decoded
 from tests.helpers import ROOT, checkpoint, ranks, records, succeeded, tiny
 from torchtitan_lite.data.prepare.__main__ import main as prepare
-from torchtitan_lite.tools import generate
+from torchtitan_lite.models.generation import Sampler, new_tokens
+from torchtitan_lite.run.session import forward_seed
+from torchtitan_lite.tools import generate, load_model
 
 PAIRS: dict[str, Any] = {"model__family": "t5", "data__objective": "pairs", "data__target_len": 30}
 ONE_STEP: dict[str, Any] = {"train__steps": 1, "optim__warmup_steps": 0, "eval__every": 0}
@@ -43,7 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = [str(wikihow(folder / "w.csv")), "--source-key=text", "--target-key=headline", "--tokenizer=bytes"]
     words += ["--source-prefix=summarize: ", "--val-fraction=0.2", f"--out={folder / 'pairs'}"]
     assert prepare(words) == 0
-    values = {"train__steps": 2, "sample__every": 1, "sample__max_tokens": 5, "sample__temperature": 0.0}
+    values = {"train__steps": 2, "sample__every": 1, "sample__max_tokens": 5, "sample__temperature": 0.9}
     values |= {"model__max_seq_len": 200, "train__seq_len": 200, "optim__warmup_steps": 1}
     succeeded(ranks(2, *tiny(folder / "pairs", folder, run__name="run", **PAIRS, **values)))
     return folder / "run"
@@ -59,8 +62,18 @@ def test_samples_are_held_out_sources_with_their_targets(run: Path) -> None:
         assert rows[s["prompt"].removeprefix("summarize: ")] == s["reference"]
         assert s["prompt"] not in trained
     assert [s["prompt"] for s in samples[:3]] == [s["prompt"] for s in samples[3:]]
+    # what the model of the checkpoint says, with the seed of the step and of the prompt
+    opened = load_model.open_model(run, torch.device("cpu"), torch.float32)
+    assert opened.config is not None
+    seed, lines = forward_seed(opened.config.run.seed, 2, 0, 0), []
+    for i, s in enumerate(samples[3:]):
+        ids, sampler = generate.encode(opened, s["prompt"]), Sampler(0.9, seed=seed + i)
+        assert s["text"] == opened.tokenizer.decode(list(new_tokens(opened.model, ids, 5, sampler, opened.ends)))
+        assert s["reference"] == rows[s["prompt"].removeprefix("summarize: ")]
+        prompt, text, target = (json.dumps(s[key], ensure_ascii=False) for key in ("prompt", "text", "reference"))
+        lines.append(f"sample  step 2  {prompt} -> {text}  (target: {target})")
     said = (run / "train.log").read_text()
-    assert re.search(r'^sample  step 2  "summarize: Open door .*" -> ".*"  \(target: "\\nOpen door', said, re.M)
+    assert [line for line in said.splitlines() if line.startswith("sample  step 2")] == lines
 
 
 def test_generate_adds_the_prefix_of_training(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

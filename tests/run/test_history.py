@@ -1,13 +1,23 @@
 """The history of a run: attempts.jsonl, and which records count, whatever a kill has left."""
 
 import json
+import os
+import socket
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from filelock import FileLock
 
+from tests.helpers import until
+from torchtitan_lite.distributed.process_group import Process
+from torchtitan_lite.errors import BusyError
 from torchtitan_lite.files import append_line
-from torchtitan_lite.run import attempts
+from torchtitan_lite.run import attempts, run_folder
 
 
 def begin(folder: Path, number: int, step: int) -> None:
@@ -39,6 +49,86 @@ def test_a_torn_last_line_is_ignored_and_the_next_line_is_its_own(left: bytes, t
     assert [attempt.attempt for attempt in attempts.read(tmp_path)] == [1]
     begin(tmp_path, 2, 4)
     assert [(attempt.attempt, attempt.step) for attempt in attempts.read(tmp_path)] == [(1, 0), (2, 4)]
+
+
+def test_the_best_step_and_who_made_a_step(tmp_path: Path) -> None:
+    losses = {2: 3.0, 4: 2.5, 5: 2.0, 6: None, 8: 2.5}
+    begin(tmp_path, 1, 0)
+    for step, loss in losses.items():
+        append_line(tmp_path / "metrics.jsonl", json.dumps({"step": step, "attempt": 1, "val_loss": loss}))
+    assert attempts.best_step(tmp_path, [2, 4, 6, 8]) == 4, "the first of equal ones"
+    assert attempts.best_step(tmp_path, [8, 2]) == 8
+    assert attempts.best_step(tmp_path, [1, 6]) is None
+    begin(tmp_path, 2, 4)
+    made = attempts.read(tmp_path)
+    found = [attempts.of_step(made, step) for step in (0, 1, 4, 5)]
+    assert [attempt and attempt.attempt for attempt in found] == [None, 1, 1, 2]
+    assert attempts.that_count(made) == made
+    assert attempts.best_step(tmp_path, [2, 5]) == 2, "step 5 is made again"
+
+
+def test_only_a_rank_that_knows_of_no_end_records_a_failure(tmp_path: Path) -> None:
+    first, second = (Process(rank, 2, torch.device("cpu"), 1) for rank in (0, 1))
+    started = {"step": 3, "samples": 24, "command": [], "config": {}, "setting": {}, "tasks": {}, "world_size": 2}
+    started |= {"hosts": ["a"], "versions": {}, "git": {}, "device": "cpu"}
+    assert [run_folder.record_start(tmp_path, started) for _ in range(2)] == [1, 2]
+    about = attempts.newest_status(tmp_path)
+    assert [about[key] for key in ("attempt", "status", "step", "reason", "repeats")] == [2, "running", 3, "", False]
+    run_folder.record_end(tmp_path, first, 0, "failed", 4, "refused")
+    run_folder.record_end(tmp_path, second, 2, "preempted", 4, "rank 0 records it")
+    run_folder.record_end(tmp_path, second, 1, "failed", 4, "of an earlier attempt")
+    assert attempts.newest_status(tmp_path) == about
+    run_folder.record_end(tmp_path, second, 2, "failed", 4, "rank 0 died", repeats=True)
+    run_folder.record_end(tmp_path, second, 2, "failed", 5, "the next rank")
+    about = attempts.newest_status(tmp_path)
+    assert [about[key] for key in ("status", "step", "reason", "repeats")] == ["failed", 4, "rank 0 died", True]
+    assert (attempts.read(tmp_path)[0].ended, attempts.read(tmp_path)[1].reason) == ("", "rank 0 died")
+    run_folder.record_end(tmp_path, first, 2, "complete", 9)
+    last = attempts.read(tmp_path)[1]
+    assert (last.ended, last.last_step, last.reason) == ("complete", 9, "")
+
+
+def test_a_machine_of_the_same_job_is_asked_to_make_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not one of another job, not without restarts, and not twice within five minutes."""
+    (tmp_path / ".lock-holder").write_text("process 7 on node3, job mine")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    used = f"{tmp_path} is being used by process 7 on node3, job mine"
+    with FileLock(tmp_path / ".lock") as held:
+        for job, restarts in (("other-2", "3"), ("mine-2", "0")):
+            monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+            monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+            with pytest.raises(BusyError, match=f"^{used}; wait for it, or choose another --run.name=NAME$"):
+                run_folder.lock(tmp_path)
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(lambda: run_folder.lock(tmp_path).release())  # a lock is of its thread
+            until((tmp_path / run_folder.JOINING).exists, "it asks")
+            held.release()
+            waiting.result()
+        assert capsys.readouterr().out == f"note    {used}, which is asked to save and start again with this one\n"
+        assert not (tmp_path / run_folder.JOINING).exists()
+        me = f"process {os.getpid()} on {socket.gethostname()}, job mine"
+        assert (tmp_path / ".lock-holder").read_text() == me
+        begin(tmp_path, 1, 0)
+        ended = {"attempt": 1, "ended": "preempted", "reason": run_folder.JOINS, "end_time": time.time() - 250}
+        attempts.add(tmp_path, ended)
+        with held, pytest.raises(BusyError):
+            run_folder.lock(tmp_path)
+
+
+def test_the_state_of_the_code_is_its_commit_and_whether_it_differs(tmp_path: Path) -> None:
+    assert run_folder.git_state(tmp_path) == {}
+    (tmp_path / "file").write_text("first")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "file"], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *words], check=True)
+    (tmp_path / "untracked").touch()
+    found = run_folder.git_state(tmp_path)
+    assert (len(found.pop("commit")), found) == (40, {"dirty": False})
+    (tmp_path / "file").write_text("next")
+    assert run_folder.git_state(tmp_path)["dirty"]
 
 
 def test_a_later_attempt_replaces_the_records_of_the_steps_that_it_makes_again(tmp_path: Path) -> None:

@@ -43,6 +43,31 @@ def test_a_step_is_saved_before_it_is_sampled(text: Path, tmp_path: Path) -> Non
     assert saved_steps(tmp_path / "run") == [2]
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_has_a_bar_and_lines_that_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "9")
+    for streams, shown, bar in (((Terminal(), Terminal()), "a l 9\n", True), ((io.StringIO(),) * 2, "a line\n", False)):
+        for name, stream in zip(("stdout", "stderr"), streams, strict=True):
+            monkeypatch.setattr(sys, name, stream)
+        log = Log(tmp_path, enabled=True)
+        log.info("a line", lambda text, columns: f"{text[:3]} {columns}")
+        log.info("other")
+        assert streams[0].getvalue() == f"{shown}other\n"
+        assert list(log.progress(3, 5)) == [3, 4, 5]
+        assert ("2/5" in streams[1].getvalue()) == bar
+        silent = Log(tmp_path, enabled=False)
+        silent.info("no line")
+        silent.record({"step": 1})
+        assert list(silent.progress(2, 3)) == [2, 3]
+        assert "no line" not in streams[0].getvalue()
+    assert (tmp_path / "train.log").read_text() == "a line\nother\n" * 2
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
 class Broken(io.TextIOWrapper):
     def __init__(self) -> None:
         super().__init__(io.BytesIO(), encoding="utf-8")

@@ -1,13 +1,17 @@
 """The prompts of samples: those of the config, or the start of a document."""
 
 import json
+import re
 from pathlib import Path
 
+import pytest
 from tokenizers import Tokenizer
 
 from torchtitan_lite.config.schema import Config, DataConfig, SampleConfig
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.prepare.__main__ import main
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.run import checks
 from torchtitan_lite.run.sampling import Prompts
 
 
@@ -26,3 +30,46 @@ def test_without_prompts_other_text_is_sampled_from_the_start_of_a_document(tmp_
     assert prompts(own) == [("", [data.end_token])]
     named = own.model_copy(update={"sample": SampleConfig(prompts=["mine", ""])})
     assert prompts(named) == [("mine", tokenizer.encode("mine").ids), ("", [data.end_token])]
+    answered = {"model": {"family": "t5", "max_seq_len": 6}, "data": {"objective": "span_corruption", "path": str(out)}}
+    source = Config.model_validate(answered | {"sample": {"prompts": ["mine"]}})
+    assert prompts(source) == [("mine", [*tokenizer.encode("mine").ids, data.end_token])]
+    assert len(prompts(source.model_copy(update={"sample": SampleConfig(prompts=["five5"])}))[0][1]) == 6
+    with pytest.raises(ConfigError, match=r"^sample\.prompts: 'a long' has 6 tokens, and should have at most 5: "):
+        prompts(source.model_copy(update={"sample": SampleConfig(prompts=["five5", "a long"])}))
+
+    # what is too long is found by the check of a config too, with the tokenizer of the data or of the run
+    has = "and should have at most 3: model.max_seq_len = 4"
+    long = f"sample.prompts: 'long' has 4 tokens, {has}"
+    for values, found in (
+        ({"data": {"path": str(out)}}, long),
+        ({"tokenizer": {"path": str(out / "tokenizer.json")}}, long),
+        ({"run": {"out_dir": str(tmp_path), "name": "data"}, "tokenizer": {"vocab_size": data.vocab_size}}, long),
+        ({"run": {"out_dir": str(tmp_path), "name": "data"}, "tokenizer": {"vocab_size": 999}}, None),
+        ({"run": {"out_dir": str(tmp_path / "none")}}, None),
+        ({"tokenizer": {"path": str(tmp_path / "text.jsonl")}}, f"tokenizer.path: {tmp_path / 'text.jsonl'} can't be"),
+    ):
+        small = {"model": {"max_seq_len": 4}, "sample": {"prompts": ["abc", "long"]}, "train": {"seq_len": 4}}
+        broken = list(checks.check_prompts(Config.model_validate(values | small)).values())
+        assert [text.startswith(found or "") for text in broken] == ([True] if found else []), broken
+    with pytest.raises(ConfigError, match=f"^{long}$"):
+        prompts(Config.model_validate(small | {"data": {"path": str(out)}}))
+
+
+def test_a_large_model_does_not_read_the_default_text_many_times() -> None:
+    """Python's standard library, 3.4 million tokens: 2.6 times for a thousand steps of 8 x 1,100."""
+    large = {"dim": 1024, "n_layers": 8, "max_seq_len": 2000, "vocab_size": 20_000}
+    train = {"seq_len": 1000, "global_batch_size": 8, "steps": 4250}
+    for model, more, data, refused in (
+        (large, {"steps": 4251}, {}, True),
+        (large, {}, {}, False),
+        (large, {"steps": 4251}, {"path": "mine"}, False),
+        (large | {"n_layers": 1}, {"steps": 9999}, {}, False),
+        (large, {"epochs": 11.0}, {}, True),
+    ):
+        config = Config.model_validate({"model": model, "train": train | more, "data": data})
+        assert bool(found := checks.check_default_text(config)) == refused
+    assert re.fullmatch(
+        r"data\.path is empty, so \d\d\d million parameters would learn from Python's standard library, read 11 times; "
+        r'data\.path = "my_text" with text of your own works \(docs/data\.md\)',
+        found["data.path train.steps"],
+    )

@@ -25,6 +25,7 @@ from tests.helpers import (
     tiny,
 )
 from torchtitan_lite.checkpointing import compatibility
+from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import load, schema
 from torchtitan_lite.config.schema import Config, FsdpConfig
 from torchtitan_lite.distributed.process_group import Process
@@ -138,6 +139,35 @@ def test_what_changes_the_last_bits_is_part_of_the_setting() -> None:
         there = compatibility.bitwise_setting(sent, elsewhere)
         assert there["shared_memory"] is False, "gloo's TCP, or a sum of two"
         assert not resumed.differences(compatibility.bitwise_setting(plain, elsewhere), there)
+
+
+def test_a_resume_says_what_has_changed() -> None:
+    before = TrainState(
+        config={"optim.lr": 1.0, "log.every": 5, "model.init_from": "a", "gone": 1}, tasks={"x": "1", "y": "1"},
+        validation={"samples": 5, "of": 9}, must_match={"data": "a", "model.dim": 8}, bitwise_setting={"threads": 1},
+    )  # fmt: skip
+    now = TrainState(
+        config={"optim.lr": 2.0, "log.every": 5, "model.init_from": "b", "new": 1}, tasks={"x": "2", "z": "1"},
+        validation={"samples": 6, "of": 9}, must_match={"data": "b", "model.dim": 9}, bitwise_setting={"threads": 2},
+    )  # fmt: skip
+    validation = (
+        "run     validation covers 6 of 9 sequences, drawn at random, and covered 5 before: do not compare its "
+    )
+    validation += "loss with that of earlier steps"
+    expected = [
+        "run     changed since then: optim.lr 1.0 -> 2.0",
+        "run     a fork on different text: the steps so far were on the text of the original run",
+        "run     the same data in the same order, but not bit for bit: threads 1 -> 2",
+        validation,
+        "run     eval.tasks x has different questions: do not compare its scores with those of earlier steps",
+    ]
+    assert resumed.resume_lines(Config(), before, now) == expected
+    unscored = load.load(None, {"eval.every": 0}).config
+    assert resumed.resume_lines(unscored, before, now) == [line for line in expected if line != validation]
+    assert resumed.resume_lines(Config(), before, before) == []
+    for ours, theirs in (((9, 9), (8, 8)), ((5, 9), (5, 9)), ((9, 9), (5, 9)), ((5, 9), (9, 9))):
+        a, b = ({"samples": n, "of": of} for n, of in (ours, theirs))
+        assert bool(resumed.validation_change(a, b)) == (ours[0] != theirs[0] and (5, 9) in (ours, theirs))
 
 
 # --- keys that are not given --------------------------------------------------------------------------------------

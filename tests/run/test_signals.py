@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+import train
 from tests.helpers import HANGS_S, ROOT, python, ranks, succeeded, tiny
 from tests.run.test_faults import RUN, saved_steps, status, wait_for
-from torchtitan_lite.run.preemption import Preemption
+from torchtitan_lite.run.preemption import Preemption, launcher_note
 
 TERM, INT, HUP, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 
@@ -49,6 +50,43 @@ def test_signals_are_one_request(signals: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("signals", [(INT, INT), (TERM, INT, INT), (INT, TERM, INT)])
 def test_a_second_ctrl_c_ends_at_once(signals: tuple[int, ...]) -> None:
     assert received(*signals) == (signal.Signals(signals[0]).name, [130])
+
+
+def test_a_time_limit_and_a_machine_that_waits_are_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder is only looked at every five seconds. torchrun's traceback is announced for signals only."""
+    now = 100.0
+    limited, joined = (Preemption(minutes, tmp_path / "joining", clock=lambda: now) for minutes in (1.5, 0))
+    now = 190.0
+    assert not limited.requested()
+    now = 190.1
+    assert limited.requested()
+    assert limited.reason == "run.max_minutes = 1.5"
+    assert not joined.requested()
+    (tmp_path / "joining").touch()
+    now = 195.0
+    assert not joined.requested()
+    now = 195.2
+    assert joined.requested()
+    assert joined.reason == "another machine of the job waits"
+    monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
+    assert launcher_note() == ""
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    assert launcher_note(limited.reason) == launcher_note(joined.reason) == ""
+    note = "torchrun now prints a traceback of its own for the signal: it is expected, and nothing is lost"
+    assert launcher_note("SIGTERM") == launcher_note() == f"\nnote    {note}"
+
+
+def test_a_ctrl_c_at_the_start_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
+    monkeypatch.setattr("torchtitan_lite.config.cli.parse", interrupted)
+    monkeypatch.setattr(train, "prepare_process", lambda: None)
+    for rank, said in (("0", "train.py: stopped; the same command resumes from the newest checkpoint\n"), ("1", "")):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert train.main([]) == 130
+        assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize("waits", [False, True])

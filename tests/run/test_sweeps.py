@@ -73,6 +73,28 @@ def test_what_a_run_learns_with_needs_a_fork(key: str, value: Any, monkeypatch: 
     assert not refused({key: value}, fork=True)
 
 
+def test_the_whole_message_of_a_refused_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", "--optim.lr=0.5"])
+    monkeypatch.setattr(compatibility, "fork_command", lambda name, checkpoint: f"FORK {name} {checkpoint}")
+    where = "runs/run/checkpoints/step-7"
+    values = "optim.lr is 0.008 in the checkpoint and 0.5 here\n  run.seed is 0 in the checkpoint and 4 here"
+    assert refused({"optim.lr": 0.5, "run.seed": 4, "log.every": 3}) == (
+        f"runs/run has made 7 steps, and its values differ from this command's:\n  {values}\n"
+        "  continue with the run's values: --run.seed=0 --optim.lr=0.008\n"
+        "  or fork it: a new run continues from here with the new values:\n"
+        f"    FORK run-from-7 {where}"
+    )
+    dim = "model.dim is 128 in the checkpoint and 256 here\n  continue with the run's values: --model.dim=128\n  or "
+    assert refused({"optim.lr": 0.5, "model.dim": 256}, fork=True) == (
+        f"{where} can't be forked, because its values differ from this command's:\n  {dim}start a new run with "
+        "--run.name=NEW and without checkpoint.resume"
+    )
+    assert refused({"model.dim": 256}) == (
+        f"runs/run has made 7 steps, and its values differ from this command's:\n  {dim}start a new run with "
+        "--run.name=NEW"
+    )
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from tests.helpers import losses, ranks, records, succeeded, tiny
+from torchtitan_lite import models
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import load
-from torchtitan_lite.config.schema import Config, FsdpConfig, LogConfig, RunConfig
+from torchtitan_lite.config.schema import Config, DataConfig, FsdpConfig, LogConfig, ModelConfig, RunConfig, TrainConfig
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.run import mfu, trackers
-from torchtitan_lite.run.console import step_line
+from torchtitan_lite.run.between_steps import peak_tokens_per_second
 from torchtitan_lite.run.mfu import peak_flops
 
 
@@ -49,8 +50,14 @@ def test_tensorboard_has_each_step_once_also_after_a_resume(text: Path, tmp_path
     trackers = '--log.trackers=["tensorboard"]'
     result = ranks(1, *command, trackers, fault="kill:0:7")  # 5 and 6 are in the files, and come again
     assert result.returncode != 0
-    assert "resumed after step 4" in succeeded(ranks(1, *command, trackers))
+    said = succeeded(ranks(1, *command, trackers, "--profile.steps=[6, 7]"))
+    assert "resumed after step 4" in said
     run = tmp_path / "run"
+    files = "rank-N.json.gz for ui.perfetto.dev, operators-rank-N.txt"
+    assert f"\nprofile steps 6 to 7 are in {run / 'profile'}: {files}\n" in said
+    trace = gzip.decompress((run / "profile/rank-0.json.gz").read_bytes())
+    assert [e.get("name") for e in json.loads(trace)["traceEvents"]].count("Optimizer.step#AdamW.step") == 2
+    assert "aten::" in (run / "profile/operators-rank-0.txt").read_text()
     ours = [(r["step"], r["loss"]) for r in records(run) if "loss" in r]
     theirs = scalars_of(run / "tensorboard", "loss")
     assert [step for step, _ in theirs] == [step for step, _ in ours] == list(range(1, 9))
@@ -74,6 +81,19 @@ def test_wandb_offline_keeps_its_run(text: Path, tmp_path: Path) -> None:
     for part in parts:
         (file,) = (run / "wandb" / part).glob("*.wandb")
         assert b"train/grad_norm" in file.read_bytes()
+
+
+def test_a_tracker_gets_the_numbers_by_group() -> None:
+    values = {"step": 3, "time": 9.5, "loss": 2, "grad_norm": None, "attempt": 1, "sources": {"a": 1}, "on": True}
+    assert trackers.scalars(values) == {"loss": 2.0, "attempt": 1.0}
+    assert {name: trackers.grouped(name) for name in GROUPED} == GROUPED
+
+
+GROUPED = {"loss": "train/loss", "lr": "train/lr", "seconds": "time/seconds", "mfu": "time/mfu"}
+GROUPED |= {"tokens_per_second": "time/tokens_per_second", "save_s": "time/save_s", "task_s": "time/task_s"}
+GROUPED |= {"val_loss": "val/loss", "ema_val_loss": "val/ema_loss", "val_bits_per_byte": "val/bits_per_byte"}
+GROUPED |= {"unigram_bits_per_byte": "val/unigram_bits_per_byte", "eval_samples": "val/eval_samples"}
+GROUPED |= {"task/x": "task/x", "task_stderr/x": "task/stderr/x", "task/in_s": "task/in_s"}
 
 
 @pytest.mark.parametrize("when", ["opens", "writes", "closes"])
@@ -111,10 +131,6 @@ def test_a_mistake_in_the_config_is_an_error(
 
 
 def test_mfu_is_logged_only_if_the_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    record: dict[str, Any] = {"step": 7, "tokens_per_second": 5000.0, "peak_memory_gib": 1.0}
-    record |= {"loss": 2.0, "mean_loss": 2.0, "grad_norm": 1.0, "lr": 1e-3}
-    assert "mfu" not in step_line(record, 10, 0.0, 1.0)
-    assert "tok/s 5,000  mfu 41.3 %  mem" in step_line(record | {"mfu": 0.413}, 10, 0.0, 1.0)
     cpu = Process(0, 4, torch.device("cpu"), 1)
     assert peak_flops(Config(), cpu) == 0
     gpu = Process(0, 4, torch.device("cuda"), 1)
@@ -129,6 +145,56 @@ def test_mfu_is_logged_only_if_the_peak_is_known(monkeypatch: pytest.MonkeyPatch
         own = config.model_copy(update={"run": RunConfig(peak_tflops=100)})
         assert peak_flops(own, gpu) == peak_flops(own, cpu) == 4e14
         assert not mfu.start_lines(own, gpu)
+
+
+@pytest.mark.parametrize(("device", "dtype", "tf32", "expected"), [
+    ("h100", "bfloat16", False, 989e12), ("h100", "float16", True, 989e12), ("h100", "float32", False, 67e12),
+    ("h100", "float32", True, 494.5e12), ("mi300x", "float32", True, 163.4e12), ("t4", "float32", True, 8.1e12),
+    ("t4", "bfloat16", False, 8.1e12), ("t4", "float16", False, 65e12),
+])  # fmt: skip
+def test_the_peak_is_that_of_the_dtype(device: str, dtype: Any, tf32: bool, expected: float) -> None:
+    """A T4 has neither bfloat16 nor TF32, and an MI300X no TF32 in torch."""
+    config = Config(fsdp=FsdpConfig(param_dtype=dtype), run=RunConfig(tf32=tf32))
+    assert mfu.DEVICES[device].computing(config).peak_flops(dtype) == expected
+
+
+LLAMA: dict[str, Any] = {"family": "llama", "dim": 64, "n_heads": 4, "head_dim": 8, "n_layers": 3, "hidden_dim": 100}
+ATTENTION, FEED_FORWARD = 4 * 64 * 32, 3 * 64 * 100
+EXPERTS = LLAMA | {"family": "qwen3_moe", "n_experts": 4, "experts_per_token": 1}
+PATTERN = {"window": 10, "layer_pattern": ["window", "full", "window"]}
+
+
+@pytest.mark.parametrize(("values", "matrices", "seen"), [
+    (LLAMA, 3 * (ATTENTION + FEED_FORWARD) + 97 * 64, 3 * 40),
+    (LLAMA | PATTERN, 3 * (ATTENTION + FEED_FORWARD) + 97 * 64, 10 + 40 + 10),
+    (EXPERTS, 3 * (ATTENTION + 4 * 64 + FEED_FORWARD) + 97 * 64, 3 * 40),
+])  # fmt: skip
+def test_the_flops_of_a_token(values: dict[str, Any], matrices: int, seen: int) -> None:
+    """Without embeddings, idle experts and what is beyond a window. Of the peak they are the tokens per second."""
+    config = Config(model=ModelConfig.model_validate(values | {"max_seq_len": 64}), run=RunConfig(peak_tflops=2))
+    config = config.model_copy(update={"train": TrainConfig(seq_len=40)})
+    with torch.device("meta"):
+        model = models.build(config.model, 97)
+    vectors = sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    assert mfu.flops_per_token(model, 40) == 6 * (matrices + vectors) + 12 * 4 * 8 * seen
+    process = Process(0, 3, torch.device("cpu"), 1)
+    expected = 3 * 2e12 / mfu.flops_per_token(model, 40)
+    assert peak_tokens_per_second(config, model, process) == pytest.approx(expected)
+    for other in ({"run": RunConfig()}, {"data": DataConfig(objective="pairs")}):
+        assert peak_tokens_per_second(config.model_copy(update=other), model, process) == 0
+
+
+def test_the_flops_of_an_encoder_decoder() -> None:
+    """Of 30 inputs and 7 targets, for each target. The keys and values of cross-attention are of the inputs."""
+    shape = {"family": "t5", "dim": 64, "n_heads": 4, "head_dim": 8, "n_layers": 3, "n_decoder_layers": 2}
+    config = ModelConfig.model_validate({**shape, "hidden_dim": 100, "gated": False, "max_seq_len": 64})
+    with torch.device("meta"):
+        model = models.build(config, 97)
+    block, cross = 4 * 64 * 32 + 2 * 64 * 100, 2 * 64 * 32
+    matrices = 30 * (3 * block + 2 * cross) + 7 * (2 * (block + cross) + 97 * 64)
+    attention = 12 * 4 * 8 * (3 * 30 * 30 + 2 * (7 * 7 + 30 * 7))
+    # the vectors of norms count, too, and the tables of positions
+    assert mfu.flops_per_token(model, 30, 7) == pytest.approx((6 * matrices + attention) / 7, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,10 @@ import torch.distributed as dist
 
 from tests.helpers import ranks, succeeded, tiny
 from tests.run.test_faults import RUN, saved_steps, status
-from torchtitan_lite.distributed.lost import means_lost_rank
+from torchtitan_lite.checkpointing import progress
+from torchtitan_lite.distributed.lost import explaining_lost_ranks, means_lost_rank
+from torchtitan_lite.errors import StuckError
+from torchtitan_lite.run.watchdog import Place, RankState, explain_hang
 
 SHARDED = {"checkpoint__state_dict": "sharded"}
 slow = pytest.mark.slow
@@ -68,11 +71,71 @@ NOT_LOST = [
         NCCL.format("invalid usage", "InvalidUsage") + "Duplicate GPU detected : rank 1 and rank 0 both on CUDA"
     ),
 ]
+KILLED = "If that process printed no error, it was killed; dmesg on its machine shows whether the kernel's OOM killer "
+KILLED += "did it."
 
 
 @pytest.mark.parametrize(("error", "expected"), [*((e, True) for e in LOST), *((e, False) for e in NOT_LOST)])
 def test_communication_errors_are_told_from_others(error: str | RuntimeError, expected: bool) -> None:
     assert means_lost_rank(RuntimeError(error) if isinstance(error, str) else error) == expected
+
+
+@pytest.mark.parametrize(("text", "expected", "secondary"), [
+    (LOST[2], f"connection reset: a process died. {KILLED} (Connection closed by peer [127.0.0.1]:59106)", True),
+    (LOST[0], "timed out waiting for the other ranks. (Timed out waiting 3000ms for recv operation to complete)",
+     False),
+])  # fmt: skip
+def test_a_lost_rank_is_explained_and_one_that_was_closed_is_not_the_first_to_fail(
+    text: str, expected: str, secondary: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "3")
+    for world, error in (("1", RuntimeError), ("2", StuckError)):
+        monkeypatch.setenv("WORLD_SIZE", world)
+        with pytest.raises(error) as caught, explaining_lost_ranks():
+            raise RuntimeError(text)
+    assert str(caught.value) == f"rank 3, starting: {expected}"
+    assert getattr(caught.value, "secondary", None) == secondary
+    with pytest.raises(RuntimeError, match="^CUDA error"), explaining_lost_ranks():
+        raise RuntimeError(NOT_LOST[0])
+
+
+def at(step: int, phase: int = 0, passes: int = 0, *operations: tuple[str, bool]) -> RankState:
+    return RankState(Place(step, phase, passes), operations)
+
+
+SAVES = "saving step 5"
+SILENT = "silent for 63 s (its process is stopped, or its machine does not answer; last seen: "
+
+
+@pytest.mark.parametrize(("states", "silent", "expected"), [
+    ([at(0), at(0)], {}, "starting: {}; all ranks are at the same place"),
+    ([at(4, 1, 2), at(4, 1, 2)], {}, "step 4: {}; all ranks are at the same place"),
+    ([at(4, 1, 2), at(4)], {}, "step 4: {}; the others wait for rank 1 (step 4, fetching its batch)"),
+    ([at(4, 1, 2), at(4, 1, 1)], {}, "step 4: {}; the others wait for rank 1 (step 4, computing, forward pass 1)"),
+    ([at(0), at(1), at(2)], {},
+     "step 2: {}; the others wait for rank 0 (starting), rank 1 (step 1, fetching its batch)"),
+    ([at(5, 1, 2, (f"{SAVES}: writing x", True)), at(5, 1, 2, (SAVES, False))], {},
+     f"{SAVES}: {{}}; the others wait for rank 0 ({SAVES}: writing x)"),
+    ([at(5, 1, 2, (SAVES, False)), at(5, 1, 2)], {}, f"{SAVES}: {{}}; the others wait for rank 1 (step 5, computing)"),
+    ([at(4, 1, 2), at(4, 1, 2)], {1: 63.4}, f"step 4: {{}}; the others wait for rank 1, {SILENT}step 4, computing)"),
+    ([at(0)], {2: 63.4}, f"starting: {{}}; the others wait for rank 2, {SILENT}unknown)"),
+])  # fmt: skip
+def test_a_hang_names_the_ranks_that_the_others_wait_for(
+    states: list[RankState], silent: dict[int, float], expected: str
+) -> None:
+    found = explain_hang(dict(enumerate(states)), silent, "run.timeout_minutes = 3")
+    assert found == expected.format("no rank made progress for run.timeout_minutes = 3")
+
+
+def test_work_within_an_operation_is_what_the_others_wait_for() -> None:
+    moved = progress.moved()
+    progress.advance(100)
+    assert progress.moved() >= moved + 100
+    with progress.doing("saving step 5"):
+        assert progress.operations() == [("saving step 5", False)]
+        with progress.working("writing x"):
+            assert progress.operations() == [("saving step 5: writing x", True)]
+    assert progress.operations() == []
 
 
 @pytest.mark.parametrize("source", ["", pytest.param("--model.init_from={}", marks=slow)])

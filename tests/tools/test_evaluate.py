@@ -3,11 +3,9 @@
 import argparse
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
@@ -16,8 +14,8 @@ from tests.helpers import python, ranks, records, succeeded, tiny
 from torchtitan_lite.data.prepare.tokenizer import byte_level
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import DataError, UserError
-from torchtitan_lite.tools.evaluation import evaluate, tables
-from torchtitan_lite.tools.evaluation.documents import Scores, Texts, documents
+from torchtitan_lite.tools.evaluation import evaluate
+from torchtitan_lite.tools.evaluation.documents import Texts, documents
 from torchtitan_lite.tools.load_model import Opened
 
 ENTRY = "torchtitan_lite.tools.evaluation.evaluate"
@@ -181,16 +179,6 @@ def test_different_documents_have_no_difference(texts: Path, tmp_path: Path) -> 
     assert first["texts"][name]["documents"] == second["texts"][name]["documents"]
     assert "minus_first" not in second
     assert f"no difference to {tmp_path / 'a'}, {name}: the two were scored on different documents" in said
-
-
-def test_texts_are_compared_by_their_documents_under_any_name() -> None:
-    """E.g. one text, prepared in two folders with two tokenizers."""
-    eights = np.full(4, 8.0)
-    scores = Scores(np.arange(1.0, 5), eights, eights, eights)
-    changed = replace(scores, hashes=eights + 1)
-    compared = tables.text_differences({"d": scores, "e": changed}, {"a": scores})
-    assert compared.keys() == {"d"}
-    assert compared["d"]["bits_per_byte_stderr"] == 0
 
 
 def test_text_like_special_tokens_is_text(folder: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from torchtitan_lite.huggingface import weights
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.models.attention import KeysValues
 from torchtitan_lite.models.generation import Sampler, new_tokens
-from torchtitan_lite.tools import generate
+from torchtitan_lite.tools import generate, load_model
 
 CONFIGS = {
     "gpt": ModelConfig(family="gpt", dim=32, n_heads=2, n_layers=3, max_seq_len=24, dropout=0.1),
@@ -111,6 +112,39 @@ def text_of(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
     assert "tokens/s" in captured.err
     assert captured.out.startswith("def ")
     return captured.out
+
+
+def test_what_is_printed_and_every_option_has_its_effect(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    opened = load_model.open_model(finished, torch.device("cpu"), torch.float32)
+    encode, decode = opened.tokenizer.encode, opened.tokenizer.decode
+    ids = encode("def ").ids
+
+    def printed(*options: str) -> tuple[str, str]:
+        assert generate.main([str(finished), "--prompt=def ", *options]) == 0
+        out, err = capsys.readouterr()
+        return out, re.sub(r"[\d.,]+ tokens/s", "N tokens/s", err)
+
+    for options, most, sampler in (
+        ([], 200, Sampler(0.8)),
+        (["--max-tokens=9", "--temperature=3", "--seed=5"], 9, Sampler(3.0, seed=5)),
+        (["--max-tokens=9", "--temperature=3", "--top-k=2"], 9, Sampler(3.0, top_k=2)),
+        (["--max-tokens=9", "--temperature=3", "--top-p=0.1"], 9, Sampler(3.0, top_p=0.1)),
+    ):
+        tokens = list(new_tokens(opened.model, ids, most, sampler, opened.ends))
+        text, n = decode([*ids, *tokens]), f"{len(tokens)} tokens"
+        assert printed(*options) == (f"{text}\n", f"{opened.source}\n{n}, N tokens/s\n"), options
+    assert opened.source == f"{checkpoint(finished, 4)} (gpt, 59,744 parameters)"
+    assert (generate.encode(opened, ""), len(generate.encode(opened, "x" * 36))) == ([0], 36)
+    for arguments, says in (
+        (["--prompt=a", "--beams=2"], f"--beams is for encoder-decoders, and {finished} holds a decoder: leave"),
+        (["--prompt=a", "--ema"], "holds no averages of the weights"),
+        (
+            ["--prompt=a", "--beams=1001", "--length-penalty=11"],
+            "--beams=1001 should be 1 to 1000, e.g. 4\n  --length-",
+        ),
+    ):
+        assert generate.main([str(finished), *arguments]) != 0
+        assert says in capsys.readouterr().err
 
 
 @pytest.mark.extended

@@ -83,13 +83,6 @@ def test_flops_match_those_counted_by_torch(family: str) -> None:
         assert flops_per_token(model, 32) - attention == pytest.approx(matmuls / 64, rel=0.02)
 
 
-def test_a_model_for_which_nothing_is_left_to_change_is_advised_more_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    shape = ["--model.dim=8192", "--model.n_layers=2", "--model.vocab_size=1000", "--train.seq_len=128"]
-    least = ["--fsdp.param_dtype=bfloat16", "--activation_checkpointing.mode=full", "--train.micro_batch_size=1"]
-    assert plan.main([*shape, *least, "--device=l4"]) == 0
-    assert "a step: --world-size=2\n" in capsys.readouterr().out
-
-
 @pytest.mark.slow
 def test_advised_options_make_the_run_fit(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["--config", str(ROOT / "configs/llama_8b.toml"), "--world-size=16", "--device=rtx4090"]

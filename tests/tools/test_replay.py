@@ -13,7 +13,7 @@ from tests.helpers import checkpoint, ranks, records, succeeded, tiny
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.run import attempts
-from torchtitan_lite.tools.incidents.replay import numbers_of, read
+from torchtitan_lite.tools.incidents.replay import differs, numbers_of, read
 from torchtitan_lite.tools.incidents.which import main as which
 
 extended = pytest.mark.extended
@@ -135,6 +135,38 @@ def test_all_that_numbers_depend_on_is_compared(key: str, value: Any, trained: P
     shown = re.escape(f"{key} was {json.dumps(here[key])}, and is {json.dumps(value)} here")
     with pytest.raises(ConfigError, match=shown):
         read(config, 7, here | {key: value})
+
+
+DIFFERENT: list[tuple[tuple[Any, ...], tuple[Any, ...], str]] = [  # loss, norm and sums of ranks: then, and now
+    ((1, 2, [3, 4]), (1, 2, [3, 4]), ""),
+    ((1, 2, None), (1, 2, [3, 4]), ""),
+    ((1, 2, None), (5, 6, [3, 4]), "the loss was 1, and is 5, the gradient norm was 2, and is 6"),
+    ((1, 2, [3]), (5, 2, [6]), "the loss was 1, and is 5"),
+    (
+        (1, 2, [3, 4, 5]),
+        (9, 2, [7, 4, None]),
+        "rank 0: the sum of its losses was 3, and is 7; rank 2: the sum of its losses was 5, and is None; equal on all "
+        "other ranks",
+    ),
+    (
+        (1, 2, [3, 4]),
+        (1, 6, [3, 4]),
+        "the gradient norm was 2, and is 6; the loss of each rank is equal, so it was a backward pass or a sum over "
+        "ranks",
+    ),
+    (
+        (1, 2, [3, 4]),
+        (9, 2, [7, 8]),
+        "the loss was 1, and is 9; on all ranks, so the parameters had differed before: the update of ",
+    ),
+]
+
+
+@pytest.mark.parametrize(("then", "now", "expected"), DIFFERENT)
+def test_a_difference_names_its_ranks_and_its_cause(then: tuple[Any], now: tuple[Any], expected: str) -> None:
+    one, other = (dict(zip(("loss", "grad_norm", "rank_losses"), values, strict=True)) for values in (then, now))
+    for equal, update in ((6, "step 6"), (4, "a step from 4 to 6")):
+        assert differs(one, other, 7, equal) == expected + update * expected.endswith("update of ")
 
 
 # --- steps of all kinds -----------------------------------------------------------------------------------------

@@ -111,20 +111,10 @@ def test_the_page_of_one_run_has_its_curves_tiles_and_samples(run: Path, tmp_pat
     assert traces["validation"]["x"] == [10, 20]
     times = {kind: seconds for kind, seconds in seconds_of(read_run(run)).items() if seconds}
     assert times.keys() == {"forward and backward", "optimizer", "waiting for data", "validation", "samples", "saving"}
-    assert all(f"<th>{kind}</th>" in page for kind in times)
     assert sum(times.values()) < losses[-1]["time"] - losses[0]["time"] + 60
     assert times["forward and backward"] + times["optimizer"] + times["waiting for data"] == pytest.approx(
         sum(r["seconds"] for r in losses if "loss" in r)
     )
-    assert '<b class="status good">complete</b>' in page
-    assert re.search(r"<span>bits per byte</span><b>[0-9.]+</b><small>\+- [0-9.]+</small>", page)
-    assert re.search(r"<span>best validation loss</span><b>[0-9.]+</b><small>step ", page)
-    config = page[page.index("<h2>Config</h2>") :]
-    own, whole = config.split("with defaults")
-    assert re.search(r"\[train\]\n.*steps = 20 +# command line", own, re.DOTALL)
-    assert "on_nonfinite" not in own
-    assert "[profile]" not in own, "a section without a value of its own"
-    assert re.search(r"on_nonfinite = &quot;stop&quot; +# default", whole)
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == 2 * len({s["prompt"] for s in samples})  # the text, and so its prompts, are of this Python
     assert all(html.escape(s["text"]) in page for s in samples)

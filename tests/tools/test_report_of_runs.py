@@ -67,20 +67,7 @@ def test_changes_and_kills_are_marked_on_the_curve_and_listed(tmp_path: Path) ->
     assert re.search(r"Changed on a resume of <i[^>]*></i>sweep-1e-3", both)
 
 
-def test_the_table_on_the_page_is_that_of_the_terminal(tmp_path: Path) -> None:
-    """The best run first, with the colours of the curves; keys that differ before the results."""
-    runs = sweep(tmp_path)
-    page = made(tmp_path / "page.html", *runs)
-    head, *rows = re.findall("<tr>.*?</tr>", page[page.index("<h1>3 runs") : page.index('id="curves"')])
-    columns = ["run", "optim.lr", "step", "best val_loss", "at", "bits/byte", "status"]
-    assert re.findall("<th>(.*?)</th>", head) == columns
-    plain = [re.sub("(<[^>]*>)+", "|", row).strip("|").split("|") for row in rows]
-    assert [row[0] for row in plain] == ["sweep-2e-3", "sweep-1e-3", "sweep-4e-3"]
-    assert plain[0][1:] == ["0.002", "20/20", "3.5000 +- 0.0500", "20", "2.000", "complete"]
-    traces = traces_of(*runs)
-    for row, (name, *_) in zip(rows, plain, strict=True):
-        assert f"background: {traces[name]['line']['color']}" in row, "of its entry in the legend"
-    assert {f"{run.name} train" for run in runs} <= traces.keys()
+def test_runs_with_equal_configs_are_said_to_be_so(tmp_path: Path) -> None:
     without = [write_run(tmp_path / name, [step(1)]) for name in ("a", "b")]
     assert "The configs of the runs do not differ." in made(tmp_path / "page.html", *without)
 

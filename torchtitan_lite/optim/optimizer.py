@@ -55,7 +55,7 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     elif config.schedule == "linear":
         height = 1 - done
     elif config.schedule == "wsd":
-        height = min((steps - step) / max(config.decay_ratio * steps, 1), 1.0)
+        height = min(max(steps - step, 0) / max(config.decay_ratio * steps, 1), 1.0)
     else:
         return config.lr * (config.step_gamma ** ((step - 1) // config.step_every) if config.schedule == "step" else 1)
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * height)
