@@ -42,7 +42,12 @@ def test_a_product_is_rounded_once(dtype: torch.dtype, bias: bool) -> None:
 
 
 def model_of(family: str, *, widen: bool, chunked: bool = True, mode: str = "none", backend: str = "") -> Transformer:
-    config, speed = ModelConfig(family=family, **SIZES), SpeedConfig(chunked_loss=chunked)
+    config, speed = (
+        ModelConfig(
+            family=family, **SIZES, **({"n_experts": 3, "experts_per_token": 3} if family == "qwen3_moe" else {})
+        ),
+        SpeedConfig(chunked_loss=chunked),
+    )
     return made(config, speed, mode, backend, widen=widen).bfloat16()
 
 
@@ -54,7 +59,7 @@ class Products16(TorchDispatchMode):
         self.found: list[str] = []
 
     def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        multiplies = any(part in function.__name__ for part in ("mm", "attention"))
+        multiplies = any(part in function.__name__ for part in ("mm", "matmul", "attention"))
         if multiplies and any(t.dtype.itemsize == 2 for t in args if isinstance(t, torch.Tensor)):
             self.found.append(function.__name__)
         return function(*args, **(kwargs or {}))
@@ -62,7 +67,14 @@ class Products16(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("family", "chunked", "documents"),
-    [("gpt", True, False), ("gpt", False, True), ("llama", True, True), ("llama", False, False), ("t5", True, False)],
+    [
+        ("gpt", True, False),
+        ("gpt", False, True),
+        ("llama", True, True),
+        ("llama", False, False),
+        ("t5", True, False),
+        ("qwen3_moe", True, False),
+    ],
 )
 def test_a_model_computes_the_same_under_the_same_names(family: str, chunked: bool, documents: bool) -> None:
     tokens = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(1))

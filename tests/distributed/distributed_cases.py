@@ -263,6 +263,7 @@ def case_one_rank_that_cannot_prepare_a_save_fails_it_for_all() -> None:
         for api, kind, rank in (("dcp", "sharded", 2), ("dtensor", "full", 0)):  # of a full one, rank 0 has the copies
             way = CheckpointConfig.model_validate({"api": api, "state_dict": kind, "async_save": True})
             checkpointer = Checkpointer(folder / kind, model, optimizer, way, process)
+            assert checkpointer.group not in (process.untimed, None, dist.group.WORLD), "of its own"
             honest = checkpointer.host_copies
             for step in (1, 2):
                 fails = step == 1 and process.rank == rank

@@ -19,16 +19,17 @@ ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all
 TOKENS = 6
 
 
-def gathers(process: Process, reshard: bool, room: int) -> tuple[list[int], list[int]]:
+def gathers(process: Process, reshard: bool, spare: int, more: dict[str, Any]) -> tuple[list[int], list[int]]:
     """All-gathers of a training step before, of the generation of TOKENS tokens, and of two steps after; and the
     tokens that were generated.
     """
-    config = FsdpConfig(reshard_after_forward=reshard)
+    config = FsdpConfig(reshard_after_forward=reshard, param_dtype="bfloat16")
     with torch.device("meta"):
         model = build(ModelConfig(dim=32, n_heads=2, n_layers=3, max_seq_len=32), 97)
     parallelize.apply_fsdp(model, build_mesh(config, process.device), config)
     materialize(model, process.device, 1)
     found, plain = [0], getattr(dist, ALL_GATHER)
+    room = spare + 2 * sum(p.numel() for p in model.parameters())
     tokens = torch.ones(2, 8, dtype=torch.int64)
 
     def counted(*args: Any, **options: Any) -> Any:
@@ -38,7 +39,7 @@ def gathers(process: Process, reshard: bool, room: int) -> tuple[list[int], list
     with patch.object(dist, ALL_GATHER, counted), patch.object(generating, "GATHERED_BYTES", room):
         model(tokens, tokens).backward()
         found.append(0)
-        with generating.generating(model, config, process.device):
+        with generating.generating(model, config.model_copy(update=more), process.device):
             made = list(new_tokens(model, [1, 2], TOKENS, lambda logits: int(logits.argmax())))
         # FSDP2 gathers the head once too often in the backward after an evaluation
         for _ in range(2):
@@ -47,13 +48,16 @@ def gathers(process: Process, reshard: bool, room: int) -> tuple[list[int], list
     return found, made
 
 
-@pytest.mark.parametrize(("reshard", "room", "expected"), [
-    (True, 1 << 20, 5),  # one for each of 5 groups
-    (False, 1 << 20, 5),
-    (True, 1000, 5 * TOKENS),  # it does not fit
+@pytest.mark.parametrize(("reshard", "spare", "more", "expected"), [
+    (True, 0, {}, 5),  # one for each of 5 groups
+    (False, 0, {}, 5),
+    (True, -1, {}, 5 * TOKENS),  # it does not fit
+    (True, 0, {"cpu_offload": True}, 5 * TOKENS),  # they would stay on the GPU
 ])  # fmt: skip
-def test_generation_gathers_each_group_once_if_all_fit(reshard: bool, room: int, expected: int) -> None:
-    for (before, during, _, after), made in run_distributed(gathers, 2, reshard, room):
+def test_generation_gathers_each_group_once_if_all_fit(
+    reshard: bool, spare: int, more: dict[str, Any], expected: int
+) -> None:
+    for (before, during, _, after), made in run_distributed(gathers, 2, reshard, spare, more):
         assert during == expected
         assert before == after, "training is as it was"
         assert len(made) == TOKENS

@@ -1,12 +1,14 @@
 """A config that Hugging Face or this package can't express is an error that names the reason."""
 
+import json
 from typing import Any
 
 import pytest
+import torch
 
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.huggingface import configs
+from torchtitan_lite.huggingface import configs, names, stacks
 
 LLAMA = {"model_type": "llama", "vocab_size": 9, "num_attention_heads": 2, "hidden_size": 8, "num_hidden_layers": 1}
 LLAMA |= {"intermediate_size": 8, "max_position_embeddings": 16}
@@ -105,6 +107,39 @@ def test_a_config_of_theirs_that_is_wrong_or_not_supported_is_refused(content: d
     with pytest.raises(CheckpointError) as caught:
         configs.from_hf_config(content)
     assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("model_type", configs.KINDS)
+def test_a_key_that_is_missing_has_the_default_of_transformers(model_type: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    assert configs.from_hf_config(T5)["max_seq_len"] == 512  # its class has no such key
+    needed = {*LLAMA, *T5, *GPT2, "rope_theta"} - {"model_type", "max_position_embeddings"}
+    given = {"t5": T5, "gpt2": GPT2, "olmo_hybrid": LLAMA | {"rope_theta": None}}.get(model_type, LLAMA)
+    given = {key: 9 if key == "num_hidden_layers" else value for key, value in given.items() if key in needed}
+    complete = json.loads(transformers.AutoConfig.for_model(model_type, **given).to_json_string(use_diff=False))
+    assert configs.from_hf_config(given | {"model_type": model_type}) == configs.from_hf_config(complete)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "family", "expected"),
+    [
+        ("h.0.attn.masked_bias", (), "gpt", "[]"),  # the mask
+        ("h.0.attn.c_attn.bias", (3,), "gpt", "['layers.0.attention.wq.bias', 'layers.0.attention.wk.bias', 'layers.0"),
+        ("h.0.attn.c_attn.weight", (2, 4), "gpt", "h.0.attn.c_attn.weight of shape [2, 4] does not hold queries, keys"),
+        ("h.0.rotary_emb.inv_freq", (2,), "llama", "[]"),  # in old files
+        ("model.x", (2,), "llama", "the model has no tensor that corresponds to model.x"),
+        ("encoder.x", (2,), "t5", "the model has no tensor that corresponds to encoder.x"),
+        ("model.layers.0.mlp.experts.1.up_proj.weight", (2, 3), "olmoe", "feed_forward.w3.weight should be 0 to 0, of"),
+    ],
+)
+def test_tensors_that_do_not_belong_are_left_out_or_named(
+    name: str, shape: tuple[int, ...], family: str, expected: str
+) -> None:
+    try:
+        found = str([*stacks.stack_experts(names.from_hf({name: torch.ones(shape)}, family))])
+    except CheckpointError as error:
+        found = str(error)
+    assert expected in found
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,10 @@ def test_the_loss_of_routers_is_that_of_transformers_and_not_in_the_value() -> N
     model.losses = LossOptions(router_aux_loss=0.3, router_z_loss=0.1)
     loss = model(TOKENS, targets)
     assert loss.equal(plain)
+    assert model.loads is not None
+    assert model.loads.sum(1).tolist() == [2 * 2 * valid.sum()] * LAYERS, (
+        "of both micro-batches, without what is masked"
+    )
     loss.backward()
     found = gradients(model)
     assert found.keys() == expected.keys()
@@ -74,6 +78,7 @@ def test_the_bias_moves_towards_equal_loads_and_changes_no_weight() -> None:
     _, weights, chosen = router(torch.zeros(1, 32))  # equal scores: the bias decides
     assert chosen[0, 0] == 1
     assert weights.tolist() == [[pytest.approx(0.2), pytest.approx(0.2)]]
+    assert model.get_buffer("layers.1.feed_forward.router.bias").tolist() == pytest.approx([0.01] * 4 + [-0.01])
 
 
 @pytest.mark.parametrize("ends", [[7, 7, 30, 64], [0, 0, 0, 64], [16, 32, 48, 64]])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.huggingface.test_hf import TOKENS
@@ -43,6 +44,27 @@ def test_both_forms_are_the_recurrence_of_transformers() -> None:
         expected, end = rule(*given, initial_state=state, output_final_state=True)
         assert difference(o, expected) < 2e-6
         assert difference(last, end) < 2e-6
+
+
+@pytest.mark.parametrize(("decay", "rate"), [(0.0, 2.0), (-1e4, 1.0), (-3.0, 0.0)])
+def test_a_memory_that_never_fades_or_at_once_is_finite(decay: float, rate: float) -> None:
+    """exp of the sums of these decays over a chunk overflows, above the diagonal. And a head's keys are all 0."""
+    q, k, v, g, b, state = inputs()
+    g, b = torch.full_like(g, decay).requires_grad_(), torch.full_like(b, rate)
+    k = gated_delta.unit(torch.where(torch.arange(H)[:, None] == 0, 0.0, k))
+    o, memory = gated_delta.chunked(q, k, v, g, b, state, torch.zeros(1, T, dtype=torch.int64))
+    assert torch.autograd.grad(o.square().sum() + memory.sum(), g)[0].isfinite().all()
+    for t in range(T):
+        one, state = gated_delta.step(q[:, t], k[:, t], v[:, t], g[:, t], b[:, t], state)
+        torch.testing.assert_close(o[:, t], one, rtol=1e-3, atol=1e-3)
+
+
+def test_initial_decays_have_the_published_distribution() -> None:
+    delta = make(HYBRID.model_copy(update={"dim": 512, "n_heads": 256})).get_submodule("layers.0.delta")
+    steps = F.softplus(delta.get_parameter("dt_bias")).log10()  # from 0.001 to 0.1
+    for found in (delta.get_parameter("A_log").exp() / 16, (steps + 3) / 2):
+        assert (found.sort().values - torch.linspace(0, 1, 256)).abs().max() < 0.12
+    assert delta.get_parameter("conv_v.weight").std().item() == pytest.approx(0.5, rel=0.1)
 
 
 def test_the_recurrence_is_computed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:

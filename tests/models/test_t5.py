@@ -64,6 +64,14 @@ def test_the_amount_of_padding_changes_nothing() -> None:
     torch.testing.assert_close(model(tokens, targets, per_sequence=True)[2:], alone, rtol=1e-4, atol=1e-5)
 
 
+def test_initial_values_have_the_published_distribution() -> None:
+    stds = {"tok_embeddings": 1.0, "wq": (64 * 32) ** -0.5, "wo": (8 * 32) ** -0.5, "w2": 0.1}
+    for name, p in make(vocab_size=2000, dim=64, n_heads=8, head_dim=32, hidden_dim=100).named_parameters():
+        expected = stds.get(name.split(".")[-2], 1 / 8) if p.ndim > 1 else 0.0
+        assert p.std().item() == pytest.approx(expected, rel=0.15 if "_bias" in name else 0.05), name
+        assert p.ndim > 1 or (p == 1).all(), name
+
+
 # --- what it refuses --------------------------------------------------------------------------------------------
 
 

@@ -22,15 +22,19 @@ Z = 0.01
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def gradients(way: Way, dtype: torch.dtype, n: int = 300) -> list[Tensor]:
-    """The loss, and the gradients of x (2, n, 16) and weight (91, 16). A fifth of the targets is masked."""
+def gradients(way: Way, dtype: torch.dtype, n: int = 300, wanted: tuple[bool, bool] = (True, True)) -> list[Tensor]:
+    """The loss, and the `wanted` gradients of x (2, n, 16) and weight (91, 16). A fifth of the targets is masked."""
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(2, n, 16, generator=generator).to(dtype).requires_grad_()
-    weight = torch.randn(91, 16, generator=generator).to(dtype).requires_grad_()
+    x = torch.randn(2, n, 16, generator=generator).to(dtype).requires_grad_(wanted[0])
+    weight = torch.randn(91, 16, generator=generator).to(dtype).requires_grad_(wanted[1])
     targets = torch.randint(91, (2, n), generator=generator)
     targets[:, ::5] = IGNORE
     loss = way(x, weight, targets)
-    return [loss.detach(), *torch.autograd.grad(loss * 0.3, [x, weight])]
+    assert loss.requires_grad == any(wanted)
+    return [
+        loss.detach(),
+        *(torch.autograd.grad(loss * 0.3, t, retain_graph=True)[0] for t in (x, weight) if t.requires_grad),
+    ]
 
 
 def by_autograd(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -72,6 +76,14 @@ def test_every_way_has_its_gradient_and_not_its_value(
         distance = (one - other).float().norm() / other.float().norm()
         assert distance < tolerance
         assert (none - other).float().norm() / other.float().norm() > 3 * tolerance, "it has an effect"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_frozen_has_no_gradient_and_changes_no_other(way: str) -> None:
+    """A frozen head, frozen blocks below the head, and both."""
+    loss, dx, dw = gradients(WAYS[way], torch.float32)
+    for wanted, expected in (((True, False), [loss, dx]), ((False, True), [loss, dw]), ((False, False), [loss])):
+        torch.testing.assert_close(gradients(WAYS[way], torch.float32, wanted=wanted), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_a_run_with_it_reports_the_loss_without_it(text: Path, tmp_path: Path) -> None:

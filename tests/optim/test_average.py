@@ -25,6 +25,8 @@ from tests.helpers import (
     tiny,
 )
 from tests.optim.on_ranks import DECAY, FROZEN, OPTIMIZERS, TIED, after, follow_averages, load_averages
+from torchtitan_lite.checkpointing.compatibility import optimizer_as_saved
+from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config, OptimConfig
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.optim.average import averaged
@@ -96,6 +98,19 @@ def test_a_loop_of_ones_own_averages_also_after_its_state_was_loaded(values: dic
         mean = after(mean, weight.detach().clone(), step)
         assert optimizer.state[weight]["ema"].equal(mean), step
     assert not mean.equal(weight)
+
+
+@pytest.mark.parametrize(("saved", "now"), [(0.0, 0.9), (0.5, 0.0)])
+@torch.no_grad()
+def test_a_load_may_begin_or_end_averages(saved: float, now: float) -> None:
+    model, optimizer = trained(torch.ones(2, 2), now, withheld=False)
+    parameter = model.get_parameter("weight")
+    with optimizer_as_saved(optimizer, TrainState(config={"optim.ema_decay": saved})):
+        assert ("ema" in optimizer.state[parameter]) == bool(saved), "as in the checkpoint"
+        parameter.fill_(5)
+    parameter.add_(1)
+    average = optimizer.state[parameter].get("ema")
+    assert (average is None) if not now else average.equal(torch.full((2, 2), 5.0)), "the loaded weights, or none"
 
 
 def test_the_averages_replace_the_weights_for_a_while() -> None:

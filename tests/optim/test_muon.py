@@ -16,7 +16,7 @@ from torchtitan_lite.distributed.overrides import column_placement
 from torchtitan_lite.models import build
 from torchtitan_lite.optim import muon
 from torchtitan_lite.optim.groups import parameter_groups
-from torchtitan_lite.optim.optimizer import build_optimizer
+from torchtitan_lite.optim.optimizer import build_optimizer, set_learning_rate
 from torchtitan_lite.tools.estimate.work import EXCHANGED, GATHERED, muon_step
 
 
@@ -104,6 +104,31 @@ def test_a_step_is_that_of_the_paper(
         weight.grad = gradient.clone()
         optimizer.step()
     assert (weight - expected).norm() < tolerance * (expected - before).norm()
+
+
+def test_groups_have_their_own_rate_and_decay_and_zero_gradients_only_decay() -> None:
+    """Of a matrix with its own group, a stack of which one expert had no tokens, and one without a gradient."""
+    model, generator = nn.Module(), torch.Generator().manual_seed(0)
+    model.layers = nn.ParameterList(torch.randn(n, 4, 6, generator=generator).squeeze(0) for n in (1, 1, 3, 1))
+    own = [{"match": "layers.1", "lr_factor": 0.5, "weight_decay": 0.3}]
+    config = OptimConfig.model_validate({"name": "muon", "weight_decay": 0.1, "groups": own})
+    optimizer, before = build_optimizer(model, config), [p.detach().clone() for p in model.parameters()]
+    set_learning_rate(optimizer, 0.04)
+    grads = [torch.randn(p.shape, generator=generator) for p in before[:3]]
+    grads[2][1] = 0
+    for p, grad in zip(model.parameters(), grads, strict=False):
+        p.grad = grad.clone()
+    optimizer.step()
+    usual, slow = (config.model_copy(update={"lr": lr, "weight_decay": wd}) for lr, wd in ((0.04, 0.1), (0.02, 0.3)))
+    one, other, first, last = (
+        reference(weight, [grad], settings, 0.2 * 6**0.5)
+        for weight, grad, settings in (
+            *((before[0], grads[0], usual), (before[1], grads[1], slow)),
+            *((before[2][i], grads[2][i], usual) for i in (0, 2)),
+        )
+    )
+    expected = [one, other, torch.stack([first, before[2][1] * (1 - 0.04 * 0.1), last]), before[3]]
+    torch.testing.assert_close([p.detach() for p in model.parameters()], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)])

@@ -162,6 +162,30 @@ def test_spikes_and_steps_that_are_not_finite_are_counted_together() -> None:
         assert guard.state() == {"spikes": window}
 
 
+@pytest.mark.parametrize(("action", "step", "loss", "norm", "said"), [
+    ("log", 5, 9.0, 1.3, "loss 9.0000 above 4.5000, gradient norm 1.3000 above 1.2500; run samples 8 to 15"),
+    ("stop", 5, 4.5, 1.3, "gradient norm 1.3000 above 1.2500; run samples 8 to 15; the update was withheld"),
+    ("stop", 5, 4.0, math.nan, ""),
+    ("skip", 5, 4.5, 1.25, ""),  # the limits themselves
+    ("skip", 3, 9.0, 9.0, ""),  # the warm-up
+])  # fmt: skip
+def test_a_spike_is_what_is_above_either_limit(action: str, step: int, loss: float, norm: float, said: str) -> None:
+    keys = {"action": action, "window": 4, "loss_deviations": 6.25, "norm_deviations": 12.5}
+    numbers = Numbers(loss=loss, grad_norm=norm, loss_scale=1.0, stop_requests=0.0, rank_losses=[loss])
+    record: Any = SimpleNamespace(step=step, samples=(8, 16), numbers=numbers, finite=torch.tensor(True))
+    record.loss, record.grad_norm, record.losses_of_ranks = torch.tensor(loss), torch.tensor(norm), dict
+    window = {"losses": [9.0, 4.0, 4.0, 4.0, 4.0], "norms": [9.0, 1.0, 1.0, 1.0, 1.0]}  # saved with a longer one
+    guard = SpikeGuard(SpikeConfig.model_validate(keys), 3, window, [], 3, lambda _: "the command")
+    assert guard.withholds(record).item() == ("withheld" in said)
+    incident = guard.check(record)
+    if "withheld" not in said and not math.isnan(norm):
+        window = {"losses": [4.0, 4.0, 4.0, loss], "norms": [1.0, 1.0, 1.0, norm]}
+    assert guard.state() == {"spikes": window}
+    values = {"loss": loss, "grad_norm": norm, "loss_limit": 4.5, "norm_limit": 1.25}
+    expected = {"spike": values | {"samples": [8, 16], "action": action}}, f"SPIKE   step 5: {said}"
+    assert (incident and incident[:2]) == (expected if said else None)
+
+
 # --- stop -------------------------------------------------------------------------------------------------------
 
 

@@ -316,7 +316,7 @@ KINDS = {
         QWEN,
         qwen,
         lambda _: _PLAIN | {"use_mrope": False},
-        {"sliding_window": 4096},
+        {"num_key_value_heads": 32, "max_position_embeddings": 2**15, "sliding_window": 4096},
     ),
     "qwen3": Kind(
         "Qwen3ForCausalLM",
@@ -324,7 +324,7 @@ KINDS = {
         QWEN,
         qwen,
         lambda _: _PLAIN | {"use_mrope": False},
-        {"sliding_window": 4096, "head_dim": 128},
+        {"num_key_value_heads": 32, "max_position_embeddings": 2**15, "sliding_window": 4096, "head_dim": 128},
     ),
     "mistral": Kind(
         "MistralForCausalLM",
