@@ -42,13 +42,9 @@ def test_a_product_is_rounded_once(dtype: torch.dtype, bias: bool) -> None:
 
 
 def model_of(family: str, *, widen: bool, chunked: bool = True, mode: str = "none", backend: str = "") -> Transformer:
-    config, speed = (
-        ModelConfig(
-            family=family, **SIZES, **({"n_experts": 3, "experts_per_token": 3} if family == "qwen3_moe" else {})
-        ),
-        SpeedConfig(chunked_loss=chunked),
-    )
-    return made(config, speed, mode, backend, widen=widen).bfloat16()
+    experts: dict[str, Any] = {"n_experts": 3, "experts_per_token": 3} if family == "qwen3_moe" else {}
+    config = ModelConfig(family=family, **SIZES, **experts)
+    return made(config, SpeedConfig(chunked_loss=chunked), mode, backend, widen=widen).bfloat16()
 
 
 class Products16(TorchDispatchMode):

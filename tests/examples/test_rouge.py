@@ -87,8 +87,8 @@ def test_generate_adds_the_prefix_of_training(run: Path, capsys: pytest.CaptureF
     opened = load_model.open_model(run, torch.device("cpu"), torch.float32)
     ids = generate.encode(opened, "summarize: a")
     assert generate.main([str(run), "--source=a", "--max-tokens=6", "--beams=3", "--length-penalty=-2"]) == 0
-    found = opened.tokenizer.decode(list(beam_search(opened.model, ids, 6, 3, opened.ends, -2.0)))
-    assert capsys.readouterr().out == f"{found}\n"
+    answer = opened.tokenizer.decode(list(beam_search(opened.model, ids, 6, 3, opened.ends, -2.0)))
+    assert capsys.readouterr().out == f"{answer}\n"
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def test_an_opened_model_knows_its_window_its_beginning_and_its_data(finished: P
     assert opened.own_data().hashes() == {"data": attempts.read(finished)[0].must_match["data"]}
     assert opened.state is not None
     with pytest.raises(ConfigError, match=f"^the data of {re.escape(opened.source)} has changed since .* \\(data\\);"):
-        replace(opened, state=replace(opened.state, must_match=opened.state.must_match | {"data": "x"})).own_data()
+        replace(opened, state=replace(opened.state, must_match={**opened.state.must_match, "data": "x"})).own_data()
     theirs = replace(opened, config=None, state=None)
     assert (theirs.first_token(), theirs.beginning(), theirs.window()) == ([], [0], 37)
     assert replace(theirs, ends=(517, 3)).beginning() == []

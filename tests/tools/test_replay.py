@@ -215,14 +215,14 @@ def test_what_a_difference_would_mean_and_what_is_compared(
         (7, False, {"config": {"model.init_from": "there"}}, FAULT),
         (7, True, {"git": {"dirty": True}}, f"The code has uncommitted changes. {DIRTY}{FAULT}"),
     ):
-        monkeypatch.setattr(replays.run_folder, "git_state", lambda _, dirty=dirty: here | {"dirty": dirty})
+        monkeypatch.setattr("torchtitan_lite.run.run_folder.git_state", lambda _, dirty=dirty: here | {"dirty": dirty})
         assert of(n, **changed).advice == advice
     # a spike, and a step that is not finite, at which a run ended
     spike = {"step": 9, "attempt": 1, "spike": {"loss": 9.5, "grad_norm": 2.0, "ratio": 3}}
     metrics.write_text("".join(f"{line}\n" for line in [*lines[:-3], json.dumps(spike)]))
     assert of(9).steps == {"9": {"loss": 9.5, "grad_norm": 2.0, "rank_losses": None}}
     found = of(10, "step 10: the loss is not finite on rank 1. Lower the rate")
-    assert (found.start, found.last, found.steps) == (8, 10, of(9).steps | {"10": {"stopped": STOP}})
+    assert (found.start, found.last, found.steps) == (8, 10, {**of(9).steps, "10": {"stopped": STOP}})
 
 
 class StopError(NonFiniteError):
