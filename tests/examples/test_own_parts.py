@@ -59,7 +59,9 @@ def test_the_parts_of_the_pages_work_in_one_run(trained: tuple[Path, list[str]],
 
     # a resume has the same bits, so the optimizer's state is saved and loaded; the tracker drops the later rows
     shutil.rmtree(checkpoint(run, 6))
-    assert "resumed after step 3" in succeeded(ranks(2, *command))
+    said = succeeded(ranks(2, *command))
+    assert "resumed after step 3" in said
+    assert f"-m torchtitan_lite.generate {run} --model.family={FAMILY} --" in said
     assert losses(run) == straight
     assert all(torch.equal(state[name], tensor) for name, tensor in tensors(checkpoint(run, 6)).items())
     with (run / "metrics.csv").open() as stream:

@@ -14,6 +14,7 @@ from torchtitan_lite.checkpointing.save import BaseCheckpointer
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.derive import Layout, options_saving_copies
 from torchtitan_lite.config.families import FAMILIES
+from torchtitan_lite.config.registry import is_own
 from torchtitan_lite.config.schema import Config, ModelConfig
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.mixture import Mixture
@@ -271,10 +272,12 @@ def what_next(config: Config) -> str:
     python = shlex.quote(python_command())
     defaults = [] if config.data.path or config.data.sources else ["def "]
     prompt = next(filter(None, config.sample.prompts or defaults), "")
-    kind = "source" if FAMILIES[config.model.family].encoder_decoder else "prompt"
+    family = config.model.family
+    kind = "source" if FAMILIES[family].encoder_decoder else "prompt"
+    own = f"--model.family={family} " if is_own(family) else ""
     return (
         f"the run is in {config.folder}\n"
-        f"next    prompt it:       {python} -m torchtitan_lite.generate {folder} "
+        f"next    prompt it:       {python} -m torchtitan_lite.generate {folder} {own}"
         + (f"--{kind} {shlex.quote(prompt)}\n" if prompt else "--interactive\n")
         + f"        plot its curves: {python} -m torchtitan_lite.report {folder}"
     )

@@ -196,7 +196,7 @@ def report_end(s: Session) -> int:
     if step < config.train.steps or rest:
         why = min(filter(None, gather(s.services.preemption.reason)))  # "SIG..." comes first
         names = " and ".join(one.name for one in rest)
-        then = f"resumes from there{f', with the {names} that were due' if rest else ''}{launcher_note(why)}"
+        then = f"resumes from there{f', with the {names} still due' if rest else ''}{launcher_note(why)}"
         log.info(f"stopped after step {step} of {config.train.steps} ({why}); the same command {then}")
         run_folder.record_end(config.folder, s.process, log.attempt, "preempted", step, why)
         codes = {JOINS: StuckError.exit_code}  # torchrun starts all machines again
