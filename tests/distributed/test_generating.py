@@ -28,15 +28,14 @@ def gathers(process: Process, reshard: bool, spare: int, more: dict[str, Any]) -
         model = build(ModelConfig(dim=32, n_heads=2, n_layers=3, max_seq_len=32), 97)
     parallelize.apply_fsdp(model, build_mesh(config, process.device), config)
     materialize(model, process.device, 1)
-    found, plain = [0], getattr(dist, ALL_GATHER)
-    room = spare + 2 * sum(p.numel() for p in model.parameters())
+    found, plain, needed = [0], getattr(dist, ALL_GATHER), 2 * sum(p.numel() for p in model.parameters())
     tokens = torch.ones(2, 8, dtype=torch.int64)
 
     def counted(*args: Any, **options: Any) -> Any:
         found[-1] += 1
         return plain(*args, **options)
 
-    with patch.object(dist, ALL_GATHER, counted), patch.object(generating, "GATHERED_BYTES", room):
+    with patch.object(dist, ALL_GATHER, counted), patch.object(generating, "GATHERED_BYTES", needed + spare):
         model(tokens, tokens).backward()
         found.append(0)
         with generating.generating(model, config.model_copy(update=more), process.device):
