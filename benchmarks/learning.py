@@ -54,7 +54,7 @@ RECIPE: dict[str, Any] = {
 }
 LARGER_RECIPE: dict[str, Any] = RECIPE | {
     **{"model.dim": 256, "model.n_layers": 4, "model.n_heads": 4, "model.n_kv_heads": 4, "model.hidden_dim": 768},
-    **{"model.mup_base_dim": 128, "train.steps": 550},
+    **{"model.mup_base_dim": 128, "train.steps": 1100},
 }
 WITHOUT_NAME = ", no induction head"
 WITHOUT, RESFORMER = {"model.induction_head": "false"}, {"model.family": "resformer"}
@@ -64,10 +64,11 @@ OURS: dict[str, dict[str, Any]] = {
     f"default{WITHOUT_NAME}": RECIPE | WITHOUT,
     f"resformer{WITHOUT_NAME}": RECIPE | RESFORMER | WITHOUT,
 }
+HALF = LARGER_RECIPE | {"train.steps": 550}
 LARGER: dict[str, dict[str, Any]] = {
-    "default, 4 x 256": LARGER_RECIPE,
-    "resformer, 4 x 256": LARGER_RECIPE | RESFORMER,
-    f"default, 4 x 256{WITHOUT_NAME}": LARGER_RECIPE | WITHOUT,
+    "default, 4 x 256": HALF,
+    "resformer, 4 x 256": HALF | RESFORMER,
+    f"default, 4 x 256{WITHOUT_NAME}": HALF | WITHOUT,
 }
 CONFIGS = {"windows": 750, "experts": 600, "hybrid": 350}  # and their steps
 

@@ -30,7 +30,7 @@ def test_the_measured_default_is_the_default() -> None:
 
 def test_the_larger_default_is_the_larger_config() -> None:
     larger = load.load(ROOT / "configs" / "larger.toml", {}, world_size=1, n_gpus=0).config
-    found = config_of(learning.LARGER["default, 4 x 256"])
+    found = config_of(learning.LARGER_RECIPE)
     assert (found.model, found.optim) == (larger.model, larger.optim)
     assert found.train.model_copy(update={"micro_batch_size": larger.train.micro_batch_size}) == larger.train
 

@@ -212,6 +212,9 @@ def late(process: Process) -> str:
     assert str(error).endswith(f": rank {process.world_size - 1}"), "only the rank that has not arrived"
     store.set(str(process.rank), "noticed")
     store.wait(["all"], timedelta(minutes=5))  # an earlier exit would be the other's error
+    store.set(f"{process.rank} leaves", "")
+    if process.rank == 0:  # which has the store
+        store.wait([f"{rank} leaves" for rank in range(process.world_size - 1)], timedelta(minutes=5))
     dist.destroy_process_group()
     return "noticed"
 
