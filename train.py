@@ -177,7 +177,7 @@ def build_watched(config: Config, data: DataSet, process: Process, log: Log, wat
     validation = Validation.from_config(config, data, config.train.micro_batch_size, process.rank, process.world_size)
     periodic = build_periodic_work(config, data, process, validation)
 
-    # 5. The newest checkpoint of the run, else the weights that model.init_from names.
+    # 5. The run's newest checkpoint, else that of checkpoint.resume (a fork), else the weights of model.init_from.
     preemption = Preemption(config.run.max_minutes, config.folder / run_folder.JOINING)  # max_minutes includes the load
     best_of = functools.partial(attempts.best_step, config.folder)
     checkpointer = Checkpointer(config.folder / "checkpoints", model, optimizer, config.checkpoint, process, best_of)
@@ -328,7 +328,8 @@ def train_step(s: Session, step: int) -> StepRecord:
         stop=services.preemption.requested(),
         process=s.process,
     )
-    # sets `optimizer.grad_scale` to the inverse factor; fused AdamW divides the gradients by it while reading them
+    # The factor unscales and clips. AdamW and Muon get its inverse as `grad_scale`, and divide by it in their update;
+    # the others multiply the gradients now.
     optim.clip_gradients(optimizer, record.grad_norm, config.optim.max_norm, scaler.scale)
 
     check_pending(s)  # the previous step; the device already has this step's work, so it does not idle

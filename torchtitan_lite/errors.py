@@ -85,7 +85,7 @@ class ReplicaMismatchError(UserError):
 
 
 class NonFiniteError(UserError):
-    """The loss, the gradient norm (that update is withheld), a parameter or a logit is NaN or infinite."""
+    """The loss or the gradient norm (the update is withheld), a parameter or a logit is NaN or infinite."""
 
     exit_code = EXIT_WOULD_REPEAT
 

@@ -216,6 +216,13 @@ def test_the_sizes_and_the_next_commands_of_other_runs() -> None:
             "(see train.batch_schedule for the others)",
         ),
         (
+            {"train.batch_schedule": [[0, 12], [4, 20]], "train.micro_batch_size": 8},
+            1,
+            "8 sequences x 1 rank x 3 accumulation steps, including 4 padding sequences (none with "
+            "train.micro_batch_size = 5), of 256 tokens = 5,120 tokens per step; in the last steps (see "
+            "train.batch_schedule for the others)",
+        ),
+        (
             {"data.path": "x", **pairs},
             2,
             "4 sequences x 2 ranks x 1 accumulation step, of at most 263 tokens and 263 targets",
@@ -303,8 +310,8 @@ def test_the_start_on_a_gpu_and_on_a_busy_machine(monkeypatch: pytest.MonkeyPatc
 
     assert lines("cpu", None) == [
         "run     runs/default  new; the same command resumes it",
-        "run     other processes use this machine, so threads do not spin (GOMP_SPINCOUNT=1000). That is 20 % slower "
-        "on idle cores: if the machine becomes idle, restart the run",
+        "run     other processes use this machine, so threads spin only briefly (GOMP_SPINCOUNT=1000). That is 20 % "
+        "slower on idle cores: if the machine becomes idle, restart the run",
         "run     a resume on a GPU is bitwise identical only with run.deterministic = true",
         "run     starts from the weights of w",
     ]

@@ -36,12 +36,12 @@ def broadcast_rows(whole: Tensor | None, target: Tensor, buffer: Tensor) -> None
     width, first = math.prod(target.shape[dim:]), first * math.prod(target.shape[dim + 1 :])
     last = first + math.prod(shard.shape[dim:])
     local = shard.view(-1, last - first) if last > first else None
-    chunks = buffer.view(target.dtype)
+    space = buffer.view(target.dtype)
     start = 0
     while start < target.numel():  # a chunk is whole rows, or part of one row
         row, column = divmod(start, width)
-        whole_rows = len(chunks) // width * width
-        chunk = chunks[: min(whole_rows, target.numel() - start) or min(len(chunks), width - column)]
+        in_whole_rows = len(space) // width * width  # elements; 0 if not even one row fits
+        chunk = space[: min(in_whole_rows, target.numel() - start) or min(len(space), width - column)]
         if whole is not None:
             chunk.copy_(whole.view(-1)[start : start + len(chunk)])
         dist.broadcast(chunk.view(torch.uint8), src=0)  # as bytes: gloo can't broadcast every dtype (int16)

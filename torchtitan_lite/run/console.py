@@ -59,8 +59,8 @@ def start_lines(
     ]
     if process.device.type == "cpu" and process.threads > 1 and BUSY_AT_START:
         lines.append(
-            "run     other processes use this machine, so threads do not spin (GOMP_SPINCOUNT=1000). That is 20 % "
-            "slower on idle cores: if the machine becomes idle, restart the run"
+            "run     other processes use this machine, so threads spin only briefly (GOMP_SPINCOUNT=1000). That is "
+            "20 % slower on idle cores: if the machine becomes idle, restart the run"
         )
     if process.device.type == "cuda":
         from torchtitan_lite.run import mfu
@@ -89,7 +89,10 @@ def _origin(loaded: TrainState | None, checkpointer: BaseCheckpointer) -> str:
 
 
 def copies_lines(config: Config, layout: Layout) -> list[str]:
-    """Return a hint on keys that avoid FSDP2's copies. Empty if parameters are sharded or offloaded, or one is set."""
+    """Return a hint on keys that avoid FSDP2's copies.
+
+    Empty if parameters are sharded or offloaded, or if fsdp.reshard_after_forward is set.
+    """
     sets = options_saving_copies(config, layout)
     if not sets:
         return []
@@ -128,7 +131,7 @@ def _shape(model: ModelConfig) -> Iterator[str]:
 
 
 def batch_line(config: Config, layout: Layout, world_size: int) -> str:
-    masked, each, rest = "", *divmod(config.train.batch_size(1), world_size)
+    masked, each, rest = "", *divmod(config.train.batch_size(config.train.steps), world_size)
     if layout.masked_sequences:
         masked = f", including {counted(layout.masked_sequences, 'padding sequence')}"
         best = max(n for n in range(1, config.train.micro_batch_size + 1) if each % n == 0)
@@ -237,7 +240,10 @@ def fsdp_line(config: Config) -> str:
 
 
 def step_line(record: dict[str, Any], steps: int, data_share: float, left_s: float) -> str:
-    """Format a step's record on one line, with the mean loss since a multiple of log.every. The end time is local."""
+    """Format a step's record on one line; its loss is the mean since the last multiple of log.every.
+
+    The end time is local.
+    """
     now, then = time.localtime(), time.localtime(time.time() + left_s)
     end = time.strftime("%H:%M" if now[:3] == then[:3] else "%a %d %b %H:%M", then)
     loss = "not finite" if record["loss"] is None else f"{record['mean_loss']:.4f}"

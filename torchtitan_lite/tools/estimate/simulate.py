@@ -105,7 +105,7 @@ class Timeline(TorchDispatchMode):
         return out
 
     def track(self, tensor: Tensor, kind: str) -> None:
-        """Track a tensor's storage, or set its kind if it is already tracked."""
+        """Track a tensor's storage. If it is already tracked, set its kind, unless `kind` is ACTIVATIONS."""
         storage = tensor.untyped_storage()
         known = self._alive.get(key := id(storage))
         if known is None:

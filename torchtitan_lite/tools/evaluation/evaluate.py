@@ -8,7 +8,7 @@ share the work.
 --tasks scores tasks (docs/tasks.md) instead of the run's own text; with --data, it scores both.
 
 An encoder-decoder is scored on targets: of the run's own objective (pairs or masked spans), or of the pairs in
-prepared folders. So is a decoder that was trained on pairs or is given a folder of pairs.
+prepared folders. So is a decoder that was trained on pairs, without --data, or that is given a folder of pairs.
 """
 
 import argparse
