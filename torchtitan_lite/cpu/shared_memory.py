@@ -42,9 +42,8 @@ class SharedMemory:
     def __init__(self, group: dist.ProcessGroup, slot: int = SLOT) -> None:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         around = slice(0, self.rank), slice(self.rank + 1, self.size)
-        self.others = [
-            part for part in around if part.start < part.stop
-        ]  # two slices at most, so one or two copies reach all others
+        # two slices at most, so one or two copies reach all others
+        self.others = [part for part in around if part.start < part.stop]
         self._turn, self._file = 0, -1
 
         def make() -> list[Any]:
