@@ -1,6 +1,7 @@
 """What a run prints and records: every line of a log against its records, and every option in the lines of a start."""
 
 import json
+import os
 import re
 import time
 from pathlib import Path
@@ -86,7 +87,15 @@ def test_the_log_and_the_records_of_a_run(finished: Path, sharded: Path, text: P
         assert list(about) == ["format_version", "attempt", "status", "step", "reason", "repeats", "time", "goodput"]
         assert list(about.values())[:6] == [2, 1, "complete", 4, "", False]
         assert made.time < found[0]["time"] - found[0]["seconds"] < found[-1]["time"] <= made.end_time <= about["time"]
-        assert (made.world_size, made.forked_from, made.config["train.steps"]) == (world, "", 4)
+        assert (made.attempt, made.step, made.samples, made.forked_from) == (1, 0, 0, "")
+        assert (made.world_size, made.setting["world_size"], made.config["train.steps"]) == (world, world, 4)
+        assert (made.hosts, made.versions["torch"], made.device[:3]) == (
+            [os.uname().nodename],
+            torch.__version__,
+            "cpu",
+        )
+        assert (made.ended, made.last_step, made.reason, made.command[-1]) == ("complete", 4, "", "--run.name=run")
+        assert {record["attempt"] for record in found} == {1}
         state = storage.read_state(checkpoint(run, 2))
         assert (state.step, state.tokens, state.samples_consumed) == (2, 384, 12)
         assert (state.loss_since, state.end_token) == ([0.0, 0.0], 0)
@@ -162,10 +171,6 @@ def test_the_active_options_of_fsdp(values: dict[str, Any], expected: str) -> No
 T5 = {"model.family": "t5", "data.objective": "span_corruption", "data.path": "x"}
 SHAPE = ["dim 128, ", "2 heads of 64, feed-forward 384", "4 heads of 32, 2 for keys and values, feed-forward "]
 QWEN3 = "qk_norm, induction_head"
-NO_COPIES = (
-    "fsdp    nothing is sharded: if memory allows, fsdp.reshard_after_forward = false{} would avoid copies of the "
-)
-NO_COPIES += "parameters (see plan)"
 
 
 def test_the_sizes_and_the_next_commands_of_other_runs() -> None:
@@ -230,15 +235,6 @@ def test_the_sizes_and_the_next_commands_of_other_runs() -> None:
     ):
         config = config_of(values, n)
         assert console.batch_line(config, derive(config, n), n) == f"batch   {expected}"
-    more = ', fsdp.reshard_after_backward = false and fsdp.grad_sync = "last" (sums in a different order)'
-    for values, n, copies in (
-        ({}, 8, []),
-        ({}, 1, [NO_COPIES.format(more)]),
-        ({"fsdp.reshard_after_forward": False}, 1, []),
-        ({"fsdp.dp_shard": 1, "fsdp.dp_replicate": 8}, 8, [NO_COPIES.format("")]),
-    ):
-        config = config_of(values, n)
-        assert console.copies_lines(config, derive(config, n)) == copies
     for values, folder, words in (
         ({}, "runs/default", "--prompt 'def '"),
         ({"data.path": "x", "run.name": "a b"}, "'runs/a b'", "--interactive"),
@@ -251,21 +247,10 @@ def test_the_sizes_and_the_next_commands_of_other_runs() -> None:
         assert re.fullmatch(rf"        plot its curves: \S+ -m torchtitan_lite.report {folder}", report)
 
 
-class Sources:
-    """Two of every three samples are of the first source."""
-
-    names, sources = (
-        ("a", "b"),
-        [SimpleNamespace(mean_tokens=m, n_samples=n, notes=[]) for m, n in ((32, 40), (31.5, 2))],
-    )
-
-    def consumed(self, n: int) -> list[int]:
-        return [n - n // 3, n // 3]
-
-
 def test_what_a_run_reads_of_each_source() -> None:
-    """The samples of a skipped range, and what of it comes later, are not seen."""
-    samples: Any = Sources()
+    """Two of three samples are of the first. Those of a skipped range, and what of it comes later, are not seen."""
+    sources = [SimpleNamespace(mean_tokens=m, n_samples=n, notes=[]) for m, n in ((32, 40), (31.5, 2))]
+    samples: Any = SimpleNamespace(names="ab", sources=sources, consumed=lambda n: [n - n // 3, n // 3])
     assert console.seen_of_sources(samples, 60) == {
         "a": {"tokens": 1280, "epochs": 1.0},
         "b": {"tokens": 630, "epochs": 10.0},
@@ -324,7 +309,3 @@ def test_the_start_on_a_gpu_and_on_a_busy_machine(monkeypatch: pytest.MonkeyPatc
         "run     MFU is not logged: the peak of Some GPU is not known; run.peak_tflops = its dense TFLOP/s gives it",
         "run     a resume on a GPU is bitwise identical only with run.deterministic = true",
     ]
-    saver.forked_from = Path("runs/old/checkpoints/step-7")
-    assert lines("cpu", TrainState(step=7))[0].endswith(
-        "  new, a fork of runs/old/checkpoints/step-7, after its step 7; the same command resumes it"
-    )

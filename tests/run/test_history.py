@@ -19,16 +19,12 @@ from torchtitan_lite.errors import BusyError
 from torchtitan_lite.files import append_line
 from torchtitan_lite.run import attempts, run_folder
 
+STARTED: dict[str, Any] = {"step": 3, "samples": 24, "command": ["train.py"], "config": {"train.steps": 9}, "tasks": {}}
+STARTED |= {"setting": {}, "world_size": 2, "hosts": ["a"], "versions": {}, "git": {}, "device": "cpu"}
+
 
 def begin(folder: Path, number: int, step: int) -> None:
-    about: dict[str, Any] = {
-        "command": ["train.py"],
-        "config": {"train.steps": 9},
-        "setting": {"threads": 1},
-        "tasks": {},
-    }
-    about |= {"world_size": 1, "hosts": ["a"], "versions": {"torch": "2"}, "git": {}, "device": "cpu"}
-    attempts.add(folder, {"attempt": number, "time": 1.0, "step": step, "samples": 8 * step, **about})
+    attempts.add(folder, {"attempt": number, "time": 1.0} | STARTED | {"step": step, "samples": 8 * step})
 
 
 def record(folder: Path, number: int, *steps: int) -> None:
@@ -56,9 +52,8 @@ def test_the_best_step_and_who_made_a_step(tmp_path: Path) -> None:
     begin(tmp_path, 1, 0)
     for step, loss in losses.items():
         append_line(tmp_path / "metrics.jsonl", json.dumps({"step": step, "attempt": 1, "val_loss": loss}))
-    assert attempts.best_step(tmp_path, [2, 4, 6, 8]) == 4, "the first of equal ones"
-    assert attempts.best_step(tmp_path, [8, 2]) == 8
-    assert attempts.best_step(tmp_path, [1, 6]) is None
+    best = [attempts.best_step(tmp_path, steps) for steps in ([2, 4, 6, 8], [8, 2], [1, 6])]
+    assert best == [4, 8, None], "the first of equal ones"
     begin(tmp_path, 2, 4)
     made = attempts.read(tmp_path)
     found = [attempts.of_step(made, step) for step in (0, 1, 4, 5)]
@@ -69,9 +64,7 @@ def test_the_best_step_and_who_made_a_step(tmp_path: Path) -> None:
 
 def test_only_a_rank_that_knows_of_no_end_records_a_failure(tmp_path: Path) -> None:
     first, second = (Process(rank, 2, torch.device("cpu"), 1) for rank in (0, 1))
-    started = {"step": 3, "samples": 24, "command": [], "config": {}, "setting": {}, "tasks": {}, "world_size": 2}
-    started |= {"hosts": ["a"], "versions": {}, "git": {}, "device": "cpu"}
-    assert [run_folder.record_start(tmp_path, started) for _ in range(2)] == [1, 2]
+    assert [run_folder.record_start(tmp_path, STARTED) for _ in range(2)] == [1, 2]
     about = attempts.newest_status(tmp_path)
     assert [about[key] for key in ("attempt", "status", "step", "reason", "repeats")] == [2, "running", 3, "", False]
     run_folder.record_end(tmp_path, first, 0, "failed", 4, "refused")
@@ -82,10 +75,10 @@ def test_only_a_rank_that_knows_of_no_end_records_a_failure(tmp_path: Path) -> N
     run_folder.record_end(tmp_path, second, 2, "failed", 5, "the next rank")
     about = attempts.newest_status(tmp_path)
     assert [about[key] for key in ("status", "step", "reason", "repeats")] == ["failed", 4, "rank 0 died", True]
-    assert (attempts.read(tmp_path)[0].ended, attempts.read(tmp_path)[1].reason) == ("", "rank 0 died")
+    assert [attempt.reason for attempt in attempts.read(tmp_path)] == ["", "rank 0 died"]
     run_folder.record_end(tmp_path, first, 2, "complete", 9)
-    last = attempts.read(tmp_path)[1]
-    assert (last.ended, last.last_step, last.reason) == ("complete", 9, "")
+    found = [(attempt.ended, attempt.last_step, attempt.reason) for attempt in attempts.read(tmp_path)]
+    assert found == [("", 0, ""), ("complete", 9, "")]
 
 
 def test_a_machine_of_the_same_job_is_asked_to_make_room(
@@ -93,7 +86,6 @@ def test_a_machine_of_the_same_job_is_asked_to_make_room(
 ) -> None:
     """Not one of another job, not without restarts, and not twice within five minutes."""
     (tmp_path / ".lock-holder").write_text("process 7 on node3, job mine")
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     used = f"{tmp_path} is being used by process 7 on node3, job mine"
     with FileLock(tmp_path / ".lock") as held:
         for job, restarts in (("other-2", "3"), ("mine-2", "0")):
