@@ -3,7 +3,7 @@
 Apart from that they are what torchrun starts: the same environment variables, a store on a free port, signals, and an
 end for all as soon as one has failed. One server is enough for all workers of a test run: whoever starts it puts its
 address into os.environ[ADDRESS]. It forks a process for each connection, which reads a request in a line and answers in
-one. The workers themselves are forked in the same way (forkworker.py).
+one. The workers themselves are forked in the same way (`worker`).
 """
 
 import contextlib
@@ -219,7 +219,7 @@ class Server:
 
 
 def _serve(connection: socket.socket) -> NoReturn:
-    """Answer one request, in a process of its own; or become a worker of pytest-xdist (forkworker.py)."""
+    """Answer one request, in a process of its own; or become a worker of pytest-xdist."""
     line, streams, *_ = socket.recv_fds(connection, 1 << 16, 3)
     while not line.endswith(b"\n"):
         line += connection.recv(1 << 16)
@@ -286,5 +286,16 @@ def _reap() -> bool:
     return True
 
 
+def worker() -> None:
+    """What pytest-xdist starts as a worker: it hands its streams to the server, which has torch, and waits."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(f"\0{os.environ[ADDRESS]}")
+        socket.send_fds(connection, [json.dumps({"env": dict(os.environ)}).encode() + b"\n"], [0, 1, 2])
+        connection.recv(1)  # nothing comes; the worker has ended
+
+
 if __name__ == "__main__":
-    main()
+    if sys.argv[1] == "worker":
+        worker()
+    else:
+        main()

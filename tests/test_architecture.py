@@ -38,52 +38,42 @@ def name_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
+MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+EXEMPT = {"torchtitan_lite", *(f"torchtitan_lite.{name}" for name in COMMANDS)}
+CHECKED = {name: path for name, path in MODULES.items() if name not in EXEMPT}
+
+
 def imports(path: Path) -> Iterator[str]:
     """Every module of ours that a file imports, also inside functions, and for annotations only."""
-    known = {name_of(p) for p in PACKAGE.rglob("*.py")}
+    ours = MODULES.keys() | {"train", "checkpoint"}
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names: list[str] = []
         if isinstance(node, ast.Import):
-            names = (alias.name for alias in node.names)
-            yield from (name for name in names if name.split(".")[0] in ("torchtitan_lite", "train", "checkpoint"))
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path}: imports are absolute"
-            module = node.module or ""
-            if module.split(".")[0] in ("train", "checkpoint"):
-                yield module
-            elif module.split(".")[0] == "torchtitan_lite":
-                for alias in node.names:
-                    inner = f"{module}.{alias.name}"
-                    yield inner if inner in known else module
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        found = (name if name in ours else name.rpartition(".")[0] for name in names)
+        yield from (name for name in found if name in ours)
 
 
-def room_of(module: str) -> str:
-    parts = module.split(".")
-    return parts[1] if len(parts) > 1 else ""
-
-
-def rooms_checked() -> list[Path]:
-    """All files but the root's __init__ and the commands."""
-    exempt = {PACKAGE / "__init__.py", *(PACKAGE / f"{name}.py" for name in COMMANDS)}
-    return [path for path in sorted(PACKAGE.rglob("*.py")) if path not in exempt]
-
-
-@pytest.mark.parametrize("path", rooms_checked(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_a_module_imports_only_from_rooms_before_its_own(path: Path) -> None:
-    room = room_of(name_of(path))
-    for module in imports(path):
-        other = room_of(module)
+@pytest.mark.parametrize("name", CHECKED)
+def test_a_module_imports_only_from_rooms_before_its_own(name: str) -> None:
+    room = name.split(".")[1]
+    for module in imports(CHECKED[name]):
         if module == "torchtitan_lite":
             continue  # the version
-        assert module.split(".")[0] == "torchtitan_lite", f"{path} imports the front door {module}"
-        assert other in LEVEL, f"{path} imports {module}, which is in no room"
-        allowed = other == room or LEVEL[other] < LEVEL[room]
-        assert allowed, f"{path.relative_to(ROOT)} imports {module}: {room} comes before {other}"
+        ours, _, rest = module.partition(".")
+        assert ours == "torchtitan_lite", f"{name} imports the front door {module}"
+        other = rest.split(".")[0]
+        assert other in LEVEL, f"{name} imports {module}, which is in no room"
+        assert other == room or LEVEL[other] < LEVEL[room], f"{name} imports {module}: {room} comes before {other}"
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
     """Not for annotations either, but for one: the rules of a section of the config are about the whole config."""
     whole = "torchtitan_lite.config.schema"
-    graph = {name_of(path): {m for m in imports(path) if m != "torchtitan_lite"} for path in rooms_checked()}
+    graph = {name: {*imports(path)} - {"torchtitan_lite"} for name, path in CHECKED.items()}
     for name in graph:
         graph[name] -= {whole} if name.startswith("torchtitan_lite.config.section") else set()
     graphlib.TopologicalSorter(graph).prepare()  # an error names the circle

@@ -87,10 +87,7 @@ def test_ranks_share_the_cores(
 ])  # fmt: skip
 def test_the_command_of_a_fork(env: dict[str, str], before: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of this process, with a name, a start and values of its own in the place of those that it had."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "environ", env)
     monkeypatch.setattr(sys, "executable", os.path.abspath(".venv/bin/python"))
     words = ["train.py", "--run.name", "old", "--config", "a b.toml", "--checkpoint.resume=runs/x", "--a.skip=[1]"]
     monkeypatch.setattr(sys, "argv", [*words, "--optim.lr=1"])

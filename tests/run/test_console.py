@@ -21,11 +21,15 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.run import attempts, console
 
-LOSS = ["step", "loss", "mean_loss", "grad_norm", "lr", "tokens", "tokens_per_second", "peak_memory_gib", "seconds"]
-LOSS += ["data_s", "optimizer_s", "rank_losses", "attempt", "time"]
+LOSS = [
+    *("step", "loss", "mean_loss", "grad_norm", "lr", "tokens", "tokens_per_second", "peak_memory_gib", "seconds"),
+    *("data_s", "optimizer_s", "rank_losses", "attempt", "time"),
+]
 SAVE = ["step", "save_s", "bytes", "attempt", "time"]
-EVAL = ["step", "val_loss", "val_loss_stderr", "val_bits_per_byte", "val_bits_per_byte_stderr", "unigram_bits_per_byte"]
-EVAL += ["eval_samples", "eval_s", "attempt", "time"]
+EVAL = [
+    *("step", "val_loss", "val_loss_stderr", "val_bits_per_byte", "val_bits_per_byte_stderr", "unigram_bits_per_byte"),
+    *("eval_samples", "eval_s", "attempt", "time"),
+]
 START = """torchtitan_lite {version}  torch {torch}  cpu  world {world} = dp_replicate 1 x dp_shard {world}  1 thread \
 per rank (run.threads)
 model   gpt dim 32, 2 layers, 2 heads of 16, feed-forward 128{model}; computes in float32
@@ -139,16 +143,20 @@ def config_of(values: dict[str, Any], world_size: int = 8, n_gpus: int = 8) -> C
 
 
 FSDP = "reshard_after_forward default; reduces in float32"
-MANY = {"fsdp.reshard_after_forward": False, "fsdp.reduce_dtype": "bfloat16", "fsdp.blocks_per_group": 2}
-MANY |= {"fsdp.explicit_prefetching": True, "fsdp.forward_prefetch": 2, "fsdp.backward_prefetch": 3}
-MANY |= {"fsdp.reshard_after_backward": False, "fsdp.output_dtype": "bfloat16", "fsdp.cast_forward_inputs": True}
-MANY |= {"fsdp.grad_sync": "last", "fsdp.shard_columns": ["*.wk.weight", "*.wq.weight"]}
-MANY |= {"fsdp.precision_overrides": [{"match": m, "param_dtype": "float32"} for m in ("norm*", "layers.0.*")]}
-MANY |= {"fsdp.separate_reduce_scatter_group": True, "fsdp.reduce_scatter_buffers": 2, "optim.freeze": ["a*", "b*"]}
-MANY |= {"activation_checkpointing.mode": "selective", "activation_checkpointing.every": 3}
-MANY |= {"compile.enabled": True, "compile.backend": "eager"}
-OTHER: dict[str, Any] = {"fsdp.reshard_after_forward": 2, "fsdp.explicit_prefetching": True, "fsdp.cpu_offload": True}
-OTHER |= {"optim.name": "adamw", "activation_checkpointing.mode": "full", "fsdp.forward_prefetch": 1}
+MANY: dict[str, Any] = {
+    **{"fsdp.reshard_after_forward": False, "fsdp.reduce_dtype": "bfloat16", "fsdp.blocks_per_group": 2},
+    **{"fsdp.explicit_prefetching": True, "fsdp.forward_prefetch": 2, "fsdp.backward_prefetch": 3},
+    **{"fsdp.reshard_after_backward": False, "fsdp.output_dtype": "bfloat16", "fsdp.cast_forward_inputs": True},
+    **{"fsdp.grad_sync": "last", "fsdp.shard_columns": ["*.wk.weight", "*.wq.weight"]},
+    "fsdp.precision_overrides": [{"match": m, "param_dtype": "float32"} for m in ("norm*", "layers.0.*")],
+    **{"fsdp.separate_reduce_scatter_group": True, "fsdp.reduce_scatter_buffers": 2, "optim.freeze": ["a*", "b*"]},
+    **{"activation_checkpointing.mode": "selective", "activation_checkpointing.every": 3},
+    **{"compile.enabled": True, "compile.backend": "eager"},
+}
+OTHER: dict[str, Any] = {
+    **{"fsdp.reshard_after_forward": 2, "fsdp.explicit_prefetching": True, "fsdp.cpu_offload": True},
+    **{"optim.name": "adamw", "activation_checkpointing.mode": "full", "fsdp.forward_prefetch": 1},
+}
 
 
 @pytest.mark.parametrize(("values", "expected"), [

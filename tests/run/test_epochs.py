@@ -38,14 +38,6 @@ def in_epochs(data: Path, out_dir: Path, **more: Any) -> list[str]:
     return [o for o in tiny(data, out_dir, **more) if "train__steps" in more or not o.startswith("--train.steps")]
 
 
-def steps_of(data: Path) -> int:
-    """The steps of an epoch, counted by hand."""
-    config = Config(train=TrainConfig(seq_len=32), data=DataConfig(path=str(data)))
-    n = open_samples(prepare_all(config.data, config.tokenizer, print), "train", config).n_samples
-    assert n % 6, "an epoch that does not end with a batch"
-    return n // 6 + 1
-
-
 @pytest.mark.parametrize(
     ("given", "epoch", "steps"), [(1.0, 7, 7), (3.0, 7, 21), (0.5, 7, 4), (0.1, 30, 3), (0.7, 10, 7), (0.01, 7, 1)]
 )
@@ -57,7 +49,10 @@ def test_a_part_of_a_step_is_a_step(given: float, epoch: int, steps: int) -> Non
 
 def test_a_run_in_epochs_is_the_run_in_steps_and_trains_on(data: Path, tmp_path: Path) -> None:
     """Bit for bit, with a resume in the middle of an epoch."""
-    n = steps_of(data)
+    config = Config(train=TrainConfig(seq_len=32), data=DataConfig(path=str(data)))
+    samples = open_samples(prepare_all(config.data, config.tokenizer, print), "train", config).n_samples
+    assert samples % 6, "an epoch that does not end with a batch"
+    n = samples // 6 + 1
     decay = {"optim__step_gamma": 0.5, "checkpoint__keep_best": True, "checkpoint__keep_latest": 1}
     same = dict.fromkeys(("eval__every", "checkpoint__every", "optim__step_every"), n)
     straight = {**EPOCH, **decay, **same, "train__steps": 3 * n}

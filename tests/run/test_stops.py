@@ -3,12 +3,12 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.helpers import checkpoint, losses, python, ranks, records, succeeded, tiny
 from tests.run.test_trackers import scalars_of
+from torchtitan_lite.checkpointing.storage import find_steps
 from torchtitan_lite.run import attempts
 from torchtitan_lite.tools import checkpoints, status
 
@@ -64,25 +64,23 @@ def test_the_best_checkpoint_is_kept_named_and_opened(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The rate rises so far that the loss does, too. The best is that of step 2."""
-    more: dict[str, Any] = {"train__steps": 8, "eval__every": 2, "checkpoint__every": 2, "checkpoint__keep_best": True}
-    more |= {"checkpoint__keep_latest": 1, "optim__warmup_steps": 0, "optim__lr": 2.0, "optim__schedule": "constant"}
-    command = tiny(text, tmp_path, run__name="run", sample__every=0, **more)
-    said = succeeded(ranks(1, *command))
+    more = {
+        **{"train__steps": 8, "eval__every": 2, "checkpoint__every": 2, "checkpoint__keep_best": True},
+        **{"checkpoint__keep_latest": 1, "optim__warmup_steps": 0, "optim__lr": 2.0, "optim__schedule": "constant"},
+    }
     run = tmp_path / "run"
+    said = succeeded(ranks(1, *tiny(text, tmp_path, run__name="run", **more)))
     validated = {r["step"]: r["val_loss"] for r in records(run) if "val_loss" in r}
     best = min(validated, key=lambda step: validated[step])
     assert best < 8, "else the test shows nothing"
-    assert sorted(folder.name for folder in (run / "checkpoints").glob("step-*")) == [
-        f"step-{n:08d}" for n in (best, 8)
-    ]
-    (line,) = (line for line in said.splitlines() if line.startswith(f"eval    step {best} "))
-    assert " (best so far)" in line
+    assert find_steps(run / "checkpoints") == [best, 8]
+    assert re.search(rf"^eval    step {best} .* \(best so far\)", said, re.M)
     assert checkpoints.main(["inspect", str(run)]) == 0
     assert f"the run's best checkpoint, by validation loss: step {best}\n" in capsys.readouterr().out
     assert status.main([str(run)]) == 0
     assert f"best    the checkpoint of step {best}, by validation loss" in capsys.readouterr().out
 
-    newest, of_best = ("step-00000008", f"step-{best:08d}")
+    newest, of_best = (checkpoint(run, step).name for step in (8, best))
     scores = []
     for options, folder in ([], newest), (["--best"], of_best):
         result = python(str(run), "--prompt=a", "--max-tokens=1", *options, script="-m torchtitan_lite.generate")

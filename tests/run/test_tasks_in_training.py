@@ -38,9 +38,11 @@ def test_tasks_are_scored_and_training_is_the_same_bits(text: Path, files: str, 
 
     Also with a tied head, and with averaged weights.
     """
-    knobs = {"fsdp__explicit_prefetching": "true", "fsdp__reshard_after_forward": "false", "model__dropout": 0.1}
-    knobs |= {"model__tie_embeddings": "true", "optim__ema_decay": 0.9}
-    more = {"train__steps": 5, "checkpoint__every": 5, "eval__every": 0, **knobs}
+    more: dict[str, Any] = {
+        **{"fsdp__explicit_prefetching": "true", "fsdp__reshard_after_forward": "false", "model__dropout": 0.1},
+        **{"model__tie_embeddings": "true", "optim__ema_decay": 0.9},
+        **{"train__steps": 5, "checkpoint__every": 5, "eval__every": 0},
+    }
     wanted = {"eval__tasks": files, "eval__tasks_every": 2}
     said = succeeded(ranks(2, *tiny(text, tmp_path, run__name="tasks", **more, **wanted)))
     succeeded(ranks(2, *tiny(text, tmp_path, run__name="none", **more)))
@@ -108,8 +110,10 @@ def test_a_resume_scores_a_step_at_which_the_run_was_stopped_or_killed(
     text: Path, files: str, tmp_path: Path, log_every: int
 ) -> None:
     """Once, with the same bits, also the last step. Signals come during the step before, and during the step itself."""
-    more = {"train__steps": 6, "checkpoint__every": 0, "eval__every": 0, "eval__tasks": files, "eval__tasks_every": 3}
-    more |= {"log__every": log_every}
+    more: dict[str, Any] = {
+        **{"train__steps": 6, "checkpoint__every": 0, "eval__every": 0, "log__every": log_every},
+        **{"eval__tasks": files, "eval__tasks_every": 3},
+    }
     succeeded(ranks(2, *tiny(text, tmp_path, run__name="straight", **more)))
     straight = tmp_path / "straight"
     assert scores(straight).keys() == {3, 6}

@@ -75,11 +75,13 @@ def test_a_tracker_gets_the_numbers_by_group() -> None:
     assert {name: trackers.grouped(name) for name in GROUPED} == GROUPED
 
 
-GROUPED = {"loss": "train/loss", "lr": "train/lr", "seconds": "time/seconds", "mfu": "time/mfu"}
-GROUPED |= {"tokens_per_second": "time/tokens_per_second", "save_s": "time/save_s", "task_s": "time/task_s"}
-GROUPED |= {"val_loss": "val/loss", "ema_val_loss": "val/ema_loss", "val_bits_per_byte": "val/bits_per_byte"}
-GROUPED |= {"unigram_bits_per_byte": "val/unigram_bits_per_byte", "eval_samples": "val/eval_samples"}
-GROUPED |= {"task/x": "task/x", "task_stderr/x": "task/stderr/x", "task/in_s": "task/in_s"}
+GROUPED = {
+    **{"loss": "train/loss", "lr": "train/lr", "seconds": "time/seconds", "mfu": "time/mfu"},
+    **{"tokens_per_second": "time/tokens_per_second", "save_s": "time/save_s", "task_s": "time/task_s"},
+    **{"val_loss": "val/loss", "ema_val_loss": "val/ema_loss", "val_bits_per_byte": "val/bits_per_byte"},
+    **{"unigram_bits_per_byte": "val/unigram_bits_per_byte", "eval_samples": "val/eval_samples"},
+    **{"task/x": "task/x", "task_stderr/x": "task/stderr/x", "task/in_s": "task/in_s"},
+}
 
 
 @pytest.mark.parametrize("when", ["opens", "writes", "closes"])
@@ -145,8 +147,8 @@ PATTERN = {"window": 10, "layer_pattern": ["window", "full", "window"]}
 ])  # fmt: skip
 def test_the_flops_of_a_token(values: dict[str, Any], matrices: int, seen: int) -> None:
     """Without embeddings, idle experts and what is beyond a window. Of the peak they are the tokens per second."""
-    config = Config(model=ModelConfig.model_validate(values | {"max_seq_len": 64}), run=RunConfig(peak_tflops=2))
-    config = config.model_copy(update={"train": TrainConfig(seq_len=40)})
+    of_model = ModelConfig.model_validate(values | {"max_seq_len": 64})
+    config = Config(model=of_model, run=RunConfig(peak_tflops=2), train=TrainConfig(seq_len=40))
     with torch.device("meta"):
         model = models.build(config.model, 97)
     vectors = sum(p.numel() for p in model.parameters() if p.ndim == 1)
