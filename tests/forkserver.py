@@ -86,17 +86,21 @@ class Ranks:
                     self.codes[rank] = os.waitstatus_to_exitcode(status)
         return [rank for rank in range(len(self.pids)) if rank not in self.codes]
 
-    def send(self, rank: int, number: signal.Signals) -> None:
-        os.kill(self.pids[rank], number)
+    def send(self, number: signal.Signals, ranks: Sequence[int] = ()) -> None:
+        """To all, or these, that have not ended."""
+        for rank in self.running():
+            if not ranks or rank in ranks:
+                os.kill(self.pids[rank], number)
 
     def kill(self, ranks: Sequence[int]) -> None:
         """SIGKILL, then wait for the rest: they notice, or are ended as torchrun ends them."""
-        for rank in ranks:
-            if rank in self.running():
-                self.send(rank, signal.SIGKILL)
-        if not self.wait(1):
-            for rank in self.running():
-                self.send(rank, signal.SIGKILL)
+        self.send(signal.SIGKILL, ranks)
+        self.end(1.0)
+
+    def end(self, seconds: float) -> None:
+        """Wait for all, and SIGKILL those that have not ended within so many seconds."""
+        if not self.wait(seconds):
+            self.send(signal.SIGKILL)
             assert self.wait(HANGS_S)
 
     def wait(self, seconds: float, ranks: Sequence[int] = ()) -> bool:
@@ -111,20 +115,14 @@ class Ranks:
     def finish(self, seconds: float) -> None:
         """Wait for all; when one fails, or the time is over, end the others as torchrun does."""
         end = time.monotonic() + seconds
-        while self.running() and not any(self.codes.values()):
-            if time.monotonic() > end:
-                break
+        while self.running() and not any(self.codes.values()) and time.monotonic() < end:
             time.sleep(0.005)
         left = self.running()
-        for rank in left:
-            self.send(rank, signal.SIGTERM)
+        self.send(signal.SIGTERM)
         # torchrun waits for 30 s; but the ranks after the first sleep for 10 between recording an error and printing it
         if 0 in left:
             self.wait(15.0, [0])
-        if not self.wait(2.0 if 0 in left else 5.0):
-            for rank in self.running():
-                self.send(rank, signal.SIGKILL)
-            self.wait(HANGS_S)
+        self.end(2.0 if 0 in left else 5.0)
 
 
 def _fork(env: Mapping[str, str], argv: Sequence[str], out: Path, err: Path, entry: str, fault: str) -> int:

@@ -37,8 +37,8 @@ def run(finished: Path, tmp_path: Path) -> Path:
 def again(run: Path, text: Path) -> Again:
     """The command of the run again; its output, also on stderr if it must fail with `code`, -1 for any."""
 
-    def start(*flags: str, n: int = 1, code: int = 0, env: Any = None, fault: str = "", **more: Any) -> str:
-        result = ranks(n, *flags, *tiny(text, run.parent, **RUN | more), env=env, fault=fault)
+    def start(*flags: str, n: int = 1, code: int = 0, fault: str = "", **more: Any) -> str:
+        result = ranks(n, *flags, *tiny(text, run.parent, **RUN | more), fault=fault)
         if not code:
             return succeeded(result)
         output = result.stdout + result.stderr

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import checkpoint, records
-from torchtitan_lite import __version__, models
+from tests.helpers import checkpoint, ranks, records, run_python, succeeded, tiny
+from torchtitan_lite import __version__
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import load
@@ -20,6 +21,7 @@ from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.run import attempts, console
+from torchtitan_lite.tools import checkpoints
 
 LOSS = [
     *("step", "loss", "mean_loss", "grad_norm", "lr", "tokens", "tokens_per_second", "peak_memory_gib", "seconds"),
@@ -290,15 +292,13 @@ def test_the_start_on_a_gpu_and_on_a_busy_machine(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(console, "BUSY_AT_START", True)
     monkeypatch.setattr(console, "data_lines", lambda *_: [])
     config = config_of({"model.init_from": "w", "eval.every": 0, "run.threads": 2, "fsdp.param_dtype": "float16"}, 1)
-    with torch.device("meta"):
-        model = models.build(config.model, 97)
     state = TrainState(bitwise_setting={"widen_matmuls": False, "deterministic": False})
     saver: Any = SimpleNamespace(forked_from=None, damaged=[9, 8])
-    nothing: Any = None
 
     def lines(device: str, saved: TrainState | None) -> list[str]:
         process = Process(0, 1, torch.device(device), 2)
-        start = console.start_lines(config, derive(config, 1), process, model, nothing, nothing, state, saved, saver)
+        model: Any = SimpleNamespace(parameters=list)
+        start = console.start_lines(config, derive(config, 1), process, model, model, model, state, saved, saver)
         return start.splitlines()[4:]
 
     assert lines("cpu", None) == [
@@ -308,12 +308,29 @@ def test_the_start_on_a_gpu_and_on_a_busy_machine(monkeypatch: pytest.MonkeyPatc
         "run     a resume on a GPU is bitwise identical only with run.deterministic = true",
         "run     starts from the weights of w",
     ]
-    found = lines("cuda", TrainState(step=7))
-    assert found[0] == (
-        "run     runs/default  resumed after step 7; newer checkpoints are damaged, and their steps are repeated: 8, 9"
-    )
-    assert found[1].startswith("fsdp    nothing is sharded: ")
-    assert found[2:] == [
+    origin, copies, *found = lines("cuda", TrainState(step=7))
+    assert origin.endswith("  resumed after step 7; newer checkpoints are damaged, and their steps are repeated: 8, 9")
+    assert copies.startswith("fsdp    nothing is sharded: ")
+    assert found == [
         "run     MFU is not logged: the peak of Some GPU is not known; run.peak_tflops = its dense TFLOP/s gives it",
         "run     a resume on a GPU is bitwise identical only with run.deterministic = true",
     ]
+
+
+def test_the_closing_block_is_commands_that_work(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = tiny(text, tmp_path, run__name="mine", train__steps=2, optim__warmup_steps=1, run__threads=0)
+    output = succeeded(ranks(1, *options))
+    *_, prompt, report = output.rstrip().splitlines()
+    assert prompt.endswith(f" -m torchtitan_lite.generate {tmp_path / 'mine'} --interactive")
+    words = shlex.split(report.partition("plot its curves:")[2])  # as a shell reads it
+    assert str(tmp_path / "mine") in succeeded(run_python(words[1:]))
+    # one is singular
+    assert checkpoints.main(["inspect", str(tmp_path / "mine")]) == 0
+    assert "saved by 1 rank;" in capsys.readouterr().out
+    assert "1 thread per rank (OMP_NUM_THREADS)" in output
+    assert " x 1 rank x " in output
+    assert not re.findall(
+        r"(?<![\d,.])1 (?:ranks|threads|files|steps|groups|layers|heads|documents|sequences)\b", output
+    )

@@ -22,6 +22,7 @@ from torchtitan_lite.config.schema import DataConfig, SpikeConfig
 from torchtitan_lite.errors import EXIT_WOULD_REPEAT
 from torchtitan_lite.optim.spike_guard import SpikeGuard, limit
 from torchtitan_lite.optim.step_record import Numbers
+from torchtitan_lite.run.attempts import newest_status
 from torchtitan_lite.tools.incidents.record import read_record
 from torchtitan_lite.tools.report.runs import read_run
 
@@ -187,7 +188,7 @@ def test_the_printed_command_of_a_stopped_run_trains_without_the_samples(name: s
     assert f"run samples {poison} to {end - 1}. The update was withheld, and nothing was saved after it" in said
     steps = storage.find_steps(tmp_path / "run/checkpoints")
     assert steps[-1:] == ([saved] if saved else [])
-    status = json.loads((tmp_path / "run/run.json").read_text())
+    status = newest_status(tmp_path / "run")
     assert (status["status"], status["reason"] in said) == ("failed", True)
 
     (line,) = {line.strip() for line in said.splitlines() if "--run.name=" in line and "-without-" in line}
