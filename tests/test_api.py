@@ -1,8 +1,8 @@
 """The API: `import torchtitan_lite as ttl`, its doctests, docs/notebook.md, and the losses of a run in a plain loop."""
 
+import contextlib
 import functools
 import json
-import os
 import re
 import shutil
 import sys
@@ -35,11 +35,9 @@ def place(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
     (folder / "configs").mkdir()
     values = [f"{key} = {json.dumps(value)}" for key, value in TINY.items()]
     (folder / "configs/debug.toml").write_text("\n".join(values))  # smaller than the one that the page names
-    before = Path.cwd()
-    os.chdir(folder)
     succeeded(ranks(1, *tiny(folder / "my_text", folder / "runs", run__name="default", **MORE)))
-    yield folder
-    os.chdir(before)
+    with contextlib.chdir(folder):
+        yield folder
     assert not dist.is_initialized()
 
 

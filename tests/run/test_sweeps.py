@@ -3,7 +3,6 @@
 import re
 import shlex
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +109,12 @@ def test_everything_else_resumes_as_before(key: str, value: Any) -> None:
 
 def test_other_text_is_named_by_the_key_to_give() -> None:
     """By a fork, too, unless it names a text."""
-    saved, here = (TrainState(step=7, config=flatten(Config()) | {"data.path": path}) for path in ("my_text", ""))
-    saved, here = (replace(s, must_match={"tokenizer": "t", "data": d * 64}) for s, d in ((saved, "a"), (here, "b")))
+    saved, here = (
+        TrainState(
+            step=7, config=flatten(Config()) | {"data.path": path}, must_match={"tokenizer": "t", "data": digest * 64}
+        )
+        for path, digest in (("my_text", "a"), ("", "b"))
+    )
     where = Path("runs/run/checkpoints/step-7")
     for fork in (False, True):
         with pytest.raises(CheckpointError) as caught:

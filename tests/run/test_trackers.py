@@ -4,6 +4,7 @@ import gzip
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -88,15 +89,9 @@ GROUPED = {
 def test_a_tracker_that_fails_is_reported_once(
     when: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def fail(*_: Any) -> None:
-        raise SystemExit("no licence")
-
-    def start(*_: Any) -> trackers.Tracker:
-        if when == "opens":
-            fail()
-        return trackers.Tracker(fail if when == "writes" else lambda _: None, fail)
-
-    monkeypatch.setattr(trackers, "tensorboard", start)
+    fails = Mock(side_effect=SystemExit("no licence"))
+    made = trackers.Tracker(fails if when == "writes" else Mock(), fails)
+    monkeypatch.setattr(trackers, "tensorboard", fails if when == "opens" else Mock(return_value=made))
     opened = trackers.Trackers(LogConfig(trackers=["tensorboard"]), tmp_path, TrainState())
     for _ in range(2):
         opened.record({"step": 1, "loss": 10**400})
