@@ -95,12 +95,9 @@ def test_the_log_and_the_records_of_a_run(finished: Path, sharded: Path, text: P
         assert made.time < found[0]["time"] - found[0]["seconds"] < found[-1]["time"] <= made.end_time <= about["time"]
         assert (made.attempt, made.step, made.samples, made.forked_from) == (1, 0, 0, "")
         assert (made.world_size, made.setting["world_size"], made.config["train.steps"]) == (world, world, 4)
-        assert (made.hosts, made.versions["torch"], made.device[:3]) == (
-            [os.uname().nodename],
-            torch.__version__,
-            "cpu",
-        )
-        assert (made.ended, made.last_step, made.reason, made.command[-1]) == ("complete", 4, "", "--run.name=run")
+        assert (made.hosts, made.versions["torch"]) == ([os.uname().nodename], torch.__version__)
+        assert (made.device[:3], made.ended, made.last_step, made.reason) == ("cpu", "complete", 4, "")
+        assert "--run.name=run" in made.command
         assert {record["attempt"] for record in found} == {1}
         state = storage.read_state(checkpoint(run, 2))
         assert (state.step, state.tokens, state.samples_consumed) == (2, 384, 12)

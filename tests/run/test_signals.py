@@ -50,7 +50,9 @@ def test_signals_are_one_request_and_a_second_ctrl_c_ends_at_once(
 def test_a_time_limit_and_a_machine_that_waits_are_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder is only looked at every five seconds. torchrun's traceback is announced for signals only."""
     clock = Mock(return_value=100.0)
-    limited, joined = (Preemption(minutes, tmp_path / "joining", clock=clock) for minutes in (1.5, 0))
+    limited, joined = (
+        Preemption(limit, tmp_path / name, clock=clock) for limit, name in ((1.5, "none"), (0, "joining"))
+    )
     for asked, now, expected in (
         (joined, 190.0, False),
         (limited, 190.0, False),

@@ -155,11 +155,11 @@ def test_the_update_of_a_skipped_spike_is_withheld_bit_for_bit(name: str, run: R
 
 
 def test_a_resume_skips_the_same_spikes(text: Path, run: Run, tmp_path: Path) -> None:
-    """The window is part of the checkpoint of step 14: it would not be full at step 17 otherwise."""
+    """The window is part of the checkpoint of step 14 or 15: it would not be full at step 17 otherwise."""
     words = tiny(text, tmp_path, run__name="run", **SKIP)
-    assert "stopped after step 14 of 24" in obeyed(1, words, fault="term:0:14")
+    (left,) = re.findall(r"stopped after step (1[45]) of 24", obeyed(1, words, fault="term:0:14"))
     said = obeyed(1, words)
-    assert "resumed after step 14" in said
+    assert f"resumed after step {left}" in said
     assert "SPIKE   step 17: loss 6." in said
     run(1, "straight", **SKIP)
     assert_same_end(tmp_path / "run", tmp_path / "straight", 24)
