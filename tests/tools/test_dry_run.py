@@ -74,12 +74,11 @@ def test_the_disk_and_the_clocks_of_all_machines_are_checked(wrong: str, expecte
 
 
 @pytest.mark.extended
-def test_a_run_in_progress_is_not_changed(text: Path, tmp_path: Path) -> None:
-    options = tiny(text, tmp_path, run__name="run", train__steps=4, checkpoint__every=4, eval__every=0)
-    succeeded(ranks(1, *options))
-    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+def test_a_run_in_progress_is_not_changed(finished: Path, text: Path) -> None:
+    before = {p: p.read_bytes() for p in finished.rglob("*") if p.is_file()}
+    options = tiny(text, finished.parent, run__name="run", train__steps=4, checkpoint__every=2)
     assert "dry run" in succeeded(ranks(1, "--dry-run", *options))
-    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+    assert {p: p.read_bytes() for p in finished.rglob("*") if p.is_file()} == before
 
 
 def test_errors_are_those_of_a_run(text: Path, tmp_path: Path) -> None:
