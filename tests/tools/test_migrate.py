@@ -202,7 +202,7 @@ def test_what_sets_nothing_has_its_reason() -> None:
         ("!!python/object/apply:os.system [id]", "can't be read as YAML: "),
         ("a: b: c", "can't be read as YAML: "),
         ("just text", "is not a table"),
-        (None, "can't be read: "),
+        (None, "can't be read as YAML: "),
     ],
 )
 def test_what_is_not_an_accelerate_config_is_an_error(
