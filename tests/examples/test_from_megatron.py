@@ -74,11 +74,9 @@ def in_sentences(documents: list[list[int]]) -> Documents:
 
 
 WAYS: dict[str, Callable[[Path, list[list[int]]], list[Path]]] = {
-    "append-eod": lambda at, tokens: [write(at / "a", [[[*document, END]] for document in tokens])],
-    "no eod": lambda at, tokens: [write(at / "a", [[document] for document in tokens], "int32")],
     "sentences": lambda at, tokens: [write(at / "a", in_sentences(tokens), "int64")],
     "shuffled": lambda at, tokens: [write(at / "a", in_sentences(tokens), "int16", shuffled=True)],
-    "two files": lambda at, tokens: [
+    "two files, with and without end tokens": lambda at, tokens: [
         write(at / "a.b", [[[*document, END]] for document in tokens[:100]]),
         write(at / "c", [[document] for document in tokens[100:]], "int32"),
     ],

@@ -77,18 +77,20 @@ def test_a_name_in_a_checkpoint_is_not_imported(trained: tuple[Path, list[str]],
     assert resumed.returncode in (1, 2)
     for option in (f"--model.family={FAMILY}", f"--optim.name={OPTIMIZER}"):
         assert f"imported only if the command or its file names it: {option}" in resumed.stderr
-    for script, *read in (("generate", "--prompt=a", "--max-tokens=1"), ("which", "--step=1")):
-        words, script = [str(run), *read], f"-m torchtitan_lite.{script}"
+    given = f"--model.family={FAMILY}"
+    commands = {
+        "-m torchtitan_lite.generate": (str(run), "--prompt=a", "--max-tokens=1"),
+        "-m torchtitan_lite.which": (str(run), "--step=1"),
+        "-m torchtitan_lite.evaluate": (str(run), "--tasks", "examples.own_task:recall"),
+    }
+    for script, words in commands.items():
         refused = python(*words, script=script)
         assert refused.returncode == 2
-        said = f"imported only if the command or its file names it: --model.family={FAMILY}"
-        assert refused.stderr.strip().endswith(said)
-        succeeded(python(*words, f"--model.family={FAMILY}", script=script))
+        assert refused.stderr.strip().endswith(f"imported only if the command or its file names it: {given}")
+        succeeded(python(*words, given, script=script))
     refused = python("export", str(run), str(tmp_path / "out"), script="checkpoint.py")
     assert refused.returncode == 2
     assert f"there is no Hugging Face format for a family of your own, {FAMILY}" in refused.stderr
-    scored = [str(run), f"--model.family={FAMILY}", "--tasks", "examples.own_task:recall"]
-    assert "recall" in succeeded(python(*scored, script="-m torchtitan_lite.evaluate"))
     # its config file is the user's, if the command gives it
     succeeded(ranks(2, f"--config={run / 'config.toml'}", "--check-config"))
 

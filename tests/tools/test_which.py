@@ -125,17 +125,13 @@ def seen(run: Path, *arguments: str) -> dict[str, Any]:
     return dict(json.loads(out.read_bytes()))
 
 
-def batch_of(config: Config, step: int, world_size: int) -> tuple[list[list[int]], list[list[int]]]:
-    """The tokens and targets of a step as the loader gives them to these ranks, in the order of samples."""
+def batch_of(config: Config, step: int) -> list[tuple[list[int], list[int]]]:
+    """The tokens and targets of each sample of a step, as the loader gives them to one rank."""
     samples = open_samples(prepare_all(config.data, config.tokenizer, print), "train", config)
-    first = sum(config.train.batch_size(before) for before in range(1, step))
-    size, rows = config.train.batch_size(step), {}
-    for rank in range(world_size):
-        loader = Loader(samples, micro_batch_size=2, rank=rank, world_size=world_size, seed=config.run.seed)
-        for i, micro in enumerate(loader.batch(first, size).micro_batches):
-            for row, both in enumerate(zip(micro.tokens.tolist(), micro.targets.tolist(), strict=True)):
-                rows[i * 2 * world_size + rank * 2 + row] = both
-    return [rows[i][0] for i in range(size)], [rows[i][1] for i in range(size)]
+    first, size = sum(config.train.batch_size(n) for n in range(1, step)), config.train.batch_size(step)
+    loader = Loader(samples, micro_batch_size=1, rank=0, world_size=1, seed=config.run.seed)
+    micro_batches = loader.batch(first, size).micro_batches
+    return [(micro.tokens[0].tolist(), micro.targets[0].tolist()) for micro in micro_batches]
 
 
 def read_parts(rows: list[dict[str, Any]], folder: Path) -> list[list[int]]:
@@ -191,7 +187,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("case", [*CASES, "mixture"])
 def test_a_step_holds_what_the_loader_gives(case: str, texts: Path, tmp_path: Path) -> None:
-    """Some steps of several passes, against what ranks get, and against the lines of the text."""
+    """Some steps of several passes, against what the loader gives, and against the lines of the text."""
     more, check = CASES.get(case, ({}, check_concat))
     lines: dict[str, dict[int, Any]] = {"in.jsonl": {2 * i + 1: text for i, text in enumerate(TEXTS)}}
     path: Path | dict[str, float] = texts
@@ -209,15 +205,13 @@ def test_a_step_holds_what_the_loader_gives(case: str, texts: Path, tmp_path: Pa
     samples = open_samples(prepare_all(config.data, config.tokenizer, print), "train", config).n_samples
     assert samples < 498 * 6, "one pass only"
     run, seen_files = begin(tmp_path / "run", config), set()
-    for step, world_size in ((1, 1), (2, 3), (25, 2), (499, 1)):
+    for step in (1, 2, 25, 499):
         content = seen(run, "--step", str(step))
         ((_, first, stop),) = content["steps"]
-        tokens, targets = batch_of(config, step, world_size)
-        assert stop - first == len(tokens)
-        for i, sample in enumerate(range(first, stop)):
+        for sample, (tokens, targets) in zip(range(first, stop), batch_of(config, step), strict=True):
             rows = [row for row in content["documents"] if row["sample"] == sample]
             (folder,) = {Path(row["source"]) for row in rows}
-            check(read_parts(rows, folder), tokens[i], targets[i], read_meta(folder).end_token)
+            check(read_parts(rows, folder), tokens, targets, read_meta(folder).end_token)
             for row in rows:
                 seen_files.add(file := Path(row["file"]).name)
                 text = lines[file][row["place"]]
