@@ -146,8 +146,8 @@ def books(text: Path, tmp_path: Path) -> Path:
     folder = tmp_path / "books"
     folder.mkdir()
     lines = (text / "typing.txt").read_text().splitlines(keepends=True)
-    for i in range(4):
-        cells = [{"source": lines[i::4]}, {"source": "the last cell\n"}]
+    for i in range(12):
+        cells = [{"source": lines[i::12]}, {"source": "the last cell\n"}]
         (folder / f"{i}.ipynb").write_text(json.dumps({"cells": cells}))
     return folder
 

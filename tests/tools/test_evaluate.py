@@ -20,7 +20,6 @@ from torchtitan_lite.tools.evaluation.documents import Document, Texts, document
 from torchtitan_lite.tools.load_model import Opened, open_model
 
 ALONE = Process(0, 1, torch.device("cpu"), 1)
-ENTRY = "torchtitan_lite.tools.evaluation.evaluate"
 TEXTS = ["def f(x):\n    return x\n", "caf\u00e9 \u4f60\u597d", "a", "<|endoftext|> is text", "the cat sat " * 9]
 
 
@@ -47,8 +46,12 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def scored(n: int, *arguments: Any, out: Path) -> list[dict[str, Any]]:
-    """The figures of all models, from n ranks."""
-    succeeded(ranks(n, *map(str, arguments), f"--json={out}", entry=ENTRY))
+    """The figures of all models, from n ranks; one is this process."""
+    words = [*map(str, arguments), f"--json={out}"]
+    if n == 1:
+        evaluate.evaluate(evaluate.options_of(words), ALONE)
+    else:
+        succeeded(ranks(n, *words, entry="torchtitan_lite.tools.evaluation.evaluate"))
     found: list[dict[str, Any]] = json.loads(out.read_text())["models"]
     return found
 
@@ -134,7 +137,7 @@ def test_models_are_compared_document_by_document(finished: Path, tmp_path: Path
 
 
 def test_models_with_other_windows_are_scored_in_the_shortest(
-    finished: Path, folder: Path, texts: Path, tmp_path: Path
+    finished: Path, folder: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ("--data", texts, "--documents=4")
     (alone,) = scored(1, finished, *arguments, "--seq-len=16", out=tmp_path / "alone.json")
@@ -142,10 +145,12 @@ def test_models_with_other_windows_are_scored_in_the_shortest(
     assert first["texts"] == alone["texts"]
     assert [model["texts"][str(texts)]["seq_len"] for model in (first, second)] == [16, 16]
     assert second["minus_first"].keys() == {str(texts)}, "the same documents, as other tokens"
+    assert "the tokenizers differ" in capsys.readouterr().out
     # the same weights, whose window would be 37 tokens: see tiny
     weights.export(finished, tmp_path / "export")
     run, same = scored(1, finished, tmp_path / "export", *arguments, out=tmp_path / "scores.json")
     assert same["minus_first"][str(texts)]["bits_per_byte"] == pytest.approx(0, abs=1e-6)
+    assert "the tokenizers differ" not in capsys.readouterr().out
     assert run["texts"][str(texts)]["seq_len"] == same["texts"][str(texts)]["seq_len"] == 32
 
 
