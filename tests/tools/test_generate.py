@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, models
 from torch import Tensor
 
-from tests.helpers import checkpoint
+from tests.helpers import checkpoint, ranks, succeeded, tiny
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.distributed import initialize
 from torchtitan_lite.errors import ConfigError
@@ -158,23 +158,27 @@ def test_an_opened_model_knows_its_window_its_beginning_and_its_data(finished: P
 
 @pytest.mark.extended
 def test_every_kind_of_folder_gives_the_same_text(
-    sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    more = {"model__family": "llama", "model__n_kv_heads": 1, "model__hidden_dim": 48, "model__qk_norm": True}
+    succeeded(ranks(1, *tiny(text, tmp_path, run__name="run", checkpoint__state_dict="sharded", **more)))
+    run = tmp_path / "run"
+
     def text_of(*arguments: str | Path) -> str:
         words = [*map(str, arguments), "--prompt=def ", "--temperature=1", "--device=cpu"]
         assert generate.main(words) == 0
         return capsys.readouterr().out
 
-    newest = text_of(sharded)
+    newest = text_of(run)
     assert len(newest) > 20
-    assert text_of(checkpoint(sharded, 4)) == newest
-    copy = shutil.copytree(checkpoint(sharded, 4), tmp_path / "copy")
-    assert text_of(copy, f"--tokenizer={sharded / 'tokenizer.json'}") == newest
-    weights.export(sharded, tmp_path / "export")
+    assert text_of(checkpoint(run, 20)) == newest
+    copy = shutil.copytree(checkpoint(run, 20), tmp_path / "copy")
+    assert text_of(copy, f"--tokenizer={run / 'tokenizer.json'}") == newest
+    weights.export(run, tmp_path / "export")
     assert text_of(tmp_path / "export") == newest
-    assert text_of(checkpoint(sharded, 2)) != newest
-    assert newest.startswith(text_of(sharded, "--max-tokens=3").removesuffix("\n"))
-    assert text_of(sharded, "--dtype=bfloat16").startswith("def ")
+    assert text_of(checkpoint(run, 10)) != newest
+    assert newest.startswith(text_of(run, "--max-tokens=3").removesuffix("\n"))
+    assert text_of(run, "--dtype=bfloat16").startswith("def ")
 
 
 def test_a_conversation_ends_at_an_empty_line(
