@@ -1,13 +1,13 @@
 """Observes the effect of each knob: the number and order of collectives, dtypes, bytes.
 
-Each effect is called on all ranks of a process group, by knob_worker.py, with a function that builds a training
-from [fsdp] keys and the like, on top of a three-layer model.
+Each effect is called by test_knob_effects.py, as rank 0 of a world without peers or, if it needs numbers, on two ranks,
+with a function that builds a training from [fsdp] keys and the like, on top of a three-layer model.
 """
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -71,11 +71,9 @@ class _Written:
         return collective(output_tensor, input_tensor, group=group, **more)
 
 
-@contextmanager
-def recorded(t: Session) -> Iterator[list[Event]]:
-    """What happens in here, in order."""
+def events_of_a_step(t: Session) -> list[Event]:
+    """What happens in one step, in order."""
     events: list[Event] = []
-    handles = []
 
     def computes(name: str) -> Callable[..., None]:
         def after(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
@@ -93,34 +91,20 @@ def recorded(t: Session) -> Iterator[list[Event]]:
         state.set_custom_all_gather(_Written("gather", group.name, events))  # type: ignore[arg-type]
         state.set_custom_reduce_scatter(_Written("reduce", group.name, events))  # type: ignore[arg-type]
         # FSDP's own hooks are called before these: what a forward waits for is written down before it
-        handles.append(group.modules[0].register_forward_pre_hook(begins(group.name)))
-        handles.append(group.modules[-1].register_forward_hook(computes(group.name)))
-    honest = dist.all_reduce
+        group.modules[0].register_forward_pre_hook(begins(group.name))
+        group.modules[-1].register_forward_hook(computes(group.name))
+    honest, batch = dist.all_reduce, Loader.batch
 
     def all_reduce(tensor: Tensor, **kwargs: Any) -> Any:
         if group := kwargs.get("group"):  # of FSDP; the loss is summed over the default group
             events.append(Event("all-reduce", "", group.size(), tensor.dtype))
         return honest(tensor, **kwargs)
 
-    batch = Loader.batch
-    dist.all_reduce = all_reduce  # type: ignore[assignment]
-
     def recorded_batch(self: Loader, first: int, size: int) -> Batch:
         events.append(Event("batch"))
         return batch(self, first, size)
 
-    Loader.batch = recorded_batch  # type: ignore[method-assign]
-    try:
-        yield events
-    finally:
-        dist.all_reduce = honest
-        Loader.batch = batch  # type: ignore[method-assign]
-        for handle in handles:
-            handle.remove()
-
-
-def events_of_a_step(t: Session) -> list[Event]:
-    with recorded(t) as events:
+    with patch.object(dist, "all_reduce", all_reduce), patch.object(Loader, "batch", recorded_batch):
         train.train_step(t, 1)
     return events
 
@@ -581,44 +565,41 @@ def muon_exchanges_each_shape_twice_a_step(build: Build) -> None:
         assert all(keys == {"exp_avg", "exp_avg_sq"} for name, keys in kept.items() if name not in matrices)
 
 
-@dataclass(frozen=True)
-class Effect:
-    """A case, and how many ranks it needs."""
-
-    ranks: int
-    run: Callable[[Build], None]
-
-
-_ON_4 = (
-    reshard_to_some_ranks_gathers_over_them_in_backward,
-    copies_of_shards_reduce_within_and_then_between,
-    all_reduce_last_reduces_between_copies_once_a_step,
-    without_shards_every_rank_holds_everything,
-    matrices_are_split_by_columns_where_a_pattern_matches,
-)
-_ON_2 = (
-    reshard_after_forward_gathers_twice_or_once,
-    several_blocks_are_gathered_and_reduced_as_one_group,
-    reshard_after_backward_keeps_what_was_gathered_until_the_step_ends,
-    gradients_are_summed_with_every_micro_batch_or_the_last,
-    reduce_scatters_have_buffers_and_a_group_of_their_own,
-    all_gathers_are_issued_as_far_ahead_as_promised,
-    the_first_all_gather_is_issued_before_the_batch_is_fetched,
+# by the number of ranks
+EFFECTS: dict[int, tuple[Callable[[Build], None], ...]] = {
+    4: (
+        reshard_to_some_ranks_gathers_over_them_in_backward,
+        copies_of_shards_reduce_within_and_then_between,
+        all_reduce_last_reduces_between_copies_once_a_step,
+        without_shards_every_rank_holds_everything,
+        matrices_are_split_by_columns_where_a_pattern_matches,
+    ),
+    2: (
+        reshard_after_forward_gathers_twice_or_once,
+        several_blocks_are_gathered_and_reduced_as_one_group,
+        reshard_after_backward_keeps_what_was_gathered_until_the_step_ends,
+        gradients_are_summed_with_every_micro_batch_or_the_last,
+        reduce_scatters_have_buffers_and_a_group_of_their_own,
+        all_gathers_are_issued_as_far_ahead_as_promised,
+        the_first_all_gather_is_issued_before_the_batch_is_fetched,
+        pinned_memory_is_asked_for_unless_it_is_switched_off,
+        computation_communication_and_sums_have_their_dtypes,
+        the_first_layer_can_stay_in_float32,
+        what_groups_hand_on_can_stay_in_float32,
+        cast_forward_inputs_casts_the_rotary_tables_as_well,
+        an_override_has_to_match_a_group_as_a_whole,
+        tied_ends_are_one_group_and_gathered_once,
+        frozen_parameters_have_no_gradient_and_no_state,
+        muon_exchanges_each_shape_twice_a_step,
+        blocks_are_checkpointed_and_compiled_as_configured,
+        many_kinds_of_blocks_can_be_compiled_and_validated,
+    ),
+}
+# those that need what the other rank computes, or its time
+OF_TWO_PROCESSES: tuple[Callable[[Build], None], ...] = (
     on_the_cpu_explicit_all_gathers_run_beside_the_computation,
-    pinned_memory_is_asked_for_unless_it_is_switched_off,
-    computation_communication_and_sums_have_their_dtypes,
-    the_first_layer_can_stay_in_float32,
-    what_groups_hand_on_can_stay_in_float32,
-    cast_forward_inputs_casts_the_rotary_tables_as_well,
-    an_override_has_to_match_a_group_as_a_whole,
     an_overflow_is_a_counted_skip_and_too_many_stop_the_run,
     the_scale_grows_when_nothing_overflows_and_survives_a_checkpoint,
     a_loss_that_is_not_finite_stops_a_float16_run,
     small_gradients_survive_float16_because_the_loss_is_scaled,
-    tied_ends_are_one_group_and_gathered_once,
-    frozen_parameters_have_no_gradient_and_no_state,
-    muon_exchanges_each_shape_twice_a_step,
-    blocks_are_checkpointed_and_compiled_as_configured,
-    many_kinds_of_blocks_can_be_compiled_and_validated,
 )
-EFFECTS = {run.__name__: Effect(ranks, run) for ranks, runs in ((2, _ON_2), (4, _ON_4)) for run in runs}

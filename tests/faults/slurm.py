@@ -7,7 +7,7 @@ be that of an undisturbed process. Slurm itself holds a requeued job for 120 s.
 """
 
 import argparse
-import inspect
+import contextlib
 import os
 import shutil
 import signal
@@ -19,10 +19,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.faults.figures import stamp
+from tests.faults.figures import some_text, stamp
 from tests.faults.machines import arguments, difference_of_losses, last_line, problems, send, with_children
 from tests.forkserver import free_port
-from tests.helpers import ROOT
+from tests.helpers import ROOT, until
 from torchtitan_lite.checkpointing import storage
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "sinfo", "squeue")
@@ -54,7 +54,6 @@ export MACHINE=$SLURMD_NODENAME
 [ "${{2:-}}" = torch.distributed.run ] && set -- "${{@/#train.py/tests/faults/recorder.py}}"
 exec {python} "$@"
 """
-LIMIT_S = 600
 
 
 class Cluster:
@@ -89,14 +88,12 @@ class Cluster:
 
     def kill(self, node: str) -> None:
         """SIGKILL of everything on a node."""
-        stepds = []
+        mine = []
         for process in Path("/proc").glob("[0-9]*"):
-            try:
+            with contextlib.suppress(OSError):
                 if process.joinpath("cwd").readlink() == self._folder / node:
-                    stepds.append(int(process.name))
-            except OSError:
-                continue
-        pids = with_children(stepds)
+                    mine.append(int(process.name))
+        pids = with_children(mine)
         send(pids, signal.SIGSTOP)
         send(pids, signal.SIGKILL)
         self._nodes[node].wait()
@@ -119,13 +116,6 @@ class Cluster:
             return subprocess.Popen(command, cwd=cwd, env=env, stdout=out, stderr=out, start_new_session=True)
 
 
-def until(condition: Callable[[], object], what: str) -> None:
-    ends = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < ends, f"{what}: not within {LIMIT_S} s"
-        time.sleep(0.1)
-
-
 def main() -> None:
     """Lose a node and get it back; print a row for each."""
     if missing := [name for name in PROGRAMS if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")]:
@@ -136,9 +126,9 @@ def main() -> None:
     os.environ["PATH"] += ":/usr/sbin:/sbin"
     with tempfile.TemporaryDirectory() as name:
         folder = given.keep.absolute() if given.keep else Path(name)
-        for each in ("text", "samples", "slurm"):
+        for each in ("samples", "slurm"):
             (folder / each).mkdir(parents=True)
-        (folder / "text/argparse.txt").write_text(inspect.getsource(argparse))
+        text = some_text(folder)
         python = folder / "python"
         python.write_text(PYTHON.format(python=sys.executable))
         python.chmod(0o755)
@@ -155,8 +145,8 @@ def main() -> None:
             cluster.close()
         trained = storage.find_steps(folder / "run/checkpoints")[-1]
         found = problems(folder / "run", folder / "samples", trained)
-        difference = difference_of_losses(folder / "run", folder, folder / "text", trained)
-    print("| event | machines | seconds to the next step | steps repeated | load average |\n|---|---|---|---|---|")
+        difference = difference_of_losses(folder / "run", folder, text, trained)
+    print("| event | machines | seconds to the next step | steps repeated |\n|---|---|---|---|")
     print(*rows, sep="\n")
     print(f"{trained} steps, {'; '.join(found) or 'each sample once'}; losses within {difference:.1e}; {stamp('none')}")
     sys.exit(bool(found) or difference > 1e-4)
@@ -179,8 +169,7 @@ def scenario(cluster: Cluster, folder: Path) -> list[str]:
         until(lambda: int(last_line(file)[1]) > int(after[1]) + 25, "steps, and two checkpoints")
         made = [words[1] for words in map(str.split, file.read_text().splitlines()) if int(words[0]) >= int(before[0])]
         seconds, repeated = float(after[2]) - since, len(made) - len({*made})
-        load = os.getloadavg()[0]
-        rows.append(f"| {what} | {before[4]} > {size} | {seconds:.0f} | {repeated} | {load:.1f} |")
+        rows.append(f"| {what} | {before[4]} > {size} | {seconds:.0f} | {repeated} |")
         print(rows[-1], flush=True)
 
     until(lambda: cluster.ask("sinfo", "-h", "-t", "idle", "-o", "%D") == "3", "three idle nodes")
