@@ -173,7 +173,7 @@ def error_of(action: Callable[[], Any]) -> RuntimeError:
     raise AssertionError("no error")
 
 
-def lost(process: Process) -> str:
+def lost(process: Process) -> None:
     """The last rank ends. The others wait in each of the collectives, FSDP's all-reduce too."""
     mesh = DeviceMesh("cpu", torch.arange(process.world_size).view(-1, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
     model = sharded(mesh)
@@ -188,10 +188,9 @@ def lost(process: Process) -> str:
         assert means_lost_rank(error), error
         assert re.search(rf"exited: rank (\d, )*{last}$", str(error)), error  # another may have noticed, and ended
     dist.destroy_process_group()  # it is broken
-    return "noticed"
 
 
-def late(process: Process) -> str:
+def late(process: Process) -> None:
     """The last rank comes after the timeout."""
     group: Any = dist.group.WORLD
     shared = SharedMemory(group)
@@ -201,7 +200,7 @@ def late(process: Process) -> str:
         store.wait([str(rank) for rank in range(process.rank)], timedelta(minutes=5))
         store.set("all", "noticed")
         dist.destroy_process_group()
-        return "late"
+        return
     store.set(f"{process.rank} is here", "")  # or a busy machine makes more than one rank late
     store.wait([f"{rank} is here" for rank in range(process.world_size - 1)], timedelta(minutes=5))
     began = time.monotonic()
@@ -216,7 +215,6 @@ def late(process: Process) -> str:
     if process.rank == 0:  # which has the store
         store.wait([f"{rank} leaves" for rank in range(process.world_size - 1)], timedelta(minutes=5))
     dist.destroy_process_group()
-    return "noticed"
 
 
 def interrupted(process: Process) -> None:
@@ -230,3 +228,20 @@ def interrupted(process: Process) -> None:
     else:
         store.wait(["handled"], timedelta(minutes=5))
     shared.barrier()
+
+
+# by the number of ranks; the last of 3 leaves no group behind
+CASES: dict[int, list[tuple[Callable[..., None], *tuple[Any, ...]]]] = {
+    2: [
+        *((compare, 1 << 12), (compare, 64), (in_turns, 500), (interrupted,)),
+        *((used, "2"), (used, "2x1"), (without, 0), (without, 1)),
+    ],
+    3: [(compare, 64), (compare, 1 << 12), (in_turns, 500), (used, "3x1"), (late,)],
+    4: [(compare, 1 << 16), (used, "2x2"), (used, "4/2")],
+}
+
+
+def all_cases(process: Process) -> None:
+    """The traceback of the first that fails names it."""
+    for case, *arguments in CASES[process.world_size]:
+        case(process, *arguments)
