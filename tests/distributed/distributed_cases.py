@@ -1,13 +1,11 @@
 """Cases that test_distributed.py runs on 4 ranks in one process group: every function named case_*, in order."""
 
-import contextlib
 import itertools
 import math
 import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -189,25 +187,6 @@ def case_ranks_with_another_config_or_text_are_named() -> None:
         require(text="b" if rank else "a")
 
 
-@contextlib.contextmanager
-def shared_folder() -> Iterator[tuple[Process, Path]]:
-    """A folder that all ranks share while they are in here."""
-    process = Process(dist.get_rank(), 4, CPU, 1)
-    folder = Path(on_rank0(tempfile.mkdtemp))
-    yield process, folder
-    dist.barrier()
-    if process.rank == 0:
-        shutil.rmtree(folder)
-
-
-def error_of(checkpointer: Checkpointer, step: int) -> str:
-    """Save, and return what went wrong."""
-    checkpointer.save(TrainState(step=step))
-    saved = checkpointer.wait()
-    assert saved is not None
-    return saved.error
-
-
 def case_a_block_that_is_not_initialised_is_found() -> None:
     """The public FSDP2 example's reset_parameters never reaches its blocks."""
 
@@ -253,21 +232,28 @@ def case_one_rank_that_cannot_prepare_a_save_fails_it_for_all() -> None:
     """The next save succeeds. Then two machines, of 1 and 3 ranks, verify it on the disk of the first."""
     model = sharded(make_mesh(MESHES["4"]))
     optimizer = build_optimizer(model, OptimConfig(name="adamw"))
-    with shared_folder() as (process, folder):
-        for api, kind, rank in (("dcp", "sharded", 2), ("dtensor", "full", 0)):  # of a full one, rank 0 has the copies
-            way = CheckpointConfig.model_validate({"api": api, "state_dict": kind, "async_save": True})
-            checkpointer = Checkpointer(folder / kind, model, optimizer, way, process)
-            assert checkpointer.group not in (process.untimed, None, dist.group.WORLD), "of its own"
-            honest = checkpointer.host_copies
-            for step in (1, 2):
-                fails = step == 1 and process.rank == rank
-                checkpointer.host_copies = (lambda _: bytes(2**62)) if fails else honest  # type: ignore[assignment, return-value]
-                assert error_of(checkpointer, step) == (f"rank {rank}: MemoryError()" if step == 1 else "")
-            dist.barrier()
-            assert [found.name for found in (folder / kind).iterdir()] == ["step-00000002"]
-        mine = replace(process, local_world_size=3 if process.rank else 1)
-        here = folder / ("nowhere" if process.rank else "full") / "step-00000002"
-        assert verify_together(here, "full", mine) == []
+    process = Process(dist.get_rank(), 4, CPU, 1)
+    folder = Path(on_rank0(tempfile.mkdtemp))
+    for api, kind, rank in (("dcp", "sharded", 2), ("dtensor", "full", 0)):  # of a full one, rank 0 has the copies
+        way = CheckpointConfig.model_validate({"api": api, "state_dict": kind, "async_save": True})
+        checkpointer = Checkpointer(folder / kind, model, optimizer, way, process)
+        assert checkpointer.group not in (process.untimed, None, dist.group.WORLD), "of its own"
+        honest = checkpointer.host_copies
+        for step in (1, 2):
+            fails = step == 1 and process.rank == rank
+            checkpointer.host_copies = (lambda _: bytes(2**62)) if fails else honest  # type: ignore[assignment, return-value]
+            checkpointer.save(TrainState(step=step))
+            saved = checkpointer.wait()
+            assert saved is not None
+            assert saved.error == (f"rank {rank}: MemoryError()" if step == 1 else "")
+        dist.barrier()
+        assert [found.name for found in (folder / kind).iterdir()] == ["step-00000002"]
+    mine = replace(process, local_world_size=3 if process.rank else 1)
+    here = folder / ("nowhere" if process.rank else "full") / "step-00000002"
+    assert verify_together(here, "full", mine) == []
+    dist.barrier()
+    if process.rank == 0:
+        shutil.rmtree(folder)
 
 
 def case_weights_of_another_run_reach_every_rank() -> None:

@@ -59,16 +59,15 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 class _Written:
     """A collective of one group, written down: FSDP's all-gather or reduce-scatter."""
 
-    def __init__(self, what: str, group: str, events: list[Event]) -> None:
-        self.what, self.group, self.events = what, group, events
+    def __init__(self, collective: Callable[..., Any], write: Callable[[Any, Tensor], None]) -> None:
+        self.collective, self.write = collective, write
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, **more: Any) -> Any:
-        self.events.append(Event(self.what, self.group, group.size(), input_tensor.dtype))
-        collective = all_gather if self.what == "gather" else reduce_scatter
-        return collective(output_tensor, input_tensor, group=group, **more)
+        self.write(group, input_tensor)
+        return self.collective(output_tensor, input_tensor, group=group, **more)
 
 
 def events_of_a_step(t: Session) -> list[Event]:
@@ -82,14 +81,17 @@ def events_of_a_step(t: Session) -> list[Event]:
 
         return after
 
+    def issues(what: str, name: str) -> Callable[..., None]:
+        return lambda group, tensor: events.append(Event(what, name, group.size(), tensor.dtype))
+
     def begins(name: str) -> Callable[..., None]:
         return lambda *_: events.append(Event("forward", name))
 
     for group in groups_of(t.trained.model, t.config.fsdp):
         state = group.modules[0]
         assert isinstance(state, FSDPModule)
-        state.set_custom_all_gather(_Written("gather", group.name, events))  # type: ignore[arg-type]
-        state.set_custom_reduce_scatter(_Written("reduce", group.name, events))  # type: ignore[arg-type]
+        state.set_custom_all_gather(_Written(all_gather, issues("gather", group.name)))  # type: ignore[arg-type]
+        state.set_custom_reduce_scatter(_Written(reduce_scatter, issues("reduce", group.name)))  # type: ignore[arg-type]
         # FSDP's own hooks are called before these: what a forward waits for is written down before it
         group.modules[0].register_forward_pre_hook(begins(group.name))
         group.modules[-1].register_forward_hook(computes(group.name))
@@ -204,33 +206,25 @@ def matrices_are_split_by_columns_where_a_pattern_matches(build: Build) -> None:
 # --- reduce-scatters --------------------------------------------------------------------------------------------
 
 
-class _Buffers(_Written):
-    """Counts the inputs of reduce-scatters that exist at each one, and keeps their process groups."""
-
-    def __init__(self) -> None:
-        super().__init__("reduce", "", [])
-        self.inputs: list[Any] = []
-        self.alive: list[int] = []
-        self.groups: set[Any] = set()
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, **more: Any) -> Any:
-        self.inputs.append(weakref.ref(input_tensor.untyped_storage()))
-        self.alive.append(sum(buffer() is not None for buffer in self.inputs))
-        self.groups.add(group)
-        return super().__call__(output_tensor, input_tensor, group, **more)
-
-
 def reduce_scatters_have_buffers_and_a_group_of_their_own(build: Build) -> None:
     for buffers, separate in ((1, False), (1, True), (2, False), (3, True)):
         keys = {"separate_reduce_scatter_group": separate, "reduce_scatter_buffers": buffers}
         t = build(**{f"fsdp__{key}": value for key, value in keys.items()}, speed__shared_memory=False)
-        comm = _Buffers()
+        inputs: list[Any] = []
+        alive: list[int] = []  # inputs of reduce-scatters that exist at each one
+        groups = set()
+
+        def write(group: Any, tensor: Tensor, inputs: Any = inputs, alive: Any = alive, groups: Any = groups) -> None:
+            inputs.append(weakref.ref(tensor.untyped_storage()))
+            alive.append(sum(buffer() is not None for buffer in inputs))
+            groups.add(group)
+
         for module in t.trained.model.modules():
             if isinstance(module, FSDPModule):
-                module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]
+                module.set_custom_reduce_scatter(_Written(reduce_scatter, write))  # type: ignore[arg-type]
         train.train_step(t, 1)
-        assert max(comm.alive) == buffers, (buffers, comm.alive)
-        (group,) = comm.groups
+        assert max(alive) == buffers, (buffers, alive)
+        (group,) = groups
         mesh = next(p.device_mesh for p in t.trained.model.parameters() if isinstance(p, DTensor))
         assert (group == mesh.get_group()) != separate
 
