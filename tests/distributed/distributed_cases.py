@@ -262,7 +262,8 @@ def case_weights_of_another_run_reach_every_rank() -> None:
     def found() -> tuple[Path, list[str]]:
         return Path("unused"), []
 
-    for (name, family), on_one_machine in itertools.product(FAMILIES.items(), (False, True)):
+    for name, on_one_machine in itertools.product(("gpt", "llama, tied"), (False, True)):
+        family = FAMILIES[name]
         process = Process(dist.get_rank(), 4, CPU, 1, local_world_size=4 if on_one_machine else 1)
         reference = {key: p.detach().bfloat16() for key, p in plain(seed=3, family=family).named_parameters()}
         model = sharded(make_mesh(MESHES["2 x 2"]), COLUMNS.get(name), seed=4, family=family)

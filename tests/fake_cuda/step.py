@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -10,32 +9,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import train
 from benchmarks.bare_session import bare_session
+from tests.distributed.knob_table import FixedSamples
 from tests.fake_cuda import stand_ins
 from tests.fake_cuda.operators import OperatorLog
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.loader import Loader, PrefetchingLoader
-from torchtitan_lite.data.order import Indices
-from torchtitan_lite.data.samples import Rows
 from torchtitan_lite.distributed.process_group import Process, build_mesh
 
 DEVICE = torch.device("cuda", 0)
-
-
-class Sequences:
-    """Sequences of T tokens, with a document of T / 2 tokens in each."""
-
-    def __init__(self, seq_len: int) -> None:
-        self.seq_len = seq_len
-
-    def draw(self, run_samples: Indices, _seed: int | None) -> Rows:
-        tokens = np.ones((len(run_samples), self.seq_len), np.int64)
-        begins = np.zeros(tokens.shape, np.bool_)
-        begins[:, self.seq_len // 2] = True
-        return Rows(tokens, tokens, begins)
-
-    def n_targets(self, run_samples: Indices, _seed: int | None) -> int:
-        return len(run_samples) * self.seq_len
 
 
 def config_of(values: dict[str, Any], world_size: int) -> Config:
@@ -51,7 +33,7 @@ def logged_step(config: Config, world_size: int, vocab_size: int) -> OperatorLog
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     process = Process(0, world_size, DEVICE, 1, min(world_size, stand_ins.GPUS))
     loader = Loader(
-        Sequences(config.train.seq_len),
+        FixedSamples(config.train.seq_len),
         micro_batch_size=config.train.micro_batch_size,
         rank=0,
         world_size=world_size,
