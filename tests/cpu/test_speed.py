@@ -54,10 +54,10 @@ def error(found: Tensor, exact: Tensor) -> float:
 # --- attention --------------------------------------------------------------------------------------------------
 
 
-def queries(length: int, dtype: torch.dtype = torch.float32, width: int = 20) -> tuple[list[Tensor], Tensor]:
-    """Queries, keys and values, (2, T, 3, E) each, and weights of a result."""
+def queries(length: int, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor]:
+    """Queries, keys and values, (2, T, 3, 20) each, and weights of a result."""
     generator = torch.Generator().manual_seed(length)
-    made = [torch.randn(2, length, 3, width, generator=generator) for _ in range(4)]
+    made = [torch.randn(2, length, 3, 20, generator=generator) for _ in range(4)]
     return [t.to(dtype) for t in made[:3]], made[3]
 
 
@@ -117,27 +117,21 @@ def test_blocks_are_used_only_where_they_are_faster(monkeypatch: pytest.MonkeyPa
 # --- loss -------------------------------------------------------------------------------------------------------
 
 
-def logits_and_targets(n: int, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor]:
-    """What goes into the output matrix, (2, n, 16), the matrix, (91, 16), and targets, (2, n), some of which do not
-    count."""
-    generator = torch.Generator().manual_seed(n)
-    x, weight = torch.randn(2, n, 16, generator=generator), torch.randn(91, 16, generator=generator)
-    targets = torch.randint(91, (2, n), generator=generator)
-    targets[:, ::5] = IGNORE
-    return [x.to(dtype), weight.to(dtype)], targets
-
-
 def plainly(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return summed_cross_entropy(F.linear(x, weight), targets)
 
 
-def in_float64(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(x, weight).flatten(0, 1), targets.flatten(), reduction="sum")
-
-
 def test_loss_in_chunks_rounds_no_more_than_the_plain_one() -> None:
-    inputs, targets = logits_and_targets(200, torch.bfloat16)
-    exact = with_gradients(lambda x, w: in_float64(x, w, targets), [t.double() for t in inputs], torch.tensor(1.0))
+    """Of 2 x 200 positions, some of which do not count, and 91 entries."""
+    torch.manual_seed(200)
+    inputs = [torch.randn(2, 200, 16).bfloat16(), torch.randn(91, 16).bfloat16()]
+    targets = torch.randint(91, (2, 200))
+    targets[:, ::5] = IGNORE
+
+    def in_float64(x: Tensor, weight: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, weight).flatten(0, 1), targets.flatten(), reduction="sum")
+
+    exact = with_gradients(in_float64, [t.double() for t in inputs], torch.tensor(1.0))
     ours = with_gradients(lambda x, w: in_chunks.chunked_cross_entropy(x, w, targets), inputs, torch.tensor(0.3))
     plain = with_gradients(lambda x, w: plainly(x, w, targets), inputs, torch.tensor(0.3))
     assert ours[0].dtype == torch.float32

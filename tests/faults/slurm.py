@@ -1,4 +1,4 @@
-"""A real Slurm on this machine, with a node that is lost and one that returns: `python -m tests.faults.slurm`.
+"""A real Slurm on this machine, with a node that is lost and one that returns: `python -m tests.faults.slurm [FOLDER]`.
 
 slurmctld and three slurmd of one core each (Debian: slurm-wlm) run scripts/slurm.sbatch with `--nodes=1-3`. A node is
 killed with all its processes (3 > 2 machines); slurmd starts again there, and `scancel --signal=USR1` ends the job's
@@ -6,7 +6,6 @@ present start (2 > 3). In the history that counts, each step must have seen each
 be that of an undisturbed process. Slurm itself holds a requeued job for 120 s.
 """
 
-import argparse
 import contextlib
 import os
 import shutil
@@ -61,14 +60,15 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        host, self._conf = socket.gethostname(), folder / "slurm.conf"
+        host, conf = socket.gethostname(), folder / "slurm.conf"
         lines = [CONFIG.format(host=host, port=free_port(), user=os.environ.get("USER", "root"), folder=folder)]
         for node in NODES:
             (folder / node / "spool").mkdir(parents=True)
             lines.append(f"NodeName={node} NodeAddr={node} NodeHostname={host} Port={free_port()} CPUs=1\n")
         lines.append("PartitionName=main Nodes=ALL Default=YES State=UP\n")
         (folder / "state").mkdir()
-        self._conf.write_text("".join(lines))
+        conf.write_text("".join(lines))
+        os.environ["SLURM_CONF"] = str(conf)
         key = folder / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
@@ -100,8 +100,7 @@ class Cluster:
 
     def ask(self, *command: str) -> str:
         """What a command of Slurm prints."""
-        env = os.environ | {"SLURM_CONF": str(self._conf)}
-        return subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
 
     def close(self) -> None:
         for node in self._nodes:
@@ -112,32 +111,24 @@ class Cluster:
 
     def _start(self, cwd: Path, *command: str) -> subprocess.Popen[bytes]:
         with (cwd / f"{command[0]}.txt").open("ab") as out:
-            env = os.environ | {"SLURM_CONF": str(self._conf)}
-            return subprocess.Popen(command, cwd=cwd, env=env, stdout=out, stderr=out, start_new_session=True)
+            return subprocess.Popen(command, cwd=cwd, stdout=out, stderr=out, start_new_session=True)
 
 
 def main() -> None:
-    """Lose a node and get it back; print a row for each."""
-    if missing := [name for name in PROGRAMS if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")]:
-        sys.exit(f"tests.faults.slurm needs {', '.join(missing)}: apt-get install slurm-wlm")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keep", type=Path, help="a new folder for the run and what was printed")
-    given = parser.parse_args()
+    """Lose a node and get it back; print a row for each. The run and what was printed stay in FOLDER, which is new."""
     os.environ["PATH"] += ":/usr/sbin:/sbin"
+    if missing := [name for name in PROGRAMS if not shutil.which(name)]:
+        sys.exit(f"tests.faults.slurm needs {', '.join(missing)}: apt-get install slurm-wlm")
     with tempfile.TemporaryDirectory() as name:
-        folder = given.keep.absolute() if given.keep else Path(name)
+        folder = Path(*sys.argv[1:2] or [name]).absolute()
         for each in ("samples", "slurm"):
             (folder / each).mkdir(parents=True)
         text = some_text(folder)
         python = folder / "python"
         python.write_text(PYTHON.format(python=sys.executable))
         python.chmod(0o755)
-        os.environ |= {
-            "SAMPLES": str(folder / "samples"),
-            "PYTHON": str(python),
-            "NPROC": "1",
-            "PORT": str(free_port()),
-        }
+        env = {"SAMPLES": str(folder / "samples"), "PYTHON": str(python), "NPROC": "1", "PORT": str(free_port())}
+        os.environ |= env
         cluster = Cluster(folder / "slurm")
         try:
             rows = scenario(cluster, folder)
