@@ -41,9 +41,9 @@ def logged_step(config: Config, world_size: int, vocab_size: int) -> OperatorLog
         document_mask=config.data.document_mask,
         pin=True,
     )
-    prefetching = PrefetchingLoader(loader, DEVICE)
+    prefetching, mesh = PrefetchingLoader(loader, DEVICE), build_mesh(config.fsdp, DEVICE)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = train.sharded_model(config, vocab_size, build_mesh(config.fsdp, DEVICE))
+        model = train.sharded_model(config, vocab_size, mesh)
         model.to_empty(device=DEVICE)  # what materialize does, but for the values
         model.tie_weights()
         session = bare_session(config, process, model, prefetching)
