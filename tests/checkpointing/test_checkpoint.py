@@ -125,7 +125,7 @@ def test_a_shard_of_another_rank_or_step_and_a_missing_one_are_found(other: str,
     shard = folder / "shard-00000-of-00002.safetensors"
     shard.unlink()
     if other:
-        shutil.copyfile(folder.with_name(f"{other}-00002.safetensors"), shard)
+        shutil.copyfile(folder.parent / f"{other}-00002.safetensors", shard)
     (problem,) = storage.verify(folder)
     assert shard.name in problem
 

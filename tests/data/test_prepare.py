@@ -132,15 +132,16 @@ def test_documents_stay_in_their_split_when_data_is_added(tmp_path: Path) -> Non
 
 def test_a_tokenizer_learns_nothing_from_validation(tmp_path: Path) -> None:
     texts = [f"{i} zebrafish{i} quagga{i}" for i in range(200)]
+    held_out = "--held-out", write(tmp_path / "other.jsonl", ["another text"])
 
-    def learned(name: str, texts: list[str], fraction: float) -> dict[str, int]:
-        options = "--train-tokenizer", 290, "--val-fraction", fraction
-        succeeds(write(tmp_path / f"{name}.jsonl", texts), "--out", tmp_path / name, *options)
-        return Tokenizer.from_file(str(tmp_path / f"{name}/tokenizer.json")).get_vocab()
+    def learned(name: str, texts: list[str], *options: object) -> dict[str, int]:
+        source, out = write(tmp_path / f"{name}.jsonl", texts), tmp_path / name
+        succeeds(source, "--out", out, "--train-tokenizer", 330, *options)
+        return Tokenizer.from_file(str(out / "tokenizer.json")).get_vocab()
 
-    half = learned("half", texts, 0.5)
-    assert half == learned("training", decoded(tmp_path / "half", "train"), 1e-9)
-    assert half != learned("all", texts, 1e-9)
+    half = learned("half", texts, "--val-fraction", 0.5)
+    assert half == learned("training", decoded(tmp_path / "half", "train"), *held_out)
+    assert half != learned("all", texts, *held_out)
 
 
 def test_a_tokenizer_that_drops_characters_is_refused_and_one_that_marks_them_counts_them(
