@@ -12,6 +12,7 @@ from torch import Tensor
 
 from checkpoint import Checkpointer
 from tests.checkpointing.reload_worker import WAYS, State, save_now, saved_folder
+from tests.distributed.distributed_cases import error_of
 from tests.helpers import run_distributed
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.state import TrainState
@@ -53,7 +54,7 @@ def train_while_saving(process: Process, folder: Path, mesh: str) -> None:
         assert saves[True] == saves[False], f"{kind} {api}: another step, or bytes of two"
 
 
-@pytest.mark.parametrize(("mesh", "world_size"), [("1", 1), ("3", 3), ("3c", 3)])
+@pytest.mark.parametrize(("mesh", "world_size"), [("1", 1), ("3c", 3)])
 def test_a_background_save_holds_the_state_of_its_step(mesh: str, world_size: int, tmp_path: Path) -> None:
     """On one rank as well: there, torch's functions return the live tensors."""
     run_distributed(train_while_saving, world_size, tmp_path, mesh)
@@ -63,25 +64,22 @@ def test_a_background_save_holds_the_state_of_its_step(mesh: str, world_size: in
 
 
 def save_after_a_load(process: Process, folder: Path) -> list[list[int]]:
-    state = State("1", 1, "llama", process)
-
-    def checkpointer(**options: Any) -> Checkpointer:
-        return Checkpointer(folder, state.model, state.optimizer, CheckpointConfig(keep_latest=1, **options), process)
+    state, keep = State("1", 1, "llama", process), CheckpointConfig(keep_latest=1, keep_every=3)
+    first, second = (Checkpointer(folder, state.model, state.optimizer, keep, process) for _ in range(2))
 
     def save(saver: Checkpointer, step: int) -> list[int]:
         save_now(saver, step)
         return storage.find_steps(folder)
 
     state.step()
-    first, second = checkpointer(), checkpointer()
     kept = [save(first, step) for step in (1, 2)]
     assert second.load({}) is not None
-    return kept + [save(second, step) for step in (3, 4)]
+    return kept + [save(second, step) for step in (3, 4, 5)]
 
 
-def test_retention_keeps_the_loaded_checkpoint(tmp_path: Path) -> None:
-    """Until a person has seen that the run continues well from it."""
-    assert run_distributed(save_after_a_load, 1, tmp_path) == [[[1], [2], [2, 3], [2, 4]]]
+def test_retention_keeps_the_newest_each_third_and_the_loaded_checkpoint(tmp_path: Path) -> None:
+    """The loaded one until a person has seen that the run continues well from it."""
+    assert run_distributed(save_after_a_load, 1, tmp_path) == [[[1], [2], [2, 3], [2, 3, 4], [2, 3, 5]]]
 
 
 def save_on_a_full_disk(process: Process, folder: Path) -> list[int]:
@@ -95,19 +93,13 @@ def save_on_a_full_disk(process: Process, folder: Path) -> list[int]:
         patched.setattr("os.statvfs", lambda _: os.statvfs_result((1, 1, 0, 0, used(folder) // 2, 0, 0, 0, 0, 0)))
         with pytest.raises(SaveError, match="a checkpoint takes"):
             saver.require_space()
-        saver.save(TrainState(step=2))
-        outcome = saver.wait()
-        assert outcome is not None
-        assert "a checkpoint takes" in outcome.error
-        killed = folder / ".tmp-step-00000002-killed"
-        killed.mkdir()
+        assert "a checkpoint takes" in error_of(saver, 2)
+        for what in ("tmp", "trash"):
+            (folder / f".{what}-step-00000002-killed").mkdir()
         room = os.statvfs_result((1, 1, 0, 0, 2 * used(folder), 0, 0, 0, 0, 0))
         full = os.statvfs_result((1, 1, 0, 0, 0, 0, 0, 0, 0, 0))
-        patched.setattr("os.statvfs", lambda _: full if killed.exists() else room)
-        saver.save(TrainState(step=2))
-        outcome = saver.wait()
-    assert outcome is not None
-    assert not outcome.error, "what a killed save has left is no longer there"
+        patched.setattr("os.statvfs", lambda _: full if [*folder.glob(".*killed")] else room)
+        assert not error_of(saver, 2), "what a killed save has left is no longer there"
     return storage.find_steps(folder)
 
 

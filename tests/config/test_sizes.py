@@ -41,8 +41,3 @@ def test_a_published_size_is_the_published_model() -> None:
     small, large = model("--model.size=1B"), model("--model.size=8B")
     assert (small.qk_norm, small.induction_head, small.tie_embeddings) == (False, False, True)
     assert (large.qk_norm, large.induction_head, large.tie_embeddings) == (False, False, False)
-
-
-def test_an_unknown_size_is_refused() -> None:
-    with pytest.raises(ValueError, match="no such size of llama; known: 1M, 3M, 15M"):
-        ModelConfig(size="16M")
