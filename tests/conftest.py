@@ -59,8 +59,19 @@ def rewrite_asserts(config: pytest.Config) -> None:
 
 # those that take longest, which are begun first: whoever is done early then has something short to do
 LONGEST = (
-    *("knobs", "plan", "faults", "distributed", "spikes", "lm_eval", "resume", "fake_cuda", "ways", "evaluate"),
-    *("replay", "watchdog", "imports", "muon", "average", "readme", "hostile_input", "float8", "likelihood", "cluster"),
+    *("knobs", "key_effects", "plan", "faults", "distributed", "spikes", "lm_eval", "resume", "fake_cuda", "ways"),
+    *(
+        "evaluate",
+        "replay",
+        "watchdog",
+        "imports",
+        "muon",
+        "average",
+        "readme",
+        "hostile_input",
+        "float8",
+        "likelihood",
+    ),
 )
 
 

@@ -97,12 +97,12 @@ def test_a_path_that_exists_is_itself(name: str, tmp_path: Path) -> None:
 def test_each_start_names_its_text_what_is_left_out_and_many_epochs(text: Path, tmp_path: Path) -> None:
     folder = tmp_path / "in"
     shutil.copytree(text, folder)
-    tree(folder, "x.md", "y.md")
+    tree(folder, "x.md", "y.md", "Makefile")
     for name, steps in (("a", 2), ("a", 3), ("b", 10**6)):
         command = tiny(folder, tmp_path / "runs", run__name=name, train__steps=steps, optim__warmup_steps=1)
         said = succeeded(ranks(2, *command, f"--run.max_minutes={0.001 if steps > 3 else 0}"))
         assert f"data    {folder}: " in said
-        assert said.count("2 other files are not read: 2 x .md; ") == 1
+        assert said.count("3 other files are not read: 2 x .md, 1 x Makefile; ") == 1
         assert (f"data    the run reads {folder} " in said) == (steps > 3)
 
 

@@ -1,0 +1,121 @@
+"""Each key that a resume keeps, because it decides what a run learns, does change what a run learns."""
+
+import inspect
+import itertools
+import json
+import sys
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import train
+from tests.helpers import options, python, records, succeeded, tiny
+from torchtitan_lite.config.schema import known_keys, resume_rule
+from torchtitan_lite.distributed.process_group import exit_process
+
+MOE = {"model.family": "qwen3_moe", "model.n_experts": 4, "model.hidden_dim": 16}
+T5 = {"model.family": "t5", "data.objective": "span_corruption"}
+PAIRS = {"data.objective": "pairs", "data.source_key": "text", "data.target_key": "head", "data.target_len": 4}
+ROPE = {"model.rope_factor": 4.0, "model.rope_original_max_seq_len": 8}
+WSD, STEPS = {"optim.schedule": "wsd"}, {"optim.schedule": "step", "optim.step_every": 1}
+MUON = {"optim.name": "muon"}
+# the key, another value than that of the run beside it, and what both runs have to set for the key to be used
+ROWS: list[tuple[str, Any, dict[str, Any]]] = [
+    ("run.seed", 1, {}),
+    ("model.family", "gpt", {}),
+    ("model.vocab_size", 600, {}),
+    ("model.dim", 48, {}),
+    ("model.n_layers", 1, {}),
+    ("model.n_decoder_layers", 1, T5),
+    ("model.n_heads", 4, {}),
+    ("model.tie_embeddings", True, {}),
+    ("model.dropout", 0.2, {"model.family": "gpt"}),
+    ("model.n_kv_heads", 1, {}),
+    ("model.head_dim", 8, {}),
+    ("model.hidden_dim", 40, {}),
+    ("model.n_experts", 8, MOE),
+    ("model.experts_per_token", 1, MOE),
+    ("model.norm_topk_prob", False, MOE),
+    ("model.router_bias", True, MOE),
+    ("model.gated", False, T5),
+    ("model.scale_output", True, T5),
+    ("model.mup_base_dim", 16, {}),
+    ("model.norm_eps", 0.1, {}),
+    ("model.qk_norm", False, {}),
+    ("model.qkv_bias", True, {}),
+    ("model.rope_theta", 50.0, {}),
+    ("model.rope_factor", 2.0, ROPE),
+    ("model.rope_low_freq_factor", 2.0, ROPE),
+    ("model.rope_high_freq_factor", 8.0, ROPE),
+    ("model.rope_original_max_seq_len", 16, ROPE),
+    ("model.window", 4, {"model.family": "mistral"}),
+    ("model.layer_pattern", "full,window", {"model.family": "gemma3", "model.window": 4}),
+    ("model.window_rope_theta", 50.0, {"model.family": "gemma3", "model.window": 4}),
+    ("data.packing", "best_fit", {}),
+    ("data.document_mask", True, {}),
+    ("data.objective", "pairs", PAIRS | {"data.objective": "causal"}),
+    ("data.noise_density", 0.4, T5),
+    ("data.mean_span_length", 1.5, T5),
+    ("data.target_len", 3, PAIRS),
+    ("data.blind_source", True, PAIRS),
+    ("data.skip_samples", [[1, 3]], {}),
+    ("train.seq_len", 16, {}),
+    ("train.global_batch_size", 4, {}),
+    ("train.batch_schedule", [[0, 4]], {}),
+    ("train.z_loss", 0.1, {}),
+    ("train.router_aux_loss", 1.0, MOE),
+    ("train.router_z_loss", 1.0, MOE),
+    ("train.router_bias_rate", 10.0, MOE | {"model.router_bias": True}),
+    ("optim.name", "sgd", {}),
+    ("optim.lr", 1e-3, {}),
+    ("optim.betas", [0.5, 0.6], {}),
+    ("optim.eps", 0.1, {}),
+    ("optim.muon_momentum", 0.5, MUON),
+    ("optim.muon_embedding_lr_factor", 9.0, MUON),
+    ("optim.weight_decay", 0.9, {}),
+    ("optim.freeze", ["tok_embeddings.*"], {}),
+    ("optim.groups", "[{match = '*norm*', lr_factor = 9.0}]", {}),
+    ("optim.schedule", "constant", {}),
+    ("optim.warmup_steps", 2, {}),
+    ("optim.decay_ratio", 0.6, WSD),
+    ("optim.min_lr_ratio", 0.9, {}),
+    ("optim.step_gamma", 0.9, STEPS),
+    ("optim.step_every", 2, STEPS),
+    ("optim.ema_decay", 0.5, {}),
+    ("optim.max_norm", 0.01, {}),
+]
+
+
+def test_each_key_that_a_resume_keeps_changes_what_a_run_learns(tmp_path: Path) -> None:
+    rules = {key: resume_rule(key) for key in known_keys()}
+    kept = {key for key, rule in rules.items() if rule.rule != "allowed" and not rule.by_hash}
+    assert kept - {key for key, *_ in ROWS} == {"model.init_from", "model.max_seq_len"}  # weights; rows that are unused
+    words = inspect.getsource(typing).split()
+    documents = (list(itertools.islice(words, start, start + 5 + start % 9)) for start in range(0, 4000, 8))
+    lines = [json.dumps({"text": " ".join(words), "head": " ".join(words[-4:])}) for words in documents]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    succeeded(python(str(tmp_path), script=f"-m {__name__}"))
+    runs: dict[str, list[Any]] = json.loads((tmp_path / "runs.json").read_text())
+    equal = [key for key, _, used in ROWS if runs[key] == runs[json.dumps(used)]]
+    assert equal == []
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train each row's run, and the one beside it; write the records without times, by key or by what is set."""
+    folder = Path(argv[0])
+    runs: dict[str, Any] = {json.dumps(used): used for _, _, used in ROWS}
+    runs |= {key: used | {key: value} for key, value, used in ROWS}
+    found = {}
+    for number, (name, values) in enumerate(runs.items()):
+        common = {"model__family": "llama", "train__steps": 3, "optim__warmup_steps": 1, "eval__every": 3}
+        command = tiny(folder / "text.jsonl", folder, **common, run__name=number, checkpoint__every=0)
+        assert train.main([*command, *options(values)]) == 0, name
+        learned = "loss", "grad_norm", "ema_val_loss"
+        found[name] = [[one.get(key) for key in learned] for one in records(folder / str(number))]
+    (folder / "runs.json").write_text(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    exit_process(main(sys.argv[1:]))
