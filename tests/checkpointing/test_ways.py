@@ -12,7 +12,6 @@ from torch import Tensor
 
 from checkpoint import Checkpointer
 from tests.checkpointing.reload_worker import WAYS, State, save_now, saved_folder
-from tests.distributed.distributed_cases import error_of
 from tests.helpers import run_distributed
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.state import TrainState
@@ -80,6 +79,14 @@ def save_after_a_load(process: Process, folder: Path) -> list[list[int]]:
 def test_retention_keeps_the_newest_each_third_and_the_loaded_checkpoint(tmp_path: Path) -> None:
     """The loaded one until a person has seen that the run continues well from it."""
     assert run_distributed(save_after_a_load, 1, tmp_path) == [[[1], [2], [2, 3], [2, 3, 4], [2, 3, 5]]]
+
+
+def error_of(saver: Checkpointer, step: int) -> str:
+    """Save, and return what went wrong."""
+    saver.save(TrainState(step=step))
+    saved = saver.wait()
+    assert saved is not None
+    return saved.error
 
 
 def save_on_a_full_disk(process: Process, folder: Path) -> list[int]:

@@ -90,8 +90,6 @@ def test_every_test_that_stands_for_one_of_torch_exists() -> None:
     rows = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     assert all(len(row) == 2 for row in rows)
     assert not unknown_tests([row[1] for row in rows])
-    for row in rows[1:]:  # each is answered in one of the three ways
-        assert row[0].strip().startswith("**") or re.search(r"`\w+\.py::|GPU only|not ours|newer than", row[1]), row
 
 
 def test_every_common_mistake_has_a_thread_and_a_test() -> None:
