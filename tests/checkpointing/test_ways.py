@@ -1,7 +1,9 @@
 """The four ways of saving, in the background, with retention, and on machines that share no disk."""
 
 import os
+import shutil
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,25 +65,37 @@ def test_a_background_save_holds_the_state_of_its_step(mesh: str, world_size: in
 
 
 def save_after_a_load(process: Process, folder: Path) -> list[list[int]]:
-    state = State("1", 1, "llama", process)
+    """The steps that were there after each save, and those among which the best one was asked for."""
+    state, asked = State("1", 1, "llama", process), list[list[int]]()
 
-    def checkpointer(**options: Any) -> Checkpointer:
-        return Checkpointer(folder, state.model, state.optimizer, CheckpointConfig(keep_latest=1, **options), process)
+    def best_of(steps: Sequence[int]) -> int:
+        asked.append([*steps])
+        return 4
 
     def save(saver: Checkpointer, step: int) -> list[int]:
         save_now(saver, step)
         return storage.find_steps(folder)
 
     state.step()
-    first, second = checkpointer(), checkpointer()
-    kept = [save(first, step) for step in (1, 2)]
+    config = CheckpointConfig(keep_latest=2, keep_best=True)
+    first, second = (Checkpointer(folder, state.model, state.optimizer, config, process, best_of) for _ in range(2))
+    kept = [save(first, step) for step in (1, 2, 3)]
+    for step in (6, 8):
+        damaged = shutil.copytree(storage.step_folder(folder, 3), storage.step_folder(folder, step))
+        (damaged / storage.MODEL).write_bytes(b"")
     assert second.load({}) is not None
-    return kept + [save(second, step) for step in (3, 4)]
+    assert second.damaged == [8, 6]
+    kept += [save(second, step) for step in (4, 6, 7, 9)]
+    return kept + asked
 
 
-def test_retention_keeps_the_loaded_checkpoint(tmp_path: Path) -> None:
-    """Until a person has seen that the run continues well from it."""
-    assert run_distributed(save_after_a_load, 1, tmp_path) == [[[1], [2], [2, 3], [2, 4]]]
+def test_retention_keeps_the_loaded_checkpoint_and_counts_no_damaged_one(tmp_path: Path) -> None:
+    """The one of step 3, until a person has seen that the run continues well from it; the best, which is that of step
+    4; and the newest two of those that can be loaded. The damaged ones of the steps 6 and 8 stay until then, 6 is
+    replaced, and counts from then on."""
+    kept = [[1], [1, 2], [2, 3], [3, 4, 6, 8], [3, 4, 6, 8], [3, 4, 6, 7, 8], [3, 4, 7, 9]]
+    asked = [[1], [1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 6], [3, 4, 6, 7], [3, 4, 6, 7, 9]]
+    assert run_distributed(save_after_a_load, 1, tmp_path) == [kept + asked]
 
 
 def save_on_a_full_disk(process: Process, folder: Path) -> list[int]:

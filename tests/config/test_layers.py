@@ -2,13 +2,14 @@
 
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 import train
 from tests.config.parsing import parse, write
 from tests.helpers import ROOT, python, succeeded
-from torchtitan_lite.config import cli, schema, toml
+from torchtitan_lite.config import cli, load, schema, toml
 from torchtitan_lite.config.derive import Layout, derive
 from torchtitan_lite.run import console
 from torchtitan_lite.tools import config_reference
@@ -32,6 +33,45 @@ def test_file_on_base_on_size_on_defaults_and_command_line_on_top(tmp_path: Path
     shown = toml.to_toml_with_origins(loaded)
     assert "steps = 60 " in shown
     assert "mine.toml" in shown
+
+
+def test_which_values_a_resume_keeps() -> None:
+    """Those that decide what a run learns, and that neither the command nor its size or family gives."""
+    own = {"run.seed": 3, "model.norm_eps": 0.1, "train.steps": 9, "optim.name": "adamw", "optim.lr": 0.5}
+    others = {"log.every": 7, "data.cache_dir": "x", "gone.key": 1, "optim.eps": 0.1}
+    unused = {"optim.muon_momentum": 0.7}
+    before = schema.flatten(load.load(None, {}).config) | own | others | unused
+    saved = Mock(return_value=before)
+    given = {"run.out_dir": "o", "run.name": "n", "checkpoint.resume": "r", "optim.eps": 1e-6}
+    without_model = {key: value for key, value in (own | unused).items() if not key.startswith("model.")}
+    for more, kept in (({}, own | unused), ({"model.size": "3M"}, without_model), ({"model.family": "gpt"}, {})):
+        loaded = load.load(None, given | more, saved=saved, elsewhere=True)
+        assert loaded.config == load.load(None, given | more | kept, elsewhere=True).config
+        assert loaded.kept == [key for key in kept if key not in unused]
+        assert {key for key, origin in loaded.origins.items() if origin == "the run so far"} == kept.keys()
+    saved.assert_called_with(Path("o/n"), "r")
+
+
+def test_a_base_is_next_to_its_file_or_here_and_a_size_on_top_names_what_it_replaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").mkdir()
+    file = write(tmp_path / "configs/mine.toml", 'base = "base.toml"\n[model]\nn_layers = 3\n')
+    note = 'model.n_layers: size "3M" of command line overrides the values below it'
+    for folder, steps in ((tmp_path, 31), (file.parent, 32)):
+        write(folder / "base.toml", f"\ufeff[train]\nsteps = {steps}\n")  # as editors on Windows write it
+        loaded = parse("--config", str(file), "--model.size=3M")
+        assert (loaded.config.train.steps, loaded.config.model.n_layers, loaded.notes) == (steps, 4, [note])
+    assert toml.to_toml_with_origins(loaded).startswith(f"# note: {note}\n[run]\n")
+    started = [parse(f"--model.init_from={tmp_path}", *more).notes for more in ([], ["--optim.lr=8e-3"])]
+    assert started == [
+        [
+            "optim.lr = 0.008 is the default, for training from random weights; a pretrained model forgets a lot at "
+            "it: try --optim.name=adamw --optim.lr=2e-5 first (docs/models.md)"
+        ],
+        [],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -59,6 +99,9 @@ def test_fsdp1_strategies_become_their_fsdp2_options(
     assert loaded.origins["fsdp.reshard_after_forward"] in ("fsdp.sharding_strategy", "command line")
 
 
+PAIRS = ["--data.objective=pairs", "--data.source_key=a", "--data.target_key=b", "--data.target_len=8"]
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [  # on six ranks: the mesh, micro-batches of a step, padding sequences of the last one, tokens of a step
@@ -70,6 +113,8 @@ def test_fsdp1_strategies_become_their_fsdp2_options(
             ["--model.family=t5", "--data.objective=span_corruption", "--train.global_batch_size=18"],
             Layout(1, 6, 1, 0, 18 * 14),
         ),
+        (["--model.family=t5", *PAIRS, "--train.global_batch_size=18"], Layout(1, 6, 1, 0, 18 * 8)),
+        ([*PAIRS, "--train.global_batch_size=18"], Layout(1, 6, 1, 0, 18 * 72)),
     ],
 )
 def test_the_mesh_and_the_micro_batches_of_a_step(options: list[str], expected: Layout) -> None:

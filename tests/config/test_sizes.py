@@ -1,6 +1,7 @@
 """[model]: what a family and a size set, and what follows from a shape that is given."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,6 +42,38 @@ def test_a_published_size_is_the_published_model() -> None:
     small, large = model("--model.size=1B"), model("--model.size=8B")
     assert (small.qk_norm, small.induction_head, small.tie_embeddings) == (False, False, True)
     assert (large.qk_norm, large.induction_head, large.tie_embeddings) == (False, False, False)
+
+
+@pytest.mark.parametrize(("options", "expected"), [  # heads, their width, those of keys, the feed-forward's width
+    (["--model.dim=320"], (5, 64, 5, 896)),
+    (["--model.dim=200"], (2, 100, 2, 576)),
+    (["--model.dim=70"], (1, 70, 1, 192)),
+    (["--model.dim=320", "--model.size=3M"], (4, 80, 2, 704)),
+    (["--model.family=gpt", "--model.dim=320"], (5, 64, 5, 1280)),
+    (["--model.n_layers=9"], (2, 64, 2, 384)),
+])  # fmt: skip
+def test_heads_and_feed_forward_follow_from_a_dim_without_a_size(options: list[str], expected: tuple[int, ...]) -> None:
+    found = model(*options)
+    assert (found.n_heads, found.dim_of_heads, found.kv_heads, found.dim_of_ffn) == expected
+
+
+@pytest.mark.parametrize(("values", "windows", "room"), [
+    ({"layer_pattern": ["window", "full"], "window": 7, "n_layers": 5}, [7, 0, 7, 0, 7], True),
+    ({"layer_pattern": ["full", "nope", "window"], "window": 7}, [0, 0], False),
+    ({"layer_pattern": ["full", "full", "nope"], "n_layers": 3}, [0, 0, 0], True),
+    ({"layer_pattern": ["full", "full", "window"], "window": 1, "n_layers": 3}, [0, 0, 1], True),
+    ({"window": 1}, [1, 1], False),
+    *(({key: value}, [0, 0], False) for key, value in (("qk_norm", False), ("tie_embeddings", True), ("n_heads", 8))),
+    ({"n_layers": 1}, [0], False),
+    ({"n_heads": 1}, [0, 0], False),
+    ({"n_heads": 4}, [0, 0], True),
+    ({"family": "olmo2", "window": 5}, [0, 0], False),
+])  # fmt: skip
+def test_the_windows_of_the_layers_and_whether_two_of_them_can_do_induction(
+    values: dict[str, Any], windows: list[int], room: bool
+) -> None:
+    found = ModelConfig.model_validate({"dim": 64, "n_heads": 2, "n_layers": 2, "qk_norm": True} | values)
+    assert (found.windows, found.has_room_for_induction) == (windows, room)
 
 
 def test_an_unknown_size_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,10 @@ import pytest
 import torch
 from filelock import FileLock
 
-from tests.helpers import assert_same_end, checkpoint, losses, python, ranks, records, succeeded, tiny
+from tests.helpers import ROOT, assert_same_end, checkpoint, losses, python, ranks, records, succeeded, tiny
+from torchtitan_lite import __version__
 from torchtitan_lite.checkpointing import storage
-from torchtitan_lite.run import attempts
+from torchtitan_lite.run import attempts, run_folder
 
 RUN = {"run__name": "run", "train__steps": 8, "checkpoint__every": 2, "eval__every": 0}
 extended = pytest.mark.extended
@@ -157,7 +159,8 @@ def test_an_attempt_records_how_it_was_started_and_how_it_ended(run: Path) -> No
     assert (made.attempt, made.step, made.samples, made.world_size) == (1, 0, 0, 1)
     assert made.config["train.steps"] == 8
     assert made.setting["world_size"] == 1
-    assert made.versions["torch"] == torch.__version__
+    versions = {"torchtitan_lite": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    assert (made.versions, made.git, made.forked_from) == (versions, run_folder.git_state(ROOT), "")
     assert made.hosts == [os.uname().nodename]
     assert "--run.name=run" in made.command
     assert made.device.startswith("cpu")
@@ -193,7 +196,7 @@ def test_after_a_kill_the_records_of_the_last_attempt_count(text: Path, tmp_path
 def test_a_failed_attempt_says_why(run: Path, again: Again) -> None:
     again(code=-1, fault="raise:0:10:step", train__steps=12)
     status, last = about(run), attempts.read(run)[-1]
-    assert (status["status"], status["step"], status["attempt"]) == ("failed", 9, 2)
+    assert (status["status"], status["step"], status["attempt"], status["repeats"]) == ("failed", 9, 2, False)
     assert "a bug in somebody's loader" in status["reason"]
     assert (last.ended, last.last_step, last.reason) == ("failed", 9, status["reason"])
     assert "resumed after step 8" in again(train__steps=9)

@@ -75,7 +75,9 @@ def test_the_log_and_the_records_of_a_run(finished: Path, sharded: Path, text: P
                 )
         given = {"version": __version__, "torch": torch.__version__, "world": world, "text": text, "run": run}
         given["held_out"] = f"{n_held_out:,}"
-        log = re.sub(r"eta \S+ \(.*?\)", "eta N", (run / "train.log").read_text())
+        log = (run / "train.log").read_text()
+        assert re.findall(r"eta (\S+) \(", log)[-1] == "0s"
+        log = re.sub(r"eta \S+ \(.*?\)", "eta N", log)
         log = re.sub(r"[\d,]+ tokens to train", "N tokens to train", log)
         start, done = log[: log.index("step ")], log.splitlines()[-3]
         assert start == START.format(**given, **sizes)

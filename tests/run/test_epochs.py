@@ -81,7 +81,7 @@ def test_a_run_in_epochs_is_the_run_in_steps_and_trains_on(data: Path, tmp_path:
 
 def resolved(**values: Any) -> tuple[int, Config]:
     """The samples of an epoch, and the config in steps, of 2 epochs."""
-    values |= {"train.seq_len": 32, "train.epochs": 2, "optim.warmup_steps": 1}
+    values |= {"train.seq_len": 32, "train.epochs": 2}
     loaded = load.load(None, values)
     found = prepare_all(loaded.config.data, loaded.config.tokenizer, print)
     return open_samples(found, "train", loaded.config).n_samples, epochs.resolved(loaded, found).config
@@ -89,7 +89,8 @@ def resolved(**values: Any) -> tuple[int, Config]:
 
 def test_an_epoch_of_a_mixture_has_as_many_samples_as_all_sources(data: Path) -> None:
     n, config = resolved(**{"data.sources": {str(data): 1.0, str(data.parent / "two"): 3.0}})
-    assert config.train.steps == 2 * -(-n // 8)
+    assert config.train.steps == 2 * -(-n // 8) <= 20, "the default of the warm-up"
+    assert config.optim.warmup_steps == config.train.steps // 10
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def received(*signals: int, late: bool = False) -> tuple[str, list[int]]:
         assert not codes
         preemption.requested()
         preemption.received(number)
-    assert len(words) == len(codes)
+    assert words == ["a second Ctrl-C: stopped without saving"] * len(codes)
     assert preemption.requested()
     return preemption.reason, codes
 
@@ -48,8 +48,14 @@ def test_signals_are_one_request(signals: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("signals", [(INT, INT), (TERM, INT, INT), (INT, TERM, INT)])
-def test_a_second_ctrl_c_ends_at_once(signals: tuple[int, ...]) -> None:
-    assert received(*signals) == (signal.Signals(signals[0]).name, [130])
+def test_a_second_ctrl_c_ends_at_once(
+    signals: tuple[int, ...], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "train.py: a second Ctrl-C: stopped without saving; the same command resumes from the newest checkpoint\n"
+    for rank, expected in (("0", said), ("1", "")):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert received(*signals) == (signal.Signals(signals[0]).name, [130])
+        assert capfd.readouterr().err == expected
 
 
 def test_a_time_limit_and_a_machine_that_waits_are_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from tests.distributed.test_blocks import Operators
 from tests.helpers import ranks, records, succeeded, tiny
 from torchtitan_lite.data.prepare.__main__ import main as prepare
 from torchtitan_lite.distributed.process_group import Process
+from torchtitan_lite.run.session import forward_seed
 from torchtitan_lite.tools.estimate.simulate import fake_world
 
 CPU = torch.device("cpu")
@@ -27,6 +28,7 @@ class Collectives(Operators):
     def __init__(self) -> None:
         super().__init__()
         self.sums: list[int] = []
+        self.seeds: list[int] = []  # of dropout, in each forward pass
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
@@ -42,6 +44,8 @@ def of_a_step(ranks: int, **keys: Any) -> Collectives:
     with fake_world(ranks):
         t = training(Case(ranks, set_).config(), Process(0, ranks, CPU, 1))
         with Collectives() as operators:
+            seed = torch.default_generator.initial_seed
+            t.trained.model.register_forward_pre_hook(lambda *_: operators.seeds.append(seed()))
             train.train_step(t, 1)
     return operators
 
@@ -68,7 +72,9 @@ def test_a_step_shares_its_totals_in_one_all_reduce(keys: dict[str, Any]) -> Non
     ("keys", "passes"), [({}, 0), ({"fsdp__param_dtype": "float16"}, 0), ({"optim__name": "sgd"}, 1)]
 )
 def test_a_fused_optimizer_clips_without_a_pass_over_the_gradients(keys: dict[str, Any], passes: int) -> None:
-    counts = of_a_step(1, **keys).counts
+    step = of_a_step(1, **keys)
+    assert step.seeds == [forward_seed(0, 1, micro_batch, 0) for micro_batch in range(6)]
+    counts = step.counts
     assert counts["_foreach_norm.Scalar"] == 1
     assert counts["_foreach_mul_.Tensor"] == passes
     if not passes:

@@ -1,17 +1,21 @@
 """What a run does, and leaves for the next start, when it is asked to stop."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import torchtitan_lite as ttl
 from tests.helpers import checkpoint, losses, python, ranks, records, succeeded, tiny
 from torchtitan_lite.run import attempts
+from torchtitan_lite.run.session import forward_seed
 from torchtitan_lite.tools import checkpoints, status
 
 AT_ONCE = {"run__max_minutes": 1e-9, "train__steps": 4}
-WORK = {"eval__every": 2, "sample__every": 2, "sample__max_tokens": 2, "checkpoint__every": 2}
+WORK = {"eval__every": 2, "sample__every": 2, "sample__max_tokens": 9, "checkpoint__every": 2}
+WORK |= {"sample__prompts": '["def ", "The"]', "sample__temperature": 0.6}
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +37,13 @@ def stopped(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_next_start_makes_up_for_what_a_stop_left_out(stopped: Path) -> None:
     assert [record["step"] for record in records(stopped) if "eval_s" in record] == [2, 4]
-    samples = [json.loads(line)["step"] for line in (stopped / "samples.jsonl").read_text().splitlines()]
-    assert samples == [2, 4]
+    samples = [json.loads(line) for line in (stopped / "samples.jsonl").read_text().splitlines()]
+    assert [sample["step"] for sample in samples] == [2, 2, 4, 4]
+    for number, (sample, prompt) in enumerate(zip(samples, ("def ", "The") * 2, strict=True)):
+        seed = forward_seed(0, sample["step"], 0, 0) + number % 2
+        model = ttl.load_model(checkpoint(stopped, sample["step"]))
+        text = ttl.generate(*model, prompt, max_tokens=9, temperature=0.6, seed=seed)
+        assert (sample["prompt"], sample["text"]) == (prompt, text)
 
 
 def test_stops_change_no_number(stopped: Path, text: Path, tmp_path: Path) -> None:
@@ -85,8 +94,8 @@ def test_the_best_checkpoint_is_kept_named_and_opened(
     assert sorted(folder.name for folder in (run / "checkpoints").glob("step-*")) == [
         f"step-{n:08d}" for n in (best, 8)
     ]
-    (line,) = (line for line in said.splitlines() if line.startswith(f"eval    step {best} "))
-    assert " (best so far)" in line
+    so_far = [step for step in scores if scores[step] == min(scores[s] for s in scores if s <= step)]
+    assert [int(n) for n in re.findall(r"^eval +step (\d+) .* \(best so far\)", said, re.M)] == so_far
     assert checkpoints.main(["inspect", str(run)]) == 0
     assert f"the run's best checkpoint, by validation loss: step {best}\n" in capsys.readouterr().out
     assert status.main([str(run)]) == 0

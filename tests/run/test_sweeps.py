@@ -4,7 +4,7 @@ import json
 import re
 import shlex
 import shutil
-from dataclasses import replace
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -123,20 +123,35 @@ def test_everything_else_resumes_as_before(key: str, value: Any) -> None:
     assert not refused({key: value})
 
 
-def test_other_text_is_named_by_the_key_to_give() -> None:
+TEXT = "data is aaaaaaaaaaaa... in the checkpoint and bbbbbbbbbbbb... here\n  "
+TOKENS = "tokenizer is t in the checkpoint and u here\n  "
+OWN = "continue with the run's values: "
+ITS = "different text needs the run's tokenizer: --tokenizer.path=runs/run/tokenizer.json\n  "
+NEW = "or start a new run with --run.name=NEW"
+OTHER_TOKENS: dict[str, Any] = {"tokenizer": "u", "tokenizer.path": "", "model.vocab_size": 9}
+
+
+@pytest.mark.parametrize(("fork", "values", "expected"), [
+    (False, {"data.path": ""}, f"{TEXT}{OWN}--data.path=my_text\n  or fork it: a new run continues from here with the "
+     "new values:\n    FORK run-from-7 runs/run/checkpoints/step-7"),
+    (False, OTHER_TOKENS, f"{TEXT}{TOKENS}{OWN}--tokenizer.path=t.json\n  {ITS}{NEW}"),
+    (True, {"data.path": ""}, f"{TEXT}{OWN}--data.path=my_text\n  {NEW} and without checkpoint.resume"),
+    (True, OTHER_TOKENS | {"data.path": "", "data.sources": {"x": 1.0}}, f"{TOKENS}{OWN}--tokenizer.path=t.json --data."
+     f"path=my_text '--data.sources={{  }}'\n  {ITS}{NEW} and without checkpoint.resume"),
+    (True, {"data.path": "other_text"}, ""),
+    (True, {"data.path": "", "data.sources": {"x": 1.0}}, ""),
+])  # fmt: skip
+def test_other_text_is_named_by_the_key_to_give(
+    fork: bool, values: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By a fork, too, unless it names a text."""
-    saved, here = (TrainState(step=7, config=flatten(Config()) | {"data.path": path}) for path in ("my_text", ""))
-    saved, here = (replace(s, must_match={"tokenizer": "t", "data": d * 64}) for s, d in ((saved, "a"), (here, "b")))
-    where = Path("runs/run/checkpoints/step-7")
-    for fork in (False, True):
-        with pytest.raises(CheckpointError) as caught:
-            compatibility.require_same_run(where, saved, here.values, fork=fork)
-        assert "data is aaaaaaaaaaaa... in the checkpoint and bbbbbbbbbbbb... here" in str(caught.value)
-        assert "continue with the run's values: --data.path=my_text" in str(caught.value)
-    other = {**here.values, "data.path": "other_text"}
-    compatibility.require_same_run(where, saved, other, fork=True)
-    with pytest.raises(CheckpointError, match=r"different text needs the run's tokenizer: --tokenizer\.path=runs/run/"):
-        compatibility.require_same_run(where, saved, other | {"tokenizer": "u"}, fork=True)
+    monkeypatch.setattr(compatibility, "fork_command", lambda name, checkpoint: f"FORK {name} {checkpoint}")
+    must = {"tokenizer": "t", "data": "a" * 64, "model.vocab_size": 8}
+    mine = flatten(Config()) | {"data.path": "my_text", "tokenizer.path": "t.json"}
+    saved, here = TrainState(step=7, config=mine, must_match=must), mine | must | {"data": "b" * 64} | values
+    with pytest.raises(CheckpointError) if expected else nullcontext() as caught:
+        compatibility.require_same_run(Path("runs/run/checkpoints/step-7"), saved, here, fork=fork)
+    assert str(caught.value if caught else "").partition(" differ from this command's:\n  ")[2] == expected
 
 
 def test_the_order_of_sources_decides_the_order_of_samples() -> None:
