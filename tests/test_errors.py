@@ -78,8 +78,11 @@ def test_an_error_says_where_and_one_of_a_closed_pipe_says_nothing(
     assert capsys.readouterr().err == ""
 
 
-CODES = {1: "Busy Unreadable Save Stuck NoMemory ReplicaMismatch", 2: "User Config Data Checkpoint Format"}
-CODES[3] = "NonFinite Spike Repeat"
+CODES = {
+    1: "Busy Unreadable Save Stuck NoMemory ReplicaMismatch",
+    2: "User Config Data Checkpoint Format",
+    3: "NonFinite Spike Repeat",
+}
 
 
 @pytest.mark.parametrize(("code", "names"), CODES.items())

@@ -13,17 +13,14 @@ from torchtitan_lite.errors import ConfigError, shortened
 def test_numbers_in_words() -> None:
     assert [terminal.counted(n, "file") for n in (0, 1, 1234)] == ["0 files", "1 file", "1,234 files"]
     durations: dict[float, str] = {
-        59.4: "59s",
-        59.6: "1m00s",
-        252: "4m12s",
-        3599: "59m59s",
-        3600: "1h00m",
-        7500: "2h05m",
+        **{59.4: "59s", 59.6: "1m00s", 252: "4m12s", 3599: "59m59s", 3600: "1h00m", 7500: "2h05m"},
+        **{86399: "23h59m", 86400: "1d00h", 273600: "3d04h"},
     }
-    durations |= {86399: "23h59m", 86400: "1d00h", 273600: "3d04h"}
     assert {seconds: terminal.duration(seconds) for seconds in durations} == durations
-    sizes: dict[float, str] = {0: "0.00 MiB", 1: "1 byte", 512: "512 bytes", 10485: "10,485 bytes", 10486: "0.01 MiB"}
-    sizes |= {20.25 * 2**20: "20.25 MiB", 2**30 - 2**20: "1,023.00 MiB", 1.5 * 2**40: "1,536.00 GiB"}
+    sizes: dict[float, str] = {
+        **{0: "0.00 MiB", 1: "1 byte", 512: "512 bytes", 10485: "10,485 bytes", 10486: "0.01 MiB"},
+        **{20.25 * 2**20: "20.25 MiB", 2**30 - 2**20: "1,023.00 MiB", 1.5 * 2**40: "1,536.00 GiB"},
+    }
     assert {n: terminal.size(n) for n in sizes} == sizes
     assert [shortened("a" * 200), shortened(range(1, 5), 3)] == ["a" * 200, "ran... (11 characters)"]
 

@@ -63,12 +63,14 @@ def test_verification_can_be_cheaper(finished: Path, text: Path, tmp_path: Path)
     folder = checkpoint(tmp_path / "run", 4)
     record = storage.read_manifest(folder).files["model.safetensors"]
     flip_a_bit(folder / "model.safetensors")
-    flipped = f"{folder}/model.safetensors: its SHA-256 does not match the manifest: the file is damaged"
-    assert storage.verify_file(folder, "model.safetensors", record, "full") == flipped
+    assert storage.verify_file(folder, "model.safetensors", record, "full") == (
+        f"{folder}/model.safetensors: its SHA-256 does not match the manifest: the file is damaged"
+    )
     assert not storage.verify_file(folder, "model.safetensors", record, "size")
     lengthen(folder / "model.safetensors")
-    longer = f"{folder}/model.safetensors: {record.bytes + 1:,} bytes; the manifest says {record.bytes:,}"
-    assert storage.verify_file(folder, "model.safetensors", record, "size") == longer
+    assert storage.verify_file(folder, "model.safetensors", record, "size") == (
+        f"{folder}/model.safetensors: {record.bytes + 1:,} bytes; the manifest says {record.bytes:,}"
+    )
     assert not storage.verify_file(folder, "model.safetensors", record, "off")
 
 

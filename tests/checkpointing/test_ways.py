@@ -3,10 +3,10 @@
 import os
 import shutil
 import threading
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -66,11 +66,7 @@ def test_a_background_save_holds_the_state_of_its_step(mesh: str, world_size: in
 
 def save_after_a_load(process: Process, folder: Path) -> list[list[int]]:
     """The steps that were there after each save, and those among which the best one was asked for."""
-    state, asked = State("1", 1, "llama", process), list[list[int]]()
-
-    def best_of(steps: Sequence[int]) -> int:
-        asked.append([*steps])
-        return 4
+    state, best_of = State("1", 1, "llama", process), Mock(return_value=4)
 
     def save(saver: Checkpointer, step: int) -> list[int]:
         save_now(saver, step)
@@ -83,10 +79,9 @@ def save_after_a_load(process: Process, folder: Path) -> list[list[int]]:
     for step in (6, 8):
         damaged = shutil.copytree(storage.step_folder(folder, 3), storage.step_folder(folder, step))
         (damaged / storage.MODEL).write_bytes(b"")
-    assert second.load({}) is not None
-    assert second.damaged == [8, 6]
+    assert (second.load({}), second.damaged) == (TrainState(step=3), [8, 6])
     kept += [save(second, step) for step in (4, 6, 7, 9)]
-    return kept + asked
+    return kept + [asked.args[0] for asked in best_of.call_args_list]
 
 
 def test_retention_keeps_the_loaded_checkpoint_and_counts_no_damaged_one(tmp_path: Path) -> None:

@@ -79,8 +79,10 @@ def test_paths_are_found_and_their_problems_named(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.R_OK or path.name != "closed")
-    ours = '{"format_version": 1, "tokens_sha256": ""}'
-    files = {"ours/meta.json": ours, "foreign/meta.json": "{}", "torn/meta.json": "{", "damaged/meta.json": "{"}
+    files = {
+        **{"foreign/meta.json": "{}", "torn/meta.json": "{", "damaged/meta.json": "{"},
+        "ours/meta.json": '{"format_version": 1, "tokens_sha256": ""}',
+    }
     for name in (*files, "damaged/tokenizer.json", "damaged/train.idx", "x[1].txt", "x1.txt", "home/x2.txt", "closed"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(files.get(name, ""))

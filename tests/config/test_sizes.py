@@ -1,7 +1,6 @@
 """[model]: what a family and a size set, and what follows from a shape that is given."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -44,38 +43,33 @@ def test_a_published_size_is_the_published_model() -> None:
     assert (large.qk_norm, large.induction_head, large.tie_embeddings) == (False, False, False)
 
 
-@pytest.mark.parametrize(("options", "expected"), [  # heads, their width, those of keys, the feed-forward's width
-    (["--model.dim=320"], (5, 64, 5, 896)),
-    (["--model.dim=200"], (2, 100, 2, 576)),
-    (["--model.dim=70"], (1, 70, 1, 192)),
-    (["--model.dim=320", "--model.size=3M"], (4, 80, 2, 704)),
-    (["--model.family=gpt", "--model.dim=320"], (5, 64, 5, 1280)),
-    (["--model.n_layers=9"], (2, 64, 2, 384)),
-])  # fmt: skip
-def test_heads_and_feed_forward_follow_from_a_dim_without_a_size(options: list[str], expected: tuple[int, ...]) -> None:
-    found = model(*options)
-    assert (found.n_heads, found.dim_of_heads, found.kv_heads, found.dim_of_ffn) == expected
+FOUR = "n_heads", "dim_of_heads", "kv_heads", "dim_of_ffn"
+LAYERS = "windows", "has_room_for_induction"
+TWO = ["--model.n_layers=2", "--model.n_heads=2", "--model.dim=64"]
+PATTERN = "--model.layer_pattern"
 
 
-@pytest.mark.parametrize(("values", "windows", "room"), [
-    ({"layer_pattern": ["window", "full"], "window": 7, "n_layers": 5}, [7, 0, 7, 0, 7], True),
-    ({"layer_pattern": ["full", "nope", "window"], "window": 7}, [0, 0], False),
-    ({"layer_pattern": ["full", "full", "nope"], "n_layers": 3}, [0, 0, 0], True),
-    ({"layer_pattern": ["full", "full", "window"], "window": 1, "n_layers": 3}, [0, 0, 1], True),
-    ({"window": 1}, [1, 1], False),
-    *(({key: value}, [0, 0], False) for key, value in (("qk_norm", False), ("tie_embeddings", True), ("n_heads", 8))),
-    ({"n_layers": 1}, [0], False),
-    ({"n_heads": 1}, [0, 0], False),
-    ({"n_heads": 4}, [0, 0], True),
-    ({"family": "olmo2", "window": 5}, [0, 0], False),
+@pytest.mark.parametrize(("options", "names", "expected"), [
+    (["--model.dim=320"], FOUR, (5, 64, 5, 896)),
+    (["--model.dim=200"], FOUR, (2, 100, 2, 576)),
+    (["--model.dim=70"], FOUR, (1, 70, 1, 192)),
+    (["--model.dim=320", "--model.size=3M"], FOUR, (4, 80, 2, 704)),
+    (["--model.family=gpt", "--model.dim=320"], FOUR, (5, 64, 5, 1280)),
+    (["--model.n_layers=9"], FOUR, (2, 64, 2, 384)),
+    ([*TWO, f"{PATTERN}=window,full", "--model.window=7", "--model.n_layers=5"], LAYERS, ([7, 0, 7, 0, 7], True)),
+    ([*TWO, f"{PATTERN}=full,nope,window", "--model.window=7"], LAYERS, ([0, 0], False)),
+    ([*TWO, f"{PATTERN}=full,full,nope", "--model.n_layers=3"], LAYERS, ([0, 0, 0], True)),
+    ([*TWO, f"{PATTERN}=full,full,window", "--model.window=1", "--model.n_layers=3"], LAYERS, ([0, 0, 1], True)),
+    ([*TWO, "--model.window=1"], LAYERS, ([1, 1], False)),
+    ([*TWO, "--model.qk_norm=false"], LAYERS, ([0, 0], False)),
+    ([*TWO, "--model.tie_embeddings"], LAYERS, ([0, 0], False)),
+    ([*TWO, "--model.n_heads=8"], LAYERS, ([0, 0], False)),
+    ([*TWO, "--model.n_heads=1"], LAYERS, ([0, 0], False)),
+    ([*TWO, "--model.n_heads=4"], LAYERS, ([0, 0], True)),
+    ([*TWO, "--model.n_layers=1"], LAYERS, ([0], False)),
+    ([*TWO, "--model.family=olmo2", "--model.window=5"], LAYERS, ([0, 0], False)),
 ])  # fmt: skip
-def test_the_windows_of_the_layers_and_whether_two_of_them_can_do_induction(
-    values: dict[str, Any], windows: list[int], room: bool
+def test_what_follows_from_the_sizes_of_a_model(
+    options: list[str], names: tuple[str, ...], expected: tuple[object, ...]
 ) -> None:
-    found = ModelConfig.model_validate({"dim": 64, "n_heads": 2, "n_layers": 2, "qk_norm": True} | values)
-    assert (found.windows, found.has_room_for_induction) == (windows, room)
-
-
-def test_an_unknown_size_is_refused() -> None:
-    with pytest.raises(ValueError, match="no such size of llama; known: 1M, 3M, 15M"):
-        ModelConfig(size="16M")
+    assert tuple(getattr(model(*options), name) for name in names) == expected

@@ -2,7 +2,6 @@
 
 import json
 import os
-import platform
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +11,9 @@ import pytest
 import torch
 from filelock import FileLock
 
-from tests.helpers import ROOT, assert_same_end, checkpoint, losses, python, ranks, records, succeeded, tiny
-from torchtitan_lite import __version__
+from tests.helpers import assert_same_end, checkpoint, losses, python, ranks, records, succeeded, tiny
 from torchtitan_lite.checkpointing import storage
-from torchtitan_lite.run import attempts, run_folder
+from torchtitan_lite.run import attempts
 
 RUN = {"run__name": "run", "train__steps": 8, "checkpoint__every": 2, "eval__every": 0}
 extended = pytest.mark.extended
@@ -159,8 +157,7 @@ def test_an_attempt_records_how_it_was_started_and_how_it_ended(run: Path) -> No
     assert (made.attempt, made.step, made.samples, made.world_size) == (1, 0, 0, 1)
     assert made.config["train.steps"] == 8
     assert made.setting["world_size"] == 1
-    versions = {"torchtitan_lite": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    assert (made.versions, made.git, made.forked_from) == (versions, run_folder.git_state(ROOT), "")
+    assert made.versions["torch"] == torch.__version__
     assert made.hosts == [os.uname().nodename]
     assert "--run.name=run" in made.command
     assert made.device.startswith("cpu")
@@ -256,22 +253,6 @@ def test_a_kill_while_a_damaged_checkpoint_is_replaced_loses_nothing(site: str, 
     assert f"resumed after step {8 if site == 'delete' else 6}" in again(train__steps=9)
     assert storage.verify(checkpoint(run, 9)) == []
     assert losses(run).keys() == set(range(1, 10))
-
-
-def test_a_damaged_checkpoint_counts_for_nothing_in_retention(run: Path, again: Again) -> None:
-    """It is never resumed; the first save at or after its step deletes it, though it is among the newest."""
-    damage(run, 8)
-    again(train__steps=9, checkpoint__every=0, checkpoint__keep_latest=2)
-    assert storage.find_steps(run / "checkpoints") == [6, 9]
-    damage(run, 9)
-    assert "resumed after step 6" in again(train__steps=7, checkpoint__every=0, checkpoint__keep_latest=1)
-    assert storage.find_steps(run / "checkpoints") == [6, 7, 9], "its step comes later"
-    damage(run, 6)
-    damage(run, 7)
-    said = again(code=2)
-    assert "no checkpoint is complete:" in said
-    assert "start a new run with --run.name=NEW" in said
-    assert storage.find_steps(run / "checkpoints") == [6, 7, 9], "nothing is deleted"
 
 
 def test_a_run_does_not_start_over_where_a_checkpoint_was(run: Path, again: Again) -> None:

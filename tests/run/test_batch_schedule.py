@@ -8,7 +8,6 @@ import pytest
 
 from tests.helpers import assert_same_end, forget_after, losses, ranks, records, succeeded, tiny
 from torchtitan_lite.config import load
-from torchtitan_lite.config.schema import TrainConfig
 from torchtitan_lite.errors import ConfigError
 
 SCHEDULE = "--train.batch_schedule=[[3, 4], [5, 9]]"
@@ -40,12 +39,6 @@ def test_samples_stay_in_order_and_a_resume_is_bitwise(text: Path, tmp_path: Pat
     refused = ranks(1, *command, "--train.steps=9", "--train.batch_schedule=[[3, 4]]")
     assert refused.returncode == 2
     assert "train.batch_schedule" in refused.stderr
-
-
-def test_the_batches_of_a_schedule() -> None:
-    train = TrainConfig(steps=8, global_batch_size=6, batch_schedule=[[3, 4], [5, 9], [20, 99]])
-    assert [train.batch_size(step) for step in (1, 3, 4, 5, 6, 20, 21)] == [6, 6, 4, 4, 9, 9, 99]
-    assert train.samples == 3 * 6 + 2 * 4 + 3 * 9
 
 
 @pytest.mark.parametrize("value", ["[[0]]", "[[0, 0]]", "[[-1, 4]]", "[[5, 4], [5, 8]]", "[[9, 4], [5, 8]]", "[3, 4]"])

@@ -1,19 +1,15 @@
 """Goodput: the share of the time since the first launch in steps that count, also after kills."""
 
 import json
-import math
 import re
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from tests.helpers import python, ranks, records, succeeded, tiny
 from tests.run.test_history import begin
-from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.run import attempts, metrics
+from torchtitan_lite.run import attempts
 from torchtitan_lite.run.attempts import goodput_line
 from torchtitan_lite.tools.report.page import page
 from torchtitan_lite.tools.report.runs import read_run
@@ -60,22 +56,6 @@ def test_a_killed_run_has_the_same_goodput_everywhere(text: Path, tmp_path: Path
     assert re.search(rf"^done .*, {line}", said, re.M)
     assert line in succeeded(python(str(run), script="-m torchtitan_lite.status"))
     assert f"<b>{share:.1%}</b>" in page([read_run(run)])
-
-
-def test_a_meter_leaves_out_pauses_and_losses_that_are_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([100, 104, 104, 105, 115, 117, 120, 122, 125, 126, 132])
-    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=clock.__next__))
-    meter = metrics.Meter(TrainState(step=3, tokens=50, loss_since=[6.0, 2.0]), torch.device("cpu"))
-    meter.start_lap()
-    with meter.timing("a"), meter.paused():  # 104 to 117, 105 to 115
-        pass
-    with meter.timing("a"):
-        pass
-    laps = meter.lap(70), meter.lap(75)
-    assert (*laps, meter.seconds_per_step(7)) == ((11, {"a": 15}, 20), (1, {}, 5), 8)
-    for loss in (9.0, math.nan):
-        meter.add_loss(torch.tensor(loss, dtype=torch.float64), 3)
-    assert meter.mean_loss() == 3
 
 
 def test_rates_leave_out_what_is_no_training_and_waiting_for_data_is_shown(text: Path, tmp_path: Path) -> None:

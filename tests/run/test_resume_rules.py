@@ -159,9 +159,10 @@ def test_the_whole_setting_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
         **{"chunked_loss": True, "block_attention": True, "fused_functions": True, "widen_matmuls": False},
         **{"shared_memory": True, "shared_memory_copies": False, "float8": False},
     }
-    gpu = {"device": "Some GPU", "cpu": "", "instructions": "", "tf32": True, "deterministic": False}
-    gpu |= {"blocks_per_group": 2, "block_attention": False, "fused_functions": False, "shared_memory": False}
-    assert on_gpu == on_cpu | gpu
+    assert on_gpu == on_cpu | {
+        **{"device": "Some GPU", "cpu": "", "instructions": "", "tf32": True, "deterministic": False},
+        **{"blocks_per_group": 2, "block_attention": False, "fused_functions": False, "shared_memory": False},
+    }
 
 
 def test_a_resume_says_what_has_changed() -> None:

@@ -40,9 +40,8 @@ def test_the_next_start_makes_up_for_what_a_stop_left_out(stopped: Path) -> None
     samples = [json.loads(line) for line in (stopped / "samples.jsonl").read_text().splitlines()]
     assert [sample["step"] for sample in samples] == [2, 2, 4, 4]
     for number, (sample, prompt) in enumerate(zip(samples, ("def ", "The") * 2, strict=True)):
-        seed = forward_seed(0, sample["step"], 0, 0) + number % 2
-        model = ttl.load_model(checkpoint(stopped, sample["step"]))
-        text = ttl.generate(*model, prompt, max_tokens=9, temperature=0.6, seed=seed)
+        model, seed = ttl.load_model(checkpoint(stopped, sample["step"])), forward_seed(0, sample["step"], 0, 0)
+        text = ttl.generate(*model, prompt, max_tokens=9, temperature=0.6, seed=seed + number % 2)
         assert (sample["prompt"], sample["text"]) == (prompt, text)
 
 
