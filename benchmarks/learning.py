@@ -72,7 +72,8 @@ LARGER: dict[str, dict[str, Any]] = {
 }
 CONFIGS = {"windows": 750, "experts": 600, "hybrid": 350}  # and their steps
 
-ONE_SEED = {f"resformer{WITHOUT_NAME}", "nanochat, 2 x 128, our initial values"}  # rows beside the comparison
+# rows beside the comparison
+ONE_SEED = {f"resformer{WITHOUT_NAME}", "nanochat, 2 x 128, our initial values", *[*LARGER][1:]}
 # the recipe in a quarter of the steps, and what each trial changes. The last have as much processor time as the default
 TRIALS: dict[str, dict[str, Any]] = {
     "as it is": {},
@@ -513,10 +514,8 @@ def main() -> None:
         search.run(end_jobs(OURS))
     if given.stage == "larger":
         search.run(trial_jobs(LARGER_PEER))
-        first, *others = LARGER
-        jobs = end_jobs({first: LARGER[first]}) + peer_jobs(search, LARGER_PEER)
-        jobs += end_jobs({name: LARGER[name] for name in others})
-        search.run(sorted(jobs, key=lambda job: job.seed))
+        jobs = end_jobs(LARGER) + peer_jobs(search, LARGER_PEER)
+        search.run(sorted(jobs, key=lambda job: (job.name in ONE_SEED, job.seed)))
     if given.stage == "configs":
         search.run(config_jobs())
     if given.stage == "widths":

@@ -19,17 +19,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT, TINY, losses, options, ranks, succeeded
+from tests.helpers import ROOT, forget_after, losses, ranks, succeeded, tiny
 
 VERSIONS = ["2.11.0", "2.13.0", "2.15.0"]
-PART = ["distributed", "checkpointing", "optim", "cpu", "models"]  # folders of tests/
-PART += [
-    "run/test_resume.py",
-    "run/test_world_sizes.py",
-    "run/test_t5_runs.py",
-    "tools/test_plan.py",
-    "gpu/test_imports.py",
-    "docs/test_fsdp_docs.py",
+PART = [  # of tests/
+    *("distributed", "checkpointing", "optim", "cpu", "models"),
+    *("run/test_resume.py", "run/test_world_sizes.py"),
+    *("tools/test_plan.py", "gpu/test_imports.py", "docs/test_fsdp_docs.py"),
 ]
 WAYS = [(kind, api) for kind in ("full", "sharded") for api in ("dtensor", "dcp")]
 STEPS = 6
@@ -49,27 +45,16 @@ def interpreter(version: str) -> Path:
 
 def run_with(version: str, *words: str) -> subprocess.CompletedProcess[str]:
     """A command of Python with this version."""
-    command = [str(interpreter(version)), *words]
     env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    command = [str(interpreter(version)), *words]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
 
 
-def run_of(way: tuple[str, str], out_dir: Path, steps: int) -> list[str]:
+def run_of(kind: str, api: str, out_dir: Path) -> list[str]:
     """Options of a run on two ranks that saves after half of the steps."""
-    kind, api = way
-    values = TINY | {"train.steps": steps, "checkpoint.every": STEPS // 2, "eval.every": 0, "eval.samples": None}
-    values |= {
-        "checkpoint.state_dict": kind,
-        "checkpoint.api": api,
-        "run.name": f"{kind}_{api}",
-        "run.out_dir": out_dir,
-    }
-    values |= {
-        "optim.schedule": "constant",
-        "optim.name": "muon" if api == "dcp" else "adamw",
-        "data.path": out_dir / "text",
-    }
-    return options({key: value for key, value in values.items() if value is not None})
+    more = {"run__name": f"{kind}_{api}", "train__steps": STEPS, "checkpoint__every": STEPS // 2, "eval__every": 0}
+    more |= {"checkpoint__state_dict": kind, "checkpoint__api": api, "optim__schedule": "constant"}
+    return tiny(out_dir / "text", out_dir, **more, optim__name="muon" if api == "dcp" else "adamw")
 
 
 def save(folder: Path) -> None:
@@ -77,8 +62,8 @@ def save(folder: Path) -> None:
     (folder / "text").mkdir(parents=True)
     for module in ("argparse", "typing"):
         (folder / "text" / f"{module}.txt").write_text(inspect.getsource(importlib.import_module(module)))
-    for way in WAYS:
-        succeeded(ranks(2, *run_of(way, folder, STEPS)))
+    for kind, api in WAYS:
+        succeeded(ranks(2, *run_of(kind, api, folder)))
 
 
 def resume(folder: Path) -> None:
@@ -87,9 +72,8 @@ def resume(folder: Path) -> None:
         with tempfile.TemporaryDirectory() as temporary:
             copy = Path(temporary) / "runs"
             shutil.copytree(folder, copy)
-            run = copy / f"{kind}_{api}"
-            shutil.rmtree(run / f"checkpoints/step-{STEPS:08d}")
-            said = succeeded(ranks(2, *run_of((kind, api), copy, STEPS)))
+            run = forget_after(copy / f"{kind}_{api}", STEPS // 2)
+            said = succeeded(ranks(2, *run_of(kind, api, copy)))
             assert f"resumed after step {STEPS // 2}" in said, said
             expected = losses(folder / f"{kind}_{api}")
             for step, (loss, norm) in losses(run).items():

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests import forkserver
 from tests.forkserver import ADDRESS, Server
 
-FORKWORKER = Path(__file__).with_name("forkworker.py")
 os.environ["HF_HUB_OFFLINE"] = "1"
 # several workers share the cores: threads of one would only wait for those of others. Before torch is imported
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -40,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
         server = Server()
         os.environ[ADDRESS] = server.address
         config.add_cleanup(server.close)
-        fork = f"popen//python={shlex.quote(sys.executable)} {shlex.quote(str(FORKWORKER))}"
+        fork = f"popen//python={shlex.quote(sys.executable)} {shlex.quote(forkserver.__file__)} worker"
         config.option.tx = [fork if spec == "popen" else spec for spec in config.option.tx]
         rewrite_asserts(config)
 
@@ -59,20 +59,9 @@ def rewrite_asserts(config: pytest.Config) -> None:
 
 # those that take longest, which are begun first: whoever is done early then has something short to do
 LONGEST = (
-    *(
-        "knobs",
-        "key_effects",
-        "plan",
-        "faults",
-        "distributed",
-        "spikes",
-        "lm_eval",
-        "resume",
-        "fake_cuda",
-        "ways",
-        "evaluate",
-    ),
-    *("replay", "hang", "imports", "muon", "average", "readme", "hostile_input", "float8", "likelihood", "cluster"),
+    *("knobs", "knob_effects", "key_effects", "plan", "faults", "distributed", "spikes", "lm_eval", "resume"),
+    *("fake_cuda", "ways", "evaluate", "replay", "watchdog", "imports", "muon", "average", "readme", "float8"),
+    *("hostile_input", "likelihood", "cluster"),
 )
 
 

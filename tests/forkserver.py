@@ -3,7 +3,7 @@
 Apart from that they are what torchrun starts: the same environment variables, a store on a free port, signals, and an
 end for all as soon as one has failed. One server is enough for all workers of a test run: whoever starts it puts its
 address into os.environ[ADDRESS]. It forks a process for each connection, which reads a request in a line and answers in
-one. The workers themselves are forked in the same way (forkworker.py).
+one. The workers themselves are forked in the same way (`worker`).
 """
 
 import contextlib
@@ -86,17 +86,21 @@ class Ranks:
                     self.codes[rank] = os.waitstatus_to_exitcode(status)
         return [rank for rank in range(len(self.pids)) if rank not in self.codes]
 
-    def send(self, rank: int, number: signal.Signals) -> None:
-        os.kill(self.pids[rank], number)
+    def send(self, number: signal.Signals, ranks: Sequence[int] = ()) -> None:
+        """To all, or these, that have not ended."""
+        for rank in self.running():
+            if not ranks or rank in ranks:
+                os.kill(self.pids[rank], number)
 
     def kill(self, ranks: Sequence[int]) -> None:
         """SIGKILL, then wait for the rest: they notice, or are ended as torchrun ends them."""
-        for rank in ranks:
-            if rank in self.running():
-                self.send(rank, signal.SIGKILL)
-        if not self.wait(1):
-            for rank in self.running():
-                self.send(rank, signal.SIGKILL)
+        self.send(signal.SIGKILL, ranks)
+        self.end(1.0)
+
+    def end(self, seconds: float) -> None:
+        """Wait for all, and SIGKILL those that have not ended within so many seconds."""
+        if not self.wait(seconds):
+            self.send(signal.SIGKILL)
             assert self.wait(HANGS_S)
 
     def wait(self, seconds: float, ranks: Sequence[int] = ()) -> bool:
@@ -111,20 +115,14 @@ class Ranks:
     def finish(self, seconds: float) -> None:
         """Wait for all; when one fails, or the time is over, end the others as torchrun does."""
         end = time.monotonic() + seconds
-        while self.running() and not any(self.codes.values()):
-            if time.monotonic() > end:
-                break
+        while self.running() and not any(self.codes.values()) and time.monotonic() < end:
             time.sleep(0.005)
         left = self.running()
-        for rank in left:
-            self.send(rank, signal.SIGTERM)
+        self.send(signal.SIGTERM)
         # torchrun waits for 30 s; but the ranks after the first sleep for 10 between recording an error and printing it
         if 0 in left:
             self.wait(15.0, [0])
-        if not self.wait(2.0 if 0 in left else 5.0):
-            for rank in self.running():
-                self.send(rank, signal.SIGKILL)
-            self.wait(HANGS_S)
+        self.end(2.0 if 0 in left else 5.0)
 
 
 def _fork(env: Mapping[str, str], argv: Sequence[str], out: Path, err: Path, entry: str, fault: str) -> int:
@@ -219,7 +217,7 @@ class Server:
 
 
 def _serve(connection: socket.socket) -> NoReturn:
-    """Answer one request, in a process of its own; or become a worker of pytest-xdist (forkworker.py)."""
+    """Answer one request, in a process of its own; or become a worker of pytest-xdist."""
     line, streams, *_ = socket.recv_fds(connection, 1 << 16, 3)
     while not line.endswith(b"\n"):
         line += connection.recv(1 << 16)
@@ -286,5 +284,16 @@ def _reap() -> bool:
     return True
 
 
+def worker() -> None:
+    """What pytest-xdist starts as a worker: it hands its streams to the server, which has torch, and waits."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(f"\0{os.environ[ADDRESS]}")
+        socket.send_fds(connection, [json.dumps({"env": dict(os.environ)}).encode() + b"\n"], [0, 1, 2])
+        connection.recv(1)  # nothing comes; the worker has ended
+
+
 if __name__ == "__main__":
-    main()
+    if sys.argv[1] == "worker":
+        worker()
+    else:
+        main()

@@ -158,6 +158,14 @@ def succeeded(result: subprocess.CompletedProcess[str]) -> str:
     return result.stdout
 
 
+def refused(result: subprocess.CompletedProcess[str], *said: str, code: int = 2) -> str:
+    """The errors of a process that must have ended with this code and said this, without a traceback."""
+    assert result.returncode == code, f"exit code {result.returncode}\n{result.stdout}\n{result.stderr}"
+    assert "Traceback" not in result.stderr, result.stderr
+    assert [text for text in said if text not in result.stderr] == [], result.stderr
+    return result.stderr
+
+
 def records(run: Path) -> list[dict[str, Any]]:
     """The records of metrics.jsonl that count."""
     return attempts.records(run)

@@ -116,7 +116,7 @@ class Checkout:
     def __init__(self, name: str, runner: Server, work: Path) -> None:
         self.name, self.server, self.raw, self.folder = name, runner, work / "raw", work / name
         self.folder.mkdir()
-        self._defaults: dict[str, Any] = {}
+        self.defaults: dict[str, Any] = {}
 
     def call(self, n: int, entry: str, words: list[str], **env: str) -> str:
         """Run a module on n ranks. Returns what it prints on stdout."""
@@ -135,17 +135,13 @@ class Checkout:
     def prepare(self) -> None:
         for name, arguments in PREPARE.items():
             self.call(1, "-m torchtitan_lite.data.prepare", [*arguments, "--out", f"@data/{name}"])
+        self.defaults = self.config(1)
 
     def config(self, n: int, *words: str) -> dict[str, Any]:
         """All values of a config on n ranks, by "section.key", as `--print-config` has them."""
         world = {"WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
         sections = tomllib.loads(self.call(1, "train", [*words, "--print-config"], **world))
         return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        self._defaults = self._defaults or self.config(1)
-        return self._defaults
 
     def train(self, name: str, n: int, values: dict[str, Any]) -> Path:
         """Train with these values alone, to half of the steps and then to the end. Returns the run's folder."""

@@ -1,8 +1,8 @@
 """The API: `import torchtitan_lite as ttl`, its doctests, docs/notebook.md, and the losses of a run in a plain loop."""
 
+import contextlib
 import functools
 import json
-import os
 import re
 import shutil
 import sys
@@ -22,11 +22,8 @@ from torchtitan_lite.data.loader import MicroBatch
 CELLS = blocks((ROOT / "docs/notebook.md").read_text(), "python")
 STEPS = 5
 MORE: dict[str, Any] = {
-    "train.steps": STEPS,
-    "eval.every": STEPS,
-    "checkpoint.every": STEPS,
-    "model.family": "llama",
-    "optim.max_norm": 0.5,
+    **{"train__steps": STEPS, "eval__every": STEPS, "checkpoint__every": STEPS},
+    **{"model__family": "llama", "optim__max_norm": 0.5},
 }
 
 
@@ -38,17 +35,14 @@ def place(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
     (folder / "configs").mkdir()
     values = [f"{key} = {json.dumps(value)}" for key, value in TINY.items()]
     (folder / "configs/debug.toml").write_text("\n".join(values))  # smaller than the one that the page names
-    before = Path.cwd()
-    os.chdir(folder)
-    more = {key.replace(".", "__"): value for key, value in MORE.items()}
-    succeeded(ranks(1, *tiny(folder / "my_text", folder / "runs", run__name="default", **more)))
-    yield folder
-    os.chdir(before)
+    succeeded(ranks(1, *tiny(folder / "my_text", folder / "runs", run__name="default", **MORE)))
+    with contextlib.chdir(folder):
+        yield folder
     assert not dist.is_initialized()
 
 
 def tiny_config(**more: Any) -> Any:
-    values = TINY | MORE | {"data.path": "my_text"} | {key.replace("__", "."): value for key, value in more.items()}
+    values = TINY | {"data.path": "my_text"} | {key.replace("__", "."): value for key, value in (MORE | more).items()}
     return ttl.load_config(overrides=values)
 
 
@@ -67,17 +61,17 @@ def plain_loop(config: Any) -> dict[int, tuple[float, float]]:
 
 def test_a_plain_loop_has_the_losses_of_a_run_bit_for_bit(place: Path) -> None:
     found, run = plain_loop(tiny_config()), losses(place / "runs/default")
-    assert min(norm for _, norm in run.values()) > MORE["optim.max_norm"]  # so gradients are clipped
+    assert min(norm for _, norm in run.values()) > MORE["optim__max_norm"]  # so gradients are clipped
     assert found == run
     config = ttl.load_config("runs/default/config.toml")
     assert plain_loop(config) == run
 
 
-EXPERTS = {"model__family": "qwen3_moe", "model__n_experts": 4, "train__router_z_loss": 0.01}
-
-
 OTHERS: dict[str, dict[str, Any]] = {
-    "experts": EXPERTS | {"model__router_bias": True, "train__router_aux_loss": 0.1, "train__router_bias_rate": 0.1},
+    "experts": {
+        **{"model__family": "qwen3_moe", "model__n_experts": 4, "train__router_z_loss": 0.01},
+        **{"model__router_bias": True, "train__router_aux_loss": 0.1, "train__router_bias_rate": 0.1},
+    },
     "muon": {"optim__name": "muon"},
     "sgd": {"optim__name": "sgd", "optim__lr": 0.1, "model__tie_embeddings": True},
     "documents": {"data__packing": "best_fit", "data__document_mask": True, "train__z_loss": 1e-4},
@@ -88,8 +82,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", ["experts", *(pytest.param(n, marks=pytest.mark.extended) for n in [*OTHERS][1:])])
 def test_a_plain_loop_with_other_values(place: Path, tmp_path: Path, name: str) -> None:
     more = OTHERS[name]
-    given = {key.replace(".", "__"): value for key, value in MORE.items()} | more
-    given = {key: str(value).lower() if isinstance(value, bool) else value for key, value in given.items()}
+    given = {key: str(value).lower() if isinstance(value, bool) else value for key, value in (MORE | more).items()}
     succeeded(ranks(1, *tiny(place / "my_text", tmp_path, run__name="run", **given)))
     assert plain_loop(tiny_config(**more)) == losses(tmp_path / "run")
 

@@ -78,14 +78,11 @@ def test_an_error_says_where_and_one_of_a_closed_pipe_says_nothing(
     assert capsys.readouterr().err == ""
 
 
-CODES = {
-    1: "Busy Unreadable Save Stuck NoMemory ReplicaMismatch",
-    2: "User Config Data Checkpoint Format",
-    3: "NonFinite Spike Repeat",
-}
-
-
-@pytest.mark.parametrize(("code", "names"), CODES.items())
+@pytest.mark.parametrize(("code", "names"), [
+    (1, "Busy Unreadable Save Stuck NoMemory ReplicaMismatch"),
+    (2, "User Config Data Checkpoint Format"),
+    (3, "NonFinite Spike Repeat"),
+])  # fmt: skip
 def test_the_exit_code_says_whether_the_same_command_may_work_later(code: int, names: str) -> None:
     assert {getattr(errors, f"{name}Error").exit_code for name in names.split()} == {code}
 

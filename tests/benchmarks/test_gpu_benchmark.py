@@ -2,21 +2,11 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks import gpu, gpu_items
 from tests.helpers import HANGS_S, start, succeeded
-
-
-def on_stand_in(name: str, results: Path) -> dict[str, Any]:
-    """The record of an item."""
-    words = ["--stand-in", f"--only={name}", f"--results={results}", f"--budget-s={HANGS_S}"]
-    succeeded(start([sys.executable, "-m", "benchmarks.gpu", *words]))
-    (record,) = gpu.read(results)
-    return record
-
 
 CHEAP = ["1B, one rank of 8"]
 # by function of gpu_items.py: what a stand-in must find
@@ -28,14 +18,16 @@ EXPECTED = {
 }
 
 
-def is_extended(name: str) -> Any:
-    return name if name in CHEAP else pytest.param(name, marks=pytest.mark.extended)
+NAMES = [item.name for item in gpu.ITEMS]
 
 
-@pytest.mark.parametrize("name", [is_extended(item.name) for item in gpu.ITEMS])
+@pytest.mark.parametrize("name", [n if n in CHEAP else pytest.param(n, marks=pytest.mark.extended) for n in NAMES])
 def test_every_item_runs_on_a_stand_in(name: str, tmp_path: Path) -> None:
     """The same code with tiny sizes on the CPU: worlds of fake ranks, four ranks with copied collectives, ..."""
-    record = on_stand_in(name, tmp_path / "results.jsonl")
+    results = tmp_path / "results.jsonl"
+    words = ["--stand-in", f"--only={name}", f"--results={results}", f"--budget-s={HANGS_S}"]
+    succeeded(start([sys.executable, "-m", "benchmarks.gpu", *words]))
+    (record,) = gpu.read(results)
     item = next(item for item in gpu.ITEMS if item.name == name)
     if record["error"] and item.function == "torchtitan":
         assert "is not installed" in record["error"]

@@ -26,8 +26,6 @@ from torchtitan_lite.huggingface import configs, names, weights
 from torchtitan_lite.models import build
 from torchtitan_lite.optim.optimizer import build_optimizer, make_state
 
-pytestmark = pytest.mark.extended
-
 # AdamW has two moments of everything, and a load makes its state without a step's products
 VALUES = {
     "model.dim": 512,
@@ -104,40 +102,27 @@ def measure(process: Process, folder: Path, hf_folder: Path) -> dict[str, float]
     return peaks
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
-    """MiB by what was done, for each of two ranks."""
-    folder = tmp_path_factory.mktemp("memory")
+@pytest.mark.extended
+def test_a_save_a_load_and_an_import_take_what_the_page_says(tmp_path: Path) -> None:
+    """On each of two ranks."""
     config = config_of(2).model
     with torch.device("meta"):
         model = build(config, VOCABULARY)
     content = {name: torch.randn(p.shape) for name, p in model.named_parameters()}
     parts = names.hf_names(content, config.family)
-    (folder / "hf").mkdir()
-    (folder / "hf/config.json").write_text(json.dumps(configs.to_hf_config(config, VOCABULARY)))
     theirs = {name: names.to_hf(ours, content.__getitem__, config.family) for name, ours in parts.items()}
-    save_file(theirs, folder / "hf/model.safetensors")
-    return run_distributed(measure, 2, folder, folder / "hf")
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("api", ["dtensor", "dcp"])
-def test_sharded_states_are_written_and_read_in_place(api: str, rank: int, measured: list[dict[str, float]]) -> None:
-    peaks = measured[rank]
-    assert peaks[f"save sharded {api}"] < SLACK, peaks
-    # making the optimizer's state takes gradients, as training does
-    assert peaks[f"load sharded {api}"] < peaks["gradients"] + SLACK, peaks
-
-
-def test_full_states_pass_through_a_few_tensors(measured: list[dict[str, float]]) -> None:
-    """One at a time is gathered, or sent; a collective and the allocator have some of their own."""
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/config.json").write_text(json.dumps(configs.to_hf_config(config, VOCABULARY)))
+    save_file(theirs, tmp_path / "hf/model.safetensors")
+    measured = run_distributed(measure, 2, tmp_path, tmp_path / "hf")
     whole = 3 * 2 * measured[0]["gradients"]
     for peaks in measured:
+        for api in ("dtensor", "dcp"):  # sharded states are written and read in place
+            assert peaks[f"save sharded {api}"] < SLACK, peaks
+            # making the optimizer's state takes gradients, as training does
+            assert peaks[f"load sharded {api}"] < peaks["gradients"] + SLACK, peaks
+        # one tensor at a time is gathered, or sent; a collective and the allocator have some of their own
         assert peaks["save full dtensor"] < 0.4 * whole, peaks
         assert peaks["load full dtensor"] < 0.4 * whole, peaks
+        assert peaks["import"] < SLACK, peaks  # each rank reads its rows
     assert measured[0]["save full dcp"] > 0.8 * whole, "DCP gathers all of it, as the docs say"
-
-
-def test_an_import_reads_the_rows_of_each_rank(measured: list[dict[str, float]]) -> None:
-    for peaks in measured:
-        assert peaks["import"] < SLACK, peaks

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from checkpoint import Checkpointer
 from tests.checkpointing.reload_worker import WAYS, State, save_now, saved_folder
+from tests.distributed.distributed_cases import error_of
 from tests.helpers import run_distributed
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.state import TrainState
@@ -55,7 +56,7 @@ def train_while_saving(process: Process, folder: Path, mesh: str) -> None:
         assert saves[True] == saves[False], f"{kind} {api}: another step, or bytes of two"
 
 
-@pytest.mark.parametrize(("mesh", "world_size"), [("1", 1), ("3", 3), ("3c", 3)])
+@pytest.mark.parametrize(("mesh", "world_size"), [("1", 1), ("3c", 3)])
 def test_a_background_save_holds_the_state_of_its_step(mesh: str, world_size: int, tmp_path: Path) -> None:
     """On one rank as well: there, torch's functions return the live tensors."""
     run_distributed(train_while_saving, world_size, tmp_path, mesh)
@@ -67,29 +68,29 @@ def test_a_background_save_holds_the_state_of_its_step(mesh: str, world_size: in
 def save_after_a_load(process: Process, folder: Path) -> list[list[int]]:
     """The steps that were there after each save, and those among which the best one was asked for."""
     state, best_of = State("1", 1, "llama", process), Mock(return_value=4)
+    keep = CheckpointConfig(keep_latest=2, keep_every=7, keep_best=True)
+    first, second = (Checkpointer(folder, state.model, state.optimizer, keep, process, best_of) for _ in range(2))
 
     def save(saver: Checkpointer, step: int) -> list[int]:
         save_now(saver, step)
         return storage.find_steps(folder)
 
     state.step()
-    config = CheckpointConfig(keep_latest=2, keep_best=True)
-    first, second = (Checkpointer(folder, state.model, state.optimizer, config, process, best_of) for _ in range(2))
     kept = [save(first, step) for step in (1, 2, 3)]
     for step in (6, 8):
         damaged = shutil.copytree(storage.step_folder(folder, 3), storage.step_folder(folder, step))
         (damaged / storage.MODEL).write_bytes(b"")
     assert (second.load({}), second.damaged) == (TrainState(step=3), [8, 6])
-    kept += [save(second, step) for step in (4, 6, 7, 9)]
+    kept += [save(second, step) for step in (4, 6, 7, 9, 10)]
     return kept + [asked.args[0] for asked in best_of.call_args_list]
 
 
-def test_retention_keeps_the_loaded_checkpoint_and_counts_no_damaged_one(tmp_path: Path) -> None:
-    """The one of step 3, until a person has seen that the run continues well from it; the best, which is that of step
-    4; and the newest two of those that can be loaded. The damaged ones of the steps 6 and 8 stay until then, 6 is
-    replaced, and counts from then on."""
-    kept = [[1], [1, 2], [2, 3], [3, 4, 6, 8], [3, 4, 6, 8], [3, 4, 6, 7, 8], [3, 4, 7, 9]]
-    asked = [[1], [1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 6], [3, 4, 6, 7], [3, 4, 6, 7, 9]]
+def test_retention_keeps_the_newest_each_seventh_the_best_and_the_loaded_checkpoint(tmp_path: Path) -> None:
+    """The loaded one, of step 3, until a person has seen that the run continues well from it. The damaged ones of the
+    steps 6 and 8 count for nothing: 6 is replaced, 8 is deleted by the next later save. The best is that of step 4.
+    """
+    kept = [[1], [1, 2], [2, 3], [3, 4, 6, 8], [3, 4, 6, 8], [3, 4, 6, 7, 8], [3, 4, 7, 9], [3, 4, 7, 9, 10]]
+    asked = [[1], [1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 6], [3, 4, 6, 7], [3, 4, 6, 7, 9], [3, 4, 7, 9, 10]]
     assert run_distributed(save_after_a_load, 1, tmp_path) == [kept + asked]
 
 
@@ -104,19 +105,13 @@ def save_on_a_full_disk(process: Process, folder: Path) -> list[int]:
         patched.setattr("os.statvfs", lambda _: os.statvfs_result((1, 1, 0, 0, used(folder) // 2, 0, 0, 0, 0, 0)))
         with pytest.raises(SaveError, match="a checkpoint takes"):
             saver.require_space()
-        saver.save(TrainState(step=2))
-        outcome = saver.wait()
-        assert outcome is not None
-        assert "a checkpoint takes" in outcome.error
-        killed = folder / ".tmp-step-00000002-killed"
-        killed.mkdir()
+        assert "a checkpoint takes" in error_of(saver, 2)
+        for what in ("tmp", "trash"):
+            (folder / f".{what}-step-00000002-killed").mkdir()
         room = os.statvfs_result((1, 1, 0, 0, 2 * used(folder), 0, 0, 0, 0, 0))
         full = os.statvfs_result((1, 1, 0, 0, 0, 0, 0, 0, 0, 0))
-        patched.setattr("os.statvfs", lambda _: full if killed.exists() else room)
-        saver.save(TrainState(step=2))
-        outcome = saver.wait()
-    assert outcome is not None
-    assert not outcome.error, "what a killed save has left is no longer there"
+        patched.setattr("os.statvfs", lambda _: full if [*folder.glob(".*killed")] else room)
+        assert not error_of(saver, 2), "what a killed save has left is no longer there"
     return storage.find_steps(folder)
 
 

@@ -1,12 +1,11 @@
 """train.py in a process that is not as it should be: `tests.helpers.ranks(..., entry="tests.config.limited_process")`.
 
-The variable LIMIT says how: "restricted" may read no file of another user, even as root; "homeless" has no name and no
-home; "denied" is refused a file while the data is prepared; "huge" asks for more memory than there is while it builds.
+The variable LIMIT says how: "restricted" may read no file of another user, even as root; "denied" is refused a file
+while the data is prepared; "huge" asks for more memory than there is while it builds.
 """
 
 import ctypes
 import os
-import pwd
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,10 +19,6 @@ def main(argv: Sequence[str]) -> int:
     how = os.environ["LIMIT"]
     if how == "restricted":
         _drop_the_right_to_read_everything()
-    elif how == "homeless":
-        for name in ("HOME", "XDG_CACHE_HOME"):
-            os.environ.pop(name, None)
-        pwd.getpwuid = _no_such_user
     elif how == "denied":
         vars(start_and_end)["prepare_all"] = _denied
     else:
@@ -40,10 +35,6 @@ def _drop_the_right_to_read_everything() -> None:
     for i in range(3):
         sets[i] &= ~0b110
     assert libc.capset(header, sets) == 0
-
-
-def _no_such_user(uid: int) -> Any:
-    raise KeyError(uid)
 
 
 def _denied(*_: Any) -> Any:

@@ -11,6 +11,7 @@ from tests.config.parsing import parse, write
 from tests.helpers import ROOT, python, succeeded
 from torchtitan_lite.config import cli, load, schema, toml
 from torchtitan_lite.config.derive import Layout, derive
+from torchtitan_lite.run import console
 from torchtitan_lite.tools import config_reference
 
 
@@ -107,6 +108,26 @@ def test_the_mesh_and_the_micro_batches_of_a_step(options: list[str], expected: 
     assert (derive(config, 6), config.train.samples) == (expected, n_samples)
 
 
+KEPT = "fsdp.reshard_after_forward = false"
+MORE = f'{KEPT}, fsdp.reshard_after_backward = false and fsdp.grad_sync = "last" (sums in a different order)'
+
+
+@pytest.mark.parametrize(
+    ("options", "world_size", "keys"),
+    [
+        (["--train.global_batch_size=4"], 1, KEPT),
+        (["--train.global_batch_size=5"], 1, MORE),
+        (["--train.global_batch_size=4", "--fsdp.reshard_after_forward=true"], 1, ""),
+        (["--train.global_batch_size=5"], 2, ""),
+        (["--train.global_batch_size=5", "--fsdp.dp_replicate=2"], 2, KEPT),
+    ],
+)
+def test_keys_that_save_copies_are_named_if_nothing_is_sharded(options: list[str], world_size: int, keys: str) -> None:
+    config = parse(*options, "--train.micro_batch_size=4", world_size=world_size).config
+    line = f"fsdp    nothing is sharded: if memory allows, {keys} would avoid copies of the parameters (see plan)"
+    assert console.copies_lines(config, derive(config, world_size)) == ([line] if keys else [])
+
+
 def test_help_lists_the_usual_keys_or_every_key_with_meaning_and_default() -> None:
     text = " ".join(succeeded(python("--help-all")).split())
     for key, field in schema.known_keys().items():
@@ -129,3 +150,11 @@ def test_the_reference_is_made_from_the_config() -> None:
 def test_a_look_at_a_config_leaves_no_folder(option: str, tmp_path: Path) -> None:
     assert train.main([option, f"--run.out_dir={tmp_path / 'runs'}"]) == 0
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_written_reads_back_the_same(tmp_path: Path) -> None:
+    config = parse("--optim.betas=[0.8, 0.9]", '--data.path=["tests/*.py"]', "--optim.max_norm=inf").config
+    assert config.optim.betas == (0.8, 0.9)
+    for text in (toml.to_toml(config), toml.to_toml_with_origins(toml.Loaded(config, {}))):
+        file = write(tmp_path / "config.toml", text)
+        assert parse("--config", str(file)).config == config

@@ -11,15 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.distributed.test_blocks import Operators
+from tests.distributed.test_blocks import Operators, made
 from tests.helpers import python, succeeded, tiny
 from torchtitan_lite import cpu
-from torchtitan_lite.config.schema import ActivationCheckpointingConfig, CompileConfig, ModelConfig, SpeedConfig
+from torchtitan_lite.config.schema import ModelConfig, SpeedConfig
 from torchtitan_lite.cpu import attention as by_blocks
 from torchtitan_lite.cpu import loss as in_chunks
-from torchtitan_lite.distributed.blocks import apply_activation_checkpointing, apply_compile
-from torchtitan_lite.distributed.initialize import materialize
-from torchtitan_lite.models import LossOptions, Transformer, build
+from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.models.attention import attend
 from torchtitan_lite.models.loss import IGNORE, summed_cross_entropy
 from torchtitan_lite.tools.dry_run import peak_of
@@ -27,8 +25,6 @@ from torchtitan_lite.tools.dry_run import peak_of
 LLAMA = ModelConfig(dim=48, n_heads=6, n_kv_heads=2, n_layers=2, max_seq_len=64)
 GPT = ModelConfig(family="gpt", dim=48, n_heads=4, n_layers=2, max_seq_len=64)
 extended = pytest.mark.extended
-FAST = SpeedConfig()
-PLAIN = SpeedConfig(chunked_loss=False, block_attention=False, fused_functions=False, shared_memory=False)
 
 
 @pytest.fixture(autouse=True)
@@ -54,10 +50,10 @@ def error(found: Tensor, exact: Tensor) -> float:
 # --- attention --------------------------------------------------------------------------------------------------
 
 
-def queries(length: int, dtype: torch.dtype = torch.float32, width: int = 20) -> tuple[list[Tensor], Tensor]:
-    """Queries, keys and values, (2, T, 3, E) each, and weights of a result."""
+def queries(length: int, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor]:
+    """Queries, keys and values, (2, T, 3, 20) each, and weights of a result."""
     generator = torch.Generator().manual_seed(length)
-    made = [torch.randn(2, length, 3, width, generator=generator) for _ in range(4)]
+    made = [torch.randn(2, length, 3, 20, generator=generator) for _ in range(4)]
     return [t.to(dtype) for t in made[:3]], made[3]
 
 
@@ -117,27 +113,21 @@ def test_blocks_are_used_only_where_they_are_faster(monkeypatch: pytest.MonkeyPa
 # --- loss -------------------------------------------------------------------------------------------------------
 
 
-def logits_and_targets(n: int, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor]:
-    """What goes into the output matrix, (2, n, 16), the matrix, (91, 16), and targets, (2, n), some of which do not
-    count."""
-    generator = torch.Generator().manual_seed(n)
-    x, weight = torch.randn(2, n, 16, generator=generator), torch.randn(91, 16, generator=generator)
-    targets = torch.randint(91, (2, n), generator=generator)
-    targets[:, ::5] = IGNORE
-    return [x.to(dtype), weight.to(dtype)], targets
-
-
 def plainly(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return summed_cross_entropy(F.linear(x, weight), targets)
 
 
-def in_float64(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(x, weight).flatten(0, 1), targets.flatten(), reduction="sum")
-
-
 def test_loss_in_chunks_rounds_no_more_than_the_plain_one() -> None:
-    inputs, targets = logits_and_targets(200, torch.bfloat16)
-    exact = with_gradients(lambda x, w: in_float64(x, w, targets), [t.double() for t in inputs], torch.tensor(1.0))
+    """Of 2 x 200 positions, some of which do not count, and 91 entries."""
+    torch.manual_seed(200)
+    inputs = [torch.randn(2, 200, 16).bfloat16(), torch.randn(91, 16).bfloat16()]
+    targets = torch.randint(91, (2, 200))
+    targets[:, ::5] = IGNORE
+
+    def in_float64(x: Tensor, weight: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, weight).flatten(0, 1), targets.flatten(), reduction="sum")
+
+    exact = with_gradients(in_float64, [t.double() for t in inputs], torch.tensor(1.0))
     ours = with_gradients(lambda x, w: in_chunks.chunked_cross_entropy(x, w, targets), inputs, torch.tensor(0.3))
     plain = with_gradients(lambda x, w: plainly(x, w, targets), inputs, torch.tensor(0.3))
     assert ours[0].dtype == torch.float32
@@ -176,18 +166,6 @@ def test_memory_of_the_loss_does_not_grow_with_tokens_times_vocabulary() -> None
 # --- whole models -----------------------------------------------------------------------------------------------
 
 
-def made(
-    config: ModelConfig, speed: SpeedConfig = FAST, mode: str = "none", backend: str = "", *, widen: bool = False
-) -> Transformer:
-    with torch.device("meta"):
-        model = build(config, 97, LossOptions(chunked=speed.chunked_loss))
-    cpu.apply(model, speed, widen=widen)
-    apply_activation_checkpointing(model, ActivationCheckpointingConfig.model_validate({"mode": mode}))
-    apply_compile(model, CompileConfig.model_validate({"enabled": bool(backend), "backend": backend or "eager"}))
-    materialize(model, torch.device("cpu"), 3)
-    return model
-
-
 def results(model: Transformer) -> list[Tensor]:
     """Loss and gradients."""
     tokens = torch.randint(97, (3, 61), generator=torch.Generator().manual_seed(1))
@@ -203,7 +181,7 @@ def results(model: Transformer) -> list[Tensor]:
 @pytest.mark.parametrize("backend", ["", pytest.param("aot_eager", marks=extended)])
 def test_fast_models_compute_the_same_under_the_same_names(config: ModelConfig, mode: str, backend: str) -> None:
     torch._dynamo.reset()
-    plain, fast = made(config, PLAIN), made(config, FAST, mode, backend)
+    plain, fast = made(config), made(config, mode, compiled=backend, speed=SpeedConfig())
     torch.testing.assert_close(results(fast), results(plain), rtol=2e-5, atol=2e-5)
     assert {k: v.shape for k, v in fast.state_dict().items()} == {k: v.shape for k, v in plain.state_dict().items()}
 
@@ -211,7 +189,7 @@ def test_fast_models_compute_the_same_under_the_same_names(config: ModelConfig, 
 def test_each_key_switches_one_path_off() -> None:
     def ran(**speed: bool) -> tuple[bool, bool, bool]:
         with Operators() as operators:
-            results(made(LLAMA, SpeedConfig(**speed)))
+            results(made(LLAMA, speed=SpeedConfig(**speed)))
         kernel = any("scaled_dot_product" in name for name in operators.counts)
         means = any(name.split(".")[0] == "mean" for name in operators.counts)  # of PyTorch's RMSNorm
         return kernel, operators.counts["_log_softmax"] > 0, means

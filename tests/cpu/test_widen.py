@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.cpu.test_speed import made
+from tests.distributed.test_blocks import made
 from tests.helpers import checkpoint, losses, ranks, succeeded, tiny
 from torchtitan_lite.config.schema import ModelConfig, SpeedConfig
 from torchtitan_lite.cpu import widen
@@ -41,10 +41,10 @@ def test_a_product_is_rounded_once(dtype: torch.dtype, bias: bool) -> None:
         torch.testing.assert_close(mine.double(), theirs, rtol=torch.finfo(dtype).eps, atol=1e-4)
 
 
-def model_of(family: str, *, widen: bool, chunked: bool = True, mode: str = "none", backend: str = "") -> Transformer:
+def model_of(family: str, *, widen: bool, chunked: bool) -> Transformer:
     experts: dict[str, Any] = {"n_experts": 3, "experts_per_token": 3} if family == "qwen3_moe" else {}
     config = ModelConfig(family=family, **SIZES, **experts)
-    return made(config, SpeedConfig(chunked_loss=chunked), mode, backend, widen=widen).bfloat16()
+    return made(config, speed=SpeedConfig(chunked_loss=chunked), widen=widen).bfloat16()
 
 
 class Products16(TorchDispatchMode):

@@ -76,8 +76,9 @@ def test_another_value_of_a_key_is_other_data(
 
 
 def touch(folder: Path) -> None:
+    """An older file, which is not the newest one either."""
     info = (folder / "a.csv").stat()
-    os.utime(folder / "a.csv", ns=(info.st_atime_ns, info.st_mtime_ns + 1))
+    os.utime(folder / "a.csv", ns=(info.st_atime_ns, info.st_mtime_ns - 1))
 
 
 def replace(folder: Path) -> None:

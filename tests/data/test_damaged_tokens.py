@@ -69,6 +69,9 @@ def test_ends_of_documents_that_can_not_be_are_named(folder: Path) -> None:
     expected = f"the last document ends at token {ends[-2]:,} instead of {ends[-1]:,}; "
     with pytest.raises(DataError, match=expected):
         document_ends(folder, meta, "train")
+    file.write_bytes(b"")
+    with pytest.raises(DataError, match=r"train\.idx can't be read"):
+        document_ends(folder, meta, "train")
     ends.tofile(file)
     every = [*documents(folder, meta, "train")]
     assert sum(map(len, every)) == ends[-1] - 1 - len(ends)
@@ -98,30 +101,17 @@ def test_an_index_that_can_not_be_written_or_has_no_hashes_is_named(folder: Path
         pack(folder, meta, 33, lambda _: None)
 
 
-def test_an_empty_index_of_documents_is_an_error(folder: Path) -> None:
-    meta = read_meta(folder)
-    (folder / "val.idx").write_bytes(b"")
-    with pytest.raises(DataError, match=r"val\.idx can't be read"):
-        pack(folder, meta, 32, lambda _: None)
-
-
-def test_verify_reads_the_index_of_packed_documents(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_reads_the_index_of_packed_documents_and_every_hash(folder: Path, refuses: Callable[..., str]) -> None:
+    """A start compares the spots of large files only."""
     index = pack(folder, read_meta(folder), 32, lambda _: None)
     assert main(["--verify", str(folder)]) == 0
-    file = index / "val.pieces"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    assert main(["--verify", str(folder)]) == 2
-    said = capsys.readouterr().err
-    assert f"{index}: the index of packed documents is damaged (val.pieces has changed since it was made)" in said
-    assert "prepare the text again" not in said, "the tokens are good"
-
-
-def test_verify_reads_every_hash_of_an_index(folder: Path, refuses: Callable[..., str]) -> None:
-    """A start compares the spots of large files only."""
-    file = pack(folder, read_meta(folder), 32, lambda _: None) / "hashes.json"
-    hashes = json.loads(file.read_bytes())
+    hashes = json.loads((index / "hashes.json").read_bytes())
     hashes["val.rows"]["spots"] = hashes["val.pieces"]["spots"]
-    file.write_text(json.dumps(hashes))
-    assert "the index of packed documents is damaged (val.rows has changed" in refuses("--verify", folder)
+    (index / "hashes.json").write_text(json.dumps(hashes))
+    pieces = bytearray((index / "val.pieces").read_bytes())
+    pieces[-1] ^= 1
+    (index / "val.pieces").write_bytes(pieces)
+    said = refuses("--verify", folder)
+    for name in ("val.rows", "val.pieces"):
+        assert f"{index}: the index of packed documents is damaged ({name} has changed since it was made)" in said
+    assert "prepare the text again" not in said, "the tokens are good"

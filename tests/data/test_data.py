@@ -56,38 +56,21 @@ def prepared(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- order ------------------------------------------------------------------------------------------------------
 
 
-def sample_index(i: int, n: int, seed: int) -> int:
-    """One of `sample_indices`."""
-    return int(sample_indices(np.array([i]), n, seed)[0])
-
-
 def test_each_epoch_and_each_seed_has_its_own_order() -> None:
-    orders = [
-        [sample_index(e * 100 + i, 100, seed) for i in range(100)] for e, seed in ((0, 3), (1, 3), (2, 3), (0, 4))
-    ]
-    assert all(one != other for one, other in itertools.combinations([list(range(100)), *orders], 2))
+    orders = [list(range(100))]
+    for epoch, seed in ((0, 3), (1, 3), (2, 3), (0, 4)):
+        orders.append(sample_indices(np.arange(epoch * 100, (epoch + 1) * 100), 100, seed).tolist())
+    assert all(one != other for one, other in itertools.combinations(orders, 2))
 
 
 def test_the_order_of_samples_never_changes() -> None:
     """These numbers must never change: a later version must resume a run with the same data."""
-    assert [sample_index(i, 1000, seed=0) for i in (0, 1, 2, 999, 1000, 10**15)] == [
-        745, 495, 429, 330, 84, 80,
-    ]  # fmt: skip
+    some = np.array([0, 1, 2, 999, 1000, 10**15])
+    assert sample_indices(some, 1000, seed=0).tolist() == [745, 495, 429, 330, 84, 80]
     assert [sample_indices(np.arange(2 * n), n, seed=7).tolist() for n in (2, 3)] == [[0, 1, 1, 0], [2, 1, 0, 2, 0, 1]]
 
 
 # --- batches ----------------------------------------------------------------------------------------------------
-
-
-def batches(
-    samples: SampleSource, first: int, size: int, *, world_size: int, micro_batch_size: int, seed: int
-) -> list[Batch]:
-    """The parts of a global batch, by rank."""
-    loaders = [
-        Loader(samples, micro_batch_size=micro_batch_size, rank=rank, world_size=world_size, seed=seed)
-        for rank in range(world_size)
-    ]
-    return [loader.batch(first, size) for loader in loaders]
 
 
 def rows(batch: Batch) -> list[tuple[int, ...]]:
@@ -104,7 +87,8 @@ def same_in_every_layout(samples: SampleSource) -> list[MicroBatch]:
     """Each layout of a global batch has the same samples, but for padding. Returns the micro-batches of all."""
     whole, found = samples.draw(np.arange(7, 17), 3), []
     for world_size, micro_batch_size in ((1, 10), (2, 3), (3, 2), (4, 1), (64, 5)):
-        parts = batches(samples, 7, 10, world_size=world_size, micro_batch_size=micro_batch_size, seed=3)
+        given = {"micro_batch_size": micro_batch_size, "world_size": world_size, "seed": 3}
+        parts = [Loader(samples, rank=rank, **given).batch(7, 10) for rank in range(world_size)]
         micros = [micro for one in zip(*(batch.micro_batches for batch in parts), strict=True) for micro in one]
         assert {len(micro.tokens) for micro in micros} == {micro_batch_size}
         assert {batch.global_tokens for batch in parts} == {(whole.targets != IGNORE).sum()}
@@ -143,15 +127,7 @@ def test_blocks_of_a_file_are_its_text(tmp_path: Path) -> None:
     assert "".join(blocks) == text
     assert max(len(block.encode()) for block in blocks) <= 64 * 1024
     assert len(blocks) >= 16
-
-
-def test_tokens_decode_to_the_text(prepared: Path, text: Path) -> None:
-    meta = read_meta(prepared)
-    blocks = decoded(prepared, "train") + decoded(prepared, "val")
-    assert sorted(blocks) == sorted(texts_of(find(str(text))))
-    assert meta.text_bytes == sum(file.stat().st_size for file in text.iterdir())
-    assert meta.documents == len(blocks)
-    assert meta.val_tokens > 0
+    assert sum(len(block.encode()) > found.block - 4 for block in blocks) >= 5, "those of the long line are full"
 
 
 def test_the_default_text_is_all_of_the_standard_library_but_its_tests() -> None:
@@ -175,16 +151,6 @@ def test_preparing_is_deterministic_and_ranks_wait_for_each_other(text: Path, tm
     again = make(text, tmp_path / "b")
     for name in ("meta.json", "tokenizer.json", "train.bin", "val.bin", "train.idx"):
         assert (again / name).read_bytes() == (next(iter(folders)) / name).read_bytes(), name
-
-
-def test_what_a_killed_process_left_is_not_used(text: Path, tmp_path: Path) -> None:
-    folder = make(text, tmp_path)
-    before = (folder / "train.bin").read_bytes()
-    beside = folder.rename(folder.with_name(f"{folder.name}.partial"))
-    (beside / "meta.json").write_text("{")
-    (beside / "train.bin").write_bytes(b"half of it")
-    assert make(text, tmp_path) == folder
-    assert (folder / "train.bin").read_bytes() == before
 
 
 def test_neither_split_is_ever_empty(tmp_path: Path) -> None:

@@ -1,9 +1,8 @@
 """Mixtures, packing and prefetching of prepared data."""
 
 import json
-import re
-import shutil
 import threading
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +28,6 @@ from torchtitan_lite.data.samples import Samples
 from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.models.loss import IGNORE
-from torchtitan_lite.run.console import seen_of_sources
 from torchtitan_lite.scoring.validation import Validation
 from torchtitan_lite.tools.report.page import page
 from torchtitan_lite.tools.report.runs import read_run
@@ -92,26 +90,6 @@ def test_round_weights_make_a_short_table() -> None:
         mixed([3, 1e-6])
 
 
-def test_each_source_has_its_own_epochs(folders: dict[str, Path]) -> None:
-    config = DataConfig(sources={str(folders["typing"]): 0.5, str(folders["tar"]): 0.3, str(folders["lines"]): 0.2})
-    data = prepare_all(config, TokenizerConfig(), print)
-    mixture = open_samples(data, "train", Config(data=config, train=TrainConfig(seq_len=32)))
-    n = 40 * mixture.n_samples
-    consumed = mixture.consumed(n)
-    for source, count, share in zip(mixture.sources, consumed, (0.5, 0.3, 0.2), strict=True):
-        assert count == pytest.approx(n * share, abs=1)
-        assert count > source.n_samples
-    which, numbers = mixture.locate(np.arange(n))
-    for k, source in enumerate(mixture.sources):
-        drawn = source.indices(numbers[which == k], seed=1)
-        epochs = [drawn[i : i + source.n_samples].tolist() for i in range(0, len(drawn), source.n_samples)]
-        in_file_order = list(range(source.n_samples))
-        assert all(sorted(epoch) == in_file_order for epoch in epochs[:-1])
-        assert len({tuple(epoch) for epoch in [in_file_order, *epochs]}) == len(epochs) + 1, "an order is repeated"
-    seen = seen_of_sources(mixture, n)
-    assert [s["tokens"] for s in seen.values()] == [count * 32 for count in consumed]
-
-
 def test_a_sample_of_a_mixture_is_the_next_one_of_its_source(folders: dict[str, Path]) -> None:
     """Of packed sources, whose samples have other numbers of targets and other beginnings."""
     config = DataConfig(sources={str(folders["lines"]): 3, str(folders["typing"]): 2}, packing="best_fit")
@@ -126,6 +104,8 @@ def test_a_sample_of_a_mixture_is_the_next_one_of_its_source(folders: dict[str, 
             assert (getattr(drawn, name)[i] == getattr(own, name)[0]).all(), (i, name)
         assert one.n_targets(number, 1) == (own.targets != IGNORE).sum()
         had[source] += 1
+    assert mixture.consumed(n) == had
+    assert max(h / s.n_samples for h, s in zip(had, mixture.sources, strict=True)) > 1, "into a second epoch"
     assert mixture.n_targets(np.arange(n), 1) == (drawn.targets != IGNORE).sum()
     same_in_every_layout(mixture)
 
@@ -139,16 +119,9 @@ def test_sources_need_one_tokenizer(text: Path, folders: dict[str, Path], tmp_pa
         prepare_all(DataConfig(path=str(other)), TokenizerConfig(path=str(folders["tar"] / "tokenizer.json")), print)
 
 
-def test_invalid_mixtures_are_errors(folders: dict[str, Path]) -> None:
-    tar = str(folders["tar"])
-    for values, expected in (
-        ({"data.path": [tar, "tests"]}, r"is a prepared folder, which can't be in a list"),
-        ({"data.path": tar, "data.sources": {tar: 1.0}}, r"data\.path and data\.sources are both set"),
-        ({"data.sources": {tar: 0.0}}, r"data\.sources=.*should be greater than 0"),
-        ({"data.sources": {"nowhere": 1.0}}, r"data\.sources: nothing found at nowhere"),
-    ):
-        with pytest.raises(ConfigError, match=expected):
-            load(None, values)
+def test_a_prepared_folder_in_a_list_is_an_error(folders: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match=r"is a prepared folder, which can't be in a list"):
+        load(None, {"data.path": [str(folders["tar"]), "tests"]})
 
 
 def test_validation_is_mixed_as_well_and_repeats_nothing(folders: dict[str, Path]) -> None:
@@ -203,41 +176,21 @@ def test_a_run_on_a_mixture_reports_each_source_and_resumes_only_with_the_same(
     assert paths[1] in other.stderr
 
 
-def test_data_that_changed_before_a_resume_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
-    data = shutil.copytree(folders["tar"], tmp_path / "mine")
-    command = tiny(data, tmp_path, run__name="run", train__steps=4)
-    succeeded(ranks(1, *command))
-    before = read_meta(data).tokens_sha256[:8]
-    data.rename(tmp_path / "before")
-    shutil.copytree(folders["typing"], data)
-    refused = ranks(1, *command, "--train.steps=6")
-    assert refused.returncode == 2
-    assert re.search(rf"data is {before}\S+ in the checkpoint and {read_meta(data).tokens_sha256[:8]}", refused.stderr)
-
-
 # --- packing ----------------------------------------------------------------------------------------------------
 
 
 def test_packed_sequences_hold_whole_documents(folders: dict[str, Path]) -> None:
-    folder = folders["lines"]
-    samples = PackedSamples(folder, "train", 64)
+    folder, samples = folders["lines"], PackedSamples(folders["lines"], "train", 64)
     drawn = samples.draw(np.arange(samples.n_samples), None)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    end = read_meta(folder).end_token
-    found = []
-    for tokens, targets, begins in zip(drawn.tokens, drawn.targets, drawn.begins, strict=True):
-        n = int((targets != IGNORE).sum())
-        assert (targets[n:] == IGNORE).all(), "padding comes last"
-        for piece in np.split(np.arange(n), np.flatnonzero(begins[:n])[1:]):
-            assert tokens[piece][1:].tolist() == targets[piece][:-1].tolist()
-            if tokens[piece][0] == end and targets[piece][-1] == end:
-                found.append(tokenizer.decode(targets[piece][:-1].tolist()))
-    documents = decoded(folder, "train")
-    assert sorted(found) == sorted(d for d in documents if len(tokenizer.encode(d).ids) < 64)
-    assert len(found) > 0.98 * len(documents)
-    valid = samples.n_targets(np.arange(samples.n_samples), None)
-    assert valid == int((drawn.targets != IGNORE).sum()) == len(stream_of(folder, "train")) - 1, "something was dropped"
-    assert valid / drawn.targets.size > 0.98, "more padding than it takes"
+    known = drawn.targets != IGNORE
+    assert samples.n_targets(np.arange(samples.n_samples), None) == known.sum() == len(stream_of(folder, "train")) - 1
+    assert known.mean() > 0.98, "more padding than it takes"
+    tokenizer, end = Tokenizer.from_file(str(folder / "tokenizer.json")), read_meta(folder).end_token
+    found = Counter[str]()
+    for tokens, targets in zip(drawn.tokens, drawn.targets, strict=True):
+        text = tokenizer.decode(targets[targets != IGNORE].tolist(), skip_special_tokens=False)
+        found.update(text.split("<|endoftext|>")[int(tokens[0] != end) : -1])  # without pieces of a longer one
+    assert not Counter(d for d in decoded(folder, "train") if len(tokenizer.encode(d).ids) < 64) - found
 
 
 def test_positions_begin_again_with_each_document(folders: dict[str, Path], tmp_path: Path) -> None:

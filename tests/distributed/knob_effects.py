@@ -1,13 +1,13 @@
 """Observes the effect of each knob: the number and order of collectives, dtypes, bytes.
 
-Each effect is called on all ranks of a process group, by knob_worker.py, with a function that builds a training
-from [fsdp] keys and the like, on top of a three-layer model.
+Each effect is called by test_knob_effects.py, as rank 0 of a world without peers or, if it needs numbers, on two ranks,
+with a function that builds a training from [fsdp] keys and the like, on top of a three-layer model.
 """
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -59,23 +59,20 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 class _Written:
     """A collective of one group, written down: FSDP's all-gather or reduce-scatter."""
 
-    def __init__(self, what: str, group: str, events: list[Event]) -> None:
-        self.what, self.group, self.events = what, group, events
+    def __init__(self, collective: Callable[..., Any], write: Callable[[Any, Tensor], None]) -> None:
+        self.collective, self.write = collective, write
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, **more: Any) -> Any:
-        self.events.append(Event(self.what, self.group, group.size(), input_tensor.dtype))
-        collective = all_gather if self.what == "gather" else reduce_scatter
-        return collective(output_tensor, input_tensor, group=group, **more)
+        self.write(group, input_tensor)
+        return self.collective(output_tensor, input_tensor, group=group, **more)
 
 
-@contextmanager
-def recorded(t: Session) -> Iterator[list[Event]]:
-    """What happens in here, in order."""
+def events_of_a_step(t: Session) -> list[Event]:
+    """What happens in one step, in order."""
     events: list[Event] = []
-    handles = []
 
     def computes(name: str) -> Callable[..., None]:
         def after(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
@@ -84,43 +81,32 @@ def recorded(t: Session) -> Iterator[list[Event]]:
 
         return after
 
+    def issues(what: str, name: str) -> Callable[..., None]:
+        return lambda group, tensor: events.append(Event(what, name, group.size(), tensor.dtype))
+
     def begins(name: str) -> Callable[..., None]:
         return lambda *_: events.append(Event("forward", name))
 
     for group in groups_of(t.trained.model, t.config.fsdp):
         state = group.modules[0]
         assert isinstance(state, FSDPModule)
-        state.set_custom_all_gather(_Written("gather", group.name, events))  # type: ignore[arg-type]
-        state.set_custom_reduce_scatter(_Written("reduce", group.name, events))  # type: ignore[arg-type]
+        state.set_custom_all_gather(_Written(all_gather, issues("gather", group.name)))  # type: ignore[arg-type]
+        state.set_custom_reduce_scatter(_Written(reduce_scatter, issues("reduce", group.name)))  # type: ignore[arg-type]
         # FSDP's own hooks are called before these: what a forward waits for is written down before it
-        handles.append(group.modules[0].register_forward_pre_hook(begins(group.name)))
-        handles.append(group.modules[-1].register_forward_hook(computes(group.name)))
-    honest = dist.all_reduce
+        group.modules[0].register_forward_pre_hook(begins(group.name))
+        group.modules[-1].register_forward_hook(computes(group.name))
+    honest, batch = dist.all_reduce, Loader.batch
 
     def all_reduce(tensor: Tensor, **kwargs: Any) -> Any:
         if group := kwargs.get("group"):  # of FSDP; the loss is summed over the default group
             events.append(Event("all-reduce", "", group.size(), tensor.dtype))
         return honest(tensor, **kwargs)
 
-    batch = Loader.batch
-    dist.all_reduce = all_reduce  # type: ignore[assignment]
-
     def recorded_batch(self: Loader, first: int, size: int) -> Batch:
         events.append(Event("batch"))
         return batch(self, first, size)
 
-    Loader.batch = recorded_batch  # type: ignore[method-assign]
-    try:
-        yield events
-    finally:
-        dist.all_reduce = honest
-        Loader.batch = batch  # type: ignore[method-assign]
-        for handle in handles:
-            handle.remove()
-
-
-def events_of_a_step(t: Session) -> list[Event]:
-    with recorded(t) as events:
+    with patch.object(dist, "all_reduce", all_reduce), patch.object(Loader, "batch", recorded_batch):
         train.train_step(t, 1)
     return events
 
@@ -220,33 +206,25 @@ def matrices_are_split_by_columns_where_a_pattern_matches(build: Build) -> None:
 # --- reduce-scatters --------------------------------------------------------------------------------------------
 
 
-class _Buffers(_Written):
-    """Counts the inputs of reduce-scatters that exist at each one, and keeps their process groups."""
-
-    def __init__(self) -> None:
-        super().__init__("reduce", "", [])
-        self.inputs: list[Any] = []
-        self.alive: list[int] = []
-        self.groups: set[Any] = set()
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, **more: Any) -> Any:
-        self.inputs.append(weakref.ref(input_tensor.untyped_storage()))
-        self.alive.append(sum(buffer() is not None for buffer in self.inputs))
-        self.groups.add(group)
-        return super().__call__(output_tensor, input_tensor, group, **more)
-
-
 def reduce_scatters_have_buffers_and_a_group_of_their_own(build: Build) -> None:
     for buffers, separate in ((1, False), (1, True), (2, False), (3, True)):
         keys = {"separate_reduce_scatter_group": separate, "reduce_scatter_buffers": buffers}
         t = build(**{f"fsdp__{key}": value for key, value in keys.items()}, speed__shared_memory=False)
-        comm = _Buffers()
+        inputs: list[Any] = []
+        alive: list[int] = []  # inputs of reduce-scatters that exist at each one
+        groups = set()
+
+        def write(group: Any, tensor: Tensor, inputs: Any = inputs, alive: Any = alive, groups: Any = groups) -> None:
+            inputs.append(weakref.ref(tensor.untyped_storage()))
+            alive.append(sum(buffer() is not None for buffer in inputs))
+            groups.add(group)
+
         for module in t.trained.model.modules():
             if isinstance(module, FSDPModule):
-                module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]
+                module.set_custom_reduce_scatter(_Written(reduce_scatter, write))  # type: ignore[arg-type]
         train.train_step(t, 1)
-        assert max(comm.alive) == buffers, (buffers, comm.alive)
-        (group,) = comm.groups
+        assert max(alive) == buffers, (buffers, alive)
+        (group,) = groups
         mesh = next(p.device_mesh for p in t.trained.model.parameters() if isinstance(p, DTensor))
         assert (group == mesh.get_group()) != separate
 
@@ -581,44 +559,41 @@ def muon_exchanges_each_shape_twice_a_step(build: Build) -> None:
         assert all(keys == {"exp_avg", "exp_avg_sq"} for name, keys in kept.items() if name not in matrices)
 
 
-@dataclass(frozen=True)
-class Effect:
-    """A case, and how many ranks it needs."""
-
-    ranks: int
-    run: Callable[[Build], None]
-
-
-_ON_4 = (
-    reshard_to_some_ranks_gathers_over_them_in_backward,
-    copies_of_shards_reduce_within_and_then_between,
-    all_reduce_last_reduces_between_copies_once_a_step,
-    without_shards_every_rank_holds_everything,
-    matrices_are_split_by_columns_where_a_pattern_matches,
-)
-_ON_2 = (
-    reshard_after_forward_gathers_twice_or_once,
-    several_blocks_are_gathered_and_reduced_as_one_group,
-    reshard_after_backward_keeps_what_was_gathered_until_the_step_ends,
-    gradients_are_summed_with_every_micro_batch_or_the_last,
-    reduce_scatters_have_buffers_and_a_group_of_their_own,
-    all_gathers_are_issued_as_far_ahead_as_promised,
-    the_first_all_gather_is_issued_before_the_batch_is_fetched,
+# by the number of ranks
+EFFECTS: dict[int, tuple[Callable[[Build], None], ...]] = {
+    4: (
+        reshard_to_some_ranks_gathers_over_them_in_backward,
+        copies_of_shards_reduce_within_and_then_between,
+        all_reduce_last_reduces_between_copies_once_a_step,
+        without_shards_every_rank_holds_everything,
+        matrices_are_split_by_columns_where_a_pattern_matches,
+    ),
+    2: (
+        reshard_after_forward_gathers_twice_or_once,
+        several_blocks_are_gathered_and_reduced_as_one_group,
+        reshard_after_backward_keeps_what_was_gathered_until_the_step_ends,
+        gradients_are_summed_with_every_micro_batch_or_the_last,
+        reduce_scatters_have_buffers_and_a_group_of_their_own,
+        all_gathers_are_issued_as_far_ahead_as_promised,
+        the_first_all_gather_is_issued_before_the_batch_is_fetched,
+        pinned_memory_is_asked_for_unless_it_is_switched_off,
+        computation_communication_and_sums_have_their_dtypes,
+        the_first_layer_can_stay_in_float32,
+        what_groups_hand_on_can_stay_in_float32,
+        cast_forward_inputs_casts_the_rotary_tables_as_well,
+        an_override_has_to_match_a_group_as_a_whole,
+        tied_ends_are_one_group_and_gathered_once,
+        frozen_parameters_have_no_gradient_and_no_state,
+        muon_exchanges_each_shape_twice_a_step,
+        blocks_are_checkpointed_and_compiled_as_configured,
+        many_kinds_of_blocks_can_be_compiled_and_validated,
+    ),
+}
+# those that need what the other rank computes, or its time
+OF_TWO_PROCESSES: tuple[Callable[[Build], None], ...] = (
     on_the_cpu_explicit_all_gathers_run_beside_the_computation,
-    pinned_memory_is_asked_for_unless_it_is_switched_off,
-    computation_communication_and_sums_have_their_dtypes,
-    the_first_layer_can_stay_in_float32,
-    what_groups_hand_on_can_stay_in_float32,
-    cast_forward_inputs_casts_the_rotary_tables_as_well,
-    an_override_has_to_match_a_group_as_a_whole,
     an_overflow_is_a_counted_skip_and_too_many_stop_the_run,
     the_scale_grows_when_nothing_overflows_and_survives_a_checkpoint,
     a_loss_that_is_not_finite_stops_a_float16_run,
     small_gradients_survive_float16_because_the_loss_is_scaled,
-    tied_ends_are_one_group_and_gathered_once,
-    frozen_parameters_have_no_gradient_and_no_state,
-    muon_exchanges_each_shape_twice_a_step,
-    blocks_are_checkpointed_and_compiled_as_configured,
-    many_kinds_of_blocks_can_be_compiled_and_validated,
 )
-EFFECTS = {run.__name__: Effect(ranks, run) for ranks, runs in ((2, _ON_2), (4, _ON_4)) for run in runs}

@@ -19,15 +19,25 @@ from torchtitan_lite.config.schema import (
 )
 from torchtitan_lite.distributed.blocks import apply_activation_checkpointing, apply_compile
 from torchtitan_lite.distributed.initialize import materialize, require_initialised
-from torchtitan_lite.models import Transformer, build
+from torchtitan_lite.models import LossOptions, Transformer, build
 
 LLAMA = ModelConfig(dim=64, n_heads=4, n_layers=4, max_seq_len=64)
 GPT = ModelConfig(family="gpt", dim=64, n_heads=4, n_layers=4, max_seq_len=64, dropout=0.1)
+PLAIN = SpeedConfig(chunked_loss=False, block_attention=False, fused_functions=False, shared_memory=False)
 
 
-def made(config: ModelConfig = LLAMA, mode: str = "none", every: int = 1, compiled: str = "") -> Transformer:
+def made(
+    config: ModelConfig = LLAMA,
+    mode: str = "none",
+    every: int = 1,
+    compiled: str = "",
+    *,
+    speed: SpeedConfig = PLAIN,
+    widen: bool = False,
+) -> Transformer:
     with torch.device("meta"):
-        model = build(config, 97)
+        model = build(config, 97, LossOptions(chunked=speed.chunked_loss))
+    cpu.apply(model, speed, widen=widen)
     settings: dict[str, Any] = {"mode": mode, "every": every}
     apply_activation_checkpointing(model, ActivationCheckpointingConfig.model_validate(settings))
     apply_compile(model, CompileConfig.model_validate({"enabled": bool(compiled), "backend": compiled or "eager"}))

@@ -3,14 +3,12 @@
 import json
 import os
 import re
-import shlex
 import signal
-import socket
 import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,9 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.faults.machines import ENV, Soak
 from tests.forkserver import free_port
-from tests.helpers import HANGS_S, ROOT, losses, python, ranks, records, succeeded, tiny, until
+from tests.helpers import HANGS_S, ROOT, losses, python, ranks, records, succeeded, tiny
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.errors import EXIT_WOULD_REPEAT, UserError
 from torchtitan_lite.process import LARGE, connect_lazily
@@ -27,7 +26,6 @@ from torchtitan_lite.run import attempts
 
 LAZY = "TORCH_GLOO_LAZY_INIT"
 DOC = (ROOT / "docs/cluster.md").read_text()
-ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 def agents(command: list[str], fault: str) -> list[subprocess.Popen[str]]:
@@ -62,11 +60,11 @@ def test_a_large_world_connects_lazily_and_may_open_as_many_files_as_the_system_
 
 
 def test_ranks_that_connect_lazily_train_save_and_resume_as_others_do(text: Path, tmp_path: Path) -> None:
-    more = {"speed__shared_memory": False, "train__global_batch_size": 4, "eval__every": 0, "optim__warmup_steps": 1}
+    more = {"speed__shared_memory": False, "eval__every": 0, "optim__warmup_steps": 1}
     saves = {"checkpoint__async_save": True, "checkpoint__state_dict": "sharded"}
     for name, lazy, steps, keys in (("at-once", "0", 3, {}), ("lazy", "1", 2, saves), ("lazy", "1", 3, saves)):
         given = tiny(text, tmp_path, run__name=name, **(more | keys | {"train__steps": steps}))
-        said = succeeded(ranks(4, *given, "--optim.schedule=constant", env={LAZY: lazy}))
+        said = succeeded(ranks(3, *given, "--optim.schedule=constant", env={LAZY: lazy}))
     assert "resumed after step 2" in said
     assert losses(tmp_path / "lazy") == losses(tmp_path / "at-once")
 
@@ -113,18 +111,22 @@ def test_machines_that_do_not_run_the_same_are_named(text: Path, tmp_path: Path)
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
+def write_programs(folder: Path, **contents: str) -> None:
+    """Executable bash scripts."""
+    for name, content in contents.items():
+        (folder / name).write_text(f"#!/bin/bash\n{content}\n")
+        (folder / name).chmod(stat.S_IRWXU)
+
+
 @pytest.fixture
 def slurm(tmp_path: Path) -> dict[str, str]:
     """An environment in which srun and scontrol are stand-ins: srun runs its command here, scontrol writes down."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name, content in {
-        "srun": 'while [[ "$1" == --* ]]; do shift; done; echo $$ > "$SRUN_PID"; exec "$@"',
-        "scontrol": 'if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >> "$REQUEUED"; fi',
-    }.items():
-        (programs / name).write_text(f"#!/bin/bash\n{content}\n")
-        (programs / name).chmod(stat.S_IRWXU)
-    return os.environ | ENV | {
+    srun = 'while [[ "$1" == --* ]]; do shift; done; echo $$ > "$SRUN_PID"; exec "$@"'
+    scontrol = 'if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >> "$REQUEUED"; fi'
+    write_programs(programs, srun=srun, scontrol=scontrol)
+    return ENV | {
         "PATH": f"{programs}:{os.environ['PATH']}", "PYTHON": sys.executable, "NPROC": "1",
         "SLURM_SUBMIT_DIR": str(ROOT), "LOGS": str(tmp_path),
         "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "here", "PORT": str(free_port()),
@@ -164,8 +166,8 @@ def test_the_slurm_script_puts_a_preempted_job_back_into_the_queue(
     assert "the nearest known one is train.steps" in bad.stderr
 
 
-PLAYED = """#!/bin/bash
 # plays $PYTHON: the check before and after a launch, a launch that may write a status, everything else by the real one
+PLAYED = """
 case "$*" in
 *--check-config*)
   echo "the configuration is fine; its run is in $RUN"
@@ -175,173 +177,104 @@ case "$*" in
   [ -z "$STATUS" ] || echo "{\\"status\\": \\"$STATUS\\", \\"time\\": $(date +%s.%N)}" > "$RUN/run.json"
   exit "$CODE" ;;
 *) exec "$REAL" "$@" ;;
-esac
-"""
+esac"""
 
 
-@pytest.mark.parametrize(("before", "status", "code", "check", "expected", "requeued"), [
+@pytest.mark.parametrize(("before", "status", "code", "check", "requeued"), [
     # a status that an earlier attempt has left: this one has died before it could write its own
-    pytest.param("preempted", "", 1, 0, 0, True, marks=pytest.mark.extended),
-    pytest.param("complete", "", 1, 0, 0, True, marks=pytest.mark.extended),
+    pytest.param("preempted", "", 1, 0, True, marks=pytest.mark.extended),
+    pytest.param("complete", "", 1, 0, True, marks=pytest.mark.extended),
     # this attempt's
-    ("complete", "failed", 1, 0, 0, True),
-    pytest.param("preempted", "running", 137, 0, 0, True, marks=pytest.mark.extended),
-    ("failed", "preempted", 1, 0, 0, True),
-    pytest.param("failed", "complete", 1, 0, 0, False, marks=pytest.mark.extended),
-    pytest.param("failed", "", 0, 0, 0, False, marks=pytest.mark.extended),  # a dry run
+    ("complete", "failed", 1, 0, True),
+    pytest.param("preempted", "running", 137, 0, True, marks=pytest.mark.extended),
+    ("failed", "preempted", 1, 0, True),
+    pytest.param("failed", "complete", 1, 0, False, marks=pytest.mark.extended),
+    pytest.param("failed", "", 0, 0, False, marks=pytest.mark.extended),  # a dry run
     # a failure that would repeat
-    pytest.param("running", "failed", 1, 3, 3, False, marks=pytest.mark.extended),
-    pytest.param("running", "", 1, 2, 2, False, marks=pytest.mark.extended),
+    pytest.param("running", "failed", 1, 3, False, marks=pytest.mark.extended),
+    pytest.param("running", "", 1, 2, False, marks=pytest.mark.extended),
 ])  # fmt: skip
 def test_the_slurm_script_requeues_what_may_go_better(
     before: str,
     status: str,
     code: int,
     check: int,
-    expected: int,
     requeued: bool,
     slurm: dict[str, str],
     tmp_path: Path,
 ) -> None:
     """By the status of this attempt only. Three failures since the last stop that saved end the job."""
-    python = tmp_path / "bin/played-python"
-    python.write_text(PLAYED)
-    python.chmod(stat.S_IRWXU)
+    write_programs(tmp_path / "bin", python=PLAYED)
     (tmp_path / "run").mkdir()
-    env = slurm | {
-        "PYTHON": str(python),
-        "REAL": sys.executable,
-        "RUN": str(tmp_path / "run"),
-        "FAILURES": "2",
-        "STATUS": status,
-    }
-    env |= {"CODE": str(code), "CHECK": str(check)}
+    env = slurm | {"PYTHON": "python", "REAL": sys.executable, "RUN": str(tmp_path / "run"), "FAILURES": "2"}
+    env |= {"STATUS": status, "CODE": str(code), "CHECK": str(check)}
     for times in range(1, 5):
         (tmp_path / "run/launched").unlink(missing_ok=True)
         (tmp_path / "run/run.json").write_text(json.dumps({"status": before, "time": time.time() - 5}))
         result = sbatch(env, "--run.name=run")
         assert f"is: {status or 'unknown'} (exit code {code})" in result.stdout
         ends = times > 2 and status not in ("preempted", "complete") and code and not check
-        assert result.returncode == (1 if ends else expected), result.stdout + result.stderr
+        assert result.returncode == (1 if ends else check), result.stdout + result.stderr
         queue = tmp_path / "requeued"
         assert queue.exists() == (requeued and not ends)
         queue.unlink(missing_ok=True)
 
 
-class Nodes:
-    """Machines by name: a store, and torchruns on this one with the commands of docs/cluster.md."""
-
-    def __init__(self, folder: Path, options: list[str], most: int) -> None:
-        port = str(free_port())
-        store, launch = re.findall(r"^(python -c .*|TORCH_DISABLE.* torchrun .*)$", DOC, re.M)
-        for name, place in {
-            " torchrun ": f" {sys.executable} -m torch.distributed.run --local-addr 127.0.0.1 ",
-            "node0:29400": f"127.0.0.1:{port}",
-            "--nnodes 1:4": f"--nnodes 1:{most}",
-            "--nproc-per-node 8": "--nproc-per-node 1",
-            " --config configs/llama_8b.toml": "",
-        }.items():
-            assert name in launch
-            launch = launch.replace(name, place)
-        self._command = f"exec env {launch} {shlex.join(options)}"
-        self.run, self._said = folder / "mine", folder / "said.txt"
-        self.alive: dict[str, subprocess.Popen[bytes]] = {}
-        self._start("store", "exec " + store.replace("python", sys.executable, 1).replace("29400", port))
-        until(lambda: not socket.socket().connect_ex(("127.0.0.1", int(port))), "the store")
-
-    def _start(self, name: str, line: str) -> None:
-        with self._said.open("ab") as out:
-            self.alive[name] = subprocess.Popen(["sh", "-c", line], cwd=ROOT, env=ENV, stdout=out, stderr=out)
-
-    def start(self, name: str, *options: str) -> None:
-        self._start(name, f"{self._command} {shlex.join(options)}")
-
-    def end(self, name: str, how: signal.Signals) -> None:
-        node = self.alive.pop(name)
-        node.send_signal(how)
-        node.wait(HANGS_S)
-
-    def trains(self, world_size: int) -> attempts.Attempt:
-        """Wait for four steps of a new attempt with this world size."""
-        before = self.attempts
-
-        def found() -> attempts.Attempt | None:
-            codes = {name: node.poll() for name, node in self.alive.items()}
-            assert not any(code is not None for code in codes.values()), f"{codes}\n{self._said.read_text()[-5000:]}"
-            last = attempts.read(self.run)[-1] if (self.run / "attempts.jsonl").exists() else None
-            if last is None or last.attempt == before or last.world_size != world_size:
-                return None
-            return last if sum(r["attempt"] == last.attempt for r in records(self.run) if "loss" in r) >= 4 else None
-
-        last: attempts.Attempt = until(found, f"a world of {world_size}")
-        return last
-
-    @property
-    def attempts(self) -> int:
-        return len(attempts.read(self.run)) if (self.run / "attempts.jsonl").exists() else 0
-
-    def said(self) -> str:
-        return self._said.read_text()
-
-    def close(self) -> None:
-        for node in self.alive.values():
-            node.kill()
-            node.wait(HANGS_S)
-
-
 @pytest.fixture
-def nodes(text: Path, tmp_path: Path) -> Iterator[Callable[..., Nodes]]:
-    made = []
-
-    def make(most: int, **keys: Any) -> Nodes:
-        plain = {"train__steps": 100_000, "optim__schedule": "constant", "checkpoint__every": 2, "eval__every": 0}
-        made.append(Nodes(tmp_path, tiny(text, tmp_path, **plain | keys), most))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
+def soak(text: Path, tmp_path: Path) -> Iterator[Soak]:
+    """Machines by the commands of docs/cluster.md: two at a time, and a spare."""
+    soak = Soak(tmp_path, text, 1, 3, checkpoint__every=2)
+    yield soak
+    soak.close()
 
 
 @pytest.mark.extended
-def test_machines_join_and_leave_and_a_spare_takes_over(nodes: Callable[..., Nodes]) -> None:
+def test_machines_join_and_leave_and_a_spare_takes_over(soak: Soak) -> None:
     """The first machine is lost: the spare replaces it. Each step is made once, or again from the last checkpoint."""
-    machines = nodes(2)
-    machines.start("node0")
-    first = machines.trains(1)
-    machines.start("node1")
-    joined = machines.trains(2)
-    assert attempts.read(machines.run)[0].last_step == joined.step > first.step, "no step is repeated"
-    machines.start("spare")
-    machines.end("node0", signal.SIGKILL)
-    lost = machines.trains(2)
+
+    def trains(world_size: int) -> attempts.Attempt:
+        """Wait for four steps of a new attempt with this world size."""
+        before = soak.newest()[0]
+
+        def made() -> int:
+            attempt, *_, size = soak.newest()
+            return (size == world_size) * sum(a == attempt for a, _ in soak.steps() if attempt > before)
+
+        soak.until(lambda: made() >= 4, f"a world of {world_size}")
+        return attempts.read(soak.run)[-1]
+
+    a, b, spare = soak.machines.values()
+    a.start()
+    first = trains(1)
+    b.start()
+    joined = trains(2)
+    assert attempts.read(soak.run)[0].last_step == joined.step > first.step, "no step is repeated"
+    spare.start()
+    a.kill()
+    lost = trains(2)
     assert lost.step % 2 == 0, "from a checkpoint"
-    machines.end("node1", signal.SIGTERM)
-    left = machines.trains(1)
-    assert attempts.read(machines.run)[-2].last_step == left.step, "no step is repeated"
-    machines.end("spare", signal.SIGTERM)
-    about = json.loads((machines.run / "run.json").read_text())
+    soak.stop("b")
+    left = trains(1)
+    assert attempts.read(soak.run)[-2].last_step == left.step, "no step is repeated"
+    soak.stop("c")
+    assert soak.restarts == 0
+    about = json.loads((soak.run / "run.json").read_text())
     assert about["status"] == "preempted"
-    assert [r["step"] for r in records(machines.run) if "loss" in r] == list(range(1, about["step"] + 1))
+    assert [r["step"] for r in records(soak.run) if "loss" in r] == list(range(1, about["step"] + 1))
 
 
 def test_machines_agree_on_the_next_id_after_one_is_closed(tmp_path: Path) -> None:
     """By the loop of the page, with stand-ins. A torchrun that was killed, signalled or has failed closes no id."""
     (loop,) = re.findall(r"^set -o pipefail\nuntil n=.*?^done$", DOC, re.M | re.S)
     script = loop.replace("torchrun ...", "./torchrun").replace(" ... 2>&1", " 2>&1").replace("/tmp/", "")
-    programs = {
-        "torchrun": 'echo "$2" >> ids; set -- $(sed -n "$(wc -l < ids)p" ends); echo "x.$2: closed"; exit $1',
-        "loop": script.replace("python train.py", "./train.py"),
-        "train.py": 'exit "$(cat check)"',
-    }
+    torchrun = 'echo "$2" >> ids; set -- $(sed -n "$(wc -l < ids)p" ends); echo "x.$2: closed"; exit $1'
+    loop = script.replace("python train.py", "./train")
+    write_programs(tmp_path, torchrun=torchrun, loop=loop, train='exit "$(cat check)"')
     (tmp_path / "runs").mkdir()
     closed = "RendezvousClosedError"
     ends = ["137", "1", f"1 {closed}", "1 Error", f"1 {closed}", "0", f"1 {closed}", "134", "0", "1 Error", "1 Error"]
     (tmp_path / "ends").write_text("\n".join(ends))
     (tmp_path / "check").write_text("0")
-    for name, content in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{content}\n")
-        (tmp_path / name).chmod(stat.S_IRWXU)
 
     def loop_ends() -> list[str]:
         subprocess.run(["./loop"], cwd=tmp_path, check=False, timeout=HANGS_S)
@@ -360,15 +293,16 @@ def test_machines_agree_on_the_next_id_after_one_is_closed(tmp_path: Path) -> No
     (["--train.step=3"], "the nearest known one is train.steps"),
     (["--optim.lr=1e30", "--optim.warmup_steps=0"], "not finite"),
 ])  # fmt: skip
-def test_a_failure_that_would_repeat_ends_torchrun(wrong: list[str], said: str, nodes: Callable[..., Nodes]) -> None:
+def test_a_failure_that_would_repeat_ends_torchrun(wrong: list[str], said: str, soak: Soak) -> None:
     """Though it has a thousand restarts left."""
-    machines = nodes(1)
-    machines.start("node0", *wrong)
-    assert machines.alive.pop("node0").wait(HANGS_S) == 1
-    printed = machines.said()
+    machine = soak.machines["a"]
+    machine.start(*wrong)
+    assert machine.process is not None
+    assert machine.process.wait(HANGS_S) == 1
+    printed = machine.output.read_text()
     assert said in printed
     assert "ending torchrun, because a restart would fail in the same way" in printed
-    assert machines.attempts <= 1
+    assert len(attempts.read(soak.run)) <= 1
 
 
 SCHEMAS = json.loads((Path(__file__).parent / "trainer_crds.json").read_text())
@@ -416,9 +350,7 @@ def test_a_pod_checks_before_it_trains(check: int, expected: str, tmp_path: Path
     runtime, job = yaml.safe_load_all((ROOT / "scripts/trainjob.yaml").read_text())
     (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     command = replicated["template"]["spec"]["template"]["spec"]["containers"][0]["command"]
-    for name, script in {"python": f'echo "$WORLD_SIZE $@"; exit {check}', "torchrun": 'echo torchrun "$@"'}.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
-        (tmp_path / name).chmod(stat.S_IRWXU)
+    write_programs(tmp_path, python=f'echo "$WORLD_SIZE $@"; exit {check}', torchrun='echo torchrun "$@"')
     env = ENV | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "8"}
     pod = subprocess.run(
         [*command, *job["spec"]["trainer"]["args"]], env=env, capture_output=True, text=True, timeout=60

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-import train
-from tests.distributed.knob_table import STEPS, VOCABULARY, Case
-from tests.distributed.knob_worker import training
+from tests.distributed.knob_table import VOCABULARY, Case
+from tests.distributed.knob_worker import measure, training
 from tests.helpers import losses, ranks, run_distributed, succeeded, tiny
 from torchtitan_lite import models
 from torchtitan_lite.config.schema import Config
@@ -20,7 +19,6 @@ from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.process_group import Process, build_mesh
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.run.checks import check_patterns
-from torchtitan_lite.run.session import check_pending
 
 needs_torchao = pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="torchao is not installed")
 SHAPE = {"model.dim": 32, "model.n_heads": 2, "model.n_kv_heads": 1, "model.hidden_dim": 48}
@@ -44,15 +42,12 @@ TOLERANCE = 2e-3  # relative, of the loss; measured 6.2e-4
 def steps(process: Process, name: str) -> tuple[list[tuple[float, float]], list[Any], int]:
     """Losses and norms; name, shape, dtype and type of each shard; and the number of converted layers."""
     t = training(Case(process.world_size, ROWS[name]).config(), process)
-    curve = []
-    for step in range(1, STEPS + 1):
-        numbers = train.train_step(t, step).numbers
-        check_pending(t)
-        curve.append((numbers.loss, numbers.grad_norm))
-    shards = []
+    curve = measure(t)["curve"]
     with torch.no_grad():
-        for key, value in t.trained.model.state_dict().items():
-            shards.append((key, tuple(value.shape), str(value.dtype), type(value.to_local()).__name__))
+        shards = [
+            (key, tuple(value.shape), str(value.dtype), type(value.to_local()).__name__)
+            for key, value in t.trained.model.state_dict().items()
+        ]
     return curve, shards, sum(type(module).__name__ == "Float8Linear" for module in t.trained.model.modules())
 
 

@@ -1,51 +1,39 @@
-"""Compares every row of knob_table.py with an unsharded reference, and checks every effect of knob_effects.py.
-
-Two launches, on 2 and on 4 ranks, run them all.
-"""
+"""Compares every row of knob_table.py with an unsharded reference. Two launches, on 2 and on 4 ranks, run them all."""
 
 import fnmatch
 import functools
-import json
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from tests.distributed.knob_effects import EFFECTS
 from tests.distributed.knob_table import CASES, EXTENDED, REDUCES, STEPS, TOLERANCE, VOCABULARY, Case, FixedSamples
-from tests.helpers import ranks
+from tests.distributed.knob_worker import rows
+from tests.helpers import run_distributed
 from tests.optim.on_ranks import muon_update
 from torchtitan_lite.config.sections.compute import missing_for_inductor
 from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.models import LossOptions, build
 from torchtitan_lite.optim import optimizer as optim
 
-
-@pytest.fixture(scope="module")
-def results(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[int, tuple[dict[str, Any], str]]:
-    """What the ranks measured, by world size, and what they said: of the rows and effects whose tests are to run."""
-    tests = (item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path)
-    wanted = {str(test.callspec.params["name"]) for test in tests if hasattr(test, "callspec")}
-    wanted -= MISSING.keys()
-    wanted |= {CASES[name].same_as for name in wanted if name in CASES} - {""}
-    found = {}
-    for n in (2, 4):
-        file = tmp_path_factory.mktemp("knobs") / "results.json"
-        file.write_text("{}")
-        said = ranks(n, str(file), *sorted(wanted), entry="tests.distributed.knob_worker").stderr
-        found[n] = json.loads(file.read_text()), said
-    return found
-
-
-# rows and effects that this machine or its torch can't run
+# rows that this machine or its torch can't run
 MISSING = {"compile": "there is no C++ compiler here"} if missing_for_inductor("cpu", 0) else {}
 if not hasattr(FSDPModule, "set_separate_reduce_scatter_group"):
-    rows = [name for name, case in CASES.items() if REDUCES.items() <= case.set.items()]
-    rows.append("reduce_scatters_have_buffers_and_a_group_of_their_own")
-    MISSING |= dict.fromkeys(rows, "fsdp.separate_reduce_scatter_group needs torch 2.13")
+    needs = "fsdp.separate_reduce_scatter_group needs torch 2.13"
+    MISSING |= {name: needs for name, case in CASES.items() if REDUCES.items() <= case.set.items()}
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+    """What rank 0 measured: of the rows whose tests are to run, and those that these are compared with."""
+    tests = (item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path)
+    wanted = {str(test.callspec.params["name"]) for test in tests} - MISSING.keys()
+    wanted |= {CASES[name].same_as for name in wanted} - {""}
+    found: dict[str, dict[str, Any]] = {}
+    for n in (2, 4):
+        found |= run_distributed(rows, n, [name for name in CASES if name in wanted and CASES[name].ranks == n])[0]
+    return found
 
 
 @functools.cache
@@ -96,22 +84,15 @@ def reference(case: Case) -> list[tuple[float, float]]:
     return _reference(case.base, shape, tuple(case.set.get("optim.freeze", ())), case.set.get("optim.name", "adamw"))
 
 
-# compiles every kind of block
-MARKS = {"many_kinds_of_blocks_can_be_compiled_and_validated": [pytest.mark.extended]}
-ROWS = [pytest.param(name, marks=[pytest.mark.extended] if name in EXTENDED else []) for name in CASES]
+MARKS = dict.fromkeys(EXTENDED, pytest.mark.extended)
+MARKS |= {name: pytest.mark.skip(reason=reason) for name, reason in MISSING.items()}
+ROWS = [pytest.param(name, marks=MARKS.get(name, [])) for name in CASES]
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_each_row_computes_the_losses_of_the_reference(
-    name: str, results: dict[int, tuple[dict[str, Any], str]]
-) -> None:
-    case = CASES[name]
-    measured, said = results[case.ranks]
-    if name in MISSING:
-        pytest.skip(MISSING[name])
-    assert name in measured, said
-    found = measured[name]
-    curve = list(zip(found["losses"], found["norms"], strict=True))
+def test_each_row_computes_the_losses_of_the_reference(name: str, results: dict[str, dict[str, Any]]) -> None:
+    case, found = CASES[name], results[name]
+    curve = found["curve"]
     assert len(curve) == STEPS
     assert found["skipped"] == 0
     if case.reference:
@@ -120,23 +101,16 @@ def test_each_row_computes_the_losses_of_the_reference(
             assert loss == pytest.approx(expected_loss, rel=loss_tolerance), curve
             assert norm == pytest.approx(expected_norm, rel=norm_tolerance), curve
         rounded = any(
-            norm != pytest.approx(n, rel=1e-5) for norm, (_, n) in zip(found["norms"], reference(case), strict=True)
+            norm != pytest.approx(n, rel=1e-5) for (_, norm), (_, n) in zip(curve, reference(case), strict=True)
         )
         assert rounded == (case.dtype != "float32"), "a coarser dtype shows, and no other"
     if case.same_as:
-        other = measured[case.same_as]
-        assert curve == list(zip(other["losses"], other["norms"], strict=True)), "not bit for bit"
+        assert curve == results[case.same_as]["curve"], "not bit for bit"
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_names_stay_as_they_are_and_frozen_tensors_too(
-    name: str, results: dict[int, tuple[dict[str, Any], str]]
-) -> None:
-    case = CASES[name]
-    if name in MISSING:
-        pytest.skip(MISSING[name])
-    found = results[case.ranks][0][name]
-    config = case.config()
+def test_names_stay_as_they_are_and_frozen_tensors_too(name: str, results: dict[str, dict[str, Any]]) -> None:
+    found, config = results[name], CASES[name].config()
     with torch.device("meta"):
         model = build(config.model, VOCABULARY)
     assert found["names"] == list(model.state_dict())
@@ -144,11 +118,3 @@ def test_names_stay_as_they_are_and_frozen_tensors_too(
     assert before == after
     frozen = [n for n, _ in model.named_parameters() if any(fnmatch.fnmatchcase(n, p) for p in config.optim.freeze)]
     assert list(before) == frozen
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS.get(n, [])) for n in EFFECTS])
-def test_each_knob_has_its_effect(name: str, results: dict[int, tuple[dict[str, Any], str]]) -> None:
-    measured, said = results[EFFECTS[name].ranks]
-    if name in MISSING:
-        pytest.skip(MISSING[name])
-    assert measured.get(name) == "passed", said

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT, tiny
+from tests.helpers import ROOT, start, succeeded, tiny
 from torchtitan_lite.process import cpu_threads, quota_of_cores, usable_cores
 
 CORES = len(os.sched_getaffinity(0))
@@ -41,15 +41,11 @@ def namespaces_work() -> bool:
 def test_torchrun_can_be_process_1(text: Path, tmp_path: Path) -> None:
     """What `docker run image torchrun ...` is. The hostname does not resolve, and the options are those of make."""
     options = re.findall(r"torch.distributed.run (--.*) --nproc-per-node", (ROOT / "Makefile").read_text())[0].split()
-    launcher = [sys.executable, "-m", "torch.distributed.run", *options, "--nproc-per-node", "1"]
+    launcher = [sys.executable, "-m", "torch.distributed.run"]
     nowhere = ["sh", "-c", 'hostname nowhere.invalid && exec "$@"', "sh"]
-    result = subprocess.run(
-        [*NAMESPACES, *nowhere, *launcher, "train.py", *tiny(text, tmp_path, run__name="run", train__steps=3)],
-        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "done    3 steps" in result.stdout
+    options += ["--nproc-per-node", "1", "train.py", *tiny(text, tmp_path, run__name="run", train__steps=3)]
+    said = succeeded(start([*NAMESPACES, *nowhere, *launcher, *options]))
+    assert "done    3 steps" in said
 
 
 def test_a_worker_ends_with_its_launcher() -> None:

@@ -1,15 +1,19 @@
-"""The project's files, and the commands of the pages about sweeps and about watching a run."""
+"""Runs the commands of the pages about sweeps and about data."""
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.docs.pages import blocks, obeyed
-from tests.helpers import ROOT, ranks, succeeded, tiny
+from tests.helpers import ROOT, losses, ranks, succeeded, tiny
+from torchtitan_lite.data import mixture
+from torchtitan_lite.data.prepare import documents, tokenizer
+from torchtitan_lite.data.token_files import read_meta
 
-# --- the commands of two pages --------------------------------------------------------------------------------------
+DATA = (ROOT / "docs/data.md").read_text()
 
 
 @pytest.mark.extended
@@ -30,3 +34,20 @@ def test_the_recipe_for_sweeps_runs(text: Path, tmp_path: Path) -> None:
     losses = [float(re.split(r"  +", row)[2].split()[0]) for row in rows]
     assert len(losses) == len(rates)
     assert losses == sorted(losses)
+
+
+@pytest.mark.extended
+def test_from_a_folder_of_text_to_a_run_in_three_commands(text: Path, tmp_path: Path) -> None:
+    shutil.copytree(text, tmp_path / "my_text")
+    places = {name: tmp_path / name for name in ("my_text", "data/mine")}
+    ours = [o for o in tiny(text, tmp_path, train__steps=4) if "data.path" not in o and "tokenizer" not in o]
+    *_, said = (obeyed(command, places, last=ours) for command in blocks(DATA)[0].splitlines())
+    assert "vocabulary 4096" in said
+    assert read_meta(tmp_path / "data/mine").vocab_size == 4096
+    assert len(losses(tmp_path / "mine")) == 4
+
+
+def test_the_page_names_the_limits_that_hold() -> None:
+    assert f"{documents.LONGEST >> 20} MiB" in DATA
+    assert f"{mixture.LONGEST:,} entries" in DATA
+    assert f"about {tokenizer.TRAINED_ON_BYTES >> 20} MB" in DATA

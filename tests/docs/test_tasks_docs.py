@@ -9,7 +9,7 @@ import pytest
 from pyarrow import parquet
 
 from tests.docs.pages import blocks, commands
-from tests.helpers import ROOT, ranks, records, succeeded, tiny
+from tests.helpers import ROOT, checkpoint, ranks, records, succeeded, tiny
 from torchtitan_lite.scoring import questions
 
 PAGE = (ROOT / "docs/tasks.md").read_text()
@@ -35,13 +35,10 @@ def test_a_published_set_becomes_questions(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.extended
-def test_each_command_runs(text: Path, tmp_path: Path) -> None:
+def test_each_command_runs(finished: Path, text: Path, tmp_path: Path) -> None:
     (tmp_path / "my_task.jsonl").write_text("\n".join(line for line in EXAMPLES if "choices" in line) + "\n")
     places = {"my_task.jsonl": str(tmp_path / "my_task.jsonl")}
-    places |= {f"runs/{name}": str(tmp_path / name) for name in ("default", "mine")}
-    small = {"train__steps": 2, "optim__warmup_steps": 1, "eval__every": 0, "checkpoint__every": 0}
-    for name in ("default", "mine"):
-        succeeded(ranks(1, *tiny(text, tmp_path, run__name=name, **small)))
+    places |= {"runs/default": str(finished), "runs/mine": str(checkpoint(finished, 2))}
     places["scores.json"] = str(tmp_path / "scores.json")
     run = 0
     for words in COMMANDS:
@@ -50,7 +47,9 @@ def test_each_command_runs(text: Path, tmp_path: Path) -> None:
         n, words = (2, words[3:]) if words[0] == "torchrun" else (1, words[1:])
         words = [places.get(word, re.sub("=my_task.jsonl", f"={places['my_task.jsonl']}", word)) for word in words]
         if words[0] == "train.py":
-            succeeded(ranks(n, *words[1:], *tiny(text, tmp_path, run__name="train", **small)))
+            succeeded(
+                ranks(n, *words[1:], *tiny(text, tmp_path, run__name="train", train__steps=2, optim__warmup_steps=1))
+            )
             assert any("task/my_task" in record for record in records(tmp_path / "train"))
         else:
             assert words[:2] == ["-m", "torchtitan_lite.evaluate"]

@@ -1,5 +1,6 @@
 """examples/lm_eval_model.py: lm-eval scores a run on the task of docs/tasks.md, offline."""
 
+import functools
 import json
 import random
 from pathlib import Path
@@ -16,7 +17,9 @@ from torchtitan_lite.tools.evaluation import evaluate
 ALONE = Process(0, 1, torch.device("cpu"), 1)
 
 
-def test_the_scores_of_a_task_are_those_of_evaluate(finished: Path, text: Path, tmp_path: Path) -> None:
+def test_the_scores_of_a_task_are_those_of_evaluate(
+    finished: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The file and the YAML of the page: acc is the score `plain`, and acc_norm `per_byte` of ASCII."""
     source, chance = (text / "argparse.txt").read_text(), random.Random(0)
     assert source.isascii()
@@ -35,11 +38,13 @@ def test_the_scores_of_a_task_are_those_of_evaluate(finished: Path, text: Path, 
     )
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks/my_task.yaml").write_text(task)
+    # the thousands of tasks that come with lm-eval would be read as well
+    only = functools.partial(lm_eval_model.TaskManager, include_defaults=False)
+    monkeypatch.setattr(lm_eval_model, "TaskManager", only)
     found = lm_eval_model.main([str(finished), "--tasks=my_task", f"--include-path={tmp_path / 'tasks'}"])["results"][
         "my_task"
     ]
-    options = evaluate.options_of([str(finished), "--tasks", str(file)])
-    (ours,) = evaluate.evaluate(options, ALONE)
+    (ours,) = evaluate.evaluate(evaluate.options_of([str(finished), "--tasks", str(file)]), ALONE)
     expected = ours["tasks"]["my_task"]
     assert expected["plain"] != expected["per_byte"], "the test can't tell the scores apart"
     assert found["acc,none"] == pytest.approx(expected["plain"])

@@ -3,7 +3,6 @@
 import ctypes
 import hashlib
 import importlib.metadata
-import importlib.util
 import os
 import re
 import shutil
@@ -57,10 +56,7 @@ def _compiler() -> str:
 
 
 def _torch() -> Path:
-    spec = importlib.util.find_spec("torch")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent
+    return Path(str(importlib.metadata.distribution("torch").locate_file("torch")))
 
 
 def _cache() -> Path:

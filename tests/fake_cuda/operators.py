@@ -8,7 +8,6 @@ Inside a compiled function nothing is logged but its outputs (stand_ins.py).
 """
 
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,6 @@ from torch.utils._pytree import tree_leaves
 
 ROOT = Path(__file__).parent.parent.parent
 OURS = tuple(str(ROOT / name) for name in ("torchtitan_lite/", "train.py", "checkpoint.py"))
-_HERE = str(Path(__file__).parent)
 
 # Their kernels read a size from the device, by torch's sources.
 _SIZE_FROM_DEVICE = {"nonzero", "masked_select", "unique_consecutive", "_unique", "_unique2", "unique_dim", "equal"}
@@ -47,46 +45,38 @@ class Operator:
 class OperatorLog(TorchDispatchMode):
     """Logs the operators of a block. A DTensor's operator is logged as those on its local tensors."""
 
-    def __init__(self, *, silent: bool = False) -> None:
-        """
-        Args:
-            silent: log nothing, but give a value (0) to whatever reads one of a FakeTensor.
-        """
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.silent = silent
         self.operators: list[Operator] = []
         self._pinned: list[Any] = []  # storages, kept so that no other gets the address
-        self._paused = threading.local()
+        self._paused = False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it calls operators on its local tensors, which come here
         kwargs = kwargs or {}
         if isinstance(function, HigherOrderOperator):
-            return self.compiled(_called(args[0]), function, args, kwargs)
-        if self.silent or function.namespace == "prim":  # a question about a tensor, no work
-            return _call(function, args, kwargs)
+            name = getattr(args[0], "compile_region_name", None) or "region"
+            return self.compiled(name, function, args, kwargs)
         waits = self._waits(function, args, kwargs)
         out = _call(function, args, kwargs)
         self._remember_pinned(function, args, kwargs, out)
-        if not getattr(self._paused, "now", False):
-            self.operators.append(Operator(str(function), written(out), calling_line(), waits))
+        if function.namespace != "prim":  # a question about a tensor, no work
+            self.add(str(function), out, waits)
         return out
 
     def add(self, name: str, out: Any = None, waits: str = "") -> None:
-        """Log something that is no operator of torch's: a wait for an event, a compiled function."""
-        if not self.silent:
-            self.operators.append(Operator(name, written(out), calling_line(), waits))
+        """Log an operator, or e.g. a wait for an event, or a compiled function."""
+        if not self._paused:
+            self.operators.append(Operator(name, sum(map(n_bytes, _tensors(out))), calling_line(), waits))
 
     def compiled(self, name: str, function: Any, args: Any, kwargs: Any) -> Any:
         """Call a function as if its operators were one kernel."""
-        if getattr(self._paused, "now", False):
-            return function(*args, **kwargs)
-        self._paused.now = True
+        before, self._paused = self._paused, True
         try:
             out = function(*args, **kwargs)
         finally:
-            self._paused.now = False
+            self._paused = before
         self.add(f"compiled {name}", out)
         return out
 
@@ -147,10 +137,6 @@ class OperatorLog(TorchDispatchMode):
             self._pinned.append(out.untyped_storage())
 
 
-def written(out: Any) -> int:
-    return sum(n_bytes(tensor) for tensor in _tensors(out))
-
-
 def n_bytes(tensor: Tensor) -> int:
     """Bytes of the elements of a tensor; those of an expanded dim are the same."""
     n = tensor.element_size()
@@ -160,18 +146,12 @@ def n_bytes(tensor: Tensor) -> int:
 
 
 def calling_line() -> str:
-    for frame in _frames():
-        if (file := frame.f_code.co_filename).startswith(OURS):
-            return f"{Path(file).relative_to(ROOT)}:{frame.f_lineno}"
-    return "autograd"
-
-
-def _frames() -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_HERE):
-            yield frame
+        if (file := frame.f_code.co_filename).startswith(OURS):
+            return f"{Path(file).relative_to(ROOT)}:{frame.f_lineno}"
         frame = frame.f_back
+    return "autograd"
 
 
 def _call(function: Any, args: Any, kwargs: Any) -> Any:
@@ -185,11 +165,6 @@ def _call(function: Any, args: Any, kwargs: Any) -> Any:
         if function is torch.ops.aten.equal.default:
             return True
         raise
-
-
-def _called(function: Any) -> str:
-    """The name of a compiled region."""
-    return getattr(function, "compile_region_name", None) or "region"
 
 
 def _name(function: Any) -> str:

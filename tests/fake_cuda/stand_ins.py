@@ -48,15 +48,6 @@ class Event:
         if self.step >= 0:
             waits(f"waits for an event of {'this step' if self.step == _now[0] else 'the step before'}")
 
-    def wait(self, _stream: Any = None) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, _end: Any) -> float:
-        return 0.0
-
 
 def next_step() -> None:
     """Events recorded until now belong to an earlier step."""
@@ -80,9 +71,6 @@ class Stream:
 
     def synchronize(self) -> None:
         waits("waits for a stream")
-
-    def query(self) -> bool:
-        return True
 
 
 _current = [Stream()]

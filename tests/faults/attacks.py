@@ -7,9 +7,9 @@ broken, with the bound that so many tries give.
 """
 
 import argparse
+import functools
 import hashlib
 import importlib
-import inspect
 import os
 import random
 import shutil
@@ -23,9 +23,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.faults.figures import none_of, stamp
+from tests.faults.figures import none_of, some_text, stamp
 from tests.forkserver import Ranks, free_port
-from tests.helpers import HANGS_S, ROOT, checkpoint, losses, tensors, tiny
+from tests.helpers import HANGS_S, ROOT, assert_same_end, limited, tiny
 from torchtitan_lite.checkpointing import storage
 
 STEPS = 12
@@ -35,16 +35,15 @@ TRACEBACK = "Traceback (most recent call last)"
 class Bench:
     """Undisturbed runs on one and on two ranks, and the tools of an attack."""
 
-    def __init__(self, folder: Path, text: Path) -> None:
-        self.folder, self.text, self.rng = folder, text, random.Random(0)
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.text, self.rng = folder, some_text(folder), random.Random(0)
         self.hits, self.ends = 0, Counter[str]()
         self.lasted: dict[int, float] = {}
         self.expected: dict[str, Any] = {}
         for n in (1, 2):
             began = time.monotonic()
-            assert self.start(n, f"straight-{n}").wait(HANGS_S)
+            self.complete(self.start(n, f"straight-{n}"), f"straight-{n}")
             self.lasted[n] = time.monotonic() - began
-            assert self.whole(f"straight-{n}"), self.said(f"straight-{n}")
 
     def arguments(self, name: str, **more: Any) -> list[str]:
         """A run that validates and saves often."""
@@ -52,46 +51,42 @@ class Bench:
         keys |= {"train__micro_batch_size": 3, "train__steps": STEPS, "run__timeout_minutes": 2}
         return tiny(self.text, self.folder, run__name=name, **keys | more)
 
-    def start(self, n: int, name: str, *, entry: str = "train", env: Any = None, fault: str = "", **more: Any) -> Ranks:
+    def start(self, n: int, name: str, *, entry: str = "train", env: Any = None, fault: str = "") -> Ranks:
         """Begin the run of this name, or continue it."""
         out = self.folder / f"{name}.txt"
-        return Ranks(n, self.arguments(name, **more), out, out, env=env, entry=entry, fault=fault)
+        return Ranks(n, self.arguments(name), out, out, env=env, entry=entry, fault=fault)
 
     def said(self, name: str) -> str:
         """What the runs of this name have printed."""
-        file = self.folder / f"{name}.txt"
-        return file.read_text(errors="replace") if file.exists() else ""
+        return (self.folder / f"{name}.txt").read_text(errors="replace")
 
-    def whole(self, name: str) -> dict[str, bytes]:
-        """Every tensor of the last checkpoint."""
-        found = tensors(checkpoint(self.folder / name, STEPS))
-        return {key: value.numpy().tobytes() for key, value in found.items()}
+    def complete(self, ranks: Ranks, name: str) -> None:
+        """Wait for ranks that must succeed, all that were said under this name without a traceback."""
+        assert ranks.wait(HANGS_S)
+        assert not any(ranks.codes.values()), self.said(name)[-3000:]
+        assert TRACEBACK not in self.said(name), self.said(name)[self.said(name).index(TRACEBACK) :][:5000]
 
     def killed(self, ranks: Ranks, seconds: float) -> None:
         """SIGKILL for all after so long, if they still run."""
-        if not ranks.wait(seconds):
+        if ranks.wait(seconds):
+            self.ended(ranks)
+        else:
             self.hits += 1
             ranks.kill(range(len(ranks.pids)))
             self.ends["killed"] += 1
-        else:
-            self.ended(ranks)
 
     def ended(self, ranks: Ranks) -> None:
         """Count how the attacked command ended, when it has."""
         assert ranks.wait(HANGS_S), "it hangs"
         self.ends[f"exit code {next((c for c in ranks.codes.values() if c), 0)}"] += 1
 
-    def intact(self, n: int, name: str, **more: Any) -> None:
+    def intact(self, n: int, name: str) -> None:
         """What must hold after a try."""
         run = self.folder / name
         for step in storage.find_steps(run / "checkpoints"):
             assert not (problems := storage.verify(storage.step_folder(run / "checkpoints", step))), problems
-        again = self.start(n, name, **more)
-        assert again.wait(HANGS_S)
-        assert not any(again.codes.values()), self.said(name)[-3000:]
-        assert TRACEBACK not in self.said(name), self.said(name)[self.said(name).index(TRACEBACK) :][:5000]
-        assert losses(run) == losses(self.folder / f"straight-{n}"), "other losses"
-        assert self.whole(name) == self.whole(f"straight-{n}"), "other tensors"
+        self.complete(self.start(n, name), name)
+        assert_same_end(run, self.folder / f"straight-{n}", STEPS)
 
 
 def tree(folder: Path) -> dict[str, str]:
@@ -115,75 +110,49 @@ def two_trainings_in_one_folder(b: Bench, name: str) -> None:
     b.intact(1, name)
 
 
-def kill_at_the_start(b: Bench, name: str) -> None:
-    b.killed(b.start(2, name), b.rng.uniform(0, 0.5 * b.lasted[2]))
-    b.intact(2, name)
-
-
-def kill_in_training_and_validation(b: Bench, name: str) -> None:
-    b.killed(b.start(2, name), b.rng.uniform(0.3, 1) * b.lasted[2])
+def kill_of_a_run(b: Bench, name: str, first: float, last: float) -> None:
+    b.killed(b.start(2, name), b.rng.uniform(first, last) * b.lasted[2])
     b.intact(2, name)
 
 
 def kill_of_a_report(b: Bench, name: str) -> None:
-    run, out, page = b.folder / "straight-1", b.folder / f"{name}.txt", b.folder / f"{name}.html"
+    run, page = b.folder / "straight-1", b.folder / f"{name}.html"
     before = tree(run / "checkpoints")
-
-    def report() -> Ranks:
-        return Ranks(1, [str(run), "--out", str(page)], out, out, entry="-m torchtitan_lite.report")
-
-    _killed_and_again(b, report, out, page)
+    _killed_and_again(b, name, page, "torchtitan_lite.report", str(run), "--out", str(page))
     assert page.read_text().rstrip().endswith("</html>")
     assert tree(run / "checkpoints") == before
 
 
 def kill_of_a_preparation(b: Bench, name: str) -> None:
-    out, log = b.folder / f"{name}-data", b.folder / f"{name}.txt"
-    words = [str(b.text), "--out", str(out), "--train-tokenizer", "517"]
-    _killed_and_again(b, lambda: Ranks(1, words, log, log, entry="-m torchtitan_lite.data.prepare"), log, out)
+    out = b.folder / f"{name}-data"
+    options = "--out", str(out), "--train-tokenizer", "517"
+    _killed_and_again(b, name, out, "torchtitan_lite.data.prepare", str(b.text), *options)
     found = {Path(path).name: digest for path, digest in tree(out).items() if path.endswith((".bin", "tokenizer.json"))}
     assert len(found) > 1
     assert found == b.expected.setdefault("tokens", found), "other tokens"
 
 
-def _killed_and_again(b: Bench, start: Callable[[], Ranks], log: Path, made: Path) -> None:
+def _killed_and_again(b: Bench, name: str, made: Path, module: str, *options: str) -> None:
     """Make something; once more from nothing, killed at some moment; and what the kill has left is finished."""
-
-    def whole() -> float:
-        began, ranks = time.monotonic(), start()
-        assert ranks.wait(HANGS_S)
-        assert ranks.codes == {0: 0}, log.read_text()
-        return time.monotonic() - began
-
-    lasted = whole()
+    log = b.folder / f"{name}.txt"
+    start = functools.partial(Ranks, 1, options, log, log, entry=f"-m {module}")
+    began = time.monotonic()
+    b.complete(start(), name)
+    lasted = time.monotonic() - began
     shutil.rmtree(made) if made.is_dir() else made.unlink()
     b.killed(start(), b.rng.uniform(0, lasted))
-    whole()
-    assert TRACEBACK not in log.read_text(), log.read_text()
+    b.complete(start(), name)
 
 
 def ulimit_v(b: Bench, name: str) -> None:
-    script = b.folder / "limited.py"
-    limit = int(b.rng.uniform(0.2, 1) * 2**30)
-    script.write_text(
-        "import resource, sys, train\nfrom torchtitan_lite.distributed.process_group import exit_process\n"
-        f"resource.setrlimit(resource.RLIMIT_AS, ({limit}, {limit}))\nexit_process(train.main(sys.argv[1:]))\n"
-    )
-    ranks = b.start(1, name, entry=str(script))
-    b.ended(ranks)
-    b.hits += bool(ranks.codes[0])
+    result = limited("AS", int(b.rng.uniform(0.2, 1) * 2**30), b.arguments(name), b.folder)
+    assert TRACEBACK not in result.stderr, result.stderr
+    b.ends[f"exit code {result.returncode}"] += 1
+    b.hits += bool(result.returncode)
     b.intact(1, name)
 
 
-def another_user(b: Bench, name: str) -> None:
-    _forbidden(b, name, lambda path: os.chown(path, 65534, 65534))
-
-
-def read_only_folder(b: Bench, name: str) -> None:
-    _forbidden(b, name, lambda path: path.chmod(0o555 if path.is_dir() else 0o444))
-
-
-def _forbidden(b: Bench, name: str, forbid: Callable[[Path], None]) -> None:
+def forbidden(b: Bench, name: str, forbid: Callable[[Path], None]) -> None:
     """A command of somebody who may not write changes nothing."""
     ranks, run = b.start(1, name), b.folder / name
     if not ranks.wait(b.rng.uniform(0.6, 1) * b.lasted[1]):
@@ -200,7 +169,7 @@ def _forbidden(b: Bench, name: str, forbid: Callable[[Path], None]) -> None:
     for path, (mode, owner) in modes.items():
         os.chown(path, owner, owner)
         path.chmod(mode)
-    return b.intact(1, name)
+    b.intact(1, name)
 
 
 def full_folder(b: Bench, name: str) -> None:
@@ -221,11 +190,7 @@ def one_of_two_agents_dies(b: Bench, name: str) -> None:
     except subprocess.TimeoutExpired:
         b.hits += 1
         victim.send_signal(signal.SIGKILL)
-    try:
-        b.ends[f"exit codes {sorted(agent.wait(HANGS_S) for agent in agents)}"] += 1
-    finally:
-        for agent in agents:
-            agent.kill()
+    b.ends[f"exit codes {sorted(agent.wait(HANGS_S) for agent in agents)}"] += 1
     b.intact(2, name)
 
 
@@ -236,17 +201,25 @@ def _agents(b: Bench, name: str) -> list[subprocess.Popen[bytes]]:
     launcher += ["--rdzv-conf", "timeout=30"]  # by default torchrun waits for the other one for ten minutes, and longer
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with (b.folder / f"{name}.launcher").open("ab") as out:
-        commands = [
-            [*launcher, "--node-rank", str(node), "train.py", *b.arguments(name, run__timeout_minutes=0.5)]
+        train = ["train.py", *b.arguments(name, run__timeout_minutes=0.5)]
+        return [
+            subprocess.Popen([*launcher, "--node-rank", str(node), *train], cwd=ROOT, env=env, stdout=out, stderr=out)
             for node in range(2)
         ]
-        return [subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out) for command in commands]
 
 
-ACCIDENTS: list[Callable[[Bench, str], None]] = [
-    *(two_trainings_in_one_folder, kill_at_the_start, kill_in_training_and_validation, kill_of_a_report),
-    *(kill_of_a_preparation, ulimit_v, another_user, read_only_folder, full_folder, one_of_two_agents_dies),
-]
+ACCIDENTS: dict[str, Callable[[Bench, str], None]] = {
+    "two_trainings_in_one_folder": two_trainings_in_one_folder,
+    "kill_at_the_start": functools.partial(kill_of_a_run, first=0, last=0.5),
+    "kill_in_training_and_validation": functools.partial(kill_of_a_run, first=0.3, last=1),
+    "kill_of_a_report": kill_of_a_report,
+    "kill_of_a_preparation": kill_of_a_preparation,
+    "ulimit_v": ulimit_v,
+    "another_user": functools.partial(forbidden, forbid=lambda path: os.chown(path, 65534, 65534)),
+    "read_only_folder": functools.partial(forbidden, forbid=lambda path: path.chmod(0o555 if path.is_dir() else 0o444)),
+    "full_folder": full_folder,
+    "one_of_two_agents_dies": one_of_two_agents_dies,
+}
 
 
 def main() -> None:
@@ -258,29 +231,25 @@ def main() -> None:
     given = parser.parse_args()
     os.environ.setdefault("XDG_CACHE_HOME", tempfile.mkdtemp())
     print(f"{stamp(given.seed)}\n\n| accident | hit | the attacked commands | broken promises |\n|---|---:|---|---|")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "text").mkdir()
-        (folder / "text" / "argparse.txt").write_text(inspect.getsource(argparse))
-        b = Bench(folder, folder / "text")
-        for accident in ACCIDENTS:
-            wanted = [w.partition(":") for w in given.names if w.partition(":")[0] == accident.__name__]
+    with tempfile.TemporaryDirectory() as folder:
+        b = Bench(Path(folder))
+        for name, accident in ACCIDENTS.items():
+            wanted = [w.partition(":") for w in given.names if w.partition(":")[0] == name]
             if given.names and not wanted:
                 continue
             b.hits, b.ends = 0, Counter()
             tries = [int(w[2]) for w in wanted if w[2]] or list(range(given.tries))
             for i in tries:
-                b.rng = random.Random(f"{given.seed}/{accident.__name__}/{i}")
-                run = f"{accident.__name__}-{i}"
+                b.rng = random.Random(f"{given.seed}/{name}/{i}")
                 try:
-                    accident(b, run)
+                    accident(b, f"{name}-{i}")
                 except BaseException:
-                    again = f"python -m tests.faults.attacks 1 {given.seed} {accident.__name__}:{i}"
+                    again = f"python -m tests.faults.attacks 1 {given.seed} {name}:{i}"
                     print(f"failed; again: {again}  ({stamp(given.seed)})", flush=True)
                     raise
-                shutil.rmtree(folder / run, ignore_errors=True)
+                shutil.rmtree(b.folder / f"{name}-{i}", ignore_errors=True)
             ends = ", ".join(f"{count} {end}" for end, count in b.ends.most_common())
-            title = accident.__name__.replace("_", " ")
+            title = name.replace("_", " ")
             print(f"| {title} | {b.hits} of {len(tries)} | {ends} | {none_of(len(tries), 'tries')} |", flush=True)
 
 

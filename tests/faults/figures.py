@@ -3,6 +3,8 @@
 `python -m tests.faults.figures FILE...` adds up the pieces that `python -m tests.faults.machines --out FILE` has done.
 """
 
+import argparse
+import inspect
 import json
 import statistics
 import subprocess
@@ -28,9 +30,17 @@ def stamp(seed: object) -> str:
     return f"seed {seed}, commit {found or 'unknown'}"
 
 
+def some_text(folder: Path) -> Path:
+    """A new folder in this one, with text for a tiny run."""
+    text = folder / "text"
+    text.mkdir()
+    (text / "argparse.txt").write_text(inspect.getsource(argparse))
+    return text
+
+
 HEADER = (
     "| piece | machines | events | kinds | samples | problems | recovery: median, worst | joins and leaves that "
-    "repeated steps | torchruns started again | losses within | load average |\n|" + "---|" * 11
+    "repeated steps | torchruns started again | losses within |\n|" + "---|" * 10
 )
 
 
@@ -49,23 +59,19 @@ def row(piece: Mapping[str, Any]) -> str:
         f"{sum(each['repeated'] > 0 for each in graceful)} of {len(graceful)}",
         piece["restarts"],
         f"{piece['difference']:.1e}",
-        " to ".join(f"{load:.1f}" for load in (min(piece["load"]), max(piece["load"]))),
     )
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def total(pieces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The sum of some pieces."""
-    kinds: Counter[str] = Counter()
-    for piece in pieces:
-        kinds.update(piece["kinds"])
     return {
         "stamp": f"all {len(pieces)}",
         "nnodes": ", ".join(sorted({piece["nnodes"] for piece in pieces})),
-        "kinds": kinds,
+        "kinds": sum((Counter(piece["kinds"]) for piece in pieces), Counter()),
         "difference": max(piece["difference"] for piece in pieces),
         **{key: sum(piece[key] for piece in pieces) for key in ("events", "samples", "restarts")},
-        **{key: [each for piece in pieces for each in piece[key]] for key in ("problems", "recoveries", "load")},
+        **{key: [each for piece in pieces for each in piece[key]] for key in ("problems", "recoveries")},
     }
 
 

@@ -1,7 +1,7 @@
 """Machines that fail and come back at random under torchrun: `python -m tests.faults.machines [EVENTS [SEED]]`.
 
-Three machines of one process each train one run with the command of docs/cluster.md, `torchrun --nnodes 1:2` (with
-odd seeds: the third is a spare) or `1:3`, and a TCPStore of its own process as the rendezvous. At random moments, also
+Three machines of one process each train one run with the commands of docs/cluster.md, but for `--nnodes 1:2` (with
+odd seeds: the third is a spare) or `1:3`. At random moments, also
 while the machines start, one of these happens:
 
     killed        SIGKILL of a machine: torchrun and its process (in half of the cases the one with rank 0)
@@ -22,10 +22,11 @@ moments depend on the machine.
 
 import argparse
 import contextlib
-import inspect
 import json
 import os
 import random
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -36,7 +37,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.faults.figures import HEADER, row, stamp
+from tests.faults.figures import HEADER, row, some_text, stamp
 from tests.forkserver import free_port
 from tests.helpers import ROOT, losses, ranks, succeeded, tiny
 from torchtitan_lite.checkpointing import storage
@@ -46,11 +47,24 @@ NAMES = ("a", "b", "c")
 BATCH = 6
 COMPARED = 1000  # steps: later, two undisturbed runs on other world sizes differ by 1e-3 and more, as rounding grows
 STUCK_S = 600  # a run that has not recovered by then needs a person
-STORE = (
-    "import signal, sys, torch; "
-    "store = torch.distributed.TCPStore('127.0.0.1', int(sys.argv[1]), is_master=True, wait_for_workers=False); "
-    "signal.pause()"
-)
+ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def commands(port: int, nnodes: str) -> tuple[str, str]:
+    """Those of docs/cluster.md that start the store and a torchrun, for machines of one process on this one."""
+    store, launch = re.findall(
+        r"^(python -c .*|TORCH_DISABLE.* torchrun .*)$", (ROOT / "docs/cluster.md").read_text(), re.M
+    )
+    for name, here in {
+        " torchrun ": f" {sys.executable} -m torch.distributed.run --local-addr 127.0.0.1 ",
+        "node0:29400": f"127.0.0.1:{port}",
+        "--nnodes 1:4": f"--nnodes {nnodes}",
+        "--nproc-per-node 8": "--nproc-per-node 1",
+        "train.py --config configs/llama_8b.toml": "tests/faults/recorder.py",
+    }.items():
+        assert name in launch
+        launch = launch.replace(name, here)
+    return store.replace("python", sys.executable, 1).replace("29400", str(port)), launch
 
 
 def arguments(folder: Path, text: Path, name: str, **more: Any) -> list[str]:
@@ -69,32 +83,25 @@ class Machine:
     """One machine as its supervisor sees it: a torchrun of one process, started again when it ends by itself."""
 
     def __init__(self, name: str, soak: "Soak") -> None:
-        self.name, self._soak = name, soak
-        self.starts = 0
-        self.frozen = False
+        self.output, self._name, self._soak = soak.folder / f"{name}.txt", name, soak
+        self.starts, self.frozen = 0, False
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
+    def start(self, *more: str) -> None:
         """Join the rendezvous with the current number."""
         self.starts += 1
         self._number = self._soak.number()
-        env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-        env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        env |= {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300", "SAMPLES": str(self._soak.samples), "MACHINE": self.label}
-        command = [sys.executable, "-m", "torch.distributed.run", *self._soak.launcher]
-        command += ["--rdzv-id", f"mine-{self._number}", "tests/faults/recorder.py", *self._soak.arguments]
+        line = self._soak.launch.replace("--rdzv-id mine", f"--rdzv-id mine-{self._number}")
+        env = ENV | {"SAMPLES": str(self._soak.samples), "MACHINE": self.label}
         with self.output.open("ab") as out:
             out.write(f"--- {time.time():.1f} {self.label} mine-{self._number}\n".encode())
+            command = ["sh", "-c", f"exec env {line} {shlex.join(more)}"]
             self.process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out, start_new_session=True)
-
-    @property
-    def output(self) -> Path:
-        return self._soak.folder / f"{self.name}.txt"
 
     @property
     def label(self) -> str:
         """The name of this start of torchrun."""
-        return f"{self.name}{self.starts}"
+        return f"{self._name}{self.starts}"
 
     def tend(self) -> None:
         """Start torchrun again if it has ended by itself, with the next number if its own was closed."""
@@ -106,8 +113,7 @@ class Machine:
         if any("RendezvousClosedError" in line for line in said):
             self._soak.numbers.write_text(str(self._number + 1))
         self._soak.restarts += 1
-        why = [line for line in said if "Error" in line][-1:] or said[-1:]
-        print(f"     torchrun of {self.label} ended with {self.process.returncode}: {' '.join(why)[-150:]}", flush=True)
+        print(f"     torchrun of {self.label} ended with {self.process.returncode}: {said[-1:]}", flush=True)
         self.start()
 
     def processes(self) -> list[int]:
@@ -126,7 +132,7 @@ class Machine:
 class Soak:
     """One run, and what happens to it."""
 
-    def __init__(self, folder: Path, text: Path, seed: int, timeout_minutes: float) -> None:
+    def __init__(self, folder: Path, text: Path, seed: int, timeout_minutes: float, **more: Any) -> None:
         self._seed, self._rng, self.folder = seed, random.Random(seed), folder
         self.samples, self.numbers, self.run = folder / "samples", folder / "number", folder / "run"
         self.samples.mkdir()
@@ -134,18 +140,14 @@ class Soak:
         self._timeout_s = 60 * timeout_minutes
         self._before = 0, 0
         self._kind, self._since, self._after = "", 0.0, 0  # what the run has not recovered from yet
-        port = free_port()
-        self._store = subprocess.Popen([sys.executable, "-c", STORE, str(port)])
         self.nnodes = f"1:{self._most}"
-        self.launcher = ["--nnodes", self.nnodes, "--nproc-per-node", "1", "--max-restarts", "1000"]
-        self.launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
-        self.launcher += ["--rdzv-conf", "is_host=0,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5"]
+        store, launch = commands(free_port(), self.nnodes)
+        self._store = subprocess.Popen(["sh", "-c", f"exec {store}"])
         limits = {"run__timeout_minutes": timeout_minutes, "run__start_timeout_minutes": timeout_minutes}
-        self.arguments = arguments(folder, text, "run", run__preempted_exit_code=75, **limits)
+        self.launch = f"{launch} {shlex.join(arguments(folder, text, 'run', **limits | more))}"
         self.machines = {name: Machine(name, self) for name in NAMES}
         self.kinds: Counter[str] = Counter()
         self.recoveries: list[dict[str, Any]] = []
-        self.load = [os.getloadavg()[0]]
         self.restarts = 0  # of torchruns that had ended by themselves
 
     def number(self) -> int:
@@ -208,16 +210,16 @@ class Soak:
 
     def _happens(self, kind: str, name: str = "") -> None:
         self.kinds[kind] += 1
-        self.load.append(os.getloadavg()[0])
         attempt, _, _, members, _ = self.newest()
-        about = f"up {','.join(self.up())}; attempt {attempt} of {','.join(members)}; load {self.load[-1]:.1f}"
+        about = f"up {','.join(self.up())}; attempt {attempt} of {','.join(members)}"
         print(f"{self.kinds.total():4d} {kind} {name}: {about}", flush=True)
 
-    def _disturbs(self, kind: str, name: str, *, breaks: bool = False) -> None:
-        """Something happens from which the run has to recover. `breaks`: the present attempt can't go on."""
+    def _disturbs(self, kind: str, name: str, *, breaks: bool = True) -> None:
+        """Something happens from which the run has to recover; if it `breaks` a member, the attempt can't go on."""
         self._happens(kind, name)
         attempt, _, _, members, _ = self.newest()
         self._before = attempt, len(members)
+        breaks = breaks and self.machines[name].label in members
         self._kind, self._since, self._after = kind, time.time(), attempt if breaks else 0
         self._graceful = self._settled and kind in ("left", "returned")
 
@@ -240,33 +242,31 @@ class Soak:
         gone = [name for name in NAMES if name not in up]
         kind = rng.choice(("rank", "frozen", "full", "clock", *["other"] * 10))
         name = rng.choice(up or gone)
+        first = [each for each in up if self.newest()[3][:1] == [self.machines[each].label]]
         if not up or (kind == "other" and gone and rng.random() < (0.5 if len(gone) == 1 else 0.85)):
-            self._returned(rng.choice(gone))
+            name = rng.choice(gone)
+            self._disturbs("returned", name, breaks=False)
+            self.machines[name].start()
         elif kind in ("full", "clock"):
-            self._for_a_while(kind)
+            self._happens(kind)
+            (self.samples / kind).touch()
+            self.pause(rng.uniform(0, 4))
+            (self.samples / kind).unlink()
         elif kind == "rank":
-            self._rank(name)
+            if children := self.machines[name].processes()[1:]:  # it may have none now
+                self._disturbs(kind, name)
+                os.kill(children[0], signal.SIGKILL)
         elif kind == "frozen":
-            self._frozen(name)
+            self._freeze(name)
         elif rng.random() < 0.25:
-            self._left(name)
+            self._disturbs("left", name)
+            self.stop(name)
         else:
-            first = [each for each in up if self.newest()[3][:1] == [self.machines[each].label]]
-            self._killed(first[0] if first and rng.random() < 0.5 else name)
+            name = first[0] if first and rng.random() < 0.5 else name
+            self._disturbs("killed first" if name in first else "killed", name)
+            self.machines[name].kill()
 
-    def _in_world(self, name: str) -> bool:
-        return self.machines[name].label in self.newest()[3]
-
-    def _killed(self, name: str) -> None:
-        self._disturbs("killed first" if self.newest()[3][:1] == [self.machines[name].label] else "killed", name,
-                    breaks=self._in_world(name))  # fmt: skip
-        self.machines[name].kill()
-
-    def _left(self, name: str) -> None:
-        self._disturbs("left", name, breaks=self._in_world(name))
-        self._stop(name)
-
-    def _stop(self, name: str) -> None:
+    def stop(self, name: str) -> None:
         """SIGTERM of a torchrun, which is not started again."""
         machine = self.machines[name]
         assert machine.process is not None
@@ -274,38 +274,21 @@ class Soak:
         process.terminate()
         self.until(lambda: process.poll() is not None, "the end of a machine that leaves")
 
-    def _returned(self, name: str) -> None:
-        self._disturbs("returned", name)
-        self.machines[name].start()
-
-    def _rank(self, name: str) -> None:
-        """Kill the training process of a machine, if it has one now."""
-        if children := self.machines[name].processes()[1:]:
-            self._disturbs("rank", name, breaks=self._in_world(name))
-            os.kill(children[0], signal.SIGKILL)
-
-    def _frozen(self, name: str) -> None:
+    def _freeze(self, name: str) -> None:
         """A short break, or one that is longer than the run's time limit."""
         machine = self.machines[name]
         seconds = self._rng.choice((2.0, 8.0, self._timeout_s + 10))
-        alone = len(self.up()) == 1  # it goes on where it was
-        self._disturbs(f"frozen {seconds:g} s", name, breaks=seconds > 8 and self._in_world(name) and not alone)
+        lost = seconds > 8 and len(self.up()) > 1  # alone, it goes on where it was
+        self._disturbs(f"frozen {seconds:g} s", name, breaks=lost)
         send(machine.processes(), signal.SIGSTOP)
         machine.frozen = True
         thaws = time.monotonic() + seconds
-        self.until(lambda: time.monotonic() > thaws or (not alone and seconds > 8 and
-                   self._trains(self._since, self._after)), "a frozen machine")  # fmt: skip
+        self.until(lambda: time.monotonic() > thaws or (lost and self._trains(self._since, self._after)), "a thaw")
         if time.monotonic() < thaws:
             self._recovered()
-            self._disturbs("thawed", name)
+            self._disturbs("thawed", name, breaks=False)
         machine.frozen = False
         send(machine.processes(), signal.SIGCONT)
-
-    def _for_a_while(self, flag: str) -> None:
-        self._happens(flag)
-        (self.samples / flag).touch()
-        self.pause(self._rng.uniform(0, 4))
-        (self.samples / flag).unlink()
 
     # --- what was seen ----------------------------------------------------------------------------------------------
 
@@ -313,11 +296,6 @@ class Soak:
         """Attempt and number of each step that rank 0 has made."""
         lines = (self.samples / "0.txt").read_text().splitlines() if (self.samples / "0.txt").exists() else []
         return [(int(attempt), int(step)) for attempt, step, *_ in map(str.split, lines)]
-
-    def end(self) -> None:
-        """Save and stop."""
-        for name in self.up():
-            self._stop(name)
 
     def close(self) -> None:
         for machine in self.machines.values():
@@ -378,7 +356,7 @@ def last_line(file: Path) -> list[str]:
 
 
 def main() -> None:
-    """Run one piece of the soak, and print what happened."""
+    """Run one piece of the soak: print what happened, and the row of a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("events", nargs="?", type=int, default=20)
     parser.add_argument("seed", nargs="?", type=int, default=1)
@@ -389,39 +367,31 @@ def main() -> None:
     given = parser.parse_args()
     os.environ.setdefault("XDG_CACHE_HOME", tempfile.mkdtemp())
     with tempfile.TemporaryDirectory() as name:
-        folder = given.keep or Path(name)
+        folder = (given.keep or Path(name)).absolute()
         folder.mkdir(exist_ok=True)
-        piece = soak(folder, given.events, given.seed, given.minutes, given.timeout_minutes)
+        text = some_text(folder)
+        s = Soak(folder, text, given.seed, given.timeout_minutes)
+        found, difference = [], 0.0
+        try:
+            s.events(given.events, given.minutes)
+            for machine in s.up():
+                s.stop(machine)
+        except PersonNeededError as error:
+            found.append(f"a person was needed: {error}")
+        finally:
+            s.close()
+        if trained := max(storage.find_steps(s.run / "checkpoints"), default=0):
+            found += problems(s.run, s.samples, trained)
+            if (difference := difference_of_losses(s.run, folder, text, trained)) > 1e-4:
+                found.append(f"the losses differ by {difference:.1e}")
+    piece = {"stamp": stamp(given.seed), "nnodes": s.nnodes, "events": s.kinds.total(), "kinds": s.kinds}
+    piece |= {"samples": trained * BATCH, "problems": found, "recoveries": s.recoveries, "restarts": s.restarts}
+    piece |= {"difference": difference, "timeout_minutes": given.timeout_minutes}
     print(HEADER, row(piece), sep="\n")
     if given.out:
         with given.out.open("a") as out:
             out.write(json.dumps(piece) + "\n")
-    sys.exit(bool(piece["problems"]))
-
-
-def soak(folder: Path, events: int, seed: int, minutes: float, timeout_minutes: float) -> dict[str, Any]:
-    """Let the events happen and check the run. Returns the row of a table."""
-    text = folder / "text"
-    text.mkdir()
-    (text / "argparse.txt").write_text(inspect.getsource(argparse))
-    s = Soak(folder, text, seed, timeout_minutes)
-    found = []
-    try:
-        s.events(events, minutes)
-        s.end()
-    except PersonNeededError as error:
-        found.append(f"a person was needed: {error}")
-    finally:
-        s.close()
-    trained = max(storage.find_steps(s.run / "checkpoints"), default=0)
-    difference = 0.0
-    if trained:
-        found += problems(s.run, s.samples, trained)
-        if (difference := difference_of_losses(s.run, folder, text, trained)) > 1e-4:
-            found.append(f"the losses differ by {difference:.1e}")
-    piece = {"stamp": stamp(seed), "nnodes": s.nnodes, "events": s.kinds.total(), "kinds": s.kinds}
-    piece |= {"samples": trained * BATCH, "problems": found, "recoveries": s.recoveries, "restarts": s.restarts}
-    return piece | {"difference": difference, "load": s.load, "timeout_minutes": timeout_minutes}
+    sys.exit(bool(found))
 
 
 if __name__ == "__main__":

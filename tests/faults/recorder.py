@@ -14,26 +14,12 @@ from typing import Any
 import train
 from torchtitan_lite.checkpointing.safetensors_file import HashingStream
 from torchtitan_lite.data.loader import Loader
+from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.distributed.process_group import exit_process
 
 PACE_S = 0.1  # the least duration of a step
 FOLDER = Path(os.environ["SAMPLES"])
 now = time.time  # which `set_clock` does not change
-
-
-class Recorded:
-    """A source of samples that keeps which ones were drawn last."""
-
-    def __init__(self, samples: Any) -> None:
-        self._samples = samples
-        self.last: list[int] = []
-
-    def draw(self, numbers: Any, seed: Any) -> Any:
-        self.last = numbers.tolist()
-        return self._samples.draw(numbers, seed)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._samples, name)
 
 
 def set_clock() -> None:
@@ -53,18 +39,19 @@ def fill_disk() -> None:
 
 
 def record() -> None:
-    drawn: dict[int, list[int]] = {}
-    batch, train_step = Loader.batch, train.train_step
+    drawn: dict[int, list[int]] = {}  # by the first sample of the batch
+    draw, batch, train_step = Mixture.draw, Loader.batch, train.train_step
+    newest: list[int] = []
     file = FOLDER / f"{os.environ['RANK']}.txt"
     about = f"{os.environ['MACHINE']} {os.environ['WORLD_SIZE']}"
 
+    def recorded_draw(self: Mixture, numbers: Any, seed: Any) -> Any:
+        newest[:] = numbers.tolist()
+        return draw(self, numbers, seed)
+
     def recorded_batch(self: Loader, first: int, size: int) -> Any:
-        source: Any = self.samples
-        if not isinstance(source, Recorded):
-            source = Recorded(source)
-            object.__setattr__(self, "samples", source)  # it is frozen
         result = batch(self, first, size)
-        drawn[first] = source.last
+        drawn[first] = [*newest]
         return result
 
     def recorded_step(s: Any, step: int) -> Any:
@@ -76,7 +63,7 @@ def record() -> None:
         time.sleep(max(0.0, PACE_S - (time.monotonic() - began)))
         return result
 
-    Loader.batch = recorded_batch  # type: ignore[method-assign]
+    Mixture.draw, Loader.batch = recorded_draw, recorded_batch  # type: ignore[method-assign]
     train.train_step = recorded_step
 
 

@@ -1,4 +1,4 @@
-"""A real Slurm on this machine, with a node that is lost and one that returns: `python -m tests.faults.slurm`.
+"""A real Slurm on this machine, with a node that is lost and one that returns: `python -m tests.faults.slurm [FOLDER]`.
 
 slurmctld and three slurmd of one core each (Debian: slurm-wlm) run scripts/slurm.sbatch with `--nodes=1-3`. A node is
 killed with all its processes (3 > 2 machines); slurmd starts again there, and `scancel --signal=USR1` ends the job's
@@ -6,8 +6,7 @@ present start (2 > 3). In the history that counts, each step must have seen each
 be that of an undisturbed process. Slurm itself holds a requeued job for 120 s.
 """
 
-import argparse
-import inspect
+import contextlib
 import os
 import shutil
 import signal
@@ -19,10 +18,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.faults.figures import stamp
+from tests.faults.figures import some_text, stamp
 from tests.faults.machines import arguments, difference_of_losses, last_line, problems, send, with_children
 from tests.forkserver import free_port
-from tests.helpers import ROOT
+from tests.helpers import ROOT, until
 from torchtitan_lite.checkpointing import storage
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "sinfo", "squeue")
@@ -54,7 +53,6 @@ export MACHINE=$SLURMD_NODENAME
 [ "${{2:-}}" = torch.distributed.run ] && set -- "${{@/#train.py/tests/faults/recorder.py}}"
 exec {python} "$@"
 """
-LIMIT_S = 600
 
 
 class Cluster:
@@ -62,14 +60,15 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        host, self._conf = socket.gethostname(), folder / "slurm.conf"
+        host, conf = socket.gethostname(), folder / "slurm.conf"
         lines = [CONFIG.format(host=host, port=free_port(), user=os.environ.get("USER", "root"), folder=folder)]
         for node in NODES:
             (folder / node / "spool").mkdir(parents=True)
             lines.append(f"NodeName={node} NodeAddr={node} NodeHostname={host} Port={free_port()} CPUs=1\n")
         lines.append("PartitionName=main Nodes=ALL Default=YES State=UP\n")
         (folder / "state").mkdir()
-        self._conf.write_text("".join(lines))
+        conf.write_text("".join(lines))
+        os.environ["SLURM_CONF"] = str(conf)
         key = folder / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
@@ -89,22 +88,19 @@ class Cluster:
 
     def kill(self, node: str) -> None:
         """SIGKILL of everything on a node."""
-        stepds = []
+        mine = []
         for process in Path("/proc").glob("[0-9]*"):
-            try:
+            with contextlib.suppress(OSError):
                 if process.joinpath("cwd").readlink() == self._folder / node:
-                    stepds.append(int(process.name))
-            except OSError:
-                continue
-        pids = with_children(stepds)
+                    mine.append(int(process.name))
+        pids = with_children(mine)
         send(pids, signal.SIGSTOP)
         send(pids, signal.SIGKILL)
         self._nodes[node].wait()
 
     def ask(self, *command: str) -> str:
         """What a command of Slurm prints."""
-        env = os.environ | {"SLURM_CONF": str(self._conf)}
-        return subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
 
     def close(self) -> None:
         for node in self._nodes:
@@ -115,39 +111,24 @@ class Cluster:
 
     def _start(self, cwd: Path, *command: str) -> subprocess.Popen[bytes]:
         with (cwd / f"{command[0]}.txt").open("ab") as out:
-            env = os.environ | {"SLURM_CONF": str(self._conf)}
-            return subprocess.Popen(command, cwd=cwd, env=env, stdout=out, stderr=out, start_new_session=True)
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    ends = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < ends, f"{what}: not within {LIMIT_S} s"
-        time.sleep(0.1)
+            return subprocess.Popen(command, cwd=cwd, stdout=out, stderr=out, start_new_session=True)
 
 
 def main() -> None:
-    """Lose a node and get it back; print a row for each."""
-    if missing := [name for name in PROGRAMS if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")]:
-        sys.exit(f"tests.faults.slurm needs {', '.join(missing)}: apt-get install slurm-wlm")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keep", type=Path, help="a new folder for the run and what was printed")
-    given = parser.parse_args()
+    """Lose a node and get it back; print a row for each. The run and what was printed stay in FOLDER, which is new."""
     os.environ["PATH"] += ":/usr/sbin:/sbin"
+    if missing := [name for name in PROGRAMS if not shutil.which(name)]:
+        sys.exit(f"tests.faults.slurm needs {', '.join(missing)}: apt-get install slurm-wlm")
     with tempfile.TemporaryDirectory() as name:
-        folder = given.keep.absolute() if given.keep else Path(name)
-        for each in ("text", "samples", "slurm"):
+        folder = Path(*sys.argv[1:2] or [name]).absolute()
+        for each in ("samples", "slurm"):
             (folder / each).mkdir(parents=True)
-        (folder / "text/argparse.txt").write_text(inspect.getsource(argparse))
+        text = some_text(folder)
         python = folder / "python"
         python.write_text(PYTHON.format(python=sys.executable))
         python.chmod(0o755)
-        os.environ |= {
-            "SAMPLES": str(folder / "samples"),
-            "PYTHON": str(python),
-            "NPROC": "1",
-            "PORT": str(free_port()),
-        }
+        env = {"SAMPLES": str(folder / "samples"), "PYTHON": str(python), "NPROC": "1", "PORT": str(free_port())}
+        os.environ |= env
         cluster = Cluster(folder / "slurm")
         try:
             rows = scenario(cluster, folder)
@@ -155,8 +136,8 @@ def main() -> None:
             cluster.close()
         trained = storage.find_steps(folder / "run/checkpoints")[-1]
         found = problems(folder / "run", folder / "samples", trained)
-        difference = difference_of_losses(folder / "run", folder, folder / "text", trained)
-    print("| event | machines | seconds to the next step | steps repeated | load average |\n|---|---|---|---|---|")
+        difference = difference_of_losses(folder / "run", folder, text, trained)
+    print("| event | machines | seconds to the next step | steps repeated |\n|---|---|---|---|")
     print(*rows, sep="\n")
     print(f"{trained} steps, {'; '.join(found) or 'each sample once'}; losses within {difference:.1e}; {stamp('none')}")
     sys.exit(bool(found) or difference > 1e-4)
@@ -179,8 +160,7 @@ def scenario(cluster: Cluster, folder: Path) -> list[str]:
         until(lambda: int(last_line(file)[1]) > int(after[1]) + 25, "steps, and two checkpoints")
         made = [words[1] for words in map(str.split, file.read_text().splitlines()) if int(words[0]) >= int(before[0])]
         seconds, repeated = float(after[2]) - since, len(made) - len({*made})
-        load = os.getloadavg()[0]
-        rows.append(f"| {what} | {before[4]} > {size} | {seconds:.0f} | {repeated} | {load:.1f} |")
+        rows.append(f"| {what} | {before[4]} > {size} | {seconds:.0f} | {repeated} |")
         print(rows[-1], flush=True)
 
     until(lambda: cluster.ask("sinfo", "-h", "-t", "idle", "-o", "%D") == "3", "three idle nodes")

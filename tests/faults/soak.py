@@ -6,22 +6,21 @@ checkpoint that was reported as saved (and not deleted by retention since) is ve
 optimizer have to be those of the undisturbed run, bit for bit.
 """
 
-import argparse
 import importlib
-import inspect
 import os
 import random
 import re
 import sys
 import tempfile
 import time
+from collections import Counter
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from tests.faults.figures import none_of, stamp
+from tests.faults.figures import none_of, some_text, stamp
 from tests.forkserver import Ranks
-from tests.helpers import HANGS_S, checkpoint, losses, tensors, tiny
+from tests.helpers import HANGS_S, assert_same_end, tiny
 from torchtitan_lite.checkpointing import storage
 
 WAYS = list(product(("full", "sharded"), ("dtensor", "dcp"), (False, True)))
@@ -43,11 +42,6 @@ def reported(run: Path) -> list[int]:
     return [int(step) for step in re.findall(r"^saved .*/step-(\d+) ", log.read_text() if log.exists() else "", re.M)]
 
 
-def whole(run: Path) -> dict[str, bytes]:
-    """Every tensor of the last checkpoint, as bytes."""
-    return {name: tensor.numpy().tobytes() for name, tensor in tensors(checkpoint(run, STEPS)).items()}
-
-
 def check_after_a_kill(run: Path) -> None:
     """Nothing that was reported as saved is lost, and nothing counts that is not whole."""
     checkpoints = run / "checkpoints"
@@ -58,37 +52,36 @@ def check_after_a_kill(run: Path) -> None:
     assert newest == 0 or (found and found[-1] >= newest), f"step {newest} was reported as saved, and there are {found}"
 
 
-def soak(way: tuple[str, str, bool], kills: int, rng: random.Random, folder: Path, text: Path) -> dict[str, int]:
+def soak(way: tuple[str, str, bool], kills: int, rng: random.Random, folder: Path, text: Path) -> Counter[str]:
     """One way of saving. Returns what happened, counted."""
     said = folder / "said.txt"
-    straight = Ranks(2, arguments(folder, text, "straight", way), said, said)
+
+    def begun(name: str) -> Ranks:
+        return Ranks(2, arguments(folder, text, name, way), said, said)
+
+    def complete(ranks: Ranks) -> None:
+        assert ranks.wait(HANGS_S), said.read_text()[-3000:]
+        assert ranks.codes == {0: 0, 1: 0}, said.read_text()[-3000:]
+
     began = time.monotonic()
-    assert straight.wait(HANGS_S), said.read_text()
-    assert straight.codes == {0: 0, 1: 0}, said.read_text()[-3000:]
+    complete(begun("straight"))
     lasted = time.monotonic() - began
-    counts = {"kills": 0, "one rank": 0, "all ranks": 0, "while saving": 0, "runs": 0}
-    expected = whole(folder / "straight")
+    counts: Counter[str] = Counter()
     while counts["kills"] < kills:
         counts["runs"] += 1
         name = f"run{counts['runs']}"
         run = folder / name
-        while True:
-            ranks = Ranks(2, arguments(folder, text, name, way), said, said)
-            if counts["kills"] >= kills:
-                assert ranks.wait(HANGS_S), said.read_text()[-3000:]
-            else:
-                ranks.wait(rng.uniform(0.2, 0.8) * lasted)
-            if not ranks.running():
-                assert ranks.codes == {0: 0, 1: 0}, said.read_text()[-3000:]
-                break
+        ranks = begun(name)
+        while counts["kills"] < kills and not ranks.wait(rng.uniform(0.2, 0.8) * lasted):
             victims = rng.choice([[0], [1], [0, 1]])
             counts["while saving"] += bool(list((run / "checkpoints").glob(".tmp-*")))
             ranks.kill(victims)
             counts["kills"] += 1
             counts["all ranks" if len(victims) == 2 else "one rank"] += 1
             check_after_a_kill(run)
-        assert losses(run) == losses(folder / "straight"), f"{name}: other losses"
-        assert whole(run) == expected, f"{name}: other tensors"
+            ranks = begun(name)
+        complete(ranks)
+        assert_same_end(run, folder / "straight", STEPS)
     return counts
 
 
@@ -99,10 +92,8 @@ def main() -> None:
     os.environ.setdefault("XDG_CACHE_HOME", tempfile.mkdtemp())
     print(f"{kills} kills, {stamp(seed)}")
     with tempfile.TemporaryDirectory() as folder:
-        text = Path(folder) / "text"
-        text.mkdir()
-        (text / "argparse.txt").write_text(inspect.getsource(argparse))
-        total: dict[str, int] = {}
+        text = some_text(Path(folder))
+        total: Counter[str] = Counter()
         for place, (number, way) in enumerate(ways.items()):
             inside = Path(folder) / str(number)
             inside.mkdir()
@@ -112,9 +103,9 @@ def main() -> None:
             except BaseException:
                 print(f"failed; again: python -m tests.faults.soak {share} {seed} {number}  ({stamp(seed)})")
                 raise
-            print(f"{way[0]:<8} {way[1]:<8} {'beside' if way[2] else 'now':<7} {counts}", flush=True)
-            total = {key: total.get(key, 0) + value for key, value in counts.items()}
-        print(f"all: {total}; {none_of(kills, 'kills lost a save that was reported')}; {stamp(seed)}")
+            print(f"{way[0]:<8} {way[1]:<8} {'beside' if way[2] else 'now':<7} {dict(counts)}", flush=True)
+            total += counts
+        print(f"all: {dict(total)}; {none_of(kills, 'kills lost a save that was reported')}; {stamp(seed)}")
         print(none_of(total["runs"], "runs ended with other losses or tensors than the undisturbed one"))
 
 

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from tests.distributed.knob_table import ON_CUDA, TOLERANCE
+from tests.distributed.knob_worker import measure, training
 from tests.distributed.test_knobs import reference
 from tests.distributed.test_launcher import NAMESPACES, namespaces_work
-from tests.helpers import checkpoint, losses, start, succeeded, tensors, tiny, torchrun
+from tests.helpers import assert_same_end, forget_after, losses, start, succeeded, tiny, torchrun
 from tests.tools.memory import GPU_CASES, LARGE, VOCABULARY, config_of
-from torchtitan_lite.config.schema import ActivationCheckpointingConfig, ModelConfig
+from torchtitan_lite.config.schema import ActivationCheckpointingConfig, ModelConfig, RunConfig
 from torchtitan_lite.distributed import blocks, initialize
+from torchtitan_lite.distributed.process_group import process_group
 from torchtitan_lite.models import build, chunked_loss, loss_operators
 from torchtitan_lite.models.loss import IGNORE, summed_cross_entropy
 from torchtitan_lite.tools.estimate.simulate import simulate
@@ -26,28 +28,19 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 CUBLAS_WORKSPACE = 2 * (32 << 20)  # bytes on an H100, less on older GPUs: one for each thread, forward and backward
 
 
-@pytest.fixture(scope="module")
-def knobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The table of knobs, on one rank."""
-    file = tmp_path_factory.mktemp("knobs") / "results.json"
-    succeeded(torchrun(1, str(file), script="tests/distributed/knob_worker.py"))
-    return json.loads(file.read_text())
-
-
-@pytest.mark.parametrize("name", ON_CUDA)
-def test_every_knob_computes_the_same(name: str, knobs: dict[str, Any]) -> None:
-    case, found = ON_CUDA[name], knobs[name]
-    assert found["skipped"] == 0
-    assert found["frozen"][0] == found["frozen"][1]
-    assert found["devices"] == (["cpu"] if "offload" in name else ["cuda"])
-    if case.reference:
-        # kernels of another library sum in another order
-        loss_tolerance, norm_tolerance = (10 * tolerance for tolerance in TOLERANCE[case.dtype])
-        for loss, norm, (expected_loss, expected_norm) in zip(
-            found["losses"], found["norms"], reference(case), strict=True
-        ):
-            assert loss == pytest.approx(expected_loss, rel=loss_tolerance)
-            assert norm == pytest.approx(expected_norm, rel=norm_tolerance)
+def test_every_knob_computes_the_same() -> None:
+    """Kernels of another library sum in another order."""
+    with process_group(RunConfig(device="cuda", threads=1)) as process:
+        measured = {name: measure(training(case.config("cuda"), process)) for name, case in ON_CUDA.items()}
+    for name, found in measured.items():
+        case = ON_CUDA[name]
+        assert found["skipped"] == 0, name
+        assert found["frozen"][0] == found["frozen"][1], name
+        assert found["devices"] == (["cpu"] if "offload" in name else ["cuda"]), name
+        if case.reference:
+            for column, tolerance in enumerate(TOLERANCE[case.dtype]):
+                ours, theirs = ([row[column] for row in curve] for curve in (found["curve"], reference(case)))
+                assert ours == pytest.approx(theirs, rel=10 * tolerance), name
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +70,9 @@ def test_resume_is_bitwise_when_deterministic(api: str, text: Path, tmp_path: Pa
     command = tiny(text, tmp_path, run__name="run", fsdp__param_dtype="bfloat16", **more)
     succeeded(torchrun(1, *command))
     shutil.copytree(tmp_path / "run", tmp_path / "straight")
-    shutil.rmtree(checkpoint(tmp_path / "run", 20))
+    forget_after(tmp_path / "run", 10)
     assert "resumed after step 10" in succeeded(torchrun(1, *command))
-    assert losses(tmp_path / "run") == losses(tmp_path / "straight")
-    ours, theirs = (tensors(checkpoint(tmp_path / name, 20)) for name in ("run", "straight"))
-    assert all(ours[name].equal(theirs[name]) for name in theirs)
+    assert_same_end(tmp_path / "run", tmp_path / "straight", 20)
 
 
 MASKED = {"data__packing": "best_fit", "data__document_mask": True, "model__dim": 64}

@@ -145,6 +145,8 @@ def test_tensors_that_do_not_belong_are_left_out_or_named(
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
+        (ModelConfig(family="t5", scale_output=True), r"model\.tie_embeddings and model\.scale_output differ"),
+        (ModelConfig(family="t5", tie_embeddings=True), r"model\.tie_embeddings and model\.scale_output differ"),
         (ModelConfig(family="olmoe", router_bias=True), r"can't have model\.router_bias = True"),
         (ModelConfig(family="resformer"), '"resformer" has no Hugging Face names'),
         (ModelConfig(family="olmo_hybrid", layer_pattern=["delta"]), "both linear_attention and full_attention"),

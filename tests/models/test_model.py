@@ -24,9 +24,9 @@ ALL = {"gpt": SMALL, "llama": LLAMA, "gemma3": GEMMA3, "experts": EXPERTS, "hybr
 EACH = pytest.mark.parametrize("config", ALL.values(), ids=ALL)
 
 
-def make(config: ModelConfig = SMALL, seed: int = 0) -> Transformer:
+def make(config: ModelConfig = SMALL, seed: int = 0, vocab_size: int = 97) -> Transformer:
     with torch.device("meta"):
-        model = build(config, 97)
+        model = build(config, vocab_size)
     initialize.materialize(model, torch.device("cpu"), seed)
     return model
 

@@ -5,26 +5,22 @@ from typing import Any
 import pytest
 import torch
 
+from tests.models.test_model import make
 from torchtitan_lite.config.schema import ModelConfig
-from torchtitan_lite.distributed import initialize
-from torchtitan_lite.models import build
 
 SIZES = {"dim": 32, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 16}
-TOKENS = torch.arange(30).reshape(2, 15) % 61
+TOKENS = torch.arange(30).reshape(2, 15) % 97
 
 
 def made(family: str, n_layers: int) -> Any:
-    with torch.device("meta"):
-        model = build(ModelConfig.model_validate({"family": family, "n_layers": n_layers, **SIZES}), 61)
-    initialize.materialize(model, torch.device("cpu"), 0)
-    return model
+    return make(ModelConfig.model_validate({"family": family, "n_layers": n_layers, **SIZES}))
 
 
 @pytest.mark.parametrize(("n_layers", "tables"), [(1, [0]), (2, [1]), (3, [0, 2]), (4, [1, 3])])
 def test_the_last_block_and_every_other_one_before_it_has_a_table(n_layers: int, tables: list[int]) -> None:
     model = made("resformer", n_layers)
     assert [i for i, layer in enumerate(model.layers) if hasattr(layer, "gate")] == tables
-    assert model.value_embeddings.weight.shape == (61, len(tables) * 2 * 8)
+    assert model.value_embeddings.weight.shape == (97, len(tables) * 2 * 8)
     assert [model.layers[i].table for i in tables] == list(range(len(tables)))
 
 

@@ -3,10 +3,12 @@
 The gradients are the same on every mesh.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -14,22 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-import train
-from checkpoint import Checkpointer
-from tests.checkpointing.reload_worker import MESHES, MODELS, WAYS, fsdp
+from tests.checkpointing.reload_worker import MESHES, WAYS, State, fsdp, saved_folder
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.checkpointing.tensor_names import optimizer_tensors, own_tensors
-from torchtitan_lite.config.schema import (
-    CheckpointConfig,
-    Config,
-    FsdpConfig,
-    ModelConfig,
-    OptimConfig,
-    flatten,
-)
+from torchtitan_lite.config.schema import FsdpConfig, ModelConfig, OptimConfig
 from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.parallelize import apply_fsdp
-from torchtitan_lite.distributed.process_group import Process, build_mesh
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.optim.groups import freeze
@@ -53,15 +45,10 @@ def on_mesh(mesh: str, config: ModelConfig, frozen: Sequence[str] = ()) -> Trans
     return model
 
 
-def gradient(step: int, number: int, shape: Any) -> Tensor:
-    """The gradient of a parameter, by its number in the model."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(100 * step + number))
-
-
 def give_gradients(parameters: Iterable[nn.Parameter], step: int, *, nan: bool) -> None:
     """Give this rank's rows of their gradients to the parameters; with `nan`, the first row of each is NaN."""
     for i, p in enumerate(parameters):
-        grad = gradient(step, i, p.shape)
+        grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + i))
         if nan:
             grad[0] = torch.nan
         p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else grad
@@ -69,20 +56,6 @@ def give_gradients(parameters: Iterable[nn.Parameter], step: int, *, nan: bool) 
 
 def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().contiguous().clone()
-
-
-def counted_exchanges() -> list[int]:
-    """A list to which every all_to_all_single adds the bytes of its first tensor from now on."""
-    module: Any = dist
-    plain = module.all_to_all_single
-    calls: list[int] = []
-
-    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        calls.append(tensor.nbytes)
-        return plain(tensor, *args, **kwargs)
-
-    module.all_to_all_single = counting
-    return calls
 
 
 # --- Muon -------------------------------------------------------------------------------------------------------
@@ -99,26 +72,30 @@ def muon_update(momentum: Tensor, gradient: Tensor, share: float) -> Tensor:
     return (u * s[..., None, :]) @ v
 
 
-def muon(process: Process, mesh: str, withheld: int) -> dict[str, Tensor]:
-    """Whole parameters and momenta after three steps, the number of exchanges, and two figures of this rank."""
-    model = on_mesh(mesh, MODEL)
-    optimizer = build_optimizer(model, OptimConfig(name="muon", weight_decay=0.1))
-    set_learning_rate(optimizer, 0.01)
-    calls = counted_exchanges()
-    for step in range(1, 4):
-        give_gradients(model.parameters(), step, nan=step == withheld)
-        optimizer.grad_scale = torch.tensor(2.0)  # as with float16
-        optimizer.found_inf = torch.tensor(float(step == withheld))
-        optimizer.step()
-        optimizer.zero_grad()
-    found = {f"weight.{name}": whole(p) for name, p in model.named_parameters()}
-    for name, p in model.named_parameters():
-        if "momentum_buffer" in optimizer.state[p]:
-            found[f"momentum.{name}"] = whole(optimizer.state[p]["momentum_buffer"])
-    state = own_bytes(value for state in optimizer.state.values() for value in state.values())
-    # the first of the two exchanges of a shape brings whole matrices to their owners
-    figures = {"calls": len(calls), "owned": sum(calls[::2]) // 3, "state": state}
-    return found | {key: torch.tensor(value) for key, value in figures.items()}
+def muon(process: Process, mesh: str, withheld: Sequence[int]) -> list[dict[str, Tensor]]:
+    """For each step that may be withheld: whole parameters and momenta after three steps, and figures of this rank."""
+    results = []
+    for not_this in withheld:
+        model = on_mesh(mesh, MODEL)
+        optimizer = build_optimizer(model, OptimConfig(name="muon", weight_decay=0.1))
+        set_learning_rate(optimizer, 0.01)
+        with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
+            for step in range(1, 4):
+                give_gradients(model.parameters(), step, nan=step == not_this)
+                optimizer.grad_scale = torch.tensor(2.0)  # as with float16
+                optimizer.found_inf = torch.tensor(float(step == not_this))
+                optimizer.step()
+                optimizer.zero_grad()
+        found = {f"weight.{name}": whole(p) for name, p in model.named_parameters()}
+        for name, p in model.named_parameters():
+            if "momentum_buffer" in optimizer.state[p]:
+                found[f"momentum.{name}"] = whole(optimizer.state[p]["momentum_buffer"])
+        state = own_bytes(value for state in optimizer.state.values() for value in state.values())
+        received = [call.args[0].nbytes for call in exchange.call_args_list]
+        # the first of the two exchanges of a shape brings whole matrices to their owners
+        figures = {"calls": len(received), "owned": sum(received[::2]) // 3, "state": state}
+        results.append(found | {key: torch.tensor(value) for key, value in figures.items()})
+    return results
 
 
 # --- optim.ema_decay --------------------------------------------------------------------------------------------
@@ -160,10 +137,9 @@ def follow_averages(process: Process, mesh: str) -> dict[str, int]:
             optimizer.update(step, torch.tensor(step in WITHHELD))
             for name, p in parameters.items():
                 weight, ema = own_part(p)[0], optimizer.state[p]["ema"]
-                if step in WITHHELD:
-                    assert weight.equal(before[name])
-                else:
-                    assert not weight.numel() or not weight.equal(before[name])
+                if weight.numel():
+                    assert weight.equal(before[name]) == (step in WITHHELD)
+                if step not in WITHHELD:
                     expected[name] = after(expected.get(name, weight), weight, step).clone()
                 assert isinstance(ema, DTensor) == isinstance(p, DTensor)
                 assert ema.shape == p.shape
@@ -176,55 +152,33 @@ def follow_averages(process: Process, mesh: str) -> dict[str, int]:
 DECAYS = 0.0, DECAY
 
 
-class Trained:
-    """A model after two steps, and its checkpointer in a way of saving."""
-
-    def __init__(self, folder: Path, decay: float, seed: int, way: tuple[str, str], process: Process) -> None:
-        optim = {"ema_decay": decay, "name": "muon"}
-        config = Config.model_validate({"model": MODELS["llama"], "run": {"device": "cpu"}, "optim": optim})
-        self.model = train.sharded_model(config, 517, build_mesh(config.fsdp, process.device))
-        materialize(self.model, process.device, seed)
-        self.optimizer = build_optimizer(self.model, config.optim)
-        self.state = TrainState(step=2, config=flatten(config))
-        set_learning_rate(self.optimizer, 0.01)
-        kind, api = way
-        saving = CheckpointConfig.model_validate({"state_dict": kind, "api": api})
-        self.saves = Checkpointer(folder, self.model, self.optimizer, saving, process)
-
-    def train(self) -> None:
-        for _ in range(2):
-            tokens = torch.arange(8).reshape(2, 4)
-            self.model(tokens, tokens).backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def rows(self) -> dict[str, Tensor]:
-        """This rank's rows of everything."""
-        content = own_tensors(self.model) | optimizer_tensors(self.model, self.optimizer)
-        return {name: own_part(tensor)[0].clone() for name, tensor in content.items()}
+def averaging(decay: float, seed: int, process: Process) -> State:
+    """A model and an optimizer with, or without, averages."""
+    state = State(str(process.world_size), seed, "llama", process)
+    state.optimizer = build_optimizer(state.model, OptimConfig(name="muon", ema_decay=decay))
+    return state
 
 
 def load_averages(process: Process, folder: Path) -> None:
     """Load checkpoints with and without averages into optimizers with and without them, in all four ways."""
-    for way in WAYS:
-        for saved in DECAYS:
-            run = folder / f"{way} {saved}"
-            source = Trained(run, saved, 1, way, process)
-            source.train()
-            source.saves.save(source.state)
-            outcome = source.saves.wait()
-            assert outcome is not None
-            assert not outcome.error, outcome.error
-            expected = source.rows()
-            for now in DECAYS:
-                target = Trained(run, now, 2, way, process)
-                assert target.saves.load({}) is not None
-                found = target.rows()
-                wanted = {name: tensor for name, tensor in expected.items() if now or not name.startswith("ema.")}
-                if now and not saved:  # a new average starts from the weights
-                    wanted |= {f"ema.{n}": expected[n] for n, p in target.model.named_parameters()}
-                assert found.keys() == wanted.keys(), f"{way}, saved with {saved}, loaded with {now}"
-                wrong = [name for name, tensor in wanted.items() if not found[name].equal(tensor)]
-                assert not wrong, f"{way}, saved with {saved}, loaded with {now}: {wrong}"
-                target.train()
-                assert any(name.startswith("ema.") for name in target.rows()) == bool(now)
+    for (kind, api), saved in itertools.product(WAYS, DECAYS):
+        run = folder / f"{kind} {api} {saved}"
+        source = averaging(saved, 1, process)
+        source.step()
+        source.step()  # after the first, the average is the weight
+        checkpointer = source.checkpointer(run, kind, api)
+        checkpointer.save(TrainState(step=2, config={"optim.ema_decay": saved}))
+        saved_folder(checkpointer)
+        expected = source.whole()
+        for now in DECAYS:
+            target = averaging(now, 2, process)
+            assert target.checkpointer(run, kind, api).load({}) is not None
+            found = target.whole()
+            wanted = {name: tensor for name, tensor in expected.items() if now or not name.startswith("optim.ema.")}
+            if now and not saved:  # a new average starts from the weights
+                wanted |= {f"optim.ema.{n}": expected[f"model.{n}"] for n, _ in target.model.named_parameters()}
+            assert found.keys() == wanted.keys(), f"{run}, loaded with {now}"
+            wrong = [name for name, tensor in wanted.items() if not found[name].equal(tensor)]
+            assert not wrong, f"{run}, loaded with {now}: {wrong}"
+            target.step()
+            assert any(name.startswith("optim.ema.") for name in target.whole()) == bool(now)

@@ -1,7 +1,5 @@
 """Muon: the same update on any mesh, bit for bit, and its formula."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -43,32 +41,36 @@ def expected(mesh: str) -> tuple[int, int, int]:
     return calls, owned, total
 
 
-def test_updates_are_the_same_on_any_mesh_bit_for_bit() -> None:
-    """1 and 3 ranks, and 2 copies of 2 shards, with uneven and empty shards, by rows and by columns."""
-    found = {mesh: run_distributed(on_ranks.muon, MESHES[mesh][0], mesh, 0) for mesh in ("1", "3", "3c", "2x2")}
-    (one,) = found["1"]
+@pytest.fixture(scope="module")
+def by_mesh() -> dict[str, list[list[dict[str, Tensor]]]]:
+    """Results of each rank, for no step and for the last one withheld: 1 and 3 ranks, and 2 copies of 2 shards, with
+    uneven and empty shards, by rows and by columns.
+    """
+    return {mesh: run_distributed(on_ranks.muon, MESHES[mesh][0], mesh, (0, 3)) for mesh in ("1", "3c", "2x2")}
+
+
+def test_updates_are_the_same_on_any_mesh_bit_for_bit(by_mesh: dict[str, list[list[dict[str, Tensor]]]]) -> None:
+    one = by_mesh["1"][0][0]
     momenta = [name for name in one if name.startswith("momentum.")]
     assert len(momenta) == 5 * 7, "the matrices of the blocks, and no other parameter"
     weights = [name.replace("momentum.", "weight.") for name in momenta]  # AdamW's may differ in the last bit
-    for mesh, by_rank in found.items():
-        other = by_rank[0]
+    for mesh, by_rank in by_mesh.items():
+        other = by_rank[0][0]
         calls, owned, state = expected(mesh)
         assert (int(other["calls"]), int(other["state"])) == (3 * calls, state), mesh
-        most = max(int(rank["owned"]) for rank in by_rank)
+        most = max(int(rank[0]["owned"]) for rank in by_rank)
         assert most <= owned <= 1.4 * most, mesh
         assert not [name for name in momenta + weights if not one[name].equal(other[name])], mesh
 
 
-def test_a_withheld_update_changes_nothing() -> None:
+def test_a_withheld_update_changes_nothing(by_mesh: dict[str, list[list[dict[str, Tensor]]]]) -> None:
     """Not even with NaN in the gradients."""
-    without_last, all_but_one, every = (
-        run_distributed(on_ranks.muon, n, str(n), withheld)[0] for n, withheld in ((2, 3), (1, 3), (2, 0))
-    )
-    assert all(value.isfinite().all() for value in without_last.values())
-    momenta = [name for name in without_last if name.startswith("momentum.")]
+    (every, one), (_, sharded) = by_mesh["1"][0], by_mesh["3c"][0]
+    assert all(value.isfinite().all() for value in sharded.values())
+    momenta = [name for name in sharded if name.startswith("momentum.")]
     for name in momenta + [name.replace("momentum.", "weight.") for name in momenta]:
-        assert without_last[name].equal(all_but_one[name]), name
-    assert not any(every[name].equal(without_last[name]) for name in momenta)
+        assert sharded[name].equal(one[name]), name
+    assert not any(every[name].equal(one[name]) for name in momenta)
 
 
 def reference(weight: Tensor, gradients: list[Tensor], config: OptimConfig, scale: float) -> Tensor:
@@ -80,13 +82,6 @@ def reference(weight: Tensor, gradients: list[Tensor], config: OptimConfig, scal
     return weight.float()
 
 
-def of_one_matrix(rows: int, columns: int, **values: Any) -> tuple[torch.optim.Optimizer, nn.Parameter, OptimConfig]:
-    model = nn.Module()
-    model.layers = nn.ModuleList([nn.Linear(columns, rows, bias=False)])
-    config = OptimConfig.model_validate({"name": "muon", **values})
-    return build_optimizer(model, config), model.get_parameter("layers.0.weight"), config
-
-
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (24, 24)])
 @pytest.mark.parametrize(("on_gpu", "tolerance"), [(False, 1e-5), (True, 4e-2)])
 def test_a_step_is_that_of_the_paper(
@@ -96,7 +91,10 @@ def test_a_step_is_that_of_the_paper(
     dtype = muon.dtype_of_iteration(on_gpu=on_gpu)
     monkeypatch.setattr(muon, "dtype_of_iteration", lambda **_: dtype)
     torch.manual_seed(0)
-    optimizer, weight, config = of_one_matrix(*shape, lr=0.02, weight_decay=0.1)
+    model = nn.Module()
+    model.layers = nn.ParameterList([torch.randn(shape)])
+    config = OptimConfig(name="muon", lr=0.02, weight_decay=0.1)
+    optimizer, weight = build_optimizer(model, config), model.get_parameter("layers.0")
     gradients = list(torch.randn(3, *shape))
     before = weight.detach().clone()
     expected = reference(before, gradients, config, 0.2 * max(shape) ** 0.5)

@@ -79,14 +79,13 @@ def main(argv: Sequence[str]) -> int:
         watching = Watchdog(folder, process, limits if case == "stops" else LIMITS)
         watching.on_abort = lambda why: run_folder.record_end(folder, process, 1, "failed", 3, why)
         set_group_timeouts()
-        late = 0 if case == "rank 0 fetches" else 1
         if case != "stops":
             watching.step(4)
-            if "fetches" not in case or process.rank != late:
+            if case != "fetches" or process.rank == 0:
                 watching.computing()
-            if case == "forward pass" and process.rank != late:
+            if case == "forward pass" and process.rank == 0:
                 watching.forward()
-        if process.rank == late:
+        if process.rank == 1:
             LATE.get(case, receive_nothing)()
         dist.all_reduce(torch.zeros(1))
         watching.close()

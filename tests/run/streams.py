@@ -1,24 +1,20 @@
-"""A front door with another stdout: STREAM_ENTRY's main, STREAM_OUT a file, "closed" or "broken", STREAM_ENCODING."""
+"""A front door with another stdout, an entry of `ranks`: `OUT ENCODING ENTRY arguments`.
+
+With COLUMNS=60 in the environment, stdout and stderr are a terminal of that width.
+"""
 
 import importlib
-import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 
 def main(argv: Sequence[str]) -> int:
-    out = os.environ["STREAM_OUT"]
-    reading, writing = os.pipe()
-    os.close(1)
-    if out == "closed":
-        sys.stdout = None  # what Python does
-    else:
-        if out == "broken":
-            os.dup2(writing, 1)
-            os.close(reading)
-        else:
-            assert os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND) == 1
-        sys.stdout = io.TextIOWrapper(io.FileIO(1, "w"), encoding=os.environ["STREAM_ENCODING"])
-    code: int = importlib.import_module(os.environ["STREAM_ENTRY"]).main(argv)
+    out, encoding, entry, *arguments = argv
+    sys.stdout = open(out, "a", encoding=encoding)  # noqa: SIM115  # stays open
+    streams: list[Any] = [sys.stdout, sys.stderr]
+    for stream in streams:
+        stream.isatty = lambda: os.environ.get("COLUMNS") == "60"
+    code: int = importlib.import_module(entry).main(arguments)
     return code

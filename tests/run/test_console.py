@@ -1,7 +1,9 @@
 """What a run prints and records: every line of a log against its records, and every option in the lines of a start."""
 
 import json
+import os
 import re
+import shlex
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import checkpoint, records
-from torchtitan_lite import __version__, models
+from tests.helpers import checkpoint, ranks, records, run_python, succeeded, tiny
+from torchtitan_lite import __version__
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import load
@@ -19,12 +21,17 @@ from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.run import attempts, console, metrics
+from torchtitan_lite.tools import checkpoints
 
-LOSS = ["step", "loss", "mean_loss", "grad_norm", "lr", "tokens", "tokens_per_second", "peak_memory_gib", "seconds"]
-LOSS += ["data_s", "optimizer_s", "rank_losses", "attempt", "time"]
+LOSS = [
+    *("step", "loss", "mean_loss", "grad_norm", "lr", "tokens", "tokens_per_second", "peak_memory_gib", "seconds"),
+    *("data_s", "optimizer_s", "rank_losses", "attempt", "time"),
+]
 SAVE = ["step", "save_s", "bytes", "attempt", "time"]
-EVAL = ["step", "val_loss", "val_loss_stderr", "val_bits_per_byte", "val_bits_per_byte_stderr", "unigram_bits_per_byte"]
-EVAL += ["eval_samples", "eval_s", "attempt", "time"]
+EVAL = [
+    *("step", "val_loss", "val_loss_stderr", "val_bits_per_byte", "val_bits_per_byte_stderr", "unigram_bits_per_byte"),
+    *("eval_samples", "eval_s", "attempt", "time"),
+]
 START = """torchtitan_lite {version}  torch {torch}  cpu  world {world} = dp_replicate 1 x dp_shard {world}  1 thread \
 per rank (run.threads)
 model   gpt dim 32, 2 layers, 2 heads of 16, feed-forward 128{model}; computes in float32
@@ -88,7 +95,12 @@ def test_the_log_and_the_records_of_a_run(finished: Path, sharded: Path, text: P
         assert list(about) == ["format_version", "attempt", "status", "step", "reason", "repeats", "time", "goodput"]
         assert list(about.values())[:6] == [2, 1, "complete", 4, "", False]
         assert made.time < found[0]["time"] - found[0]["seconds"] < found[-1]["time"] <= made.end_time <= about["time"]
-        assert (made.world_size, made.forked_from, made.config["train.steps"]) == (world, "", 4)
+        assert (made.attempt, made.step, made.samples, made.forked_from) == (1, 0, 0, "")
+        assert (made.world_size, made.setting["world_size"], made.config["train.steps"]) == (world, world, 4)
+        assert (made.hosts, made.versions["torch"]) == ([os.uname().nodename], torch.__version__)
+        assert (made.device[:3], made.ended, made.last_step, made.reason) == ("cpu", "complete", 4, "")
+        assert "--run.name=run" in made.command
+        assert {record["attempt"] for record in found} == {1}
         state = storage.read_state(checkpoint(run, 2))
         assert (state.step, state.tokens, state.samples_consumed) == (2, 384, 12)
         assert (state.loss_since, state.end_token) == ([0.0, 0.0], 0)
@@ -145,16 +157,20 @@ def config_of(values: dict[str, Any], world_size: int = 8, n_gpus: int = 8) -> C
 
 
 FSDP = "reshard_after_forward default; reduces in float32"
-MANY = {"fsdp.reshard_after_forward": False, "fsdp.reduce_dtype": "bfloat16", "fsdp.blocks_per_group": 2}
-MANY |= {"fsdp.explicit_prefetching": True, "fsdp.forward_prefetch": 2, "fsdp.backward_prefetch": 3}
-MANY |= {"fsdp.reshard_after_backward": False, "fsdp.output_dtype": "bfloat16", "fsdp.cast_forward_inputs": True}
-MANY |= {"fsdp.grad_sync": "last", "fsdp.shard_columns": ["*.wk.weight", "*.wq.weight"]}
-MANY |= {"fsdp.precision_overrides": [{"match": m, "param_dtype": "float32"} for m in ("norm*", "layers.0.*")]}
-MANY |= {"fsdp.separate_reduce_scatter_group": True, "fsdp.reduce_scatter_buffers": 2, "optim.freeze": ["a*", "b*"]}
-MANY |= {"activation_checkpointing.mode": "selective", "activation_checkpointing.every": 3}
-MANY |= {"compile.enabled": True, "compile.backend": "eager"}
-OTHER: dict[str, Any] = {"fsdp.reshard_after_forward": 2, "fsdp.explicit_prefetching": True, "fsdp.cpu_offload": True}
-OTHER |= {"optim.name": "adamw", "activation_checkpointing.mode": "full", "fsdp.forward_prefetch": 1}
+MANY: dict[str, Any] = {
+    **{"fsdp.reshard_after_forward": False, "fsdp.reduce_dtype": "bfloat16", "fsdp.blocks_per_group": 2},
+    **{"fsdp.explicit_prefetching": True, "fsdp.forward_prefetch": 2, "fsdp.backward_prefetch": 3},
+    **{"fsdp.reshard_after_backward": False, "fsdp.output_dtype": "bfloat16", "fsdp.cast_forward_inputs": True},
+    **{"fsdp.grad_sync": "last", "fsdp.shard_columns": ["*.wk.weight", "*.wq.weight"]},
+    "fsdp.precision_overrides": [{"match": m, "param_dtype": "float32"} for m in ("norm*", "layers.0.*")],
+    **{"fsdp.separate_reduce_scatter_group": True, "fsdp.reduce_scatter_buffers": 2, "optim.freeze": ["a*", "b*"]},
+    **{"activation_checkpointing.mode": "selective", "activation_checkpointing.every": 3},
+    **{"compile.enabled": True, "compile.backend": "eager"},
+}
+OTHER: dict[str, Any] = {
+    **{"fsdp.reshard_after_forward": 2, "fsdp.explicit_prefetching": True, "fsdp.cpu_offload": True},
+    **{"optim.name": "adamw", "activation_checkpointing.mode": "full", "fsdp.forward_prefetch": 1},
+}
 
 
 @pytest.mark.parametrize(("values", "expected"), [
@@ -177,10 +193,6 @@ def test_the_active_options_of_fsdp(values: dict[str, Any], expected: str) -> No
 T5 = {"model.family": "t5", "data.objective": "span_corruption", "data.path": "x"}
 SHAPE = ["dim 128, ", "2 heads of 64, feed-forward 384", "4 heads of 32, 2 for keys and values, feed-forward "]
 QWEN3 = "qk_norm, induction_head"
-NO_COPIES = (
-    "fsdp    nothing is sharded: if memory allows, fsdp.reshard_after_forward = false{} would avoid copies of the "
-)
-NO_COPIES += "parameters (see plan)"
 
 
 def test_the_sizes_and_the_next_commands_of_other_runs() -> None:
@@ -245,15 +257,6 @@ def test_the_sizes_and_the_next_commands_of_other_runs() -> None:
     ):
         config = config_of(values, n)
         assert console.batch_line(config, derive(config, n), n) == f"batch   {expected}"
-    more = ', fsdp.reshard_after_backward = false and fsdp.grad_sync = "last" (sums in a different order)'
-    for values, n, copies in (
-        ({}, 8, []),
-        ({}, 1, [NO_COPIES.format(more)]),
-        ({"fsdp.reshard_after_forward": False}, 1, []),
-        ({"fsdp.dp_shard": 1, "fsdp.dp_replicate": 8}, 8, [NO_COPIES.format("")]),
-    ):
-        config = config_of(values, n)
-        assert console.copies_lines(config, derive(config, n)) == copies
     for values, folder, words in (
         ({}, "runs/default", "--prompt 'def '"),
         ({"data.path": "x", "run.name": "a b"}, "'runs/a b'", "--interactive"),
@@ -266,21 +269,10 @@ def test_the_sizes_and_the_next_commands_of_other_runs() -> None:
         assert re.fullmatch(rf"        plot its curves: \S+ -m torchtitan_lite.report {folder}", report)
 
 
-class Sources:
-    """Two of every three samples are of the first source."""
-
-    names, sources = (
-        ("a", "b"),
-        [SimpleNamespace(mean_tokens=m, n_samples=n, notes=[]) for m, n in ((32, 40), (31.5, 2))],
-    )
-
-    def consumed(self, n: int) -> list[int]:
-        return [n - n // 3, n // 3]
-
-
 def test_what_a_run_reads_of_each_source() -> None:
-    """The samples of a skipped range, and what of it comes later, are not seen."""
-    samples: Any = Sources()
+    """Two of three samples are of the first. Those of a skipped range, and what of it comes later, are not seen."""
+    sources = [SimpleNamespace(mean_tokens=m, n_samples=n, notes=[]) for m, n in ((32, 40), (31.5, 2))]
+    samples: Any = SimpleNamespace(names="ab", sources=sources, consumed=lambda n: [n - n // 3, n // 3])
     assert console.seen_of_sources(samples, 60) == {
         "a": {"tokens": 1280, "epochs": 1.0},
         "b": {"tokens": 630, "epochs": 10.0},
@@ -312,15 +304,13 @@ def test_the_start_on_a_gpu_and_on_a_busy_machine(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(console, "BUSY_AT_START", True)
     monkeypatch.setattr(console, "data_lines", lambda *_: [])
     config = config_of({"model.init_from": "w", "eval.every": 0, "run.threads": 2, "fsdp.param_dtype": "float16"}, 1)
-    with torch.device("meta"):
-        model = models.build(config.model, 97)
     state = TrainState(bitwise_setting={"widen_matmuls": False, "deterministic": False})
     saver: Any = SimpleNamespace(forked_from=None, damaged=[9, 8])
-    nothing: Any = None
 
     def lines(device: str, saved: TrainState | None) -> list[str]:
         process = Process(0, 1, torch.device(device), 2)
-        start = console.start_lines(config, derive(config, 1), process, model, nothing, nothing, state, saved, saver)
+        model: Any = SimpleNamespace(parameters=list)
+        start = console.start_lines(config, derive(config, 1), process, model, model, model, state, saved, saver)
         return start.splitlines()[4:]
 
     assert lines("cpu", None) == [
@@ -330,16 +320,29 @@ def test_the_start_on_a_gpu_and_on_a_busy_machine(monkeypatch: pytest.MonkeyPatc
         "run     a resume on a GPU is bitwise identical only with run.deterministic = true",
         "run     starts from the weights of w",
     ]
-    found = lines("cuda", TrainState(step=7))
-    assert found[0] == (
-        "run     runs/default  resumed after step 7; newer checkpoints are damaged, and their steps are repeated: 8, 9"
-    )
-    assert found[1].startswith("fsdp    nothing is sharded: ")
-    assert found[2:] == [
+    origin, copies, *found = lines("cuda", TrainState(step=7))
+    assert origin.endswith("  resumed after step 7; newer checkpoints are damaged, and their steps are repeated: 8, 9")
+    assert copies.startswith("fsdp    nothing is sharded: ")
+    assert found == [
         "run     MFU is not logged: the peak of Some GPU is not known; run.peak_tflops = its dense TFLOP/s gives it",
         "run     a resume on a GPU is bitwise identical only with run.deterministic = true",
     ]
-    saver.forked_from = Path("runs/old/checkpoints/step-7")
-    assert lines("cpu", TrainState(step=7))[0].endswith(
-        "  new, a fork of runs/old/checkpoints/step-7, after its step 7; the same command resumes it"
+
+
+def test_the_closing_block_is_commands_that_work(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = tiny(text, tmp_path, run__name="mine", train__steps=2, optim__warmup_steps=1, run__threads=0)
+    output = succeeded(ranks(1, *options))
+    *_, prompt, report = output.rstrip().splitlines()
+    assert prompt.endswith(f" -m torchtitan_lite.generate {tmp_path / 'mine'} --interactive")
+    words = shlex.split(report.partition("plot its curves:")[2])  # as a shell reads it
+    assert str(tmp_path / "mine") in succeeded(run_python(words[1:]))
+    # one is singular
+    assert checkpoints.main(["inspect", str(tmp_path / "mine")]) == 0
+    assert "saved by 1 rank;" in capsys.readouterr().out
+    assert "1 thread per rank (OMP_NUM_THREADS)" in output
+    assert " x 1 rank x " in output
+    assert not re.findall(
+        r"(?<![\d,.])1 (?:ranks|threads|files|steps|groups|layers|heads|documents|sequences)\b", output
     )

@@ -2,17 +2,17 @@
 
 import contextlib
 import dataclasses
-import json
 import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from tests.helpers import losses, python, ranks, succeeded, tiny
+from tests.helpers import losses, python, ranks, refused, succeeded, tiny
 from torchtitan_lite import errors
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.errors import ConfigError, StuckError, run_cli
@@ -26,7 +26,7 @@ def test_nan_on_one_rank_stops_the_run_before_it_is_saved(text: Path, tmp_path: 
     assert result.stderr.count("step 3: the loss is not finite on rank 1. The update was withheld") == 1
     assert storage.find_steps(tmp_path / "nan/checkpoints") == [2]
     assert not losses(tmp_path / "nan"), "step 4, one late, must not be logged"
-    run = json.loads((tmp_path / "nan/run.json").read_text())
+    run = attempts.newest_status(tmp_path / "nan")
     assert (run["status"], run["repeats"]) == ("failed", True)
 
 
@@ -37,10 +37,9 @@ def test_a_failure_that_would_repeat_does_not_repeat(text: Path, tmp_path: Path)
     assert ranks(1, *command, fault="nan:0:3:forward:99").returncode == errors.EXIT_WOULD_REPEAT
     history = (tmp_path / "nan/attempts.jsonl").read_text()
     for n, mode in ((2, []), (1, []), (1, ["--check-config"])):
-        again = ranks(n, *command, *mode)
-        assert again.returncode == (errors.EXIT_WOULD_REPEAT if n == 1 else 1)
-        assert "the last attempt had the same config and code, and failed: step 3: the loss is not" in again.stderr
-        assert "add --retry to try again" in again.stderr
+        why = "the last attempt had the same config and code, and failed: step 3: the loss is not"
+        code = errors.EXIT_WOULD_REPEAT if n == 1 else 1
+        refused(ranks(n, *command, *mode), why, "add --retry to try again", code=code)
     assert (tmp_path / "nan/attempts.jsonl").read_text() == history
     for changed in ("--optim.lr=1e-4", "--retry"):
         succeeded(ranks(1, *command, "--check-config", changed))
@@ -59,9 +58,7 @@ def test_a_damaged_data_folder_is_refused_before_torchrun_starts(text: Path, tmp
     assert succeeded(ranks(1, *command, "--check-config")).endswith(f"its run is in {tmp_path / 'runs/run'}\n")
     tokens = data / "train.bin"
     tokens.write_bytes(tokens.read_bytes()[:-1000])
-    refused = ranks(1, *command, "--check-config")
-    assert refused.returncode == 2
-    assert "train.bin" in refused.stderr
+    refused(ranks(1, *command, "--check-config"), "train.bin")
 
 
 def test_a_start_names_the_machines_that_joined_and_left() -> None:
@@ -84,10 +81,7 @@ def test_refused_data_leaves_no_run_folder_and_keeps_one_that_is_there(
     (tmp_path / "there").mkdir()
     (tmp_path / "there/metrics.jsonl").write_text("")
     for name in ("new", "there"):
-        result = ranks(1, *tiny(tmp_path / "text.txt", tmp_path, run__name=name))
-        assert result.returncode == 2
-        assert problem in result.stderr
-        assert "Traceback" not in result.stderr
+        refused(ranks(1, *tiny(tmp_path / "text.txt", tmp_path, run__name=name)), problem)
     assert not (tmp_path / "new").exists()
     assert (tmp_path / "there/metrics.jsonl").exists()
 
@@ -98,10 +92,8 @@ def test_a_port_in_use_is_reported(text: Path, tmp_path: Path) -> None:
         taken.listen()
         there = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
         result = ranks(1, *tiny(text, tmp_path, run__name="run"), env=there)
-    assert result.returncode == 1
-    assert f"the ranks can't connect at 127.0.0.1:{there['MASTER_PORT']}" in result.stderr
-    assert "choose another MASTER_PORT" in result.stderr
-    assert "Traceback" not in result.stderr
+    where = f"the ranks can't connect at 127.0.0.1:{there['MASTER_PORT']}"
+    refused(result, where, "choose another MASTER_PORT", code=1)
 
 
 def torchruns_last_lines(files: dict[int, Path]) -> str:
@@ -113,23 +105,10 @@ def torchruns_last_lines(files: dict[int, Path]) -> str:
 def test_an_unwritable_folder_is_an_error(text: Path, tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file where the folder should be")
     env = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
-    result = ranks(1, *tiny(text, tmp_path / "runs"), env=env)
-    assert result.returncode == 2
-    assert "can't be written" in result.stderr
-    assert "Traceback" not in result.stderr
+    refused(ranks(1, *tiny(text, tmp_path / "runs"), env=env), "can't be written")
     last = torchruns_last_lines({0: tmp_path / "error.json"})
     assert "traceback : train.py: " in last
     assert "can't be written" in last
-
-
-def _dead_rank() -> int:
-    stuck = StuckError("rank 1 died")
-    stuck.secondary = True
-    raise stuck
-
-
-def _config_error() -> int:
-    raise ConfigError("two lines\nwith a fix")
 
 
 def test_torchrun_repeats_the_error_of_the_rank_that_failed_first(
@@ -143,11 +122,15 @@ def test_torchrun_repeats_the_error_of_the_rank_that_failed_first(
             assert run_cli("train.py", main) in (1, 2)
         return torchruns_last_lines({rank: files[rank]})
 
-    fail(0, _dead_rank)
+    stuck = StuckError("rank 1 died")
+    stuck.secondary = True
+    fail(0, Mock(side_effect=stuck))
     killed = torchruns_last_lines(files)
     assert "rank      : 1" in killed
     assert "exitcode  : -9" in killed
-    assert "traceback : train.py: two lines\n  with a fix\n" in fail(1, _config_error)
+    assert "traceback : train.py: two lines\n  with a fix\n" in fail(
+        1, Mock(side_effect=ConfigError("two lines\nwith a fix"))
+    )
     last = fail(1, lambda: 1 // 0)
     assert "Traceback (most recent call last):" in last
     assert "ZeroDivisionError: integer division or modulo by zero" in last

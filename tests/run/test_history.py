@@ -1,7 +1,8 @@
-"""The history of a run: attempts.jsonl, and which records count, whatever a kill has left."""
+"""The history of a run: attempts.jsonl, which records count, whatever a kill has left, and goodput."""
 
 import json
 import os
+import re
 import socket
 import subprocess
 import time
@@ -13,22 +14,20 @@ import pytest
 import torch
 from filelock import FileLock
 
-from tests.helpers import until
+from tests.helpers import python, ranks, records, succeeded, tiny, until
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import BusyError
 from torchtitan_lite.files import append_line
 from torchtitan_lite.run import attempts, run_folder
+from torchtitan_lite.tools.report.page import page
+from torchtitan_lite.tools.report.runs import read_run
+
+STARTED: dict[str, Any] = {"step": 3, "samples": 24, "command": ["train.py"], "config": {"train.steps": 9}, "tasks": {}}
+STARTED |= {"setting": {}, "world_size": 2, "hosts": ["a"], "versions": {}, "git": {}, "device": "cpu"}
 
 
 def begin(folder: Path, number: int, step: int) -> None:
-    about: dict[str, Any] = {
-        "command": ["train.py"],
-        "config": {"train.steps": 9},
-        "setting": {"threads": 1},
-        "tasks": {},
-    }
-    about |= {"world_size": 1, "hosts": ["a"], "versions": {"torch": "2"}, "git": {}, "device": "cpu"}
-    attempts.add(folder, {"attempt": number, "time": 1.0, "step": step, "samples": 8 * step, **about})
+    attempts.add(folder, {"attempt": number, "time": 1.0} | STARTED | {"step": step, "samples": 8 * step})
 
 
 def record(folder: Path, number: int, *steps: int) -> None:
@@ -56,9 +55,8 @@ def test_the_best_step_and_who_made_a_step(tmp_path: Path) -> None:
     begin(tmp_path, 1, 0)
     for step, loss in losses.items():
         append_line(tmp_path / "metrics.jsonl", json.dumps({"step": step, "attempt": 1, "val_loss": loss}))
-    assert attempts.best_step(tmp_path, [2, 4, 6, 8]) == 4, "the first of equal ones"
-    assert attempts.best_step(tmp_path, [8, 2]) == 8
-    assert attempts.best_step(tmp_path, [1, 6]) is None
+    best = [attempts.best_step(tmp_path, steps) for steps in ([2, 4, 6, 8], [8, 2], [1, 6])]
+    assert best == [4, 8, None], "the first of equal ones"
     begin(tmp_path, 2, 4)
     made = attempts.read(tmp_path)
     found = [attempts.of_step(made, step) for step in (0, 1, 4, 5)]
@@ -69,9 +67,7 @@ def test_the_best_step_and_who_made_a_step(tmp_path: Path) -> None:
 
 def test_only_a_rank_that_knows_of_no_end_records_a_failure(tmp_path: Path) -> None:
     first, second = (Process(rank, 2, torch.device("cpu"), 1) for rank in (0, 1))
-    started = {"step": 3, "samples": 24, "command": [], "config": {}, "setting": {}, "tasks": {}, "world_size": 2}
-    started |= {"hosts": ["a"], "versions": {}, "git": {}, "device": "cpu"}
-    assert [run_folder.record_start(tmp_path, started) for _ in range(2)] == [1, 2]
+    assert [run_folder.record_start(tmp_path, STARTED) for _ in range(2)] == [1, 2]
     about = attempts.newest_status(tmp_path)
     assert [about[key] for key in ("attempt", "status", "step", "reason", "repeats")] == [2, "running", 3, "", False]
     run_folder.record_end(tmp_path, first, 0, "failed", 4, "refused")
@@ -82,10 +78,10 @@ def test_only_a_rank_that_knows_of_no_end_records_a_failure(tmp_path: Path) -> N
     run_folder.record_end(tmp_path, second, 2, "failed", 5, "the next rank")
     about = attempts.newest_status(tmp_path)
     assert [about[key] for key in ("status", "step", "reason", "repeats")] == ["failed", 4, "rank 0 died", True]
-    assert (attempts.read(tmp_path)[0].ended, attempts.read(tmp_path)[1].reason) == ("", "rank 0 died")
+    assert [attempt.reason for attempt in attempts.read(tmp_path)] == ["", "rank 0 died"]
     run_folder.record_end(tmp_path, first, 2, "complete", 9)
-    last = attempts.read(tmp_path)[1]
-    assert (last.ended, last.last_step, last.reason) == ("complete", 9, "")
+    found = [(attempt.ended, attempt.last_step, attempt.reason) for attempt in attempts.read(tmp_path)]
+    assert found == [("", 0, ""), ("complete", 9, "")]
 
 
 def test_a_machine_of_the_same_job_is_asked_to_make_room(
@@ -93,7 +89,6 @@ def test_a_machine_of_the_same_job_is_asked_to_make_room(
 ) -> None:
     """Not one of another job, not without restarts, and not twice within five minutes."""
     (tmp_path / ".lock-holder").write_text("process 7 on node3, job mine")
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     used = f"{tmp_path} is being used by process 7 on node3, job mine"
     with FileLock(tmp_path / ".lock") as held:
         for job, restarts in (("other-2", "3"), ("mine-2", "0")):
@@ -143,3 +138,61 @@ def test_a_later_attempt_replaces_the_records_of_the_steps_that_it_makes_again(t
     assert counting(tmp_path) == [(1, 1), (1, 2), (2, 2)]
     record(tmp_path, 4, 3, 4)
     assert counting(tmp_path) == [(1, 1), (1, 2), (2, 2), (4, 3), (4, 4)]
+
+
+# --- goodput: the share of the time since the first launch in steps that count -----------------------------------
+
+RUN = {"run__name": "run", "train__steps": 9, "checkpoint__every": 3, "log__every": 2, "eval__every": 4}
+
+
+def goodput_of(folder: Path) -> tuple[float, float]:
+    return attempts.goodput(attempts.read(folder), attempts.records(folder))
+
+
+def test_only_the_steps_that_count_are_training(tmp_path: Path) -> None:
+    assert goodput_of(tmp_path) == (0.0, 0.0)
+    begin(tmp_path, 1, 0)  # launched at 1 s
+    assert goodput_of(tmp_path) == (0.0, 0.0)
+    steps = [(1, 1, 11.0), (1, 2, 21.0), (1, 3, 31.0), (2, 3, 61.0), (2, 4, 71.0)]
+    lines = [{"attempt": a, "step": s, "time": t, "loss": 1.0, "seconds": 5.0} for a, s, t in steps]
+    lines.append({"attempt": 2, "step": 4, "time": 75.0, "save_s": 3.0})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    begin(tmp_path, 2, 2)
+    assert goodput_of(tmp_path) == (20 / 74, 74.0)
+    attempts.add(tmp_path, {"attempt": 2, "ended": "complete", "last_step": 4, "end_time": 81.0})
+    assert goodput_of(tmp_path) == (0.25, 80.0)
+    assert attempts.goodput_line(tmp_path) == "goodput 25% of 1m20s since the first launch"
+    begin(tmp_path, 3, 4)  # started again a day later: there is nothing to train
+    attempts.add(tmp_path, {"attempt": 3, "ended": "complete", "last_step": 4, "end_time": 86481.0})
+    assert goodput_of(tmp_path) == (0.25, 80.0)
+
+
+def test_a_killed_run_has_the_same_goodput_everywhere(text: Path, tmp_path: Path) -> None:
+    """SIGKILL in step 9, after the checkpoint of step 6. Steps 7 and 8 are made again."""
+    before = time.time()
+    assert ranks(1, *tiny(text, tmp_path, **RUN), fault="kill:0:9:step").returncode
+    run = tmp_path / "run"
+    said = succeeded(ranks(1, *tiny(text, tmp_path, **RUN)))
+    share, whole_s = goodput_of(run)
+    trained_s = sum(record["seconds"] for record in attempts.records(run) if "loss" in record)
+    assert [record["step"] for record in attempts.records(run) if "loss" in record] == [2, 4, 6, 8, 9]
+    assert 0 < share == pytest.approx(trained_s / whole_s)
+    assert whole_s <= time.time() - before + 1  # forked ranks are launched by the test's server
+    assert attempts.newest_status(run)["goodput"] == round(share, 4)
+    line = attempts.goodput_line(run)
+    assert re.search(rf"^done .*, {line}", said, re.M)
+    assert line in succeeded(python(str(run), script="-m torchtitan_lite.status"))
+    assert f"<b>{share:.1%}</b>" in page([read_run(run)])
+
+
+def test_rates_leave_out_what_is_no_training_and_waiting_for_data_is_shown(text: Path, tmp_path: Path) -> None:
+    """A validation, a save and a sample after step 2 take a second and a half each, and so does the batch of step 3."""
+    more = {"train__steps": 4, "eval__every": 2, "checkpoint__every": 2, "sample__every": 2, "sample__max_tokens": 2}
+    fault = ",".join(f"slow:0:{step}:{site}" for step, site in ((2, "eval"), (2, "save"), (2, "sample"), (3, "batch")))
+    command = tiny(text, tmp_path, **RUN | more | {"log__every": 1})
+    succeeded(ranks(1, *command, fault=fault, env={"FAULT_SECONDS": "1.5"}))
+    logged = {record["step"]: record for record in records(tmp_path / "run") if "loss" in record}
+    assert logged[3]["data_s"] >= 1.5 > logged[2]["data_s"]
+    for record in logged.values():
+        assert record["seconds"] - record["data_s"] < 1.5
+        assert record["tokens_per_second"] == pytest.approx(6 * 32 / record["seconds"], rel=0.01)

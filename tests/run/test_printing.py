@@ -1,40 +1,50 @@
-"""Failures to print or log do not end a run: full disks, closed streams and other encodings."""
+"""Output: a terminal gets a bar and lines that fit, and failures to print or log do not end a run."""
 
 import io
-import subprocess
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import ranks, succeeded, tiny
+from tests.helpers import ranks, refused, succeeded, tiny
 from tests.run.test_faults import saved_steps
 from torchtitan_lite.run.metrics import Log
 
 SHORT = {"run__name": "run", "train__steps": 4, "eval__every": 2, "checkpoint__every": 2, "sample__every": 2}
 SAMPLES = ['--sample.prompts=["caf\u00e9 \u2603"]', "--sample.max_tokens=2"]
-
-
-def with_stdout(
-    out: str, *arguments: str, encoding: str = "utf-8", entry: str = "train"
-) -> subprocess.CompletedProcess[str]:
-    env = {"STREAM_OUT": out, "STREAM_ENCODING": encoding, "STREAM_ENTRY": entry}
-    return ranks(1, *arguments, entry="tests.run.streams", env=env)
+STREAMS = "tests.run.streams"
 
 
 def test_a_terminal_that_is_not_utf8_gets_escapes(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "said"
-    succeeded(with_stdout(str(out), *tiny(text, tmp_path, **SHORT), *SAMPLES, encoding="ascii"))
+    result = ranks(1, str(out), "ascii", "train", *tiny(text, tmp_path, **SHORT), *SAMPLES, entry=STREAMS)
+    succeeded(result)
+    assert re.search("^step    4/4 .*  mem .*  data .*  eta ", out.read_text("ascii"), re.M), "a file gets whole lines"
+    assert "%|" not in result.stderr
     assert 'sample  step 2  "caf\\xe9 \\u2603" -> ' in out.read_text("ascii")
     assert 'sample  step 2  "caf\u00e9 \u2603" -> ' in (tmp_path / "run/train.log").read_text("utf-8")
     out.unlink()
-    arguments = [str(tmp_path / "run"), "--prompt=caf\u00e9 \u2603", "--max-tokens=2"]
-    succeeded(with_stdout(str(out), *arguments, encoding="ascii", entry="torchtitan_lite.generate"))
+    command = ["torchtitan_lite.generate", str(tmp_path / "run"), "--prompt=caf\u00e9 \u2603", "--max-tokens=2"]
+    succeeded(ranks(1, str(out), "ascii", *command, entry=STREAMS))
     assert out.read_text("ascii").startswith("caf\\xe9 \\u2603")
-    full = with_stdout("/dev/full", *arguments, entry="torchtitan_lite.generate")
-    assert full.returncode == 1
-    assert "generate: No space left on device" in full.stderr
-    assert "Traceback" not in full.stderr
+    full = ranks(1, "/dev/full", "utf-8", *command, entry=STREAMS)
+    refused(full, "generate: No space left on device", code=1)
+
+
+def test_a_terminal_gets_a_bar_and_lines_that_fit_and_the_log_whole_ones(text: Path, tmp_path: Path) -> None:
+    out, command = tmp_path / "said", tiny(text, tmp_path, **SHORT, sample__max_tokens=99)
+    result = ranks(1, str(out), "utf-8", "train", *command, entry=STREAMS, env={"COLUMNS": "60"})
+    succeeded(result)
+    assert re.search(r"0%\|.* 0/4 \[", result.stderr)
+    screen, log = out.read_text(), (tmp_path / "run/train.log").read_text()
+    assert "\x1b[3" not in screen, "no colour, so there is none to switch off by NO_COLOR"
+    for kind, n in (("step ", 4), ("sample ", 2)):
+        shown, whole = ([line for line in text.split("\n") if line.startswith(kind)] for text in (screen, log))
+        assert len(shown) == len(whole) == n
+        assert max(map(len, shown)) <= 60 < max(map(len, whole))
+    assert re.search(r"^step    4/4  loss \S+ .*tok/s", screen, re.M)
+    assert "%|" not in log
 
 
 def test_a_step_is_saved_before_it_is_sampled(text: Path, tmp_path: Path) -> None:
@@ -43,29 +53,13 @@ def test_a_step_is_saved_before_it_is_sampled(text: Path, tmp_path: Path) -> Non
     assert saved_steps(tmp_path / "run") == [2]
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_terminal_has_a_bar_and_lines_that_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "9")
-    for streams, shown, bar in (((Terminal(), Terminal()), "a l 9\n", True), ((io.StringIO(),) * 2, "a line\n", False)):
-        for name, stream in zip(("stdout", "stderr"), streams, strict=True):
-            monkeypatch.setattr(sys, name, stream)
-        log = Log(tmp_path, enabled=True)
-        log.info("a line", lambda text, columns: f"{text[:3]} {columns}")
-        log.info("other")
-        assert streams[0].getvalue() == f"{shown}other\n"
-        assert list(log.progress(3, 5)) == [3, 4, 5]
-        assert ("2/5" in streams[1].getvalue()) == bar
-        silent = Log(tmp_path, enabled=False)
-        silent.info("no line")
-        silent.record({"step": 1})
-        assert list(silent.progress(2, 3)) == [2, 3]
-        assert "no line" not in streams[0].getvalue()
-    assert (tmp_path / "train.log").read_text() == "a line\nother\n" * 2
-    assert not (tmp_path / "metrics.jsonl").exists()
+def test_the_log_of_another_rank_says_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = Log(tmp_path, enabled=False)
+    log.info("no line")
+    log.record({"step": 1})
+    assert list(log.progress(2, 3)) == [2, 3]
+    assert capsys.readouterr() == ("", "")
+    assert list(tmp_path.iterdir()) == []
 
 
 class Broken(io.TextIOWrapper):

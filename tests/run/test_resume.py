@@ -11,10 +11,14 @@ from tests.helpers import assert_same_end, checkpoint, forget_after, losses, ran
 from torchtitan_lite.run import attempts
 from torchtitan_lite.tools import load_model
 
-LLAMA = {"model__family": "llama", "model__n_heads": 4, "model__n_kv_heads": 1, "model__hidden_dim": 50}
-LLAMA |= {"model__window": 9, "model__layer_pattern": "window,nope"}
-HYBRID = {"model__family": "olmo_hybrid", "model__dim": 36, "model__n_heads": 3, "model__n_kv_heads": 1}
-HYBRID |= {"model__layer_pattern": "delta,full"}
+LLAMA = {
+    **{"model__family": "llama", "model__n_heads": 4, "model__n_kv_heads": 1, "model__hidden_dim": 50},
+    **{"model__window": 9, "model__layer_pattern": "window,nope"},
+}
+HYBRID = {
+    **{"model__family": "olmo_hybrid", "model__dim": 36, "model__n_heads": 3, "model__n_kv_heads": 1},
+    **{"model__layer_pattern": "delta,full"},
+}
 SHARDED = {"checkpoint__state_dict": "sharded"}
 DCP = {"checkpoint__api": "dcp"}
 T5 = {

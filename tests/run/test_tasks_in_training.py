@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import assert_same_end, losses, ranks, records, succeeded, tiny
+from tests.helpers import assert_same_end, losses, ranks, records, refused, succeeded, tiny
 from tests.scoring.test_tasks import CHOICE, WORD, jsonl
 from torchtitan_lite.config.schema import Config, DataConfig, EvalConfig, ModelConfig
 from torchtitan_lite.run.checks import check_prompts
@@ -38,9 +38,11 @@ def test_tasks_are_scored_and_training_is_the_same_bits(text: Path, files: str, 
 
     Also with a tied head, and with averaged weights.
     """
-    knobs = {"fsdp__explicit_prefetching": "true", "fsdp__reshard_after_forward": "false", "model__dropout": 0.1}
-    knobs |= {"model__tie_embeddings": "true", "optim__ema_decay": 0.9}
-    more = {"train__steps": 5, "checkpoint__every": 5, "eval__every": 0, **knobs}
+    more: dict[str, Any] = {
+        **{"fsdp__explicit_prefetching": "true", "fsdp__reshard_after_forward": "false", "model__dropout": 0.1},
+        **{"model__tie_embeddings": "true", "optim__ema_decay": 0.9},
+        **{"train__steps": 5, "checkpoint__every": 5, "eval__every": 0},
+    }
     wanted = {"eval__tasks": files, "eval__tasks_every": 2}
     said = succeeded(ranks(2, *tiny(text, tmp_path, run__name="tasks", **more, **wanted)))
     succeeded(ranks(2, *tiny(text, tmp_path, run__name="none", **more)))
@@ -97,9 +99,7 @@ def test_wrong_tasks_are_found_before_the_run(text: Path, files: str, tmp_path: 
         ({"eval__tasks": "piqa"}, "no task piqa"),
         ({"eval__tasks": files, "eval__task_questions": -1}, "greater than or equal to 0"),
     ):
-        result = ranks(1, *tiny(text, tmp_path, **more), "--check-config")
-        assert result.returncode == 2
-        assert message in result.stderr
+        refused(ranks(1, *tiny(text, tmp_path, **more), "--check-config"), message)
     config = Config(model=ModelConfig(family="t5"), eval=EvalConfig(tasks=["brackets"]))
     assert "tasks are for decoders" in check_prompts(config)["eval.tasks"]
 
@@ -110,8 +110,10 @@ def test_a_resume_scores_a_step_at_which_the_run_was_stopped_or_killed(
     text: Path, files: str, tmp_path: Path, log_every: int
 ) -> None:
     """Once, with the same bits, also the last step. Signals come during the step before, and during the step itself."""
-    more = {"train__steps": 6, "checkpoint__every": 0, "eval__every": 0, "eval__tasks": files, "eval__tasks_every": 3}
-    more |= {"log__every": log_every}
+    more: dict[str, Any] = {
+        **{"train__steps": 6, "checkpoint__every": 0, "eval__every": 0, "log__every": log_every},
+        **{"eval__tasks": files, "eval__tasks_every": 3},
+    }
     succeeded(ranks(2, *tiny(text, tmp_path, run__name="straight", **more)))
     straight = tmp_path / "straight"
     assert scores(straight).keys() == {3, 6}

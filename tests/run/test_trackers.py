@@ -2,9 +2,9 @@
 
 import gzip
 import json
-import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,29 +12,11 @@ import torch
 from tests.helpers import losses, ranks, records, succeeded, tiny
 from torchtitan_lite import models
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import Config, DataConfig, FsdpConfig, LogConfig, ModelConfig, RunConfig, TrainConfig
 from torchtitan_lite.distributed.process_group import Process
-from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.run import mfu, trackers
 from torchtitan_lite.run.between_steps import peak_tokens_per_second
 from torchtitan_lite.run.mfu import peak_flops
-
-
-@pytest.mark.extended
-def test_a_profile_has_a_trace_per_rank_and_does_not_change_training(text: Path, tmp_path: Path) -> None:
-    command = tiny(text, tmp_path, train__steps=6, run__name="run", eval__every=0)
-    output = succeeded(ranks(2, *command, "--profile.steps=[3, 4]"))
-    folder = tmp_path / "run/profile"
-    assert f"profile steps 3 to 4 are in {folder}" in output
-    for rank in (0, 1):
-        events = json.loads(gzip.decompress((folder / f"rank-{rank}.json.gz").read_bytes()))["traceEvents"]
-        names = [event.get("name") for event in events]
-        assert names.count("Optimizer.step#AdamW.step") == 2
-        assert any("all_gather" in str(name) for name in names)
-        assert "aten::" in (folder / f"operators-rank-{rank}.txt").read_text()
-    succeeded(ranks(2, *command, "--run.name=without"))
-    assert losses(tmp_path / "run") == losses(tmp_path / "without")
 
 
 def scalars_of(folder: Path, tag: str) -> list[tuple[int, float]]:
@@ -46,18 +28,23 @@ def scalars_of(folder: Path, tag: str) -> list[tuple[int, float]]:
 
 
 def test_tensorboard_has_each_step_once_also_after_a_resume(text: Path, tmp_path: Path) -> None:
-    command = tiny(text, tmp_path, run__name="run", train__steps=8, checkpoint__every=4, eval__every=4)
-    trackers = '--log.trackers=["tensorboard"]'
-    result = ranks(1, *command, trackers, fault="kill:0:7")  # 5 and 6 are in the files, and come again
+    """With a profile of the second attempt: a trace for each rank, which changes no loss."""
+    run, command = tmp_path / "run", tiny(text, tmp_path, run__name="run", train__steps=8, checkpoint__every=4)
+    command += ["--eval.every=4", '--log.trackers=["tensorboard"]']
+    result = ranks(2, *command, fault="kill:0:8")  # 5, 6 and 7 are in the files, and come again
     assert result.returncode != 0
-    said = succeeded(ranks(1, *command, trackers, "--profile.steps=[6, 7]"))
+    before = losses(run)
+    said = succeeded(ranks(2, *command, "--profile.steps=[6, 7]"))
     assert "resumed after step 4" in said
-    run = tmp_path / "run"
+    assert {step: losses(run)[step] for step in before} == before
+    assert before.keys() == {*range(1, 8)}
     files = "rank-N.json.gz for ui.perfetto.dev, operators-rank-N.txt"
     assert f"\nprofile steps 6 to 7 are in {run / 'profile'}: {files}\n" in said
-    trace = gzip.decompress((run / "profile/rank-0.json.gz").read_bytes())
-    assert [e.get("name") for e in json.loads(trace)["traceEvents"]].count("Optimizer.step#AdamW.step") == 2
-    assert "aten::" in (run / "profile/operators-rank-0.txt").read_text()
+    for rank in (0, 1):
+        trace = gzip.decompress((run / f"profile/rank-{rank}.json.gz").read_bytes())
+        names = [str(event.get("name")) for event in json.loads(trace)["traceEvents"]]
+        assert names.count("Optimizer.step#AdamW.step") == 2
+        assert "aten::" in (run / f"profile/operators-rank-{rank}.txt").read_text()
     ours = [(r["step"], r["loss"]) for r in records(run) if "loss" in r]
     theirs = scalars_of(run / "tensorboard", "loss")
     assert [step for step, _ in theirs] == [step for step, _ in ours] == list(range(1, 9))
@@ -89,26 +76,22 @@ def test_a_tracker_gets_the_numbers_by_group() -> None:
     assert {name: trackers.grouped(name) for name in GROUPED} == GROUPED
 
 
-GROUPED = {"loss": "train/loss", "lr": "train/lr", "seconds": "time/seconds", "mfu": "time/mfu"}
-GROUPED |= {"tokens_per_second": "time/tokens_per_second", "save_s": "time/save_s", "task_s": "time/task_s"}
-GROUPED |= {"val_loss": "val/loss", "ema_val_loss": "val/ema_loss", "val_bits_per_byte": "val/bits_per_byte"}
-GROUPED |= {"unigram_bits_per_byte": "val/unigram_bits_per_byte", "eval_samples": "val/eval_samples"}
-GROUPED |= {"task/x": "task/x", "task_stderr/x": "task/stderr/x", "task/in_s": "task/in_s"}
+GROUPED = {
+    **{"loss": "train/loss", "lr": "train/lr", "seconds": "time/seconds", "mfu": "time/mfu"},
+    **{"tokens_per_second": "time/tokens_per_second", "save_s": "time/save_s", "task_s": "time/task_s"},
+    **{"val_loss": "val/loss", "ema_val_loss": "val/ema_loss", "val_bits_per_byte": "val/bits_per_byte"},
+    **{"unigram_bits_per_byte": "val/unigram_bits_per_byte", "eval_samples": "val/eval_samples"},
+    **{"task/x": "task/x", "task_stderr/x": "task/stderr/x", "task/in_s": "task/in_s"},
+}
 
 
 @pytest.mark.parametrize("when", ["opens", "writes", "closes"])
 def test_a_tracker_that_fails_is_reported_once(
     when: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def fail(*_: Any) -> None:
-        raise SystemExit("no licence")
-
-    def start(*_: Any) -> trackers.Tracker:
-        if when == "opens":
-            fail()
-        return trackers.Tracker(fail if when == "writes" else lambda _: None, fail)
-
-    monkeypatch.setattr(trackers, "tensorboard", start)
+    fails = Mock(side_effect=SystemExit("no licence"))
+    made = trackers.Tracker(fails if when == "writes" else Mock(), fails)
+    monkeypatch.setattr(trackers, "tensorboard", fails if when == "opens" else Mock(return_value=made))
     opened = trackers.Trackers(LogConfig(trackers=["tensorboard"]), tmp_path, TrainState())
     for _ in range(2):
         opened.record({"step": 1, "loss": 10**400})
@@ -116,18 +99,6 @@ def test_a_tracker_that_fails_is_reported_once(
     opened.close()
     complaint = "log.trackers: tensorboard failed: no licence; training continues without it\n"
     assert capfd.readouterr().err == complaint
-
-
-@pytest.mark.parametrize(("key", "value", "message"), [
-    ("log.trackers", ["wandb"], r'run pip install -e "\.\[wandb\]"'),
-    *(("profile.steps", steps, r"profile\.steps") for steps in ([3], [4, 3], [0, 1])),
-])  # fmt: skip
-def test_a_mistake_in_the_config_is_an_error(
-    key: str, value: list[Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)  # not installed
-    with pytest.raises(ConfigError, match=message):
-        load.load(None, {key: value})
 
 
 def test_mfu_is_logged_only_if_the_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,9 +110,7 @@ def test_mfu_is_logged_only_if_the_peak_is_known(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
         config = Config(fsdp=FsdpConfig(param_dtype="bfloat16"))
         assert peak_flops(config, gpu) == expected
-        lines = mfu.start_lines(config, gpu)
-        assert len(lines) == (not expected)
-        assert not lines or "the peak of Some GPU is not known; run.peak_tflops = " in lines[0]
+        assert len(mfu.start_lines(config, gpu)) == (not expected)
         own = config.model_copy(update={"run": RunConfig(peak_tflops=100)})
         assert peak_flops(own, gpu) == peak_flops(own, cpu) == 4e14
         assert not mfu.start_lines(own, gpu)
@@ -171,8 +140,8 @@ PATTERN = {"window": 10, "layer_pattern": ["window", "full", "window"]}
 ])  # fmt: skip
 def test_the_flops_of_a_token(values: dict[str, Any], matrices: int, seen: int) -> None:
     """Without embeddings, idle experts and what is beyond a window. Of the peak they are the tokens per second."""
-    config = Config(model=ModelConfig.model_validate(values | {"max_seq_len": 64}), run=RunConfig(peak_tflops=2))
-    config = config.model_copy(update={"train": TrainConfig(seq_len=40)})
+    of_model = ModelConfig.model_validate(values | {"max_seq_len": 64})
+    config = Config(model=of_model, run=RunConfig(peak_tflops=2), train=TrainConfig(seq_len=40))
     with torch.device("meta"):
         model = models.build(config.model, 97)
     vectors = sum(p.numel() for p in model.parameters() if p.ndim == 1)

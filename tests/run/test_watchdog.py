@@ -7,10 +7,12 @@ import pytest
 import torch.distributed as dist
 
 from tests.helpers import ranks, succeeded, tiny
-from tests.run.test_faults import RUN, saved_steps, status
+from tests.run.blocked_worker import LIMITS, START_MINUTES
+from tests.run.test_faults import RUN, saved_steps
 from torchtitan_lite.checkpointing import progress
 from torchtitan_lite.distributed.lost import explaining_lost_ranks, means_lost_rank
 from torchtitan_lite.errors import StuckError
+from torchtitan_lite.run.attempts import newest_status
 from torchtitan_lite.run.watchdog import Place, RankState, explain_hang
 
 SHARDED = {"checkpoint__state_dict": "sharded"}
@@ -174,6 +176,45 @@ def test_a_rank_that_hangs_inside_a_save_is_named(
     hanging = fault.split(":")[1]
     assert "faults/worker.py" in (run / f"stacks/rank-{hanging}.txt").read_text()
     assert (run / f"stacks/rank-{1 - int(hanging)}.txt").read_text()
-    assert status(run)["status"] == "failed"
-    assert status(run)["reason"].startswith(said)
+    about = newest_status(run)
+    assert (about["status"], about["reason"][: len(said)]) == ("failed", said)
     assert saved_steps(run) == []
+
+
+# --- ranks that are blocked where no error arrives, as under NCCL ---------------------------------------------------
+
+
+@pytest.mark.parametrize(("case", "said"), [
+    ("fetches", "the others wait for rank 1 (step 4, fetching its batch). "),
+    pytest.param("forward pass", "wait for rank 1 (step 4, computing, forward pass 0). ", marks=pytest.mark.extended),
+    pytest.param("compiler hangs", "all ranks are at the same place. ", marks=pytest.mark.extended),
+])  # fmt: skip
+def test_a_rank_that_is_blocked_in_c_ends_by_itself(case: str, said: str, tmp_path: Path) -> None:
+    result = ranks(2, str(tmp_path), case, entry="tests.run.blocked_worker", timeout=90)
+    assert result.returncode == 1
+    limit = f"run.timeout_minutes = {LIMITS.timeout_minutes:g}"
+    assert f"train.py: step 4: no rank made progress for {limit}; " in result.stderr
+    assert said in result.stderr
+    about = newest_status(tmp_path)
+    assert about["status"] == "failed"
+    assert said in about["reason"]
+    for rank in range(2):
+        assert "blocked_worker.py" in (tmp_path / f"stacks/rank-{rank}.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    "case", ["compiles", *(pytest.param(c, marks=pytest.mark.extended) for c in ("compiles elsewhere", "hashes"))]
+)
+def test_a_process_that_works_is_waited_for(case: str, tmp_path: Path) -> None:
+    """For two and a half times the limit: a compilation in this process or another one, and a slow disk."""
+    said = succeeded(ranks(2, str(tmp_path), case, entry="tests.run.blocked_worker", timeout=90))
+    assert said.count(" is done") == 2
+    assert not (tmp_path / "stacks").exists()
+
+
+def test_a_machine_that_dies_while_it_starts_ends_the_run_within_the_limit_of_a_start(tmp_path: Path) -> None:
+    result = ranks(2, str(tmp_path), "stops", entry="tests.run.blocked_worker", timeout=90)
+    assert result.returncode == 1
+    said = f"starting: no rank made progress for run.start_timeout_minutes = {START_MINUTES:g}; the others wait for"
+    assert f"{said} rank 1, silent for " in result.stderr
+    assert said in newest_status(tmp_path)["reason"]

@@ -1,27 +1,32 @@
-"""The likelihood engine and its statistics: the same on any number of ranks, sharded or not, and by definition."""
+"""The likelihood engine, its statistics and validation: the same on any number of ranks, sharded or not."""
 
+import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.data.test_data import make
-from tests.helpers import run_distributed
+from tests.data.test_data import make, rows
+from tests.helpers import checkpoint, ranks, records, run_distributed, succeeded, tiny
 from torchtitan_lite.config.schema import Config, FsdpConfig, ModelConfig
 from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.data.loader import Batch
+from torchtitan_lite.data.packing import PackedSamples
+from torchtitan_lite.data.samples import Samples
+from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.parallelize import apply_fsdp
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.scoring.likelihood import Window, pad_batch, sums_by_item
 from torchtitan_lite.scoring.statistics import Array, ratio, ratio_difference
-from torchtitan_lite.scoring.validation import Score, Validation, evaluate, evaluate_average
+from torchtitan_lite.scoring.validation import SUBSET_SEED, Score, Validation, evaluate, evaluate_average
 
 CPU = torch.device("cpu")
 VOCABULARY = 517
@@ -62,32 +67,23 @@ N_BATCHES = 0, 1, 5
 
 def engine(process: Process, family: str, fsdp: FsdpConfig) -> dict[int, tuple[Array, int]]:
     """The sums of a sharded model by item, and how often this rank computed a forward pass, by number of batches."""
-    model, forwards = model_of(family, process, fsdp), 0
-
-    def count(*_: object) -> None:
-        nonlocal forwards
-        forwards += 1
-
-    model.register_forward_pre_hook(count)
-    found = {}
+    model, forwards, found = model_of(family, process, fsdp), list[int](), {}
+    model.register_forward_pre_hook(lambda *_: forwards.append(1))
     for n_batches in N_BATCHES:
-        forwards = 0
+        forwards.clear()
         with torch.no_grad():
             sums = sums_by_item(model, batches(n_batches), pad_batch, range(2 * n_batches + 1), process)
-        found[n_batches] = sums[0].numpy(), forwards
+        found[n_batches] = sums[0].numpy(), len(forwards)
     return found
 
 
-def nats_of(model: nn.Module, ids: Sequence[int], known: int = 1) -> float:
-    with torch.no_grad():
-        logits = model(torch.tensor([ids[:-1]]))[0].double().log_softmax(-1)
-    return -sum(float(logits[i - 1, ids[i]]) for i in range(known, len(ids)))
-
-
+@torch.no_grad()
 def expected(model: nn.Module, n_batches: int) -> Array:
     nats = np.zeros(2 * n_batches + 1)
     for window in (window for batch in batches(n_batches) for window in batch):
-        nats[window.item] += nats_of(model, window.ids.tolist(), window.known)
+        ids = window.ids.tolist()
+        logits = model(torch.tensor([ids[:-1]]))[0].double().log_softmax(-1)
+        nats[window.item] -= sum(float(logits[i - 1, ids[i]]) for i in range(window.known, len(ids)))
     return nats
 
 
@@ -95,9 +91,9 @@ def expected(model: nn.Module, n_batches: int) -> Array:
 def test_sums_are_the_same_bits_on_any_number_of_ranks(family: str) -> None:
     """Against log-probabilities of an unsharded model. Some ranks have no batch in the last round, or none at all."""
     reference = {n_batches: expected(model_of(family), n_batches) for n_batches in N_BATCHES}
-    found = {n: run_distributed(engine, n, family, FSDP) for n in (1, 2, 3)}
-    for n, ranks in found.items():
-        for n_batches, (sums, forwards) in (item for each in ranks for item in each.items()):
+    found = {n: run_distributed(engine, n, family, FSDP) for n in (1, 3)}
+    for n, of_ranks in found.items():
+        for n_batches, (sums, forwards) in (item for each in of_ranks for item in each.items()):
             assert sums == pytest.approx(reference[n_batches], rel=1e-5)
             assert (sums == found[1][0][n_batches][0]).all(), n
             assert forwards == -(-n_batches // n), "each forward of a sharded model is one of all ranks"
@@ -106,33 +102,31 @@ def test_sums_are_the_same_bits_on_any_number_of_ranks(family: str) -> None:
     assert np.isfinite(in_float16[5][0]).all()
 
 
+# --- validation -------------------------------------------------------------------------------------------------
+
+
 @pytest.fixture(scope="module")
-def mixture(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    cache = tmp_path_factory.mktemp("scoring")
-    folder = make(text / "argparse.txt", cache, val_fraction=0.3)
-    return {"one": folder, "two": folder}
+def folder(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(text, tmp_path_factory.mktemp("validation"), val_fraction=0.3)
 
 
-def validate(process: Process, folders: dict[str, Path], samples: int, family: str) -> Score:
-    data = DataSet.open({name: (share, folder) for share, (name, folder) in enumerate(folders.items(), 1)})
+def validate(process: Process, folder: Path, samples: int, family: str) -> Score:
+    data = DataSet.open({"one": (1, folder), "two": (2, folder)})
     config = Config.model_validate({"train": {"seq_len": 16}, "eval": {"samples": samples}})
     validation = Validation.from_config(config, data, 2, process.rank, process.world_size)
     return evaluate(model_of(family, process), validation, CPU)
 
 
 @pytest.mark.parametrize(("samples", "family"), [(1, "gpt"), (5, "llama, tied")])
-def test_a_validation_with_fewer_sequences_than_ranks(samples: int, family: str, mixture: dict[str, Path]) -> None:
+def test_a_validation_with_fewer_sequences_than_ranks(samples: int, family: str, folder: Path) -> None:
     """Also of a mixture, one of whose sources may have none: 4 ranks have room for 8 sequences."""
-    (one,) = run_distributed(validate, 1, mixture, samples, family)
-    four = run_distributed(validate, 4, mixture, samples, family)
+    (one,) = run_distributed(validate, 1, folder, samples, family)
+    four = run_distributed(validate, 4, folder, samples, family)
     for score in four:
         assert repr(score) == repr(four[0])
-        assert score.loss == pytest.approx(one.loss, rel=1e-6)
-        assert score.bits_per_byte == pytest.approx(one.bits_per_byte, rel=1e-6)
-        assert score.unigram_bits_per_byte == one.unigram_bits_per_byte
-        assert score.loss_stderr == pytest.approx(one.loss_stderr, rel=1e-3, nan_ok=True)
-        for name, both in one.sources.items():
-            assert score.sources[name] == pytest.approx(both, rel=1e-6, nan_ok=True)
+        for key, value in one.record().items():
+            wanted = value if value is None else pytest.approx(value, rel=1e-3 if "stderr" in key else 1e-6)
+            assert score.record()[key] == wanted, key
     assert math.isnan(one.loss_stderr) == (samples == 1)
     assert any(math.isnan(loss) for loss, _ in one.sources.values()) == (samples == 1)
 
@@ -151,14 +145,90 @@ def validate_average(process: Process, folder: Path) -> tuple[dict[str, Any], li
     return record, [before, evaluate(model, validation, CPU), evaluate(other, validation, CPU)], line
 
 
-def test_the_average_of_a_tied_model_has_its_own_score(mixture: dict[str, Path]) -> None:
-    for record, (before, after, average), line in run_distributed(validate_average, 2, mixture["one"]):
+def test_the_average_of_a_tied_model_has_its_own_score(folder: Path) -> None:
+    for record, (before, after, average), line in run_distributed(validate_average, 2, folder):
         assert repr(before) == repr(after), "the weights are the same again"
         assert record.pop("eval_s") > 0
         expected = {f"ema_{key}": value for key, value in average.record().items() if key.startswith("val_")}
         assert record == {"step": 3, **expected}
         assert average.loss != before.loss
         assert line.startswith(f"eval    step 3  ema loss {average.loss:.4f} +- ")
+
+
+def validation_of(data_set: DataSet, samples: int, rank: int = 0, world_size: int = 1, **more: object) -> Validation:
+    values = {"train": {"seq_len": 16}, "eval": {"samples": samples}, **more}
+    return Validation.from_config(Config.model_validate(values), data_set, 2, rank, world_size)
+
+
+def sequences(*validations: Validation) -> list[tuple[int, ...]]:
+    """What these ranks score together, in no order."""
+    return sorted(row for v in validations for micro in v.micro_batches() for row in rows(Batch([micro], 0)))
+
+
+def in_file_order(folder: Path, packing: str = "concat") -> list[tuple[int, ...]]:
+    samples = (PackedSamples if packing == "best_fit" else Samples)(folder, "val", 16)
+    return [tuple(row) for row in samples.draw(np.arange(samples.n_samples), None).tokens.tolist()]
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_the_subset_is_drawn_from_all_of_the_held_out_text(folder: Path, packing: str) -> None:
+    data, every = DataSet.open({"a": (1.0, folder)}), in_file_order(folder, packing)
+    n = len(every)
+    assert n > 200
+    subset = sequences(validation_of(data, 60, data={"packing": packing}))
+    assert len(subset) == 60
+    places = [every.index(row) for row in subset]
+    assert sum(place < n // 2 for place in places) in range(20, 41), "the halves of the text have not the same chance"
+    assert max(places) > 0.9 * n
+    assert sequences(validation_of(data, 10**6, data={"packing": packing})) == sorted(every), "each once"
+    assert set(sequences(validation_of(data, 30, data={"packing": packing}))) < set(subset), "more adds to fewer"
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 7])
+def test_the_subset_is_the_same_at_every_world_size_and_seed(folder: Path, world_size: int) -> None:
+    data = DataSet.open({"a": (1.0, folder)})
+    parts = [validation_of(data, 25, rank, world_size, run={"seed": 7}) for rank in range(world_size)]
+    assert sequences(*parts) == sequences(validation_of(data, 25))
+    assert len({len(list(part.micro_batches())) for part in parts}) == 1, "ranks would wait for each other"
+
+
+def test_a_run_that_validated_other_sequences_is_told_when_it_is_resumed(text: Path, tmp_path: Path) -> None:
+    command = tiny(text, tmp_path, run__name="run", train__steps=2, eval__every=2, optim__warmup_steps=1)
+    succeeded(ranks(1, *command))
+    (found,) = [r for r in records(tmp_path / "run") if "val_loss" in r]
+    assert found["eval_samples"] == 5
+    assert 0 < found["val_loss_stderr"] < found["val_loss"]
+    assert 0 < found["val_bits_per_byte_stderr"] < found["val_bits_per_byte"]
+    assert "validation covers" not in succeeded(ranks(1, *command, "--train.steps=3"))
+    state_file = checkpoint(tmp_path / "run", 3) / "state.json"
+    state = json.loads(state_file.read_text())
+    state["validation"]["samples"] = 3
+    state_file.write_text(json.dumps(state))
+    said = succeeded(ranks(1, *command, "--train.steps=4", "--checkpoint.verify=off"))
+    assert "sequences, drawn at random, and covered 3 before: do not compare its loss" in said
+    assert json.loads((checkpoint(tmp_path / "run", 4) / "state.json").read_text())["validation"]["samples"] == 5
+
+
+def test_bits_per_byte_have_the_bytes_of_the_targets_that_were_scored(folder: Path, tmp_path: Path) -> None:
+    """Five of some hundred sequences, which have other bytes per token than the whole split."""
+    more = {"train__steps": 1, "optim__warmup_steps": 0, "eval__every": 1, "eval__samples": 5, "checkpoint__every": 0}
+    succeeded(ranks(2, *tiny(folder, tmp_path, run__name="run", **more)))
+    (found,) = [record for record in records(tmp_path / "run") if "val_loss" in record]
+    samples, tokenizer = Samples(folder, "val", 32), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    end = read_meta(folder).end_token
+
+    def bytes_per_target(numbers: np.ndarray, seed: int | None) -> float:
+        targets = [target for row in samples.draw(numbers, seed).targets.tolist() for target in row]
+        # a character of a byte-level entry stands for a byte
+        text = (tokenizer.id_to_token(target) or "" for target in targets if target != end)
+        return sum(map(len, text)) / len(targets)
+
+    scored, whole = bytes_per_target(np.arange(5), SUBSET_SEED), bytes_per_target(np.arange(samples.n_samples), None)
+    assert abs(scored / whole - 1) > 0.01
+    assert found["val_bits_per_byte"] == pytest.approx(found["val_loss"] / scored / math.log(2), rel=1e-6)
+
+
+# --- statistics -------------------------------------------------------------------------------------------------
 
 
 def test_a_ratio_has_the_error_of_many_draws() -> None:

@@ -17,10 +17,9 @@ from torchtitan_lite.errors import DataError, UserError
 from torchtitan_lite.scoring import questions, task_scores, task_tokens
 from torchtitan_lite.scoring.brackets import CHOICES, EACH, brackets
 from torchtitan_lite.scoring.questions import Kind, Question, Task
-from torchtitan_lite.tools.evaluation import evaluate, tables
+from torchtitan_lite.tools.evaluation import evaluate
 from torchtitan_lite.tools.load_model import Opened, open_model
 
-ENTRY = "torchtitan_lite.tools.evaluation.evaluate"
 LENGTH = 24  # tokens of the models below
 ALONE = Process(0, 1, torch.device("cpu"), 1)
 WORDS = "the cat sat on the mat, f(x) and g() end. "
@@ -105,19 +104,6 @@ def expected(model: Any, prefix: list[int], context: str, choice: str) -> tuple[
     return total, greedy, len(together) - n_context
 
 
-def scored(n: int, *arguments: Any, out: Path) -> dict[str, Any]:
-    """The figures of the tasks of one model, from n ranks."""
-    succeeded(ranks(n, *map(str, arguments), f"--json={out}", entry=ENTRY))
-    (model,) = json.loads(out.read_text())["models"]
-    return dict(model["tasks"])
-
-
-def score_of(opened: Opened, task: Task) -> task_scores.TaskScore:
-    encoder = task_tokens.text_encoder(opened.tokenizer, opened.ends, "a question")
-    ready = task_tokens.encode_task(task, encoder, task_tokens.Inputs([0], [0], LENGTH))
-    return task_scores.score(opened.model, ready, ALONE)
-
-
 @pytest.fixture
 def opened(folder: Path) -> Opened:
     return open_model(folder, torch.device("cpu"), torch.float32)
@@ -134,8 +120,7 @@ def test_choices_equal_those_of_transformers(
     monkeypatch.setattr(task_scores, "BATCH_TOKENS", 64)
     (ours,) = task_scores._sums_by_choice(opened.model, ready, ALONE)
     right = dict.fromkeys(("plain", "per_byte", "per_token"), 0)
-    nats_of_right, bytes_of_right = 0.0, 0
-    at = 0
+    nats_of_right, bytes_of_right, at = 0.0, 0, 0
     for row in CHOICE:
         choices = row["choices"]
         found = []
@@ -149,16 +134,16 @@ def test_choices_equal_those_of_transformers(
             right[metric] += int(np.argmin([values[i] for values in found])) == row["answer"]
         nats_of_right += found[row["answer"]][0]
         bytes_of_right += len(choices[row["answer"]].encode())
-    figures = scored(1, folder, "--tasks", file, f"--seq-len={LENGTH}", out=tmp_path / "scores.json")["choice"]
-    for metric, count in right.items():
-        share = count / len(CHOICE)
-        assert figures[metric] == pytest.approx(share)
-        stderr = math.sqrt(share * (1 - share) / (len(CHOICE) - 1))
-        assert figures[f"{metric}_stderr"] == pytest.approx(stderr)
     assert len(set(right.values())) > 1, "the test can't tell the scores apart"
-    assert (figures["score"], figures["metric"]) == (figures["plain"], "plain")
-    assert figures["chance"] == pytest.approx((1 / 3 + 6 / 2) / 7)
-    assert figures["bits_per_byte"] == pytest.approx(nats_of_right / bytes_of_right / math.log(2), rel=1e-5)
+    given = evaluate.options_of([str(folder), "--tasks", str(file), f"--seq-len={LENGTH}"])
+    (scored,) = evaluate.evaluate(given, ALONE)
+    figures, n = scored["tasks"]["choice"], len(CHOICE)
+    wanted = {metric: count / n for metric, count in right.items()}
+    wanted |= {f"{metric}_stderr": math.sqrt(share * (1 - share) / (n - 1)) for metric, share in wanted.items()}
+    wanted |= {"score": wanted["plain"], "chance": (1 / 3 + 6 / 2) / 7}
+    wanted["bits_per_byte"] = nats_of_right / bytes_of_right / math.log(2)
+    assert {key: figures[key] for key in wanted} == pytest.approx(wanted, rel=1e-5)
+    assert figures["metric"] == "plain"
 
 
 def test_last_words_equal_those_of_transformers(folder: Path, tmp_path: Path) -> None:
@@ -175,7 +160,10 @@ def test_last_words_equal_those_of_transformers(folder: Path, tmp_path: Path) ->
     rows = [*WORD, {"context": context, "continuation": own}]
     found = [expected(model, prefix, row["context"], row["continuation"]) for row in rows]
     file = jsonl(tmp_path / "word.jsonl", rows)
-    figures = scored(2, folder, "--tasks", file, f"--seq-len={LENGTH}", out=tmp_path / "scores.json")["word"]
+    words = str(folder), "--tasks", str(file), f"--seq-len={LENGTH}", f"--json={tmp_path / 'scores.json'}"
+    succeeded(ranks(2, *words, entry="torchtitan_lite.tools.evaluation.evaluate"))
+    (model_scores,) = json.loads((tmp_path / "scores.json").read_text())["models"]
+    figures = model_scores["tasks"]["word"]
     assert figures["score"] == pytest.approx(sum(greedy for _, greedy, _ in found) / 3)
     assert figures["chance"] == 0
     n_bytes = sum(len(row["continuation"].encode()) for row in rows)
@@ -188,21 +176,17 @@ def test_likelihoods_that_are_not_finite_have_no_score(opened: Opened) -> None:
         "multiple choice": Question(("the cat",) * 2, (" sat", " mat")),
         "last word": Question(("the cat",), (" sat",)),
     }
+    encoder = task_tokens.text_encoder(opened.tokenizer, opened.ends, "a question")
     for kind, question in rows.items():
-        score = score_of(opened, Task("task", kind, [question]))
-        assert math.isnan(score.figures()["score"]), kind
-        assert task_scores.figure_text(score.figures(), "score") == "not finite"
+        ready = task_tokens.encode_task(Task("task", kind, [question]), encoder, task_tokens.Inputs([0], [0], LENGTH))
+        figures = task_scores.score(opened.model, ready, ALONE).figures()
+        assert math.isnan(figures["score"]), kind
+        assert task_scores.figure_text(figures, "score") == "not finite"
 
 
 def test_the_first_line_names_the_main_score(tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "task.jsonl", [{"score": "per_byte"}, *CHOICE])
-    task = questions.read(str(file))
+    task = questions.read(str(jsonl(tmp_path / "task.jsonl", [{"score": "per_byte"}, *CHOICE])))
     assert (task.main, len(task.questions)) == ("per_byte", len(CHOICE))
-    right = np.ones(len(CHOICE))
-    score = task_scores.TaskScore(task, dict.fromkeys(("plain", "per_byte", "per_token"), right), right, right)
-    assert [line.count("*") for line in tables.task_table({"task": score}, LENGTH)] == [0, 1, 1]
-    with pytest.raises(DataError, match="plain or per_byte or per_token works"):
-        questions.read(str(jsonl(tmp_path / "task.jsonl", [{"score": "f1"}, *CHOICE])))
 
 
 GOOD = json.dumps(CHOICE[0])
@@ -212,6 +196,7 @@ GOOD = json.dumps(CHOICE[0])
     ("content", "message"),
     [
         ("", "no questions; each line is one"),
+        ('{"score": "f1"}\n' + GOOD, "line 2: \"score\": 'f1' does not exist; plain or per_byte or per_token works"),
         ("\n\n", "no questions"),
         (GOOD + "\n{", "line 2: EOF while parsing an object"),
         (GOOD + "\n\n[1]", "line 3: no known kind of question"),
@@ -255,9 +240,9 @@ def test_brackets_are_balanced_and_have_their_partner() -> None:
         assert question.choices == CHOICES
         partner, closing = "([{"[question.answer], CHOICES[question.answer]
         after = question.contexts[0].rpartition(partner)[2]
-        assert question.contexts[0].count(partner) > 0
-        assert closing not in after
+        assert partner in question.contexts[0]
         assert after
+        assert closing not in after
     assert task == brackets([code, code])
     two = brackets(["f(x, y[0])  # {unclosed\n" * 100])
     assert {question.choices for question in two.questions} == {(")", "]")}

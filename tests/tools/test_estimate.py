@@ -1,4 +1,4 @@
-"""What `plan` computes and prints, number by number: small models whose figures are written down."""
+"""What `plan` computes and prints: small models whose figures are written down, number by number; published runs."""
 
 from collections import Counter
 from dataclasses import astuple, replace
@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks import published
+from tests.helpers import ROOT
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.run.mfu import DEVICES
 from torchtitan_lite.tools.estimate import command, simulate
-from torchtitan_lite.tools.estimate.planned_run import Plan, expected, link_s, make_plan
+from torchtitan_lite.tools.estimate.planned_run import SPREAD, Plan, expected, likely, link_s, make_plan, shares
 from torchtitan_lite.tools.estimate.simulate import Simulated
 from torchtitan_lite.tools.estimate.work import Collective, Matmul, Traffic
 
@@ -227,3 +229,48 @@ def test_a_collective_takes_the_time_of_its_slowest_link(
     kind: str, ranks: int, world_size: int, expected_s: float
 ) -> None:
     assert link_s(Collective(kind, 8 * 10**9, ranks), DEVICES["h100"], world_size) == pytest.approx(expected_s)
+
+
+# --- published runs ---------------------------------------------------------------------------------------------
+
+
+def documented() -> dict[tuple[str, ...], tuple[float, float, float, bool]]:
+    """docs/lab/plan.md: model, GPUs, batch and options -> published, expected, error, and whether it calibrates."""
+    found = {}
+    for line in (ROOT / "docs/lab/plan.md").read_text().splitlines():
+        if line.startswith(("| Llama", "| MPT", "| Qwen", "| GPT")):
+            *what, source, was, expected, error = (cell.strip() for cell in line.strip("|").split("|"))
+            figures = float(was.replace(",", "")), float(expected.replace(",", "")), float(error.strip("%+")) / 100
+            found[tuple(what)] = (*figures, "calibrates" in source)
+    return found
+
+
+def key(row: published.Row) -> tuple[str, ...]:
+    batch = f"{row.micro_batch} x {row.seq_len:,}"
+    return row.model, f"{row.gpus} x {row.machine}", batch, ", ".join(row.options)
+
+
+SAMPLE = [r for r in published.ROWS if r.model in ("MPT 1B", "GPT-2 1.6B") or (r.model == "Llama 3 8B" and r.gpus == 8)]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(r, marks=pytest.mark.extended if r in SAMPLE else pytest.mark.slow) for r in published.ROWS],
+    ids=lambda row: " ".join(key(row)),
+)
+def test_the_documented_expectations_are_those_of_plan(row: published.Row) -> None:
+    found = published.compare(row)
+    assert found.expected == pytest.approx(documented()[key(row)][1], rel=0.02)
+    assert abs(found.error) <= 0.25
+
+
+def test_the_range_holds_nine_of_ten_published_runs_and_is_wider_without_any(plans: dict[str, Plan]) -> None:
+    held = [abs(error) for _, _, error, calibrates in documented().values() if not calibrates]
+    assert sum(error <= SPREAD for error in held) >= 0.9 * len(held)
+    found, h100 = plans["h100"], DEVICES["h100"]
+    (least, most), step = likely(found, h100), expected(found, h100).total
+    assert (least, most) == pytest.approx((step / (1 + SPREAD), step / (1 - SPREAD)))
+    assert shares(h100) == (0.62, 0.62)
+    assert shares(DEVICES["b200"]) == (0.31, 0.72), "from MI300X to H200"
+    fast, slow = (expected(found, replace(DEVICES["b200"], sustained=share)).total for share in (0.72, 0.31))
+    assert likely(found, DEVICES["b200"]) == pytest.approx((fast / (1 + SPREAD), slow / (1 - SPREAD)))

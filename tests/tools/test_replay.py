@@ -54,7 +54,7 @@ def test_equal_steps_are_the_data_and_the_model_and_the_run_is_not_changed(train
     for record in steps:
         assert len(set(record["rank_losses"])) == 2
         assert sum(record["rank_losses"]) / (6 * 32) == pytest.approx(record["loss"], rel=1e-6)
-    said = succeeded(replay(text, trained, 8))
+    said = succeeded(replay(text, trained, 8, "--log.every=3", "--train.epochs=0"))  # numbers don't depend on these
     assert f"replay  steps 5 to 8, from {checkpoint(trained / 'run', 4)}" in said
     assert "equal   bit for bit: the losses and the gradient norm of 4 steps, and " in said
     assert "follows from the data and the weights at the start of the replay, not from a later hardware fault" in said
@@ -78,13 +78,6 @@ def test_a_flipped_bit_is_found_with_its_step_and_rank(fault: str, trained: Path
     assert "Traceback" not in result.stderr
 
 
-def test_a_checkpoint_that_is_damaged_is_not_compared(trained: Path, text: Path, tmp_path: Path) -> None:
-    shutil.copytree(trained / "run", tmp_path / "run")
-    damage(checkpoint(tmp_path / "run", 8))
-    said = succeeded(replay(text, tmp_path, 8))
-    assert "the gradient norm of 4 steps. This follows" in said
-
-
 def damage(folder: Path) -> None:
     content = bytearray((folder / "model.safetensors").read_bytes())
     content[-1] ^= 1
@@ -95,35 +88,26 @@ def damage(folder: Path) -> None:
 
 
 def test_another_command_is_refused_with_the_name_of_each_key(trained: Path, text: Path) -> None:
-    source = checkpoint(trained / "run", 8)
-    for step, more, n, expected in (
-        (7, "--optim.lr=0.5", 2, "optim.lr was 0.004, and is 0.5 here"),
-        (7, "--train.steps=10", 2, "train.steps was 8, and is 10 here"),
-        (3, f"--model.init_from={source}", 2, f'model.init_from was "", and is "{source}" here'),
-        (7, "--run.name=run", 1, "world_size was 2, and is 1 here"),
-    ):
-        result = replay(text, trained, step, more, n=n)
-        assert result.returncode == (2 if n == 1 else 1), "that of torchrun"
-        assert f"--replay={step}: the steps " in result.stderr
-        assert "need the command, processes, CPU type and torch of the run" in result.stderr
-        assert f"\n  {expected}" in result.stderr
-        assert "differs" not in result.stderr
-    said = succeeded(replay(text, trained, 7, "--log.every=3", "--train.epochs=0"))
-    assert "equal   bit for bit" in said
+    result = replay(text, trained, 7, "--optim.lr=0.5", n=1)
+    assert result.returncode == 2
+    assert "--replay=7: the steps 5 to 7, after the newest complete checkpoint before, need the" in result.stderr
+    for difference in ("optim.lr was 0.004, and is 0.5 here", "world_size was 2, and is 1 here"):
+        assert f"\n  {difference}" in result.stderr
+    assert "differs" not in result.stderr
 
 
-def recorded_by(folder: Path, step: int = 7) -> tuple[Config, int, dict[str, Any]]:
+def recorded_by(folder: Path, step: int = 7, name: str = "run") -> tuple[Config, int, dict[str, Any]]:
     """A run's config as `read` needs it, the step, and what its numbers depended on in the newest attempt."""
-    attempt = attempts.read(folder / "run")[-1]
-    tree: dict[str, Any] = {"run": {"out_dir": str(folder), "name": "run"}, "train": {"steps": 8}}
-    tree["optim"] = {key: attempt.config[f"optim.{key}"] for key in ("lr", "schedule", "warmup_steps")}
-    tree["model"] = {"init_from": attempt.config["model.init_from"]}
+    attempt = attempts.read(folder / name)[-1]
+    tree = {"run": {"out_dir": str(folder), "name": name}, "model": {"init_from": attempt.config["model.init_from"]}}
     return Config.model_validate(tree), step, numbers_of(attempt.config, attempt.must_match, attempt.setting)
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
     [
+        ("optim.lr", 0.5),
+        ("train.steps", 10),
         ("grad_scaler.growth_interval", 5),
         ("spike.action", "skip"),
         ("train.on_nonfinite", "skip"),
@@ -143,6 +127,14 @@ def test_all_that_numbers_depend_on_is_compared(key: str, value: Any, trained: P
     shown = re.escape(f"{key} was {json.dumps(here[key])}, and is {json.dumps(value)} here")
     with pytest.raises(ConfigError, match=shown):
         read(config, 7, here | {key: value})
+
+
+def test_only_a_start_depends_on_the_initial_weights(trained: Path) -> None:
+    config, _, here = recorded_by(trained)
+    other = here | {"model.init_from": "there"}
+    assert read(config, 7, other)
+    with pytest.raises(ConfigError, match='model.init_from was "", and is "there" here'):
+        read(config, 3, other)
 
 
 DIFFERENT: list[tuple[tuple[Any, ...], tuple[Any, ...], str]] = [  # loss, norm and sums of ranks: then, and now
@@ -229,7 +221,7 @@ class StopError(NonFiniteError):
     """What a guard raises."""
 
 
-def test_each_step_and_each_tensor_is_compared(finished: Path) -> None:
+def test_each_step_and_each_tensor_is_compared(finished: Path, tmp_path: Path) -> None:
     """By `compute`, on a stand-in of a run of steps 3 and 4, with the checkpoint of step 4."""
     saved = dict(read_tensors(checkpoint(finished, 4), ""))
     name = "model.output.weight"
@@ -266,11 +258,14 @@ def test_each_step_and_each_tensor_is_compared(finished: Path) -> None:
     same, n = "bit for bit: the losses and the gradient norm of 2 steps", f"{len(saved)} tensors"
     apart = f"different: after step 4 1 of {n} differ from {checkpoint(finished, 4)}, first {name}: the update differed"
     norm = "different: step 4 differs: the gradient norm was 1.25, and is 1.5; the loss of each rank is equal, so it"
-    again, other = f"bit for bit, and not finite again: {stop}", finished / "none"
+    again, damaged = f"bit for bit, and not finite again: {stop}", tmp_path / "run"
+    shutil.copytree(finished, damaged)
+    damage(checkpoint(damaged, 4))
     for expected, *given in (
         (f"{same}, and {n} of a checkpoint{end}", finite, saved, of_finite),
         (f"{same}, and {n} of a checkpoint{end}", nan, saved, of_nan),
-        (f"{same}{end}", finite, saved, of_finite, "", other),
+        (f"{same}{end}", finite, saved, of_finite, "", finished / "none"),
+        (f"{same}{end}", finite, saved, of_finite, "", damaged),
         (f"{apart}, or memory changed before it was saved. ADVICE", finite, saved | {name: flipped}, of_finite),
         (f"{norm} was a backward pass or a sum over ranks. ADVICE", finite, saved, of_finite | {"grad_norm": 1.25}),
         (f"{again}{end}", finite, saved, {"stopped": stop}, stop),
@@ -304,38 +299,34 @@ def test_steps_after_a_kill_after_a_damaged_checkpoint_and_of_a_fork(
     def trains(*more: str, fault: str = "") -> subprocess.CompletedProcess[str]:
         return ranks(1, *tiny(text, tmp_path, **PLAIN), *more, fault=fault)
 
-    def equal(*more: str) -> str:
+    def equal(*more: str, steps: str) -> None:
         said = succeeded(trains(*more))
+        assert f"replay  steps {steps}" in said
         assert "equal   bit for bit" in said
-        return said
 
     def samples(name: str, step: int) -> str:
         assert which([str(tmp_path / name), "--step", str(step)]) == 0
         return capsys.readouterr().out.partition(",")[0]
 
     trains(fault="kill:0:7:forward")
-    assert "steps 5 to 6" in equal("--replay=6")
+    equal("--replay=6", steps="5 to 6")
     assert samples("run", 6) == "step 6: samples 30 to 35"
     succeeded(trains())
-    assert "steps 5 to 7" in equal("--replay=7")
+    found = read(*recorded_by(tmp_path))
+    assert (found.start, found.last) == (4, 7), "made by two attempts"
     damage(checkpoint(run, 8))
     longer = "--train.steps=10"
     succeeded(trains(longer))
     assert [attempt.step for attempt in attempts.read(run)] == [0, 4, 4]
-    assert "steps 5 to 6" in equal(longer, "--replay=6")
-    result = trains("--train.steps=8", "--replay=6")
-    assert result.returncode == 2
-    assert "train.steps was 10, and is 8 here" in result.stderr
+    equal(longer, "--replay=6", steps="5 to 6")
 
     fork = "--run.name=fork", f"--checkpoint.resume={run}", "--train.steps=13", "--data.skip_samples=[[60, 63]]"
     succeeded(trains(*fork))
-    assert f"steps 11 to 11, from {checkpoint(run, 10)}" in equal(*fork, "--replay=11")
-    assert f"steps 13 to 13, from {checkpoint(tmp_path / 'fork', 12)}" in equal(*fork, "--replay=13")
+    equal(*fork, "--replay=11", steps=f"11 to 11, from {checkpoint(run, 10)}")
+    assert read(*recorded_by(tmp_path, 13, "fork")).checkpoint == str(checkpoint(tmp_path / "fork", 12))
     assert samples("fork", 11) == "note    the samples 60 to 62 were skipped before step 11\nstep 11: samples 63 to 68"
-    result = trains(*fork, "--replay=10")
-    assert result.returncode == 2
-    assert f"fork was forked after step 10, from {checkpoint(run, 10)}; step 10 belongs to that run" in result.stderr
+    with pytest.raises(ConfigError, match=f"forked after step 10, from {checkpoint(run, 10)}; step 10 belongs to that"):
+        read(*recorded_by(tmp_path, 10, "fork"))
     shutil.rmtree(run)
-    result = trains(fork[0], *fork[2:], "--replay=11")
-    assert result.returncode == 2
-    assert "fork has no complete checkpoint before step 11, nor the one that it was forked from" in result.stderr
+    with pytest.raises(ConfigError, match="no complete checkpoint before step 11, nor the one that it was forked from"):
+        read(*recorded_by(tmp_path, 11, "fork"))

@@ -1,4 +1,4 @@
-"""The page of `report`: its content, and how a real browser renders it."""
+"""The page of `report`: its content, of one run and of several, and how a real browser renders it."""
 
 import html
 import json
@@ -90,25 +90,18 @@ def made(out: Path, *runs: Path) -> str:
     return out.read_text()
 
 
-@pytest.fixture(scope="module")
-def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A real run, with samples, validations and checkpoints."""
-    out_dir = tmp_path_factory.mktemp("report")
-    more = {"sample__every": 10, "sample__max_tokens": 5, "run__name": "run"}
-    succeeded(ranks(1, *tiny(text, out_dir, **more)))
-    return out_dir / "run"
-
-
-def test_the_page_of_one_run_has_its_curves_tiles_and_samples(run: Path, tmp_path: Path) -> None:
+def test_the_page_of_a_real_run_has_its_curves_tiles_and_samples(text: Path, tmp_path: Path) -> None:
+    more = {"train__steps": 4, "eval__every": 2, "sample__every": 2, "sample__max_tokens": 5, "run__name": "run"}
+    succeeded(ranks(1, *tiny(text, tmp_path, **more)))
+    run = tmp_path / "run"
     page = made(tmp_path / "page.html", run)
-    titles = [title.split("  ")[0] for title in titles_of(run)]
-    assert titles[:4] == ["Loss", "Bits per byte", "Learning rate", "Gradient norm"]
-    assert titles[4:] == ["Throughput", "Peak memory of rank 0"]
+    titles = ["Loss", "Bits per byte", "Learning rate", "Gradient norm", "Throughput", "Peak memory of rank 0"]
+    assert [title.split("  ")[0] for title in titles_of(run)] == titles
     losses = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     traces = traces_of(run)
-    assert traces["train"]["x"] == list(range(1, 21))
+    assert traces["train"]["x"] == [1, 2, 3, 4]
     assert traces["train"]["y"] == [r["mean_loss"] for r in losses if "loss" in r]
-    assert traces["validation"]["x"] == [10, 20]
+    assert traces["validation"]["x"] == [2, 4]
     times = {kind: seconds for kind, seconds in seconds_of(read_run(run)).items() if seconds}
     assert times.keys() == {"forward and backward", "optimizer", "waiting for data", "validation", "samples", "saving"}
     assert sum(times.values()) < losses[-1]["time"] - losses[0]["time"] + 60
@@ -167,6 +160,97 @@ def test_folders_without_a_step_are_errors(tmp_path: Path, capsys: pytest.Captur
         assert f"{folder} is not the folder of a run that has made a step" in capsys.readouterr().err
 
 
+# --- several runs -----------------------------------------------------------------------------------------------
+
+
+def sweep(tmp_path: Path) -> list[Path]:
+    """Three runs; the second has the lowest validation loss."""
+    runs = []
+    for name, losses in (("sweep-1e-3", (5.0, 4.0)), ("sweep-2e-3", (4.5, 3.5)), ("sweep-4e-3", (4.9, None))):
+        records = [step(10), step(20)]
+        for n, loss in zip((10, 20), losses, strict=True):
+            records.append({"step": n, "val_loss": loss, "val_loss_stderr": 0.05, "val_bits_per_byte": 2.0})
+        config = {"run.name": name, "optim.lr": float(name.removeprefix("sweep-"))}
+        runs.append(write_run(tmp_path / "runs" / name, records, attempts_jsonl=attempt(0, 0, config)))
+    return runs
+
+
+def test_a_page_of_several_runs_does_not_replace_that_of_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = sweep(tmp_path)
+    assert report.main([str(runs[0])]) == 0
+    own = (runs[0] / "report.html").read_bytes()
+    assert report.main([str(runs[0]), str(runs[1])]) == 0
+    assert (runs[0] / "report.html").read_bytes() == own
+    page = (tmp_path / "runs/report.html").read_text()
+    assert "<title>sweep-1e-3, sweep-2e-3</title>" in page
+    assert f"report  {tmp_path / 'runs/report.html'}" in capsys.readouterr().out
+
+
+def test_changes_and_kills_are_marked_on_the_curve_and_listed(tmp_path: Path) -> None:
+    one, two, _ = sweep(tmp_path)
+    config: dict[str, Any] = {"optim.lr": 0.004, "log.every": 1, "optim.<b>": "a", "checkpoint.resume": ""}
+    preempted = '{"attempt": 4, "ended": "preempted", "last_step": 15}\n'
+    history = attempt(1, 0, config)
+    history += attempt(2, 12, config | {"log.every": 9})  # the next attempt began at an earlier checkpoint
+    history += attempt(3, 10, config := config | {"optim.lr": 0.001, "log.every": 2, "checkpoint.resume": "x"})
+    history += attempt(4, 12, config := config | {"log.every": 3}) + preempted
+    history += attempt(5, 15, config | {"optim.<b>": "</script>"})
+    (one / "attempts.jsonl").write_text(history + '{"attempt": 6, "st')
+    records = [{**step(n), "attempt": a} for a, n in ((1, 10), (1, 12), (3, 12), (4, 15), (5, 20))]
+    (one / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    page = made(tmp_path / "page.html", one)
+    assert read_run(one).events == {10: "killed, lr", 12: "killed", 15: "<b>"}
+    assert read_run(one).changes == [
+        (10, "optim.lr", "0.004", "0.001"),
+        (10, "log.every", "1", "2"),
+        (12, "log.every", "2", "3"),
+        (15, "optim.<b>", '"a"', '"</script>"'),
+    ]
+    marks = traces_of(one)["marks"]
+    assert (marks["x"], marks["text"]) == ([10, 12, 15], ["killed, lr", "killed", "&lt;b&gt;"])
+    assert "<th>15</th><td>optim.&lt;b&gt;</td><td><code>&quot;a&quot;</code></td><td><code>&quot;&lt;/script" in page
+    assert traces_of(one)["train"]["x"] == [10, 12, 15, 20]
+    (marks,) = (trace for trace in figure_of(two, one)["data"] if trace["mode"] == "markers+text")
+    assert marks["marker"]["color"] == traces_of(two, one)["sweep-1e-3 train"]["line"]["color"]
+
+
+def test_runs_with_equal_configs_are_said_to_be_so(tmp_path: Path) -> None:
+    without = [write_run(tmp_path / name, [step(1)]) for name in ("a", "b")]
+    assert "The configs of the runs do not differ." in made(tmp_path / "page.html", *without)
+
+
+def test_the_table_has_the_best_run_first_and_the_keys_that_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = sweep(tmp_path)
+    empty = tmp_path / "runs/sweep-8e-3"
+    empty.mkdir()
+    assert report.main([*map(str, (*runs, empty)), "--table"]) == 0
+    *rows, note = capsys.readouterr().out.splitlines()
+    assert [re.split(r"  +", row) for row in rows] == [
+        ["run", "step", "best val_loss", "at", "bits/byte", "status", "optim.lr"],
+        ["sweep-2e-3", "20/20", "3.5000 +- 0.0500", "20", "2.000", "complete", "0.002"],
+        ["sweep-1e-3", "20/20", "4.0000 +- 0.0500", "20", "2.000", "complete", "0.001"],
+        ["sweep-4e-3", "20/20", "4.9000 +- 0.0500", "10", "2.000", "complete", "0.004"],
+    ]
+    assert note == f"note  {empty} is not the folder of a run that has made a step"
+    assert not list((tmp_path / "runs").rglob("report.html"))
+    (runs[0] / "attempts.jsonl").write_text(attempt(0, 0, {"data.path": "a\x1b[31m\n" + "x" * 500}))
+    assert report.main([*map(str, runs), "--table"]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert max(map(len, out.splitlines())) < 250
+    run = write_run(tmp_path / "run", [step(1)])
+    assert report.main([str(run), "--table"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["run", "1/20", "-", "-", "-", "complete"]
+    assert report.main([str(tmp_path / "none"), "--table"]) == 2
+    assert "none is not the folder of a run" in capsys.readouterr().err
+
+
+# --- in a browser -----------------------------------------------------------------------------------------------
+
 EVIL = "</script><script>document.title='evil'</script><img src=http://example.com/x onerror=alert(1)>"
 
 
@@ -178,16 +262,6 @@ QUIET = [
     "--disable-features=OptimizationHints,OptimizationGuideModelDownloading,MediaRouter,Translate",
     "--host-resolver-rules=MAP * ~NOTFOUND",  # and nothing reaches the network
 ]
-
-
-def asked_by_pages(net_log: dict[str, Any]) -> list[str]:
-    """The http addresses that a document asked for. What the browser wants for itself has no initiator."""
-    return [
-        event["params"]["url"]
-        for event in net_log["events"]
-        if re.match("https?://", event.get("params", {}).get("url", ""))
-        and event["params"].get("initiator", "not an origin") != "not an origin"
-    ]
 
 
 def browse(page: Path, tmp_path: Path) -> tuple[str, str, list[str]]:
@@ -203,7 +277,15 @@ def browse(page: Path, tmp_path: Path) -> tuple[str, str, list[str]]:
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANGS_S)
     assert result.returncode == 0, result.stderr
     console = "\n".join(line for line in result.stderr.splitlines() if "CONSOLE" in line)
-    return result.stdout, console, asked_by_pages(json.loads(net_log.read_text()))
+    events = (event.get("params", {}) for event in json.loads(net_log.read_text())["events"])
+    asked = [
+        given["url"]
+        for given in events
+        if re.match("https?://", given.get("url", ""))
+        # what the browser wants for itself has no initiator
+        and given.get("initiator", "not an origin") != "not an origin"
+    ]
+    return result.stdout, console, asked
 
 
 # what a reader does, and what plotly then holds

@@ -2,10 +2,7 @@
 
 import csv
 import gzip
-import io
 import json
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +14,6 @@ import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer
 
-from tests.helpers import ROOT
 from torchtitan_lite.checkpointing.compatibility import values_to_match
 from torchtitan_lite.config.schema import Config, flatten
 from torchtitan_lite.data.dataset import prepare_all
@@ -51,11 +47,6 @@ def write_jsonl(file: Path, texts: list[str]) -> Path:
     return file
 
 
-def pairs_in(file: Path) -> Path:
-    file.write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
-    return file
-
-
 def prepared(source: Path, out: Path, *more: str) -> Path:
     assert prepare([str(source), "--out", str(out), "--tokenizer", "bytes", *more]) == 0
     return out
@@ -75,40 +66,26 @@ def documents(folder: Path, split: str) -> Iterator[tuple[str, int, str]]:
 # --- preparation ------------------------------------------------------------------------------------------------
 
 
-def lines_of(file: Path) -> dict[int, str]:
-    """The text at each place of a file, by other code than that of the preparation."""
-    if file.suffix == ".parquet":
-        return dict(enumerate(pyarrow.parquet.read_table(file)["text"].to_pylist(), 1))
-    content = (gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()).decode()
-    if ".csv" in file.suffixes:
-        reader, found = csv.reader(io.StringIO(content, newline="")), {}
-        before = 0
-        for row in reader:
-            found[before + 1] = row[-1]
-            before = reader.line_num
-        return found
-    lines = enumerate(content.split("\n"), 1)
-    return {number: json.loads(line)["text"] for number, line in lines if line}
-
-
 def test_every_document_knows_its_file_and_place(tmp_path: Path) -> None:
+    """Line 2 i + 1 of a .jsonl with empty lines, the first line of a text in a table, or the row of a parquet file."""
     (tmp_path / "in").mkdir()
     write_jsonl(tmp_path / "in/a.jsonl", TEXTS[:40])
     write_jsonl(tmp_path / "in/b.jsonl.gz", TEXTS[40:80])
+    expected = [("a.jsonl", 2 * i + 1, text) for i, text in enumerate(TEXTS[:40])]
+    expected += [("b.jsonl.gz", 2 * i + 1, text) for i, text in enumerate(TEXTS[40:80])]
     with (tmp_path / "in/c.csv").open("w", newline="") as stream:
         csv.writer(stream).writerows([("id", "text"), *enumerate(TEXTS[80:110])])
+    line = 2
+    for text in TEXTS[80:110]:
+        expected.append(("c.csv", line, text))
+        line += text.count("\n") + 1
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS[110:]}), tmp_path / "in/d.parquet")
+    expected += [("d.parquet", row, text) for row, text in enumerate(TEXTS[110:], 1)]
     (tmp_path / "in/e.jsonl").write_text('{"text": "the only one"}\n{"text": broken\n{"text": "after a broken one"}\n')
+    expected += [("e.jsonl", 1, "the only one"), ("e.jsonl", 3, "after a broken one")]
     out = prepared(tmp_path / "in", tmp_path / "out", "--val-fraction", "0.3", "--on-error=skip")
-    found = [one for split in ("train", "val") for one in documents(out, split)]
-    assert len(found) == 152
-    assert Counter(text for *_, text in found) == Counter([*TEXTS, "the only one", "after a broken one"])
-    places = {str(file): lines_of(file) for file in (tmp_path / "in").glob("[a-d].*")}
-    for file, place, text in found:
-        if not file.endswith("e.jsonl"):
-            assert places[file][place] == text
-    in_e = {(place, text) for file, place, text in found if file.endswith("e.jsonl")}
-    assert in_e == {(1, "the only one"), (3, "after a broken one")}
+    found = [(Path(file).name, *more) for split in ("train", "val") for file, *more in documents(out, split)]
+    assert sorted(found) == expected
     units = json.loads((out / "origins.json").read_bytes())
     lines = dict.fromkeys(("a.jsonl", "b.jsonl.gz", "c.csv", "e.jsonl"), "line")
     assert {Path(file).name: unit for file, unit in units} == lines | {"d.parquet": "row"}
@@ -131,41 +108,30 @@ def config_of(path: Path | dict[str, float], **values: Any) -> Config:
     return Config.model_validate(tree)
 
 
-def run_of(config: Config, folder: Path, name: str = "run") -> Path:
-    """A run that has begun."""
-    run = folder / name
-    run.mkdir()
-    begin(run, config, 0, 0)
-    return run
-
-
-def begin(run: Path, config: Config, step: int, samples: int, forked_from: str = "") -> None:
+def begin(run: Path, config: Config, step: int = 0, samples: int = 0, forked_from: str = "") -> Path:
     """The next attempt of a run."""
+    run.mkdir(exist_ok=True)
     about: dict[str, Any] = {"command": [], "config": flatten(config), "setting": {}, "forked_from": forked_from}
     about |= {"must_match": values_to_match(config, prepare_all(config.data, config.tokenizer, print)), "world_size": 1}
     about |= {"hosts": [], "versions": {}, "git": {}, "device": "cpu", "time": 0.0, "tasks": {}}
     number = len(attempts.read(run)) + 1
     attempts.add(run, {"attempt": number, "step": step, "samples": samples, **about})
+    return run
 
 
 def seen(run: Path, *arguments: str) -> dict[str, Any]:
     out = run / "which.json"
     assert which([str(run), *arguments, "--json", str(out)]) == 0
-    content: dict[str, Any] = json.loads(out.read_bytes())
-    return content
+    return dict(json.loads(out.read_bytes()))
 
 
-def batch_of(config: Config, step: int, world_size: int) -> tuple[list[list[int]], list[list[int]]]:
-    """The tokens and targets of a step as the loader gives them to these ranks, in the order of samples."""
+def batch_of(config: Config, step: int) -> list[tuple[list[int], list[int]]]:
+    """The tokens and targets of each sample of a step, as the loader gives them to one rank."""
     samples = open_samples(prepare_all(config.data, config.tokenizer, print), "train", config)
-    first = sum(config.train.batch_size(before) for before in range(1, step))
-    size, rows = config.train.batch_size(step), {}
-    for rank in range(world_size):
-        loader = Loader(samples, micro_batch_size=2, rank=rank, world_size=world_size, seed=config.run.seed)
-        for i, micro in enumerate(loader.batch(first, size).micro_batches):
-            for row, both in enumerate(zip(micro.tokens.tolist(), micro.targets.tolist(), strict=True)):
-                rows[i * 2 * world_size + rank * 2 + row] = both
-    return [rows[i][0] for i in range(size)], [rows[i][1] for i in range(size)]
+    first, size = sum(config.train.batch_size(n) for n in range(1, step)), config.train.batch_size(step)
+    loader = Loader(samples, micro_batch_size=1, rank=0, world_size=1, seed=config.run.seed)
+    micro_batches = loader.batch(first, size).micro_batches
+    return [(micro.tokens[0].tolist(), micro.targets[0].tolist()) for micro in micro_batches]
 
 
 def read_parts(rows: list[dict[str, Any]], folder: Path) -> list[list[int]]:
@@ -219,56 +185,46 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepared(write_jsonl(folder / "in.jsonl", TEXTS), folder / "out")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, "mixture"])
 def test_a_step_holds_what_the_loader_gives(case: str, texts: Path, tmp_path: Path) -> None:
-    """Some steps of several passes, against what ranks get, and against the lines of the text."""
-    more, check = CASES[case]
-    lines: dict[int, Any] = dict(zip(range(1, 301, 2), TEXTS, strict=True))
-    folder = texts
+    """Some steps of several passes, against what the loader gives, and against the lines of the text."""
+    more, check = CASES.get(case, ({}, check_concat))
+    lines: dict[str, dict[int, Any]] = {"in.jsonl": {2 * i + 1: text for i, text in enumerate(TEXTS)}}
+    path: Path | dict[str, float] = texts
     if case == "span_corruption":
-        folder = prepared(write_jsonl(tmp_path / "in.jsonl", TEXTS), tmp_path / "out", "--sentinels")
+        path = prepared(write_jsonl(tmp_path / "in.jsonl", TEXTS), tmp_path / "out", "--sentinels")
     elif case == "pairs":
-        folder = prepared(pairs_in(tmp_path / "in.jsonl"), tmp_path / "out", *PAIR_KEYS)
-        lines = dict(enumerate(PAIRS, 1))
-    config = config_of(folder, **more)
+        (tmp_path / "in.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
+        path = prepared(tmp_path / "in.jsonl", tmp_path / "out", *PAIR_KEYS)
+        lines["in.jsonl"] = dict(enumerate(PAIRS, 1))
+    elif case == "mixture":
+        other = prepared(write_jsonl(tmp_path / "b.jsonl", [f"other {t}" for t in TEXTS]), tmp_path / "b")
+        path = {str(texts): 0.7, str(other): 0.3}
+        lines["b.jsonl"] = {line: f"other {text}" for line, text in lines["in.jsonl"].items()}
+    config = config_of(path, **more)
     samples = open_samples(prepare_all(config.data, config.tokenizer, print), "train", config).n_samples
-    assert 2 * samples < 499 * 6, "one pass only"
-    run, end = run_of(config, tmp_path), read_meta(folder).end_token
-    for step, world_size in ((1, 1), (2, 3), (25, 2), (499, 1)):
+    assert samples < 498 * 6, "one pass only"
+    run, seen_files = begin(tmp_path / "run", config), set()
+    for step in (1, 2, 25, 499):
         content = seen(run, "--step", str(step))
         ((_, first, stop),) = content["steps"]
-        tokens, targets = batch_of(config, step, world_size)
-        assert stop - first == len(tokens)
-        for i, sample in enumerate(range(first, stop)):
+        for sample, (tokens, targets) in zip(range(first, stop), batch_of(config, step), strict=True):
             rows = [row for row in content["documents"] if row["sample"] == sample]
-            check(read_parts(rows, folder), tokens[i], targets[i], end)
+            (folder,) = {Path(row["source"]) for row in rows}
+            check(read_parts(rows, folder), tokens, targets, read_meta(folder).end_token)
             for row in rows:
-                text = lines[row["place"]]
+                seen_files.add(file := Path(row["file"]).name)
+                text = lines[file][row["place"]]
                 text = text[row["side"]] if row["side"] else text
                 assert row["text"]
                 assert text[row["first"] :].startswith(row["text"])
-
-
-def test_a_mixture_names_the_source(texts: Path, tmp_path: Path) -> None:
-    other = prepared(write_jsonl(tmp_path / "b.jsonl", [f"other {t}" for t in TEXTS]), tmp_path / "b")
-    config = config_of({str(texts): 0.7, str(other): 0.3})
-    run = run_of(config, tmp_path)
-    content = seen(run, "--step", "400", "--to", "404")
-    assert [step for step, *_ in content["steps"]] == [400, 401, 402, 403, 404]
-    assert {row["source"] for row in content["documents"]} == {str(texts), str(other)}
-    for step in (400, 404):
-        tokens, targets = batch_of(config, step, 2)
-        for i, sample in enumerate(range(6 * (step - 1), 6 * step)):
-            rows = [row for row in content["documents"] if row["sample"] == sample]
-            (folder,) = {Path(row["source"]) for row in rows}
-            check_concat(read_parts(rows, folder), tokens[i], targets[i], read_meta(folder).end_token)
-            assert all(Path(row["file"]).name == ("in.jsonl" if folder == texts else "b.jsonl") for row in rows)
+    assert seen_files == lines.keys()
 
 
 def test_a_text_is_found_at_the_steps_that_hold_its_documents(texts: Path, tmp_path: Path) -> None:
     for case in ("best_fit", "batch_schedule"):
         config = config_of(texts, **(CASES[case][0] | {"train__steps": 150}))
-        run = run_of(config, tmp_path, case)
+        run = begin(tmp_path / case, config)
         found = seen(run, "--find", MARKER)["documents"]
         every = seen(run, "--step", "1", "--to", "150")["documents"]
         lines = {2 * i + 1 for i in (40, 90, 91)}
@@ -285,7 +241,7 @@ def test_what_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixtu
     folder = prepared(tmp_path / "in.jsonl", tmp_path / "out", *PAIR_KEYS, f"--held-out={tmp_path / 'val.jsonl'}")
     config = config_of(folder, **CASES["pairs"][0], train__steps=120, train__global_batch_size=2)
     config = config.model_copy(update={"data": config.data.model_copy(update={"skip_samples": [[4, 7]]})})
-    run = run_of(config, tmp_path)
+    run = begin(tmp_path / "run", config)
     samples = open_samples(prepare_all(config.data, config.tokenizer, print), "train", config).sources[0]
 
     def lines(steps: range) -> list[str]:
@@ -324,9 +280,8 @@ def test_what_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixtu
     ]
 
     # a fork
-    (tmp_path / "fork").mkdir()
-    begin(tmp_path / "fork", config, 118, 239, forked_from="another/checkpoint")
-    assert printed(tmp_path / "fork", "--find=never") == [
+    fork = begin(tmp_path / "fork", config, 118, 239, forked_from="another/checkpoint")
+    assert printed(fork, "--find=never") == [
         "note    the steps before 119 belong to another/checkpoint, from which this run was forked",
         "note    0 documents containing 'never' in the training split, 0 in the validation split",
         "parts of these documents are seen at 0 steps of 2: -",
@@ -337,7 +292,7 @@ def test_each_step_is_of_the_last_attempt_that_began_before_it(texts: Path, tmp_
     """A resume with other sizes, one after a killed attempt, and one from an older checkpoint, as the newest is bad."""
     sizes = {1: 6, 2: 4, 3: 8, 4: 5}
     configs = {n: config_of(texts, train__global_batch_size=size) for n, size in sizes.items()}
-    run = run_of(configs[1], tmp_path)
+    run = begin(tmp_path / "run", configs[1])
 
     def starts(*steps: int) -> list[int]:
         record = read_record(run)
@@ -356,20 +311,8 @@ def test_each_step_is_of_the_last_attempt_that_began_before_it(texts: Path, tmp_
     assert seen(run, "--step", "3", "--to", "6")["steps"] == [[3, 12, 18], [4, 18, 24], [5, 24, 29], [6, 29, 34]]
 
 
-def test_the_reader_of_a_pipe_may_leave(texts: Path, tmp_path: Path) -> None:
-    run = run_of(config_of(texts), tmp_path)
-    command = [sys.executable, "-m", "torchtitan_lite.which", str(run), "--step=1", "--to=200"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as process:
-        assert process.stdout
-        assert process.stderr
-        process.stdout.readline()
-        process.stdout.close()
-        assert process.stderr.read() == b""
-    assert process.returncode == 1
-
-
 def test_mistakes_are_refused(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = run_of(config_of(texts), tmp_path)
+    run = begin(tmp_path / "run", config_of(texts))
     for arguments, expected in {
         (str(run),): "give --step N, optionally with --to M; or --find TEXT, optionally with",
         (str(run), "--find=a", "--to=4"): "give --step N, optionally with --to M; or --find TEXT, optionally with",
