@@ -25,8 +25,7 @@ FILES = ("manifest.json", "state.json")
 
 def small(checkpoints: Path, step: int = 4) -> Path:
     """A checkpoint without tensors."""
-    state = TrainState(step=step, config={"run.seed": step})
-    return storage.commit(storage.new_folder(checkpoints, step), state, "full", 1, {})
+    return storage.commit(storage.new_folder(checkpoints, step), TrainState(step=step), "full", 1, {})
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, file: Path, number: int) -> None:
@@ -54,17 +53,6 @@ def test_a_disk_error_is_not_damage(name: str, number: int, tmp_path: Path, monk
         storage.verify(folder)
     assert str(folder / name) in str(caught.value)
     assert "damaged" not in str(caught.value)
-
-
-def test_a_resume_takes_the_values_of_the_newest_checkpoint_that_can_be_read(tmp_path: Path) -> None:
-    """Of its own ones, then of the run that it forks."""
-    run, other = tmp_path / "run", tmp_path / "other"
-    for step, folder in ((2, run), (4, run), (6, other)):
-        small(folder, step)
-    for step, folder in ((4, run), (2, run), (6, other)):
-        assert find.config_to_resume(run, str(other)) == {"run.seed": step}
-        (storage.step_folder(folder, step) / FILES[step // 4]).write_text("{")
-    assert find.config_to_resume(run, str(other)) == {}
 
 
 @pytest.mark.parametrize(("kind", "shares"), [("full", [3, 2, 0, 0]), ("sharded", [2, 1, 1, 1])])

@@ -104,8 +104,8 @@ PAIRS = ["--data.objective=pairs", "--data.source_key=a", "--data.target_key=b",
 )
 def test_the_mesh_and_the_micro_batches_of_a_step(options: list[str], expected: Layout) -> None:
     config = parse(*options, "--train.seq_len=64", "--train.micro_batch_size=3", world_size=6).config
-    n_samples = sum(map(config.train.batch_size, range(1, config.train.steps + 1)))
-    assert (derive(config, 6), config.train.samples) == (expected, n_samples)
+    sizes = map(config.train.batch_size, range(1, config.train.steps + 1))
+    assert (derive(config, 6), config.train.samples) == (expected, sum(sizes))
 
 
 KEPT = "fsdp.reshard_after_forward = false"

@@ -100,8 +100,10 @@ def test_a_check_refuses_what_a_start_would(run: Path, again: Again) -> None:
 
 def test_a_fork_on_other_text_resumes_by_the_same_command(run: Path, text: Path, again: Again, tmp_path: Path) -> None:
     (tmp_path / "other.txt").write_text((text / "typing.txt").read_text()[::-1])
-    fork = {"run__name": "fork", "checkpoint__resume": run, "data__path": tmp_path / "other.txt", "train__steps": 10}
-    fork |= {"tokenizer__path": run / "tokenizer.json"}
+    fork = {
+        **{"run__name": "fork", "checkpoint__resume": run, "data__path": tmp_path / "other.txt", "train__steps": 10},
+        "tokenizer__path": run / "tokenizer.json",
+    }
     again(**fork)
     assert "resumed after step 10" in again(**fork | {"train__steps": 12})
     assert "its values differ" in again(code=2, **fork | {"train__steps": 14, "data__path": text}), "the first text"

@@ -20,7 +20,7 @@ from torchtitan_lite.config import load
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.distributed.process_group import Process
-from torchtitan_lite.run import attempts, console, metrics
+from torchtitan_lite.run import attempts, console
 from torchtitan_lite.tools import checkpoints
 
 LOSS = [
@@ -82,9 +82,7 @@ def test_the_log_and_the_records_of_a_run(finished: Path, sharded: Path, text: P
                 )
         given = {"version": __version__, "torch": torch.__version__, "world": world, "text": text, "run": run}
         given["held_out"] = f"{n_held_out:,}"
-        log = (run / "train.log").read_text()
-        assert re.findall(r"eta (\S+) \(", log)[-1] == "0s"
-        log = re.sub(r"eta \S+ \(.*?\)", "eta N", log)
+        log = re.sub(r"eta \S+ \(.*?\)", "eta N", (run / "train.log").read_text())
         log = re.sub(r"[\d,]+ tokens to train", "N tokens to train", log)
         start, done = log[: log.index("step ")], log.splitlines()[-3]
         assert start == START.format(**given, **sizes)
@@ -108,19 +106,6 @@ def test_the_log_and_the_records_of_a_run(finished: Path, sharded: Path, text: P
         manifest = storage.read_manifest(checkpoint(run, 2))
         assert (manifest.step, manifest.world_size) == (2, world)
         assert manifest.state_dict == ("full" if run == finished else "sharded")
-
-
-def test_a_meter_leaves_out_pauses_and_losses_that_are_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter((100, 104, 104, 105, 115, 117, 119, 120, 121, 124, 125, 126, 132))
-    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=clock.__next__))
-    meter = metrics.Meter(TrainState(step=3, tokens=50, loss_since=[6.0, 2.0]), torch.device("cpu"))
-    meter.start_lap()
-    for loss in (9.0, float("nan")):
-        with meter.timing("a"), meter.paused():  # 104 to 117, of which 10 are paused; 119 to 124 and 1
-            meter.add_loss(torch.tensor(loss, dtype=torch.float64), 3)
-    laps = meter.lap(70), meter.lap(75)
-    assert (*laps, meter.seconds_per_step(7)) == ((10, {"a": 18}, 20), (1, {}, 5), 8)
-    assert meter.mean_loss() == 3
 
 
 STEP: dict[str, Any] = {"step": 7, "loss": 2.5, "mean_loss": 2.25, "grad_norm": 1.5, "lr": 0.00125}

@@ -45,8 +45,9 @@ def test_signals_are_one_request_and_a_second_ctrl_c_ends_at_once(
     assert (codes, words) == (expected, ["a second Ctrl-C: stopped without saving"] * len(expected))
     assert preemption.requested()
     assert preemption.reason == signal.Signals(signals[0]).name
-    said = "train.py: a second Ctrl-C: stopped without saving; the same command resumes from the newest checkpoint\n"
-    assert capfd.readouterr().err == said * len(expected)
+    assert capfd.readouterr().err == len(expected) * (
+        "train.py: a second Ctrl-C: stopped without saving; the same command resumes from the newest checkpoint\n"
+    )
 
 
 def test_a_time_limit_and_a_machine_that_waits_are_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
