@@ -44,8 +44,9 @@ def code_of(main: Main, argv: Sequence[str]) -> int:
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a command writes is not in the repository."""
+    """What a command writes is not in the repository, and "~" is no large folder in which it looks for text."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     Path("file").write_text("{}")
 
 
