@@ -59,15 +59,14 @@ def test_it_follows_the_formula_on_any_mesh_bit_for_bit(mesh: str) -> None:
         assert planned.peaks["start"][OPTIMIZER] == measured[label]
 
 
-def trained(decay: float) -> tuple[nn.Parameter, torch.optim.Optimizer]:
-    """A matrix of ones after a first step."""
-    model = nn.Linear(2, 2, bias=False)
+def trained(decay: float) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+    """Two matrices of ones after a first step."""
+    model = nn.ParameterList([torch.ones(2, 2), torch.ones(2, 2)])
     optimizer = build_optimizer(model, OptimConfig(ema_decay=decay, lr=0.1))
-    with torch.no_grad():
-        model.weight.fill_(1)
-    model.weight.grad = torch.ones(2, 2)
+    for parameter in model:
+        parameter.grad = torch.ones(2, 2)
     optimizer.step()
-    return model.get_parameter("weight"), optimizer
+    return [*model], optimizer
 
 
 @pytest.mark.parametrize("values", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -99,17 +98,21 @@ def test_a_loop_of_ones_own_averages_also_after_its_state_was_loaded(values: dic
 
 @pytest.mark.parametrize(("saved", "now"), [(0.0, 0.9), (0.5, 0.0)])
 def test_a_load_may_begin_or_end_averages(saved: float, now: float) -> None:
-    parameter, optimizer = trained(now)
+    parameters, optimizer = trained(now)
     with optimizer_as_saved(optimizer, TrainState(config={"optim.ema_decay": saved})):
-        assert ("ema" in optimizer.state[parameter]) == bool(saved), "as in the checkpoint"
-        torch.nn.init.constant_(parameter, 5)
-    torch.nn.init.constant_(parameter, 6)
-    average = optimizer.state[parameter].get("ema")
-    assert (average is None) if not now else average.equal(torch.full((2, 2), 5.0)), "the loaded weights, or none"
+        assert ["ema" in optimizer.state[p] for p in parameters] == 2 * [bool(saved)], "as in the checkpoint"
+        optimizer.load_state_dict(optimizer.state_dict())  # the state is then in other dicts
+        for number, parameter in enumerate(parameters):
+            nn.init.constant_(parameter, number)
+    for number, parameter in enumerate(parameters):
+        nn.init.constant_(parameter, 6)
+        average = optimizer.state[parameter].get("ema")
+        assert (average is not None) == bool(now)
+        assert average is None or (average.tolist(), average.requires_grad) == (2 * [2 * [number]], False), "as loaded"
 
 
 def test_the_averages_replace_the_weights_for_a_while() -> None:
-    parameter, optimizer = trained(0.9)
+    (parameter, _), optimizer = trained(0.9)
     average = optimizer.state[parameter]["ema"]
     average.fill_(7.0)
     before = parameter.detach().clone()
