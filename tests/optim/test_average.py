@@ -59,15 +59,14 @@ def test_it_follows_the_formula_on_any_mesh_bit_for_bit(mesh: str) -> None:
         assert planned.peaks["start"][OPTIMIZER] == measured[label]
 
 
-def trained(decay: float) -> tuple[nn.Parameter, torch.optim.Optimizer]:
-    """A matrix of ones after a first step."""
-    model = nn.Linear(2, 2, bias=False)
+def trained(decay: float) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+    """Two matrices of ones after a first step."""
+    model = nn.ParameterList([torch.ones(2, 2), torch.ones(2, 2)])
     optimizer = build_optimizer(model, OptimConfig(ema_decay=decay, lr=0.1))
-    with torch.no_grad():
-        model.weight.fill_(1)
-    model.weight.grad = torch.ones(2, 2)
+    for parameter in model:
+        parameter.grad = torch.ones(2, 2)
     optimizer.step()
-    return model.get_parameter("weight"), optimizer
+    return [*model], optimizer
 
 
 @pytest.mark.parametrize("values", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -114,7 +113,7 @@ def test_a_load_may_begin_or_end_averages(saved: float, now: float) -> None:
 
 
 def test_the_averages_replace_the_weights_for_a_while() -> None:
-    parameter, optimizer = trained(0.9)
+    (parameter, _), optimizer = trained(0.9)
     average = optimizer.state[parameter]["ema"]
     average.fill_(7.0)
     before = parameter.detach().clone()
