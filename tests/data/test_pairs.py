@@ -19,7 +19,7 @@ from torchtitan_lite.config.schema import Config, DataConfig, ModelConfig, Token
 from torchtitan_lite.data import pairs as pairs_module
 from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.objectives import open_samples
-from torchtitan_lite.data.pairs import PairSamples
+from torchtitan_lite.data.pairs import PairSamples, questions
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.token_files import document_ends, read_meta
 from torchtitan_lite.errors import DataError
@@ -109,6 +109,17 @@ def test_rows_of_a_decoder_have_a_loss_on_the_target_only(prepared: Path) -> Non
         assert rows.targets[row][known].tolist() == then
         assert np.flatnonzero(known)[0] == len(first) + 1, "the end mark after the source predicts the first token"
     assert samples.n_targets(np.arange(samples.n_samples), None) == (rows.targets != IGNORE).sum()
+
+
+@pytest.mark.parametrize("family", ["t5", "llama"])
+def test_questions_are_the_rows_that_are_scored_with_whole_targets(family: str, prepared: Path) -> None:
+    """Each held-out pair once, in the order of validation."""
+    config = config_of(prepared, family, seq_len=40, target_len=5)
+    samples = open_samples(prepare_all(config.data, config.tokenizer, print), "val", config)
+    asked, rows = questions(samples, 10**6, 3), samples.draw(np.arange(samples.n_samples), 3)
+    for (tokens, target), row, targets in zip(asked, rows.tokens.tolist(), rows.targets.tolist(), strict=True):
+        known = [token for token in targets if token != IGNORE]
+        assert (row[: len(tokens)], known) == (tokens, [*target[:4], 1]) != (tokens, [*target, 1])
 
 
 def test_blind_sources_are_empty(prepared: Path) -> None:
