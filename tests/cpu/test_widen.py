@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.test_blocks import made
 from tests.helpers import checkpoint, losses, ranks, succeeded, tiny
-from torchtitan_lite.config.schema import ModelConfig, SpeedConfig
-from torchtitan_lite.cpu import widen
+from torchtitan_lite.config.schema import Config, ModelConfig, SpeedConfig
+from torchtitan_lite.cpu import widen, widens
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.models import Transformer
 
 # what oneDNN then offers is what a CPU with AVX2 has
@@ -87,6 +89,45 @@ def test_a_model_computes_the_same_under_the_same_names(family: str, chunked: bo
     (loss, grads), (wide_loss, wide_grads) = values
     assert wide_loss.item() == pytest.approx(loss.item(), rel=2e-3)
     assert (wide_grads - grads).norm() < 0.05 * grads.norm()
+
+
+@pytest.mark.parametrize(("machine", "avx512", "amx", "bfloat16", "float16", "slow"), [
+    ("aarch64", False, False, False, False, []),
+    ("x86_64", False, False, True, False, ["bfloat16", "float16"]),  # oneDNN emulates bfloat16
+    ("AMD64", True, False, True, False, ["float16"]),
+    ("x86_64", False, True, True, True, []),
+    ("x86_64", True, True, False, True, ["bfloat16"]),
+])  # fmt: skip
+def test_a_cpu_is_slow_in_a_dtype_without_instructions(
+    machine: str, avx512: bool, amx: bool, bfloat16: bool, float16: bool, slow: list[str]
+) -> None:
+    has: dict[str, Any] = {
+        "_is_mkldnn_bf16_supported.return_value": bfloat16,
+        "_is_mkldnn_fp16_supported.return_value": float16,
+    }
+    with (
+        patch("platform.machine", return_value=machine),
+        patch("torch.cpu._is_avx512_bf16_supported", return_value=avx512),
+        patch("torch.cpu._is_amx_tile_supported", return_value=amx),
+        patch.object(torch.ops, "mkldnn", Mock(**has)),
+    ):
+        assert widen.slow_dtypes() == slow
+
+
+@pytest.mark.parametrize(("fsdp", "on", "device", "expected"), [
+    ({}, True, "cpu", False),
+    ({"param_dtype": "float16"}, True, "cpu", False),
+    ({"param_dtype": "bfloat16"}, True, "cpu", True),
+    ({"param_dtype": "bfloat16"}, True, "cuda", False),
+    ({"param_dtype": "bfloat16"}, False, "cpu", False),
+    ({"precision_overrides": [{"param_dtype": "bfloat16", "match": "layers.0.*"}]}, True, "cpu", True),
+])  # fmt: skip
+def test_matmuls_are_widened_if_a_dtype_in_use_is_slow(
+    fsdp: dict[str, Any], on: bool, device: str, expected: bool
+) -> None:
+    config = Config.model_validate({"fsdp": fsdp, "speed": {"widen_matmuls": on}})
+    with patch.object(widen, "slow_on_rank0", return_value=["bfloat16"]):
+        assert widens(config, Process(0, 1, torch.device(device), 1)) == expected
 
 
 SAID = "its matmuls in float32: this CPU has no 16-bit matmul instructions"

@@ -57,7 +57,8 @@ def test_a_flipped_token_is_named_where_it_is_read(folder: Path, refuses: Callab
         samples.draw(np.array([boundary // 32 - 1]), None)
 
 
-def test_ends_of_documents_that_can_not_be_are_named(folder: Path) -> None:
+def test_ends_of_documents_that_can_not_be_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchtitan_lite.data.token_files._ENDS", 2)  # the third one is the first of a block
     meta, file = read_meta(folder), folder / "train.idx"
     ends = np.fromfile(file, np.int64)
     changed = ends.copy()
@@ -90,10 +91,13 @@ def test_tokens_that_are_cut_off_later_are_named(folder: Path) -> None:
 
 def test_an_index_that_can_not_be_written_or_has_no_hashes_is_named(folder: Path) -> None:
     meta = read_meta(folder)
+    (folder / f"packed-32-{meta.tokens_sha256[:12]}.partial").mkdir()  # of a start that was killed
     index = pack(folder, meta, 32, lambda _: None)
     assert damage(index) == []
     (index / "hashes.json").write_text("[]")
-    expected = "the index of packed documents is damaged (hashes.json has changed since it was made); delete this"
+    expected = (
+        "the index of packed documents is damaged (hashes.json has changed since it was made); delete this folder"
+    )
     with pytest.raises(DataError, match=re.escape(expected)):
         pack(folder, meta, 32, lambda _: None)
     (folder / f"packed-33-{meta.tokens_sha256[:12]}.partial").touch()

@@ -2,18 +2,20 @@
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, processors
 
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
 from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.loader import Batch, Loader, MicroBatch, SampleSource
 from torchtitan_lite.data.order import sample_indices
 from torchtitan_lite.data.prepare.documents import usable
+from torchtitan_lite.data.prepare.summary import summary
 from torchtitan_lite.data.prepare.texts import Corpus, find, standard_library
 from torchtitan_lite.data.samples import Samples
 from torchtitan_lite.data.token_files import TokenFiles, read_meta
@@ -87,8 +89,8 @@ def same_in_every_layout(samples: SampleSource) -> list[MicroBatch]:
     """Each layout of a global batch has the same samples, but for padding. Returns the micro-batches of all."""
     whole, found = samples.draw(np.arange(7, 17), 3), []
     for world_size, micro_batch_size in ((1, 10), (2, 3), (3, 2), (4, 1), (64, 5)):
-        given = {"micro_batch_size": micro_batch_size, "world_size": world_size, "seed": 3}
-        parts = [Loader(samples, rank=rank, **given).batch(7, 10) for rank in range(world_size)]
+        loader = partial(Loader, samples, micro_batch_size=micro_batch_size, world_size=world_size, seed=3)
+        parts = [loader(rank=rank).batch(7, 10) for rank in range(world_size)]
         micros = [micro for one in zip(*(batch.micro_batches for batch in parts), strict=True) for micro in one]
         assert {len(micro.tokens) for micro in micros} == {micro_batch_size}
         assert {batch.global_tokens for batch in parts} == {(whole.targets != IGNORE).sum()}
@@ -145,12 +147,14 @@ def test_preparing_is_deterministic_and_ranks_wait_for_each_other(text: Path, tm
     data = DataConfig(path=str(text), cache_dir=str(tmp_path / "a"))
     tokenizer = TokenizerConfig(vocab_size=517)
     with ThreadPoolExecutor(4) as pool:
-        folders = set(pool.map(lambda _: prepare_all(data, tokenizer, said.append).folder, range(4)))
-    assert len(folders) == 1
-    assert len(said) == 2, "it was made more than once"
+        (folder,) = set(pool.map(lambda _: prepare_all(data, tokenizer, said.append).folder, range(4)))
+    assert said == [
+        "data    preparing your text: 3 files, once for all runs ...",
+        f"data    {summary(read_meta(folder))}",
+    ], "it was made more than once"
     again = make(text, tmp_path / "b")
     for name in ("meta.json", "tokenizer.json", "train.bin", "val.bin", "train.idx"):
-        assert (again / name).read_bytes() == (next(iter(folders)) / name).read_bytes(), name
+        assert (again / name).read_bytes() == (folder / name).read_bytes(), name
 
 
 def test_neither_split_is_ever_empty(tmp_path: Path) -> None:
@@ -158,7 +162,9 @@ def test_neither_split_is_ever_empty(tmp_path: Path) -> None:
     meta = read_meta(make(tmp_path, tmp_path / "cache", 260, val_fraction=1e-9))
     assert meta.val_documents == 1
     assert meta.train_tokens > meta.val_tokens > 0
-    with pytest.raises(DataError, match="has 0 usable documents to train and [0-9]+ to validate"):
+    with pytest.raises(
+        DataError, match="has 0 usable documents to train and [0-9]+ to validate, and .* both; use more"
+    ):
         make(tmp_path, tmp_path / "cache", 257, val_fraction=1 - 1e-15)
 
 
@@ -168,10 +174,14 @@ def test_neither_split_is_ever_empty(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"tiny\n", "the text has 1 usable document; at least 2 are needed"),
+        (
+            b"tiny\n",
+            r"^the text has 1 usable document; at least 2 are needed, to train and to validate \(plain text is cut "
+            r"into documents of at most 1,024 bytes\)$",
+        ),
         (
             b"too little to learn from\n" * 200,
-            "too short for tokenizer.vocab_size .--train-tokenizer. = 517: it yields",
+            r"short for tokenizer.vocab_size \(--train-tokenizer\) = 517: it yields (\d+) entries; use more .* or \1$",
         ),
         (b"one line\n" * 30_000 + b"gr\xfc\n", r"a\.txt: line 30001: byte 0xfc is not utf-8; correct or rem"),
     ],
@@ -186,7 +196,11 @@ def test_text_that_can_not_be_used_is_an_error_and_leaves_nothing(
 
 
 def test_text_shorter_than_one_sequence_is_an_error(prepared: Path) -> None:
-    with pytest.raises(DataError, match=r"one sequence of train\.seq_len = 1000000 takes 1000001; use more text or"):
+    with pytest.raises(
+        DataError,
+        match=f"the train text of {prepared} has {read_meta(prepared).train_tokens:,} tokens, and one sequence of "
+        "train.seq_len = 1000000 takes 1000001; use more text or a smaller",
+    ):
         Samples(prepared, "train", 1_000_000)
 
 
@@ -202,7 +216,11 @@ def test_a_given_tokenizer_is_used(text: Path, prepared: Path, tmp_path: Path) -
     cutting.enable_padding(length=20)
     cutting.save(str(tmp_path / "cutting.json"))
     same = prepare_all(data, TokenizerConfig(path=str(tmp_path / "cutting.json")), lambda said: None).folder
-    assert read_meta(same).tokens_sha256 == meta.tokens_sha256, "a tokenizer cut or padded the text"
+    assert same == folder, "a tokenizer cut or padded the text"
+    cutting.post_processor = processors.TemplateProcessing("<|endoftext|> $A", None, [("<|endoftext|>", 0)])
+    cutting.save(str(tmp_path / "cutting.json"))
+    given = DataConfig(path=str(folder)), TokenizerConfig(path=str(tmp_path / "cutting.json"))
+    assert prepare_all(*given, print).folder == folder, "one with what an export adds is no other one"
     with pytest.raises(DataError, match=r"no entry <bye> to end a document with; its special .* are <\|endoftext\|>"):
         prepare_all(data, TokenizerConfig(path=config.path, end_token="<bye>"), lambda said: None)
 

@@ -61,12 +61,25 @@ def test_a_run_its_checkpoints_and_its_export_have_the_end_mark_of_the_data(
 
 def test_sources_with_different_end_marks_are_refused(prepared: dict[str, Path]) -> None:
     sources = {str(prepared["</s>"]): 0.5, str(prepared["usual"]): 0.5}
-    with pytest.raises(DataError, match=r"end with '</s>' \(id 517\) in .* and with '<\|endoftext\|>' \(id 0\) in "):
+    with pytest.raises(
+        DataError,
+        match=r"with '</s>' \(id 517\) in .*/s and with '<\|endoftext\|>' \(id 0\) in .*/usual; prepare one of ",
+    ):
         prepare_all(DataConfig(sources=sources), TokenizerConfig(), print)
+
+
+def test_text_beside_a_prepared_folder_gets_its_tokenizer_and_its_end_mark(
+    prepared: dict[str, Path], text: Path, tmp_path: Path
+) -> None:
+    sources = {str(text / "tarfile.txt"): 0.5, str(prepared["</s>"]): 0.5}
+    data = prepare_all(DataConfig(sources=sources, cache_dir=str(tmp_path)), TokenizerConfig(), print)
+    assert [(source.name, source.meta.end_token) for source in data.sources] == [(name, END) for name in sources]
 
 
 def test_a_config_that_names_another_end_mark_is_refused(prepared: dict[str, Path]) -> None:
     data = DataConfig(path=str(prepared["</s>"]))
     assert prepare_all(data, TokenizerConfig(end_token="</s>"), print).end_token == END
-    with pytest.raises(DataError, match=r"end with '</s>' \(id 517\), but tokenizer\.end_token is '<END>'"):
+    with pytest.raises(
+        DataError, match=r"in .*/s end with '</s>' \(id 517\), but tokenizer\.end_token is '<END>'; leave"
+    ):
         prepare_all(data, TokenizerConfig(end_token="<END>"), print)

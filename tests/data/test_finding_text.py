@@ -16,7 +16,7 @@ from torchtitan_lite.config.load import load
 from torchtitan_lite.config.paths import is_prepared
 from torchtitan_lite.config.schema import Config, DataConfig
 from torchtitan_lite.data.prepare.documents import usable
-from torchtitan_lite.data.prepare.texts import find
+from torchtitan_lite.data.prepare.texts import find, ignored_notes
 from torchtitan_lite.errors import ConfigError, DataError, UserError
 from torchtitan_lite.run.checks import check_text
 
@@ -33,10 +33,14 @@ def found(path: str | Path | list[str]) -> list[str]:
 
 
 def test_suffixes_are_of_any_case(tmp_path: Path) -> None:
-    tree(tmp_path, "a.txt", "B.TXT", "d.PARQUET", "e.CSV.zst", "README.md")
+    tree(tmp_path, "a.txt", "B.TXT", "d.PARQUET", "e.CSV.zst", "README.md", *(f"x.{i}" for i in range(12)))
     (tmp_path / "c.Jsonl.GZ").write_bytes(gzip.compress(b'{"text": "a line"}\n'))
     assert [Path(file).name for file in found(tmp_path)] == ["B.TXT", "a.txt", "c.Jsonl.GZ", "d.PARQUET", "e.CSV.zst"]
     assert texts_of(find(str(tmp_path / "c.Jsonl.GZ"))) == ["a line"]
+    assert ignored_notes([find(str(tmp_path)), find(str(tmp_path / "a.txt"))]) == [
+        "13 other files are not read: 1 x .md, 1 x .0, 1 x .1, 1 x .10, 1 x .11, 1 x .2, 1 x .3, 1 x .4, 1 x .5, 1 x .6"
+        ", ...; --text-suffixes (data.text_suffixes) names more suffixes of plain text, e.g. .md"
+    ]
 
 
 def test_named_suffixes_are_read_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,7 +62,10 @@ def test_named_suffixes_are_read_as_text(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "c.py").rename(tmp_path / "a.py")
     for name in ("a.txt", "e.tsv"):
         (tmp_path / name).unlink()
-    with pytest.raises(DataError, match=r"no text at .* \(it has 1 x \.py, 1 x \.MD.*--text-suffixes"):
+    with pytest.raises(
+        DataError,
+        match=r"no text at .* \(it has 1 x \.py, 1 x \.MD, 1 x \.gz, 1 x \.rst\); supported: \.txt.*--text-suffixes",
+    ):
         find(str(tmp_path))
 
 

@@ -36,6 +36,7 @@ def jsonl_of(between: bytes) -> bytes:
         ("a.csv", csv_of(b"\n", before=b"\n\n")),
         ("a.csv", csv_of(b"\n") + b"\n\n\n"),
         ("a.csv", csv_of(b"\n")[:-1]),
+        ("a.csv", csv_of(b"\n").replace(b"id,text", b"id,text,more")),  # which no row has
         ("a.csv", csv_of(b"\r\n")[:-2]),
         ("a.csv", csv_of(b"\n", before=BOM)),
         ("a.csv", csv_of(b"\r\n", before=BOM, between=b"\r\n")),
@@ -52,10 +53,11 @@ PARQUET: list[tuple[list[object], str]] = [
     ([TEXTS, TEXTS], 'has 2 columns "text"; which one holds the text is ambiguous'),
     ([[*TEXTS, None]], 'row 401: "text" should be text, but is null'),
     ([[1] * 400], 'row 1: "text" should be text, but is 1'),
+    ([[b"a"]], 'row 1: "text" should be text, but is "b\'a\'"'),
 ]
 
 
-@pytest.mark.parametrize(("columns", "expected"), PARQUET, ids=["two columns", "null", "numbers"])
+@pytest.mark.parametrize(("columns", "expected"), PARQUET, ids=["two columns", "null", "numbers", "bytes"])
 def test_bad_columns_of_parquet_are_errors(
     columns: list[list[object]], expected: str, tmp_path: Path, refuses: Callable[..., str]
 ) -> None:
@@ -66,7 +68,13 @@ def test_bad_columns_of_parquet_are_errors(
 
 VALUES: list[tuple[list[str], str]] = [
     (["--train-tokenizer", "3000000000"], "--train-tokenizer 3000000000 should be at least 257"),
-    (["--train-tokenizer", "0"], "--train-tokenizer 0 should be at least 257"),
+    (["--train-tokenizer", "256"], "--train-tokenizer 256 should be at least 257"),
+    (
+        ["--sentinels", "--tokenizer", "a"],
+        "--sentinels is for a tokenizer that is trained here; leave it out with --tok",
+    ),
+    (["--val-fraction", "0"], "--val-fraction 0.0 should be between 0 and 1, e.g. 0.05"),
+    (["--val-fraction", "1"], "--val-fraction 1.0 should be between 0 and 1"),
     (["--val-fraction", "nan"], "should be between 0 and 1"),
     (["--out", "."], "--out . should name a new folder, e.g. --out prepared"),
     (["--out", "/"], "--out / should name a new folder, e.g. --out /prepared"),
@@ -87,10 +95,14 @@ def test_invalid_options_are_errors(
 
 def test_verify_of_another_folder_is_an_error(tmp_path: Path, refuses: Callable[..., str]) -> None:
     path = tmp_path / "x"
-    contents: list[Callable[[], object]] = [path.touch, path.unlink, path.mkdir]
-    for change in contents:
+    contents: list[tuple[Callable[[], object], str]] = [
+        (path.touch, " is not a folder of prepared data\n"),
+        (path.unlink, " is not a folder of prepared data\n"),
+        (path.mkdir, ": the prepared data is damaged ([Errno 2] No such"),
+    ]
+    for change, expected in contents:
         change()
-        assert str(path) in refuses("--verify", path)
+        assert refuses("--verify", path).startswith(f"prepare: {path}{expected}")
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.csv", "a.txt"])
@@ -102,12 +114,12 @@ def test_spoiled_files_are_problems_and_no_tracebacks(name: str, tmp_path: Path)
 
 
 def test_half_a_surrogate_pair_costs_only_its_own_document(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "one", "x": "\\ud83d"}\n{"text": "\\ud83d"}\n{"text": "two"}\n')
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "one", "x": "\\ud83d"}\n{"text": "\\ud83d"}\n{"text": " "}\n')
     found = list(documents(Corpus((tmp_path / "a.jsonl",))))
     assert [item.texts[0] if isinstance(item, Document) else item.detail for item in found] == [
         "one",
         "is not valid text: surrogates not allowed",
-        "two",
+        " ",
     ]
 
 

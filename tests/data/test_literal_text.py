@@ -86,6 +86,11 @@ def test_a_text_that_produces_the_end_token_is_refused_or_left_out(
 
 
 def test_a_tokenizer_that_fails_on_a_text_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tokenizer = Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="<none>"))
-    assert prepared(tokenizer, TEXTS, tmp_path) == 2
-    assert "can't encode unknown characters (WordLevel error: Missing [UNK] token" in capsys.readouterr().err
+    """At once, or where the text is that has something unknown."""
+    for word, said in (
+        ("a", "can't encode unknown characters (WordLevel error: Missing [UNK] token"),
+        ("\u4e2d\U0001f600", f"{tmp_path}/a.jsonl: line 1, or after it: the tokenizer can't encode a text: WordLevel"),
+    ):
+        tokenizer = Tokenizer(models.WordLevel({word: 0, "</s>": 1}, unk_token="<none>"))
+        assert prepared(tokenizer, TEXTS, tmp_path) == 2
+        assert said in capsys.readouterr().err

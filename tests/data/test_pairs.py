@@ -112,14 +112,16 @@ def test_rows_of_a_decoder_have_a_loss_on_the_target_only(prepared: Path) -> Non
 
 
 @pytest.mark.parametrize("family", ["t5", "llama"])
-def test_questions_are_the_rows_that_are_scored_with_whole_targets(family: str, prepared: Path) -> None:
-    """Each held-out pair once, in the order of validation."""
-    config = config_of(prepared, family, seq_len=40, target_len=5)
-    samples = open_samples(prepare_all(config.data, config.tokenizer, print), "val", config)
-    asked, rows = questions(samples, 10**6, 3), samples.draw(np.arange(samples.n_samples), 3)
-    for (tokens, target), row, targets in zip(asked, rows.tokens.tolist(), rows.targets.tolist(), strict=True):
-        known = [token for token in targets if token != IGNORE]
-        assert (row[: len(tokens)], known) == (tokens, [*target[:4], 1]) != (tokens, [*target, 1])
+def test_questions_are_sources_as_in_training_with_whole_targets(family: str, prepared: Path) -> None:
+    samples = PairSamples(prepared, "val", config_of(prepared, family, target_len=5))
+    encode, beginning = Tokenizer.from_file(str(prepared / "tokenizer.json")).encode, [1] * (family == "llama")
+    pairs = [(encode(source).ids, encode(target).ids) for source, target in decoded(prepared, "val")]
+    found = samples.questions(np.arange(len(pairs)), None)
+    assert found == [([*beginning, *source[:63], 1], target) for source, target in pairs]
+    assert samples.mean_tokens == sum(len(source) + len(target) + 2 for source, target in pairs) / len(pairs)
+    config = config_of(prepared, family, target_len=5)
+    mixture = open_samples(prepare_all(config.data, config.tokenizer, print), "val", config)
+    assert questions(mixture, 10**6, 3) == samples.questions(np.arange(len(pairs)), 3) != found
 
 
 def test_blind_sources_are_empty(prepared: Path) -> None:
@@ -180,18 +182,28 @@ def test_the_default_pairs_are_functions_and_the_first_sentences_of_their_docstr
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "lib").mkdir()
-    nested = 'x = 1\n\x0c\ndef f(x):\n    """Add one. More."""\n    @cache\n    def g(): ...\n    return x + 1\n'
-    functions = [f'def f{i}(x):\n    """Add {i // 2}."""\n    return x + {i // 2}\n' for i in range(100)]
-    (tmp_path / "lib/a.py").write_text("".join([nested, *functions]))
+    others = (
+        'x = 1\n\x0c\ndef f(x):\n    """Add one. More."""\n    @cache\n    def g(): ...\n    return x + 1\n',
+        'async def h():\n    """Ask\n    twice? Yes.\n\n    Later."""\n    return 2\n',
+    )
+    functions = [f'def f{i}(x):\n    """Add {i}."""\n    return x + {i // 2}\n' for i in range(100)]
+    (tmp_path / "lib/a.py").write_text("".join([*others, *functions]))
+    (tmp_path / "lib/other.py").write_text("def f(:  # of another version\n")
+    for name in ("test", "x/tests", "idlelib/idle_test", "site-packages", "dist-packages"):
+        (tmp_path / "lib" / name).mkdir(parents=True)
+        (tmp_path / "lib" / name / "c.py").write_text('def f(x):\n    """Skipped."""\n    return -x\n')
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
     config = DataConfig(objective="pairs", target_len=32, cache_dir=str(tmp_path / "cache"))
     said: list[str] = []
     data = prepare_all(config, TokenizerConfig(path="bytes"), said.append)
     assert [source.name for source in data.sources] == ["functions of Python's standard library"]
     folder = data.folder
-    wanted = [(f"return x + {i}", f"Add {i}.") for i in range(50)]  # each body once
+    wanted = [
+        *((f"return x + {i}", f"Add {2 * i}.") for i in range(50)),  # each body once, with the first docstring
+        *(("@cache\ndef g(): ...\nreturn x + 1", "Add one."), ("return 2", "Ask twice?")),
+    ]
     found = decoded(folder, "train") + decoded(folder, "val")
-    assert sorted(found) == sorted([*wanted, ("@cache\ndef g(): ...\nreturn x + 1", "Add one.")])
+    assert sorted(found) == sorted(wanted)
     (file,) = (tmp_path / "cache").glob("functions-*.jsonl")
     before = file.stat().st_mtime_ns
     assert prepare_all(config, TokenizerConfig(path="bytes"), said.append).folder == folder
@@ -255,7 +267,8 @@ def test_other_data_is_refused(prepared: Path, text: Path, tmp_path: Path) -> No
     with pytest.raises(DataError, match=r'holds texts, but data.objective = "pairs" needs sources with targets'):
         PairSamples(tmp_path / "out", "train", config_of(tmp_path / "out"))
     with pytest.raises(
-        DataError, match=r"needs prepared pairs, and .* is not: run python -m torchtitan_lite.data.prep"
+        DataError,
+        match=f"prepared pairs, and {text} is not: run python -m torchtitan_lite.data.prepare {text} --source-k",
     ):
         prepare_all(config_of(text).data, TokenizerConfig(), print)
     file = written(".csv", tmp_path)

@@ -17,7 +17,7 @@ import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer
 
-from tests.data.test_data import decoded
+from tests.data.test_data import decoded, make
 from tests.helpers import python, succeeded
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
 from torchtitan_lite.data.dataset import prepare_all
@@ -83,12 +83,49 @@ def test_every_format_gives_the_same_documents(name: str, tmp_path: Path) -> Non
     assert [text for text in TEXTS if text in set(train)] == train, "not in the order of the file"
     meta = read_meta(tmp_path / "out")
     assert (meta.documents, meta.val_documents) == (400, len(val))
-    assert meta.text_bytes == sum(len(text.encode()) for text in TEXTS)
+    assert (meta.text_bytes, meta.val_text_bytes) == tuple(len("".join(texts).encode()) for texts in (TEXTS, val))
     assert meta.vocab_size == 350
     progress = list[int]()
     list(documents.documents(Corpus((source,)), count=progress.append))
     assert sum(progress) == source.stat().st_size or name == "a.parquet"  # whose end is read more than once
     assert not verify(tmp_path / "out")
+
+
+def test_what_was_made_is_printed_with_three_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = tmp_path / "a.jsonl", tmp_path / "out"
+    source.write_bytes(as_jsonl([text * 4 for text in TEXTS]).replace(b'"text"', b'"body"'))
+    succeeds(source, "--out", out, "--tokenizer", "bytes", "--text-key", "body")
+    succeeds("--verify", out)
+    train, n = decoded(out, "train"), 4 * len("".join(TEXTS).encode())
+    made = (
+        f"{n:,} bytes -> {n + 402:,} tokens of {n / (n + 402):.2f} bytes; "
+        f"400 documents, {400 - len(train)} of them for validation"
+    )
+    assert capsys.readouterr().out.splitlines() == [
+        made,
+        f"vocabulary 257, tokenizer {read_meta(out).tokenizer_sha256[:12]}, in {out}",
+        *(f"document: {text.encode()[:60].decode()!r}" for text in train[:: -(-len(train) // 3)]),
+        f"{out}: complete and undamaged. {made}",
+    ]
+    assert " ".join(sorted(contents(out))) == (
+        "meta.json origins.json tokenizer.json train.bin train.idx train.origins val.bin val.idx val.origins"
+    )
+
+
+def test_texts_of_a_mixture_share_the_tokenizer_that_all_of_them_give(tmp_path: Path) -> None:
+    """As if they were one text."""
+    sources = {str(write(tmp_path / f"{i}.jsonl", TEXTS[i::2])): float(i + 1) for i in range(2)}
+    data = prepare_all(
+        DataConfig(sources=sources, cache_dir=str(tmp_path / "cache")), TokenizerConfig(vocab_size=330), print
+    )
+    assert data.hashes() == {
+        f"data.sources {s.name}": f"{s.meta.tokens_sha256[:16]} x {s.weight}" for s in data.sources
+    }
+    assert [(s.name, s.weight, s.meta.documents) for s in data.sources] == [(*item, 200) for item in sources.items()]
+    one, both = (
+        read_meta(make(path, tmp_path / "cache", 330)).tokenizer_sha256 for path in ([*sources][:1], [*sources])
+    )
+    assert one != data.tokenizer_sha256 == both
 
 
 def test_held_out_files_are_the_validation_text(tmp_path: Path, refuses: Callable[..., str]) -> None:
@@ -160,6 +197,7 @@ def test_a_tokenizer_that_drops_characters_is_refused_and_one_that_marks_them_co
     said = capsys.readouterr()
     assert "silently drops unknown characters" in said.err
     assert read_meta(tmp_path / "out").unknown_tokens == 50
+    assert read_meta(tmp_path / "out").vocab_size == 22
     assert "unknown             50  tokens" in said.out
 
 
@@ -170,55 +208,95 @@ def test_a_copy_of_a_held_out_document_is_named_or_left_out(tmp_path: Path, refu
     succeeds(*command, "--on-error", "skip")
     assert decoded(tmp_path / "out", "train") == [*TEXTS[:7], *TEXTS[8:50]]
     assert TEXTS[7] in decoded(tmp_path / "out", "val")
+    write(train, [TEXTS[7], TEXTS[60]])
+    assert refuses(*command[:4], tmp_path / "x", *command[5:], "--on-error", "skip") == (
+        "prepare: the text has 0 usable documents to train and 11 to validate, and needs some of both; 2 were left "
+        f"out: {tmp_path}/x.partial/skipped.log; use more text, or another --val-fraction (data.val_fraction)\n"
+    )
 
 
 # --- text that can't be used ------------------------------------------------------------------------------------
 
 GOOD = b'{"text": "good"}\n'
-BAD: dict[str, tuple[str, bytes, str]] = {
-    "not UTF-8": ("a.txt", b"good\n" * 3 + b"gr\xfc\n", r"a\.txt: line 4: byte 0xfc is not utf-8"),
-    "broken JSON": ("a.jsonl", GOOD + b'{"text": "cut\n' + GOOD, r"a\.jsonl: line 2: not JSON"),
+ROW, UNREADABLE = "a row of the wrong length", "a file that can't be read to its end"
+# by name: a file and its content, what is said of it, and how it is counted
+BAD: dict[str, tuple[str, bytes, str, str]] = {
+    "not UTF-8": ("a.txt", b"good\n" * 3 + b"gr\xfc\n", r"a\.txt: line 4: byte 0xfc is not utf-8", "not UTF-8"),
+    "broken JSON": ("a.jsonl", GOOD + b'{"text": "cut\n' + GOOD, r"a\.jsonl: line 2: not JSON", "not JSON"),
     "JSON not UTF-8": (
         "a.jsonl",
         GOOD + b'{"text": "\xff"}\n',
         r"a\.jsonl: line 2: not JSON in UTF-8: invalid unicode",
+        "not JSON",
     ),
-    "nested JSON": ("a.jsonl", GOOD + b"[" * 100_000 + b"\n", r"a\.jsonl: line 2: not JSON"),
-    "missing key": ("a.jsonl", GOOD + b'{"body": "x"}\n', 'line 2: no "text": its keys are body; --text-key'),
-    "not an object": ("a.jsonl", GOOD + b'["text"]\n', r'a\.jsonl: line 2: no "text": it is not an object'),
-    "surrogate": ("a.jsonl", GOOD + b'{"text": "\\ud83d"}\n', "line 2: is not valid text: surrogates not allowed"),
-    "a list": ("a.jsonl", GOOD + b'{"text": [1, 2]}\n', r'line 2: "text" should be text, but is \[1, 2\]'),
-    "null": ("a.jsonl", GOOD * 4 + b'{"text": null}\n', r'a\.jsonl: line 5: "text" should be text, but is null'),
-    "empty text": ("a.jsonl", b'{"text": ""}\n', r'a\.jsonl: line 1: "text" should be text, but is ""'),
-    "empty file": ("a.txt", b"", r"a\.txt: can't be read: is empty"),
-    "long JSON": ("a.jsonl", GOOD + b'{"text": "' + b"x" * 17_000_000 + b'"}\n', "line 2: is longer than 16,777,216 b"),
-    "truncated gzip": ("a.jsonl.gz", gzip.compress(GOOD * 500)[:-12], r"a\.jsonl\.gz: can't be read.*end"),
-    "damaged gzip": ("a.jsonl.gz", gzip.compress(GOOD)[:12] + b"garbage!" * 9, r"a\.jsonl\.gz: can't be read"),
-    "truncated zstd": ("a.jsonl.zst", zstd(GOOD * 500)[:-6], r"a\.jsonl\.zst: can't be read: Truncated compressed"),
-    "no zstd": ("a.jsonl.zst", b"plain text", r"a\.jsonl\.zst: can't be read"),
-    "truncated parquet": ("a.parquet", b"PAR1" + b"\0" * 100, r"a\.parquet: can't be read: "),
+    "nested JSON": ("a.jsonl", GOOD + b"[" * 100_000 + b"\n", r"a\.jsonl: line 2: not JSON", "not JSON"),
+    "missing key": (
+        "a.jsonl",
+        GOOD + b'{"body": "x", "id": 1}\n',
+        'line 2: no "text": its keys are body, id; --text-key',
+        'no "text"',
+    ),
+    "not an object": (
+        "a.jsonl",
+        GOOD + b'["text"]\n',
+        r'a\.jsonl: line 2: no "text": it is not an object',
+        'no "text"',
+    ),
+    "surrogate": (
+        "a.jsonl",
+        GOOD + b'{"text": "\\ud83d"}\n',
+        "line 2: is not valid text: surrogates not allowed",
+        "no text",
+    ),
+    "a list": ("a.jsonl", GOOD + b'{"text": [1, 2]}\n', r'line 2: "text" should be text, but is \[1, 2\]', "no text"),
+    "null": ("a.jsonl", GOOD * 4 + b'{"text": null}\n', r'l: line 5: "text" should be text, but is null', "no text"),
+    "empty text": ("a.jsonl", b'{"text": ""}\n', r'a\.jsonl: line 1: "text" should be text, but is ""', "no text"),
+    "empty file": ("a.txt", b"", r"a\.txt: can't be read: is empty", UNREADABLE),
+    "long JSON": (
+        "a.jsonl",
+        GOOD + b'{"text": "' + b"x" * 17_000_000 + b'"}\n',
+        "line 2: is longer than 16,777,216 b",
+        "a text that is too long",
+    ),
+    "truncated gzip": ("a.jsonl.gz", gzip.compress(GOOD * 500)[:-12], r"a\.jsonl\.gz: can't be read.*end", UNREADABLE),
+    "damaged gzip": ("a.jsonl.gz", gzip.compress(GOOD)[:12] + b"garbage!" * 9, r"l\.gz: can't be read", UNREADABLE),
+    "truncated zstd": ("a.jsonl.zst", zstd(GOOD * 500)[:-6], r"\.zst: can't be read: Truncated compressed", UNREADABLE),
+    "no zstd": ("a.jsonl.zst", b"plain text", r"a\.jsonl\.zst: can't be read", UNREADABLE),
+    "truncated parquet": ("a.parquet", b"PAR1" + b"\0" * 100, r"a\.parquet: can't be read: ", UNREADABLE),
     "csv without the column": (
         "a.csv",
         b"id,body\n1,x\n",
         "a.csv: can't be read: no column .text.: its columns are id, body",
+        UNREADABLE,
     ),
-    "short row": ("a.csv", b"id,text\n1,good\n2\n", r"a\.csv: line 3: has 1 columns, its header has 2"),
-    "long row": ("a.csv", b"id,text\n1,good\n2,Hello, world\n", r"a\.csv: line 3: has 3 columns, its header has 2"),
-    "long row, first column": ("a.csv", b"text,id\ngood,1\nHello, world,2\n", "line 3: has 3 columns, its header has"),
-    "two columns": ("a.csv", b"text,text\ngood,good\n", 'has 2 columns "text"; which one holds the text is ambiguous'),
-    "empty cell": ("a.csv", b"id,text\n1,good\n2,\n", 'a.csv: line 3: "text" should be text, but is ""'),
+    "short row": ("a.csv", b"id,text\n1,good\n2\n", r"a\.csv: line 3: has 1 columns, its header has 2", ROW),
+    "long row": ("a.csv", b"id,text\n1,good\n2,Hello, world\n", r"csv: line 3: has 3 columns, its header has 2", ROW),
+    "long row, first column": ("a.csv", b"text,id\ngood,1\nHello, world,2\n", "line 3: has 3 columns, its header", ROW),
+    "two columns": (
+        "a.csv",
+        b"text,text\ngood,good\n",
+        'has 2 columns "text"; which one holds the text is ambiguous',
+        UNREADABLE,
+    ),
+    "empty cell": ("a.csv", b"id,text\n1,good\n2,\n", 'a.csv: line 3: "text" should be text, but is ""', "no text"),
     "open quote": (
         "a.csv",
         b'id,text\n1,good\n2,"never\nclosed',
         r"a\.csv: can't be read after line 2: unexpected end",
+        UNREADABLE,
     ),
-    "csv not UTF-8": ("a.csv", b"id,text\n1,good\n2,gr\xfc\n", r"a\.csv: can't be read after line 2: 'utf-8' codec"),
+    "csv not UTF-8": (
+        "a.csv",
+        b"id,text\n1,good\n2,gr\xfc\n",
+        r"a\.csv: can't be read after line 2: 'utf-8' codec",
+        UNREADABLE,
+    ),
 }
 
 
-@pytest.mark.parametrize(("name", "content", "expected"), BAD.values(), ids=BAD)
+@pytest.mark.parametrize(("name", "content", "expected", "reason"), BAD.values(), ids=BAD)
 def test_bad_input_is_named_or_skipped_and_listed(
-    name: str, content: bytes, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, content: bytes, expected: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path / "in/good.jsonl", TEXTS)
     (tmp_path / "in" / name).write_bytes(content)
@@ -227,13 +305,15 @@ def test_bad_input_is_named_or_skipped_and_listed(
     assert main(command) == 2
     error = capsys.readouterr().err
     assert re.search(expected, error), error
-    assert "--on-error skip" in error
+    assert error.endswith(
+        "; correct or remove it, or leave it out with python -m torchtitan_lite.data.prepare ... --on-error skip\n"
+    )
     assert not out.exists()
     succeeds(*command, "--on-error", "skip")
     (listed,) = (out / "skipped.log").read_text().splitlines()
     assert re.search(expected, listed)
-    assert sum(read_meta(out).skipped.values()) == 1
-    assert "skipped              1" in capsys.readouterr().out
+    assert read_meta(out).skipped == {reason: 1}
+    assert f"\nskipped              1  {reason} (listed in {out / 'skipped.log'})\n" in capsys.readouterr().out
     documents = decoded(out, "train") + decoded(out, "val")
     assert set(TEXTS) <= set(documents)
     assert set(documents) - set(TEXTS) <= {"good"}
@@ -293,13 +373,19 @@ def test_an_existing_data_set_is_kept(tmp_path: Path, refuses: Callable[..., str
 
 
 @pytest.mark.parametrize(
-    ("content", "expected"),
-    [(b"cut", "has 3 bytes instead of .*prepare the text again into"), (None, "has changed since it was")],
+    ("change", "expected"),
+    [
+        (lambda _: b"cut", "has 3 bytes instead of .*prepare the text again into"),
+        (lambda tokens: tokens[::-1], "has changed since it was"),
+        (lambda tokens: tokens[:-1] + b"\1", "has changed since it was"),  # the last byte
+    ],
 )
-def test_cut_or_other_tokens_are_noticed_at_once(content: bytes | None, expected: str, tmp_path: Path) -> None:
+def test_cut_or_other_tokens_are_noticed_at_once(
+    change: Callable[[bytes], bytes], expected: str, tmp_path: Path
+) -> None:
     succeeds(write(tmp_path / "a.jsonl", TEXTS), "--out", tmp_path / "out", "--tokenizer", "bytes")
     file = tmp_path / "out/train.bin"
-    file.write_bytes(content or file.read_bytes()[::-1])
+    file.write_bytes(change(file.read_bytes()))
     with pytest.raises(DataError, match=rf"train\.bin {expected}"):
         read_meta(tmp_path / "out")
 

@@ -98,7 +98,7 @@ def test_a_mixture_of_the_folder_draws_the_same_rows_in_every_layout(folder: Pat
         ("--data.objective=pairs --data.target_len=9", "the tokenizer has no <pad> with id 0"),
         (
             "--data.objective=span_corruption --tokenizer.path=SPANS --train.seq_len=2500",
-            "a sample has 139 spans, but the tokenizer has 100 sentinels",
+            "a sample has 139 spans, but the tokenizer has 100 sentinels (<extra_id_0> to <extra_id_138> are needed",
         ),
     ],
 )

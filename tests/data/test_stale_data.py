@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.data.test_data import decoded, make
-from tests.data.test_prepare import TEXTS, contents, succeeds, write
+from tests.data.test_prepare import TEXTS, as_jsonl, contents, succeeds, write
 from torchtitan_lite.config.paths import is_prepared
 from torchtitan_lite.data import packing
 from torchtitan_lite.data.packing import PackedSamples
@@ -20,7 +20,7 @@ from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.errors import DataError
 
-QUIET = ["--tokenizer", "bytes"]
+QUIET = ["--tokenizer", "bytes", "--on-error", "skip"]
 
 
 # --- other text of the same name, size and time -----------------------------------------------------------------
@@ -68,8 +68,8 @@ def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The text of a preparation that ends after two batches, in the second of its files."""
     monkeypatch.setattr(folders, "BATCH_BYTES", 4096)
     source, batches = tmp_path / "in", 0
-    write(source / "a.jsonl", TEXTS[:20])
     write(source / "b.jsonl", TEXTS[20:])
+    (source / "a.jsonl").write_bytes(as_jsonl(TEXTS[:20]) + b"no json\n{}\n[]\n")
     honest = folders.Writer.add
 
     def stopped(self: folders.Writer, *args: Any) -> None:
@@ -103,7 +103,8 @@ def test_a_preparation_resumes_where_it_was(tmp_path: Path, monkeypatch: pytest.
     succeeds(source, "--out", tmp_path / "out", *QUIET)
     resumed = sum(added)
     succeeds(source, "--out", tmp_path / "straight", *QUIET)
-    assert 0 < resumed < sum(added) - resumed == len(TEXTS)
+    assert 0 < resumed < sum(added) - resumed == len(TEXTS) + 3
+    assert read_meta(tmp_path / "out").skipped == {"not JSON": 1, 'no "text"': 2}
     assert contents(tmp_path / "out") == contents(tmp_path / "straight")
 
 

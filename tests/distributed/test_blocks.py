@@ -19,6 +19,7 @@ from torchtitan_lite.config.schema import (
 )
 from torchtitan_lite.distributed.blocks import apply_activation_checkpointing, apply_compile
 from torchtitan_lite.distributed.initialize import materialize, require_initialised
+from torchtitan_lite.distributed.parallelize import evaluating
 from torchtitan_lite.models import LossOptions, Transformer, build
 
 LLAMA = ModelConfig(dim=64, n_heads=4, n_layers=4, max_seq_len=64)
@@ -136,4 +137,6 @@ def test_blocks_are_not_compiled_for_each_length_of_pairs(dynamic_shapes: bool) 
     for length in range(8, 8 * 12, 8):
         tokens = torch.ones(2, length, dtype=torch.int64)
         model(tokens, tokens).backward()
+    with torch.no_grad(), evaluating(model):  # in which no length is compiled
+        model(tokens[:, :5])
     assert counters["stats"]["unique_graphs"] == (1 if dynamic_shapes else 2)

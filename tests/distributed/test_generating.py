@@ -52,6 +52,7 @@ def gathers(reshard: bool, spare: int, more: dict[str, Any]) -> tuple[list[int],
     (False, 0, {}, 5),
     (True, -1, {}, 5 * TOKENS),  # it does not fit
     (True, 0, {"cpu_offload": True}, 5 * TOKENS),  # they would stay on the GPU
+    (True, 0, {"reshard_after_forward": 2}, 5 * TOKENS),  # torch's setter takes no number
 ])  # fmt: skip
 def test_generation_gathers_each_group_once_if_all_fit(
     reshard: bool, spare: int, more: dict[str, Any], expected: int

@@ -61,5 +61,5 @@ def test_a_rank_that_does_not_arrive_is_named_within_the_limit(agent: bool, text
     result = ranks(1, *command, env={**env, **more}, timeout=60)
     assert result.returncode == 1
     assert "rank 0, starting: not all ranks arrived within run.start_timeout_minutes = 0.05 (" in result.stderr
-    assert not host or "(missing: rank 1)" in result.stderr
+    assert not host or "(missing: rank 1). A process or its machine died during startup, or a " in result.stderr
     assert "Traceback" not in result.stderr

@@ -30,7 +30,7 @@ from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config, OptimConfig
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.optim.average import averaged
-from torchtitan_lite.optim.optimizer import build_optimizer
+from torchtitan_lite.optim.optimizer import build_optimizer, make_state
 from torchtitan_lite.tools.estimate.simulate import OPTIMIZER, simulate
 from torchtitan_lite.tools.report import runs as report_runs
 
@@ -59,15 +59,14 @@ def test_it_follows_the_formula_on_any_mesh_bit_for_bit(mesh: str) -> None:
         assert planned.peaks["start"][OPTIMIZER] == measured[label]
 
 
-def trained(decay: float) -> tuple[nn.Parameter, torch.optim.Optimizer]:
-    """A matrix of ones after a first step."""
-    model = nn.Linear(2, 2, bias=False)
+def trained(decay: float) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+    """Two matrices of ones after a first step."""
+    model = nn.ParameterList([torch.ones(2, 2), torch.ones(2, 2)])
     optimizer = build_optimizer(model, OptimConfig(ema_decay=decay, lr=0.1))
-    with torch.no_grad():
-        model.weight.fill_(1)
-    model.weight.grad = torch.ones(2, 2)
+    for parameter in model:
+        parameter.grad = torch.ones(2, 2)
     optimizer.step()
-    return model.get_parameter("weight"), optimizer
+    return [*model], optimizer
 
 
 @pytest.mark.parametrize("values", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -99,17 +98,22 @@ def test_a_loop_of_ones_own_averages_also_after_its_state_was_loaded(values: dic
 
 @pytest.mark.parametrize(("saved", "now"), [(0.0, 0.9), (0.5, 0.0)])
 def test_a_load_may_begin_or_end_averages(saved: float, now: float) -> None:
-    parameter, optimizer = trained(now)
+    model = nn.Linear(2, 3)
+    optimizer = build_optimizer(model, OptimConfig(ema_decay=now, lr=0.1))
+    make_state(optimizer)
     with optimizer_as_saved(optimizer, TrainState(config={"optim.ema_decay": saved})):
-        assert ("ema" in optimizer.state[parameter]) == bool(saved), "as in the checkpoint"
-        torch.nn.init.constant_(parameter, 5)
-    torch.nn.init.constant_(parameter, 6)
-    average = optimizer.state[parameter].get("ema")
-    assert (average is None) if not now else average.equal(torch.full((2, 2), 5.0)), "the loaded weights, or none"
+        for parameter in model.parameters():
+            state = optimizer.state[parameter] = dict(optimizer.state[parameter])  # as torch's functions do
+            assert [state["ema"].shape] == [parameter.shape] if saved else "ema" not in state, "as in the checkpoint"
+            nn.init.constant_(parameter, parameter.numel())
+    for parameter in model.parameters():
+        average = optimizer.state[parameter].get("ema")
+        loaded = nn.init.constant_(parameter, 1).mul(parameter.numel())
+        assert (average is None) if not now else average.equal(loaded), "the loaded weights, or none"
 
 
 def test_the_averages_replace_the_weights_for_a_while() -> None:
-    parameter, optimizer = trained(0.9)
+    (parameter, _), optimizer = trained(0.9)
     average = optimizer.state[parameter]["ema"]
     average.fill_(7.0)
     before = parameter.detach().clone()

@@ -165,13 +165,10 @@ def test_sgd_is_that_of_torch_from_its_first_step() -> None:
         torch.testing.assert_close(ours.weight, theirs.weight)
 
 
-def test_an_optimizer_that_clips_nothing_is_refused(model: Transformer) -> None:
-    OPTIMIZERS["plain"] = Optimizer("tests.optim.test_optim:plain")
-    try:
-        with pytest.raises(ConfigError, match=r"plain builds a SGD. It should be a GuardedOptimizer"):
-            build_optimizer(model, OptimConfig(name="plain"))
-    finally:
-        del OPTIMIZERS["plain"]
+def test_an_optimizer_that_clips_nothing_is_refused(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "plain", Optimizer("tests.optim.test_optim:plain"))
+    with pytest.raises(ConfigError, match=r"plain builds a SGD. It should be a GuardedOptimizer"):
+        build_optimizer(model, OptimConfig(name="plain"))
 
 
 def plain(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
