@@ -157,7 +157,7 @@ def test_weights_of_a_run_and_of_a_published_model(place: Path) -> None:
         ("ttl.build_model(config)", "ttl.build_model(config, data.vocab_size)"),
         (
             "ttl.build_model(ttl.load_config(overrides={'model.vocab_size': 300, 'tokenizer.vocab_size': 257}), 517)",
-            "300",
+            "model.vocab_size = 300 is smaller than the tokenizer's 517; 0 takes that",
         ),
         ("ttl.load_model('nosuch')", "nosuch does not exist"),
         ("ttl.load_model('my_text')", "is not a run with a checkpoint"),

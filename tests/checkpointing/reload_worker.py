@@ -73,6 +73,7 @@ def saved_folder(checkpointer: Checkpointer) -> Path:
     saved = checkpointer.wait()
     assert saved is not None
     assert not saved.error, saved.error
+    assert (saved.blocked_s < saved.seconds) == checkpointer.config.async_save
     return saved.folder
 
 

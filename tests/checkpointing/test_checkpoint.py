@@ -57,11 +57,15 @@ def test_verification_can_be_cheaper(finished: Path, text: Path, tmp_path: Path)
     folder = checkpoint(tmp_path / "run", 4)
     record = storage.read_manifest(folder).files["model.safetensors"]
     flip_a_bit(folder / "model.safetensors")
-    assert storage.verify_file(folder, "model.safetensors", record, "full")
+    assert storage.verify_file(folder, "model.safetensors", record, "full") == (
+        f"{folder}/model.safetensors: its SHA-256 does not match the manifest: the file is damaged"
+    )
     assert not storage.verify_file(folder, "model.safetensors", record, "size")
     with (folder / "model.safetensors").open("ab") as file:
         file.write(b" ")
-    assert storage.verify_file(folder, "model.safetensors", record, "size")
+    assert storage.verify_file(folder, "model.safetensors", record, "size") == (
+        f"{folder}/model.safetensors: {record.bytes + 1:,} bytes; the manifest says {record.bytes:,}"
+    )
     assert not storage.verify_file(folder, "model.safetensors", record, "off")
 
 
@@ -197,8 +201,10 @@ def test_only_folders_with_a_manifest_are_found(finished: Path, tmp_path: Path) 
     (tmp_path / "c" / "step-00000013").write_text("a file")
     assert storage.find_steps(tmp_path / "c") == [2, 4]
     assert storage.find_steps(tmp_path / "none") == []
-    said = "".join(storage.incomplete_folders(tmp_path / "c"))
-    assert all(f"c/{name}: not a folder step-N" in said for name in ("step-7", "step-00000009.bak", "step-00000012"))
+    names = ("step-00000009.bak", "step-00000012", "step-00000013", "step-7")
+    assert storage.incomplete_folders(tmp_path / "c") == [
+        f"{tmp_path}/c/{name}: not a folder step-N with a manifest.json" for name in names
+    ]
 
 
 def test_a_full_disk_fails_only_the_last_save(finished: Path, text: Path, tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """The four ways of saving, in the background, with retention, and on machines that share no disk."""
 
 import os
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +14,6 @@ from torch import Tensor
 
 from checkpoint import Checkpointer
 from tests.checkpointing.reload_worker import WAYS, State, save_now, saved_folder
-from tests.distributed.distributed_cases import error_of
 from tests.helpers import run_distributed
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.state import TrainState
@@ -64,22 +65,40 @@ def test_a_background_save_holds_the_state_of_its_step(mesh: str, world_size: in
 
 
 def save_after_a_load(process: Process, folder: Path) -> list[list[int]]:
-    state, keep = State("1", 1, "llama", process), CheckpointConfig(keep_latest=1, keep_every=3)
-    first, second = (Checkpointer(folder, state.model, state.optimizer, keep, process) for _ in range(2))
+    """The steps that were there after each save, and those among which the best one was asked for."""
+    state, best_of = State("1", 1, "llama", process), Mock(return_value=4)
+    keep = CheckpointConfig(keep_latest=2, keep_every=7, keep_best=True)
+    first, second = (Checkpointer(folder, state.model, state.optimizer, keep, process, best_of) for _ in range(2))
 
     def save(saver: Checkpointer, step: int) -> list[int]:
         save_now(saver, step)
         return storage.find_steps(folder)
 
     state.step()
-    kept = [save(first, step) for step in (1, 2)]
-    assert second.load({}) is not None
-    return kept + [save(second, step) for step in (3, 4, 5)]
+    kept = [save(first, step) for step in (1, 2, 3)]
+    for step in (6, 8):
+        damaged = shutil.copytree(storage.step_folder(folder, 3), storage.step_folder(folder, step))
+        (damaged / storage.MODEL).write_bytes(b"")
+    assert (second.load({}), second.damaged) == (TrainState(step=3), [8, 6])
+    kept += [save(second, step) for step in (4, 6, 7, 9, 10)]
+    return kept + [asked.args[0] for asked in best_of.call_args_list]
 
 
-def test_retention_keeps_the_newest_each_third_and_the_loaded_checkpoint(tmp_path: Path) -> None:
-    """The loaded one until a person has seen that the run continues well from it."""
-    assert run_distributed(save_after_a_load, 1, tmp_path) == [[[1], [2], [2, 3], [2, 3, 4], [2, 3, 5]]]
+def test_retention_keeps_the_newest_each_seventh_the_best_and_the_loaded_checkpoint(tmp_path: Path) -> None:
+    """The loaded one, of step 3, until a person has seen that the run continues well from it. The damaged ones of the
+    steps 6 and 8 count for nothing: 6 is replaced, 8 is deleted by the next later save. The best is that of step 4.
+    """
+    kept = [[1], [1, 2], [2, 3], [3, 4, 6, 8], [3, 4, 6, 8], [3, 4, 6, 7, 8], [3, 4, 7, 9], [3, 4, 7, 9, 10]]
+    asked = [[1], [1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 6], [3, 4, 6, 7], [3, 4, 6, 7, 9], [3, 4, 7, 9, 10]]
+    assert run_distributed(save_after_a_load, 1, tmp_path) == [kept + asked]
+
+
+def error_of(saver: Checkpointer, step: int) -> str:
+    """Save, and return what went wrong."""
+    saver.save(TrainState(step=step))
+    saved = saver.wait()
+    assert saved is not None
+    return saved.error
 
 
 def save_on_a_full_disk(process: Process, folder: Path) -> list[int]:
@@ -93,13 +112,14 @@ def save_on_a_full_disk(process: Process, folder: Path) -> list[int]:
         patched.setattr("os.statvfs", lambda _: os.statvfs_result((1, 1, 0, 0, used(folder) // 2, 0, 0, 0, 0, 0)))
         with pytest.raises(SaveError, match="a checkpoint takes"):
             saver.require_space()
-        assert "a checkpoint takes" in error_of(saver, 2)
+        with pytest.raises(AssertionError, match="a checkpoint takes"):
+            save_now(saver, 2)
         for what in ("tmp", "trash"):
             (folder / f".{what}-step-00000002-killed").mkdir()
         room = os.statvfs_result((1, 1, 0, 0, 2 * used(folder), 0, 0, 0, 0, 0))
         full = os.statvfs_result((1, 1, 0, 0, 0, 0, 0, 0, 0, 0))
         patched.setattr("os.statvfs", lambda _: full if [*folder.glob(".*killed")] else room)
-        assert not error_of(saver, 2), "what a killed save has left is no longer there"
+        save_now(saver, 2)  # what a killed save has left is no longer there
     return storage.find_steps(folder)
 
 

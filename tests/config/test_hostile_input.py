@@ -44,8 +44,9 @@ def code_of(main: Main, argv: Sequence[str]) -> int:
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a command writes is not in the repository."""
+    """What a command writes is not in the repository, and "~" is no large folder in which it looks for text."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     Path("file").write_text("{}")
 
 
@@ -139,9 +140,11 @@ def commands(folder: Path) -> list[tuple[Main, list[str], tuple[int, ...]]]:
 
 
 FULL, SHARDED = "run/checkpoints/step-00000004", "sharded/checkpoints/step-00000004"
-FILES = [f"{FULL}/{name}" for name in (storage.MANIFEST, storage.STATE, "*.safetensors")]
-FILES += [f"{SHARDED}/{name}" for name in (storage.MANIFEST, storage.STATE, "*.safetensors", "index.json")]
-FILES += ["hf/config.json", "hf/tokenizer.json", "hf/model.safetensors", "data/meta.json"]
+FILES = [
+    *(f"{FULL}/{name}" for name in (storage.MANIFEST, storage.STATE, "*.safetensors")),
+    *(f"{SHARDED}/{name}" for name in (storage.MANIFEST, storage.STATE, "*.safetensors", "index.json")),
+    *("hf/config.json", "hf/tokenizer.json", "hf/model.safetensors", "data/meta.json"),
+]
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -3,6 +3,7 @@
 import ast
 import itertools
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,16 +11,19 @@ import pytest
 import train
 from tests.config.parsing import mistakes, one_of, parse, write
 from tests.helpers import ROOT
+from torchtitan_lite.checkpointing.compatibility import saved_config
+from torchtitan_lite.checkpointing.storage import require_equal
 from torchtitan_lite.config import cli
 from torchtitan_lite.config.families import FAMILIES
-from torchtitan_lite.config.schema import known_keys
+from torchtitan_lite.config.registry import Registry
+from torchtitan_lite.config.schema import Config, flatten, known_keys
 from torchtitan_lite.config.sections.optim import OPTIMIZERS
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.errors import ConfigError, UserError
 from torchtitan_lite.run import checks
 
 
 def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path: Path) -> None:
-    write(tmp_path / "base.toml", "[fsdp]\ndp_shard = 7\n")
+    write(tmp_path / "base.toml", "[fsdp]\ndp_shard = 7\n[model]\nmax_seq_len = 999\n")
     file = write(
         tmp_path / "bad.toml",
         'base = "base.toml"\nextra = 1\n[train]\nstep = 10\nsteps = "many"\n[optim]\nlr = -1.0\nbetas = [0.9]\n'
@@ -37,7 +41,7 @@ def test_all_problems_at_once_with_file_nearest_key_and_a_working_value(tmp_path
         "bad.toml: [optim] lr = -1.0: should be greater than 0; e.g. optim.lr = ",
         "bad.toml: [optim] betas = [0.9]",
         "base.toml: fsdp.dp_replicate = 1 x fsdp.dp_shard = 7 does not give the world size 2",
-        "command line: train.seq_len = 4096 is longer than model.max_seq_len = 1024; model.max_seq_len = 4096 works",
+        "base.toml and command line: train.seq_len = 4096 is longer than model.max_seq_len = 999; model.max_seq_len = ",
     ):
         assert expected in text
 
@@ -55,7 +59,7 @@ INVALID: list[tuple[list[str], str]] = [
     (["--run.preempted_exit_code=2"], "is the exit code of a failure; run.preempted_exit_code = 75 works"),
     (["--run.name=a/b"], "should be the plain name of a folder"),
     (["--data.path=no/such/text"], "nothing found at no/such/text"),
-    (["--model.size=9M"], "no such size of llama; known: 1M"),
+    (["--model.size=9M"], "no such size of llama; known: 1M, 3M, 15M"),
     (["--model.n_kv_heads=3"], "n_kv_heads = 2 works"),
     (["--model.head_dim=33"], "rotary positions need an even head_dim, not 33; head_dim = 34 works"),
     (["--optim.schedule=wsd", "--optim.warmup_steps=700"], "reaches into the decay"),
@@ -205,9 +209,44 @@ def offered(line: str) -> list[str]:
     return [f"--{known}={values[end]}" for known in known_keys() for end in values if f".{known}".endswith(end)]
 
 
+PARTS = Registry("a.key", "docs/page.md", int, {"one": 1, "two": 2})
+READ = "c: the config that it was trained with can't be read: "
+NAMES = sorted(map(str, range(20)))
+
+
+@pytest.mark.parametrize(("call", "expected"), [
+    (lambda: PARTS.add("nosuch:X"), f"a.key: nosuch:X: No module named 'nosuch' (looked in {ROOT}, too; docs/page.md "
+     "has an example)"),
+    (lambda: PARTS.add("math:pi"), "a.key: math:pi should be a int, not a float; docs/page.md has an example"),
+    (lambda: PARTS.known("twoo"), "should be 'one' or 'two'; the nearest is 'two'; docs/page.md adds one of your own"),
+    (lambda: PARTS.known("mine:Two"), "imported only if the command or its file names it: --a.key=mine:Two"),
+    (lambda: saved_config(Path("c"), flatten(Config()) | {"model.dim": 0}),
+     f"{READ}model.dim = 0: Input should be greater than 0"),
+    (lambda: saved_config(Path("c"), flatten(Config()) | {"train.batch_schedule": [[5]]}),
+     f"{READ}train.batch_schedule = [[5]]: should be pairs of a step and a batch size, by rising steps"),
+    (lambda: require_equal(Path("c"), {"a": 1, "b": "x" * 64}, {"b": 3, "d": 4}, "model"), "c belongs to a different "
+     "model:\n  a is 1 in the checkpoint and - here\n  b is xxxxxxxxxxxx... in the checkpoint and 3 here\n  d is - in "
+     "the checkpoint and 4 here\n  go back to these values, or start a new run with --run.name=NAME"),
+    (lambda: require_equal(Path("c"), dict.fromkeys(NAMES, 1), {}, "model", "advice"), "\n  ".join(["c belongs to a "
+     "different model:", *(f"{n} is 1 in the checkpoint and - here" for n in NAMES[:16]), "and 4 more", "advice"])),
+])  # fmt: skip
+def test_a_message_as_a_whole(call: Callable[[], object], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises((UserError, ValueError)) as caught:
+        call()
+    assert str(caught.value) == expected
+
+
+def test_the_config_of_a_checkpoint_is_read_without_the_parts_of_a_user() -> None:
+    own = {"run": {"seed": 3}, "model": {"dim": 64}, "data": {"target_len": 5}, "tokenizer": {"vocab_size": 300}}
+    config = Config.model_validate(own | {"train": {"steps": 9}})
+    assert saved_config(Path("c"), flatten(config) | {"optim.name": "mine:LION", "log.trackers": ["mine:X"]}) == config
+
+
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert 'pip install -e ".[float8]"' in mistakes("--speed.float8")
+    assert "compile.enabled = true needs the package triton, which is" in mistakes("--compile.enabled", n_gpus=1)
     assert 'log.trackers = ["wandb"]: wandb is not installed' in mistakes("--log.trackers=wandb")
 
 
@@ -273,16 +312,11 @@ def test_a_default_warm_up_fits_the_steps(argv: list[str], expected: int) -> Non
     assert parse(*argv).config.optim.warmup_steps == expected
 
 
-def test_a_circular_base_is_an_error(tmp_path: Path) -> None:
-    write(tmp_path / "a.toml", 'base = "b.toml"\n')
-    write(tmp_path / "b.toml", 'base = "c.toml"\n')
-    write(tmp_path / "c.toml", 'base = "b.toml"\n')
+def test_a_base_that_is_circular_or_missing_is_named_with_the_file_that_wants_it(tmp_path: Path) -> None:
+    for name, base in (("a", "b"), ("b", "c"), ("c", "b"), ("x", "gone")):
+        write(tmp_path / f"{name}.toml", f'base = "{base}.toml"\n')
     assert "form a cycle: a.toml -> b.toml -> c.toml -> b.toml" in mistakes("--config", str(tmp_path / "a.toml"))
-
-
-def test_missing_base_is_named_with_the_file_that_wants_it(tmp_path: Path) -> None:
-    write(tmp_path / "a.toml", 'base = "gone.toml"\n')
-    assert "gone.toml: no such file (named as base by a.toml)" in mistakes("--config", str(tmp_path / "a.toml"))
+    assert "gone.toml: no such file (named as base by x.toml)" in mistakes("--config", str(tmp_path / "x.toml"))
 
 
 def test_what_needs_several_ranks_is_refused_before_any_process_group(monkeypatch: pytest.MonkeyPatch) -> None:

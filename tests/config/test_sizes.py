@@ -41,3 +41,35 @@ def test_a_published_size_is_the_published_model() -> None:
     small, large = model("--model.size=1B"), model("--model.size=8B")
     assert (small.qk_norm, small.induction_head, small.tie_embeddings) == (False, False, True)
     assert (large.qk_norm, large.induction_head, large.tie_embeddings) == (False, False, False)
+
+
+FOUR = "n_heads", "dim_of_heads", "kv_heads", "dim_of_ffn"
+LAYERS = "windows", "has_room_for_induction"
+TWO = ["--model.n_layers=2", "--model.n_heads=2", "--model.dim=64"]
+PATTERN = "--model.layer_pattern"
+
+
+@pytest.mark.parametrize(("options", "names", "expected"), [
+    (["--model.dim=320"], FOUR, (5, 64, 5, 896)),
+    (["--model.dim=200"], FOUR, (2, 100, 2, 576)),
+    (["--model.dim=70"], FOUR, (1, 70, 1, 192)),
+    (["--model.dim=320", "--model.size=3M"], FOUR, (4, 80, 2, 704)),
+    (["--model.family=gpt", "--model.dim=320"], FOUR, (5, 64, 5, 1280)),
+    (["--model.n_layers=9"], FOUR, (2, 64, 2, 384)),
+    ([*TWO, f"{PATTERN}=window,full", "--model.window=7", "--model.n_layers=5"], LAYERS, ([7, 0, 7, 0, 7], True)),
+    ([*TWO, f"{PATTERN}=full,nope,window", "--model.window=7"], LAYERS, ([0, 0], False)),
+    ([*TWO, f"{PATTERN}=full,full,nope", "--model.n_layers=3"], LAYERS, ([0, 0, 0], True)),
+    ([*TWO, f"{PATTERN}=full,full,window", "--model.window=1", "--model.n_layers=3"], LAYERS, ([0, 0, 1], True)),
+    ([*TWO, "--model.window=1"], LAYERS, ([1, 1], False)),
+    ([*TWO, "--model.qk_norm=false"], LAYERS, ([0, 0], False)),
+    ([*TWO, "--model.tie_embeddings"], LAYERS, ([0, 0], False)),
+    ([*TWO, "--model.n_heads=8"], LAYERS, ([0, 0], False)),
+    ([*TWO, "--model.n_heads=1"], LAYERS, ([0, 0], False)),
+    ([*TWO, "--model.n_heads=4"], LAYERS, ([0, 0], True)),
+    ([*TWO, "--model.n_layers=1"], LAYERS, ([0], False)),
+    ([*TWO, "--model.family=olmo2", "--model.window=5"], LAYERS, ([0, 0], False)),
+])  # fmt: skip
+def test_what_follows_from_the_sizes_of_a_model(
+    options: list[str], names: tuple[str, ...], expected: tuple[object, ...]
+) -> None:
+    assert tuple(getattr(model(*options), name) for name in names) == expected

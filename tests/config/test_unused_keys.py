@@ -85,9 +85,10 @@ _WITHOUT: dict[str, dict[str, Any]] = {
     "data.path data.sources": {"data.path": "prepared"}
     | {"data.objective": "pairs", "data.target_len": 8, "data.source_key": "s", "data.target_key": "t"},
 }
-_OTHER: dict[str, Any] = {"optim.betas": [0.8, 0.9], "sample.prompts": ["x"], "data.text_suffixes": [".md"]}
-_OTHER |= {"model.layer_pattern": ["full"]}
-_OTHER |= {"optim.step_every": 3, "optim.step_gamma": 0.5, "profile.steps": [10, 12]}
+_OTHER: dict[str, Any] = {
+    **{"optim.betas": [0.8, 0.9], "sample.prompts": ["x"], "data.text_suffixes": [".md"]},
+    **{"model.layer_pattern": ["full"], "optim.step_every": 3, "optim.step_gamma": 0.5, "profile.steps": [10, 12]},
+}
 
 
 def _other_value(key: str) -> Any:

@@ -2,6 +2,7 @@
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -88,8 +89,8 @@ def same_in_every_layout(samples: SampleSource) -> list[MicroBatch]:
     """Each layout of a global batch has the same samples, but for padding. Returns the micro-batches of all."""
     whole, found = samples.draw(np.arange(7, 17), 3), []
     for world_size, micro_batch_size in ((1, 10), (2, 3), (3, 2), (4, 1), (64, 5)):
-        given = {"micro_batch_size": micro_batch_size, "world_size": world_size, "seed": 3}
-        parts = [Loader(samples, rank=rank, **given).batch(7, 10) for rank in range(world_size)]
+        loader = partial(Loader, samples, micro_batch_size=micro_batch_size, world_size=world_size, seed=3)
+        parts = [loader(rank=rank).batch(7, 10) for rank in range(world_size)]
         micros = [micro for one in zip(*(batch.micro_batches for batch in parts), strict=True) for micro in one]
         assert {len(micro.tokens) for micro in micros} == {micro_batch_size}
         assert {batch.global_tokens for batch in parts} == {(whole.targets != IGNORE).sum()}

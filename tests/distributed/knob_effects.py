@@ -212,7 +212,7 @@ def reduce_scatters_have_buffers_and_a_group_of_their_own(build: Build) -> None:
         t = build(**{f"fsdp__{key}": value for key, value in keys.items()}, speed__shared_memory=False)
         inputs: list[Any] = []
         alive: list[int] = []  # inputs of reduce-scatters that exist at each one
-        groups = set()
+        groups: set[Any] = set()
 
         def write(group: Any, tensor: Tensor, inputs: Any = inputs, alive: Any = alive, groups: Any = groups) -> None:
             inputs.append(weakref.ref(tensor.untyped_storage()))

@@ -49,6 +49,18 @@ def test_every_key_is_explained() -> None:
             assert all(row), row[0]
 
 
+def test_what_is_called_used_is_used_outside_of_the_tests() -> None:
+    files = [*(ROOT / "torchtitan_lite").rglob("*.py"), ROOT / "train.py", ROOT / "checkpoint.py"]
+    code = "\n".join(file.read_text() for file in files)
+    pairs = [row for row in ROWS if len(row) == 2]
+    methods = {
+        name: what for names, what in pairs for name in re.findall(r"`(\w+)`", names) if hasattr(FSDPModule, name)
+    }
+    assert len(methods) > 15
+    for method, what in methods.items():
+        assert bool(re.search(rf"\.{method}\(", code)) != what.startswith(("not ", "in the tests")), f"{method}: {what}"
+
+
 def test_every_argument_and_policy_of_fsdp1_has_a_row() -> None:
     table = TEXT.split("## From FSDP1")[1].split("## Every public option")[0]
     named = set(re.findall(r"\w+", " ".join(re.findall(r"^\| (.+?) \| ", table, re.M))))

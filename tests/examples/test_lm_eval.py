@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lm_eval.tasks import TaskManager
 
 from examples import lm_eval_model
 from tests.docs.pages import blocks
@@ -39,7 +40,7 @@ def test_the_scores_of_a_task_are_those_of_evaluate(
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks/my_task.yaml").write_text(task)
     # the thousands of tasks that come with lm-eval would be read as well
-    only = functools.partial(lm_eval_model.TaskManager, include_defaults=False)
+    only = functools.partial(TaskManager, include_defaults=False)
     monkeypatch.setattr(lm_eval_model, "TaskManager", only)
     found = lm_eval_model.main([str(finished), "--tasks=my_task", f"--include-path={tmp_path / 'tasks'}"])["results"][
         "my_task"

@@ -45,9 +45,9 @@ def record() -> None:
     file = FOLDER / f"{os.environ['RANK']}.txt"
     about = f"{os.environ['MACHINE']} {os.environ['WORLD_SIZE']}"
 
-    def recorded_draw(self: Mixture, numbers: Any, seed: Any) -> Any:
-        newest[:] = numbers.tolist()
-        return draw(self, numbers, seed)
+    def recorded_draw(self: Mixture, run_samples: Any, seed: Any) -> Any:
+        newest[:] = run_samples.tolist()
+        return draw(self, run_samples, seed)
 
     def recorded_batch(self: Loader, first: int, size: int) -> Any:
         result = batch(self, first, size)
@@ -63,7 +63,7 @@ def record() -> None:
         time.sleep(max(0.0, PACE_S - (time.monotonic() - began)))
         return result
 
-    Mixture.draw, Loader.batch = recorded_draw, recorded_batch  # type: ignore[method-assign]
+    Mixture.draw, Loader.batch = recorded_draw, recorded_batch  # type: ignore[assignment, method-assign]
     train.train_step = recorded_step
 
 

@@ -30,7 +30,7 @@ from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config, OptimConfig
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.optim.average import averaged
-from torchtitan_lite.optim.optimizer import build_optimizer
+from torchtitan_lite.optim.optimizer import build_optimizer, make_state
 from torchtitan_lite.tools.estimate.simulate import OPTIMIZER, simulate
 from torchtitan_lite.tools.report import runs as report_runs
 
@@ -59,14 +59,15 @@ def test_it_follows_the_formula_on_any_mesh_bit_for_bit(mesh: str) -> None:
         assert planned.peaks["start"][OPTIMIZER] == measured[label]
 
 
-def trained(decay: float) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
-    """Two matrices of ones after a first step."""
-    model = nn.ParameterList([torch.ones(2, 2), torch.ones(2, 2)])
+def trained(decay: float) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+    """A matrix of ones after a first step."""
+    model = nn.Linear(2, 2, bias=False)
     optimizer = build_optimizer(model, OptimConfig(ema_decay=decay, lr=0.1))
-    for parameter in model:
-        parameter.grad = torch.ones(2, 2)
+    with torch.no_grad():
+        model.weight.fill_(1)
+    model.weight.grad = torch.ones(2, 2)
     optimizer.step()
-    return [*model], optimizer
+    return model.get_parameter("weight"), optimizer
 
 
 @pytest.mark.parametrize("values", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -98,21 +99,23 @@ def test_a_loop_of_ones_own_averages_also_after_its_state_was_loaded(values: dic
 
 @pytest.mark.parametrize(("saved", "now"), [(0.0, 0.9), (0.5, 0.0)])
 def test_a_load_may_begin_or_end_averages(saved: float, now: float) -> None:
-    parameters, optimizer = trained(now)
+    model = nn.Linear(2, 3)
+    optimizer = build_optimizer(model, OptimConfig(ema_decay=now, lr=0.1))
+    make_state(optimizer)
     with optimizer_as_saved(optimizer, TrainState(config={"optim.ema_decay": saved})):
-        assert ["ema" in optimizer.state[p] for p in parameters] == 2 * [bool(saved)], "as in the checkpoint"
-        optimizer.load_state_dict(optimizer.state_dict())  # the state is then in other dicts
-        for number, parameter in enumerate(parameters):
-            nn.init.constant_(parameter, number)
-    for number, parameter in enumerate(parameters):
-        nn.init.constant_(parameter, 6)
+        for parameter in model.parameters():
+            state = optimizer.state[parameter] = dict(optimizer.state[parameter])  # as torch's functions do
+            assert [state["ema"].shape] == [parameter.shape] if saved else "ema" not in state, "as in the checkpoint"
+            nn.init.constant_(parameter, parameter.numel())
+    for parameter in model.parameters():
         average = optimizer.state[parameter].get("ema")
-        assert (average is not None) == bool(now)
-        assert average is None or (average.tolist(), average.requires_grad) == (2 * [2 * [number]], False), "as loaded"
+        loaded = nn.init.constant_(parameter, 1).mul(parameter.numel())
+        assert (average is None) if not now else average.equal(loaded), "the loaded weights, or none"
+        assert average is None or not average.requires_grad
 
 
 def test_the_averages_replace_the_weights_for_a_while() -> None:
-    (parameter, _), optimizer = trained(0.9)
+    parameter, optimizer = trained(0.9)
     average = optimizer.state[parameter]["ema"]
     average.fill_(7.0)
     before = parameter.detach().clone()

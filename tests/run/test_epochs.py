@@ -75,11 +75,13 @@ def test_a_run_in_epochs_is_the_run_in_steps_and_trains_on(data: Path, tmp_path:
 
 
 def test_an_epoch_of_a_mixture_has_as_many_samples_as_all_sources(data: Path) -> None:
+    """And the default of the warm-up fits."""
     sources = {"data.sources": {str(data): 1.0, str(data.parent / "two"): 3.0}}
-    loaded = load.load(None, {"train.seq_len": 32, "train.epochs": 2, "optim.warmup_steps": 1} | sources)
+    loaded = load.load(None, {"train.seq_len": 32, "train.epochs": 2} | sources)
     found = prepare_all(loaded.config.data, loaded.config.tokenizer, print)
-    n = open_samples(found, "train", loaded.config).n_samples
-    assert epochs.resolved(loaded, found).config.train.steps == 2 * -(-n // 8)
+    steps = 2 * -(-open_samples(found, "train", loaded.config).n_samples // 8)
+    config = epochs.resolved(loaded, found).config
+    assert (config.train.steps, config.optim.warmup_steps) == (steps, steps // 10)
 
 
 @pytest.mark.parametrize(

@@ -225,9 +225,12 @@ def test_a_poisoned_step_can_be_skipped_and_is_recorded_with_its_samples(
 ) -> None:
     """Step 7 has the size of the second entry of the schedule; the step after it begins behind its samples."""
     keys = {"train__on_nonfinite": "skip", "train__batch_schedule": "[[4,4],[6,8]]", "checkpoint__every": 1}
-    said = start("nan:1:7:forward", **keys, train__steps=8, optim__name=optimizer)
+    said = start(
+        "nan:1:7:forward", **keys, train__steps=8, optim__name=optimizer, log__every=8
+    )  # which is for the save
     assert "SKIPPED step 7: not finite; run samples 32 to 39" in said
     assert [r["skipped_samples"] for r in records(run) if "skipped_samples" in r] == [[32, 40]]
+    assert [3 < r["mean_loss"] < 7 for r in records(run) if "loss" in r] == [True], "of the other steps"
     states = [storage.read_state(checkpoint(run, step)) for step in (7, 8)]
     assert [(state.samples_consumed, state.skipped) for state in states] == [(40, [7]), (48, [7])]
     before, at, after = (tensors(checkpoint(run, step)) for step in (6, 7, 8))

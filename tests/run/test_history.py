@@ -22,8 +22,10 @@ from torchtitan_lite.run import attempts, run_folder
 from torchtitan_lite.tools.report.page import page
 from torchtitan_lite.tools.report.runs import read_run
 
-STARTED: dict[str, Any] = {"step": 3, "samples": 24, "command": ["train.py"], "config": {"train.steps": 9}, "tasks": {}}
-STARTED |= {"setting": {}, "world_size": 2, "hosts": ["a"], "versions": {}, "git": {}, "device": "cpu"}
+STARTED: dict[str, Any] = {
+    **{"step": 3, "samples": 24, "command": ["train.py"], "config": {"train.steps": 9}, "tasks": {}},
+    **{"setting": {}, "world_size": 2, "hosts": ["a"], "versions": {}, "git": {}, "device": "cpu"},
+}
 
 
 def begin(folder: Path, number: int, step: int) -> None:
@@ -190,7 +192,8 @@ def test_rates_leave_out_what_is_no_training_and_waiting_for_data_is_shown(text:
     more = {"train__steps": 4, "eval__every": 2, "checkpoint__every": 2, "sample__every": 2, "sample__max_tokens": 2}
     fault = ",".join(f"slow:0:{step}:{site}" for step, site in ((2, "eval"), (2, "save"), (2, "sample"), (3, "batch")))
     command = tiny(text, tmp_path, **RUN | more | {"log__every": 1})
-    succeeded(ranks(1, *command, fault=fault, env={"FAULT_SECONDS": "1.5"}))
+    said = succeeded(ranks(1, *command, fault=fault, env={"FAULT_SECONDS": "1.5"}))
+    assert re.search(r"\nstep +3/4 .* eta [234]s .*\n(.*\n)*step +4/4 .* eta 0s ", said), "six seconds in three steps"
     logged = {record["step"]: record for record in records(tmp_path / "run") if "loss" in record}
     assert logged[3]["data_s"] >= 1.5 > logged[2]["data_s"]
     for record in logged.values():

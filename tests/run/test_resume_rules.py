@@ -147,6 +147,30 @@ def test_what_changes_the_last_bits_is_part_of_the_setting() -> None:
         assert not resumed.differences(compatibility.bitwise_setting(plain, elsewhere), there)
 
 
+def test_the_whole_setting_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, and on a GPU, which has none of the fast paths, and may sum in any order."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Some GPU")
+    config = load.load(None, {"run.tf32": True, "run.threads": 3, "fsdp.blocks_per_group": 2}, world_size=4).config
+    on_cpu, on_gpu = (
+        compatibility.bitwise_setting(config, Process(1, 4, torch.device(device), 2, local_world_size=4))
+        for device in ("cpu", "cuda")
+    )
+    cpu = re.search(r"^model name\s+: (.*)", Path("/proc/cpuinfo").read_text(), re.M)
+    assert on_cpu == {
+        **{"world_size": 4, "device": "cpu", "cpu": cpu[1] if cpu else "", "threads": 2, "torch": torch.__version__},
+        **{"instructions": torch.backends.cpu.get_cpu_capability(), "tf32": False, "deterministic": True},
+        **{"micro_batch_size": 4, "dp_replicate": 1, "shard_columns": [], "blocks_per_group": 1, "grad_sync": "every"},
+        **{"param_dtype": "float32", "reduce_dtype": "float32", "output_dtype": "", "cast_forward_inputs": False},
+        **{"precision_overrides": [], "cpu_offload": False, "activation_checkpointing": "any", "compile": "off"},
+        **{"chunked_loss": True, "block_attention": True, "fused_functions": True, "widen_matmuls": False},
+        **{"shared_memory": True, "shared_memory_copies": False, "float8": False},
+    }
+    assert on_gpu == on_cpu | {
+        **{"device": "Some GPU", "cpu": "", "instructions": "", "tf32": True, "deterministic": False},
+        **{"blocks_per_group": 2, "block_attention": False, "fused_functions": False, "shared_memory": False},
+    }
+
+
 def test_a_resume_says_what_has_changed() -> None:
     before = TrainState(
         config={"optim.lr": 1.0, "log.every": 5, "model.init_from": "a", "gone": 1}, tasks={"x": "1", "y": "1"},

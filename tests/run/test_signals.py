@@ -32,7 +32,7 @@ TERM, INT, HUP, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGU
     ((INT, TERM, INT), [130]),
 ])  # fmt: skip
 def test_signals_are_one_request_and_a_second_ctrl_c_ends_at_once(
-    signals: tuple[int, ...], expected: list[int]
+    signals: tuple[int, ...], expected: list[int], capfd: pytest.CaptureFixture[str]
 ) -> None:
     codes: list[int] = []
     words: list[str] = []
@@ -42,9 +42,12 @@ def test_signals_are_one_request_and_a_second_ctrl_c_ends_at_once(
         assert not codes
         preemption.requested()
         preemption.received(number)
-    assert (codes, len(words)) == (expected, len(expected))
+    assert (codes, words) == (expected, ["a second Ctrl-C: stopped without saving"] * len(expected))
     assert preemption.requested()
     assert preemption.reason == signal.Signals(signals[0]).name
+    assert capfd.readouterr().err == len(expected) * (
+        "train.py: a second Ctrl-C: stopped without saving; the same command resumes from the newest checkpoint\n"
+    )
 
 
 def test_a_time_limit_and_a_machine_that_waits_are_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,18 @@ from pathlib import Path
 
 import pytest
 
+import torchtitan_lite as ttl
 from tests.helpers import checkpoint, losses, python, ranks, records, succeeded, tiny
 from tests.run.test_trackers import scalars_of
 from torchtitan_lite.checkpointing.storage import find_steps
 from torchtitan_lite.run import attempts
+from torchtitan_lite.run.session import forward_seed
 from torchtitan_lite.tools import checkpoints, status
 
-WORK = {"eval__every": 2, "sample__every": 2, "sample__max_tokens": 2, "checkpoint__every": 2}
+WORK = {
+    **{"eval__every": 2, "checkpoint__every": 2, "sample__every": 2, "sample__max_tokens": 9},
+    **{"sample__prompts": '["def ", "The"]', "sample__temperature": 0.6},
+}
 
 
 def test_the_next_start_makes_up_for_what_a_stop_left_out_and_no_number_changes(text: Path, tmp_path: Path) -> None:
@@ -27,8 +32,12 @@ def test_the_next_start_makes_up_for_what_a_stop_left_out_and_no_number_changes(
         assert not [line for line in said.splitlines() if line.startswith(("eval", "sample"))]
         assert checkpoint(run, step).is_dir()
     succeeded(ranks(1, *plain))
-    samples = [json.loads(line)["step"] for line in (run / "samples.jsonl").read_text().splitlines()]
-    assert samples == [2, 4]
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert [sample["step"] for sample in samples] == [2, 2, 4, 4]
+    for number, (sample, prompt) in enumerate(zip(samples, ("def ", "The") * 2, strict=True)):
+        model, seed = ttl.load_model(checkpoint(run, sample["step"])), forward_seed(0, sample["step"], 0, 0)
+        assert sample["prompt"] == prompt
+        assert sample["text"] == ttl.generate(*model, prompt, max_tokens=9, temperature=0.6, seed=seed + number % 2)
     succeeded(ranks(1, *plain, "--run.name=straight"))
     assert losses(run) == losses(tmp_path / "straight")
     mine, theirs = (
@@ -74,7 +83,8 @@ def test_the_best_checkpoint_is_kept_named_and_opened(
     best = min(validated, key=lambda step: validated[step])
     assert best < 8, "else the test shows nothing"
     assert find_steps(run / "checkpoints") == [best, 8]
-    assert re.search(rf"^eval    step {best} .* \(best so far\)", said, re.M)
+    so_far = [step for step in validated if validated[step] == min(validated[s] for s in validated if s <= step)]
+    assert [int(n) for n in re.findall(r"^eval +step (\d+) .* \(best so far\)", said, re.M)] == so_far
     assert checkpoints.main(["inspect", str(run)]) == 0
     assert f"the run's best checkpoint, by validation loss: step {best}\n" in capsys.readouterr().out
     assert status.main([str(run)]) == 0

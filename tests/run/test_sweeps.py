@@ -3,6 +3,7 @@
 import re
 import shlex
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,23 +41,6 @@ def refused(changes: dict[str, Any], *, fork: bool = False) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        *(("optim.lr", 1e-3), ("optim.betas", [0.9, 0.95]), ("optim.weight_decay", 0.0), ("optim.warmup_steps", 1)),
-        *(("optim.schedule", "constant"), ("optim.groups", [{"match": "*norm*"}]), ("optim.max_norm", 2.0)),
-        *(("train.global_batch_size", 32), ("train.z_loss", 1e-4), ("run.seed", 3), ("train.seq_len", 64)),
-        *(("model.norm_eps", 1e-6), ("data.objective", "pairs"), ("data.skip_samples", [[0, 8]])),
-    ],
-)
-def test_what_a_run_learns_with_needs_a_fork(key: str, value: Any) -> None:
-    message = refused({key: value})
-    assert f"{key} is " in message
-    assert re.search(rf"continue with the run's values: '?--{key}=", message)
-    assert "--run.name=run-from-7" in message
-    assert not refused({key: value}, fork=True)
-
-
 def test_the_whole_message_of_a_refused_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["train.py", "--optim.lr=0.5"])
     monkeypatch.setattr(compatibility, "fork_command", lambda name, checkpoint: f"FORK {name} {checkpoint}")
@@ -79,61 +63,69 @@ def test_the_whole_message_of_a_refused_command(monkeypatch: pytest.MonkeyPatch)
     )
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        *(("model.dim", 256), ("model.n_heads", 8), ("model.qk_norm", True), ("model.family", "gpt")),
-        *(("optim.name", "sgd"), ("optim.freeze", ["norm.*"]), ("model.init_from", "runs/other")),
-    ],
-)
-def test_what_contradicts_the_tensors_is_refused_by_a_fork_too(key: str, value: Any) -> None:
-    for fork in (False, True):
-        message = refused({key: value}, fork=fork)
-        assert f"{key} is " in message
-        assert re.search(rf"continue with the run's values: '?--{key}=", message)
-        assert "start a new run with --run.name=NEW" in message
+FORK: dict[str, Any] = {
+    **{"optim.lr": 1e-3, "optim.betas": [0.9, 0.95], "optim.weight_decay": 0.0, "optim.warmup_steps": 1},
+    **{"optim.schedule": "constant", "optim.groups": [{"match": "*norm*"}], "optim.max_norm": 2.0},
+    **{"train.global_batch_size": 32, "train.z_loss": 1e-4, "run.seed": 3, "train.seq_len": 64},
+    **{"model.norm_eps": 1e-6, "data.objective": "pairs", "data.skip_samples": [[0, 8]]},
+}
+REFUSED: dict[str, Any] = {
+    **{"model.dim": 256, "model.n_heads": 8, "model.qk_norm": True, "model.family": "gpt"},
+    **{"optim.name": "sgd", "optim.freeze": ["norm.*"], "model.init_from": "runs/other"},
+}
+ALLOWED: list[tuple[str, Any]] = [
+    *(("train.steps", 9), ("train.micro_batch_size", 2), ("fsdp.param_dtype", "bfloat16"), ("run.threads", 2)),
+    *(("log.every", 1), ("checkpoint.every", 1), ("sample.prompts", ["x"]), ("eval.samples", 3)),
+    *(("speed.chunked_loss", False), ("compile.enabled", True), ("model.init_from", ""), ("optim.lr", 8e-3)),
+    *(("data.path", "moved"), ("run.out_dir", "elsewhere")),
+]
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        *(("train.steps", 9), ("train.micro_batch_size", 2), ("fsdp.param_dtype", "bfloat16"), ("run.threads", 2)),
-        *(("log.every", 1), ("checkpoint.every", 1), ("sample.prompts", ["x"]), ("eval.samples", 3)),
-        *(("speed.chunked_loss", False), ("compile.enabled", True), ("model.init_from", ""), ("optim.lr", 8e-3)),
-        *(("data.path", "moved"), ("run.out_dir", "elsewhere")),
-    ],
-)
-def test_everything_else_resumes_as_before(key: str, value: Any) -> None:
-    assert not refused({key: value})
+@pytest.mark.parametrize(("key", "value", "advice"), [
+    *((key, value, ("or fork it", "")) for key, value in FORK.items()),
+    *((key, value, ("or start a new", "or start a new")) for key, value in REFUSED.items()),
+    *((key, value, ("", "")) for key, value in ALLOWED),
+])  # fmt: skip
+def test_what_contradicts_the_tensors_is_refused_by_a_fork_too(key: str, value: Any, advice: tuple[str, str]) -> None:
+    """What a run learns with needs a fork, and everything else resumes as before."""
+    for fork, expected in zip((False, True), advice, strict=True):
+        said = refused({key: value}, fork=fork)
+        found = re.search(rf"\n  {key} is .*\n  continue with the run's values: '?--{key}=.*\n  {expected}", said)
+        assert bool(found) == bool(said) == bool(expected)
 
 
-def test_other_text_is_named_by_the_key_to_give() -> None:
+TEXT = "data is aaaaaaaaaaaa... in the checkpoint and bbbbbbbbbbbb... here\n  "
+TOKENS = "tokenizer is t in the checkpoint and u here\n  "
+OWN = "continue with the run's values: "
+ITS = "different text needs the run's tokenizer: --tokenizer.path=runs/run/tokenizer.json\n  "
+NEW = "or start a new run with --run.name=NEW"
+OTHER_TOKENS: dict[str, Any] = {"tokenizer": "u", "tokenizer.path": "", "model.vocab_size": 9}
+
+
+@pytest.mark.parametrize(("fork", "values", "expected"), [
+    (False, {"data.path": ""}, f"{TEXT}{OWN}--data.path=my_text\n  or fork it: a new run continues from here with the "
+     "new values:\n    FORK run-from-7 runs/run/checkpoints/step-7"),
+    (False, OTHER_TOKENS, f"{TEXT}{TOKENS}{OWN}--tokenizer.path=t.json\n  {ITS}{NEW}"),
+    (True, {"data.path": ""}, f"{TEXT}{OWN}--data.path=my_text\n  {NEW} and without checkpoint.resume"),
+    (True, OTHER_TOKENS | {"data.path": "", "data.sources": {"x": 1.0}}, f"{TOKENS}{OWN}--tokenizer.path=t.json --data."
+     f"path=my_text '--data.sources={{  }}'\n  {ITS}{NEW} and without checkpoint.resume"),
+    (False, {"data": "a" * 64, "order of data.sources": ["b", "a"]}, "order of data.sources is ['a', 'b'] in the "
+     "checkpoint and ['b', 'a'] here\n  or fork it: a new run continues from here with the new values:\n    FORK "
+     "run-from-7 runs/run/checkpoints/step-7"),
+    (True, {"data.path": "other_text"}, ""),
+    (True, {"data.path": "", "data.sources": {"x": 1.0}}, ""),
+])  # fmt: skip
+def test_other_text_is_named_by_the_key_to_give(
+    fork: bool, values: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By a fork, too, unless it names a text."""
-    saved, here = (
-        TrainState(
-            step=7, config=flatten(Config()) | {"data.path": path}, must_match={"tokenizer": "t", "data": digest * 64}
-        )
-        for path, digest in (("my_text", "a"), ("", "b"))
-    )
-    where = Path("runs/run/checkpoints/step-7")
-    for fork in (False, True):
-        with pytest.raises(CheckpointError) as caught:
-            compatibility.require_same_run(where, saved, here.values, fork=fork)
-        assert "data is aaaaaaaaaaaa... in the checkpoint and bbbbbbbbbbbb... here" in str(caught.value)
-        assert "continue with the run's values: --data.path=my_text" in str(caught.value)
-    other = {**here.values, "data.path": "other_text"}
-    compatibility.require_same_run(where, saved, other, fork=True)
-    with pytest.raises(CheckpointError, match=r"different text needs the run's tokenizer: --tokenizer\.path=runs/run/"):
-        compatibility.require_same_run(where, saved, other | {"tokenizer": "u"}, fork=True)
-
-
-def test_the_order_of_sources_decides_the_order_of_samples() -> None:
-    saved, here = (
-        TrainState(step=7, config=flatten(Config()), must_match={"tokenizer": "t", "order of data.sources": order})
-        for order in (["a", "b"], ["b", "a"])
-    )
-    with pytest.raises(CheckpointError, match=r"order of data\.sources is \['a', 'b'\] in the checkpoint"):
-        compatibility.require_same_run(Path("runs/run/checkpoints/step-7"), saved, here.values, fork=False)
+    monkeypatch.setattr(compatibility, "fork_command", lambda name, checkpoint: f"FORK {name} {checkpoint}")
+    must = {"tokenizer": "t", "data": "a" * 64, "model.vocab_size": 8, "order of data.sources": ["a", "b"]}
+    mine = flatten(Config()) | {"data.path": "my_text", "tokenizer.path": "t.json"}
+    saved, here = TrainState(step=7, config=mine, must_match=must), mine | must | {"data": "b" * 64} | values
+    with pytest.raises(CheckpointError) if expected else nullcontext() as caught:
+        compatibility.require_same_run(Path("runs/run/checkpoints/step-7"), saved, here, fork=fork)
+    assert str(caught.value if caught else "").partition(" differ from this command's:\n  ")[2] == expected
 
 
 # --- runs ---------------------------------------------------------------------------------------------------------
