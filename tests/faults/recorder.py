@@ -63,7 +63,7 @@ def record() -> None:
         time.sleep(max(0.0, PACE_S - (time.monotonic() - began)))
         return result
 
-    Mixture.draw, Loader.batch = recorded_draw, recorded_batch  # type: ignore[assignment, method-assign]
+    Mixture.draw, Loader.batch = recorded_draw, recorded_batch  # type: ignore[method-assign]
     train.train_step = recorded_step
 
 
