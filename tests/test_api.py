@@ -1,4 +1,4 @@
-"""The API: `import torchtitan_lite as ttl`, its doctests, docs/notebook.md, and the losses of a run in a plain loop."""
+"""The API: `import torchtitan_lite as ttl`, docs/notebook.md, and the losses of a run in a plain loop."""
 
 import contextlib
 import functools
@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,16 @@ import torch.distributed as dist
 
 import torchtitan_lite as ttl
 from tests.docs.pages import blocks
-from tests.helpers import ROOT, TINY, losses, ranks, run_python, succeeded, tiny
-from torchtitan_lite.data.loader import MicroBatch
+from tests.helpers import ROOT, TINY, checkpoint, losses, ranks, run_python, succeeded, tiny
+from torchtitan_lite.tools.evaluation.documents import Texts
+from torchtitan_lite.tools.generate import Options
 
 CELLS = blocks((ROOT / "docs/notebook.md").read_text(), "python")
 STEPS = 5
 MORE: dict[str, Any] = {
     **{"train__steps": STEPS, "eval__every": STEPS, "checkpoint__every": STEPS},
-    **{"model__family": "llama", "optim__max_norm": 0.5},
+    **{"model__family": "llama", "optim__max_norm": 0.5, "run__seed": 3, "train__z_loss": 1e-3},
+    **{"optim__freeze": ["layers.1.attention.wo.*"], "data__packing": "best_fit", "data__document_mask": True},
 }
 
 
@@ -74,7 +76,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
     "muon": {"optim__name": "muon"},
     "sgd": {"optim__name": "sgd", "optim__lr": 0.1, "model__tie_embeddings": True},
-    "documents": {"data__packing": "best_fit", "data__document_mask": True, "train__z_loss": 1e-4},
+    "streams": {"data__packing": "concat", "data__document_mask": False},
     "schedule": {"train__batch_schedule": [[2, 4]], "activation_checkpointing__mode": "full"},
 }
 
@@ -87,45 +89,79 @@ def test_a_plain_loop_with_other_values(place: Path, tmp_path: Path, name: str) 
     assert plain_loop(tiny_config(**more)) == losses(tmp_path / "run")
 
 
-def test_batches_from_a_later_step(place: Path) -> None:
-    config = tiny_config(train__batch_schedule=[[2, 4]])
-    data = ttl.open_data(config)
-    every = dict(data.batches())
-    assert list(every) == list(range(1, STEPS + 1))
-    later = dict(data.batches(first_step=3))
-    assert list(later) == [3, 4, 5]
+def test_data_knows_its_sizes_and_marks_and_begins_at_any_step(place: Path) -> None:
+    def tokens(first_step: int = 1, **more: Any) -> dict[int, list[Any]]:
+        data = ttl.open_data(tiny_config(**more))
+        return {step: [m.tokens.tolist() for m in batch.micro_batches] for step, batch in data.batches(first_step)}
 
-    def tokens(micro_batches: list[MicroBatch]) -> torch.Tensor:
-        return torch.cat([micro.tokens for micro in micro_batches])
-
-    for step, batch in later.items():
-        assert tokens(batch.micro_batches).equal(tokens(every[step].micro_batches))
-    assert "train_tokens=" in repr(data)
-    size = config.train.batch_size(1)
-    without_first = ttl.open_data(tiny_config(data__skip_samples=[[0, size]])).batches()
-    plain = dict(ttl.open_data(tiny_config()).batches())
-    assert tokens(next(without_first)[1].micro_batches).equal(tokens(plain[2].micro_batches))
+    every = tokens(train__batch_schedule=[[2, 4]])
+    assert [sum(map(len, batch)) for batch in every.values()] == [6, 6, 4, 4, 4]
+    assert tokens(3, train__batch_schedule=[[2, 4]]) == {step: every[step] for step in (3, 4, 5)}
+    assert tokens(data__skip_samples=[[0, 6]])[1] == tokens()[2]
+    data = ttl.open_data(tiny_config(train__epochs=0.05))
+    meta, steps = data.dataset.sources[0].meta, data.config.train.steps
+    assert repr(data) == (
+        f"Data(my_text: train_tokens={meta.train_tokens:,}, val_tokens={meta.val_tokens:,}, vocab_size=517)"
+    )
+    assert [step for step, _ in data.batches(steps - 1)] == [steps - 1, steps] != [STEPS - 1, STEPS]
+    assert (data.tokenizer.end_tokens, data.tokenizer.vocab_size, data.tokenizer.config) == ((0,), 517, data.config)
 
 
-@pytest.mark.extended
-def test_scores_and_text_are_those_of_the_commands(place: Path) -> None:
+def test_scores_and_text_are_those_of_the_commands(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their functions, which get every argument; without dropout and gradients, and the model stays in training."""
     model, tokenizer = ttl.load_model("runs/default")
-    command = ["-m", "torchtitan_lite.evaluate", str(place / "runs/default"), "--device", "cpu"]
-    command += ["--json", str(place / "scores.json")]
-    text = str(place / "my_text")
-    succeeded(run_python([*command, "--data", text, "--documents", "2"]))
-    (scored,) = json.loads((place / "scores.json").read_text())["models"]
-    assert ttl.evaluate(model, tokenizer, text, documents=2) == scored["texts"]
-    succeeded(run_python(command))
-    (scored,) = json.loads((place / "scores.json").read_text())["models"]
-    data = ttl.open_data(tiny_config())
-    (own,) = ttl.evaluate(model, tokenizer, data).values()
-    (wanted,) = scored["texts"].values()
-    assert own["loss"] == wanted["loss"]
+    model.train()
+    seen: list[Any] = []
 
-    words = ["-m", "torchtitan_lite.generate", str(place / "runs/default"), "--prompt", "def ", "--max-tokens", "20"]
-    said = succeeded(run_python([*words, "--device", "cpu"]))
-    assert said == f"def {ttl.generate(model, tokenizer, 'def ', max_tokens=20)}\n"
+    def tokens_of(opened: Any, *given: Any) -> list[int]:
+        seen.append((*given, opened.config, model.training, torch.is_grad_enabled()))
+        return [70, 71]
+
+    def scores_of(opened: Any, texts: Texts, process: Any, note: Any) -> list[Any]:
+        seen.append((texts, process.world_size, opened.config, model.training, torch.is_grad_enabled()))
+        note("a note")
+        return []
+
+    monkeypatch.setattr("torchtitan_lite.tools.generate.tokens_of", tokens_of)
+    monkeypatch.setattr("torchtitan_lite.tools.evaluation.evaluate.scores_of", scores_of)
+    how: dict[str, Any] = {"max_tokens": 9, "temperature": 3.0, "top_k": 5, "top_p": 0.9, "seed": 4}
+    said, prompt = ttl.generate(model, tokenizer, "def ", **how), tokenizer.encode("def ")
+    assert f"def {said}" == tokenizer.decode([*prompt, 70, 71])
+    assert seen.pop() == (prompt, Options(**how), tokenizer.config, False, False)
+    monkeypatch.setattr("torchtitan_lite.api.is_encoder_decoder", lambda _: True)
+    said = ttl.generate(model, tokenizer, "def ", beams=3, length_penalty=2.0)
+    assert (said, seen.pop()[1]) == (tokenizer.decode([70, 71]), Options(beams=3, length_penalty=2.0))
+    how = {"split": "train", "text_key": "b", "text_suffixes": [".md"], "documents": 3, "seq_len": 8, "batch_size": 2}
+    data = ttl.open_data(tiny_config(optim__lr=0.5))
+    for given, texts, config in (
+        (["a.txt", Path("b")], ["a.txt", "b"], tokenizer.config),
+        (Path("c"), ["c"], tokenizer.config),
+        (data, [str(data.dataset.folder)], data.config),
+    ):
+        with pytest.warns(UserWarning, match="^a note$"):
+            ttl.evaluate(model, tokenizer, given, **how)
+        assert (*seen.pop(), model.training) == (Texts(data=texts, **how), 1, config, False, False, True)
+
+
+def test_a_config_of_many_gpus_loads_and_notes_are_warnings(place: Path, tmp_path: Path) -> None:
+    """Also notes on a newer checkpoint that is damaged."""
+    Path("mesh.toml").write_text('[fsdp]\nsharding_strategy = "HYBRID_SHARD"\ndp_shard = 4\n[optim]\nlr = 0.5\n')
+    config = ttl.load_config(Path("mesh.toml"), {"data.path": Path("my_text")})
+    assert (config.fsdp, config.optim.lr, config.data.path) == (ttl.load_config().fsdp, 0.5, "my_text")
+    run = shutil.copytree("runs/default", tmp_path / "run")
+    newest = shutil.copytree(checkpoint(run, STEPS), checkpoint(run, STEPS + 1))
+    (newest / "model.safetensors").write_bytes(b"")
+    from_run, in_bfloat16 = tiny_config(model__init_from=str(run)), tiny_config(fsdp__param_dtype="bfloat16")
+    calls: tuple[tuple[str, Callable[[], object]], ...] = (
+        ("model.window = 5 needs", lambda: ttl.load_config(overrides={"model.family": "gpt", "model.window": 5})),
+        ("the model computes in float32, not in fsdp.param_dtype", lambda: ttl.build_model(in_bfloat16, 517)),
+        (f"damaged: {newest}", lambda: ttl.load_model(run)),
+        (f"damaged: {newest}", lambda: ttl.build_model(from_run, 517)),
+    )
+    for expected, call in calls:
+        with pytest.warns(UserWarning, match=re.escape(expected)) as caught:
+            call()
+        assert [warning.filename for warning in caught] == [__file__], expected
 
 
 def test_weights_of_a_run_and_of_a_published_model(place: Path) -> None:
@@ -140,6 +176,10 @@ def test_weights_of_a_run_and_of_a_published_model(place: Path) -> None:
         started = ttl.build_model(tiny_config(model__init_from=source), tokenizer.vocab_size)
         for name, parameter in started.named_parameters():
             assert parameter.equal(model.get_parameter(name)), (source, name)
+    file = Path("exported/tokenizer.json").rename("elsewhere.json")
+    half, _ = ttl.load_model("exported", dtype=torch.bfloat16, tokenizer=file)
+    dtypes = {tensor.dtype for tensor in half.parameters()}, {tensor.dtype for tensor in half.buffers()}
+    assert (*dtypes, half.training) == ({torch.bfloat16}, {torch.float32}, False)
     (model(tokens, tokens) / 5).backward()  # it can be trained
     assert all(parameter.grad is not None for parameter in model.parameters())
 

@@ -22,9 +22,14 @@ def test_every_command_takes_the_newest_complete_checkpoint_and_names_a_damaged_
     said = capsys.readouterr().out
     assert said.startswith("step 2,")
     assert note in said
+    (tmp_path / "hf").mkdir()
     assert checkpoints.main(["export", str(run), str(tmp_path / "hf")]) == 0
     assert note in capsys.readouterr().out
-    assert (tmp_path / "hf/tokenizer.json").is_file()
+    assert checkpoints.main(["import", str(tmp_path / "hf")]) == 0
+    assert (
+        f'init_from = "{tmp_path / "hf"}"\n\n[tokenizer]\npath = "{tmp_path / "hf/tokenizer.json"}"\n'
+        'end_token = "<|endoftext|>"\n\n# Continued'
+    ) in capsys.readouterr().out
     command = tiny(text, tmp_path, run__name="from", train__steps=1, optim__warmup_steps=0, model__init_from=run)
     assert note in succeeded(ranks(2, *command))
     (checkpoint(run, 2) / "state.json").unlink()
@@ -39,11 +44,16 @@ def test_verify_takes_a_folder_of_runs(finished: Path, tmp_path: Path, capsys: p
         shutil.copytree(finished, tmp_path / "runs" / name)
     (tmp_path / "runs/started").mkdir()
     assert checkpoints.main(["verify", str(tmp_path / "runs")]) == 0
-    assert capsys.readouterr().out.count("complete ") == 4
-    (checkpoint(tmp_path / "runs/b", 2) / "model.safetensors").write_bytes(b"x")
+    folders = [checkpoint(tmp_path / "runs" / name, step) for name in "ab" for step in (2, 4)]
+    assert capsys.readouterr().out.splitlines() == [f"complete {folder}" for folder in folders]
+    (folders[2] / "model.safetensors").write_bytes(b"x")
     assert checkpoints.main(["verify", str(tmp_path / "runs")]) == 1
-    said = capsys.readouterr().out
-    assert (said.count("complete "), "DAMAGED" in said) == (3, True)
+    found = [line.partition(": ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert found == [
+        *(f"complete {f}" for f in folders[:2]),
+        f"DAMAGED {folders[2]}/model.safetensors",
+        f"complete {folders[3]}",
+    ]
     there = f"runs there: {tmp_path / 'runs/a'}, {tmp_path / 'runs/b'}"
     for name, problem in (("started", "is not a run with a checkpoint, or a checkpoint"), ("none", "does not exist")):
         assert checkpoints.main(["verify", str(tmp_path / "runs" / name)]) == 2

@@ -140,16 +140,11 @@ def test_sharded_folders_are_read(theirs: Path, tmp_path: Path) -> None:
 
 
 def test_import_prints_a_config_that_works(theirs: Path, tmp_path: Path) -> None:
-    """With a recipe for continued pretraining, not that of the default experiment."""
     output = succeeded(python("import", str(theirs), script="checkpoint.py"))
     (tmp_path / "c.toml").write_text(f'{output}\n[tokenizer]\npath = "{tmp_path / "c.toml"}"\n')
     config = load.load(tmp_path / "c.toml", {}).config
     assert hf.find_weights(theirs, config.model)[0] == theirs
-    assert (config.optim.name, config.optim.lr) == ("adamw", 2e-5)
-    assert config.train.seq_len == config.model.max_seq_len == 64
-    assert config.train.global_batch_size * config.train.seq_len == 65_536
-    assert "65,536 tokens per step" in output
-    assert "arXiv:" in output
+    assert (config.optim.lr, config.train.seq_len, config.model.max_seq_len) == (2e-5, 64, 64)
 
 
 def test_a_shorter_context_is_accepted_where_positions_are_computed(theirs: Path) -> None:

@@ -20,7 +20,8 @@ def test_the_check_of_a_config_refuses_weights_that_are_missing_or_of_another_mo
         ("new", "runs/nosuch", {}, "model.init_from: nothing at runs/nosuch"),
         ("new", tmp_path / "empty", {}, "is not a run with a checkpoint, or a checkpoint"),
         ("new", finished, {"model__dim": 64}, "dim is 32 in the checkpoint and 64 here"),
-        ("new", finished, {}, ""),
+        ("new", finished, {"model__max_seq_len": 64}, "max_seq_len is 37 in the checkpoint and 64 here"),
+        ("new", finished, {"model__dropout": 0.1}, ""),
     ):
         result = python("--check-config", *tiny(text, tmp_path, run__name=name, model__init_from=source, **more))
         refused(result, problem, code=2 if problem else 0)

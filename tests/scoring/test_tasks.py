@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from tests.helpers import ranks, succeeded
 from torchtitan_lite.distributed.process_group import Process
-from torchtitan_lite.errors import DataError, UserError
+from torchtitan_lite.errors import ConfigError, DataError, UserError
 from torchtitan_lite.scoring import questions, task_scores, task_tokens
-from torchtitan_lite.scoring.brackets import CHOICES, EACH, brackets
+from torchtitan_lite.scoring.brackets import CHOICES, EACH, _closing, brackets
 from torchtitan_lite.scoring.questions import Kind, Question, Task
 from torchtitan_lite.tools.evaluation import evaluate
 from torchtitan_lite.tools.load_model import Opened, open_model
@@ -27,7 +28,7 @@ CHOICE: list[dict[str, Any]] = [
     {"context": "the cat", "choices": [" sat", " sat on the mat", " caf\u00e9"], "answer": 1},
     {"context": "the cat sat ", "choices": ["on the mat", "and"], "answer": 0, "id": 7},  # a space to move
     {"context": "call f(", "choices": [")", "x)"], "answer": 0},  # "()" is one token
-    {"contexts": ["the cat", "the mat"], "choices": [" sat on", " sat on"], "answer": 1},
+    {"contexts": ["the cat", ""], "choices": [" sat on", " sat on"], "answer": 1},
     {"context": WORDS * 5, "choices": [" the", " zebra"], "answer": 1},  # a context that is too long
     {"context": "the", "choices": [WORDS * 5, " mat"], "answer": 0},  # a choice that is
     {"context": "<|endoftext|> is text", "choices": [" the", " cat"], "answer": 0},
@@ -89,6 +90,7 @@ def expected(model: Any, prefix: list[int], context: str, choice: str) -> tuple[
     kept = context.rstrip()
     together = tokenizer.encode(context + choice).ids
     n_context = min(len(tokenizer.encode(kept).ids), len(together) - 1)
+    prefix = prefix or [0] * (not n_context)  # nothing predicts the first token of a text
     stream, start = [*prefix, *together], len(prefix) + n_context
     total, greedy = 0.0, True
     while start < len(stream):  # windows that end with as many new tokens as fit
@@ -119,6 +121,7 @@ def test_choices_equal_those_of_transformers(
     ready = task_tokens.encode_task(questions.read(str(file)), encoder, task_tokens.Inputs(prefix, [0], LENGTH))
     monkeypatch.setattr(task_scores, "BATCH_TOKENS", 64)
     (ours,) = task_scores._sums_by_choice(opened.model, ready, ALONE)
+    assert max(len(some) * len(some[0]) for some in task_scores._batches(ready.windows, 64)) in range(60, 65)
     right = dict.fromkeys(("plain", "per_byte", "per_token"), 0)
     nats_of_right, bytes_of_right, at = 0.0, 0, 0
     for row in CHOICE:
@@ -184,9 +187,24 @@ def test_likelihoods_that_are_not_finite_have_no_score(opened: Opened) -> None:
         assert task_scores.figure_text(figures, "score") == "not finite"
 
 
+def test_ranks_that_read_other_questions_are_refused(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = jsonl(tmp_path / "task.jsonl", CHOICE)
+    task, opened = questions.read(str(file)), open_model(finished, ALONE.device, torch.float32)
+    some, given = task.subset(4), evaluate.options_of(["", "--tasks", str(file), "--questions=4"])
+    assert [task.questions.index(question) for question in some.questions] == [2, 3, 4, 6], "always these"
+    assert task.subset(0) is task.subset(7) is task.subset(8) is task
+    others = replace(task, metric="per_byte"), replace(task, kind="last word"), task.subset(3)
+    assert len({one.digest for one in (task, some, *others)}) == 5
+    monkeypatch.setattr(evaluate, "gather", lambda mine: [mine, [task.digest]])
+    with pytest.raises(ConfigError, match="^--tasks: the ranks have read different questions: is it the same file"):
+        evaluate.tasks_of(opened, given, 32, replace(ALONE, world_size=2))
+
+
 def test_the_first_line_names_the_main_score(tmp_path: Path) -> None:
     task = questions.read(str(jsonl(tmp_path / "task.jsonl", [{"score": "per_byte"}, *CHOICE])))
-    assert (task.main, len(task.questions)) == ("per_byte", len(CHOICE))
+    assert (task.name, task.main, len(task.questions)) == ("task", "per_byte", len(CHOICE))
 
 
 GOOD = json.dumps(CHOICE[0])
@@ -198,7 +216,7 @@ GOOD = json.dumps(CHOICE[0])
         ("", "no questions; each line is one"),
         ('{"score": "f1"}\n' + GOOD, "line 2: \"score\": 'f1' does not exist; plain or per_byte or per_token works"),
         ("\n\n", "no questions"),
-        (GOOD + "\n{", "line 2: EOF while parsing an object"),
+        ("\ufeff" + GOOD + "\r\n{", "line 2: EOF while parsing an object"),  # as some editors save it
         (GOOD + "\n\n[1]", "line 3: no known kind of question"),
         (b'{"context": "\xff"}', "line 1: invalid unicode"),
         ("[" * 100_000, "line 1: recursion limit exceeded"),
@@ -206,7 +224,15 @@ GOOD = json.dumps(CHOICE[0])
         ('{"context": "a", "choices": ["b"], "answer": 0}', "\"choices\" is ['b']: List should have at least 2 items"),
         ('{"context": "a", "choices": ["b", ""], "answer": 0}', "\"choices.1\" is '': String should have at least 1"),
         ('{"context": "a", "choices": ["b", 1], "answer": 0}', '"choices.1" is 1: Input should be a valid string'),
-        ('{"context": "a", "choices": ["b", "c"], "answer": 2}', '"answer" is 2 and should be the index'),
+        (
+            '{"context": "a", "choices": ["b", "c"], "answer": 2}',
+            '"answer" is 2 and should be the index of the right choice, 0 to 1',
+        ),
+        ('{"context": "a", "choices": ["b", "c"], "answer": -1}', '"answer" is -1: Input should be greater than or'),
+        (
+            '{"context": "a", "contexts": ["a", "b"], "choices": ["b", "c"], "answer": 0}',
+            'give "context", or "contexts", a list of 2 texts, one for each choice',
+        ),
         (
             '{"context": "a", "choices": ["b", "c"], "answer": true}',
             '"answer" is True: Input should be a valid integer',
@@ -217,7 +243,10 @@ GOOD = json.dumps(CHOICE[0])
         ('{"context": "a", "continuation": "b", "choises": ["b"]}', "\"choises\" is ['b']: Extra inputs"),
         ('{"context": "a", "continuation": " "}', '"continuation" is '),
         ('{"context": "\\ud800", "continuation": "b"}', "unexpected end of hex escape"),
-        (GOOD + '\n{"context": "a", "continuation": "b"}', "line 2: a last word question after others"),
+        (
+            GOOD + '\n{"context": "a", "continuation": "b"}',
+            "line 2: a last word question after others; put each kind into a separate file",
+        ),
         ('{"context": "a", "choices": ["b", "c", "b"], "answer": 2}', "has the right one, 'b', more than once"),
     ],
 )
@@ -244,11 +273,16 @@ def test_brackets_are_balanced_and_have_their_partner() -> None:
         assert after
         assert closing not in after
     assert task == brackets([code, code])
-    two = brackets(["f(x, y[0])  # {unclosed\n" * 100])
+    assert task.digest[:12] == "5216413e8c67", "scores compare only if the questions stay"
+    # directly after its partner, near, as far as counts, too far, after one that is not closed, and near
+    assert [*_closing(f"()(a)({'x' * 99})({'x' * 100})[)](b)")] == [4, 105, 213]
+    two = brackets(["f(x, y[0])  # {unclosed\n" * 5])
     assert {question.choices for question in two.questions} == {(")", "]")}
     assert two.chance == 0.5
-    with pytest.raises(DataError, match="too few closing brackets"):
-        brackets(["(only parentheses) " * 100])
+    with pytest.raises(
+        DataError, match=r"has too few closing brackets \(5 of \), 4 of \], 0 of \}\); give it a .jsonl"
+    ):
+        brackets(["f(x) [y] " * 4 + "f(x)"])
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,6 @@ def test_planned_memory_matches_measured_memory(world_size: int, text: Path, tmp
     output = succeeded(ranks(world_size, "--dry-run", *tiny(text, tmp_path, **more)))
     ((planned, measured),) = re.findall(r"memory of rank 0 at the peak +([\d.]+) MiB +([\d.]+) MiB", output)
     assert float(planned) == pytest.approx(float(measured), rel=0.05)
-    (step,), (rate,) = (re.findall(rf"{what} +([\d.,]+)", output) for what in ("time of a step", "tokens per second"))
-    assert float(rate.replace(",", "")) == pytest.approx(8 * 256 / float(step), rel=0.05)
     assert f"dry run of {tmp_path / 'run'}" in output
     assert list(tmp_path.iterdir()) == []
 
@@ -47,14 +45,14 @@ def checked(process: Process, folder: Path, wrong: str) -> str:
 
 
 @pytest.mark.parametrize(("wrong", "expected"), [
-    ("", "clocks within"),
-    ("clock", "clocks differ from that of"),
-    ("disk", "of rank 0 is not shared"),
-    ("disk of fixed ranks", "clocks within"),
-])  # fmt: skip
+    ("", r"ranks   2 on 1 machine; clocks within 0\.\d\d s; the disk has room"),
+    ("clock", r"clocks differ from that of (\S+): \1 by \+5\.\d s\. torchrun would consider machines lost"),
+    ("disk", ".* of rank 0 is not shared.*"),
+    ("disk of fixed ranks", "ranks   2 on 1 machine; clocks within .*"),
+], ids=["fine", "clock", "disk", "fixed ranks"])  # fmt: skip
 def test_the_disk_and_the_clocks_of_all_machines_are_checked(wrong: str, expected: str, tmp_path: Path) -> None:
     for said in run_distributed(checked, 2, tmp_path, wrong):
-        assert expected in said
+        assert re.fullmatch(expected, said, re.DOTALL), said
     assert list(tmp_path.iterdir()) == []
 
 

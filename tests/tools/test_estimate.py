@@ -11,6 +11,7 @@ from tests.helpers import ROOT
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.run.mfu import DEVICES
+from torchtitan_lite.tools import dry_run
 from torchtitan_lite.tools.estimate import command, simulate
 from torchtitan_lite.tools.estimate.planned_run import SPREAD, Plan, expected, likely, link_s, make_plan, shares
 from torchtitan_lite.tools.estimate.simulate import Simulated
@@ -95,6 +96,21 @@ try     {peak}, {last}, 0.007 s a step: {all} --world-size=256"""
 ENOUGH_MISSING = "        none of these is enough; use more ranks, a smaller model, or a device with more memory"
 
 
+DRY_RUN = """\
+dry run of {root}/runs/mine: three steps in a temporary folder; the run itself was not changed
+model   llama dim 128, 1 layer, 4 heads of 32, feed-forward 384, qk_norm, induction_head: 469,440 parameters; \
+computes in bfloat16
+batch   2 sequences x 32 ranks x 4 accumulation steps, of 256 tokens = 65,536 tokens per step
+fsdp    reshard_after_forward default; reduces in float32
+
+                               planned   measured
+memory of rank 0 at the peak  6.17 MiB   2.50 MiB
+time of a step                 0.007 s    0.016 s
+20,000,000 steps                 1d13h      3d16h
+tokens per second                       4,096,000
+times exclude saves, validations and samples"""
+
+
 def config_of(values: dict[str, Any], world_size: int) -> Config:
     return load.load(None, SMALL | values, world_size=world_size, n_gpus=8, elsewhere=True).config
 
@@ -150,6 +166,25 @@ def test_the_lines_of_a_plan(plans: dict[str, Plan]) -> None:
     # in a schedule, 4 steps of 64 and 6 of 256 are 7 of the last size
     schedule = changed(plan, "train", steps=10, batch_schedule=((0, 64), (4, 256)))
     assert schedule.full_steps == 7
+
+
+def test_the_table_of_a_dry_run(plans: dict[str, Plan]) -> None:
+    plan = changed(plans["h100"], "train", steps=20_000_000)
+    found = [
+        dry_run.compare(one, 5 * 2**19, 0.016, ROOT / "runs/mine")
+        for one in (
+            plan,
+            replace(plan, device=None),
+            changed(plan, "speed", float8=True),
+            changed(plan, "compile", enabled=True),
+        )
+    ]
+    assert found[0] == DRY_RUN.format(root=ROOT)
+    assert [table.splitlines()[-2] for table in found[2:]] == [
+        "(the plan is for bfloat16: float8 is not estimated)",
+        "(the plan ignores the memory that compiled blocks save)",
+    ]
+    assert [table.count("0.007 s") + table.count("1d13h") for table in found] == [2, 0, 0, 2]
 
 
 def test_the_advice_of_a_plan(plans: dict[str, Plan], monkeypatch: pytest.MonkeyPatch) -> None:

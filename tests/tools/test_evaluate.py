@@ -129,6 +129,8 @@ def test_models_are_compared_document_by_document(finished: Path, tmp_path: Path
     models = checkpoint(finished, 2), finished
     first, second = scored(2, *models, "--split=train", out=tmp_path / "scores.json")
     (name,) = first["texts"]
+    (source,) = open_model(finished, ALONE.device, torch.float32).own_data().sources
+    assert first["texts"][name]["documents"] == source.meta.n_documents("train") > source.meta.n_documents("val")
     difference = second["minus_first"][name]
     for key in ("loss", "bits_per_byte"):
         assert difference[key] == pytest.approx(second["texts"][name][key] - first["texts"][name][key], rel=1e-6)
@@ -186,6 +188,9 @@ def test_an_encoder_decoder_scores_as_in_its_validation(pairs: Path, tmp_path: P
     assert row["bits_per_byte"] == pytest.approx(validation["val_bits_per_byte"], rel=1e-6)
     (again,) = scored(1, pairs / "run", f"--data={pairs / 'prepared'}", out=tmp_path / "again.json")
     assert list(again["texts"].values()) == [row]
+    weights.export(pairs / "run", tmp_path / "export")  # whose config says nothing about pairs
+    (theirs,) = scored(1, tmp_path / "export", f"--data={pairs / 'prepared'}", out=tmp_path / "theirs.json")
+    assert theirs["texts"] == {str(pairs / "prepared"): pytest.approx(row | {"seq_len": 512}, rel=1e-5)}
 
 
 def test_a_prepared_folder_scores_as_its_text(finished: Path, text: Path, tmp_path: Path) -> None:
@@ -213,6 +218,7 @@ def test_a_prepared_folder_scores_as_its_text(finished: Path, text: Path, tmp_pa
         (["HF"], "give --data"),
         (["HF", "--data", "nosuch.txt"], "nosuch.txt"),
         (["HF", "--data", "TEXT", "--seq-len=17"], "at most 16 tokens"),
+        (["HF", "--data", "TEXT", "--text-key=body"], 'line 1: no "body": its keys are text; --text-key'),
         (["HF", "--data", "TEXT", "nosuch.txt"], "nosuch.txt"),
         (["nosuch", "--data", "TEXT"], "nosuch does not exist"),
         (["HF", "nosuch", "--data", "TEXT"], "nosuch does not exist"),

@@ -104,11 +104,18 @@ def test_prepared_data_gives_the_epochs_of_the_run(
     capsys.readouterr()
     small = ["--model.dim=32", "--model.n_layers=2", "--model.n_heads=2", "--train.seq_len=32", "--train.steps=100"]
     assert plan.main([*small, "--device=cpu", f"--data.path={tmp_path / 'data'}"]) == 0
-    found = re.search(
-        rf"^data    {tmp_path / 'data'}: ([\d,]+) .* ([\d.]+) epochs in 100", capsys.readouterr().out, re.M
-    )
+    out = capsys.readouterr().out
+    assert "vocabulary 400; computes in float32\nmesh    1 x cpu = dp_replicate 1 x dp_shard 1\n" in out
+    found = re.search(rf"^data    {tmp_path / 'data'}: ([\d,]+) .* ([\d.]+) epochs in 100", out, re.M)
     assert found
     assert float(found[2]) == pytest.approx(100 * 8 * 32 / int(found[1].replace(",", "")), abs=0.01)
+
+    # on a cluster, whose GPUs, compiler, trackers and files are not here
+    assert plan.main([*small, *ELSEWHERE, "--world-size=16", "--fsdp.sharding_strategy=HYBRID_SHARD"]) == 0
+    assert (
+        "        /cluster/text is not on this machine: if it is a prepared folder, give --model.vocab_size=N\n"
+        "mesh    16 x h100 = dp_replicate 2 x dp_shard 8\n"
+    ) in capsys.readouterr().out
 
 
 # as drivers report them, then as configs have them
