@@ -90,7 +90,7 @@ def test_a_padded_vocabulary_has_the_same_loss(
 @pytest.mark.parametrize(("kernel", "why"), [
     (Mock(side_effect=ModuleNotFoundError("No module named 'triton'")), "No module named 'triton'"),
     (lambda logits, targets, ignore, write, z_loss:
-     loss_operators.plain_logits_to_gradient_(logits, targets, ignore, write, 300 * z_loss), "Tensor-likes are not close"),
+     loss_operators.plain_logits_to_gradient_(logits, targets, ignore, write, 300 * z_loss), "Tensor-likes are not"),
 ])  # fmt: skip
 def test_without_triton_a_gpu_computes_the_same_with_plain_operators(
     kernel: Callable[..., Tensor], why: str, monkeypatch: pytest.MonkeyPatch
