@@ -93,14 +93,6 @@ def test_retention_keeps_the_newest_each_seventh_the_best_and_the_loaded_checkpo
     assert run_distributed(save_after_a_load, 1, tmp_path) == [kept + asked]
 
 
-def error_of(saver: Checkpointer, step: int) -> str:
-    """Save, and return what went wrong."""
-    saver.save(TrainState(step=step))
-    saved = saver.wait()
-    assert saved is not None
-    return saved.error
-
-
 def save_on_a_full_disk(process: Process, folder: Path) -> list[int]:
     """Room for half a checkpoint."""
     state = State("1", 1, "llama", process)

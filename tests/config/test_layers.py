@@ -39,7 +39,7 @@ def test_file_on_base_on_size_on_defaults_and_command_line_on_top(
     assert {key: (flat[key], origins[key]) for key in expected} == expected
     note = f'model.n_layers: size "10M" of {tmp_path}/configs/size.toml overrides the values below it'
     assert toml.to_toml_with_origins(loaded).startswith(
-        f'# note: {note}\n[run]\nname = "mine"{" " * 30} # name of the '
+        f'# note: {note}\n[run]\nname = "mine"{" " * 31} # name of the '
     )
 
 
