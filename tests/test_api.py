@@ -134,6 +134,7 @@ def test_scores_and_text_are_those_of_the_commands(place: Path, monkeypatch: pyt
     assert (said, seen.pop()[1]) == (tokenizer.decode([70, 71]), Options(beams=3, length_penalty=2.0))
     how = {"split": "train", "text_key": "b", "text_suffixes": [".md"], "documents": 3, "seq_len": 8, "batch_size": 2}
     data = ttl.open_data(tiny_config(optim__lr=0.5))
+    given: Any
     for given, texts, config in (
         ([Path("a.txt"), Path("b")], ["a.txt", "b"], tokenizer.config),
         ("c", ["c"], tokenizer.config),

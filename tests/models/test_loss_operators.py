@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -72,6 +72,7 @@ def test_a_padded_vocabulary_has_the_same_loss(
         launch(logits, targets, losses, ignore, write, z_loss)
         return losses
 
+    assert [loss_operators.padding(torch.empty(1, device="meta"), n) for n in (50257, 91, 48, 64)] == [47, 37, 0, 0]
     way = functools.partial(chunked_loss.chunked_cross_entropy, z_loss=z_loss)
     expected = gradients(way, dtype, n=150)
     monkeypatch.setattr(loss_operators, "padding", lambda _, vocab_size: -vocab_size % 64)
@@ -86,20 +87,23 @@ def test_a_padded_vocabulary_has_the_same_loss(
         torch.testing.assert_close(way(x, weight, targets), summed_cross_entropy(x @ weight.T, targets, z_loss))
 
 
-def test_without_triton_a_gpu_computes_the_same_with_plain_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And warns, once. Rows are computed in groups: the plain operators make copies of them."""
-
-    def broken(*_: Any) -> None:
-        raise ModuleNotFoundError("No module named 'triton'")
-
-    monkeypatch.setattr(loss_operators, "_launch", broken)
+@pytest.mark.parametrize(("kernel", "why"), [
+    (Mock(side_effect=ModuleNotFoundError("No module named 'triton'")), "No module named 'triton'"),
+    (lambda logits, targets, ignore, write, z_loss:
+     loss_operators.plain_logits_to_gradient_(logits, targets, ignore, write, 300 * z_loss), "Tensor-likes are not"),
+])  # fmt: skip
+def test_without_triton_a_gpu_computes_the_same_with_plain_operators(
+    kernel: Callable[..., Tensor], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or with a kernel of another gradient. And warns, once. Rows are computed in groups: the operators copy them."""
+    monkeypatch.setattr(loss_operators, "_launch", kernel)
     monkeypatch.setattr(loss_operators, "PLAIN_ROWS", 3)
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda _: None)
     logits, targets = torch.randn(7, 91), torch.tensor([0, 90, 5, IGNORE, 7, 8, 9])
     expected = logits.clone()
     losses = loss_operators.logits_to_gradient_(expected, targets, IGNORE, True, 0.01)
-    with pytest.warns(UserWarning, match="without its GPU kernel, which is slower: No module named 'triton'"):
+    with pytest.warns(UserWarning, match=f"without its GPU kernel, which is slower: {why}"):
         found = loss_operators._on_cuda(logits, targets, IGNORE, True, 0.01)
     torch.testing.assert_close((found, logits), (losses, expected))
     loss_operators.kernel_works.cache_clear()

@@ -59,14 +59,15 @@ def test_it_follows_the_formula_on_any_mesh_bit_for_bit(mesh: str) -> None:
         assert planned.peaks["start"][OPTIMIZER] == measured[label]
 
 
-def trained(decay: float) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
-    """Two matrices of ones after a first step."""
-    model = nn.ParameterList([torch.ones(2, 2), torch.ones(2, 2)])
+def trained(decay: float) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+    """A matrix of ones after a first step."""
+    model = nn.Linear(2, 2, bias=False)
     optimizer = build_optimizer(model, OptimConfig(ema_decay=decay, lr=0.1))
-    for parameter in model:
-        parameter.grad = torch.ones(2, 2)
+    with torch.no_grad():
+        model.weight.fill_(1)
+    model.weight.grad = torch.ones(2, 2)
     optimizer.step()
-    return [*model], optimizer
+    return model.get_parameter("weight"), optimizer
 
 
 @pytest.mark.parametrize("values", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -110,10 +111,11 @@ def test_a_load_may_begin_or_end_averages(saved: float, now: float) -> None:
         average = optimizer.state[parameter].get("ema")
         loaded = nn.init.constant_(parameter, 1).mul(parameter.numel())
         assert (average is None) if not now else average.equal(loaded), "the loaded weights, or none"
+        assert average is None or not average.requires_grad
 
 
 def test_the_averages_replace_the_weights_for_a_while() -> None:
-    (parameter, _), optimizer = trained(0.9)
+    parameter, optimizer = trained(0.9)
     average = optimizer.state[parameter]["ema"]
     average.fill_(7.0)
     before = parameter.detach().clone()

@@ -138,17 +138,24 @@ def test_a_batch_of_matrices_is_that_of_each(shape: tuple[int, int]) -> None:
     torch.testing.assert_close(muon.newton_schulz(batch), one_by_one, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize(("tied", "group", "expected"), [(False, 1.0, 3.0), (False, 0.5, 1.5), (True, 1.0, 1.0)])
-def test_embeddings_learn_faster_unless_they_are_tied(tied: bool, group: float, expected: float) -> None:
-    shape = {"family": "gpt", "dim": 16, "n_layers": 1, "n_heads": 2, "max_seq_len": 8, "tie_embeddings": tied}
-    model = build(ModelConfig.model_validate(shape), 64)
+@pytest.mark.parametrize(("more", "group", "expected"), [
+    ({}, 1.0, {"tok_embeddings": 3.0, "pos_embeddings": 1.0, "output": 1.0}),
+    ({}, 0.5, {"tok_embeddings": 1.5, "pos_embeddings": 1.0, "output": 1.0}),
+    ({"tie_embeddings": True}, 1.0, {"tok_embeddings": 1.0, "pos_embeddings": 1.0}),
+    ({"family": "resformer"}, 1.0, {"tok_embeddings": 3.0, "value_embeddings": 3.0, "output": 1.0}),
+    ({"family": "olmo_hybrid", "layer_pattern": ["delta", "full"]}, 1.0,
+     {"tok_embeddings": 3.0, "output": 1.0, **{f"layers.0.delta.conv_{x}": 1.0 for x in "qkv"}}),
+])  # fmt: skip
+def test_embeddings_learn_faster_unless_they_are_tied(
+    more: dict[str, object], group: float, expected: dict[str, float]
+) -> None:
+    """Of the matrices that are not orthogonalised: those outside of the blocks, and convolutions."""
+    shape = {"family": "gpt", "dim": 16, "n_layers": 2, "n_heads": 2, "max_seq_len": 8, "tie_embeddings": False}
+    model = build(ModelConfig.model_validate(shape | more), 64)
     groups = [{"match": "tok_embeddings*", "lr_factor": group}]
-    factors = {
-        id(p): chosen["lr_factor"]
-        for chosen in parameter_groups(model, OptimConfig.model_validate({"name": "muon", "groups": groups}))
-        for p in chosen["params"]
-    }
-    assert factors.pop(id(model.tok_embeddings.weight)) == expected
-    assert set(factors.values()) == {1.0}
+    chosen = parameter_groups(model, OptimConfig.model_validate({"name": "muon", "groups": groups}))
+    of = {id(p): (one["muon"] or p.ndim == 1, one["lr_factor"]) for one in chosen for p in one["params"]}
+    found = {name.removesuffix(".weight"): of[id(p)] for name, p in model.named_parameters()}
+    assert found == {name: (name not in expected, expected.get(name, 1.0)) for name in found}
     plain = parameter_groups(model, OptimConfig(name="adamw"))
     assert {chosen["lr_factor"] for chosen in plain} == {1.0}
