@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 from tests.helpers import ranks, run_distributed, succeeded, tiny
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.distributed.process_group import Process
-from torchtitan_lite.errors import EXIT_WOULD_REPEAT, ConfigError
+from torchtitan_lite.errors import EXIT_WOULD_REPEAT, ConfigError, StuckError
 from torchtitan_lite.tools import dry_run
 
 
@@ -54,6 +55,14 @@ def test_the_disk_and_the_clocks_of_all_machines_are_checked(wrong: str, expecte
     for said in run_distributed(checked, 2, tmp_path, wrong):
         assert re.fullmatch(expected, said, re.DOTALL), said
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("error", "stays"), [(StuckError("a"), True), (ConfigError("a"), False)])
+def test_the_folder_stays_for_the_stacks_of_a_rank_that_hangs(error: Exception, stays: bool) -> None:
+    with pytest.raises(type(error)), dry_run.in_temporary_folder(Config(), train={"steps": 7}) as changed:
+        raise error
+    assert (changed.folder.is_dir(), changed.train.steps) == (stays, 7)
+    shutil.rmtree(changed.run.out_dir, ignore_errors=True)
 
 
 @pytest.mark.extended
