@@ -1,18 +1,21 @@
 """Each key that a resume keeps, because it decides what a run learns, does change what a run learns."""
 
+import contextlib
 import inspect
 import itertools
 import json
-import sys
 import typing
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import train
-from tests.helpers import options, python, records, succeeded, tiny
+from tests.config.parsing import parse
+from tests.helpers import options, run_distributed, tiny
 from torchtitan_lite.config.schema import known_keys, resume_rule
-from torchtitan_lite.distributed.process_group import exit_process
+from torchtitan_lite.distributed.process_group import Process
+from torchtitan_lite.optim.average import averaged
+from torchtitan_lite.run import start_and_end
+from torchtitan_lite.run.metrics import Log
 
 MOE = {"model.family": "qwen3_moe", "model.n_experts": 4, "model.hidden_dim": 16}
 T5 = {"model.family": "t5", "data.objective": "span_corruption"}
@@ -61,8 +64,8 @@ ROWS: list[tuple[str, Any, dict[str, Any]]] = [
     ("data.blind_source", True, PAIRS),
     ("data.skip_samples", [[1, 3]], {}),
     ("train.seq_len", 16, {}),
-    ("train.global_batch_size", 4, {}),
-    ("train.batch_schedule", [[0, 4]], {}),
+    ("train.global_batch_size", 8, {}),
+    ("train.batch_schedule", [[0, 8]], {}),
     ("train.z_loss", 0.1, {}),
     ("train.router_aux_loss", 1.0, MOE),
     ("train.router_z_loss", 1.0, MOE),
@@ -95,27 +98,27 @@ def test_each_key_that_a_resume_keeps_changes_what_a_run_learns(tmp_path: Path) 
     documents = (list(itertools.islice(words, start, start + 5 + start % 9)) for start in range(0, 4000, 8))
     lines = [json.dumps({"text": " ".join(words), "head": " ".join(words[-4:])}) for words in documents]
     (tmp_path / "text.jsonl").write_text("\n".join(lines))
-    succeeded(python(str(tmp_path), script=f"-m {__name__}"))
-    runs: dict[str, list[Any]] = json.loads((tmp_path / "runs.json").read_text())
-    equal = [key for key, _, used in ROWS if runs[key] == runs[json.dumps(used)]]
+    runs: dict[str, Any] = {json.dumps(used): used for _, _, used in ROWS}
+    runs |= {key: used | {key: value} for key, value, used in ROWS}
+    common = {"model__family": "llama", "train__steps": 3, "optim__warmup_steps": 1}
+    common |= {"train__global_batch_size": 4, "train__micro_batch_size": 4}  # the fewest forward passes
+    shared = tiny(tmp_path / "text.jsonl", tmp_path, **common)
+    (tmp_path / "default/stacks").mkdir(parents=True)
+    (found,) = run_distributed(learned, 1, {name: [*shared, *options(values)] for name, values in runs.items()})
+    equal = [key for key, _, used in ROWS if found[key] == found[json.dumps(used)]]
     assert equal == []
 
 
-def main(argv: Sequence[str]) -> int:
-    """Train each row's run, and the one beside it; write the records without times, by key or by what is set."""
-    folder = Path(argv[0])
-    runs: dict[str, Any] = {json.dumps(used): used for _, _, used in ROWS}
-    runs |= {key: used | {key: value} for key, value, used in ROWS}
+def learned(process: Process, runs: dict[str, list[str]]) -> dict[str, list[float]]:
+    """The losses and gradient norms of each run's steps, and the sum of each weight, or of its average."""
     found = {}
-    for number, (name, values) in enumerate(runs.items()):
-        common = {"model__family": "llama", "train__steps": 3, "optim__warmup_steps": 1, "eval__every": 3}
-        command = tiny(folder / "text.jsonl", folder, **common, run__name=number, checkpoint__every=0)
-        assert train.main([*command, *options(values)]) == 0, name
-        learned = "loss", "grad_norm", "ema_val_loss"
-        found[name] = [[one.get(key) for key in learned] for one in records(folder / str(number))]
-    (folder / "runs.json").write_text(json.dumps(found))
-    return 0
-
-
-if __name__ == "__main__":
-    exit_process(main(sys.argv[1:]))
+    for name, argv in runs.items():
+        loaded, data = start_and_end.prepared(parse(*argv))
+        config = loaded.config
+        session = train.build(config, data, process, Log(config.folder, enabled=False))
+        steps = [train.train_step(session, step) for step in range(1, config.train.steps + 1)]
+        found[name] = [value.item() for step in steps for value in (step.loss, step.grad_norm)]
+        with averaged(session.trained.optimizer) if config.optim.ema_decay else contextlib.nullcontext():
+            found[name] += [parameter.sum().item() for parameter in session.trained.model.parameters()]
+        session.close()
+    return found
