@@ -101,7 +101,7 @@ def by_torchao(config: Config, process: Process) -> models.Transformer:
 
 def require_gathered_in_float8(process: Process) -> None:
     """What is gathered, that its scale is that of the weights at the time, and the gradients."""
-    plain = {f"speed.{key}": False for key in ("chunked_loss", "block_attention", "fused_functions")}
+    plain = {f"speed.{key}": False for key in ("chunked_loss", "block_attention", "fused_functions", "widen_matmuls")}
     config = Case(process.world_size, ON | plain).config()
     model, other = training(config, process).trained.model, by_torchao(config, process)
     seen = []

@@ -39,8 +39,8 @@ def test_a_token_sees_only_those_before_it(config: ModelConfig) -> None:
     changed[:, 9] = (changed[:, 9] + 1) % 97
     one, other = model(tokens), model(changed)
     assert one.shape == (2, 16, 97)
-    assert one[:, :9].equal(other[:, :9])
-    assert not one[:, 9:].equal(other[:, 9:])
+    torch.testing.assert_close(one[:, :9], other[:, :9])  # experts: another number of rows may round otherwise
+    assert not one[:, 9:].allclose(other[:, 9:])
 
 
 @EACH
