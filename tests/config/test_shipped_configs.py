@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import ROOT, losses, ranks, succeeded, tiny
-from tests.models.published import PARAMETERS
+from tests.models.published import CHECKPOINTS
 from torchtitan_lite.config import load
 from torchtitan_lite.data.prepare.__main__ import main as prepare
 from torchtitan_lite.run import mfu
@@ -91,9 +91,9 @@ def test_every_config_fits_its_cluster_with_room(file: Path) -> None:
     assert found.layout.masked_sequences == 0, "the batch divides evenly"
     assert found.vocab_size >= found.config.tokenizer.vocab_size, "the default tokenizer fits"
     model = found.config.model
-    assert (file.stem in PUBLISHED | {"gpt_124m_scratch"}) == ((model.family, model.size) in PARAMETERS)
+    assert (file.stem in PUBLISHED | {"gpt_124m_scratch"}) == ((model.family, model.size) in CHECKPOINTS)
     if file.stem in PUBLISHED - {"llama_150m"}:  # it turns off the qk_norm of its size
-        assert (found.vocab_size, found.n_parameters) == PARAMETERS[model.family, model.size]
+        assert (found.vocab_size, found.n_parameters) == CHECKPOINTS[model.family, model.size][:2]
     if found.device:
         step = planned_run.expected(found, found.device)
         assert step.exposed < step.matmuls, "bound by computing"

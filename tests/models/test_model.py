@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.models.published import PARAMETERS
+from tests.models.published import CHECKPOINTS
 from torchtitan_lite.config.families import FAMILIES as REGISTRY
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.distributed import initialize
@@ -106,21 +106,22 @@ def test_initial_values_never_change(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (family, name)
         for family, known in REGISTRY.items()
-        for name in dict.fromkeys([*known.sizes, *(name for own, name in PARAMETERS if own == family)])
+        for name in dict.fromkeys([*known.sizes, *(name for own, name in CHECKPOINTS if own == family)])
         # a family of one's own may have large sizes of another shape
-        if (family, name) in PARAMETERS or re.fullmatch(r"\d\d?M", name)
+        if (family, name) in CHECKPOINTS or re.fullmatch(r"\d\d?M", name)
     ],
 )
 def test_named_sizes_have_the_size_of_their_name(family: str, name: str) -> None:
-    vocabulary, expected = PARAMETERS.get((family, name), (97, 0))
+    vocabulary, expected, *architecture = CHECKPOINTS.get((family, name), (97, 0))
     values = {"family": family, "tie_embeddings": family == "gpt"}
     values |= {**REGISTRY[family].defaults, **REGISTRY[family].sizes[name]}
+    config = ModelConfig.model_validate(values)
     with torch.device("meta"):
-        model = build(ModelConfig.model_validate(values), vocabulary)
+        model = build(config, vocabulary)
     count = sum(p.numel() for p in model.parameters())
     scale = 1e9 if name.endswith("B") else 1e6
     if expected:
-        assert count == expected
+        assert [count, config.n_heads, config.window, config.rope_theta] == [expected, *architecture]
         if "-" not in name:  # the publisher's own names of T5 are rough
             assert count / scale == pytest.approx(float(name[:-1]), rel=0.5 if name == "1B" else 0.08)
     else:  # named after the matrices of the layers, or with the head of the default vocabulary
