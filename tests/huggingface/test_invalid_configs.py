@@ -104,6 +104,9 @@ OFF = f"{ONLY} False is"
 def test_a_config_of_theirs_that_is_wrong_or_not_supported_is_refused(content: dict[str, Any], expected: str) -> None:
     for complete in (LLAMA, MOE, HYBRID, GPT2, T5, GATED):
         assert configs.from_hf_config(complete)["vocab_size"] == 9
+    unused = {"rope_theta": 7.0, **dict.fromkeys(configs.SCALED)}  # some files spell them out as null
+    for rope in ("rope_parameters", "rope_scaling"):
+        assert configs.from_hf_config(LLAMA | {rope: unused})["rope_theta"] == 7.0
     with pytest.raises(CheckpointError) as caught:
         configs.from_hf_config(content)
     assert expected in str(caught.value)

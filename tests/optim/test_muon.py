@@ -138,6 +138,13 @@ def test_a_batch_of_matrices_is_that_of_each(shape: tuple[int, int]) -> None:
     torch.testing.assert_close(muon.newton_schulz(batch), one_by_one, rtol=1e-6, atol=1e-9)
 
 
+def test_an_exchange_is_at_most_64_mib_but_for_a_larger_matrix() -> None:
+    """Of an owner, in float32: 16 matrices of 4 MiB, and each of 128 MiB alone."""
+    with torch.device("meta"):
+        matrices = [nn.Parameter(torch.empty(shape)) for shape in 18 * [(1024, 1024)] + 2 * [(8192, 4096)]]
+    assert [len(exchange) for exchange in muon.exchanges(matrices)] == [16, 2, 1, 1]
+
+
 @pytest.mark.parametrize(("more", "group", "expected"), [
     ({}, 1.0, {"tok_embeddings": 3.0, "pos_embeddings": 1.0, "output": 1.0}),
     ({}, 0.5, {"tok_embeddings": 1.5, "pos_embeddings": 1.0, "output": 1.0}),

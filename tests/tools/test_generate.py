@@ -121,6 +121,9 @@ def test_what_is_printed_and_every_option_has_its_effect(finished: Path, capsys:
         tokens = list(new_tokens(opened.model, ids, most, sampler, opened.ends))
         text, n = decode([*ids, *tokens]), f"{len(tokens)} tokens"
         assert printed(*options) == (f"{text}\n", f"{opened.source}\n{n}, N tokens/s\n"), options
+    some = generate.Options(9, temperature=3.0, top_p=0.1)
+    up_to = tokens[: tokens.index(tokens[4])]
+    assert list(generate.tokens_of(replace(opened, ends=(tokens[4],)), ids, some)) == up_to, "an end token ends it"
     assert opened.source == f"{checkpoint(finished, 4)} (gpt, 59,744 parameters)"
     assert (generate.encode(opened, ""), len(generate.encode(opened, "x" * 36))) == ([0], 36)
     for arguments, says in (
