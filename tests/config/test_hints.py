@@ -38,6 +38,11 @@ from torchtitan_lite.config.sections.outputs import TRACKERS
         ),
         (["--optim.name=adamww"], f"{one_of(OPTIMIZERS)}; the nearest is 'adamw'; docs/extending.md"),
         (["--fsdp.sharding_strategy=shard_grad"], "the nearest is 'SHARD_GRAD_OP'"),
+        (["--train.stepz", "400"], "--train.stepz=: unknown key; the nearest known one is train.steps"),
+        (
+            ["--optim.grups=[{match = '*'}]"],
+            "--optim.grups=[{'match': '*'}]: unknown key; the nearest known one is optim.groups",
+        ),
         (["--optim.steps=3"], "the nearest known one is train.steps"),
         (["--optim.seed=4"], "the nearest known one is run.seed"),
         (["--profiler.steps=4"], "the nearest known one is profile.steps"),

@@ -119,6 +119,7 @@ SILENT = "silent for 63 s (its process is stopped, or its machine does not answe
     ([at(5, 1, 2, (f"{SAVES}: writing x", True)), at(5, 1, 2, (SAVES, False))], {},
      f"{SAVES}: {{}}; the others wait for rank 0 ({SAVES}: writing x)"),
     ([at(5, 1, 2, (SAVES, False)), at(5, 1, 2)], {}, f"{SAVES}: {{}}; the others wait for rank 1 (step 5, computing)"),
+    ([at(5, 1, 2), at(5, 1, 2, (SAVES, False))], {}, f"{SAVES}: {{}}; the others wait for rank 0 (step 5, computing)"),
     ([at(4, 1, 2), at(4, 1, 2)], {1: 63.4}, f"step 4: {{}}; the others wait for rank 1, {SILENT}step 4, computing)"),
     ([at(0)], {2: 63.4}, f"starting: {{}}; the others wait for rank 2, {SILENT}unknown)"),
 ])  # fmt: skip
