@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -43,6 +44,10 @@ def test_an_error_of_writing_names_the_file_and_its_limit(tmp_path: Path, monkey
         files.write_durably(tmp_path / "folder", b"x")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"], "a temporary file is left"
     assert (tmp_path / "file").read_bytes() == b"next"
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(5, "Input/output error")))
+    with pytest.raises(OSError, match="Input/output error: '.*file"):
+        files.write_durably(tmp_path / "file", b"lost")
+    assert (tmp_path / "file").read_bytes() == b"next", "what is not on the disk replaces nothing"
 
 
 @pytest.mark.parametrize(("name", "value", "least"), [

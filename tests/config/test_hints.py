@@ -86,21 +86,23 @@ def test_paths_are_found_and_their_problems_named(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.R_OK or path.name != "closed")
     files = {
         **{"foreign/meta.json": "{}", "torn/meta.json": "{", "damaged/meta.json": "{"},
-        "ours/meta.json": '{"format_version": 1, "tokens_sha256": ""}',
+        **dict.fromkeys(("ours/meta.json", "home/ours/meta.json"), '{"format_version": 1, "tokens_sha256": ""}'),
     }
     for name in (*files, "damaged/tokenizer.json", "damaged/train.idx", "x[1].txt", "x1.txt", "home/x2.txt", "closed"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(files.get(name, ""))
     unknown = "~nobody-of-this-name: the home folder is not known; write the path in full"
     found = {
-        "prepared": [name for name in ("ours", "foreign", "torn", "damaged", "none") if paths.is_prepared(name)],
+        "prepared": [
+            name for name in ("ours", "~/ours", "foreign", "torn", "damaged", "none") if paths.is_prepared(name)
+        ],
         "kinds": [paths.kind_of(Path(name)) for name in ("ours", "closed", "/dev/null")],
         "matching": [[*map(str, paths.matching(name))] for name in ("x[1].txt", "**/x*.txt", "~/x2.txt", "none")],
         "problems": [paths.problem(name) for name in ("closed", "none", "~/x2.txt", "~nobody-of-this-name")],
         "unfound": [paths.unfound(name) for name in ("x*", "y*", "~nobody-of-this-name")],
     }
     assert found == {
-        "prepared": ["ours", "damaged"],
+        "prepared": ["ours", "~/ours", "damaged"],
         "kinds": ["a folder", "a file", "not a regular file"],
         "matching": [["x[1].txt"], ["home/x2.txt", "x1.txt", "x[1].txt"], [f"{tmp_path}/home/x2.txt"], []],
         "problems": [

@@ -176,8 +176,10 @@ def test_text_like_special_tokens_is_text(folder: Path, tmp_path: Path) -> None:
     model: Any = torch.nn.Identity()
     (document,) = documents(Opened("", model, usual, (end,), []), str(file), Texts())
     assert document == Document(usual.encode("a<").ids + usual.encode("/s>b").ids, 6, hash_of(b"a</s>b"))
-    with pytest.raises(DataError, match="a document would be encoded with the end token '</s>' inside: 'a</s>b'"):
-        list(documents(Opened("", model, of_words, (1,), []), str(file), Texts()))
+    for text in ("a</s>b", "a</s>"):
+        file.write_text(json.dumps({"text": text}))
+        with pytest.raises(DataError, match=f"document would be encoded with the end token '</s>' inside: '{text}'"):
+            list(documents(Opened("", model, of_words, (1,), []), str(file), Texts()))
 
 
 def test_an_encoder_decoder_scores_as_in_its_validation(pairs: Path, tmp_path: Path) -> None:
