@@ -131,8 +131,8 @@ def test_all_that_numbers_depend_on_is_compared(key: str, value: Any, trained: P
 
 def test_the_order_of_sources_is_part_of_what_numbers_depend_on(trained: Path) -> None:
     attempt = attempts.read(trained / "run")[-1]
-    sources: dict[str, Any] = {"data.sources": {"b": 1.0, "a": 2.0}}
-    assert numbers_of(attempt.config | sources, {}, {})["data.sources"] == ["b", "a"]
+    config = {**attempt.config, "data.sources": {"b": 1.0, "a": 2.0}}
+    assert numbers_of(config, {}, {})["data.sources"] == ["b", "a"]
 
 
 def test_only_a_start_depends_on_the_initial_weights(trained: Path) -> None:
