@@ -11,7 +11,7 @@ raise      an error that nobody expects
 exit       the process leaves with 0
 hang       it waits for ever
 slow       it waits for FAULT_SECONDS
-term, hup  SIGTERM, SIGHUP to itself
+term       SIGTERM to itself
 vanish     the run's folder is renamed
 flip       a bit of a parameter flips, in the memory of this rank
 flip_after a higher one flips, after the site
@@ -161,7 +161,6 @@ ACTIONS: dict[str, Callable[[Any], Any]] = {
     "hang": lambda _: time.sleep(10_000),
     "slow": lambda _: time.sleep(float(os.environ["FAULT_SECONDS"])),
     "term": _signal(signal.SIGTERM),
-    "hup": _signal(signal.SIGHUP),
     "vanish": _vanish,
     "flip": _flip,
     "flip_after": _flip_after,
