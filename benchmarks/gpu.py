@@ -107,7 +107,7 @@ ITEMS = [
     row(2, 35, "124M, vocabulary 50,304", "gpt_124m_scratch", SMALL),
     row(2, 45, "1B, selective, Muon", "llama_1b", ONE, SELECTIVE, MUON),
     row(2, 45, "1B, selective, document mask", "llama_1b", ONE, SELECTIVE, DOCUMENTS),
-    row(2, 40, "T5 base on pairs, compiled", "t5_summarize", PAIRS),
+    row(2, 150, "T5 base on pairs, compiled", "t5_summarize", PAIRS),
     fake(45, "1B, one rank of 8", "llama_1b", 8, {"train.global_batch_size": 128}),
     fake(60, "8B, one rank of 64", "llama_8b", 64, {"train.global_batch_size": 256}),
     fake(110, "70B, one rank of 64", "llama_70b", 64, {"train.global_batch_size": 128}),

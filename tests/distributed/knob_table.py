@@ -235,9 +235,14 @@ EXTENDED = {
     *("muon, sync last, tied, frozen", "columns, tied, prefetch 2", "HSDP, reduce-scatter apart, 2 buffers"),
 }
 
-# On one GPU: the rows that need no second rank, and those that need a GPU.
+# On one GPU: the rows that need no second rank, and those that need a GPU. FlexAttention, which computes windows there,
+# needs heads of 16 or wider.
 OFFLOAD = {"fsdp.cpu_offload": True}
-ON_CUDA = {name: replace(case, ranks=1) for name, case in CASES.items() if case.ranks == 2 and name != "NO_SHARD"}
+ON_CUDA = {
+    name: replace(case, ranks=1, set=case.set | ({"model.dim": 96} if "model.window" in case.set else {}))
+    for name, case in CASES.items()
+    if case.ranks == 2 and name != "NO_SHARD"
+}
 ON_CUDA |= {
     "host offload": Case(1, OFFLOAD),
     "host offload, not pinned": Case(1, OFFLOAD | {"fsdp.pin_memory": False}, same_as="host offload"),
