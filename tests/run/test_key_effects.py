@@ -1,16 +1,19 @@
-"""Each key that a resume keeps, because it decides what a run learns, does change what a run learns."""
+"""Each key that a resume keeps, because it decides what a run learns, does change what a run learns.
+
+And to what it changes it: key_effects.json has the losses. They stay the same until somebody means to change them.
+"""
 
 import contextlib
-import inspect
-import itertools
 import json
-import typing
+import random
 from pathlib import Path
 from typing import Any
 
 import train
 from tests.config.parsing import parse
 from tests.helpers import options, run_distributed, tiny
+from tests.recorded import assert_recorded
+from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import known_keys, resume_rule
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.optim.average import averaged
@@ -90,26 +93,49 @@ ROWS: list[tuple[str, Any, dict[str, Any]]] = [
 ]
 
 
+# what is only recorded
+MORE: dict[str, dict[str, Any]] = {
+    **{family: {"model.family": family} for family in FAMILIES if not FAMILIES[family].encoder_decoder},
+    "a dropout mask for each micro-batch": {"model.family": "gpt", "model.dropout": 0.2, "train.micro_batch_size": 1},
+    "mup, gpt": {"model.family": "gpt", "model.mup_base_dim": 16},
+    "mup, Muon": MUON | {"model.mup_base_dim": 16},
+    "Muon, gpt": MUON | {"model.family": "gpt"},
+    "Muon, experts": MUON | MOE,
+    "linear": {"optim.schedule": "linear", "train.steps": 4},
+    "cosine": {"train.steps": 4},
+    "not clipped": {"optim.max_norm": 1e9, "optim.lr": 0.1},
+    "averages of Muon": MUON | {"optim.ema_decay": 0.5},
+    "best fit within documents, windows": {
+        **{"data.packing": "best_fit", "data.document_mask": True, "model.family": "mistral", "model.window": 5},
+    },
+    "pairs, t5": PAIRS | {"model.family": "t5", "data.target_len": 5, "data.blind_source": False},
+    "third epoch": {"train.global_batch_size": 400, "train.micro_batch_size": 40, "train.seq_len": 16},
+}
+
+
 def test_each_key_that_a_resume_keeps_changes_what_a_run_learns(tmp_path: Path) -> None:
     rules = {key: resume_rule(key) for key in known_keys()}
     kept = {key for key, rule in rules.items() if rule.rule != "allowed" and not rule.by_hash}
     assert kept - {key for key, *_ in ROWS} == {"model.init_from", "model.max_seq_len"}  # weights; rows that are unused
-    words = inspect.getsource(typing).split()
-    documents = (list(itertools.islice(words, start, start + 5 + start % 9)) for start in range(0, 4000, 8))
-    lines = [json.dumps({"text": " ".join(words), "head": " ".join(words[-4:])}) for words in documents]
+    chance = random.Random(7)
+    words = ["".join(chance.choices("aeinorstu", k=chance.randint(2, 7))) for _ in range(300)]
+    documents = (chance.choices(words, range(300), k=5 + i % 9) for i in range(500))
+    lines = [json.dumps({"text": " ".join(document), "head": " ".join(document[-4:])}) for document in documents]
     (tmp_path / "text.jsonl").write_text("\n".join(lines))
-    runs: dict[str, Any] = {json.dumps(used): used for _, _, used in ROWS}
-    runs |= {key: used | {key: value} for key, value, used in ROWS}
+    runs = {", ".join(options(used)): used for _, _, used in ROWS}
+    runs |= {f"{key} = {value}": used | {key: value} for key, value, used in ROWS} | MORE
     common = {"model__family": "llama", "train__steps": 3, "optim__warmup_steps": 1}
     common |= {"train__global_batch_size": 4, "train__micro_batch_size": 4}  # the fewest forward passes
     shared = tiny(tmp_path / "text.jsonl", tmp_path, **common)
     (tmp_path / "default/stacks").mkdir(parents=True)
     (found,) = run_distributed(learned, 1, {name: [*shared, *options(values)] for name, values in runs.items()})
-    equal = [key for key, _, used in ROWS if found[key] == found[json.dumps(used)]]
+    equal = [key for key, value, used in ROWS if found[f"{key} = {value}"] == found[", ".join(options(used))]]
     assert equal == []
+    steps = {name: [*steps, sum(map(abs, weights))] for name, (steps, weights) in found.items()}
+    assert_recorded(steps, Path(__file__).with_name("key_effects.json"), rel=5e-5)
 
 
-def learned(process: Process, runs: dict[str, list[str]]) -> dict[str, list[float]]:
+def learned(process: Process, runs: dict[str, list[str]]) -> dict[str, tuple[list[float], list[float]]]:
     """The losses and gradient norms of each run's steps, and the sum of each weight, or of its average."""
     found = {}
     for name, argv in runs.items():
@@ -117,8 +143,8 @@ def learned(process: Process, runs: dict[str, list[str]]) -> dict[str, list[floa
         config = loaded.config
         session = train.build(config, data, process, Log(config.folder, enabled=False))
         steps = [train.train_step(session, step) for step in range(1, config.train.steps + 1)]
-        found[name] = [value.item() for step in steps for value in (step.loss, step.grad_norm)]
         with averaged(session.trained.optimizer) if config.optim.ema_decay else contextlib.nullcontext():
-            found[name] += [parameter.sum().item() for parameter in session.trained.model.parameters()]
+            weights = [parameter.sum().item() for parameter in session.trained.model.parameters()]
+        found[name] = [value.item() for step in steps for value in (step.loss, step.grad_norm)], weights
         session.close()
     return found
