@@ -14,7 +14,7 @@ from tests.recorded import assert_recorded
 
 # what differs from one machine, or one launch, to the next
 CHANGING = re.compile(
-    "(.*_)?time|seconds|goodput|state.json|.*_s|tokens_per_second|peak_memory_gib|sha256|torch|torchtitan_lite|python|hosts|git|cpu"
+    "(.*_)?time|seconds|goodput|mfu|state.json|.*_s|tokens_per_second|peak_memory_gib|sha256|torch|torchtitan_lite|python|hosts|git|cpu"
     "|instructions|widen_matmuls"
 )
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -27,10 +27,11 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "dropout, a full state by DCP, best fit": (1, {
         "model__dropout": 0.1, "checkpoint__api": "dcp", "data__packing": "best_fit", "optim__schedule": "wsd",
         "checkpoint__keep_latest": 1, "eval__every": 3, "sample__every": 3, "log__every": 3, "train__z_loss": 0.1,
+        "run__peak_tflops": 1.0,
     }),
     "pairs": (2, {
         "model__family": "t5", "data__path": "FOLDER/one.jsonl", "data__objective": "pairs", "data__source_key": "text",
-        "data__target_key": "head", "data__target_len": 5, "model__dropout": 0.1,
+        "data__target_key": "head", "data__target_len": 5,  "model__dropout": 0.1,
     }),
     "replicas, sharded by DCP, frozen": (2, {
         "model__family": "olmo_hybrid", "fsdp__dp_replicate": 2, "checkpoint__state_dict": "sharded",
