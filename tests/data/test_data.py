@@ -1,14 +1,12 @@
 """Text, tokens, order and batches; errors of unusable text."""
 
-import itertools
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from tokenizers import Tokenizer, models, processors
+from tokenizers import Tokenizer, processors
 
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
 from torchtitan_lite.data.dataset import prepare_all
@@ -19,10 +17,8 @@ from torchtitan_lite.data.prepare.summary import summary
 from torchtitan_lite.data.prepare.texts import Corpus, find, standard_library
 from torchtitan_lite.data.samples import Samples
 from torchtitan_lite.data.token_files import TokenFiles, read_meta
-from torchtitan_lite.data.tokenizer import end_token
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.models.loss import IGNORE
-from torchtitan_lite.scoring.likelihood import bytes_per_token
 
 
 def make(path: str | list[str] | Path, cache: Path, vocab_size: int = 517, **more: object) -> Path:
@@ -56,13 +52,6 @@ def prepared(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # --- order ------------------------------------------------------------------------------------------------------
-
-
-def test_each_epoch_and_each_seed_has_its_own_order() -> None:
-    orders = [list(range(100))]
-    for epoch, seed in ((0, 3), (1, 3), (2, 3), (0, 4)):
-        orders.append(sample_indices(np.arange(epoch * 100, (epoch + 1) * 100), 100, seed).tolist())
-    assert all(one != other for one, other in itertools.combinations(orders, 2))
 
 
 def test_the_order_of_samples_never_changes() -> None:
@@ -106,14 +95,6 @@ def same_in_every_layout(samples: SampleSource) -> list[MicroBatch]:
 
 def test_every_world_size_consumes_the_same_global_batch(prepared: Path) -> None:
     assert {micro.tokens.shape[1] for micro in same_in_every_layout(Samples(prepared, "train", 32))} == {32}
-
-
-def test_targets_are_the_next_tokens(prepared: Path) -> None:
-    samples = Samples(prepared, "train", 32)
-    micro = Loader(samples, micro_batch_size=2, rank=0, world_size=1, seed=None).batch(0, 2).micro_batches[0]
-    stream = torch.tensor(stream_of(prepared, "train")[:65])
-    assert micro.tokens.flatten().equal(stream[:64])
-    assert micro.targets.flatten().equal(stream[1:65])
 
 
 # --- text -------------------------------------------------------------------------------------------------------
@@ -195,15 +176,6 @@ def test_text_that_can_not_be_used_is_an_error_and_leaves_nothing(
     assert not list((tmp_path / "cache").glob("*.partial"))
 
 
-def test_text_shorter_than_one_sequence_is_an_error(prepared: Path) -> None:
-    with pytest.raises(
-        DataError,
-        match=f"the train text of {prepared} has {read_meta(prepared).train_tokens:,} tokens, and one sequence of "
-        "train.seq_len = 1000000 takes 1000001; use more text or a smaller",
-    ):
-        Samples(prepared, "train", 1_000_000)
-
-
 def test_a_given_tokenizer_is_used(text: Path, prepared: Path, tmp_path: Path) -> None:
     data = DataConfig(path=str(text / "typing.txt"), cache_dir=str(tmp_path))
     config = TokenizerConfig(path=str(prepared / "tokenizer.json"))
@@ -223,12 +195,3 @@ def test_a_given_tokenizer_is_used(text: Path, prepared: Path, tmp_path: Path) -
     assert prepare_all(*given, print).folder == folder, "one with what an export adds is no other one"
     with pytest.raises(DataError, match=r"no entry <bye> to end a document with; its special .* are <\|endoftext\|>"):
         prepare_all(data, TokenizerConfig(path=config.path, end_token="<bye>"), lambda said: None)
-
-
-def test_bytes_of_a_tokenizer_with_word_boundaries() -> None:
-    """As Llama 2's: a mark for a space, and bytes for what is not in the vocabulary."""
-    vocabulary = {"<unk>": 0, "</s>": 1, "\u2581the": 2, "\u2581": 3, "<0xC3>": 4, "<0x9F>": 5, "\u4e2d": 6}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
-    tokenizer.add_special_tokens(["<unk>", "</s>"])
-    assert bytes_per_token(tokenizer).tolist() == [0, 0, 4, 1, 1, 1, 3]
-    assert end_token(tokenizer) == 1

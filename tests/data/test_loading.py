@@ -1,9 +1,7 @@
 """Mixtures, packing and prefetching of prepared data."""
 
 import json
-import threading
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,15 +16,13 @@ from tests.helpers import losses, ranks, records, succeeded, tiny
 from torchtitan_lite.config.load import load
 from torchtitan_lite.config.schema import Config, DataConfig, TokenizerConfig, TrainConfig
 from torchtitan_lite.data.dataset import prepare_all
-from torchtitan_lite.data.loader import Batch, Loader, PrefetchingLoader
 from torchtitan_lite.data.mixture import Mixture, exact_shares
 from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.order import sample_indices
 from torchtitan_lite.data.packing import PackedSamples
 from torchtitan_lite.data.prepare.__main__ import main
-from torchtitan_lite.data.samples import Samples
 from torchtitan_lite.data.token_files import read_meta
-from torchtitan_lite.errors import ConfigError, DataError
+from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.scoring.validation import Validation
 from torchtitan_lite.tools.report.page import page
@@ -81,15 +77,6 @@ def test_a_source_is_within_one_sample_of_its_share_at_every_prefix(weights: lis
     assert np.abs(had - ideal).max() < 1 + 1e-6
 
 
-def test_round_weights_make_a_short_table() -> None:
-    assert mixed([0.7, 0.3]).table.tolist() == [0, 0, 1, 0, 0, 1, 0, 0, 0, 1]
-    assert mixed([2, 1, 1]).counts.tolist() == [2, 1, 1]
-    assert mixed([140, 60]).table.tolist() == mixed([0.7, 0.3]).table.tolist(), "only the ratio matters"
-    expected = r"^data\.sources: a weight of 1e-06 of 3\.000001 is less than one sample in 65,536; 0\.0003 works$"
-    with pytest.raises(ConfigError, match=expected):
-        mixed([3, 1e-6])
-
-
 def test_a_sample_of_a_mixture_is_the_next_one_of_its_source(folders: dict[str, Path]) -> None:
     """Of packed sources, whose samples have other numbers of targets and other beginnings."""
     config = DataConfig(sources={str(folders["lines"]): 3, str(folders["typing"]): 2}, packing="best_fit")
@@ -108,19 +95,6 @@ def test_a_sample_of_a_mixture_is_the_next_one_of_its_source(folders: dict[str, 
     assert max(h / s.n_samples for h, s in zip(had, mixture.sources, strict=True)) > 1, "into a second epoch"
     assert mixture.n_targets(np.arange(n), 1) == (drawn.targets != IGNORE).sum()
     same_in_every_layout(mixture)
-
-
-def test_sources_need_one_tokenizer(text: Path, folders: dict[str, Path], tmp_path: Path) -> None:
-    other = make(text / "typing.txt", tmp_path, 300)
-    config = DataConfig(sources={str(folders["tar"]): 1, str(other): 1})
-    with pytest.raises(
-        DataError, match=r"/tar and .*[^r] were prepared with different tokenizers .* --tokenizer .*/tar/tok"
-    ):
-        prepare_all(config, TokenizerConfig(), print)
-    with pytest.raises(
-        DataError, match=r"^/.*[^r] was prepared with a tokenizer .* that differs from tokenizer\.path = .*/tar/"
-    ):
-        prepare_all(DataConfig(path=str(other)), TokenizerConfig(path=str(folders["tar"] / "tokenizer.json")), print)
 
 
 def test_a_prepared_folder_in_a_list_is_an_error(folders: dict[str, Path]) -> None:
@@ -197,74 +171,7 @@ def test_packed_sequences_hold_whole_documents(folders: dict[str, Path]) -> None
     assert not Counter(d for d in decoded(folder, "train") if len(tokenizer.encode(d).ids) < 64) - found
 
 
-def test_positions_begin_again_with_each_document(folders: dict[str, Path], tmp_path: Path) -> None:
-    end, samples = read_meta(folders["lines"]).end_token, Samples(folders["lines"], "train", 64)
-    loader = Loader(samples, micro_batch_size=3, rank=0, world_size=1, seed=2, document_mask=True)
-    for micro in loader.batch(0, 9).micro_batches:
-        assert micro.positions is not None
-        for row, positions in zip(micro.tokens.tolist(), micro.positions.tolist(), strict=True):
-            assert positions[0] == 0
-            for i in range(1, 64):
-                assert positions[i] == (0 if row[i] == end else positions[i - 1] + 1)
-
-    # packed: the end mark before each document or piece, whose padding is no document's
-    for name, texts in (("a", ("abcdefgh", "ij", "klm", "n", "opq")), ("b", ("held out",))):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    command = [str(tmp_path / "a.jsonl"), "--held-out", str(tmp_path / "b.jsonl"), "--out", str(tmp_path / "out")]
-    assert main([*command, "--tokenizer", "bytes"]) == 0
-    packed = PackedSamples(tmp_path / "out", "train", 6)
-    (micro,) = (
-        Loader(packed, micro_batch_size=4, rank=0, world_size=1, seed=None, document_mask=True)
-        .batch(0, 4)
-        .micro_batches
-    )
-    shown = {0: "|", IGNORE: "-"} | {65 + i: chr(97 + i) for i in range(26)}
-    rows = ["".join(shown[token] for token in row) for row in (*micro.tokens.tolist(), *micro.targets.tolist())]
-    assert rows == ["|abcde", "fgh|ij", "|klm||", "|n|opq", "abcdef", "gh|ij|", "klm|--", "n|opq|"]
-    assert micro.positions is not None
-    begun = ["".join(map(str, row)) for row in micro.positions.tolist()]
-    assert begun == ["012345", "012012", "012301", "010123"]
-    assert (packed.n_samples, packed.mean_tokens) == (4, 22 / 4)
-
-
 # --- ahead ------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Asked:
-    """A loader that notes what it is asked for, and in which thread."""
-
-    calls: list[tuple[int, int, str]]
-    fails_at: int = -1
-
-    def batch(self, first: int, size: int) -> Batch:
-        self.calls.append((first, size, threading.current_thread().name))
-        if first == self.fails_at:
-            raise DataError(f"sample {first} can't be read")
-        return Batch([], first)
-
-
-def test_the_next_batch_is_prefetched() -> None:
-    asked = Asked([])
-    ahead = PrefetchingLoader(asked, CPU)  # type: ignore[arg-type]
-    assert [ahead.batch(first, 4).global_tokens for first in (8, 12, 16)] == [8, 12, 16]
-    assert ahead.batch(100, 4).global_tokens == 100, "somebody jumped"
-    assert ahead.batch(104, 8).global_tokens == 104, "batches became larger"
-    asked.calls, before = [], asked.calls
-    assert [ahead.batch(first, size, 10).global_tokens for first, size in ((0, 4), (4, 4), (8, 2))] == [0, 4, 8]
-    ahead.close()
-    assert [call[:2] for call in asked.calls if call[0] < 100] == [(0, 4), (4, 4), (8, 2)], "and none after the last"
-    asked.calls = before
-    assert [call[:2] for call in asked.calls if call[0] <= 20] == [(8, 4), (12, 4), (16, 4), (20, 4)]
-    assert all(name.startswith("batches") for _, _, name in asked.calls)
-
-
-def test_an_error_of_the_thread_is_raised_in_the_loop() -> None:
-    ahead = PrefetchingLoader(Asked([], fails_at=12), CPU)  # type: ignore[arg-type]
-    ahead.batch(8, 4)
-    with pytest.raises(DataError, match="sample 12 can't be read"):
-        ahead.batch(12, 4)
-    ahead.close()
 
 
 def test_a_run_on_packed_documents_counts_tokens_without_padding(folders: dict[str, Path], tmp_path: Path) -> None:

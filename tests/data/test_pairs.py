@@ -3,7 +3,6 @@
 import itertools
 import json
 import sysconfig
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,12 @@ from tests.data.test_data import same_in_every_layout, stream_of
 from torchtitan_lite.config.schema import Config, DataConfig, ModelConfig, TokenizerConfig, TrainConfig
 from torchtitan_lite.data import pairs as pairs_module
 from torchtitan_lite.data.dataset import prepare_all
-from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.data.objectives import open_samples
-from torchtitan_lite.data.pairs import PairSamples, questions
+from torchtitan_lite.data.pairs import PairSamples
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.token_files import document_ends, read_meta
-from torchtitan_lite.errors import DataError
-from torchtitan_lite.models.loss import IGNORE
 
 ROWS = [(f'the {i}-th text, "quoted",\nof {"many words " * (i % 9)}', f"text {i}") for i in range(300)]
-GOOD = '{"text": "a", "headline": "b"}\n'
 KEYS = ["--source-key", "text", "--target-key", "headline", "--tokenizer", "bytes"]
 
 
@@ -62,77 +57,6 @@ def decoded(folder: Path, split: str) -> list[tuple[str, str]]:
     stream = stream_of(folder, split)
     texts = [tokenizer.decode(stream[a : b - 1]) for a, b in itertools.pairwise(ends)]
     return list(zip(texts[::2], texts[1::2], strict=True))
-
-
-@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
-def test_every_pair_is_stored_once_and_together(suffix: str, tmp_path: Path) -> None:
-    file, out = written(suffix, tmp_path), tmp_path / "out"
-    prefix = "summarize: "
-    assert main([str(file), *KEYS, "--source-prefix", prefix, "--val-fraction", "0.2", "--out", str(out)]) == 0
-    train, val = decoded(out, "train"), decoded(out, "val")
-    assert sorted(train + val) == sorted((prefix + source, target) for source, target in ROWS)
-    assert 20 < len(val) < 110
-    keys = {"source_key": "text", "target_key": "headline", "source_prefix": prefix}
-    assert json.loads((out / "pairs.json").read_bytes()) == keys
-    assert main(["--verify", str(out)]) == 0
-
-
-def test_rows_of_an_encoder_decoder(prepared: Path) -> None:
-    samples = PairSamples(prepared, "train", config_of(prepared))
-    tokenizer = Tokenizer.from_file(str(prepared / "tokenizer.json"))
-    found = decoded(prepared, "train")
-    rows = samples.draw(np.arange(samples.n_samples), None)
-    assert rows.tokens.shape == (len(found), 64)
-    assert rows.targets.shape == (len(found), 10)
-    for row, (source, target) in enumerate(found):
-        wanted = [*tokenizer.encode(source).ids[:63], 1]
-        assert rows.tokens[row].tolist() == wanted + [0] * (64 - len(wanted))
-        wanted = [*tokenizer.encode(target).ids[:9], 1]
-        assert rows.targets[row].tolist() == wanted + [IGNORE] * (10 - len(wanted))
-    assert samples.n_targets(np.arange(samples.n_samples), None) == (rows.targets != IGNORE).sum()
-    long = sum(len(source.encode()) > 63 for source, _ in found)
-    cut = f"{len(found):,} pairs; {long:,} sources cut to 64 tokens and 0 targets cut to 10 tokens"
-    assert samples.notes == (cut,)
-
-
-def test_rows_of_a_decoder_have_a_loss_on_the_target_only(prepared: Path) -> None:
-    config = config_of(prepared, "llama")
-    assert config.input_len == config.target_len == 74
-    samples = PairSamples(prepared, "train", config)
-    tokenizer = Tokenizer.from_file(str(prepared / "tokenizer.json"))
-    rows = samples.draw(np.arange(samples.n_samples), None)
-    assert rows.tokens.shape == rows.targets.shape == (samples.n_samples, 74)
-    for row, (source, target) in enumerate(decoded(prepared, "train")):
-        first, then = tokenizer.encode(source).ids[:63], [*tokenizer.encode(target).ids[:9], 1]
-        together = [1, *first, 1, *then]
-        assert rows.tokens[row, : len(together) - 1].tolist() == together[:-1]
-        known = rows.targets[row] != IGNORE
-        assert rows.targets[row][known].tolist() == then
-        assert np.flatnonzero(known)[0] == len(first) + 1, "the end mark after the source predicts the first token"
-    assert samples.n_targets(np.arange(samples.n_samples), None) == (rows.targets != IGNORE).sum()
-
-
-@pytest.mark.parametrize("family", ["t5", "llama"])
-def test_questions_are_sources_as_in_training_with_whole_targets(family: str, prepared: Path) -> None:
-    samples = PairSamples(prepared, "val", config_of(prepared, family, target_len=5))
-    encode, beginning = Tokenizer.from_file(str(prepared / "tokenizer.json")).encode, [1] * (family == "llama")
-    pairs = [(encode(source).ids, encode(target).ids) for source, target in decoded(prepared, "val")]
-    found = samples.questions(np.arange(len(pairs)), None)
-    assert found == [([*beginning, *source[:63], 1], target) for source, target in pairs]
-    assert samples.mean_tokens == sum(len(source) + len(target) + 2 for source, target in pairs) / len(pairs)
-    assert questions(Mixture([samples], [1.0], [""]), 10**6, 3) == samples.questions(np.arange(len(pairs)), 3) != found
-
-
-def test_blind_sources_are_empty(prepared: Path) -> None:
-    blind = PairSamples(prepared, "train", config_of(prepared, blind_source=True, target_len=7))
-    n, long = blind.n_samples, sum(len(target) > 6 for _, target in decoded(prepared, "train"))
-    cut = f"{n} pairs; 0 sources cut to 64 tokens and {long} targets cut to 7 tokens"
-    assert blind.notes == (f"{cut}; data.blind_source leaves every source empty",)
-    rows = PairSamples(prepared, "train", config_of(prepared, blind_source=True)).draw(np.arange(5), None)
-    assert rows.tokens[:, 0].tolist() == [1] * 5
-    assert not rows.tokens[:, 1:].any()
-    seen = PairSamples(prepared, "train", config_of(prepared)).draw(np.arange(5), None)
-    assert rows.targets.tolist() == seen.targets.tolist()
 
 
 def test_an_epoch_has_every_pair_once_in_blocks_of_similar_length_in_random_order(
@@ -177,105 +101,21 @@ def test_a_batch_is_the_same_in_every_layout_but_for_padding(prepared: Path) -> 
         assert [drawn.tokens.shape[1], drawn.targets.shape[1]] == [-(-end // 8) * 8 for end in ends]
 
 
-def test_the_default_pairs_are_functions_and_the_first_sentences_of_their_docstrings(
+def test_the_default_pairs_are_made_again_for_another_library_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    functions = [f'def f{i}(x):\n    """Add {i}."""\n    return x + {i}\n' for i in range(50)]
     (tmp_path / "lib").mkdir()
-    others = (
-        'x = 1\n\x0c\ndef f(x):\n    """Add one. More."""\n    @cache\n    def g(): ...\n    return x + 1\n',
-        'async def h():\n    """Ask\n    twice? Yes.\n\n    Later."""\n    return 2\n',
-    )
-    functions = [f'def f{i}(x):\n    """Add {i}."""\n    return x + {i // 2}\n' for i in range(100)]
-    (tmp_path / "lib/a.py").write_text("".join([*others, *functions]))
-    (tmp_path / "lib/other.py").write_text("def f(:  # of another version\n")
-    for name in ("test", "x/tests", "idlelib/idle_test", "site-packages", "dist-packages"):
-        (tmp_path / "lib" / name).mkdir(parents=True)
-        (tmp_path / "lib" / name / "c.py").write_text('def f(x):\n    """Skipped."""\n    return -x\n')
+    (tmp_path / "lib/a.py").write_text("".join(functions))
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
     config = DataConfig(objective="pairs", target_len=32, cache_dir=str(tmp_path / "cache"))
-    said: list[str] = []
-    data = prepare_all(config, TokenizerConfig(path="bytes"), said.append)
-    assert [source.name for source in data.sources] == ["functions of Python's standard library"]
-    folder = data.folder
-    wanted = [
-        *((f"return x + {i}", f"Add {2 * i}.") for i in range(50)),  # each body once, with the first docstring
-        *(("@cache\ndef g(): ...\nreturn x + 1", "Add one."), ("return 2", "Ask twice?")),
-    ]
-    found = decoded(folder, "train") + decoded(folder, "val")
-    assert sorted(found) == sorted(wanted)
+    folder = prepare_all(config, TokenizerConfig(path="bytes"), print).folder
     (file,) = (tmp_path / "cache").glob("functions-*.jsonl")
     before = file.stat().st_mtime_ns
-    assert prepare_all(config, TokenizerConfig(path="bytes"), said.append).folder == folder
+    assert prepare_all(config, TokenizerConfig(path="bytes"), print).folder == folder
     assert file.stat().st_mtime_ns == before
     (tmp_path / "lib/b.py").write_text('def f(x):\n    """Add more."""\n    return x + 1000\n')
-    assert prepare_all(config, TokenizerConfig(path="bytes"), said.append).folder != folder
-
-
-BAD: list[tuple[str, str | bytes, str]] = [
-    (
-        "a.csv",
-        "text,other\na,b\n",
-        'no column "headline": its columns are text, other; --text-key (data.text_key), or --source-key and',
-    ),
-    ("a.csv", "text,headline\na,b\nc\n", "line 3: has 1 columns, its header has 2"),
-    ("a.csv", "text,headline\nHello, world,Title one\n", "line 2: has 3 columns, its header has 2"),
-    ("a.csv", "text,text,headline\na,b,c\n", 'has 2 columns "text"; which one holds the text is ambiguous'),
-    ("a.csv", "text,headline\na,b\nc,\n", 'line 3: "headline" should be text, but is ""'),
-    ("a.csv", b"text,headline\na,b\n\xff,d\n", "can't be read after line 2: 'utf-8' codec"),
-    ("a.csv", 'text,headline\n" ",b\n', 'line 2: "text" should be text, but is " "'),
-    ("a.jsonl", GOOD + '{"text": "a"}\n', 'line 2: no "headline": its keys are text; --text-key'),
-    ("a.jsonl", '{"text": "", "headline": "b"}\n', 'line 1: "text" should be text, but is ""'),
-    ("a.jsonl", '{"text": "a", "headline": " \\n "}\n', 'line 1: "headline" should be text, but is " \\n "'),
-    ("a.jsonl", '{"text": "a", "headline": null}\n', 'line 1: "headline" should be text, but is null'),
-    ("a.jsonl", b'{"text": "\xff", "headline": "b"}\n', "line 1: not JSON"),
-    ("a.jsonl", "[1]\n", 'line 1: no "text": it is not an object'),
-    ("a.txt", "text", "has no columns; pairs are read from .jsonl, .csv, .tsv and .parquet"),
-]
-
-
-@pytest.mark.parametrize(("name", "content", "expected"), BAD)
-def test_a_bad_pair_is_refused_with_its_place_or_skipped_and_counted(
-    name: str, content: str | bytes, expected: str, tmp_path: Path, refuses: Callable[..., str]
-) -> None:
-    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    (tmp_path / "good.jsonl").write_text("".join(json.dumps({"text": s, "headline": t}) + "\n" for s, t in ROWS[:50]))
-    command = [str(tmp_path / name), str(tmp_path / "good.jsonl"), *KEYS, "--out", str(tmp_path / "out")]
-    assert expected in refuses(*command)
-    assert main([*command, "--on-error", "skip"]) == 0
-    assert sum(read_meta(tmp_path / "out").skipped.values()) == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ("--source-key a", "pairs need two keys or columns"),
-        ("--source-prefix x", "pairs need two keys or columns"),
-        ("--source-key a --target-key a", "pairs need two keys or columns"),
-        ("--source-key a --target-key b --text-key c", "--text-key is for texts"),
-    ],
-)
-def test_wrong_keys_are_refused(options: str, expected: str, tmp_path: Path, refuses: Callable[..., str]) -> None:
-    assert expected in refuses(str(written(".csv", tmp_path)), *options.split(), "--out", tmp_path / "out")
-
-
-def test_other_data_is_refused(prepared: Path, text: Path, tmp_path: Path) -> None:
-    causal = Config(data=DataConfig(path=str(prepared)))
-    with pytest.raises(DataError, match='holds pairs; use data.objective = "pairs"'):
-        open_samples(prepare_all(causal.data, TokenizerConfig(), print), "train", causal)
-    assert main([str(text), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]) == 0
-    with pytest.raises(DataError, match=r'holds texts, but data.objective = "pairs" needs sources with targets'):
-        PairSamples(tmp_path / "out", "train", config_of(tmp_path / "out"))
-    with pytest.raises(
-        DataError,
-        match=f"prepared pairs, and {text} is not: run python -m torchtitan_lite.data.prepare {text} --source-k",
-    ):
-        prepare_all(config_of(text).data, TokenizerConfig(), print)
-    file = written(".csv", tmp_path)
-    plain = ["--tokenizer", str(tmp_path / "out/tokenizer.json")]
-    assert main([str(file), *KEYS[:4], *plain, "--out", str(tmp_path / "decoders")]) == 0
-    with pytest.raises(DataError, match=r"the tokenizer has no <pad> with id 0"):
-        PairSamples(tmp_path / "decoders", "train", config_of(tmp_path / "decoders"))
-    PairSamples(tmp_path / "decoders", "train", config_of(tmp_path / "decoders", "llama"))
+    assert prepare_all(config, TokenizerConfig(path="bytes"), print).folder != folder
 
 
 def test_a_source_is_on_one_side_only_whatever_its_targets_are(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 
 from tests.data.test_data import decoded, make
 from tests.data.test_prepare import TEXTS, as_jsonl, contents, succeeds, write
-from torchtitan_lite.config.paths import is_prepared
 from torchtitan_lite.data import packing
 from torchtitan_lite.data.packing import PackedSamples
 from torchtitan_lite.data.prepare import folder as folders
@@ -169,39 +167,3 @@ def test_an_overwritten_index_is_found(name: str, packed: tuple[Path, Path]) -> 
 
 
 # --- folders that are not ours ----------------------------------------------------------------------------------
-
-
-DAMAGED = r"the prepared data is damaged \(.*; prepare the text again into another folder"
-DAMAGE: list[tuple[bytes | dict[str, Any], str]] = [
-    *((content, DAMAGED) for content in (b"", b"{", b"\xff", b"[" * 200_000, b'{"format_version": 6}')),
-    *(({"documents": "many"}, DAMAGED), ({"train_tokens": -1}, DAMAGED), ({"files": []}, DAMAGED)),
-    *(({"skipped": 3}, DAMAGED), ({"tokens_sha256": None}, DAMAGED), ({"unknown_tokens": True}, DAMAGED)),
-    ({"more": 1}, DAMAGED),
-    ({"format_version": 3}, "out has format 3, but this version reads 6: prepare the text again into"),
-    ({"format_version": None}, "out has format None, but this version reads 6: prepare the text again into"),
-]
-
-
-def changed(folder: Path, damage: bytes | dict[str, Any], out: Path) -> Path:
-    """A copy with another meta.json, or with other values in it."""
-    meta = shutil.copytree(folder, out) / "meta.json"
-    known = json.loads(meta.read_bytes())
-    meta.write_bytes(damage if isinstance(damage, bytes) else json.dumps(known | damage).encode())
-    return out
-
-
-@pytest.mark.parametrize(("damage", "expected"), DAMAGE, ids=lambda value: str(value)[:20])
-def test_a_damaged_or_older_meta_json_is_an_error(
-    damage: bytes | dict[str, Any], expected: str, lines: Path, tmp_path: Path
-) -> None:
-    folder = changed(lines, damage, tmp_path / "out")
-    assert is_prepared(folder)
-    with pytest.raises(DataError, match=expected):
-        read_meta(folder)
-
-
-def test_verify_finds_an_identity_that_is_not_that_of_the_tokens(
-    lines: Path, tmp_path: Path, refuses: Callable[..., str]
-) -> None:
-    folder = changed(lines, {"tokens_sha256": "0" * 64}, tmp_path / "out")
-    assert "tokens_sha256 does not match the token files" in refuses("--verify", folder)

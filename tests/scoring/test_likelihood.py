@@ -3,7 +3,6 @@
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from tokenizers import Tokenizer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.data.test_data import decoded, make, rows
+from tests.data.test_data import make, rows
 from tests.helpers import checkpoint, ranks, records, run_distributed, succeeded, tiny
 from torchtitan_lite.config.schema import Config, FsdpConfig, ModelConfig
 from torchtitan_lite.data.dataset import DataSet
@@ -25,10 +24,9 @@ from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.parallelize import apply_fsdp
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.models import Transformer, build
-from torchtitan_lite.scoring import find_tasks
 from torchtitan_lite.scoring.likelihood import Window, pad_batch, sums_by_item
 from torchtitan_lite.scoring.statistics import Array, ratio, ratio_difference
-from torchtitan_lite.scoring.validation import SUBSET_SEED, Score, Validation, eval_line, evaluate, evaluate_average
+from torchtitan_lite.scoring.validation import SUBSET_SEED, Score, Validation, evaluate, evaluate_average
 
 CPU = torch.device("cpu")
 VOCABULARY = 517
@@ -155,33 +153,6 @@ def test_the_average_of_a_tied_model_has_its_own_score(folder: Path) -> None:
         assert record == {"step": 3, **expected}
         assert average.loss != before.loss
         assert line.startswith(f"eval    step 3  ema loss {average.loss:.4f} +- ")
-
-
-@pytest.mark.parametrize(
-    ("bits", "unigram", "expected"),
-    [
-        (1.5, 2.0, "  bits/byte 1.500 +- 0.062  (25 % below unigram 2.000; 5 of 60 sequences, 1.3 s)"),
-        (2.5, 2.0, "  bits/byte 2.500 +- 0.062  (25 % above unigram 2.000; 5 of 60 sequences, 1.3 s)"),
-        (math.inf, 2.0, "  bits/byte inf +- 0.062  (unigram 2.000; 5 of 60 sequences, 1.3 s)"),
-        (math.nan, math.nan, "  (5 of 60 sequences, 1.3 s)"),
-    ],
-)
-def test_the_line_of_a_validation(bits: float, unigram: float, expected: str) -> None:
-    validation: Any = SimpleNamespace(n_samples=5, samples=SimpleNamespace(n_samples=60))
-    score = Score(2.25, 0.125, bits, 0.0625, unigram, {"a": (2.5, 0.75), "b": (3.25, math.nan)})
-    assert eval_line(7, score, validation, 1.26) == (
-        f"eval    step 7  loss 2.2500 +- 0.1250{expected}\n"
-        "        a: loss 2.5000  bits/byte 0.750\n"
-        "        b: loss 3.2500"
-    )
-
-
-def test_a_built_in_task_is_made_from_some_held_out_documents_of_each_source(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(find_tasks, "MOST_DOCUMENTS", 2)
-    data, every = DataSet.open({"a": (1, folder), "b": (1, folder)}), decoded(folder, "val")
-    assert [*find_tasks.held_out_documents("", data)] == 2 * every[:: -(-len(every) // 2)] != 2 * every
 
 
 def validation_of(data_set: DataSet, samples: int, rank: int = 0, world_size: int = 1, **more: object) -> Validation:

@@ -14,10 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from tests.helpers import ranks, succeeded
 from torchtitan_lite.distributed.process_group import Process
-from torchtitan_lite.errors import ConfigError, DataError, UserError
+from torchtitan_lite.errors import ConfigError, UserError
 from torchtitan_lite.scoring import questions, task_scores, task_tokens
-from torchtitan_lite.scoring.brackets import CHOICES, EACH, _closing, brackets
-from torchtitan_lite.scoring.questions import Kind, Question, Task
 from torchtitan_lite.tools.evaluation import evaluate
 from torchtitan_lite.tools.load_model import Opened, open_model
 
@@ -173,20 +171,6 @@ def test_last_words_equal_those_of_transformers(folder: Path, tmp_path: Path) ->
     assert figures["bits_per_byte"] == pytest.approx(sum(n for n, *_ in found) / n_bytes / math.log(2), rel=1e-5)
 
 
-def test_likelihoods_that_are_not_finite_have_no_score(opened: Opened) -> None:
-    opened.model.norm.weight.data.fill_(math.nan)  # type: ignore[operator]
-    rows: dict[Kind, Question] = {
-        "multiple choice": Question(("the cat",) * 2, (" sat", " mat")),
-        "last word": Question(("the cat",), (" sat",)),
-    }
-    encoder = task_tokens.text_encoder(opened.tokenizer, opened.ends, "a question")
-    for kind, question in rows.items():
-        ready = task_tokens.encode_task(Task("task", kind, [question]), encoder, task_tokens.Inputs([0], [0], LENGTH))
-        figures = task_scores.score(opened.model, ready, ALONE).figures()
-        assert math.isnan(figures["score"]), kind
-        assert task_scores.figure_text(figures, "score") == "not finite"
-
-
 def test_ranks_that_read_other_questions_are_refused(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,89 +184,6 @@ def test_ranks_that_read_other_questions_are_refused(
     monkeypatch.setattr(evaluate, "gather", lambda mine: [mine, [task.digest]])
     with pytest.raises(ConfigError, match="^--tasks: the ranks have read different questions: is it the same file"):
         evaluate.tasks_of(opened, given, 32, replace(ALONE, world_size=2))
-
-
-def test_the_first_line_names_the_main_score(tmp_path: Path) -> None:
-    task = questions.read(str(jsonl(tmp_path / "task.jsonl", [{"score": "per_byte"}, *CHOICE])))
-    assert (task.name, task.main, len(task.questions)) == ("task", "per_byte", len(CHOICE))
-
-
-GOOD = json.dumps(CHOICE[0])
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "no questions; each line is one"),
-        ('{"score": "f1"}\n' + GOOD, "line 2: \"score\": 'f1' does not exist; plain or per_byte or per_token works"),
-        ("\n\n", "no questions"),
-        ("\ufeff" + GOOD + "\r\n{", "line 2: EOF while parsing an object"),  # as some editors save it
-        (GOOD + "\n\n[1]", "line 3: no known kind of question"),
-        (b'{"context": "\xff"}', "line 1: invalid unicode"),
-        ("[" * 100_000, "line 1: recursion limit exceeded"),
-        ('{"context": "a"}', "line 1: no known kind of question"),
-        ('{"context": "a", "choices": ["b"], "answer": 0}', "\"choices\" is ['b']: List should have at least 2 items"),
-        ('{"context": "a", "choices": ["b", ""], "answer": 0}', "\"choices.1\" is '': String should have at least 1"),
-        ('{"context": "a", "choices": ["b", 1], "answer": 0}', '"choices.1" is 1: Input should be a valid string'),
-        (
-            '{"context": "a", "choices": ["b", "c"], "answer": 2}',
-            '"answer" is 2 and should be the index of the right choice, 0 to 1',
-        ),
-        ('{"context": "a", "choices": ["b", "c"], "answer": -1}', '"answer" is -1: Input should be greater than or'),
-        (
-            '{"context": "a", "contexts": ["a", "b"], "choices": ["b", "c"], "answer": 0}',
-            'give "context", or "contexts", a list of 2 texts, one for each choice',
-        ),
-        (
-            '{"context": "a", "choices": ["b", "c"], "answer": true}',
-            '"answer" is True: Input should be a valid integer',
-        ),
-        ('{"context": "a", "choices": ["b", "c"]}', '"answer" is '),
-        ('{"choices": ["b", "c"], "answer": 0}', 'give "context", or "contexts", a list of 2 texts'),
-        ('{"contexts": ["a"], "choices": ["b", "c"], "answer": 0}', 'give "context", or "contexts", a list of 2 texts'),
-        ('{"context": "a", "continuation": "b", "choises": ["b"]}', "\"choises\" is ['b']: Extra inputs"),
-        ('{"context": "a", "continuation": " "}', '"continuation" is '),
-        ('{"context": "\\ud800", "continuation": "b"}', "unexpected end of hex escape"),
-        (
-            GOOD + '\n{"context": "a", "continuation": "b"}',
-            "line 2: a last word question after others; put each kind into a separate file",
-        ),
-        ('{"context": "a", "choices": ["b", "c", "b"], "answer": 2}', "has the right one, 'b', more than once"),
-    ],
-)
-def test_a_bad_file_names_the_line(content: str | bytes, message: str, tmp_path: Path) -> None:
-    file = tmp_path / "task.jsonl"
-    file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(DataError) as caught:
-        questions.read(str(file))
-    assert message in str(caught.value)
-    assert str(file) in str(caught.value)
-
-
-def test_brackets_are_balanced_and_have_their_partner() -> None:
-    code = "x = {'a': [1, 2], 'b': (3, 4)}\n" * 100 + ") ] unbalanced in a comment }\n" + "f() " * 50
-    task = brackets([code, code])
-    answers = [question.answer for question in task.questions]
-    assert [answers.count(i) for i in range(3)] == [EACH] * 3
-    assert task.chance == pytest.approx(1 / 3)
-    for question in task.questions:
-        assert question.choices == CHOICES
-        partner, closing = "([{"[question.answer], CHOICES[question.answer]
-        after = question.contexts[0].rpartition(partner)[2]
-        assert partner in question.contexts[0]
-        assert after
-        assert closing not in after
-    assert task == brackets([code, code])
-    assert task.digest[:12] == "5216413e8c67", "scores compare only if the questions stay"
-    # directly after its partner, near, as far as counts, too far, after one that is not closed, and near
-    assert [*_closing(f"()(a)({'x' * 99})({'x' * 100})[)](b)")] == [4, 105, 213]
-    two = brackets(["f(x, y[0])  # {unclosed\n" * 5])
-    assert {question.choices for question in two.questions} == {(")", "]")}
-    assert two.chance == 0.5
-    with pytest.raises(
-        DataError, match=r"has too few closing brackets \(5 of \), 4 of \], 0 of \}\); give it a .jsonl"
-    ):
-        brackets(["f(x) [y] " * 4 + "f(x)"])
 
 
 @pytest.mark.parametrize(
