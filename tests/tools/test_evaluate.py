@@ -13,7 +13,7 @@ from tests.helpers import checkpoint, ranks, records, succeeded, tiny
 from torchtitan_lite.data.prepare.__main__ import main as prepare
 from torchtitan_lite.data.prepare.tokenizer import byte_level
 from torchtitan_lite.distributed.process_group import Process
-from torchtitan_lite.errors import DataError, UserError
+from torchtitan_lite.errors import DataError
 from torchtitan_lite.huggingface import weights
 from torchtitan_lite.tools.evaluation import evaluate
 from torchtitan_lite.tools.evaluation.documents import Document, Texts, documents, hash_of, score_documents
@@ -157,7 +157,7 @@ def test_models_with_other_windows_are_scored_in_the_shortest(
 
 
 def test_different_documents_have_no_difference(folder: Path) -> None:
-    """As many, of as many tokens and bytes: only their text tells. test_tables.py has what follows from that."""
+    """As many, of as many tokens and bytes: only their text tells. run/test_recorded_lines.py has what follows."""
     model = open_model(folder, ALONE.device, torch.float32).model
     three = ([Document([5, 6], 2, hash_of(text))] for text in (b"ab", b"ab", b"ba"))
     one, same, other = (score_documents(model, found, [0], 16, ALONE, 1) for found in three)
@@ -212,36 +212,3 @@ def test_a_prepared_folder_scores_as_its_text(finished: Path, text: Path, tmp_pa
     (some,) = scored(1, *arguments, "--documents=1", out=tmp_path / "some.json")
     assert some["texts"][str(out)]["documents"] == some["texts"][str(text)]["documents"] == 1
     assert some["texts"][str(text)]["loss_stderr"] is None
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["HF"], "give --data"),
-        (["HF", "--data", "nosuch.txt"], "nosuch.txt"),
-        (["HF", "--data", "TEXT", "--seq-len=17"], "at most 16 tokens"),
-        (["HF", "--data", "TEXT", "--text-key=body"], 'line 1: no "body": its keys are text; --text-key'),
-        (["HF", "--data", "TEXT", "nosuch.txt"], "nosuch.txt"),
-        (["nosuch", "--data", "TEXT"], "nosuch does not exist"),
-        (["HF", "nosuch", "--data", "TEXT"], "nosuch does not exist"),
-        (
-            ["HF", "--data", "TEXT", "--tokenizer=/dev/null"],
-            "/dev/null is not a regular file: name the model's tokenizer.json",
-        ),
-        (["PAIRS", "--data", "TEXT"], "--source-key"),
-        (["ONE", "--data", "PREPARED"], "was not prepared with the tokenizer of"),
-        (["ONE", "--json", "nosuch/x.json"], "it is a folder, or its folder is missing or read-only"),
-        (["ONE", "--json", "."], "--json=. can't be written: it is a folder"),
-        (["ONE", "--json", "/dev/null/x.json"], "its folder is missing or read-only"),
-        (["HF", "--data", "TEXT", ""], "one of the names of the text is empty"),
-        (["ONE", "--documents=0"], "--documents=0 should be at least 1"),
-        (["ONE", "--seq-len=-1"], "--seq-len=-1 should be"),
-    ],
-)
-def test_bad_input_is_an_error_with_a_remedy(
-    arguments: list[str], message: str, folder: Path, texts: Path, finished: Path, pairs: Path
-) -> None:
-    named = {"HF": folder, "TEXT": texts, "PAIRS": pairs / "run", "ONE": finished, "PREPARED": pairs / "prepared"}
-    wanted = evaluate.options_of([str(named.get(argument, argument)) for argument in arguments])
-    with pytest.raises(UserError, match=message):
-        evaluate.evaluate(wanted, ALONE)

@@ -1,7 +1,6 @@
 """Generation: the cache does not change the text, and every kind of folder gives the same text."""
 
 import io
-import json
 import re
 import shutil
 from dataclasses import replace
@@ -126,16 +125,6 @@ def test_what_is_printed_and_every_option_has_its_effect(finished: Path, capsys:
     assert list(generate.tokens_of(replace(opened, ends=(tokens[4],)), ids, some)) == up_to, "an end token ends it"
     assert opened.source == f"{checkpoint(finished, 4)} (gpt, 59,744 parameters)"
     assert (generate.encode(opened, ""), len(generate.encode(opened, "x" * 36))) == ([0], 36)
-    for arguments, says in (
-        (["--prompt=a", "--beams=2"], f"--beams is for encoder-decoders, and {finished} holds a decoder: leave"),
-        (["--prompt=a", "--ema"], "holds no averages of the weights"),
-        (
-            ["--prompt=a", "--beams=1001", "--length-penalty=11"],
-            "--beams=1001 should be 1 to 1000, e.g. 4\n  --length-",
-        ),
-    ):
-        assert generate.main([str(finished), *arguments]) != 0
-        assert says in capsys.readouterr().err
 
 
 def test_an_opened_model_knows_its_window_its_beginning_and_its_data(finished: Path) -> None:
@@ -200,41 +189,6 @@ def test_a_conversation_ends_at_an_empty_line(
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\n"), encoding="utf-8"))
     assert generate.main([str(finished), "--interactive"]) == 2
     assert "is not utf-8" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--prompt", "word " * 60], "a prompt of at most 36 works"),
-        ([], "nothing to continue"),
-        (["--prompt", "x", "--temperature=-1", "--top-p=0"], "--top-p=0.0 should be above 0"),
-        (["--prompt", "x", "--tokenizer=none.json"], "none.json does not exist"),
-        (["--prompt", "x", "--temperature=nan"], "--temperature=nan should be 0 (always the likeliest token)"),
-        (["--prompt", "x", "--temperature=inf"], "--temperature=inf should be 0 (always the likeliest token)"),
-        (["--prompt", "x", "--top-p=nan"], "--top-p=nan should be above 0"),
-        (["--prompt", "x", "--top-k=-1", "--max-tokens=0"], "--top-k=-1 should be 0 (all) or more"),
-        (["--prompt", "x", "--max-tokens=-5"], "--max-tokens=-5 should be at least 1"),
-        (["--prompt", "x", "--seed=" + "9" * 30], "have at most 63 bits"),
-        (["--prompt", "a\udcff"], "the tokenizer can't encode the prompt 'a\\udcff'"),
-    ],
-)
-def test_invalid_options_are_errors_that_say_what_works(
-    arguments: list[str], said: str, finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert generate.main([str(finished), *arguments]) == 2
-    assert said in capsys.readouterr().err
-
-
-def test_folders_without_a_model_are_errors(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "bert").mkdir()
-    (tmp_path / "bert/config.json").write_text(json.dumps({"model_type": "bert"}))
-    for folder, said in (
-        (finished.parent / "rnu", f"does not exist; runs there: {finished}"),
-        (tmp_path, "is not a run with a checkpoint"),
-        (tmp_path / "bert", "model_type bert is not among"),
-    ):
-        assert generate.main([str(folder), "--prompt", "x"]) == 2
-        assert said in capsys.readouterr().err
 
 
 def test_a_tokenizer_of_another_model_is_refused(

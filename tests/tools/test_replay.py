@@ -87,15 +87,6 @@ def damage(folder: Path) -> None:
 # --- what has to be equal ---------------------------------------------------------------------------------------
 
 
-def test_another_command_is_refused_with_the_name_of_each_key(trained: Path, text: Path) -> None:
-    result = replay(text, trained, 7, "--optim.lr=0.5", n=1)
-    assert result.returncode == 2
-    assert "--replay=7: the steps 5 to 7, after the newest complete checkpoint before, need the" in result.stderr
-    for difference in ("optim.lr was 0.004, and is 0.5 here", "world_size was 2, and is 1 here"):
-        assert f"\n  {difference}" in result.stderr
-    assert "differs" not in result.stderr
-
-
 def recorded_by(folder: Path, step: int = 7, name: str = "run") -> tuple[Config, int, dict[str, Any]]:
     """A run's config as `read` needs it, the step, and what its numbers depended on in the newest attempt."""
     attempt = attempts.read(folder / name)[-1]
@@ -141,38 +132,6 @@ def test_only_a_start_depends_on_the_initial_weights(trained: Path) -> None:
     assert read(config, 7, other)
     with pytest.raises(ConfigError, match='model.init_from was "", and is "there" here'):
         read(config, 3, other)
-
-
-DIFFERENT: list[tuple[tuple[Any, ...], tuple[Any, ...], str]] = [  # loss, norm and sums of ranks: then, and now
-    ((1, 2, [3, 4]), (1, 2, [3, 4]), ""),
-    ((1, 2, None), (1, 2, [3, 4]), ""),
-    ((1, 2, None), (5, 6, [3, 4]), "the loss was 1, and is 5, the gradient norm was 2, and is 6"),
-    ((1, 2, [3]), (5, 2, [6]), "the loss was 1, and is 5"),
-    (
-        (1, 2, [3, 4, 5]),
-        (9, 2, [7, 4, None]),
-        "rank 0: the sum of its losses was 3, and is 7; rank 2: the sum of its losses was 5, and is None; equal on all "
-        "other ranks",
-    ),
-    (
-        (1, 2, [3, 4]),
-        (1, 6, [3, 4]),
-        "the gradient norm was 2, and is 6; the loss of each rank is equal, so it was a backward pass or a sum over "
-        "ranks",
-    ),
-    (
-        (1, 2, [3, 4]),
-        (9, 2, [7, 8]),
-        "the loss was 1, and is 9; on all ranks, so the parameters had differed before: the update of ",
-    ),
-]
-
-
-@pytest.mark.parametrize(("then", "now", "expected"), DIFFERENT)
-def test_a_difference_names_its_ranks_and_its_cause(then: tuple[Any], now: tuple[Any], expected: str) -> None:
-    one, other = (dict(zip(("loss", "grad_norm", "rank_losses"), values, strict=True)) for values in (then, now))
-    for equal, update in ((6, "step 6"), (4, "a step from 4 to 6")):
-        assert replays.differs(one, other, 7, equal) == expected + update * expected.endswith("update of ")
 
 
 FAULT = "Replay it once more: if two replays agree with each other, a fault hit the run; if they differ, this machine "

@@ -233,61 +233,6 @@ def test_a_text_is_found_at_the_steps_that_hold_its_documents(texts: Path, tmp_p
         assert found == [row for row in every if row["place"] in lines], case
 
 
-def test_what_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of pairs that are shown in part, of a run with skipped samples, of a fork, and of long lists."""
-    pairs = [{"source": "long " * 14 + str(i), "target": f"title {i}"} for i in range(3)]
-    for name, rows in (("in", pairs), ("val", [{"source": "held out", "target": "title"}] * 2)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    folder = prepared(tmp_path / "in.jsonl", tmp_path / "out", *PAIR_KEYS, f"--held-out={tmp_path / 'val.jsonl'}")
-    config = config_of(folder, **CASES["pairs"][0], train__steps=120, train__global_batch_size=2)
-    config = config.model_copy(update={"data": config.data.model_copy(update={"skip_samples": [[4, 7]]})})
-    run = begin(tmp_path / "run", config)
-    samples = open_samples(prepare_all(config.data, config.tokenizer, print), "train", config).sources[0]
-
-    def lines(steps: range) -> list[str]:
-        found = []
-        for step, sample in ((step, 2 * step - 2 + i + 3 * (step > 2)) for step in steps for i in range(2)):
-            (pair,) = samples.indices(np.array([sample]), 3).tolist()
-            where = f"step {step}  sample {sample}  {folder}: {tmp_path / 'in.jsonl'} line {pair + 1}"
-            found.append(f"{where} (source), tokens 0 to 63 of 72: '{'long ' * 12}...'")
-            found.append(f"{where} (target), tokens 0 to 7 of 8: 'title {pair}'")
-        return found
-
-    def printed(run: Path, *arguments: str) -> list[str]:
-        capsys.readouterr()
-        assert which([str(run), *arguments]) == 0
-        return capsys.readouterr().out.splitlines()
-
-    skipped = "note    the samples 4 to 6 were skipped before step 3"
-    assert printed(run, "--step=2", "--to=3", f"--json={tmp_path / 'a.json'}") == [
-        skipped,
-        "steps 2 to 3: samples 2 to 8, 8 parts of documents",
-        *lines(range(2, 4)),
-    ]
-    written = json.loads((tmp_path / "a.json").read_bytes())
-    assert [(row["step"], row["side"], row["unit"]) for row in written.pop("documents")][3:5] == [
-        (2, "target", "line"),
-        (3, "source", "line"),
-    ]
-    assert written == {"run": str(run), "notes": [skipped[8:]], "steps": [[2, 2, 4], [3, 7, 9]]}
-
-    steps = ", ".join(map(str, range(1, 101)))
-    assert printed(run, "--find=o") == [
-        "note    3 documents containing 'o' in the training split, 2 in the validation split",
-        f"parts of these documents are seen at 120 steps of 120: {steps}, and 20 more",
-        *[line for line in lines(range(1, 121)) if "(source)" in line][:200],
-        "and 40 more; --json FILE has all",
-    ]
-
-    # a fork
-    fork = begin(tmp_path / "fork", config, 118, 239, forked_from="another/checkpoint")
-    assert printed(fork, "--find=never") == [
-        "note    the steps before 119 belong to another/checkpoint, from which this run was forked",
-        "note    0 documents containing 'never' in the training split, 0 in the validation split",
-        "parts of these documents are seen at 0 steps of 2: -",
-    ]
-
-
 def test_each_step_is_of_the_last_attempt_that_began_before_it(texts: Path, tmp_path: Path) -> None:
     """A resume with other sizes, one after a killed attempt, and one from an older checkpoint, as the newest is bad."""
     sizes = {1: 6, 2: 4, 3: 8, 4: 5}
@@ -309,21 +254,3 @@ def test_each_step_is_of_the_last_attempt_that_began_before_it(texts: Path, tmp_
     begin(run, configs[4], 4, 24)
     assert starts(1, 4, 5, 10, 11) == [0, 18, 24, 49, 54]
     assert seen(run, "--step", "3", "--to", "6")["steps"] == [[3, 12, 18], [4, 18, 24], [5, 24, 29], [6, 29, 34]]
-
-
-def test_mistakes_are_refused(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = begin(tmp_path / "run", config_of(texts))
-    for arguments, expected in {
-        (str(run),): "give --step N, optionally with --to M; or --find TEXT, optionally with",
-        (str(run), "--find=a", "--to=4"): "give --step N, optionally with --to M; or --find TEXT, optionally with",
-        (str(run), "--step=501"): "--step=501: the run has the steps 1 to 500",
-        (str(run), "--step=5", "--to=4"): "--to=4 is before --step=5",
-        (str(run), "--step=5", "--to=0"): "--to=0",
-        (str(run), "--step=3", "--json=nowhere/a.json"): "nowhere is not a folder",
-        (
-            str(tmp_path / "no"),
-            "--step=3",
-        ): "is not the folder of a run that has begun to train: it has no attempts.jsonl",
-    }.items():
-        assert which(list(arguments)) == 2
-        assert expected in capsys.readouterr().err, arguments

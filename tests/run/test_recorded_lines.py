@@ -1,0 +1,506 @@
+"""What is said in cases that no small run comes to: recorded_lines.json has the results of calls."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic_core import to_json
+
+from tests.recorded import assert_recorded
+from torchtitan_lite import errors, hints, process, terminal
+from torchtitan_lite.checkpointing.state import TrainState
+from torchtitan_lite.config import load
+from torchtitan_lite.config.derive import derive
+from torchtitan_lite.config.schema import Config, ModelConfig
+from torchtitan_lite.distributed.process_group import Process
+from torchtitan_lite.errors import UserError
+from torchtitan_lite.run import (
+    checks,
+    console,
+    epochs,
+    mfu,
+    out_of_memory,
+    preemption,
+    resumed,
+    start_and_end,
+    watchdog,
+)
+from torchtitan_lite.run.watchdog import Place, RankState
+from torchtitan_lite.scoring.questions import Question, Task
+from torchtitan_lite.scoring.statistics import Array
+from torchtitan_lite.scoring.task_scores import TaskScore
+from torchtitan_lite.tools import checkpoints, migrate_accelerate
+from torchtitan_lite.tools.columns import columns
+from torchtitan_lite.tools.evaluation import tables
+from torchtitan_lite.tools.evaluation.documents import Scores
+from torchtitan_lite.tools.evaluation.tables import Scored
+from torchtitan_lite.tools.incidents import replay
+
+
+def config_of(values: dict[str, Any], world_size: int = 8) -> Config:
+    return load.load(None, values, world_size=world_size, n_gpus=8, elsewhere=True).config
+
+
+# --- the start of a run -----------------------------------------------------------------------------------------
+
+T5 = {"model.family": "t5", "data.objective": "span_corruption", "data.path": "x"}
+PAIRS = {
+    "data.path": "x",
+    "data.objective": "pairs",
+    "data.target_len": 7,
+    "data.source_key": "a",
+    "data.target_key": "b",
+}
+BF16 = {"fsdp.param_dtype": "bfloat16"}
+CONFIGS: list[tuple[dict[str, Any], int]] = [
+    ({}, 8),
+    ({"model.tie_embeddings": True, "model.family": "llama", "run.tf32": True, "run.device": "auto"}, 1),
+    ({"model.layer_pattern": ["window", "full"], "model.window": 64, "model.n_layers": 1}, 3),
+    ({"model.family": "qwen3_moe", "train.global_batch_size": 24, "train.micro_batch_size": 5}, 8),
+    ({"model.family": "olmo_hybrid", "train.global_batch_size": 9, "train.micro_batch_size": 5}, 2),
+    ({"model.family": "gemma3", "train.batch_schedule": [[0, 8], [4, 16]]} | BF16, 2),
+    ({"model.family": "resformer", "train.batch_schedule": [[0, 12], [4, 20]], "train.micro_batch_size": 8}, 1),
+    (T5 | {"sample.prompts": ["q"]}, 2),
+    (PAIRS | {"model.family": "t5", "run.name": "a b"}, 2),
+    (PAIRS | {"sample.prompts": ["", "it's", "b"]}, 5),
+    (
+        {
+            **{"fsdp.reshard_after_forward": False, "fsdp.reduce_dtype": "bfloat16", "fsdp.blocks_per_group": 2},
+            **{"fsdp.explicit_prefetching": True, "fsdp.forward_prefetch": 2, "fsdp.backward_prefetch": 3},
+            **{"fsdp.reshard_after_backward": False, "fsdp.output_dtype": "bfloat16"},
+            **{"fsdp.grad_sync": "last", "fsdp.shard_columns": ["*.wk.weight", "*.wq.weight"]},
+            "fsdp.precision_overrides": [{"match": m, "param_dtype": "float32"} for m in ("norm*", "layers.0.*")],
+            **{"fsdp.separate_reduce_scatter_group": True, "fsdp.reduce_scatter_buffers": 2},
+            **{"activation_checkpointing.mode": "selective", "activation_checkpointing.every": 3},
+            **{"compile.enabled": True, "compile.backend": "eager", "optim.freeze": ["a*", "b*"]},
+            "fsdp.cast_forward_inputs": True,
+        },
+        8,
+    ),
+    (
+        {
+            **{"fsdp.reshard_after_forward": 2, "fsdp.explicit_prefetching": True, "fsdp.cpu_offload": True},
+            **{"optim.name": "adamw", "activation_checkpointing.mode": "full", "fsdp.forward_prefetch": 1},
+            **{"fsdp.pin_memory": False, "fsdp.grad_sync": "every"},
+        },
+        8,
+    ),
+    ({"fsdp.cpu_offload": True, "optim.name": "adamw", "speed.float8": False, "compile.enabled": True}, 4),
+    (BF16 | {"speed.float8": True, "fsdp.grad_sync": "all_reduce_last", "fsdp.dp_replicate": 2}, 8),
+    ({"fsdp.dp_shard": 1, "train.global_batch_size": 64}, 4),
+    ({"fsdp.dp_shard": 1, "train.global_batch_size": 16}, 4),
+]
+
+
+# two of three samples are of the first source
+SOURCES = [
+    SimpleNamespace(mean_tokens=m, n_samples=n, notes=notes) for m, n, notes in ((32, 40, []), (31.5, 2, ["cut"]))
+]
+SAMPLES: Any = SimpleNamespace(names=["a", "b" * 201], sources=SOURCES, consumed=lambda n: [n - n // 3, n // 3])
+ONE_SOURCE: Any = SimpleNamespace(names=["a"], sources=SOURCES[:1], consumed=lambda n: [n])
+STEP: dict[str, Any] = {"step": 7, "loss": 2.5, "mean_loss": 2.25, "grad_norm": 1.5, "lr": 0.00125}
+STEP |= {"tokens_per_second": 12345.6, "peak_memory_gib": 1.25}
+MORE = {"loss_scale": 65536.0, "skipped_steps": 3, "load_min": 0.5, "load_max": 1.75, "mfu": 0.4126}
+FULL = "step    7/9  loss 2.2500  grad_norm 1.50  scale 65536, 3 skipped  loads 0.50-1.75  lr 1.25e-03  tok/s 12,346  "
+FULL += "mfu 41.3 %  mem 1.25 GiB  data 0 %  eta 1m40s (20:31)"
+SAVED = TrainState(
+    config={"optim.lr": 0.1, "log.every": 5, "model.init_from": "a", "gone": 1},
+    must_match={"data": "x", "model.dim": 8},
+    bitwise_setting={"threads": 1, "torch": "2.9", "cpu": "X"},
+    validation={"samples": 5, "of": 9, "seed": 0},
+    tasks={"quiz": "a", "other": "b"},
+)
+CHANGED = TrainState(
+    config={"optim.lr": 0.2, "log.every": 5, "model.init_from": "b", "new": 2},
+    must_match={"data": "y", "model.dim": 8},
+    bitwise_setting={"threads": 2, "torch": "2.10", "cpu": "X"},
+    validation={"samples": 7, "of": 9, "seed": 0},
+    tasks={"quiz": "c", "third": "b"},
+)
+LAST = [SimpleNamespace(attempt=n, world_size=w, hosts=hosts) for n, w, hosts in ((1, 9, ["x"]), (2, 4, ["a", "b"]))]
+HOSTS = ["a", "a", "b"] * 9
+SAVING = RankState(Place(7, 1, 2), [("saving step 7: writing x", True), ("loading", False)])
+LIMIT = "run.timeout_minutes = 3"
+THEN = [(1, 2, [3, 4, 5]), (1, 2, None), (1, None, [3])]
+NOW = [(1, 2, [3, 4, 5]), (5, 6, [3, 4, 5]), (5, 2, [6, 4, None]), (9, 2, [7, 8, 9]), (9, None, [3, 8, 9]), (1, 2, [6])]
+KNOWN = [
+    *("train.steps", "train.seq_len", "eval.every", "log.every", "optim.lr", "data.path", "world-size", "per-node"),
+]
+TYPED = ["--nproc=2", "--train.stepz=5", "--retri", "train.steps=5", "my.toml", "word", "--x", "value", "--x=1", "y"]
+NAMES = ["layers.0.attention.wq.weight", "layers.1.attention.wq.weight", "norm.weight"]
+CHOICES = "'full', 'none' or 'Selective'"
+KEYS: dict[str, Any] = {f"key{i:02}": i for i in range(20)} | {"hash": "ab" * 32, "gone": 1, "same": 2}
+
+
+def start_of(values: dict[str, Any], n: int) -> list[str]:
+    """The lines that a config decides, on n ranks."""
+    config = config_of(values, n)
+    layout = derive(config, n)
+    return [
+        console.model_line(config, "9,999 parameters", widened=n == 2),
+        console.batch_line(config, layout, n),
+        console.fsdp_line(config),
+        *console.copies_lines(config, layout),
+        console.what_next(config).splitlines()[1].replace(process.python_command(), "PYTHON"),
+        f"out of memory: {out_of_memory.advice(config)}",
+    ]
+
+
+def data_lines(values: dict[str, Any], weights: Sequence[float], samples: Any) -> list[str]:
+    config = config_of({"train.steps": 11, "train.global_batch_size": 6} | values, 1)
+    return console.data_lines(config, data_of(*weights), samples)
+
+
+def data_of(*weights: float) -> Any:
+    sources = [
+        SimpleNamespace(name=name, weight=w, meta=SimpleNamespace(train_tokens=t))
+        for name, w, t in zip("ab", weights, (8000, 1000), strict=False)
+    ]
+    tokens = {"train": 9000, "val": 1234}.__getitem__
+    return SimpleNamespace(sources=sources, notes=["a note"], vocab_size=517, tokens=tokens)
+
+
+def origin(saved: TrainState | None, fork: str, damaged: list[int]) -> str:
+    saver: Any = SimpleNamespace(forked_from=fork, damaged=damaged)
+    return console._origin(saved, saver)
+
+
+def differs(then: Any, now: Any, equal: int) -> str:
+    one, other = (dict(zip(("loss", "grad_norm", "rank_losses"), values, strict=True)) for values in (then, now))
+    return replay.differs(one, other, 7, equal)
+
+
+def wrong(values: dict[str, Any]) -> list[str]:
+    """What only the model's parameters or the text show."""
+    config = config_of(values)
+    return [*checks.check_patterns(config).values(), *checks.check_default_text(config).values()]
+
+
+def in_steps(values: dict[str, Any]) -> list[Any]:
+    found = epochs.in_steps(config_of(values), 31)
+    return [found.train.steps, found.train.epochs, found.checkpoint.every, found.eval.every]
+
+
+def exit_codes() -> dict[str, int]:
+    found = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, UserError)]
+    return {value.__name__: value.exit_code for value in found}
+
+
+def forked(env: dict[str, str], *more: str) -> list[Any]:
+    """The command of a fork, where the threads come from, and what is said of a launcher."""
+    argv = ["train.py", "--run.name", "old", "--optim.lr=0.1", "--checkpoint.resume=x", "--data.path", "a b", "--retry"]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS"):
+            patch.delenv(name, raising=False)
+        for name, value in ({"OMP_NUM_THREADS": "3,1"} | env).items():
+            patch.setenv(name, value)
+        patch.setattr(sys, "argv", argv)
+        patch.setattr(sys, "executable", "/usr/bin/python")
+        threads = process.cpu_threads(0)
+        return [
+            process.fork_command("new", *more),
+            threads if threads[1] == "OMP_NUM_THREADS" else "cores",
+            *(preemption.launcher_note(why) for why in ("SIGTERM", LIMIT)),
+        ]
+
+
+def on_gpu(driver: str, capability: tuple[int, int]) -> list[Any]:
+    """The peak of three, and what a start says about it."""
+    cuda, lines = Process(0, 3, torch.device("cuda"), 1), [getattr(mfu.named(driver), "name", "")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_name", lambda _=None: driver)
+        patch.setattr(torch.cuda, "get_device_capability", lambda _=None: capability)
+        for values in ({}, BF16, {"run.tf32": True}, {"fsdp.param_dtype": "float16"}, {"run.peak_tflops": 7.0}):
+            config = config_of(values)
+            lines += [f"{values}: {mfu.peak_flops(config, cuda) / 1e12:g} TFLOP/s", *mfu.start_lines(config, cuda)]
+    return lines
+
+
+def start_on(device: str, saved: TrainState | None, values: dict[str, Any]) -> list[str]:
+    """The start on a busy machine, without its first line."""
+    state = TrainState(bitwise_setting={"widen_matmuls": False, "deterministic": False})
+    saver: Any = SimpleNamespace(forked_from=None, damaged=[9, 8])
+    model: Any = SimpleNamespace(parameters=list)
+    config = config_of({"eval.every": 0, "run.threads": 2, "fsdp.param_dtype": "float16"} | values, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_name", lambda _: "Some GPU")
+        patch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+        patch.setattr(console, "BUSY_AT_START", True)
+        parts = Process(0, 1, torch.device(device), 2), model, data_of(3), ONE_SOURCE, state, saved, saver
+        return console.start_lines(config, derive(config, 1), *parts).splitlines()[1:]
+
+
+def migrated(content: dict[str, Any]) -> str:
+    sets, others = migrate_accelerate.translate(content)
+    return ", ".join([*(f"{key} = {value}" for key, (value, _) in sets.items()), *others.values()])
+
+
+def launched(content: dict[str, Any]) -> str:
+    return migrate_accelerate.to_toml(content, "x.yaml").splitlines()[-1]
+
+
+BLOCK_CLASSES = ["BertLayer", "LlamaDecoderLayer", "A, GPT2Block", "T5Block,Other", "Qwen3MoeDecoderLayer"]
+# each value of each key of an Accelerate config
+ACCELERATE = [
+    {key: value}
+    for key, rule in migrate_accelerate.RULES.items()
+    for value in (
+        [*filter(None, rule), "other", False, 3]
+        if isinstance(rule, Mapping)
+        else BLOCK_CLASSES
+        if "_to_wrap" in key
+        else ["auto", 0, 0.5]
+        if key == "gradient_clipping"
+        else [2]
+    )
+]
+
+# --- scores whose figures can be computed by hand -----------------------------------------------------------------
+
+
+def of(*values: float) -> Array:
+    return np.array(values)
+
+
+NEWS = Scores(of(20, 30, 70), of(10, 10, 30), of(40, 50, 110), of(1, 2, 3), seq_len=1024)
+SAME = replace(NEWS, nats=of(22, 31, 75))
+CODE = Scores(of(22, 31), of(10, 10), of(40, 50), of(1, 4), seq_len=16)
+QUESTIONS = [Question(("a",) * n, ("b", "c", "d", "e")[:n], answer) for n, answer in ((2, 0), (4, 1), (2, 1))]
+QUIZ, WORDS = Task("quiz", "multiple choice", QUESTIONS, "per_byte"), [Question(("a",), ("b",))] * 3
+NATS = of(3, 4, 5), of(4, 4, 8)
+FIRST_QUIZ = TaskScore(QUIZ, {"plain": of(1, 0, 0), "per_byte": of(1, 1, 0), "per_token": of(0, 0, 0)}, *NATS)
+SECOND_QUIZ = replace(FIRST_QUIZ, correct=FIRST_QUIZ.correct | {"per_byte": of(1, 0, 0)})
+WORD = TaskScore(Task("word", "last word", WORDS), {"accuracy": of(1, 0, 1)}, *NATS)
+OTHER_WORD = TaskScore(Task("word", "last word", WORDS[:1]), {"accuracy": of(0)}, of(3), of(4))
+FIRST = Scored("first", {"news": NEWS, "code": CODE}, {"quiz": FIRST_QUIZ, "word": WORD}, 1024, "x")
+# the same documents as the first model's news, as other tokens, and others
+TEXTS = {"web": SAME, "more": replace(SAME, tokens=of(11, 10, 30)), "gone": replace(CODE, hashes=of(8, 9))}
+SECOND = Scored("second", TEXTS, {"quiz": SECOND_QUIZ, "word": OTHER_WORD, "new": WORD}, 512, "y")
+ALONE = replace(SECOND, texts={"a": CODE}, tasks={}, tokenizer="x")
+HUGE = replace(CODE, nats=of(1e5, 1e5), n_bytes=of(0, 0))
+
+
+def compared(*models: Any) -> Any:
+    return json.loads(to_json(tables.compare_with_first(*models), inf_nan_mode="null"))
+
+
+CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
+    # terminal.py, errors.py, process.py, hints.py
+    "counted": (terminal.counted, [(n, "file") for n in (0, 1, 2, 1_234_567)]),
+    "duration": (
+        terminal.duration,
+        [(s,) for s in (0, 0.4, 1, 59.4, 59.6, 252, 3599.4, 3599.6, 7499, 86399, 86401, 273_599, 1_234_567)],
+    ),
+    "size": (
+        terminal.size,
+        [(n,) for n in (0, 1, 511, 10_485, 10_486, 2**20, 21_234_567, 2**30 - 1, 2**30, 5.5e12)],
+    ),
+    "shortened": (errors.shortened, [("x" * n, 5) for n in (5, 6, 1200)]),
+    "exit_codes": (exit_codes, [()]),
+    "columns": (columns, [([("a", "bb", "c"), ("aaa", "b", "")], (1,))]),
+    "forked": (
+        forked,
+        [
+            ({}, "runs/a b"),
+            ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, ""),
+            ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_MAX_RESTARTS": "3"}, "x"),
+        ],
+    ),
+    "cpu_threads": (process.cpu_threads, [(5,)]),
+    "nearest": (
+        lambda word: hints.nearest(word, KNOWN),
+        [
+            *(("train.step",), ("every",), ("EVAL.EVERYY",), ("lr",), ("nproc",), ("learning_rate",), ("log.steps",)),
+            *(("seq-len",), ("gpus_per_node",)),
+        ],
+    ),
+    "not_options": (lambda *known: [*hints.not_options(TYPED, known)], [("train.steps", "retry"), ("world-size",)]),
+    "unknown_keys": (hints.unknown_keys, [(TYPED,)]),
+    "option": (
+        hints.option,
+        [
+            *(("a.b", [1, "x y"], "?"), ("sample.prompts", ["a"], '["a"]'), ("a", [], "[]"), ("a", "it's", "?")),
+            *(("a", True, "true"), ("a", [[1, 2]], "[[1, 2]]"), ("a", (0.5, 1), "?")),
+        ],
+    ),
+    "pattern": (hints.pattern, [("layer.0.*", NAMES), ("*.wq", NAMES), ("norm", NAMES), ("a", [])]),
+    "choice": (hints.choice, [("ful", CHOICES), ("SELECTIVE", CHOICES), ("x", CHOICES)]),
+    "differences": (
+        hints.differences,
+        [
+            (KEYS, {f"key{i:02}": i * (i % 9 > 1) for i in range(21)} | {"same": 2}),
+            ({"hash": "ab" * 32, "gone": None}, {"hash": "cd" * 32}),
+            (KEYS, {}),
+        ],
+    ),
+    # run/
+    "start": (start_of, CONFIGS),
+    "start on": (
+        start_on,
+        [
+            ("cpu", None, {"model.init_from": "w"}),
+            ("cuda", TrainState(step=7), {"model.init_from": "w"}),
+            ("cuda", None, {"data.path": "x", "data.objective": "pairs", "data.target_len": 7}),
+        ],
+    ),
+    "origin": (origin, [(None, "", []), (TrainState(step=7), "x/y", []), (TrainState(step=7), "", [9, 8])]),
+    "data_lines": (
+        data_lines,
+        [
+            ({"data.document_mask": True, "data.packing": "best_fit"}, (3, 1), SAMPLES),
+            ({"train.steps": 100}, (3,), ONE_SOURCE),
+        ],
+    ),
+    "source_lines": (
+        lambda samples, skipped: console.source_lines(samples, TrainState(samples_consumed=60), skipped),
+        [(SAMPLES, []), (SAMPLES, [[3, 9], [57, 90], [90, 99]]), (ONE_SOURCE, [])],
+    ),
+    "step_line": (
+        console.step_line,
+        [
+            (STEP, 400, 0.25, 252.0),
+            (STEP | {"loss": None, "grad_norm": None}, 9, 0.251, 4 * 3600),
+            (STEP | MORE, 12345, 0.0, 100.4),
+        ],
+    ),
+    "fitted": (console.fitted, [(FULL, n) for n in range(len(FULL), 30, -12)]),
+    "cut": (console.cut, [("0123456789", n) for n in (10, 9)]),
+    "resume_lines": (
+        lambda values: resumed.resume_lines(config_of(values), SAVED, CHANGED),
+        [({},), ({"eval.every": 0},)],
+    ),
+    "validation_change": (
+        resumed.validation_change,
+        [
+            (SAVED.validation, CHANGED.validation),
+            ({"samples": 9, "of": 9, "seed": 0}, {"samples": 3, "of": 3, "seed": 0}),
+        ],
+    ),
+    "machines_line": (
+        lambda n, hosts, world: start_and_end.machines_line(LAST[:n], hosts, world),  # type: ignore[arg-type]
+        [(2, ["b", "c"], 4), (2, ["a"], 1), (2, ["b", "a"], 4), (1, ["x", "y"], 18), (0, ["a"], 1)],
+    ),
+    "ranks": (start_and_end._ranks, [([2], HOSTS), ([1, 3, 5], HOSTS), (range(9), HOSTS), (range(27), HOSTS)]),
+    "explain_hang": (
+        watchdog.explain_hang,
+        [
+            ({0: RankState(Place(7, 1, 3)), 1: RankState(Place(7, 1, 3))}, {}, LIMIT),
+            (
+                {0: RankState(Place(7, 1, 3)), 1: RankState(Place(7, 1, 2)), 2: RankState(Place(7)), 3: RankState()},
+                {4: 61.6},
+                LIMIT,
+            ),
+            ({0: RankState(), 1: RankState()}, {1: 200.4}, LIMIT),
+            (
+                {0: SAVING, 1: RankState(Place(7, 1, 2), [("saving step 7", False)]), 2: RankState(Place(7, 1, 2))},
+                {},
+                LIMIT,
+            ),
+        ],
+    ),
+    "wrong": (
+        wrong,
+        [
+            ({"optim.freeze": ["nothing.*", "layers.0.*"]},),
+            ({"optim.freeze": ["*"]},),
+            ({"optim.groups": [{"match": "layer.*", "lr_factor": 0.5}]},),
+            ({"fsdp.precision_overrides": [{"match": "layers.9.*", "param_dtype": "float32"}]},),
+            ({"fsdp.shard_columns": ["*.w7.weight"]},),
+            ({"model.size": "150M", "train.steps": 100_000},),
+            ({"model.size": "150M", "train.epochs": 20.0},),
+            ({"model.size": "150M", "train.steps": 10},),
+        ],
+    ),
+    "in_steps": (
+        in_steps,
+        [({"train.epochs": 0.3},), ({"train.epochs": 2.05},), ({"checkpoint.every": "epoch", "train.epochs": 1.0},)],
+    ),
+    "on_gpu": (
+        on_gpu,
+        [
+            *((name, (9, 0)) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA RTX A6000", "Some GPU")),
+            *(("AMD Instinct MI300X", (9, 4)), ("Tesla V100-SXM2-32GB", (7, 0)), ("Tesla T4", (7, 5))),
+        ],
+    ),
+    # tools/
+    "recipe": (
+        checkpoints.recipe,
+        [
+            (ModelConfig(family="gpt", dim=32, n_layers=2, n_heads=2, max_seq_len=37, vocab_size=517),),
+            (ModelConfig(family="gpt", dim=256, n_layers=2, n_heads=2, max_seq_len=240, vocab_size=5000),),
+            (ModelConfig(dim=1024, n_layers=12, n_heads=8, max_seq_len=8192, vocab_size=32000),),
+            (
+                ModelConfig(
+                    family="t5", dim=512, n_layers=6, n_decoder_layers=6, n_heads=8, max_seq_len=512, vocab_size=32000
+                ),
+            ),
+        ],
+    ),
+    "differs": (differs, [(then, now, equal) for then in THEN for now in NOW for equal in (6, 4)]),
+    "compared": (
+        compared,
+        [
+            (FIRST, None),
+            (SECOND, FIRST),
+            (ALONE, replace(FIRST, tasks={})),
+        ],
+    ),
+    "figures": (lambda scores: json.loads(to_json(tables.figures(scores), inf_nan_mode="null")), [(HUGE,)]),
+    "migrated": (
+        migrated,
+        [
+            *((content,) for content in ACCELERATE),
+            ({"distributed_type": "MULTI_GPU", "mixed_precision": "bf16"},),
+            ({"fsdp_config": {"sharding_strategy": "FULL_SHARD", "fsdp_reshard_after_forward": "NO_SHARD"}},),
+            (
+                {
+                    "deepspeed_config": {
+                        "zero_stage": 3,
+                        "offload_param_device": "none",
+                        "offload_optimizer_device": "cpu",
+                    }
+                },
+            ),
+        ],
+    ),
+    "launched": (
+        launched,
+        [
+            ({},),
+            ({"num_machines": 4, "num_processes": 4, "debug": None},),
+            ({"num_machines": 2, "num_processes": 16, "main_process_ip": "10.0.0.1", "main_process_port": 29500},),
+        ],
+    ),
+}
+
+
+def result(call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    try:
+        return call(*arguments)
+    except UserError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def named(rows: list[tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+    """Rows by their arguments, if they are short and the same on each run."""
+    texts = [", ".join(map(repr, row)) for row in rows]
+    return {
+        text if " at 0x" not in text and len(text) < 100 else f"row {i}": row
+        for i, (text, row) in enumerate(zip(texts, rows, strict=True))
+    }
+
+
+def test_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, local = time.mktime((2026, 3, 5, 20, 30, 0, 0, 0, -1)), time.localtime
+    monkeypatch.setattr("time.localtime", lambda when=None: local(now if when is None else when))
+    monkeypatch.setattr("time.time", lambda: now)
+    found = {name: {key: result(call, row) for key, row in named(rows).items()} for name, (call, rows) in CALLS.items()}
+    assert_recorded(found, Path(__file__).with_name("recorded_lines.json"))
