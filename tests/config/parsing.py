@@ -1,12 +1,16 @@
 """A command line of train.py, parsed in this process."""
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from torchtitan_lite.config import cli, toml
+from torchtitan_lite.config.registry import is_own
+from torchtitan_lite.config.schema import REGISTRIES
 from torchtitan_lite.errors import ConfigError
+
+T5 = ["--model.family=t5", "--data.objective=span_corruption"]
+PAIRS = ["--data.objective=pairs", "--data.source_key=a", "--data.target_key=b", "--data.target_len=8"]
 
 
 def parse(*argv: str, world_size: int = 1, n_gpus: int = 0) -> toml.Loaded:
@@ -21,11 +25,13 @@ def mistakes(*argv: str, world_size: int = 1, n_gpus: int = 0) -> str:
 
 
 def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return path
 
 
-def one_of(names: Iterable[str]) -> str:
-    """How a message lists choices, of a registry for example: 'a', 'b' or 'c'."""
-    *others, last = map(repr, names)
-    return f"should be {', '.join(others)} or {last}"
+def only_built_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take out what other tests of this process have added to the registries, so that messages list the same names."""
+    for registry in REGISTRIES.values():
+        for name in filter(is_own, [*registry]):
+            monkeypatch.delitem(registry, name)

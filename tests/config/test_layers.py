@@ -1,46 +1,17 @@
-"""Defaults, sizes, files with `base`, options and shorthands: which value applies, and where it came from."""
+"""Values that a resume keeps, the help, paths, and examples for a shell."""
 
+import os
 import re
+import shlex
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import tomli
 
-import train
-from tests.config.parsing import parse, write
 from tests.helpers import ROOT, python, succeeded
-from torchtitan_lite.config import cli, load, schema, toml
-from torchtitan_lite.config.derive import Layout, derive
-from torchtitan_lite.run import console
+from torchtitan_lite.config import load, messages, paths, schema
 from torchtitan_lite.tools import config_reference
-
-
-def test_file_on_base_on_size_on_defaults_and_command_line_on_top(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A base is next to its file, else in the working directory; editors on Windows write a byte order mark."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "configs").mkdir()
-    write(tmp_path / "base.toml", '[model]\nfamily = "gpt"\nn_layers = 3\n[train]\nsteps = 50\nseq_len = 64\n')
-    write(tmp_path / "size.toml", "[train]\nseq_len = 7\n")  # not the one next to the file
-    write(tmp_path / "configs/size.toml", '\ufeffbase = "base.toml"\n[model]\nsize = "10M"\n')
-    file = write(tmp_path / "configs/mine.toml", 'base = "size.toml"\n[model]\nn_heads = 10\n[train]\nsteps = 60\n')
-    loaded = parse("--config", str(file), "--train.micro_batch_size=3", "--mixed-precision")
-    flat, origins = schema.flatten(loaded.config), {key: Path(name).name for key, name in loaded.origins.items()}
-    expected = {
-        **{"model.dim": (320, 'size "10M"'), "model.n_layers": (8, 'size "10M"'), "model.n_heads": (10, "mine.toml")},
-        **{
-            "train.steps": (60, "mine.toml"),
-            "train.seq_len": (64, "base.toml"),
-            "run.name": ("mine", "name of the file"),
-        },
-        **{"train.micro_batch_size": (3, "command line"), "fsdp.param_dtype": ("bfloat16", "command line")},
-    }
-    assert {key: (flat[key], origins[key]) for key in expected} == expected
-    note = f'model.n_layers: size "10M" of {tmp_path}/configs/size.toml overrides the values below it'
-    assert toml.to_toml_with_origins(loaded).startswith(
-        f'# note: {note}\n[run]\nname = "mine"{" " * 31} # name of the '
-    )
 
 
 def test_which_values_a_resume_keeps() -> None:
@@ -56,76 +27,6 @@ def test_which_values_a_resume_keeps() -> None:
         expected = load.load(None, given | more | kept, elsewhere=True).config
         assert (loaded.kept, found) == ([*kept], {key: schema.flatten(expected)[key] for key in found})
     saved.assert_called_with(Path("o/n"), "r")
-
-
-@pytest.mark.parametrize(
-    ("strategy", "more", "expected"),
-    [
-        ("FULL_SHARD", [], (True, 1, 8)),
-        ("SHARD_GRAD_OP", [], (False, 1, 8)),
-        ("HYBRID_SHARD", [], (True, 2, 4)),
-        ("_HYBRID_SHARD_ZERO2", [], (False, 2, 4)),
-        ("HYBRID_SHARD", ["--fsdp.dp_replicate=4"], (True, 4, 2)),
-        ("HYBRID_SHARD", ["--fsdp.dp_shard=2"], (True, 4, 2)),
-        ("NO_SHARD", [], (False, 8, 1)),
-        ("FULL_SHARD", ["--fsdp.reshard_after_forward=true", "--fsdp.dp_shard=8"], (True, 1, 8)),
-        ("SHARD_GRAD_OP", ["--fsdp.reshard_after_forward=default", "--fsdp.dp_shard=-1"], (False, 1, 8)),
-    ],
-)
-def test_fsdp1_strategies_become_their_fsdp2_options(
-    strategy: str, more: list[str], expected: tuple[bool, int, int]
-) -> None:
-    """On two machines of four ranks each."""
-    argv = [f"--fsdp.sharding_strategy={strategy}", *more]
-    loaded = cli.parse(argv, world_size=8, n_gpus=0, local_world_size=4).loaded
-    layout = derive(loaded.config, 8)
-    assert (loaded.config.fsdp.reshard_after_forward, layout.dp_replicate, layout.dp_shard) == expected
-    assert loaded.origins["fsdp.reshard_after_forward"] in ("fsdp.sharding_strategy", "command line")
-
-
-PAIRS = ["--data.objective=pairs", "--data.source_key=a", "--data.target_key=b", "--data.target_len=8"]
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [  # on six ranks: the mesh, micro-batches of a step, padding sequences of the last one, tokens of a step
-        (["--train.global_batch_size=36"], Layout(1, 6, 2, 0, 36 * 64)),
-        (["--train.global_batch_size=37", "--fsdp.dp_replicate=3"], Layout(3, 2, 3, 17, 37 * 64)),
-        (["--train.global_batch_size=5", "--fsdp.dp_replicate=-1", "--fsdp.dp_shard=3"], Layout(2, 3, 1, 13, 5 * 64)),
-        (["--train.batch_schedule=[[0, 2], [9, 20], [10, 99]]", "--train.steps=10"], Layout(1, 6, 2, 16, 20 * 64)),
-        (["--train.batch_schedule=[[3, 4], [5, 9], [20, 99]]", "--train.steps=8"], Layout(1, 6, 1, 9, 9 * 64)),
-        (
-            ["--model.family=t5", "--data.objective=span_corruption", "--train.global_batch_size=18"],
-            Layout(1, 6, 1, 0, 18 * 14),
-        ),
-        (["--model.family=t5", *PAIRS, "--train.global_batch_size=18"], Layout(1, 6, 1, 0, 18 * 8)),
-        ([*PAIRS, "--train.global_batch_size=18"], Layout(1, 6, 1, 0, 18 * 72)),
-    ],
-)
-def test_the_mesh_and_the_micro_batches_of_a_step(options: list[str], expected: Layout) -> None:
-    config = parse(*options, "--train.seq_len=64", "--train.micro_batch_size=3", world_size=6).config
-    sizes = map(config.train.batch_size, range(1, config.train.steps + 1))
-    assert (derive(config, 6), config.train.samples) == (expected, sum(sizes))
-
-
-KEPT = "fsdp.reshard_after_forward = false"
-MORE = f'{KEPT}, fsdp.reshard_after_backward = false and fsdp.grad_sync = "last" (sums in a different order)'
-
-
-@pytest.mark.parametrize(
-    ("options", "world_size", "keys"),
-    [
-        (["--train.global_batch_size=4"], 1, KEPT),
-        (["--train.global_batch_size=5"], 1, MORE),
-        (["--train.global_batch_size=4", "--fsdp.reshard_after_forward=true"], 1, ""),
-        (["--train.global_batch_size=5"], 2, ""),
-        (["--train.global_batch_size=5", "--fsdp.dp_replicate=2"], 2, KEPT),
-    ],
-)
-def test_keys_that_save_copies_are_named_if_nothing_is_sharded(options: list[str], world_size: int, keys: str) -> None:
-    config = parse(*options, "--train.micro_batch_size=4", world_size=world_size).config
-    line = f"fsdp    nothing is sharded: if memory allows, {keys} would avoid copies of the parameters (see plan)"
-    assert console.copies_lines(config, derive(config, world_size)) == ([line] if keys else [])
 
 
 def test_help_lists_the_usual_keys_or_every_key_with_meaning_and_default() -> None:
@@ -146,15 +47,50 @@ def test_the_reference_is_made_from_the_config() -> None:
     )
 
 
-@pytest.mark.parametrize("option", ["--check-config", "--print-config"])
-def test_a_look_at_a_config_leaves_no_folder(option: str, tmp_path: Path) -> None:
-    assert train.main([option, f"--run.out_dir={tmp_path / 'runs'}"]) == 0
-    assert not list(tmp_path.iterdir())
+def test_paths_are_found_and_their_problems_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.R_OK or path.name != "closed")
+    files = {
+        **{"foreign/meta.json": "{}", "torn/meta.json": "{", "damaged/meta.json": "{"},
+        **dict.fromkeys(("ours/meta.json", "home/ours/meta.json"), '{"format_version": 1, "tokens_sha256": ""}'),
+    }
+    for name in (*files, "damaged/tokenizer.json", "damaged/train.idx", "x[1].txt", "x1.txt", "home/x2.txt", "closed"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(files.get(name, ""))
+    unknown = "~nobody-of-this-name: the home folder is not known; write the path in full"
+    found = {
+        "prepared": [
+            name for name in ("ours", "~/ours", "foreign", "torn", "damaged", "none") if paths.is_prepared(name)
+        ],
+        "kinds": [paths.kind_of(Path(name)) for name in ("ours", "closed", "/dev/null")],
+        "matching": [[*map(str, paths.matching(name))] for name in ("x[1].txt", "**/x*.txt", "~/x2.txt", "none")],
+        "problems": [paths.problem(name) for name in ("closed", "none", "~/x2.txt", "~nobody-of-this-name")],
+        "unfound": [paths.unfound(name) for name in ("x*", "y*", "~nobody-of-this-name")],
+    }
+    assert found == {
+        "prepared": ["ours", "~/ours", "damaged"],
+        "kinds": ["a folder", "a file", "not a regular file"],
+        "matching": [["x[1].txt"], ["home/x2.txt", "x1.txt", "x[1].txt"], [f"{tmp_path}/home/x2.txt"], []],
+        "problems": [
+            f"closed: permission denied to uid {os.geteuid()}",
+            f"nothing at none (looked in {tmp_path})",
+            "",
+            unknown,
+        ],
+        "unfound": ["", "nothing found at y*", unknown],
+    }
 
 
-def test_what_is_written_reads_back_the_same(tmp_path: Path) -> None:
-    config = parse("--optim.betas=[0.8, 0.9]", '--data.path=["tests/*.py"]', "--optim.max_norm=inf").config
-    assert config.optim.betas == (0.8, 0.9)
-    for text in (toml.to_toml(config), toml.to_toml_with_origins(toml.Loaded(config, {}))):
-        file = write(tmp_path / "config.toml", text)
-        assert parse("--config", str(file)).config == config
+@pytest.mark.parametrize("key", list(schema.known_keys()))
+def test_an_example_for_the_shell_is_an_option(key: str) -> None:
+    """A shell gives it back as one word, which means the value of the TOML example."""
+    (word,) = shlex.split(messages.example(key).removeprefix("e.g. "))
+    name, _, text = word.removeprefix("--").partition("=")
+    assert name == key
+    section, field = key.split(".")
+    wanted = tomli.loads(messages.example(key, "a file").removeprefix("e.g. ").replace(key, "value", 1))["value"]
+    found = getattr(type(schema.Config.model_fields[section].default)(**{field: load.parse_value(key, text)}), field)
+    if key in ("optim.groups", "fsdp.precision_overrides"):
+        found = [item.model_dump(exclude_unset=True) for item in found]
+    assert (list(found) if isinstance(found, tuple) else found) == wanted
