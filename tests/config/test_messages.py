@@ -166,6 +166,7 @@ MACHINES: list[tuple[list[str], int, int, int]] = [  # the same, with the proces
     ([], 8, 4, 4),
 ]
 FILES = [
+    ["--model.family=mamba", "--model.size=7B"],
     ["--config", "bad.toml", "--train.seq_len=4096", "stray", "--dcp-apj"],
     *(["--config", f"{name}.toml"] for name in ("a", "x", "list", "damaged", "latin", "none")),
     ["--data.path=['prepared', 'notes.md']", "--fsdp.dp_shard=2"],

@@ -252,12 +252,14 @@ def _validated(
     Args:
         refused: the keys already refused.
     """
-    wrong = dict[str, ErrorDetails | None].fromkeys(values.keys() - known_keys().keys())  # None: an unknown key
+    wrong = dict[str, ErrorDetails | None].fromkeys(key for key in values if key not in known_keys())  # None: unknown
     try:
         config = Config.model_validate(_tree(values, {*refused, *wrong}))
     except ValidationError as error:
         for item in error.errors():
             wrong.setdefault(".".join(map(str, item["loc"][:2])), item)
+        if "model.family" in {*refused, *wrong}:
+            refused = {*refused, "model.size"}  # of a family that is not known
         config = Config.model_validate(_tree(values, {*refused, *wrong}))
     if wrong:
         from torchtitan_lite.config import messages

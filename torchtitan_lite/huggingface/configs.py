@@ -478,7 +478,7 @@ def _family_keys(keys: Content) -> Content:
     others = _unread(keys["family"])
     read = {key: value for key, value in keys.items() if key not in others}
     fixed = ModelConfig.model_validate(read).resolved()
-    for key in keys.keys() & others:
+    for key in sorted(keys.keys() & others):
         if keys[key] != fixed[key]:
             raise ValueError(f"{key} = {keys[key]} is not supported for this model_type; {fixed[key]} is")
     return read
