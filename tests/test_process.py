@@ -44,6 +44,10 @@ def test_an_error_of_writing_names_the_file_and_its_limit(tmp_path: Path, monkey
         files.write_durably(tmp_path / "folder", b"x")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"], "a temporary file is left"
     assert (tmp_path / "file").read_bytes() == b"next"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", Mock(side_effect=PermissionError(13, "mine")))
+        with pytest.raises(PermissionError, match="mine"):
+            files.write_durably(tmp_path / "new", b"")
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(5, "Input/output error")))
     with pytest.raises(OSError, match="Input/output error: '.*file"):
         files.write_durably(tmp_path / "file", b"lost")

@@ -39,6 +39,7 @@ INVALID: list[list[str]] = [
     ["--model.n_kv_heads=3"],
     ["--model.head_dim=33"],
     ["--optim.schedule=wsd", "--optim.warmup_steps=700"],
+    ["--optim.schedule=wsd", "--optim.decay_ratio=0.95", "--optim.warmup_steps=800"],
     ["--optim.muon_momentum=0"],
     ["--train.batch_schedule=[[5, 8], [0, 4]]"],
     ["--model.vocab_size=100"],
@@ -159,6 +160,11 @@ FOLDERS = {  # of the files below
     "notes.md": "some text",
     "include/Python.h": "",
     "prepared/meta.json": '{"format_version": 1, "tokens_sha256": ""}',
+    "saved/config.toml": '[model]\ninit_from = "gone"\n',  # a run that has a checkpoint
+    "saved/checkpoints/step-5": "",
+    "text[1].md": "",
+    "good.toml": '\ufeffbase = "below.toml"\n[train]\nsteps = 5\n',
+    "below.toml": "[train]\nsteps = 3\n",
 }
 MACHINES: list[tuple[list[str], int, int, int]] = [  # the same, with the processes of this machine
     ([], 8, 2, 4),
@@ -186,6 +192,130 @@ CHECKED = [  # by train.py on the first of eight ranks
     ["--data.path=.", "--data.text_suffixes=.md"],
 ]
 
+ALLOWED: dict[str, tuple[int, ...]] = {  # next to a mistake; machines as below, if not (1, 0, 1)
+    # [run]
+    "--run.name=... --run.preempted_exit_code=3": (),
+    "--run.preempted_exit_code=125 --run.threads=4096 --run.seed=9223372036854775807": (),
+    "--run.timeout_minutes=525600 --run.start_timeout_minutes=525600 --run.preempted_exit_code=0": (),
+    "--run.device=cuda": (1, 1, 1),
+    "--run.device=CUDA --run.seed=0": (8, 4, 4),
+    "--run.device=auto": (4, 0, 4),
+    "--run.device=cpu": (8, 2, 4),
+    # [model]
+    "--model.dim=36 --model.n_heads=6": (),
+    "--model.dim=30 --model.n_heads=4 --model.head_dim=2": (),
+    "--model.dim=192 --model.n_heads=6 --model.n_kv_heads=3": (),
+    "--model.family=gpt --model.n_kv_heads=3": (),
+    "--model.family=gpt --model.dim=30 --model.n_heads=2 --model.mup_base_dim=64 --model.tie_embeddings=false": (),
+    "--model.family=t5 --data.objective=span_corruption --model.head_dim=33 --model.n_kv_heads=3": (),
+    "--model.family=QWEN3_MOE --model.size=1M --model.n_experts=4 --model.experts_per_token=4": (),
+    "--model.family=olmoe --model.n_experts=2147483647 --model.experts_per_token=2147483647": (),
+    "--model.experts_per_token=9": (),
+    "--model.family=olmo_hybrid --model.layer_pattern=delta,full": (),
+    "--model.layer_pattern=full,NOPE,window --model.window=1": (),
+    "--model.mup_base_dim=64 --optim.name=adamw": (),
+    "--model.mup_base_dim=64 --optim.name=muon": (),
+    "--optim.schedule=wsd --optim.decay_ratio=0.9 --train.steps=1000 --optim.warmup_steps=100": (),
+    "--optim.schedule=wsd --optim.decay_ratio=1": (),
+    "--optim.schedule=wsd --optim.decay_ratio=0.9 --train.steps=100": (),
+    "--model.tie_embeddings --optim.name=sgd": (),
+    "--model.dim=1 --model.n_layers=1 --model.n_heads=1 --model.head_dim=2 --model.hidden_dim=1 --model.dropout=0": (),
+    "--model.n_layers=2048 --model.n_decoder_layers=2048 --model.hidden_dim=16777216 --model.vocab_size=2147483647": (),
+    "--model.dim=1048576 --model.n_heads=1048576 --model.n_kv_heads=1048576 --model.head_dim=1048576": (),
+    "--model.max_seq_len=2147483647 --train.seq_len=2147483647 --model.window=2147483647": (),
+    "--model.mup_base_dim=1048576 --model.rope_factor=1 --model.rope_original_max_seq_len=2147483647": (),
+    "--model.rope_factor=2 --model.rope_original_max_seq_len=1 --model.rope_low_freq_factor=1e-9": (),
+    "--model.family=t5 --data.objective=span_corruption --model.tie_embeddings --model.scale_output": (),
+    "--model.family=t5 --data.objective=span_corruption --model.tie_embeddings --model.init_from=notes.md": (),
+    "--model.family=t5 --data.objective=span_corruption --model.size=t5-small": (),
+    "--model.family=t5 --data.objective=span_corruption --mixed-precision --fsdp.output_dtype=bf16": (),
+    "--fsdp.param_dtype=fp16 --fsdp.reduce_dtype=FLOAT16 --grad_scaler.init_scale=1": (),
+    "--fsdp.output_dtype=float16 --grad_scaler.init_scale=1267650600228229401496703205376": (),
+    "--run.out_dir=. --run.name=saved --model.init_from=gone --optim.lr=1e-4 --checkpoint.resume=lost": (),
+    # [tokenizer] and [data]
+    "--model.vocab_size=4096": (),
+    "--model.vocab_size=257 --tokenizer.vocab_size=257": (),
+    "--tokenizer.vocab_size=2147483647": (),
+    "--model.vocab_size=1 --tokenizer.path=notes.md": (),
+    "--model.vocab_size=1 --data.path=prepared": (),
+    "--model.vocab_size=1 --data.sources={prepared=0.5,'notes.*'=1e-9}": (),
+    "--data.path=notes.md,*.toml,text[1].md": (),
+    "--data.packing=best_fit --data.document_mask --data.target_len=2000 --train.seq_len=1024": (),
+    "--model.family=t5 --data.objective=span_corruption --train.seq_len=3 --data.packing=concat": (),
+    "--model.family=t5 --data.objective=span_corruption --data.noise_density=0.5 --data.mean_span_length=1": (),
+    "--data.skip_samples=[[0,1],[1,2],[8,12]]": (),
+    "--data.objective=pairs --data.target_len=1 --data.document_mask=false": (),
+    "--data.objective=pairs --data.target_len=24 --train.seq_len=1000 --data.source_key=a --data.target_key=b": (),
+    "--data.objective=pairs --data.target_len=8 --data.source_key=a --data.target_key=b --data.source_prefix=c": (),
+    "--data.objective=pairs --data.target_len=1024 --train.seq_len=1024 --model.family=t5": (),
+    "--data.objective=pairs --data.target_len=2147483647 --model.max_seq_len=2147483647 --model.family=t5": (),
+    "--data.source_key=a --data.target_key=a": (),
+    # [train] and [optim]
+    "--train.seq_len=1 --model.max_seq_len=1 --train.micro_batch_size=1 --train.steps=1": (),
+    "--train.max_skipped=1 --train.global_batch_size=1 --train.on_nonfinite=Skip": (),
+    "--train.steps=1000000000000 --train.micro_batch_size=2147483647 --train.global_batch_size=2147483647": (),
+    "--train.epochs=1 --train.batch_schedule=[[0,16],[1,16]] --optim.warmup_steps=5000 --eval.every=epoch": (),
+    "--train.epochs=1000000 --train.batch_schedule=[[5,8]] --sample.every=EPOCH": (),
+    "--train.batch_schedule=[[0,1],[1,2147483647]] --optim.schedule=cosine --eval.every=9223372036854775807": (),
+    "--train.batch_schedule=[[5,16]] --optim.schedule=step --optim.step_every=1 --train.epochs=0": (),
+    "--optim.warmup_steps=49 --train.steps=50": (),
+    "--optim.warmup_steps=50 --train.steps=100 --optim.schedule=wsd --optim.decay_ratio=0.5": (),
+    "--optim.warmup_steps=90 --train.steps=100 --optim.decay_ratio=0.5": (),
+    "--optim.warmup_steps=0 --optim.schedule=WSD --optim.decay_ratio=1 --optim.min_lr_ratio=1": (),
+    "--train.steps=20 --optim.schedule=wsd": (),
+    "--optim.schedule=step --optim.step_gamma=1 --optim.ema_decay=0 --optim.max_norm=inf --optim.betas=0,0.99": (),
+    "--optim.min_lr_ratio=0 --optim.weight_decay=0 --optim.muon_embedding_lr_factor=0 --optim.lr=1e-30": (),
+    "--optim.groups=[{match='*',lr_factor=0,weight_decay=0.0}] --optim.freeze=layers.[0,1].*": (),
+    "--train.z_loss=0 --train.router_aux_loss=0 --train.router_z_loss=0 --model.family=olmoe": (),
+    "--train.router_bias_rate=0 --model.router_bias --model.family=olmoe --model.n_experts=1 "
+    "--model.experts_per_token=1": (),
+    "--spike.action=log --spike.window=4 --spike.loss_deviations=0": (),
+    "--spike.action=Skip --spike.window=10000 --spike.norm_deviations=0 --train.on_nonfinite=skip": (),
+    # [fsdp]
+    "--fsdp.dp_replicate=2": (8, 0, 1),
+    "--fsdp.dp_shard=2": (8, 0, 1),
+    "--fsdp.dp_replicate=2 --fsdp.dp_shard=4 --fsdp.reshard_after_forward=2": (8, 0, 1),
+    "--fsdp.dp_replicate=8 --fsdp.dp_shard=-1 --fsdp.grad_sync=last": (8, 0, 1),
+    "--fsdp.reshard_after_forward=4": (8, 0, 1),
+    "--fsdp.reshard_after_forward=3": (6, 0, 1),
+    "--fsdp.shard_columns=*.w1.weight --fsdp.reshard_after_forward=true": (8, 0, 1),
+    "--fsdp.shard_columns=*.w1.weight --fsdp.reshard_after_forward=default": (8, 0, 1),
+    "--fsdp.grad_sync=all_reduce_last --fsdp.dp_replicate=2": (4, 0, 1),
+    "--fsdp.cpu_offload --optim.name=adamw": (8, 8, 8),
+    "--fsdp.cpu_offload --optim.name=sgd --run.device=cuda --fsdp.dp_replicate=1": (1, 1, 1),
+    "--fsdp.cpu_offload=false --fsdp.dp_replicate=2": (2, 2, 2),
+    "--fsdp.sharding_strategy=full_shard --fsdp.reshard_after_forward=true --fsdp.dp_replicate=1": (4, 0, 4),
+    "--fsdp.sharding_strategy=FULL_SHARD --fsdp.reshard_after_forward=default --fsdp.dp_replicate=-1": (4, 0, 4),
+    "--fsdp.sharding_strategy=SHARD_GRAD_OP --fsdp.reshard_after_forward=false --fsdp.dp_shard=4": (4, 0, 4),
+    "--fsdp.sharding_strategy=HYBRID_SHARD": (8, 0, 4),
+    "--fsdp.sharding_strategy=HYBRID_SHARD --fsdp.dp_replicate=4": (8, 0, 4),
+    "--fsdp.sharding_strategy=_HYBRID_SHARD_ZERO2 --fsdp.dp_shard=2": (8, 0, 4),
+    "--fsdp.sharding_strategy=NO_SHARD --fsdp.dp_shard=1 --fsdp.dp_replicate=4": (4, 0, 4),
+    "--fsdp.sharding_strategy= --fsdp.blocks_per_group=1 --fsdp.reduce_scatter_buffers=1": (),
+    "--fsdp.explicit_prefetching --fsdp.forward_prefetch=1 --fsdp.backward_prefetch=1": (),
+    # [speed], [compile] and [activation_checkpointing]
+    "--speed.float8 --mixed-precision --train.seq_len=72 --train.micro_batch_size=2": (),
+    "--speed.float8 --mixed-precision --train.seq_len=33 --train.micro_batch_size=16": (),
+    "--speed.float8 --mixed-precision --data.objective=pairs --data.target_len=5 --train.seq_len=33 "
+    "--train.micro_batch_size=2": (),
+    "--speed.float8 --mixed-precision --model.family=t5 --data.objective=span_corruption "
+    "--train.micro_batch_size=16": (),
+    "--speed.float8 --mixed-precision --fsdp.precision_overrides=[{match='*',reduce_dtype='float32'}]": (),
+    "--speed.float8 --mixed-precision --fsdp.reshard_after_forward=false": (8, 8, 8),
+    "--speed.float8=false --train.seq_len=33 --train.micro_batch_size=1 --speed.gc_every=0": (),
+    "--compile.backend=eager --compile.enabled": (),
+    "--compile.enabled --activation_checkpointing.mode=full --activation_checkpointing.every=1": (),
+    # what a run writes
+    "--log.trackers=wandb,TensorBoard --log.every=1 --profile.steps=[10,10]": (),
+    "--profile.steps=1,2 --sample.prompts=a,b --sample.max_tokens=1 --sample.temperature=0": (),
+    "--profile.steps=[] --checkpoint.keep_latest=0 --checkpoint.every=0 --eval.samples=1 --eval.task_questions=0": (),
+    "--checkpoint.keep_every=0 --grad_scaler.growth_interval=1 --eval.tasks_every=epoch --eval.every=0": (),
+    "--run.out_dir=. --run.name=save --checkpoint.resume=saved": (),
+    # files and shorthands
+    "--config good.toml": (),
+    "--explicit-prefetching --dcp-api --fsdp.forward_prefetch=2 --optim.eps=.5 --fsdp.reshard_after_backward=True": (),
+}
+
 
 @pytest.fixture(autouse=True)
 def _same_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,27 +327,41 @@ def _same_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": "include"})
 
 
-def message(argv: Sequence[str], world_size: int = 1, n_gpus: int = 0, local_world_size: int = 1) -> str:
+def notes(argv: Sequence[str], world_size: int = 1, n_gpus: int = 0, local_world_size: int = 1) -> Sequence[str]:
+    """On values without effect."""
+    return cli.parse(argv, world_size=world_size, n_gpus=n_gpus, local_world_size=local_world_size).loaded.notes
+
+
+def message(argv: Sequence[str], *machine: int) -> str:
     """About a config that has mistakes; empty if it has none."""
     try:
-        cli.parse(argv, world_size=world_size, n_gpus=n_gpus, local_world_size=local_world_size)
+        notes(argv, *machine)
     except ConfigError as error:
         return str(error).removeprefix("the configuration has 1 problem:\n  ")
     return ""
 
 
-def test_the_message_of_each_mistake(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With all problems at once: files, keys, values that work, what a machine lacks, patterns and texts."""
+@pytest.fixture
+def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, text in FOLDERS.items():
         write(Path(name), text)
+
+
+@pytest.mark.usefixtures("_in_folder")
+def test_the_message_of_each_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With all problems at once: files, keys, values that work, what a machine lacks, patterns and texts.
+
+    Also the notes on what is allowed.
+    """
     Path("latin.toml").write_bytes(b"# \xe4\n")
     found: dict[str, object] = {" ".join(argv): message(argv) for argv in (*INVALID, *MISSPELLED)}
     for argv, *machine in (*((*row, 1) for row in ON_RANKS), *MACHINES):
         found[f"{' '.join(argv)} on {machine}"] = message(argv, *machine)
     found["meant"] = {word: hints.nearest(word, [*known_keys(), "world-size", "per-node"]) for word in hints._MEANT}
+    found["notes"] = {line: said for line, machine in ALLOWED.items() if (said := notes(line.split(), *machine))}
     found |= {" ".join(argv): sorted(message(argv, 2).splitlines()) for argv in FILES}
     monkeypatch.setenv("WORLD_SIZE", "8")
     for argv in CHECKED:
@@ -244,6 +388,19 @@ def test_the_message_of_each_mistake(
     monkeypatch.setattr("shutil.which", lambda name: None)
     found["$CXX"] = [message(["--compile.enabled"]), message(["--compile.enabled", "--compile.backend=eager"])]
     assert_recorded(json.loads(json.dumps(found).replace(str(tmp_path), "FOLDER")), RECORDED)
+
+
+@pytest.mark.usefixtures("_in_folder")
+def test_a_rule_refuses_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> dict[str, str]:
+        found = {line: message(line.split(), *machine) for line, machine in ALLOWED.items()}
+        return {line: text for line, text in found.items() if text}
+
+    assert refused() == {}
+    for name in ("shutil.which", *(f"{one.__name__}.importlib.util.find_spec" for one in (compute, outputs))):
+        monkeypatch.setattr(name, lambda _: None)
+    needs_a_package = ("--speed.float8 ", "--compile.enabled ", "--log.trackers=")
+    assert list(refused()) == [line for line in ALLOWED if line.startswith(needs_a_package)]
 
 
 @pytest.mark.parametrize(("argv", "world_size", "n_gpus"), [*((argv, 1, 0) for argv in INVALID), *ON_RANKS])

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from filelock import FileLock
 from tokenizers import Tokenizer
 
 from tests.config.test_hostile_input import damaged
@@ -126,6 +127,14 @@ def test_a_tokenizer_learns_nothing_from_validation(tmp_path: Path) -> None:
     half = learned("half", texts, "--val-fraction", 0.5)
     assert half == learned("training", decoded(tmp_path / "half", "train"), *held_out)
     assert half != learned("all", texts, *held_out)
+
+
+def test_a_folder_that_another_process_prepares_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = write(tmp_path / "a.jsonl", TEXTS), tmp_path / "out"
+    with FileLock(tmp_path / ".out.lock"):
+        assert main([str(source), "--out", str(out), "--tokenizer", "bytes"]) == 2
+    assert capsys.readouterr().err == f"prepare: {out} is being prepared by another process\n"
+    assert not out.exists()
 
 
 # --- text that can't be used ------------------------------------------------------------------------------------

@@ -390,7 +390,12 @@ def an_override_has_to_match_a_group_as_a_whole(build: Build) -> None:
             ["layers.0.attention.*"],
             "attention_norm.weight and layers.0.attention.wq.weight would get different dtypes, but group 'layers.0'",
         ),
-        (["output.*"], "but group 'norm, output' is gathered"),
+        (
+            ["output.*"],
+            "overrides: norm.weight and output.weight would get different dtypes, but group 'norm, output' is gathered "
+            "and cast together; a pattern has to match all of: norm.weight, output.weight$",
+        ),
+        (["layers.1.ffn_norm.*"], "all of: layers.1.attention_norm.weight, (layers.1.[a-z0-9_.]*, ){7}layers.1.feed_f"),
         (["layer.0.*"], "matches no parameter: the nearest is"),
         (["*", "layers.0.*"], "earlier patterns match all of its parameters"),
     ):

@@ -1,6 +1,7 @@
 """Each key that a resume keeps, because it decides what a run learns, does change what a run learns.
 
-And to what it changes it: key_effects.json has the losses. They stay the same until somebody means to change them.
+And to what it changes it: key_effects.json has the losses. They stay the same until somebody means to change them. A
+key that is said to have no effect has none.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ from tests.config.parsing import parse
 from tests.helpers import options, run_distributed, tiny
 from tests.recorded import assert_recorded
 from torchtitan_lite.config.families import FAMILIES
-from torchtitan_lite.config.schema import known_keys, resume_rule
+from torchtitan_lite.config.schema import known_keys, resume_rule, usage_rules
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.optim.average import averaged
 from torchtitan_lite.run import start_and_end
@@ -93,6 +94,7 @@ ROWS: list[tuple[str, Any, dict[str, Any]]] = [
 ]
 
 
+IDLE = ", and other values of all keys without effect"
 # what is only recorded
 MORE: dict[str, dict[str, Any]] = {
     **{family: {"model.family": family} for family in FAMILIES if not FAMILIES[family].encoder_decoder},
@@ -122,16 +124,21 @@ def test_each_key_that_a_resume_keeps_changes_what_a_run_learns(tmp_path: Path) 
     documents = (chance.choices(words, range(300), k=5 + i % 9) for i in range(500))
     lines = [json.dumps({"text": " ".join(document), "head": " ".join(document[-4:])}) for document in documents]
     (tmp_path / "text.jsonl").write_text("\n".join(lines))
-    runs = {", ".join(options(used)): used for _, _, used in ROWS}
-    runs |= {f"{key} = {value}": used | {key: value} for key, value, used in ROWS} | MORE
+    bases = {", ".join(options(used)): used for _, _, used in ROWS}
+    runs = bases | {f"{key} = {value}": used | {key: value} for key, value, used in ROWS} | MORE
     common = {"model__family": "llama", "train__steps": 3, "optim__warmup_steps": 1}
     common |= {"train__global_batch_size": 4, "train__micro_batch_size": 4}  # the fewest forward passes
     shared = tiny(tmp_path / "text.jsonl", tmp_path, **common)
+    for name, used in (bases | {"optim.name = sgd": {"optim.name": "sgd"}}).items():
+        config = parse(*shared, *options(used)).config
+        idle = {key for key, rule in usage_rules() if not rule.holds(config)} - used.keys()
+        runs[f"{name}{IDLE}"] = used | {key: value for key, value, _ in ROWS if key in idle}
     (tmp_path / "default/stacks").mkdir(parents=True)
     (found,) = run_distributed(learned, 1, {name: [*shared, *options(values)] for name, values in runs.items()})
     equal = [key for key, value, used in ROWS if found[f"{key} = {value}"] == found[", ".join(options(used))]]
     assert equal == []
-    steps = {name: [*steps, sum(map(abs, weights))] for name, (steps, weights) in found.items()}
+    assert [name for name in found if IDLE in name and found[name] != found[name.removesuffix(IDLE)]] == []
+    steps = {name: [*steps, sum(map(abs, weights))] for name, (steps, weights) in found.items() if IDLE not in name}
     assert_recorded(steps, Path(__file__).with_name("key_effects.json"), rel=5e-5)
 
 

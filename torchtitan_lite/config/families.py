@@ -264,3 +264,8 @@ BLOCKS = {
     "GPT2Block": "gpt",
     "T5Block": "t5",
 }
+
+
+def unread(family: str) -> set[str]:
+    """Return the keys of [model] that only other families read."""
+    return {key for entry in FAMILIES.values() for key in entry.keys} - {*FAMILIES[family].keys}

@@ -23,7 +23,7 @@ import tomli
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from torchtitan_lite.config.families import FAMILIES, Family
+from torchtitan_lite.config.families import FAMILIES, Family, unread
 from torchtitan_lite.config.paths import expand
 from torchtitan_lite.config.schema import (
     REGISTRIES,
@@ -99,6 +99,8 @@ def load(
     config, refused = _validated(values, origins, problems, set(failed_imports))
     if "optim.warmup_steps" not in values and not config.train.epochs:
         config = fitting_warmup(config)
+    without_effect = [*_without_effect(config, given, origins)]
+    config = _only_read_keys(config)
     machine = Machine(world_size, n_gpus, local_world_size)
     for check in (lambda c: broken_rules(c, machine, elsewhere=elsewhere), *checks):
         broken = {keys: text for keys, text in check(config).items() if refused.isdisjoint(keys.split())}
@@ -109,10 +111,12 @@ def load(
             break
     if problems:
         raise ConfigError("\n  ".join([f"the configuration has {counted(len(problems), 'problem')}:", *problems]))
-    notes += _without_effect(config, given, origins)
+    notes += without_effect
     if config.model.init_from and "optim.lr" not in values and not started_from(config):
         notes.append(lr_note(config))
     unused = {key for key, rule in usage_rules() if not rule.holds(config)}
+    others = {f"model.{key}" for key in unread(config.model.family)}
+    origins = {key: origin for key, origin in origins.items() if key not in others}
     return Loaded(config, origins, notes, kept=[key for key in kept if key not in unused])
 
 
@@ -273,6 +277,13 @@ def _tree(values: Layer, without: set[str]) -> dict[str, dict[str, Any]]:
     for section, name in (key.split(".") for key in values if key not in without):
         tree.setdefault(section, {})[name] = values[f"{section}.{name}"]
     return tree
+
+
+def _only_read_keys(config: Config) -> Config:
+    """Return the config without [model] keys of other families: the code that families share would read them."""
+    defaults = FAMILIES[config.model.family].defaults
+    others = {key: defaults.get(key, default_of(f"model.{key}")) for key in unread(config.model.family)}
+    return config.model_copy(update={"model": config.model.model_copy(update=others)})
 
 
 def _without_effect(config: Config, given: Layer, origins: Mapping[str, str]) -> Iterator[str]:

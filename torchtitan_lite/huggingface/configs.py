@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field, ValidationError, create_model
 
-from torchtitan_lite.config.families import FAMILIES
+from torchtitan_lite.config.families import FAMILIES, unread
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.errors import CheckpointError, shortened
 
@@ -468,14 +468,9 @@ def _refuse_others(names: Iterable[str], given: Content, fixed: Content) -> None
             )
 
 
-def _unread(family: str) -> set[str]:
-    """Return the keys of [model] that only other families read."""
-    return {key for entry in FAMILIES.values() for key in entry.keys} - {*FAMILIES[family].keys}
-
-
 def _family_keys(keys: Content) -> Content:
     """Return the keys that our family reads. Raises ValueError if a different key has an unsupported value."""
-    others = _unread(keys["family"])
+    others = unread(keys["family"])
     read = {key: value for key, value in keys.items() if key not in others}
     fixed = ModelConfig.model_validate(read).resolved()
     for key in sorted(keys.keys() & others):
@@ -502,7 +497,7 @@ def to_hf_config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
             f'model.family = "{config.family}" has no Hugging Face names, only {", ".join(known)} do '
             "(huggingface/configs.py); model.safetensors of a full checkpoint has its tensors under our names"
         )
-    ours = {key: value for key, value in config.resolved().items() if key not in _unread(config.family)}
+    ours = {key: value for key, value in config.resolved().items() if key not in unread(config.family)}
     config = ModelConfig.model_validate(ours)
     model_type = {"gpt": "gpt2", "gemma3": "gemma3_text"}.get(config.family, config.family)
     if model_type == "llama":

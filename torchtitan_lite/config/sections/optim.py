@@ -121,19 +121,23 @@ def rules(config: "Config", machine: Machine) -> Rules:
 
 def warmup_rules(optim: OptimConfig, steps: int) -> Rules:
     """Yield the broken rules between a schedule and the number of steps."""
+    longest = _longest_warmup(optim, steps)
     if optim.warmup_steps >= steps:
         yield (
             "optim.warmup_steps train.steps",
             f"optim.warmup_steps = {optim.warmup_steps} takes up all of train.steps = {steps}; "
-            f"warmup_steps = {steps // 10} works",
+            f"warmup_steps = {min(steps // 10, longest)} works",
         )
-    elif optim.schedule == "wsd" and optim.warmup_steps > (1 - optim.decay_ratio) * steps:
+    elif optim.warmup_steps > longest:
         yield (
             "optim.warmup_steps optim.decay_ratio train.steps",
             f"optim.warmup_steps = {optim.warmup_steps} reaches into the decay, the last optim.decay_ratio = "
-            f"{optim.decay_ratio} of train.steps = {steps}; "
-            f"warmup_steps = {int((1 - optim.decay_ratio) * steps)} works",
+            f"{optim.decay_ratio} of train.steps = {steps}; warmup_steps = {longest} works",
         )
+
+
+def _longest_warmup(optim: OptimConfig, steps: int) -> int:
+    return int(steps - optim.decay_ratio * steps) if optim.schedule == "wsd" else steps - 1
 
 
 def fitting_warmup(config: "Config") -> "Config":
@@ -141,4 +145,5 @@ def fitting_warmup(config: "Config") -> "Config":
     optim, steps = config.optim, config.train.steps
     if not dict(warmup_rules(optim, steps)):
         return config
-    return config.model_copy(update={"optim": optim.model_copy(update={"warmup_steps": steps // 10})})
+    warmup_steps = min(steps // 10, _longest_warmup(optim, steps))
+    return config.model_copy(update={"optim": optim.model_copy(update={"warmup_steps": warmup_steps})})
