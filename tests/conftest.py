@@ -61,7 +61,7 @@ def rewrite_asserts(config: pytest.Config) -> None:
 LONGEST = (
     *("knobs", "knob_effects", "key_effects", "plan", "faults", "distributed", "spikes", "lm_eval", "resume"),
     *("fake_cuda", "ways", "evaluate", "replay", "watchdog", "imports", "muon", "average", "readme", "float8"),
-    *("hostile_input", "likelihood", "cluster"),
+    *("recorded_commands", "recorded_plans", "recorded_runs", "recorded_scores", "hostile_input", "cluster"),
 )
 
 
