@@ -292,6 +292,97 @@ UNUSED = [
     ["--model.init_from=there", "--optim.lr=0.1", "--tokenizer.path=here", "--tokenizer.vocab_size=300"],
 ]
 
+EDGES = {  # keys, and the nearest settings with which they are, and are not, used
+    "profile.memory_snapshot=true": [
+        *("train.steps=40 profile.steps=[40,41]", "train.steps=40 profile.steps=[41,42]", "profile.steps=[750,751]"),
+        *("train.steps=40 profile.steps=[41,42] train.epochs=0.001", "profile.steps=[751,751]"),
+        "train.steps=40 profile.steps=[] train.epochs=0",
+    ],
+    "train.global_batch_size=16": [
+        *(f"train.batch_schedule={value}" for value in ("[]", "[[0,8]]", "[[1,8]]", "[[0,8],[1,16]]", "[[1,8],[2,16]]"))
+    ],
+    "eval.samples=9 checkpoint.keep_best=true checkpoint.keep_every=5 sample.every=1": [
+        *("eval.every=0 checkpoint.keep_latest=1", "eval.every=1 checkpoint.keep_latest=0 checkpoint.every=1"),
+        *("eval.every=1 checkpoint.keep_latest=1 checkpoint.every=0", "eval.every=epoch checkpoint.keep_latest=1"),
+    ],
+    "sample.prompts=a sample.max_tokens=5 sample.temperature=0.5": [
+        *("sample.every=0 eval.every=1", "sample.every=1 eval.every=0", "sample.every=epoch eval.every=0"),
+    ],
+    "eval.tasks_every=5 eval.task_questions=5": [
+        *("eval.tasks=[]", "eval.tasks=auto", "eval.tasks=brackets eval.every=0", "eval.tasks=auto data.path=a.txt"),
+        *("eval.tasks=auto data.sources={a=1.0}", "eval.tasks=b.jsonl data.sources={a=1.0}"),
+        *("eval.tasks=auto,brackets data.path=a.txt", "model.family=t5 data.objective=span_corruption"),
+        "model.family=t5 data.objective=span_corruption eval.tasks=brackets",
+    ],
+    "log.wandb_project=x": [f"log.trackers={value}" for value in ("[]", "tensorboard", "wandb", "tensorboard,wandb")],
+    "train.max_skipped=3 spike.window=4": [
+        *("spike.action=off spike.loss_deviations=0.1 spike.norm_deviations=0.1", "train.on_nonfinite=skip"),
+        *("spike.action=log spike.loss_deviations=0 spike.norm_deviations=0.1", "spike.action=skip"),
+        *("spike.action=stop spike.loss_deviations=0.1 spike.norm_deviations=0", "train.on_nonfinite=stop"),
+        "spike.action=log spike.loss_deviations=0 spike.norm_deviations=0",
+    ],
+    "grad_scaler.init_scale=2 grad_scaler.growth_interval=2": [
+        *("fsdp.param_dtype=bfloat16 fsdp.reduce_dtype=bfloat16 fsdp.output_dtype=bfloat16", "fsdp.output_dtype=''"),
+        *(f"fsdp.{name}_dtype=float16" for name in ("param", "reduce", "output")),
+        *(
+            f"fsdp.precision_overrides=[{{match='float16'}},{{match='b',{name}_dtype='{dtype}'}}]"
+            for name in ("param", "reduce", "output")
+            for dtype in ("bfloat16", "float16")
+        ),
+    ],
+    "activation_checkpointing.every=2 compile.backend=eager": [
+        *("activation_checkpointing.mode=none compile.enabled=true", "activation_checkpointing.mode=full"),
+        "activation_checkpointing.mode=selective compile.enabled=false",
+    ],
+    "fsdp.forward_prefetch=3 fsdp.backward_prefetch=3 fsdp.pin_memory=false optim.name=adamw": [
+        *("fsdp.explicit_prefetching=true fsdp.cpu_offload=false", "fsdp.explicit_prefetching=false"),
+        "fsdp.explicit_prefetching=false fsdp.cpu_offload=true",
+    ],
+    "optim.betas=[0.8,0.9] optim.eps=1e-6 optim.muon_momentum=0.8 optim.muon_embedding_lr_factor=2": [
+        *("optim.name=adamw", "optim.name=sgd", "optim.name=muon"),
+    ],
+    "optim.decay_ratio=0.3 optim.min_lr_ratio=0 optim.step_gamma=0.5 optim.step_every=3": [
+        *(f"optim.schedule={name}" for name in ("cosine", "linear", "wsd", "constant", "step")),
+    ],
+    "train.router_aux_loss=1 train.router_z_loss=1 train.router_bias_rate=1": [
+        *("model.family=qwen3_moe model.router_bias=true", "model.family=olmoe model.router_bias=true"),
+        *("model.family=olmoe model.router_bias=false", "model.family=mistral"),
+    ],
+    "model.rope_low_freq_factor=2 model.rope_high_freq_factor=5 model.rope_original_max_seq_len=9": [
+        *("model.rope_factor=1", "model.rope_factor=1.001", "model.rope_factor=2 model.family=mistral"),
+    ],
+    "model.window=9": [
+        *("model.layer_pattern=window", "model.layer_pattern=full,nope", "model.layer_pattern=nope,window"),
+        *("model.family=mistral", "model.family=olmo3", "model.family=olmo3 model.layer_pattern=full"),
+        *("model.family=gemma3 model.layer_pattern=nope,window", "model.family=smollm3 model.layer_pattern=window"),
+    ],
+    "model.induction_head=true": [
+        *("model.n_layers=1", "model.n_layers=2", "model.qk_norm=false", "model.tie_embeddings=true"),
+        *("model.layer_pattern=full,nope", "model.layer_pattern=nope,full", "model.layer_pattern=full,full"),
+        *("model.layer_pattern=full,full,nope model.n_layers=3", "model.layer_pattern=full model.window=1"),
+        *("model.layer_pattern=full,window model.window=1", "model.layer_pattern=window,full model.window=1"),
+        *("model.layer_pattern=full,full,window model.n_layers=3 model.window=1", "model.layer_pattern=full,window"),
+        *("model.window=0", "model.window=1", "model.window=2", "model.n_heads=1 model.n_kv_heads=1"),
+        *("model.n_heads=8", "model.n_heads=16", *(f"model.head_dim={width}" for width in (14, 16, 64, 66))),
+        *(f"model.dim={dim} model.n_heads=2 model.head_dim=64" for dim in (127, 128, 129)),
+        *("model.family=resformer", "model.family=resformer model.n_layers=1", "model.family=mistral"),
+        "model.family=resformer model.window=1",
+    ],
+    "data.text_key=a data.text_suffixes=.b data.val_fraction=0.5 data.cache_dir=c tokenizer.vocab_size=300": [
+        *("data.path=", "data.path=text", "data.path=prepared", "data.path=prepared,text", "tokenizer.path=here"),
+        *("data.sources={prepared=1.0}", "data.sources={text=1.0,prepared=1.0}", "tokenizer.path="),
+        *("data.sources={'./prepared'=1.0,prepared=1.0}", "tokenizer.path=here data.path=prepared"),
+    ],
+    "data.target_len=8 data.blind_source=true data.source_key=a data.target_key=b data.source_prefix=c": [
+        *("data.objective=causal", "data.objective=pairs", "data.objective=pairs data.path=prepared"),
+        "data.objective=span_corruption model.family=t5",
+    ],
+    "data.noise_density=0.3 data.mean_span_length=2": [
+        *("data.objective=span_corruption model.family=t5", "data.objective=causal"),
+        "data.objective=pairs model.family=t5 data.target_len=8 data.source_key=a data.target_key=b",
+    ],
+}
+
 
 def refused_values() -> dict[str, list[str]]:
     """What is said about some values of each key; of all keys at once."""
@@ -302,6 +393,12 @@ def refused_values() -> dict[str, list[str]]:
             if found := re.fullmatch(r"  command line: --([\w.]+)=.*?: (\D.*?)(; e\.g\. .*)", line):
                 said.setdefault(found[1], {found[3]: []}).setdefault(found[2], []).append(value)
     return {key: [f"{', '.join(values)}: {what}" for what, values in of_key.items()] for key, of_key in said.items()}
+
+
+def edge_notes(line: str) -> list[str]:
+    """The notes on options without their dashes, on a machine with a GPU."""
+    notes = cli.parse([f"--{word}" for word in line.split()], elsewhere=True, world_size=1, n_gpus=1).loaded.notes
+    return [what for note in notes for what in note.removeprefix("without effect: ").split("; ")]
 
 
 def test_the_rules_of_each_key_and_the_notes_on_values_without_effect(
@@ -317,6 +414,7 @@ def test_the_rules_of_each_key_and_the_notes_on_values_without_effect(
         "needed": {key: [*dict.fromkeys(rules)] for key, rules in needs.items()},
         "refused": refused_values(),
         "notes": {" ".join(argv): "; ".join(loaded(*argv).notes).split("; ") for argv in UNUSED},
+        "edges": {line: edge_notes(line) for keys, rest in EDGES.items() for line in (f"{keys} {one}" for one in rest)},
     }
     assert not [key for key in needs if f": {key} = " not in str(found["notes"])]
     assert_recorded(found, HERE / "recorded_keys.json")

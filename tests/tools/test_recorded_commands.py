@@ -41,7 +41,7 @@ CHANGING = [
     (r", [\d.]+ s([,)])", r", N s\1"),
     (r"for [\d.]+ s\)", "for N s)"),
     (r"(peak +[\d.]+ MiB) +[\d.]+ MiB", r"\1 N MiB"),
-    (r"((?:a step|steps|second)  +)(?:[\d.,]+ s|\w+|[\d,]+)$", r"\1N"),
+    (r"(a step|steps|second)  +(?:[\d.,]+ s|\w+|[\d,]+)$", r"\1  N"),
     (r"\[rank\d\]:\[W.*\n", ""),
     (r".* # default\n", ""),
     (r"run     other processes use this machine.*\n", ""),

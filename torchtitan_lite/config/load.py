@@ -99,8 +99,7 @@ def load(
     config, refused = _validated(values, origins, problems, set(failed_imports))
     if "optim.warmup_steps" not in values and not config.train.epochs:
         config = fitting_warmup(config)
-    without_effect = [*_without_effect(config, given, origins)]
-    config = _only_read_keys(config)
+    validated, config = config, _only_read_keys(config)
     machine = Machine(world_size, n_gpus, local_world_size)
     for check in (lambda c: broken_rules(c, machine, elsewhere=elsewhere), *checks):
         broken = {keys: text for keys, text in check(config).items() if refused.isdisjoint(keys.split())}
@@ -111,7 +110,7 @@ def load(
             break
     if problems:
         raise ConfigError("\n  ".join([f"the configuration has {counted(len(problems), 'problem')}:", *problems]))
-    notes += without_effect
+    notes += _without_effect(config, validated, given, origins)
     if config.model.init_from and "optim.lr" not in values and not started_from(config):
         notes.append(lr_note(config))
     unused = {key for key, rule in usage_rules() if not rule.holds(config)}
@@ -286,13 +285,17 @@ def _only_read_keys(config: Config) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update=others)})
 
 
-def _without_effect(config: Config, given: Layer, origins: Mapping[str, str]) -> Iterator[str]:
-    """Yield one note on the given keys without effect. A file, such as a run's config.toml, may repeat defaults."""
+def _without_effect(config: Config, validated: Config, given: Layer, origins: Mapping[str, str]) -> Iterator[str]:
+    """Yield one note on the given keys without effect. A file, such as a run's config.toml, may repeat defaults.
+
+    Args:
+        validated: with the given values, also of keys that the family does not read.
+    """
     unused: dict[str, str] = {}
     for key, rule in usage_rules():
         if key in given and not rule.holds(config):
             section, name = key.split(".")
-            value = getattr(getattr(config, section), name)
+            value = getattr(getattr(validated, section), name)
             if value != default_of(key) or origins[key] == COMMAND_LINE:
                 unused.setdefault(key, f"{origins[key]}: {key} = {format_value(value)} needs {rule.needs}")
     if unused:
