@@ -52,19 +52,11 @@ def test_a_torn_last_line_is_ignored_and_the_next_line_is_its_own(left: bytes, t
     assert [(attempt.attempt, attempt.step) for attempt in attempts.read(tmp_path)] == [(1, 0), (2, 4)]
 
 
-def test_the_best_step_and_who_made_a_step(tmp_path: Path) -> None:
-    losses = {2: 3.0, 4: 2.5, 5: 2.0, 6: None, 8: 2.5}
+def test_the_best_step_is_the_first_of_equal_ones_in_any_order(tmp_path: Path) -> None:
     begin(tmp_path, 1, 0)
-    for step, loss in losses.items():
-        append_line(tmp_path / "metrics.jsonl", json.dumps({"step": step, "attempt": 1, "val_loss": loss}))
-    best = [attempts.best_step(tmp_path, steps) for steps in ([2, 4, 6, 8], [8, 2], [1, 6])]
-    assert best == [4, 8, None], "the first of equal ones"
-    begin(tmp_path, 2, 4)
-    made = attempts.read(tmp_path)
-    found = [attempts.of_step(made, step) for step in (0, 1, 4, 5)]
-    assert [attempt and attempt.attempt for attempt in found] == [None, 1, 1, 2]
-    assert attempts.that_count(made) == made
-    assert attempts.best_step(tmp_path, [2, 5]) == 2, "step 5 is made again"
+    for step in (4, 8):
+        append_line(tmp_path / "metrics.jsonl", json.dumps({"step": step, "attempt": 1, "val_loss": 2.5}))
+    assert attempts.best_step(tmp_path, [8, 4]) == 4
 
 
 def test_only_a_rank_that_knows_of_no_end_records_a_failure(tmp_path: Path) -> None:
@@ -130,6 +122,7 @@ def test_the_state_of_the_code_is_its_commit_and_whether_it_differs(tmp_path: Pa
 
 def test_a_later_attempt_replaces_the_records_of_the_steps_that_it_makes_again(tmp_path: Path) -> None:
     assert counting(tmp_path) == []
+    assert attempts.goodput([], []) == (0.0, 0.0)
     begin(tmp_path, 1, 0)
     record(tmp_path, 1, 1, 2, 3, 4, 5)
     begin(tmp_path, 2, 2)
@@ -149,24 +142,6 @@ RUN = {"run__name": "run", "train__steps": 9, "checkpoint__every": 3, "log__ever
 
 def goodput_of(folder: Path) -> tuple[float, float]:
     return attempts.goodput(attempts.read(folder), attempts.records(folder))
-
-
-def test_only_the_steps_that_count_are_training(tmp_path: Path) -> None:
-    assert goodput_of(tmp_path) == (0.0, 0.0)
-    begin(tmp_path, 1, 0)  # launched at 1 s
-    assert goodput_of(tmp_path) == (0.0, 0.0)
-    steps = [(1, 1, 11.0), (1, 2, 21.0), (1, 3, 31.0), (2, 3, 61.0), (2, 4, 71.0)]
-    lines = [{"attempt": a, "step": s, "time": t, "loss": 1.0, "seconds": 5.0} for a, s, t in steps]
-    lines.append({"attempt": 2, "step": 4, "time": 75.0, "save_s": 3.0})
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    begin(tmp_path, 2, 2)
-    assert goodput_of(tmp_path) == (20 / 74, 74.0)
-    attempts.add(tmp_path, {"attempt": 2, "ended": "complete", "last_step": 4, "end_time": 81.0})
-    assert goodput_of(tmp_path) == (0.25, 80.0)
-    assert attempts.goodput_line(tmp_path) == "goodput 25% of 1m20s since the first launch"
-    begin(tmp_path, 3, 4)  # started again a day later: there is nothing to train
-    attempts.add(tmp_path, {"attempt": 3, "ended": "complete", "last_step": 4, "end_time": 86481.0})
-    assert goodput_of(tmp_path) == (0.25, 80.0)
 
 
 def test_a_killed_run_has_the_same_goodput_everywhere(text: Path, tmp_path: Path) -> None:

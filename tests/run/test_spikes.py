@@ -24,7 +24,6 @@ from torchtitan_lite.optim.spike_guard import SpikeGuard, limit
 from torchtitan_lite.optim.step_record import Numbers
 from torchtitan_lite.run.attempts import newest_status
 from torchtitan_lite.tools.incidents.record import read_record
-from torchtitan_lite.tools.report.runs import read_run
 
 extended = pytest.mark.extended
 POISON = {"POISON": "[[96, 102]]"}  # all of step 17
@@ -151,7 +150,6 @@ def test_the_update_of_a_skipped_spike_is_withheld_bit_for_bit(name: str, run: R
     assert len(states[2].spikes["losses"]) == 6
     if name == "float16":  # a spike is a step without overflow
         assert states[1].grad_scaler == {**states[0].grad_scaler, "good_steps": 1, "skipped_steps": 0}
-    assert read_run(tmp_path / "run").events[17] == "spike skipped"
 
 
 def test_a_resume_skips_the_same_spikes(text: Path, run: Run, tmp_path: Path) -> None:

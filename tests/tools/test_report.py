@@ -154,8 +154,7 @@ def test_what_is_not_finite_is_a_gap_and_is_marked(tmp_path: Path) -> None:
 
 
 def test_folders_without_a_step_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    empty = write_run(tmp_path / "empty", [{"step": 1, "val_loss": 1.0}])
-    for folder in (tmp_path, tmp_path / "none", empty):
+    for folder in (tmp_path, tmp_path / "none"):
         assert report.main([str(folder)]) == 2
         assert f"{folder} is not the folder of a run that has made a step" in capsys.readouterr().err
 
@@ -201,7 +200,6 @@ def test_changes_and_kills_are_marked_on_the_curve_and_listed(tmp_path: Path) ->
     records = [{**step(n), "attempt": a} for a, n in ((1, 10), (1, 12), (3, 12), (4, 15), (5, 20))]
     (one / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     page = made(tmp_path / "page.html", one)
-    assert read_run(one).events == {10: "killed, lr", 12: "killed", 15: "<b>"}
     assert read_run(one).changes == [
         (10, "optim.lr", "0.004", "0.001"),
         (10, "log.every", "1", "2"),
