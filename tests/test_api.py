@@ -129,6 +129,10 @@ def test_scores_and_text_are_those_of_the_commands(place: Path, monkeypatch: pyt
     said, prompt = ttl.generate(model, tokenizer, "def ", **how), tokenizer.encode("def ")
     assert f"def {said}" == tokenizer.decode([*prompt, 70, 71])
     assert seen.pop() == (prompt, Options(**how), tokenizer.config, False, False)
+    ttl.generate(model.eval(), tokenizer, "def ")
+    assert seen.pop()
+    assert not model.training, "it stays as it is"
+    model.train()
     monkeypatch.setattr("torchtitan_lite.api.is_encoder_decoder", lambda _: True)
     said = ttl.generate(model, tokenizer, "def ", beams=3, length_penalty=2.0)
     assert (said, seen.pop()[1]) == (tokenizer.decode([70, 71]), Options(beams=3, length_penalty=2.0))

@@ -173,6 +173,7 @@ MACHINES: list[tuple[list[str], int, int, int]] = [  # the same, with the proces
 ]
 FILES = [
     ["--model.family=mamba", "--model.size=7B"],
+    ["--model.mup_base_dim=64", "--model.tie_embeddings", "--optim.name=sgd"],
     ["--config", "bad.toml", "--train.seq_len=4096", "stray", "--dcp-apj"],
     *(["--config", f"{name}.toml"] for name in ("a", "x", "list", "damaged", "latin", "none")),
     ["--data.path=['prepared', 'notes.md']", "--fsdp.dp_shard=2"],

@@ -108,8 +108,9 @@ def test_the_default_pairs_are_made_again_for_another_library_only(
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib/a.py").write_text("".join(functions))
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
-    config = DataConfig(objective="pairs", target_len=32, cache_dir=str(tmp_path / "cache"))
+    config = DataConfig(objective="pairs", target_len=32, cache_dir=str(tmp_path / "cache"), source_prefix="write: ")
     folder = prepare_all(config, TokenizerConfig(path="bytes"), print).folder
+    assert decoded(folder, "train")[0][0].startswith("write: ")
     (file,) = (tmp_path / "cache").glob("functions-*.jsonl")
     before = file.stat().st_mtime_ns
     assert prepare_all(config, TokenizerConfig(path="bytes"), print).folder == folder

@@ -94,7 +94,7 @@ ROWS: list[tuple[str, Any, dict[str, Any]]] = [
 ]
 
 
-IDLE = ", and other values of all keys without effect"
+IDLE = ", and other values of all keys without effect"  # and the device that is chosen
 # what is only recorded
 MORE: dict[str, dict[str, Any]] = {
     **{family: {"model.family": family} for family in FAMILIES if not FAMILIES[family].encoder_decoder},
@@ -132,7 +132,7 @@ def test_each_key_that_a_resume_keeps_changes_what_a_run_learns(tmp_path: Path) 
     for name, used in (bases | {"optim.name = sgd": {"optim.name": "sgd"}}).items():
         config = parse(*shared, *options(used)).config
         idle = {key for key, rule in usage_rules() if not rule.holds(config)} - used.keys()
-        runs[f"{name}{IDLE}"] = used | {key: value for key, value, _ in ROWS if key in idle}
+        runs[f"{name}{IDLE}"] = used | {key: value for key, value, _ in ROWS if key in idle} | {"run.device": "auto"}
     (tmp_path / "default/stacks").mkdir(parents=True)
     (found,) = run_distributed(learned, 1, {name: [*shared, *options(values)] for name, values in runs.items()})
     equal = [key for key, value, used in ROWS if found[f"{key} = {value}"] == found[", ".join(options(used))]]

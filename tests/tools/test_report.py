@@ -359,6 +359,7 @@ def test_nothing_can_be_fetched(tmp_path: Path) -> None:
     """What got into the page somehow: the page's policy forbids it. Without the policy it is asked for."""
     evil = '<main><img src="http://example.com/x.png"><script>fetch("http://example.com/y")</script>'
     page = made(tmp_path / "page.html", write_run(tmp_path / "run", [step(1)])).replace("<main>", evil)
+    assert not re.search("<script[^>]* src=", page), "it works without a network"
     (tmp_path / "page.html").write_text(page)
     _, console, asked = browse(tmp_path / "page.html", tmp_path)
     assert "Content Security Policy" in console
