@@ -17,7 +17,7 @@ from tests.config.parsing import mistakes, parse, write
 from tests.docs.pages import blocks
 from tests.helpers import ROOT, checkpoint, losses, python, ranks, records, succeeded, tensors, tiny
 from torchtitan_lite.config import load
-from torchtitan_lite.config.families import FAMILIES
+from torchtitan_lite.config.families import FAMILIES, Family
 from torchtitan_lite.config.schema import DataConfig, OptimConfig, TokenizerConfig, flatten
 from torchtitan_lite.config.sections.data import READERS
 from torchtitan_lite.config.sections.optim import OPTIMIZERS
@@ -26,6 +26,7 @@ from torchtitan_lite.errors import ConfigError, DataError
 
 FAMILY, OPTIMIZER = "examples.own_model:PARALLEL", "examples.own_optimizer:LION"
 READER = "examples.own_reader:NOTEBOOK"
+GROUPED = Family("torchtitan_lite.models.llama:Llama", sizes={"S": {"dim": 64, "n_kv_heads": 2}})
 
 
 def options_of(page: str, key: str) -> list[str]:
@@ -210,3 +211,11 @@ def test_the_optimizer_obeys_the_guard_and_the_clipping() -> None:
     assert not torch.equal(expected[0], start)
     for scale, withheld in ((1.0, 0), (1.0, 1), (4.0, 2)):
         assert all(map(torch.equal, trained(scale, withheld), expected))
+
+
+def test_a_size_sets_what_a_family_does_not_read_by_a_key() -> None:
+    own = [f"--model.family={__name__}:GROUPED", "--model.size=S"]
+    for given in ([], ["--model.n_kv_heads=1", "--model.qkv_bias=true"]):
+        loaded = parse(*own, *given)
+        assert (loaded.config.model.n_kv_heads, loaded.config.model.qkv_bias) == (2, False)
+        assert bool(loaded.notes) == bool(given)

@@ -99,7 +99,7 @@ def load(
     config, refused = _validated(values, origins, problems, set(failed_imports))
     if "optim.warmup_steps" not in values and not config.train.epochs:
         config = fitting_warmup(config)
-    validated, config = config, _only_read_keys(config)
+    validated, config = config, _only_read_keys(config, given)
     machine = Machine(world_size, n_gpus, local_world_size)
     for check in (lambda c: broken_rules(c, machine, elsewhere=elsewhere), *checks):
         broken = {keys: text for keys, text in check(config).items() if refused.isdisjoint(keys.split())}
@@ -114,7 +114,7 @@ def load(
     if config.model.init_from and "optim.lr" not in values and not started_from(config):
         notes.append(lr_note(config))
     unused = {key for key, rule in usage_rules() if not rule.holds(config)}
-    others = {f"model.{key}" for key in unread(config.model.family)}
+    others = given.keys() & {f"model.{key}" for key in unread(config.model.family)}
     origins = {key: origin for key, origin in origins.items() if key not in others}
     return Loaded(config, origins, notes, kept=[key for key in kept if key not in unused])
 
@@ -278,10 +278,13 @@ def _tree(values: Layer, without: set[str]) -> dict[str, dict[str, Any]]:
     return tree
 
 
-def _only_read_keys(config: Config) -> Config:
-    """Return the config without [model] keys of other families: the code that families share would read them."""
-    defaults = FAMILIES[config.model.family].defaults
-    others = {key: defaults.get(key, default_of(f"model.{key}")) for key in unread(config.model.family)}
+def _only_read_keys(config: Config, given: Layer) -> Config:
+    """Return the config without given [model] keys of other families: the code that families share would read them."""
+    family = FAMILIES[config.model.family]
+    own = {**family.defaults, **family.sizes.get(config.model.size, {})}
+    others = {
+        key: own.get(key, default_of(f"model.{key}")) for key in unread(config.model.family) if f"model.{key}" in given
+    }
     return config.model_copy(update={"model": config.model.model_copy(update=others)})
 
 
