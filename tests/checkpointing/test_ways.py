@@ -102,7 +102,9 @@ def save_on_a_full_disk(process: Process, folder: Path) -> list[int]:
     save_now(saver, 1)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("os.statvfs", lambda _: os.statvfs_result((1, 1, 0, 0, used(folder) // 2, 0, 0, 0, 0, 0)))
-        with pytest.raises(SaveError, match="a checkpoint takes"):
+        with pytest.raises(
+            SaveError, match=rf"a checkpoint takes .*iB, but {folder} has only .*iB free: free some space"
+        ):
             saver.require_space()
         with pytest.raises(AssertionError, match="a checkpoint takes"):
             save_now(saver, 2)
@@ -173,9 +175,7 @@ def on_two_machines(process: Process, folder: Path, api: str, mesh: str, backgro
     assert all(loaded[name].equal(tensor) for name, tensor in expected[2].items() if name.startswith("model."))
 
 
-@pytest.mark.parametrize(
-    ("api", "mesh", "background"), [("dtensor", "2x2", True), ("dtensor", "4", False), ("dcp", "2x2", True)]
-)
+@pytest.mark.parametrize(("api", "mesh", "background"), [("dtensor", "4", True), ("dcp", "2x2", False)])
 def test_full_checkpoints_need_only_the_disk_of_the_first_machine(
     api: str, mesh: str, background: bool, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 import tomli
 
+from tests.config.parsing import only_built_in
 from tests.helpers import ROOT, python, succeeded
 from torchtitan_lite.config import load, messages, paths, schema
 from torchtitan_lite.tools import config_reference
@@ -40,7 +41,8 @@ def test_help_lists_the_usual_keys_or_every_key_with_meaning_and_default() -> No
     assert "--help-all" in usual
 
 
-def test_the_reference_is_made_from_the_config() -> None:
+def test_the_reference_is_made_from_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    only_built_in(monkeypatch)
     page = (ROOT / "docs/config.md").read_text()
     assert page == "\n".join(config_reference.lines()) + "\n", (
         "python -m torchtitan_lite.tools.config_reference > docs/config.md"

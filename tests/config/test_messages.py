@@ -191,6 +191,7 @@ CHECKED = [  # by train.py on the first of eight ranks
     ["--fsdp.shard_columns=*.wq"],
     ["--data.path=."],
     ["--data.path=.", "--data.text_suffixes=.md"],
+    ["--data.text_suffixes=md,.csv,.gz,.a/b"],
 ]
 
 ALLOWED: dict[str, tuple[int, ...]] = {  # next to a mistake; machines as below, if not (1, 0, 1)

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from tests.distributed.test_blocks import Operators, made
 from tests.helpers import python, succeeded, tiny
-from torchtitan_lite import cpu
 from torchtitan_lite.config.schema import ModelConfig, SpeedConfig
 from torchtitan_lite.cpu import attention as by_blocks
 from torchtitan_lite.cpu import loss as in_chunks
-from torchtitan_lite.models import Transformer, build
+from torchtitan_lite.models import Transformer
 from torchtitan_lite.models.attention import attend
 from torchtitan_lite.models.loss import IGNORE, summed_cross_entropy
 from torchtitan_lite.tools.dry_run import peak_of
@@ -198,21 +197,6 @@ def test_each_key_switches_one_path_off() -> None:
     assert ran(block_attention=False) == (True, False, False)
     assert ran(chunked_loss=False) == (False, True, False)
     assert ran(fused_functions=False) == (False, False, True)
-
-
-def test_a_module_that_computes_attention_in_its_own_way_keeps_it() -> None:
-    """block_attention replaces only the models' own function, e.g. not the biased attention of an encoder-decoder."""
-
-    def own(*_: Any) -> Tensor:
-        raise NotImplementedError
-
-    with torch.device("meta"):
-        model = build(GPT, 97)
-    layers: list[Any] = list(model.layers)
-    layers[0].attention.attend = own
-    cpu.apply(model, SpeedConfig())
-    assert layers[0].attention.attend is own
-    assert layers[1].attention.attend is by_blocks.attend
 
 
 # --- runs -------------------------------------------------------------------------------------------------------

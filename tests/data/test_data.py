@@ -1,4 +1,4 @@
-"""Text, tokens, order and batches; errors of unusable text."""
+"""Text, order and batches; what is prepared once."""
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -14,10 +14,9 @@ from torchtitan_lite.data.loader import Batch, Loader, MicroBatch, SampleSource
 from torchtitan_lite.data.order import sample_indices
 from torchtitan_lite.data.prepare.documents import usable
 from torchtitan_lite.data.prepare.summary import summary
-from torchtitan_lite.data.prepare.texts import Corpus, find, standard_library
+from torchtitan_lite.data.prepare.texts import Corpus, find
 from torchtitan_lite.data.samples import Samples
 from torchtitan_lite.data.token_files import TokenFiles, read_meta
-from torchtitan_lite.errors import DataError
 from torchtitan_lite.models.loss import IGNORE
 
 
@@ -113,13 +112,6 @@ def test_blocks_of_a_file_are_its_text(tmp_path: Path) -> None:
     assert sum(len(block.encode()) > found.block - 4 for block in blocks) >= 5, "those of the long line are full"
 
 
-def test_the_default_text_is_all_of_the_standard_library_but_its_tests() -> None:
-    found = standard_library()
-    assert len(found.files) > 300
-    assert not any({"test", "tests", "site-packages"} & set(file.parts) for file in found.files)
-    assert sum(len(text.encode()) for text in texts_of(found)) == found.size, "some of it is not UTF-8"
-
-
 # --- preparing --------------------------------------------------------------------------------------------------
 
 
@@ -138,60 +130,12 @@ def test_preparing_is_deterministic_and_ranks_wait_for_each_other(text: Path, tm
         assert (again / name).read_bytes() == (folder / name).read_bytes(), name
 
 
-def test_neither_split_is_ever_empty(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("".join(f"a short text, line {i}\n" for i in range(120)))
-    meta = read_meta(make(tmp_path, tmp_path / "cache", 260, val_fraction=1e-9))
-    assert meta.val_documents == 1
-    assert meta.train_tokens > meta.val_tokens > 0
-    with pytest.raises(
-        DataError, match="has 0 usable documents to train and [0-9]+ to validate, and .* both; use more"
-    ):
-        make(tmp_path, tmp_path / "cache", 257, val_fraction=1 - 1e-15)
-
-
-# --- text that can't be used ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        (
-            b"tiny\n",
-            r"^the text has 1 usable document; at least 2 are needed, to train and to validate \(plain text is cut "
-            r"into documents of at most 1,024 bytes\)$",
-        ),
-        (
-            b"too little to learn from\n" * 200,
-            r"short for tokenizer.vocab_size \(--train-tokenizer\) = 517: it yields (\d+) entries; use more .* or \1$",
-        ),
-        (b"one line\n" * 30_000 + b"gr\xfc\n", r"a\.txt: line 30001: byte 0xfc is not utf-8; correct or rem"),
-    ],
-)
-def test_text_that_can_not_be_used_is_an_error_and_leaves_nothing(
-    content: bytes, expected: str, tmp_path: Path
-) -> None:
-    (tmp_path / "a.txt").write_bytes(content)
-    with pytest.raises(DataError, match=expected):
-        make(tmp_path, tmp_path / "cache")
-    assert not list((tmp_path / "cache").glob("*.partial"))
-
-
-def test_a_given_tokenizer_is_used(text: Path, prepared: Path, tmp_path: Path) -> None:
-    data = DataConfig(path=str(text / "typing.txt"), cache_dir=str(tmp_path))
-    config = TokenizerConfig(path=str(prepared / "tokenizer.json"))
-    folder = prepare_all(data, config, lambda said: None).folder
-    meta = read_meta(folder)
-    assert meta.vocab_size == 517
-    assert meta.tokenizer_sha256 == read_meta(prepared).tokenizer_sha256
-    cutting = Tokenizer.from_file(str(prepared / "tokenizer.json"))
-    cutting.enable_truncation(16)
-    cutting.enable_padding(length=20)
-    cutting.save(str(tmp_path / "cutting.json"))
-    same = prepare_all(data, TokenizerConfig(path=str(tmp_path / "cutting.json")), lambda said: None).folder
-    assert same == folder, "a tokenizer cut or padded the text"
-    cutting.post_processor = processors.TemplateProcessing("<|endoftext|> $A", None, [("<|endoftext|>", 0)])
-    cutting.save(str(tmp_path / "cutting.json"))
-    given = DataConfig(path=str(folder)), TokenizerConfig(path=str(tmp_path / "cutting.json"))
-    assert prepare_all(*given, print).folder == folder, "one with what an export adds is no other one"
-    with pytest.raises(DataError, match=r"no entry <bye> to end a document with; its special .* are <\|endoftext\|>"):
-        prepare_all(data, TokenizerConfig(path=config.path, end_token="<bye>"), lambda said: None)
+def test_a_given_tokenizer_cuts_pads_and_adds_nothing(prepared: Path, tmp_path: Path) -> None:
+    """So one with what an export adds is no other one; data/test_recorded_data.py has its tokens."""
+    given = Tokenizer.from_file(str(prepared / "tokenizer.json"))
+    given.enable_truncation(16)
+    given.enable_padding(length=20)
+    given.post_processor = processors.TemplateProcessing("<|endoftext|> $A", None, [("<|endoftext|>", 0)])
+    given.save(str(tmp_path / "given.json"))
+    config = TokenizerConfig(path=str(tmp_path / "given.json"))
+    assert prepare_all(DataConfig(path=str(prepared)), config, print).folder == prepared

@@ -7,14 +7,11 @@ from pathlib import Path
 
 import pytest
 
-import train
 from tests.helpers import ranks, succeeded, tiny
 from torchtitan_lite.config.load import load
 from torchtitan_lite.config.paths import is_prepared
-from torchtitan_lite.config.schema import Config, DataConfig
 from torchtitan_lite.data.prepare.texts import find
-from torchtitan_lite.errors import ConfigError, DataError, UserError
-from torchtitan_lite.run.checks import check_text
+from torchtitan_lite.errors import DataError
 
 
 def tree(root: Path, *names: str) -> Path:
@@ -26,14 +23,6 @@ def tree(root: Path, *names: str) -> Path:
 
 def found(path: str | Path | list[str]) -> list[str]:
     return [str(file) for file in find(path if isinstance(path, list) else str(path)).files]
-
-
-@pytest.mark.parametrize("wrong", ["md", ".csv", ".gz", ".a/b", ""])
-def test_a_wrong_suffix_is_found_before_any_text_is_read(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
-    config = Config(data=DataConfig(text_suffixes=[wrong]))
-    assert "should be the suffix of plain text" in " ".join(check_text(config).values())
-    assert train.main(["--check-config", f'--data.text_suffixes=["{wrong}"]']) == 2
-    assert f'data.text_suffixes (--text-suffixes): "{wrong}" should be the suffix' in capsys.readouterr().err
 
 
 def test_linked_folders_are_followed_once(tmp_path: Path) -> None:
@@ -60,28 +49,12 @@ def test_each_start_names_its_text_what_is_left_out_and_many_epochs(text: Path, 
     folder = tmp_path / "in"
     shutil.copytree(text, folder)
     tree(folder, "x.md", "y.md", "Makefile")
-    for name, steps in (("a", 2), ("a", 3), ("b", 10**6)):
-        command = tiny(folder, tmp_path / "runs", run__name=name, train__steps=steps, optim__warmup_steps=1)
-        said = succeeded(ranks(2, *command, f"--run.max_minutes={0.001 if steps > 3 else 0}"))
+    for steps in (2, 10**6):
+        command = tiny(folder, tmp_path / "runs", run__name="a", train__steps=steps, optim__warmup_steps=1)
+        said = succeeded(ranks(2, *command, f"--run.max_minutes={0.001 if steps > 2 else 0}"))
         assert f"data    {folder}: " in said
         assert said.count("3 other files are not read: 2 x .md, 1 x Makefile; ") == 1
-        assert (f"data    the run reads {folder} " in said) == (steps > 3)
-
-
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        ("~nobody-of-this-name/text", "nobody-of-this-name"),
-        ("x" * 5000, "File name too long"),
-        (["a.txt", ""], "no text at a.txt"),
-    ],
-)
-def test_impossible_names_are_errors(path: str | list[str], expected: str) -> None:
-    with pytest.raises(UserError, match=expected):
-        find(path)
-    with pytest.raises(ConfigError) as caught:
-        load(None, {"data.path": path})
-    assert expected in str(caught.value) or "a.txt" in str(caught.value)
+        assert (f"data    the run reads {folder} " in said) == (steps > 2)
 
 
 def test_unreadable_folders_are_errors() -> None:

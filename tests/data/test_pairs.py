@@ -1,4 +1,4 @@
-"""Pairs: from csv, jsonl and parquet to the rows of an encoder-decoder or a decoder; bad pairs; the default pairs."""
+"""Pairs: their order and their split; the default pairs. data/test_recorded_data.py has their rows."""
 
 import itertools
 import json
@@ -7,17 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.csv
-import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer
 
-from tests.data.test_data import same_in_every_layout, stream_of
+from tests.data.test_data import stream_of
 from torchtitan_lite.config.schema import Config, DataConfig, ModelConfig, TokenizerConfig, TrainConfig
 from torchtitan_lite.data import pairs as pairs_module
 from torchtitan_lite.data.dataset import prepare_all
-from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.pairs import PairSamples
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.token_files import document_ends, read_meta
@@ -31,23 +27,11 @@ def config_of(path: Path, family: str = "t5", *, seq_len: int = 64, target_len: 
     return Config(data=data, model=ModelConfig(family=family), train=TrainConfig(seq_len=seq_len))
 
 
-def written(suffix: str, folder: Path) -> Path:
-    file = folder / f"pairs{suffix}"
-    sources, targets = zip(*ROWS, strict=True)
-    table = pyarrow.table({"id": range(len(ROWS)), "headline": targets, "text": sources})
-    if suffix == ".csv":
-        pyarrow.csv.write_csv(table, file)
-    elif suffix == ".jsonl":
-        file.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
-    else:
-        pyarrow.parquet.write_table(table, file)
-    return file
-
-
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pairs")
-    assert main([str(written(".jsonl", folder)), *KEYS, "--val-fraction", "0.2", "--out", str(folder / "out")]) == 0
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": s, "headline": t}) + "\n" for s, t in ROWS))
+    assert main([str(folder / "a.jsonl"), *KEYS, "--val-fraction", "0.2", "--out", str(folder / "out")]) == 0
     return folder / "out"
 
 
@@ -88,17 +72,6 @@ def test_an_epoch_has_every_pair_once_in_blocks_of_similar_length_in_random_orde
     assert len(orders) == 6, "of each window, seed and epoch its own, and random"
     val = PairSamples(prepared, "val", config_of(prepared))
     assert np.ptp(val.lengths(val.indices(np.arange(10), 0), cut=False)[:, 0]) > 30, "validation is not sorted"
-
-
-def test_a_batch_is_the_same_in_every_layout_but_for_padding(prepared: Path) -> None:
-    config = config_of(prepared, target_len=32, seq_len=200)
-    samples = open_samples(prepare_all(config.data, config.tokenizer, print), "train", config)
-    widths = {micro.tokens.shape[1] for micro in same_in_every_layout(samples)}
-    assert all(width % 8 == 0 and width < 200 for width in widths)
-    for i, pair in enumerate(samples.sources[0].indices(np.arange(30), 3).tolist()):
-        drawn = samples.draw(np.array([i]), 3)
-        ends = [len(side.encode()) + 1 for side in decoded(prepared, "train")[pair]]
-        assert [drawn.tokens.shape[1], drawn.targets.shape[1]] == [-(-end // 8) * 8 for end in ends]
 
 
 def test_the_default_pairs_are_made_again_for_another_library_only(

@@ -318,7 +318,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "pairs": {"data.path": "@/pairs.csv", "model.family": "t5", **PAIRS},
     "pairs of a decoder": {"data.path": "@/pairs.jsonl", **PAIRS, "data.source_prefix": "to: "},
-    "pairs in windows of 7": {"data.path": "@/pairs.parquet", "model.family": "t5", **PAIRS, "train.seq_len": 25},
+    "pairs in windows of 7": {
+        **{"data.path": "@/pairs.parquet", "model.family": "t5", **PAIRS, "train.seq_len": 25},
+        "data.target_len": 30,
+    },
     "blind pairs": {"data.path": "@/pairs.csv", "model.family": "t5", **PAIRS, "data.blind_source": True},
     "blind pairs of a decoder": {"data.path": "@/pairs.csv", **PAIRS, "data.blind_source": True, "run.seed": 3},
     "mixture of pairs": {"data.sources": {"@/pairs.csv": 1, "@/prepared_pairs": 3}, "model.family": "t5", **PAIRS},
@@ -398,8 +401,9 @@ def recorded_config(config: Config, folder: Path) -> dict[str, Any]:
             loader = Loader(mixture, micro_batch_size=3, rank=0, world_size=1, seed=0)
             found["val batch"] = [row_texts(micro, text_of) for micro in loader.batch(0, 3).micro_batches]
             found["of all"].append(f"{mixture.longest_prefix(4)} {mixture.longest_prefix(10**6)}")
-    record = Record([], config, data, {3: range(4, 5)})
-    found["which"] = [row.line() for row in which.rows(record, [*map(which.Documents, data.sources)], range(3, 4))]
+    n = open_samples(data, "train", config).n_samples
+    record = Record([], config, data, {3: range(4, 5), 4: range(n - 1, n + 1)})  # into the second epoch
+    found["which"] = [row.line() for row in which.rows(record, [*map(which.Documents, data.sources)], range(3, 5))]
     if config.data.objective == "pairs":
         asked = pairs.questions(open_samples(data, "val", config), 2, 0)
         prefix = pairs.source_prefix(data.folder)

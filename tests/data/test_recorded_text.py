@@ -195,6 +195,8 @@ COMMANDS = """
 @/literal.jsonl --out @/out19 --tokenizer @/llama.json
 @/tiny --out @/out20 --tokenizer bytes
 @/one.jsonl --out @/out21 --tokenizer bytes
+@/a --out @/out35 --tokenizer bytes --val-fraction 1e-9
+@/a --out @/out36 --tokenizer bytes --val-fraction 0.999999999999
 @/copies.jsonl --out @/out22 --tokenizer bytes
 @/few.txt --out @/out23 --train-tokenizer 500
 @/few.txt --out @/out24 --train-tokenizer 300 --sentinels

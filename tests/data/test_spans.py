@@ -1,4 +1,4 @@
-"""Span corruption: every token once, fixed lengths, sentinels in order, and the same rows however a run is cut."""
+"""Span corruption: every token once, fixed lengths, sentinels in order. data/test_recorded_data.py has rows."""
 
 from pathlib import Path
 
@@ -7,26 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.test_data import same_in_every_layout
-from tests.helpers import python
-from torchtitan_lite.config.schema import Config, DataConfig, TrainConfig
+import train
 from torchtitan_lite.config.sections.data import span_lengths
-from torchtitan_lite.data.dataset import prepare_all
-from torchtitan_lite.data.objectives import open_samples
-from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.prepare.tokenizer import byte_level
 from torchtitan_lite.data.spans import mask, replaced
-
-SEQ_LEN = 40
-SPANS = DataConfig(objective="span_corruption")
-
-
-@pytest.fixture(scope="module")
-def folder(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prepared text whose tokenizer has pad and sentinels."""
-    out = tmp_path_factory.mktemp("spans") / "out"
-    assert main([str(text), "--out", str(out), "--train-tokenizer", "500", "--sentinels"]) == 0
-    return out
 
 
 @settings(max_examples=150, deadline=None)
@@ -52,38 +36,13 @@ def test_a_sample_has_every_token_once_and_fixed_lengths(seq_len: int, density: 
     assert joined == text.tolist()
 
 
-def test_the_spans_of_a_sample_are_fixed_numbers() -> None:
-    """A change here breaks every run in progress."""
-    gaps = mask(span_lengths(40, 0.3, 2.0), "0/7/3")
-    assert "".join(map(str, gaps.astype(int))) == "0110000000100001000000111000000000110001100111"
-
-
-def test_a_mixture_of_the_folder_draws_the_same_rows_in_every_layout(folder: Path) -> None:
-    config = Config(data=SPANS.model_copy(update={"path": str(folder)}), train=TrainConfig(seq_len=SEQ_LEN))
-    samples = open_samples(prepare_all(config.data, config.tokenizer, print), "train", config)
-    assert samples.sources[0].target_len == config.target_len == span_lengths(SEQ_LEN, 0.15, 3.0).targets
-    same_in_every_layout(samples)
-
-
-@pytest.mark.parametrize(
-    ("more", "expected"),
-    [
-        ("--data.objective=span_corruption", "the tokenizer has no <pad> with id 0"),
-        ("--data.objective=pairs --data.target_len=9", "the tokenizer has no <pad> with id 0"),
-        (
-            "--data.objective=span_corruption --tokenizer.path=SPANS --train.seq_len=2500",
-            "a sample has 139 spans, but the tokenizer has 100 sentinels (<extra_id_0> to <extra_id_138> are needed",
-        ),
-    ],
-)
+@pytest.mark.parametrize("objective", ["span_corruption", "pairs --data.target_len=9"])
 def test_a_tokenizer_that_does_not_fit_is_refused_before_the_text_is_prepared(
-    more: str, expected: str, folder: Path, text: Path, tmp_path: Path
+    objective: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     byte_level().save(str(tmp_path / "plain.json"))
-    command = ["--model.family=t5", "--model.max_seq_len=4096", "--sample.every=0", f"--run.out_dir={tmp_path}"]
-    command += [f"--data.path={text}", f"--tokenizer.path={tmp_path}/plain.json", f"--data.cache_dir={tmp_path}/cache"]
-    result = python(*command, *more.replace("SPANS", str(folder / "tokenizer.json")).split())
-    assert result.returncode == 2
-    assert expected in result.stderr
-    assert not (tmp_path / "cache").exists()
-    assert not (tmp_path / "default").exists(), "nor a folder of the run"
+    command = ["--model.family=t5", "--sample.every=0", f"--run.out_dir={tmp_path}", f"--data.path={text}"]
+    command += [f"--tokenizer.path={tmp_path}/plain.json", f"--data.cache_dir={tmp_path}/cache"]
+    assert train.main([*command, *f"--data.objective={objective}".split()]) == 2
+    assert "the tokenizer has no <pad> with id 0" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["plain.json"], "nor a folder of the run"

@@ -6,6 +6,7 @@ import shutil
 import socket
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from checkpoint import Checkpointer
+from tests.models.test_model import make
 from torchtitan_lite.checkpointing.find import verify_together
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.patterns import first_match
@@ -101,21 +103,22 @@ def make_mesh(ranks: torch.Tensor) -> DeviceMesh:
 
 
 def sharded(
-    mesh: DeviceMesh, config: FsdpConfig | None = None, seed: int = 7, family: ModelConfig = MODEL, frozen: str = ""
+    mesh: DeviceMesh,
+    config: FsdpConfig | None = None,
+    seed: int = 7,
+    family: ModelConfig = MODEL,
+    frozen: Sequence[str] = (),
 ) -> Transformer:
     with torch.device("meta"):
         model = build(family, 517)
-    freeze(model, [frozen] if frozen else [])
+    freeze(model, frozen)
     apply_fsdp(model, mesh, config or FsdpConfig())
     materialize(model, CPU, seed)
     return model
 
 
 def plain(seed: int = 7, family: ModelConfig = MODEL) -> Transformer:
-    with torch.device("meta"):
-        model = build(family, 517)
-    materialize(model, CPU, seed)
-    return model
+    return make(family, seed, 517)
 
 
 def case_initial_parameters_and_gradients_are_the_same_on_every_mesh() -> None:
@@ -285,7 +288,7 @@ def case_clipping_is_that_of_torch() -> None:
 
     With a small eps, AdamW would make steps of the noise in gradients that are exactly 0 in theory.
     """
-    adamw, sgd = {"name": "adamw", "eps": 1e-3}, {"name": "sgd", "weight_decay": 0.0}
+    adamw, sgd = {"name": "adamw", "eps": 1e-3}, {"name": "sgd", "weight_decay": 0.3}
     for mesh, optim, max_norm, scale in (
         ("4", adamw, 0.3, 0.0),
         ("2 x 2", adamw, 0.3, 1024.0),
@@ -296,9 +299,9 @@ def case_clipping_is_that_of_torch() -> None:
 
 
 def _clipped_as_by_torch(mesh: str, config: OptimConfig, scale: float) -> None:
-    frozen = "layers.1.*" if scale else ""
+    frozen = ["layers.1.*"] if scale else []
     model, reference = sharded(make_mesh(MESHES[mesh]), frozen=frozen), plain()
-    freeze(reference, [frozen] if frozen else [])
+    freeze(reference, frozen)
     optimizer = build_optimizer(model, config)
     trained = [p for p in reference.parameters() if p.requires_grad]
     groups: list[dict[str, object]] = [

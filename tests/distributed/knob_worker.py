@@ -5,14 +5,14 @@ The real train_step runs; only the text is made up.
 
 import hashlib
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 import train
 from benchmarks.bare_session import bare_session
-from tests.distributed.knob_effects import muon_as_on_gpu
 from tests.distributed.knob_table import CASES, STEPS, VOCABULARY, FixedSamples
 from torchtitan_lite import cpu
 from torchtitan_lite.config.schema import Config
@@ -20,6 +20,7 @@ from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.process_group import Process, build_mesh
 from torchtitan_lite.distributed.sharding import own_part
+from torchtitan_lite.optim import muon
 from torchtitan_lite.run.session import Session, check_pending
 
 
@@ -37,6 +38,11 @@ def training(config: Config, process: Process) -> Session:
         seed=None,
     )
     return bare_session(config, process, model, loader)
+
+
+def muon_as_on_gpu() -> AbstractContextManager[Any]:
+    """Within it, Muon iterates in bfloat16."""
+    return patch.object(muon, "dtype_of_iteration", return_value=torch.bfloat16)
 
 
 def digest(parameter: torch.Tensor) -> str:

@@ -7,11 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.distributed.distributed_cases import sharded
 from torchtitan_lite.config.schema import FsdpConfig, ModelConfig
-from torchtitan_lite.distributed import generating, parallelize
-from torchtitan_lite.distributed.initialize import materialize
+from torchtitan_lite.distributed import generating
 from torchtitan_lite.distributed.process_group import build_mesh
-from torchtitan_lite.models import build
 from torchtitan_lite.models.generation import new_tokens
 from torchtitan_lite.tools.estimate.simulate import fake_world
 
@@ -24,10 +23,7 @@ def gathers(reshard: bool, spare: int, more: dict[str, Any]) -> tuple[list[int],
     tokens that were generated.
     """
     cpu, config = torch.device("cpu"), FsdpConfig(reshard_after_forward=reshard, param_dtype="bfloat16")
-    with torch.device("meta"):
-        model = build(ModelConfig(dim=32, n_heads=2, n_layers=3, max_seq_len=32), 97)
-    parallelize.apply_fsdp(model, build_mesh(config, cpu), config)
-    materialize(model, cpu, 1)
+    model = sharded(build_mesh(config, cpu), config, 1, ModelConfig(dim=32, n_heads=2, n_layers=3, max_seq_len=32))
     found, plain, needed = [0], getattr(dist, ALL_GATHER), 2 * sum(p.numel() for p in model.parameters())
     tokens = torch.ones(2, 8, dtype=torch.int64)
 

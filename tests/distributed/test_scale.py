@@ -1,15 +1,12 @@
 """What grows with the number of ranks grows slowly: laws that benchmarks/scale.py measures on more of them."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-import train
 from benchmarks import scale
 from tests.helpers import options, ranks, succeeded
-from torchtitan_lite.optim import step_record
 
 SIZES = 2, 4, 8
 
@@ -49,9 +46,3 @@ def test_what_rank_0_handles_grows_linearly_and_by_this_much_for_each_rank(
     per_rank = [(found[b][what] - found[a][what]) / (b - a) for a, b in ((2, 4), (4, 8))]
     assert 0 < per_rank[1] <= most, per_rank
     assert per_rank[1] < (2 if what.startswith("log") else 1.05) * per_rank[0] + 1, per_rank
-
-
-def main(argv: Sequence[str]) -> int:
-    """An entry for `ranks`: train.py, with a limit that two ranks are above."""
-    step_record.MOST_RANKS = 1
-    return train.main(argv)

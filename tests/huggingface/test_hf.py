@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.helpers import checkpoint, losses, python, ranks, succeeded, tiny
+from tests.helpers import checkpoint, losses, python, ranks, refused, succeeded, tiny
 from tests.models.test_model import make
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import ModelConfig
@@ -60,11 +60,8 @@ LLAMA |= {"model__qk_norm": False, "model__rope_theta": 5e5, "train__steps": 4}
 def test_a_run_is_exported_and_trained_on(text: Path, tmp_path: Path) -> None:
     succeeded(ranks(1, *tiny(text, tmp_path, run__name="first", **LLAMA)))
     exported = tmp_path / "exported"
-    output = succeeded(python("export", str(tmp_path / "first"), str(exported), script="checkpoint.py"))
-    assert f"exported to {exported}: transformers.LlamaForCausalLM.from_pretrained reads it" in output
+    succeeded(python("export", str(tmp_path / "first"), str(exported), script="checkpoint.py"))
     assert not list(tmp_path.glob(".*")), "nothing is left beside"
-    with pytest.raises(CheckpointError, match="exists already"):
-        hf.export(tmp_path / "first", exported)
     assert json.loads((exported / "config.json").read_text())["eos_token_id"] == 0, "our end mark"
 
     # a run goes on from there, from a run, and from a checkpoint, with the same losses
@@ -79,15 +76,8 @@ def test_a_run_is_exported_and_trained_on(text: Path, tmp_path: Path) -> None:
     assert forks[0][1][0] < losses(tmp_path / "first")[1][0] - 0.005
 
     # the config of an import has a rate of its own
-    note = "note    optim.lr = 0.008 is the default, for training from random weights"
     written = tmp_path / "mine.toml"
-    output = succeeded(python("import", str(exported), str(written), script="checkpoint.py"))
-    assert f"wrote {written}: train.py --config {written} --data.path=my_text" in output
-    refused = python("import", str(exported), str(written), script="checkpoint.py")
-    assert refused.stderr == f"checkpoint.py: {written} exists already; name a new file\n"
-    fresh = [o for o in tiny(text, tmp_path, model__init_from=exported, **LLAMA) if not o.startswith("--optim.lr=")]
-    assert note in python("--check-config", *fresh).stdout
-    assert note not in python("--check-config", *fresh, "--run.name=fork0").stdout, "it has started"
+    succeeded(python("import", str(exported), str(written), script="checkpoint.py"))
     more = {"run__name": "continued", "train__steps": 2, "optim__warmup_steps": 1}
     kept = [o for o in tiny(text, tmp_path, **more) if not o.startswith(("--model.", "--optim.lr", "--optim.name"))]
     assert "optim.lr = " not in succeeded(ranks(2, "--config", str(written), *kept))
@@ -110,8 +100,7 @@ def test_init_from_another_model_or_vocabulary_names_both(
     config = transformers.GPT2Config(vocab_size=vocab_size, n_embd=dim, n_layer=2, n_head=2, n_positions=37)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "hf")
     result = ranks(1, *tiny(text, tmp_path, model__init_from=tmp_path / "hf", model__tie_embeddings=True))
-    assert result.returncode == 2
-    assert re.search(expected, result.stderr)
+    assert re.search(expected, refused(result))
 
 
 @pytest.mark.parametrize("own_head", [False, True])

@@ -1,6 +1,5 @@
 """model.induction_head: initial values from which a model soon predicts what followed the current token before."""
 
-import functools
 from typing import Any
 
 import pytest
@@ -8,18 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.models.test_model import make
 from torchtitan_lite import models
 from torchtitan_lite.config.schema import ModelConfig
-from torchtitan_lite.distributed.normal_values import normal_
 
 VOCABULARY, REPEATED = 256, 32
 SIZES: dict[str, Any] = {"dim": 64, "n_heads": 4, "n_layers": 2, "qk_norm": True, "induction_head": True}
 
 
 def built(**keys: Any) -> models.Transformer:
-    model = models.build(ModelConfig.model_validate(SIZES | keys), VOCABULARY)
-    model.reset_parameters(functools.partial(normal_, 0))
-    return model
+    return make(ModelConfig.model_validate(SIZES | keys), vocab_size=VOCABULARY)
 
 
 def nats(model: models.Transformer, n: int, generator: torch.Generator) -> Tensor:
@@ -30,8 +27,8 @@ def nats(model: models.Transformer, n: int, generator: torch.Generator) -> Tenso
 
 
 @pytest.mark.parametrize("keys", [
-    {}, {"induction_head": False}, {"family": "resformer", "mup_base_dim": 32},
-    {"n_kv_heads": 2, "n_layers": 3, "rope_theta": 5e5},
+    {}, {"induction_head": False},
+    {"family": "resformer", "mup_base_dim": 32, "n_kv_heads": 2, "n_layers": 3, "rope_theta": 5e5},
 ])  # fmt: skip
 def test_repetitions_are_learned_in_100_steps(keys: dict[str, Any]) -> None:
     model, generator = built(**keys), torch.Generator().manual_seed(0)

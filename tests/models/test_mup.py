@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.models.test_model import make
 from torchtitan_lite import models
 from torchtitan_lite.config.schema import ModelConfig, OptimConfig
 from torchtitan_lite.optim import optimizer as optim
@@ -16,19 +17,10 @@ WIDTHS = 64, 128, 256, 512, 1024
 VOCABULARY = 64
 
 
-def built(width: int, base: int, family: str = "llama") -> models.Transformer:
+def built(width: int, base: int) -> models.Transformer:
     """A model of two blocks with heads of one size, with initial values of one seed."""
-    sizes: dict[str, Any] = {"dim": width, "n_layers": 2, "n_heads": width // 32, "max_seq_len": 32}
-    if family != "gpt":
-        sizes["n_kv_heads"] = width // 64
-    model = models.build(ModelConfig(family=family, mup_base_dim=base, **sizes), VOCABULARY)
-    generator = torch.Generator().manual_seed(0)
-
-    def fill(name: str, parameter: Tensor, std: float, added: object = None) -> None:
-        parameter.normal_(0, std, generator=generator)
-
-    model.reset_parameters(fill)
-    return model
+    sizes = {"dim": width, "n_layers": 2, "n_heads": width // 32, "n_kv_heads": width // 64, "max_seq_len": 32}
+    return make(ModelConfig.model_validate(sizes | {"mup_base_dim": base}), vocab_size=VOCABULARY)
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -90,12 +82,10 @@ def test_rates_fall_with_the_width_and_decay_does_not(name: str) -> None:
     groups = [{"match": "output*", "lr_factor": 10.0}]
     settings = OptimConfig.model_validate({"name": name, "weight_decay": 0.1, "groups": groups})
     model = built(256, 64)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    factors, decays = {}, {}
-    for group in parameter_groups(model, settings):
-        for parameter in group["params"]:
-            factors[names[id(parameter)]] = group["lr_factor"]
-            decays[names[id(parameter)]] = group["lr_factor"] * group["weight_decay"]
+    of = {id(parameter): group for group in parameter_groups(model, settings) for parameter in group["params"]}
+    groups_by_name = {name: of[id(parameter)] for name, parameter in model.named_parameters()}
+    factors = {name: group["lr_factor"] for name, group in groups_by_name.items()}
+    decays = {name: factors[name] * group["weight_decay"] for name, group in groups_by_name.items()}
     matrices = {"muon": 0.5, "adamw": 0.25}[name]
     assert factors["layers.0.attention.wq.weight"] == factors["layers.1.feed_forward.w2.weight"] == matrices
     assert factors["output.weight"] == 2.5

@@ -13,18 +13,15 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.checkpointing.reload_worker import MESHES, WAYS, State, fsdp, saved_folder
+from tests.distributed.distributed_cases import make_mesh, sharded
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import FsdpConfig, ModelConfig, OptimConfig
-from torchtitan_lite.distributed.initialize import materialize
-from torchtitan_lite.distributed.parallelize import apply_fsdp
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.distributed.sharding import own_part
-from torchtitan_lite.models import Transformer, build
-from torchtitan_lite.optim.groups import freeze
+from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim.optimizer import build_optimizer, set_learning_rate
 from torchtitan_lite.tools.dry_run import own_bytes
 
@@ -35,14 +32,8 @@ MODEL = ModelConfig(family="llama", dim=30, n_heads=3, n_kv_heads=1, hidden_dim=
 def on_mesh(mesh: str, config: ModelConfig, frozen: Sequence[str] = ()) -> Transformer:
     """The same model on any mesh."""
     n, copies = MESHES[mesh]
-    device_mesh = init_device_mesh("cpu", (copies, n // copies), mesh_dim_names=("dp_replicate", "dp_shard"))
-    with torch.device("meta"):
-        model = build(config, 517)
-    if frozen:
-        freeze(model, frozen)
-    apply_fsdp(model, device_mesh if copies > 1 else device_mesh["dp_shard"], FsdpConfig(**fsdp(mesh)))
-    materialize(model, torch.device("cpu"), seed=1)
-    return model
+    device_mesh = make_mesh(torch.arange(n).view(copies, -1) if copies > 1 else torch.arange(n))
+    return sharded(device_mesh, FsdpConfig(**fsdp(mesh)), 1, config, frozen)
 
 
 def give_gradients(parameters: Iterable[nn.Parameter], step: int, *, nan: bool) -> None:

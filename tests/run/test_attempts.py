@@ -257,20 +257,6 @@ def test_a_fork_starts_from_another_run_s_checkpoint(run: Path, finished: Path, 
     assert ends[0].read_bytes() == ends[1].read_bytes()
 
 
-def test_a_fork_that_starts_again_before_its_first_save_takes_the_newest_checkpoint(run: Path, again: Again) -> None:
-    """The other run may train meanwhile. What the fork made from its earlier checkpoint no longer counts."""
-    shutil.move(checkpoint(run, 8), run / "later")
-    fork = {"run__name": "fork", "checkpoint__resume": run, "checkpoint__every": 4, "train__steps": 12}
-    again(code=-1, fault="kill:0:8", **fork)
-    assert losses(run.parent / "fork").keys() == {7}
-    shutil.move(run / "later", checkpoint(run, 8))
-    assert f"a fork of {checkpoint(run, 8)}, after its step 8" in again(**fork)
-    made = attempts.read(run.parent / "fork")
-    assert [attempt.step for attempt in made] == [6, 8]
-    assert losses(run.parent / "fork").keys() == {9, 10, 11, 12}
-    assert attempts.that_count(made) == attempts.since_fork(made) == made[1:]
-
-
 def test_a_fork_says_which_values_came_from_there(run: Path, text: Path, tmp_path: Path) -> None:
     """A value that the command does not give, and for which today's default differs, is the other run's."""
     command = [word for word in tiny(text, tmp_path, **RUN) if not word.startswith("--optim.lr")]

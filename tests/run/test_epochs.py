@@ -38,15 +38,6 @@ def in_epochs(data: Path, out_dir: Path, **more: Any) -> list[str]:
     return [o for o in tiny(data, out_dir, **more) if "train__steps" in more or not o.startswith("--train.steps")]
 
 
-@pytest.mark.parametrize(
-    ("given", "epoch", "steps"), [(1.0, 7, 7), (3.0, 7, 21), (0.5, 7, 4), (0.1, 30, 3), (0.7, 10, 7), (0.01, 7, 1)]
-)
-def test_a_part_of_a_step_is_a_step(given: float, epoch: int, steps: int) -> None:
-    found = epochs.in_steps(Config(train=TrainConfig(epochs=given)), epoch)
-    assert found.train.steps == steps
-    assert found.eval.every == 100
-
-
 def test_a_run_in_epochs_is_the_run_in_steps_and_trains_on(data: Path, tmp_path: Path) -> None:
     """Bit for bit, with a resume in the middle of an epoch."""
     config = Config(train=TrainConfig(seq_len=32), data=DataConfig(path=str(data)))
@@ -84,17 +75,6 @@ def test_an_epoch_of_a_mixture_has_as_many_samples_as_all_sources(data: Path) ->
     assert (config.train.steps, config.optim.warmup_steps) == (steps, steps // 10)
 
 
-@pytest.mark.parametrize(
-    ("more", "expected"),
-    [
-        (["--train.epochs=-1"], "--train.epochs=-1: should be greater than or equal to 0"),
-        (["--train.epochs=nan"], "should be a finite number"),
-        (["--eval.every=epochs"], '--eval.every=epochs: should be "epoch", or a number of steps of at least 0'),
-        (["--optim.schedule=step", "--optim.step_every=0"], 'should be "epoch", or a number of steps of at least 1'),
-        (["--optim.schedule=step", "--optim.step_gamma=1.5"], "should be less than or equal to 1"),
-        (["--train.epochs=0.01"], r"train.epochs = 0.01 is 1 step: an epoch is \d+ samples in batches of"),
-    ],
-)
-def test_mistakes_are_refused(more: list[str], expected: str, data: Path, tmp_path: Path) -> None:
-    said = refused(python(*in_epochs(data, tmp_path), *more))
-    assert re.search(expected, said), said
+def test_a_part_of_an_epoch_may_be_shorter_than_the_warm_up(data: Path, tmp_path: Path) -> None:
+    said = refused(python(*in_epochs(data, tmp_path), "--train.epochs=0.01"))
+    assert re.search(r"train.epochs = 0.01 is 1 step: an epoch is \d+ samples in batches of", said), said

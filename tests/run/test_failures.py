@@ -1,12 +1,10 @@
 """A failing run prints the reason, exits with an error, and keeps its files."""
 
 import contextlib
-import dataclasses
 import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -16,7 +14,7 @@ from tests.helpers import losses, python, ranks, refused, succeeded, tiny
 from torchtitan_lite import errors
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.errors import ConfigError, StuckError, run_cli
-from torchtitan_lite.run import attempts, start_and_end
+from torchtitan_lite.run import attempts
 
 
 def test_nan_on_one_rank_stops_the_run_before_it_is_saved(text: Path, tmp_path: Path) -> None:
@@ -59,15 +57,6 @@ def test_a_damaged_data_folder_is_refused_before_torchrun_starts(text: Path, tmp
     tokens = data / "train.bin"
     tokens.write_bytes(tokens.read_bytes()[:-1000])
     refused(ranks(1, *command, "--check-config"), "train.bin")
-
-
-def test_a_start_names_the_machines_that_joined_and_left() -> None:
-    fields: dict[str, Any] = {f.name: 0 for f in dataclasses.fields(attempts.Attempt)}
-    before = [attempts.Attempt(**fields | {"attempt": 4, "world_size": 24, "hosts": ["node0", "node1", "node2"]})]
-    assert start_and_end.machines_line([], ["node0"], 8) == ""
-    assert start_and_end.machines_line(before, ["node2", "node0", "node1"], 24) == ""
-    line = "start   since attempt 4: node3 joined, node1 left, node2 left, 16 ranks on 2 machines, not 24 on 3"
-    assert start_and_end.machines_line(before, ["node3", "node0"], 16) == line
 
 
 @pytest.mark.parametrize(

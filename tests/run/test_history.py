@@ -1,6 +1,5 @@
 """The history of a run: attempts.jsonl, which records count, whatever a kill has left, and goodput."""
 
-import json
 import os
 import re
 import socket
@@ -14,13 +13,10 @@ import pytest
 import torch
 from filelock import FileLock
 
-from tests.helpers import python, ranks, records, succeeded, tiny, until
+from tests.helpers import ranks, records, succeeded, tiny, until
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import BusyError
-from torchtitan_lite.files import append_line
 from torchtitan_lite.run import attempts, run_folder
-from torchtitan_lite.tools.report.page import page
-from torchtitan_lite.tools.report.runs import read_run
 
 STARTED: dict[str, Any] = {
     **{"step": 3, "samples": 24, "command": ["train.py"], "config": {"train.steps": 9}, "tasks": {}},
@@ -32,15 +28,6 @@ def begin(folder: Path, number: int, step: int) -> None:
     attempts.add(folder, {"attempt": number, "time": 1.0} | STARTED | {"step": step, "samples": 8 * step})
 
 
-def record(folder: Path, number: int, *steps: int) -> None:
-    for step in steps:
-        append_line(folder / "metrics.jsonl", json.dumps({"step": step, "attempt": number}))
-
-
-def counting(folder: Path) -> list[tuple[int, int]]:
-    return [(record["attempt"], record["step"]) for record in attempts.records(folder)]
-
-
 @pytest.mark.parametrize("left", [b'{"attempt": 2, "ti', b"{", b"\0" * 9, b"\xff", b"[]", b'{"attempt": 1, "ended": "'])
 def test_a_torn_last_line_is_ignored_and_the_next_line_is_its_own(left: bytes, tmp_path: Path) -> None:
     """A kill or a full disk can cut a line anywhere."""
@@ -50,13 +37,6 @@ def test_a_torn_last_line_is_ignored_and_the_next_line_is_its_own(left: bytes, t
     assert [attempt.attempt for attempt in attempts.read(tmp_path)] == [1]
     begin(tmp_path, 2, 4)
     assert [(attempt.attempt, attempt.step) for attempt in attempts.read(tmp_path)] == [(1, 0), (2, 4)]
-
-
-def test_the_best_step_is_the_first_of_equal_ones_in_any_order(tmp_path: Path) -> None:
-    begin(tmp_path, 1, 0)
-    for step in (4, 8):
-        append_line(tmp_path / "metrics.jsonl", json.dumps({"step": step, "attempt": 1, "val_loss": 2.5}))
-    assert attempts.best_step(tmp_path, [8, 4]) == 4
 
 
 def test_only_a_rank_that_knows_of_no_end_records_a_failure(tmp_path: Path) -> None:
@@ -120,46 +100,9 @@ def test_the_state_of_the_code_is_its_commit_and_whether_it_differs(tmp_path: Pa
     assert run_folder.git_state(tmp_path)["dirty"]
 
 
-def test_a_later_attempt_replaces_the_records_of_the_steps_that_it_makes_again(tmp_path: Path) -> None:
-    assert counting(tmp_path) == []
-    assert attempts.goodput([], []) == (0.0, 0.0)
-    begin(tmp_path, 1, 0)
-    record(tmp_path, 1, 1, 2, 3, 4, 5)
-    begin(tmp_path, 2, 2)
-    assert counting(tmp_path) == [(1, 1), (1, 2)], "it will make steps 3 to 5 again"
-    record(tmp_path, 2, 2, 3, 4)  # what was due at step 2 is made up for
-    begin(tmp_path, 3, 3)
-    begin(tmp_path, 4, 2)  # the checkpoint of step 3 was damaged
-    assert counting(tmp_path) == [(1, 1), (1, 2), (2, 2)]
-    record(tmp_path, 4, 3, 4)
-    assert counting(tmp_path) == [(1, 1), (1, 2), (2, 2), (4, 3), (4, 4)]
-
-
 # --- goodput: the share of the time since the first launch in steps that count -----------------------------------
 
 RUN = {"run__name": "run", "train__steps": 9, "checkpoint__every": 3, "log__every": 2, "eval__every": 4}
-
-
-def goodput_of(folder: Path) -> tuple[float, float]:
-    return attempts.goodput(attempts.read(folder), attempts.records(folder))
-
-
-def test_a_killed_run_has_the_same_goodput_everywhere(text: Path, tmp_path: Path) -> None:
-    """SIGKILL in step 9, after the checkpoint of step 6. Steps 7 and 8 are made again."""
-    before = time.time()
-    assert ranks(1, *tiny(text, tmp_path, **RUN), fault="kill:0:9:step").returncode
-    run = tmp_path / "run"
-    said = succeeded(ranks(1, *tiny(text, tmp_path, **RUN)))
-    share, whole_s = goodput_of(run)
-    trained_s = sum(record["seconds"] for record in attempts.records(run) if "loss" in record)
-    assert [record["step"] for record in attempts.records(run) if "loss" in record] == [2, 4, 6, 8, 9]
-    assert 0 < share == pytest.approx(trained_s / whole_s)
-    assert whole_s <= time.time() - before + 1  # forked ranks are launched by the test's server
-    assert attempts.newest_status(run)["goodput"] == round(share, 4)
-    line = attempts.goodput_line(run)
-    assert re.search(rf"^done .*, {line}", said, re.M)
-    assert line in succeeded(python(str(run), script="-m torchtitan_lite.status"))
-    assert f"<b>{share:.1%}</b>" in page([read_run(run)])
 
 
 def test_rates_leave_out_what_is_no_training_and_waiting_for_data_is_shown(text: Path, tmp_path: Path) -> None:

@@ -53,15 +53,6 @@ def test_a_step_is_saved_before_it_is_sampled(text: Path, tmp_path: Path) -> Non
     assert saved_steps(tmp_path / "run") == [2]
 
 
-def test_the_log_of_another_rank_says_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = Log(tmp_path, enabled=False)
-    log.info("no line")
-    log.record({"step": 1})
-    assert list(log.progress(2, 3)) == [2, 3]
-    assert capsys.readouterr() == ("", "")
-    assert list(tmp_path.iterdir()) == []
-
-
 class Broken(io.TextIOWrapper):
     def __init__(self) -> None:
         super().__init__(io.BytesIO(), encoding="utf-8")

@@ -1,7 +1,6 @@
 """The prompts of samples: those of the config, or the start of a document."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -53,23 +52,3 @@ def test_without_prompts_other_text_is_sampled_from_the_start_of_a_document(tmp_
         assert [text.startswith(found or "") for text in broken] == ([True] if found else []), broken
     with pytest.raises(ConfigError, match=f"^{long}$"):
         prompts(Config.model_validate(small | {"data": {"path": str(out)}}))
-
-
-def test_a_large_model_does_not_read_the_default_text_many_times() -> None:
-    """Python's standard library, 3.4 million tokens: 2.6 times for a thousand steps of 8 x 1,100."""
-    large = {"dim": 1024, "n_layers": 8, "max_seq_len": 2000, "vocab_size": 20_000}
-    train = {"seq_len": 1000, "global_batch_size": 8, "steps": 4250}
-    for model, more, data, refused in (
-        (large, {"steps": 4251}, {}, True),
-        (large, {}, {}, False),
-        (large, {"steps": 4251}, {"path": "mine"}, False),
-        (large | {"n_layers": 1}, {"steps": 9999}, {}, False),
-        (large, {"epochs": 11.0}, {}, True),
-    ):
-        config = Config.model_validate({"model": model, "train": train | more, "data": data})
-        assert bool(found := checks.check_default_text(config)) == refused
-    assert re.fullmatch(
-        r"data\.path is empty, so \d\d\d million parameters would learn from Python's standard library, read 11 times; "
-        r'data\.path = "my_text" with text of your own works \(docs/data\.md\)',
-        found["data.path train.steps"],
-    )

@@ -187,7 +187,8 @@ HISTORIES: dict[str, Namespace] = {
     "the newest checkpoints are damaged": history(
         [
             start(0, 0, [2, 4, 6, 8, 10, 12], validated={4: 8.0, 8: 7.0, 12: 6.5}, saved=[4, 8, 12]),
-            start(700, 4, [6, 8], 3.0, {8: 7.75}),
+            start(500, 8, [10], validated={8: 7.25}),  # damaged later on
+            start(700, 4, [6, 8], 3.0, {4: 8.25, 8: 7.75}),
         ],
         [4, 8, 12],
         damaged=[8, 12],
@@ -345,7 +346,7 @@ def said_of(
         "since_fork": [each.attempt for each in since],
         "that_count": [each.attempt for each in attempts.that_count(made)],
         "of_step": {str(step): each and each.attempt for step, each in of_steps.items()},
-        "best_step": [attempts.best_step(folder, which) for which in (steps, range(30))],
+        "best_step": [attempts.best_step(folder, which) for which in (steps[::-1], range(30))],
         "goodput": attempts.goodput(made, counting),
         "goodput_line": attempts.goodput_line(folder),
     }
@@ -434,7 +435,9 @@ def said_of(
     number = run_folder.record_start(folder, begins | {"hosts": ["node1"], "versions": {}, "git": {}, "device": "cpu"})
     counted = [line["step"] for line in attempts.records(folder) if "loss" in line]
     about = {key: value for key, value in attempts.newest_status(folder).items() if key != "format_version"}
-    return found | {"begun again": [number, counted, about]}
+    run_folder.record_end(folder, ALONE, number, "preempted", last.step)
+    goodput = attempts.newest_status(folder)["goodput"]
+    return found | {"begun again": [number, counted, about], "goodput at its end": goodput}
 
 
 def test_what_is_said_of_each_history(

@@ -1,6 +1,8 @@
 """What is said in cases that no small run comes to: recorded_lines.json has the results of calls."""
 
+import functools
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,14 +17,16 @@ import torch
 from pydantic_core import to_json
 
 from tests.recorded import assert_recorded
-from torchtitan_lite import errors, hints, process, terminal
+from torchtitan_lite import errors, hints, models, process, terminal
+from torchtitan_lite.checkpointing import compatibility
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import load
 from torchtitan_lite.config.derive import derive
-from torchtitan_lite.config.schema import Config, ModelConfig
+from torchtitan_lite.config.schema import Config, ModelConfig, flatten
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.run import (
+    between_steps,
     checks,
     console,
     epochs,
@@ -31,6 +35,7 @@ from torchtitan_lite.run import (
     preemption,
     resumed,
     start_and_end,
+    trackers,
     watchdog,
 )
 from torchtitan_lite.run.watchdog import Place, RankState
@@ -60,6 +65,7 @@ PAIRS = {
     "data.target_key": "b",
 }
 BF16 = {"fsdp.param_dtype": "bfloat16"}
+LARGE = {"model.dim": 1024, "model.n_layers": 8, "model.max_seq_len": 2000, "train.seq_len": 1000, "run.peak_tflops": 2}
 CONFIGS: list[tuple[dict[str, Any], int]] = [
     ({}, 8),
     ({"model.tie_embeddings": True, "model.family": "llama", "run.tf32": True, "run.device": "auto"}, 1),
@@ -128,6 +134,7 @@ CHANGED = TrainState(
 LAST = [SimpleNamespace(attempt=n, world_size=w, hosts=hosts) for n, w, hosts in ((1, 9, ["x"]), (2, 4, ["a", "b"]))]
 HOSTS = ["a", "a", "b"] * 9
 SAVING = RankState(Place(7, 1, 2), [("saving step 7: writing x", True), ("loading", False)])
+SAVES = RankState(Place(7, 1, 2), [("saving step 7", False)])
 LIMIT = "run.timeout_minutes = 3"
 THEN = [(1, 2, [3, 4, 5]), (1, 2, None), (1, None, [3])]
 NOW = [(1, 2, [3, 4, 5]), (5, 6, [3, 4, 5]), (5, 2, [6, 4, None]), (9, 2, [7, 8, 9]), (9, None, [3, 8, 9]), (1, 2, [6])]
@@ -181,12 +188,49 @@ def differs(then: Any, now: Any, equal: int) -> str:
 def wrong(values: dict[str, Any]) -> list[str]:
     """What only the model's parameters or the text show."""
     config = config_of(values)
-    return [*checks.check_patterns(config).values(), *checks.check_default_text(config).values()]
+    looked_at = checks.check_patterns, checks.check_default_text, checks.check_prompts
+    return [problem for look in looked_at for problem in look(config).values()]
 
 
-def in_steps(values: dict[str, Any]) -> list[Any]:
-    found = epochs.in_steps(config_of(values), 31)
+def in_steps(values: dict[str, Any], epoch: int = 31) -> list[Any]:
+    found = epochs.in_steps(config_of(values), epoch)
     return [found.train.steps, found.train.epochs, found.checkpoint.every, found.eval.every]
+
+
+def peak_tokens(values: dict[str, Any], world_size: int) -> float:
+    config = config_of(LARGE | values, world_size)
+    with torch.device("meta"):
+        model = models.build(config.model, 517)
+    return between_steps.peak_tokens_per_second(config, model, Process(0, world_size, torch.device("cpu"), 1))
+
+
+MINE = flatten(Config()) | {"data.path": "my_text", "tokenizer.path": "t.json"}
+CONTENT = {"tokenizer": "t", "data": "a" * 64, "order of data.sources": ["a", "b"]}
+
+
+OTHER_TEXT: dict[str, Any] = {"data": "b" * 64}
+OTHER_TOKENS: dict[str, Any] = {"tokenizer": "u", "tokenizer.path": "", "model.vocab_size": 9}
+RESUMED_WITH: dict[str, Any] = {
+    **{"optim.lr": 1e-3, "optim.betas": [0.9, 0.95], "optim.weight_decay": 0.0, "optim.warmup_steps": 1},
+    **{"optim.schedule": "constant", "optim.groups": [{"match": "*norm*"}], "optim.max_norm": 2.0},
+    **{"train.global_batch_size": 32, "train.batch_schedule": [[3, 4]], "train.z_loss": 1e-4, "run.seed": 3},
+    "train.seq_len": 64,
+    **{"model.norm_eps": 1e-6, "data.objective": "pairs", "data.skip_samples": [[0, 8]]},
+    **{"model.dim": 256, "model.n_heads": 8, "model.qk_norm": True, "model.family": "gpt"},
+    **{"optim.name": "sgd", "optim.freeze": ["norm.*"], "model.init_from": "runs/other"},
+    **{"train.steps": 9, "train.micro_batch_size": 2, "fsdp.param_dtype": "bfloat16", "run.threads": 2},
+    **{"log.every": 1, "checkpoint.every": 1, "sample.prompts": ["x"], "eval.samples": 3},
+    **{"speed.chunked_loss": False, "compile.enabled": True, "data.path": "moved", "run.out_dir": "elsewhere"},
+}
+
+
+def resumed_with(changes: dict[str, Any], *, fork: bool) -> None:
+    """What a resume, or a fork, with these values says."""
+    saved = TrainState(step=7, config=MINE, must_match=CONTENT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compatibility, "fork_command", lambda name, checkpoint: f"FORK {name} {checkpoint}")
+        folder = Path("runs/run/checkpoints/step-7")
+        compatibility.require_same_run(folder, saved, MINE | CONTENT | changes, fork=fork)
 
 
 def exit_codes() -> dict[str, int]:
@@ -208,7 +252,7 @@ def forked(env: dict[str, str], *more: str) -> list[Any]:
         return [
             process.fork_command("new", *more),
             threads if threads[1] == "OMP_NUM_THREADS" else "cores",
-            *(preemption.launcher_note(why) for why in ("SIGTERM", LIMIT)),
+            *(preemption.launcher_note(*why) for why in (["SIGTERM"], [], [LIMIT])),
         ]
 
 
@@ -288,8 +332,8 @@ ALONE = replace(SECOND, texts={"a": CODE}, tasks={}, tokenizer="x")
 HUGE = replace(CODE, nats=of(1e5, 1e5), n_bytes=of(0, 0))
 
 
-def compared(*models: Any) -> Any:
-    return json.loads(to_json(tables.compare_with_first(*models), inf_nan_mode="null"))
+def compared(*scored: Any) -> Any:
+    return json.loads(to_json(tables.compare_with_first(*scored), inf_nan_mode="null"))
 
 
 CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
@@ -374,14 +418,17 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "fitted": (console.fitted, [(FULL, n) for n in range(len(FULL), 30, -12)]),
     "cut": (console.cut, [("0123456789", n) for n in (10, 9)]),
     "resume_lines": (
-        lambda values: resumed.resume_lines(config_of(values), SAVED, CHANGED),
-        [({},), ({"eval.every": 0},)],
+        lambda values, now: resumed.resume_lines(config_of(values), SAVED, now),
+        [({}, CHANGED), ({"eval.every": 0}, CHANGED), ({}, SAVED)],
     ),
     "validation_change": (
         resumed.validation_change,
         [
             (SAVED.validation, CHANGED.validation),
             ({"samples": 9, "of": 9, "seed": 0}, {"samples": 3, "of": 3, "seed": 0}),
+            ({"samples": 9, "of": 9}, {"samples": 5, "of": 9}),
+            ({"samples": 5, "of": 9}, {"samples": 9, "of": 9}),
+            ({"samples": 5, "of": 9}, {"samples": 5, "of": 9}),
         ],
     ),
     "machines_line": (
@@ -399,6 +446,12 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
                 LIMIT,
             ),
             ({0: RankState(), 1: RankState()}, {1: 200.4}, LIMIT),
+            ({0: RankState(), 1: RankState()}, {}, LIMIT),
+            ({0: RankState(), 1: RankState(Place(1)), 2: RankState(Place(2))}, {}, LIMIT),
+            ({0: RankState(Place(7, 1, 2)), 1: RankState(Place(7, 1, 2))}, {1: 63.4}, LIMIT),
+            ({0: SAVING, 1: SAVES}, {}, LIMIT),
+            ({0: SAVES, 1: RankState(Place(7, 1, 2))}, {}, LIMIT),
+            ({0: RankState(Place(7, 1, 2)), 1: SAVES}, {}, LIMIT),
             (
                 {0: SAVING, 1: RankState(Place(7, 1, 2), [("saving step 7", False)]), 2: RankState(Place(7, 1, 2))},
                 {},
@@ -417,17 +470,90 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             ({"model.size": "150M", "train.steps": 100_000},),
             ({"model.size": "150M", "train.epochs": 20.0},),
             ({"model.size": "150M", "train.steps": 10},),
+            ({"model.size": "150M", "train.steps": 100_000, "data.path": "x"},),
+            ({"train.steps": 100_000},),
+            (LARGE | {"train.steps": 4250},),
+            (LARGE | {"train.steps": 4251},),
+            ({"eval.tasks": ["piqa"]},),
+            (T5 | {"eval.tasks": ["brackets"]},),
         ],
     ),
     "in_steps": (
         in_steps,
-        [({"train.epochs": 0.3},), ({"train.epochs": 2.05},), ({"checkpoint.every": "epoch", "train.epochs": 1.0},)],
+        [
+            *(({"train.epochs": 0.3},), ({"train.epochs": 2.05},)),
+            ({"checkpoint.every": "epoch", "train.epochs": 1.0},),
+            *(({"train.epochs": given}, epoch) for given, epoch in ((3.0, 7), (0.1, 30), (0.7, 10), (0.01, 7))),
+        ],
     ),
     "on_gpu": (
         on_gpu,
         [
             *((name, (9, 0)) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA RTX A6000", "Some GPU")),
             *(("AMD Instinct MI300X", (9, 4)), ("Tesla V100-SXM2-32GB", (7, 0)), ("Tesla T4", (7, 5))),
+        ],
+    ),
+    "peak tokens": (
+        peak_tokens,
+        [
+            ({}, 3),
+            ({"run.peak_tflops": 0}, 3),
+            ({"data.path": "x", "data.objective": "pairs", "data.target_len": 7}, 3),
+        ],
+    ),
+    "scalars": (
+        trackers.scalars,
+        [({"step": 3, "time": 9.5, "loss": 2, "grad_norm": None, "attempt": 1, "sources": {"a": 1}, "on": True},)],
+    ),
+    "grouped": (
+        trackers.grouped,
+        [
+            *(("loss",), ("lr",), ("seconds",), ("mfu",), ("tokens_per_second",), ("save_s",), ("task_s",)),
+            *(("val_loss",), ("ema_val_loss",), ("val_bits_per_byte",), ("unigram_bits_per_byte",)),
+            *(("eval_samples",), ("task/x",), ("task_stderr/x",), ("task/in_s",)),
+        ],
+    ),
+    "tasks": (
+        lambda values: config_of(values).tasks,
+        [
+            *(({},), (T5,), ({"data.path": "mine"},), ({"data.sources": {"mine": 1.0}},), ({"eval.tasks": []},)),
+            *(({"eval.tasks": ["auto", "a.jsonl"]},), ({"eval.tasks": ["auto", "a.jsonl"], "data.path": "mine"},)),
+            ({"eval.tasks": ["brackets"], "data.path": "mine"},),
+        ],
+    ),
+    # what a resume needs, and what contradicts the tensors
+    **{
+        name: (
+            functools.partial(resumed_with, fork=fork),
+            [
+                ({"optim.lr": 0.5, "run.seed": 4, "log.every": 3},),
+                ({"optim.lr": 0.5, "model.dim": 256},),
+                *(({key: value},) for key, value in RESUMED_WITH.items()),
+                *(
+                    (values,)
+                    for values in (
+                        OTHER_TEXT | {"data.path": ""},
+                        OTHER_TEXT | {"data.path": "other"},
+                        OTHER_TEXT | {"data.path": "", "data.sources": {"x": 1.0}},
+                        OTHER_TEXT | OTHER_TOKENS,
+                        OTHER_TEXT | OTHER_TOKENS | {"data.path": "", "data.sources": {"x": 1.0}},
+                        {"order of data.sources": ["b", "a"]},
+                    )
+                ),
+            ],
+        )
+        for name, fork in (("a resume", False), ("a fork", True))
+    },
+    "read": (
+        lambda key, value: flatten(config_of({key: value}))[key],
+        [
+            *(("train.batch_schedule", value) for value in ([[0, 1]], [[0]], [[0, 0]], [[-1, 4]], [[5, 4], [5, 8]])),
+            *(("train.batch_schedule", value) for value in ([[9, 4], [5, 8]], [3, 4])),
+            *(("data.skip_samples", value) for value in ([[0, 1], [1, 3]], [[3]], [[5, 5]], [[5, 3]], [[1, 2, 3]])),
+            *(("data.skip_samples", value) for value in ([[0, 4], [3, 9]], [[8, 9], [1, 2]], [[-1, 4]])),
+            *(("profile.steps", value) for value in ([1, 1], [3], [4, 3], [0, 1])),
+            *(("train.epochs", value) for value in (-1, math.nan)),
+            *(("eval.every", value) for value in ("epochs", "EPOCH", 0, -1)),
         ],
     ),
     # tools/

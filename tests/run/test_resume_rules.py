@@ -3,7 +3,6 @@
 import fnmatch
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from tests.helpers import (
     tiny,
 )
 from torchtitan_lite.checkpointing import compatibility
-from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import load, schema
 from torchtitan_lite.config.schema import Config, FsdpConfig
 from torchtitan_lite.distributed.process_group import Process
@@ -55,39 +53,6 @@ def test_the_table_is_made_from_the_keys() -> None:
     assert len(ROWS) == len(config_reference.resume_table()) - 2
     for key in schema.known_keys():
         assert verdict_of(key) == schema.resume_rule(key).rule, key
-
-
-def test_the_keys_that_a_resume_compares() -> None:
-    """Another list would refuse checkpoints, or continue them with other values."""
-
-    def keys(chosen: Callable[[str], bool]) -> set[str]:
-        return {key for key in schema.known_keys() if chosen(key)}
-
-    model = {
-        *("family", "vocab_size", "dim", "n_layers", "n_decoder_layers", "n_heads", "n_kv_heads", "head_dim"),
-        *("hidden_dim", "tie_embeddings", "n_experts", "router_bias", "gated", "qk_norm", "qkv_bias"),
-    }
-    refused = {f"model.{key}" for key in model} | {"optim.name", "optim.freeze"}
-    free = {"model.size", "model.init_from", "model.induction_head"}
-    data = {"packing", "document_mask", "objective", "noise_density", "mean_span_length", "target_len", "blind_source"}
-    fork = {
-        *keys(lambda key: key.startswith(("model.", "optim."))) - refused - free,
-        *(f"data.{key}" for key in data),
-        *("data.skip_samples", "train.seq_len", "run.seed"),
-        *("train.global_batch_size", "train.batch_schedule", "train.z_loss"),
-        *("train.router_aux_loss", "train.router_z_loss", "train.router_bias_rate"),
-    }
-    replayed = {
-        *("train.steps", "train.on_nonfinite", "train.max_skipped"),
-        *("spike.action", "spike.window", "spike.loss_deviations", "spike.norm_deviations"),
-        *("grad_scaler.init_scale", "grad_scaler.growth_interval"),
-    }
-    by_hash = keys(lambda key: schema.resume_rule(key).by_hash)
-    assert by_hash == keys(lambda key: key.startswith(("data.", "tokenizer."))) - fork
-    assert keys(lambda key: schema.resume_rule(key).rule == "refused") - by_hash == refused | {"model.init_from"}
-    assert keys(lambda key: schema.resume_rule(key).rule == "fork") - by_hash == fork
-    assert keys(lambda key: schema.resume_rule(key).changes_steps) == refused | fork | replayed
-    assert keys(lambda key: schema.resume_rule(key).changes_start) == {"model.init_from", "model.induction_head"}
 
 
 @pytest.fixture(scope="module")
@@ -169,35 +134,6 @@ def test_the_whole_setting_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
         **{"device": "Some GPU", "cpu": "", "instructions": "", "tf32": True, "deterministic": False},
         **{"blocks_per_group": 2, "block_attention": False, "fused_functions": False, "shared_memory": False},
     }
-
-
-def test_a_resume_says_what_has_changed() -> None:
-    before = TrainState(
-        config={"optim.lr": 1.0, "log.every": 5, "model.init_from": "a", "gone": 1}, tasks={"x": "1", "y": "1"},
-        validation={"samples": 5, "of": 9}, must_match={"data": "a", "model.dim": 8}, bitwise_setting={"threads": 1},
-    )  # fmt: skip
-    now = TrainState(
-        config={"optim.lr": 2.0, "log.every": 5, "model.init_from": "b", "new": 1}, tasks={"x": "2", "z": "1"},
-        validation={"samples": 6, "of": 9}, must_match={"data": "b", "model.dim": 9}, bitwise_setting={"threads": 2},
-    )  # fmt: skip
-    validation = (
-        "run     validation covers 6 of 9 sequences, drawn at random, and covered 5 before: do not compare its "
-        "loss with that of earlier steps"
-    )
-    expected = [
-        "run     changed since then: optim.lr 1.0 -> 2.0",
-        "run     a fork on different text: the steps so far were on the text of the original run",
-        "run     the same data in the same order, but not bit for bit: threads 1 -> 2",
-        validation,
-        "run     eval.tasks x has different questions: do not compare its scores with those of earlier steps",
-    ]
-    assert resumed.resume_lines(Config(), before, now) == expected
-    unscored = load.load(None, {"eval.every": 0}).config
-    assert resumed.resume_lines(unscored, before, now) == [line for line in expected if line != validation]
-    assert resumed.resume_lines(Config(), before, before) == []
-    for ours, theirs in (((9, 9), (8, 8)), ((5, 9), (5, 9)), ((9, 9), (5, 9)), ((5, 9), (9, 9))):
-        a, b = ({"samples": n, "of": of} for n, of in (ours, theirs))
-        assert bool(resumed.validation_change(a, b)) == (ours[0] != theirs[0] and (5, 9) in (ours, theirs))
 
 
 # --- keys that are not given --------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from tests.forkserver import free_port
 from tests.helpers import ranks, refused, succeeded, tiny, until
 from tests.run.test_faults import RUN, saved_steps
 from torchtitan_lite.run.attempts import newest_status
-from torchtitan_lite.run.preemption import Preemption, launcher_note
+from torchtitan_lite.run.preemption import Preemption
 
 TERM, INT, HUP, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 
@@ -50,8 +50,8 @@ def test_signals_are_one_request_and_a_second_ctrl_c_ends_at_once(
     )
 
 
-def test_a_time_limit_and_a_machine_that_waits_are_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder is only looked at every five seconds. torchrun's traceback is announced for signals only."""
+def test_a_time_limit_and_a_machine_that_waits_are_requests(tmp_path: Path) -> None:
+    """The folder is only looked at every five seconds."""
     clock = Mock(return_value=100.0)
     limited, joined = (
         Preemption(limit, tmp_path / name, clock=clock) for limit, name in ((1.5, "none"), (0, "joining"))
@@ -67,12 +67,6 @@ def test_a_time_limit_and_a_machine_that_waits_are_requests(tmp_path: Path, monk
         assert asked.requested() == expected
         (tmp_path / "joining").touch()
     assert [limited.reason, joined.reason] == ["run.max_minutes = 1.5", "another machine of the job waits"]
-    monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
-    assert launcher_note() == ""
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
-    assert launcher_note(limited.reason) == launcher_note(joined.reason) == ""
-    note = "torchrun now prints a traceback of its own for the signal: it is expected, and nothing is lost"
-    assert launcher_note("SIGTERM") == launcher_note() == f"\nnote    {note}"
 
 
 def test_a_ctrl_c_at_the_start_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

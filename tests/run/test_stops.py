@@ -16,8 +16,9 @@ WORK = {
 
 
 def test_the_next_start_makes_up_for_what_a_stop_left_out_and_no_number_changes(text: Path, tmp_path: Path) -> None:
-    """A run that is stopped after each of its first two steps, and then completed."""
-    run, plain = tmp_path / "run", tiny(text, tmp_path, run__name="run", train__steps=4, **WORK)
+    """A run that is stopped after each of its first two steps, and at the last one."""
+    run = tmp_path / "run"
+    plain = tiny(text, tmp_path, run__name="run", train__steps=4, log__trackers='["tensorboard"]', **WORK)
     for step, due in ((1, ""), (2, ", with the validation and samples still due")):
         said = succeeded(ranks(1, *plain, "--run.max_minutes=1e-9"))
         assert (
@@ -26,7 +27,10 @@ def test_the_next_start_makes_up_for_what_a_stop_left_out_and_no_number_changes(
         )
         assert not [line for line in said.splitlines() if line.startswith(("eval", "sample"))]
         assert checkpoint(run, step).is_dir()
-    succeeded(ranks(1, *plain))
+    assert "stopped after step 4 of 4 (" in succeeded(ranks(1, *plain, fault="term:0:4"))
+    assert attempts.newest_status(run)["status"] == "preempted", "its validation is due"
+    assert "finished: step 4 of train.steps = 4" in succeeded(ranks(1, *plain))
+    assert attempts.newest_status(run)["status"] == "complete"
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert [sample["step"] for sample in samples] == [2, 2, 4, 4]
     for number, (sample, prompt) in enumerate(zip(samples, ("def ", "The") * 2, strict=True)):
@@ -40,25 +44,4 @@ def test_the_next_start_makes_up_for_what_a_stop_left_out_and_no_number_changes(
         for folder in (run, tmp_path / "straight")
     )
     assert mine == theirs
-    assert [step for step, _ in mine] == [2, 4]
-
-
-def ended(run: Path) -> tuple[str, int]:
-    about = attempts.newest_status(run)
-    return about["status"], about["step"]
-
-
-def test_a_stop_at_the_last_step_is_not_complete_before_its_validation(text: Path, tmp_path: Path) -> None:
-    command = tiny(text, tmp_path, run__name="run", train__steps=4, log__trackers='["tensorboard"]', **WORK)
-    said = succeeded(ranks(2, *command, fault="term:0:4"))
-    assert "stopped after step 4 of 4 (" in said
-    assert ended(tmp_path / "run") == ("preempted", 4)
-    said = succeeded(ranks(2, *command))
-    assert "eval    step 4  loss" in said
-    assert "finished: step 4 of train.steps = 4" in said
-    assert ended(tmp_path / "run") == ("complete", 4)
-    ends = [line for line in (tmp_path / "run/attempts.jsonl").read_text().splitlines() if '"ended"' in line]
-    assert len(ends) == 2, "one for each attempt, not for each rank"
-    assert [step for step, *_ in scalars_of(tmp_path / "run/tensorboard", "val_loss")] == [2, 4], (
-        "made up for, and sent"
-    )
+    assert [step for step, _ in mine] == [step for step, _ in scalars_of(run / "tensorboard", "val_loss")] == [2, 4]

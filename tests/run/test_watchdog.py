@@ -9,11 +9,9 @@ import torch.distributed as dist
 from tests.helpers import ranks, succeeded, tiny
 from tests.run.blocked_worker import LIMITS, START_MINUTES
 from tests.run.test_faults import RUN, saved_steps
-from torchtitan_lite.checkpointing import progress
 from torchtitan_lite.distributed.lost import explaining_lost_ranks, means_lost_rank
 from torchtitan_lite.errors import StuckError
 from torchtitan_lite.run.attempts import newest_status
-from torchtitan_lite.run.watchdog import Place, RankState, explain_hang
 
 SHARDED = {"checkpoint__state_dict": "sharded"}
 slow = pytest.mark.slow
@@ -99,46 +97,6 @@ def test_a_lost_rank_is_explained_and_one_that_was_closed_is_not_the_first_to_fa
     assert getattr(caught.value, "secondary", None) == secondary
     with pytest.raises(RuntimeError, match="^CUDA error"), explaining_lost_ranks():
         raise RuntimeError(NOT_LOST[0])
-
-
-def at(step: int, phase: int = 0, passes: int = 0, *operations: tuple[str, bool]) -> RankState:
-    return RankState(Place(step, phase, passes), operations)
-
-
-SAVES = "saving step 5"
-SILENT = "silent for 63 s (its process is stopped, or its machine does not answer; last seen: "
-
-
-@pytest.mark.parametrize(("states", "silent", "expected"), [
-    ([at(0), at(0)], {}, "starting: {}; all ranks are at the same place"),
-    ([at(4, 1, 2), at(4, 1, 2)], {}, "step 4: {}; all ranks are at the same place"),
-    ([at(4, 1, 2), at(4)], {}, "step 4: {}; the others wait for rank 1 (step 4, fetching its batch)"),
-    ([at(4, 1, 2), at(4, 1, 1)], {}, "step 4: {}; the others wait for rank 1 (step 4, computing, forward pass 1)"),
-    ([at(0), at(1), at(2)], {},
-     "step 2: {}; the others wait for rank 0 (starting), rank 1 (step 1, fetching its batch)"),
-    ([at(5, 1, 2, (f"{SAVES}: writing x", True)), at(5, 1, 2, (SAVES, False))], {},
-     f"{SAVES}: {{}}; the others wait for rank 0 ({SAVES}: writing x)"),
-    ([at(5, 1, 2, (SAVES, False)), at(5, 1, 2)], {}, f"{SAVES}: {{}}; the others wait for rank 1 (step 5, computing)"),
-    ([at(5, 1, 2), at(5, 1, 2, (SAVES, False))], {}, f"{SAVES}: {{}}; the others wait for rank 0 (step 5, computing)"),
-    ([at(4, 1, 2), at(4, 1, 2)], {1: 63.4}, f"step 4: {{}}; the others wait for rank 1, {SILENT}step 4, computing)"),
-    ([at(0)], {2: 63.4}, f"starting: {{}}; the others wait for rank 2, {SILENT}unknown)"),
-])  # fmt: skip
-def test_a_hang_names_the_ranks_that_the_others_wait_for(
-    states: list[RankState], silent: dict[int, float], expected: str
-) -> None:
-    found = explain_hang(dict(enumerate(states)), silent, "run.timeout_minutes = 3")
-    assert found == expected.format("no rank made progress for run.timeout_minutes = 3")
-
-
-def test_work_within_an_operation_is_what_the_others_wait_for() -> None:
-    moved = progress.moved()
-    progress.advance(100)
-    assert progress.moved() >= moved + 100
-    with progress.doing("saving step 5"):
-        assert progress.operations() == [("saving step 5", False)]
-        with progress.working("writing x"):
-            assert progress.operations() == [("saving step 5: writing x", True)]
-    assert progress.operations() == []
 
 
 @pytest.mark.parametrize("source", ["", pytest.param("--model.init_from={}", marks=slow)])

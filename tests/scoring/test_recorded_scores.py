@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -132,10 +133,11 @@ def test_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         batches = task_scores._batches(encoded.windows, 40)
         found[name] = {
             "digest": task.digest,
+            "other digests": [replace(task, metric="plain", kind=kind).digest for kind in questions.METRICS],
             "windows": windows_of(encoded),
             "batches": [" ".join(f"{w.item}:{len(w)}" for w in batch) for batch in batches],
             "scores": scored(fixed_model(270), encoded),
-            "subset": str([task.questions.index(q) for q in task.subset(3).questions]),
+            "subsets": [str([task.questions.index(q) for q in task.subset(n).questions]) for n in (0, 1, 3, 5, 9, 10)],
         }
     model, encode = fixed_model(270), task_tokens.text_encoder(trained, [0], "a question")
     model.norm.weight.data.fill_(math.nan)  # type: ignore[operator]

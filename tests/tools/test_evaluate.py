@@ -13,7 +13,6 @@ from tests.helpers import checkpoint, ranks, records, succeeded, tiny
 from torchtitan_lite.data.prepare.__main__ import main as prepare
 from torchtitan_lite.data.prepare.tokenizer import byte_level
 from torchtitan_lite.distributed.process_group import Process
-from torchtitan_lite.errors import DataError
 from torchtitan_lite.huggingface import weights
 from torchtitan_lite.tools.evaluation import evaluate
 from torchtitan_lite.tools.evaluation.documents import Document, Texts, documents, hash_of, score_documents
@@ -138,24 +137,6 @@ def test_models_are_compared_document_by_document(finished: Path, tmp_path: Path
     assert "minus_first" not in first
 
 
-def test_models_with_other_windows_are_scored_in_the_shortest(
-    finished: Path, folder: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ("--data", texts, "--documents=4")
-    (alone,) = scored(1, finished, *arguments, "--seq-len=16", out=tmp_path / "alone.json")
-    first, second = scored(1, finished, folder, *arguments, out=tmp_path / "scores.json")
-    assert first["texts"] == alone["texts"]
-    assert [model["texts"][str(texts)]["seq_len"] for model in (first, second)] == [16, 16]
-    assert second["minus_first"].keys() == {str(texts)}, "the same documents, as other tokens"
-    assert "the tokenizers differ" in capsys.readouterr().out
-    # the same weights, whose window would be 37 tokens: see tiny
-    weights.export(finished, tmp_path / "export")
-    run, same = scored(1, finished, tmp_path / "export", *arguments, out=tmp_path / "scores.json")
-    assert same["minus_first"][str(texts)]["bits_per_byte"] == pytest.approx(0, abs=1e-6)
-    assert "the tokenizers differ" not in capsys.readouterr().out
-    assert run["texts"][str(texts)]["seq_len"] == same["texts"][str(texts)]["seq_len"] == 32
-
-
 def test_different_documents_have_no_difference(folder: Path) -> None:
     """As many, of as many tokens and bytes: only their text tells. run/test_recorded_lines.py has what follows."""
     model = open_model(folder, ALONE.device, torch.float32).model
@@ -165,21 +146,14 @@ def test_different_documents_have_no_difference(folder: Path) -> None:
     assert not one.same_documents(other)
 
 
-def test_text_like_special_tokens_is_text(folder: Path, tmp_path: Path) -> None:
-    """It is refused if a vocabulary of whole words produces the end token nevertheless."""
-    words = [("<unk>", -1.0), ("</s>", -1.0), *((letter, -1.0) for letter in "ab</s>")]
-    usual, of_words = byte_level(), Tokenizer(models.Unigram(words, 0))
+def test_text_like_special_tokens_is_text(tmp_path: Path) -> None:
+    usual, file = byte_level(), tmp_path / "text.jsonl"
     usual.add_special_tokens(["</s>"])
-    file = tmp_path / "text.jsonl"
     file.write_text('{"text": "a</s>b"}\n')
-    end = usual.get_vocab()["</s>"]
     model: Any = torch.nn.Identity()
-    (document,) = documents(Opened("", model, usual, (end,), []), str(file), Texts())
+    opened = Opened("", model, usual, (usual.get_vocab()["</s>"],), [])
+    (document,) = documents(opened, str(file), Texts())
     assert document == Document(usual.encode("a<").ids + usual.encode("/s>b").ids, 6, hash_of(b"a</s>b"))
-    for text in ("a</s>b", "a</s>"):
-        file.write_text(json.dumps({"text": text}))
-        with pytest.raises(DataError, match=f"document would be encoded with the end token '</s>' inside: '{text}'"):
-            list(documents(Opened("", model, of_words, (1,), []), str(file), Texts()))
 
 
 def test_an_encoder_decoder_scores_as_in_its_validation(pairs: Path, tmp_path: Path) -> None:

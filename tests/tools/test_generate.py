@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
 from torch import Tensor
 
 from tests.helpers import checkpoint, ranks, succeeded, tiny
@@ -189,15 +188,3 @@ def test_a_conversation_ends_at_an_empty_line(
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\n"), encoding="utf-8"))
     assert generate.main([str(finished), "--interactive"]) == 2
     assert "is not utf-8" in capsys.readouterr().err
-
-
-def test_a_tokenizer_of_another_model_is_refused(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    larger, file = Tokenizer.from_file(str(finished / "tokenizer.json")), str(tmp_path / "tokenizer.json")
-    larger.add_tokens(["another"])
-    without_x = Tokenizer(models.WordLevel({"def": 0, "<eos>": 1}, unk_token="<unk>"))
-    for tokenizer, said in ((larger, "has 518 entries"), (without_x, "the tokenizer can't encode the prompt 'x'")):
-        tokenizer.save(file)
-        assert generate.main([str(finished), "--prompt", "x", f"--tokenizer={file}"]) == 2
-        assert said in capsys.readouterr().err

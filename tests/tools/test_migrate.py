@@ -55,27 +55,6 @@ def test_every_key_of_the_example_is_set_or_named(tmp_path: Path) -> None:
     assert config.checkpoint.state_dict == "sharded"
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ("!!python/object/apply:os.system [id]", "can't be read as YAML: "),
-        ("a: b: c", "can't be read as YAML: "),
-        ("just text", "is not a table"),
-        (None, "can't be read as YAML: "),
-    ],
-)
-def test_what_is_not_an_accelerate_config_is_an_error(
-    content: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "accelerate.yaml"
-    if content is not None:
-        file.write_text(content)
-    assert migrate_accelerate.main([str(file)]) == 2
-    out, err = capsys.readouterr()
-    assert not out
-    assert err.startswith(f"migrate: {file} {said}")
-
-
 @pytest.mark.parametrize("key", migrate_accelerate.RULES)
 def test_no_key_is_dropped_whatever_its_value(key: str) -> None:
     rule = migrate_accelerate.RULES[key]

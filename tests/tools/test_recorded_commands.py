@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 
 from tests.helpers import checkpoint, ranks
 from tests.recorded import assert_recorded
@@ -51,6 +52,7 @@ CHANGING = [
     (r"[\d,.]+ tokens/s", "N tokens/s"),
     (r"torchtitan_lite \d\S*  torch \S+", "torchtitan_lite N  torch N"),
     (r"[0-9a-f]{12}\.\.\.", "HASH..."),
+    (r"[0-9a-f]{16} x ", "HASH x "),
     (r"-> \"(?:[^\"\\]|\\.)*\"", "-> TEXT"),
     (r"clocks within [\d.]+ s", "clocks within N s"),
     (r"process \d+ on", "process N on"),
@@ -122,7 +124,9 @@ TRAINING = [  # a run, the number of ranks, and further options
     *("one 1", "one 1 --dcp-api"),
     "one 1 --run.name=fork --checkpoint.resume=FOLDER/one/checkpoints/step-00000003 --optim.lr=1e-3 --train.steps=5",
     "one 1 --train.steps=8 --eval.samples=7 --run.threads=2",
-    *("two 2 --train.epochs=1.5", "two 1 --train.epochs=1.75", "experts 1", "answers 1", "stopped 1", "worse 1"),
+    *("two 2 --train.epochs=1.5", "two 1 --train.epochs=1.75"),
+    "two 1 --train.epochs=2 '--data.sources={\"FOLDER/data/news\" = 1.0}'",
+    *("experts 1", "answers 1", "stopped 1", "worse 1"),
     *("failed 1", "failed 1", "failed 1 --retry", "stopped 1 --dry-run"),
     *("inspected 2 --inspect", "experts 2 --inspect --fsdp.dp_shard=1"),
     "one 1 --run.name=from --model.init_from=FOLDER/damaged --train.steps=1 --optim.warmup_steps=0 --optim.ema_decay=0",
@@ -315,6 +319,8 @@ export --help""",
     "migrate": """
 accelerate.yaml
 list.yaml
+unsafe.yaml
+broken.yaml
 nosuch.yaml
 --help""",
     "status": """
@@ -333,6 +339,10 @@ nosuch
 long --find the
 long --step 130
 worse --step=2
+rewound --step=4
+rewound --step=5
+rewound --step=8
+rewound --step=11
 one --step 1
 one --step=6 --to=8 --json FOLDER/which.json
 two --step 6
@@ -369,6 +379,8 @@ one --beams 2 --prompt a
 nosuch --prompt a
 data --prompt a
 one --prompt a --tokenizer nosuch.json
+one --prompt x --tokenizer larger.json
+one --prompt x --tokenizer words.json
 one --dtype bfloat16 --prompt a --max-tokens 1
 bert --prompt a
 one --temperature=nan --top-p nan --prompt a
@@ -424,15 +436,29 @@ def test_commands(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     attempts = shutil.copytree(folder / "stopped", folder / "long") / "attempts.jsonl"
     longer = re.sub(r'(seq_len": )\d+', r"\g<1>90", attempts.read_text())  # of the samples, and of the model
     attempts.write_text(longer.replace('"train.steps": 7', '"train.steps": 130'))
+    first = json.loads(attempts.read_text().splitlines()[0])
+    rewound = shutil.copytree(folder / "stopped", folder / "rewound") / "attempts.jsonl"
+    with rewound.open("w") as file:
+        for number, (step, samples, size) in enumerate(((0, 0, 6), (10, 60, 4), (10, 60, 8), (4, 24, 5)), 1):
+            config = first["config"] | {"train.global_batch_size": size, "train.steps": 20, "train.seq_len": 32}
+            file.write(
+                json.dumps(first | {"attempt": number, "step": step, "samples": samples, "config": config}) + "\n"
+            )
     (folder / "accelerate.yaml").write_text(ACCELERATE)
     (folder / "list.yaml").write_text("- mixed_precision: bf16\n")
+    (folder / "unsafe.yaml").write_text("!!python/object/apply:os.system [id]")
+    (folder / "broken.yaml").write_text("a: b: c")
+    larger = Tokenizer.from_file(str(folder / "one/tokenizer.json"))
+    larger.add_tokens(["another"])
+    larger.save(str(folder / "larger.json"))
+    Tokenizer(models.WordLevel({"def": 0, "<eos>": 1}, unk_token="<unk>")).save(str(folder / "words.json"))
     for name, rows in ROWS.items():
         for row in rows.strip().splitlines():
             monkeypatch.setattr("sys.stdin", io.StringIO(f"the\n{'x' * 60}\n\nnot read\n"))
             tools.call(name, COMMANDS[name], row)
-    for file in ("which", "scores", "tasks"):
-        content = json.loads((folder / f"{file}.json").read_text(encoding="utf-8").replace(str(folder), "FOLDER"))
+    for name in ("which", "scores", "tasks"):
+        content = json.loads((folder / f"{name}.json").read_text(encoding="utf-8").replace(str(folder), "FOLDER"))
         content |= {"documents": [json.dumps(one, ensure_ascii=False) for one in content.pop("documents", ())]}
-        tools.said[f"{file}.json"] = content
+        tools.said[f"{name}.json"] = content
     tools.said["model.toml"] = tools.known((folder / "model.toml").read_text(encoding="utf-8"))
     assert_recorded(tools.said, Path(__file__).with_name("recorded_commands.json"))

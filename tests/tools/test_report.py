@@ -153,12 +153,6 @@ def test_what_is_not_finite_is_a_gap_and_is_marked(tmp_path: Path) -> None:
     assert (marks["x"], marks["y"], marks["text"]) == ([2], [records[0]["loss"]], ["not finite"])
 
 
-def test_folders_without_a_step_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for folder in (tmp_path, tmp_path / "none"):
-        assert report.main([str(folder)]) == 2
-        assert f"{folder} is not the folder of a run that has made a step" in capsys.readouterr().err
-
-
 # --- several runs -----------------------------------------------------------------------------------------------
 
 
