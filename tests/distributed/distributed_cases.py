@@ -3,6 +3,7 @@
 import itertools
 import math
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -36,7 +38,7 @@ from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows, Samples
-from torchtitan_lite.distributed.initialize import materialize
+from torchtitan_lite.distributed.initialize import materialize, require_initialised
 from torchtitan_lite.distributed.parallelize import apply_fsdp
 from torchtitan_lite.distributed.process_group import Process, sum_over_ranks
 from torchtitan_lite.distributed.ranks import on_all, on_rank0
@@ -57,7 +59,9 @@ from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.groups import freeze
 from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, set_learning_rate, squared_norm
+from torchtitan_lite.run.between_steps import run_missed
 from torchtitan_lite.run.intact import require_equal_replicas, require_finite
+from torchtitan_lite.run.preemption import Preemption
 from torchtitan_lite.run.start_and_end import require_agreement
 from torchtitan_lite.scoring.validation import Validation, evaluate
 
@@ -206,6 +210,10 @@ def case_a_block_that_is_not_initialised_is_found() -> None:
     with pytest.raises(RuntimeError, match="layers.0.attention.wq.weight has values that are not finite") as caught:
         materialize(model, CPU, 7)
     assert "output.weight" not in str(caught.value)
+    infinite = plain()
+    infinite.get_parameter("norm.weight").data[5] = -math.inf
+    with pytest.raises(RuntimeError, match="norm.weight has values that are not finite"):
+        require_initialised(infinite)
 
 
 def loss_of(model: Transformer, seed: int = 0) -> torch.Tensor:
@@ -414,6 +422,20 @@ def case_a_validation_sums_over_ranks_and_knows_its_standard_error() -> None:
         assert abs(score.unigram_bits_per_byte - unigram) < 1e-9
         assert all(isinstance(p, DTensor) for p in model.parameters())
         assert model.training
+
+
+def case_a_request_to_one_rank_ends_the_missed_evaluations_of_all() -> None:
+    preemption, done = Preemption(0, Path("none")), []
+
+    def run(_session: object) -> None:
+        done.append(1)
+        if dist.get_rank() == 2:
+            preemption.received(signal.SIGTERM)
+
+    services = SimpleNamespace(preemption=preemption, watchdog=Mock(), meter=Mock())
+    session: Any = SimpleNamespace(services=services, state=Mock(step=4), process=Process(dist.get_rank(), 4, CPU, 1))
+    run_missed(session, [SimpleNamespace(run=run) for _ in range(3)])  # type: ignore[misc]
+    assert (len(done), preemption.agreed) == (1, True)
 
 
 def all_cases(_process: Process) -> None:

@@ -1,6 +1,7 @@
 """What is said in cases that no small run comes to: recorded_lines.json has the results of calls."""
 
 import functools
+import itertools
 import json
 import math
 import sys
@@ -10,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from pydantic_core import to_json
 from tests.recorded import assert_recorded
 from torchtitan_lite import errors, hints, models, process, terminal
 from torchtitan_lite.checkpointing import compatibility
+from torchtitan_lite.checkpointing.save import Saved
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import load
 from torchtitan_lite.config.derive import derive
@@ -178,6 +181,15 @@ def data_of(*weights: float) -> Any:
 def origin(saved: TrainState | None, fork: str, damaged: list[int]) -> str:
     saver: Any = SimpleNamespace(forked_from=fork, damaged=damaged)
     return console._origin(saved, saver)
+
+
+def outcome(background: bool, done: bool, wait: bool, ends: bool, **saved: Any) -> list[Any]:
+    """The error of a save of which this is known, what is recorded, and what is logged."""
+    log: Any = Mock()
+    saver: Any = Mock(config=Mock(async_save=background), finished=lambda: done)
+    saver.wait.return_value = Saved(5, Path("c/step-5"), 3 << 19, 2.25, 0.5, **saved)
+    error = between_steps.report_save(saver, log, wait=wait, ends=ends)
+    return [error, *(call.args[0] for call in log.record.mock_calls + log.info.mock_calls)]
 
 
 def differs(then: Any, now: Any, equal: int) -> str:
@@ -554,6 +566,14 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             *(("profile.steps", value) for value in ([1, 1], [3], [4, 3], [0, 1])),
             *(("train.epochs", value) for value in (-1, math.nan)),
             *(("eval.every", value) for value in ("epochs", "EPOCH", 0, -1)),
+        ],
+    ),
+    "outcome of a save": (
+        lambda more, *how: outcome(*how, **more),
+        [
+            *(({}, *how, False) for how in itertools.product((False, True), repeat=3)),
+            ({"note": "disk"}, True, True, False, False),
+            *(({"error": "disk"}, background, True, True, background) for background in (False, True)),
         ],
     ),
     # tools/
