@@ -32,10 +32,10 @@ from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.models import chunked_loss, cuda_attention, generation, grouped_matmul, loss_operators, t5
 from torchtitan_lite.optim import finite_guard, grad_scaler, spike_guard
 from torchtitan_lite.optim.step_record import Numbers, StepRecord
-from torchtitan_lite.run import between_steps, checks, metrics, session
+from torchtitan_lite.run import between_steps, checks, metrics, session, tasks
 from torchtitan_lite.scoring import brackets, find_tasks, task_scores
 from torchtitan_lite.scoring.likelihood import Window
-from torchtitan_lite.tools import generate, load_model, status
+from torchtitan_lite.tools import dry_run, generate, load_model, status
 from torchtitan_lite.tools.estimate import command
 from torchtitan_lite.tools.incidents import which
 
@@ -210,7 +210,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     ),
     "columns added to logits": (
         lambda v, device: loss_operators.padding(torch.empty(1, device=device), v),
-        [*((v, "meta") for v in (63, 64, 65, 80, 81, 50257)), (65, "cpu")],
+        [*((v, "meta") for v in (63, 64, 65, 72, 80, 81, 50257)), (65, "cpu")],
     ),
     "grouped_mm takes": (
         lambda strides, dtype: grouped_matmul._grouped_mm_takes(torch.empty_strided((2, 3), strides, dtype=dtype)),
@@ -314,6 +314,36 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         [(n,) for n in (0, 10, 11)],
     ),
     "which": (listed, [(100, 200, 60), (101, 201, 61), (2, 3, 1), (1, 0, 1)]),
+    "clocks": (
+        lambda seconds: patched(
+            lambda: dry_run.check_machines(
+                Path(), Stub(services=Stub(checkpointer=Stub(require_space=str)), config=None)
+            ),
+            tools__dry_run__gather=lambda value: ["a", "b"] if isinstance(value, str) else [5.0, 5.0 + seconds],
+            tools__dry_run__require_shared=lambda *_: None,
+            tools__dry_run__dist__barrier=lambda: None,
+        ),
+        [(s,) for s in (1.99, 2.0, 2.1, -2.0, -2.1)],
+    ),
+    "tasks that take long": (
+        lambda seconds: [
+            said := list[Any](),
+            patched(
+                lambda: tasks.Tasks([], {}).score(
+                    Stub(
+                        state=Stub(step=7),
+                        config=Stub(fsdp=None),
+                        process=Stub(device=CPU),
+                        trained=Stub(model=None),
+                        services=Stub(log=Stub(record=said.append, info=said.append)),
+                    )
+                ),
+                run__tasks__time=Stub(perf_counter=iter([10.0, 10.0 + seconds]).__next__),
+                run__tasks__generating=lambda *_: contextlib.nullcontext(),
+            ),
+        ],
+        [(s,) for s in (60.0, 61.0)],
+    ),
     "disk": (
         lambda n: patched(
             lambda: storage.require_space(Path("/none/such"), n),
@@ -422,6 +452,19 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             for b in task_scores._batches([Window(0, np.zeros(n + 1, np.int32)) for n in lengths], most)
         ],
         [(most, 4, 2, 4, 3, 9) for most in (1, 7, 8, 11, 12, 99)],
+    ),
+    "tokens together": (
+        lambda vocab_size, greedy: patched(
+            lambda: task_scores._sums_by_choice(
+                Stub(tok_embeddings=Stub(num_embeddings=vocab_size)),
+                Stub(windows=[], n_tokens=[]),
+                Stub(),
+                greedy=greedy,
+            ),
+            scoring__task_scores__sums_by_item=lambda _, most, *__, **___: Stub(numpy=lambda: [most]),
+            scoring__task_scores___batches=lambda _, most: most,
+        ),
+        [*((n, True) for n in (9, 16384, 16385, 2**26, 2**27)), (2**27, False)],
     ),
     "brackets": (about_brackets, [(66, 70), (67, 70), (5, 9), (4, 9), (70, 6, 5), (70, 6, 4)]),
     "closing": (
