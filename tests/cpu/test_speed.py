@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -87,26 +86,6 @@ def test_large_scores_do_not_overflow() -> None:
     inputs = [t * 12 for t in inputs]  # exp of some scores is infinite
     ours, exact = (with_gradients(way, inputs, weights) for way in (by_blocks.attend, attend))
     assert all(error(one, truth) < 1e-3 for one, truth in zip(ours, exact, strict=True))
-
-
-def kernels(compute: Callable[[], Any]) -> bool:
-    """Whether PyTorch's attention kernel runs."""
-    with Operators() as operators:
-        compute()
-    return any("scaled_dot_product" in name for name in operators.counts)
-
-
-def test_blocks_are_used_only_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    (q, k, v), _ = queries(40)
-    within = torch.ones(2, 1, 40, 40, dtype=torch.bool).tril()
-    assert not kernels(lambda: by_blocks.attend(q, k, v))
-    assert kernels(lambda: attend(q, k, v))
-    assert kernels(lambda: by_blocks.attend(q, k, v, within)), "documents are masked"
-    assert not by_blocks.attend(q, k, v, dropout=0.5).equal(by_blocks.attend(q, k, v)), "it drops nothing"
-    assert kernels(lambda: by_blocks.attend(q[:, 39:], k, v)), "a new token looks back at all"
-    monkeypatch.setattr(by_blocks, "MAX_SEQ_LEN", 39)
-    assert kernels(lambda: by_blocks.attend(q, k, v)), "long sequences take too much memory"
-    assert not kernels(lambda: by_blocks.attend(q, k, v, window=38)), "but not with a window"
 
 
 # --- loss -------------------------------------------------------------------------------------------------------

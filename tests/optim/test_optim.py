@@ -1,7 +1,5 @@
 """Learning rates, groups of parameters, and optimizers."""
 
-import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,13 +7,10 @@ import torch
 
 from tests.models.test_model import make
 from torchtitan_lite.checkpointing.tensor_names import optimizer_tensors
-from torchtitan_lite.config.schema import GradScalerConfig, OptimConfig
+from torchtitan_lite.config.schema import OptimConfig
 from torchtitan_lite.config.sections.optim import OPTIMIZERS, Optimizer
-from torchtitan_lite.errors import CheckpointError, ConfigError, NonFiniteError
-from torchtitan_lite.optim.finite_guard import FiniteGuard, Incident, too_many
-from torchtitan_lite.optim.grad_scaler import GradScaler
+from torchtitan_lite.errors import CheckpointError, ConfigError
 from torchtitan_lite.optim.optimizer import build_optimizer, learning_rate, set_learning_rate
-from torchtitan_lite.optim.step_record import Numbers
 
 
 def rates(schedule: str, steps: int = 110, last: int = 0, **more: float) -> list[float]:
@@ -23,33 +18,6 @@ def rates(schedule: str, steps: int = 110, last: int = 0, **more: float) -> list
     values = {"lr": 1.0, "warmup_steps": 10, "min_lr_ratio": 0.1, "schedule": schedule} | more
     config = OptimConfig.model_validate(values)
     return [learning_rate(config, step, steps) for step in range(1, (last or steps) + 1)]
-
-
-def test_the_steps_in_a_row_that_may_be_skipped() -> None:
-    for skipped, most, expected in (([3], 0, True), ([3], 1, False), ([2, 3], 1, True), ([1, 3], 1, False)):
-        assert too_many(skipped, most) == expected
-    numbers = Numbers(loss=1.0, grad_norm=math.inf, loss_scale=4.0, stop_requests=0.0, rank_losses=[1.0, 2.0])
-    record: Any = SimpleNamespace(step=5, samples=(8, 16), numbers=numbers)
-    lower = "withheld, and nothing has been saved since. A lower optim.lr, more optim.warmup_steps or a smaller "
-    for more, enabled, said in (
-        ({}, True, None),
-        ({"loss_scale": 2.0}, True, None),
-        ({"loss_scale": 1.0}, True, "gradients still overflow float16 with a loss scale of 0.5"),
-        ({}, False, "the gradient norm is not finite, though the loss of every rank is"),
-        ({"rank_losses": [math.nan, 1.0, math.inf]}, True, "the loss is not finite on rank 0, 2"),
-    ):
-        record.numbers = numbers._replace(**more)
-        scaler = GradScaler(GradScalerConfig(), enabled, torch.device("cpu"))
-        guard = FiniteGuard(scaler, [], 0)
-        if said is None:
-            assert guard.check(record) is None
-            assert (scaler.skipped_steps, guard.state()) == (1, {"skipped": []})
-            continue
-        with pytest.raises(NonFiniteError) as caught:
-            guard.check(record)
-        assert str(caught.value) == f"step 5: {said}. The update was {lower}optim.max_norm may help"
-    incident = FiniteGuard(scaler, [3], 1).check(record)
-    assert incident == Incident({"skipped_samples": [8, 16]}, "SKIPPED step 5: not finite; run samples 8 to 15")
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])

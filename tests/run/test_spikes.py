@@ -2,26 +2,21 @@
 
 import functools
 import json
-import math
 import re
 import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers import assert_same_end, checkpoint, losses, ranks, records, succeeded, tensors, tiny
 from torchtitan_lite.checkpointing import storage
-from torchtitan_lite.config.schema import DataConfig, SpikeConfig
+from torchtitan_lite.config.schema import DataConfig
 from torchtitan_lite.errors import EXIT_WOULD_REPEAT
-from torchtitan_lite.optim.spike_guard import SpikeGuard, limit
-from torchtitan_lite.optim.step_record import Numbers
 from torchtitan_lite.run.attempts import newest_status
 from torchtitan_lite.tools.incidents.record import read_record
 
@@ -57,64 +52,6 @@ def run(text: Path, tmp_path: Path) -> Run:
 
 
 # --- detection --------------------------------------------------------------------------------------------------
-
-
-def test_a_limit_needs_a_full_window_and_ignores_outliers() -> None:
-    assert limit([1.0] * 7, 8, 8.0) == math.inf
-    assert limit([1.0] * 8, 8, 0.0) == math.inf
-    assert limit([2.0] * 8, 8, 8.0) == pytest.approx(2.0 + 8 * 0.02 * 2.0)  # not at 2.0, though nothing deviates
-    noisy = [2.0, 2.2, 1.8, 2.1, 1.9, 2.2, 1.8, 2.0]
-    assert limit(noisy, 8, 8.0) == pytest.approx(2.0 + 8 * 1.4826 * 0.15)
-    assert limit([*noisy[:7], 1e6], 8, 8.0) < 6
-    assert limit([9.0, 9.0, *noisy], 8, 8.0) == limit(noisy, 8, 8.0)  # saved with a longer window
-
-
-def guarded(
-    keys: dict[str, Any], window: dict[str, list[float]], skipped: list[int], step: int, loss: float, norm: float
-) -> tuple[SpikeGuard, Any]:
-    """A guard, after a warm-up of 3 steps and with max_skipped = 3; and the record of a step."""
-    numbers = Numbers(loss=loss, grad_norm=norm, loss_scale=1.0, stop_requests=0.0, rank_losses=[loss])
-    record = SimpleNamespace(
-        step=step, samples=(8, 16), numbers=numbers, losses_of_ranks=dict, finite=torch.tensor(True)
-    )
-    record.loss, record.grad_norm = torch.tensor(loss), torch.tensor(norm)
-    return SpikeGuard(SpikeConfig.model_validate(keys), 3, window, skipped, 3, lambda _: "the command"), record
-
-
-@pytest.mark.parametrize(("action", "step", "loss", "norm", "said"), [
-    ("log", 5, 9.0, 1.3, "loss 9.0000 above 4.5000, gradient norm 1.3000 above 1.2500; run samples 8 to 15"),
-    ("stop", 4, 4.5, 1.3, "gradient norm 1.3000 above 1.2500; run samples 8 to 15; the update was withheld"),
-    ("stop", 5, 4.0, math.nan, ""),
-    ("skip", 5, 4.5, 1.25, ""),  # the limits themselves
-    ("skip", 3, 9.0, 9.0, ""),  # the warm-up
-])  # fmt: skip
-def test_a_spike_is_what_is_above_either_limit(action: str, step: int, loss: float, norm: float, said: str) -> None:
-    """One that is only logged is not withheld."""
-    keys = {"action": action, "window": 4, "loss_deviations": 6.25, "norm_deviations": 12.5}
-    window = {"losses": [9.0, 4.0, 4.0, 4.0, 4.0], "norms": [9.0, 1.0, 1.0, 1.0, 1.0]}  # saved with a longer one
-    guard, record = guarded(keys, window, [], step, loss, norm)
-    assert guard.withholds(record).item() == ("withheld" in said)
-    incident = guard.check(record)
-    if "withheld" not in said and not math.isnan(norm):
-        window = {"losses": [4.0, 4.0, 4.0, loss], "norms": [1.0, 1.0, 1.0, norm]}
-    assert guard.state() == {"spikes": window}
-    values = {"loss": loss, "grad_norm": norm, "loss_limit": 4.5, "norm_limit": 1.25}
-    expected = {"spike": values | {"samples": [8, 16], "action": action}}, f"SPIKE   step {step}: {said}"
-    assert (incident and incident[:2]) == (expected if said else None)
-
-
-def test_spikes_and_steps_that_are_not_finite_are_counted_together() -> None:
-    window = {"losses": [4.0] * 4, "norms": [1.0] * 4}
-    for skipped, too_many in (([1, 3, 4], False), ([2, 3, 4], True)):
-        guard, record = guarded({"action": "skip", "window": 4}, window, skipped, 5, 9.0, 1.0)
-        assert guard.withholds(record)
-        found = guard.check(record)
-        assert found is not None
-        assert skipped[-2:] == [4, 5]
-        said = r"^step 5: loss 9\.0000 above 4\.6400; run samples 8 to 15\. This and the 3 steps"
-        assert bool(found.error) == too_many
-        assert not too_many or re.match(said, str(found.error))
-        assert guard.state() == {"spikes": window}
 
 
 def test_nothing_is_a_spike_during_the_warm_up(run: Run) -> None:

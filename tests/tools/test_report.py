@@ -230,8 +230,11 @@ def test_the_table_has_the_best_run_first_and_the_keys_that_differ(
     assert note == f"note  {empty} is not the folder of a run that has made a step"
     assert not list((tmp_path / "runs").rglob("report.html"))
     (runs[0] / "attempts.jsonl").write_text(attempt(0, 0, {"data.path": "a\x1b[31m\n" + "x" * 500}))
+    for run, letters in zip(runs[1:], ("x" * 38, "y" * 39), strict=True):
+        (run / "attempts.jsonl").write_text(attempt(0, 0, {"data.path": letters}))
     assert report.main([*map(str, runs), "--table"]) == 0
     out = capsys.readouterr().out
+    assert all(f'"{shown}' in out for shown in ("x" * 38 + '"', "y" * 36 + "...")), "40 characters, and 41"
     assert "\x1b" not in out
     assert max(map(len, out.splitlines())) < 250
     run = write_run(tmp_path / "run", [step(1)])

@@ -23,17 +23,18 @@ GOLDEN = Path(__file__).with_name("report.txt")
 
 
 def one_run(folder: Path) -> Path:
-    """A run with every kind of curve, a skipped spike, and more samples than are shown."""
+    """A run with every kind of curve, a skipped spike, and more samples and tasks than are shown."""
     losses, rates = (4.0, 3.5, 3.0, 2.0), (1000.0, 1500.0, 900.0, 1100.0)
     records = [step(n, loss=n / 4, mean_loss=loss) for n, loss in enumerate(losses, 1)]
     for record, rate in zip(records, rates, strict=True):
         record["tokens_per_second"] = rate
-    records[0] |= {"loss_scale": 65536.0, "seconds": 3.0, "tokens": 50, "save_s": 1.0}
+    records[0] |= {"loss_scale": 65536.0, "seconds": 3.0, "tokens": 50, "save_s": 9.94}
     sources = {"val_loss/a": 3.0, "val_loss/b": 4.0, "val_loss/c": 4.0, "val_loss/d": 4.0}
     averages = {"ema_val_loss": 3.25, "ema_val_bits_per_byte": 1.25, "unigram_bits_per_byte": 4.0}
-    validation = {"val_loss": 3.0, "val_bits_per_byte": 1.5, "val_bits_per_byte_stderr": 0.125, "eval_s": 2.0}
+    validation = {"val_loss": 3.0, "val_bits_per_byte": 1.5, "val_bits_per_byte_stderr": 0.125, "eval_s": 9.95}
     records.append({"step": 2, **validation, **averages, **sources})
     tasks = {"task/quiz": 0.5, "task_stderr/quiz": 0.125, "task_chance/quiz": 0.25, "task/word": None, "task_s": 12.0}
+    tasks |= {f"task/{n}": n / 8 for n in range(5)}
     records.append({"step": 4, "val_loss": 3.5, **tasks, "spike": {"action": "skip"}})
     lines = [{"step": n, "prompt": "<p>", "text": f"t{n}", "seconds": 0.5, "reference": "r"} for n in range(1, 14)]
     lines.append({"step": 2, "prompt": "q", "text": "u", "seconds": 0.25})
@@ -43,10 +44,10 @@ def one_run(folder: Path) -> Path:
 
 
 def two_runs(folder: Path) -> list[Path]:
-    """Runs of some hours with another learning rate; one was killed, changed and failed, and has no validation."""
+    """Runs of two hours with another learning rate; one was killed, changed and failed, and has no validation."""
     runs = []
     for name, rate in (("first", 0.001), ("second", 0.002)):
-        records = [step(5 * n, loss=loss, seconds=4000.0) for n, loss in ((1, 8.0 + rate), (2, 7.0), (3, 6.0))]
+        records = [step(5 * n, loss=loss, seconds=2400.1) for n, loss in ((1, 8.0 + rate), (2, 7.0), (3, 6.0))]
         config = {"optim.lr": rate, "run.name": name, "log.every": 1}
         history = attempt(0, 0, config)
         more = {}
@@ -98,8 +99,9 @@ def test_a_long_curve_keeps_its_spikes(tmp_path: Path) -> None:
     expected[4:6], expected[8:10] = [12, 13], [20]
     assert (trace["x"], trace["mode"]) == (expected, "lines")
     assert trace["y"] == [losses[n] for n in expected]
-    short = traces_of(write_run(tmp_path / "short", [step(n) for n in range(1000)]))["train"]
-    assert len(short["x"]) == 1000
+    for n, mode in ((39, "lines+markers"), (40, "lines"), (1000, "lines")):
+        short = traces_of(write_run(tmp_path / "short", [step(n) for n in range(n)]))["train"]
+        assert (len(short["x"]), short["mode"]) == (n, mode)
 
 
 def test_what_a_report_needs(

@@ -1,0 +1,481 @@
+"""Just below and just above each limit, and what is not finite or empty: recorded_limits.json has the results."""
+
+import argparse
+import contextlib
+import functools
+import io
+import json
+import math
+import pkgutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.recorded import assert_recorded
+from tests.run.test_recorded_lines import ONE_SOURCE, config_of, data_lines, result
+from torchtitan_lite import process
+from torchtitan_lite.checkpointing import compatibility, safetensors_file, storage
+from torchtitan_lite.checkpointing.state import TrainState
+from torchtitan_lite.config.schema import GradScalerConfig, SpikeConfig
+from torchtitan_lite.cpu import attention as by_blocks
+from torchtitan_lite.cpu import loss as in_chunks
+from torchtitan_lite.data import mixture, pairs, token_files
+from torchtitan_lite.data import tokenizer as bpe
+from torchtitan_lite.data.prepare import texts
+from torchtitan_lite.distributed.process_group import Process
+from torchtitan_lite.models import chunked_loss, cuda_attention, generation, grouped_matmul, loss_operators, t5
+from torchtitan_lite.optim import finite_guard, grad_scaler, spike_guard
+from torchtitan_lite.optim.step_record import Numbers, StepRecord
+from torchtitan_lite.run import between_steps, checks, metrics, session, tasks
+from torchtitan_lite.scoring import brackets, find_tasks, task_scores
+from torchtitan_lite.scoring.likelihood import Window
+from torchtitan_lite.tools import dry_run, generate, load_model, status
+from torchtitan_lite.tools.estimate import command
+from torchtitan_lite.tools.incidents import which
+
+CPU, INF, NAN = torch.device("cpu"), math.inf, math.nan
+Stub: Any = SimpleNamespace
+
+
+def patched(call: Callable[[], Any], **values: Any) -> Any:
+    """The result of a call with other values in the package; "__" stands for a dot."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in values.items():
+            patch.setattr(f"torchtitan_lite.{name.replace('__', '.')}", value)
+        return result(call, ())
+
+
+def spied(name: str, shown: Callable[..., Any], call: Callable[[], Any], instead: Any = None, **values: Any) -> Any:
+    """What is shown of each call of a function, which may be replaced."""
+    found: list[Any] = []
+    original = instead or pkgutil.resolve_name(f"torchtitan_lite.{name.replace('__', '.')}")
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        found.append(shown(*args, **kwargs))
+        return original(*args, **kwargs)
+
+    patched(call, **{name: spy}, **values)
+    return found
+
+
+# --- the way that a computation takes ---------------------------------------------------------------------------
+
+
+def rows_of(length: int) -> Any:
+    return torch.zeros(1, length, 1, 1)
+
+
+def kernels(length: int, head_dim: int, capability: tuple[int, int], dtype: Any = torch.bfloat16) -> Any:
+    """On a GPU: the backend that is tried first, the heads of keys, and whether the kernel shares them."""
+    q, k = (torch.zeros(1, heads, length, head_dim, dtype=dtype) for heads in (4, 2))
+    first: list[Any] = []
+    return patched(
+        lambda: cuda_attention.attend(q, k, k, None, 0.0, {"is_causal": True}),
+        models__cuda_attention__torch__cuda__get_device_capability=lambda: capability,
+        models__cuda_attention__torch__backends__cuda__is_flash_attention_available=lambda: True,
+        models__cuda_attention__sdpa_kernel=lambda tried, **_: contextlib.nullcontext(first.__iadd__(tried)),
+        models__cuda_attention__F__scaled_dot_product_attention=lambda _q, k, _, **more: (
+            f"{first[0]}, {k.shape[1]} heads, shared {more['enable_gqa']}"
+        ),
+    )
+
+
+def chunks(n: int, dtype: torch.dtype) -> Any:
+    x, weight, targets = torch.zeros(1, n, 2, dtype=dtype), torch.zeros(3, 2, dtype=dtype), torch.zeros(1, n).long()
+    compute = functools.partial(in_chunks.chunked_cross_entropy, x, weight, targets)
+    return spied("cpu__loss___softmax_minus_onehot", lambda logits, *_: len(logits), compute)
+
+
+# --- what is not finite -----------------------------------------------------------------------------------------
+
+
+def checked(enabled: bool, scale: float, norm: float, of_ranks: list[float], skipped: list[int], most: int = 1) -> Any:
+    """What a guard says of step 5, the overflows that it has counted, and the steps that it has skipped."""
+    scaler = grad_scaler.GradScaler(GradScalerConfig(), enabled, CPU)
+    guard = finite_guard.FiniteGuard(scaler, [*skipped], most)
+    record = Stub(step=5, samples=(8, 16), numbers=Numbers(sum(of_ranks), norm, scale, 0.0, of_ranks))
+    return [result(guard.check, (record,)), scaler.skipped_steps, guard.state()]
+
+
+def spike(keys: dict[str, Any], loss: float, norm: float, window: Any = 4, step: int = 5, skipped: Any = ()) -> Any:
+    """Of 4, 4, ... and 1, 1, ..., after a warm-up of 3: whether it is withheld, what is said, and the state."""
+    losses = [4.0] * window if type(window) is int else window
+    before = {"losses": losses, "norms": [value / 4 for value in losses]}
+    config, steps = SpikeConfig.model_validate({"window": 4} | keys), [*skipped]
+    guard = spike_guard.SpikeGuard(config, 3, before, steps, 3, lambda _: "the command")
+    record = Stub(step=step, samples=(8, 16), numbers=Numbers(loss, norm, 1.0, 0.0, [loss]), losses_of_ranks=dict)
+    record.finite, record.loss, record.grad_norm = torch.tensor(True), torch.tensor(loss), torch.tensor(norm)
+    withheld, found = guard.withholds(record).item(), guard.check(record)
+    return [withheld, found and [*found[:2], str(found.error)], guard.state(), steps]
+
+
+def logged(mean: float | None, loss: float, norm: float, of_ranks: list[float], loads: Any = None) -> Any:
+    """The record and the line of step 6, which is a multiple of log.every, and the sums of losses after it."""
+    said, numbers, lap = list[Any](), Numbers(loss, norm, 1.0, 0.0, of_ranks), metrics.Lap(2.0, {"data_s": 0.5}, 64)
+    rank_losses = {"rank_losses": of_ranks} if of_ranks else {}
+    record = Stub(numbers=numbers, loads=loads and torch.tensor(loads), losses_of_ranks=lambda: rank_losses)
+    meter = Stub(lap=lambda _: lap, mean_loss=lambda: mean, seconds_per_step=lambda _: 1.0, loss_since=torch.ones(2))
+    services = Stub(meter=meter, log=Stub(record=said.append, info=lambda line, _: said.append(line[:60])))
+    s, meter.peak_tokens_per_second = Stub(state=TrainState(step=6, tokens=96), process=Stub(device=CPU)), 0.0
+    s.config, s.services = config_of({"train.steps": 9, "log.every": 3}), services
+    s.trained = Stub(scaler=Stub(enabled=False), samples=ONE_SOURCE)
+    patched(lambda: between_steps.log_step(s, record), run__between_steps__peak_memory_gib=lambda _: 1.0)
+    return [*said, meter.loss_since.tolist()]
+
+
+def mean_with(total: float, since: list[float]) -> Any:
+    meter = metrics.Meter(TrainState(loss_since=since), CPU)
+    meter.add_loss(torch.tensor(total, dtype=torch.float64), 4)
+    return [meter.loss_since.tolist(), meter.mean_loss()]
+
+
+# --- what is said -----------------------------------------------------------------------------------------------
+
+
+def listed(n_steps: int, n_rows: int, n_characters: int) -> Any:
+    """What `which --find` says of so many parts of documents, in so many steps."""
+    rows = [
+        which.Row(i % n_steps + 1, 3, "s", 4, "", "", "", 0, 9, 1, 8, 11, 18, "x" * n_characters) for i in range(n_rows)
+    ]
+    record = Stub(
+        samples=dict.fromkeys(range(1, 200), range(1)), data=Stub(sources=[]), attempts=[Stub(forked_from="")]
+    )
+    options = argparse.Namespace(run=Path("run"), step=None, to=None, find="x", json=None, family="")
+    names = {"rows": lambda *_: rows, "read_record": lambda _: record, "require_own_step": lambda *_: None}
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        patched(lambda: which._run(options), **{f"tools__incidents__which__{name}": f for name, f in names.items()})
+    return [len(lines := out.getvalue().splitlines()), *lines[:3], lines[-1]]
+
+
+# --- data and scores --------------------------------------------------------------------------------------------
+
+
+def held_out(n: int) -> Any:
+    """Every how many documents are read, and the tokens of each that are."""
+    data = Stub(folder=Path(), sources=[Stub(name="s", folder=Path(), meta=Stub(files={}, val_documents=n))])
+    read = lambda *given: [[*given[3:]]]  # noqa: E731
+    more = {"bpe__load": lambda _: Stub(decode=lambda tokens, **_: tokens), "documents": read}
+    more = {f"scoring__find_tasks__{name}": value for name, value in more.items()}
+    return patched(lambda: [*find_tasks.held_out_documents("x", data)], **more)
+
+
+def about_brackets(*counts: int) -> Any:
+    given = [f"{'x' * 150} {f' {pair[0]}x{pair[1]}' * n}" for pair, n in zip(("()", "[]", "{}"), counts, strict=False)]
+    questions = brackets.brackets(given).questions
+    return [Counter(each.answer for each in questions), max(len(each.contexts[0]) for each in questions)]
+
+
+NOISY = [2.0, 2.2, 1.8, 2.1, 1.9, 2.2, 1.8, 2.0]
+EVEN = {"action": "skip", "loss_deviations": 6.25, "norm_deviations": 12.5}  # limits of 4.5 and 1.25
+STRIDES = (8, 1), (12, 1), (4, 1), (16, 8), (16, 3)
+CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
+    # the way that a computation takes
+    "attention on a CPU": (
+        lambda n, window=0, keys=0, mask=None, dropout=0.0: patched(
+            lambda: by_blocks.attend(rows_of(n), rows_of(keys or n), rows_of(keys or n), mask, dropout, window),
+            cpu__attention__block_attention=lambda *_: "blocks",
+            models__attention__attend=lambda *_, **__: "SDPA",
+        ),
+        [
+            *((1023,), (1024,), (1025,), (1024, 5000), (1025, 5000)),
+            *((2048, 512), (2048, 513), (4096, 256), (4097, 256)),
+            *((1024, 0, 0, None, 0.1), (1024, 0, 1023), (1024, 0, 1025), (8, 0, 0, True)),
+        ],
+    ),
+    "attention on a GPU": (
+        kernels,
+        [
+            *((n, 192, (9, 0)) for n in (127, 128, 129, 256)),
+            *((128, n, (9, 0)) for n in (191, 193)),
+            *((128, 64, capability) for capability in ((7, 5), (8, 0), (8, 9), (10, 3), (11, 0), (12, 0))),
+            *((128, 64, (9, 0), dtype) for dtype in (torch.float16, torch.float32)),
+        ],
+    ),
+    "chunks of the loss on a CPU": (
+        chunks,
+        [(n, dtype) for dtype, most in ((torch.float32, 512), (torch.bfloat16, 256)) for n in (most, most + 1)],
+    ),
+    "chunks of the loss on a GPU": (
+        chunked_loss.chunk_size,
+        [
+            *((n, 32768, 2) for n in (0, 1, 127, 128, 129, 16384, 16385, 32768, 32769)),
+            *((9999, v, size) for v, size in ((32769, 2), (32768, 4), (2**24, 4), (2**23 // 16 + 1, 16), (1 << 22, 2))),
+        ],
+    ),
+    "columns added to logits": (
+        lambda v, device: loss_operators.padding(torch.empty(1, device=device), v),
+        [*((v, "meta") for v in (63, 64, 65, 72, 80, 81, 50257)), (65, "cpu")],
+    ),
+    "grouped_mm takes": (
+        lambda strides, dtype: grouped_matmul._grouped_mm_takes(torch.empty_strided((2, 3), strides, dtype=dtype)),
+        [*((strides, torch.bfloat16) for strides in STRIDES), *(((8, 1), d) for d in (torch.float16, torch.float32))],
+    ),
+    "probabilities": (
+        lambda logits, options: spied(
+            "models__generation__torch__multinomial",
+            lambda p, *_, **__: p.tolist(),
+            lambda: generation.Sampler(**options)(torch.tensor(logits)),
+        ),
+        [
+            *(([1.0, 3.0, 2.0], {"top_k": k}) for k in (0, 1, 2, 3, 4)),
+            *(([0.0, 0.0, 0.0, 0.0], {"top_p": p}) for p in (0.5, 0.51, 0.25, 0.2, 1.0)),
+            *(([1.0, 3.0], {"temperature": t}) for t in (0.0, 1e-40, 0.5)),
+            *(([1.0, value], dict[str, Any]()) for value in (INF, NAN)),
+        ],
+    ),
+    "bits of a resume": (
+        lambda world, local, values: {
+            key: value
+            for key, value in compatibility.bitwise_setting(
+                config_of(values, world), Process(0, world, CPU, 1, local)
+            ).items()
+            if key in ("shared_memory", "shared_memory_copies", "blocks_per_group", "dp_replicate")
+        },
+        [
+            *((n, n, {}) for n in (1, 2, 3)),
+            *((n, n, {"fsdp.blocks_per_group": 2, "speed.shared_memory": False}) for n in (2, 3)),
+            *((n, n // 2, {"fsdp.blocks_per_group": 2}) for n in (2, 4)),
+            *((n, n, {"fsdp.dp_replicate": r}) for n, r in ((4, 2), (6, 3), (6, 2), (4, 4))),
+        ],
+    ),
+    "buckets of T5": (
+        lambda both, n: t5.buckets(torch.arange(-n, n + 1), both_ways=both).tolist(),
+        [(True, 20), (False, 20)],
+    ),
+    "far buckets of T5": (
+        lambda both, *far: t5.buckets(torch.tensor(far), both_ways=both).tolist(),
+        [
+            (both, *(sign * n for n in (63, 64, 90, 91, 112, 113, 127, 128, 129, 5000)))
+            for both in (True, False)
+            for sign in (1, -1)
+        ],
+    ),
+    # what is not finite
+    "finite": (between_steps._finite, [(value,) for value in (0.0, -2.5, INF, -INF, NAN)]),
+    "guard": (
+        checked,
+        [
+            *((enabled, 4.0, norm, [1.0, 2.0], [3]) for enabled in (True, False) for norm in (1.5, INF, -INF, NAN)),
+            *((True, scale, INF, [1.0, 2.0], [3]) for scale in (2.0, 1.999, 1.0)),
+            *((enabled, 4.0, NAN, [1.0, loss, 3.0], [3]) for enabled in (True, False) for loss in (INF, -INF, NAN)),
+            *((False, 1.0, 2.0, [INF, 1.0, -INF], *skipped) for skipped in (([3],), ([4],), ([4], 2), ([3, 4], 2))),
+            *((False, 1.0, INF, [1.0], skipped, most) for skipped, most in (([3], 0), ([4], 1))),
+        ],
+    ),
+    "spike limit": (
+        lambda *given: min(spike_guard.limit(*given), 1e9),
+        [
+            *(([2.0] * n, 8, stds) for n, stds in ((7, 8.0), (8, 0.0), (8, 8.0), (0, 8.0))),
+            *((before + NOISY + after, 8, 8.0) for before, after in (([], []), ([], [1e6]), ([9.0, 9.0], []))),
+            *((values, 4, 8.0) for values in ([0.0] * 4, [-2.0] * 4)),
+        ],
+    ),
+    "spikes": (
+        spike,
+        [
+            *(
+                ({"action": a}, loss, norm)
+                for a in ("log", "skip", "stop")
+                for loss, norm in ((4.65, 1.0), (4.0, 1.41))
+            ),
+            *((EVEN, *values) for values in ((4.5, 1.25), (4.51, 1.0), (4.0, 1.26), (4.6, 1.3))),
+            *((EVEN, 9.0, 9.0, 4, step) for step in (3, 4)),
+            *((EVEN, 9.0, 1.0, 4, 5, skipped) for skipped in ([1, 3, 4], [2, 3, 4], [1, 2, 3])),
+            *(({"action": a, f"{off}_deviations": 0}, 9.0, 9.0) for off in ("loss", "norm") for a in ("log", "skip")),
+            *((EVEN | {"loss_deviations": 0}, loss, norm) for loss, norm in ((9.0, 1.0), (INF, 1.0), (4.0, INF))),
+            *(({"action": "log"}, loss, norm) for bad in (INF, -INF, NAN) for loss, norm in ((bad, 1.0), (4.0, bad))),
+            *(({"action": "log"}, 9.0, 9.0, window) for window in (0, 3, 5, [9.0, 4.0, 4.0, 4.0, 4.0])),
+        ],
+    ),
+    "step": (
+        logged,
+        [
+            (2.5, 2.25, 1.5, [40.0, 32.0]),
+            (2.5, INF, NAN, [INF, 32.0]),
+            (None, NAN, INF, [NAN, -INF], [[2.0, 6.0], [8.0, 0.0]]),
+            (2.5, 2.25, 1.5, [], [[0.25, 0.25, 1.0]]),
+        ],
+    ),
+    "rank_losses": (
+        lambda n: len(StepRecord.losses_of_ranks(Stub(rank_losses=range(n), numbers=Stub(rank_losses=[1.0] * n)))),
+        [(1,), (1024,), (1025,)],
+    ),
+    "mean loss": (mean_with, [(value, [6.0, 4.0]) for value in (2.0, 0.0, INF, -INF, NAN)] + [(NAN, [0.0, 0.0])]),
+    # when it is done, and what is said
+    "due": (session.due, [(0, 0), (0, 3), (3, 3), (4, 3), (6, 3), (3, -1)]),
+    "runs in a folder": (
+        lambda n: status.runs_in(Stub(glob=lambda _: [Path(f"a/run{i:02}/run.json") for i in range(n)])),
+        [(n,) for n in (0, 10, 11)],
+    ),
+    "which": (listed, [(100, 200, 60), (101, 201, 61), (2, 3, 1), (1, 0, 1)]),
+    "clocks": (
+        lambda seconds: patched(
+            lambda: dry_run.check_machines(
+                Path(), Stub(services=Stub(checkpointer=Stub(require_space=str)), config=None)
+            ),
+            tools__dry_run__gather=lambda value: ["a", "b"] if isinstance(value, str) else [5.0, 5.0 + seconds],
+            tools__dry_run__require_shared=lambda *_: None,
+            tools__dry_run__dist__barrier=lambda: None,
+        ),
+        [(s,) for s in (1.99, 2.0, 2.1, -2.0, -2.1)],
+    ),
+    "tasks that take long": (
+        lambda seconds: [
+            said := list[Any](),
+            patched(
+                lambda: tasks.Tasks([], {}).score(
+                    Stub(
+                        state=Stub(step=7),
+                        config=Stub(fsdp=None),
+                        process=Stub(device=CPU),
+                        trained=Stub(model=None),
+                        services=Stub(log=Stub(record=said.append, info=said.append)),
+                    )
+                ),
+                run__tasks__time=Stub(perf_counter=iter([10.0, 10.0 + seconds]).__next__),
+                run__tasks__generating=lambda *_: contextlib.nullcontext(),
+            ),
+        ],
+        [(s,) for s in (60.0, 61.0)],
+    ),
+    "disk": (
+        lambda n: patched(
+            lambda: storage.require_space(Path("/none/such"), n),
+            checkpointing__storage__os__statvfs=lambda _: Stub(f_bavail=10, f_frsize=512, f_bfree=99, f_bsize=4096),
+        ),
+        [(5119,), (5120,), (5121,)],
+    ),
+    "checkpoint": (
+        lambda n: command._memory_lines(
+            Stub(
+                device_bytes={"all": 1},
+                device=None,
+                checkpoint_bytes=n,
+                config=config_of({}),
+            )
+        )[2],
+        [(10**11 - 1,), (10**11,), (1234 * 10**10,)],
+    ),
+    "threads": (
+        lambda words, launched, cores, quota: patched(
+            lambda: process.cpu_threads(0),
+            process__os__environ={"OMP_NUM_THREADS": words} | ({"LOCAL_WORLD_SIZE": launched} if launched else {}),
+            process__usable_cores=lambda: cores,
+            process__quota_of_cores=lambda: quota,
+        ),
+        [
+            *((n, "", 6, 0) for n in ("0", "1", "4096", "4097", "-1", "x", "")),
+            *(("2", ranks, 6, quota) for ranks, quota in (("1", 0), ("4", 0), ("6", 5.5), ("7", 6), ("1", 6.5))),
+        ],
+    ),
+    "epochs": (
+        lambda n: patched(
+            lambda: data_lines({}, (3,), ONE_SOURCE),
+            run__console__seen_of_sources=lambda *_: {"a": {"tokens": 7, "epochs": n}},
+        ),
+        [(10.0,), (10.1,)],
+    ),
+    "default text": (
+        lambda n, epochs, path: patched(
+            lambda: checks.check_default_text(config_of({"train.epochs": epochs, "data.path": path})),
+            run__checks__models__build=lambda *_: torch.nn.ParameterDict({"x": torch.empty(n, device="meta")}),
+        ),
+        [(n, epochs, "") for n in (10**8, 10**8 + 1) for epochs in (10.0, 10.1)] + [(10**9, 99.0, "x")],
+    ),
+    "options": (
+        lambda values: generate.Options(**values).problems(),
+        [
+            ({key: value},)
+            for key, some in {
+                "beams": (0, 1, 1000, 1001),
+                "length_penalty": (-10.1, -10, 10, 10.1, NAN, INF),
+                "max_tokens": (0, 1),
+                "temperature": (-0.1, 0.0, 1e9, INF, NAN),
+                "top_k": (-1, 0),
+                "top_p": (0.0, 1.0, 1.1, NAN),
+                "seed": (-1, 0, 2**63 - 1, 2**63),
+            }.items()
+            for value in some
+        ],
+    ),
+    "window": (
+        lambda limit, seq_len: load_model.Opened.window(
+            Stub(model=Stub(config=Stub(max_seq_len=limit)), config=None, source="x"), seq_len
+        ),
+        [*((n, 0) for n in (2047, 2048, 2049)), (16, 16), (16, 17)],
+    ),
+    # data and scores
+    "block of text": (
+        lambda n: patched(lambda: texts.Corpus(()).block, data__prepare__texts__Corpus__size=n),
+        [(n,) for n in (0, 16_399, 16_400, 16_416, 2**20 - 1, 2**20, 2**20 + 16)],
+    ),
+    "other files": (lambda n: texts._listed(Path(f"{i}.s{i}") for i in range(n)), [(10,), (11,)]),
+    "token dtype": (lambda n: token_files.token_dtype(n).__name__, [(1,), (2**16,), (2**16 + 1,)]),
+    "columns of pairs": (
+        lambda *used: pairs._columns(np.array([[i in used for i in range(12)]] * 2)),
+        [(), (0,), (3, 6), (7,), (8,), (11,)],
+    ),
+    "rare source": (
+        lambda entries, *weights: spied(
+            "data__mixture___schedule",
+            lambda _, length: length,
+            lambda: mixture.Mixture([], list(weights), []),
+            lambda *_: entries,
+        ),
+        [([0, 1], 1.0, 65535.0), ([0, 1], 1.0, 65536.0), ([0, 1], 0.1, 0.2)],
+    ),
+    "not encoded": (
+        lambda n, m: bpe.encode(Stub(encode=lambda *_, **__: 1 / int("0" * n or "x" * m)), "y" * m, "prompt"),
+        [(1, 40), (1, 41), (0, 290)],
+    ),
+    "header": (
+        lambda *dtypes: str(
+            safetensors_file.layout({f"t{i}": (getattr(torch, name), (3, i)) for i, name in enumerate(dtypes)})
+        ),
+        [
+            ("uint8", "float32", "bool", "float64", "bfloat16", "int64", "float16", "int32"),
+            ("float32",),
+            (),
+            ("int16",),
+        ],
+    ),
+    "held-out documents": (held_out, [(n,) for n in (1, 2000, 2001, 4000, 4001)]),
+    "batches": (
+        lambda most, *lengths: [
+            [len(w) for w in b]
+            for b in task_scores._batches([Window(0, np.zeros(n + 1, np.int32)) for n in lengths], most)
+        ],
+        [(most, 4, 2, 4, 3, 9) for most in (1, 7, 8, 11, 12, 99)],
+    ),
+    "tokens together": (
+        lambda vocab_size, greedy: patched(
+            lambda: task_scores._sums_by_choice(
+                Stub(tok_embeddings=Stub(num_embeddings=vocab_size)),
+                Stub(windows=[], n_tokens=[]),
+                Stub(),
+                greedy=greedy,
+            ),
+            scoring__task_scores__sums_by_item=lambda _, most, *__, **___: Stub(numpy=lambda: [most]),
+            scoring__task_scores___batches=lambda _, most: most,
+        ),
+        [*((n, True) for n in (9, 16384, 16385, 2**26, 2**27)), (2**27, False)],
+    ),
+    "brackets": (about_brackets, [(66, 70), (67, 70), (5, 9), (4, 9), (70, 6, 5), (70, 6, 4)]),
+    "closing": (
+        lambda n, text: list(brackets._closing("(" + "x" * n + text)),
+        [*((n, ")") for n in (0, 1, 99, 100)), (1, "])"), (1, ")]"), (1, "[x])")],
+    ),
+}
+
+
+def test_limits() -> None:
+    """All of it is JSON without NaN and infinity."""
+    found = {name: {str(row): result(call, row) for row in rows} for name, (call, rows) in CALLS.items()}
+    json.dumps(found, allow_nan=False)
+    assert_recorded(found, Path(__file__).with_name("recorded_limits.json"))
