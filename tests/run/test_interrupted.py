@@ -1,0 +1,174 @@
+"""A run that was cut off anywhere ends as if it had not been, and the calls of its loop: recorded_interrupted.json."""
+
+import contextlib
+import functools
+import io
+import itertools
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from torch import distributed
+
+import train
+from tests.helpers import ROOT, checkpoint, forget_after, ranks, succeeded
+from tests.recorded import assert_recorded
+from tests.run.test_recorded_runs import masked
+from tests.tools.test_recorded_commands import PREPARED, Place, write_texts
+from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.data.prepare.__main__ import main as prepare
+from torchtitan_lite.run import attempts
+
+RUN = """--run.out_dir=FOLDER --run.name=run --run.device=cpu --run.threads=1 --model.family=gpt --model.dim=8
+--model.n_layers=1 --model.n_heads=1 --model.max_seq_len=16 --train.seq_len=16 --train.micro_batch_size=2
+--train.global_batch_size=4 --train.steps=7 --optim.name=adamw --optim.lr=0.02 --optim.warmup_steps=1
+--optim.ema_decay=0.8 --eval.every=2 --eval.samples=5 --eval.tasks=FOLDER/quiz.jsonl,FOLDER/last.jsonl
+--eval.tasks_every=3 --eval.task_questions=2 --sample.every=3 --sample.max_tokens=1 '--sample.prompts=["the", "of"]'
+--log.every=4 --checkpoint.every=2 --checkpoint.keep_latest=0
+'--data.sources={"FOLDER/data/news" = 3.0, "FOLDER/data/essays" = 1.0}' """
+# some steps overflow, later ones double the scale again, and the last one is a spike
+GUARDED = (
+    RUN
+    + """--fsdp.param_dtype=float16 --grad_scaler.init_scale=8e4 --grad_scaler.growth_interval=2
+--spike.action=skip --spike.window=4 --spike.loss_deviations=0.01 --spike.norm_deviations=0.01 --train.max_skipped=9
+--optim.lr=1"""
+)
+MOVED = " --run.name=fork --checkpoint.resume=FOLDER/run/checkpoints/step-00000004 --optim.lr=0.01"
+# by name: the run, its newest checkpoint that is left, and which records are lost
+LEFT: dict[str, tuple[str, int, str]] = {
+    "killed in the save of step 6": ("run", 4, "7 .*|6 (save_s|prompt.*)"),
+    "killed after this save": ("run", 6, "7 .*|6 (save_s|prompt.*)"),
+    "killed in its samples": ("run", 6, "7 .*|6 prompt of"),
+    "stopped after step 6": ("run", 6, "7 .*|6 (val_|ema|task|prompt).*"),
+    "killed in the validation then": ("run", 6, "7 .*|6 (ema|task|prompt).*"),
+    "killed in the tasks then": ("run", 6, "7 .*|6 (task/last|task_s|prompt.*)"),
+    "validation is due": ("run", 6, "7 .*|6 (val_|ema).*"),
+    "one of the tasks is due": ("run", 6, "7 .*|6 task/quiz"),
+    "stopped after the last step": ("run", 7, "7 (val_|ema|task|prompt).*"),
+    "killed in the last validation": ("run", 7, "7 ema.*"),
+    "killed in the last samples": ("run", 7, "7 prompt.*"),
+    "the newest checkpoints are deleted": ("run", 2, ""),
+    "a fork that was killed before its first save": ("fork", 0, "[67] .*|5 prompt.*"),
+    "a fork that was killed": ("fork", 6, "7 .*"),
+}
+# runs whose calls are recorded: the first, a longer one that is asked to stop, and one that fails
+CALLS = {
+    "whole": RUN + "--train.steps=4 --run.name=calls",
+    "stopped": RUN + "--train.steps=9 --run.name=calls --run.max_minutes=1e-9 --checkpoint.async_save",
+    "failed": RUN + "--train.steps=9 --run.name=failed --optim.lr=1e30 --optim.warmup_steps=0",
+}
+PLAIN = "due", "evaluations", "_finite", "advance", "doing", "parts", "own_tensors", "optimizer_tensors"
+FILES = "metrics.jsonl", "samples.jsonl"
+CALLERS = re.compile("train|run/(between_steps|start_and_end|session)|checkpointing/save|optim/.*_guard")
+CALLED = re.compile(
+    r"train|checkpoint|files|(run|optim|checkpointing)/.*|data/loader|distributed/(ranks|parallelize)|scoring/validation"
+)
+
+
+@functools.cache
+def module(code: CodeType) -> str:
+    """A function's module in the package; empty outside, and for functions without a name of their own."""
+    file = code.co_filename.removeprefix(f"{ROOT}/").removeprefix("torchtitan_lite/").removesuffix(".py")
+    return "" if file.startswith("/") or code.co_name[0] == "<" else file
+
+
+@functools.cache
+def shown(code: CodeType) -> bool:
+    return CALLED.fullmatch(module(code)) is not None and code.co_name not in PLAIN
+
+
+def recorded_calls(calls: list[tuple[str, str]]) -> Callable[[FrameType, str, Any], None]:
+    """For sys.setprofile: each call of, and return to, a function of CALLED by one of CALLERS."""
+
+    def called(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and shown(frame.f_code):
+            above = frame.f_back
+            while above and not module(above.f_code):
+                above = above.f_back
+            if above and CALLERS.fullmatch(module(above.f_code)):
+                calls.append((above.f_code.co_name, frame.f_code.co_name))
+
+    return called
+
+
+def label(record: Mapping[str, Any]) -> str:
+    """The step and what is recorded, without the words of a sample."""
+    return " ".join(
+        [str(record["step"]), next(key for key in record if key != "step"), record.get("prompt", "")]
+    ).strip()
+
+
+def whole(run: Path) -> dict[str, Any]:
+    """What counts of a run: its records, without times and saves, and its checkpoints."""
+    made = [record for file in FILES for record in attempts.records(run, file)]
+    found = {label(record): masked(record | {"attempt": 0}, {}) for record in made if "save_s" not in record}
+    for step in storage.find_steps(run / "checkpoints"):
+        state, manifest = storage.read_state(checkpoint(run, step)), storage.read_manifest(checkpoint(run, step))
+        found[f"checkpoint {step}"] = asdict(state), {name: file.sha256 for name, file in manifest.files.items()}
+    return found
+
+
+def leave(run: Path, step: int, lost: str) -> None:
+    """Make of a whole run one that ended earlier."""
+    forget_after(run, step)
+    for name in FILES:
+        lines = (run / name).read_text().splitlines(keepends=True)
+        (run / name).write_text("".join(line for line in lines if not re.fullmatch(lost, label(json.loads(line)))))
+
+
+def main(argv: list[str]) -> int:
+    """All of it in this one process: `FOLDER`, which gets said.json."""
+    folder = Path(argv[0]) / "place"
+    made, place, found = Path(argv[0]) / "made", Place(folder), dict[str, Any]()
+    folder.mkdir()
+    write_texts(folder)
+    for line in PREPARED[:2]:
+        with contextlib.redirect_stdout(io.StringIO()):
+            assert prepare([*place.words(line), "--tokenizer=bytes", "--val-fraction=0.2"]) == 0
+
+    def start(line: str) -> str:
+        place.call("train", train.main, line)
+        if distributed.is_initialized():  # after an error, which would end the process
+            distributed.destroy_process_group()
+        return str(place.said.popitem()[1])
+
+    os.fsync = lambda fd: None
+    for more in ("", MOVED):
+        start(GUARDED + more)
+    straight = {name: whole(folder / name) for name in ("run", "fork")}
+    folder.rename(made)
+    for name, (run, step, lost) in LEFT.items():
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(made, folder)
+        leave(folder / run, step, lost)
+        said = start(GUARDED + MOVED * (run == "fork"))
+        found[name] = [line for line in said.splitlines() if line.startswith(("run  ", "finished", "stopped"))]
+        lines = [line for file in FILES for line in (folder / run / file).read_text().splitlines()]
+        again = [label(record) for record in map(json.loads, lines) if record["attempt"] == 2 and "spike" not in record]
+        now, then = whole(folder / run), straight[run]
+        found[name] += [
+            ", ".join(again),
+            *(f"differs: {key}" for key in {**now, **then} if now.get(key) != then.get(key)),
+        ]
+    for name, line in CALLS.items():
+        calls: list[tuple[str, str]] = []
+        sys.setprofile(recorded_calls(calls))
+        start(line)
+        sys.setprofile(None)
+        groups = itertools.groupby(calls, lambda call: call[0])
+        found[f"calls, {name}"] = [f"{caller}: {' '.join(call for _, call in group)}" for caller, group in groups]
+    (Path(argv[0]) / "said.json").write_text(json.dumps(found))
+    return 0
+
+
+def test_a_run_that_was_cut_off_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
+    succeeded(ranks(1, str(tmp_path), entry="tests.run.test_interrupted"))
+    found = json.loads((tmp_path / "said.json").read_text())
+    assert_recorded(found, Path(__file__).with_name("recorded_interrupted.json"))
