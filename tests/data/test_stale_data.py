@@ -11,11 +11,11 @@ import pytest
 
 from tests.data.test_data import decoded, make
 from tests.data.test_prepare import TEXTS, as_jsonl, contents, succeeds, write
+from tests.data.test_recorded_data import letters
 from torchtitan_lite.data import packing
 from torchtitan_lite.data.packing import PackedSamples
 from torchtitan_lite.data.prepare import folder as folders
 from torchtitan_lite.data.prepare.__main__ import main
-from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.errors import DataError
 
 QUIET = ["--tokenizer", "bytes", "--on-error", "skip"]
@@ -86,23 +86,45 @@ def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return source
 
 
-def test_a_preparation_resumes_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, added = interrupted(tmp_path, monkeypatch), list[int]()
-    honest = folders.Writer.add
-    for name in ("train.bin", "val.idx", "skipped.log"):
-        with (tmp_path / "out.partial" / name).open("ab") as stream:
-            stream.write(b"torn" * 100_000)  # not committed
+KILLED: dict[str, list[str]] = {
+    "with unknown tokens": ["--tokenizer", "letters.json"],
+    "with a trained tokenizer": ["--train-tokenizer", "300"],
+    "pairs": ["--tokenizer", "bytes", "--source-key", "text", "--target-key", "start"],
+    "held-out files": ["--tokenizer", "bytes", "--held-out", "val.jsonl"],
+}
 
-    def noted(self: folders.Writer, batch: folders.Batch, *args: Any) -> None:
-        added.append(len(batch.items))
+
+@pytest.mark.parametrize("name", KILLED)
+def test_a_preparation_resumes_where_it_was(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed after each of its batches, with copies, empty texts and files, and what can't be used in any file."""
+    rows = [json.dumps({"text": text, "start": text[:12]}) for text in ["", *TEXTS[:30], " ", *TEXTS[:9], "document"]]
+    for number, lines in enumerate((rows[:7], [], ["no json", *rows[7:], "{}"], rows[3:20], ["[]"])):
+        (tmp_path / f"{number}.jsonl").write_text("\n".join(lines))
+    (tmp_path / "val.jsonl").write_text("\n".join(rows[3:6]))
+    letters().save(str(tmp_path / "letters.json"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # of eight files, after each batch
+    monkeypatch.setattr(folders, "BATCH_BYTES", 3072)
+    monkeypatch.setattr(folders, "COMMIT_EVERY_S", 0.0)
+    honest, codes = folders.Writer.add, list[int]()
+    command = [*(f"{number}.jsonl" for number in range(5)), "--on-error", "skip", *KILLED[name], "--out"]
+    succeeds(*command, "straight")
+
+    def once(self: folders.Writer, batch: folders.Batch, *args: Any) -> None:
+        added.append(batch)
+        if len(added) > 1:
+            raise KeyboardInterrupt
         honest(self, batch, *args)
 
-    monkeypatch.setattr(folders.Writer, "add", noted)
-    succeeds(source, "--out", tmp_path / "out", *QUIET)
-    resumed = sum(added)
-    succeeds(source, "--out", tmp_path / "straight", *QUIET)
-    assert 0 < resumed < sum(added) - resumed == len(TEXTS) + 3
-    assert read_meta(tmp_path / "out").skipped == {"not JSON": 1, 'no "text"': 2}
+    monkeypatch.setattr(folders.Writer, "add", once)
+    while codes[-1:] != [0]:
+        added = list[folders.Batch]()
+        codes.append(main([*command, "out"]))
+        for file in tmp_path.glob("out.partial/*.[bil]*"):  # .bin, .idx and .log
+            file.write_bytes(file.read_bytes() + b"torn" * 1000)  # not committed
+        assert len(codes) < 20, "it begins anew each time"
+    assert codes == [130] * (len(codes) - 1) + [0]
+    assert len(codes) > 5
     assert contents(tmp_path / "out") == contents(tmp_path / "straight")
 
 
