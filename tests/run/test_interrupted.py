@@ -36,7 +36,7 @@ RUN = """--run.out_dir=FOLDER --run.name=run --run.device=cpu --run.threads=1 --
 # some steps overflow, later ones double the scale again, and the last one is a spike
 GUARDED = (
     RUN
-    + """--fsdp.param_dtype=float16 --grad_scaler.init_scale=8e4 --grad_scaler.growth_interval=2
+    + """--fsdp.param_dtype=float16 --grad_scaler.init_scale=8e4 --grad_scaler.growth_interval=3
 --spike.action=skip --spike.window=4 --spike.loss_deviations=0.01 --spike.norm_deviations=0.01 --train.max_skipped=9
 --optim.lr=1"""
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import assert_same_end, losses, ranks, records, refused, succeeded, tiny
+from tests.helpers import assert_same_end, ranks, records, refused, succeeded, tiny
 from tests.scoring.test_tasks import CHOICE, WORD, jsonl
 from torchtitan_lite.tools.report.runs import read_run
 
@@ -69,30 +69,3 @@ def test_wrong_tasks_are_found_before_the_run(text: Path, tmp_path: Path) -> Non
     bad = jsonl(tmp_path / "bad.jsonl", [CHOICE[0], {"context": "a"}])
     said = "line 2: no known kind of question"
     refused(ranks(1, *tiny(text, tmp_path, eval__tasks=bad), "--check-config"), said)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("log_every", [1, 3])
-def test_a_resume_scores_a_step_at_which_the_run_was_stopped_or_killed(
-    text: Path, files: str, tmp_path: Path, log_every: int
-) -> None:
-    """Once, with the same bits, also the last step. Signals come during the step before, and during the step itself."""
-    more: dict[str, Any] = {
-        **{"train__steps": 6, "checkpoint__every": 0, "eval__every": 0, "log__every": log_every},
-        **{"eval__tasks": files, "eval__tasks_every": 3},
-    }
-    succeeded(ranks(2, *tiny(text, tmp_path, run__name="straight", **more)))
-    straight = tmp_path / "straight"
-    assert scores(straight).keys() == {3, 6}
-    for fault in ("term:1:2", "term:1:3", "term:1:5", "term:1:6", "kill:1:6:task"):
-        killed = fault.startswith("kill")
-        run = tmp_path / fault.replace(":", "-")
-        command = tiny(text, tmp_path, run__name=run.name, **more | {"checkpoint__every": 3 * killed})
-        assert bool(ranks(2, *command, fault=fault).returncode) == killed
-        said = succeeded(ranks(2, *command))
-        assert not killed or "resumed after step 3" in said
-        assert scores(run) == scores(straight), fault
-        assert losses(run).items() >= losses(straight).items(), fault
-    again = succeeded(ranks(2, *command))
-    assert "finished: step 6" in again
-    assert "task    step" not in again
