@@ -49,11 +49,12 @@ report RUN --table
 checkpoint verify RUN
 generate RUN --prompt x --max-tokens=1
 train GIVEN LONGER --check-config"""
+UNCHECKED = SHORT.replace(" --check-config", "")
 DATA = "evaluate RUN\nwhich RUN --step=5\ntrain GIVEN LONGER --check-config"
 FORKS = "\ntrain GIVEN --run.name=fork --checkpoint.resume=FOLDER/RUN --train.steps=7 --optim.lr=0.1"
 WEIGHTS = "\ntrain GIVEN --run.name=new --model.init_from=FOLDER/RUN --train.steps=1 --optim.warmup_steps=0"
 AGAIN = "\ntrain GIVEN LONGER"
-REPLAY = "\ntrain GIVEN --replay=5"
+REPLAY = "\ntrain GIVEN --replay=6"
 ALL = LOOKS + "\nevaluate RUN" + REPLAY + FORKS + WEIGHTS + AGAIN
 
 Change = Callable[[Path], Any]
@@ -102,7 +103,7 @@ STATES: dict[str, tuple[str, Change, str]] = {
     "the newest has another byte": ("run", flip(file(6)), ALL),
     "the newest lacks its optimizer": ("run", gone(f"{STEP}6/optimizer.safetensors"), SHORT),
     "the newest has a file of a wrong size": ("run", lambda run: os.truncate(file(6)(run), 99), SHORT),
-    "the newest has another state": ("run", flip(file(6, "state.json")), SHORT.replace("--check-config", "")),
+    "the newest has another state": ("run", flip(file(6, "state.json")), UNCHECKED),
     "the newest has half a manifest": ("run", lambda run: os.truncate(file(6, "manifest.json")(run), 200), SHORT),
     "the newest lacks its manifest": ("run", several(KILLED, gone(f"{STEP}6/manifest.json")), SHORT + WEIGHTS + AGAIN),
     "killed in a save": (
@@ -112,7 +113,11 @@ STATES: dict[str, tuple[str, Change, str]] = {
     ),
     "killed in the first save": ("run", several(KILLED, gone("checkpoints"), written(TORN, "half")), LOOKS + AGAIN),
     "no checkpoint yet": ("run", gone("checkpoints"), SHORT),
-    "the newest two are damaged": ("run", several(flip(file(6)), gone(f"{STEP}4/state.json")), LOOKS + REPLAY + AGAIN),
+    "the newest two are damaged": (
+        "run",
+        several(flip(file(6)), gone(f"{STEP}4/state.json")),
+        LOOKS + REPLAY + AGAIN + " --checkpoint.keep_latest=1",
+    ),
     "all are damaged": (
         "run",
         several(flip(file(6)), flip(file(4, "manifest.json")), gone(f"{STEP}2/model.safetensors")),
@@ -121,7 +126,7 @@ STATES: dict[str, tuple[str, Change, str]] = {
     "only a folder without a manifest": (
         "run",
         several(gone(f"{STEP}2", f"{STEP}4", f"{STEP}6/manifest.json"), written("checkpoints/step-9/notes", "")),
-        SHORT + AGAIN,
+        UNCHECKED,
     ),
     "the best is deleted": ("run", gone(f"{STEP}4"), LOOKS),
     "the best is damaged": ("run", flip(file(4)), LOOKS + REPLAY),
@@ -157,12 +162,14 @@ STATES: dict[str, tuple[str, Change, str]] = {
     "its data lacks meta.json": ("run", gone("../data/meta.json"), DATA + AGAIN),
     "a shard has another byte": ("parts", flip(file(6, "shard-00000-of-00001.safetensors")), LOOKS),
     "the index of shards is gone": ("parts", gone(f"{STEP}6/index.json"), SHORT + AGAIN),
-    "a fork whose source is gone": ("begun", gone("../run"), LOOKS + REPLAY.replace("5", "7")),
-    "a fork whose checkpoint is damaged": ("begun", flip(file(8)), LOOKS + REPLAY.replace("5", "7") + FORKS + AGAIN),
+    "a fork whose source is gone": ("begun", gone("../run"), LOOKS + REPLAY.replace("6", "8") + AGAIN),
+    "a fork whose checkpoint is damaged": ("begun", flip(file(8)), LOOKS + REPLAY.replace("6", "8") + FORKS + AGAIN),
+    "a fork with a folder without a manifest": ("begun", gone(f"{STEP}8/manifest.json"), UNCHECKED),
+    "it is finished, and a save was cut off": ("run", written(TORN, "half"), "train GIVEN"),
     "a fork before its first save, whose source is damaged": (
         "begun",
         several(KILLED, gone("checkpoints"), lambda run: flip(file(6))(run.parent / "run")),
-        SHORT + REPLAY.replace("5", "7") + AGAIN,
+        SHORT + REPLAY.replace("6", "8") + AGAIN,
     ),
     "a fork before its first save, whose source is gone": (
         "begun",
@@ -182,7 +189,7 @@ def prepared(folder: Path, line: str) -> None:
 def contents(folder: Path) -> dict[str, bytes]:
     """The files, without those that every start writes."""
     return {
-        re.sub(r"-[0-9a-f]{8}(?=/model)", "-ID", str(one.relative_to(folder))): one.read_bytes()
+        str(one.relative_to(folder)): one.read_bytes()
         for one in folder.rglob("*")
         if one.is_file() and one.name not in ("train.log", ".lock", ".lock-holder")
     }
