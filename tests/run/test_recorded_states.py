@@ -126,7 +126,7 @@ STATES: dict[str, tuple[str, Change, str]] = {
     "only a folder without a manifest": (
         "run",
         several(gone(f"{STEP}2", f"{STEP}4", f"{STEP}6/manifest.json"), written("checkpoints/step-9/notes", "")),
-        UNCHECKED,
+        SHORT,
     ),
     "the best is deleted": ("run", gone(f"{STEP}4"), LOOKS),
     "the best is damaged": ("run", flip(file(4)), LOOKS + REPLAY),
@@ -144,7 +144,7 @@ STATES: dict[str, tuple[str, Change, str]] = {
     ),
     "without run.json": ("run", gone("run.json"), SHORT + AGAIN),
     "half a run.json": ("run", lambda run: os.truncate(run / "run.json", 9), SHORT),
-    "without attempts": ("run", gone("attempts.jsonl"), AGAIN),
+    "without attempts": ("run", gone("attempts.jsonl"), SHORT + AGAIN),
     "without records": ("run", gone("metrics.jsonl"), LOOKS),
     "a record is cut off": ("run", lambda run: os.truncate(run / "metrics.jsonl", 2000), SHORT + AGAIN),
     "without config.toml and tokenizer": (
@@ -164,7 +164,7 @@ STATES: dict[str, tuple[str, Change, str]] = {
     "the index of shards is gone": ("parts", gone(f"{STEP}6/index.json"), SHORT + AGAIN),
     "a fork whose source is gone": ("begun", gone("../run"), LOOKS + REPLAY.replace("6", "8") + AGAIN),
     "a fork whose checkpoint is damaged": ("begun", flip(file(8)), LOOKS + REPLAY.replace("6", "8") + FORKS + AGAIN),
-    "a fork with a folder without a manifest": ("begun", gone(f"{STEP}8/manifest.json"), UNCHECKED),
+    "a fork with a folder without a manifest": ("begun", gone(f"{STEP}8/manifest.json"), SHORT),
     "it is finished, and a save was cut off": ("run", written(TORN, "half"), "train GIVEN"),
     "a fork before its first save, whose source is damaged": (
         "begun",
