@@ -34,6 +34,8 @@ INVALID: list[list[str]] = [
     ["--run.device=cuda"],
     ["--run.preempted_exit_code=2"],
     ["--run.name=a/b"],
+    ["--run.name=.."],
+    ["--run.name="],
     ["--data.path=no/such/text"],
     ["--model.size=9M"],
     ["--model.n_kv_heads=3"],
@@ -146,6 +148,9 @@ ON_RANKS: list[tuple[list[str], int, int]] = [
     (["--speed.float8", "--fsdp.reshard_after_forward=2"], 8, 8),
     (["--fsdp.cpu_offload", "--fsdp.dp_replicate=2"], 8, 8),
     (["--fsdp.cpu_offload"], 8, 8),
+    (["--fsdp.cpu_offload", "--optim.name=adamw", "--run.device=cpu"], 1, 1),
+    (["--fsdp.grad_sync=all_reduce_last", "--fsdp.dp_replicate=8"], 8, 0),
+    (["--fsdp.grad_sync=all_reduce_last", "--fsdp.dp_shard=8"], 8, 0),
 ]
 FOLDERS = {  # of the files below
     "base.toml": "[fsdp]\ndp_shard = 7\n[model]\nmax_seq_len = 999\n",
@@ -160,6 +165,7 @@ FOLDERS = {  # of the files below
     "notes.md": "some text",
     "include/Python.h": "",
     "prepared/meta.json": '{"format_version": 1, "tokens_sha256": ""}',
+    "saved/x.toml": 'base = "gone.toml"',
     "saved/config.toml": '[model]\ninit_from = "gone"\n',  # a run that has a checkpoint
     "saved/checkpoints/step-5": "",
     "text[1].md": "",
@@ -175,7 +181,7 @@ FILES = [
     ["--model.family=mamba", "--model.size=7B"],
     ["--model.mup_base_dim=64", "--model.tie_embeddings", "--optim.name=sgd"],
     ["--config", "bad.toml", "--train.seq_len=4096", "stray", "--dcp-apj"],
-    *(["--config", f"{name}.toml"] for name in ("a", "x", "list", "damaged", "latin", "none")),
+    *(["--config", f"{name}.toml"] for name in ("a", "x", "saved/x", "list", "damaged", "latin", "none")),
     ["--data.path=['prepared', 'notes.md']", "--fsdp.dp_shard=2"],
     ["--run.out_dir=.", "--run.name=prepared", "--checkpoint.resume=prepared/meta.json"],
 ]
