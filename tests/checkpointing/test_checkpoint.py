@@ -37,18 +37,6 @@ def flip_a_bit(path: Path, bit: int = 12_345) -> None:
     path.write_bytes(content)
 
 
-def test_without_a_complete_checkpoint_the_run_does_not_start_over(finished: Path, text: Path, tmp_path: Path) -> None:
-    shutil.copytree(finished, tmp_path / "run")
-    for step in (2, 4):
-        file = checkpoint(tmp_path / "run", step) / "model.safetensors"
-        file.write_bytes(file.read_bytes()[:-1])
-    message = again(finished, text, tmp_path)
-    assert "no checkpoint is complete:" in message
-    assert message.count("model.safetensors: ") == 2
-    assert "start a new run with --run.name=NEW" in message
-    assert storage.find_steps(tmp_path / "run/checkpoints") == [2, 4], "nothing is deleted"
-
-
 def test_verification_can_be_cheaper(finished: Path, text: Path, tmp_path: Path) -> None:
     """Hashes find a changed byte; sizes find a missing one."""
     shutil.copytree(finished, tmp_path / "run")

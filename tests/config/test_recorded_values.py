@@ -166,6 +166,7 @@ ROWS: list[tuple[list[str], int, int]] = [  # options, ranks, and ranks of a mac
         ["--train.steps=21"],
         ["--train.steps=20"],
         ["--train.steps=5"],
+        ["--train.steps=20", "--train.epochs=1"],
         ["--train.steps=24", "--optim.schedule=wsd"],
         ["--train.steps=25", "--optim.schedule=wsd"],
         ["--train.steps=25", "--optim.schedule=WSD", "--optim.decay_ratio=0.5"],

@@ -2,9 +2,12 @@
 
 import json
 import os
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ import pytest
 from tests.data.test_data import decoded, make
 from tests.data.test_prepare import TEXTS, as_jsonl, contents, succeeds, write
 from tests.data.test_recorded_data import letters
+from tests.recorded import assert_recorded
 from torchtitan_lite.data import packing
 from torchtitan_lite.data.packing import PackedSamples
 from torchtitan_lite.data.prepare import folder as folders
@@ -128,25 +132,86 @@ def test_a_preparation_resumes_where_it_was(name: str, tmp_path: Path, monkeypat
     assert contents(tmp_path / "out") == contents(tmp_path / "straight")
 
 
-@pytest.mark.parametrize(
-    ("name", "damage"),
-    [
-        *(("train.bin", None), ("val.bin", b""), ("train.idx", b"12345678"), ("val.idx", None)),
-        *(("progress.json", damage) for damage in (b"", b'{"made_from": 3}', b"\xff")),
-    ],
-    ids=lambda value: str(value)[:20],
-)
-def test_a_damaged_part_is_made_again(
-    name: str, damage: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def cut(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted(folder, monkeypatch)
+
+
+def finished(folder: Path, monkeypatch: pytest.MonkeyPatch, *options: object) -> None:
+    """A preparation that ends just before its last step."""
+    with monkeypatch.context() as patch:
+        write(folder / "in/b.jsonl", TEXTS)
+        lines = [json.dumps({"text": text, "start": text[:12]}) for text in TEXTS]
+        (folder / "in/b.jsonl").write_text("\n".join(lines))
+        patch.setattr(Path, "rename", Mock(side_effect=KeyboardInterrupt))
+        assert main([str(folder / "in"), "--out", str(folder / "out"), *map(str, options or QUIET)]) == 130
+
+
+def finished_pairs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finished(folder, monkeypatch, "--source-key=text", "--target-key=start", "--tokenizer=bytes", "--on-error=skip")
+
+
+def part(name: str, content: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / "out.partial" / name).write_bytes(content)
+
+
+SAME = "--tokenizer bytes --on-error skip"
+# what a kill left, what happens to it, and the options of the next command
+LEFT: dict[str, tuple[Callable[..., object], Callable[[Path], object], str]] = {
+    "the same": (cut, lambda _: None, SAME),
+    "a shorter text": (cut, lambda folder: write(folder / "in/b.jsonl", TEXTS[20:60]), SAME),
+    "without the second file": (cut, lambda folder: (folder / "in/b.jsonl").unlink(), SAME),
+    "without the first file": (cut, lambda folder: (folder / "in/a.jsonl").unlink(), SAME),
+    "a file more": (cut, lambda folder: write(folder / "in/c.jsonl", TEXTS[:9]), SAME),
+    "another share": (cut, lambda _: None, f"{SAME} --val-fraction 0.3"),
+    "another key": (cut, lambda _: None, f"{SAME} --text-key id"),
+    "another tokenizer": (cut, lambda _: None, "--train-tokenizer 300 --on-error skip"),
+    "killed again": (cut, lambda folder: (folder / "out.partial/progress.json.new").write_text("{"), SAME),
+    "made meanwhile": (cut, lambda folder: shutil.copytree(folder / "in", folder / "out"), SAME),
+    "a file in its place": (
+        lambda folder, _: write(folder / "in/a.jsonl", TEXTS),
+        lambda folder: (folder / "out.partial").touch(),
+        SAME,
+    ),
+    "a lock that nobody holds": (cut, lambda folder: (folder / ".out.lock").touch(), SAME),
+    "at the end": (finished, lambda _: None, SAME),
+    "at the end, a shorter text": (finished, lambda folder: write(folder / "in/b.jsonl", TEXTS[20:60]), SAME),
+    "at the end of pairs": (finished_pairs, lambda _: None, f"{SAME} --source-key text --target-key start"),
+    "no train.bin": (cut, lambda folder: (folder / "out.partial/train.bin").unlink(), SAME),
+    "no val.idx": (cut, lambda folder: (folder / "out.partial/val.idx").unlink(), SAME),
+    "half of train.idx": (cut, part("train.idx", b"12345678"), SAME),
+    "an empty val.bin": (cut, part("val.bin", b""), SAME),
+    "an empty progress.json": (cut, part("progress.json", b""), SAME),
+    "a foreign progress.json": (cut, part("progress.json", b'{"made_from": 3}'), SAME),
+    "no text in progress.json": (cut, part("progress.json", b"\xff"), SAME),
+    "at the end, now pairs": (finished, lambda _: None, f"{SAME} --source-key text --target-key start"),
+}
+
+
+def test_what_a_kill_left_is_continued_or_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = interrupted(tmp_path, monkeypatch)
-    if damage is None:
-        (tmp_path / "out.partial" / name).unlink()
-    else:
-        (tmp_path / "out.partial" / name).write_bytes(damage)
-    succeeds(source, "--out", tmp_path / "out", *QUIET)
-    succeeds(source, "--out", tmp_path / "straight", *QUIET)
-    assert contents(tmp_path / "out") == contents(tmp_path / "straight")
+    """And the folder is as if nothing had been left."""
+    found: dict[str, list[str]] = {}
+    for name, (kill, change, options) in LEFT.items():
+        folder = tmp_path / name.replace(" ", "_")
+        folder.mkdir()
+        kill(folder, monkeypatch)
+        change(folder)
+        capsys.readouterr()
+        code = main([str(folder / "in"), "--out", str(folder / "out"), *options.split()])
+        said = "".join(capsys.readouterr()).replace(str(folder), "FOLDER")
+        left = [str(one.relative_to(folder)) for one in sorted(folder.rglob("*")) if one.is_file() or one.suffix]
+        found[name] = [
+            f"exit code {code}",
+            *re.sub("document: .*\n|tokenizer [0-9a-f]{12}, ", "", said).splitlines(),
+            " ".join(left),
+        ]
+        again = main([str(folder / "in"), "--out", str(folder / "straight"), *options.split()])
+        if code == again == 0:
+            made, straight = contents(folder / "out"), contents(folder / "straight")
+            assert {key for key in {**made, **straight} if made.get(key) != straight.get(key)} == set(), name
+        found[name] += [f"straight: {again}"] * (again != code)
+    assert_recorded(found, Path(__file__).with_name("recorded_kills.json"))
 
 
 # --- the index of packed documents ------------------------------------------------------------------------------

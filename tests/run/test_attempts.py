@@ -202,16 +202,6 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
         assert_same_end(run, finished, 8)
 
 
-def test_a_fork_falls_back_to_the_checkpoint_before_a_damaged_one(run: Path, again: Again) -> None:
-    damage(run, 8)
-    fork = {"run__name": "fork", "checkpoint__resume": run}
-    assert f"a fork of {checkpoint(run, 6)}, after its step 6" in again(**fork)
-    assert begun(run.parent / "fork") == [(6, "complete")]
-    for step in (2, 4, 6):
-        damage(run, step)
-    assert "no checkpoint is complete:" in again(code=2, **fork | {"run__name": "other"})
-
-
 @pytest.mark.parametrize("site", ["commit", "before rename", "delete"])
 def test_a_kill_while_a_damaged_checkpoint_is_replaced_loses_nothing(site: str, run: Path, again: Again) -> None:
     damage(run, 8)

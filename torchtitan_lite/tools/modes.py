@@ -66,11 +66,14 @@ def check(loaded: Loaded) -> None:
         loaded, data = prepared(loaded)  # refuses damaged data
         here = flatten(loaded.config)
     config = loaded.config
-    fork = not storage.find_steps(config.folder / "checkpoints")
+    own = config.folder / "checkpoints"
+    steps = storage.find_steps(own)
+    fork = not (steps or storage.incomplete_folders(own))
     if fork and not config.checkpoint.resume:
         return
     source = expand(config.checkpoint.resume) if fork else config.folder
-    newest = find.newest_complete(find.candidates(source), partial(storage.verify, mode="size")).folder
+    folders = find.candidates(source) if fork or steps else []
+    newest = find.newest_complete(folders, partial(storage.verify, mode="size")).folder
     if newest is None:
         raise CheckpointError(f"no checkpoint in {source} is complete")
     saved = storage.read_state(newest)

@@ -101,18 +101,18 @@ def _has_files(checkpoint: Path) -> bool:
 
 
 def _status(folder: Path) -> int:
-    about = attempts.newest_status(folder)
-    if not about:
-        raise ConfigError(f"{folder} is not the folder of a run: it has no run.json that can be read{runs_in(folder)}")
+    about, history = attempts.newest_status(folder), attempts.read(folder)
+    if not (about and history):
+        lost = attempts.FILE if about else "run.json"
+        raise ConfigError(f"{folder} is not the folder of a run: it has no {lost} that can be read{runs_in(folder)}")
     records = attempts.records(folder)
     status = status_of(folder, about, records)
     reason = "" if status.active else about["reason"].split("\n")[0]
     lines = [f"run     {folder}: {status.text}{reason and f': {reason}'}"]
-    last_attempt = attempts.read(folder)[-1]
-    lines.append(f"ranks   {last_attempt.world_size} on {', '.join(last_attempt.hosts)}")
+    lines.append(f"ranks   {history[-1].world_size} on {', '.join(history[-1].hosts)}")
     steps = [record for record in records if "loss" in record][-10:]
     if steps:
-        last, n_steps = steps[-1], attempts.that_count(attempts.read(folder))[-1].config["train.steps"]
+        last, n_steps = steps[-1], attempts.that_count(history)[-1].config["train.steps"]
         loss = "not finite" if last["loss"] is None else f"{last['mean_loss']:.4f}"
         lines.append(f"step    {last['step']:,} of {n_steps:,}, {_ago(last['time'])}, loss {loss}")
         rate = sorted(record["tokens_per_second"] for record in steps)[len(steps) // 2]

@@ -101,7 +101,7 @@ def read_run(folder: Path) -> Run:
     try:
         about, history = attempts.newest_status(folder), attempts.read(folder)
         records = attempts.records(folder)
-        if not about or not any("loss" in record for record in records):
+        if not (about and history and any("loss" in record for record in records)):
             raise DataError(f"{folder} is not the folder of a run that has made a step{runs_in(folder)}")
         return Run(
             folder=folder,
