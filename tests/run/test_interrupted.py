@@ -1,24 +1,20 @@
-"""A run that was cut off anywhere ends as if it had not been, and the calls of its loop: recorded_interrupted.json."""
+"""A run that was cut off anywhere ends as if it had not been: recorded_interrupted.json."""
 
 import contextlib
-import functools
 import io
-import itertools
 import json
 import os
 import re
 import shutil
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any
 
 from torch import distributed
 
 import train
-from tests.helpers import ROOT, checkpoint, forget_after, ranks, succeeded
+from tests.helpers import checkpoint, forget_after, ranks, succeeded
 from tests.recorded import assert_recorded
 from tests.run.test_recorded_runs import masked
 from tests.tools.test_recorded_commands import PREPARED, Place, write_texts
@@ -58,44 +54,7 @@ LEFT: dict[str, tuple[str, int, str]] = {
     "a fork that was killed before its first save": ("fork", 0, "[67] .*|5 prompt.*"),
     "a fork that was killed": ("fork", 6, "7 .*"),
 }
-# runs whose calls are recorded: the first, a longer one that is asked to stop, and one that fails
-CALLS = {
-    "whole": RUN + "--train.steps=4 --run.name=calls",
-    "stopped": RUN + "--train.steps=9 --run.name=calls --run.max_minutes=1e-9 --checkpoint.async_save",
-    "failed": RUN + "--train.steps=9 --run.name=failed --optim.lr=1e30 --optim.warmup_steps=0",
-}
-PLAIN = "due", "evaluations", "_finite", "advance", "doing", "parts", "own_tensors", "optimizer_tensors"
 FILES = "metrics.jsonl", "samples.jsonl"
-CALLERS = re.compile("train|run/(between_steps|start_and_end|session)|checkpointing/save|optim/.*_guard")
-CALLED = re.compile(
-    r"train|checkpoint|files|(run|optim|checkpointing)/.*|data/loader|distributed/(ranks|parallelize)|scoring/validation"
-)
-
-
-@functools.cache
-def module(code: CodeType) -> str:
-    """A function's module in the package; empty outside, and for functions without a name of their own."""
-    file = code.co_filename.removeprefix(f"{ROOT}/").removeprefix("torchtitan_lite/").removesuffix(".py")
-    return "" if file.startswith("/") or code.co_name[0] == "<" else file
-
-
-@functools.cache
-def shown(code: CodeType) -> bool:
-    return CALLED.fullmatch(module(code)) is not None and code.co_name not in PLAIN
-
-
-def recorded_calls(calls: list[tuple[str, str]]) -> Callable[[FrameType, str, Any], None]:
-    """For sys.setprofile: each call of, and return to, a function of CALLED by one of CALLERS."""
-
-    def called(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and shown(frame.f_code):
-            above = frame.f_back
-            while above and not module(above.f_code):
-                above = above.f_back
-            if above and CALLERS.fullmatch(module(above.f_code)):
-                calls.append((above.f_code.co_name, frame.f_code.co_name))
-
-    return called
 
 
 def label(record: Mapping[str, Any]) -> str:
@@ -157,13 +116,6 @@ def main(argv: list[str]) -> int:
             ", ".join(again),
             *(f"differs: {key}" for key in {**now, **then} if now.get(key) != then.get(key)),
         ]
-    for name, line in CALLS.items():
-        calls: list[tuple[str, str]] = []
-        sys.setprofile(recorded_calls(calls))
-        start(line)
-        sys.setprofile(None)
-        groups = itertools.groupby(calls, lambda call: call[0])
-        found[f"calls, {name}"] = [f"{caller}: {' '.join(call for _, call in group)}" for caller, group in groups]
     (Path(argv[0]) / "said.json").write_text(json.dumps(found))
     return 0
 
