@@ -6,8 +6,10 @@ import io
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 
@@ -16,20 +18,35 @@ from tests.recorded import assert_recorded
 from tests.run.test_recorded_lines import config_of, named, result
 from tests.test_recorded_limits import CPU, Stub, patched
 from torchtitan_lite import errors, process
-from torchtitan_lite.checkpointing import safetensors_file, save
+from torchtitan_lite.checkpointing import find, safetensors_file, save, storage
+from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import ProfileConfig, RunConfig
 from torchtitan_lite.config.sections import compute
-from torchtitan_lite.cpu import apply_shared_memory, barrier, widens
+from torchtitan_lite.cpu import apply_shared_memory, barrier, widen, widens
 from torchtitan_lite.data import loader
 from torchtitan_lite.distributed import generating, process_group
 from torchtitan_lite.distributed.process_group import Process
-from torchtitan_lite.run import between_steps, metrics, profiler, run_folder, start_and_end
+from torchtitan_lite.optim.step_record import StepRecord
+from torchtitan_lite.run import (
+    between_steps,
+    metrics,
+    preemption,
+    profiler,
+    run_folder,
+    sampling,
+    spikes,
+    start_and_end,
+    tasks,
+)
 from torchtitan_lite.run.watchdog import Place, RankState, Watchdog
 from torchtitan_lite.scoring import likelihood
 from torchtitan_lite.tools import dry_run, load_model, modes
+from torchtitan_lite.tools.evaluation import evaluate
+from torchtitan_lite.tools.incidents import replay
 
 GPU, GONE, TENSOR = torch.device("cuda", 1), "Connection closed by peer", torch.tensor
+OF_TRAIN: list[Any] = ["build", "train_step", "sharded_model"]
 COMMAND = {"loaded": Stub(notes=["n"], config=Stub(folder="runs/x")), "check_config": False, "print_config": False}
 
 
@@ -105,7 +122,10 @@ def opened(values: dict[str, Any], has_gpu: bool, *ranks: int) -> list[Any]:
     )
     done += " torch__set_float32_matmul_precision dist__barrier dist__destroy_process_group"
     rendezvous = "distributed__rendezvous__join_store"
-    answers = {f"{name}torch__cuda__is_available": lambda: has_gpu, f"{name}dist__HashStore": lambda: "HashStore"}
+    answers: dict[str, Any] = {
+        f"{name}torch__cuda__is_available": lambda: has_gpu,
+        f"{name}dist__HashStore": lambda: "HashStore",
+    }
     answers |= {rendezvous: lambda _: ("store", ranks[0], ranks[2]), f"{name}dist__is_initialized": lambda: True}
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -123,7 +143,9 @@ def on_machine(values: dict[str, Any], *machine: int) -> str:
     return f"{config.fsdp.mesh(machine[0])} {config.fsdp.cpu_offload}"
 
 
+ARGV = ["train.py", "--run.name", "old", "--config", "a b.toml", "--checkpoint.resume=runs/x", "--a.skip=[1]", "--lr=1"]
 BARRIER = ctypes.create_string_buffer(999)
+PROFILE: Any = profiler.Profile
 WITHOUT: Any = Stub()  # a module of the standard library without the functions that only Linux has
 CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     # ranks and machines
@@ -166,7 +188,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     ),
     "printed by a mode": (
         lambda local, values: told(
-            lambda _: modes.run(Stub(**COMMAND | {"dry_run": True} | values), 1, 2, 3),
+            lambda _: modes.run(Stub(**COMMAND | {"dry_run": True} | values), *OF_TRAIN),
             *(
                 "tools__modes__check",
                 "tools__modes__dry_run__run",
@@ -185,6 +207,76 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             for values in ({}, {"check_config": True}, {"print_config": True}, {"dry_run": False, "replay": 4})
             for local in (0, 2)
         ],
+    ),
+    "printed by --inspect": (
+        lambda rank: told(
+            lambda _: modes.inspect(config_of({}), 517, lambda *given: given[1:2]),  # type: ignore[arg-type]
+            answers={
+                "tools__modes__process_group": lambda _: contextlib.nullcontext(Process(rank, 4, GPU, 1)),
+                "tools__modes__build_mesh": lambda _, device: str(device),
+                "tools__modes__describe": lambda model, _: str(model),
+            },
+        ),
+        [(0,), (2,)],
+    ),
+    "printed by a dry run": (
+        lambda rank: told(
+            lambda stand_in: dry_run.run(
+                Stub(config=config_of({"train.steps": 2, "train.batch_schedule": [[0, 8], [1, 24]]})),
+                Stub(vocab_size=517),
+                lambda config, *_: Stub(close=lambda: None, config=config.train.global_batch_size),
+                None,  # type: ignore[arg-type]
+            ),
+            *("tools__dry_run__Log", "tools__dry_run__compare"),
+            env={"RANK": str(rank), "WORLD_SIZE": "4"},
+            answers={
+                "tools__dry_run__in_temporary_folder": lambda *_, **more: contextlib.nullcontext(
+                    Stub(folder="temporary", run=0, train=Stub(**more["train"]))
+                ),
+                "tools__dry_run__process_group": lambda _: contextlib.nullcontext(Process(rank, 4, CPU, 1)),
+                "tools__dry_run__require_agreement": lambda *_: None,
+                "tools__dry_run__measure": lambda s, _: (s.config, 2.5),
+                "tools__dry_run__check_machines": lambda *_: "machines",
+                "tools__dry_run__planned": lambda config, *given: [config.train.steps, *given],
+                "tools__dry_run__compare": lambda *given: str(given),
+                "tools__dry_run__Log": None,
+            },
+        ),
+        [(0,), (3,)],
+    ),
+    "printed by evaluate": (
+        lambda rank, out: told(
+            lambda stand_in: evaluate.evaluate(
+                evaluate.options_of(["x", "y", "--seq-len=9", "--dtype=bfloat16", f"--json={out}"]),
+                Process(rank, 4, GPU, 1),
+            ),
+            *(f"tools__evaluation__evaluate__{name}" for name in ("open_model", "Path__write_bytes")),
+            answers={
+                f"tools__evaluation__evaluate__{name}": value
+                for name, value in dict[str, Any](
+                    open_model=lambda path, *_, **__: Stub(
+                        window=lambda n: n, notes=[f"of {path.name}"], source=path.name, tokenizer=0
+                    ),
+                    scores_of=lambda _opened, _texts, process, note: [(f"{process.rank}", note("a note"))],
+                    bpe__sha256=lambda _: "hash",
+                    tables__compare_with_first=lambda model, first: (["line"], {"first": str(first)}),
+                    os__access=lambda *_: True,
+                    Path__absolute=lambda path: path,
+                    paths__expand=lambda path: Path(path),
+                ).items()
+            },
+        ),
+        [(0, "out.json"), (2, "out.json")],
+    ),
+    "old checkpoints": (
+        lambda rank: told(
+            lambda _: save.BaseCheckpointer._delete_old(
+                Stub(process=Process(rank, 4, CPU, 1), folder="x", damaged=[3, 9], _kept=lambda *given: given), 4
+            ),
+            "checkpointing__save__purge",
+            answers={"checkpointing__save__storage__find_steps": lambda _: [2, 4]},
+        ),
+        [(0,), (3,)],
     ),
     "stopped at the start": (
         lambda env: told(
@@ -253,11 +345,51 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ),
         [(4, "cpu", 4), (4, "cpu", 2), (4, "cuda", 4), (1, "cpu", 1), (1, "cpu", 0), (2, "cpu", 0), (2, "cpu", 4)],
     ),
+    "environment": (
+        lambda name, value: [
+            patched(lambda: process.env_int(name, 7), process__os__environ={} if value is None else {name: value}),
+            patched(process.local_rank, process__os__environ={} if value is None else {name: value}),
+        ],
+        [
+            *(("WORLD_SIZE", "0"), ("LOCAL_WORLD_SIZE", "-1"), ("RANK", "x"), ("RANK", "1.5"), ("RANK", "")),
+            *(("LOCAL_RANK", value) for value in ("2147483648", "2147483647", "0", "x", "3", None)),
+            *((f"{local}WORLD_SIZE", value) for local in ("", "LOCAL_") for value in ("1", "2147483647", None)),
+        ],
+    ),
+    "command": (
+        lambda env, python, resume: told(
+            lambda _: process.fork_command("new", resume, a__skip="[2]"),
+            env=env,
+            answers={
+                "process__sys__executable": python if python[0] == "/" else str(Path(python).absolute()),
+                "process__sys__argv": [
+                    "train.py",
+                    "--run.name",
+                    "old",
+                    "--config",
+                    "a b.toml",
+                    "--checkpoint.resume=runs/x",
+                    "--a.skip=[1]",
+                    "--optim.lr=1",
+                ],
+            },
+        ),
+        [
+            ({}, ".venv/bin/python", "runs/y"),
+            ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, ".venv/bin/python", ""),
+            ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, "/elsewhere/bin/python", ""),
+            ({"RANK": "1", "WORLD_SIZE": "2"}, "/elsewhere/bin/python", ""),
+        ],
+    ),
+    "large world": (
+        lambda n, env: [environ := dict(env), patched(lambda: process.connect_lazily(n), process__os__environ=environ)],
+        [(64, {}), (65, {}), (65, {"TORCH_GLOO_LAZY_INIT": "0"})],
+    ),
     "clock of a barrier": (
         lambda *functions: told(
             lambda stand_in: patched(
                 lambda: [
-                    one := barrier.Barrier(ctypes.addressof(BARRIER), 1, 3, str),
+                    one := barrier.Barrier(ctypes.addressof(BARRIER), 1, 3, stand_in("check")),
                     one._now(),
                     one._timedwait("gate", "until"),
                 ][1:],
@@ -363,8 +495,8 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         lambda rank, device, snapshot: told(
             lambda stand_in: patched(
                 lambda: [
-                    one := profiler.Profile(
-                        ProfileConfig(steps=(3, 4), memory_snapshot=snapshot), Path("x"), Process(rank, 4, device, 1)
+                    one := PROFILE(
+                        ProfileConfig(steps=[3, 4], memory_snapshot=snapshot), Path("x"), Process(rank, 4, device, 1)
                     ),
                     one.start(2),
                     one.start(3),
@@ -527,3 +659,215 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
 def test_places() -> None:
     found = {name: {key: result(call, row) for key, row in named(rows).items()} for name, (call, rows) in CALLS.items()}
     assert_recorded(found, Path(__file__).with_name("recorded_places.json"))
+
+
+# --- on four ranks, see tests/distributed ------------------------------------------------------------------------
+
+FILES = {f"f{n}": safetensors_file.FileRecord(n, "") for n in (3, 1, 4, 15, 9, 2, 6)}
+
+
+def together(rank: int) -> dict[str, Any]:
+    """What rank `rank` of 4 on two machines finds where its disk, its clock or its text is not that of the others."""
+    one, host = Process(rank, 4, CPU, 1), f"node{rank // 3}"
+    config, said = config_of({"run.preempted_exit_code": 5, "train.steps": 9}, 4), list[Any]()
+    data: Any = Stub(folder=Path("d"), tokenizer_sha256="t", vocab_size=9, hashes=dict)
+    reasons = ("", "run.max_minutes", "SIGTERM", "")
+    services = Stub(log=Stub(info=lambda *line: said.append(line[0]), record=lambda *r: said.append(r[0]), attempt=2))
+    services.preemption, services.meter = Stub(agreed=False, reason=reasons[rank]), None
+    services.checkpointer = Stub(folder=Path("x"), damaged=[7], forked_from=None, _n_bytes=lambda: 40 + rank)
+    services.checkpointer.process, services.checkpointer.require_space = one, lambda: None
+    session = Stub(state=Stub(step=6), process=one, config=config, services=services, trained=Stub(model=None))
+    session.periodic = Stub(evaluations=[Stub(every=3, keys=["a"], name=0), Stub(every=2, keys=["b"], name=1)])
+    task = Stub(name="t", digest=str(rank == 2))
+    request: Any = preemption.Preemption(0, Path("none"))
+    asked: Any = Stub(process=one, state=session.state)
+    asked.services = Stub(preemption=request, watchdog=Mock(), meter=Mock())
+    record = StepRecord(
+        *(7, (8, 16), 4, torch.tensor(1.0 + rank), torch.tensor([9.0, 0.5, 3.0, 0.0][rank]), torch.tensor(2.0)),
+        *(torch.tensor([[rank, 1.0]]), rank == 2, one),
+    )
+
+    def sampled() -> Any:
+        prompts: Any = Stub(texts=["a"], ids=[[1]], end=0, references=[], tokenizer=Stub(decode=str))
+        prompts.config = Stub(temperature=0.0, max_tokens=3)
+        sampling.sample(prompts, session)
+        return [{**each, "seconds": 0} if isinstance(each, dict) else each for each in said[:2]]
+
+    calls: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+        **{
+            f"verified {kind}": (
+                lambda n=n: find.verify_together(Path("x"), "full", replace(one, local_world_size=n)),
+                {
+                    "checkpointing__find__storage__check_manifest": lambda _, kind=kind: (
+                        storage.Manifest(5, kind if rank == 0 else "none", 4, FILES),
+                        "",
+                    ),
+                    "checkpointing__find__storage__verify_file": lambda _folder, name, *_: f"{name} by {rank}",
+                },
+            )
+            for kind, n in (("full", 3 if rank == 0 else 1), ("sharded", 2))
+        },
+        "no manifest": (
+            lambda: find.verify_together(Path("x"), "full", one),
+            {"checkpointing__find__storage__check_manifest": lambda _: (None, f"of {rank}")},
+        ),
+        "checkpoints": (
+            lambda: str(find.checkpoint_to_resume(Path("x"), Stub(resume="y", verify="size"), one)),
+            {
+                "checkpointing__find__storage__incomplete_folders": lambda _: [f"wrong {rank}"],
+                "checkpointing__find__storage__find_steps": lambda _: [rank, rank + 10],
+                "checkpointing__find__newest_complete": lambda folders, _: Stub(notes=[], folder=[*map(str, folders)]),
+            },
+        ),
+        "step": (
+            lambda: [*record.numbers, record.loss_sum.item(), torch.as_tensor(record.loads).tolist()],
+            {},
+        ),
+        "sampled": (
+            sampled,
+            {
+                "run__sampling__generating": lambda *_: contextlib.nullcontext(),
+                "run__sampling__Sampler": lambda *_, seed: lambda _: 40 + rank,
+                "run__sampling__new_tokens": lambda _model, ids, _n, agreed, _end: [agreed(ids), agreed(ids) + 1],
+                "run__sampling__is_encoder_decoder": lambda _: True,
+            },
+        ),
+        "tasks": (
+            lambda: str(tasks.Tasks.from_config(config, data)),
+            {"run__tasks__find": lambda *_: [task]},
+        ),
+        "tasks of a tool": (
+            lambda: evaluate.tasks_of(
+                Stub(model=None, first_token=list, beginning=list, tokenizer=0, ends=(), own_data=0),
+                Stub(tasks=["t"], questions=0),
+                9,
+                one,
+            ),
+            {
+                f"tools__evaluation__evaluate__{name}": value
+                for name, value in {
+                    "is_encoder_decoder": lambda _: False,
+                    "find_tasks__find": lambda *_: [task],
+                    "text_encoder": lambda *_: None,
+                    "encode_task": lambda one, *_: Stub(task=one),
+                    "score": lambda *_: 0,
+                }.items()
+            },
+        ),
+        "stopped": (
+            lambda: [start_and_end.report_end(session), *said[-2:]],
+            {"run__start_and_end__run_folder__record_end": lambda *given: said.append(str(given[2:]))},
+        ),
+        "missed": (
+            lambda: [each.name for each in between_steps.missed_evaluations(session)],
+            {
+                "run__between_steps__attempts__records": lambda _, file: [
+                    {"step": 6, "ab"[rank > 0]: 1} if file == "metrics.jsonl" else {"step": 5, "b": 1}
+                ]
+            },
+        ),
+        "fork": (
+            lambda: spikes.build_guard(config, one, TrainState(), [], services.checkpointer, services.log)._fork(
+                Stub(step=9, samples=(8, 16))
+            ),
+            {
+                "run__spikes__report_save": lambda *_, **__: None,
+                "run__spikes__storage__find_steps": lambda _: [4 - rank, 6 - rank, 7, 9],
+                "run__spikes__fork_command": lambda *given, **more: [*given, more],
+            },
+        ),
+        "space": (
+            lambda: save.BaseCheckpointer.require_space(services.checkpointer),
+            {
+                "checkpointing__save__storage__require_space": lambda folder, n: (_ for _ in ()).throw(
+                    errors.SaveError(f"{folder}: {n}")
+                )
+            },
+        ),
+        "slow": (
+            lambda: widen.slow_on_rank0.__wrapped__(),
+            {"cpu__widen__slow_dtypes": lambda: [f"of {rank}"]},
+        ),
+        "gathered": (
+            lambda: generating._kept_gathered(
+                Stub(named_parameters=lambda: [("w", Stub(numel=lambda: 100))]),
+                Stub(cpu_offload=False, reshard_after_forward=True),
+                CPU,
+            ),
+            {
+                "distributed__generating__GATHERED_BYTES": 400 if rank != 2 else 399,
+                "distributed__generating__groups_of": lambda *_: [
+                    Stub(param_dtype=torch.float32, parameters=["w"], modules=[1], reshard_after_forward=True)
+                ],
+                "distributed__generating__FSDPModule": int,
+            },
+        ),
+        "not shared": (
+            lambda: start_and_end.require_shared(Path("/no/such"), Stub(checkpoint=Stub(state_dict="sharded"))),
+            {
+                "run__start_and_end__Path": lambda _: Stub(exists=lambda: rank != 2, unlink=str),
+                "run__start_and_end__tempfile__mkstemp": lambda **_: (0, "f"),
+                "run__start_and_end__socket__gethostname": lambda: host,
+            },
+        ),
+        "hosts": (
+            lambda: start_and_end.require_agreement(config, data, one),
+            {"run__start_and_end__socket__gethostname": lambda: host},
+        ),
+        **{
+            f"another {key}": (
+                lambda seed=seed, text=text: start_and_end.require_agreement(
+                    config_of({"run.seed": seed}, 4), text, one
+                ),
+                {"run__start_and_end__socket__gethostname": lambda: host},
+            )
+            for key, seed, text in (
+                ("seed", 0 if rank != 3 else 1, data),
+                ("text", 0, Stub(**vars(data) | {"hashes": lambda: {"data": "b" if rank else "a"}})),
+            )
+        },
+        "asked to stop": (
+            lambda: [
+                ran := list[Any](),
+                patched(
+                    lambda: between_steps.run_missed(
+                        asked, [Stub(run=lambda _: [ran.__iadd__([1]), rank == 2 and request.received(15)])] * 3
+                    )
+                ),
+                request.agreed,
+            ],
+            {},
+        ),
+        "versions": (
+            lambda: start_and_end.require_agreement(config, data, one),
+            {
+                "run__start_and_end__socket__gethostname": lambda: host,
+                "run__start_and_end__platform__python_version_tuple": lambda: ("3", f"{rank == 2}"),
+            },
+        ),
+        "again": (
+            lambda: start_and_end.require_one_run(Stub(config=config), data, one),
+            {"run__start_and_end__run_folder__why_not_again": lambda _: f"of {rank}"},
+        ),
+        "clocks": (
+            lambda: dry_run.check_machines(Path("x"), session),
+            {
+                "tools__dry_run__require_shared": lambda *_: None,
+                "tools__dry_run__socket__gethostname": lambda: host,
+                "tools__dry_run__time": Stub(time=lambda: 100.0 + rank * 1.5),
+            },
+        ),
+        "tensors": (
+            lambda: replay._compare_tensors(session, Path("x"), 6, "advice"),
+            {
+                "tools__incidents__replay__by_name": lambda _: {name: torch.tensor([1.0]) for name in "ab"},
+                "tools__incidents__replay__storage__verify": lambda _: ["damaged"] * rank,
+                "tools__incidents__replay__read_tensors": lambda *_: (
+                    {name: torch.tensor([1.0]) for name in "ab"} | {"b": torch.tensor([2.0])}
+                ),
+            },
+        ),
+    }
+    services.checkpointer.parts = dict
+    found = {name: patched(call, **values) for name, (call, values) in calls.items()}
+    return dict(json.loads(json.dumps(found, default=str)))
