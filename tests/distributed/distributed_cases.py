@@ -3,16 +3,13 @@
 import itertools
 import math
 import shutil
-import signal
 import socket
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NoReturn
-from unittest.mock import Mock
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -23,12 +20,13 @@ from torch.distributed.tensor import DTensor
 
 from checkpoint import Checkpointer
 from tests.models.test_model import make
+from tests.recorded import assert_recorded
+from tests.test_recorded_places import together
 from torchtitan_lite.checkpointing.find import verify_together
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.patterns import first_match
 from torchtitan_lite.config.schema import (
     CheckpointConfig,
-    Config,
     FsdpConfig,
     GradScalerConfig,
     ModelConfig,
@@ -41,12 +39,10 @@ from torchtitan_lite.data.samples import Rows, Samples
 from torchtitan_lite.distributed.initialize import materialize, require_initialised
 from torchtitan_lite.distributed.parallelize import apply_fsdp
 from torchtitan_lite.distributed.process_group import Process, sum_over_ranks
-from torchtitan_lite.distributed.ranks import on_all, on_rank0
+from torchtitan_lite.distributed.ranks import gather, on_all, on_rank0
 from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.errors import (
-    BusyError,
     CheckpointError,
-    ConfigError,
     DataError,
     NonFiniteError,
     ReplicaMismatchError,
@@ -59,10 +55,7 @@ from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.groups import freeze
 from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, set_learning_rate, squared_norm
-from torchtitan_lite.run.between_steps import run_missed
 from torchtitan_lite.run.intact import require_equal_replicas, require_finite
-from torchtitan_lite.run.preemption import Preemption
-from torchtitan_lite.run.start_and_end import require_agreement
 from torchtitan_lite.scoring.validation import Validation, evaluate
 
 # 517 and 30 divide unevenly, and of 3 positions one of four ranks gets none
@@ -175,23 +168,6 @@ def case_an_error_of_one_rank_is_raised_on_all() -> None:
         with pytest.raises(DataError, match="^rank 0: of both$"):
             on_all(lambda: on_rank0(lambda: _fail(DataError("of both")), group), group)
     assert on_rank0(lambda: "and on") == "and on"
-
-
-def case_ranks_with_another_config_or_text_are_named() -> None:
-    rank = dist.get_rank()
-    process, host = Process(rank, 4, CPU, 1), socket.gethostname()
-
-    def require(seed: int = 0, text: str = "a") -> list[str]:
-        data: Any = SimpleNamespace(tokenizer_sha256="t", vocab_size=9, hashes=lambda: {"data": text})
-        return require_agreement(Config.model_validate({"run": {"seed": seed}}), data, process)
-
-    assert require() == [host]
-    with pytest.raises(ConfigError) as different:
-        require(seed=rank // 3)
-    assert str(different.value).endswith(f"\n  run.seed: 0 on ranks 0, 1, 2 ({host}); 1 on rank 3 ({host})")
-    assert isinstance(different.value, BusyError) == (rank != 3), "the most common values may work without the others"
-    with pytest.raises(ConfigError, match="the text of data, by its hash: 'a' on rank 0 .*; 'b' on ranks 1, 2, 3 "):
-        require(text="b" if rank else "a")
 
 
 def case_a_block_that_is_not_initialised_is_found() -> None:
@@ -424,18 +400,13 @@ def case_a_validation_sums_over_ranks_and_knows_its_standard_error() -> None:
         assert model.training
 
 
-def case_a_request_to_one_rank_ends_the_missed_evaluations_of_all() -> None:
-    preemption, done = Preemption(0, Path("none")), []
-
-    def run(_session: object) -> None:
-        done.append(1)
-        if dist.get_rank() == 2:
-            preemption.received(signal.SIGTERM)
-
-    services = SimpleNamespace(preemption=preemption, watchdog=Mock(), meter=Mock())
-    session: Any = SimpleNamespace(services=services, state=Mock(step=4), process=Process(dist.get_rank(), 4, CPU, 1))
-    run_missed(session, [SimpleNamespace(run=run) for _ in range(3)])  # type: ignore[misc]
-    assert (len(done), preemption.agreed) == (1, True)
+def case_one_rank_that_is_not_like_the_others() -> None:
+    """Another disk, clock, text or signal than rank 0's: recorded_ranks.json has what each rank makes of it."""
+    found = gather(together(dist.get_rank()))
+    if dist.get_rank() == 0:
+        of_ranks = {name: [each[name] for each in found] for name in found[0]}
+        said = {name: {"all": each[0]} if each == each[:1] * 4 else each for name, each in of_ranks.items()}
+        assert_recorded(said, Path(__file__).with_name("recorded_ranks.json"))
 
 
 def all_cases(_process: Process) -> None:

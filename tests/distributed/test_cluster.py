@@ -18,35 +18,13 @@ import yaml
 
 from tests.faults.machines import ENV, Soak
 from tests.forkserver import free_port
-from tests.helpers import HANGS_S, ROOT, losses, python, ranks, records, refused, succeeded, tiny
+from tests.helpers import HANGS_S, ROOT, losses, ranks, records, refused, succeeded, tiny
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.errors import EXIT_WOULD_REPEAT, UserError
-from torchtitan_lite.process import LARGE, connect_lazily
 from torchtitan_lite.run import attempts
 
 LAZY = "TORCH_GLOO_LAZY_INIT"
 DOC = (ROOT / "docs/cluster.md").read_text()
-
-
-def test_a_large_world_connects_lazily_and_may_open_as_many_files_as_the_system_allows(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv(LAZY, raising=False)
-    connect_lazily(LARGE)
-    assert LAZY not in os.environ
-    connect_lazily(LARGE + 1)
-    assert os.environ[LAZY] == "1"
-    script = tmp_path / "limited.py"
-    script.write_text(
-        "import resource\nfrom tests.called import RunConfig, process_group\n"
-        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (hard // 2, hard))\n"
-        'with process_group(RunConfig(device="cpu", threads=1)):\n'
-        "    print(hard, *resource.getrlimit(resource.RLIMIT_NOFILE))\n"
-    )
-    hard, soft, still_hard = map(int, succeeded(python(script=str(script))).split())
-    assert soft == min(hard, 2**20) > hard // 2
-    assert hard == still_hard
 
 
 def test_ranks_that_connect_lazily_train_save_and_resume_as_others_do(text: Path, tmp_path: Path) -> None:

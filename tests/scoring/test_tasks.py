@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from tests.helpers import ranks, succeeded
 from torchtitan_lite.distributed.process_group import Process
-from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.scoring import questions, task_scores, task_tokens
 from torchtitan_lite.tools.evaluation import evaluate
 from torchtitan_lite.tools.load_model import Opened, open_model
@@ -169,14 +167,3 @@ def test_last_words_equal_those_of_transformers(folder: Path, tmp_path: Path) ->
     assert figures["chance"] == 0
     n_bytes = sum(len(row["continuation"].encode()) for row in rows)
     assert figures["bits_per_byte"] == pytest.approx(sum(n for n, *_ in found) / n_bytes / math.log(2), rel=1e-5)
-
-
-def test_ranks_that_read_other_questions_are_refused(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = jsonl(tmp_path / "task.jsonl", CHOICE)
-    task, opened = questions.read(str(file)), open_model(finished, ALONE.device, torch.float32)
-    given = evaluate.options_of(["", "--tasks", str(file), "--questions=4"])
-    monkeypatch.setattr(evaluate, "gather", lambda mine: [mine, [task.digest]])
-    with pytest.raises(ConfigError, match="^--tasks: the ranks have read different questions: is it the same file"):
-        evaluate.tasks_of(opened, given, 32, replace(ALONE, world_size=2))

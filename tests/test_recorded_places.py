@@ -1,0 +1,873 @@
+"""What each rank, machine, device and platform does differently: recorded_places.json has the results of calls."""
+
+import contextlib
+import ctypes
+import io
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import torch
+
+import train
+from tests.recorded import assert_recorded
+from tests.run.test_recorded_lines import config_of, named, result
+from tests.test_recorded_limits import CPU, Stub, patched
+from torchtitan_lite import errors, process
+from torchtitan_lite.checkpointing import find, safetensors_file, save, storage
+from torchtitan_lite.checkpointing.state import TrainState
+from torchtitan_lite.config import load
+from torchtitan_lite.config.schema import ProfileConfig, RunConfig
+from torchtitan_lite.config.sections import compute
+from torchtitan_lite.cpu import apply_shared_memory, barrier, widen, widens
+from torchtitan_lite.data import loader
+from torchtitan_lite.distributed import generating, process_group
+from torchtitan_lite.distributed.process_group import Process
+from torchtitan_lite.optim.step_record import StepRecord
+from torchtitan_lite.run import (
+    between_steps,
+    metrics,
+    preemption,
+    profiler,
+    run_folder,
+    sampling,
+    spikes,
+    start_and_end,
+    tasks,
+)
+from torchtitan_lite.run.watchdog import Place, RankState, Watchdog
+from torchtitan_lite.scoring import likelihood
+from torchtitan_lite.tools import dry_run, load_model, modes
+from torchtitan_lite.tools.evaluation import evaluate
+from torchtitan_lite.tools.incidents import replay
+
+GPU, GONE, TENSOR = torch.device("cuda", 1), "Connection closed by peer", torch.tensor
+OF_TRAIN: list[Any] = ["build", "train_step", "sharded_model"]
+COMMAND = {"loaded": Stub(notes=["n"], config=Stub(folder="runs/x")), "check_config": False, "print_config": False}
+
+
+def told(
+    call: Callable[..., Any],
+    *names: str,
+    env: Mapping[str, str] | None = None,
+    answers: Mapping[str, Any] | None = None,
+) -> list[Any]:
+    """The calls in between with their arguments, what is printed, and what a call returns or raises.
+
+    Args:
+        call: gets the function that makes a stand-in whose calls are listed.
+        names: of functions, as in `patched`, that do nothing; `answers`: those that return this, and other values.
+    """
+    said = list[Any]()
+
+    def stand_in(name: str, instead: Any = None) -> Any:
+        def listed(*args: Any, **more: Any) -> Any:
+            line = " ".join([name, *map(str, args), *(f"{key}={value}" for key, value in more.items())])
+            said.append(re.sub(r" at 0x\w+", "", line))
+            return instead(*args, **more) if callable(instead) else instead
+
+        return listed
+
+    others = {name: stand_in(name.rpartition("__")[2], (answers or {}).get(name)) for name in names}
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        values = {"process__os__environ": dict(env or {}), **(answers or {}), **others}
+        found = patched(lambda: call(stand_in), **values)
+    return [*said, *out.getvalue().splitlines(), found if isinstance(found, int | float | list) else str(found)]
+
+
+# --- the watchdog -----------------------------------------------------------------------------------------------
+
+
+def of_key(key: str) -> str:
+    rank = int(key[-1])
+    return json.dumps([rank, 1, rank + 1] if "/at/" in key else [10 + rank, [[f"saving {rank}", True]], 100 * rank])
+
+
+def watched(way: str, rank: int, world_size: int, local: int, n_local: int, *given: Any, **more: Any) -> list[Any]:
+    """A method of rank `rank`, which is number `local` of the `n_local` of its machine, at second 100."""
+
+    def call(stand_in: Any) -> Any:
+        store = Stub(
+            set=stand_in("set"),
+            get=stand_in("get", of_key),
+            multi_get=stand_in("multi_get", lambda keys: [*map(of_key, keys)]),
+        )
+        one = Stub(
+            **{"_world": Process(rank, world_size, CPU, 1, n_local), "_store": store, "_thread_store": store},
+            **{"_at": Place(5, 1), "_own": RankState(Place(5, 1), [("x", False)], 7), "_others": {}, "_number": 3},
+            **{"_beats": {1: (11, 60.0), 2: (2, 90.0)}, "_answered": 99.0, "_silent_s": 10.0, "_interval_s": 1.0},
+            **{"_quiet_s": 2.0, "_timeout_s": 60.0, "_start_timeout_s": 30.0, "_path": Path("stacks/rank-0.txt")},
+            **{"on_abort": stand_in("on_abort"), "_file": Stub(write=stand_in("write")), "_silent": lambda: {1: 40.0}},
+            **{"_last_seen": stand_in("_last_seen", " (seen)"), "_ended": lambda: [], "_reach": None},
+        )
+        vars(one).update({key: stand_in(key, value) if callable(value) else value for key, value in more.items()})
+        found = getattr(Watchdog, way)(one, *given)
+        return str([found, one._others, one._beats, one._answered]) if way == "_exchange" else str(found)
+
+    clock = Stub(monotonic=iter([100.0, 100.0, 103.0]).__next__, sleep=lambda _: None)
+    names = [f"run__watchdog__{name}" for name in ("report", "os___exit", "faulthandler__dump_traceback")]
+    return told(call, *names, env={"LOCAL_RANK": str(local)}, answers={"run__watchdog__time": clock})
+
+
+def opened(values: dict[str, Any], has_gpu: bool, *ranks: int) -> list[Any]:
+    """A process group, and the process in it: of a rank, its number on its machine, and the sizes of both."""
+    name = "distributed__process_group__"
+    done = "dist__init_process_group torch__set_num_threads torch__use_deterministic_algorithms keep_freed_memory"
+    done += (
+        " allow_open_files die_with_launcher untimed_group set_group_timeouts connect_lazily torch__cuda__set_device"
+    )
+    done += " torch__set_float32_matmul_precision dist__barrier dist__destroy_process_group"
+    rendezvous = "distributed__rendezvous__join_store"
+    answers: dict[str, Any] = {
+        f"{name}torch__cuda__is_available": lambda: has_gpu,
+        f"{name}dist__HashStore": lambda: "HashStore",
+    }
+    answers |= {rendezvous: lambda _: ("store", ranks[0], ranks[2]), f"{name}dist__is_initialized": lambda: True}
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+    def call(_: Any) -> str:
+        with process_group.process_group(RunConfig.model_validate({"threads": 3} | values)) as one:
+            return str(one)
+
+    env = {key: str(value) for key, value in zip(names, ranks, strict=False)}
+    return told(call, *(name + each for each in done.split()), rendezvous, env=env, answers=answers)
+
+
+def on_machine(values: dict[str, Any], *machine: int) -> str:
+    """What is said of a config on this many ranks and GPUs, and ranks of the machine."""
+    config = load.load(None, values, world_size=machine[0], n_gpus=machine[1], local_world_size=machine[2]).config
+    return f"{config.fsdp.mesh(machine[0])} {config.fsdp.cpu_offload}"
+
+
+ARGV = ["train.py", "--run.name", "old", "--config", "a b.toml", "--checkpoint.resume=runs/x", "--a.skip=[1]", "--lr=1"]
+BARRIER = ctypes.create_string_buffer(999)
+PROFILE: Any = profiler.Profile
+WITHOUT: Any = Stub()  # a module of the standard library without the functions that only Linux has
+CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
+    # ranks and machines
+    "ended on this machine": (
+        lambda rank, local, n_local, *gone: watched(
+            "_ended", rank, 12, local, n_local, _has_ended=lambda other: other in gone
+        ),
+        [
+            *((5, 1, 4), (5, 1, 4, 3), (5, 1, 4, 6), (5, 1, 4, 7, 4), (5, 1, 4, 8), (5, 1, 4, 5)),
+            *((0, 0, 2, 1), (11, 3, 4, 8), (8, 0, 4, 7, 9), (7, 2, 3)),
+        ],
+    ),
+    "a rank is lost": (
+        lambda rank, n_local, ended, error: watched(
+            "_explain", rank, 8, 1, n_local, RuntimeError(error), _ended=lambda: ended
+        ),
+        [(rank, n, ended, GONE) for rank, n, ended in ((5, 4, [6, 7]), (5, 4, []), (3, 8, []))]
+        + [(6, 4, [5], "Timed out waiting 3ms")],
+    ),
+    "exchange": (
+        lambda rank, world_size, quiet_s: watched("_exchange", rank, world_size, 0, 1, _quiet_s=quiet_s),
+        [(2, 4, 2.0), (2, 4, 1.9), (0, 3, 5.0), (0, 1, 5.0)],
+    ),
+    "last seen": (lambda rank: watched("_last_seen", 2, 4, 0, 1, rank), [(3,), (0,)]),
+    "reached": (
+        lambda rank, n: watched("_reach", rank, n, 0, 1, (6, 0, 0)),
+        [(2, 4), (0, 1)],
+    ),
+    "silent": (
+        lambda rank, answered, at: watched(
+            "_silent", rank, 4, 0, 1, _answered=answered, _beats={1: (1, at), 3: (2, 95.0)}
+        ),
+        [(2, 99.0, 90.0), (2, 99.0, 90.5), (2, 90.0, 60.0), (0, 99.0, 60.0)],
+    ),
+    "abort": (
+        lambda rank, local, limit: watched(
+            "_abort", rank, 4, local, 2, f"run.{limit}_minutes", _others={0: RankState(Place(5))}, _interval_s=0
+        ),
+        [(3, 1, "timeout"), (2, 0, "start_timeout")],
+    ),
+    "printed by a mode": (
+        lambda local, values: told(
+            lambda _: modes.run(Stub(**COMMAND | {"dry_run": True} | values), *OF_TRAIN),
+            *(
+                "tools__modes__check",
+                "tools__modes__dry_run__run",
+                "tools__modes__replay__run",
+                "tools__modes__inspect",
+            ),
+            *("tools__modes__prepared", "tools__modes__to_toml_with_origins"),
+            env={"LOCAL_RANK": str(local)},
+            answers={
+                "tools__modes__prepared": lambda _: (COMMAND["loaded"], Stub(vocab_size=9)),
+                "tools__modes__to_toml_with_origins": lambda _: "toml",
+            },
+        ),
+        [
+            (local, values)
+            for values in ({}, {"check_config": True}, {"print_config": True}, {"dry_run": False, "replay": 4})
+            for local in (0, 2)
+        ],
+    ),
+    "printed by --inspect": (
+        lambda rank: told(
+            lambda _: modes.inspect(config_of({}), 517, lambda *given: given[1:2]),  # type: ignore[arg-type]
+            answers={
+                "tools__modes__process_group": lambda _: contextlib.nullcontext(Process(rank, 4, GPU, 1)),
+                "tools__modes__build_mesh": lambda _, device: str(device),
+                "tools__modes__describe": lambda model, _: str(model),
+            },
+        ),
+        [(0,), (2,)],
+    ),
+    "printed by a dry run": (
+        lambda rank: told(
+            lambda stand_in: dry_run.run(
+                Stub(config=config_of({"train.steps": 2, "train.batch_schedule": [[0, 8], [1, 24]]})),
+                Stub(vocab_size=517),
+                lambda config, *_: Stub(close=lambda: None, config=config.train.global_batch_size),
+                None,  # type: ignore[arg-type]
+            ),
+            *("tools__dry_run__Log", "tools__dry_run__compare"),
+            env={"RANK": str(rank), "WORLD_SIZE": "4"},
+            answers={
+                "tools__dry_run__in_temporary_folder": lambda *_, **more: contextlib.nullcontext(
+                    Stub(folder="temporary", run=0, train=Stub(**more["train"]))
+                ),
+                "tools__dry_run__process_group": lambda _: contextlib.nullcontext(Process(rank, 4, CPU, 1)),
+                "tools__dry_run__require_agreement": lambda *_: None,
+                "tools__dry_run__measure": lambda s, _: (s.config, 2.5),
+                "tools__dry_run__check_machines": lambda *_: "machines",
+                "tools__dry_run__planned": lambda config, *given: [config.train.steps, *given],
+                "tools__dry_run__compare": lambda *given: str(given),
+                "tools__dry_run__Log": None,
+            },
+        ),
+        [(0,), (3,)],
+    ),
+    "printed by evaluate": (
+        lambda rank, out: told(
+            lambda stand_in: evaluate.evaluate(
+                evaluate.options_of(["x", "y", "--seq-len=9", "--dtype=bfloat16", f"--json={out}"]),
+                Process(rank, 4, GPU, 1),
+            ),
+            *(f"tools__evaluation__evaluate__{name}" for name in ("open_model", "Path__write_bytes")),
+            answers={
+                f"tools__evaluation__evaluate__{name}": value
+                for name, value in dict[str, Any](
+                    open_model=lambda path, *_, **__: Stub(
+                        window=lambda n: n, notes=[f"of {path.name}"], source=path.name, tokenizer=0
+                    ),
+                    scores_of=lambda _opened, _texts, process, note: [(f"{process.rank}", note("a note"))],
+                    bpe__sha256=lambda _: "hash",
+                    tables__compare_with_first=lambda model, first: (["line"], {"first": str(first)}),
+                    os__access=lambda *_: True,
+                    Path__absolute=lambda path: path,
+                    paths__expand=lambda path: Path(path),
+                ).items()
+            },
+        ),
+        [(0, "out.json"), (2, "out.json")],
+    ),
+    "old checkpoints": (
+        lambda rank: told(
+            lambda _: save.BaseCheckpointer._delete_old(
+                Stub(process=Process(rank, 4, CPU, 1), folder="x", damaged=[3, 9], _kept=lambda *given: given), 4
+            ),
+            "checkpointing__save__purge",
+            answers={"checkpointing__save__storage__find_steps": lambda _: [2, 4]},
+        ),
+        [(0,), (3,)],
+    ),
+    "stopped at the start": (
+        lambda env: told(
+            lambda _: train.launch(["a"]),
+            *("config__cli__parse", "process__die_with_launcher", "process__prepare_streams"),
+            env=env,
+            answers={
+                "config__cli__parse": lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt),
+                "distributed__process_group__torch__cuda__device_count": lambda: 5,
+                "run__checks__ALL": "all",
+            },
+        ),
+        [({},), ({"LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"},)],
+    ),
+    "shared folder": (
+        lambda sees, others, state_dict, job: told(
+            lambda stand_in: patched(
+                lambda: start_and_end.require_shared(Path("/no/such"), Stub(checkpoint=Stub(state_dict=state_dict))),
+                run__start_and_end__Path=lambda _: Stub(exists=lambda: sees, unlink=stand_in("unlink")),
+                run__start_and_end__gather=lambda own: [own, *others],
+                run__start_and_end__socket__gethostname=lambda: "a",
+            ),
+            "run__start_and_end__tempfile__mkstemp",
+            env={"TORCHELASTIC_RUN_ID": job},
+            answers={"run__start_and_end__tempfile__mkstemp": (0, "file")},
+        ),
+        [
+            *((True, ["b", "", "c", "b"], kind, job) for kind in ("full", "sharded") for job in ("none", "7")),
+            *((True, ["", ""], "sharded", "7"), (False, ["", "b"], "full", "7"), (True, [], "full", "none")),
+        ],
+    ),
+    "job": (
+        lambda env: told(lambda _: run_folder.job(), env=env),
+        [({},), *(({"TORCHELASTIC_RUN_ID": name},) for name in ("none", "a-b", "a-12", "a-1-2", "7", "a-2b", ""))],
+    ),
+    "best": (
+        lambda rank, best: told(
+            lambda _: between_steps.validate(
+                Stub(n_samples=3),
+                Stub(
+                    state=Stub(step=8),
+                    process=Process(rank, 4, CPU, 1),
+                    config=Stub(folder="runs/x", optim=Stub(ema_decay=0)),
+                    trained=Stub(model=None),
+                    services=Stub(log=Stub(record=str, info=str)),
+                ),
+            ),
+            *("run__between_steps__eval_line", "run__between_steps__attempts__best_step"),
+            answers={
+                "run__between_steps__evaluate": lambda *_: Stub(record=dict),
+                "run__between_steps__attempts__best_step": lambda *_: best,
+                "run__between_steps__time": Stub(perf_counter=lambda: 1.0),
+            },
+        ),
+        [(0, 8), (0, 4), (2, 8)],
+    ),
+    "batches of a rank": (
+        lambda rank, n: [*likelihood.batches_of_rank(range(n), Process(rank, 3, CPU, 1))],
+        [(rank, n) for n in (0, 2, 3, 7) for rank in (0, 1, 2)],
+    ),
+    "shared memory": (
+        lambda size, device, n_local: told(
+            lambda _: apply_shared_memory("model", Stub(size=lambda: size, device_type=device)),  # type: ignore[arg-type]
+            "cpu__shared_memory__apply",
+            env={"LOCAL_WORLD_SIZE": str(n_local)} if n_local else {},
+        ),
+        [(4, "cpu", 4), (4, "cpu", 2), (4, "cuda", 4), (1, "cpu", 1), (1, "cpu", 0), (2, "cpu", 0), (2, "cpu", 4)],
+    ),
+    "environment": (
+        lambda name, value: [
+            patched(lambda: process.env_int(name, 7), process__os__environ={} if value is None else {name: value}),
+            patched(process.local_rank, process__os__environ={} if value is None else {name: value}),
+        ],
+        [
+            *(("WORLD_SIZE", "0"), ("LOCAL_WORLD_SIZE", "-1"), ("RANK", "x"), ("RANK", "1.5"), ("RANK", "")),
+            *(("LOCAL_RANK", value) for value in ("2147483648", "2147483647", "0", "x", "3", None)),
+            *((f"{local}WORLD_SIZE", value) for local in ("", "LOCAL_") for value in ("1", "2147483647", None)),
+        ],
+    ),
+    "command": (
+        lambda env, python, resume: told(
+            lambda _: process.fork_command("new", resume, a__skip="[2]"),
+            env=env,
+            answers={
+                "process__sys__executable": python if python[0] == "/" else str(Path(python).absolute()),
+                "process__sys__argv": [
+                    "train.py",
+                    "--run.name",
+                    "old",
+                    "--config",
+                    "a b.toml",
+                    "--checkpoint.resume=runs/x",
+                    "--a.skip=[1]",
+                    "--optim.lr=1",
+                ],
+            },
+        ),
+        [
+            ({}, ".venv/bin/python", "runs/y"),
+            ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, ".venv/bin/python", ""),
+            ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, "/elsewhere/bin/python", ""),
+            ({"RANK": "1", "WORLD_SIZE": "2"}, "/elsewhere/bin/python", ""),
+        ],
+    ),
+    "large world": (
+        lambda n, env: [environ := dict(env), patched(lambda: process.connect_lazily(n), process__os__environ=environ)],
+        [(64, {}), (65, {}), (65, {"TORCH_GLOO_LAZY_INIT": "0"})],
+    ),
+    "clock of a barrier": (
+        lambda *functions: told(
+            lambda stand_in: patched(
+                lambda: [
+                    one := barrier.Barrier(ctypes.addressof(BARRIER), 1, 3, stand_in("check")),
+                    one._now(),
+                    one._timedwait("gate", "until"),
+                ][1:],
+                cpu__barrier__ctypes__CDLL=lambda *_, **__: Stub(**{name: stand_in(name, 5) for name in functions}),
+                cpu__barrier__time=Stub(monotonic=lambda: 1.5, time=lambda: 2.5, CLOCK_MONOTONIC=1),
+            )
+        ),
+        [("sem_clockwait", "sem_timedwait"), ("sem_timedwait",)],
+    ),
+    "parent": (
+        lambda env, parents, prctl: told(
+            lambda stand_in: patched(
+                process.die_with_launcher,
+                process__ctypes__CDLL=lambda _: Stub(prctl=stand_in("prctl")) if prctl else WITHOUT,
+            ),
+            "process__os__kill",
+            env=env,
+            answers={"process__os__getppid": iter(parents).__next__, "process__os__getpid": lambda: 77},
+        ),
+        [({}, [], True), *(({"RANK": "2"}, parents, lib) for parents in ([1, 1], [5, 1]) for lib in (True, False))],
+    ),
+    # a device
+    "process group": (
+        opened,
+        [
+            ({"device": "cpu"}, True),
+            ({"device": "auto", "tf32": True}, False),
+            ({"device": "auto", "tf32": True, "timeout_minutes": 7, "start_timeout_minutes": 9}, True, 5, 1, 8, 4),
+            ({"device": "cuda", "deterministic": True}, True, 6, 2, 8, 4),
+            ({"device": "cpu", "deterministic": True}, False, 3, 0, 4, 3),
+        ],
+    ),
+    "mesh": (
+        lambda values, n, device: told(
+            lambda _: process_group.build_mesh(config_of(values, n).fsdp, device),
+            "distributed__process_group__init_device_mesh",
+            answers={"distributed__process_group__dist__get_world_size": lambda: n},
+        ),
+        [
+            ({}, 6, GPU),
+            ({"fsdp.dp_replicate": 2}, 6, CPU),
+            ({"fsdp.dp_shard": 1}, 3, GPU),
+            ({"fsdp.dp_shard": 2}, 6, GPU),
+        ],
+    ),
+    "on a machine": (
+        on_machine,
+        [
+            *(({"run.device": device}, 8, gpus, 4) for device in ("auto", "cuda", "cpu") for gpus in (0, 2, 4, 5)),
+            *(
+                ({"run.device": device, "fsdp.cpu_offload": True, "optim.name": "adamw"}, 2, gpus, 2)
+                for device in ("auto", "cuda", "cpu")
+                for gpus in (0, 2)
+            ),
+            *(({"fsdp.sharding_strategy": "HYBRID_SHARD"}, 8, gpus, 2) for gpus in (0, 8)),
+        ],
+    ),
+    "compiler": (
+        lambda device, n_gpus, triton, gxx: told(
+            lambda _: compute.missing_for_inductor(device, n_gpus),
+            *("config__sections__compute__importlib__util__find_spec", "config__sections__compute__shutil__which"),
+            answers={
+                "config__sections__compute__importlib__util__find_spec": lambda _: triton,
+                "config__sections__compute__shutil__which": lambda _: gxx,
+                "config__sections__compute__Path": lambda _: Path("/no/such"),
+            },
+        ),
+        [
+            (device, n, found, not found)
+            for device in ("auto", "cuda", "cpu")
+            for n in (0, 2)
+            for found in (True, False)
+        ],
+    ),
+    "memory": (
+        lambda device, platform: told(
+            lambda _: metrics.peak_memory_gib(device),
+            "run__metrics__torch__cuda__max_memory_reserved",
+            answers={
+                "run__metrics__torch__cuda__max_memory_reserved": lambda _: 3 * 2**30,
+                "run__metrics__resource__getrusage": lambda _: Stub(ru_maxrss=2**21),
+                "run__metrics__sys__platform": platform,
+            },
+        ),
+        [(GPU, "linux"), (CPU, "linux"), (CPU, "darwin")],
+    ),
+    "facts": (
+        lambda rank, device: told(
+            lambda _: [
+                str(run_folder.facts(Process(rank, 4, device, 1), ["a", "b"])[key])
+                for key in ("device", "hosts", "world_size")
+            ],
+            *("run__run_folder__torch__cuda__get_device_name", "run__run_folder__platform__processor"),
+            answers={
+                "run__run_folder__torch__cuda__get_device_name": "a GPU",
+                "run__run_folder__platform__processor": "",
+                "run__run_folder__git_state": lambda _: {},
+            },
+        ),
+        [(2, GPU), (0, CPU)],
+    ),
+    "profile": (
+        lambda rank, device, snapshot: told(
+            lambda stand_in: patched(
+                lambda: [
+                    one := PROFILE(
+                        ProfileConfig(steps=[3, 4], memory_snapshot=snapshot), Path("x"), Process(rank, 4, device, 1)
+                    ),
+                    one.start(2),
+                    one.start(3),
+                    *(one.stop(step) for step in (3, 4, 4)),
+                ][3:],
+                run__profiler__profile=stand_in(
+                    "profile",
+                    Stub(
+                        **{name: stand_in(name) for name in ("start", "stop", "export_chrome_trace")},
+                        key_averages=lambda: Stub(table=stand_in("table", "text")),
+                    ),
+                ),
+            ),
+            *(f"run__profiler__{name}" for name in ("Path__mkdir", "Path__write_text")),
+            *(f"run__profiler__torch__cuda__memory__{name}" for name in ("_record_memory_history", "_dump_snapshot")),
+        ),
+        [(rank, device, snapshot) for rank, device in ((2, GPU), (0, GPU), (1, CPU)) for snapshot in (True, False)],
+    ),
+    "device of a tool": (
+        lambda name, has_gpu: told(
+            lambda _: load_model.device_of(name),
+            answers={"tools__load_model__torch__cuda__is_available": lambda: has_gpu},
+        ),
+        [(name, has) for name in ("auto", "cpu", "cuda") for has in (True, False)],
+    ),
+    "planned": (
+        lambda device, has_gpu: told(
+            lambda _: dry_run.planned(config_of({"run.device": device}), 517, 8),
+            answers={
+                "tools__dry_run__make_plan": lambda config, n, device, on_gpu: [
+                    *(config.model.vocab_size, n, device and device.name, on_gpu)
+                ],
+                "tools__dry_run__torch__cuda__is_available": lambda: has_gpu,
+                "tools__dry_run__torch__cuda__get_device_name": lambda: "NVIDIA H100 80GB HBM3",
+            },
+        ),
+        [(device, has) for device in ("auto", "cpu") for has in (True, False)],
+    ),
+    "widens": (
+        lambda dtype, given, device, *slow: told(
+            lambda _: widens(
+                config_of({"fsdp.param_dtype": dtype, "speed.widen_matmuls": given}), Process(1, 4, device, 1)
+            ),
+            "cpu__widen__slow_on_rank0",
+            answers={"cpu__widen__slow_on_rank0": lambda: [*slow]},
+        ),
+        [
+            *((dtype, True, CPU, "float16") for dtype in ("float32", "bfloat16", "float16")),
+            *(
+                ("bfloat16", True, CPU, "float16", "bfloat16"),
+                ("bfloat16", False, CPU, "bfloat16"),
+                ("bfloat16", True, GPU, "bfloat16"),
+            ),
+        ],
+    ),
+    "kept gathered": (
+        lambda device, n, offload=False, reshard=True: told(
+            lambda _: generating._kept_gathered(
+                Stub(named_parameters=lambda: [("w", Stub(numel=lambda: n)), ("v", Stub(numel=lambda: 100))]),
+                Stub(cpu_offload=offload, reshard_after_forward=reshard),
+                device,
+            ),
+            "distributed__generating__dist__all_reduce",
+            answers={
+                f"distributed__generating__{name}": value
+                for name, value in {
+                    "groups_of": lambda *_: [
+                        Stub(param_dtype=torch.bfloat16, parameters=["w"], modules=[1], reshard_after_forward=True)
+                    ],
+                    "torch__tensor": lambda fits, dtype, device: TENSOR(fits, dtype=dtype),
+                    "FSDPModule": int,
+                    "torch__cuda__memory_reserved": lambda _: 900,
+                    "torch__cuda__memory_allocated": lambda _: 200,
+                    "torch__cuda__mem_get_info": lambda _: (1300, 9999),
+                }.items()
+            },
+        ),
+        [
+            *((CPU, n) for n in (2**29, 2**29 + 1)),
+            *((GPU, n) for n in (500, 501)),
+            *((CPU, 1, True), *((CPU, 1, False, reshard) for reshard in (2, False, "default"))),
+        ],
+    ),
+    "copies": (
+        lambda is_cuda, device: told(
+            lambda stand_in: len(
+                save.BaseCheckpointer.host_copies(
+                    Stub(_copies={}, process=Stub(device=device)), {"w": Stub(is_cuda=is_cuda, shape=3, nbytes=9)}
+                )
+            ),
+            *("checkpointing__save__torch__empty_like", "checkpointing__save__torch__cuda__synchronize"),
+            answers={"checkpointing__save__torch__empty_like": Stub(copy_=lambda *_, **__: None)},
+        ),
+        [(True, GPU), (False, GPU), (False, CPU)],
+    ),
+    "thread of batches": (
+        lambda device: told(
+            lambda _: loader.PrefetchingLoader(Stub(), device)._next,
+            "data__loader__ThreadPoolExecutor",
+            answers={"data__loader__torch__cuda__set_device": "set_device"},
+        ),
+        [(GPU,), (CPU,)],
+    ),
+    # a platform
+    "write-back": (
+        lambda has: told(
+            lambda stand_in: patched(
+                lambda: safetensors_file._start_writeback(3, 40, 50),
+                checkpointing__safetensors_file__os=Stub(posix_fadvise=stand_in("fadvise"), POSIX_FADV_DONTNEED=4)
+                if has
+                else WITHOUT,
+            )
+        ),
+        [(True,), (False,)],
+    ),
+    "user": (
+        lambda os_: patched(
+            lambda: errors._os_error(PermissionError(13, "no", "x")), errors__os=Stub(fsdecode=str, **os_)
+        ),
+        [({"geteuid": lambda: 42},), ({},)],
+    ),
+    "cores": (
+        lambda os_, quota: patched(
+            process.usable_cores, process__os=Stub(**os_), process__quota_of_cores=lambda _: quota
+        ),
+        [
+            ({"sched_getaffinity": lambda _: {1, 5, 6}, "cpu_count": lambda: 9}, 0),
+            *(({"cpu_count": lambda: 9}, quota) for quota in (0, 2.5, 99)),
+            ({"cpu_count": lambda: None}, 0),
+        ],
+    ),
+    "age": (
+        lambda texts: patched(
+            process.process_age_s,
+            process__Path=lambda name: Stub(read_text=lambda: texts.get(name) or Path("/no/such").read_text()),
+            process__os__sysconf=lambda _: 100,
+        ),
+        [({"/proc/self/stat": f"1 (a) b) {' '.join(map(str, range(100, 150)))}", "/proc/uptime": "5.5 9"},), ({},)],
+    ),
+    "open files": (
+        lambda soft, hard: told(
+            lambda _: process.allow_open_files(),
+            "process__resource__setrlimit",
+            answers={"process__resource__getrlimit": lambda _: (soft, hard)},
+        ),
+        [(1024, 4096), (4096, 4096), (1024, -1), (-1, -1), (2**20, 2**21), (1024, 2**21), (2**20, -1)],
+    ),
+    "freed memory": (
+        lambda glibc: told(
+            lambda stand_in: patched(
+                process.keep_freed_memory,
+                process__ctypes__CDLL=lambda _: Stub(mallopt=stand_in("mallopt")) if glibc else WITHOUT,
+            )
+        ),
+        [(True,), (False,)],
+    ),
+}
+
+
+def test_places() -> None:
+    found = {name: {key: result(call, row) for key, row in named(rows).items()} for name, (call, rows) in CALLS.items()}
+    assert_recorded(found, Path(__file__).with_name("recorded_places.json"))
+
+
+# --- on four ranks, see tests/distributed ------------------------------------------------------------------------
+
+FILES = {f"f{n}": safetensors_file.FileRecord(n, "") for n in (3, 1, 4, 15, 9, 2, 6)}
+
+
+def together(rank: int) -> dict[str, Any]:
+    """What rank `rank` of 4 on two machines finds where its disk, its clock or its text is not that of the others."""
+    one, host = Process(rank, 4, CPU, 1), f"node{rank // 3}"
+    config, said = config_of({"run.preempted_exit_code": 5, "train.steps": 9}, 4), list[Any]()
+    data: Any = Stub(folder=Path("d"), tokenizer_sha256="t", vocab_size=9, hashes=dict)
+    reasons = ("", "run.max_minutes", "SIGTERM", "")
+    services = Stub(log=Stub(info=lambda *line: said.append(line[0]), record=lambda *r: said.append(r[0]), attempt=2))
+    services.preemption, services.meter = Stub(agreed=False, reason=reasons[rank]), None
+    services.checkpointer = Stub(folder=Path("x"), damaged=[7], forked_from=None, _n_bytes=lambda: 40 + rank)
+    services.checkpointer.process, services.checkpointer.require_space = one, lambda: None
+    session = Stub(state=Stub(step=6), process=one, config=config, services=services, trained=Stub(model=None))
+    session.periodic = Stub(evaluations=[Stub(every=3, keys=["a"], name=0), Stub(every=2, keys=["b"], name=1)])
+    task = Stub(name="t", digest=str(rank == 2))
+    request: Any = preemption.Preemption(0, Path("none"))
+    asked: Any = Stub(process=one, state=session.state)
+    asked.services = Stub(preemption=request, watchdog=Mock(), meter=Mock())
+    record = StepRecord(
+        *(7, (8, 16), 4, torch.tensor(1.0 + rank), torch.tensor([9.0, 0.5, 3.0, 0.0][rank]), torch.tensor(2.0)),
+        *(torch.tensor([[rank, 1.0]]), rank == 2, one),
+    )
+
+    def sampled() -> Any:
+        prompts: Any = Stub(texts=["a"], ids=[[1]], end=0, references=[], tokenizer=Stub(decode=str))
+        prompts.config = Stub(temperature=0.0, max_tokens=3)
+        sampling.sample(prompts, session)
+        return [{**each, "seconds": 0} if isinstance(each, dict) else each for each in said[:2]]
+
+    calls: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+        **{
+            f"verified {kind}": (
+                lambda n=n: find.verify_together(Path("x"), "full", replace(one, local_world_size=n)),
+                {
+                    "checkpointing__find__storage__check_manifest": lambda _, kind=kind: (
+                        storage.Manifest(5, kind if rank == 0 else "none", 4, FILES),
+                        "",
+                    ),
+                    "checkpointing__find__storage__verify_file": lambda _folder, name, *_: f"{name} by {rank}",
+                },
+            )
+            for kind, n in (("full", 3 if rank == 0 else 1), ("sharded", 2))
+        },
+        "no manifest": (
+            lambda: find.verify_together(Path("x"), "full", one),
+            {"checkpointing__find__storage__check_manifest": lambda _: (None, f"of {rank}")},
+        ),
+        "checkpoints": (
+            lambda: str(find.checkpoint_to_resume(Path("x"), Stub(resume="y", verify="size"), one)),
+            {
+                "checkpointing__find__storage__incomplete_folders": lambda _: [f"wrong {rank}"],
+                "checkpointing__find__storage__find_steps": lambda _: [rank, rank + 10],
+                "checkpointing__find__newest_complete": lambda folders, _: Stub(notes=[], folder=[*map(str, folders)]),
+            },
+        ),
+        "step": (
+            lambda: [*record.numbers, record.loss_sum.item(), torch.as_tensor(record.loads).tolist()],
+            {},
+        ),
+        "sampled": (
+            sampled,
+            {
+                "run__sampling__generating": lambda *_: contextlib.nullcontext(),
+                "run__sampling__Sampler": lambda *_, seed: lambda _: 40 + rank,
+                "run__sampling__new_tokens": lambda _model, ids, _n, agreed, _end: [agreed(ids), agreed(ids) + 1],
+                "run__sampling__is_encoder_decoder": lambda _: True,
+            },
+        ),
+        "tasks": (
+            lambda: str(tasks.Tasks.from_config(config, data)),
+            {"run__tasks__find": lambda *_: [task]},
+        ),
+        "tasks of a tool": (
+            lambda: evaluate.tasks_of(
+                Stub(model=None, first_token=list, beginning=list, tokenizer=0, ends=(), own_data=0),
+                Stub(tasks=["t"], questions=0),
+                9,
+                one,
+            ),
+            {
+                f"tools__evaluation__evaluate__{name}": value
+                for name, value in {
+                    "is_encoder_decoder": lambda _: False,
+                    "find_tasks__find": lambda *_: [task],
+                    "text_encoder": lambda *_: None,
+                    "encode_task": lambda one, *_: Stub(task=one),
+                    "score": lambda *_: 0,
+                }.items()
+            },
+        ),
+        "stopped": (
+            lambda: [start_and_end.report_end(session), *said[-2:]],
+            {"run__start_and_end__run_folder__record_end": lambda *given: said.append(str(given[2:]))},
+        ),
+        "missed": (
+            lambda: [each.name for each in between_steps.missed_evaluations(session)],
+            {
+                "run__between_steps__attempts__records": lambda _, file: [
+                    {"step": 6, "ab"[rank > 0]: 1} if file == "metrics.jsonl" else {"step": 5, "b": 1}
+                ]
+            },
+        ),
+        "fork": (
+            lambda: spikes.build_guard(config, one, TrainState(), [], services.checkpointer, services.log)._fork(
+                Stub(step=9, samples=(8, 16))
+            ),
+            {
+                "run__spikes__report_save": lambda *_, **__: None,
+                "run__spikes__storage__find_steps": lambda _: [4 - rank, 6 - rank, 7, 9],
+                "run__spikes__fork_command": lambda *given, **more: [*given, more],
+            },
+        ),
+        "space": (
+            lambda: save.BaseCheckpointer.require_space(services.checkpointer),
+            {
+                "checkpointing__save__storage__require_space": lambda folder, n: (_ for _ in ()).throw(
+                    errors.SaveError(f"{folder}: {n}")
+                )
+            },
+        ),
+        "slow": (
+            lambda: widen.slow_on_rank0.__wrapped__(),
+            {"cpu__widen__slow_dtypes": lambda: [f"of {rank}"]},
+        ),
+        "gathered": (
+            lambda: generating._kept_gathered(
+                Stub(named_parameters=lambda: [("w", Stub(numel=lambda: 100))]),
+                Stub(cpu_offload=False, reshard_after_forward=True),
+                CPU,
+            ),
+            {
+                "distributed__generating__GATHERED_BYTES": 400 if rank != 2 else 399,
+                "distributed__generating__groups_of": lambda *_: [
+                    Stub(param_dtype=torch.float32, parameters=["w"], modules=[1], reshard_after_forward=True)
+                ],
+                "distributed__generating__FSDPModule": int,
+            },
+        ),
+        "not shared": (
+            lambda: start_and_end.require_shared(Path("/no/such"), Stub(checkpoint=Stub(state_dict="sharded"))),
+            {
+                "run__start_and_end__Path": lambda _: Stub(exists=lambda: rank != 2, unlink=str),
+                "run__start_and_end__tempfile__mkstemp": lambda **_: (0, "f"),
+                "run__start_and_end__socket__gethostname": lambda: host,
+            },
+        ),
+        "hosts": (
+            lambda: start_and_end.require_agreement(config, data, one),
+            {"run__start_and_end__socket__gethostname": lambda: host},
+        ),
+        **{
+            f"another {key}": (
+                lambda seed=seed, text=text: start_and_end.require_agreement(
+                    config_of({"run.seed": seed}, 4), text, one
+                ),
+                {"run__start_and_end__socket__gethostname": lambda: host},
+            )
+            for key, seed, text in (
+                ("seed", 0 if rank != 3 else 1, data),
+                ("text", 0, Stub(**vars(data) | {"hashes": lambda: {"data": "b" if rank else "a"}})),
+            )
+        },
+        "asked to stop": (
+            lambda: [
+                ran := list[Any](),
+                patched(
+                    lambda: between_steps.run_missed(
+                        asked, [Stub(run=lambda _: [ran.__iadd__([1]), rank == 2 and request.received(15)])] * 3
+                    )
+                ),
+                request.agreed,
+            ],
+            {},
+        ),
+        "versions": (
+            lambda: start_and_end.require_agreement(config, data, one),
+            {
+                "run__start_and_end__socket__gethostname": lambda: host,
+                "run__start_and_end__platform__python_version_tuple": lambda: ("3", f"{rank == 2}"),
+            },
+        ),
+        "again": (
+            lambda: start_and_end.require_one_run(Stub(config=config), data, one),
+            {"run__start_and_end__run_folder__why_not_again": lambda _: f"of {rank}"},
+        ),
+        "clocks": (
+            lambda: dry_run.check_machines(Path("x"), session),
+            {
+                "tools__dry_run__require_shared": lambda *_: None,
+                "tools__dry_run__socket__gethostname": lambda: host,
+                "tools__dry_run__time": Stub(time=lambda: 100.0 + rank * 1.5),
+            },
+        ),
+        "tensors": (
+            lambda: replay._compare_tensors(session, Path("x"), 6, "advice"),
+            {
+                "tools__incidents__replay__by_name": lambda _: {name: torch.tensor([1.0]) for name in "ab"},
+                "tools__incidents__replay__storage__verify": lambda _: ["damaged"] * rank,
+                "tools__incidents__replay__read_tensors": lambda *_: (
+                    {name: torch.tensor([1.0]) for name in "ab"} | {"b": torch.tensor([2.0])}
+                ),
+            },
+        ),
+    }
+    services.checkpointer.parts = dict
+    found = {name: patched(call, **values) for name, (call, values) in calls.items()}
+    return dict(json.loads(json.dumps(found, default=str)))
