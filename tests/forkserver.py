@@ -172,10 +172,9 @@ class Server:
 
     Args:
         address: of one that another process of this test run has started; "" starts one, which ends with this process.
-        root: where the package and the front doors are, and where everything runs.
     """
 
-    def __init__(self, address: str = "", root: Path = ROOT) -> None:
+    def __init__(self, address: str = "") -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self.address = address
         if address:
@@ -187,7 +186,7 @@ class Server:
             listening.listen(128)
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.forkserver", str(listening.fileno())],
-                cwd=root, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root}:{ROOT}"},
+                cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
                 stdin=subprocess.PIPE, pass_fds=[listening.fileno()], start_new_session=True,
             )  # fmt: skip
 
