@@ -15,7 +15,7 @@ import torch
 
 import train
 from tests.recorded import assert_recorded
-from tests.run.test_recorded_lines import config_of, named, result
+from tests.run.test_recorded_lines import BF16, config_of, named, result
 from tests.test_recorded_limits import CPU, Stub, patched
 from torchtitan_lite import errors, process
 from torchtitan_lite.checkpointing import find, safetensors_file, save, storage
@@ -31,6 +31,7 @@ from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.run import (
     between_steps,
     metrics,
+    mfu,
     preemption,
     profiler,
     run_folder,
@@ -172,7 +173,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "last seen": (lambda rank: watched("_last_seen", 2, 4, 0, 1, rank), [(3,), (0,)]),
     "reached": (
         lambda rank, n: watched("_reach", rank, n, 0, 1, (6, 0, 0)),
-        [(2, 4), (0, 1)],
+        [(2, 4), (0, 4), (0, 1)],
     ),
     "silent": (
         lambda rank, answered, at: watched(
@@ -475,6 +476,14 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             },
         ),
         [(GPU, "linux"), (CPU, "linux"), (CPU, "darwin")],
+    ),
+    "peak": (
+        lambda device, values: told(
+            lambda _: mfu.peak_flops(config_of(BF16 | values), Process(5, 8, device, 1, 4)) / 1e12,
+            "run__mfu__torch__cuda__get_device_name",
+            answers={"run__mfu__torch__cuda__get_device_name": "NVIDIA H100 80GB HBM3"},
+        ),
+        [(GPU, {}), (CPU, {}), (GPU, {"run.peak_tflops": 3}), (CPU, {"run.peak_tflops": 3})],
     ),
     "facts": (
         lambda rank, device: told(
