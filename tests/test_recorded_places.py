@@ -1,7 +1,6 @@
 """What each rank, machine, device and platform does differently: recorded_places.json has the results of calls."""
 
 import contextlib
-import ctypes
 import io
 import json
 import re
@@ -13,7 +12,6 @@ from unittest.mock import Mock
 
 import torch
 
-import train
 from tests.recorded import assert_recorded
 from tests.run.test_recorded_lines import BF16, config_of, named, result
 from tests.test_recorded_limits import CPU, Stub, patched
@@ -21,10 +19,9 @@ from torchtitan_lite import errors, process
 from torchtitan_lite.checkpointing import find, safetensors_file, save, storage
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import load
-from torchtitan_lite.config.schema import ProfileConfig, RunConfig
+from torchtitan_lite.config.schema import RunConfig
 from torchtitan_lite.config.sections import compute
-from torchtitan_lite.cpu import apply_shared_memory, barrier, widen, widens
-from torchtitan_lite.data import loader
+from torchtitan_lite.cpu import apply_shared_memory, widen, widens
 from torchtitan_lite.distributed import generating, process_group
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.optim.step_record import StepRecord
@@ -33,14 +30,13 @@ from torchtitan_lite.run import (
     metrics,
     mfu,
     preemption,
-    profiler,
     run_folder,
     sampling,
     spikes,
     start_and_end,
     tasks,
 )
-from torchtitan_lite.run.watchdog import Place, RankState, Watchdog
+from torchtitan_lite.run.watchdog import Place, Watchdog
 from torchtitan_lite.scoring import likelihood
 from torchtitan_lite.tools import dry_run, load_model, modes
 from torchtitan_lite.tools.evaluation import evaluate
@@ -83,35 +79,17 @@ def told(
 # --- the watchdog -----------------------------------------------------------------------------------------------
 
 
-def of_key(key: str) -> str:
-    rank = int(key[-1])
-    return json.dumps([rank, 1, rank + 1] if "/at/" in key else [10 + rank, [[f"saving {rank}", True]], 100 * rank])
-
-
 def watched(way: str, rank: int, world_size: int, local: int, n_local: int, *given: Any, **more: Any) -> list[Any]:
-    """A method of rank `rank`, which is number `local` of the `n_local` of its machine, at second 100."""
+    """A method of the watchdog of rank `rank`, which is number `local` of the `n_local` of its machine."""
 
-    def call(stand_in: Any) -> Any:
-        store = Stub(
-            set=stand_in("set"),
-            get=stand_in("get", of_key),
-            multi_get=stand_in("multi_get", lambda keys: [*map(of_key, keys)]),
-        )
-        one = Stub(
-            **{"_world": Process(rank, world_size, CPU, 1, n_local), "_store": store, "_thread_store": store},
-            **{"_at": Place(5, 1), "_own": RankState(Place(5, 1), [("x", False)], 7), "_others": {}, "_number": 3},
-            **{"_beats": {1: (11, 60.0), 2: (2, 90.0)}, "_answered": 99.0, "_silent_s": 10.0, "_interval_s": 1.0},
-            **{"_quiet_s": 2.0, "_timeout_s": 60.0, "_start_timeout_s": 30.0, "_path": Path("stacks/rank-0.txt")},
-            **{"on_abort": stand_in("on_abort"), "_file": Stub(write=stand_in("write")), "_silent": lambda: {1: 40.0}},
-            **{"_last_seen": stand_in("_last_seen", " (seen)"), "_ended": lambda: [], "_reach": None},
-        )
-        vars(one).update({key: stand_in(key, value) if callable(value) else value for key, value in more.items()})
-        found = getattr(Watchdog, way)(one, *given)
-        return str([found, one._others, one._beats, one._answered]) if way == "_exchange" else str(found)
+    def call(stand_in: Any) -> str:
+        one = Stub(_world=Process(rank, world_size, CPU, 1, n_local), _at=Place(5, 1), _last_seen=lambda _: " (seen)")
+        one._file = Stub(write=stand_in("write"))
+        vars(one).update({key: stand_in(key, value) for key, value in more.items()})
+        return str(getattr(Watchdog, way)(one, *given))
 
     clock = Stub(monotonic=iter([100.0, 100.0, 103.0]).__next__, sleep=lambda _: None)
-    names = [f"run__watchdog__{name}" for name in ("report", "os___exit", "faulthandler__dump_traceback")]
-    return told(call, *names, env={"LOCAL_RANK": str(local)}, answers={"run__watchdog__time": clock})
+    return told(call, env={"LOCAL_RANK": str(local)}, answers={"run__watchdog__time": clock})
 
 
 def opened(values: dict[str, Any], has_gpu: bool, *ranks: int) -> list[Any]:
@@ -145,8 +123,6 @@ def on_machine(values: dict[str, Any], *machine: int) -> str:
 
 
 ARGV = ["train.py", "--run.name", "old", "--config", "a b.toml", "--checkpoint.resume=runs/x", "--a.skip=[1]", "--lr=1"]
-BARRIER = ctypes.create_string_buffer(999)
-PROFILE: Any = profiler.Profile
 WITHOUT: Any = Stub()  # a module of the standard library without the functions that only Linux has
 CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     # ranks and machines
@@ -165,27 +141,6 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ),
         [(rank, n, ended, GONE) for rank, n, ended in ((5, 4, [6, 7]), (5, 4, []), (3, 8, []))]
         + [(6, 4, [5], "Timed out waiting 3ms")],
-    ),
-    "exchange": (
-        lambda rank, world_size, quiet_s: watched("_exchange", rank, world_size, 0, 1, _quiet_s=quiet_s),
-        [(2, 4, 2.0), (2, 4, 1.9), (0, 3, 5.0), (0, 1, 5.0)],
-    ),
-    "last seen": (lambda rank: watched("_last_seen", 2, 4, 0, 1, rank), [(3,), (0,)]),
-    "reached": (
-        lambda rank, n: watched("_reach", rank, n, 0, 1, (6, 0, 0)),
-        [(2, 4), (0, 4), (0, 1)],
-    ),
-    "silent": (
-        lambda rank, answered, at: watched(
-            "_silent", rank, 4, 0, 1, _answered=answered, _beats={1: (1, at), 3: (2, 95.0)}
-        ),
-        [(2, 99.0, 90.0), (2, 99.0, 90.5), (2, 90.0, 60.0), (0, 99.0, 60.0)],
-    ),
-    "abort": (
-        lambda rank, local, limit: watched(
-            "_abort", rank, 4, local, 2, f"run.{limit}_minutes", _others={0: RankState(Place(5))}, _interval_s=0
-        ),
-        [(3, 1, "timeout"), (2, 0, "start_timeout")],
     ),
     "printed by a mode": (
         lambda local, values: told(
@@ -220,78 +175,6 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ),
         [(0,), (2,)],
     ),
-    "printed by a dry run": (
-        lambda rank: told(
-            lambda stand_in: dry_run.run(
-                Stub(config=config_of({"train.steps": 2, "train.batch_schedule": [[0, 8], [1, 24]]})),
-                Stub(vocab_size=517),
-                lambda config, *_: Stub(close=lambda: None, config=config.train.global_batch_size),
-                None,  # type: ignore[arg-type]
-            ),
-            *("tools__dry_run__Log", "tools__dry_run__compare"),
-            env={"RANK": str(rank), "WORLD_SIZE": "4"},
-            answers={
-                "tools__dry_run__in_temporary_folder": lambda *_, **more: contextlib.nullcontext(
-                    Stub(folder="temporary", run=0, train=Stub(**more["train"]))
-                ),
-                "tools__dry_run__process_group": lambda _: contextlib.nullcontext(Process(rank, 4, CPU, 1)),
-                "tools__dry_run__require_agreement": lambda *_: None,
-                "tools__dry_run__measure": lambda s, _: (s.config, 2.5),
-                "tools__dry_run__check_machines": lambda *_: "machines",
-                "tools__dry_run__planned": lambda config, *given: [config.train.steps, *given],
-                "tools__dry_run__compare": lambda *given: str(given),
-                "tools__dry_run__Log": None,
-            },
-        ),
-        [(0,), (3,)],
-    ),
-    "printed by evaluate": (
-        lambda rank, out: told(
-            lambda stand_in: evaluate.evaluate(
-                evaluate.options_of(["x", "y", "--seq-len=9", "--dtype=bfloat16", f"--json={out}"]),
-                Process(rank, 4, GPU, 1),
-            ),
-            *(f"tools__evaluation__evaluate__{name}" for name in ("open_model", "Path__write_bytes")),
-            answers={
-                f"tools__evaluation__evaluate__{name}": value
-                for name, value in dict[str, Any](
-                    open_model=lambda path, *_, **__: Stub(
-                        window=lambda n: n, notes=[f"of {path.name}"], source=path.name, tokenizer=0
-                    ),
-                    scores_of=lambda _opened, _texts, process, note: [(f"{process.rank}", note("a note"))],
-                    bpe__sha256=lambda _: "hash",
-                    tables__compare_with_first=lambda model, first: (["line"], {"first": str(first)}),
-                    os__access=lambda *_: True,
-                    Path__absolute=lambda path: path,
-                    paths__expand=lambda path: Path(path),
-                ).items()
-            },
-        ),
-        [(0, "out.json"), (2, "out.json")],
-    ),
-    "old checkpoints": (
-        lambda rank: told(
-            lambda _: save.BaseCheckpointer._delete_old(
-                Stub(process=Process(rank, 4, CPU, 1), folder="x", damaged=[3, 9], _kept=lambda *given: given), 4
-            ),
-            "checkpointing__save__purge",
-            answers={"checkpointing__save__storage__find_steps": lambda _: [2, 4]},
-        ),
-        [(0,), (3,)],
-    ),
-    "stopped at the start": (
-        lambda env: told(
-            lambda _: train.launch(["a"]),
-            *("config__cli__parse", "process__die_with_launcher", "process__prepare_streams"),
-            env=env,
-            answers={
-                "config__cli__parse": lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt),
-                "distributed__process_group__torch__cuda__device_count": lambda: 5,
-                "run__checks__ALL": "all",
-            },
-        ),
-        [({},), ({"LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"},)],
-    ),
     "shared folder": (
         lambda sees, others, state_dict, job: told(
             lambda stand_in: patched(
@@ -312,27 +195,6 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "job": (
         lambda env: told(lambda _: run_folder.job(), env=env),
         [({},), *(({"TORCHELASTIC_RUN_ID": name},) for name in ("none", "a-b", "a-12", "a-1-2", "7", "a-2b", ""))],
-    ),
-    "best": (
-        lambda rank, best: told(
-            lambda _: between_steps.validate(
-                Stub(n_samples=3),
-                Stub(
-                    state=Stub(step=8),
-                    process=Process(rank, 4, CPU, 1),
-                    config=Stub(folder="runs/x", optim=Stub(ema_decay=0)),
-                    trained=Stub(model=None),
-                    services=Stub(log=Stub(record=str, info=str)),
-                ),
-            ),
-            *("run__between_steps__eval_line", "run__between_steps__attempts__best_step"),
-            answers={
-                "run__between_steps__evaluate": lambda *_: Stub(record=dict),
-                "run__between_steps__attempts__best_step": lambda *_: best,
-                "run__between_steps__time": Stub(perf_counter=lambda: 1.0),
-            },
-        ),
-        [(0, 8), (0, 4), (2, 8)],
     ),
     "batches of a rank": (
         lambda rank, n: [*likelihood.batches_of_rank(range(n), Process(rank, 3, CPU, 1))],
@@ -385,20 +247,6 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "large world": (
         lambda n, env: [environ := dict(env), patched(lambda: process.connect_lazily(n), process__os__environ=environ)],
         [(64, {}), (65, {}), (65, {"TORCH_GLOO_LAZY_INIT": "0"})],
-    ),
-    "clock of a barrier": (
-        lambda *functions: told(
-            lambda stand_in: patched(
-                lambda: [
-                    one := barrier.Barrier(ctypes.addressof(BARRIER), 1, 3, stand_in("check")),
-                    one._now(),
-                    one._timedwait("gate", "until"),
-                ][1:],
-                cpu__barrier__ctypes__CDLL=lambda *_, **__: Stub(**{name: stand_in(name, 5) for name in functions}),
-                cpu__barrier__time=Stub(monotonic=lambda: 1.5, time=lambda: 2.5, CLOCK_MONOTONIC=1),
-            )
-        ),
-        [("sem_clockwait", "sem_timedwait"), ("sem_timedwait",)],
     ),
     "parent": (
         lambda env, parents, prctl: told(
@@ -500,49 +348,12 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ),
         [(2, GPU), (0, CPU)],
     ),
-    "profile": (
-        lambda rank, device, snapshot: told(
-            lambda stand_in: patched(
-                lambda: [
-                    one := PROFILE(
-                        ProfileConfig(steps=[3, 4], memory_snapshot=snapshot), Path("x"), Process(rank, 4, device, 1)
-                    ),
-                    one.start(2),
-                    one.start(3),
-                    *(one.stop(step) for step in (3, 4, 4)),
-                ][3:],
-                run__profiler__profile=stand_in(
-                    "profile",
-                    Stub(
-                        **{name: stand_in(name) for name in ("start", "stop", "export_chrome_trace")},
-                        key_averages=lambda: Stub(table=stand_in("table", "text")),
-                    ),
-                ),
-            ),
-            *(f"run__profiler__{name}" for name in ("Path__mkdir", "Path__write_text")),
-            *(f"run__profiler__torch__cuda__memory__{name}" for name in ("_record_memory_history", "_dump_snapshot")),
-        ),
-        [(rank, device, snapshot) for rank, device in ((2, GPU), (0, GPU), (1, CPU)) for snapshot in (True, False)],
-    ),
     "device of a tool": (
         lambda name, has_gpu: told(
             lambda _: load_model.device_of(name),
             answers={"tools__load_model__torch__cuda__is_available": lambda: has_gpu},
         ),
         [(name, has) for name in ("auto", "cpu", "cuda") for has in (True, False)],
-    ),
-    "planned": (
-        lambda device, has_gpu: told(
-            lambda _: dry_run.planned(config_of({"run.device": device}), 517, 8),
-            answers={
-                "tools__dry_run__make_plan": lambda config, n, device, on_gpu: [
-                    *(config.model.vocab_size, n, device and device.name, on_gpu)
-                ],
-                "tools__dry_run__torch__cuda__is_available": lambda: has_gpu,
-                "tools__dry_run__torch__cuda__get_device_name": lambda: "NVIDIA H100 80GB HBM3",
-            },
-        ),
-        [(device, has) for device in ("auto", "cpu") for has in (True, False)],
     ),
     "widens": (
         lambda dtype, given, device, *slow: told(
@@ -588,26 +399,6 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             *((GPU, n) for n in (500, 501)),
             *((CPU, 1, True), *((CPU, 1, False, reshard) for reshard in (2, False, "default"))),
         ],
-    ),
-    "copies": (
-        lambda is_cuda, device: told(
-            lambda stand_in: len(
-                save.BaseCheckpointer.host_copies(
-                    Stub(_copies={}, process=Stub(device=device)), {"w": Stub(is_cuda=is_cuda, shape=3, nbytes=9)}
-                )
-            ),
-            *("checkpointing__save__torch__empty_like", "checkpointing__save__torch__cuda__synchronize"),
-            answers={"checkpointing__save__torch__empty_like": Stub(copy_=lambda *_, **__: None)},
-        ),
-        [(True, GPU), (False, GPU), (False, CPU)],
-    ),
-    "thread of batches": (
-        lambda device: told(
-            lambda _: loader.PrefetchingLoader(Stub(), device)._next,
-            "data__loader__ThreadPoolExecutor",
-            answers={"data__loader__torch__cuda__set_device": "set_device"},
-        ),
-        [(GPU,), (CPU,)],
     ),
     # a platform
     "write-back": (
