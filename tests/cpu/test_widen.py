@@ -32,10 +32,11 @@ def test_a_product_is_rounded_once(dtype: torch.dtype, bias: bool) -> None:
     found = widen.linear(*inputs)
     exact = [t.detach().double().requires_grad_() for t in inputs]
     expected = nn.functional.linear(*exact)
-    pairs = [(found, expected)]
-    pairs += zip(
-        torch.autograd.grad(found, inputs, grad), torch.autograd.grad(expected, exact, grad.double()), strict=True
-    )
+    grads = torch.autograd.grad(found, inputs, grad)
+    pairs = [(found, expected), *zip(grads, torch.autograd.grad(expected, exact, grad.double()), strict=True)]
+    for i, whole in enumerate(grads):  # the others are frozen
+        one = [t.detach().requires_grad_(i == j) for j, t in enumerate(inputs)]
+        assert torch.autograd.grad(widen.linear(*one), one[i], grad)[0].equal(whole)
     for mine, theirs in pairs:
         assert mine.dtype == dtype
         wrong = mine != theirs.to(dtype)  # a sum in float32 may fall on the other side of a tie
