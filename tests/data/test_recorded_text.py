@@ -146,7 +146,7 @@ TEXTS: dict[str, bytes | Mapping[str, list[Any]]] = {
     "a/LICENSE": b"free",
     "held.jsonl": jsonl(text=["held out", SHORT[3], "held as well"], body=["h", "hh", "hhh"]),
     "bad/a.txt": b"good\n" * 3 + b"gr\xfc\n",
-    "bad/b.jsonl": GOOD + b'{"text": "cut\n[1]\n{"text": null}\n{"body": 1}\n{"\\ud800": "half a pair"}\n' + jsonl(text=SHORT[20:]),
+    "bad/b.jsonl": GOOD + b'{"text": "cut\n[1]\n{"text": null}\n{"body": 1}\n{"\\ud800": 1}\n' + jsonl(text=SHORT[20:]),
     "bad/c.csv": b"id,text\n1,a\n2\n3,b\n" + b"4,gr\xfc\n",
     "bad/d.csv": b"id\n1\n",
     "tiny/a.txt": b"tiny\n",
