@@ -25,7 +25,7 @@ transformers = pytest.importorskip("transformers")
 SHAPE = {"vocab_size": 97, "hidden_size": 42, "num_hidden_layers": 5, "num_attention_heads": 6, "pad_token_id": None}
 SHAPE |= {"num_key_value_heads": 2, "intermediate_size": 75, "max_position_embeddings": 64, "head_dim": 10}
 TIED = {"tie_word_embeddings": True}
-MOE = SHAPE | {"num_experts": 9, "num_experts_per_tok": 2}
+MOE = SHAPE | {"num_experts": 12, "num_experts_per_tok": 2}
 HYBRID = {key: value for key, value in SHAPE.items() if key != "head_dim"} | {"hidden_size": 60}
 LINEAR, FULL = ["linear_attention"], ["full_attention"]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.nn.utils import get_total_norm
 
+from tests.config.parsing import only_built_in
 from tests.models.test_model import make
 from tests.recorded import assert_recorded
 from torchtitan_lite.config.families import FAMILIES
@@ -26,8 +28,9 @@ NEEDS: dict[str, dict[str, Any]] = {  # to be of use
 }
 
 
-def test_each_key_has_the_effect_on_the_loss_of_each_family_that_was_recorded() -> None:
+def test_each_key_has_the_effect_on_the_loss_of_each_family_that_was_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss, norm of its gradient, and the size of the initial weights: in float32, of a padded sequence and a whole."""
+    only_built_in(monkeypatch)
     found = {}
     for name, family in FAMILIES.items():
         small = {**SMALL, **family.defaults, "family": name} | (
