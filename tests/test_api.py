@@ -111,6 +111,8 @@ def test_data_knows_its_sizes_and_marks_and_begins_at_any_step(place: Path) -> N
 def test_scores_and_text_are_those_of_the_commands(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By their functions, which get every argument; without dropout and gradients, and the model stays in training."""
     model, tokenizer = ttl.load_model("runs/default")
+    assert tokenizer.config
+    assert tokenizer.config.run.name == "default", "scores have its windows"
     model.train()
     seen: list[Any] = []
 

@@ -304,6 +304,7 @@ def test_tokenizers(tmp_path: Path) -> None:
         if name != "nothing":
             lengths = itertools.groupby(bytes_per_token(tokenizer, known).tolist())
             found[name] += [bpe.size(tokenizer), " ".join(f"{n}x{len([*same])}" for n, same in lengths)]
+            assert bytes_per_token(tokenizer, 0)[0] == 0, "an end token, also the first entry"
     (tmp_path / "no.json").write_text("{}")
     (tmp_path / "binary.json").write_bytes(b"\xff")
     found["wrong"] = [said(tmp_path, bpe.load, tmp_path / name) for name in ("no.json", "binary.json", "none", ".")]

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers import checkpoint, python, ranks, refused, succeeded, tiny
+from torchtitan_lite.huggingface.weights import tokenizer_notes
 
 
 def test_the_check_of_a_config_refuses_weights_that_are_missing_or_of_another_model(
@@ -33,6 +34,11 @@ def test_weights_of_another_tokenizer_are_reported(finished: Path, text: Path, t
     other = ranks(1, *tiny(tmp_path / "other.txt", tmp_path, **more))
     file = finished / "tokenizer.json"
     assert f"a different tokenizer, so most tokens mean different text here: --tokenizer.path={file}" in other.stdout
+    of_run, of_checkpoint = (
+        tokenizer_notes(source, tmp_path / "new/tokenizer.json") for source in (finished, checkpoint(finished, 4))
+    )
+    assert of_checkpoint == [note.replace(f"of {finished}", f"of {checkpoint(finished, 4)}") for note in of_run]
+    assert of_run
     again = succeeded(ranks(1, *tiny(tmp_path / "other.txt", tmp_path, **more | {"train__steps": 4})))
     assert "different tokenizer" not in again, "a resume does not read them"
     theirs = tiny(tmp_path / "other.txt", tmp_path, **more | {"run__name": "theirs", "tokenizer__path": file})

@@ -197,7 +197,9 @@ def test_each_step_and_each_tensor_is_compared(finished: Path, tmp_path: Path) -
     of_nan = {"loss": None, "grad_norm": None, "rank_losses": [None, 9.0]}
     stop = "step 4: the loss is not finite on rank 1"
 
-    def result(numbers: Numbers, tensors: Any, then: Any, stops: str = "", folder: Path = finished) -> str:
+    def result(
+        numbers: Numbers, tensors: Any, then: Any, stops: str = "", folder: Path = finished, logged: bool = True
+    ) -> str:
         incident = Incident({}, "", StopError(f"{stops}. More")) if stops else None
         guard = SimpleNamespace(check=lambda record: incident if record.step == 4 else None)
         services = SimpleNamespace(
@@ -213,7 +215,8 @@ def test_each_step_and_each_tensor_is_compared(finished: Path, tmp_path: Path) -
             s.pending = SimpleNamespace(step=number, numbers=numbers)
             return SimpleNamespace(numbers=numbers)
 
-        recorded = replays.Recorded(2, 4, "", {"3": of_nan if numbers is nan else of_finite, "4": then}, [], "ADVICE")
+        before = {"3": of_nan if numbers is nan else of_finite} if logged else {}
+        recorded = replays.Recorded(2, 4, "", before | {"4": then}, [], "ADVICE")
         try:
             return replays.compute(s, step, recorded, folder)
         except replays.DifferentError as error:
@@ -223,6 +226,9 @@ def test_each_step_and_each_tensor_is_compared(finished: Path, tmp_path: Path) -
     same, n = "bit for bit: the losses and the gradient norm of 2 steps", f"{len(saved)} tensors"
     apart = f"different: after step 4 1 of {n} differ from {checkpoint(finished, 4)}, first {name}: the update differed"
     norm = "different: step 4 differs: the gradient norm was 1.25, and is 1.5; the loss of each rank is equal, so it"
+    others = of_finite | {"loss": 2.25, "rank_losses": [7.0, 7.0]}
+    all_ranks = "different: step 4 differs: the loss was 2.25, and is 2.5; on all ranks, so the parameters had differed"
+    all_ranks += " before: the update of"
     again, damaged = f"bit for bit, and not finite again: {stop}", tmp_path / "run"
     shutil.copytree(finished, damaged)
     damage(checkpoint(damaged, 4))
@@ -233,6 +239,8 @@ def test_each_step_and_each_tensor_is_compared(finished: Path, tmp_path: Path) -
         (f"{same}{end}", finite, saved, of_finite, "", damaged),
         (f"{apart}, or memory changed before it was saved. ADVICE", finite, saved | {name: flipped}, of_finite),
         (f"{norm} was a backward pass or a sum over ranks. ADVICE", finite, saved, of_finite | {"grad_norm": 1.25}),
+        (f"{all_ranks} step 3. ADVICE", finite, saved, others),
+        (f"{all_ranks} a step from 2 to 3. ADVICE", finite, saved, others, "", finished, False),
         (f"{again}{end}", finite, saved, {"stopped": stop}, stop),
         (f"different: step 4 is finite here; the run recorded: {stop}. ADVICE", finite, saved, {"stopped": stop}),
         (f"different: {stop} here; the run recorded: step 4 is finite. ADVICE", finite, saved, of_finite, stop),
