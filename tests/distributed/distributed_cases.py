@@ -186,6 +186,12 @@ def case_a_block_that_is_not_initialised_is_found() -> None:
     with pytest.raises(RuntimeError, match="layers.0.attention.wq.weight has values that are not finite") as caught:
         materialize(model, CPU, 7)
     assert "output.weight" not in str(caught.value)
+    for dtype, problem in ((torch.float32, "values that are not finite"), (torch.int16, "was not initialised")):
+        with torch.device("meta"):
+            incomplete = GPT(MODEL, 517, LossOptions())
+            incomplete.register_buffer("forgotten", torch.empty(3, dtype=dtype))
+        with pytest.raises(RuntimeError, match=f"forgotten .*{problem}"):
+            materialize(incomplete, CPU, 7)
     infinite = plain()
     infinite.get_parameter("norm.weight").data[5] = -math.inf
     with pytest.raises(RuntimeError, match="norm.weight has values that are not finite"):
