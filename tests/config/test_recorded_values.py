@@ -209,7 +209,7 @@ def test_what_follows_from_the_keys_that_are_given(tmp_path: Path) -> None:
         section, name = key.split(".")
         file.write_text(f'[{section}]\n{name} = "{text}"\n')
         assert loaded("--config", str(file)).config == loaded(f"--{key}={text}").config
-    for key, name in ((key, name) for key in ("model.family", "optim.name") for name in schema.REGISTRIES[key]):
+    for key, name in [(one, name) for one in ("model.family", "optim.name") for name in schema.REGISTRIES[one]]:
         more = T5[1:] if name == "t5" else []
         assert loaded(f"--{key}={name.upper()}", *more).config == loaded(f"--{key}={name}", *more).config, name
     assert_recorded(found, HERE / "recorded_configs.json")
