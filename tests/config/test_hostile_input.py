@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import train
-from tests.helpers import TINY, options
+from tests.helpers import TINY, options, python, refused
 from torchtitan_lite import plan
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.config import cli, schema, toml
@@ -165,3 +165,11 @@ def test_what_is_whole_is_read_by_every_command(run: Path) -> None:
     assert generate.main([str(run), "--prompt=a", "--max-tokens=1"]) == 0
     assert report.main([str(run), "--out=report.html"]) == 0
     assert migrate_accelerate.main([str(run.parent / "accelerate.yaml")]) == 0
+
+
+DOORS = "evaluate", "generate", "migrate", "plan", "report", "status", "which", "data.prepare"
+
+
+@pytest.mark.parametrize("name", [*(f"-m torchtitan_lite.{door}" for door in DOORS), "train.py", "checkpoint.py"])
+def test_a_front_door_ends_with_the_exit_code_of_its_command(name: str) -> None:
+    refused(python("--nosuch=1", script=name))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pyarrow
 import pytest
+from tokenizers import processors
 
 from tests.data.test_recorded_data import (
     BYTES,
@@ -305,6 +306,9 @@ def test_tokenizers(tmp_path: Path) -> None:
             lengths = itertools.groupby(bytes_per_token(tokenizer, known).tolist())
             found[name] += [bpe.size(tokenizer), " ".join(f"{n}x{len([*same])}" for n, same in lengths)]
             assert bytes_per_token(tokenizer, 0)[0] == 0, "an end token, also the first entry"
+    marked = TOKENIZERS["ends"]()
+    marked.post_processor = processors.TemplateProcessing(single="x $A", special_tokens=[("x", 0)])
+    assert bpe.encode(marked, "def") == TOKENIZERS["ends"]().encode("def").ids, "a prompt has no marks"
     (tmp_path / "no.json").write_text("{}")
     (tmp_path / "binary.json").write_bytes(b"\xff")
     found["wrong"] = [said(tmp_path, bpe.load, tmp_path / name) for name in ("no.json", "binary.json", "none", ".")]

@@ -99,6 +99,17 @@ def test_each_signal_is_seen_and_each_handler_restored(number: signal.Signals) -
     assert signal.getsignal(number) is before
 
 
+def test_a_forked_child_has_signals_of_its_own() -> None:
+    with Preemption(0, Path("none")) as preemption:
+        if not (child := os.fork()):
+            os.kill(os.getpid(), TERM)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -TERM
+        assert not preemption.reason
+        os.kill(os.getpid(), TERM)
+        until(preemption.requested, "SIGTERM")
+
+
 def test_what_nohup_ignores_stays_ignored() -> None:
     before = signal.signal(HUP, signal.SIG_IGN)
     try:
