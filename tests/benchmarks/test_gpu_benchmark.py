@@ -8,7 +8,6 @@ import pytest
 from benchmarks import gpu, gpu_items
 from tests.helpers import HANGS_S, start, succeeded
 
-CHEAP = ["1B, one rank of 8"]
 # by function of gpu_items.py: what a stand-in must find
 EXPECTED = {
     "save_pause": {"pause, s", "tokens/s meanwhile"},
@@ -21,7 +20,8 @@ EXPECTED = {
 NAMES = [item.name for item in gpu.ITEMS]
 
 
-@pytest.mark.parametrize("name", [n if n in CHEAP else pytest.param(n, marks=pytest.mark.extended) for n in NAMES])
+@pytest.mark.extended
+@pytest.mark.parametrize("name", NAMES)
 def test_every_item_runs_on_a_stand_in(name: str, tmp_path: Path) -> None:
     """The same code with tiny sizes on the CPU: worlds of fake ranks, four ranks with copied collectives, ..."""
     results = tmp_path / "results.jsonl"

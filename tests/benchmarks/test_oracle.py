@@ -9,6 +9,7 @@ from benchmarks.oracle import OURS, THEIRS, WHOLE
 from tests.helpers import run_distributed
 
 
+@pytest.mark.extended
 def test_transformers_and_one_process_compute_the_same_steps(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     oracle.export(tmp_path)

@@ -8,7 +8,8 @@ from benchmarks.weight import of_step, recipe
 from tests.helpers import ROOT
 
 
-@pytest.mark.parametrize("replaced", [False, pytest.param(True, marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("replaced", [False, True])
 def test_the_recipe_has_the_share_of_a_step_that_the_readme_says(replaced: bool) -> None:
     executed, files = of_step(ROOT, replaced=replaced), recipe(ROOT)
     assert all((ROOT / file).is_file() for file in files)

@@ -125,6 +125,7 @@ def require_gathered_in_float8(process: Process) -> None:
 
 
 @needs_torchao
+@pytest.mark.extended
 def test_a_resume_is_bit_for_bit(text: Path, tmp_path: Path) -> None:
     """With everything that reads or writes shards: Muon, averages, frozen weights, validation, samples."""
     more: dict[str, Any] = {"train__steps": 4, "checkpoint__every": 2, "eval__every": 2, "optim__schedule": "constant"}

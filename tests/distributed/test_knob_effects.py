@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.profiler import ProfilerActivity, profile
 
 import train
-from tests.distributed.knob_table import CASES
+from tests.distributed.knob_table import CASES, FEW_EXPERTS
 from tests.distributed.knob_worker import muon_as_on_gpu, training
 from tests.distributed.test_blocks import Operators
 from tests.helpers import run_distributed
@@ -220,6 +220,9 @@ def test_matrices_are_split_by_columns_where_a_pattern_matches(build: Build) -> 
     assert own_part(t.trained.model.get_parameter("layers.0.attention.wk.weight"))[0].shape == (12, 9)
     once = {"tok_embeddings": 1, "norm, output": 1}
     assert counted(t, "gather") == {name: 2 * once.get(name, 2) for name in GROUPS}, "in the same collectives"
+    few = build(**FEW_EXPERTS, fsdp__shard_columns=["*.wk.weight"]).trained.model
+    split = {name.rpartition("layers.")[2][2:] for name, p in few.named_parameters() if p.placements == (Shard(1),)}
+    assert split == {"attention.wk.weight", *(f"feed_forward.w{i}.weight" for i in (1, 2, 3))}, "both kinds"
     for pattern, expected in (
         ("*norm.weight", "matches no matrix"),
         ("*.w2.weight", r"w2.weight has 50 columns, which fsdp.dp_shard = 4 does not divide; fsdp.dp_shard = 2 works"),

@@ -9,6 +9,7 @@ from benchmarks import scale
 from tests.helpers import options, ranks, succeeded
 
 SIZES = 2, 4, 8
+pytestmark = pytest.mark.extended
 
 
 @pytest.fixture(scope="module")

@@ -57,6 +57,7 @@ def all_agree(process: Process) -> None:
         require_equal_steps(process, keys, frozen)
 
 
+@pytest.mark.extended
 def test_torch_finds_parameters_and_gradients_equal() -> None:
     pytest.importorskip("expecttest")
     run_distributed(all_agree, 4)

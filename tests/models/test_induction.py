@@ -28,7 +28,10 @@ def nats(model: models.Transformer, n: int, generator: torch.Generator) -> Tenso
 
 @pytest.mark.parametrize("keys", [
     {}, {"induction_head": False},
-    {"family": "resformer", "mup_base_dim": 32, "n_kv_heads": 2, "n_layers": 3, "rope_theta": 5e5},
+    pytest.param(
+        {"family": "resformer", "mup_base_dim": 32, "n_kv_heads": 2, "n_layers": 3, "rope_theta": 5e5},
+        marks=pytest.mark.extended,
+    ),
 ])  # fmt: skip
 def test_repetitions_are_learned_in_100_steps(keys: dict[str, Any]) -> None:
     model, generator = built(**keys), torch.Generator().manual_seed(0)

@@ -43,7 +43,7 @@ WAY = {
 }
 
 
-@pytest.mark.parametrize("mesh", ["3c", "2x2"])
+@pytest.mark.parametrize("mesh", ["2x2", pytest.param("3c", marks=pytest.mark.extended)])
 def test_it_follows_the_formula_on_any_mesh_bit_for_bit(mesh: str) -> None:
     """With uneven and empty shards, copies, tied and frozen parameters, every optimizer, and a withheld update.
 

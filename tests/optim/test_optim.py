@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 from tests.models.test_model import make
 from torchtitan_lite.checkpointing.tensor_names import optimizer_tensors
@@ -11,6 +12,7 @@ from torchtitan_lite.config.schema import OptimConfig
 from torchtitan_lite.config.sections.optim import OPTIMIZERS, Optimizer
 from torchtitan_lite.errors import CheckpointError, ConfigError
 from torchtitan_lite.optim.optimizer import build_optimizer, learning_rate, set_learning_rate
+from torchtitan_lite.tools.estimate.simulate import fake_world
 
 
 def rates(schedule: str, steps: int = 110, last: int = 0, **more: float) -> list[float]:
@@ -75,14 +77,16 @@ def test_groups_have_their_own_rate_and_decay(name: str) -> None:
 
 
 def test_state_that_a_checkpoint_would_lose_is_refused() -> None:
-    model = make()
-    optimizer = build_optimizer(model, OptimConfig(name="sgd"))
-    state = optimizer.state[model.output.weight]
-    state |= {"step": torch.tensor(3.0), "unused": None}
-    assert "step.output.weight" in optimizer_tensors(model, optimizer)
-    state["steps"] = 3
-    with pytest.raises(CheckpointError, match='SGD keeps "steps" of output.weight as int, which can\'t be saved'):
-        optimizer_tensors(model, optimizer)
+    with fake_world(2):
+        model = fully_shard(make())
+        optimizer = build_optimizer(model, OptimConfig(name="sgd"))
+        state = optimizer.state[model.output.weight]
+        state |= {"step": torch.tensor(3.0), "of_one": torch.ones(1), "unused": None}
+        assert {"step.output.weight", "of_one.output.weight"} <= optimizer_tensors(model, optimizer).keys()
+        for value, kind in ((3, "int"), (torch.ones(2), "Tensor")):  # not a DTensor: whose rows are they?
+            state["steps"] = value
+            with pytest.raises(CheckpointError, match=f'SGD keeps "steps" of output.weight as {kind}, which can\'t be'):
+                optimizer_tensors(model, optimizer)
 
 
 def test_an_optimizer_that_clips_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

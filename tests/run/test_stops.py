@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torchtitan_lite as ttl
 from tests.helpers import checkpoint, losses, ranks, records, succeeded, tiny
@@ -19,12 +20,16 @@ def test_the_next_start_makes_up_for_what_a_stop_left_out_and_no_number_changes(
     """A run that is stopped after each of its first two steps, and at the last one."""
     run = tmp_path / "run"
     plain = tiny(text, tmp_path, run__name="run", train__steps=4, log__trackers='["tensorboard"]', **WORK)
-    for step, due in ((1, ""), (2, ", with the validation and samples still due")):
-        said = succeeded(ranks(1, *plain, "--run.max_minutes=1e-9"))
-        assert (
-            f"stopped after step {step} of 4 (run.max_minutes = 1e-09); the same command resumes from there{due}\n"
-            in said
+    slow_load: dict[str, Any] = {"fault": "slow:0:0:hash", "env": {"FAULT_SECONDS": "0.7"}}  # more than 0.01 minutes
+    for step, limit, due, load in (
+        (1, 1e-9, "", {}),
+        (2, 0.01, ", with the validation and samples still due", slow_load),
+    ):
+        said = succeeded(ranks(1, *plain, f"--run.max_minutes={limit}", **load))
+        told = (
+            f"stopped after step {step} of 4 (run.max_minutes = {limit:g}); the same command resumes from there{due}\n"
         )
+        assert told in said
         assert not [line for line in said.splitlines() if line.startswith(("eval", "sample"))]
         assert checkpoint(run, step).is_dir()
     assert "stopped after step 4 of 4 (" in succeeded(ranks(1, *plain, fault="term:0:4"))

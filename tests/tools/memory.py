@@ -52,7 +52,10 @@ CASES: dict[str, dict[str, Any]] = {
     "HSDP, muon, averages": {"fsdp.dp_replicate": 2, "optim.name": "muon", "optim.ema_decay": 0.9},
     "tied, bfloat16, prefetching": BF16 | {"model.tie_embeddings": True, "fsdp.explicit_prefetching": True},
 }
-EXTENDED = "llama, bfloat16, selective", "llama, selective", "llama, full, every other of 6", "t5", "gated DeltaNet"
+EXTENDED = (
+    *("llama, bfloat16, selective", "llama, selective", "llama, full, every other of 6", "t5", "gated DeltaNet"),
+    *("experts", "tied, bfloat16, prefetching"),
+)
 HYBRID = ("HSDP, muon, averages",)  # on four ranks, the others on one and on two
 # these have not been measured on a GPU
 GPU_CASES = [name for name in CASES if name not in (*HYBRID, "t5", "experts", "gated DeltaNet")]

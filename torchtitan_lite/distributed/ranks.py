@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 
 def on_rank0(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Run an action on the group's first rank; return its result on all ranks. Without a process group, run it here.
+    """Run an action on the group's first rank; return its result on all ranks. A single rank just runs it.
 
     Raises:
         UserError: the action raised it; the other ranks raise one of the same class and text. After any other error on
             the first rank, they raise a StuckError.
     """
-    if not dist.is_initialized():
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return action()
     if dist.get_rank(group) == 0:
         try:
