@@ -140,5 +140,6 @@ def test_too_little_memory_has_an_advice(values: dict[str, dict[str, object]], e
     [KeyError("a"), TypeError(), AttributeError("a"), ValueError("a"), OSError(9, "bad"), io.UnsupportedOperation("a")],
 )
 def test_a_bug_keeps_its_traceback(error: Exception) -> None:
+    assert errors.text_of(error) in ("'a'", "a", "[Errno 9] bad", "TypeError()"), "never empty in a run's record"
     with pytest.raises(type(error)):
         run_cli("x", _raise(error))

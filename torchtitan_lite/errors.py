@@ -222,6 +222,11 @@ def _tell_torchrun(message: str, when: float) -> None:
             os.replace(f"{path}.new", path)  # torchrun raises if it reads half a file
 
 
+def text_of(error: Exception) -> str:
+    """Return what an error says; for one without words, as of a bare assert, its name."""
+    return str(error).strip() or repr(error)
+
+
 def is_out_of_memory(error: Exception) -> bool:
     """Return whether the host or a device is out of memory. torch's CPU allocator raises a plain RuntimeError."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":

@@ -78,7 +78,8 @@ def test_groups_have_their_own_rate_and_decay(name: str) -> None:
 
 def test_state_that_a_checkpoint_would_lose_is_refused() -> None:
     with fake_world(2):
-        model = fully_shard(make())
+        model = make()
+        fully_shard(model)
         optimizer = build_optimizer(model, OptimConfig(name="sgd"))
         state = optimizer.state[model.output.weight]
         state |= {"step": torch.tensor(3.0), "of_one": torch.ones(1), "unused": None}

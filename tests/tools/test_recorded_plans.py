@@ -66,6 +66,7 @@ ROWS: dict[str, list[str]] = {  # by device and ranks
 }
 WRONG = [
     ["--world-size=0"],
+    ["--world-siz=2"],
     ["--tokenizer.path=nowhere.json"],
     ["--train.stepps=1", "--world_size=4", "--gpus=3", "stray"],
     ["--world-size=6", "--fsdp.dp_shard=4"],

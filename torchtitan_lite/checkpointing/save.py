@@ -26,6 +26,7 @@ from torchtitan_lite.checkpointing.tensor_names import Parts, Tensors, optimizer
 from torchtitan_lite.config.schema import CheckpointConfig
 from torchtitan_lite.distributed.process_group import Process, untimed_group
 from torchtitan_lite.distributed.ranks import on_all, on_rank0
+from torchtitan_lite.errors import text_of
 from torchtitan_lite.models import Transformer
 
 Write = Callable[[Path], dict[str, FileRecord]]  # writes this rank's files into an existing folder
@@ -120,7 +121,7 @@ class BaseCheckpointer(ABC):
                     n_written = self._write_and_commit(state, writes[0], n_bytes)
                 saved = replace(saved, bytes=n_written, note=self._delete_old(state.step))
             except Exception as error:  # also from a collective, if a rank is lost
-                saved = replace(saved, error=str(error) or repr(error))
+                saved = replace(saved, error=text_of(error))
             seconds = time.perf_counter() - began
             self._saved = replace(saved, seconds=seconds, blocked_s=blocked_s if background else seconds)
 

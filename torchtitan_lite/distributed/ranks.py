@@ -91,7 +91,7 @@ def _broadcast(data: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
 
 def _described(error: Exception) -> list[Any]:
     kind = type(error) if isinstance(error, errors.UserError) else errors.StuckError
-    return [kind.__name__, str(error) or repr(error)]
+    return [kind.__name__, errors.text_of(error)]
 
 
 def _error(kind: str, text: str) -> errors.UserError:

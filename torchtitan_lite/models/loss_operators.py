@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchtitan_lite import errors
+
 # Whether `addmm` of 16-bit FakeTensors can add to a float32 one; torch 2.11 and 2.12 refuse it.
 SIMULATES_ADDING = torch.__version__ >= "2.13"
 PLAIN_ROWS = 1024  # rows that plain operators compute at a time on a GPU, to bound their float32 copies
@@ -77,7 +79,7 @@ def kernel_works(device: torch.device, dtype: torch.dtype, vocab_size: int) -> b
         torch.testing.assert_close(losses.cpu(), expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(gradient.cpu(), on_host, rtol=2e-2, atol=1e-6)
     except Exception as error:
-        why = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        why = errors.text_of(error).splitlines()[0]
         warnings.warn(f"the loss runs without its GPU kernel, which is slower: {why}", stacklevel=2)
         return False
     finally:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_lite import __version__
+from torchtitan_lite import __version__, errors
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config, flatten
@@ -220,4 +220,4 @@ def report_failure(config: Config, process: Process, log: Log, error: Exception,
         report_save(s.services.checkpointer, log, wait=True, ends=True)
     step = 0 if s is None else s.state.step
     repeats = isinstance(error, UserError) and error.exit_code == EXIT_WOULD_REPEAT
-    run_folder.record_end(config.folder, process, log.attempt, "failed", step, str(error) or repr(error), repeats)
+    run_folder.record_end(config.folder, process, log.attempt, "failed", step, errors.text_of(error), repeats)
