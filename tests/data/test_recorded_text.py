@@ -340,6 +340,8 @@ ENTRIES: list[tuple[Any, tuple[str, ...]]] = [
     ("@/sub/**/*.t*", ()),
     ("@/[x]", ()),
     (["@/a.txt", ""], ()),
+    (["@/a.txt", "@/no*"], ()),
+    (["@/sub", "@/sub/deep/more"], ()),
     ("@/README", (".md",)),
     ("@/no*", ()),
     ("@/sub/deep/more", ()),

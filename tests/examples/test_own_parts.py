@@ -26,7 +26,9 @@ from torchtitan_lite.errors import ConfigError, DataError
 
 FAMILY, OPTIMIZER = "examples.own_model:PARALLEL", "examples.own_optimizer:LION"
 READER = "examples.own_reader:NOTEBOOK"
-GROUPED = Family("torchtitan_lite.models.llama:Llama", sizes={"S": {"dim": 64, "n_kv_heads": 2}})
+GROUPED = Family(
+    "torchtitan_lite.models.llama:Llama", sizes={"S": {"dim": 64, "n_kv_heads": 2}}, keys=("dim", "n_layers")
+)
 
 
 def options_of(page: str, key: str) -> list[str]:
@@ -213,9 +215,17 @@ def test_the_optimizer_obeys_the_guard_and_the_clipping() -> None:
         assert all(map(torch.equal, trained(scale, withheld), expected))
 
 
-def test_a_size_sets_what_a_family_does_not_read_by_a_key() -> None:
-    own = [f"--model.family={__name__}:GROUPED", "--model.size=S"]
-    for given in ([], ["--model.n_kv_heads=1", "--model.qkv_bias=true"]):
-        loaded = parse(*own, *given)
-        assert (loaded.config.model.n_kv_heads, loaded.config.model.qkv_bias) == (2, False)
-        assert bool(loaded.notes) == bool(given)
+def test_a_family_reads_the_keys_that_its_sizes_set() -> None:
+    """Another key has no effect, as the note says, and no entry changes what another family reads."""
+    own = f"--model.family={__name__}:GROUPED"
+    for given, heads, note in (
+        (["--model.size=S"], 2, ""),
+        (["--model.size=S", "--model.n_kv_heads=1"], 1, ""),
+        (["--model.dim=256", "--model.n_kv_heads=4", "--model.qkv_bias=true"], 4, "model.qkv_bias = true needs"),
+    ):
+        loaded = parse(own, *given)
+        assert (loaded.config.model.n_kv_heads, loaded.config.model.qkv_bias) == (heads, False)
+        assert (len(loaded.notes), note in "".join(loaded.notes)) == (bool(note), True)
+        assert "n_kv_heads" not in "".join(loaded.notes)
+    loaded = parse("--model.dim=256", "--model.n_layers=6")
+    assert (loaded.config.model.dim, loaded.config.model.n_layers, loaded.notes) == (256, 6, [])

@@ -99,7 +99,7 @@ TORN = "checkpoints/.tmp-step-00000008-0a1b2c3d/model.safetensors"
 OTHER = "FOLDER/pairs.jsonl --text-key q --tokenizer bytes --out FOLDER/data"
 # by name: the run, what happens to it, and the commands
 STATES: dict[str, tuple[str, Change, str]] = {
-    "whole": ("run", several(), ALL),
+    "whole": ("run", several(), ALL + FORKS.replace("fork ", "averaged --optim.ema_decay=0.6 ")),
     "the newest has another byte": ("run", flip(file(6)), ALL),
     "the newest lacks its optimizer": ("run", gone(f"{STEP}6/optimizer.safetensors"), SHORT),
     "the newest has a file of a wrong size": ("run", lambda run: os.truncate(file(6)(run), 99), SHORT),
@@ -141,6 +141,11 @@ STATES: dict[str, tuple[str, Change, str]] = {
             edited("run.json", "complete(.*)false", r"failed\1true"), edited("run.json", '""', '"step 6: a spike"')
         ),
         SHORT + "\ntrain GIVEN\ntrain GIVEN --retry",
+    ),
+    "it failed, without attempts": (
+        "run",
+        several(edited("run.json", "complete(.*)false", r"failed\1true"), gone("attempts.jsonl")),
+        "train GIVEN",
     ),
     "without run.json": ("run", gone("run.json"), SHORT + AGAIN),
     "half a run.json": ("run", lambda run: os.truncate(run / "run.json", 9), SHORT),

@@ -203,7 +203,7 @@ class BaseCheckpointer(ABC):
             purge(self.folder, self._kept(storage.find_steps(self.folder), step))
             self.damaged = [damaged for damaged in self.damaged if damaged > step]
         except Exception as caught:
-            return str(caught) or repr(caught)
+            return text_of(caught)
         return ""
 
     def _kept(self, steps: list[int], step: int) -> set[int]:

@@ -27,6 +27,12 @@ class Family:
     delta: bool = False  # whether layer_pattern may contain delta
     encoder_decoder: bool = False  # an encoder reads the tokens; a decoder predicts targets of a separate length
 
+    @property
+    def reads(self) -> set[str]:
+        """The keys that this family reads and not every one does: `keys`, and what its defaults and sizes set."""
+        optional = {key for entry in _BUILT_IN.values() for key in entry.keys}
+        return optional & {*self.keys, *self.defaults, *(key for size in self.sizes.values() for key in size)}
+
     def load(self) -> Any:
         """Import the model class."""
         return pkgutil.resolve_name(self.model)
@@ -268,4 +274,4 @@ BLOCKS = {
 
 def unread(family: str) -> set[str]:
     """Return the keys of [model] that only other families read."""
-    return {key for entry in FAMILIES.values() for key in entry.keys} - {*FAMILIES[family].keys}
+    return {key for entry in _BUILT_IN.values() for key in entry.keys} - FAMILIES[family].reads

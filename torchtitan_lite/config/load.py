@@ -263,6 +263,7 @@ def _validated(
             wrong.setdefault(".".join(map(str, item["loc"][:2])), item)
         if "model.family" in {*refused, *wrong}:
             refused = {*refused, "model.size"}  # of a family that is not known
+            wrong.pop("model.size", None)
         config = Config.model_validate(_tree(values, {*refused, *wrong}))
     if wrong:
         from torchtitan_lite.config import messages
@@ -280,11 +281,7 @@ def _tree(values: Layer, without: set[str]) -> dict[str, dict[str, Any]]:
 
 def _only_read_keys(config: Config, given: Layer) -> Config:
     """Return the config without given [model] keys of other families: the code that families share would read them."""
-    family = FAMILIES[config.model.family]
-    own = {**family.defaults, **family.sizes.get(config.model.size, {})}
-    others = {
-        key: own.get(key, default_of(f"model.{key}")) for key in unread(config.model.family) if f"model.{key}" in given
-    }
+    others = {key: default_of(f"model.{key}") for key in unread(config.model.family) if f"model.{key}" in given}
     return config.model_copy(update={"model": config.model.model_copy(update=others)})
 
 

@@ -190,7 +190,7 @@ def usage_rules() -> list[tuple[str, UsedIf]]:
     for registry in (FAMILIES, OPTIMIZERS):
         section = registry.key.split(".")[0]
         for key in sections()[section].model_fields:
-            if names := [name for name, entry in registry.items() if key in entry.keys]:
+            if names := [name for name, entry in registry.items() if key in getattr(entry, "reads", entry.keys)]:
                 rules.append((f"{section}.{key}", used_with(registry.key, *names)))
     for key, field in known_keys().items():
         rules += [(key, item) for item in field.metadata if isinstance(item, UsedIf)]

@@ -153,7 +153,11 @@ def why_not_again(loaded: Loaded) -> str:
     """Return why this attempt is refused: the last one, with the same config and code, failed for good; else empty."""
     folder = loaded.config.folder
     about = attempts.newest_status(folder)
-    if loaded.retry or not about.get("repeats") or attempts.read(folder)[-1].git != git_state(CODE):
+    if (
+        loaded.retry
+        or not about.get("repeats")
+        or [last.git for last in attempts.read(folder)[-1:]] != [git_state(CODE)]
+    ):
         return ""
     if tomli.loads((folder / "config.toml").read_text()) != tomli.loads(to_toml(loaded.written or loaded.config)):
         return ""
