@@ -179,8 +179,8 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "attention on a CPU": (
         lambda n, window=0, keys=0, mask=None, dropout=0.0: patched(
             lambda: by_blocks.attend(rows_of(n), rows_of(keys or n), rows_of(keys or n), mask, dropout, window),
-            cpu__attention__block_attention=lambda *_: "blocks",
-            models__attention__attend=lambda *_, **__: "SDPA",
+            cpu__attention__block_attention=lambda *given: f"blocks {given[3]}",
+            models__attention__attend=lambda *_, **given: f"SDPA {given}",
         ),
         [
             *((1023,), (1024,), (1025,), (1024, 5000), (1025, 5000)),

@@ -400,7 +400,7 @@ worse --best
 one fork --ema
 best fork --best
 one --split train --documents=5 --seq-len 48
-one two --data FOLDER/news.jsonl FOLDER/essays --text-suffixes .md --documents 9 --seq-len 20 --batch-size 3
+one two fork --data FOLDER/news.jsonl FOLDER/essays --text-suffixes .md --documents 9 --seq-len 20 --batch-size 3
 one --data FOLDER/news.jsonl --text-key body --json FOLDER/scores.json
 one fork --tasks FOLDER/quiz.jsonl FOLDER/last.jsonl brackets --questions 4 --seq-len 30 --json FOLDER/tasks.json
 hf one --data FOLDER/data/essays --tasks FOLDER/quiz.jsonl FOLDER/last.jsonl
