@@ -7,11 +7,14 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from tests.helpers import losses, ranks, records, succeeded, tiny
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.config.schema import LogConfig
+from torchtitan_lite.config.schema import LogConfig, ProfileConfig
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.run import trackers
+from torchtitan_lite.run.profiler import Profile
 
 
 def scalars_of(folder: Path, tag: str) -> list[tuple[int, float]]:
@@ -94,3 +97,11 @@ def test_a_tracker_that_fails_is_reported_once(
     opened.close()
     complaint = "log.trackers: tensorboard failed: no licence; training continues without it\n"
     assert capfd.readouterr().err == complaint
+
+
+def test_a_profile_that_can_not_be_written_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "profile").touch()
+    profile = Profile(ProfileConfig(steps=[2, 3]), tmp_path, Process(0, 1, torch.device("cpu"), 1))
+    profile.start(2)
+    assert profile.stop(2) == ""
+    assert profile.stop(3).startswith(f"profile {tmp_path / 'profile'} can't be written: ")
