@@ -183,6 +183,7 @@ MACHINES: list[tuple[list[str], int, int, int]] = [  # the same, with the proces
 FILES = [
     ["--model.family=mamba", "--model.size=7B"],
     ["--model.family=own:TYPO", "--model.size=124M"],
+    *(["--check"], ["--dcp"], ["--conf", "good.toml"], ["--train.step=5"]),
     ["--model.mup_base_dim=64", "--model.tie_embeddings", "--optim.name=sgd"],
     ["--config", "bad.toml", "--train.seq_len=4096", "stray", "--dcp-apj"],
     *(["--config", f"{name}.toml"] for name in ("a", "x", "saved/x", "list", "damaged", "latin", "none")),

@@ -53,15 +53,12 @@ def steps(process: Process, name: str) -> tuple[list[tuple[float, float]], list[
 
 def all_steps(process: Process, names: list[str]) -> list[Any]:
     """On two ranks."""
-    found = [steps(process, name) for name in names]
-    require_gathered_in_float8(process)
-    return found
+    return [steps(process, name) for name in names]
 
 
 @needs_torchao
 @pytest.mark.parametrize("more", [[], pytest.param(["float8, compiled"], marks=pytest.mark.extended)], ids=len)
 def test_steps_are_close_to_bfloat16_and_names_and_shards_the_same(more: list[str]) -> None:
-    """And weights are gathered in float8, as by torchao, bit for bit."""
     names = ["bfloat16", "float8", *(more or ["float8, other options"])]
     plain, ours, other = run_distributed(all_steps, 2, names)[0]
     assert ours[1] == plain[1] == other[1]
@@ -102,7 +99,7 @@ def by_torchao(config: Config, process: Process) -> models.Transformer:
 def require_gathered_in_float8(process: Process) -> None:
     """What is gathered, that its scale is that of the weights at the time, and the gradients."""
     plain = {f"speed.{key}": False for key in ("chunked_loss", "block_attention", "fused_functions", "widen_matmuls")}
-    config = Case(process.world_size, ON | plain).config()
+    config = Case(process.world_size, ON | plain | {"fsdp.dp_replicate": 2}).config()
     model, other = training(config, process).trained.model, by_torchao(config, process)
     seen = []
     layer: Any = model.get_submodule("layers.1.attention.wk")
@@ -122,6 +119,12 @@ def require_gathered_in_float8(process: Process) -> None:
             "in training and in validation"
         )
         seen.clear()
+
+
+@needs_torchao
+def test_weights_are_gathered_in_float8_as_by_torchao_bit_for_bit() -> None:
+    """On two copies of two shards: the scale is that of both."""
+    run_distributed(require_gathered_in_float8, 4)
 
 
 @needs_torchao

@@ -33,7 +33,10 @@ ROWS: dict[str, list[str]] = {  # by device and ranks
         "--train.global_batch_size=16",
     ],
     "a100 16": [*T5, "--model.n_decoder_layers=1", ADAMW, "--optim.ema_decay=0.9", "--train.global_batch_size=32"],
-    "B200 16": ["--model.family=mistral", "--model.window=100", "--model.n_kv_heads=2", "--fsdp.dp_replicate=4"],
+    "B200 16": [
+        *("--model.family=mistral", "--model.window=100", "--model.n_kv_heads=2", "--fsdp.dp_replicate=4"),
+        *("--fsdp.reshard_after_backward=false", "--train.global_batch_size=96"),
+    ],
     "v100 3": [BF16, "--optim.name=sgd", "--train.epochs=1.5", "--train.global_batch_size=5", "--run.tf32=true"],
     "t4 2": [
         *("--fsdp.param_dtype=float16", "--optim.freeze=tok_embeddings.*", "--train.steps=9", "--fsdp.grad_sync=last"),
@@ -67,6 +70,7 @@ ROWS: dict[str, list[str]] = {  # by device and ranks
 WRONG = [
     ["--world-size=0"],
     ["--world-siz=2"],
+    ["--model.family=own:TYPO"],
     ["--tokenizer.path=nowhere.json"],
     ["--train.stepps=1", "--world_size=4", "--gpus=3", "stray"],
     ["--world-size=6", "--fsdp.dp_shard=4"],
