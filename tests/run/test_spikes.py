@@ -109,7 +109,7 @@ STOPS: dict[str, tuple[int, dict[str, Any], int | None]] = {  # number of ranks,
     "logged": (1, {}, 12),
     "read in the next step": (1, {"log__every": 5, "checkpoint__async_save": True}, 12),
     "a step that would be saved": (1, {"checkpoint__every": 17}, None),
-    "with a range of its own": (1, {"data__skip_samples": "[[12, 20]]", "checkpoint__every": 5}, 15),
+    "with a range of its own": (2, {"data__skip_samples": "[[12, 20]]", "checkpoint__every": 5}, 15),
 }
 
 

@@ -30,8 +30,7 @@ class Family:
     @property
     def reads(self) -> set[str]:
         """The keys that this family reads and not every one does: `keys`, and what its defaults and sizes set."""
-        optional = {key for entry in _BUILT_IN.values() for key in entry.keys}
-        return optional & {*self.keys, *self.defaults, *(key for size in self.sizes.values() for key in size)}
+        return _OPTIONAL & {*self.keys, *self.defaults, *(key for size in self.sizes.values() for key in size)}
 
     def load(self) -> Any:
         """Import the model class."""
@@ -254,6 +253,7 @@ _BUILT_IN = {
         encoder_decoder=True,
     ),
 }
+_OPTIONAL = {key for entry in _BUILT_IN.values() for key in entry.keys}
 FAMILIES = Registry("model.family", "docs/own_model.md", Family, _BUILT_IN)
 
 # the family of each block class of the transformers package
@@ -274,4 +274,4 @@ BLOCKS = {
 
 def unread(family: str) -> set[str]:
     """Return the keys of [model] that only other families read."""
-    return {key for entry in _BUILT_IN.values() for key in entry.keys} - FAMILIES[family].reads
+    return _OPTIONAL - FAMILIES[family].reads
