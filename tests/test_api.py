@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,9 +136,11 @@ def test_scores_and_text_are_those_of_the_commands(place: Path, monkeypatch: pyt
     assert seen.pop()
     assert not model.training, "it stays as it is"
     model.train()
-    monkeypatch.setattr("torchtitan_lite.api.is_encoder_decoder", lambda _: True)
-    said = ttl.generate(model, tokenizer, "def ", beams=3, length_penalty=2.0)
-    assert (said, seen.pop()[1]) == (tokenizer.decode([70, 71]), Options(beams=3, length_penalty=2.0))
+    for module in ("api", "tools.generate"):
+        monkeypatch.setattr(f"torchtitan_lite.{module}.is_encoder_decoder", lambda _: True)
+    prefixed, how = replace(tokenizer, source_prefix="to: "), {"beams": 3, "length_penalty": 2.0}
+    assert ttl.generate(model, prefixed, "def ", **how) == tokenizer.decode([70, 71])
+    assert seen.pop()[:2] == ([*tokenizer.encode("to: def "), *tokenizer.end_tokens], Options(**how))
     how = {"split": "train", "text_key": "b", "text_suffixes": [".md"], "documents": 3, "seq_len": 8, "batch_size": 2}
     data = ttl.open_data(tiny_config(optim__lr=0.5))
     given: Any

@@ -50,7 +50,7 @@ THREADS = "no more threads can be started; ulimit -u or -v, or the limits of a c
             (RuntimeError(text), 2, f"x: {THREADS}{text}")
             for text in (
                 "can't start new thread",
-                "Resource temporarily unavailable",
+                "Resource temporarily unavailable [system:11]",
                 "unable to start watchdog thread",
             )
         ),

@@ -362,7 +362,7 @@ DAMAGE: list[tuple[str, Any]] = [
 IDX = {"an end before": [3, 3, 9], "the first": [1, 9], "not the last": [3, 8], "empty": [], "right": [3, 9]}
 WRONG: dict[str, dict[str, Any]] = {
     "tokenizer, prepared": {"data.path": "@/prepared", **BYTES},
-    "end token, prepared": {"data.path": "@/prepared", "tokenizer.end_token": "<eos>"},
+    "end token, prepared": {"data.sources": {"@/prepared": 1}, "tokenizer.end_token": "<eos>"},
     "tokenizers of sources": {"data.sources": {"@/prepared": 1, "@/pairs": 2}},
     "end tokens of sources": {"data.sources": {"@/prepared": 1, "@/usual": 2}},
     "pairs as texts": {"data.path": "@/pairs"},

@@ -92,10 +92,13 @@ def test_a_signal_that_arrives_while_the_disk_is_read_is_kept(waits: bool) -> No
 
 @pytest.mark.parametrize("number", [TERM, INT, HUP, USR1])
 def test_each_signal_is_seen_and_each_handler_restored(number: signal.Signals) -> None:
-    before = signal.getsignal(number)
-    with Preemption(0, Path("none")) as preemption:
+    before, codes = signal.getsignal(number), list[int]()
+    with Preemption(0, Path("none"), end=codes.append) as preemption:
         os.kill(os.getpid(), number)
         until(lambda: preemption.reason == number.name, number.name)
+        os.kill(os.getpid(), INT)
+        os.kill(os.getpid(), INT)
+        until(lambda: codes, "a second Ctrl-C", 60)
     assert signal.getsignal(number) is before
 
 

@@ -123,7 +123,6 @@ def test_a_verification_may_take_longer_than_a_step(
         "rank 1 (saving step 5: writing shard-00001-of-00002.safetensors)", marks=slow,
     ),
 ])  # fmt: skip
-@pytest.mark.extended
 def test_a_rank_that_hangs_inside_a_save_is_named(
     fault: str, more: dict[str, Any], whom: str, text: Path, tmp_path: Path
 ) -> None:
