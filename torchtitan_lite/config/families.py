@@ -9,6 +9,7 @@ head of the default vocabulary. The parameter counts of the larger sizes are tes
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torchtitan_lite.config.registry import Registry
@@ -27,7 +28,7 @@ class Family:
     delta: bool = False  # whether layer_pattern may contain delta
     encoder_decoder: bool = False  # an encoder reads the tokens; a decoder predicts targets of a separate length
 
-    @property
+    @cached_property
     def reads(self) -> set[str]:
         """The keys that this family reads and not every one does: `keys`, and what its defaults and sizes set."""
         return _OPTIONAL & {*self.keys, *self.defaults, *(key for size in self.sizes.values() for key in size)}
