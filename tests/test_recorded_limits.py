@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.recorded import assert_recorded
-from tests.run.test_recorded_lines import ONE_SOURCE, config_of, data_lines, result
+from tests.run.test_recorded_lines import ONE_SOURCE, PAIRS, SAMPLES, T5, config_of, data_lines, result
 from torchtitan_lite import process
 from torchtitan_lite.checkpointing import compatibility, safetensors_file, storage
 from torchtitan_lite.checkpointing.state import TrainState
@@ -116,15 +116,20 @@ def spike(keys: dict[str, Any], loss: float, norm: float, window: Any = 4, step:
 
 
 def logged(mean: float | None, loss: float, norm: float, of_ranks: list[float], loads: Any = None) -> Any:
-    """The record and the line of step 6, which is a multiple of log.every, and the sums of losses after it."""
-    said, numbers, lap = list[Any](), Numbers(loss, norm, 1.0, 0.0, of_ranks), metrics.Lap(2.0, {"data_s": 0.5}, 64)
+    """The record and the line of step 6, which is a multiple of log.every, and the sums of losses after it.
+
+    With loads of experts: on a GPU, of which 128 tokens per second are the peak, and of two sources.
+    """
+    said, numbers, parts = list[Any](), Numbers(loss, norm, 1.0, 0.0, of_ranks), {"data_s": 0.5, "optimizer_s": 0.25}
+    lap = metrics.Lap(2.0, parts, 64)
     rank_losses = {"rank_losses": of_ranks} if of_ranks else {}
     record = Stub(numbers=numbers, loads=loads and torch.tensor(loads), losses_of_ranks=lambda: rank_losses)
     meter = Stub(lap=lambda _: lap, mean_loss=lambda: mean, seconds_per_step=lambda _: 1.0, loss_since=torch.ones(2))
     services = Stub(meter=meter, log=Stub(record=said.append, info=lambda line, _: said.append(line[:60])))
-    s, meter.peak_tokens_per_second = Stub(state=TrainState(step=6, tokens=96), process=Stub(device=CPU)), 0.0
-    s.config, s.services = config_of({"train.steps": 9, "log.every": 3}), services
-    s.trained = Stub(scaler=Stub(enabled=False), samples=ONE_SOURCE)
+    s = Stub(state=TrainState(6, 96, 60), process=Stub(device=torch.device("cuda") if loads else CPU))
+    meter.peak_tokens_per_second = 128.0 if loads else 0.0
+    s.config = config_of({"train.steps": 9, "log.every": 3, "data.skip_samples": [[3, 9]]})
+    s.services, s.trained = services, Stub(scaler=Stub(enabled=False), samples=SAMPLES if loads else ONE_SOURCE)
     patched(lambda: between_steps.log_step(s, record), run__between_steps__peak_memory_gib=lambda _: 1.0)
     return [*said, meter.loss_since.tolist()]
 
@@ -173,6 +178,7 @@ def about_brackets(*counts: int) -> Any:
 
 NOISY = [2.0, 2.2, 1.8, 2.1, 1.9, 2.2, 1.8, 2.0]
 EVEN = {"action": "skip", "loss_deviations": 6.25, "norm_deviations": 12.5}  # limits of 4.5 and 1.25
+COMPILED = "compile", "block_attention"
 STRIDES = (8, 1), (12, 1), (4, 1), (16, 8), (16, 3)
 CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     # the way that a computation takes
@@ -232,16 +238,20 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "bits of a resume": (
         lambda world, local, values: {
             key: value
-            for key, value in compatibility.bitwise_setting(
-                config_of(values, world), Process(0, world, CPU, 1, local)
+            for key, value in patched(
+                lambda: compatibility.bitwise_setting(config_of(values, world), Process(0, world, CPU, 1, local)),
+                checkpointing__compatibility__os__environ={f"{compatibility.AUTOTUNING}_GEMM": str(local)},
             ).items()
-            if key in ("shared_memory", "shared_memory_copies", "blocks_per_group", "dp_replicate")
+            if key in ("shared_memory", "shared_memory_copies", "blocks_per_group", "dp_replicate", *COMPILED)
         },
         [
             *((n, n, {}) for n in (1, 2, 3)),
             *((n, n, {"fsdp.blocks_per_group": 2, "speed.shared_memory": False}) for n in (2, 3)),
             *((n, n // 2, {"fsdp.blocks_per_group": 2}) for n in (2, 4)),
             *((n, n, {"fsdp.dp_replicate": r}) for n, r in ((4, 2), (6, 3), (6, 2), (4, 4))),
+            (2, 2, T5 | {"fsdp.blocks_per_group": 2}),
+            *((n, n, PAIRS | {"compile.enabled": True}) for n in (1, 2)),
+            (1, 1, {"compile.enabled": True, "compile.backend": "eager"}),
         ],
     ),
     "buckets of T5": (

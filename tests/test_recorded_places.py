@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import pytest
 import torch
 
+import train
 from tests.recorded import assert_recorded
 from tests.run.test_recorded_lines import BF16, config_of, named, result
 from tests.test_recorded_limits import CPU, Stub, patched
 from torchtitan_lite import errors, process
-from torchtitan_lite.checkpointing import find, safetensors_file, save, storage
+from torchtitan_lite.checkpointing import find, progress, safetensors_file, save, storage
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import RunConfig
@@ -85,11 +87,56 @@ def watched(way: str, rank: int, world_size: int, local: int, n_local: int, *giv
     def call(stand_in: Any) -> str:
         one = Stub(_world=Process(rank, world_size, CPU, 1, n_local), _at=Place(5, 1), _last_seen=lambda _: " (seen)")
         one._file = Stub(write=stand_in("write"))
-        vars(one).update({key: stand_in(key, value) for key, value in more.items()})
-        return str(getattr(Watchdog, way)(one, *given))
+        vars(one).update({key: stand_in(key, value) if callable(value) else value for key, value in more.items()})
+        return f"{getattr(Watchdog, way)(one, *given)} {[*vars(one).get('_own', '')] or ''}".strip()
 
     clock = Stub(monotonic=iter([100.0, 100.0, 103.0]).__next__, sleep=lambda _: None)
     return told(call, env={"LOCAL_RANK": str(local)}, answers={"run__watchdog__time": clock})
+
+
+def doing(*given: tuple[str, bool]) -> list[Any]:
+    """What this thread does within operations, which wait for other ranks or work, and after them."""
+    with contextlib.ExitStack() as stack:
+        for name, waiting in given:
+            stack.enter_context(progress.doing(name, waiting=waiting))
+        found = progress.operations()
+    return [found, progress.operations()]
+
+
+# --- the loop ---------------------------------------------------------------------------------------------------
+
+
+def looped(stops: int, gc_every: int = 0, **every: int) -> list[Any]:
+    """What is done from step 4 to 8. In step `stops` it is known that a rank was asked to leave."""
+
+    def call(stand_in: Any) -> None:
+        def alone(name: str) -> Callable[..., Any]:
+            return lambda *_, **more: stand_in(name)(**more)
+
+        asked, work = Stub(agreed=False), {key: n for key, n in every.items() if key not in ("log", "checkpoint")}
+        config = Stub(train=Stub(steps=8), log=Stub(every=every["log"]), checkpoint=Stub(every=every["checkpoint"]))
+        config.eval = Stub(every=every["validation"], tasks_every=every["tasks"])
+        config.sample, config.speed = Stub(every=every["samples"]), Stub(gc_every=gc_every)
+        evaluations = {name: Stub(every=n, run=alone(name)) for name, n in work.items()}
+        periodic = Stub(**evaluations, evaluations=[*evaluations.values()])
+        periodic.profile = Stub(start=stand_in("profile"), stop=lambda step, last: f"profiled {step}" * last)
+        services = Stub(preemption=asked, watchdog=Stub(step=str), checkpointer=None, meter=Stub())
+        services.meter.paused = contextlib.nullcontext
+        services.log = Stub(progress=lambda first, last: range(first, last + 1), info=stand_in("info"))
+
+        def train_step(_s: Any, step: int) -> None:
+            stand_in("step")(step)
+            asked.agreed |= step == stops
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train, "train_step", train_step)
+            for name in ("check_pending", "log_step", "save", "report_save"):
+                patch.setattr(train, name, alone(name))
+            patch.setattr(train, "disable_automatic_gc", stand_in("no automatic gc"))
+            patch.setattr("gc.collect", stand_in("gc"))
+            train.train(Stub(config=config, periodic=periodic, services=services, state=Stub(step=3)))
+
+    return [" ".join(told(call)).replace(" step", "\nstep")]
 
 
 def opened(values: dict[str, Any], has_gpu: bool, *ranks: int) -> list[Any]:
@@ -122,6 +169,7 @@ def on_machine(values: dict[str, Any], *machine: int) -> str:
     return f"{config.fsdp.mesh(machine[0])} {config.fsdp.cpu_offload}"
 
 
+WORK = "log", "validation", "tasks", "checkpoint", "samples"
 ARGV = ["train.py", "--run.name", "old", "--config", "a b.toml", "--checkpoint.resume=runs/x", "--a.skip=[1]", "--lr=1"]
 WITHOUT: Any = Stub()  # a module of the standard library without the functions that only Linux has
 CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
@@ -259,6 +307,96 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             answers={"process__os__getppid": iter(parents).__next__, "process__os__getpid": lambda: 77},
         ),
         [({}, [], True), *(({"RANK": "2"}, parents, lib) for parents in ([1, 1], [5, 1]) for lib in (True, False))],
+    ),
+    "silent": (
+        lambda answered: watched(
+            *("_silent", 5, 12, 1, 4),
+            **{"_answered": answered, "_silent_s": 30.0, "_beats": {1: (3, 99.0), 2: (4, 40.0), 3: (9, 70.0)}},
+        ),
+        [(at,) for at in (95.0, 70.1, 70.0, 20.0)],
+    ),
+    "looks": (
+        lambda step, operations, compiles, seconds: patched(
+            lambda: watched("_look", 0, 2, 0, 2, 8.0, _at=Place(step, 1), _worked=3, _processor_s=5.0),
+            run__watchdog__progress=Stub(
+                operations=lambda: operations, compiles=lambda: compiles, processor_s=lambda: seconds, moved=lambda: 40
+            ),
+        ),
+        [
+            *((step, [], compiles, 7.1) for step in (0, 2) for compiles in (False, True)),
+            *((0, [], False, 7.0), (0, [("saving", False)], False, 9.0), (3, [("saving", True)], True, 9.0)),
+        ],
+    ),
+    "operations": (
+        doing,
+        [(("saving step 5", True), ("writing x", False)), (("a", True),), (("a", False), ("b", True))],
+    ),
+    "a second Ctrl-C": (
+        lambda rank: told(
+            lambda stand_in: patched(
+                lambda: preemption.Preemption(0, Path("none"), end=stand_in("end"))._end_at_once(),
+                run__preemption__os__write=stand_in("write"),
+            ),
+            env={"LOCAL_RANK": rank},
+        ),
+        [("0",), ("1",)],
+    ),
+    # the loop, and what ends it
+    "loop": (
+        lambda *given: looped(*given[:2], **dict(zip(WORK, given[2:], strict=True))),
+        [
+            (0, 3, 1, 2, 3, 4, 5),
+            (0, 0, 3, 0, 0, 0, 0),
+            *((step, 0, 3, 5, 0, 6, 4) for step in (4, 7, 8)),
+        ],
+    ),
+    "a save": (
+        lambda ends, background, error: told(
+            lambda stand_in: between_steps.save(
+                Stub(
+                    state=TrainState(step=6),
+                    trained=Stub(
+                        model="m",
+                        optimizer="o",
+                        guards=[Stub(state=lambda: {"skipped": [3]}), Stub(state=lambda: {"spikes": {"norms": [1.0]}})],
+                        scaler=Stub(state_dict=lambda: {"scale": 2.0}),
+                    ),
+                    services=Stub(
+                        log="log",
+                        meter=Stub(loss_since=torch.ones(2)),
+                        checkpointer=Stub(config=Stub(async_save=background), save=stand_in("save")),
+                    ),
+                ),
+                ends=ends,
+            ),
+            *(f"run__between_steps__{name}" for name in ("require_finite", "require_equal_replicas", "report_save")),
+            answers={"run__between_steps__report_save": lambda *_, **__: error},
+        ),
+        [(True, False, ""), (True, True, "no space"), (False, True, ""), (False, False, "no space")],
+    ),
+    "a failure": (
+        lambda error, begun: told(
+            lambda _: start_and_end.report_failure(
+                Stub(folder="x"),
+                *("process", Stub(attempt=2), error),  # type: ignore[arg-type]
+                Stub(services=Stub(checkpointer="c"), state=Stub(step=6)) if begun else None,
+            ),
+            *("run__start_and_end__report_save", "run__start_and_end__run_folder__record_end"),
+        ),
+        [
+            *((error("a"), True) for error in (errors.DataError, errors.SpikeError, errors.StuckError, ValueError)),
+            *((errors.SpikeError("a"), False), (AssertionError(), True)),
+        ],
+    ),
+    "bar": (
+        lambda first, last: told(
+            lambda stand_in: patched(
+                lambda: [*metrics.Log(Path("x"), enabled=True).progress(first, last)],
+                run__metrics__sys=Stub(stderr=Stub(isatty=lambda: True)),
+                run__metrics__tqdm=stand_in("tqdm", Stub(update=stand_in("update"), close=stand_in("close"))),
+            )
+        ),
+        [(4, 6)],
     ),
     # a device
     "process group": (
@@ -488,10 +626,10 @@ def together(rank: int) -> dict[str, Any]:
     )
 
     def sampled() -> Any:
-        prompts: Any = Stub(texts=["a"], ids=[[1]], end=0, references=[], tokenizer=Stub(decode=str))
+        prompts: Any = Stub(texts=["a" * 121], ids=[[1]], end=0, references=["b"], tokenizer=Stub(decode=str))
         prompts.config = Stub(temperature=0.0, max_tokens=3)
         sampling.sample(prompts, session)
-        return [{**each, "seconds": 0} if isinstance(each, dict) else each for each in said[:2]]
+        return [{**each, "seconds": 0} if isinstance(each, dict) else each for each in said[:3]]
 
     calls: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         **{
@@ -526,6 +664,7 @@ def together(rank: int) -> dict[str, Any]:
         "sampled": (
             sampled,
             {
+                "run__sampling__time": Stub(perf_counter=iter((5.0, 6.0, 7.0, 16.0)).__next__),
                 "run__sampling__generating": lambda *_: contextlib.nullcontext(),
                 "run__sampling__Sampler": lambda *_, seed: lambda _: 40 + rank,
                 "run__sampling__new_tokens": lambda _model, ids, _n, agreed, _end: [agreed(ids), agreed(ids) + 1],
@@ -567,11 +706,14 @@ def together(rank: int) -> dict[str, Any]:
             },
         ),
         "fork": (
-            lambda: spikes.build_guard(config, one, TrainState(), [], services.checkpointer, services.log)._fork(
-                Stub(step=9, samples=(8, 16))
-            ),
+            lambda: [
+                spikes.build_guard(config, one, TrainState(), [], services.checkpointer, services.log)._fork(
+                    Stub(step=9, samples=(8, 16))
+                ),
+                said[-1],
+            ],
             {
-                "run__spikes__report_save": lambda *_, **__: None,
+                "run__spikes__report_save": lambda *_, wait: said.append(f"waits for a save: {wait}"),
                 "run__spikes__storage__find_steps": lambda _: [4 - rank, 6 - rank, 7, 9],
                 "run__spikes__fork_command": lambda *given, **more: [*given, more],
             },
@@ -635,13 +777,15 @@ def together(rank: int) -> dict[str, Any]:
                     )
                 ),
                 request.agreed,
+                *(str(each.mock_calls) for each in (asked.services.watchdog, asked.services.meter)),
             ],
             {},
         ),
         "versions": (
-            lambda: start_and_end.require_agreement(config, data, one),
+            lambda: start_and_end.require_agreement(config, data, replace(one, device=GPU if rank == 2 else CPU)),
             {
                 "run__start_and_end__socket__gethostname": lambda: host,
+                "run__start_and_end__torch": Stub(__version__=f"2.{rank == 2}"),
                 "run__start_and_end__platform__python_version_tuple": lambda: ("3", f"{rank == 2}"),
             },
         ),

@@ -370,7 +370,8 @@ def said_of(
             "table": runs.table([run]),
         }
 
-    resume = str(folder.parent / "source") if told.starts[0].fork else ""
+    monkeypatch.setenv("HOME", str(folder.parent))
+    resume = "~/source" if told.starts[0].fork else ""
     choice = config.checkpoint.model_copy(update={"resume": resume})
     chosen = tried(find.checkpoint_to_resume, folder / "checkpoints", choice, ALONE)
     found["checkpoints"] = {
@@ -433,11 +434,12 @@ def said_of(
 
     begins = {"step": last.step, "samples": 0, "command": [], "config": {}, "setting": {}, "tasks": {}, "world_size": 1}
     number = run_folder.record_start(folder, begins | {"hosts": ["node1"], "versions": {}, "git": {}, "device": "cpu"})
+    launched = attempts.read(folder)[-1].time - NOW
     counted = [line["step"] for line in attempts.records(folder) if "loss" in line]
     about = {key: value for key, value in attempts.newest_status(folder).items() if key != "format_version"}
     run_folder.record_end(folder, ALONE, number, "preempted", last.step)
     goodput = attempts.newest_status(folder)["goodput"]
-    return found | {"begun again": [number, counted, about], "goodput at its end": goodput}
+    return found | {"begun again": [number, counted, about, launched], "goodput at its end": goodput}
 
 
 def test_what_is_said_of_each_history(
@@ -449,6 +451,7 @@ def test_what_is_said_of_each_history(
         "torchtitan_lite.tools.incidents.replay.__version__": "1.0",
         "torchtitan_lite.run.run_folder.git_state": lambda _: {"commit": "c", "dirty": False},
         "torchtitan_lite.process.python_command": lambda: "python",
+        "torchtitan_lite.run.run_folder.process_age_s": lambda: 7.5,
         "torchtitan_lite.checkpointing.find.on_all": lambda action, _: [action()],  # a world of one
         "os.fsync": lambda _: None,
         "time.time": lambda: NOW,

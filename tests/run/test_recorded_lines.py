@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -290,7 +290,15 @@ def start_on(device: str, saved: TrainState | None, values: dict[str, Any]) -> l
         patch.setattr(torch.cuda, "get_device_name", lambda _: "Some GPU")
         patch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
         patch.setattr(console, "BUSY_AT_START", True)
-        parts = Process(0, 1, torch.device(device), 2), model, data_of(3), ONE_SOURCE, state, saved, saver
+        parts = (
+            Process(0, 1, torch.device(device), config.run.threads),
+            model,
+            data_of(3),
+            ONE_SOURCE,
+            state,
+            saved,
+            saver,
+        )
         return console.start_lines(config, derive(config, 1), *parts).splitlines()[1:]
 
 
@@ -403,6 +411,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         start_on,
         [
             ("cpu", None, {"model.init_from": "w"}),
+            ("cpu", None, {"run.threads": 1}),
             ("cuda", TrainState(step=7), {"model.init_from": "w"}),
             ("cuda", None, {"data.path": "x", "data.objective": "pairs", "data.target_len": 7}),
         ],
@@ -413,6 +422,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         [
             ({"data.document_mask": True, "data.packing": "best_fit"}, (3, 1), SAMPLES),
             ({"train.steps": 100}, (3,), ONE_SOURCE),
+            ({"train.steps": 110}, (3, 1), SAMPLES),
         ],
     ),
     "source_lines": (
@@ -432,6 +442,15 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "resume_lines": (
         lambda values, now: resumed.resume_lines(config_of(values), SAVED, now),
         [({}, CHANGED), ({"eval.every": 0}, CHANGED), ({}, SAVED)],
+    ),
+    "continued_by": (
+        lambda saved, fresh: asdict(saved.continued_by(fresh)),
+        [
+            (
+                replace(SAVED, step=7, tokens=5, samples_consumed=3, skipped=[2], end_token=1),
+                replace(CHANGED, end_token=4),
+            )
+        ],
     ),
     "validation_change": (
         resumed.validation_change,
@@ -483,6 +502,10 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             ({"model.size": "150M", "train.epochs": 20.0},),
             ({"model.size": "150M", "train.steps": 10},),
             ({"model.size": "150M", "train.steps": 100_000, "data.path": "x"},),
+            *(
+                ({"model.size": "150M", "data.objective": "pairs", "data.target_len": 7, "train.steps": steps},)
+                for steps in (7875, 7876)
+            ),
             ({"train.steps": 100_000},),
             (LARGE | {"train.steps": 4250},),
             (LARGE | {"train.steps": 4251},),
