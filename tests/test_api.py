@@ -159,6 +159,9 @@ def test_a_config_of_many_gpus_loads_and_notes_are_warnings(place: Path, tmp_pat
     Path("mesh.toml").write_text('[fsdp]\nsharding_strategy = "HYBRID_SHARD"\ndp_shard = 4\n[optim]\nlr = 0.5\n')
     config = ttl.load_config(Path("mesh.toml"), {"data.path": Path("my_text")})
     assert (config.fsdp, config.optim.lr, config.data.path) == (ttl.load_config().fsdp, 0.5, "my_text")
+    blocks_of = {"activation_checkpointing__mode": "full", "compile__enabled": True, "compile__backend": "eager"}
+    block: Any = ttl.build_model(tiny_config(**blocks_of), 517).layers[0]
+    assert (block.forward.__name__, bool(block._compiled_call_impl)) == ("checkpointed", True)
     run = shutil.copytree("runs/default", tmp_path / "run")
     newest = shutil.copytree(checkpoint(run, STEPS), checkpoint(run, STEPS + 1))
     (newest / "model.safetensors").write_bytes(b"")

@@ -120,7 +120,7 @@ def looped(stops: int, gc_every: int = 0, **every: int) -> list[Any]:
         evaluations = {name: Stub(every=n, run=alone(name)) for name, n in work.items()}
         periodic = Stub(**evaluations, evaluations=[*evaluations.values()])
         periodic.profile = Stub(start=stand_in("profile"), stop=lambda step, last: f"profiled {step}" * last)
-        services = Stub(preemption=asked, watchdog=Stub(step=str), checkpointer=None, meter=Stub())
+        services = Stub(preemption=asked, watchdog=Stub(step=stand_in("at")), checkpointer=None, meter=Stub())
         services.meter.paused = contextlib.nullcontext
         services.log = Stub(progress=lambda first, last: range(first, last + 1), info=stand_in("info"))
 

@@ -17,9 +17,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers import checkpoint, limited, ranks, refused, succeeded, tiny
-from torchtitan_lite.checkpointing import safetensors_file, storage
+from torchtitan_lite.checkpointing import progress, safetensors_file, storage
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord, specs_of, write_tensors
 from torchtitan_lite.checkpointing.state import TrainState
+from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.tools import checkpoints
 
 
@@ -173,6 +174,9 @@ def test_only_folders_with_a_name_and_a_manifest_are_checkpoints(finished: Path,
     shutil.copytree(finished / "checkpoints", tmp_path / "c")
     for name in ("step-7", "step-00000009.bak", ".tmp-step-00000011"):
         shutil.copytree(checkpoint(finished, 4), tmp_path / "c" / name)
+    new = storage.new_folder(tmp_path / "c", 6)
+    with pytest.raises(CheckpointError, match=r"is the folder on a file system that all ranks share\?"):
+        storage.commit(new, TrainState(step=6), "sharded", 2, {"of rank 1": FileRecord(1, "")})
     assert storage.find_steps(tmp_path / "c") == [2, 4]
 
 
@@ -210,10 +214,13 @@ def test_tensor_files_equal_those_of_the_safetensors_library(
         "bytes": torch.arange(5, dtype=torch.uint8),
         "int64": torch.tensor([1 << 40]),
     }
+    before = progress._bytes
     record = write_tensors(tmp_path / "x", specs_of(tensors), tensors.__getitem__)
     content = (tmp_path / "x").read_bytes()
+    assert progress._bytes == before + 2 * len(content), "written and hashed: the watchdog sees both"
     assert record == FileRecord(len(content), hashlib.sha256(content).hexdigest())
     assert safetensors_file.sha256_of(tmp_path / "x") == record.sha256
+    assert progress._bytes == before + 3 * len(content)
     assert syncs[-1] == len(content)
     assert len(syncs) > 2
     back = load_file(tmp_path / "x")

@@ -76,6 +76,8 @@ def save_after_a_load(process: Process, folder: Path) -> list[list[int]]:
 
     state.step()
     kept = [save(first, step) for step in (1, 2, 3)]
+    with pytest.raises(CheckpointError, match="belongs to a different model or optimizer"):
+        State("1", 1, "t5", process).checkpointer(folder, "full", "dtensor").load({})
     for step in (6, 8):
         damaged = shutil.copytree(storage.step_folder(folder, 3), storage.step_folder(folder, step))
         (damaged / storage.MODEL).write_bytes(b"")

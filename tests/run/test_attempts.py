@@ -1,6 +1,7 @@
 """A run only moves forward: refused commands, forks, damaged checkpoints, and the history that each attempt leaves."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from tests.helpers import assert_same_end, checkpoint, losses, python, ranks, succeeded, tiny
+from tests.helpers import ROOT, assert_same_end, checkpoint, losses, python, ranks, succeeded, tiny
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.run import attempts, run_folder
 
@@ -239,8 +240,9 @@ def test_a_fork_starts_from_another_run_s_checkpoint(run: Path, finished: Path, 
     assert losses(run.parent / "fork").keys() == {7, 8}
     assert "resumed after step 8" in again(**fork, optim__lr=1e-3, train__steps=9), "its own come first"
     assert contents(run) == before
-    again(**fork | {"run__name": "same", "checkpoint__resume": run / "checkpoints"})
-    assert begun(run.parent / "same") == [(9, "complete")]
+    again(**fork | {"run__name": "same", "checkpoint__resume": os.path.relpath(run / "checkpoints", ROOT)})
+    (same,) = attempts.read(run.parent / "same")
+    assert (same.step, same.ended, same.forked_from[0]) == (9, "complete", "/")
     shutil.rmtree(checkpoint(run, 9))
     again(**fork | {"run__name": "equal"})
     ends = [checkpoint(folder, 8) / "model.safetensors" for folder in (run.parent / "equal", finished)]

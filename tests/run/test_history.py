@@ -21,6 +21,7 @@ from torchtitan_lite.run import attempts, run_folder
 STARTED: dict[str, Any] = {
     **{"step": 3, "samples": 24, "command": ["train.py"], "config": {"train.steps": 9}, "tasks": {}},
     **{"setting": {}, "world_size": 2, "hosts": ["a"], "versions": {}, "git": {}, "device": "cpu"},
+    "of a later version": 1,
 }
 
 

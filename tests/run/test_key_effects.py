@@ -18,7 +18,7 @@ from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import known_keys, resume_rule, usage_rules
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.optim.average import averaged
-from torchtitan_lite.run import start_and_end
+from torchtitan_lite.run import run_folder, start_and_end
 from torchtitan_lite.run.metrics import Log
 
 MOE = {"model.family": "qwen3_moe", "model.n_experts": 4, "model.hidden_dim": 16}
@@ -150,6 +150,9 @@ def learned(process: Process, runs: dict[str, list[str]]) -> dict[str, tuple[lis
         config = loaded.config
         session = train.build(config, data, process, Log(config.folder, enabled=False))
         steps = [train.train_step(session, step) for step in range(1, config.train.steps + 1)]
+        passes = -(-config.train.batch_size(config.train.steps) // config.train.micro_batch_size)
+        assert session.services.watchdog._at == (0, 1, passes), "it computes"
+        assert session.services.preemption._joining == config.folder / run_folder.JOINING
         with averaged(session.trained.optimizer) if config.optim.ema_decay else contextlib.nullcontext():
             weights = [parameter.sum().item() for parameter in session.trained.model.parameters()]
         found[name] = [value.item() for step in steps for value in (step.loss, step.grad_norm)], weights

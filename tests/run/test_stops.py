@@ -50,3 +50,4 @@ def test_the_next_start_makes_up_for_what_a_stop_left_out_and_no_number_changes(
     )
     assert mine == theirs
     assert [step for step, _ in mine] == [step for step, _ in scalars_of(run / "tensorboard", "val_loss")] == [2, 4]
+    assert [step for step, _ in scalars_of(run / "tensorboard", "seconds")] == [1, 2, 3, 4], "or those of samples"

@@ -32,7 +32,8 @@ def test_tensorboard_has_each_step_once_also_after_a_resume(text: Path, tmp_path
     result = ranks(2, *command, fault="kill:0:8")  # 5, 6 and 7 are in the files, and come again
     assert result.returncode != 0
     before = losses(run)
-    said = succeeded(ranks(2, *command, "--profile.steps=[6, 7]"))
+    said = succeeded(ranks(2, *command, "--profile.steps=[6, 7]", "--spike.window=9"))
+    assert said.count("spike.window = 9 needs") == 1, "a note is said by one rank"
     assert "resumed after step 4" in said
     assert {step: losses(run)[step] for step in before} == before
     assert before.keys() == {*range(1, 8)}
@@ -48,6 +49,8 @@ def test_tensorboard_has_each_step_once_also_after_a_resume(text: Path, tmp_path
         for key, value in trackers.scalars(record).items():
             ours.setdefault(key, {})[record["step"]] = value
     theirs = {key: scalars_of(run / "tensorboard", key) for key in ours.keys() - {"attempt"}}
+    first, _ = sorted((run / "tensorboard").iterdir())  # of rank 0, in two attempts
+    assert b"optim.lr = 0.004" in first.read_bytes()
     assert [step for step, _ in theirs["loss"]] == list(range(1, 9))
     assert {key: dict(values) for key, values in theirs.items()} == {key: pytest.approx(ours[key]) for key in theirs}
 
@@ -90,18 +93,21 @@ def test_a_tracker_that_fails_is_reported_once(
     fails = Mock(side_effect=SystemExit("no licence"))
     made = trackers.Tracker(fails if when == "writes" else Mock(), fails)
     monkeypatch.setattr(trackers, "tensorboard", fails if when == "opens" else Mock(return_value=made))
-    opened = trackers.Trackers(LogConfig(trackers=["tensorboard"]), tmp_path, TrainState())
+    other = Mock()
+    monkeypatch.setattr(trackers, "weights_and_biases", Mock(return_value=other))
+    opened = trackers.Trackers(LogConfig(trackers=["wandb", "tensorboard"]), tmp_path, TrainState())
     for _ in range(2):
         opened.record({"step": 1, "loss": 10**400})
     opened.close()
     opened.close()
     complaint = "log.trackers: tensorboard failed: no licence; training continues without it\n"
     assert capfd.readouterr().err == complaint
+    assert (other.write.call_count, other.close.call_count) == (2, 2), "the other one goes on"
 
 
 def test_a_profile_that_can_not_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "profile").touch()
-    profile = Profile(ProfileConfig(steps=[2, 3]), tmp_path, Process(0, 1, torch.device("cpu"), 1))
+    profile = Profile(ProfileConfig(steps=[2, 4]), tmp_path, Process(0, 1, torch.device("cpu"), 1))
     profile.start(2)
     assert profile.stop(2) == ""
-    assert profile.stop(3).startswith(f"profile {tmp_path / 'profile'} can't be written: ")
+    assert profile.stop(3, last=True).startswith(f"profile {tmp_path / 'profile'} can't be written: ")
