@@ -78,15 +78,6 @@ def test_an_error_says_where_and_one_of_a_closed_pipe_says_nothing(
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(("code", "names"), [
-    (1, "Busy Unreadable Save Stuck NoMemory ReplicaMismatch"),
-    (2, "User Config Data Checkpoint Format"),
-    (3, "NonFinite Spike Repeat"),
-])  # fmt: skip
-def test_the_exit_code_says_whether_the_same_command_may_work_later(code: int, names: str) -> None:
-    assert {getattr(errors, f"{name}Error").exit_code for name in names.split()} == {code}
-
-
 def test_torchrun_learns_which_error_came_first_and_ends_if_a_restart_would_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,13 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.helpers import checkpoint, ranks, records, refused, succeeded, tiny
-from torchtitan_lite.checkpointing import find, storage
-from torchtitan_lite.checkpointing.safetensors_file import write_text
+from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import CheckpointError
 
 
@@ -41,21 +38,6 @@ def test_a_disk_error_is_not_damage(name: str, number: int, tmp_path: Path, monk
         storage.verify(folder)
     assert str(folder / name) in str(caught.value)
     assert "damaged" not in str(caught.value)
-
-
-@pytest.mark.parametrize(("kind", "shares"), [("full", [3, 2, 0, 0]), ("sharded", [2, 1, 1, 1])])
-def test_the_ranks_share_a_verification(
-    kind: str, shares: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Four on two machines. Only the first machine may have the disk of a full state."""
-    monkeypatch.setattr(find, "on_all", lambda action, _: [action()])
-    new = storage.new_folder(tmp_path, 1)
-    folder = storage.commit(new, TrainState(step=1), kind, 1, {x: write_text(new / x, x) for x in "abcd"})
-    for file in (*"abcd", "state.json"):
-        (folder / file).write_text("damaged")
-    found = [find.verify_together(folder, "size", Process(n, 4, torch.device("cpu"), 1, 2)) for n in range(4)]
-    assert [len(problems) for problems in found] == shares
-    assert sorted(problem for problems in found for problem in problems) == sorted(storage.verify(folder, "size"))
 
 
 @pytest.mark.extended
