@@ -143,6 +143,7 @@ MISSPELLED: list[list[str]] = [
     ["--optim.groups=[{match = 'layers.0.*'}, {match = '*', lr_factr = 1}]"],
     ["--optim.groups=3"],
     ["--profile.steps=ten"],
+    ["--eval.every=9223372036854775808"],
     ["--mixed-precision", "--fsdp.param_dtype=float16"],
 ]
 ON_RANKS: list[tuple[list[str], int, int]] = [
@@ -197,6 +198,7 @@ CHECKED = [  # by train.py on the first of eight ranks
         for pattern in ("layer.0.*", "tok_embedding.*", "layers.1.atention.*")
     ),
     ["--optim.freeze=*,norm.*"],
+    ["--optim.freeze=norms.*,layer.0.*"],
     ["--fsdp.precision_overrides=[{match = 'layers.9.*', param_dtype = 'bf16'}]"],
     ["--model.dim=36", "--model.n_heads=6", "--model.n_kv_heads=2", "--fsdp.shard_columns=*.w1.weight"],
     ["--fsdp.shard_columns=*.wq"],

@@ -152,6 +152,8 @@ TEXTS: dict[str, bytes | Mapping[str, list[Any]]] = {
     "bad/d.csv": b"id\n1\n",
     "tiny/a.txt": b"tiny\n",
     "one.jsonl": GOOD,
+    "held/a.jsonl": jsonl(text=["held out", "as well"]),
+    "held/b.bin": b"",
     "copies.jsonl": GOOD * 3,
     "few.txt": b"too little to learn from\n" * 200,
     "same.jsonl": jsonl(text=[SHORT[3], "held out"], body=["1", "2"]),
@@ -177,6 +179,7 @@ COMMANDS = """
 @/a/one.jsonl --text-key body --held-out @/held.jsonl --out @/out5 --tokenizer bytes --sentinels
 @/a/one.jsonl --held-out @/held.jsonl --out @/out6 --tokenizer bytes
 @/a/one.jsonl --held-out @/held.jsonl --out @/out6 --tokenizer bytes --on-error skip
+@/a --held-out @/held --out @/out37 --tokenizer bytes
 @/same.jsonl --held-out @/held.jsonl --out @/out7 --tokenizer bytes --on-error skip
 @/bad --out @/out8 --tokenizer bytes
 @/bad --out @/out8 --tokenizer bytes --on-error skip

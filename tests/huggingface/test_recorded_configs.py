@@ -225,8 +225,10 @@ FOREIGN: list[tuple[str, tuple[int, ...], str]] = [  # masks and rotary tables o
     ("decoder.embed_tokens.weight", (2, 2), "t5"),
     ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight", (2, 2), "t5"),
     ("model.layers.0.mlp.experts.1.up_proj.weight", (2, 3), "olmoe"),
+    (" ".join(f"model.layers.0.mlp.experts.{i}.up_proj.weight" for i in (0, 1)), (2, 3), "olmoe"),  # of two dtypes
     ("model.layers.0.linear_attn.q_conv1d.weight", (6, 1, 4), "olmo_hybrid"),
 ]
+DTYPES = torch.float32, torch.float16  # of the first name of a row, and of the second
 
 
 def test_the_name_and_shape_of_each_tensor() -> None:
@@ -241,7 +243,8 @@ def test_the_name_and_shape_of_each_tensor() -> None:
     found: dict[str, Any] = {}
     for name, shape, family in FOREIGN:
         try:
-            read_as = stacks.stack_experts(names.from_hf({name: torch.ones(shape)}, family))
+            given = {each: torch.ones(shape, dtype=dtype) for each, dtype in zip(name.split(), DTYPES, strict=False)}
+            read_as = stacks.stack_experts(names.from_hf(given, family))
             found[f"{family} {name} {shape}"] = {ours: str(tensor.shape) for ours, tensor in read_as.items()}
         except CheckpointError as error:
             found[f"{family} {name} {shape}"] = str(error)
