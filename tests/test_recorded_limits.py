@@ -325,14 +325,17 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     ),
     "which": (listed, [(100, 200, 60), (101, 201, 61), (2, 3, 1), (1, 0, 1)]),
     "clocks": (
-        lambda seconds: patched(
-            lambda: dry_run.check_machines(
-                Path(), Stub(services=Stub(checkpointer=Stub(require_space=str)), config=None)
+        lambda seconds: [
+            said := list[Any](),
+            saver := Stub(),
+            vars(saver).update(require_space=lambda: said.append(f"space in {saver.folder}")),
+            patched(
+                lambda: dry_run.check_machines(Path("run"), Stub(services=Stub(checkpointer=saver), config="config")),
+                tools__dry_run__gather=lambda value: ["a", "b"] if isinstance(value, str) else [5.0, 5.0 + seconds],
+                tools__dry_run__require_shared=lambda *given: said.append(f"shared: {given}"),
+                tools__dry_run__dist__barrier=lambda: said.append("at the same time"),
             ),
-            tools__dry_run__gather=lambda value: ["a", "b"] if isinstance(value, str) else [5.0, 5.0 + seconds],
-            tools__dry_run__require_shared=lambda *_: None,
-            tools__dry_run__dist__barrier=lambda: None,
-        ),
+        ][::3],
         [(s,) for s in (1.99, 2.0, 2.1, -2.0, -2.1)],
     ),
     "tasks that take long": (

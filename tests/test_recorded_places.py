@@ -13,11 +13,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+import torchtitan_lite
 import train
 from tests.recorded import assert_recorded
-from tests.run.test_recorded_lines import BF16, config_of, named, result
+from tests.run.test_recorded_lines import BF16, PAIRS, config_of, named, result
 from tests.test_recorded_limits import CPU, Stub, patched
-from torchtitan_lite import errors, process
+from torchtitan_lite import api, errors, process
 from torchtitan_lite.checkpointing import find, progress, safetensors_file, save, storage
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import load
@@ -40,8 +41,9 @@ from torchtitan_lite.run import (
 )
 from torchtitan_lite.run.watchdog import Place, Watchdog
 from torchtitan_lite.scoring import likelihood
-from torchtitan_lite.tools import dry_run, load_model, modes
+from torchtitan_lite.tools import checkpoints, dry_run, generate, load_model, modes
 from torchtitan_lite.tools.evaluation import evaluate
+from torchtitan_lite.tools.evaluation.documents import Texts
 from torchtitan_lite.tools.incidents import replay
 
 GPU, GONE, TENSOR = torch.device("cuda", 1), "Connection closed by peer", torch.tensor
@@ -170,6 +172,83 @@ def on_machine(values: dict[str, Any], *machine: int) -> str:
 
 
 WORK = "log", "validation", "tasks", "checkpoint", "samples"
+
+
+def refuse(*given: Any, **more: Any) -> Any:
+    raise errors.ConfigError(f"{given} {more}")
+
+
+def dry(rank: int, values: dict[str, Any]) -> list[Any]:
+    """A dry run of rank `rank` of 8: what it builds from which values, and what is printed."""
+    return told(
+        lambda _: dry_run.run(
+            Stub(config=config_of(values)),
+            Stub(vocab_size=300),
+            lambda config, _data, *given: Stub(
+                train=[config.train.global_batch_size, config.train.batch_schedule, config.train.steps, *given],
+                resumed=config.checkpoint.resume,
+                close=lambda: print("closed"),
+            ),
+            str,  # type: ignore[arg-type]
+        ),
+        env={"RANK": str(rank), "WORLD_SIZE": "8"},
+        answers={
+            "tools__dry_run__process_group": lambda _: contextlib.nullcontext("process"),
+            "tools__dry_run__require_agreement": lambda config, *_: print("agreement", config.train.batch_schedule),
+            "tools__dry_run__Log": lambda folder, enabled: ["runs" in folder.parts, enabled],
+            "tools__dry_run__planned": lambda config, *given: [config.train.batch_schedule, *given],
+            "tools__dry_run__measure": lambda session, _: print("of", session.train, session.resumed) or (5, 0.5),
+            "tools__dry_run__check_machines": lambda folder, _: f"machines of {folder}",
+            "tools__dry_run__compare": lambda *given: str(given),
+        },
+    )
+
+
+def replayed(rank: int, checkpoint: str, *notes: str) -> list[Any]:
+    """A replay of rank `rank` of 2: where it begins, and what it says."""
+    return told(
+        lambda _: replay.run(
+            5,
+            Stub(config=config_of({})),
+            Stub(),
+            lambda given, *_: Stub(
+                given=given.change,
+                services=Stub(watchdog=Stub(naming_lost_ranks=contextlib.nullcontext)),
+                close=lambda: print("closed"),
+            ),
+            str,  # type: ignore[arg-type]
+        ),
+        answers={
+            "tools__incidents__replay__process_group": lambda _: contextlib.nullcontext(Process(rank, 2, CPU, 1)),
+            "tools__incidents__replay__require_agreement": lambda *_: print("agreement"),
+            "tools__incidents__replay__on_rank0": lambda *_: {
+                **{"start": 3, "last": 5, "checkpoint": checkpoint, "steps": {}, "notes": notes, "advice": ""}
+            },
+            "tools__incidents__replay__in_temporary_folder": lambda _, **change: contextlib.nullcontext(
+                Stub(folder="temporary", change=change)
+            ),
+            "tools__incidents__replay__Log": lambda folder, enabled: Stub(
+                info=lambda line: print(folder, enabled, line)
+            ),
+            "tools__incidents__replay__compute": lambda session, *_: session.given,
+        },
+    )
+
+
+def spins(running: list[int], n_cores: int | None, env: dict[str, str], torch_is_loaded: bool = False) -> list[Any]:
+    """Whether threads spin only briefly while so many processes run, and the environment then."""
+    texts = iter([f"ctxt 7\nprocs_running {n}\nprocs_blocked 9\n" for n in running] or [""])
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "open": lambda _: io.StringIO(next(texts)),
+            "sys": Stub(modules=["torch"] * torch_is_loaded),
+            "os": Stub(environ=env, cpu_count=lambda: n_cores),
+            "time": Stub(sleep=str),
+        }.items():
+            patch.setattr(torchtitan_lite, name, value, raising=False)
+        return [vars(torchtitan_lite)["_spin_briefly_on_a_busy_machine"](), env]
+
+
 ARGV = ["train.py", "--run.name", "old", "--config", "a b.toml", "--checkpoint.resume=runs/x", "--a.skip=[1]", "--lr=1"]
 WITHOUT: Any = Stub()  # a module of the standard library without the functions that only Linux has
 CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
@@ -223,6 +302,53 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ),
         [(0,), (2,)],
     ),
+    "dry run": (
+        dry,
+        [
+            (0, {"train.steps": 2, "checkpoint.resume": "x", "train.global_batch_size": 16}),
+            (1, {"train.steps": 9, "train.batch_schedule": [[0, 16], [4, 32]]}),
+        ],
+    ),
+    "measured by a dry run": (
+        lambda rank, device: told(
+            lambda stand_in: dry_run.measure(
+                Stub(
+                    config=config_of({}),
+                    process=Process(rank, 2, device, 1),
+                    trained=Stub(
+                        optimizer=Stub(state={1: {"a": torch.zeros(3)}}),
+                        model=Stub(parameters=lambda: [torch.zeros(5)], buffers=lambda: [torch.zeros(2)]),
+                    ),
+                    services=Stub(
+                        watchdog=Stub(step=stand_in("watched"), naming_lost_ranks=contextlib.nullcontext),
+                    ),
+                ),
+                lambda _, n: Stub(loss=Stub(item=lambda: stand_in("step")(n))),
+            ),
+            "tools__dry_run__torch__cuda__reset_peak_memory_stats",
+            answers={
+                "tools__dry_run__time": Stub(perf_counter=iter([1.0, 3.5]).__next__),
+                "tools__dry_run__peak_of": lambda compute: compute() or 1000,
+                "tools__dry_run__torch__cuda__max_memory_allocated": lambda: 77,
+                "tools__dry_run__check_pending": lambda _: print("checked"),
+            },
+        ),
+        [(0, CPU), (1, CPU), (1, GPU)],
+    ),
+    "plan of a dry run": (
+        lambda device, has_gpu, size: told(
+            lambda _: dry_run.planned(config_of({"run.device": device, "model.vocab_size": size}), 517, 4),
+            answers={
+                "tools__dry_run__torch__cuda__is_available": lambda: has_gpu,
+                "tools__dry_run__torch__cuda__get_device_name": lambda: "NVIDIA H100 80GB HBM3",
+                "tools__dry_run__make_plan": lambda config, n, device, on_gpu: [
+                    *(config.model.vocab_size, n, device and device.name, on_gpu)
+                ],
+            },
+        ),
+        [("auto", True, 0), ("cpu", True, 600), ("auto", False, 0)],
+    ),
+    "replay": (replayed, [(0, "checkpoint", "one is damaged", "another"), (1, "")]),
     "shared folder": (
         lambda sees, others, state_dict, job: told(
             lambda stand_in: patched(
@@ -486,6 +612,78 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ),
         [(2, GPU), (0, CPU)],
     ),
+    "a model that a tool opens": (
+        lambda name, *words: told(
+            lambda _: (
+                generate.main(words)
+                if name == "generate"
+                else evaluate.evaluate(evaluate.options_of(words), Process(0, 1, GPU, 1))
+            ),
+            answers={
+                "tools__generate__open_model": refuse,
+                "tools__generate__device_of": str,
+                "tools__evaluation__evaluate__open_model": refuse,
+            },
+        ),
+        [
+            *((name, "run", *more) for name, more in (("generate", ["--prompt=x"]), ("evaluate", []))),
+            ("generate", "run", "--prompt=x", "--dtype=bfloat16", "--device=cuda", "--ema", "--tokenizer=t.json"),
+            ("evaluate", "run", "--dtype=bfloat16", "--ema", "--tokenizer=t.json"),
+        ],
+    ),
+    "what a model is scored on": (
+        lambda objective, is_encoder_decoder, *data: told(
+            lambda _: [
+                *evaluate.scores_of(
+                    Stub(model=None, config=objective and Stub(data=Stub(objective=objective)), window=refuse),
+                    Texts(data=data),
+                    Process(0, 1, CPU, 1),
+                    print,
+                )
+            ],
+            answers={
+                "tools__evaluation__evaluate__is_encoder_decoder": lambda _: is_encoder_decoder,
+                "tools__evaluation__evaluate__paths__is_prepared": lambda name: name != "text",
+                "tools__evaluation__evaluate__read_meta": lambda folder: Stub(
+                    files=[vars(evaluate)["PAIRS"]] * (folder.name > "a")
+                ),
+                "tools__evaluation__evaluate___scores_of_rows": lambda *_: ["rows"],
+            },
+        ),
+        [
+            *((objective, False) for objective in ("pairs", "causal", None)),
+            *(("pairs", False, "text"), ("causal", False, "a", "b"), ("causal", False, "a"), (None, True)),
+        ],
+    ),
+    "export": (
+        lambda model_class: told(
+            lambda _: checkpoints._run(Stub(command="export", source="run", out="out", best=False, ema=True)),
+            answers={"tools__checkpoints__weights__export": lambda *given, **more: (model_class, [f"{given} {more}"])},
+        ),
+        [("Qwen2ForCausalLM",), ("Qwen3ForCausalLM",)],
+    ),
+    "beams": (
+        lambda beams, penalty: told(
+            lambda _: generate.tokens_of(
+                Stub(model="model", ends=(7, 8)), [5], generate.Options(9, beams=beams, length_penalty=penalty)
+            ),
+            "tools__generate__beam_search",
+            answers={"tools__generate__new_tokens": lambda *_: "sampled"},
+        ),
+        [(1, 1.0), (2, 0.5)],
+    ),
+    "a model of the API": (
+        lambda values: told(
+            lambda _: api.build_model(config_of({"run.device": "cpu"} | values), 517),
+            *(f"api__{name}" for name in ("freeze", "cpu__apply", "materialize")),
+            *(f"api__blocks__{name}" for name in ("apply_activation_checkpointing", "apply_compile")),
+            answers={"api__models__build": lambda _config, size, _losses: f"model of {size}"},
+        ),
+        [
+            ({"optim.freeze": ["layers.0.*"], "activation_checkpointing.mode": "full", "run.seed": 3},),
+            (PAIRS | {"model.family": "t5", "compile.enabled": True, "speed.fused_functions": False},),
+        ],
+    ),
     "device of a tool": (
         lambda name, has_gpu: told(
             lambda _: load_model.device_of(name),
@@ -573,6 +771,20 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             process__os__sysconf=lambda _: 100,
         ),
         [({"/proc/self/stat": f"1 (a) b) {' '.join(map(str, range(100, 150)))}", "/proc/uptime": "5.5 9"},), ({},)],
+    ),
+    "threads spin": (
+        spins,
+        [
+            *(
+                ([5] * 5, 8, {}),
+                ([5, 5, 4, 5, 5], 8, {}),
+                ([7] * 5, 8, {"LOCAL_WORLD_SIZE": "3"}),
+                ([3] * 5, 2, {}, True),
+            ),
+            *(([9] * 5, 2, {name: "1"}) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")),
+            *(([n] * 5, None, {}) for n in (1, 2)),
+            ([], 1, {}),
+        ],
     ),
     "open files": (
         lambda soft, hard: told(
