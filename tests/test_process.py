@@ -1,4 +1,4 @@
-"""Small parts of every command: files, the environment of a launcher, and the commands it prints."""
+"""Writing files: what fails is named, replaces nothing and leaves nothing behind."""
 
 import os
 from pathlib import Path
@@ -34,4 +34,6 @@ def test_an_error_of_writing_names_the_file_and_its_limit(tmp_path: Path, monkey
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(5, "Input/output error")))
     with pytest.raises(OSError, match="Input/output error: '.*file"):
         files.write_durably(tmp_path / "file", b"lost")
+    with pytest.raises(OSError, match="Input/output error"):
+        files.append_line(tmp_path / "lines", "lost", durably=True)
     assert (tmp_path / "file").read_bytes() == b"next", "what is not on the disk replaces nothing"

@@ -1,4 +1,4 @@
-"""What a process takes from its launcher and its container: its end, and its number of threads."""
+"""What a process takes from its launcher and its container: its end, and its number of cores."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT, start, succeeded, tiny
-from torchtitan_lite.process import cpu_threads, quota_of_cores, usable_cores
+from torchtitan_lite.process import quota_of_cores, usable_cores
 
 CORES = len(os.sched_getaffinity(0))
 NAMESPACES = ["unshare", "--user", "--map-root-user", "--uts", "--pid", "--fork", "--mount-proc"]
@@ -59,28 +59,6 @@ def test_a_worker_ends_with_its_launcher() -> None:
     assert select.select([process.stdout], [], [], 60)[0], "a worker outlives its launcher"
     assert process.stdout.read() == b""
     process.communicate()
-
-
-@pytest.mark.parametrize(("env", "threads", "expected"), [
-    ({"OMP_NUM_THREADS": "3"}, 5, (5, "run.threads")),
-    ({"OMP_NUM_THREADS": "3"}, 0, (3, "OMP_NUM_THREADS")),
-    ({"OMP_NUM_THREADS": "3,2"}, 0, (3, "OMP_NUM_THREADS")),
-    ({"OMP_NUM_THREADS": "all"}, 0, (CORES, f"{CORES} core{'s' * (CORES > 1)} / 1 rank")),
-    ({}, 0, (CORES, f"{CORES} core{'s' * (CORES > 1)} / 1 rank")),
-    ({"OMP_NUM_THREADS": "99999999999"}, 0, (CORES, f"{CORES} core{'s' * (CORES > 1)} / 1 rank")),  # as libgomp does
-    # torchrun sets the 1
-    ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "1"}, 0, (CORES, f"{CORES} core{'s' * (CORES > 1)} / 1 rank")),
-])  # fmt: skip
-def test_the_number_of_threads_has_a_source(
-    env: dict[str, str], threads: int, expected: tuple[int, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if quota_of_cores():
-        pytest.skip("this container has a quota")
-    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    assert cpu_threads(threads) == expected
 
 
 V1, V2 = "4:memory:/elsewhere\n2:cpu,cpuacct:/docker/1\n0::/\n", "0::/pod/container\n"

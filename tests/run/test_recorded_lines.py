@@ -361,13 +361,16 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "counted": (terminal.counted, [(n, "file") for n in (0, 1, 2, 1_234_567)]),
     "duration": (
         terminal.duration,
-        [(s,) for s in (0, 0.4, 1, 59.4, 59.6, 252, 3599.4, 3599.6, 7499, 86399, 86401, 273_599, 1_234_567)],
+        [(s,) for s in (0, 0.4, 1, 59.4, 59.6, 252, 3599.4, 3599.6, 7499, 86399, 86400, 86401, 273_599, 1_234_567)],
     ),
     "size": (
         terminal.size,
         [(n,) for n in (0, 1, 511, 10_485, 10_486, 2**20, 21_234_567, 2**30 - 1, 2**30, 5.5e12)],
     ),
-    "shortened": (errors.shortened, [("x" * n, 5) for n in (5, 6, 1200)]),
+    "shortened": (
+        errors.shortened,
+        [*(("x" * n, 5) for n in (5, 6, 1200)), (range(1, 5), 3), ("x" * 200,), ("x" * 201,)],
+    ),
     "exit_codes": (exit_codes, [()]),
     "columns": (columns, [([("a", "bb", "c"), ("aaa", "b", "")], (1,))]),
     "forked": (
@@ -386,6 +389,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             *(("seq-len",), ("gpus_per_node",)),
         ],
     ),
+    "meant": (lambda: {word: hints.nearest(word, sorted({*hints._MEANT.values()})) for word in hints._MEANT}, [()]),
     "not_options": (lambda *known: [*hints.not_options(TYPED, known)], [("train.steps", "retry"), ("world-size",)]),
     "unknown_keys": (hints.unknown_keys, [(TYPED,)]),
     "option": (

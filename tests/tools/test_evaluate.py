@@ -146,16 +146,6 @@ def test_different_documents_have_no_difference(folder: Path) -> None:
     assert not one.same_documents(other)
 
 
-def test_text_like_special_tokens_is_text(tmp_path: Path) -> None:
-    usual, file = byte_level(), tmp_path / "text.jsonl"
-    usual.add_special_tokens(["</s>"])
-    file.write_text('{"text": "a</s>b"}\n')
-    model: Any = torch.nn.Identity()
-    opened = Opened("", model, usual, (usual.get_vocab()["</s>"],), [])
-    (document,) = documents(opened, str(file), Texts())
-    assert document == Document(usual.encode("a<").ids + usual.encode("/s>b").ids, 6, hash_of(b"a</s>b"))
-
-
 def test_an_encoder_decoder_scores_as_in_its_validation(pairs: Path, tmp_path: Path) -> None:
     (model,) = scored(2, pairs / "run", out=tmp_path / "scores.json")
     (row,) = model["texts"].values()
