@@ -143,7 +143,7 @@ HISTORIES: dict[str, Namespace] = {
     "failed, then failed before a step": history(
         [
             start(0, 0, [2, 4, 6], validated={4: 8.0}, saved=[4], end=("failed", 7, 60, "a bug")),
-            start(500, 4, end=("failed", 4, 20, "out of memory")),
+            start(500, 4, end=("failed", 4, 20, "out of memory"), config={"train.steps": 30}),
         ],
         [4],
         asked=[3, 5],
@@ -217,8 +217,8 @@ HISTORIES: dict[str, Namespace] = {
     ),
     "the best checkpoint is deleted": history(
         [
-            start(0, 0, [2, 4, 6, 8, 10, 12], 2.0, {4: 6.5, 8: 7.0, 12: 7.0, 10: None}, [4, 8, 10, 12]),
-            start(300, 12, [14], 3.0, {13: 6.75}),
+            start(498_000, 0, [2, 4, 6, 8, 10, 12], 2.0, {4: 6.5, 8: 7.0, 12: 7.0, 10: None}, [4, 8, 10, 12]),
+            start(499_600, 12, [14], 3.0, {13: 6.75}),
         ],
         [8, 10, 12],
         asked=[5, 9, 14],
@@ -368,6 +368,7 @@ def said_of(
             "events": {str(step): text for step, text in run.events.items()},
             "seconds": {kind: seconds for kind, seconds in page.seconds_of(run).items() if seconds},
             "table": runs.table([run]),
+            "on the page": page._status(run),
         }
 
     monkeypatch.setenv("HOME", str(folder.parent))

@@ -23,7 +23,7 @@ from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import run_cli
 from torchtitan_lite.process import python_command
 from torchtitan_lite.tools import checkpoints, generate, migrate_accelerate, status
-from torchtitan_lite.tools.evaluation import evaluate
+from torchtitan_lite.tools.evaluation import documents, evaluate
 from torchtitan_lite.tools.incidents.which import main as which
 
 WORDS = [
@@ -127,7 +127,8 @@ TRAINING = [  # a run, the number of ranks, and further options
     *("two 2 --train.epochs=1.5", "two 1 --train.epochs=1.75"),
     "two 1 --train.epochs=2 '--data.sources={\"FOLDER/data/news\" = 1.0}'",
     *("experts 1", "answers 1", "stopped 1", "worse 1"),
-    *("failed 1", "failed 1", "failed 1 --retry", "stopped 1 --dry-run"),
+    *("failed 1", "failed 1", "failed 1 --retry"),
+    "stopped 1 --dry-run --model.vocab_size=300 --train.batch_schedule=[[0,6],[4,9]]",
     *("inspected 2 --inspect", "experts 2 --inspect --fsdp.dp_shard=1"),
     "one 1 --run.name=from --model.init_from=FOLDER/damaged --train.steps=1 --optim.warmup_steps=0 --optim.ema_decay=0",
     *("one 1 --check-config", "one 1 --check-config --train.steps=9 --optim.lr=1e-3", "one 1 --print-config"),
@@ -204,6 +205,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
         if "init_from" in line:
             damage(shutil.copytree(folder / "one", folder / "damaged"))
         made.train(line)
+    (folder / "unsaved/checkpoints").mkdir(parents=True)
     (folder / "bert").mkdir()
     (folder / "bert/config.json").write_text('{"model_type": "bert"}')
     shutil.copytree(folder / "stopped", folder / "lost")
@@ -276,7 +278,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 }
 ROWS = {  # by command, the arguments of each call; FOLDER is the place's
     "checkpoint": """
-verify one
+verify one damaged stopped
 verify FOLDER
 verify nosuch
 verify data
@@ -353,7 +355,7 @@ fork --step=3
 fork --find 地図
 one --find naïve --to 4
 two --find=42
-answers --find=ÅNGSTRÖM --step 1
+answers --find='(old) übt' --step 1 --to 3 --json FOLDER/found.json
 experts --find=x --step 1 --to 2
 one --find nowhere
 one
@@ -369,6 +371,8 @@ data --step 1""",
 one --prompt the --max-tokens 4
 best --best --ema --prompt x --max-tokens=1 --temperature=0 --seed 3
 answers --source x --beams 3 --length-penalty 0.5 --max-tokens 2
+answers --source=''
+answers --source 'word word word word word word word word word '
 two --prompt=a --ema
 one
 one/checkpoints/step-00000008 --prompt a --top-k=3 --top-p 0.5 --max-tokens=2
@@ -405,8 +409,9 @@ one --data FOLDER/news.jsonl --text-key body --json FOLDER/scores.json
 one fork --tasks FOLDER/quiz.jsonl FOLDER/last.jsonl brackets --questions 4 --seq-len 30 --json FOLDER/tasks.json
 hf one --data FOLDER/data/essays --tasks FOLDER/quiz.jsonl FOLDER/last.jsonl
 hf3 hf --data FOLDER/data/news --tokenizer FOLDER/data/essays/tokenizer.json
-answers --data FOLDER/data/pairs --documents=5 --seq-len 12
+answers --data FOLDER/data/pairs --split train --documents=5 --seq-len 12
 one --data FOLDER/data/pairs
+one fork --data FOLDER/essays --documents=2
 hf
 hf --data nosuch.txt
 hf --data FOLDER/news.jsonl --seq-len=49
@@ -430,6 +435,10 @@ def test_commands(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each command with all of its options, on the runs above; and its mistakes."""
     monkeypatch.setenv("COLUMNS", "9999")  # no line of a help text is broken
     monkeypatch.chdir(place.folder)
+    # fewer at a time than there are
+    monkeypatch.setattr(documents, "ENCODED_TOGETHER", 4)
+    monkeypatch.setattr(documents, "SORTED_TOGETHER", 6)
+    monkeypatch.setattr("torchtitan_lite.tools.incidents.which._TOGETHER", 3)
     tools, folder = Place(place.folder), place.folder
     records = shutil.copytree(folder / "one", folder / "best") / "metrics.jsonl"
     records.write_text(re.sub(r'"val_loss": 5\.0', '"val_loss": 9.0', records.read_text()))  # that of step 8
@@ -456,7 +465,7 @@ def test_commands(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
         for row in rows.strip().splitlines():
             monkeypatch.setattr("sys.stdin", io.StringIO(f"the\n{'x' * 60}\n\nnot read\n"))
             tools.call(name, COMMANDS[name], row)
-    for name in ("which", "scores", "tasks"):
+    for name in ("which", "found", "scores", "tasks"):
         content = json.loads((folder / f"{name}.json").read_text(encoding="utf-8").replace(str(folder), "FOLDER"))
         content |= {"documents": [json.dumps(one, ensure_ascii=False) for one in content.pop("documents", ())]}
         tools.said[f"{name}.json"] = content
