@@ -88,6 +88,8 @@ def test_a_plain_loop_with_other_values(place: Path, tmp_path: Path, name: str) 
     given = {key: str(value).lower() if isinstance(value, bool) else value for key, value in (MORE | more).items()}
     succeeded(ranks(1, *tiny(place / "my_text", tmp_path, run__name="run", **given)))
     assert plain_loop(tiny_config(**more)) == losses(tmp_path / "run")
+    model, _ = ttl.load_model(tmp_path / "run", dtype=torch.bfloat16)
+    assert {tensor.dtype for tensor in model.buffers()} <= {torch.float32}, "biases of routers, too"
 
 
 @pytest.mark.filterwarnings("ignore:without effect.* train.steps = 5 needs train.epochs = 0")
@@ -206,6 +208,10 @@ def test_weights_of_a_run_and_of_a_published_model(place: Path) -> None:
         ("ttl.load_config(overrides={'train.stepz': 5})", "overrides: [train] stepz = 5: unknown key"),
         ("ttl.load_config('nosuch.toml')", "nosuch.toml: no such file"),
         ("ttl.load_config(overrides={'model.init_from': 'nosuch'})", "model.init_from"),
+        (
+            "ttl.load_config(overrides={'optim.freeze': ['nothing.*']})",
+            'optim.freeze: "nothing.*" matches no parameter',
+        ),
         ("ttl.open_data(ttl.load_config(overrides={'data.path': 'nosuch'}))", "nosuch"),
         ("ttl.build_model(config)", "ttl.build_model(config, data.vocab_size)"),
         (

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+import torchtitan_lite as ttl
 from examples import rouge
 from tests.data.test_pairs import decoded
 from tests.helpers import ROOT, checkpoint, ranks, records, succeeded, tiny
@@ -82,6 +83,11 @@ def test_generate_adds_the_prefix_of_training(run: Path, capsys: pytest.CaptureF
         assert "each source begins with 'summarize: ', as in training" in found.err
         said.append(found.out)
     assert said[0] == said[1]
+    with pytest.warns(UserWarning, match="as in training"):
+        model, tokenizer = ttl.load_model(run)
+    assert ttl.generate(model, tokenizer, "Open door 5.", temperature=0, max_tokens=9) == said[0].removesuffix("\n")
+    assert tokenizer.config
+    assert ttl.open_data(tokenizer.config).tokenizer.source_prefix == "summarize: "
     opened = load_model.open_model(run, torch.device("cpu"), torch.float32)
     ids = generate.encode(opened, "summarize: a")
     assert generate.main([str(run), "--source=a", "--max-tokens=6", "--beams=3", "--length-penalty=-2"]) == 0

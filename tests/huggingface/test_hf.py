@@ -75,9 +75,12 @@ def test_a_run_is_exported_and_trained_on(text: Path, tmp_path: Path) -> None:
     assert forks[0] == forks[1] == forks[2]
     assert forks[0][1][0] < losses(tmp_path / "first")[1][0] - 0.005
 
-    # the config of an import has a rate of its own
-    written = tmp_path / "mine.toml"
+    # the config of an import has a rate of its own, and the first end token that the tokenizer has
+    about, written = json.loads((exported / "config.json").read_text()), tmp_path / "mine.toml"
+    (exported / "config.json").write_text(json.dumps(about | {"eos_token_id": [-1, None, 10**6, 0]}))
+    assert hf.end_tokens(exported) == (-1, 10**6, 0)
     succeeded(python("import", str(exported), str(written), script="checkpoint.py"))
+    assert 'end_token = "<|endoftext|>"\n' in written.read_text()
     more = {"run__name": "continued", "train__steps": 2, "optim__warmup_steps": 1}
     kept = [o for o in tiny(text, tmp_path, **more) if not o.startswith(("--model.", "--optim.lr", "--optim.name"))]
     assert "optim.lr = " not in succeeded(ranks(2, "--config", str(written), *kept))

@@ -135,7 +135,8 @@ def validate_average(process: Process, folder: Path) -> tuple[dict[str, Any], li
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter, average in zip(model.parameters(), other.parameters(), strict=True):
         optimizer.state[parameter] = {"ema": average.detach().clone()}
-    validation = validation_of(DataSet.open({"a": (1.0, folder)}), 5, process.rank, process.world_size)
+    data = DataSet.open({"a": (1, folder), "b": (2, folder)})
+    validation = validation_of(data, 5, process.rank, process.world_size)
     before = evaluate(model, validation, CPU)
     record, line = evaluate_average(3, model, optimizer, validation, CPU)
     return record, [before, evaluate(model, validation, CPU), evaluate(other, validation, CPU)], line

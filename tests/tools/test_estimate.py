@@ -19,6 +19,9 @@ SMALL: dict[str, Any] = {"tokenizer.vocab_size": 1000, "model.dim": 128, "model.
 SMALL |= {"train.seq_len": 256, "train.micro_batch_size": 2}
 T5 = {"model.family": "t5", "model.n_decoder_layers": 1, "data.objective": "span_corruption", "optim.name": "adamw"}
 
+PATTERN, TWO_PER_GROUP = ["window", "window", "full"], {"fsdp.blocks_per_group": 2}
+EVERY_THIRD = {"activation_checkpointing.mode": "full", "activation_checkpointing.every": 3}
+
 
 def config_of(values: dict[str, Any], world_size: int) -> Config:
     return load.load(None, SMALL | values, world_size=world_size, n_gpus=8, elsewhere=True).config
@@ -28,15 +31,16 @@ def config_of(values: dict[str, Any], world_size: int) -> Config:
     ("values", "most"),
     [
         ({"model.n_layers": 11}, [5]),
-        ({"model.n_layers": 13, "fsdp.blocks_per_group": 2}, [11]),
-        ({"model.n_layers": 14, "model.family": "gemma3", "model.layer_pattern": ["window"] * 2 + ["full"]}, [11]),
-        (
-            {"model.n_layers": 17, "activation_checkpointing.mode": "full", "activation_checkpointing.every": 3},
-            [11],
-        ),
+        ({"model.n_layers": 13} | TWO_PER_GROUP, [11]),
+        ({"model.n_layers": 14, "model.family": "gemma3", "model.layer_pattern": PATTERN}, [11]),
+        ({"model.n_layers": 32, "model.family": "gemma3", "model.layer_pattern": PATTERN} | TWO_PER_GROUP, [20]),
+        ({"model.n_layers": 17} | EVERY_THIRD, [11]),
+        ({"model.n_layers": 35} | EVERY_THIRD | TWO_PER_GROUP, [23]),
         (T5 | {"model.n_layers": 9, "model.n_decoder_layers": 12}, [5, 5]),
         ({"model.n_layers": 11, "fsdp.explicit_prefetching": True, "fsdp.backward_prefetch": 3}, [7]),
+        ({"model.n_layers": 11, "fsdp.explicit_prefetching": True, "fsdp.forward_prefetch": 2}, [6]),
         ({"model.n_layers": 7, "optim.freeze": ["layers.0.*"]}, [7]),
+        ({"model.n_layers": 8, "fsdp.shard_columns": ["*.wq.weight"]}, [8]),
         ({"model.n_layers": 5}, [5]),
     ],
 )

@@ -1,10 +1,12 @@
 """Generation: the cache does not change the text, and every kind of folder gives the same text."""
 
 import io
+import itertools
 import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -100,15 +102,17 @@ def test_the_sampler_obeys_temperature_top_k_top_p_and_seed() -> None:
         assert set(drawn(sampler, torch.tensor([-3.0, 7.0, 2.0, 6.9]), 20)) == {1}
 
 
-def test_what_is_printed_and_every_option_has_its_effect(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_printed_and_every_option_has_its_effect(
+    finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened = load_model.open_model(finished, torch.device("cpu"), torch.float32)
     encode, decode = opened.tokenizer.encode, opened.tokenizer.decode
     ids = encode("def ").ids
+    monkeypatch.setattr(generate, "time", SimpleNamespace(perf_counter=itertools.count(0, 4).__next__))
 
     def printed(*options: str) -> tuple[str, str]:
         assert generate.main([str(finished), "--prompt=def ", *options]) == 0
-        out, err = capsys.readouterr()
-        return out, re.sub(r"[\d.,]+ tokens/s", "N tokens/s", err)
+        return capsys.readouterr()
 
     for options, most, sampler in (
         ([], 200, Sampler(0.8)),
@@ -117,11 +121,13 @@ def test_what_is_printed_and_every_option_has_its_effect(finished: Path, capsys:
         (["--max-tokens=9", "--temperature=3", "--top-p=0.1"], 9, Sampler(3.0, top_p=0.1)),
     ):
         tokens = list(new_tokens(opened.model, ids, most, sampler, opened.ends))
-        text, n = decode([*ids, *tokens]), f"{len(tokens)} tokens"
-        assert printed(*options) == (f"{text}\n", f"{opened.source}\n{n}, N tokens/s\n"), options
+        text, n = decode([*ids, *tokens]), len(tokens)
+        assert printed(*options) == (f"{text}\n", f"{opened.source}\n{n} tokens, {n / 4:.1f} tokens/s\n"), options
     some = generate.Options(9, temperature=3.0, top_p=0.1)
     up_to = tokens[: tokens.index(tokens[4])]
-    assert list(generate.tokens_of(replace(opened, ends=(tokens[4],)), ids, some)) == up_to, "an end token ends it"
+    assert some.sampler is some.sampler, "one for a conversation, which goes on with its random numbers"
+    ended = generate.tokens_of(replace(opened, ends=(517, tokens[4])), ids, some)
+    assert list(ended) == up_to, "each end token ends it"
     assert opened.source == f"{checkpoint(finished, 4)} (gpt, 59,744 parameters)"
     assert (generate.encode(opened, ""), len(generate.encode(opened, "x" * 36))) == ([0], 36)
 
@@ -182,6 +188,8 @@ def test_a_conversation_ends_at_an_empty_line(
     assert err.count("tokens/s") == 2
     assert "max_seq_len" in err
     assert said.read() == "the\n", "not asked for"
+    monkeypatch.setattr("sys.stdin", io.StringIO("the"))
+    assert generate.main([str(finished), "--interactive", "--max-tokens=2"]) == 0, "at the end of the input, too"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\n"), encoding="utf-8"))
     assert generate.main([str(finished), "--interactive"]) == 2
     assert "is not utf-8" in capsys.readouterr().err

@@ -32,7 +32,7 @@ ROWS: dict[str, list[str]] = {  # by device and ranks
         "--compile.enabled=true",
         "--train.global_batch_size=16",
     ],
-    "a100 16": [*T5, "--model.n_decoder_layers=1", ADAMW, "--optim.ema_decay=0.9", "--train.global_batch_size=32"],
+    "a100 16": [*T5, "--model.n_decoder_layers=2", ADAMW, "--optim.ema_decay=0.9", "--train.global_batch_size=32"],
     "B200 16": [
         *("--model.family=mistral", "--model.window=100", "--model.n_kv_heads=2", "--fsdp.dp_replicate=4"),
         *("--fsdp.reshard_after_backward=false", "--train.global_batch_size=96"),

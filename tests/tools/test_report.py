@@ -151,6 +151,8 @@ def test_what_is_not_finite_is_a_gap_and_is_marked(tmp_path: Path) -> None:
     assert read_run(run).events == {2: "not finite"}
     (marks,) = (trace for trace in figure_of(run)["data"] if trace["mode"] == "markers+text")
     assert (marks["x"], marks["y"], marks["text"]) == ([2], [records[0]["loss"]], ["not finite"])
+    never = write_run(tmp_path / "never", [step(1, loss=None)])
+    assert "<b>not finite</b>" in made(tmp_path / "page.html", never)
 
 
 # --- several runs -----------------------------------------------------------------------------------------------
@@ -211,7 +213,7 @@ def test_changes_and_kills_are_marked_on_the_curve_and_listed(tmp_path: Path) ->
 
 
 def test_runs_with_equal_configs_are_said_to_be_so(tmp_path: Path) -> None:
-    without = [write_run(tmp_path / name, [step(1)]) for name in ("a", "b")]
+    without = [write_run(tmp_path / name, [step(1)]) for name in "abcdefghi"]  # more than there are colours
     assert "The configs of the runs do not differ." in made(tmp_path / "page.html", *without)
 
 
