@@ -90,8 +90,9 @@ def test_a_check_refuses_what_a_start_would(run: Path, again: Again) -> None:
     before = contents(run)
     said = again("--check-config", code=2, optim__lr=0.5, train__steps=12)
     assert "has made 8 steps, and its values differ from this command's:" in said
-    said = again("--check-config", code=2, model__dim=64, train__steps=12)
+    said = again("--check-config", code=2, model__dim=64, model__vocab_size=600, train__steps=12)
     assert "model.dim is 32 in the checkpoint and 64 here" in said
+    assert "model.vocab_size is 517 in the checkpoint and 600 here" in said
     fork = {"run__name": "new", "checkpoint__resume": run}
     assert "can't be forked, because its values differ" in again("--check-config", code=2, **fork, model__dim=64)
     for more in ({"train__steps": 12}, fork, fork | {"optim__lr": 0.5}):
