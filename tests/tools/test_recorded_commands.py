@@ -427,6 +427,8 @@ one --json /dev/null/x.json
 hf --data FOLDER/news.jsonl ''
 hf nosuch --data FOLDER/news.jsonl
 hf --data FOLDER/news.jsonl --tokenizer=/dev/null
+hf --data FOLDER/data/essays --tokenizer words.json
+one --data FOLDER/data/essays --tokenizer words.json
 --help""",
 }
 

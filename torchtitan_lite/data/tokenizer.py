@@ -37,14 +37,17 @@ def load(path: Path) -> Tokenizer:
     return tokenizer
 
 
-def encode(tokenizer: Tokenizer, text: str, name: str = "text") -> list[int]:
+def encode(tokenizer: Tokenizer, text: str, name: str = "text", *, special: bool = False) -> list[int]:
     """Return the tokens of a text, without an end token; `name` is for messages.
+
+    Args:
+        special: with the tokens that the tokenizer puts around a text.
 
     Raises:
         ConfigError: it can't be encoded.
     """
     try:
-        return [int(i) for i in tokenizer.encode(text, add_special_tokens=False).ids]
+        return [int(i) for i in tokenizer.encode(text, add_special_tokens=special).ids]
     except BaseException as error:  # e.g. a word without an entry; the library's panics are BaseExceptions
         raise ConfigError(f"the tokenizer can't encode the {name} {text[:40]!a}: {reason(error)}") from None
 

@@ -44,11 +44,15 @@ class Opened:
     state: TrainState | None = None  # of its checkpoint
 
     def first_token(self) -> list[int]:
-        """Return a run's end token, or the token that a Hugging Face tokenizer puts first, if any."""
+        """Return a run's end token, or the token that a Hugging Face tokenizer puts first, if any.
+
+        Raises:
+            ConfigError: the tokenizer can't encode a letter.
+        """
         if self.config:
             return list(self.ends[:1])
-        with_special, without = (self.tokenizer.encode("a", add_special_tokens=flag).ids for flag in (True, False))
-        return [int(with_special[0])] if with_special[:1] != without[:1] else []
+        with_special, without = (bpe.encode(self.tokenizer, "a", special=flag) for flag in (True, False))
+        return with_special[:1] if with_special[:1] != without[:1] else []
 
     def beginning(self) -> list[int]:
         """Return the token before a document: the first token, else the end token if the model has it."""
