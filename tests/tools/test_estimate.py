@@ -38,7 +38,7 @@ def config_of(values: dict[str, Any], world_size: int) -> Config:
         ({"model.n_layers": 35} | EVERY_THIRD | TWO_PER_GROUP, [23]),
         (T5 | {"model.n_layers": 9, "model.n_decoder_layers": 12}, [5, 5]),
         ({"model.n_layers": 11, "fsdp.explicit_prefetching": True, "fsdp.backward_prefetch": 3}, [7]),
-        ({"model.n_layers": 11, "fsdp.explicit_prefetching": True, "fsdp.forward_prefetch": 2}, [6]),
+        ({"model.n_layers": 11, "fsdp.explicit_prefetching": True, "fsdp.forward_prefetch": 4}, [8]),
         ({"model.n_layers": 7, "optim.freeze": ["layers.0.*"]}, [7]),
         ({"model.n_layers": 8, "fsdp.shard_columns": ["*.wq.weight"]}, [8]),
         ({"model.n_layers": 5}, [5]),
