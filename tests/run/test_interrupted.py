@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 from torch import distributed
 
@@ -21,7 +22,6 @@ from tests.tools.test_recorded_commands import PREPARED, Place, write_texts
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.data.prepare.__main__ import main as prepare
 from torchtitan_lite.run import attempts, start_and_end
-from torchtitan_lite.run.session import Session
 
 RUN = """--run.out_dir=FOLDER --run.name=run --run.device=cpu --run.threads=1 --model.family=gpt --model.dim=8
 --model.n_layers=1 --model.n_heads=1 --model.max_seq_len=16 --train.seq_len=16 --train.micro_batch_size=2
@@ -93,9 +93,8 @@ def main(argv: list[str]) -> int:
         with contextlib.redirect_stdout(io.StringIO()):
             assert prepare([*place.words(line), "--tokenizer=bytes", "--val-fraction=0.2"]) == 0
 
-    sessions, take_over = list[Session](), start_and_end.take_over
     module: Any = start_and_end
-    module.take_over = lambda *given: take_over(*given, *sessions.__iadd__(given[-1:])[:0])
+    taken = module.take_over = Mock(wraps=module.take_over)
 
     def start(line: str) -> str:
         place.call("train", train.main, line)
@@ -121,7 +120,7 @@ def main(argv: list[str]) -> int:
             ", ".join(again),
             *(f"differs: {key}" for key in {**now, **then} if now.get(key) != then.get(key)),
         ]
-    services = sessions[-1].services
+    services = taken.call_args.args[-1].services
     for service in (services.watchdog, services.preemption):
         service.on_abort(f"said by {type(service).__name__}")
         last = attempts.read(folder / run)[-1]
