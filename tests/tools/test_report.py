@@ -246,6 +246,8 @@ def test_the_table_has_the_best_run_first_and_the_keys_that_differ(
     assert capsys.readouterr().out.splitlines()[1].split() == ["run", "1/20", "-", "-", "-", "complete"]
     assert report.main([str(tmp_path / "none"), "--table"]) == 2
     assert "none is not the folder of a run" in capsys.readouterr().err
+    assert report.main([str(run), "--tabel"]) == 2
+    assert "the nearest known one is --table" in capsys.readouterr().err
 
 
 # --- in a browser -----------------------------------------------------------------------------------------------
