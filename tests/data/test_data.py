@@ -12,7 +12,7 @@ from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
 from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.loader import Batch, Loader, MicroBatch, SampleSource
 from torchtitan_lite.data.order import sample_indices
-from torchtitan_lite.data.prepare.documents import usable
+from torchtitan_lite.data.prepare.documents import documents, usable
 from torchtitan_lite.data.prepare.summary import summary
 from torchtitan_lite.data.prepare.texts import Corpus, find
 from torchtitan_lite.data.samples import Samples
@@ -110,6 +110,8 @@ def test_blocks_of_a_file_are_its_text(tmp_path: Path) -> None:
     assert max(len(block.encode()) for block in blocks) <= 64 * 1024
     assert len(blocks) >= 16
     assert sum(len(block.encode()) > found.block - 4 for block in blocks) >= 5, "those of the long line are full"
+    assert [*documents(found, count=(read := list[int]()).append)]
+    assert sum(read) == len(text.encode()), "which a bar of progress shows"
 
 
 # --- preparing --------------------------------------------------------------------------------------------------
