@@ -95,7 +95,7 @@ def load(process: Process, folder: Path, mesh: str, family: str, sources: Sequen
 
     Rank 0 sends several rows at a time; to columns, less than a row.
     """
-    full_state.CHUNK_BYTES = 96 if mesh == "2x2c" else 1000
+    full_state.CHUNK_BYTES = 96 if mesh == "2x2c" else 8000
     for source in sources:
         expected = load_file(folder / f"{source}.safetensors")
         for kind, api in WAYS:
