@@ -11,6 +11,7 @@ import gc
 import importlib
 import json
 import os
+import pkgutil
 import random
 import runpy
 import select
@@ -76,15 +77,19 @@ class Ranks:
         for rank in range(n):
             launched = together | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if n > 1 else {}
             self.pids.append(_fork(given | launched, argv, out, err, entry, fault))
+        self._ends = {rank: os.pidfd_open(pid) for rank, pid in enumerate(self.pids)}  # readable when it has ended
 
     def running(self) -> list[int]:
         """The ranks that have not ended."""
-        for rank, pid in enumerate(self.pids):
-            if rank not in self.codes:
-                done, status = os.waitpid(pid, os.WNOHANG)
-                if done:
-                    self.codes[rank] = os.waitstatus_to_exitcode(status)
-        return [rank for rank in range(len(self.pids)) if rank not in self.codes]
+        for rank in [*self._ends]:
+            done, status = os.waitpid(self.pids[rank], os.WNOHANG)
+            if done:
+                self.codes[rank] = os.waitstatus_to_exitcode(status)
+                os.close(self._ends.pop(rank))
+        return [*self._ends]
+
+    def _wait_for_one(self, end: float) -> None:
+        select.select([*self._ends.values()], [], [], max(0.0, end - time.monotonic()))
 
     def send(self, number: signal.Signals, ranks: Sequence[int] = ()) -> None:
         """To all, or these, that have not ended."""
@@ -109,14 +114,14 @@ class Ranks:
         while {*self.running()} & {*(ranks or range(len(self.pids)))}:
             if time.monotonic() > end:
                 return False
-            time.sleep(0.005)
+            self._wait_for_one(end)
         return True
 
     def finish(self, seconds: float) -> None:
         """Wait for all; when one fails, or the time is over, end the others as torchrun does."""
         end = time.monotonic() + seconds
         while self.running() and not any(self.codes.values()) and time.monotonic() < end:
-            time.sleep(0.005)
+            self._wait_for_one(end)
         left = self.running()
         self.send(signal.SIGTERM)
         # torchrun waits for 30 s; but the ranks after the first sleep for 10 between recording an error and printing it
@@ -240,7 +245,6 @@ def _become_worker(env: Mapping[str, str], streams: Sequence[int]) -> NoReturn:
         os.close(stream)
     os.environ.clear()
     os.environ.update(env)
-    gc.unfreeze()
     sys.argv = ["-c"]
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, mode, closefd=False) for n, mode in enumerate("rww"))
     try:
@@ -253,12 +257,19 @@ def _become_worker(env: Mapping[str, str], streams: Sequence[int]) -> NoReturn:
 
 def main() -> None:
     """Serve until the input ends, which is when whoever started this does."""
-    # what is imported now, no run has to import
+    # what is imported now, no run and no worker has to import
+    import pytest  # noqa: F401
     import torch._dynamo
     import torch._inductor.compile_fx  # noqa: F401
 
-    import train  # noqa: F401
+    import torchtitan_lite
     from torchtitan_lite.distributed import normal_values
+
+    for module in pkgutil.walk_packages(torchtitan_lite.__path__, "torchtitan_lite."):
+        # not the commands, which python -m would warn of, and not what needs a GPU
+        if module.name.count(".") > 1 and not module.name.endswith(("__main__", "loss_kernel")):
+            importlib.import_module(module.name)
+    importlib.import_module("train")
 
     normal_values._quantiles()  # 0.1 s of each run
     gc.freeze()

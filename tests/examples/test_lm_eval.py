@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lm_eval.tasks import TaskManager
 
-from examples import lm_eval_model
 from tests.docs.pages import blocks
 from tests.helpers import ROOT
 from torchtitan_lite.distributed.process_group import Process
@@ -22,6 +20,11 @@ def test_the_scores_of_a_task_are_those_of_evaluate(
     finished: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file and the YAML of the page: acc is the score `plain`, and acc_norm `per_byte` of ASCII."""
+    # here: each worker would spend a second on them to collect the tests
+    from lm_eval.tasks import TaskManager
+
+    from examples import lm_eval_model
+
     source, chance = (text / "argparse.txt").read_text(), random.Random(0)
     assert source.isascii()
     rows = []

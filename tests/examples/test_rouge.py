@@ -4,6 +4,7 @@ import csv
 import json
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ import torch
 from tokenizers import Tokenizer
 
 import torchtitan_lite as ttl
-from examples import rouge
 from tests.data.test_pairs import decoded
 from tests.helpers import ROOT, checkpoint, ranks, records, succeeded, tiny
 from torchtitan_lite.data.prepare.__main__ import main as prepare
@@ -25,6 +25,14 @@ SHRUNK = {
     **{"train.micro_batch_size": 3, "train.global_batch_size": 6, "fsdp.param_dtype": "float32", "eval.samples": 5},
     **{"optim.warmup_steps": 1, "log.every": 1, "sample.max_tokens": 6, "checkpoint.keep_latest": 1},
 }
+
+
+@pytest.fixture(scope="module")
+def rouge() -> ModuleType:
+    """Imported when it is needed: its scipy takes 2 s, which each worker would spend to collect the tests."""
+    from examples import rouge
+
+    return rouge
 
 
 def wikihow(file: Path, n: int = 60) -> Path:
@@ -105,7 +113,12 @@ def test_generate_adds_the_prefix_of_training(run: Path, capsys: pytest.CaptureF
     ],
 )
 def test_scores_are_those_of_the_definition(
-    reference: str, answer: str, expected: tuple[float, ...], run: Path, monkeypatch: pytest.MonkeyPatch
+    reference: str,
+    answer: str,
+    expected: tuple[float, ...],
+    run: Path,
+    rouge: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     encode = Tokenizer.from_file(str(run / "tokenizer.json")).encode
     monkeypatch.setattr(rouge, "questions", lambda *_: [([1], encode(reference).ids)])
@@ -114,7 +127,7 @@ def test_scores_are_those_of_the_definition(
     assert tuple(row[kind] for kind in rouge.KINDS) == pytest.approx(expected)
 
 
-def test_a_run_without_pairs_is_refused(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_pairs_is_refused(finished: Path, rouge: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     for folder, said in (
         (finished, 'was not trained with data.objective = "pairs"'),
         (finished.parent, "is not a run with a checkpoint"),
@@ -124,7 +137,9 @@ def test_a_run_without_pairs_is_refused(finished: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.extended
-def test_the_wikihow_job_runs_from_its_csv_to_rouge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_wikihow_job_runs_from_its_csv_to_rouge(
+    tmp_path: Path, rouge: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = wikihow(tmp_path / "wikihowAll.csv")
     values = SHRUNK | {"data.path": file, "data.cache_dir": tmp_path / "cache", "run.out_dir": tmp_path}
     command = ["--config", str(WIKIHOW), *(f"--{key}={value}" for key, value in values.items())]

@@ -79,10 +79,16 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def _broadcast(data: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the first rank's bytes, on every rank."""
+    """Return the first rank's bytes, on every rank. A few bytes take one message, as after each tensor of a save."""
     source = dist.get_global_rank(group, 0) if group else 0
-    size = torch.tensor([0 if data is None else len(data)], device="cpu")
-    dist.broadcast(size, source, group)
+    first = torch.zeros(64, dtype=torch.uint8, device="cpu")  # the size, and the data if there is room
+    size, room = first[:8].view(torch.int64), first[8:]
+    if data is not None:
+        size.fill_(len(data))
+        room[: len(data)] = data[: len(room)]
+    dist.broadcast(first, source, group)
+    if int(size) <= len(room):
+        return room[: int(size)]
     if data is None:
         data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
     dist.broadcast(data, source, group)
