@@ -53,6 +53,8 @@ from torchtitan_lite.distributed.ranks import on_all, on_rank0
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.optim.optimizer import kept_hyperparameters, make_state
 
+TOGETHER_BYTES = 2**20  # of small tensors that rank 0 writes before the others go on
+
 
 class Checkpointer(BaseCheckpointer):
     """Saves a run's checkpoints, and loads the one to resume from. All ranks make the same calls."""
@@ -112,23 +114,30 @@ class Checkpointer(BaseCheckpointer):
         def keep(name: str, tensor: Tensor) -> None:
             whole.update(self.host_copies({name: tensor}))
 
-        for name, tensor in tensor_names.by_name(parts).items():
-            self.gather(tensor, functools.partial(keep, name))
+        self.gather(tensor_names.by_name(parts), keep)
         return self.write_whole(whole)
 
     def write_gathered(self, path: Path, tensors: Tensors) -> FileRecord:
         """Write a file on rank 0, one whole tensor at a time. Collective."""
         with TensorWriter(path, specs_of(tensors)) as writer:
-            for name in writer.names:
-                self.gather(tensors[name], functools.partial(writer.add, name))
+            self.gather({name: tensors[name] for name in writer.names}, writer.add)
             return FileRecord(**on_rank0(lambda: asdict(writer.close()), self.group))
 
-    def gather(self, tensor: Tensor, take: Callable[[Tensor], None]) -> None:
-        """Gather a whole tensor, and pass it to `take` on rank 0. An error of `take` is raised on every rank."""
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        # Outside of a run full_tensor() has a timeout, but rank 0's disk may be slow. So the other ranks wait for
-        # `take` here, in a group without a timeout.
-        on_rank0(functools.partial(take, whole), self.group)
+    def gather(self, tensors: Tensors, take: Callable[[str, Tensor], None]) -> None:
+        """Gather whole tensors, and pass them to `take` on rank 0. An error of `take` is raised on every rank."""
+        whole: Tensors = {}
+
+        def take_all() -> None:
+            for item in whole.items():
+                take(*item)
+
+        for i, (name, tensor) in enumerate(tensors.items(), 1):
+            whole[name] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            # Outside of a run full_tensor() has a timeout, but rank 0's disk may be slow. So the other ranks wait for
+            # `take` here, in a group without a timeout; after each large tensor, or some small ones.
+            if i == len(tensors) or sum(one.nbytes for one in whole.values()) >= TOGETHER_BYTES:
+                on_rank0(take_all, self.group)
+                whole.clear()
 
     def write_whole(self, tensors: Tensors) -> Write:
         """Return the function that writes whole tensors from rank 0's memory."""

@@ -24,7 +24,7 @@ from torchtitan_lite.run.watchdog import Watchdog
 LIMITS = RunConfig(device="cpu", threads=1, timeout_minutes=0.08)
 LIMIT_S = 60 * LIMITS.timeout_minutes
 START_MINUTES = 0.05
-LONG_S = 2.5 * LIMIT_S
+LONG_S = 1.6 * LIMIT_S
 SPIN = f"import time; end = time.monotonic() + {LONG_S}\nwhile time.monotonic() < end: pass"
 
 

@@ -17,14 +17,17 @@ from torchtitan_lite.run.console import MANY_EPOCHS
 
 def check_patterns(config: Config) -> dict[str, str]:
     """Check parameter patterns against the model. Returns the broken rules, as `broken_rules` does."""
+    optim, fsdp = config.optim, config.fsdp
+    if not any((optim.freeze, optim.groups, fsdp.precision_overrides, fsdp.shard_columns, config.speed.float8)):
+        return {}
     with torch.device("meta"):
         model = models.build(config.model, config.model.vocab_size or config.tokenizer.vocab_size)
-    shards = config.fsdp.mesh(env_int("WORLD_SIZE", 1))[1]
+    shards = fsdp.mesh(env_int("WORLD_SIZE", 1))[1]
     checks: dict[str, Callable[[], object]] = {
-        "optim.freeze": lambda: freeze(model, config.optim.freeze),
-        "optim.groups": lambda: parameter_groups(model, config.optim),
-        "fsdp.precision_overrides": lambda: groups_of(model, config.fsdp),
-        "fsdp.shard_columns": lambda: column_placement(model, config.fsdp.shard_columns, shards),
+        "optim.freeze": lambda: freeze(model, optim.freeze),
+        "optim.groups": lambda: parameter_groups(model, optim),
+        "fsdp.precision_overrides": lambda: groups_of(model, fsdp),
+        "fsdp.shard_columns": lambda: column_placement(model, fsdp.shard_columns, shards),
     }
     if config.speed.float8:
         from torchtitan_lite.distributed.float8 import require_shapes
