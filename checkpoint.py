@@ -20,7 +20,7 @@ of a save. Command line: `python checkpoint.py verify | inspect | export | impor
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -52,8 +52,6 @@ from torchtitan_lite.checkpointing.tensor_names import Parts, Tensors
 from torchtitan_lite.distributed.ranks import on_all, on_rank0
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.optim.optimizer import kept_hyperparameters, make_state
-
-TOGETHER_BYTES = 2**20  # of small tensors that rank 0 writes before the others go on
 
 
 class Checkpointer(BaseCheckpointer):
@@ -110,11 +108,7 @@ class Checkpointer(BaseCheckpointer):
         if not background:
             return lambda folder: {file: self.write_gathered(folder / file, part) for file, part in parts.items()}
         whole: Tensors = {}
-
-        def keep(name: str, tensor: Tensor) -> None:
-            whole.update(self.host_copies({name: tensor}))
-
-        self.gather(tensor_names.by_name(parts), keep)
+        self.gather(tensor_names.by_name(parts), lambda tensors: whole.update(self.host_copies(tensors)))
         return self.write_whole(whole)
 
     def write_gathered(self, path: Path, tensors: Tensors) -> FileRecord:
@@ -123,21 +117,14 @@ class Checkpointer(BaseCheckpointer):
             self.gather({name: tensors[name] for name in writer.names}, writer.add)
             return FileRecord(**on_rank0(lambda: asdict(writer.close()), self.group))
 
-    def gather(self, tensors: Tensors, take: Callable[[str, Tensor], None]) -> None:
-        """Gather whole tensors, and pass them to `take` on rank 0. An error of `take` is raised on every rank."""
-        whole: Tensors = {}
-
-        def take_all() -> None:
-            for item in whole.items():
-                take(*item)
-
-        for i, (name, tensor) in enumerate(tensors.items(), 1):
-            whole[name] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    def gather(self, tensors: Tensors, take: Callable[[Tensors], None]) -> None:
+        """Gather whole tensors, small ones together, and pass them to `take` on rank 0. Collective, also its errors."""
+        for group in tensor_names.in_groups(tensors):
+            whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in group.items()}
             # Outside of a run full_tensor() has a timeout, but rank 0's disk may be slow. So the other ranks wait for
-            # `take` here, in a group without a timeout; after each large tensor, or some small ones.
-            if i == len(tensors) or sum(one.nbytes for one in whole.values()) >= TOGETHER_BYTES:
-                on_rank0(take_all, self.group)
-                whole.clear()
+            # `take` here, in a group without a timeout.
+            on_rank0(functools.partial(take, whole), self.group)
+            del whole  # free them before gathering the next
 
     def write_whole(self, tensors: Tensors) -> Write:
         """Return the function that writes whole tensors from rank 0's memory."""
@@ -164,17 +151,18 @@ class Checkpointer(BaseCheckpointer):
     def broadcast(self, targets: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> None:
         """Fill tensors from the whole ones that `read` returns on rank 0."""
         buffer = torch.empty(full_state.CHUNK_BYTES, dtype=torch.uint8, device=self.process.device)
-        whole: Tensor | None = None
+        whole: Tensors = {}  # on rank 0
 
-        def read_whole(name: str) -> None:
-            nonlocal whole
-            with progress.working(f"reading {name}"):
-                whole = None  # free it before reading the next
-                whole = read(name).contiguous()  # imported weights may be transposed views
+        def read_whole(names: Iterable[str]) -> None:
+            whole.clear()  # free them before reading the next
+            for name in names:
+                with progress.working(f"reading {name}"):
+                    whole[name] = read(name).contiguous()  # imported weights may be transposed views
 
-        for name, target in targets.items():
-            on_rank0(functools.partial(read_whole, name), self.process.untimed)  # as in `gather`
-            full_state.broadcast_rows(whole, target, buffer)
+        for group in tensor_names.in_groups(targets):
+            on_rank0(functools.partial(read_whole, group), self.process.untimed)  # as in `gather`
+            for name, target in group.items():
+                full_state.broadcast_rows(whole.get(name), target, buffer)
 
     # --- full state dict, DCP API -------------------------------------------------------------------------------
 

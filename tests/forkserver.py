@@ -259,8 +259,7 @@ def main() -> None:
     """Serve until the input ends, which is when whoever started this does."""
     # what is imported now, no run and no worker has to import
     import pytest  # noqa: F401
-    import torch._dynamo
-    import torch._inductor.compile_fx  # noqa: F401
+    import torch._dynamo  # noqa: F401
 
     import torchtitan_lite
     from torchtitan_lite.distributed import normal_values

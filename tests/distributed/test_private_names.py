@@ -49,6 +49,7 @@ PLACES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of what it imports
 @pytest.mark.parametrize("name", PLACES)
 def test_the_installed_torch_has_the_name(name: str) -> None:
     assert pkgutil.resolve_name(PLACES[name]) is not None

@@ -119,8 +119,8 @@ def compared(kind: str, values: dict[str, Any], folder: Path) -> dict[str, float
     logits = theirs(TOKENS).logits
     figures = {"logits": difference(mine(TOKENS), logits)}
     prompt = TOKENS[0, :9].tolist()
-    text = theirs.generate(TOKENS[:1, :9], max_new_tokens=40, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    assert prompt + list(new_tokens(mine, prompt, 40, Sampler(temperature=0))) == text[0].tolist()
+    text = theirs.generate(TOKENS[:1, :9], max_new_tokens=16, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    assert prompt + list(new_tokens(mine, prompt, 16, Sampler(temperature=0))) == text[0].tolist()
 
     each = stacks.unstack_experts(weights)  # experts are one tensor in memory, and a file has one for each of them
     parts = names.hf_names(each, found.family)

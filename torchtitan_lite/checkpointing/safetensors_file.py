@@ -138,12 +138,13 @@ class TensorWriter:
         self._header, self.names = layout(specs)
         self._stream: HashingStream | None = None
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Write the next tensor. Its CPU memory must not change until `close` has returned."""
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write the next tensors. Their CPU memory must not change until `close` has returned."""
         with progress.working(f"writing {self._path.name}"):
-            tensor = tensor.detach().cpu().contiguous()
-            assert (tensor.dtype, tuple(tensor.shape)) == self._specs[name], f"{name} does not match its spec"
-            self._opened().write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]  # an array is a buffer
+            for name, tensor in tensors.items():
+                whole = tensor.detach().cpu().contiguous()
+                assert (whole.dtype, tuple(whole.shape)) == self._specs[name], f"{name} does not match its spec"
+                self._opened().write(memoryview(whole.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]  # an array is a buffer
 
     def close(self) -> FileRecord:
         """Sync to disk, and return size and hash."""
@@ -168,7 +169,7 @@ def write_tensors(path: Path, specs: TensorSpecs, tensor: Callable[[str], Tensor
     """Write a file, and sync it to disk. Calls `tensor` with each name just before writing it."""
     with TensorWriter(path, specs, ahead) as writer:
         for name in writer.names:
-            writer.add(name, tensor(name))
+            writer.add({name: tensor(name)})
         return writer.close()
 
 

@@ -1,6 +1,6 @@
 """The tensors of a state dict, and their names: flat in our files, nested in torch's functions."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torchtitan_lite.optim.optimizer import hyperparameters
 
 Tensors = dict[str, Tensor]
 Parts = dict[str, Tensors]  # by file of a full state dict
+GROUP_BYTES = 2**20
 
 
 def own_tensors(model: nn.Module) -> Tensors:
@@ -36,6 +37,18 @@ def by_file(tensors: Tensors, files: Sequence[str]) -> Parts:
         file: {name.removeprefix(prefix(file)): t for name, t in tensors.items() if name.startswith(prefix(file))}
         for file in files
     }
+
+
+def in_groups(tensors: Mapping[str, Tensor]) -> Iterator[Tensors]:
+    """Yield all in order: each large tensor alone, and small ones together, at most GROUP_BYTES."""
+    group: Tensors = {}
+    for name, tensor in tensors.items():
+        if group and sum(each.nbytes for each in group.values()) + tensor.nbytes > GROUP_BYTES:
+            yield group
+            group = {}
+        group[name] = tensor
+    if group:
+        yield group
 
 
 def with_tied(model: nn.Module, content: Tensors) -> Tensors:
