@@ -99,7 +99,7 @@ class Checkpointer(BaseCheckpointer):
     # --- full state dict, DTensor API ---------------------------------------------------------------------------
 
     def save_full_by_dtensor(self, background: bool) -> Write:
-        """Gather one whole tensor at a time; rank 0 writes it. For a background save, rank 0 first gathers all.
+        """Gather whole tensors, a large one at a time; rank 0 writes them. A background save first gathers all.
 
         (full_tensor() is a collective in training's group, and all ranks must start collectives in the same order. So a
         thread can't call it during training.)
@@ -112,7 +112,7 @@ class Checkpointer(BaseCheckpointer):
         return self.write_whole(whole)
 
     def write_gathered(self, path: Path, tensors: Tensors) -> FileRecord:
-        """Write a file on rank 0, one whole tensor at a time. Collective."""
+        """Write a file of whole tensors on rank 0. Collective."""
         with TensorWriter(path, specs_of(tensors)) as writer:
             self.gather({name: tensors[name] for name in writer.names}, writer.add)
             return FileRecord(**on_rank0(lambda: asdict(writer.close()), self.group))
@@ -139,7 +139,7 @@ class Checkpointer(BaseCheckpointer):
         return write
 
     def load_full_by_dtensor(self, folder: Path) -> None:
-        """Read one whole tensor at a time on rank 0, and broadcast it. Each rank keeps its rows.
+        """Read whole tensors on rank 0, a large one at a time, and broadcast them. Each rank keeps its rows.
 
         If every rank read the file, every machine would need it, and a shared disk would be read once per rank.
         (distribute_tensor would need the whole tensor on every rank, also in GPU memory.)

@@ -77,19 +77,15 @@ class Ranks:
         for rank in range(n):
             launched = together | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if n > 1 else {}
             self.pids.append(_fork(given | launched, argv, out, err, entry, fault))
-        self._ends = {rank: os.pidfd_open(pid) for rank, pid in enumerate(self.pids)}  # readable when it has ended
 
     def running(self) -> list[int]:
         """The ranks that have not ended."""
-        for rank in [*self._ends]:
-            done, status = os.waitpid(self.pids[rank], os.WNOHANG)
-            if done:
-                self.codes[rank] = os.waitstatus_to_exitcode(status)
-                os.close(self._ends.pop(rank))
-        return [*self._ends]
-
-    def _wait_for_one(self, end: float) -> None:
-        select.select([*self._ends.values()], [], [], max(0.0, end - time.monotonic()))
+        for rank, pid in enumerate(self.pids):
+            if rank not in self.codes:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    self.codes[rank] = os.waitstatus_to_exitcode(status)
+        return [rank for rank in range(len(self.pids)) if rank not in self.codes]
 
     def send(self, number: signal.Signals, ranks: Sequence[int] = ()) -> None:
         """To all, or these, that have not ended."""
@@ -114,14 +110,14 @@ class Ranks:
         while {*self.running()} & {*(ranks or range(len(self.pids)))}:
             if time.monotonic() > end:
                 return False
-            self._wait_for_one(end)
+            time.sleep(0.01)
         return True
 
     def finish(self, seconds: float) -> None:
         """Wait for all; when one fails, or the time is over, end the others as torchrun does."""
         end = time.monotonic() + seconds
         while self.running() and not any(self.codes.values()) and time.monotonic() < end:
-            self._wait_for_one(end)
+            time.sleep(0.01)
         left = self.running()
         self.send(signal.SIGTERM)
         # torchrun waits for 30 s; but the ranks after the first sleep for 10 between recording an error and printing it

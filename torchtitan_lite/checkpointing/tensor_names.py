@@ -12,7 +12,7 @@ from torchtitan_lite.optim.optimizer import hyperparameters
 
 Tensors = dict[str, Tensor]
 Parts = dict[str, Tensors]  # by file of a full state dict
-GROUP_BYTES = 2**20
+GROUP_BYTES = 2**20  # of small tensors that are gathered, or read and sent, together
 
 
 def own_tensors(model: nn.Module) -> Tensors:
@@ -41,12 +41,13 @@ def by_file(tensors: Tensors, files: Sequence[str]) -> Parts:
 
 def in_groups(tensors: Mapping[str, Tensor]) -> Iterator[Tensors]:
     """Yield all in order: each large tensor alone, and small ones together, at most GROUP_BYTES."""
-    group: Tensors = {}
+    group, n_bytes = dict[str, Tensor](), 0
     for name, tensor in tensors.items():
-        if group and sum(each.nbytes for each in group.values()) + tensor.nbytes > GROUP_BYTES:
+        if group and n_bytes + tensor.nbytes > GROUP_BYTES:
             yield group
-            group = {}
+            group, n_bytes = {}, 0
         group[name] = tensor
+        n_bytes += tensor.nbytes  # of the whole tensor, so that all ranks make the same groups
     if group:
         yield group
 

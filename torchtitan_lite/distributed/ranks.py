@@ -79,7 +79,7 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def _broadcast(data: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the first rank's bytes, on every rank. A few bytes take one message, as after each tensor of a save."""
+    """Return the first rank's bytes, on every rank. A few bytes take one message."""
     source = dist.get_global_rank(group, 0) if group else 0
     first = torch.zeros(64, dtype=torch.uint8, device="cpu")  # the size, and the data if there is room
     size, room = first[:8].view(torch.int64), first[8:]
