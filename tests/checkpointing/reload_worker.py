@@ -83,7 +83,9 @@ def save(process: Process, folder: Path, mesh: str, family: str) -> None:
     state = State(mesh, 1, family, process)
     state.step()
     written = {(k, api): save_now(state.checkpointer(folder / f"{mesh} {k} {api}", k, api)) for k, api in WAYS}
-    expected = state.whole()
+    expected, own = state.whole(), own_tensors(state.model)
+    groups = (tensor_names.in_groups(of) for of in (own, {name: expected[f"model.{name}"] for name in own}))
+    assert all(mine.keys() == whole.keys() for mine, whole in zip(*groups, strict=True)), "ranks would not agree"
     if process.rank == 0:
         for kind in ("full", "sharded"):
             by = [storage.read_manifest(written[kind, api]).files for api in ("dtensor", "dcp")]
