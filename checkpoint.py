@@ -3,7 +3,7 @@
 FSDP2's parameters and AdamW's moments are DTensors: each rank has some of the rows.
 
     state_dict   api       saving                                             loading
-    full         dtensor   full_tensor(), tensor by tensor                    broadcast(), tensor by tensor
+    full         dtensor   full_tensor(), written by rank 0                   read by rank 0, broadcast()
     full         dcp       get_state_dict, gathered by torch                  set_model_state_dict, set_optimizer_...
     sharded      dtensor   dcp.save of the dict of DTensors                   dcp.load into the dict of DTensors
     sharded      dcp       get_state_dict, then dcp.save                      dcp.load, then set_state_dict

@@ -127,7 +127,7 @@ def layout(tensors: TensorSpecs) -> tuple[bytes, list[str]]:
 
 
 class TensorWriter:
-    """Writes a file one tensor at a time, in the order of `names`. The first tensor opens it.
+    """Writes a file tensor by tensor, in the order of `names`. The first tensor opens it.
 
     Args:
         ahead: see HashingStream.

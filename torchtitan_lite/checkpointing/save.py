@@ -145,7 +145,7 @@ class BaseCheckpointer(ABC):
 
     def _n_bytes(self) -> int:
         """Return the size of a checkpoint in bytes, without its JSON."""
-        return sum(t.numel() * t.element_size() for tensors in self.parts().values() for t in tensors.values())
+        return sum(t.nbytes for tensors in self.parts().values() for t in tensors.values())
 
     def _write_and_commit(self, state: TrainState, write: Write, n_bytes: int) -> int:
         """Write and commit a checkpoint, and return its size. Raises if the disk has less than `n_bytes` free."""
