@@ -3,7 +3,7 @@
 FSDP2's parameters and AdamW's moments are DTensors: each rank has some of the rows.
 
     state_dict   api       saving                                             loading
-    full         dtensor   full_tensor(), written by rank 0                   read by rank 0, broadcast()
+    full         dtensor   gathered and written by rank 0                     read by rank 0, which sends rows
     full         dcp       get_state_dict, gathered by torch                  set_model_state_dict, set_optimizer_...
     sharded      dtensor   dcp.save of the dict of DTensors                   dcp.load into the dict of DTensors
     sharded      dcp       get_state_dict, then dcp.save                      dcp.load, then set_state_dict
@@ -28,7 +28,6 @@ from typing import Any
 from torchtitan_lite.checkpointing import compatibility, full_state, progress, storage, tensor_names  # before torch
 
 # isort: split
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
@@ -40,7 +39,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpointing.dcp_storage import ShardReader, ShardWriter
 from torchtitan_lite.checkpointing.find import checkpoint_to_resume
@@ -101,8 +99,8 @@ class Checkpointer(BaseCheckpointer):
     def save_full_by_dtensor(self, background: bool) -> Write:
         """Gather whole tensors, a large one at a time; rank 0 writes them. A background save first gathers all.
 
-        (full_tensor() is a collective in training's group, and all ranks must start collectives in the same order. So a
-        thread can't call it during training.)
+        (A gather is a collective in training's group, and all ranks must start collectives in the same order. So a
+        thread can't begin one during training.)
         """
         parts = self.parts()
         if not background:
@@ -120,9 +118,9 @@ class Checkpointer(BaseCheckpointer):
     def gather(self, tensors: Tensors, take: Callable[[Tensors], None]) -> None:
         """Gather whole tensors, small ones together, and pass them to `take` on rank 0. Collective, also its errors."""
         for group in tensor_names.in_groups(tensors):
-            whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in group.items()}
-            # Outside of a run full_tensor() has a timeout, but rank 0's disk may be slow. So the other ranks wait for
-            # `take` here, in a group without a timeout.
+            whole = full_state.gather(group, self.mesh)
+            # Outside of a run a gather has a timeout, but rank 0's disk may be slow. So the other ranks wait for `take`
+            # here, in a group without a timeout.
             on_rank0(functools.partial(take, whole), self.group)
             del whole  # free them before gathering the next
 
@@ -139,30 +137,28 @@ class Checkpointer(BaseCheckpointer):
         return write
 
     def load_full_by_dtensor(self, folder: Path) -> None:
-        """Read whole tensors on rank 0, a large one at a time, and broadcast them. Each rank keeps its rows.
+        """Read whole tensors on rank 0, a large one at a time, and send each rank its rows.
 
         If every rank read the file, every machine would need it, and a shared disk would be read once per rank.
         (distribute_tensor would need the whole tensor on every rank, also in GPU memory.)
         """
         opened = functools.cache(storage.open_tensors)
         for file, targets in self.parts().items():
-            self.broadcast(targets, lambda name, file=file: opened(folder / file).get_tensor(name))  # type: ignore[misc]
+            self.scatter(targets, lambda name, file=file: opened(folder / file).get_tensor(name))  # type: ignore[misc]
 
-    def broadcast(self, targets: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> None:
+    def scatter(self, targets: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> None:
         """Fill tensors from the whole ones that `read` returns on rank 0."""
-        buffer = torch.empty(full_state.CHUNK_BYTES, dtype=torch.uint8, device=self.process.device)
         whole: Tensors = {}  # on rank 0
 
         def read_whole(names: Iterable[str]) -> None:
             whole.clear()  # free them before reading the next
             for name in names:
                 with progress.working(f"reading {name}"):
-                    whole[name] = read(name).contiguous()  # imported weights may be transposed views
+                    whole[name] = read(name)
 
         for group in tensor_names.in_groups(targets):
             on_rank0(functools.partial(read_whole, group), self.process.untimed)  # as in `gather`
-            for name, target in group.items():
-                full_state.broadcast_rows(whole.get(name), target, buffer)
+            full_state.scatter(whole, group, self.mesh, self.process.device)
 
     # --- full state dict, DCP API -------------------------------------------------------------------------------
 
@@ -267,7 +263,7 @@ class Checkpointer(BaseCheckpointer):
         self.notes += notes
         if self.process.local_world_size < self.process.world_size:
             weights = open_weights(folder) if self.process.rank == 0 else {}
-            self.broadcast(targets, weights.__getitem__)
+            self.scatter(targets, weights.__getitem__)
         else:
             on_all(lambda: full_state.copy_rows(open_weights(folder), targets), self.process.untimed)
 

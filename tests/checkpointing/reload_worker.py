@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import train
 from checkpoint import Checkpointer
-from torchtitan_lite.checkpointing import full_state, storage, tensor_names
+from torchtitan_lite.checkpointing import storage, tensor_names
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import optimizer_tensors, own_tensors
 from torchtitan_lite.config.schema import CheckpointConfig, Config
@@ -94,11 +94,8 @@ def save(process: Process, folder: Path, mesh: str, family: str) -> None:
 
 
 def load(process: Process, folder: Path, mesh: str, family: str, sources: Sequence[str]) -> None:
-    """From these meshes, every way, by the other API than the one that saved it.
-
-    Rank 0 sends several rows at a time; to columns, less than a row.
-    """
-    full_state.CHUNK_BYTES, tensor_names.GROUP_BYTES = 96 if mesh == "2x2c" else 8000, 9000
+    """From these meshes, every way, by the other API than the one that saved it."""
+    tensor_names.GROUP_BYTES = 9000
     for source in sources:
         expected = load_file(folder / f"{source}.safetensors")
         for kind, api in WAYS:

@@ -22,7 +22,6 @@ from checkpoint import Checkpointer
 from tests.models.test_model import make
 from tests.recorded import assert_recorded
 from tests.test_recorded_places import together
-from torchtitan_lite.checkpointing import full_state
 from torchtitan_lite.checkpointing.find import verify_together
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.patterns import first_match
@@ -251,9 +250,7 @@ def case_one_rank_that_cannot_prepare_a_save_fails_it_for_all() -> None:
 
 
 def case_weights_of_another_run_reach_every_rank() -> None:
-    """Sent by rank 0, eight rows of 30 at a time, and read by each rank of one machine."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(full_state, "CHUNK_BYTES", 1000)
+    """Sent by rank 0, and read by each rank of one machine."""
 
     def found() -> tuple[Path, list[str]]:
         return Path("unused"), []
@@ -273,8 +270,7 @@ def case_weights_of_another_run_reach_every_rank() -> None:
         with pytest.raises(CheckpointError, match=" is - in the checkpoint and "):
             checkpointer.load_weights(found, lambda _: {})
         with pytest.raises(CheckpointError, match="^disk 7$"):  # of rank 0, on every rank
-            checkpointer.broadcast(dict(model.named_parameters()), lambda _: _fail(CheckpointError("disk 7")))
-    patch.undo()
+            checkpointer.scatter(dict(model.named_parameters()), lambda _: _fail(CheckpointError("disk 7")))
 
 
 def case_clipping_is_that_of_torch() -> None:

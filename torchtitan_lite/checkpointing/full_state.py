@@ -1,56 +1,71 @@
-"""Loads full state dicts: rank 0 broadcasts whole tensors and each rank keeps its rows, or each rank reads its own."""
+"""Full state dicts: rank 0 gathers whole tensors and sends each rank its rows; or each rank reads its own.
+
+All tensors of a call travel in one message. `fully_shard` splits a dim as torch.chunk does, so the last ranks may have
+fewer rows, or none, but all have as much room in a message. Example: tensors of (5, 4) and (3,) on 2 ranks:
+
+    rank 0    rows 0, 1, 2       elements 0, 1
+    rank 1    rows 3, 4, room    element 2, room
+
+With `fsdp.shard_columns` they are columns, as many on each rank.
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpointing import progress
 from torchtitan_lite.distributed.sharding import own_part, shard_dim
 
-CHUNK_BYTES = 64 << 20  # broadcast at a time
+
+def gather(tensors: Mapping[str, Tensor], mesh: DeviceMesh) -> dict[str, Tensor]:
+    """Return whole tensors on rank 0, and this rank's rows elsewhere. Collective of the first replica's ranks."""
+    group, result = mesh.get_group(mesh.ndim - 1), {name: own_part(tensor)[0] for name, tensor in tensors.items()}
+    sharded = {name: tensor for name, tensor in tensors.items() if _is_sharded(tensor)}
+    if not sharded or group.size() == 1 or dist.get_global_rank(group, 0) > 0:
+        return result
+    sizes = [_size(tensor, group) for tensor in sharded.values()]
+    message = next(iter(result.values())).new_empty(sum(sizes), dtype=torch.uint8)
+    for name, data in zip(sharded, message.split(sizes), strict=True):
+        _put(result[name], data)
+    messages = message.new_empty(group.size() if dist.get_rank() == 0 else 0, len(message))
+    dist.gather(message, [*messages] or None, 0, group)
+    if len(messages) > 0:
+        for (name, tensor), of_ranks in zip(sharded.items(), messages.split(sizes, 1), strict=True):
+            dim, own = shard_dim(tensor), result[name]
+            parts = of_ranks.flatten().view(own.dtype).view(-1, *own.shape).movedim(0, dim)
+            result[name] = parts.flatten(dim, dim + 1).narrow(dim, 0, tensor.shape[dim])
+    return result
 
 
-def broadcast_rows(whole: Tensor | None, target: Tensor, buffer: Tensor) -> None:
-    """Fill this rank's rows of a tensor from the whole tensor on rank 0. Collective.
-
-    Example: of a (5, 4) tensor on 2 ranks, rank 1 has rows 3 and 4, which are elements 12 to 19. With chunks of 8
-    elements:
-
-        chunk           0 to 7    8 to 15     16 to 19
-        rank 0 keeps    all       8 to 11     none
-        rank 1 keeps    none      12 to 15    all
-
-    Split by columns, rank 1 has columns 2 and 3 of 5 rows of width 4: it takes `[:, 2:4]` of each chunk of 2 rows.
+def scatter(whole: Mapping[str, Tensor], targets: Mapping[str, Tensor], mesh: DeviceMesh, device: torch.device) -> None:
+    """Fill this rank's rows of tensors from the whole ones on rank 0. Collective.
 
     Args:
-        whole: on the CPU of rank 0, None elsewhere.
-        buffer: (CHUNK_BYTES,) uint8 on this rank's device. All chunks pass through it, so nothing else is allocated.
+        whole: on the CPU of rank 0, maybe of other dtypes; empty elsewhere.
+        device: for the message.
     """
-    shard, first = own_part(target)
-    dim = shard_dim(target)
-    # View the tensor as a matrix of rows of `width` elements, and the shard as its columns first:last. If dim 0 is
-    # sharded, this matrix has only one row: the whole tensor.
-    width, first = math.prod(target.shape[dim:]), first * math.prod(target.shape[dim + 1 :])
-    last = first + math.prod(shard.shape[dim:])
-    local = shard.view(-1, last - first) if last > first else None
-    space = buffer.view(target.dtype)
-    start = 0
-    while start < target.numel():  # a chunk is whole rows, or part of one row
-        row, column = divmod(start, width)
-        in_whole_rows = len(space) // width * width  # elements; 0 if not even one row fits
-        chunk = space[: min(in_whole_rows, target.numel() - start) or min(len(space), width - column)]
-        if whole is not None:
-            chunk.copy_(whole.view(-1)[start : start + len(chunk)])
-        dist.broadcast(chunk.view(torch.uint8), src=0)  # as bytes: gloo can't broadcast every dtype (int16)
-        rows = chunk.view(-1, min(len(chunk), width))
-        begin, end = max(first, column), min(last, column + rows.shape[1])
-        if local is not None and begin < end:
-            local[row : row + len(rows), begin - first : end - first].copy_(rows[:, begin - column : end - column])
-        start += len(chunk)
-        progress.advance(chunk.nbytes)
+    group = mesh.get_group(mesh.ndim - 1)
+    sizes = [_size(target, group) for target in targets.values()]
+    message = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    messages = message.new_empty(group.size() if whole else 0, len(message))
+    if whole:
+        for (name, target), of_ranks in zip(targets.items(), messages.split(sizes, 1), strict=True):
+            for part, data in zip(_parts(whole[name].to(target.dtype), target, group), of_ranks, strict=False):
+                _put(part, data)
+    if dist.get_global_rank(group, 0) == 0:
+        dist.scatter(message, [*messages] or None, 0, group)
+    if mesh.ndim > 1:  # from the first replica to the others
+        replicas = mesh.get_group(0)
+        dist.broadcast(message, dist.get_global_rank(replicas, 0), replicas)
+    progress.advance(len(message))
+    for target, data in zip(targets.values(), message.split(sizes), strict=True):
+        own = own_part(target)[0]
+        own.view(-1).view(torch.uint8).copy_(data[: own.nbytes])
 
 
 def copy_rows(whole: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
@@ -60,3 +75,25 @@ def copy_rows(whole: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> Non
         dim = shard_dim(target)
         with progress.working(f"reading {name}"):
             rows.copy_(whole[name].narrow(dim, first, rows.shape[dim]))
+
+
+def _is_sharded(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)
+
+
+def _size(tensor: Tensor, group: dist.ProcessGroup) -> int:
+    """Return the bytes of rank 0's rows."""
+    if not _is_sharded(tensor):
+        return tensor.nbytes
+    rows = tensor.shape[shard_dim(tensor)]
+    return tensor.nbytes // rows * math.ceil(rows / group.size())
+
+
+def _parts(whole: Tensor, target: Tensor, group: dist.ProcessGroup) -> Sequence[Tensor]:
+    """Return each rank's rows; the last ranks may have none."""
+    return whole.chunk(group.size(), shard_dim(target)) if _is_sharded(target) else [whole] * group.size()
+
+
+def _put(tensor: Tensor, data: Tensor) -> None:
+    """Copy a tensor's bytes to the beginning of `data`."""
+    data[: tensor.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))

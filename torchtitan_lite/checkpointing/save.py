@@ -64,6 +64,7 @@ class BaseCheckpointer(ABC):
         self.folder = folder
         self.best_of = best_of
         self.model = model
+        self.mesh = next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
         self.optimizer = optimizer
         self.config = config
         self.process = process
