@@ -20,7 +20,7 @@ of a save. Command line: `python checkpoint.py verify | inspect | export | impor
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -118,11 +118,7 @@ class Checkpointer(BaseCheckpointer):
     def gather(self, tensors: Tensors, take: Callable[[Tensors], None]) -> None:
         """Gather whole tensors, small ones together, and pass them to `take` on rank 0. Collective, also its errors."""
         for group in tensor_names.in_groups(tensors):
-            whole = full_state.gather(group, self.mesh)
-            # Outside of a run a gather has a timeout, but rank 0's disk may be slow. So the other ranks wait for `take`
-            # here, in a group without a timeout.
-            on_rank0(functools.partial(take, whole), self.group)
-            del whole  # free them before gathering the next
+            full_state.gather(group, self.mesh, take, self.group)
 
     def write_whole(self, tensors: Tensors) -> Write:
         """Return the function that writes whole tensors from rank 0's memory."""
@@ -147,18 +143,9 @@ class Checkpointer(BaseCheckpointer):
             self.scatter(targets, lambda name, file=file: opened(folder / file).get_tensor(name))  # type: ignore[misc]
 
     def scatter(self, targets: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> None:
-        """Fill tensors from the whole ones that `read` returns on rank 0."""
-        whole: Tensors = {}  # on rank 0
-
-        def read_whole(names: Iterable[str]) -> None:
-            whole.clear()  # free them before reading the next
-            for name in names:
-                with progress.working(f"reading {name}"):
-                    whole[name] = read(name)
-
+        """Fill tensors from the whole ones that `read` returns on rank 0. Collective, also its errors."""
         for group in tensor_names.in_groups(targets):
-            on_rank0(functools.partial(read_whole, group), self.process.untimed)  # as in `gather`
-            full_state.scatter(whole, group, self.mesh, self.process.device)
+            full_state.scatter(read, group, self.mesh, self.process)
 
     # --- full state dict, DCP API -------------------------------------------------------------------------------
 

@@ -195,7 +195,7 @@ class Bench:
         manifest = storage.read_manifest(folder)
         found = {
             "distribute_tensor": allocated(self.by_distribute_tensor),
-            "broadcast in pieces": allocated(lambda: checkpointer.load_tensors(folder)),
+            "its rows": allocated(lambda: checkpointer.load_tensors(folder)),
         }
         if self.process.rank == 1:
             print(f"a state of {manifest.bytes / 2**20:,.0f} MiB; MiB that torch allocates on rank 1 to load it")

@@ -16,12 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from checkpoint import Checkpointer
 from tests.models.test_model import make
 from tests.recorded import assert_recorded
 from tests.test_recorded_places import together
+from torchtitan_lite.checkpointing import full_state
 from torchtitan_lite.checkpointing.find import verify_together
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.patterns import first_match
@@ -247,6 +248,47 @@ def case_one_rank_that_cannot_prepare_a_save_fails_it_for_all() -> None:
     dist.barrier()
     if process.rank == 0:
         shutil.rmtree(folder)
+
+
+def case_a_rank_without_memory_for_a_message_fails_the_save_of_all() -> None:
+    optimizer = build_optimizer(model := sharded(make_mesh(MESHES["2 x 2"])), OptimConfig(name="sgd"))
+    folder, honest = Path(on_rank0(tempfile.mkdtemp)), full_state._put
+    saver = Checkpointer(folder, model, optimizer, CheckpointConfig(), Process(dist.get_rank(), 4, CPU, 1))
+    for step, rank in enumerate((1, 0, -1)):
+        full_state._put = (lambda *_: bytes(2**62)) if dist.get_rank() == rank else honest  # type: ignore[assignment]
+        saver.save(TrainState(step=step))
+        saved = saver.wait()
+        assert saved is not None
+        assert saved.error == ("" if rank < 0 else f"rank {rank}: MemoryError()")
+    full_state._put = honest
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+
+
+def case_rows_are_sent_and_gathered_as_by_torch() -> None:
+    """In one message, in which some parts begin at odd bytes: few rows, one column for each rank, a transposed view."""
+    process = Process(dist.get_rank(), 4, CPU, 1)
+    split = {
+        "rows": (torch.arange(15.0).view(5, 3), 0),
+        "one": (torch.tensor([7], dtype=torch.int8), 0),
+        "columns": (torch.arange(20.0).view(5, 4), 1),
+        "transposed": (torch.arange(12.0).view(6, 2).T, 0),
+    }
+    whole = {key: tensor for key, (tensor, _) in split.items()} | {"step": torch.tensor(3.0)}
+    for mesh in map(make_mesh, map(MESHES.__getitem__, COPIES)):
+        replicas = [Replicate()] * (mesh.ndim - 1)
+        expected = {
+            k: distribute_tensor(t.contiguous(), mesh, [*replicas, Shard(dim)]) for k, (t, dim) in split.items()
+        }
+        own: dict[str, torch.Tensor] = {key: torch.zeros_like(tensor) for key, tensor in expected.items()}
+        own["step"] = torch.tensor(0.0)
+        full_state.scatter(lambda key: whole[key].double(), own, mesh, process)
+        assert all(own_part(own[key])[0].equal(tensor.to_local()) for key, tensor in expected.items())
+        found: dict[str, torch.Tensor] = {}
+        full_state.gather(own, mesh, found.update, None)
+        assert list(found) == ([*own] if process.rank == 0 else [])
+        assert all(tensor.equal(whole[key]) for key, tensor in found.items())
 
 
 def case_weights_of_another_run_reach_every_rank() -> None:

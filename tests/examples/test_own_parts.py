@@ -40,12 +40,19 @@ def options_of(page: str, key: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """A run of 6 steps with all parts, on two ranks, and its command."""
+    """A run of 6 steps with all parts, on two ranks, and its command.
+
+    Each line of the text occurs twice: `recall` asks for words that were there before.
+    """
     folder = tmp_path_factory.mktemp("own")
+    doubled = folder / "text"
+    doubled.mkdir()
+    for file in text.iterdir():
+        (doubled / file.name).write_text("".join(2 * line for line in file.read_text().splitlines(keepends=True)))
     given = [*options_of("docs/extending.md", "--optim.name"), *options_of("docs/own_model.md", "--model.family")]
     given = [option.replace("lr=1e-4", "lr=3e-3") for option in given]
     keys = {option.split("=")[0] for option in given}
-    plain = tiny(text, folder, run__name="mine", train__steps=6, checkpoint__every=3, eval__every=3)
+    plain = tiny(doubled, folder, run__name="mine", train__steps=6, checkpoint__every=3, eval__every=3)
     command = [*(word for word in plain if word.split("=")[0] not in keys), *given, "--optim.max_norm=0.1"]
     succeeded(ranks(2, *command))
     return folder / "mine", command

@@ -10,7 +10,7 @@ With `fsdp.shard_columns` they are columns, as many on each rank.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -19,46 +19,74 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpointing import progress
+from torchtitan_lite.distributed.process_group import Process
+from torchtitan_lite.distributed.ranks import on_all, on_rank0
 from torchtitan_lite.distributed.sharding import own_part, shard_dim
 
 
-def gather(tensors: Mapping[str, Tensor], mesh: DeviceMesh) -> dict[str, Tensor]:
-    """Return whole tensors on rank 0, and this rank's rows elsewhere. Collective of the first replica's ranks."""
-    group, result = mesh.get_group(mesh.ndim - 1), {name: own_part(tensor)[0] for name, tensor in tensors.items()}
-    sharded = {name: tensor for name, tensor in tensors.items() if _is_sharded(tensor)}
-    if not sharded or group.size() == 1 or dist.get_global_rank(group, 0) > 0:
-        return result
-    sizes = [_size(tensor, group) for tensor in sharded.values()]
-    message = next(iter(result.values())).new_empty(sum(sizes), dtype=torch.uint8)
-    for name, data in zip(sharded, message.split(sizes), strict=True):
-        _put(result[name], data)
-    messages = message.new_empty(group.size() if dist.get_rank() == 0 else 0, len(message))
-    dist.gather(message, [*messages] or None, 0, group)
-    if len(messages) > 0:
-        for (name, tensor), of_ranks in zip(sharded.items(), messages.split(sizes, 1), strict=True):
-            dim, own = shard_dim(tensor), result[name]
-            parts = of_ranks.flatten().view(own.dtype).view(-1, *own.shape).movedim(0, dim)
-            result[name] = parts.flatten(dim, dim + 1).narrow(dim, 0, tensor.shape[dim])
-    return result
-
-
-def scatter(whole: Mapping[str, Tensor], targets: Mapping[str, Tensor], mesh: DeviceMesh, device: torch.device) -> None:
-    """Fill this rank's rows of tensors from the whole ones on rank 0. Collective.
+def gather(
+    tensors: Mapping[str, Tensor],
+    mesh: DeviceMesh,
+    take: Callable[[dict[str, Tensor]], None],
+    untimed: dist.ProcessGroup | None,
+) -> None:
+    """Pass whole tensors to `take` on rank 0. Collective, also its errors and those of missing memory.
 
     Args:
-        whole: on the CPU of rank 0, maybe of other dtypes; empty elsewhere.
-        device: for the message.
+        untimed: a group of all ranks without a timeout, to wait in for rank 0's disk; outside of a run the mesh's
+            groups have one.
+    """
+    group, whole = mesh.get_group(mesh.ndim - 1), {name: own_part(tensor)[0] for name, tensor in tensors.items()}
+    sharded = {name: tensor for name, tensor in tensors.items() if _is_sharded(tensor)}
+    sizes = [_size(tensor, group) for tensor in sharded.values()]
+    sent, received = list[Tensor](), list[Tensor]()
+
+    def pack() -> None:
+        if dist.get_global_rank(group, 0) == 0:  # the first replica
+            sent.append(whole[next(iter(sharded))].new_empty(sum(sizes), dtype=torch.uint8))
+            for name, data in zip(sharded, sent[0].split(sizes), strict=True):
+                _put(whole[name], data)
+        if dist.get_rank() == 0:
+            received.append(sent[0].new_empty(group.size(), len(sent[0])))
+
+    def unpack() -> None:
+        for messages in received:
+            for (name, tensor), of_ranks in zip(sharded.items(), messages.split(sizes, 1), strict=True):
+                dim, own = shard_dim(tensor), whole[name]
+                parts = of_ranks.flatten().view(own.dtype).view(-1, *own.shape).movedim(0, dim)
+                whole[name] = parts.flatten(dim, dim + 1).narrow(dim, 0, tensor.shape[dim])
+        take(whole)
+
+    if sharded and group.size() > 1:
+        on_all(pack, untimed)
+    for message in sent:
+        dist.gather(message, [*received[0]] if received else None, 0, group)
+    on_rank0(unpack, untimed)
+
+
+def scatter(read: Callable[[str], Tensor], targets: Mapping[str, Tensor], mesh: DeviceMesh, process: Process) -> None:
+    """Fill this rank's rows of tensors from the whole ones that `read` returns on rank 0. Collective, also its errors.
+
+    Args:
+        read: returns a tensor on the CPU, maybe of another dtype.
     """
     group = mesh.get_group(mesh.ndim - 1)
     sizes = [_size(target, group) for target in targets.values()]
-    message = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-    messages = message.new_empty(group.size() if whole else 0, len(message))
-    if whole:
+    message, sent = torch.empty(sum(sizes), dtype=torch.uint8, device=process.device), list[Tensor]()
+
+    def pack() -> None:
+        messages = message.new_empty(group.size(), len(message))
         for (name, target), of_ranks in zip(targets.items(), messages.split(sizes, 1), strict=True):
-            for part, data in zip(_parts(whole[name].to(target.dtype), target, group), of_ranks, strict=False):
-                _put(part, data)
+            with progress.working(f"reading {name}"):
+                whole, n = read(name).to(target.dtype), group.size()
+                parts = whole.chunk(n, shard_dim(target)) if _is_sharded(target) else [whole] * n
+                for part, data in zip(parts, of_ranks, strict=False):  # the last ranks may have no rows
+                    _put(part, data)
+        sent.extend(messages)
+
+    on_rank0(pack, process.untimed)  # a slow disk, as in `gather`
     if dist.get_global_rank(group, 0) == 0:
-        dist.scatter(message, [*messages] or None, 0, group)
+        dist.scatter(message, sent or None, 0, group)
     if mesh.ndim > 1:  # from the first replica to the others
         replicas = mesh.get_group(0)
         dist.broadcast(message, dist.get_global_rank(replicas, 0), replicas)
@@ -89,11 +117,6 @@ def _size(tensor: Tensor, group: dist.ProcessGroup) -> int:
     return tensor.nbytes // rows * math.ceil(rows / group.size())
 
 
-def _parts(whole: Tensor, target: Tensor, group: dist.ProcessGroup) -> Sequence[Tensor]:
-    """Return each rank's rows; the last ranks may have none."""
-    return whole.chunk(group.size(), shard_dim(target)) if _is_sharded(target) else [whole] * group.size()
-
-
 def _put(tensor: Tensor, data: Tensor) -> None:
     """Copy a tensor's bytes to the beginning of `data`."""
-    data[: tensor.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
+    data[: tensor.nbytes].copy_(tensor.contiguous().view(-1).view(torch.uint8))
