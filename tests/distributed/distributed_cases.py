@@ -275,7 +275,10 @@ def case_rows_are_sent_and_gathered_as_by_torch() -> None:
         "columns": (torch.arange(20.0).view(5, 4), 1),
         "transposed": (torch.arange(12.0).view(6, 2).T, 0),
     }
-    whole = {key: tensor for key, (tensor, _) in split.items()} | {"step": torch.tensor(3.0)}
+    whole = {key: tensor for key, (tensor, _) in split.items()} | {
+        "step": torch.tensor(3.0),
+        "replicated": torch.ones(3),
+    }
     for mesh in map(make_mesh, map(MESHES.__getitem__, COPIES)):
         replicas = [Replicate()] * (mesh.ndim - 1)
         expected = {
@@ -283,12 +286,15 @@ def case_rows_are_sent_and_gathered_as_by_torch() -> None:
         }
         own: dict[str, torch.Tensor] = {key: torch.zeros_like(tensor) for key, tensor in expected.items()}
         own["step"] = torch.tensor(0.0)
+        own["replicated"] = distribute_tensor(torch.zeros(3), mesh, [*replicas, Replicate()])
         full_state.scatter(lambda key: whole[key].double(), own, mesh, process)
         assert all(own_part(own[key])[0].equal(tensor.to_local()) for key, tensor in expected.items())
         found: dict[str, torch.Tensor] = {}
         full_state.gather(own, mesh, found.update, None)
         assert list(found) == ([*own] if process.rank == 0 else [])
         assert all(tensor.equal(whole[key]) for key, tensor in found.items())
+        with pytest.raises(CheckpointError, match="^disk 7$"):  # of rank 0, on every rank
+            full_state.gather(own, mesh, lambda _: _fail(CheckpointError("disk 7")), None)
 
 
 def case_weights_of_another_run_reach_every_rank() -> None:
