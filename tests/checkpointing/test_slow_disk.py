@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from checkpoint import Checkpointer
@@ -20,9 +19,8 @@ from torchtitan_lite.checkpointing import safetensors_file, storage, tensor_name
 from torchtitan_lite.config.schema import CheckpointConfig, ModelConfig, OptimConfig
 from torchtitan_lite.distributed.process_group import Process, set_group_timeouts
 from torchtitan_lite.optim.optimizer import build_optimizer, make_state
-from torchtitan_lite.tools.dry_run import peak_of
 
-MODEL = ModelConfig(family="gpt", dim=256, n_heads=2, n_layers=1, max_seq_len=3)  # its largest tensor: 517 x 256
+MODEL = ModelConfig(family="gpt", dim=256, n_heads=2, n_layers=1, max_seq_len=3)
 COLLECTIVE_S, DISK_S = 1.0, 3.0
 
 
@@ -38,8 +36,8 @@ def slow(real: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def save_and_load_slowly(process: Process, folder: Path) -> dict[str, Any]:
-    model = sharded(make_mesh(MESHES["4"]), family=MODEL, seed=process.world_size)
+def save_and_load_slowly(process: Process, folder: Path) -> bool:
+    model = sharded(make_mesh(MESHES["2"]), family=MODEL, seed=process.world_size)
     optimizer = build_optimizer(model, OptimConfig(name="adamw"))
     make_state(optimizer)
     saver = Checkpointer(folder, model, optimizer, CheckpointConfig(), process)
@@ -55,19 +53,12 @@ def save_and_load_slowly(process: Process, folder: Path) -> dict[str, Any]:
     read = slow(lambda file, name: opened(file).get_tensor(name))
     storage.open_tensors = lambda file: SimpleNamespace(get_tensor=functools.partial(read, file))
     tensor_names.GROUP_BYTES = 1  # each tensor alone
-    peak = peak_of(lambda: saver.load_tensors(saved))
+    saver.load_tensors(saved)
     dist.barrier(group=process.untimed)
-    return {
-        "load peak": peak,
-        "equal": all(parameter.equal(old) for parameter, old in zip(parameters, before, strict=True)),
-        "largest": max(p.numel() for p in model.parameters()) * torch.float32.itemsize,
-    }
+    return all(parameter.equal(old) for parameter, old in zip(parameters, before, strict=True))
 
 
 @pytest.mark.extended
 def test_a_slow_disk_keeps_the_others_waiting_without_collectives(tmp_path: Path) -> None:
-    """Three seconds, after one of which a collective fails. Loading takes a rank's rows of a tensor."""
-    on_rank = run_distributed(save_and_load_slowly, 4, tmp_path)
-    assert all(result["equal"] for result in on_rank)
-    # a quarter of some tensors: torch does not see what gloo's thread frees
-    assert on_rank[1]["load peak"] < on_rank[1]["largest"]
+    """Three seconds, after one of which a collective fails."""
+    assert all(run_distributed(save_and_load_slowly, 2, tmp_path))
