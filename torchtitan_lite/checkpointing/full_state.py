@@ -1,10 +1,10 @@
 """Full state dicts: rank 0 gathers whole tensors and sends each rank its rows; or each rank reads its own.
 
 All tensors of a call travel in one message. `fully_shard` splits a dim as torch.chunk does, so the last ranks may have
-fewer rows, or none, but all have as much room in a message. Example: tensors of (5, 4) and (3,) on 2 ranks:
+fewer rows, or none; every message has room for those of rank 0. Example: tensors of (5, 4) and (3,) on 2 ranks:
 
-    rank 0    rows 0, 1, 2       elements 0, 1
-    rank 1    rows 3, 4, room    element 2, room
+    rank 0    rows 0, 1, 2         elements 0, 1
+    rank 1    rows 3, 4, unused    element 2, unused
 
 With `fsdp.shard_columns` they are columns, as many on each rank.
 """
