@@ -429,7 +429,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         lambda n: patched(lambda: texts.Corpus(()).block, data__prepare__texts__Corpus__size=n),
         [(n,) for n in (0, 16_399, 16_400, 16_416, 2**20 - 1, 2**20, 2**20 + 16)],
     ),
-    "other files": (lambda n: texts._listed(Path(f"{i}.s{i}") for i in range(n)), [(10,), (11,)]),
+    "other files": (lambda n: texts._listed(f".s{i}" for i in range(n)), [(10,), (11,)]),
     "token dtype": (lambda n: token_files.token_dtype(n).__name__, [(1,), (2**16,), (2**16 + 1,)]),
     "columns of pairs": (
         lambda *used: pairs._columns(np.array([[i in used for i in range(12)]] * 2)),

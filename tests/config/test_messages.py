@@ -202,7 +202,7 @@ CHECKED = [  # by train.py on the first of eight ranks
     ["--fsdp.precision_overrides=[{match = 'layers.9.*', param_dtype = 'bf16'}]"],
     ["--model.dim=36", "--model.n_heads=6", "--model.n_kv_heads=2", "--fsdp.shard_columns=*.w1.weight"],
     ["--fsdp.shard_columns=*.wq"],
-    ["--data.path=."],
+    ["--data.path=include"],
     ["--data.path=.", "--data.text_suffixes=.md"],
     ["--data.text_suffixes=md,.csv,.gz,.a/b"],
 ]

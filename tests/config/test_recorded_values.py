@@ -251,6 +251,7 @@ UNUSED = [
             "--data.path=prepared",
             "--data.text_key=a",
             "--data.text_suffixes=.b",
+            "--data.on_error=skip",
         ),
         *("--data.val_fraction=0.5", "--tokenizer.vocab_size=300", "--data.cache_dir=c", "--data.noise_density=0.3"),
         *("--data.mean_span_length=2", "--data.target_len=4", "--data.blind_source", "--data.source_prefix=a"),
@@ -372,7 +373,10 @@ EDGES = {  # keys, and the nearest settings with which they are, and are not, us
         *("model.family=resformer", "model.family=resformer model.n_layers=1", "model.family=mistral"),
         "model.family=resformer model.window=1",
     ],
-    "data.text_key=a data.text_suffixes=.b data.val_fraction=0.5 data.cache_dir=c tokenizer.vocab_size=300": [
+    (
+        "data.text_key=a data.text_suffixes=.b data.val_fraction=0.5 data.cache_dir=c tokenizer.vocab_size=300 "
+        "data.on_error=skip"
+    ): [
         *("data.path=", "data.path=text", "data.path=prepared", "data.path=prepared,text", "tokenizer.path=here"),
         *("data.sources={prepared=1.0}", "data.sources={text=1.0,prepared=1.0}", "tokenizer.path="),
         *("data.sources={'./prepared'=1.0,prepared=1.0}", "tokenizer.path=here data.path=prepared"),

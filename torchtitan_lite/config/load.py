@@ -163,7 +163,9 @@ def parse_value(key: str, text: str) -> Any:
     # dict[str, ...] has str among its arguments but is not text
     is_text = annotation is str or (get_origin(annotation) is not dict and str in get_args(annotation))
     if is_text and text[:1] not in ("'", '"', "["):
-        return text.split(",") if key == "data.path" and "," in text else text
+        # no text: the suffix of files without one
+        splits = "," in text if key in ("data.path", "data.text_key") else key == "data.text_suffixes" and not text
+        return text.split(",") if splits else text
     for parse in (lambda text: tomli.loads(f"value = {text}")["value"], ast.literal_eval):
         with contextlib.suppress(ValueError, SyntaxError):
             return parse(text)

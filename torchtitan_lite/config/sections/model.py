@@ -7,7 +7,7 @@ import tomli
 from pydantic import AfterValidator, Field, PositiveFloat, ValidationInfo, field_validator
 
 from torchtitan_lite.config.families import FAMILIES, Family
-from torchtitan_lite.config.paths import problem
+from torchtitan_lite.config.paths import not_downloaded, problem
 from torchtitan_lite.config.section import (
     FORK,
     REFUSED,
@@ -295,7 +295,7 @@ def rules(config: "Config", machine: Machine) -> Rules:
 def local_rules(config: "Config", machine: Machine) -> Rules:
     """Yield a broken rule if `model.init_from` can't be read. It may be gone once the run has started from it."""
     if config.model.init_from and not started_from(config) and (wrong := problem(config.model.init_from)):
-        yield "model.init_from", f"model.init_from: {wrong}"
+        yield "model.init_from", f"model.init_from: {wrong}{not_downloaded(config.model.init_from)}"
 
 
 def started_from(config: "Config") -> bool:
