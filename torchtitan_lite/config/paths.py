@@ -111,8 +111,7 @@ def files_below(folder: Path, *, hidden: bool = False) -> list[Path]:
                 continue
             seen.add(real)
             for entry in sorted(here.iterdir(), reverse=True):
-                is_left = (hidden or not entry.name.startswith(".")) and entry.is_dir()
-                (left if is_left else files).append(entry)
+                (left if (hidden or not entry.name.startswith(".")) and entry.is_dir() else files).append(entry)
     return sorted(files)
 
 

@@ -56,7 +56,7 @@ def prepared_in_cache(
         cache.mkdir(parents=True, exist_ok=True)
         texts = [_text(path, data, cache) for path in paths]
         job = Job.from_config(config, data.val_fraction, sentinels=data.objective != "causal")
-        skips = "-skip" * (data.on_error == "skip")
+        skips = "-skip" if data.on_error == "skip" else ""
         folders = [cache / f"{job.made_from(corpus, texts)[:16]}{skips}" for corpus in texts]
         before = list[Corpus]()
         with contextlib.suppress(DataError):  # there is nothing that version 1.0 would have read
@@ -72,9 +72,9 @@ def prepared_in_cache(
                         _prepare(corpus, job, folder, texts, folders[0], info, data.on_error)
     except OSError as error:
         raise DataError(f"data.cache_dir: can't write to {cache}: {error}") from None
-    skipped = {folder: sum(read_meta(folder).skipped.values()) for folder in folders}
-    notes = [f"{n:,} unusable texts are left out, see {folder}/skipped.log" for folder, n in skipped.items() if n]
-    return folders, [*ignored_notes(texts), *notes]
+    skipped = [(sum(read_meta(folder).skipped.values()), folder / "skipped.log") for folder in folders]
+    left_out = [f"{counted(n, 'unusable text')} left out, see {log}" for n, log in skipped if n]
+    return folders, [*ignored_notes(texts), *left_out]
 
 
 def _text(path: str | list[str], data: DataConfig, cache: Path, *, as_1_0: bool = False) -> Corpus:

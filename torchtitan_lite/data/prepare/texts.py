@@ -140,8 +140,7 @@ def find(
             for file in files_below(path, hidden=as_1_0) if path.is_dir() else [path]:
                 reader = kind(file, (*suffixes, "") if file == path else suffixes)
                 left_out = "hidden" if file.name.startswith(".") and file != path else _if_empty(file) if reader else ""
-                if as_1_0:
-                    left_out = reader * (reader in JSON_LINES)
+                left_out = reader * (reader in JSON_LINES) if as_1_0 else left_out
                 if reader and not left_out and file.is_file():
                     files.setdefault(os.path.realpath(file), file)
                     found = True
