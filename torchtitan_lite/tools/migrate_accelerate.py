@@ -194,10 +194,6 @@ def translate(content: Mapping[str, Any]) -> tuple[Sets, dict[str, str]]:
             sets[key] = ours, FOLLOWS.get(key, f"{name}: {value}")
     if "fsdp.reduce_dtype" in sets and "MULTI" in str(content.get("distributed_type")):
         sets["fsdp.reduce_dtype"] = "float32", "DDP with autocast sums in float32"
-    elif sets.get("fsdp.param_dtype", ("float32",))[0] != "float32":
-        others["output_dtype"] = (
-            "Accelerate sets it with FSDP2; here blocks return param_dtype, and the loss is float32"
-        )
     return sets, others
 
 
@@ -223,6 +219,9 @@ def to_toml(content: Mapping[str, Any], source: str) -> str:
 _LACKS = """#
 # train.py replaces your script: the model, the data and the loop. To keep the script, `accelerate to-fsdp2
 # --config_file OLD --output_file NEW` changes only the keys of FSDP1 to those of FSDP2.
+#
+# With mixed precision, Accelerate gives FSDP2 an output_dtype, too. It is not set: here blocks return param_dtype
+# anyway, and the loss stays in float32.
 #
 # An Accelerate config lacks the model, the text, the batch and the learning rate. For a published model,
 # `python checkpoint.py import FOLDER model.toml` writes all of these but the text: put the line

@@ -258,13 +258,12 @@ def rules(config: "Config", machine: Machine) -> Rules:
     model = config.model
     yield from shape_rules(model)
     if model.mup_base_dim and "mup_base_dim" not in FAMILIES[model.family].reads:
-        *others, last = (f'"{name}"' for name, family in FAMILIES.items() if "mup_base_dim" in family.reads)
+        known = " or ".join(f'"{name}"' for name, family in FAMILIES.items() if "mup_base_dim" in family.reads)
         yield (
             "model.mup_base_dim model.family",
             f"model.mup_base_dim = {model.mup_base_dim} would scale nothing, as model.family = "
-            f'"{model.family}" has no muP; '
-            f"model.mup_base_dim = 0 works, or family = {', '.join(others)} or {last}, "
-            "or muP in a family of your own (docs/own_model.md)",
+            f'"{model.family}" has no muP; mup_base_dim = 0 works, or family = {known}, '
+            "or a family of your own with muP (docs/own_model.md)",
         )
     elif model.mup_base_dim and model.tie_embeddings:
         yield (
