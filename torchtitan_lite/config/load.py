@@ -282,8 +282,12 @@ def _tree(values: Layer, without: set[str]) -> dict[str, dict[str, Any]]:
 
 
 def _only_read_keys(config: Config, given: Layer) -> Config:
-    """Return the config without given [model] keys of other families: the code that families share would read them."""
-    others = {key: default_of(f"model.{key}") for key in unread(config.model.family) if f"model.{key}" in given}
+    """Return the config without given [model] keys of other families: the code that families share would read them.
+
+    mup_base_dim stays, and is refused.
+    """
+    keys = unread(config.model.family) - {"mup_base_dim"}
+    others = {key: default_of(f"model.{key}") for key in keys if f"model.{key}" in given}
     return config.model_copy(update={"model": config.model.model_copy(update=others)})
 
 
