@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import torch
@@ -110,10 +111,10 @@ class HashingStream:
             self._file.close()
 
 
-def layout(tensors: TensorSpecs) -> tuple[bytes, list[str]]:
+def layout(tensors: TensorSpecs, metadata: Mapping[str, str]) -> tuple[bytes, list[str]]:
     """Return the header of a file, and the order of its tensors: large elements first, for alignment."""
     order = sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
     for name in order:
         dtype, shape = tensors[name]
@@ -131,11 +132,14 @@ class TensorWriter:
 
     Args:
         ahead: see HashingStream.
+        metadata: entries of the header besides the tensors.
     """
 
-    def __init__(self, path: Path, specs: TensorSpecs, ahead: int = 2) -> None:
+    def __init__(
+        self, path: Path, specs: TensorSpecs, ahead: int = 2, metadata: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self._path, self._specs, self._ahead = path, specs, ahead
-        self._header, self.names = layout(specs)
+        self._header, self.names = layout(specs, metadata)
         self._stream: HashingStream | None = None
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
@@ -165,9 +169,15 @@ class TensorWriter:
             self._stream.__exit__(*error)
 
 
-def write_tensors(path: Path, specs: TensorSpecs, tensor: Callable[[str], Tensor], ahead: int = 2) -> FileRecord:
+def write_tensors(
+    path: Path,
+    specs: TensorSpecs,
+    tensor: Callable[[str], Tensor],
+    ahead: int = 2,
+    metadata: Mapping[str, str] = MappingProxyType({}),
+) -> FileRecord:
     """Write a file, and sync it to disk. Calls `tensor` with each name just before writing it."""
-    with TensorWriter(path, specs, ahead) as writer:
+    with TensorWriter(path, specs, ahead, metadata) as writer:
         for name in writer.names:
             writer.add({name: tensor(name)})
         return writer.close()
