@@ -269,4 +269,5 @@ def test_each_cell_of_the_page(
     said = capsys.readouterr().out
     assert re.search(r"^step 20  loss \d\.\d{4}  grad norm \d+\.\d\d$", said, re.M)
     assert "train.steps" in said
+    assert sorted(ttl.__all__) == dir(ttl), "ten names, with every module imported"
     assert (place / "weights.pt").is_file()

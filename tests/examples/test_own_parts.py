@@ -138,9 +138,7 @@ def test_an_own_family_is_scaled_by_mup_if_it_names_the_key(monkeypatch: pytest.
     monkeypatch.setitem(FAMILIES, FAMILY, replace(PARALLEL, keys=("mup_base_dim",)))
     config = parse(*scaled).config
     model = make(config.model, vocab_size=300)
-    assert model.output.weight.std().item() == pytest.approx(0.02 / 2, rel=0.05)
-    factors = {id(p): group["lr_factor"] for group in parameter_groups(model, config.optim) for p in group["params"]}
-    assert [factors[id(model.get_parameter(f"{name}.weight"))] for name in ("output", "tok_embeddings")] == [0.5, 1.0]
+    assert {group["lr_factor"] for group in parameter_groups(model, config.optim)} == {0.5, 1.0}
 
 
 @pytest.mark.parametrize(
