@@ -17,7 +17,8 @@ A save runs up to its `yield` while training waits: the snapshot. Then it receiv
 `checkpoint.async_save` in a thread.
 
 checkpointing/save.py calls these functions: snapshot, write, agree, commit. shards.py computes which rank has which
-rows, storage.py defines when a checkpoint is complete, find.py selects the one to load. Command line: `python checkpoint.py verify | inspect | export | import`.
+rows, storage.py defines when a checkpoint is complete, find.py selects the one to load. Command line: `python
+checkpoint.py verify | inspect | export | import`.
 """
 
 import sys
@@ -26,7 +27,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.checkpointing import full_state, progress, storage, tensor_names  # before torch
+from torchtitan_lite.checkpointing import full_state, progress, tensor_names  # before torch
 
 # isort: split
 from torch.distributed import checkpoint as dcp
@@ -70,16 +71,14 @@ def save_full_by_dtensor(c: Checkpointer, background: bool) -> Saving:
     for file, part in parts.items():
         with TensorWriter(folder / file, specs_of(part)) as writer:
             full_state.gather({name: part[name] for name in writer.names}, c.mesh, writer.add, c.group)
-            files[file] = FileRecord(**on_rank0(lambda writer=writer: asdict(writer.close()), c.group))
+            files[file] = FileRecord(**on_rank0(lambda writer=writer: asdict(writer.close()), c.group))  # type: ignore[misc]
     return files
 
 
 def write_whole(folder: Path, tensors: Tensors) -> dict[str, FileRecord]:
     """Write whole tensors from rank 0's memory. The other ranks have none."""
     parts = tensor_names.by_file(tensors, [MODEL, OPTIMIZER]) if tensors else {}
-    return {
-        file: write_tensors(folder / file, specs_of(part), part.__getitem__, ahead=0) for file, part in parts.items()
-    }
+    return {file: write_tensors(folder / file, specs_of(part), part.__getitem__) for file, part in parts.items()}
 
 
 def load_full_by_dtensor(c: Checkpointer, folder: Path) -> None:

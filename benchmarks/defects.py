@@ -40,9 +40,9 @@ from tests.checkpointing.reload_worker import WAYS, State
 from tests.checkpointing.test_checkpoint import Bomb, flip_a_bit, replace_by
 from tests.helpers import ROOT, ranks, run_distributed
 from torchtitan_lite.checkpointing import safetensors_file, storage
-from torchtitan_lite.checkpointing.dcp_storage import ShardWriter
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import by_name
+from torchtitan_lite.checkpointing.torch_storage import SyncingWriter
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.errors import CheckpointError
@@ -148,7 +148,7 @@ def rank_dies(who: int) -> Iterator[None]:
         return write
 
     with ExitStack() as stack:
-        for writer in (dcp.FileSystemWriter, HuggingFaceStorageWriter, ShardWriter):
+        for writer in (dcp.FileSystemWriter, HuggingFaceStorageWriter, SyncingWriter):
             stack.enter_context(mock.patch.object(writer, "write_data", dying(writer.write_data)))
         yield
 

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import train
-from checkpoint import Checkpointer
+from checkpoint import WAYS as SAVE_WAYS
 from torchtitan_lite.checkpointing import storage, tensor_names
+from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import optimizer_tensors, own_tensors
 from torchtitan_lite.config.schema import CheckpointConfig, Config
@@ -59,7 +60,7 @@ class State:
 
     def checkpointer(self, folder: Path, kind: str, api: str, *, background: bool = False) -> Checkpointer:
         way = CheckpointConfig.model_validate({"state_dict": kind, "api": api, "async_save": background})
-        return Checkpointer(folder, self.model, self.optimizer, way, self.process)
+        return Checkpointer(folder, self.model, self.optimizer, way, self.process, SAVE_WAYS)
 
 
 def save_now(checkpointer: Checkpointer, step: int = 1) -> Path:

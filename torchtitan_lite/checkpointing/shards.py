@@ -11,11 +11,12 @@ The manifest keeps the mesh, and each tensor's dtype, shape, split dim and repli
 had the parts in an index.json.
 """
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ from torchtitan_lite.checkpointing.safetensors_file import (
     write_tensors,
 )
 from torchtitan_lite.checkpointing.storage import MODEL, OPTIMIZER, open_tensors, read_json, read_manifest, read_specs
-from torchtitan_lite.checkpointing.tensor_names import Tensors, by_name, prefix, renamed
+from torchtitan_lite.checkpointing.tensor_names import Tensors, prefix, renamed
 from torchtitan_lite.distributed.sharding import own_part, shard_dim
 from torchtitan_lite.errors import CheckpointError
 
@@ -168,7 +169,7 @@ def write_rows(
     offsets = {name: {"saved_offsets": [indices.start for indices in box]} for name, box in boxes.items()}
     parts = {name: (specs[name][0], tuple(map(len, box))) for name, box in boxes.items()}
     try:
-        return {path.name: write_tensors(path, parts, rows, ahead=0, metadata={INFO: json.dumps(offsets)})}
+        return {path.name: write_tensors(path, parts, rows, metadata={INFO: json.dumps(offsets)})}
     except FileNotFoundError as error:
         raise CheckpointError(
             f'{error} (is it on a file system that all ranks share? checkpoint.state_dict = "full" needs none)'
@@ -197,7 +198,6 @@ class Reads:
             with progress.working(f"reading the header of {name}"), open_tensors(self._folder / name) as file:
                 info = json.loads((file.metadata() or {}).get(INFO, "{}"))
                 for _, (_, key, box) in parts:
-                    sizes = [*map(len, box)]
                     offsets = info[key]["saved_offsets"] if key in info else [indices.start for indices in box]
                     if box_of(offsets, file.get_slice(key).get_shape()) != box:
                         raise CheckpointError(f"{self._folder / name}: {key} is not the part that the manifest says")
@@ -239,14 +239,17 @@ def specs(tensors: Mapping[str, Tensor]) -> TensorSpecs:
 
 
 def read_tensors(folder: Path, start: str = "") -> LazyTensors:
-    """Return the whole tensors of a full or sharded checkpoint whose names begin so, read lazily, without that start."""
-    places = read_places(folder)
+    """Return the whole tensors of a full or sharded checkpoint whose names begin with `start`, read lazily.
+
+    Names lose `start`.
+    """
+    places, opened = read_places(folder), functools.cache(open_tensors)
 
     def read(name: str) -> Tensor:
         dtype, shape = places.specs[start + name]
         parts = [*places.parts(start + name, box_of([0] * len(shape), shape))]
         if len(parts) == 1 and all(parts[0].box):
-            whole: Tensor = open_tensors(folder / parts[0].file).get_tensor(parts[0].key)
+            whole: Tensor = opened(folder / parts[0].file).get_tensor(parts[0].key)
             return whole
         whole = torch.empty(shape, dtype=dtype)
         Reads(folder, places, {start + name: whole}).read()

@@ -128,9 +128,9 @@ def read_manifest(folder: Path) -> Manifest:
     version = content.get("format_version")
     if version not in (6, FORMAT_VERSION):
         raise FormatError(
-            f"{folder} has format {shortened(version)}, but this version reads 6 and {FORMAT_VERSION}: with the version that "
-            "wrote it (format 2: commit 6b3ed8e, the last of 0.4), finish the run, or export the checkpoint (python "
-            "checkpoint.py export) and start here from the export with model.init_from"
+            f"{folder} has format {shortened(version)}, but this version reads 6 and {FORMAT_VERSION}: with the "
+            "version that wrote it (format 2: commit 6b3ed8e, the last of 0.4), finish the run, or export the checkpoint "
+            "(python checkpoint.py export) and start here from the export with model.init_from"
         )
     if content.pop("sha256", "") != _hash_of(content):
         raise CheckpointError(f"{folder / MANIFEST} is damaged: its SHA-256 does not match its content")

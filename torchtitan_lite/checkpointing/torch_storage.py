@@ -1,4 +1,4 @@
-"""torch's own storage classes for safetensors, with what ours needs besides: hashes, synced files, and few headers read.
+"""torch's storage classes for safetensors, with hashes, synced files, and only the headers that a rank needs.
 
 DCP plans on each rank for itself (`no_dist=True`), so ranks exchange no plans, which would be pickles.
 """
