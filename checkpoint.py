@@ -21,6 +21,7 @@ rows, storage.py defines when a checkpoint is complete, find.py selects the one 
 checkpoint.py verify | inspect | export | import`.
 """
 
+import functools
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -87,8 +88,8 @@ def load_full_by_dtensor(c: Checkpointer, folder: Path) -> None:
     If every rank read the file, every machine would need it, and a shared disk would be read once per rank.
     (distribute_tensor would need the whole tensor on every rank, also in GPU memory.)
     """
-    saved = read_tensors(folder) if c.process.rank == 0 else {}
-    full_state.scatter(tensor_names.by_name(c.parts()), saved.__getitem__, c.mesh, c.process)
+    saved = functools.cache(lambda: read_tensors(folder))  # only where scatter sends an error to all ranks
+    full_state.scatter(tensor_names.by_name(c.parts()), lambda name: saved()[name], c.mesh, c.process)
 
 
 # --- full state dict, DCP API ---------------------------------------------------------------------------------------
@@ -160,10 +161,11 @@ def save_sharded_by_dcp(c: Checkpointer, background: bool) -> Saving:
     """
     layout, rank = c.layout(), c.process.rank
     tensors = tensor_names.by_name(as_parts(c, *get_state_dict(c.model, c.optimizer)))
-    own = {name: tensors[name] for name in layout.of_rank(rank)}
+    boxes = layout.of_rank(rank)
+    own = {name: tensors[name] for name in boxes}
     copies = c.copies.of(own) if background else None
     folder = yield
-    writer = SyncingWriter(folder / layout.file(rank), copies)
+    writer = SyncingWriter(folder / layout.file(rank), boxes, layout.specs, copies)
     with failures():
         dcp.save(own, storage_writer=writer, no_dist=True)
     return writer.records

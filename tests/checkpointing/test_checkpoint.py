@@ -94,8 +94,8 @@ def test_a_checkpoint_of_another_version_is_refused_with_one_sentence(
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
     before = (run / "metrics.jsonl").read_bytes()
     sentence = (
-        f"{checkpoint(run, 4)} has format 2, but this version reads {storage.FORMAT_VERSION}: with the version that "
-        "wrote it (format 2: commit 6b3ed8e, the last of 0.4), finish the run, or export the checkpoint (python "
+        f"{checkpoint(run, 4)} has format 2, but this version reads 6 and {storage.FORMAT_VERSION}: with the version "
+        "that wrote it (format 2: commit 6b3ed8e, the last of 0.4), finish the run, or export the checkpoint (python "
         "checkpoint.py export) and start here from the export with model.init_from\n"
     )
     assert again(finished, text, tmp_path) == f"train.py: {sentence}"

@@ -1,7 +1,8 @@
 """Full state dicts: rank 0 gathers whole tensors and sends each rank its rows; or each rank reads its own.
 
 A large tensor, or a MiB of small ones, travels in one message. `fully_shard` splits a dim as torch.chunk does, so the
-last ranks may have fewer rows, or none; every message has room for those of rank 0. Example: tensors of (5, 4) and (3,) on 2 ranks:
+last ranks may have fewer rows, or none; every message has room for those of rank 0. Example: tensors of (5, 4) and (3,)
+on 2 ranks:
 
     rank 0    rows 0, 1, 2         elements 0, 1
     rank 1    rows 3, 4, unused    element 2, unused
@@ -21,39 +22,10 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite.checkpointing import progress, tensor_names
 from torchtitan_lite.checkpointing.tensor_names import Tensors
 from torchtitan_lite.distributed.process_group import Process
-from torchtitan_lite.distributed.ranks import on_all
+from torchtitan_lite.distributed.ranks import on_all, on_rank0
 from torchtitan_lite.distributed.sharding import own_part, shard_dim
 
 AGREE_EVERY = 2**30  # bytes of whole tensors
-
-
-class Agreement:
-    """Errors that the ranks exchange once per GiB.
-
-    In between, a rank that failed takes part in each message, so that none waits for it, but does nothing else.
-    """
-
-    def __init__(self, untimed: dist.ProcessGroup | None) -> None:
-        self._untimed, self._error, self._bytes = untimed, list[Exception](), 0
-
-    def attempt(self, action: Callable[[], None]) -> None:
-        """Run an action, unless one has failed."""
-        if not self._error:
-            try:
-                action()
-            except Exception as error:
-                self._error.append(error)
-
-    def after(self, n_bytes: int = AGREE_EVERY) -> None:
-        """Count bytes, and agree if there are enough. Raises on all ranks if an action failed on one."""
-        self._bytes += n_bytes
-        if self._bytes >= AGREE_EVERY:
-            self._bytes = 0
-            on_all(self._raise, self._untimed)
-
-    def _raise(self) -> None:
-        if self._error:
-            raise self._error[0]
 
 
 def gather(
@@ -64,6 +36,9 @@ def gather(
 ) -> None:
     """Pass whole tensors to `take` on rank 0: each large one alone, small ones together. Collective, also its errors.
 
+    The ranks agree once per GiB that none has failed. Until then, one that has failed takes part in the messages, so
+    that the others do not wait for it.
+
     Args:
         take: must not keep the tensors: their memory is used again.
         untimed: a group of all ranks without a timeout, to wait in for rank 0's disk; outside of a run the mesh's
@@ -71,7 +46,8 @@ def gather(
     """
     group, groups = mesh.get_group(mesh.ndim - 1), [*tensor_names.in_groups(tensors)]
     sizes = [{name: _size(t, group) for name, t in part.items() if _is_sharded(t)} for part in groups]
-    longest, sent, received = max((sum(of.values()) for of in sizes), default=0), list[Tensor](), list[Tensor]()
+    longest, failed = max((sum(of.values()) for of in sizes), default=0), list[Exception]()
+    sent, received = list[Tensor](), list[Tensor]()
 
     def make_buffers() -> None:
         if longest and dist.get_global_rank(group, 0) == 0 and group.size() > 1:  # the first replica
@@ -79,9 +55,16 @@ def gather(
             if dist.get_rank() == 0:
                 received.append(sent[0].new_empty(group.size() * longest))
 
-    agreement = Agreement(untimed)
-    agreement.attempt(make_buffers)
-    agreement.after()
+    def attempt(action: Callable[[], None]) -> None:
+        try:
+            if not failed:
+                action()
+        except Exception as error:
+            failed.append(error)
+
+    def agree() -> None:
+        for error in failed:
+            raise error
 
     def exchange(part: Tensors, of: Mapping[str, int]) -> None:
         whole, n_bytes = {name: own_part(tensor)[0] for name, tensor in part.items()}, sum(of.values())
@@ -100,15 +83,20 @@ def gather(
             take(whole)
 
         if of and sent:
-            agreement.attempt(pack)
+            attempt(pack)
             dist.gather(sent[0][:n_bytes], [*messages[0]] if messages else None, 0, group)
         if dist.get_rank() == 0:
-            agreement.attempt(unpack)
-        agreement.after(sum(tensor.nbytes for tensor in part.values()))
+            attempt(unpack)
 
+    on_all(make_buffers, untimed)
+    pending = 0
     for part, of in zip(groups, sizes, strict=True):
         exchange(part, of)
-    agreement.after()
+        pending += sum(tensor.nbytes for tensor in part.values())
+        if pending >= AGREE_EVERY:
+            on_all(agree, untimed)
+            pending = 0
+    on_all(agree, untimed)
 
 
 def scatter(targets: Mapping[str, Tensor], read: Callable[[str], Tensor], mesh: DeviceMesh, process: Process) -> None:
@@ -117,50 +105,37 @@ def scatter(targets: Mapping[str, Tensor], read: Callable[[str], Tensor], mesh: 
     Args:
         read: returns a tensor on the CPU, maybe of another dtype.
     """
-    group, groups = mesh.get_group(mesh.ndim - 1), [*tensor_names.in_groups(targets)]
-    agreement = Agreement(process.untimed)
-    sizes = [[_size(target, group) for target in part.values()] for part in groups]
-    longest, buffers = max(map(sum, sizes), default=0), list[Tensor]()
+    for part in tensor_names.in_groups(targets):
+        _scatter_group(part, read, mesh, process)
 
-    def make_buffers() -> None:
-        buffers.append(torch.empty(longest, dtype=torch.uint8, device=process.device))
-        if dist.get_rank() == 0:
-            buffers.append(buffers[0].new_empty(group.size() * longest))
 
-    agreement.attempt(make_buffers)
-    agreement.after()
+def _scatter_group(
+    targets: Mapping[str, Tensor], read: Callable[[str], Tensor], mesh: DeviceMesh, process: Process
+) -> None:
+    group = mesh.get_group(mesh.ndim - 1)
+    sizes = [_size(target, group) for target in targets.values()]
+    message, sent = torch.empty(sum(sizes), dtype=torch.uint8, device=process.device), list[Tensor]()
 
-    def exchange(part: Mapping[str, Tensor], of: list[int]) -> None:
-        message = buffers[0][: sum(of)]
-        messages = [buffer[: group.size() * sum(of)].view(group.size(), -1) for buffer in buffers[1:]]
+    def pack() -> None:
+        messages = message.new_empty(group.size(), len(message))
+        for (name, target), of_ranks in zip(targets.items(), messages.split(sizes, 1), strict=True):
+            with progress.working(f"reading {name}"):
+                whole, n = read(name).to(target.dtype), group.size()
+                parts = whole.chunk(n, shard_dim(target)) if _is_sharded(target) else [whole] * n
+                for part, data in zip(parts, of_ranks, strict=False):  # the last ranks may have no rows
+                    _put(part, data)
+        sent.extend(messages)
 
-        def pack() -> None:
-            for (name, target), of_ranks in zip(part.items(), messages[0].split(of, 1), strict=True):
-                with progress.working(f"reading {name}"):
-                    whole, n = read(name).to(target.dtype), group.size()
-                    parts = whole.chunk(n, shard_dim(target)) if _is_sharded(target) else [whole] * n
-                    for each, data in zip(parts, of_ranks, strict=False):  # the last ranks may have no rows
-                        _put(each, data)
-
-        def unpack() -> None:
-            for target, data in zip(part.values(), message.split(of), strict=True):
-                own = own_part(target)[0]
-                own.view(-1).view(torch.uint8).copy_(data[: own.nbytes])
-
-        if messages:
-            agreement.attempt(pack)
-        if dist.get_global_rank(group, 0) == 0:
-            dist.scatter(message, [*messages[0]] if messages else None, 0, group)
-        if mesh.ndim > 1:  # from the first replica to the others
-            replicas = mesh.get_group(0)
-            dist.broadcast(message, dist.get_global_rank(replicas, 0), replicas)
-        progress.advance(len(message))
-        agreement.attempt(unpack)
-        agreement.after(sum(target.nbytes for target in part.values()))
-
-    for part, of in zip(groups, sizes, strict=True):
-        exchange(part, of)
-    agreement.after()
+    on_rank0(pack, process.untimed)  # the others wait here for a slow disk, not in a message with a time limit
+    if dist.get_global_rank(group, 0) == 0:
+        dist.scatter(message, sent or None, 0, group)
+    if mesh.ndim > 1:  # from the first replica to the others
+        replicas = mesh.get_group(0)
+        dist.broadcast(message, dist.get_global_rank(replicas, 0), replicas)
+    progress.advance(len(message))
+    for target, data in zip(targets.values(), message.split(sizes), strict=True):
+        own = own_part(target)[0]
+        own.view(-1).view(torch.uint8).copy_(data[: own.nbytes])
 
 
 def copy_rows(whole: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:

@@ -10,6 +10,7 @@ import os
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,14 +22,14 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpointing import compatibility, full_state, progress, storage
 from torchtitan_lite.checkpointing.find import checkpoint_to_resume
-from torchtitan_lite.checkpointing.host_copies import HostCopies
-from torchtitan_lite.checkpointing.safetensors_file import FileRecord
+from torchtitan_lite.checkpointing.safetensors_file import FileRecord, TensorSpecs
 from torchtitan_lite.checkpointing.shards import Layout, layout_of
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.checkpointing.tensor_names import Parts, by_name, optimizer_tensors, own_tensors
+from torchtitan_lite.checkpointing.tensor_names import Parts, Tensors, by_name, optimizer_tensors, own_tensors
 from torchtitan_lite.config.schema import CheckpointConfig
 from torchtitan_lite.distributed.process_group import Process, untimed_group
 from torchtitan_lite.distributed.ranks import on_all, on_rank0
+from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.errors import text_of
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim.optimizer import make_state
@@ -50,6 +51,54 @@ class Saved:
     blocked_s: float = 0.0  # how long training waited: for the snapshot, or for all of a synchronous save
     error: str = ""
     note: str = ""  # on rank 0: why older checkpoints were not deleted
+
+
+class HostCopies:
+    """One block of host memory with a view for each tensor, reused as long as names, dtypes and shapes stay.
+
+    For a GPU the block is page-locked by cudaHostRegister: torch's allocator of pinned memory would round each tensor
+    up to a power of two.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._specs: TensorSpecs = {}
+        self._views: Tensors = {}
+        self._unpin: Callable[[], object] = lambda: None
+
+    def reserve(self, specs: TensorSpecs) -> None:
+        """Make room for these tensors."""
+        if specs == self._specs:
+            return
+        self._unpin()
+        self._specs, self._views = {}, {}  # frees the block before the next one is made
+        order = sorted(specs, key=lambda name: -specs[name][0].itemsize)  # large elements first, for alignment
+        sizes = [specs[name][0].itemsize * torch.Size(specs[name][1]).numel() for name in order]
+        block = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+        if self._device.type == "cuda" and len(block):
+            block.fill_(0)  # torch's threads map the pages; registering alone would, in one thread
+            runtime, address = torch.cuda.cudart(), block.data_ptr()
+            torch.cuda.check_error(int(runtime.cudaHostRegister(address, len(block), 1)))  # 1: for all devices
+            self._unpin = weakref.finalize(self, runtime.cudaHostUnregister, address)
+        for name, data in zip(order, block.split(sizes), strict=True):
+            dtype, shape = specs[name]
+            self._views[name] = data.view(dtype).view(shape)
+        self._specs = dict(specs)
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> Tensors:
+        """Copy tensors, of a DTensor this rank's shard, into their views, and return these."""
+        for name, tensor in tensors.items():
+            self._views[name].copy_(own_part(tensor.detach())[0], non_blocking=True)
+            progress.advance(self._views[name].nbytes)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        return {name: self._views[name] for name in tensors}
+
+    def of(self, tensors: Mapping[str, Tensor]) -> Tensors:
+        """Copy exactly these tensors, and return the copies."""
+        rows = {name: own_part(tensor.detach())[0] for name, tensor in tensors.items()}
+        self.reserve({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in rows.items()})
+        return self.fill(rows)
 
 
 class Way(NamedTuple):

@@ -129,14 +129,14 @@ def read_manifest(folder: Path) -> Manifest:
     if version not in (6, FORMAT_VERSION):
         raise FormatError(
             f"{folder} has format {shortened(version)}, but this version reads 6 and {FORMAT_VERSION}: with the "
-            "version that wrote it (format 2: commit 6b3ed8e, the last of 0.4), finish the run, or export the checkpoint "
-            "(python checkpoint.py export) and start here from the export with model.init_from"
+            "version that wrote it (format 2: commit 6b3ed8e, the last of 0.4), finish the run, or export the "
+            "checkpoint (python checkpoint.py export) and start here from the export with model.init_from"
         )
     if content.pop("sha256", "") != _hash_of(content):
         raise CheckpointError(f"{folder / MANIFEST} is damaged: its SHA-256 does not match its content")
     files = {name: FileRecord(**record) for name, record in content["files"].items()}
     keys = ("step", "state_dict", "world_size", "format_version")
-    return Manifest(*(content[key] for key in keys), content.get("layout"), files)
+    return Manifest(**{key: content[key] for key in keys}, layout=content.get("layout"), files=files)
 
 
 def _hash_of(manifest: Mapping[str, Any]) -> str:

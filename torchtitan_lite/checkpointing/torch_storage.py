@@ -4,6 +4,7 @@ DCP plans on each rank for itself (`no_dist=True`), so ranks exchange no plans, 
 """
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,22 +27,28 @@ from torch.futures import Future
 
 from torchtitan_lite.checkpointing import progress
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord, TensorSpecs
-from torchtitan_lite.checkpointing.shards import Reads, box_of, write_rows
+from torchtitan_lite.checkpointing.shards import Box, Reads, write_rows
 from torchtitan_lite.errors import CheckpointError
+
+# of no_dist=True
+warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 
 
 class SyncingWriter(HuggingFaceStorageWriter):
-    """Writes what DCP planned into one file. `records` then has it.
+    """Writes the parts that DCP planned into one file. `records` then has it.
 
     (torch's own writer has no hash, holds the whole file in memory, and syncs before Python's buffer is flushed.)
 
     Args:
-        copies: this rank's rows by name, written instead of the live tensors.
+        boxes, specs: of this rank's parts, by name.
+        copies: of the parts, written instead of the live tensors.
     """
 
-    def __init__(self, path: Path, copies: Mapping[str, Tensor] | None) -> None:
+    def __init__(
+        self, path: Path, boxes: Mapping[str, Box], specs: TensorSpecs, copies: Mapping[str, Tensor] | None
+    ) -> None:
         super().__init__(str(path.parent), save_distributed=True)
-        self.target, self.copies = path, copies
+        self.target, self.boxes, self.specs, self.copies = path, boxes, specs, copies
         self.records: dict[str, FileRecord] = {}
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -49,18 +56,13 @@ class SyncingWriter(HuggingFaceStorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         items = {item.index.fqn: item for item in plan.items}
-        boxes, specs = {}, {}
-        for name, item in items.items():
-            assert item.tensor_data is not None, f"{name} is not a tensor"
-            chunk = item.tensor_data.chunk
-            boxes[name], specs[name] = box_of(chunk.offsets, chunk.sizes), (item.tensor_data.properties.dtype, ())
 
         def rows(name: str) -> Tensor:
             tensor = planner.resolve_data(items[name]) if self.copies is None else self.copies[name]
             assert isinstance(tensor, Tensor)
             return tensor
 
-        self.records = write_rows(self.target, boxes, specs, rows)
+        self.records = write_rows(self.target, self.boxes, self.specs, rows)
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
         return done
@@ -85,7 +87,7 @@ class PartsReader(HuggingFaceStorageReader):
                 tensors[name].chunks.append(ChunkStorageMetadata(offsets, sizes))
                 path = str(Path(self.path) / file)
                 places[MetadataIndex(name, offsets)] = _HFStorageInfo(path, sizes, self.specs[name][0])
-        return Metadata(tensors, storage_data=places)
+        return Metadata({**tensors}, storage_data=places)
 
     def _process_read_request(self, f: Any, req: ReadItem, planner: LoadPlanner) -> None:
         super()._process_read_request(f, req, planner)
