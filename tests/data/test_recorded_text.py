@@ -349,9 +349,9 @@ def test_tokenizers(tmp_path: Path) -> None:
             said(tmp_path, bpe.shown, tokenizer, 1),
         ]
         if name != "nothing":
-            lengths = itertools.groupby(bytes_per_token(tokenizer, known).tolist())
+            lengths = itertools.groupby(bytes_per_token(tokenizer, () if known is None else (known,)).tolist())
             found[name] += [bpe.size(tokenizer), " ".join(f"{n}x{len([*same])}" for n, same in lengths)]
-            assert bytes_per_token(tokenizer, 0)[0] == 0, "an end token, also the first entry"
+            assert bytes_per_token(tokenizer, [0])[0] == 0, "an end token, also the first entry"
     marked = TOKENIZERS["ends"]()
     marked.post_processor = processors.TemplateProcessing(single="x $A", special_tokens=[("x", 0)])
     assert bpe.encode(marked, "def") == TOKENIZERS["ends"]().encode("def").ids, "a prompt has no marks"

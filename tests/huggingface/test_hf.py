@@ -7,18 +7,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, processors
 from torch import Tensor
 
+from tests.data.test_data import stream_of
 from tests.helpers import checkpoint, losses, python, ranks, refused, succeeded, tiny
 from tests.models.test_model import make
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import ModelConfig
+from torchtitan_lite.data.packing import PackedSamples
+from torchtitan_lite.data.prepare.tokenizer import byte_level
+from torchtitan_lite.data.samples import Samples
+from torchtitan_lite.data.token_files import documents, read_meta
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models import Transformer
+from torchtitan_lite.tools import generate
+from torchtitan_lite.tools.load_model import open_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -146,3 +155,91 @@ def test_a_shorter_context_is_accepted_where_positions_are_computed(theirs: Path
         with pytest.raises(CheckpointError, match=rf"max_seq_len is 64 in the checkpoint and {n} here"):
             hf.find_weights(theirs, config.model_copy(update={"max_seq_len": n}))
     assert learned or hf.find_weights(theirs, config.model_copy(update={"max_seq_len": 32}))[0] == theirs
+
+
+# --- the begin token ----------------------------------------------------------------------------------------------
+
+NAMED = {"bos_token_id": 257, "eos_token_id": 258}
+
+
+def with_marks(folder: Path, first: str = "", **files: dict[str, Any]) -> Tokenizer:
+    """Write a tokenizer of bytes, <s> (id 257) and </s> (id 258), which puts `first` before a text; and JSON files."""
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{first} $A".split(), special_tokens=[("<s>", 257)]
+    )
+    for name, content in {"tokenizer": json.loads(tokenizer.to_str()), **files}.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("files", "first", "expected"),
+    [
+        ({"config": {"model_type": "qwen2"}}, "<s>", [257]),
+        ({"config": {"model_type": "llama", **NAMED}}, "", [257]),
+        ({"config": {"model_type": "mistral", "eos_token_id": [258]}, "generation_config": NAMED}, "", [257]),
+        ({"config": {"model_type": "qwen2", **NAMED}}, "", []),
+        ({"config": {"model_type": "qwen2", **NAMED}, "tokenizer_config": {"add_bos_token": True}}, "", [257]),
+        ({"config": {"model_type": "llama", **NAMED}, "tokenizer_config": {"add_bos_token": False}}, "", []),
+        (
+            {"config": {"model_type": "llama", **NAMED}, "tokenizer_config": {"tokenizer_class": "GPT2Tokenizer"}},
+            "",
+            [],
+        ),
+        ({"config": {"model_type": "gemma3_text", "bos_token_id": 258, "eos_token_id": [7, 258]}}, "", []),
+        ({"config": {"model_type": "llama", "bos_token_id": 5, "eos_token_id": 258}}, "", []),  # a byte
+    ],
+)
+def test_the_begin_token_is_that_of_the_pretraining(
+    files: dict[str, Any], first: str, expected: list[int], tmp_path: Path
+) -> None:
+    assert hf.begin_tokens(tmp_path, with_marks(tmp_path, first, **files)) == expected
+
+
+@pytest.mark.parametrize(("kind", "bos"), [("Llama", 257), ("Qwen2", 257), ("Olmo2", None)])
+def test_a_begin_token_is_kept_from_the_import_to_the_export(kind: str, bos: int | None, tmp_path: Path) -> None:
+    """Llama has it in documents, prompts and exported text. The others only name one, which an export keeps.
+
+    The end token is that of the import too, although the tokenizer has <|endoftext|>.
+    """
+    texts = ["".join("abc defg hij klm"[(i + 3) * j % 16] for j in range(9 + i % 9)) for i in range(60)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in texts))
+    config = getattr(transformers, f"{kind}Config")(**SHAPE | {**NAMED, "vocab_size": 259, "bos_token_id": bos})
+    config.pad_token_id, theirs = None, tmp_path / "theirs"
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(theirs)
+    tokenizer, first = with_marks(theirs), [257] if kind == "Llama" else []
+    succeeded(python("import", str(theirs), str(tmp_path / "mine.toml"), script="checkpoint.py"))
+    more: dict[str, Any] = {
+        **{"run__name": "run", "train__steps": 2, "train__seq_len": 24, "optim__warmup_steps": 1},
+        **{"sample__every": 2, "sample__prompts": "abc", "sample__temperature": 0, "sample__max_tokens": 9},
+        **{"data__packing": "best_fit", "data__document_mask": True, "data__val_fraction": 0.3},
+    }
+    options, run, out = tiny(tmp_path / "text.jsonl", tmp_path, **more), tmp_path / "run", tmp_path / "out"
+    kept = [option for option in options if not re.match("--(model|tokenizer|optim.name|run.name)", option)]
+    for name, start in (("first", theirs), ("run", tmp_path / "first")):
+        succeeded(ranks(2, f"--config={tmp_path}/mine.toml", *kept, f"--run.name={name}", f"--model.init_from={start}"))
+
+    opened = open_model(run, torch.device("cpu"), torch.float32)
+    folder, marks = opened.own_data().folder, (258, *first)
+    parts = ([*one, *marks] for one in documents(folder, read_meta(folder), "train"))
+    assert stream_of(folder, "train") == sum(parts, [marks[-1]])
+    for kind_of_samples in (Samples, PackedSamples):
+        rows = kind_of_samples(folder, "train", 24).draw(np.arange(9), None)
+        assert set(rows.tokens[rows.begins & (rows.targets >= 0)].tolist()) == {marks[-1]}
+
+    succeeded(python("export", str(run), str(out), script="checkpoint.py"))
+    exported = open_model(out, torch.device("cpu"), torch.float32)
+    words, ours = (json.loads((out / f"{name}.json").read_text()) for name in ("tokenizer_config", "config"))
+    assert (ours["bos_token_id"], words["add_bos_token"]) == (bos, bool(first))
+    assert (opened.begin, opened.ends) == (exported.begin, exported.ends) == ((*first,), (258,))
+    assert transformers.PreTrainedTokenizerFast.from_pretrained(out)("abc")["input_ids"] == [
+        *first,
+        *tokenizer.encode("abc", add_special_tokens=False).ids,
+    ]
+    greedy = {
+        tuple(generate.tokens_of(one, generate.encode(one, "abc"), generate.Options(9, temperature=0)))
+        for one in (opened, exported)
+    }
+    assert {tokenizer.decode(one) for one in greedy} == {json.loads((run / "samples.jsonl").read_text())["text"]}

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from torchtitan_lite.checkpointing import dcp_storage, progress, storage
+from torchtitan_lite.checkpointing.find import find
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import Parts, by_name
 from torchtitan_lite.config.derive import derive
@@ -32,8 +33,15 @@ def fresh_state(
     config: Config, data: DataSet, process: Process, validation: Mapping[str, int], tasks: Mapping[str, str]
 ) -> TrainState:
     """Return the state before the first step. `validation` is Validation.description(), `tasks` a hash per task."""
+    source = Path(config.model.init_from).expanduser()
     return TrainState(
         end_token=data.end_token,
+        begin_tokens=[*data.sources[0].meta.marks[1:]],
+        imported={}
+        if not config.model.init_from or config.has_checkpoint or config.checkpoint.resume
+        else {"bos_token_id": storage.read_json(source / "config.json").get("bos_token_id")}
+        if (source / "config.json").is_file()
+        else storage.read_state(find(source, "size")[0]).imported,
         validation=validation,
         tasks=tasks,
         must_match=values_to_match(config, data),

@@ -52,6 +52,11 @@ def encode(tokenizer: Tokenizer, text: str, name: str = "text", *, special: bool
         raise ConfigError(f"the tokenizer can't encode the {name} {text[:40]!a}: {reason(error)}") from None
 
 
+def begun(ids: list[int], begin: tuple[int, ...]) -> list[int]:
+    """Return a prompt's tokens after the begin token, if there is one, unless the prompt begins with it."""
+    return ids if ids[: len(begin)] == [*begin] else [*begin, *ids]
+
+
 def reason(error: BaseException) -> str:
     """Return the message of an error in the library, whose panics are BaseExceptions. Reraises interrupts."""
     if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit | MemoryError):
@@ -59,8 +64,8 @@ def reason(error: BaseException) -> str:
     return str(error)[:300]
 
 
-def end_token(tokenizer: Tokenizer, name: str = "") -> int:
-    """Return the id of the token that ends a document.
+def end_token(tokenizer: Tokenizer, name: str = "", verb: str = "end") -> int:
+    """Return the id of the token that ends a document; with `verb` "begin", of the one that begins it.
 
     Raises:
         DataError: the tokenizer has no token of this name or, without a name, no usual one.
@@ -71,9 +76,20 @@ def end_token(tokenizer: Tokenizer, name: str = "") -> int:
             return int(index)
     special = [token.content for token in tokenizer.get_added_tokens_decoder().values()][:8]
     raise DataError(
-        f"tokenizer.end_token: the tokenizer has no entry {name or ' or '.join(_KNOWN_ENDS)} to end a document with; "
+        f"tokenizer.{verb}_token: the tokenizer has no entry {name or ' or '.join(_KNOWN_ENDS)} to {verb} a document "
+        "with; "
         f"its special entries are {', '.join(special) or '-'}"
     )
+
+
+def marks(tokenizer: Tokenizer, end: str = "", begin: str = "") -> tuple[int, ...]:
+    """Return the ids between two documents: the end token, and the begin token if it is named and differs.
+
+    Raises:
+        DataError: see `end_token`.
+    """
+    last = end_token(tokenizer, end)
+    return tuple(dict.fromkeys((last, end_token(tokenizer, begin, "begin") if begin else last)))
 
 
 def sentinel(i: int) -> str:

@@ -22,6 +22,7 @@ from torchtitan_lite.checkpointing.compatibility import saved_config
 from torchtitan_lite.checkpointing.dcp_storage import LazyTensors, read_tensors
 from torchtitan_lite.checkpointing.find import find
 from torchtitan_lite.checkpointing.safetensors_file import specs_of, write_tensors
+from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import prefix
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.families import FAMILIES
@@ -111,18 +112,35 @@ def config_of(folder: Path) -> ModelConfig:
     return ModelConfig.model_validate(keys_of(folder))
 
 
-def tokenizer_notes(source: Path, ours: Path) -> list[str]:
-    """Return a note if the weights of a run, checkpoint or Hugging Face folder belong to a different vocabulary."""
+def tokenizer_notes(source: Path, ours: Path, first: int | None = None) -> list[str]:
+    """Return a note if the weights of a run, checkpoint or Hugging Face folder were trained on different tokens.
+
+    Args:
+        ours: the tokenizer.json of this run.
+        first: the token before each of its documents, to compare with that of the weights.
+    """
     source = paths.expand(source)
     file = (source if (source / "tokenizer.json").is_file() else source.parent.parent) / "tokenizer.json"
     try:
-        if not file.is_file() or bpe.load(file).get_vocab() == bpe.load(ours).get_vocab():
-            return []
+        tokenizer = bpe.load(file if file.is_file() else ours)
+        if tokenizer.get_vocab() != bpe.load(ours).get_vocab():
+            return [
+                f"the weights of {source} were trained with a different tokenizer, so most tokens mean different text "
+                f"here: --tokenizer.path={shlex.quote(str(file))} uses theirs"
+            ]
     except DataError:
         return []
+    begin = (
+        begin_tokens(source, tokenizer)
+        if (source / "config.json").is_file()
+        else storage.read_state(find(source, "size")[0]).begin_tokens
+    )
     return [
-        f"the weights of {source} were trained with a different tokenizer, so most tokens mean different text here: "
-        f"--tokenizer.path={shlex.quote(str(file))} uses theirs"
+        f"the weights of {source} were trained on documents that begin with {bpe.shown(tokenizer, token)}, and "
+        f"these do not: --tokenizer.begin_token={shlex.quote(str(tokenizer.id_to_token(token)))} adds it to a text; "
+        "prepare a folder again with --begin-token"
+        for token in begin
+        if first not in (None, token)
     ]
 
 
@@ -144,6 +162,29 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
     """Return the end tokens in the config.json of a Hugging Face folder."""
     named = storage.read_json(folder / "config.json").get("eos_token_id")
     return tuple(end for end in (named if isinstance(named, list) else [named]) if type(end) is int)
+
+
+def begin_tokens(folder: Path, tokenizer: Tokenizer) -> list[int]:
+    """Return the token that began each document in the pretraining of a Hugging Face folder's model; empty: none.
+
+    It is the token that the tokenizer puts before a text. If it puts none there, it is the special token
+    `bos_token_id`, if add_bos_token says so or, without that, if the model_type was pretrained with one: other models
+    also name one in config.json, but their documents do not have it. GPT-2's tokenizer adds none (SmolLM2 is a Llama).
+
+    Raises:
+        ConfigError: the tokenizer can't encode a letter.
+    """
+    with_special, without = (bpe.encode(tokenizer, "a", special=flag)[:1] for flag in (True, False))
+    names = "tokenizer_config.json", "config.json", "generation_config.json"
+    about, *configs = (storage.read_json(folder / name) if (folder / name).is_file() else {} for name in names)
+    begins = about.get(
+        "add_bos_token",
+        configs[0].get("model_type") in ("llama", "mistral", "gemma3_text")
+        and "GPT2" not in str(about.get("tokenizer_class")),
+    )
+    special = [i for i, token in tokenizer.get_added_tokens_decoder().items() if begins and token.special]
+    named = [one["bos_token_id"] for one in configs if one.get("bos_token_id") in special]
+    return with_special if with_special != without else [i for i in named[:1] if i not in end_tokens(folder)]
 
 
 def _read_shards(folder: Path) -> dict[str, Tensor]:
@@ -187,11 +228,11 @@ def export(source: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str
         temporary.mkdir(parents=True)
         tokenizer = folder.parent.parent / "tokenizer.json"
         if tokenizer.is_file():
-            _write_tokenizer(temporary, bpe.load(tokenizer), state.end_token, config)
+            _write_tokenizer(temporary, bpe.load(tokenizer), state, config)
         # readers would use the architecture's defaults, which are wrong for our vocabulary
         content["eos_token_id"] = state.end_token
         if config.family != "t5":
-            content["bos_token_id"] = state.end_token
+            content["bos_token_id"] = [*state.begin_tokens, state.imported.get("bos_token_id", state.end_token)][0]
         (temporary / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         tensors = unstack_experts(weights) if config.has_experts else weights
         _write_model(temporary / "model.safetensors", tensors, config.family)
@@ -205,20 +246,24 @@ def export(source: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _write_tokenizer(folder: Path, tokenizer: Tokenizer, end: int, config: ModelConfig) -> None:
+def _write_tokenizer(folder: Path, tokenizer: Tokenizer, state: TrainState, config: ModelConfig) -> None:
     """Write a tokenizer that AutoTokenizer loads unchanged, and that gives the same ids as in training.
 
     Without a class name, transformers builds the model type's tokenizer, which may split text differently. Training
-    adds no token to a text, except the end token to an encoder's input.
+    adds no token to a text, except the begin token, if it has one, and the end token to an encoder's input.
     """
-    name = tokenizer.id_to_token(end)
-    ends = FAMILIES[config.family].encoder_decoder
-    tokenizer.post_processor = TemplateProcessing(single=["$A", name], special_tokens=[(name, end)]) if ends else None
+    name, *begin = [str(tokenizer.id_to_token(token)) for token in (state.end_token, *state.begin_tokens)]
+    single = ["$A", name] if FAMILIES[config.family].encoder_decoder else [*begin, "$A"]
+    added = [(token, tokenizer.token_to_id(token)) for token in single if token != "$A"]
+    tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=added) if added else None
     tokenizer.save(str(folder / "tokenizer.json"))
     content = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "model_max_length": config.max_seq_len,
+        **({"bos_token": begin[0]} if begin else {}),
+        # without it, `begin_tokens` goes by model_type and bos_token_id
+        **({"add_bos_token": bool(begin)} if single[-1] == "$A" else {}),
         "eos_token": name,
         "pad_token": bpe.PAD if tokenizer.token_to_id(bpe.PAD) is not None else name,
     }

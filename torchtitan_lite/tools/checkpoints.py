@@ -105,6 +105,10 @@ def section(folder: Path) -> Iterator[str]:
         ids = (token for token in weights.end_tokens(folder) if 0 <= token < 2**32)
         if end := next(filter(None, map(tokenizer.id_to_token, ids)), None):
             yield f"end_token = {toml.format_value(end)}"
+        begins = map(tokenizer.id_to_token, weights.begin_tokens(folder, tokenizer))
+        yield from (
+            f"begin_token = {toml.format_value(name)}  # as in its pretraining" for name in begins if name != end
+        )
     yield recipe(ModelConfig.model_validate(keys))
 
 

@@ -42,17 +42,11 @@ class Opened:
     prefix: str = ""  # of sources, as in training
     config: Config | None = None  # of the training run; None: a Hugging Face folder
     state: TrainState | None = None  # of its checkpoint
+    begin: tuple[int, ...] = ()  # the token that begins each document and prompt, if any
 
     def first_token(self) -> list[int]:
-        """Return a run's end token, or the token that a Hugging Face tokenizer puts first, if any.
-
-        Raises:
-            ConfigError: the tokenizer can't encode a letter.
-        """
-        if self.config:
-            return list(self.ends[:1])
-        with_special, without = (bpe.encode(self.tokenizer, "a", special=flag) for flag in (True, False))
-        return with_special[:1] if with_special[:1] != without[:1] else []
+        """Return the begin token, else a run's end token; empty for a Hugging Face folder without a begin token."""
+        return list(self.begin or (self.ends[:1] if self.config else ()))
 
     def beginning(self) -> list[int]:
         """Return the token before a document: the first token, else the end token if the model has it."""
@@ -113,6 +107,7 @@ def open_model(
         config, weights = trained.model, hf.read_weights(folder, ema=ema)
         prefix = source_prefix(run)
     entries = _tokenizer(tokenizer or run)
+    begin = tuple(state.begin_tokens if state else hf.begin_tokens(folder, entries))
     if problems := dict(shape_rules(config)):
         raise CheckpointError("\n  ".join([f"{folder} describes a model that can't be built:", *problems.values()]))
     theirs = {name: shape for name, (_, shape) in dcp_storage.specs(weights).items()}
@@ -136,7 +131,7 @@ def open_model(
     source = f"{folder} ({config.family}, {sum(p.numel() for p in model.parameters()):,} parameters)"
     if prefix and is_encoder_decoder(model):
         notes = [*notes, f"each source begins with {prefix!r}, as in training"]
-    return Opened(source, model.eval().requires_grad_(False), entries, ends, notes, prefix, trained, state)
+    return Opened(source, model.eval().requires_grad_(False), entries, ends, notes, prefix, trained, state, begin)
 
 
 def device_of(name: str) -> torch.device:

@@ -74,6 +74,9 @@ class TokenizerConfig(Section):
     end_token: str = ""
     """with path: the token that ends a document; empty: <|endoftext|>, <|end_of_text|>, </s> or <eos>. Prepared data \
 keeps its own"""
+    begin_token: str = ""
+    """with path: the token that begins each document and prompt, as in the pretraining of Llama, Mistral and Gemma \
+(`checkpoint.py import` sets it); empty: none, the end token before a document begins it. Prepared data keeps its own"""
     vocab_size: Annotated[int, _TRAINING_TOKENIZER] = Field(default=4096, ge=257, le=2**31 - 1)
     """without path: vocabulary size of the trained byte-level BPE (256 bytes, 1 end token, merges)"""
 

@@ -160,7 +160,7 @@ def _scores_of_rows(opened: Opened, texts: Texts, process: Process) -> Iterator[
         if tokenizer.get_vocab() != opened.tokenizer.get_vocab():
             raise ConfigError(f"{source.folder} was not prepared with the tokenizer of {opened.source}")
         samples = open_samples(DataSet((source,)), texts.split, config)
-        n_bytes = torch.from_numpy(bytes_per_token(tokenizer, source.meta.end_token))
+        n_bytes = torch.from_numpy(bytes_per_token(tokenizer, source.meta.marks))
         yield source.name, score_rows(opened.model, samples, texts.documents, n_bytes, process, texts.batch_size)
 
 
