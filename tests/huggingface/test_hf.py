@@ -9,16 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
 
 from tests.helpers import checkpoint, losses, python, ranks, refused, succeeded, tiny
 from tests.models.test_model import make
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import ModelConfig
-from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.errors import CheckpointError, UserError
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models import Transformer
+from torchtitan_lite.tools.checkpoints import section
 
 transformers = pytest.importorskip("transformers")
 
@@ -39,7 +42,12 @@ def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("theirs")
     config = getattr(transformers, f"{kind}Config")(**values)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    words({f"w{i}": i for i in range(97)}).save(str(folder / "tokenizer.json"))
     return folder
+
+
+def words(entries: dict[str, int]) -> Tokenizer:
+    return Tokenizer(WordLevel(entries, unk_token="w0"))
 
 
 def ours(config: ModelConfig, weights: Mapping[str, Tensor]) -> Transformer:
@@ -50,6 +58,7 @@ def ours(config: ModelConfig, weights: Mapping[str, Tensor]) -> Transformer:
     return model.eval()
 
 
+MODEL, SENTENCEPIECE = "model.safetensors", b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\2"
 TOKENS = torch.randint(97, (2, 50), generator=torch.Generator().manual_seed(1))
 
 
@@ -68,7 +77,9 @@ def test_a_run_is_exported_and_trained_on(text: Path, tmp_path: Path) -> None:
     elsewhere = shutil.copytree(checkpoint(tmp_path / "first", 4), tmp_path / "elsewhere")
     forks = []
     for i, source in enumerate([exported, tmp_path / "first", elsewhere]):
-        output = succeeded(ranks(1, *tiny(text, tmp_path, run__name=f"fork{i}", model__init_from=source, **LLAMA)))
+        given = {"tokenizer__path": exported} if source == elsewhere else {}  # it has none
+        more = LLAMA | given | {"run__name": f"fork{i}", "model__init_from": source}
+        output = succeeded(ranks(1, *tiny(text, tmp_path, **more)))
         assert f"starts from the weights of {source}" in output
         assert "different tokenizer" not in output
         forks.append(losses(tmp_path / f"fork{i}"))
@@ -102,6 +113,7 @@ def test_init_from_another_model_or_vocabulary_names_both(
 ) -> None:
     config = transformers.GPT2Config(vocab_size=vocab_size, n_embd=dim, n_layer=2, n_head=2, n_positions=37)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "hf")
+    words({"w0": 0}).save(str(tmp_path / "hf/tokenizer.json"))
     result = ranks(1, *tiny(text, tmp_path, model__init_from=tmp_path / "hf", model__tie_embeddings=True))
     assert re.search(expected, refused(result))
 
@@ -133,10 +145,80 @@ def test_sharded_folders_are_read(theirs: Path, tmp_path: Path) -> None:
 
 def test_import_prints_a_config_that_works(theirs: Path, tmp_path: Path) -> None:
     output = succeeded(python("import", str(theirs), script="checkpoint.py"))
-    (tmp_path / "c.toml").write_text(f'{output}\n[tokenizer]\npath = "{tmp_path / "c.toml"}"\n')
+    (tmp_path / "c.toml").write_text(output)
     config = load.load(tmp_path / "c.toml", {}).config
     assert hf.find_weights(theirs, config.model)[0] == theirs
     assert (config.optim.lr, config.train.seq_len, config.model.max_seq_len) == (2e-5, 64, 64)
+
+
+def written(folder: Path, files: Mapping[str, bytes | None]) -> Path:
+    """Write files into a new folder, but for those that are None."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        _ = content is None or (folder / name).write_bytes(content)
+    return folder
+
+
+def test_import_opens_the_weights_and_says_what_a_start_would_say(theirs: Path, tmp_path: Path) -> None:
+    plain: dict[str, bytes | None] = {file.name: file.read_bytes() for file in theirs.iterdir()}
+    weights = load_file(theirs / MODEL)
+    name = next(name for name in weights if ".mlp." in name)
+    lora = f"{name}.lora_A.weight"
+    padded = words({**{f"w{i}": i for i in range(97)}, "[PAD]": 97}).to_str().encode()
+    pointer, index = (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+        {"a": MODEL, "b": "model-2.safetensors"},
+    )
+    refused: dict[str, tuple[Mapping[str, bytes | None], str]] = {
+        "bin": (
+            {MODEL: None, "pytorch_model.bin": b""},
+            "model.bin has the weights in a different format: from_pretrained",
+        ),
+        "shard": (
+            {hf.INDEX: json.dumps({"weight_map": index}).encode()},
+            "model-2.safetensors can't .*index.json names it",
+        ),
+        "adapter": (
+            {"config.json": None, "adapter_config.json": b"", "x.bin": b""},
+            "is of a LoRA adapter: merge_and_unload",
+        ),
+        "unmerged": ({MODEL: save(weights | {lora: torch.ones(1)})}, f"corresponds to {lora}; peft's merge_and_unload"),
+        "few": (
+            {MODEL: save({n: w for n, w in weights.items() if n != name})},
+            r"is - in .* here\n  its config and its we",
+        ),
+        "cut": (
+            {MODEL: (theirs / MODEL).read_bytes()[:-1]},
+            "safetensors can't be read: Error while deserializing header",
+        ),
+        "pointer": ({MODEL: pointer}, "model.safetensors is a pointer of Git LFS; git lfs pull"),
+        "renamed": ({MODEL: None, "consolidated.safetensors": b""}, "consolidated.safetensors is not read, because"),
+        "above": (
+            {"config.json": None, "sub/config.json": b""},
+            "above/sub/config.json is of a model: name its folder",
+        ),
+        "nothing": (dict.fromkeys(plain), "nothing/config.json: .*hf download NAME"),
+        "untold": ({"tokenizer.json": None}, "tokenizer.json does not exist: name .* with --tokenizer=FILE"),
+        "other": ({"tokenizer.json": None, "spm.model": SENTENCEPIECE}, r"AutoTokenizer.from_pretrained\('.*other'\)"),
+        "padded": (
+            {"tokenizer.json": padded},
+            r"98 entries, and the model 97 embeddings, none of them for \[PAD\]: .*\(98\)",
+        ),
+    }
+    for folder, (changes, message) in refused.items():
+        with pytest.raises(UserError, match=f"(?s){message}"):
+            [*section(written(tmp_path / folder, plain | changes))]
+
+    # what works
+    assert f'path = "{theirs}"' in [*section(tmp_path / "untold", theirs)]
+    model = transformers.AutoModelForCausalLM.from_pretrained(theirs)
+    model.resize_token_embeddings(98)
+    model.save_pretrained(tmp_path / "padded")
+    assert "vocab_size = 98" in [*section(tmp_path / "padded")]
+    wrapped = {f"module._orig_mod.{name.replace('.mlp', '._orig_mod.mlp')}": weights[name] for name in weights}
+    found = hf.open_weights(written(tmp_path / "wrapped", plain | {MODEL: save(wrapped)}), hf.config_of(theirs))
+    expected = hf.open_weights(theirs, hf.config_of(theirs))
+    assert {name: t.sum() for name, t in found.items()} == {name: t.sum() for name, t in expected.items()}
 
 
 def test_a_shorter_context_is_accepted_where_positions_are_computed(theirs: Path) -> None:
