@@ -143,7 +143,7 @@ def test_scores_and_text_are_those_of_the_commands(place: Path, monkeypatch: pyt
     prefixed, how = replace(tokenizer, source_prefix="to: "), {"beams": 3, "length_penalty": 2.0}
     assert ttl.generate(model, prefixed, "def ", **how) == tokenizer.decode([70, 71])
     assert seen.pop()[:2] == ([*tokenizer.encode("to: def "), *tokenizer.end_tokens], Options(**how))
-    how = {"split": "train", "text_key": "b", "text_suffixes": [".md"], "documents": 3, "seq_len": 8, "batch_size": 2}
+    how = {"split": "train", "text_key": ["b"], "text_suffixes": [".md"], "documents": 3, "seq_len": 8, "batch_size": 2}
     data = ttl.open_data(tiny_config(optim__lr=0.5))
     given: Any
     for given, texts, config in (
@@ -269,4 +269,5 @@ def test_each_cell_of_the_page(
     said = capsys.readouterr().out
     assert re.search(r"^step 20  loss \d\.\d{4}  grad norm \d+\.\d\d$", said, re.M)
     assert "train.steps" in said
+    assert sorted(ttl.__all__) == dir(ttl), "ten names, with every module imported"
     assert (place / "weights.pt").is_file()

@@ -36,7 +36,7 @@ from torchtitan_lite.run import between_steps, checks, metrics, session, tasks
 from torchtitan_lite.scoring import brackets, find_tasks, task_scores
 from torchtitan_lite.scoring.likelihood import Window
 from torchtitan_lite.tools import dry_run, generate, load_model, status
-from torchtitan_lite.tools.estimate import command
+from torchtitan_lite.tools.estimate import planned_run
 from torchtitan_lite.tools.incidents import which
 
 CPU, INF, NAN = torch.device("cpu"), math.inf, math.nan
@@ -364,16 +364,20 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ),
         [(5119,), (5120,), (5121,)],
     ),
-    "checkpoint": (
-        lambda n: command._memory_lines(
-            Stub(
-                device_bytes={"all": 1},
-                device=None,
-                checkpoint_bytes=n,
-                config=config_of({}),
-            )
-        )[2],
-        [(10**11 - 1,), (10**11,), (1234 * 10**10,)],
+    "checkpoints on the disk": (
+        lambda text: planned_run.n_checkpoints(config_of(json.loads(text))),
+        [  # saves, and those that are kept
+            ("{}",),
+            *((f'{{"checkpoint.every": 100, "train.steps": {n}}}',) for n in (100, 101, 300, 301, 20_000_000)),
+            ('{"checkpoint.every": 0}',),
+            ('{"checkpoint.keep_latest": 0}',),
+            ('{"train.steps": 1000, "checkpoint.keep_every": 400}',),
+            ('{"train.steps": 1000, "checkpoint.keep_latest": 1, "checkpoint.keep_best": true}',),
+            ('{"train.steps": 101, "checkpoint.keep_latest": 1, "checkpoint.keep_best": true}',),
+            ('{"train.epochs": 2, "checkpoint.every": "epoch"}',),
+            ('{"train.epochs": 2, "checkpoint.every": "epoch", "checkpoint.keep_latest": 0}',),
+            ('{"train.epochs": 2, "checkpoint.every": "epoch", "checkpoint.keep_every": 5}',),
+        ],
     ),
     "threads": (
         lambda words, launched, cores, quota: patched(
@@ -429,7 +433,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         lambda n: patched(lambda: texts.Corpus(()).block, data__prepare__texts__Corpus__size=n),
         [(n,) for n in (0, 16_399, 16_400, 16_416, 2**20 - 1, 2**20, 2**20 + 16)],
     ),
-    "other files": (lambda n: texts._listed(Path(f"{i}.s{i}") for i in range(n)), [(10,), (11,)]),
+    "other files": (lambda n: texts._listed(f".s{i}" for i in range(n)), [(10,), (11,)]),
     "token dtype": (lambda n: token_files.token_dtype(n).__name__, [(1,), (2**16,), (2**16 + 1,)]),
     "columns of pairs": (
         lambda *used: pairs._columns(np.array([[i in used for i in range(12)]] * 2)),

@@ -221,6 +221,8 @@ def replayed(rank: int, checkpoint: str, *notes: str) -> list[Any]:
         answers={
             "tools__incidents__replay__process_group": lambda _: contextlib.nullcontext(Process(rank, 2, CPU, 1)),
             "tools__incidents__replay__require_agreement": lambda *_: print("agreement"),
+            **{f"tools__incidents__replay__{name}": lambda *_: {} for name in ("bitwise_setting", "values_to_match")},
+            "tools__incidents__replay__numbers_of": lambda *_: {},
             "tools__incidents__replay__on_rank0": lambda *_: {
                 **{"start": 3, "last": 5, "checkpoint": checkpoint, "steps": {}, "notes": notes, "advice": ""}
             },

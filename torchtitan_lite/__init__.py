@@ -23,7 +23,7 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+    return [*__all__]
 
 
 def _spin_briefly_on_a_busy_machine() -> bool:

@@ -350,7 +350,7 @@ def evaluate(
     data: Data | Text | Sequence[Text],
     *,
     split: Split = "val",
-    text_key: str = "text",
+    text_key: str | list[str] = "text",
     text_suffixes: Sequence[str] = (),
     documents: int | None = None,
     seq_len: int = 0,
@@ -365,7 +365,7 @@ def evaluate(
     Args:
         data: `open_data`'s result, a text (file, folder or glob), a prepared folder, or a list of texts and folders.
         split: the part of prepared data: val or train.
-        text_key: the key or column of .jsonl, .csv and .parquet files.
+        text_key: the key or column of .jsonl, .csv and .parquet files; a list is tried in order.
         text_suffixes: further suffixes of plain text, e.g. [".md"].
         documents: score at most this many documents of each text.
         seq_len: tokens per window; 0: as in training.

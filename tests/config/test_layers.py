@@ -49,6 +49,12 @@ def test_the_reference_is_made_from_the_config(monkeypatch: pytest.MonkeyPatch) 
     )
 
 
+# the first seven are no folders of this machine
+NAMES = ["wikitext", "org/data-set_1.0", "https://example.com/a.txt", "s3://bucket/a", "hf://datasets/org/data"]
+NAMES += ["https:/huggingface.co/datasets/org/data", "org.name/Model-3.2-1B"]
+NAMES += ["a.txt", "home/none", "a/b/c", "/none", "org/*.txt", "none/"]
+
+
 def test_paths_are_found_and_their_problems_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -69,6 +75,7 @@ def test_paths_are_found_and_their_problems_named(tmp_path: Path, monkeypatch: p
         "matching": [[*map(str, paths.matching(name))] for name in ("x[1].txt", "**/x*.txt", "~/x2.txt", "none")],
         "problems": [paths.problem(name) for name in ("closed", "none", "~/x2.txt", "~nobody-of-this-name")],
         "unfound": [paths.unfound(name) for name in ("x*", "y*", "~nobody-of-this-name")],
+        "elsewhere": [name for name in NAMES if "; nothing is downloaded here" in paths.unfound(name)],
     }
     assert found == {
         "prepared": ["ours", "~/ours", "damaged"],
@@ -80,7 +87,8 @@ def test_paths_are_found_and_their_problems_named(tmp_path: Path, monkeypatch: p
             "",
             unknown,
         ],
-        "unfound": ["", "nothing found at y*", unknown],
+        "unfound": ["", f"nothing found at y* (looked in {tmp_path})", unknown],
+        "elsewhere": NAMES[:7],
     }
 
 

@@ -90,6 +90,7 @@ INVALID: list[list[str]] = [
     ["--model.family=qwen3_moe", "--model.n_experts=4", "--model.experts_per_token=5"],
     ["--model.mup_base_dim=64", "--model.tie_embeddings"],
     ["--model.mup_base_dim=64", "--optim.name=sgd"],
+    ["--model.mup_base_dim=64", "--model.family=gemma3"],
     [*T5, "--fsdp.reduce_dtype=float16"],
     [*T5, "--fsdp.param_dtype=float16"],
     ["--model.family=t5", "--model.size=t5-huge"],
@@ -202,7 +203,7 @@ CHECKED = [  # by train.py on the first of eight ranks
     ["--fsdp.precision_overrides=[{match = 'layers.9.*', param_dtype = 'bf16'}]"],
     ["--model.dim=36", "--model.n_heads=6", "--model.n_kv_heads=2", "--fsdp.shard_columns=*.w1.weight"],
     ["--fsdp.shard_columns=*.wq"],
-    ["--data.path=."],
+    ["--data.path=include"],
     ["--data.path=.", "--data.text_suffixes=.md"],
     ["--data.text_suffixes=md,.csv,.gz,.a/b"],
 ]

@@ -251,6 +251,7 @@ UNUSED = [
             "--data.path=prepared",
             "--data.text_key=a",
             "--data.text_suffixes=.b",
+            "--data.on_error=skip",
         ),
         *("--data.val_fraction=0.5", "--tokenizer.vocab_size=300", "--data.cache_dir=c", "--data.noise_density=0.3"),
         *("--data.mean_span_length=2", "--data.target_len=4", "--data.blind_source", "--data.source_prefix=a"),
@@ -292,7 +293,7 @@ UNUSED = [
     ["--model.dim=64", "--model.n_heads=8", "--model.induction_head", "--model.window=3", "--log.trackers=wandb"],
     [*PAIRS, "--data.noise_density=0.3", "--compile.enabled", "--compile.backend=eager", "--log.wandb_project=x"],
     ["--model.init_from=there", "--data.path=prepared", "--tokenizer.path=here", "--tokenizer.vocab_size=300"],
-    [*T5, "--model.init_from=there", "--model.mup_base_dim=64", "--data.noise_density=0.3"],
+    [*T5, "--model.init_from=there", "--model.mup_base_dim=0", "--data.noise_density=0.3"],
     ["--model.init_from=there", "--optim.lr=0.1", "--tokenizer.path=here", "--tokenizer.vocab_size=300"],
 ]
 
@@ -372,7 +373,10 @@ EDGES = {  # keys, and the nearest settings with which they are, and are not, us
         *("model.family=resformer", "model.family=resformer model.n_layers=1", "model.family=mistral"),
         "model.family=resformer model.window=1",
     ],
-    "data.text_key=a data.text_suffixes=.b data.val_fraction=0.5 data.cache_dir=c tokenizer.vocab_size=300": [
+    (
+        "data.text_key=a data.text_suffixes=.b data.val_fraction=0.5 data.cache_dir=c tokenizer.vocab_size=300 "
+        "data.on_error=skip"
+    ): [
         *("data.path=", "data.path=text", "data.path=prepared", "data.path=prepared,text", "tokenizer.path=here"),
         *("data.sources={prepared=1.0}", "data.sources={text=1.0,prepared=1.0}", "tokenizer.path="),
         *("data.sources={'./prepared'=1.0,prepared=1.0}", "tokenizer.path=here data.path=prepared"),

@@ -77,6 +77,10 @@ FEW = {"debug"}  # a plan takes seconds
 @pytest.mark.parametrize("file", some_of(CONFIGS, FEW))
 def test_every_config_fits_its_cluster_with_room(file: Path) -> None:
     found = planned(file)
+    stated = re.findall(r"(\d+) GiB(?: per GPU|, )", file.read_text())
+    assert [int(n) for n in stated] == [round(sum(found.device_bytes.values()) / GIB)] * len(stated), (
+        "as plan prints it"
+    )
     limit = found.device.memory_gib if found.device else 4.0  # a CPU config is for any laptop
     assert sum(found.device_bytes.values()) <= ROOM * limit * GIB
     assert found.layout.masked_sequences == 0, "the batch divides evenly"

@@ -4,13 +4,20 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace as changed
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.helpers import python, ranks, succeeded, tiny
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
 from torchtitan_lite.data.dataset import prepare_all
+from torchtitan_lite.data.prepare import texts
+from torchtitan_lite.data.prepare.folder import prepare
+from torchtitan_lite.data.prepare.job import Job
+from torchtitan_lite.data.prepare.texts import Corpus, find
 from torchtitan_lite.data.prepare.tokenizer import byte_level
 
 CSV = "text,other,headline\n" + "".join(f"text {i},another {i * 7},title {i}\n" for i in range(300))
@@ -41,6 +48,8 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (MORE | {"path": ["PATH/in/a.csv", "PATH/in/b.md"]}, {"path": ["PATH/in/b.md", "PATH/in/a.csv"]}),
     (MORE, {"path": "", "sources": {"PATH/in": 1, "PATH/in/b.md": 2}}),  # the tokenizer learns from both
     (CAUSAL, {"text_key": "other"}),
+    (CAUSAL, {"text_key": ["text", "other"]}),
+    (CAUSAL, {"on_error": "skip"}),
     (CAUSAL, {"text_suffixes": [".md"]}),
     (CAUSAL, {"val_fraction": 0.3}),
     (CAUSAL, {"objective": "span_corruption"}),
@@ -105,3 +114,52 @@ def test_another_text_is_other_data(change: Callable[[Path], None], text: Path, 
     first = folder_of(CAUSAL, tmp_path)
     change(text)
     assert folder_of(CAUSAL, tmp_path) != first
+
+
+# --- data that version 1.0 prepared ------------------------------------------------------------------------------
+
+KEYS_OF_1_0: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
+    ("a450b487b8223487", ("a.txt", "b.jsonl"), {}),
+    ("b82a9990c16c193b", ("a.tsv", ".b.txt"), {"keys": ("body",), "text_suffixes": (".md",)}),
+    ("a7896f601c121c4e", ("a.tsv",), {"keys": ("s", "t"), "source_prefix": "to: "}),
+]
+
+
+def test_the_keys_of_1_0_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys that version 1.0 made. Only text that is now read differently has another one."""
+    monkeypatch.setattr(texts, "stat_of", lambda _: SimpleNamespace(st_size=7, st_mtime_ns=8, st_ctime_ns=9))
+    job = Job("", "", 400, sentinels=False, val_fraction=0.05)
+    for key, names, more in KEYS_OF_1_0:
+        corpus = Corpus(tuple(Path("/x") / name for name in names), **more, as_1_0=True)
+        now = changed(corpus, as_1_0=False)
+        assert job.made_from(corpus, [corpus])[:16] == key
+        assert (job.made_from(now, [now])[:16] == key) == ("a.tsv" not in names)
+
+
+def test_a_run_of_1_0_resumes_with_its_data(text: Path, tmp_path: Path) -> None:
+    """Version 1.0 read the hidden file and no JSON lines, and the .tsv with quotation marks."""
+    for name, content in (
+        (".c.csv", CSV),
+        ("d.json", "".join(f'{{"text": "line {i}"}}\n' for i in range(9))),
+        ("e.tsv", CSV.replace(",", "\t")),
+    ):
+        (text / name).write_text(content)
+    data = DataConfig(path=str(text), cache_dir=str(tmp_path / "cache"))
+    tokenizer = TokenizerConfig(path=str(tmp_path / "tokenizer.json"))
+    before, job = find(str(text), as_1_0=True), Job.from_config(tokenizer, data.val_fraction, sentinels=False)
+    assert [file.name for file in before.files] == [".c.csv", "a.csv", "e.tsv"]
+    (note,) = prepare_all(data, tokenizer, print).notes
+    assert note.startswith("2 other files are not read: 1 x hidden, 1 x .md")
+    old = tmp_path / "cache" / job.made_from(before, [before])[:16]
+    prepare(before, job, old, "stop", [before])
+    more = {"run__name": "a", "checkpoint__every": 2, "optim__warmup_steps": 1, "tokenizer__path": tokenizer.path}
+    succeeded(ranks(1, *tiny(old, tmp_path, train__steps=2, **more)))
+    more["data__cache_dir"] = data.cache_dir
+    assert "resumed after step 2" in succeeded(ranks(2, *tiny(text, tmp_path, train__steps=4, **more)))
+    assert str(text / ".c.csv") in succeeded(python(str(tmp_path / "a"), "--step=3", script="-m torchtitan_lite.which"))
+    succeeded(python(str(tmp_path / "a"), script="-m torchtitan_lite.evaluate"))
+    only_new = data.model_copy(update={"path": str(text / "d.json")})
+    assert prepare_all(only_new, tokenizer, print, {"data": "another"}).tokens("train"), "1.0 could read nothing of it"
+    touch(text)
+    refused = ranks(1, *tiny(text, tmp_path, train__steps=6, **more))
+    assert "its values differ from this command's" in refused.stderr

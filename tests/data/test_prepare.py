@@ -7,10 +7,12 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -158,6 +160,18 @@ def test_a_cut_off_gzip_still_counts_what_came_before(tmp_path: Path) -> None:
     assert [item.texts[0] for item in found if isinstance(item, documents.Document)] == texts[: len(found)]
 
 
+@pytest.mark.parametrize("content", [[{"text": "one"}, {"text": "two"}], {"text": "one\ntwo"}])
+def test_the_command_that_makes_jsonl_of_a_json_file_works(content: Any, tmp_path: Path) -> None:
+    file, wanted = tmp_path / "a.json", content if isinstance(content, list) else [content]
+    file.write_text(json.dumps(content, indent=1))
+    (problem,) = documents.documents(Corpus((file,)))
+    assert isinstance(problem, documents.Problem)
+    command = problem.detail.partition(" of it: ")[2].replace("FILE", str(file)).replace("python", sys.executable)
+    subprocess.run(command, shell=True, check=True)
+    found = documents.usable(Corpus((tmp_path / "a.json.jsonl",)))
+    assert [document.texts for document in found] == [(row["text"],) for row in wanted]
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
 def test_a_line_without_end_takes_no_memory(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is a hole: it has the size, and no bytes on the disk."""
@@ -195,7 +209,9 @@ def test_an_existing_data_set_is_kept(tmp_path: Path, refuses: Callable[..., str
     assert main(command) == 0
     write(source, [*TEXTS[:7], TEXTS[7].replace("7", "8"), *TEXTS[8:]])
     os.utime(source, ns=(time, time))
-    assert "exists, made from different text or options; choose a different --out" in refuses(*command)
+    assert "exists, made from different text or options, or by an older version; choose a different --out" in refuses(
+        *command
+    )
     assert contents(tmp_path / "out") == before
 
 

@@ -88,8 +88,8 @@ def jsonl(*rows: Any, **columns: Sequence[Any]) -> bytes:
 
 
 def table(separator: str, **columns: Sequence[str]) -> bytes:
-    quoted = ['"' + cell.replace('"', '""') + '"' for row in zip(*columns.values(), strict=True) for cell in row]
-    n = len(columns)
+    n, cells = len(columns), [cell for row in zip(*columns.values(), strict=True) for cell in row]
+    quoted = cells if separator == "\t" else ['"' + cell.replace('"', '""') + '"' for cell in cells]
     rows = [quoted[i : i + n] for i in range(0, len(quoted), n)]
     return "".join(separator.join(row) + "\n" for row in [[*columns], *rows]).encode()
 
@@ -148,6 +148,12 @@ FILES: Contents = {
     "own/b.txt": plain(9, seed=13),
     "own/c.rst": b"not read",
     "own/d.rst": b"nor this",
+    "mixed/a.jsonl": jsonl(*({"text": "not this", "body": line} for line in lines(11, 4)), {"text": "the other"}, [1]),
+    "mixed/b.json.gz": gzip.compress(b'{"meta": {"text": "nested"}}\n{"meta": 3}\n'),
+    "mixed/c.csv": b"id,text\n1,a table\n2\n",
+    "mixed/wiki_00": b"a line\n",
+    "mixed/.d.jsonl": jsonl(body=["hidden"]),
+    "mixed/e.txt": b" \n",
     "held.jsonl": jsonl(body=["held out", "held as well", SHORT[4]]),
     "pairs.csv": table(",", **PAIR),
     "pairs.jsonl": jsonl(**{key: values[::-1] for key, values in PAIR.items()}),
@@ -290,6 +296,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "tsv": {"data.path": "@/table.tsv", **BODY, **BYTES, "data.val_fraction": 0.05},
     "parquet": {"data.path": "@/rows.parquet", **BYTES},
     "an own reader": {"data.path": "@/own", "data.text_suffixes": ["tests.data.test_recorded_data:LIST"], **BYTES},
+    "several keys, with errors": {
+        **{"data.path": "@/mixed", "data.text_key": ["body", "text", "meta.text"], "data.text_suffixes": [""], **BYTES},
+        "data.on_error": "skip",
+    },
     "a tokenizer": {"data.path": "@/rows.parquet", "tokenizer.path": "@/ends.json"},
     "an end token": {"data.path": "@/rows.parquet", "tokenizer.path": "@/padded.json", "tokenizer.end_token": "<eos>"},
     "unknown tokens": {"data.path": "@/table.tsv", "tokenizer.path": "@/letters.json", **BODY},

@@ -56,7 +56,7 @@ GOOD = b'{"text": "good"}\n'
 ZSTD = pyarrow.compress(GOOD, "zstd", asbytes=True)
 TWO = ("text", "headline")
 # a file, its content, and the keys
-READ: list[tuple[str, Any, tuple[str, ...]]] = [
+READ: list[tuple[str, Any, tuple[str | list[str], ...]]] = [
     ("a.txt", b"", ("text",)),
     ("a.txt", BOM + b"one\n\ntwo", ("text",)),
     ("a.txt", b"x" * 700 + b"\n" + b"y" * 300 + b"\n" + "é".encode() * 900 + b"\nend", ("text",)),
@@ -108,6 +108,35 @@ READ: list[tuple[str, Any, tuple[str, ...]]] = [
     ("a.parquet", {"text": [1, 2]}, ("text",)),
     ("a.parquet", {"text": [b"a"]}, ("text",)),
     ("a.parquet", {"body": ["a"], "id": [1]}, ("text",)),
+    ("a.tsv", b'id\ttext\r\n1\t"Hi," he said\r\n\r\n2\t"open\n3\tc "d\re"\n4\t"all"\n', ("text",)),
+    ("a.tsv", b'id\ttext\n1\ta\n2\t"b\n\nc"\n3\td\n', ("text",)),
+    ("a.tsv", b'text\tid\n"a\nb"\t1\n', ("text",)),
+    ("a.tsv", b'id\ttext\tlang\n1\t"a\nb\nc"\ten\n', ("text",)),
+    ("a.tsv", b'"id"\t"text"\n"1"\t"a"\n', ("text",)),
+    ("a.tsv", b'id\ttext\n1\ta\n2\n3\tb\tc\n4\td\n', ("text",)),
+    ("a.tsv", b"id\ttext\n1\tgr\xfc\n", ("text",)),
+    ("a.csv", b'id,text\n1,"never closed\n2,b\n', ("text",)),
+    ("a.csv", b"id,gr\xfc,text\n1,a,b\n", ("text",)),
+    ("a.csv", b"id,text\n\n1,gr\xfc\n", ("text",)),
+    ("a.json", GOOD * 2, ("text",)),
+    ("a.ndjson.gz", gzip.compress(GOOD), ("text",)),
+    ("a.JSONLines", BOM + b"\n" + GOOD, ("text",)),
+    ("a.json", b'{\n "text": "a"\n}\n', ("text",)),
+    ("a.json", b'{"version": 1, "data": [\n {"text": "a"}\n]}\n', ("text",)),
+    ("a.json.gz", gzip.compress(b'[{"text": "' + b"a" * 3000 + b'"}, {"text": "b"}]'), ("text",)),
+    ("a.json", b"[\r\n{}]\n", ("text",)),
+    ("a.jsonl", b'[{"text": "a"},\n{"text": "b"}]\n', ("text",)),
+    ("a.jsonl", b'{"text": "cut\n' + GOOD, ("text",)),
+    ("wiki_00", b"{{Infobox}}\n[1] and more\n", ("text",)),
+    ("wiki_00", GOOD, ("text",)),
+    ("part-00000.gz", gzip.compress(b"one\n"), ("text",)),
+    ("a.jsonl", jsonl({"body": "a"}, {"text": "b", "body": None}, {"id": 3}, {"text": None}), (["body", "text"],)),
+    ("a.jsonl", jsonl({"a": {"b": {"c": "x"}}}, {"a.b.c": "y", "a": 3}, {"a": {"b": 1}}, {"a": None}, 3), ("a.b.c",)),
+    ("a.csv", b"id,meta.text\n1,a\n", (["text", "meta.text"],)),
+    ("a.csv", b"id,body\n1,a\n", (["text", "abstract"],)),
+    ("a.parquet", pyarrow.table({"a": [{"b": "x", "c": 1}, None], "b.c": ["y", "z"]}), ("a.b", "b.c")),
+    ("a.parquet", pyarrow.table({"a": [{"b": "x"}, None, {"b": None}], "c": ["", "z", "w"]}), (["a.b", "c"],)),
+    ("a.parquet", {"body": ["a"], "id": ["1"]}, (["text", "abstract"],)),
 ]  # fmt: skip
 
 
@@ -132,7 +161,7 @@ def test_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number, (name, content, keys) in enumerate(READ):
         write(tmp_path / name, content)
         corpus = Corpus((tmp_path / name,), keys, source_prefix="to: " * (len(keys) == 2))
-        found[f"{number} {name} {' '.join(keys)}"] = [normal(text, tmp_path) for text in texts_of(corpus)]
+        found[f"{number} {name} {' '.join(map(str, keys))}"] = [normal(text, tmp_path) for text in texts_of(corpus)]
     assert_recorded(found, RECORDS / "recorded_text.json")
 
 
@@ -164,6 +193,12 @@ TEXTS: dict[str, bytes | Mapping[str, list[Any]]] = {
     "other/a.bin": b"",
     "other/b.bin": b"",
     "other/README": b"",
+    "blank/a.txt": b"",
+    "blank/b.txt": b"\r\n \n",
+    "blank/c.jsonl": jsonl(text=SHORT[:9]),
+    "blank/.c.jsonl": jsonl(text=SHORT[:9]),
+    "blank/.ipynb_checkpoints/c.jsonl": jsonl(text=SHORT[:9]),
+    "empty/a.txt": b"",
     **{f"{name}/{i}.{i}": b"" for name, n in (("many", 11), ("ten", 10)) for i in range(n)},
 }
 OK = ("--tokenizer bytes", "--train-tokenizer 300")
@@ -215,6 +250,14 @@ COMMANDS = """
 @/a --out @/out33 --train-tokenizer 300 --end-token <bye>
 @/a --out @/out34 --tokenizer bytes --sentinels --end-token <pad>
 @/nowhere --out @/out29
+user/name --out @/out29
+wikitext --out @/out29
+https://example.com/text.txt --out @/out29
+@/blank --out @/out38 --tokenizer bytes
+@/blank/a.txt @/blank/c.jsonl --out @/out39 --tokenizer bytes
+@/empty --out @/out40 --tokenizer bytes
+@/a/one.jsonl @/pairs.csv --text-key body,headline --out @/out41 --tokenizer bytes
+@/literal.jsonl --out @/out42 --source-key text --target-key text.more
 @/other/README --out @/out29
 @/*.none @/a --out @/out29
 @/a --text-suffixes md --out @/out29
@@ -334,6 +377,9 @@ TREE = [
     "x.md",
     "README",
     "sub/z.py.gz",
+    ".cache/a.txt",
+    "sub/._f.tsv",
+    "sub/deep/h.json",
 ]
 ENTRIES: list[tuple[Any, tuple[str, ...]]] = [
     ("@", ()),
@@ -345,6 +391,9 @@ ENTRIES: list[tuple[Any, tuple[str, ...]]] = [
     (["@/a.txt", ""], ()),
     (["@/a.txt", "@/no*"], ()),
     (["@/sub", "@/sub/deep/more"], ()),
+    (["@/.cache", "@/sub/._f.tsv"], ()),
+    ("@/sub/deep", (".json",)),
+    ("@/x.md", ()),
     ("@/README", (".md",)),
     ("@/no*", ()),
     ("@/sub/deep/more", ()),

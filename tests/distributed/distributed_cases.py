@@ -7,6 +7,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -15,11 +16,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from checkpoint import Checkpointer
 from tests.models.test_model import make
+from tests.rank0 import CollectiveError
 from tests.recorded import assert_recorded
 from tests.test_recorded_places import together
 from torchtitan_lite.checkpointing import full_state
@@ -33,6 +35,7 @@ from torchtitan_lite.config.schema import (
     ModelConfig,
     OptimConfig,
 )
+from torchtitan_lite.cpu.shared_memory import SharedMemory
 from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.data.order import Indices
@@ -169,6 +172,24 @@ def case_an_error_of_one_rank_is_raised_on_all() -> None:
         with pytest.raises(DataError, match="^rank 0: of both$"):
             on_all(lambda: on_rank0(lambda: _fail(DataError("of both")), group), group)
     assert on_rank0(lambda: "and on") == "and on"
+
+
+def case_a_collective_in_an_action_of_rank_0_raises_at_once() -> None:
+    """Instead of a hang. With a single rank too; and not in another thread, as a background save has."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    mesh, one, shared = init_device_mesh("cpu", (n,)), torch.ones(1), SharedMemory(dist.group.WORLD)  # type: ignore[arg-type]
+    split, groups = distribute_tensor(torch.ones(8), mesh, [Shard(0)]), [dist.new_group([r]) for r in range(n)]
+    for collective in (
+        *(dist.barrier, lambda: dist.all_reduce(one), lambda: dist.broadcast(one, 0), lambda: gather(0)),
+        *(lambda: on_rank0(int), lambda: on_all(int), lambda: on_all(lambda: on_rank0(int)), shared.barrier),
+        *(lambda: dist.new_group([0]), lambda: init_device_mesh("cpu", (1,)), lambda: dist.all_gather_object([0], 0)),
+        *(split.full_tensor, lambda: split.redistribute(mesh, [Replicate()])),
+    ):
+        with pytest.raises(StuckError if rank else CollectiveError, match="only rank 0 runs this action"):
+            on_rank0(collective)
+    with ThreadPoolExecutor(1) as background:
+        on_rank0(lambda: background.submit(dist.all_reduce, one, group=groups[rank]).result() and None)
+    dist.all_reduce(one)
 
 
 def case_a_block_that_is_not_initialised_is_found() -> None:
@@ -463,8 +484,8 @@ def case_one_rank_that_is_not_like_the_others() -> None:
         assert_recorded(said, Path(__file__).with_name("recorded_ranks.json"))
 
 
-def all_cases(_process: Process) -> None:
+def all_cases(_process: Process, only: str = "") -> None:
     """The traceback of the first that fails names it."""
     for name, case in list(globals().items()):
-        if name.startswith("case_"):
+        if name.startswith("case_") and only in name:
             case()

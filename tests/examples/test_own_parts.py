@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from examples.own_optimizer import LION, Lion
 from tests.config.parsing import mistakes, parse, write
 from tests.docs.pages import blocks
 from tests.helpers import ROOT, checkpoint, losses, python, ranks, records, succeeded, tensors, tiny
+from tests.models.test_model import make
 from torchtitan_lite.config import load
 from torchtitan_lite.config.families import FAMILIES, Family
 from torchtitan_lite.config.schema import DataConfig, OptimConfig, TokenizerConfig, flatten
@@ -23,6 +25,7 @@ from torchtitan_lite.config.sections.data import READERS
 from torchtitan_lite.config.sections.optim import OPTIMIZERS
 from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.errors import ConfigError, DataError
+from torchtitan_lite.optim.groups import parameter_groups
 
 FAMILY, OPTIMIZER = "examples.own_model:PARALLEL", "examples.own_optimizer:LION"
 READER = "examples.own_reader:NOTEBOOK"
@@ -126,6 +129,16 @@ def test_an_own_part_comes_from_the_command_or_a_file_and_not_from_a_run(tmp_pat
     assert OPTIMIZERS[OPTIMIZER] is LION
     (note,) = parse(f"--model.family={FAMILY}", "--model.rope_theta=5e5").notes
     assert "model.rope_theta = 500000.0 needs model.family" in note
+
+
+def test_an_own_family_is_scaled_by_mup_if_it_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    scaled = f"--model.family={FAMILY}", "--model.mup_base_dim=32", "--model.dim=64", "--optim.name=adamw"
+    with pytest.raises(ConfigError, match="scale nothing.*docs/own_model.md"):
+        parse(*scaled)
+    monkeypatch.setitem(FAMILIES, FAMILY, replace(PARALLEL, keys=("mup_base_dim",)))
+    config = parse(*scaled).config
+    model = make(config.model, vocab_size=300)
+    assert {group["lr_factor"] for group in parameter_groups(model, config.optim)} == {0.5, 1.0}
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ import torch
 
 import train
 from checkpoint import Checkpointer
+from tests import rank0
 from torchtitan_lite.checkpointing import safetensors_file, save, storage
 from torchtitan_lite.data.loader import PrefetchingLoader
 from torchtitan_lite.distributed.process_group import exit_process
@@ -170,5 +171,6 @@ ACTIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 if __name__ == "__main__":
+    rank0.install()
     install(os.environ["FAULT"])
     exit_process(train.main(sys.argv[1:]))

@@ -448,7 +448,7 @@ def test_what_is_said_of_each_history(
 ) -> None:
     data = Namespace(tokenizer_sha256=CONTENT["tokenizer"], hashes=lambda: {"data": CONTENT["data"]})
     stubs: dict[str, Any] = {
-        "torchtitan_lite.tools.incidents.record.prepared": lambda loaded: (loaded, data),
+        "torchtitan_lite.tools.incidents.record.prepared": lambda loaded, _: (loaded, data),
         "torchtitan_lite.tools.incidents.replay.__version__": "1.0",
         "torchtitan_lite.run.run_folder.git_state": lambda _: {"commit": "c", "dirty": False},
         "torchtitan_lite.process.python_command": lambda: "python",

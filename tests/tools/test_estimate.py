@@ -10,8 +10,8 @@ from tests.helpers import ROOT
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.run.mfu import DEVICES
-from torchtitan_lite.tools.estimate import simulate
-from torchtitan_lite.tools.estimate.planned_run import SPREAD, link_s
+from torchtitan_lite.tools.estimate import command, simulate
+from torchtitan_lite.tools.estimate.planned_run import SPREAD, expected, likely, link_s, make_plan, unlike_published
 from torchtitan_lite.tools.estimate.simulate import Simulated
 from torchtitan_lite.tools.estimate.work import Collective, Matmul
 
@@ -117,6 +117,31 @@ def test_the_documented_expectations_are_those_of_plan(row: published.Row) -> No
     found = published.compare(row)
     assert found.expected == pytest.approx(documented()[key(row)][1], rel=0.02)
     assert abs(found.error) <= 0.25
+
+
+@pytest.mark.parametrize(
+    ("values", "unlike"),
+    [
+        (
+            {"model.family": "t5", "model.size": "t5-base", "data.objective": "pairs"},
+            "of an encoder-decoder or on pairs",
+        ),
+        ({"model.family": "t5", "data.objective": "span_corruption"}, "of an encoder-decoder"),
+        ({"data.objective": "pairs"}, "on pairs"),
+        ({"model.family": "olmoe"}, "with experts"),
+        ({"model.family": "olmo_hybrid"}, "with delta layers"),
+        ({"model.family": "gemma3"}, ""),
+    ],
+)
+def test_the_range_of_a_run_unlike_the_published_ones_holds_the_slowest_measured_one(
+    values: dict[str, Any], unlike: str
+) -> None:
+    """docs/lab/gpu.md has it."""
+    found = make_plan(config_of({"optim.name": "adamw", "data.target_len": 128} | values, 1), 1, DEVICES["h100"])
+    step, (_, most) = expected(found, DEVICES["h100"]), likely(found, DEVICES["h100"])
+    assert (unlike_published(found.config), most > step.total * 109_200 / 33_280) == (unlike, bool(unlike))
+    said = "\n".join(command._time_lines(found))
+    assert ("nine of ten" in said, f"none of them was {unlike}" in said) == (not unlike, bool(unlike))
 
 
 def test_the_range_holds_nine_of_ten_published_runs() -> None:

@@ -1,5 +1,6 @@
 """An Accelerate config is converted to ours without losing a key."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -53,6 +54,36 @@ def test_every_key_of_the_example_is_set_or_named(tmp_path: Path) -> None:
     assert config.fsdp.reshard_after_forward is True
     assert (config.fsdp.param_dtype, config.fsdp.reduce_dtype) == ("bfloat16", "bfloat16")
     assert config.checkpoint.state_dict == "sharded"
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"fsdp_offload_params: false": "fsdp_offload_params: true"}, ""),
+        (
+            {"fsdp_offload_params: false": "fsdp_offload_params: true", "FULL_SHARD": "NO_SHARD"},
+            "fsdp.dp_replicate = 2",
+        ),
+        ({"fsdp_offload_params: false": "fsdp_offload_params: true", "use_cpu: false": "use_cpu: true"}, "uses no GPU"),
+        ({"mixed_precision: bf16": "mixed_precision: fp16", "BertLayer": "T5Block"}, "can't compute in float16"),
+        (
+            {"num_processes: 2": "num_processes: 6\nparallelism_config:\n  parallelism_config_dp_shard_size: 4"},
+            "dp_shard",
+        ),
+    ],
+)
+def test_a_result_that_train_py_would_refuse_is_an_error(
+    changes: dict[str, str], refused: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a value that only follows from others has a reason of its own."""
+    text = EXAMPLE
+    for old, new in changes.items():
+        text = text.replace(old, new)
+    (tmp_path / "accelerate.yaml").write_text(text)
+    code = migrate_accelerate.main([str(tmp_path / "accelerate.yaml")])
+    said = capsys.readouterr()
+    assert (code, refused in said.err) == (2 if refused else 0, True)
+    assert not re.search(r"(lr|name|objective|target_len) = .* # (fsdp|mixed)_", said.out)
 
 
 @pytest.mark.parametrize("key", migrate_accelerate.RULES)

@@ -12,7 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.docs.pages import blocks
 from tests.helpers import ROOT, run_distributed
+from tests.recorded import by_line, differences
 from tests.tools.memory import CASES, EXTENDED, HYBRID, SLOW, VOCABULARY, config_of, config_with, peaks_of
 from torchtitan_lite import plan
 from torchtitan_lite.config.schema import ModelConfig
@@ -72,11 +74,23 @@ def test_advised_options_make_the_run_fit(capsys: pytest.CaptureFixture[str]) ->
     assert not_yet
     assert all("not yet" in line for line in not_yet)
     assert "fits" in last
-    advised = last.split("fits: ")[1].split()
+    advised = last.split(": ")[1].split()
     assert plan.main([*command, *advised]) == 0
     again = capsys.readouterr().out
     assert "DOES NOT FIT" not in again
     assert last.removeprefix("try").split("GiB")[0].strip() in again
+
+
+@pytest.mark.extended
+def test_the_pages_show_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """The example, and the days of the shipped config on the nodes of the commands of docs/cluster.md."""
+    page, cluster = ((ROOT / f"docs/{name}.md").read_text() for name in ("plan", "cluster"))
+    command = blocks(page)[0].replace("configs", f"{ROOT}/configs").split()[3:]
+    for world_size in (16, 32, 64):
+        assert plan.main([*command, f"--world-size={world_size}"]) == 0
+        out = capsys.readouterr().out
+        assert f"expects {out.split('run takes ')[1].split(',')[0]}" in cluster
+    assert not differences(by_line(blocks(page, "text")[0]), by_line(out), "", 5e-3)
 
 
 class CountedOperators(TorchDispatchMode):

@@ -25,7 +25,9 @@ from torchtitan_lite.tools.incidents.replay import numbers_of, read
 from torchtitan_lite.tools.incidents.which import main as which
 
 extended = pytest.mark.extended
+# with 16 bits, whether a CPU widens them is the first rank's to decide: a collective, before the run's records are read
 PLAIN: dict[str, Any] = {"run__name": "run", "train__steps": 8, "checkpoint__every": 4, "eval__every": 0}
+PLAIN |= {"fsdp__param_dtype": "bfloat16"}
 
 
 @pytest.fixture(scope="module")

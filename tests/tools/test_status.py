@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ranks, tiny
+from tests.helpers import ROOT, ranks, tiny
 from torchtitan_lite.run import attempts
 from torchtitan_lite.tools import status
 from torchtitan_lite.tools.report import report
@@ -32,8 +32,8 @@ def run(killed: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def said(capsys: pytest.CaptureFixture[str], run: Path, code: int) -> str:
-    assert status.main([str(run)]) == code
+def said(capsys: pytest.CaptureFixture[str], run: Path, code: int, *options: str) -> str:
+    assert status.main([str(run), *options]) == code
     return capsys.readouterr().out
 
 
@@ -48,6 +48,10 @@ def test_a_killed_run_does_not_run_for_ever(run: Path, capsys: pytest.CaptureFix
     assert re.search(rf"^run     {run}: stopped unexpectedly, last record \w+ ago$", out, re.M)
     assert re.search(r"^step    5 of 8, \w+ ago, loss \d\.\d{4}$", out, re.M)
     assert re.search(r"^saved   step 4, \w+ ago$", out, re.M)
+    found = json.loads(said(capsys, run, 1, "--json"))
+    known = {"run": str(run), "status": "stopped", "active": False, "attempt": 1, "steps": 8, "saved": 4, "best": None}
+    assert found | known | {"last_record": attempts.last_record(attempts.records(run))} == found
+    assert not [key for key in found if f"`{key}`" not in (ROOT / "docs/watching.md").read_text()]
 
 
 def test_a_failure_and_a_lock_and_damage(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torchtitan_lite.checkpointing import progress, storage
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord
+from torchtitan_lite.config.paths import not_downloaded
 from torchtitan_lite.config.schema import CheckpointConfig
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.distributed.ranks import on_all, on_rank0
@@ -38,7 +39,8 @@ def candidates(path: Path) -> list[Path]:
         return [storage.step_folder(checkpoints, step) for step in reversed(steps)]
     problem = "is not a run with a checkpoint, or a checkpoint" if path.exists() else "does not exist"
     runs = sorted(str(found.parent) for where in (path, path.parent) for found in where.glob("*/checkpoints"))
-    raise CheckpointError(f"{path} {problem}{'; runs there: ' if runs else ''}{', '.join(runs[:8])}")
+    there = f"; runs there: {', '.join(runs[:8])}" if runs else "" if path.exists() else not_downloaded(path)
+    raise CheckpointError(f"{path} {problem}{there}")
 
 
 def newest_complete(folders: Iterable[Path], verify: Callable[[Path], list[str]] = storage.verify) -> Found:

@@ -163,7 +163,9 @@ def parse_value(key: str, text: str) -> Any:
     # dict[str, ...] has str among its arguments but is not text
     is_text = annotation is str or (get_origin(annotation) is not dict and str in get_args(annotation))
     if is_text and text[:1] not in ("'", '"', "["):
-        return text.split(",") if key == "data.path" and "," in text else text
+        # no text: the suffix of files without one
+        splits = "," in text if key in ("data.path", "data.text_key") else key == "data.text_suffixes" and not text
+        return text.split(",") if splits else text
     for parse in (lambda text: tomli.loads(f"value = {text}")["value"], ast.literal_eval):
         with contextlib.suppress(ValueError, SyntaxError):
             return parse(text)
@@ -280,8 +282,12 @@ def _tree(values: Layer, without: set[str]) -> dict[str, dict[str, Any]]:
 
 
 def _only_read_keys(config: Config, given: Layer) -> Config:
-    """Return the config without given [model] keys of other families: the code that families share would read them."""
-    others = {key: default_of(f"model.{key}") for key in unread(config.model.family) if f"model.{key}" in given}
+    """Return the config without given [model] keys of other families: the code that families share would read them.
+
+    mup_base_dim stays, and is refused.
+    """
+    keys = unread(config.model.family) - {"mup_base_dim"}
+    others = {key: default_of(f"model.{key}") for key in keys if f"model.{key}" in given}
     return config.model_copy(update={"model": config.model.model_copy(update=others)})
 
 

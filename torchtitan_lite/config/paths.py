@@ -5,6 +5,7 @@ import contextlib
 import glob
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,6 +37,17 @@ def problem(path: str | Path) -> str:
     except (ConfigError, OSError) as error:
         return str(error)
     return "" if os.access(expand(path), os.R_OK) else f"{path}: permission denied to uid {os.geteuid()}"
+
+
+def not_downloaded(path: str | Path) -> str:
+    """Return the end of a message about a missing path that is a URL, or may be a name on the Hugging Face hub."""
+    name, parent = str(path), Path(path).parent
+    is_name = re.fullmatch(r"[A-Za-z][\w-]*|\w[\w.-]*/\w[\w.-]*", name) and (parent == Path() or not parent.is_dir())
+    how = (
+        "; nothing is downloaded here: if it is on the Hugging Face hub, fetch it with hf download "
+        f"{name if is_name else 'NAME'} --local-dir FOLDER (text with --repo-type dataset), and name that folder"
+    )
+    return how if is_name or re.match(r"\w+:/", name) else ""
 
 
 def is_prepared(path: str | Path) -> bool:
@@ -82,8 +94,11 @@ def matching(entry: str) -> list[Path]:
     return [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
 
 
-def files_below(folder: Path) -> list[Path]:
+def files_below(folder: Path, *, hidden: bool = False) -> list[Path]:
     """Return all files in a folder and its subfolders, sorted. Follows links; reads each folder once.
+
+    Args:
+        hidden: enter folders whose names begin with a dot. If false, the folder itself is in the list.
 
     Raises:
         DataError: a folder that may hold text can't be listed.
@@ -96,13 +111,13 @@ def files_below(folder: Path) -> list[Path]:
                 continue
             seen.add(real)
             for entry in sorted(here.iterdir(), reverse=True):
-                (left if entry.is_dir() else files).append(entry)
+                (left if (hidden or not entry.name.startswith(".")) and entry.is_dir() else files).append(entry)
     return sorted(files)
 
 
 def unfound(entry: str) -> str:
     """Return why an entry of `[data] path` matches nothing; empty if it matches something."""
     try:
-        return "" if matching(entry) else f"nothing found at {entry}"
+        return "" if matching(entry) else f"nothing found at {entry} (looked in {Path.cwd()}){not_downloaded(entry)}"
     except UserError as error:
         return str(error)

@@ -3,7 +3,7 @@
 Text is prepared first (prepare/cache.py). A run on prepared data does not import prepare/.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,7 @@ class DataSet:
     """All sources of a run. They share a tokenizer."""
 
     sources: tuple[Source, ...]
-    notes: tuple[str, ...] = ()  # on ignored files of the text
+    notes: tuple[str, ...] = ()  # on ignored files of the text, and unusable text
 
     @classmethod
     def open(cls, folders: dict[str, tuple[float, Path]], notes: Iterable[str] = ()) -> "DataSet":
@@ -89,10 +89,15 @@ def _require_same_tokenizer(first: Source, other: Source) -> None:
         )
 
 
-def prepare_all(data: DataConfig, tokenizer: TokenizerConfig, info: Callable[[str], None]) -> DataSet:
+def prepare_all(
+    data: DataConfig, tokenizer: TokenizerConfig, info: Callable[[str], None], used: Mapping[str, object] | None = None
+) -> DataSet:
     """Open the data of a run, `[data] path` or `[data.sources]`. Prepares text that is not in the cache.
 
     All ranks may call this before the process group exists: one prepares, the others wait for its lock.
+
+    Args:
+        used: `hashes()` of the data that the run has used so far, if any.
 
     Raises:
         DataError: text is missing, unusable or too short, or prepared data is damaged or has a different tokenizer.
@@ -106,8 +111,8 @@ def prepare_all(data: DataConfig, tokenizer: TokenizerConfig, info: Callable[[st
     if texts := [name for name in weights if name not in folders]:
         from torchtitan_lite.data.prepare.cache import prepared_in_cache, with_tokenizer_of
 
-        used = with_tokenizer_of(prepared, tokenizer) if prepared else tokenizer
-        made, notes = prepared_in_cache(texts if data.sources else [data.path], data, used, info)
+        chosen = with_tokenizer_of(prepared, tokenizer) if prepared else tokenizer
+        made, notes = prepared_in_cache(texts if data.sources else [data.path], data, chosen, info, used or {})
         folders |= dict(zip(texts, made, strict=True))
     data_set = DataSet.open({name: (weight, folders[name]) for name, weight in weights.items()}, notes)
     if prepared:

@@ -3,6 +3,7 @@
 Values travel as JSON. torch's object collectives unpickle received data, which can run code.
 """
 
+import contextlib
 import json
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -14,20 +15,28 @@ from torch import Tensor
 from torchtitan_lite import errors
 
 T = TypeVar("T")
+# Marks a thread while it runs an action of `on_rank0`. The other ranks wait for the result, so a collective in the
+# action would never end. Tests replace the mark by one under which a collective raises at once (tests/rank0.py).
+mark: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def on_rank0(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Run an action on the group's first rank; return its result on all ranks. A single rank just runs it.
+
+    Args:
+        action: must not contain a collective, because the other ranks would not take part.
 
     Raises:
         UserError: the action raised it; the other ranks raise one of the same class and text. After any other error on
             the first rank, they raise a StuckError.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return action()
+        with mark:
+            return action()
     if dist.get_rank(group) == 0:
         try:
-            result = action()
+            with mark:
+                result = action()
             outcome = _to_bytes(["", result])
         except Exception as error:
             _broadcast(_to_bytes(_described(error)), group)

@@ -96,6 +96,23 @@ def records(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     return [line for line in _lines(folder / name) if line.get("step", 0) <= ends.get(line.get("attempt", 0), last)]
 
 
+def last_record(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return what run.json and `status` show of the last logged step; None if there is none.
+
+    Its keys: step; time, in seconds since the epoch; loss, the mean per token that the terminal shows (None: not
+    finite); tokens_per_second, the median of the last ten records.
+    """
+    newest = [record for record in records if "loss" in record][-10:]
+    if not newest:
+        return None
+    return {
+        "step": newest[-1]["step"],
+        "time": newest[-1]["time"],
+        "loss": newest[-1]["mean_loss"] if newest[-1]["loss"] is not None else None,
+        "tokens_per_second": sorted(record["tokens_per_second"] for record in newest)[len(newest) // 2],
+    }
+
+
 def best_step(folder: Path, steps: Iterable[int]) -> int | None:
     """Return which of these steps has the lowest validation loss; None if none was validated."""
     losses = {r["step"]: r["val_loss"] for r in records(folder) if r.get("val_loss") is not None}

@@ -172,8 +172,10 @@ def _write(folder: Path, attempt: int, status: str, step: int, reason: str, repe
     about = {"format_version": attempts.FORMAT_VERSION, "attempt": attempt, "status": status}
     about |= {"step": step, "reason": reason, "repeats": repeats}
     with contextlib.suppress(OSError):
-        share, _ = attempts.goodput(attempts.read(folder), attempts.records(folder))
+        records = attempts.records(folder)
+        share, _ = attempts.goodput(attempts.read(folder), records)
         about |= {"time": round(time.time(), 3), "goodput": round(share, 4)}
+        about |= {"host": socket.gethostname(), "last_record": attempts.last_record(records)}
         write_durably(folder / "run.json", (json.dumps(about, indent=2) + "\n").encode())
 
 

@@ -36,10 +36,15 @@ from torchtitan_lite.run.session import Session
 from torchtitan_lite.terminal import counted, duration, print_line
 
 
-def prepared(loaded: Loaded) -> tuple[Loaded, DataSet]:
+def prepared(loaded: Loaded, folder: Path | None = None) -> tuple[Loaded, DataSet]:
     """Prepare the data, and convert epochs to steps. Without a process group: collectives of other ranks would time
-    out."""
-    data = prepare_all(loaded.config.data, loaded.config.tokenizer, print_line)
+    out.
+
+    Args:
+        folder: of the run, if it was moved.
+    """
+    used = [attempt.must_match for attempt in attempts.read(folder or loaded.config.folder)]
+    data = prepare_all(loaded.config.data, loaded.config.tokenizer, print_line, used[-1] if used else {})
     if loaded.config.in_epochs or loaded.config.data.packing == "best_fit":
         from torchtitan_lite.run import epochs
 

@@ -81,7 +81,7 @@ class Opened:
             raise ConfigError(
                 f"{self.source} is a Hugging Face folder, which has no text of its own: give --data, or --tasks"
             )
-        data = prepare_all(self.config.data, self.config.tokenizer, lambda _: None)
+        data = prepare_all(self.config.data, self.config.tokenizer, lambda _: None, self.state.must_match)
         require_same_data(self.source, data, self.state)
         return data
 

@@ -1,8 +1,8 @@
 """Converts an Accelerate config to ours: `python -m torchtitan_lite.migrate accelerate.yaml > mine.toml`.
 
 Every key of the YAML becomes TOML or is listed in a comment with the reason. Sources: Accelerate's documentation and
-`FullyShardedDataParallelPlugin` (Accelerate 1.x), and PyTorch's FSDP2 tutorial for FSDP1's options. train.py reports
-combinations of keys that we refuse.
+`FullyShardedDataParallelPlugin` (Accelerate 1.x), and PyTorch's FSDP2 tutorial for FSDP1's options. The result is
+checked as train.py checks a config.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from torchtitan_lite.config import paths
+from torchtitan_lite.config import load, paths
 from torchtitan_lite.config.families import BLOCKS, FAMILIES
 from torchtitan_lite.config.sections.fsdp import STRATEGIES
 from torchtitan_lite.config.toml import format_value
@@ -50,6 +50,14 @@ def _dtype(name: str) -> Outcome:
     return {"fsdp.param_dtype": name, "fsdp.reduce_dtype": name}
 
 
+# the comments on keys that follow from another key's value
+FOLLOWS = {
+    "optim.name": "fsdp.cpu_offload needs it: muon's update needs gradients on the GPU",
+    "optim.lr": "usual for adamw; the default is muon's",
+    "fsdp.forward_prefetch": "FSDP1 gathers one group ahead",
+    "data.objective": "for text and summary, or question and answer; for plain text: span_corruption",
+    "data.target_len": "the maximum tokens of a target; adapt it to your data",
+}
 LAUNCHER = "an option of the launcher: see the command below"
 TPU = "for TPUs"
 ACCUMULATION = (
@@ -58,7 +66,7 @@ ACCUMULATION = (
 OWN_ROWS = "always on: each rank gets only its own rows of the model"
 GROUPS = "always on: each block, the embeddings and the head are groups"
 FIXED_GROUPS = "the groups are fixed: each block, the embeddings, the head"
-# FSDP2 offloads all or nothing; the default optimizer, muon, needs gradients on the GPU, and its lr does not fit adamw
+# FSDP2 offloads all or nothing
 OFFLOADED: Outcome = {"fsdp.cpu_offload": True, "optim.name": "adamw", "optim.lr": 3e-4}
 OFFLOAD: Rule = {
     "CPU": OFFLOADED,
@@ -116,7 +124,7 @@ RULES: dict[str, Rule] = {
     "fsdp_min_num_params": FIXED_GROUPS,
     "fsdp_backward_prefetch": PREFETCH_POLICY,
     "fsdp_backward_prefetch_policy": PREFETCH_POLICY,
-    "fsdp_forward_prefetch": {  # FSDP1 gathers one group ahead
+    "fsdp_forward_prefetch": {
         "TRUE": {"fsdp.explicit_prefetching": True, "fsdp.forward_prefetch": 1},
         "FALSE": {"fsdp.explicit_prefetching": False},
     },
@@ -183,7 +191,7 @@ def translate(content: Mapping[str, Any]) -> tuple[Sets, dict[str, str]]:
         for key, ours in outcome.items():
             if sets.get(key, (ours,))[0] != ours:
                 raise ConfigError(f"{name}: {value} wants {key} = {format_value(ours)}, but {sets[key][1]} does not")
-            sets[key] = ours, f"{name}: {value}"
+            sets[key] = ours, FOLLOWS.get(key, f"{name}: {value}")
     if "fsdp.reduce_dtype" in sets and "MULTI" in str(content.get("distributed_type")):
         sets["fsdp.reduce_dtype"] = "float32", "DDP with autocast sums in float32"
     return sets, others
@@ -212,10 +220,13 @@ _LACKS = """#
 # train.py replaces your script: the model, the data and the loop. To keep the script, `accelerate to-fsdp2
 # --config_file OLD --output_file NEW` changes only the keys of FSDP1 to those of FSDP2.
 #
+# With mixed precision, Accelerate gives FSDP2 an output_dtype, too. It is not set: here blocks return param_dtype
+# anyway, and the loss stays in float32.
+#
 # An Accelerate config lacks the model, the text, the batch and the learning rate. For a published model,
 # `python checkpoint.py import FOLDER model.toml` writes all of these but the text: put the line
 # base = "model.toml" above the first section. Otherwise set [model], [train] and [optim] (docs/config.md):
-# the defaults train a small model with random weights, at Muon's learning rate.
+# the defaults train a small model with random weights, and the default learning rate is for Muon.
 #"""
 
 
@@ -231,7 +242,12 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError(f"{file} can't be read as YAML: {error}") from None
         if not isinstance(content, dict):
             raise ConfigError(f"{file} is not a table of keys and values, as an Accelerate config is")
-        print(to_toml(content, file.name))
+        print(to_toml(content, file.name), flush=True)
+        # train.py would refuse the same
+        values = {key: value for key, (value, _) in translate(content)[0].items()}
+        machines, processes = (int(content.get(key) or 1) for key in ("num_machines", "num_processes"))
+        n = max(processes // machines, 1)
+        load.load(None, values, origin=file.name, world_size=processes, n_gpus=n, local_world_size=n, elsewhere=True)
         return 0
 
     return run_cli("migrate", run)

@@ -80,8 +80,9 @@ def main(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("run", type=paths.expand, metavar="RUN", help="the folder of a run")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON (docs/watching.md)")
     args = parser.parse_args(argv)
-    return run_cli("status", lambda: _status(args.run))
+    return run_cli("status", lambda: _status(args.run, args.json))
 
 
 def runs_in(folder: Path) -> str:
@@ -100,7 +101,7 @@ def _has_files(checkpoint: Path) -> bool:
         return False
 
 
-def _status(folder: Path) -> int:
+def _status(folder: Path, as_json: bool) -> int:
     about, history = attempts.newest_status(folder), attempts.read(folder)
     if not (about and history):
         lost = attempts.FILE if about else "run.json"
@@ -108,23 +109,35 @@ def _status(folder: Path) -> int:
     records = attempts.records(folder)
     status = status_of(folder, about, records)
     reason = "" if status.active else about["reason"].split("\n")[0]
-    lines = [f"run     {folder}: {status.text}{reason and f': {reason}'}"]
+    waits = f"; {_ago(about['time'])}, and no attempt has begun since" if status.text == "preempted" else ""
+    lines = [f"run     {folder}: {status.text}{reason and f': {reason}'}{waits}"]
     lines.append(f"ranks   {history[-1].world_size} on {', '.join(history[-1].hosts)}")
-    steps = [record for record in records if "loss" in record][-10:]
-    if steps:
-        last, n_steps = steps[-1], attempts.that_count(history)[-1].config["train.steps"]
-        loss = "not finite" if last["loss"] is None else f"{last['mean_loss']:.4f}"
+    named = {saved.name.removeprefix("step-"): saved for saved in (folder / "checkpoints").glob("step-*")}
+    saved = {int(n): each.stat().st_mtime for n, each in named.items() if n.isdecimal() and _has_files(each)}
+    last, best = attempts.last_record(records), attempts.best_step(folder, [*saved])
+    n_steps = (attempts.that_count(history) or history)[-1].config["train.steps"]
+    if last:
+        loss = "not finite" if last["loss"] is None else f"{last['loss']:.4f}"
         lines.append(f"step    {last['step']:,} of {n_steps:,}, {_ago(last['time'])}, loss {loss}")
-        rate = sorted(record["tokens_per_second"] for record in steps)[len(steps) // 2]
-        named = {saved.name.removeprefix("step-"): saved for saved in (folder / "checkpoints").glob("step-*")}
-        saved = {int(n): each.stat().st_mtime for n, each in named.items() if n.isdecimal() and _has_files(each)}
-        if saved:
-            lines.append(f"saved   step {max(saved):,}, {_ago(saved[max(saved)])}")
-        best = attempts.best_step(folder, [*saved])
-        if best is not None:
-            lines.append(f"best    the checkpoint of step {best:,}, by validation loss")
-        lines.append(f"speed   {rate:,.0f} tokens per second, {attempts.goodput_line(folder)}")
+        lines += [f"saved   step {max(saved):,}, {_ago(saved[max(saved)])}"] if saved else []
+        lines += [] if best is None else [f"best    the checkpoint of step {best:,}, by validation loss"]
+        lines.append(f"speed   {last['tokens_per_second']:,.0f} tokens per second, {attempts.goodput_line(folder)}")
     else:
         lines.append("step    none has been logged")
+    if as_json:
+        now = {
+            "run": str(folder),
+            "status": status.text.split()[0],
+            "text": status.text,
+            "active": status.active,
+            "host": history[-1].hosts[0],
+            "world_size": history[-1].world_size,
+            "steps": n_steps,
+            "last_record": last,
+            "saved": max(saved, default=None),
+            "best": best,
+            "goodput": round(attempts.goodput(history, records)[0], 4),
+        }
+        lines = [json.dumps(about | now)]
     print("\n".join("".join(c if c.isprintable() else "?" for c in line) for line in lines))
     return 1 if status.text.startswith(("failed", "stopped")) else 0

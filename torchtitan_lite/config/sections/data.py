@@ -5,13 +5,12 @@ import json
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, PositiveFloat
 
 from torchtitan_lite.config.families import FAMILIES
-from torchtitan_lite.config.paths import is_prepared, problem, unfound
+from torchtitan_lite.config.paths import is_prepared, not_downloaded, problem, unfound
 from torchtitan_lite.config.registry import Registry
 from torchtitan_lite.config.section import (
     FORK,
@@ -53,9 +52,14 @@ class Reader:
         return read
 
 
+JSON_LINES = ".json", ".ndjson", ".jsonlines"  # read as .jsonl, unless data.text_suffixes names them
 _BUILT_IN = {
-    suffix: Reader(suffix, f"torchtitan_lite.data.prepare.documents:read_{suffix[1:]}")
-    for suffix in (".txt", ".jsonl", ".csv", ".tsv", ".parquet")
+    suffix: Reader(suffix, f"torchtitan_lite.data.prepare.documents:read_{name}")
+    for suffix, name in {
+        **{f".{name}": name for name in ("txt", "jsonl", "csv", "tsv", "parquet")},
+        **dict.fromkeys(JSON_LINES, "jsonl"),
+        "no suffix": "without_suffix",
+    }.items()
 }
 READERS = Registry("data.text_suffixes", "docs/extending.md", Reader, _BUILT_IN)
 
@@ -89,10 +93,14 @@ class DataConfig(Section):
         default={}, examples=[{"data/web": 0.7, "data/code": 0.3}]
     )
     """instead of path: a mixture of prepared folders or texts, with weights: [data.sources] "data/web" = 0.7"""
-    text_key: Annotated[str, _PREPARING] = "text"
-    """the key of a .jsonl line, or the column of a .csv, .tsv or .parquet file, that holds the text"""
+    text_key: Annotated[str | list[str], _PREPARING] = "text"
+    """the key of a .jsonl line, or the column of a .csv, .tsv or .parquet file, that holds the text, e.g. "data.text" \
+for the key "text" of the object "data"; a list is tried in order"""
     text_suffixes: Annotated[list[str], _PREPARING] = []
-    """more suffixes to read: [".md", ".py"] as plain text, like .txt; or your own readers (docs/extending.md)"""
+    """more suffixes to read: [".md", ".py"] as plain text, like .txt; "" for files without a suffix; or your own \
+readers (docs/extending.md)"""
+    on_error: Annotated[Literal["stop", "skip"], _PREPARING] = "stop"
+    """skip: leave out unusable text, and list it in skipped.log of the cached folder; stop: refuse it"""
     val_fraction: Annotated[float, _PREPARING] = Field(default=0.05, gt=0, lt=1)
     """fraction of the documents held out for validation, chosen by hash"""
     packing: Annotated[Literal["concat", "best_fit"], FORK] = "concat"
@@ -256,10 +264,10 @@ def local_rules(config: "Config", machine: Machine) -> Rules:
             f"{tokenizer.vocab_size}; model.vocab_size = 0 takes the tokenizer's",
         )
     if tokenizer.path and (wrong := problem(tokenizer.path)):
-        yield "tokenizer.path", f"tokenizer.path: {wrong}"
+        yield "tokenizer.path", f"tokenizer.path: {wrong}{not_downloaded(tokenizer.path)}"
     if missing := [why for path in data.texts if (why := unfound(path))]:
         key = "data.sources" if data.sources else "data.path"
-        yield key, f"{key}: {'; '.join(missing)} (looked in {Path.cwd()})"
+        yield key, f"{key}: {'; '.join(missing)}"
     if prepared and isinstance(data.path, list):
         yield (
             "data.path",

@@ -7,7 +7,7 @@ import tomli
 from pydantic import AfterValidator, Field, PositiveFloat, ValidationInfo, field_validator
 
 from torchtitan_lite.config.families import FAMILIES, Family
-from torchtitan_lite.config.paths import problem
+from torchtitan_lite.config.paths import not_downloaded, problem
 from torchtitan_lite.config.section import (
     FORK,
     REFUSED,
@@ -94,7 +94,7 @@ train.router_bias_rate"""
     scale_output: Annotated[bool, FORK] = False
     """t5: multiply the decoder's output by dim^-0.5 (v1.0)"""
     mup_base_dim: Annotated[WidthOrZero, FORK] = 0
-    """gpt, llama: muP: the dim at which learning rate and initial values were tuned; 0: off"""
+    """gpt, llama, resformer: muP: the dim at which learning rate and initial values were tuned; 0: off"""
     norm_eps: Annotated[PositiveFloat, FORK] = 1e-5
     """epsilon of the norms"""
     qk_norm: bool = False
@@ -266,7 +266,15 @@ def rules(config: "Config", machine: Machine) -> Rules:
     """Yield the broken rules of [model], and between it and other sections."""
     model = config.model
     yield from shape_rules(model)
-    if model.mup_base_dim and model.tie_embeddings:
+    if model.mup_base_dim and "mup_base_dim" not in FAMILIES[model.family].reads:
+        known = " or ".join(f'"{name}"' for name, family in FAMILIES.items() if "mup_base_dim" in family.reads)
+        yield (
+            "model.mup_base_dim model.family",
+            f"model.mup_base_dim = {model.mup_base_dim} would scale nothing, as model.family = "
+            f'"{model.family}" has no muP; mup_base_dim = 0 works, or family = {known}, '
+            "or a family of your own with muP (docs/own_model.md)",
+        )
+    elif model.mup_base_dim and model.tie_embeddings:
         yield (
             "model.mup_base_dim model.tie_embeddings",
             f"model.mup_base_dim = {model.mup_base_dim} gives embeddings and output matrix different initial values "
@@ -304,7 +312,7 @@ def rules(config: "Config", machine: Machine) -> Rules:
 def local_rules(config: "Config", machine: Machine) -> Rules:
     """Yield a broken rule if `model.init_from` can't be read. It may be gone once the run has started from it."""
     if config.model.init_from and not started_from(config) and (wrong := problem(config.model.init_from)):
-        yield "model.init_from", f"model.init_from: {wrong}"
+        yield "model.init_from", f"model.init_from: {wrong}{not_downloaded(config.model.init_from)}"
 
 
 def started_from(config: "Config") -> bool:

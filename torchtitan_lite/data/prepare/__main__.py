@@ -47,8 +47,14 @@ def _parser() -> argparse.ArgumentParser:
     add_one_of("--train-tokenizer", type=int, metavar="N", help="train byte-level BPE with N entries (default: 4096)")
     add("--end-token", default="", help="the token that ends a document; default: as [tokenizer] end_token")
     add("--sentinels", action="store_true", help="the trained tokenizer gets T5's pad and sentinels")
-    add("--text-key", help="the key of a .jsonl line, or the column of a table, that holds the text (default: text)")
-    more = "more suffixes of plain text, e.g. .md .py; or your own readers, module:Name"
+    add(
+        "--text-key",
+        type=lambda text: text.split(",") if "," in text else text,
+        metavar="NAME",
+        help="the key of a .jsonl line, or the column of a table, that holds the text (default: text); several, with "
+        "commas, are tried in order",
+    )
+    more = "more suffixes of plain text, e.g. .md .py, '' for files without one; or your own readers, module:Name"
     add("--text-suffixes", **several, metavar="SUFFIX", help=more)
     add("--source-key", default="", metavar="NAME", help="pairs: the key or column of the source")
     add("--target-key", default="", metavar="NAME", help="pairs: the key or column of the target")
@@ -89,7 +95,10 @@ def _make(arguments: argparse.Namespace) -> int:
                 if not out.exists():
                     prepare(corpus, job, out, arguments.on_error, [corpus])
                 elif not paths.is_prepared(out) or read_meta(out).made_from != job.made_from(corpus, [corpus]):
-                    raise DataError(f"{out} exists, made from different text or options; choose a different --out")
+                    raise DataError(
+                        f"{out} exists, made from different text or options, or by an older version; choose a "
+                        "different --out"
+                    )
             finally:
                 lock.unlink()
     except Timeout:

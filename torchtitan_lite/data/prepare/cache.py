@@ -1,10 +1,12 @@
 """Prepares text for train.py, in the cache."""
 
+import contextlib
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from filelock import FileLock
 
@@ -32,12 +34,19 @@ def cache_folder(data: DataConfig) -> Path:
 
 
 def prepared_in_cache(
-    paths: Sequence[str | list[str]], data: DataConfig, config: TokenizerConfig, info: Callable[[str], None]
+    paths: Sequence[str | list[str]],
+    data: DataConfig,
+    config: TokenizerConfig,
+    info: Callable[[str], None],
+    used: Mapping[str, object],
 ) -> tuple[list[Path], list[str]]:
     """Prepare texts that share a tokenizer, if needed.
 
+    Args:
+        used: the hashes of the data that the run has used so far. If version 1.0 prepared it, the run keeps it.
+
     Returns:
-        the prepared folders, and notes on ignored files.
+        the prepared folders, and notes on ignored files and unusable text.
 
     Raises:
         DataError: a text is missing, unusable or too short.
@@ -47,21 +56,31 @@ def prepared_in_cache(
         cache.mkdir(parents=True, exist_ok=True)
         texts = [_text(path, data, cache) for path in paths]
         job = Job.from_config(config, data.val_fraction, sentinels=data.objective != "causal")
-        folders = [cache / job.made_from(corpus, texts)[:16] for corpus in texts]
+        skips = "-skip" if data.on_error == "skip" else ""
+        folders = [cache / f"{job.made_from(corpus, texts)[:16]}{skips}" for corpus in texts]
+        before = list[Corpus]()
+        with contextlib.suppress(DataError):  # there is nothing that version 1.0 would have read
+            before = [_text(path, data, cache, as_1_0=True) for path in paths] if used else []
+        for i, corpus in enumerate(before):
+            old = cache / job.made_from(corpus, before)[:16]
+            if old != folders[i] and old.is_dir() and read_meta(old).tokens_sha256[:16] in str(used):
+                texts[i], folders[i] = corpus, old
         for corpus, folder in zip(texts, folders, strict=True):
             if not folder.is_dir():
                 with FileLock(cache / f"{folder.name}.lock"):
                     if not folder.is_dir():
-                        _prepare(corpus, job, folder, texts, folders[0], info)
+                        _prepare(corpus, job, folder, texts, folders[0], info, data.on_error)
     except OSError as error:
         raise DataError(f"data.cache_dir: can't write to {cache}: {error}") from None
-    return folders, ignored_notes(texts)
+    skipped = [(sum(read_meta(folder).skipped.values()), folder / "skipped.log") for folder in folders]
+    left_out = [f"{counted(n, 'unusable text')} left out, see {log}" for n, log in skipped if n]
+    return folders, [*ignored_notes(texts), *left_out]
 
 
-def _text(path: str | list[str], data: DataConfig, cache: Path) -> Corpus:
+def _text(path: str | list[str], data: DataConfig, cache: Path, *, as_1_0: bool = False) -> Corpus:
     """Find the text of `[data] path` or of one of `[data.sources]`, as texts or as pairs."""
     if data.objective != "pairs":
-        return find(path, (data.text_key,), data.text_suffixes) if path else standard_library()
+        return find(path, (data.text_key,), data.text_suffixes, as_1_0=as_1_0) if path else standard_library()
     if path and not data.target_key:
         name = path if isinstance(path, str) else " ".join(path)
         raise DataError(
@@ -71,7 +90,7 @@ def _text(path: str | list[str], data: DataConfig, cache: Path) -> Corpus:
         )
     if path:
         keys = data.source_key, data.target_key
-        return replace(find(path, keys, data.text_suffixes), source_prefix=data.source_prefix)
+        return replace(find(path, keys, data.text_suffixes, as_1_0=as_1_0), source_prefix=data.source_prefix)
     if data.source_key:
         raise DataError(f'data.source_key = "{data.source_key}" names a column, but data.path names no file to read')
     from torchtitan_lite.data.prepare.functions import functions
@@ -80,7 +99,13 @@ def _text(path: str | list[str], data: DataConfig, cache: Path) -> Corpus:
 
 
 def _prepare(
-    corpus: Corpus, job: Job, folder: Path, texts: list[Corpus], first: Path, info: Callable[[str], None]
+    corpus: Corpus,
+    job: Job,
+    folder: Path,
+    texts: list[Corpus],
+    first: Path,
+    info: Callable[[str], None],
+    on_error: Literal["stop", "skip"],
 ) -> None:
     """Prepare a folder of the cache. The others take their tokenizer from the first folder."""
     from torchtitan_lite.data.prepare.folder import partial_folder, prepare
@@ -89,7 +114,7 @@ def _prepare(
     info(f"data    preparing {corpus.name}: {counted(len(corpus.files), 'file')}, once for all runs ...")
     given = (first / "tokenizer.json").read_text(encoding="utf-8") if folder != first else ""
     try:
-        meta = prepare(corpus, job, folder, "stop", texts, given)
+        meta = prepare(corpus, job, folder, on_error, texts, given)
     except DataError:  # once the text is corrected, it gets a different folder, so this one is useless
         shutil.rmtree(partial_folder(folder))
         raise

@@ -13,6 +13,7 @@ import importlib
 import io
 import itertools
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -69,7 +70,7 @@ def refusal(corpus: Corpus, problem: Problem) -> DataError:
     """Return the error for an unusable text."""
     return DataError(
         f"{problem.message(corpus)}; correct or remove it, or leave it out with "
-        "python -m torchtitan_lite.data.prepare ... --on-error skip"
+        "python -m torchtitan_lite.data.prepare ... --on-error skip (train.py: --data.on_error=skip)"
     )
 
 
@@ -111,7 +112,9 @@ def _document(corpus: Corpus, file: int, place: int, values: Sequence[Any] | Unu
     for key, value in zip(corpus.keys, values, strict=True):
         if not isinstance(value, str) or not (value.strip() if len(values) == 2 else value):
             shown = json.dumps(value, default=str)[:40]
-            return Problem(file, place, "no text", f'"{key}" should be text, but is {shown}')
+            return Problem(
+                file, place, "no text", f"{json.dumps(key, ensure_ascii=False)} should be text, but is {shown}"
+            )
     texts = corpus.source_prefix + values[0], *values[1:]
     try:
         contents = [text.encode() for text in texts]
@@ -126,7 +129,14 @@ def _document(corpus: Corpus, file: int, place: int, values: Sequence[Any] | Unu
 # --- the readers (READERS in config/sections/data.py) -----------------------------------------------------------
 
 _TOO_LONG = Unusable("a text that is too long", f"is longer than {LONGEST:,} bytes; divide it into several documents")
-_HOW = "--text-key (data.text_key), or --source-key and --target-key for pairs, can name others"
+_QUOTED = (
+    "has a field in quotation marks that spans lines or names a column; in a .tsv each line is a row, and a quotation "
+    "mark is text: rename the file to .csv (which may be separated by tabs), or write it without quoting"
+)
+_HOW = (
+    "--text-key (data.text_key) can name another, or several that are tried in order (--text-key=text,body); pairs "
+    "have --source-key and --target-key"
+)
 
 
 def read_txt(stream: BinaryIO, corpus: Corpus) -> Read:
@@ -154,8 +164,23 @@ def _character_boundary(data: bytes) -> int:
     return start
 
 
-def read_jsonl(stream: BinaryIO, corpus: Corpus) -> Read:
-    """Yield the values of each line, which must be a JSON object with all keys. Ignores empty lines."""
+def read_without_suffix(stream: io.BufferedReader, corpus: Corpus) -> Read:
+    """Read JSON lines if the first one begins with an object's key, or else plain text."""
+    yield from (read_jsonl if re.match(rb'\s*{\s*"', stream.peek(_READ)) else read_txt)(stream, corpus)
+
+
+def read_jsonl(stream: io.BufferedReader, corpus: Corpus) -> Read:
+    """Yield the values of each line, which must be a JSON object with all keys. Ignores empty lines.
+
+    Raises:
+        ValueError: the file holds a list, or JSON over several lines.
+    """
+    if re.match(rb"(\xef\xbb\xbf)?\s*(\[|{(.*[\[{,:])?[ \t\r]*\n)", stream.peek(_READ)):
+        raise ValueError(
+            "is one JSON list or object, instead of an object in each line; this makes .jsonl of it: "
+            "python -c 'import json, sys; x = json.load(sys.stdin); [print(json.dumps(row)) for row in (x if "
+            "isinstance(x, list) else [x])]' < FILE > FILE.jsonl"
+        )
     for place, line in _lines(stream):
         if line is None:
             yield place, _TOO_LONG
@@ -171,11 +196,25 @@ def _json_values(line: bytes, corpus: Corpus) -> Sequence[Any] | Unusable:
             record = json.loads(line)
         except (ValueError, RecursionError):  # not JSON or not UTF-8
             return Unusable("not JSON", f"not JSON in UTF-8: {error}")
-    has = record if isinstance(record, dict) else {}
-    if missing := [key for key in corpus.keys if key not in has]:
-        keys = f"its keys are {', '.join(has)[:200]}" if has else "it is not an object with keys"
-        return Unusable(f'no "{missing[0]}"', f'no "{missing[0]}": {keys}; {_HOW}')
-    return [has[key] for key in corpus.keys]
+    values = [_value(record, key) for key in corpus.keys]
+    if None in values:
+        keys = (
+            f"its keys are {', '.join(record)[:200]}"
+            if record and isinstance(record, dict)
+            else "it is not an object with keys"
+        )
+        missing = f"no {json.dumps(corpus.keys[values.index(None)], ensure_ascii=False)}"
+        return Unusable(missing, f"{missing} (or null): {keys}; {_HOW}")
+    return values
+
+
+def _value(record: Any, key: str | list[str]) -> Any:
+    """Return the first value under these keys, or under one key or path "a.b" of keys; None if there is none."""
+    if isinstance(key, list):
+        return next((value for name in key if (value := _value(record, name)) is not None), None)
+    first, _, rest = key.partition(".")
+    inner = record if isinstance(record, dict) else {}
+    return inner.get(key) if key in inner or not rest else _value(inner.get(first), rest)
 
 
 def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
@@ -195,29 +234,37 @@ def read_csv(stream: BinaryIO, corpus: Corpus) -> Read:
 
 
 def read_tsv(stream: BinaryIO, corpus: Corpus) -> Read:
+    """Yield the rows of a table split at tabs: a line is a row, and a quotation mark is text."""
     yield from _table(stream, corpus, "\t")
 
 
 def _table(stream: BinaryIO, corpus: Corpus, delimiters: str) -> Read:
     csv.field_size_limit(LONGEST)
-    lines, head = _decoded(stream), list[str]()
-    while not (head and head[-1].strip()) and (line := next(lines, "")):
-        head.append(line)
+    lines, head, by_line = _decoded(stream), list[str](), delimiters == "\t"
+    at, width, place, last = list[int](), 0, 1, ""  # width: columns of the header; last: cell of the row before
 
     def fit(delimiter: str) -> tuple[bool, int]:
         columns = next(csv.reader(head[-1:], delimiter=delimiter), [])
-        return set(corpus.keys) <= set(columns), len(columns)
+        return all(any(name in columns for name in _names(key)) for key in corpus.keys), len(columns)
 
-    rows = csv.reader(itertools.chain(head, lines), strict=True, delimiter=max(delimiters, key=fit))
-    at, width, place = list[int](), 0, 1  # width: columns of the header
-    for row in rows:
-        if not at and row:
-            at, width = _positions(row, corpus), len(row)
-        elif row and max(at) < len(row) <= width:
-            yield place, [row[i] for i in at]
-        elif row:  # e.g. an unquoted comma cuts a text, and moves the rest into the next column
-            yield place, Unusable("a row of the wrong length", f"has {len(row)} columns, its header has {width}")
-        place = rows.line_num + 1
+    try:
+        while not (head and head[-1].strip()) and (line := next(lines, "")):
+            head.append(line)
+        lines = itertools.chain(head, lines)
+        quoted: Any = csv.reader(lines, strict=True, delimiter=max(delimiters, key=fit))
+        plain = (text.split("\t") if (text := line.rstrip("\r\n")) else [] for line in lines)
+        for row in plain if by_line else quoted:
+            if by_line and row and (not at or len(row) < width) and any(cell[:1] == '"' for cell in (last, *row)):
+                raise ValueError(f"line {place} {_QUOTED}")
+            if not at and row:
+                at, width = _positions(row, corpus), len(row)
+            elif row and max(at) < len(row) <= width:
+                yield place, [row[i] for i in at]
+            elif row:  # e.g. an unquoted comma cuts a text, and moves the rest into the next column
+                yield place, Unusable("a row of the wrong length", f"has {len(row)} columns, its header has {width}")
+            place, last = (place if by_line else quoted.line_num) + 1, row[-1] if row else last
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"the row at line {place}: {error}") from None
 
 
 def _decoded(stream: BinaryIO) -> Iterator[str]:
@@ -233,22 +280,33 @@ def _positions(columns: Sequence[str], corpus: Corpus) -> list[int]:
     Raises:
         ValueError: a column is missing, or several have its name.
     """
+    at = list[int]()
     for key in corpus.keys:
-        if key not in columns:
-            raise ValueError(f'no column "{key}": its columns are {", ".join(columns)[:200]}; {_HOW}')
-        if (n := columns.count(key)) > 1:
-            raise ValueError(f'has {n} columns "{key}"; which one holds the text is ambiguous')
-    return [columns.index(key) for key in corpus.keys]
+        if not (name := next((name for name in _names(key) if name in columns), "")):
+            raise ValueError(
+                f"no column {json.dumps(key, ensure_ascii=False)}: its columns are {', '.join(columns)[:200]}; {_HOW}"
+            )
+        if (n := columns.count(name)) > 1:
+            raise ValueError(f'has {n} columns "{name}"; which one holds the text is ambiguous')
+        at.append(columns.index(name))
+    return at
+
+
+def _names(key: str | list[str]) -> list[str]:
+    return [key] if isinstance(key, str) else key
 
 
 def read_parquet(stream: BinaryIO, corpus: Corpus) -> Read:
     row = 0
     with need("pyarrow.parquet").ParquetFile(stream) as table:
-        _positions(table.schema_arrow.names, corpus)
-        for batch in table.iter_batches(batch_size=256, columns=list(corpus.keys), use_threads=False):
-            for values in zip(*(batch.column(key) for key in corpus.keys), strict=True):
+        columns = table.schema_arrow.names
+        columns += sorted({table.schema.column(i).path for i in range(len(table.schema))} - {*columns})  # of structs
+        _positions(columns, corpus)
+        names = [name for key in corpus.keys for name in _names(key) if name in columns]
+        for batch in table.iter_batches(batch_size=256, columns=names, use_threads=False):
+            for record in batch.to_pylist():
                 row += 1
-                yield row, [value.as_py() for value in values]
+                yield row, [_value(record, key) for key in corpus.keys]
 
 
 # --- files ------------------------------------------------------------------------------------------------------
@@ -276,7 +334,7 @@ def _read(corpus: Corpus, file: Path, count: Callable[[int], object]) -> Read:
             stream = io.BufferedReader(gzip.GzipFile(fileobj=opened), _READ)
         elif file.suffix.lower() == ".zst":
             stream = io.BufferedReader(need("pyarrow").CompressedInputStream(opened, "zstd"), _READ)
-        yield from READERS[kind(file, corpus.text_suffixes)].load()(stream, corpus)
+        yield from READERS[kind(file, (*corpus.text_suffixes, ""))].load()(stream, corpus)
 
 
 def need(package: str) -> Any:

@@ -265,7 +265,8 @@ class Writer:
         if not all(p.documents):
             left_out = f"; {sum(p.skipped.values()):,} were left out: {folder / SKIPPED}" if p.skipped else ""
             raise DataError(
-                f"the text has {p.documents[0]:,} usable documents to train and {p.documents[1]:,} to validate, and "
+                f"the text has {p.documents[0] // len(corpus.keys):,} usable documents to train and "
+                f"{p.documents[1] // len(corpus.keys):,} to validate, and "
                 f"needs some of both{left_out}; use more text, or another --val-fraction (data.val_fraction)"
             )
         files = [[os.path.abspath(file), unit_of(file)] for file in corpus.files]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.token_files import (
+    PAIRS,
     PREPARE_AGAIN,
     Meta,
     changed,
@@ -18,9 +19,10 @@ from torchtitan_lite.terminal import counted
 def summary(meta: Meta) -> str:
     """Return one line of statistics."""
     tokens = meta.train_tokens + meta.val_tokens
+    size, what = (2, "pair") if PAIRS in meta.files else (1, "document")
     return (
         f"{meta.text_bytes:,} bytes -> {tokens:,} tokens of {meta.text_bytes / tokens:.2f} bytes; "
-        f"{counted(meta.documents, 'document')}, {meta.val_documents:,} of them for validation"
+        f"{counted(meta.documents // size, what)}, {meta.val_documents // size:,} of them for validation"
     )
 
 

@@ -10,18 +10,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from torchtitan_lite.config.paths import files_below, matching, reading
+from torchtitan_lite.config.paths import files_below, matching, reading, unfound
 from torchtitan_lite.config.registry import is_own
-from torchtitan_lite.config.sections.data import READERS
+from torchtitan_lite.config.sections.data import JSON_LINES, READERS
 from torchtitan_lite.errors import DataError
 
 COMPRESSED = ".gz", ".zst"
-READABLE = ".txt, .jsonl, .csv and .tsv files (also .gz and .zst) and .parquet files"
-_NAMES_MORE = "--text-suffixes (data.text_suffixes) names more suffixes of plain text, e.g. .md"
+READABLE = ".txt, .jsonl, .json, .csv and .tsv files (also .gz and .zst) and .parquet files"
+_NAMES_MORE = "--text-suffixes (data.text_suffixes) names more suffixes of plain text: .md, '' for files without one"
 _MAX_BLOCK = 64 * 1024  # bytes
 _MIN_BLOCK = 1024
 _ENOUGH_BLOCKS = 16
 _LISTED = 10  # file kinds in a note
+_BLANK = 64  # bytes: a larger file is not opened to see whether it is blank
 # Tests are two thirds of the library and missing in many distributions; the other folders are not part of the library.
 _SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
@@ -31,12 +32,14 @@ class Corpus:
     """Files in a fixed order, and how to read them."""
 
     files: tuple[Path, ...]
-    keys: tuple[str, ...] = ("text",)  # .jsonl keys or table columns: of a text, or of a source and a target
+    # .jsonl keys or table columns: of a text (several are tried in order), or of a source and a target
+    keys: tuple[str | list[str], ...] = ("text",)
     source_prefix: str = ""  # pairs: put before each source
     text_suffixes: tuple[str, ...] = ()  # of plain text, in addition to .txt; and the user's readers
     n_held_out: int = 0  # number of last files that are validation text; 0: documents are held out by hash
-    ignored: tuple[Path, ...] = ()  # other files in the folders
+    ignored: tuple[str, ...] = ()  # for each other file in the folders, and each hidden folder: its kind, or its name
     name: str = "your text"
+    as_1_0: bool = False  # has the files and the fingerprint of version 1.0, to find what it prepared
 
     def fingerprint(self) -> list[object]:
         """Return path, size, mtime and ctime (ns) of each file and user's reader, and all reading options."""
@@ -44,7 +47,8 @@ class Corpus:
         stats = [(file, stat_of(file)) for file in (*self.files, *own)]
         files = [[os.path.abspath(file), s.st_size, s.st_mtime_ns, s.st_ctime_ns] for file, s in stats]
         options = self.keys, self.source_prefix, sorted(self.text_suffixes), self.n_held_out
-        return [files, *options]
+        by_line = not self.as_1_0 and any(kind(file, self.text_suffixes) == ".tsv" for file in self.files)
+        return [files, *options, *[".tsv by line"] * by_line]
 
     @cached_property
     def size(self) -> int:
@@ -77,12 +81,16 @@ def unit_of(file: Path) -> str:
 
 
 def kind(file: Path, text_suffixes: Collection[str] = ()) -> str:
-    """Return the file's key in READERS, by its suffix without compression suffix; empty: not readable."""
+    """Return the file's key in READERS, by its suffix without compression suffix; empty: not readable.
+
+    Args:
+        text_suffixes: those of plain text, "" for files without a suffix; and the user's readers.
+    """
     suffix = file.suffix.lower()
     if suffix in COMPRESSED:
         suffix = Path(file.stem).suffix.lower()
-    own = {READERS[name].suffix: name for name in text_suffixes if name in READERS}
-    default = suffix if suffix in READERS else ".txt" if suffix in text_suffixes else ""
+    own = {READERS[name].suffix: name for name in text_suffixes if is_own(name) and name in READERS}
+    default = (".txt" if suffix else "no suffix") if suffix in text_suffixes else suffix if suffix in READERS else ""
     return own.get(suffix, default)
 
 
@@ -97,7 +105,7 @@ def checked_suffixes(text_suffixes: Iterable[str]) -> tuple[str, ...]:
         if is_own(suffix):
             if suffix not in READERS:
                 raise DataError(READERS.not_imported(suffix))
-        elif not re.fullmatch(r"\.[^./\s]+", suffix) or suffix in (*list(READERS)[1:], *COMPRESSED):
+        elif not re.fullmatch(r"(\.[^./\s]+)?", suffix) or suffix in {*READERS, *COMPRESSED} - {".txt", *JSON_LINES}:
             raise DataError(
                 f'data.text_suffixes (--text-suffixes): "{suffix}" should be the suffix of plain text, with its dot, '
                 "e.g. .md; .jsonl, .csv, .tsv and .parquet have readers of their own, .gz and .zst follow it"
@@ -105,45 +113,74 @@ def checked_suffixes(text_suffixes: Iterable[str]) -> tuple[str, ...]:
     return suffixes
 
 
-def find(entries: str | Sequence[str], keys: Sequence[str] = ("text",), text_suffixes: Iterable[str] = ()) -> Corpus:
+def find(
+    entries: str | Sequence[str],
+    keys: Sequence[str | list[str]] = ("text",),
+    text_suffixes: Iterable[str] = (),
+    *,
+    as_1_0: bool = False,
+) -> Corpus:
     """Find the text at a file, a folder (recursive), a glob, or several of these. Each file is read once.
+
+    Args:
+        as_1_0: find the files that version 1.0 read: also hidden ones, and no JSON_LINES.
 
     Raises:
         DataError: nothing was found, or something is unreadable.
     """
     suffixes = checked_suffixes(text_suffixes)
     files: dict[str, Path] = {}  # by real path, as links and spellings may lead to the same file
-    ignored: dict[Path, None] = {}
+    ignored: dict[Path, str] = {}
     for entry in [entries] if isinstance(entries, str) else entries:
         if not entry:
             raise DataError("one of the names of the text is empty")
         found = False
-        others: dict[Path, None] = {}
+        others: dict[Path, str] = {}
         for path in matching(entry):
-            for file in files_below(path) if path.is_dir() else [path]:
-                if kind(file, suffixes) and file.is_file():
+            for file in files_below(path, hidden=as_1_0) if path.is_dir() else [path]:
+                reader = kind(file, (*suffixes, "") if file == path else suffixes)
+                left_out = "hidden" if file.name.startswith(".") and file != path else _if_empty(file) if reader else ""
+                left_out = reader * (reader in JSON_LINES) if as_1_0 else left_out
+                if reader and not left_out and file.is_file():
                     files.setdefault(os.path.realpath(file), file)
                     found = True
-                elif file == path:
+                elif file == path and not left_out:
                     raise DataError(f"{path}: only {READABLE} can be read; {_NAMES_MORE}")
                 else:
-                    others[file] = None
+                    others[file] = left_out or file.suffix or file.name
+                    found |= left_out == "empty"
         if not found:
-            has = f" (it has {_listed(others)})" if others else ""
-            raise DataError(f"no text at {entry}{has}; supported: {READABLE}; {_NAMES_MORE} (in {Path.cwd()})")
+            has = f" (it has {_listed(others.values())})" if others else ""
+            raise DataError(
+                unfound(entry) or f"no text at {entry}{has}; supported: {READABLE}; {_NAMES_MORE} (in {Path.cwd()})"
+            )
         ignored |= others
-    return Corpus(tuple(files.values()), tuple(keys), text_suffixes=suffixes, ignored=tuple(sorted(ignored)))
+    return Corpus(
+        tuple(files.values()),
+        tuple(keys),
+        text_suffixes=suffixes,
+        ignored=tuple(ignored[file] for file in sorted(ignored)),
+        as_1_0=as_1_0,
+    )
+
+
+def _if_empty(file: Path) -> str:
+    """Return "empty" for a file that holds nothing or only white space."""
+    is_small = file.is_file() and stat_of(file).st_size <= _BLANK
+    with reading(file):
+        return "empty" if is_small and not file.read_bytes().strip() else ""
 
 
 def ignored_notes(texts: Iterable[Corpus]) -> list[str]:
-    """Return a note on the other files in the folders of texts, if any."""
-    ignored = [file for corpus in texts for file in corpus.ignored]
-    return [f"{len(ignored):,} other files are not read: {_listed(ignored)}; {_NAMES_MORE}"] if ignored else []
+    """Return a note on the other files and on hidden folders in the folders of texts, if any."""
+    ignored = [kind for corpus in texts for kind in corpus.ignored]
+    note = f"{len(ignored):,} other files are not read: {_listed(ignored)}; {_NAMES_MORE}"
+    return [note + "; hidden ones are read if they are named" * ("hidden" in ignored)] if ignored else []
 
 
-def _listed(files: Iterable[Path]) -> str:
-    """List files that are not read, counted by suffix; those without a suffix by name."""
-    counts = Counter(file.suffix or file.name for file in files)
+def _listed(kinds: Iterable[str]) -> str:
+    """Count files that are not read by kind: hidden, empty, their suffix, or their name without a suffix."""
+    counts = Counter(kinds)
     entries = [f"{n:,} x {name}" for name, n in counts.most_common(_LISTED)]
     return ", ".join(entries + ["..."] * (len(counts) > _LISTED))
 

@@ -17,14 +17,17 @@ from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.run import epochs
 from torchtitan_lite.run.console import batch_line, data_lines, model_line
 from torchtitan_lite.run.mfu import DEVICES, Device
-from torchtitan_lite.terminal import duration, size
+from torchtitan_lite.terminal import counted, duration, size
 from torchtitan_lite.tools.estimate.planned_run import (
     RESERVE,
     SPREAD,
+    UNLIKE,
     Plan,
     expected,
     likely,
     make_plan,
+    n_checkpoints,
+    unlike_published,
     vocabulary,
     why_unknown,
 )
@@ -87,25 +90,21 @@ def _model_lines(plan: Plan) -> list[str]:
 
 
 def _memory_lines(plan: Plan) -> list[str]:
-    total, device = sum(plan.device_bytes.values()), plan.device
-    room = ""
-    if device is not None:
-        result = "fits" if plan.fits else "DOES NOT FIT"
-        room = f": {result} in {device.memory_gib:.1f} GiB with a reserve of {RESERVE:.0%}"
-    on_disk = plan.checkpoint_bytes
-    disk = f"{on_disk / 1e12:.3g} TB" if on_disk >= 1e11 else size(on_disk)
-    lines = [
+    total, device, fits = sum(plan.device_bytes.values()), plan.device, "fits" if plan.fits else "DOES NOT FIT"
+    room = f": {fits} in {device.memory_gib:.1f} GiB with a reserve of {RESERVE:.0%}" if device else ""
+    saved, n_bytes = n_checkpoints(plan.config), plan.checkpoint_bytes
+    each = (
+        f"{counted(saved, 'checkpoint')} of {size(n_bytes)}, one of them being saved" if saved > 1 else "a checkpoint"
+    )
+    return [
         f"memory  {size(total)} peak per rank{room}",
         f"        {', '.join(f'{kind} {size(n)}' for kind, n in plan.device_bytes.items())}",
-        f"        a checkpoint on disk: {disk}",
+        *[f"        on the host, per rank: {size(sum(plan.simulated.peak.values()) - total)}"]
+        * plan.config.fsdp.cpu_offload,
+        *["        (compiled blocks need less memory; this estimate ignores that)"] * plan.config.compile.enabled,
+        *["        (these estimates are for bfloat16; float8 is not estimated)"] * plan.config.speed.float8,
+        f"disk    {size(max(saved, 1) * n_bytes)} for {each}",
     ]
-    if plan.config.fsdp.cpu_offload:
-        lines.append(f"        on the host, per rank: {size(sum(plan.simulated.peak.values()) - total)}")
-    if plan.config.compile.enabled:
-        lines.append("        (compiled blocks need less memory; this estimate ignores that)")
-    if plan.config.speed.float8:
-        lines.append("        (these estimates are for bfloat16; float8 is not estimated)")
-    return lines
 
 
 def _time_lines(plan: Plan) -> list[str]:
@@ -116,17 +115,19 @@ def _time_lines(plan: Plan) -> list[str]:
     step, (least, most) = expected(plan, device), likely(plan, device)
     rate = plan.layout.tokens_per_step / plan.world_size / step.total
     share = plan.flops_per_token * rate / device.peak_flops(plan.config.fsdp.param_dtype)
-    known = (
-        f"published runs of {device.name}; nine of ten runs that were not used for fitting are within {SPREAD:.0%} "
-        "of their estimates"
+    unlike, name = unlike_published(plan.config), device.name
+    basis = f"published runs of {name}" if device.sustained else f"other devices: {name} has no published run"
+    error = (
+        f"none of them was {unlike}; a T5 on pairs took {UNLIKE} times its estimate, and 1.4 times the memory"
+        if unlike
+        else f"nine of ten runs that were not used for fitting are within {SPREAD:.0%} of their estimates"
     )
     lines = [
         f"time    a step takes {step.total:.3f} s, likely {least:.3f} to {most:.3f}: {rate:,.0f} tokens per second "
         f"per device, {share:.0%} MFU",
         f"        matmuls {step.matmuls:.3f} s, attention {step.attention:.3f}, other operators {step.others:.3f}, "
         f"exposed communication {step.exposed:.3f}, optimizer {step.optimizer:.3f}",
-        f"        based on {known if device.sustained else f'other devices: {device.name} has no published run'} "
-        "(docs/plan.md)",
+        f"        based on {basis}{f'; {error}' if device.sustained or unlike else ''} (docs/plan.md)",
     ]
     if plan.config.train.steps:
         run_s = [seconds * plan.full_steps for seconds in (step.total, least, most)]

@@ -22,7 +22,9 @@ from dataclasses import astuple, dataclass, replace
 import torch
 
 from torchtitan_lite import models
+from torchtitan_lite.checkpointing.save import to_keep
 from torchtitan_lite.config.derive import Layout, derive
+from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.paths import expand, is_prepared, unfound
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data import tokenizer as bpe
@@ -33,6 +35,7 @@ from torchtitan_lite.tools.estimate.work import GATHERED, Attention, Collective,
 
 RESERVE = 0.06  # of the device's memory: CUDA context, NCCL buffers, fragmentation
 SPREAD = 0.15  # nine of ten published runs not used for fitting are within this of the expected speed
+UNLIKE = 3.3  # a T5 on pairs, unlike the published runs, took this many times its expected time
 ATTENTION = 0.6  # rate of attention, as a share of the matmul rate
 CONTENTION = 0.1  # slowdown of computation, as a share of the time of hidden communication
 MEMORY = 0.85  # share of the nominal memory bandwidth
@@ -203,9 +206,29 @@ def expected(plan: Plan, device: Device) -> Expected:
 
 
 def likely(plan: Plan, device: Device) -> tuple[float, float]:
-    """Return the range of seconds that a step is likely to take; see SPREAD and `shares`."""
+    """Return the range of seconds that a step is likely to take; see SPREAD, UNLIKE and `shares`."""
     least, most = (expected(plan, replace(device, sustained=share)).total for share in shares(device)[::-1])
-    return least / (1 + SPREAD), most / (1 - SPREAD)
+    return least / (1 + SPREAD), most / (1 - SPREAD) * (UNLIKE if unlike_published(plan.config) else 1)
+
+
+def unlike_published(config: Config) -> str:
+    """Return how a run differs from every published run that estimates were compared with; empty if it does not."""
+    differences = {
+        "of an encoder-decoder": FAMILIES[config.model.family].encoder_decoder,
+        "on pairs": config.data.objective == "pairs",
+        "with experts": config.model.has_experts,
+        "with delta layers": "delta" in config.model.layer_pattern,
+    }
+    return " or ".join(text for text, differs in differences.items() if differs)
+
+
+def n_checkpoints(config: Config) -> int:
+    """Return the most checkpoints that are on the disk at once, with the one being saved; 0: depends on the steps."""
+    c, steps = config.checkpoint, config.train.steps
+    if "checkpoint.every" in config.in_epochs or not steps:
+        return 0 if c.keep_latest == 0 or c.keep_every else c.keep_latest + c.keep_best + 1
+    before = range(c.every or steps, steps, c.every or steps)  # the last save
+    return min(len(before), len(to_keep(before, c.keep_latest, c.keep_every, [])) + c.keep_best) + 1
 
 
 def micro_batch(device: Device, work: Counter[Work], sent: dict[str, tuple[float, int]], *, fused: bool) -> Expected:

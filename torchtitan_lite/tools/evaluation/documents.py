@@ -42,7 +42,7 @@ class Texts:
 
     data: Sequence[str] = ()  # texts and prepared folders; empty: the run's own
     split: Split = "val"  # of prepared folders
-    text_key: str = "text"
+    text_key: str | list[str] = "text"  # a list is tried in order
     text_suffixes: Sequence[str] = ()
     documents: int | None = None  # number per text; None: all
     seq_len: int = 0  # 0: as in training

@@ -71,11 +71,16 @@ def options_of(argv: Sequence[str]) -> argparse.Namespace:
     several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
     add("--data", **several, help="texts or prepared folders; if omitted, the run's own text")
     add("--split", choices=["val", "train"], default="val", help="split of prepared folders")
-    add("--text-key", default="text", help="the key or column of .jsonl, .csv and .parquet files")
+    add(
+        "--text-key",
+        type=lambda text: text.split(",") if "," in text else text,
+        default="text",
+        help="the key or column of .jsonl, .csv and .parquet files; several, with commas, are tried in order",
+    )
     add(
         "--text-suffixes",
         **several,
-        help="more suffixes to read as plain text, e.g. .md; or your own readers, module:Name",
+        help="more suffixes of plain text, e.g. .md, '' for files without one; or your own readers, module:Name",
     )
     add("--documents", type=int, default=None, help="score only the first N documents of each text")
     add("--seq-len", type=int, default=0, help="tokens per window; 0: the models' shortest default (train.seq_len)")

@@ -40,7 +40,7 @@ def read_record(folder: Path) -> Record:
         DataError: the data can't be read.
     """
     attempts = attempts_of(folder)
-    loaded, data = prepared(Loaded(saved_config(folder, attempts[-1].config), {}))
+    loaded, data = prepared(Loaded(saved_config(folder, attempts[-1].config), {}), folder)
     require_same_data(str(folder), data, attempts[-1])
     samples: dict[int, range] = {}
     last = loaded.config.train.steps

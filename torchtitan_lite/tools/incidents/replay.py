@@ -85,12 +85,9 @@ def run(n: int, loaded: Loaded, data: DataSet, build: Callable[..., Session], st
     config = loaded.config
     with process_group(config.run) as process:
         require_agreement(config, data, process)
-
-        def read_it() -> dict[str, Any]:
-            here = numbers_of(flatten(config), values_to_match(config, data), bitwise_setting(config, process))
-            return asdict(read(config, n, here))
-
-        recorded = Recorded(**on_rank0(read_it, process.untimed))
+        setting = bitwise_setting(config, process)  # a collective, so not inside `on_rank0`
+        here = numbers_of(flatten(config), values_to_match(config, data), setting)
+        recorded = Recorded(**on_rank0(lambda: asdict(read(config, n, here)), process.untimed))
         with in_temporary_folder(config, checkpoint={"resume": recorded.checkpoint}) as replayed:
             log = Log(replayed.folder, enabled=process.rank == 0)
             began = recorded.checkpoint or "the run's beginning: there is no complete checkpoint before"
