@@ -169,7 +169,7 @@ def test_import_opens_the_weights_and_says_what_a_start_would_say(theirs: Path, 
         b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
         {"a": MODEL, "b": "model-2.safetensors"},
     )
-    refused: dict[str, tuple[Mapping[str, bytes | None], str]] = {
+    refused: dict[str, tuple[dict[str, bytes | None], str]] = {
         "bin": (
             {MODEL: None, "pytorch_model.bin": b""},
             "model.bin has the weights in a different format: from_pretrained",

@@ -49,7 +49,7 @@ def test_weights_of_another_tokenizer_are_reported(finished: Path, text: Path, t
 def test_damaged_weights_and_tensors_that_the_model_lacks_are_refused(
     finished: Path, text: Path, tmp_path: Path
 ) -> None:
-    damaged = shutil.copytree(checkpoint(finished, 2), tmp_path / "damaged")
+    damaged = checkpoint(shutil.copytree(finished, tmp_path / "damaged"), 2)
     file = damaged / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     larger = tmp_path / "larger"
