@@ -1,5 +1,6 @@
 """Hugging Face folders: what `export` and `import` make, and which folders a run begins from."""
 
+import contextlib
 import json
 import re
 import shutil
@@ -58,7 +59,7 @@ def ours(config: ModelConfig, weights: Mapping[str, Tensor]) -> Transformer:
     return model.eval()
 
 
-MODEL, SENTENCEPIECE = "model.safetensors", b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\2"
+MODEL = "model.safetensors"
 TOKENS = torch.randint(97, (2, 50), generator=torch.Generator().manual_seed(1))
 
 
@@ -151,47 +152,26 @@ def test_import_prints_a_config_that_works(theirs: Path, tmp_path: Path) -> None
     assert (config.optim.lr, config.train.seq_len, config.model.max_seq_len) == (2e-5, 64, 64)
 
 
-def written(folder: Path, files: Mapping[str, bytes | None]) -> Path:
-    """Write files into a new folder, but for those that are None."""
-    for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        _ = content is None or (folder / name).write_bytes(content)
-    return folder
-
-
 def test_import_opens_the_weights_and_says_what_a_start_would_say(theirs: Path, tmp_path: Path) -> None:
     plain: dict[str, bytes | None] = {file.name: file.read_bytes() for file in theirs.iterdir()}
     weights = load_file(theirs / MODEL)
     name = next(name for name in weights if ".mlp." in name)
-    lora = f"{name}.lora_A.weight"
-    padded = words({**{f"w{i}": i for i in range(97)}, "[PAD]": 97}).to_str().encode()
-    pointer, index = (
-        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
-        {"a": MODEL, "b": "model-2.safetensors"},
-    )
-    refused: dict[str, tuple[dict[str, bytes | None], str]] = {
-        "bin": (
-            {MODEL: None, "pytorch_model.bin": b""},
-            "model.bin has the weights in a different format: from_pretrained",
+    larger = words({**{f"w{i}": i for i in range(97)}, "[PAD]": 97}).to_str().encode()
+    wrapped = {f"module._orig_mod.{name.replace('.mlp', '._orig_mod.mlp')}": weights[name] for name in weights}
+    cases: dict[str, tuple[dict[str, bytes | None], str]] = {  # folder -> its other files, and what is said
+        "bin": ({MODEL: None, "pytorch_model.bin": b""}, "model.bin has the weights in a different format: from_pret"),
+        "shard": ({hf.INDEX: b'{"weight_map": {"a": "a.safetensors"}}'}, "a.safetensors can't .*index.json names it"),
+        "adapter": ({"config.json": None, "adapter_config.json": b""}, "is of a LoRA adapter: merge_and_unload"),
+        "unmerged": (
+            {MODEL: save(weights | {"a.lora_A": torch.ones(1)})},
+            "corresponds to .*a.lora_A; peft's merge_and",
         ),
-        "shard": (
-            {hf.INDEX: json.dumps({"weight_map": index}).encode()},
-            "model-2.safetensors can't .*index.json names it",
-        ),
-        "adapter": (
-            {"config.json": None, "adapter_config.json": b"", "x.bin": b""},
-            "is of a LoRA adapter: merge_and_unload",
-        ),
-        "unmerged": ({MODEL: save(weights | {lora: torch.ones(1)})}, f"corresponds to {lora}; peft's merge_and_unload"),
         "few": (
-            {MODEL: save({n: w for n, w in weights.items() if n != name})},
-            r"is - in .* here\n  its config and its we",
+            {MODEL: save({n: weights[n] for n in weights if n != name})},
+            r"is - in .* here\n  its config and its w",
         ),
-        "cut": (
-            {MODEL: (theirs / MODEL).read_bytes()[:-1]},
-            "safetensors can't be read: Error while deserializing header",
-        ),
-        "pointer": ({MODEL: pointer}, "model.safetensors is a pointer of Git LFS; git lfs pull"),
+        "cut": ({MODEL: (theirs / MODEL).read_bytes()[:-1]}, "safetensors can't be read: Error while deserializing"),
+        "pointer": ({MODEL: b"version https://git-lfs.github.com/spec/v1"}, "is a pointer of Git LFS; git lfs pull"),
         "renamed": ({MODEL: None, "consolidated.safetensors": b""}, "consolidated.safetensors is not read, because"),
         "above": (
             {"config.json": None, "sub/config.json": b""},
@@ -199,26 +179,17 @@ def test_import_opens_the_weights_and_says_what_a_start_would_say(theirs: Path, 
         ),
         "nothing": (dict.fromkeys(plain), "nothing/config.json: .*hf download NAME"),
         "untold": ({"tokenizer.json": None}, "tokenizer.json does not exist: name .* with --tokenizer=FILE"),
-        "other": ({"tokenizer.json": None, "spm.model": SENTENCEPIECE}, r"AutoTokenizer.from_pretrained\('.*other'\)"),
-        "padded": (
-            {"tokenizer.json": padded},
-            r"98 entries, and the model 97 embeddings, none of them for \[PAD\]: .*\(98\)",
-        ),
+        "other": ({"tokenizer.json": None, "spm.model": b"\n\x0e\n\x05<unk>\x15"}, r"from_pretrained\('.*other'\)"),
+        "padded": ({"tokenizer.json": larger}, r"98 entries, and the model 97 embeddings, none of them for \[PAD\]: "),
+        "wrapped": ({MODEL: save(wrapped)}, ""),
     }
-    for folder, (changes, message) in refused.items():
-        with pytest.raises(UserError, match=f"(?s){message}"):
-            [*section(written(tmp_path / folder, plain | changes))]
-
-    # what works
+    for folder, (changes, message) in cases.items():
+        (tmp_path / folder / "sub").mkdir(parents=True)
+        for file, content in (plain | changes).items():
+            _ = content is None or (tmp_path / folder / file).write_bytes(content)
+        with pytest.raises(UserError, match=f"(?s){message}") if message else contextlib.nullcontext():
+            [*section(tmp_path / folder)]
     assert f'path = "{theirs}"' in [*section(tmp_path / "untold", theirs)]
-    model = transformers.AutoModelForCausalLM.from_pretrained(theirs)
-    model.resize_token_embeddings(98)
-    model.save_pretrained(tmp_path / "padded")
-    assert "vocab_size = 98" in [*section(tmp_path / "padded")]
-    wrapped = {f"module._orig_mod.{name.replace('.mlp', '._orig_mod.mlp')}": weights[name] for name in weights}
-    found = hf.open_weights(written(tmp_path / "wrapped", plain | {MODEL: save(wrapped)}), hf.config_of(theirs))
-    expected = hf.open_weights(theirs, hf.config_of(theirs))
-    assert {name: t.sum() for name, t in found.items()} == {name: t.sum() for name, t in expected.items()}
 
 
 def test_a_shorter_context_is_accepted_where_positions_are_computed(theirs: Path) -> None:

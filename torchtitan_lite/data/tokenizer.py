@@ -15,9 +15,13 @@ _KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
 _CONVERT = "in Python, transformers.AutoTokenizer.from_pretrained({0}).save_pretrained({0}) writes a tokenizer.json"
 _FORMATS = {  # how other files begin
     rb"version https://git-lfs": "a pointer of Git LFS; git lfs pull downloads the file",
-    rb"(?s)\n.\n.{1,80}?\x15": f"a SentencePiece model; {_CONVERT}",
-    rb"[\w+/]+=* \d+\s": f"a tiktoken file; {_CONVERT}",
-    rb'(?s)\s*\{.*"(num_vocab_tokens|token_bytes)"': f"in Mistral's tekken format; {_CONVERT}",
+    rb"(?i)\s*<(!doctype|html)": "a web page; hf download downloads the file itself",
+    rb"(?s)\n.\n.{1,80}?\x15": f"a SentencePiece model; {_CONVERT} (pip install sentencepiece)",
+    rb"[\w+/]+=* \d+\s": f"a tiktoken file; {_CONVERT} (pip install tiktoken)",
+    rb'(?s)\s*\{.*"(num_vocab_tokens|token_bytes)"': (
+        "in Mistral's tekken format; in Python, transformers.integrations.mistral.convert_tekken_tokenizer({1})"
+        ".save_pretrained({0}) writes a tokenizer.json (pip install mistral-common)"
+    ),
     rb'#version|\[PAD\]|\s*\{\s*"([^"\\]|\\.)+":\s*\d+\s*[,}]': f"only the vocabulary or the merges; {_CONVERT}",
     rb'(?s)\s*\{.*"(tokenizer_class|added_tokens_decoder)"': f"only the settings of a tokenizer; {_CONVERT}",
 }
@@ -63,7 +67,7 @@ def other_format(file: Path, otherwise: str) -> str:
         with path.open("rb") as stream:
             kind = next((kind for pattern, kind in _FORMATS.items() if re.match(pattern, stream.peek())), "")
         if kind:
-            return f"{path.name} is {kind.format(repr(str(path.parent.absolute())))}"
+            return f"{path.name} is {kind.format(*(repr(str(p.absolute())) for p in (path.parent, path)))}"
     return otherwise
 
 

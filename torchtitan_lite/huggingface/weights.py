@@ -193,12 +193,8 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
 
 def _instead(file: Path, otherwise: object) -> str:
     """Return what works instead of a file that is missing or can't be read."""
-    if file.is_file():
-        return bpe.other_format(file, str(otherwise))  # a pointer of Git LFS
-    return next(
-        (f"{path} {works}" for name, works in _INSTEAD.items() for path in sorted(file.parent.glob(name))),
-        str(otherwise),
-    )
+    works = (f"{path} {works}" for name, works in _INSTEAD.items() for path in sorted(file.parent.glob(name)))
+    return bpe.other_format(file, str(otherwise)) if file.is_file() else next(works, str(otherwise))
 
 
 def _read_shards(folder: Path) -> dict[str, Tensor]:

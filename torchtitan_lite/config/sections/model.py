@@ -162,15 +162,16 @@ model.window; full: to all tokens; nope: to all tokens, without positions; delta
     @property
     def has_room_for_induction(self) -> bool:
         """Whether `induction_head` has an effect."""
-        if "induction_head" not in FAMILIES[self.family].keys or not self.qk_norm or self.tie_embeddings:
-            return False
-        sees = (
+        return (
             not self.init_from
+            and "induction_head" in FAMILIES[self.family].keys
+            and self.qk_norm
+            and not self.tie_embeddings
             and self.n_layers > 1
             and "nope" not in self.layer_kinds[:2]
             and 1 not in self.windows[:2]
+            and 16 <= self.dim_of_heads <= self.dim // 2
         )
-        return sees and 16 <= self.dim_of_heads <= self.dim // 2
 
     @property
     def delta_dims(self) -> tuple[int, int]:
