@@ -373,8 +373,7 @@ def test_tokenizers(tmp_path: Path) -> None:
     (tmp_path / "no.json").write_text("{}")
     for name, content in OTHER_FORMATS.items():
         (tmp_path / name).write_bytes(content)
-    wrong = "no.json", "none", ".", *OTHER_FORMATS
-    found["wrong"] = [said(tmp_path, bpe.load, tmp_path / name) for name in wrong]
+    found["wrong"] = [said(tmp_path, bpe.load, tmp_path / name) for name in ("no.json", "none", ".", *OTHER_FORMATS)]
     (tmp_path / "words.json").rename(tmp_path / "tokenizer.json")
     assert bpe.load(tmp_path).to_str() == bpe.load(tmp_path / "tokenizer.json").to_str(), "a folder that has one"
     learned: list[tuple[list[str], int, bool]] = [

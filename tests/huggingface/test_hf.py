@@ -156,8 +156,6 @@ def test_import_opens_the_weights_and_says_what_a_start_would_say(theirs: Path, 
     plain: dict[str, bytes | None] = {file.name: file.read_bytes() for file in theirs.iterdir()}
     weights = load_file(theirs / MODEL)
     name = next(name for name in weights if ".mlp." in name)
-    larger = words({**{f"w{i}": i for i in range(97)}, "[PAD]": 97}).to_str().encode()
-    wrapped = {f"module._orig_mod.{name.replace('.mlp', '._orig_mod.mlp')}": weights[name] for name in weights}
     cases: dict[str, tuple[dict[str, bytes | None], str]] = {  # folder -> its other files, and what is said
         "bin": ({MODEL: None, "pytorch_model.bin": b""}, "model.bin has the weights in a different format: from_pret"),
         "shard": ({hf.INDEX: b'{"weight_map": {"a": "a.safetensors"}}'}, "a.safetensors can't .*index.json names it"),
@@ -180,8 +178,18 @@ def test_import_opens_the_weights_and_says_what_a_start_would_say(theirs: Path, 
         "nothing": (dict.fromkeys(plain), "nothing/config.json: .*hf download NAME"),
         "untold": ({"tokenizer.json": None}, "tokenizer.json does not exist: name .* with --tokenizer=FILE"),
         "other": ({"tokenizer.json": None, "spm.model": b"\n\x0e\n\x05<unk>\x15"}, r"from_pretrained\('.*other'\)"),
-        "padded": ({"tokenizer.json": larger}, r"98 entries, and the model 97 embeddings, none of them for \[PAD\]: "),
-        "wrapped": ({MODEL: save(wrapped)}, ""),
+        "padded": (
+            {"tokenizer.json": words({**{f"w{i}": i for i in range(97)}, "[PAD]": 97}).to_str().encode()},
+            r"98 entries, and the model 97 embeddings, none of them for \[PAD\]: ",
+        ),
+        "wrapped": (
+            {
+                MODEL: save(
+                    {f"module._orig_mod.{name.replace('.mlp', '._orig_mod.mlp')}": weights[name] for name in weights}
+                )
+            },
+            "",
+        ),
     }
     for folder, (changes, message) in cases.items():
         (tmp_path / folder / "sub").mkdir(parents=True)

@@ -20,7 +20,7 @@ from torchtitan_lite.huggingface import configs, names, stacks
 from torchtitan_lite.huggingface.weights import find_weights
 from torchtitan_lite.models import build
 
-HERE = Path(__file__).parent
+HERE, MODEL = Path(__file__).parent, "model.safetensors"
 
 
 # --- ours to theirs ---------------------------------------------------------------------------------------------
@@ -107,8 +107,7 @@ def test_each_model_is_exported_as_this_and_comes_back(tmp_path: Path) -> None:
         else:
             found[name] = {"theirs": str(theirs), "ours": str(changed(configs.from_hf_config(theirs)))}
             (tmp_path / "config.json").write_text(json.dumps(theirs))
-            head = {} if model(values).tie_embeddings else {"lm_head.weight": torch.ones(1)}
-            save_file(head, tmp_path / "model.safetensors")
+            save_file({"lm_head.weight": torch.ones(1)} if not model(values).tie_embeddings else {}, tmp_path / MODEL)
             assert find_weights(tmp_path, model(values))[0] == tmp_path
     assert_recorded(found, HERE / "recorded_exports.json")
 
@@ -168,6 +167,12 @@ MORE: list[dict[str, Any]] = [
     {"num_hidden_layers": 10**9, "num_attention_heads": 0, "hidden_size": "x"},
     {"rms_norm_eps": "small", "layer_norm_epsilon": math.nan},
     {"partial_rotary_factor": 0.5},
+    # neutral values: they read as if they were not there
+    *({"rope_scaling": {"type": kind, "factor": 1.0}} for kind in ("linear", "dynamic", "yarn")),
+    {"rope_parameters": {"rope_type": "linear", "factor": 1, "rope_theta": 7e4, "partial_rotary_factor": 1.0}},
+    {"partial_rotary_factor": 1.0, "attention_bias": None, "quantization_config": None, "hidden_dropout": 0.0},
+    {"use_mrope": False, "num_nextn_predict_layers": 0, "logit_scale": None, "made_up": None, "made_up_too": []},
+    {"made_up": 0},
     *({"num_hidden_layers": n} for n in (1, 2, 3, 4, 8)),
     {"model_type": "mamba"},
     {"model_type": ["llama"]},
