@@ -70,7 +70,7 @@ class TokenizerConfig(Section):
     )
 
     path: PathText = ""
-    """a tokenizer.json to use; empty: train one on the text"""
+    """a tokenizer.json to use, or a folder that holds one; empty: train one on the text"""
     end_token: str = ""
     """with path: the token that ends a document; empty: <|endoftext|>, <|end_of_text|>, </s> or <eos>. Prepared data \
 keeps its own"""
