@@ -206,6 +206,7 @@ def build_model(config: Config, vocab_size: int = 0) -> Transformer:
         compatibility.require_same_weights(source, targets)
         with torch.no_grad():
             full_state.copy_rows(source, targets)
+        compatibility.require_finite(targets, folder)
     return model
 
 

@@ -31,12 +31,24 @@ from torchtitan_lite.config.schema import Config, ModelConfig
 from torchtitan_lite.config.sections.model import started_from
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.errors import CheckpointError, DataError, FormatError
-from torchtitan_lite.huggingface.configs import from_hf_config, to_hf_config
-from torchtitan_lite.huggingface.names import drop_tied, from_hf, hf_names, to_hf
+from torchtitan_lite.huggingface.configs import from_hf_config, to_hf_config, variant
+from torchtitan_lite.huggingface.names import from_hf, hf_names, to_hf
 from torchtitan_lite.huggingface.stacks import stack_experts, unstack_experts
 from torchtitan_lite.optim.average import KEY
 
 INDEX = "model.safetensors.index.json"
+_INSTEAD = {  # what a folder holds without the file that is read, and what works
+    INDEX: "names it: download it again",
+    "adapter_config.json": "is of a LoRA adapter: merge_and_unload and save_pretrained of peft write the whole model",
+    **dict.fromkeys(
+        ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack"),
+        "has the weights in a different format: from_pretrained and save_pretrained of transformers convert them",
+    ),
+    **dict.fromkeys(
+        ("consolidated*", "*-of-*.safetensors"), f"is not read, because there is no {INDEX}: download the folder again"
+    ),
+    **dict.fromkeys(("*/config.json", "snapshots/*/config.json"), "is of a model: name its folder"),
+}
 
 
 def find_weights(path: Path, config: ModelConfig, mode: str = "full") -> tuple[Path, list[str]]:
@@ -64,6 +76,9 @@ def find_weights(path: Path, config: ModelConfig, mode: str = "full") -> tuple[P
         for key in ("dropout", "vocab_size", *(["max_seq_len"] if config.family != "gpt" else [])):
             theirs.pop(key, None)
     ours = config.resolved()
+    layers: dict[str, Any] = {key: theirs[key] for key in ("window", "layer_pattern", "rope_theta") if key in theirs}
+    # the same layers may be spelled differently
+    theirs |= {key: ours[key] for key in layers if variant(config.model_copy(update=layers)) == variant(config)}
     saved = {f"model.{key}": value for key, value in theirs.items()}
     expected = {f"model.{key}": ours[key] for key in theirs}
     storage.require_equal(
@@ -75,17 +90,39 @@ def find_weights(path: Path, config: ModelConfig, mode: str = "full") -> tuple[P
 def open_weights(folder: Path, config: ModelConfig) -> Mapping[str, Tensor]:
     """Open the weights of a checkpoint or a Hugging Face folder, under our names. Files are memory-mapped."""
     if (folder / "config.json").is_file():
-        return stack_experts(drop_tied(from_hf(_read_shards(folder), config.family), config))
+        return stack_experts(
+            {
+                name: tensor
+                for name, tensor in from_hf(_read_shards(folder), config.family).items()
+                if name != "output.weight" or not config.tie_embeddings
+            }
+        )
     return read_weights(folder)
 
 
 def check_source(config: Config) -> dict[str, str]:
-    """Check that `model.init_from` holds this architecture, unless the run has already started from it."""
+    """Check that `model.init_from` holds this architecture, and has embeddings for the tokenizer that is used.
+
+    Not if the run has already started from it.
+    """
     if started_from(config):
         return {}
     try:
-        find_weights(Path(config.model.init_from), config.model, "size")
-    except (CheckpointError, FormatError) as error:
+        folder, _ = find_weights(Path(config.model.init_from), config.model, "size")
+        if used := config.tokenizer.path or next(filter(paths.is_prepared, config.data.texts), ""):
+            bpe.require_rows(
+                bpe.load(Path(used)),
+                dcp_storage.specs(open_weights(folder, config.model)).get("tok_embeddings.weight", (None, (0,)))[1][0],
+                used,
+            )
+        elif not (
+            file := (folder.parent.parent if storage.is_checkpoint(folder) else folder) / "tokenizer.json"
+        ).is_file():
+            raise DataError(
+                "it has no tokenizer.json, and a tokenizer trained on your text would not fit its embeddings: "
+                + bpe.other_format(file, "name the model's own with --tokenizer.path=FILE")
+            )
+    except (CheckpointError, DataError, FormatError) as error:
         return {"model.init_from": f"model.init_from = {config.model.init_from}: {error}"}
     return {}
 
@@ -122,19 +159,21 @@ def tokenizer_notes(source: Path, ours: Path, first: int | None = None) -> list[
     source = paths.expand(source)
     file = (source if (source / "tokenizer.json").is_file() else source.parent.parent) / "tokenizer.json"
     try:
-        tokenizer = bpe.load(file if file.is_file() else ours)
-        if tokenizer.get_vocab() != bpe.load(ours).get_vocab():
-            return [
-                f"the weights of {source} were trained with a different tokenizer, so most tokens mean different text "
-                f"here: --tokenizer.path={shlex.quote(str(file))} uses theirs"
-            ]
-    except DataError:
+        tokenizer, theirs = bpe.load(file if file.is_file() else ours), file.is_file()
+        lone = storage.read_state(source).must_match if not theirs and storage.is_checkpoint(source) else {}
+        begin = (
+            begin_tokens(source, tokenizer)
+            if (source / "config.json").is_file()
+            else storage.read_state(find(source, "size")[0]).begin_tokens
+        )
+    except (CheckpointError, DataError):
         return []
-    begin = (
-        begin_tokens(source, tokenizer)
-        if (source / "config.json").is_file()
-        else storage.read_state(find(source, "size")[0]).begin_tokens
-    )
+    used = bpe.load(ours)
+    if tokenizer.get_vocab() != used.get_vocab() or lone.get("tokenizer") not in (None, bpe.sha256(used)):
+        note = (
+            f"the weights of {source} were trained with a different tokenizer, so most tokens mean different text here"
+        )
+        return [note + (f": --tokenizer.path={shlex.quote(str(file))} uses theirs" if theirs else "")]
     return [
         f"the weights of {source} were trained on documents that begin with {bpe.shown(tokenizer, token)}, and "
         f"these do not: --tokenizer.begin_token={shlex.quote(str(tokenizer.id_to_token(token)))} adds it to a text; "
@@ -148,9 +187,14 @@ def keys_of(folder: Path) -> dict[str, Any]:
     """Return our [model] keys for a Hugging Face folder.
 
     Raises:
-        CheckpointError: its architecture is not supported, or a value is invalid.
+        CheckpointError: it has no config.json, its architecture is not supported, or a value is invalid.
     """
-    keys = from_hf_config(storage.read_json(folder / "config.json"))
+    if not (file := folder / "config.json").is_file():
+        raise CheckpointError(
+            f"there is no {file}: "
+            + _instead(file, "name a folder of Hugging Face; hf download NAME --local-dir FOLDER fetches one")
+        )
+    keys = from_hf_config(storage.read_json(file))
     if keys["tie_embeddings"]:  # a T5's config.json does not say, and other models may still have a separate head
         weights = from_hf(_read_shards(folder), keys["family"])
         head, embeddings = weights.get("output.weight"), weights.get("tok_embeddings.weight")
@@ -187,15 +231,21 @@ def begin_tokens(folder: Path, tokenizer: Tokenizer) -> list[int]:
     return with_special if with_special != without else [i for i in named[:1] if i not in end_tokens(folder)]
 
 
+def _instead(file: Path, otherwise: object) -> str:
+    """Return what works instead of a file that is missing or can't be read."""
+    works = (f"{path} {works}" for name, works in _INSTEAD.items() for path in sorted(file.parent.glob(name)))
+    return bpe.other_format(file, str(otherwise)) if file.is_file() else next(works, str(otherwise))
+
+
 def _read_shards(folder: Path) -> dict[str, Tensor]:
     index = folder / INDEX
-    weight_map = storage.read_json(index)["weight_map"] if index.is_file() else {"": "model.safetensors"}
+    weight_map = storage.read_json(index).get("weight_map", {}) if index.is_file() else {"": "model.safetensors"}
     weights: dict[str, Tensor] = {}
     for name in sorted(set(weight_map.values())):
         try:
             weights |= load_file(folder / name)
         except Exception as error:  # e.g. an incomplete download
-            raise CheckpointError(f"{folder / name} can't be read: {error}") from None
+            raise CheckpointError(f"{folder / name} can't be read: {_instead(folder / name, error)}") from None
     return weights
 
 
