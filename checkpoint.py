@@ -243,7 +243,8 @@ class Checkpointer(BaseCheckpointer):
             open_weights: returns a folder's whole tensors by our names, read lazily.
 
         Raises:
-            CheckpointError: on every rank, before anything is overwritten: the weights belong to a different model.
+            CheckpointError: on every rank: the weights belong to a different model (nothing is overwritten), or are
+                not finite.
         """
         targets = tensor_names.own_tensors(self.model)
         folder, notes = compatibility.find_same_weights(find, open_weights, targets, self.process)
@@ -253,6 +254,7 @@ class Checkpointer(BaseCheckpointer):
             self.scatter(targets, weights.__getitem__)
         else:
             on_all(lambda: full_state.copy_rows(open_weights(folder), targets), self.process.untimed)
+        on_all(lambda: compatibility.require_finite(targets, folder), self.process.untimed)
 
 
 Save = Callable[[Checkpointer, bool], Write]  # the bool: save in the background

@@ -40,12 +40,12 @@ class Mark(threading.local):
 
     def __enter__(self) -> None:
         self.refuse("on_rank0")
-        self.refusing = Refusing()
-        self.refusing.__enter__()
+        self.refusing = Refusing()  # type: ignore[no-untyped-call]
+        self.refusing.__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         assert self.refusing is not None
-        self.refusing.__exit__(*error)
+        self.refusing.__exit__(*error)  # type: ignore[no-untyped-call]
         self.refusing = None
 
     def refuse(self, what: str) -> None:
