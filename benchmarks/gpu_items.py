@@ -16,7 +16,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -40,6 +39,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import train
 from benchmarks.bare_session import bare_session
+from tests.forkserver import free_port
 from torchtitan_lite import models
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import Config
@@ -576,9 +576,7 @@ def ranks(n: int, cases: dict[str, dict[str, Any]]) -> Figures:
     Raises:
         RuntimeError: a rank failed, after the named cases.
     """
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"

@@ -13,7 +13,6 @@ The peak is at the end of forward: gradients are allocated afterwards, while act
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch
 
 import train
 from benchmarks.contenders import Shape, training_of
+from tests.forkserver import free_port
 from torchtitan_lite.config.schema import RunConfig
 from torchtitan_lite.cpu.loss import CHUNK
 from torchtitan_lite.distributed.process_group import exit_process, process_group
@@ -90,10 +90,7 @@ def rank() -> None:
 
 def measure(n: int, shape: dict[str, Any]) -> dict[str, int]:
     """Run n ranks, and return rank 0's result."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    world = {"WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    world = {"WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     command = [sys.executable, "-m", "benchmarks.memory", "rank", json.dumps(shape)]
     processes = [
         subprocess.Popen(

@@ -16,7 +16,6 @@ import json
 import os
 import platform
 import random
-import socket
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,7 @@ import torch
 
 from benchmarks.contenders import CONTENDERS, EXTRA, GROWTH, MATMULS, SHAPES, STAND_INS, WIDENED, Shape, missing
 from benchmarks.machine import cpu
+from tests.forkserver import free_port
 from torchtitan_lite.cpu.widen import slow_dtypes
 from torchtitan_lite.process import usable_cores
 
@@ -55,11 +55,8 @@ class Ranks:
     """The processes of one contender."""
 
     def __init__(self, name: str, shape: Shape, n: int, device: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         threads = max(usable_cores() // n, 1)
-        world = {"WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        world = {"WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         world |= {"OMP_NUM_THREADS": threads, "BENCHMARK_DEVICE": device, "TORCHELASTIC_RUN_ID": "benchmark"}
         world |= {"ACCELERATE_USE_CPU": str(device == "cpu").lower(), "HF_HUB_OFFLINE": 1}
         command = [sys.executable, "-m", "benchmarks.contenders", name, json.dumps(asdict(shape))]

@@ -6,13 +6,11 @@ address into os.environ[ADDRESS]. It forks a process for each connection, which 
 one. The workers themselves are forked in the same way (`worker`).
 """
 
-import contextlib
 import gc
 import importlib
 import json
 import os
 import pkgutil
-import random
 import runpy
 import select
 import signal
@@ -31,17 +29,21 @@ ROOT = Path(__file__).parent.parent
 _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+_held: list[socket.socket] = []
+
+
 def free_port() -> int:
     """A port for a store that starts later.
 
-    Port 0 would give an ephemeral port, which an outgoing connection of any process may take before the store listens.
-    So this is below the ephemeral range, and random, because other workers of the test run ask for one too.
+    It stays bound until this process and those that it forks have ended, so the kernel gives it to nobody else. Stores
+    set SO_REUSEADDR: they can listen on a port that is bound but has no listener, if its owner has set it too. The
+    owner sets it after binding, which would otherwise accept the port of another owner.
     """
-    while True:
-        port = random.SystemRandom().randrange(15_000, 20_000)
-        with socket.socket() as s, contextlib.suppress(OSError):
-            s.bind(("127.0.0.1", port))
-            return port
+    _held.append(socket.socket())
+    _held[-1].bind(("", 0))
+    _held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    port: int = _held[-1].getsockname()[1]
+    return port
 
 
 class Ranks:

@@ -90,6 +90,7 @@ class Tokenizer:
     end_tokens: tuple[int, ...]  # each of them ends a document
     source_prefix: str = ""  # pairs: the text before each source
     config: Config | None = None  # from the run that trained the model; None: a Hugging Face folder
+    begin_tokens: tuple[int, ...] = ()  # the token that begins each document and prompt, if any
 
     @property
     def vocab_size(self) -> int:
@@ -161,8 +162,8 @@ def open_data(config: Config) -> Data:
     """
     loaded, dataset = prepared(Loaded(config, {}))
     tokenizer = tokenizers.Tokenizer.from_file(str(dataset.folder / "tokenizer.json"))
-    prefix = source_prefix(dataset.folder)
-    return Data(loaded.config, Tokenizer(tokenizer, (dataset.end_token,), prefix, loaded.config), dataset)
+    prefix, begin = source_prefix(dataset.folder), dataset.sources[0].meta.marks[1:]
+    return Data(loaded.config, Tokenizer(tokenizer, (dataset.end_token,), prefix, loaded.config, begin), dataset)
 
 
 def build_model(config: Config, vocab_size: int = 0) -> Transformer:
@@ -205,6 +206,7 @@ def build_model(config: Config, vocab_size: int = 0) -> Transformer:
         compatibility.require_same_weights(source, targets)
         with torch.no_grad():
             full_state.copy_rows(source, targets)
+        compatibility.require_finite(targets, folder)
     return model
 
 
@@ -229,7 +231,9 @@ def load_model(
     opened = loading.open_model(Path(path), loading.device_of(device), dtype, file)
     for note in opened.notes:
         warnings.warn(note, stacklevel=2)
-    return opened.model.requires_grad_(), Tokenizer(opened.tokenizer, opened.ends, opened.prefix, opened.config)
+    return opened.model.requires_grad_(), Tokenizer(
+        opened.tokenizer, opened.ends, opened.prefix, opened.config, opened.begin
+    )
 
 
 # --- in the loop ------------------------------------------------------------------------------------------------
@@ -415,6 +419,7 @@ def _opened(model: Transformer, tokenizer: Tokenizer) -> loading.Opened:
         notes=[],
         prefix=tokenizer.source_prefix,
         config=tokenizer.config,
+        begin=tokenizer.begin_tokens,
     )
 
 

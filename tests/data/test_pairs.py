@@ -101,3 +101,18 @@ def test_a_source_is_on_one_side_only_whatever_its_targets_are(tmp_path: Path) -
     train, val = ({source for source, _ in decoded(out, split)} for split in ("train", "val"))
     assert (len(train) + len(val), train & val) == (60, set())
     assert 10 < len(val) < 40
+
+
+def test_a_begin_token_is_only_before_a_decoders_source(prepared: Path, tmp_path: Path) -> None:
+    """Else the rows are those without one. A prepared folder that has none keeps its documents, with a note."""
+    text, out = str(prepared.with_name("a.jsonl")), tmp_path / "out"
+    assert main([text, *KEYS, "--val-fraction=0.2", "--begin-token=<extra_id_7>", "--out", str(out)]) == 0
+    for family, n in (("llama", 1), ("t5", 0)):
+        without, rows = (
+            PairSamples(folder, "train", config_of(folder, family)).draw(np.arange(50), None)
+            for folder in (prepared, out)
+        )
+        without.tokens[:, :n] = read_meta(out).marks[-1]
+        assert (rows.tokens.tolist(), rows.targets.tolist()) == (without.tokens.tolist(), without.targets.tolist())
+    (note,) = prepare_all(DataConfig(path=str(prepared)), TokenizerConfig(begin_token="<extra_id_7>"), print).notes
+    assert "have '</s>' (id 1) before them, not tokenizer.begin_token = '<extra_id_7>'" in note

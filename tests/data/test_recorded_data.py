@@ -262,7 +262,7 @@ def said(folder: Path, call: Callable[..., object], *args: Any) -> Any:
 
 def facts(meta: Meta, folder: Path) -> list[str]:
     """A prepared folder without hashes that depend on versions."""
-    known = {name: value for name, value in vars(meta).items() if "sha256" not in name}
+    known = {name: value for name, value in vars(meta).items() if "sha256" not in name and value is not None}
     del known["made_from"], known["files"]
     files = sorted(file.name for file in folder.iterdir() if not file.name.startswith("packed"))
     sizes = [f"{name} {meta.files[name].bytes}" if name.endswith(".bin") else name for name in files]

@@ -324,6 +324,21 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 # --- tokenizers, finding, damage and wrong data -----------------------------------------------------------------
 
 
+OTHER_FORMATS = {  # the beginnings of the files
+    "binary.json": b"\xff",
+    "spm.model": b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\2\n\x0c\n\x03<s>\x15\0\0\0\0\x18\3",
+    "unigram.model": b"\n\x10\n\x07\xe2\x96\x81the\x15\x8d\x97\x4e\xc0",
+    "a.tiktoken": b"IQ== 0\nIg== 1\nIw== 2\n",
+    "tekken.json": b'{"config": {"pattern": "[a-z]+", "num_vocab_tokens": 150000}, "vocab": [',
+    "vocab.json": b'{"<pad>": 0, "a\\"": 1}',
+    "merges.txt": b"#version: 0.2\n\xc4\xa0 t\n",
+    "vocab.txt": b"[PAD]\n[unused0]\n",
+    "tokenizer_config.json": b'{"model_max_length": 512, "tokenizer_class": "LlamaTokenizer"}',
+    "pointer.json": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+    "page.json": b"<!doctype html><html>",
+}
+
+
 def encoded(file: Path) -> str:
     return str(bpe.encode(bpe.load(file), "the Plain häuser \u4e2d </s> <|endoftext|>", "prompt"))
 
@@ -349,15 +364,18 @@ def test_tokenizers(tmp_path: Path) -> None:
             said(tmp_path, bpe.shown, tokenizer, 1),
         ]
         if name != "nothing":
-            lengths = itertools.groupby(bytes_per_token(tokenizer, known).tolist())
+            lengths = itertools.groupby(bytes_per_token(tokenizer, () if known is None else (known,)).tolist())
             found[name] += [bpe.size(tokenizer), " ".join(f"{n}x{len([*same])}" for n, same in lengths)]
-            assert bytes_per_token(tokenizer, 0)[0] == 0, "an end token, also the first entry"
+            assert bytes_per_token(tokenizer, [0])[0] == 0, "an end token, also the first entry"
     marked = TOKENIZERS["ends"]()
     marked.post_processor = processors.TemplateProcessing(single="x $A", special_tokens=[("x", 0)])
     assert bpe.encode(marked, "def") == TOKENIZERS["ends"]().encode("def").ids, "a prompt has no marks"
     (tmp_path / "no.json").write_text("{}")
-    (tmp_path / "binary.json").write_bytes(b"\xff")
-    found["wrong"] = [said(tmp_path, bpe.load, tmp_path / name) for name in ("no.json", "binary.json", "none", ".")]
+    for name, content in OTHER_FORMATS.items():
+        (tmp_path / name).write_bytes(content)
+    found["wrong"] = [said(tmp_path, bpe.load, tmp_path / name) for name in ("no.json", "none", ".", *OTHER_FORMATS)]
+    (tmp_path / "words.json").rename(tmp_path / "tokenizer.json")
+    assert bpe.load(tmp_path).to_str() == bpe.load(tmp_path / "tokenizer.json").to_str(), "a folder that has one"
     learned: list[tuple[list[str], int, bool]] = [
         *((SHORT, 270, False), (["ab " * 9], 258, False), (["ab " * 9], 300, False), ([], 257, False)),
         *((["ab " * 9, "x" * 2500], 262, False), (SHORT, 361, True), ([], 357, True)),

@@ -1,4 +1,4 @@
-"""examples/from_megatron.py, on files written from the description of Megatron's format."""
+"""examples/from_megatron.py and from_bin.py, on files written from the descriptions of their formats."""
 
 import json
 import random
@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from examples import from_bin
 from examples.from_megatron import main
 from torchtitan_lite.data.prepare.__main__ import main as prepare
-from torchtitan_lite.data.token_files import TokenFiles, document_ends, read_meta
+from torchtitan_lite.data.token_files import TokenFiles, document_ends, documents, read_meta
 
 CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "float64": 6, "float32": 7, "uint16": 8}
 END = 0  # of the tokenizer below
@@ -150,3 +151,58 @@ def test_tokens_outside_the_vocabulary_are_refused(
     prefix = write(tmp_path / "a", [[[5, 6]], [[7, value, 8]]], dtype)
     assert main(words(usual, tmp_path / "out", prefix)) == 2
     assert "a.bin has a token outside the tokenizer's 517 entries" in capsys.readouterr().err
+
+
+def write_bin(file: Path, tokens: list[int], header: tuple[int, int] | None) -> str:
+    """A file of nanoGPT, or with magic number and version one of llm.c and modded-nanogpt."""
+    file.write_bytes(
+        np.array([*header, len(tokens), *[0] * 253] if header else [], "<i4").tobytes()
+        + np.array(tokens, "<u4" if header == (20240801, 7) else "<u2").tobytes()
+    )
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "header"),
+    [([], [END], None), ([END], [], (20240520, 1)), ([517], [], (20240801, 7))],
+    ids=["nanoGPT", "llm.c", "Llama 3"],
+)
+def test_token_files_become_the_folder_of_the_text_prepared_the_usual_way(
+    before: list[int],
+    after: list[int],
+    header: tuple[int, int] | None,
+    usual: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the end token after or before each document, or only a begin token; a document goes on in the next file."""
+    theirs, files, tokenizer = read_meta(usual), list[str](), Tokenizer.from_file(str(usual / "tokenizer.json"))
+    for split in ("train", "val"):
+        tokens = [token for one in documents(usual, theirs, split) for token in (*before, *one, *after)]
+        files += ["--held-out"] * (split == "val")
+        files += [write_bin(tmp_path / f"{split}{a}", tokens[a:b], header) for a, b in ((0, 99), (99, None))]
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    monkeypatch.setattr(from_bin, "BLOCK", 7)
+    files += ["--tokenizer", str(tmp_path / "tokenizer.json"), *["--begin-token=<s>"] * (517 in before)]
+    assert from_bin.main([*files, "--out", str(tmp_path / "ours")]) == 0
+    ours = read_meta(tmp_path / "ours")
+    assert [*documents(tmp_path / "ours", ours, "val")] == [*documents(usual, theirs, "val")]
+    assert (ours.text_bytes, ours.tokens_sha256 == theirs.tokens_sha256) == (theirs.text_bytes, 517 not in before)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (struct.pack("<256i", 20240520, 2, 0, *[0] * 253), "has version 2 of its format; 1 of 20240520, 7 of"),
+        (struct.pack("<256i", 20240520, 1, 9, *[0] * 253), "is empty, truncated or not a file of tokens: it has 1,024"),
+        (b"", "is empty, truncated"),
+        (struct.pack("<2H", 5, 517), "a file of train has a token outside the tokenizer's 517 entries"),
+    ],
+)
+def test_a_bad_token_file_is_refused(
+    content: bytes, message: str, usual: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "a.bin").write_bytes(content)
+    assert from_bin.main([*words(usual, tmp_path / "out", file), "--held-out", str(file)]) == 2
+    assert message in capsys.readouterr().err

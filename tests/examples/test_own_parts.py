@@ -1,4 +1,4 @@
-"""examples/own_*.py: a family, an optimizer, a text reader, a tracker and a task from outside of the package."""
+"""examples/own_*.py: a family, a loss term, an optimizer, a text reader, a tracker and a task of a user's own."""
 
 import csv
 import json
@@ -16,7 +16,7 @@ from examples.own_model import PARALLEL
 from examples.own_optimizer import LION, Lion
 from tests.config.parsing import mistakes, parse, write
 from tests.docs.pages import blocks
-from tests.helpers import ROOT, checkpoint, losses, python, ranks, records, succeeded, tensors, tiny
+from tests.helpers import ROOT, checkpoint, forget_after, losses, python, ranks, records, succeeded, tensors, tiny
 from tests.models.test_model import make
 from torchtitan_lite.config import load
 from torchtitan_lite.config.families import FAMILIES, Family
@@ -81,6 +81,28 @@ def test_the_parts_of_the_pages_work_in_one_run(trained: tuple[Path, list[str]],
         rows = [(int(row["step"]), float(row["value"])) for row in csv.DictReader(stream) if row["name"] == "loss"]
     assert rows == [(step, loss) for step, (loss, _) in straight.items()]
     assert any("task_recall" in record or "task/recall" in record for record in records(run))
+
+
+def test_a_loss_term_has_gradients_and_leaves_the_losses_comparable(text: Path, tmp_path: Path) -> None:
+    """On any number of ranks, and after a resume."""
+    (own,) = options_of("docs/extending.md", "--model.family=examples.own_loss")
+
+    def run(name: str, n: int, family: str = own) -> dict[int, tuple[float, float]]:
+        succeeded(
+            ranks(
+                n,
+                *tiny(text, tmp_path, run__name=name, model__hidden_dim=48, train__steps=4, checkpoint__every=2),
+                family,
+            )
+        )
+        return losses(tmp_path / name)
+
+    plain, one, two = run("plain", 2, "--model.family=llama"), run("one", 1), run("two", 2)
+    assert two[1][0] == plain[1][0]
+    assert abs(two[4][1] / plain[4][1] - 1) > 1e-3
+    assert one == {step: pytest.approx(values, rel=2e-6) for step, values in two.items()}
+    forget_after(tmp_path / "two", 2)
+    assert run("two", 2) == two
 
 
 def test_a_name_in_a_checkpoint_is_not_imported(trained: tuple[Path, list[str]], tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Hugging Face folders: what `export` and `import` make, and which folders a run begins from."""
 
+import contextlib
 import json
 import re
 import shutil
@@ -7,18 +8,29 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
+from tokenizers import Tokenizer, processors
+from tokenizers.models import WordLevel
 from torch import Tensor
 
+from tests.data.test_data import stream_of
 from tests.helpers import checkpoint, losses, python, ranks, refused, succeeded, tiny
 from tests.models.test_model import make
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import ModelConfig
-from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.data.packing import PackedSamples
+from torchtitan_lite.data.prepare.tokenizer import byte_level
+from torchtitan_lite.data.samples import Samples
+from torchtitan_lite.data.token_files import documents, read_meta
+from torchtitan_lite.errors import CheckpointError, UserError
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models import Transformer
+from torchtitan_lite.tools import generate
+from torchtitan_lite.tools.checkpoints import section
+from torchtitan_lite.tools.load_model import open_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -39,7 +51,12 @@ def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("theirs")
     config = getattr(transformers, f"{kind}Config")(**values)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    words({f"w{i}": i for i in range(97)}).save(str(folder / "tokenizer.json"))
     return folder
+
+
+def words(entries: dict[str, int]) -> Tokenizer:
+    return Tokenizer(WordLevel(entries, unk_token="w0"))
 
 
 def ours(config: ModelConfig, weights: Mapping[str, Tensor]) -> Transformer:
@@ -50,6 +67,7 @@ def ours(config: ModelConfig, weights: Mapping[str, Tensor]) -> Transformer:
     return model.eval()
 
 
+MODEL = "model.safetensors"
 TOKENS = torch.randint(97, (2, 50), generator=torch.Generator().manual_seed(1))
 
 
@@ -68,7 +86,9 @@ def test_a_run_is_exported_and_trained_on(text: Path, tmp_path: Path) -> None:
     elsewhere = shutil.copytree(checkpoint(tmp_path / "first", 4), tmp_path / "elsewhere")
     forks = []
     for i, source in enumerate([exported, tmp_path / "first", elsewhere]):
-        output = succeeded(ranks(1, *tiny(text, tmp_path, run__name=f"fork{i}", model__init_from=source, **LLAMA)))
+        given = {"tokenizer__path": exported} if source == elsewhere else {}  # it has none
+        more = LLAMA | given | {"run__name": f"fork{i}", "model__init_from": source}
+        output = succeeded(ranks(1, *tiny(text, tmp_path, **more)))
         assert f"starts from the weights of {source}" in output
         assert "different tokenizer" not in output
         forks.append(losses(tmp_path / f"fork{i}"))
@@ -102,6 +122,7 @@ def test_init_from_another_model_or_vocabulary_names_both(
 ) -> None:
     config = transformers.GPT2Config(vocab_size=vocab_size, n_embd=dim, n_layer=2, n_head=2, n_positions=37)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "hf")
+    words({"w0": 0}).save(str(tmp_path / "hf/tokenizer.json"))
     result = ranks(1, *tiny(text, tmp_path, model__init_from=tmp_path / "hf", model__tie_embeddings=True))
     assert re.search(expected, refused(result))
 
@@ -133,10 +154,58 @@ def test_sharded_folders_are_read(theirs: Path, tmp_path: Path) -> None:
 
 def test_import_prints_a_config_that_works(theirs: Path, tmp_path: Path) -> None:
     output = succeeded(python("import", str(theirs), script="checkpoint.py"))
-    (tmp_path / "c.toml").write_text(f'{output}\n[tokenizer]\npath = "{tmp_path / "c.toml"}"\n')
+    (tmp_path / "c.toml").write_text(output)
     config = load.load(tmp_path / "c.toml", {}).config
     assert hf.find_weights(theirs, config.model)[0] == theirs
     assert (config.optim.lr, config.train.seq_len, config.model.max_seq_len) == (2e-5, 64, 64)
+
+
+def test_import_opens_the_weights_and_says_what_a_start_would_say(theirs: Path, tmp_path: Path) -> None:
+    plain: dict[str, bytes | None] = {file.name: file.read_bytes() for file in theirs.iterdir()}
+    weights = load_file(theirs / MODEL)
+    name = next(name for name in weights if ".mlp." in name)
+    cases: dict[str, tuple[dict[str, bytes | None], str]] = {  # folder -> its other files, and what is said
+        "bin": ({MODEL: None, "pytorch_model.bin": b""}, "model.bin has the weights in a different format: from_pret"),
+        "shard": ({hf.INDEX: b'{"weight_map": {"a": "a.safetensors"}}'}, "a.safetensors can't .*index.json names it"),
+        "adapter": ({"config.json": None, "adapter_config.json": b""}, "is of a LoRA adapter: merge_and_unload"),
+        "unmerged": (
+            {MODEL: save(weights | {"a.lora_A": torch.ones(1)})},
+            "corresponds to .*a.lora_A; peft's merge_and",
+        ),
+        "few": (
+            {MODEL: save({n: weights[n] for n in weights if n != name})},
+            r"is - in .* here\n  its config and its w",
+        ),
+        "cut": ({MODEL: (theirs / MODEL).read_bytes()[:-1]}, "safetensors can't be read: Error while deserializing"),
+        "pointer": ({MODEL: b"version https://git-lfs.github.com/spec/v1"}, "is a pointer of Git LFS; git lfs pull"),
+        "renamed": ({MODEL: None, "consolidated.safetensors": b""}, "consolidated.safetensors is not read, because"),
+        "above": (
+            {"config.json": None, "sub/config.json": b""},
+            "above/sub/config.json is of a model: name its folder",
+        ),
+        "nothing": (dict.fromkeys(plain), "nothing/config.json: .*hf download NAME"),
+        "untold": ({"tokenizer.json": None}, "tokenizer.json does not exist: name .* with --tokenizer=FILE"),
+        "other": ({"tokenizer.json": None, "spm.model": b"\n\x0e\n\x05<unk>\x15"}, r"from_pretrained\('.*other'\)"),
+        "padded": (
+            {"tokenizer.json": words({**{f"w{i}": i for i in range(97)}, "[PAD]": 97}).to_str().encode()},
+            r"98 entries, and the model 97 embeddings, none of them for \[PAD\]: ",
+        ),
+        "wrapped": (
+            {
+                MODEL: save(
+                    {f"module._orig_mod.{name.replace('.mlp', '._orig_mod.mlp')}": weights[name] for name in weights}
+                )
+            },
+            "",
+        ),
+    }
+    for folder, (changes, message) in cases.items():
+        (tmp_path / folder / "sub").mkdir(parents=True)
+        for file, content in (plain | changes).items():
+            _ = content is None or (tmp_path / folder / file).write_bytes(content)
+        with pytest.raises(UserError, match=f"(?s){message}") if message else contextlib.nullcontext():
+            [*section(tmp_path / folder)]
+    assert f'path = "{theirs}"' in [*section(tmp_path / "untold", theirs)]
 
 
 def test_a_shorter_context_is_accepted_where_positions_are_computed(theirs: Path) -> None:
@@ -146,3 +215,91 @@ def test_a_shorter_context_is_accepted_where_positions_are_computed(theirs: Path
         with pytest.raises(CheckpointError, match=rf"max_seq_len is 64 in the checkpoint and {n} here"):
             hf.find_weights(theirs, config.model_copy(update={"max_seq_len": n}))
     assert learned or hf.find_weights(theirs, config.model_copy(update={"max_seq_len": 32}))[0] == theirs
+
+
+# --- the begin token ----------------------------------------------------------------------------------------------
+
+NAMED = {"bos_token_id": 257, "eos_token_id": 258}
+
+
+def with_marks(folder: Path, first: str = "", **files: dict[str, Any]) -> Tokenizer:
+    """Write a tokenizer of bytes, <s> (id 257) and </s> (id 258), which puts `first` before a text; and JSON files."""
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{first} $A".split(), special_tokens=[("<s>", 257)]
+    )
+    for name, content in {"tokenizer": json.loads(tokenizer.to_str()), **files}.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("files", "first", "expected"),
+    [
+        ({"config": {"model_type": "qwen2"}}, "<s>", [257]),
+        ({"config": {"model_type": "llama", **NAMED}}, "", [257]),
+        ({"config": {"model_type": "mistral", "eos_token_id": [258]}, "generation_config": NAMED}, "", [257]),
+        ({"config": {"model_type": "qwen2", **NAMED}}, "", []),
+        ({"config": {"model_type": "qwen2", **NAMED}, "tokenizer_config": {"add_bos_token": True}}, "", [257]),
+        ({"config": {"model_type": "llama", **NAMED}, "tokenizer_config": {"add_bos_token": False}}, "", []),
+        (
+            {"config": {"model_type": "llama", **NAMED}, "tokenizer_config": {"tokenizer_class": "GPT2Tokenizer"}},
+            "",
+            [],
+        ),
+        ({"config": {"model_type": "gemma3_text", "bos_token_id": 258, "eos_token_id": [7, 258]}}, "", []),
+        ({"config": {"model_type": "llama", "bos_token_id": 5, "eos_token_id": 258}}, "", []),  # a byte
+    ],
+)
+def test_the_begin_token_is_that_of_the_pretraining(
+    files: dict[str, Any], first: str, expected: list[int], tmp_path: Path
+) -> None:
+    assert hf.begin_tokens(tmp_path, with_marks(tmp_path, first, **files)) == expected
+
+
+@pytest.mark.parametrize(("kind", "bos"), [("Llama", 257), ("Qwen2", 257), ("Olmo2", None)])
+def test_a_begin_token_is_kept_from_the_import_to_the_export(kind: str, bos: int | None, tmp_path: Path) -> None:
+    """Llama has it in documents, prompts and exported text. The others only name one, which an export keeps.
+
+    The end token is that of the import too, although the tokenizer has <|endoftext|>.
+    """
+    texts = ["".join("abc defg hij klm"[(i + 3) * j % 16] for j in range(9 + i % 9)) for i in range(60)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in texts))
+    config = getattr(transformers, f"{kind}Config")(**SHAPE | {**NAMED, "vocab_size": 259, "bos_token_id": bos})
+    config.pad_token_id, theirs = None, tmp_path / "theirs"
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(theirs)
+    tokenizer, first = with_marks(theirs), [257] if kind == "Llama" else []
+    succeeded(python("import", str(theirs), str(tmp_path / "mine.toml"), script="checkpoint.py"))
+    more: dict[str, Any] = {
+        **{"run__name": "run", "train__steps": 2, "train__seq_len": 24, "optim__warmup_steps": 1},
+        **{"sample__every": 2, "sample__prompts": "abc", "sample__temperature": 0, "sample__max_tokens": 9},
+        **{"data__packing": "best_fit", "data__document_mask": True, "data__val_fraction": 0.3},
+    }
+    options, run, out = tiny(tmp_path / "text.jsonl", tmp_path, **more), tmp_path / "run", tmp_path / "out"
+    kept = [option for option in options if not re.match("--(model|tokenizer|optim.name|run.name)", option)]
+    for name, start in (("first", theirs), ("run", tmp_path / "first")):
+        succeeded(ranks(2, f"--config={tmp_path}/mine.toml", *kept, f"--run.name={name}", f"--model.init_from={start}"))
+
+    opened = open_model(run, torch.device("cpu"), torch.float32)
+    folder, marks = opened.own_data().folder, (258, *first)
+    parts = ([*one, *marks] for one in documents(folder, read_meta(folder), "train"))
+    assert stream_of(folder, "train") == sum(parts, [marks[-1]])
+    for kind_of_samples in (Samples, PackedSamples):
+        rows = kind_of_samples(folder, "train", 24).draw(np.arange(9), None)
+        assert set(rows.tokens[rows.begins & (rows.targets >= 0)].tolist()) == {marks[-1]}
+
+    succeeded(python("export", str(run), str(out), script="checkpoint.py"))
+    exported = open_model(out, torch.device("cpu"), torch.float32)
+    words, ours = (json.loads((out / f"{name}.json").read_text()) for name in ("tokenizer_config", "config"))
+    assert (ours["bos_token_id"], words["add_bos_token"]) == (bos, bool(first))
+    assert (opened.begin, opened.ends) == (exported.begin, exported.ends) == ((*first,), (258,))
+    assert transformers.PreTrainedTokenizerFast.from_pretrained(out)("abc")["input_ids"] == [
+        *first,
+        *tokenizer.encode("abc", add_special_tokens=False).ids,
+    ]
+    greedy = {
+        tuple(generate.tokens_of(one, generate.encode(one, "abc"), generate.Options(9, temperature=0)))
+        for one in (opened, exported)
+    }
+    assert {tokenizer.decode(one) for one in greedy} == {json.loads((run / "samples.jsonl").read_text())["text"]}

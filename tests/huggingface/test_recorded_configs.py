@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.recorded import assert_recorded
 from torchtitan_lite.config import load
@@ -16,9 +17,10 @@ from torchtitan_lite.config.registry import is_own
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.huggingface import configs, names, stacks
+from torchtitan_lite.huggingface.weights import find_weights
 from torchtitan_lite.models import build
 
-HERE = Path(__file__).parent
+HERE, MODEL = Path(__file__).parent, "model.safetensors"
 
 
 # --- ours to theirs ---------------------------------------------------------------------------------------------
@@ -47,6 +49,7 @@ EXPORTED: list[dict[str, Any]] = [
     {"family": "mistral", "window": 0, "rope_theta": 1e6} | WITH_HEADS,
     {"family": "smollm3", "n_layers": 5, "layer_pattern": ["nope", "full"], "tie_embeddings": True} | WITH_HEADS,
     {"family": "smollm3", "layer_pattern": ["full"]},
+    *({"family": family, "n_layers": 3} for family in ("smollm3", "olmo3")),  # a part of their patterns
     {"family": "smollm3", "layer_pattern": ["window", "nope"]},
     {"family": "olmo2", "rope_theta": 7e5} | WITH_HEADS,
     {"family": "olmo3", "window": 0, "n_layers": 5} | WITH_HEADS,
@@ -92,15 +95,20 @@ def changed(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value != ModelConfig.model_fields[key].default}
 
 
-def test_each_model_is_exported_as_this_and_comes_back() -> None:
+def test_each_model_is_exported_as_this_and_comes_back(tmp_path: Path) -> None:
+    """Also as `model.init_from` of the config that trained it, which may spell the same layers differently."""
     found: dict[str, Any] = {}
     for values in EXPORTED:
         name = ", ".join(f"{key} {value}" for key, value in values.items())
         try:
             theirs = configs.to_hf_config(model(values), 97)
-            found[name] = {"theirs": str(theirs), "ours": str(changed(configs.from_hf_config(theirs)))}
         except CheckpointError as error:
             found[name] = str(error)
+        else:
+            found[name] = {"theirs": str(theirs), "ours": str(changed(configs.from_hf_config(theirs)))}
+            (tmp_path / "config.json").write_text(json.dumps(theirs))
+            save_file({"lm_head.weight": torch.ones(1)} if not model(values).tie_embeddings else {}, tmp_path / MODEL)
+            assert find_weights(tmp_path, model(values))[0] == tmp_path
     assert_recorded(found, HERE / "recorded_exports.json")
 
 
@@ -159,6 +167,12 @@ MORE: list[dict[str, Any]] = [
     {"num_hidden_layers": 10**9, "num_attention_heads": 0, "hidden_size": "x"},
     {"rms_norm_eps": "small", "layer_norm_epsilon": math.nan},
     {"partial_rotary_factor": 0.5},
+    # neutral values: they read as if they were not there
+    *({"rope_scaling": {"type": kind, "factor": 1.0}} for kind in ("linear", "dynamic", "yarn")),
+    {"rope_parameters": {"rope_type": "linear", "factor": 1, "rope_theta": 7e4, "partial_rotary_factor": 1.0}},
+    {"partial_rotary_factor": 1.0, "attention_bias": None, "quantization_config": None, "hidden_dropout": 0.0},
+    {"use_mrope": False, "num_nextn_predict_layers": 0, "logit_scale": None, "made_up": None, "made_up_too": []},
+    {"made_up": 0},
     *({"num_hidden_layers": n} for n in (1, 2, 3, 4, 8)),
     {"model_type": "mamba"},
     {"model_type": ["llama"]},

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from torchtitan_lite.checkpointing import progress, shards, storage
+from torchtitan_lite.checkpointing.find import find
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import Parts, by_name
 from torchtitan_lite.config.derive import derive
@@ -23,6 +24,7 @@ from torchtitan_lite.cpu import widens
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.distributed.ranks import on_rank0
+from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.process import fork_command
 from torchtitan_lite.terminal import counted
@@ -32,8 +34,15 @@ def fresh_state(
     config: Config, data: DataSet, process: Process, validation: Mapping[str, int], tasks: Mapping[str, str]
 ) -> TrainState:
     """Return the state before the first step. `validation` is Validation.description(), `tasks` a hash per task."""
+    source = Path(config.model.init_from).expanduser()
     return TrainState(
         end_token=data.end_token,
+        begin_tokens=[*data.sources[0].meta.marks[1:]],
+        imported={}
+        if not config.model.init_from or config.has_checkpoint or config.checkpoint.resume
+        else {"bos_token_id": storage.read_json(source / "config.json").get("bos_token_id")}
+        if (source / "config.json").is_file()
+        else storage.read_state(find(source, "size")[0]).imported,
         validation=validation,
         tasks=tasks,
         must_match=values_to_match(config, data),
@@ -184,6 +193,21 @@ def require_same_weights(weights: Mapping[str, Tensor], targets: Mapping[str, Te
     theirs = {name: shape for name, (_, shape) in shards.specs(weights).items()}
     advice = "set the [model] keys to the folder's values, and model.vocab_size or tokenizer.path to its vocabulary"
     storage.require_equal(Path("model.init_from"), theirs, shapes_of(targets), "model", advice)
+
+
+def require_finite(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Raise CheckpointError if this rank's part of loaded weights has a NaN or an infinite value."""
+    if bad := [
+        name
+        for name, tensor in tensors.items()
+        for part in [own_part(tensor)[0]]
+        # without a temporary tensor: a NaN is both the smallest and the largest value
+        if part.numel() and not part.is_meta and not torch.stack(part.aminmax()).isfinite().all()
+    ]:
+        raise CheckpointError(
+            f"{folder} can't be used: {counted(len(bad), 'tensor')} of it with NaN or infinite values, the first is "
+            f"{bad[0]}: damaged, or saved by a run that diverged"
+        )
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

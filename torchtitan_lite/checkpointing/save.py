@@ -190,7 +190,8 @@ class Checkpointer:
             open_weights: returns a folder's whole tensors by our names, read lazily.
 
         Raises:
-            CheckpointError: on every rank, before anything is overwritten: the weights belong to a different model.
+            CheckpointError: on every rank: the weights belong to a different model (nothing is overwritten), or are
+                not finite.
         """
         targets = own_tensors(self.model)
         folder, notes = compatibility.find_same_weights(find, open_weights, targets, self.process)
@@ -200,6 +201,7 @@ class Checkpointer:
             full_state.scatter(targets, weights.__getitem__, self.mesh, self.process)
         else:
             on_all(lambda: full_state.copy_rows(open_weights(folder), targets), self.process.untimed)
+        on_all(lambda: compatibility.require_finite(targets, folder), self.process.untimed)
 
     def parts(self) -> Parts:
         """Return the live tensors, grouped by the file that holds them in a full checkpoint."""

@@ -17,6 +17,8 @@ class TrainState:
     spikes: Mapping[str, list[float]] = field(default_factory=dict)  # the window of spike_guard.py
     loss_since: list[float] = field(default_factory=lambda: [0.0, 0.0])  # see metrics.Meter
     end_token: int = 0  # token id
+    begin_tokens: list[int] = field(default_factory=list)  # id of the token that begins each document, if any
+    imported: Mapping[str, Any] = field(default_factory=dict)  # bos_token_id of the config.json that it started from
     validation: Mapping[str, int] = field(default_factory=dict)  # its sequences, see scoring/validation.py
     tasks: Mapping[str, str] = field(default_factory=dict)  # by task: a hash of its questions
     must_match: Mapping[str, Any] = field(default_factory=dict)  # hashes and derived values, see compatibility.py
@@ -47,6 +49,7 @@ class TrainState:
         return replace(
             self,
             end_token=fresh.end_token,
+            begin_tokens=fresh.begin_tokens,
             validation=fresh.validation,
             tasks={**self.tasks, **fresh.tasks},
             must_match=fresh.must_match,  # a fork may have a different text

@@ -3,7 +3,7 @@
 Text is prepared first (prepare/cache.py). A run on prepared data does not import prepare/.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +35,7 @@ class DataSet:
         """Read the meta.json of each folder of {name: (weight, folder)}.
 
         Raises:
-            DataError: a folder is damaged, or two of them differ in tokenizer or end token.
+            DataError: a folder is damaged, or two of them differ in tokenizer, end token or begin token.
         """
         sources = tuple(Source(name, weight, folder, read_meta(folder)) for name, (weight, folder) in folders.items())
         for other in sources[1:]:
@@ -78,15 +78,16 @@ def _require_same_tokenizer(first: Source, other: Source) -> None:
             f"({first.meta.tokenizer_sha256[:12]} and {other.meta.tokenizer_sha256[:12]}); prepare one of them "
             f"again with --tokenizer {first.folder / 'tokenizer.json'}"
         )
-    if other.meta.end_token != first.meta.end_token:
-        from torchtitan_lite.data import tokenizer as bpe
+    for verb, at in (("end", 0), ("begin", -1)):
+        if other.meta.marks[at] != first.meta.marks[at]:
+            from torchtitan_lite.data import tokenizer as bpe
 
-        tokenizer = bpe.load(first.folder / "tokenizer.json")
-        ends = [bpe.shown(tokenizer, source.meta.end_token) for source in (first, other)]
-        raise DataError(
-            f"data.sources: documents end with {ends[0]} in {first.name} and with {ends[1]} in {other.name}; prepare "
-            f"one of them again with the other's --end-token"
-        )
+            tokenizer = bpe.load(first.folder / "tokenizer.json")
+            names = [bpe.shown(tokenizer, source.meta.marks[at]) for source in (first, other)]
+            raise DataError(
+                f"data.sources: documents {verb} with {names[0]} in {first.name} and with {names[1]} in {other.name}; "
+                f"prepare one of them again with the other's --{verb}-token"
+            )
 
 
 def prepare_all(
@@ -114,15 +115,18 @@ def prepare_all(
         chosen = with_tokenizer_of(prepared, tokenizer) if prepared else tokenizer
         made, notes = prepared_in_cache(texts if data.sources else [data.path], data, chosen, info, used or {})
         folders |= dict(zip(texts, made, strict=True))
-    data_set = DataSet.open({name: (weight, folders[name]) for name, weight in weights.items()}, notes)
     if prepared:
-        _require_configured_tokenizer(tokenizer, prepared)
-    return data_set
+        notes += _require_configured_tokenizer(tokenizer, prepared)
+    return DataSet.open({name: (weight, folders[name]) for name, weight in weights.items()}, notes)
 
 
-def _require_configured_tokenizer(config: TokenizerConfig, folder: Path) -> None:
-    """Raise DataError if the config's tokenizer or end token differs from this prepared folder's."""
-    if not (config.path or config.end_token):
+def _require_configured_tokenizer(config: TokenizerConfig, folder: Path) -> Iterator[str]:
+    """Yield a note if the config's begin token differs from this prepared folder's, whose documents keep their own.
+
+    Raises:
+        DataError: the config's tokenizer or end token differs.
+    """
+    if not (config.path or config.end_token or config.begin_token):
         return
     from torchtitan_lite.data import tokenizer as bpe
 
@@ -138,4 +142,10 @@ def _require_configured_tokenizer(config: TokenizerConfig, folder: Path) -> None
         raise DataError(
             f"documents in {folder} end with {bpe.shown(tokenizer, meta.end_token)}, but tokenizer.end_token is "
             f"{config.end_token!r}; leave tokenizer.end_token out, or prepare the text again with that --end-token"
+        )
+    if config.begin_token and tokenizer.token_to_id(config.begin_token) != meta.marks[-1]:
+        yield (
+            f"the documents in {folder} have {bpe.shown(tokenizer, meta.marks[-1])} before them, not "
+            f"tokenizer.begin_token = {config.begin_token!r}; for a model that was pretrained with it, prepare the "
+            f"text again with --begin-token {config.begin_token!r}"
         )

@@ -1,10 +1,10 @@
 """Best-fit packing of documents into sequences. The index is built once; every run memory-maps it.
 
-A document of L tokens, including its end token, takes L of a sequence's T places. Longer documents are cut into pieces
-of T. In each window of 32,768 documents, pieces are placed longest first, each into the sequence with the least
-sufficient room (best-fit decreasing). The rest of a sequence is padding. An epoch has every token exactly once.
+A document of L tokens, including its marks (token_files.py), takes L of a sequence's T places. Longer documents are cut
+into pieces of T. In each window of 32,768 documents, pieces are placed longest first, each into the sequence with the
+least sufficient room (best-fit decreasing). The rest of a sequence is padding. An epoch has every token exactly once.
 
-A sequence is its documents, each preceded by the previous end token, which predicts the document's first token.
+A sequence is its documents, each preceded by the token before it in the stream, which predicts its first token.
 
     packed-T-HASH/train.pieces   (P, 2) int64: the start of each piece in the token stream, and its length
     packed-T-HASH/train.rows     (R + 1, 2) int64: the number of pieces, and of tokens, before sequence r

@@ -3,6 +3,8 @@
     encoder-decoder   tokens   source <end>                     targets   target <end>
     decoder           tokens   <end> source <end> target        targets   (masked) target <end>
 
+With a begin token, a decoder's row begins with it instead of the end mark.
+
 A source has at most train.seq_len tokens with its end mark, and a target at most data.target_len; longer ones are cut
 before the end mark. The rest of a row is padding: id 0, which encoder-decoders mask, and masked targets.
 
@@ -52,7 +54,7 @@ class PairSamples(Samples):
         self.seq_len, self.target_len = config.input_len, config.target_len
         self._longest = np.array([config.train.seq_len, config.data.target_len])  # source and target
         self._blind, self._sorted = config.data.blind_source, split == "train"
-        self._stream, self._end = TokenFiles(folder, meta, split), meta.end_token
+        self._stream, self._marks = TokenFiles(folder, meta, split), meta.marks
         self._ends = document_ends(folder, meta, split)
         self.n_samples, odd = divmod(len(self._ends), 2)
         if odd or not self.n_samples:
@@ -66,7 +68,7 @@ class PairSamples(Samples):
         """Return the tokens of source and target with end marks, (n, 2); `cut` limits them to the maximum lengths."""
         begins = np.where(pairs, self._ends[2 * pairs - 1], 1)
         ends = np.stack((self._ends[2 * pairs], self._ends[2 * pairs + 1]), axis=1)
-        lengths = np.diff(ends, axis=1, prepend=begins[:, None])
+        lengths = np.diff(ends, axis=1, prepend=begins[:, None]) + 1 - len(self._marks)
         if self._blind:
             lengths[:, 0] = 1
         return np.minimum(lengths, self._longest) if cut else lengths
@@ -110,7 +112,7 @@ class PairSamples(Samples):
             source = self._tokens(2 * pair, n_source)
             target = self._tokens(2 * pair + 1, n_target)
             if self._joined:
-                together = np.concatenate(([self._end], source, target))
+                together = np.concatenate((self._marks[-1:], source, target))
                 rows.tokens[row, : len(together) - 1] = together[:-1]
                 rows.targets[row, n_source : len(together) - 1] = target
             else:
@@ -120,7 +122,7 @@ class PairSamples(Samples):
     def _tokens(self, document: int, length: int) -> Array:
         """Return the first tokens of a document, then the end mark: (length,)."""
         first = int(self._ends[document - 1]) if document else 1
-        return np.append(self._stream.read(first, first + length - 1).astype(np.int64), self._end)
+        return np.append(self._stream.read(first, first + length - 1).astype(np.int64), self._marks[0])
 
     def questions(self, run_samples: Indices, seed: int | None) -> list[tuple[list[int], list[int]]]:
         """Return for generation the model's input, and the whole target without its end mark."""
@@ -128,7 +130,7 @@ class PairSamples(Samples):
         pairs = self.indices(run_samples, seed)
         n_sources, n_targets = self.lengths(pairs)[:, 0], self.lengths(pairs, cut=False)[:, 1]
         for pair, n_source, n_target in zip(pairs.tolist(), n_sources.tolist(), n_targets.tolist(), strict=True):
-            source = [*[self._end] * self._joined, *self._tokens(2 * pair, n_source).tolist()]
+            source = [*self._marks[-1:] * self._joined, *self._tokens(2 * pair, n_source).tolist()]
             questions.append((source, self._tokens(2 * pair + 1, n_target).tolist()[:-1]))
         return questions
 

@@ -1,7 +1,8 @@
 """Sequences of T tokens and their targets, from one prepared folder. mixture.py mixes several.
 
 Sequence j of a folder is tokens[j T : j T + T + 1] of its stream: T inputs, and the targets shifted by one. Documents
-follow each other, separated by the end token, and a sequence may begin or end within one.
+follow each other, separated by the end token (and the begin token, if there is one), and a sequence may begin or end
+within one.
 
 Packed documents, pairs and span corruption are subclasses: see objectives.py.
 """
@@ -26,7 +27,7 @@ class Rows:
 
     tokens: Array  # (N, T)
     targets: Array  # (N, S), IGNORE where masked; S is T except for encoder-decoders
-    begins: NDArray[np.bool_]  # (N, T) True at the end token before each document
+    begins: NDArray[np.bool_]  # (N, T) True at the token before each document
 
     @classmethod
     def empty(cls, n: int, seq_len: int, target_len: int | None = None) -> "Rows":
@@ -62,7 +63,7 @@ class Samples:
         """
         meta, raw = read_meta(folder), raw or seq_len
         self.seq_len, self.target_len = seq_len, target_len or seq_len
-        self._stream, self._end = TokenFiles(folder, meta, split), meta.end_token
+        self._stream, self._end, self._first = TokenFiles(folder, meta, split), meta.end_token, meta.marks[-1]
         n_tokens = meta.tokens(split)
         self.n_samples, self.mean_tokens = (n_tokens - 1) // raw, float(raw)
         if self.n_samples < 1:
@@ -83,7 +84,7 @@ class Samples:
             first = index * self.seq_len
             tokens = self._stream.read(first, first + self.seq_len + 1)
             rows.tokens[row], rows.targets[row] = tokens[:-1], tokens[1:]
-        np.equal(rows.tokens, self._end, out=rows.begins)
+        np.equal(rows.tokens, self._first, out=rows.begins)
         return rows
 
     def n_targets(self, run_samples: Indices, seed: int | None) -> int:

@@ -98,7 +98,7 @@ def sentinels(folder: Path, n: int) -> Array:
 
 def require_pad(folder: Path) -> Tokenizer:
     """Load the tokenizer of a folder or file. Raises DataError unless pad has id 0, which encoder-decoders mask."""
-    tokenizer = bpe.load(folder / "tokenizer.json" if folder.is_dir() else folder)
+    tokenizer = bpe.load(folder)
     if tokenizer.token_to_id(bpe.PAD) != 0:
         raise DataError(f"{folder}: the tokenizer has no {bpe.PAD} with id 0, {bpe.NO_SENTINELS}")
     return tokenizer

@@ -10,7 +10,9 @@
     pairs.json                      only for pairs: their keys, and the prefix of the sources
 
 The stream of a split is: end token, document, end token, document, ..., end token. A document's first token is
-predicted from the end token before it.
+predicted from the end token before it. With a begin token, it is: begin token, document, end token, begin token,
+document, end token, ..., begin token. A document's first token is predicted from the begin token, and both of the
+tokens after a document belong to it.
 """
 
 import hashlib
@@ -77,6 +79,13 @@ class Meta:
     made_from: str  # a hash of all options and of the texts' names, sizes and times
     files: dict[str, File]
     skipped: dict[str, int]  # number of skipped texts and files by reason; skipped.log lists them
+    begin_token: NonNegativeInt | None = None  # None: the end token before a document begins it
+
+    @property
+    def marks(self) -> tuple[int, ...]:
+        """The tokens between two documents: the end token, and the begin token if there is one. The last one begins a
+        document: its first token is predicted from it."""
+        return (self.end_token,) if self.begin_token is None else (self.end_token, self.begin_token)
 
     def tokens(self, split: str) -> int:
         """Return the number of tokens in a split's stream."""
@@ -208,7 +217,7 @@ def document_ends(folder: Path, meta: Meta, split: str) -> NDArray[np.int64]:
         ends = np.memmap(file, dtype=np.int64, mode="r")
     except (OSError, ValueError) as error:  # ValueError: empty, or not a multiple of 8 bytes
         raise DataError(f"{file} can't be read: {error}") from None
-    before = 1  # the stream begins with an end token
+    before = 1  # the stream begins with the token before a document
     for first in range(0, len(ends), _ENDS):
         block = ends[first : first + _ENDS]
         if (np.diff(block, prepend=before) <= 0).any():
@@ -224,8 +233,8 @@ def document_ends(folder: Path, meta: Meta, split: str) -> NDArray[np.int64]:
 
 
 def documents(folder: Path, meta: Meta, split: str, step: int = 1, most: int | None = None) -> Iterator[list[int]]:
-    """Yield the tokens of every `step`-th document of a split without end tokens, at most the first `most`."""
+    """Yield the tokens of every `step`-th document of a split without its marks, at most the first `most`."""
     stream, ends = TokenFiles(folder, meta, split), document_ends(folder, meta, split)
     for i in range(0, len(ends), step):
-        first, end = int(ends[i - 1]) if i else 1, int(ends[i]) - 1
+        first, end = int(ends[i - 1]) if i else 1, int(ends[i]) - len(meta.marks)
         yield stream.read(first, end if most is None else min(end, first + most)).tolist()

@@ -64,9 +64,14 @@ def rotary(rope: Content, theta: float | None) -> Content:
     Args:
         theta: the base, if `rope` has none.
     """
-    scaling = {ours: rope[theirs] for theirs, ours in SCALED.items() if rope.get(theirs) is not None}
-    if len(scaling) != (4 if "llama3" in (rope.get("rope_type"), rope.get("type")) else 0):
-        raise ValueError(f"llama3 needs {', '.join(SCALED)}")
+    types = {rope.get("rope_type"), rope.get("type")} - {None, "default"}
+    neutral = rope.get("factor") == 1 and "llama3" not in types  # scales nothing
+    scaling = {ours: rope[theirs] for theirs, ours in SCALED.items() if not neutral and rope.get(theirs) is not None}
+    if (types - {"llama3"} and not neutral) or len(scaling) != 4 * ("llama3" in types):
+        raise ValueError(
+            f"rotary positions of type {' and '.join(map(str, types)) or 'default'} are supported only with "
+            + (", ".join(SCALED) if "llama3" in types else "a factor of 1")
+        )
     return {"rope_theta": rope.get("rope_theta", theta), "rope_factor": 1.0} | scaling
 
 
@@ -110,13 +115,13 @@ def windowed(t: Content, default: list[str]) -> Content:
 def llama(t: Content) -> Content:
     """Read a model whose layers are all alike. A sliding_window has no effect."""
     shortest(t, "layer_types", [FULL] * t["num_hidden_layers"], {FULL: "full"})
-    return one_rope(t) | {"window": 0, "layer_pattern": ["window"]}
+    return one_rope(t)
 
 
 def qwen(t: Content) -> Content:
     """Read a model whose last layers may have windows."""
     if not t["use_sliding_window"]:
-        return one_rope(t) | {"window": 0, "layer_pattern": ["window"]}
+        return one_rope(t)
     default = [WINDOWED if i >= t["max_window_layers"] else FULL for i in range(t["num_hidden_layers"])]
     return one_rope(t) | windowed(t, default)
 
@@ -180,6 +185,16 @@ def t5(t: Content) -> Content:
 
 # --- keys with one supported value; the argument is their content ---------------------------------------------------
 
+_NEUTRAL: Content = {  # of every model type: these values, and null, switch off what no model here has
+    **dict.fromkeys(("partial_rotary_factor", "rotary_pct", "embedding_multiplier", "residual_multiplier"), 1.0),
+    **dict.fromkeys(("logit_scale", "logits_scaling"), 1.0),
+    **dict.fromkeys(("add_cross_attention", "alibi", "is_decoder", "qk_layernorm", "tie_encoder_decoder"), False),
+    **dict.fromkeys(("use_bidirectional_attention", "use_mrope", "use_parallel_residual"), False),
+    **dict.fromkeys(("hidden_dropout", "layerdrop", "mlp_dropout", "residual_dropout"), 0.0),
+    **dict.fromkeys(("num_experts", "num_nextn_predict_layers"), 0),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "quantization_config"), None),
+    "is_causal": True,
+}
 _NO_BIAS = {"attention_bias": False, "mlp_bias": False, "rope_interleaved": False}
 _PLAIN = _NO_BIAS | {"hidden_act": "silu"}
 _ALIKE = _PLAIN | {"use_sliding_window": False}
@@ -224,7 +239,7 @@ class Kind(NamedTuple):
     defaults: Mapping[str, Any] = {}  # for keys missing in config.json, where they differ from those in `keys`
 
 
-_ROPE_TYPE: Any = Literal["default", "llama3"] | None
+_ROPE_TYPE: Any = Literal["default", "llama3", "linear", "dynamic", "yarn"] | None  # the last three: see `rotary`
 Rope: Any = create_model(  # older files say `type`, and some have both
     "Rope",
     __config__=STRICT,
@@ -235,6 +250,10 @@ Rope: Any = create_model(  # older files say `type`, and some have both
     low_freq_factor=(float | None, None),
     high_freq_factor=(float | None, None),
     original_max_position_embeddings=(Count | None, None),
+    partial_rotary_factor=(Annotated[float, Field(ge=1, le=1)] | None, None),
+    attention_factor=(None, None),
+    beta_fast=(float | None, None),  # of YaRN, without effect if its factor is 1
+    beta_slow=(float | None, None),
 )
 Ropes: Any = create_model("Ropes", __config__=STRICT, full_attention=(Rope, None), sliding_attention=(Rope, None))
 
@@ -307,7 +326,7 @@ T5 = {
     "dropout_rate": Key("", float, 0.1),
 }
 
-_LLAMA = {"family": "llama", "qk_norm": False, "qkv_bias": False}
+_LLAMA: Content = {"family": "llama", "qk_norm": False, "qkv_bias": False, "layer_pattern": ["full"]}
 KINDS = {
     "llama": Kind("LlamaForCausalLM", _LLAMA, DECODER, llama),
     "qwen2": Kind(
@@ -441,7 +460,7 @@ def from_hf_config(content: Mapping[str, Any]) -> dict[str, Any]:
         model = create_model("Published", __config__=STRICT, **fields)
         read = model.model_validate({key: value for key, value in given.items() if key in fields})
         theirs = {name: key.default for name, key in kind.keys.items()} | read.model_dump(exclude_unset=True)
-        _refuse_others(given.keys() - fields.keys(), given, kind.fixed(theirs))
+        _refuse_others(given.keys() - fields.keys(), given, _NEUTRAL | kind.fixed(theirs))
         ours = {key.ours: theirs[name] for name, key in kind.keys.items() if key.ours}
         return _family_keys(kind.ours | ours | kind.read(theirs))
     except ValidationError as error:
@@ -453,15 +472,15 @@ def from_hf_config(content: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_others(names: Iterable[str], given: Content, fixed: Content) -> None:
     """Raise ValueError for an unknown key, and for a value that we do not support.
 
-    Null switches a key off, or means a number that follows from other keys.
+    Null and empty values switch a key off, or mean a number that follows from other keys.
     """
     for name in sorted(names):
         value = given[name]
         if name in fixed:
             known = fixed[name]
-            if value != known and not (value is None and (not known or type(known) is int)):
+            if value != known and not (value is None and (not known or type(known) in (int, float))):
                 raise ValueError(f"{name} = {shortened(value)} is not supported for this model_type; {known} is")
-        elif name not in UNREAD:
+        elif name not in UNREAD and value not in (None, [], {}):
             raise ValueError(
                 f"{name} = {shortened(value)} is not known for this model_type; if it does not change what the "
                 "model computes, use a copy of the file without it"
@@ -517,10 +536,10 @@ def to_hf_config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
     content |= {name: ours[key.ours] for name, key in kind.keys.items() if key.ours}
     content |= {name: value for name, value in kind.fixed(content).items() if value}  # off by default
     try:
-        expressed = _variant(ModelConfig.model_validate(from_hf_config(content)))
+        expressed = variant(ModelConfig.model_validate(from_hf_config(content)))
     except CheckpointError as error:
         raise CheckpointError(f"no {kind.architecture} of Hugging Face is like this model; of its {error}") from None
-    for key, value in _variant(config).items():
+    for key, value in variant(config).items():
         if value != expressed[key]:
             raise CheckpointError(
                 f"no {kind.architecture} of Hugging Face is like this model: it can't have "
@@ -561,14 +580,18 @@ def _values(config: ModelConfig) -> Content:
     return values
 
 
-def _variant(config: ModelConfig) -> Content:
-    """Return the features of a family that not each of its model types can express."""
+def variant(config: ModelConfig) -> Content:
+    """Return the features of a family that not each of its model types can express, and the kind of each layer."""
     length, reads = config.max_seq_len, FAMILIES[config.family].keys
     values = {
         "qk_norm": config.qk_norm,
         "qkv_bias": config.qkv_bias,
         "router_bias": config.router_bias,
         "window": [min(window or length, length) for window in config.windows],
-        "layer_pattern": [kind.replace("window", "full") for kind in config.layer_kinds],
+        # the same layers in all spellings; those of gemma3 also differ in their rotary positions
+        "layer_pattern": [
+            k if "window_rope_theta" in reads else k.replace("window", "full") for k in config.layer_kinds
+        ],
+        "rope_theta": config.rope_theta if {"window", "full"} & {*config.layer_kinds} else 0.0,  # read by no other
     }
     return {key: value for key, value in values.items() if key in reads}

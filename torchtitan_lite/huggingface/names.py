@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.errors import CheckpointError, shortened
 
 # ours -> theirs; {} is a number: the layer
@@ -121,7 +120,10 @@ def rename(name: str, table: Mapping[str, str]) -> str:
     for known in (general, general.rpartition(".")[0]):
         if known in table:
             return table[known].format(*numbers) + general[len(known) :]
-    raise CheckpointError(f"the model has no tensor that corresponds to {shortened(name)}")
+    raise CheckpointError(
+        f"the model has no tensor that corresponds to {shortened(name)}"
+        + ("; peft's merge_and_unload merges a LoRA adapter" if re.search("lora_|base_layer", name) else "")
+    )
 
 
 # --- weights ----------------------------------------------------------------------------------------------------
@@ -155,7 +157,16 @@ def to_hf(names: Sequence[str], weight: Callable[[str], Tensor], family: str) ->
 
 
 def from_hf(weights: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
-    """Return Hugging Face's tensors under our names and in our layout. They are views, so nothing is read yet."""
+    """Return Hugging Face's tensors under our names and in our layout. They are views, so nothing is read yet.
+
+    Wrappers leave prefixes in the names of a model that is saved through them: torch.compile, DDP, FSDP, peft.
+    """
+    weights = {
+        re.sub(
+            r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\.|^base_model\.model\.", "", name
+        ): t
+        for name, t in weights.items()
+    }
     if family in _TABLES:
         table = {theirs: ours for ours, theirs in _TABLES[family].items()}
         skipped = ("rotary_emb.inv_freq",)  # in old checkpoints
@@ -187,8 +198,3 @@ def from_hf(weights: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
         else:
             ours[renamed] = whole
     return ours
-
-
-def drop_tied(weights: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Drop the output matrix if it is tied to the embeddings."""
-    return {name: t for name, t in weights.items() if not (config.tie_embeddings and name == "output.weight")}

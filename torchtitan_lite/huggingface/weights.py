@@ -22,6 +22,7 @@ from torchtitan_lite.checkpointing.compatibility import saved_config
 from torchtitan_lite.checkpointing.find import find
 from torchtitan_lite.checkpointing.safetensors_file import specs_of, write_tensors
 from torchtitan_lite.checkpointing.shards import LazyTensors, read_tensors
+from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import prefix
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.families import FAMILIES
@@ -30,12 +31,24 @@ from torchtitan_lite.config.schema import Config, ModelConfig
 from torchtitan_lite.config.sections.model import started_from
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.errors import CheckpointError, DataError, FormatError
-from torchtitan_lite.huggingface.configs import from_hf_config, to_hf_config
-from torchtitan_lite.huggingface.names import drop_tied, from_hf, hf_names, to_hf
+from torchtitan_lite.huggingface.configs import from_hf_config, to_hf_config, variant
+from torchtitan_lite.huggingface.names import from_hf, hf_names, to_hf
 from torchtitan_lite.huggingface.stacks import stack_experts, unstack_experts
 from torchtitan_lite.optim.average import KEY
 
 INDEX = "model.safetensors.index.json"
+_INSTEAD = {  # what a folder holds without the file that is read, and what works
+    INDEX: "names it: download it again",
+    "adapter_config.json": "is of a LoRA adapter: merge_and_unload and save_pretrained of peft write the whole model",
+    **dict.fromkeys(
+        ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack"),
+        "has the weights in a different format: from_pretrained and save_pretrained of transformers convert them",
+    ),
+    **dict.fromkeys(
+        ("consolidated*", "*-of-*.safetensors"), f"is not read, because there is no {INDEX}: download the folder again"
+    ),
+    **dict.fromkeys(("*/config.json", "snapshots/*/config.json"), "is of a model: name its folder"),
+}
 
 
 def find_weights(path: Path, config: ModelConfig, mode: str = "full") -> tuple[Path, list[str]]:
@@ -63,6 +76,9 @@ def find_weights(path: Path, config: ModelConfig, mode: str = "full") -> tuple[P
         for key in ("dropout", "vocab_size", *(["max_seq_len"] if config.family != "gpt" else [])):
             theirs.pop(key, None)
     ours = config.resolved()
+    layers: dict[str, Any] = {key: theirs[key] for key in ("window", "layer_pattern", "rope_theta") if key in theirs}
+    # the same layers may be spelled differently
+    theirs |= {key: ours[key] for key in layers if variant(config.model_copy(update=layers)) == variant(config)}
     saved = {f"model.{key}": value for key, value in theirs.items()}
     expected = {f"model.{key}": ours[key] for key in theirs}
     storage.require_equal(
@@ -74,17 +90,39 @@ def find_weights(path: Path, config: ModelConfig, mode: str = "full") -> tuple[P
 def open_weights(folder: Path, config: ModelConfig) -> Mapping[str, Tensor]:
     """Open the weights of a checkpoint or a Hugging Face folder, under our names. Files are memory-mapped."""
     if (folder / "config.json").is_file():
-        return stack_experts(drop_tied(from_hf(_read_shards(folder), config.family), config))
+        return stack_experts(
+            {
+                name: tensor
+                for name, tensor in from_hf(_read_shards(folder), config.family).items()
+                if name != "output.weight" or not config.tie_embeddings
+            }
+        )
     return read_weights(folder)
 
 
 def check_source(config: Config) -> dict[str, str]:
-    """Check that `model.init_from` holds this architecture, unless the run has already started from it."""
+    """Check that `model.init_from` holds this architecture, and has embeddings for the tokenizer that is used.
+
+    Not if the run has already started from it.
+    """
     if started_from(config):
         return {}
     try:
-        find_weights(Path(config.model.init_from), config.model, "size")
-    except (CheckpointError, FormatError) as error:
+        folder, _ = find_weights(Path(config.model.init_from), config.model, "size")
+        if used := config.tokenizer.path or next(filter(paths.is_prepared, config.data.texts), ""):
+            bpe.require_rows(
+                bpe.load(Path(used)),
+                shards.specs(open_weights(folder, config.model)).get("tok_embeddings.weight", (None, (0,)))[1][0],
+                used,
+            )
+        elif not (
+            file := (folder.parent.parent if storage.is_checkpoint(folder) else folder) / "tokenizer.json"
+        ).is_file():
+            raise DataError(
+                "it has no tokenizer.json, and a tokenizer trained on your text would not fit its embeddings: "
+                + bpe.other_format(file, "name the model's own with --tokenizer.path=FILE")
+            )
+    except (CheckpointError, DataError, FormatError) as error:
         return {"model.init_from": f"model.init_from = {config.model.init_from}: {error}"}
     return {}
 
@@ -115,18 +153,37 @@ def config_of(folder: Path) -> ModelConfig:
     return ModelConfig.model_validate(keys_of(folder))
 
 
-def tokenizer_notes(source: Path, ours: Path) -> list[str]:
-    """Return a note if the weights of a run, checkpoint or Hugging Face folder belong to a different vocabulary."""
+def tokenizer_notes(source: Path, ours: Path, first: int | None = None) -> list[str]:
+    """Return a note if the weights of a run, checkpoint or Hugging Face folder were trained on different tokens.
+
+    Args:
+        ours: the tokenizer.json of this run.
+        first: the token before each of its documents, to compare with that of the weights.
+    """
     source = paths.expand(source)
     file = (source if (source / "tokenizer.json").is_file() else source.parent.parent) / "tokenizer.json"
     try:
-        if not file.is_file() or bpe.load(file).get_vocab() == bpe.load(ours).get_vocab():
-            return []
-    except DataError:
+        tokenizer, theirs = bpe.load(file if file.is_file() else ours), file.is_file()
+        lone = storage.read_state(source).must_match if not theirs and storage.is_checkpoint(source) else {}
+        begin = (
+            begin_tokens(source, tokenizer)
+            if (source / "config.json").is_file()
+            else storage.read_state(find(source, "size")[0]).begin_tokens
+        )
+    except (CheckpointError, DataError):
         return []
+    used = bpe.load(ours)
+    if tokenizer.get_vocab() != used.get_vocab() or lone.get("tokenizer") not in (None, bpe.sha256(used)):
+        note = (
+            f"the weights of {source} were trained with a different tokenizer, so most tokens mean different text here"
+        )
+        return [note + (f": --tokenizer.path={shlex.quote(str(file))} uses theirs" if theirs else "")]
     return [
-        f"the weights of {source} were trained with a different tokenizer, so most tokens mean different text here: "
-        f"--tokenizer.path={shlex.quote(str(file))} uses theirs"
+        f"the weights of {source} were trained on documents that begin with {bpe.shown(tokenizer, token)}, and "
+        f"these do not: --tokenizer.begin_token={shlex.quote(str(tokenizer.id_to_token(token)))} adds it to a text; "
+        "prepare a folder again with --begin-token"
+        for token in begin
+        if first not in (None, token)
     ]
 
 
@@ -134,9 +191,14 @@ def keys_of(folder: Path) -> dict[str, Any]:
     """Return our [model] keys for a Hugging Face folder.
 
     Raises:
-        CheckpointError: its architecture is not supported, or a value is invalid.
+        CheckpointError: it has no config.json, its architecture is not supported, or a value is invalid.
     """
-    keys = from_hf_config(storage.read_json(folder / "config.json"))
+    if not (file := folder / "config.json").is_file():
+        raise CheckpointError(
+            f"there is no {file}: "
+            + _instead(file, "name a folder of Hugging Face; hf download NAME --local-dir FOLDER fetches one")
+        )
+    keys = from_hf_config(storage.read_json(file))
     if keys["tie_embeddings"]:  # a T5's config.json does not say, and other models may still have a separate head
         weights = from_hf(_read_shards(folder), keys["family"])
         head, embeddings = weights.get("output.weight"), weights.get("tok_embeddings.weight")
@@ -150,15 +212,44 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
     return tuple(end for end in (named if isinstance(named, list) else [named]) if type(end) is int)
 
 
+def begin_tokens(folder: Path, tokenizer: Tokenizer) -> list[int]:
+    """Return the token that began each document in the pretraining of a Hugging Face folder's model; empty: none.
+
+    It is the token that the tokenizer puts before a text. If it puts none there, it is the special token
+    `bos_token_id`, if add_bos_token says so or, without that, if the model_type was pretrained with one: other models
+    also name one in config.json, but their documents do not have it. GPT-2's tokenizer adds none (SmolLM2 is a Llama).
+
+    Raises:
+        ConfigError: the tokenizer can't encode a letter.
+    """
+    with_special, without = (bpe.encode(tokenizer, "a", special=flag)[:1] for flag in (True, False))
+    names = "tokenizer_config.json", "config.json", "generation_config.json"
+    about, *configs = (storage.read_json(folder / name) if (folder / name).is_file() else {} for name in names)
+    begins = about.get(
+        "add_bos_token",
+        configs[0].get("model_type") in ("llama", "mistral", "gemma3_text")
+        and "GPT2" not in str(about.get("tokenizer_class")),
+    )
+    special = [i for i, token in tokenizer.get_added_tokens_decoder().items() if begins and token.special]
+    named = [one["bos_token_id"] for one in configs if one.get("bos_token_id") in special]
+    return with_special if with_special != without else [i for i in named[:1] if i not in end_tokens(folder)]
+
+
+def _instead(file: Path, otherwise: object) -> str:
+    """Return what works instead of a file that is missing or can't be read."""
+    works = (f"{path} {works}" for name, works in _INSTEAD.items() for path in sorted(file.parent.glob(name)))
+    return bpe.other_format(file, str(otherwise)) if file.is_file() else next(works, str(otherwise))
+
+
 def _read_shards(folder: Path) -> dict[str, Tensor]:
     index = folder / INDEX
-    weight_map = storage.read_json(index)["weight_map"] if index.is_file() else {"": "model.safetensors"}
+    weight_map = storage.read_json(index).get("weight_map", {}) if index.is_file() else {"": "model.safetensors"}
     weights: dict[str, Tensor] = {}
     for name in sorted(set(weight_map.values())):
         try:
             weights |= load_file(folder / name)
         except Exception as error:  # e.g. an incomplete download
-            raise CheckpointError(f"{folder / name} can't be read: {error}") from None
+            raise CheckpointError(f"{folder / name} can't be read: {_instead(folder / name, error)}") from None
     return weights
 
 
@@ -191,11 +282,11 @@ def export(source: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str
         temporary.mkdir(parents=True)
         tokenizer = folder.parent.parent / "tokenizer.json"
         if tokenizer.is_file():
-            _write_tokenizer(temporary, bpe.load(tokenizer), state.end_token, config)
+            _write_tokenizer(temporary, bpe.load(tokenizer), state, config)
         # readers would use the architecture's defaults, which are wrong for our vocabulary
         content["eos_token_id"] = state.end_token
         if config.family != "t5":
-            content["bos_token_id"] = state.end_token
+            content["bos_token_id"] = [*state.begin_tokens, state.imported.get("bos_token_id", state.end_token)][0]
         (temporary / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         tensors = unstack_experts(weights) if config.has_experts else weights
         _write_model(temporary / "model.safetensors", tensors, config.family)
@@ -209,20 +300,24 @@ def export(source: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _write_tokenizer(folder: Path, tokenizer: Tokenizer, end: int, config: ModelConfig) -> None:
+def _write_tokenizer(folder: Path, tokenizer: Tokenizer, state: TrainState, config: ModelConfig) -> None:
     """Write a tokenizer that AutoTokenizer loads unchanged, and that gives the same ids as in training.
 
     Without a class name, transformers builds the model type's tokenizer, which may split text differently. Training
-    adds no token to a text, except the end token to an encoder's input.
+    adds no token to a text, except the begin token, if it has one, and the end token to an encoder's input.
     """
-    name = tokenizer.id_to_token(end)
-    ends = FAMILIES[config.family].encoder_decoder
-    tokenizer.post_processor = TemplateProcessing(single=["$A", name], special_tokens=[(name, end)]) if ends else None
+    name, *begin = [str(tokenizer.id_to_token(token)) for token in (state.end_token, *state.begin_tokens)]
+    single = ["$A", name] if FAMILIES[config.family].encoder_decoder else [*begin, "$A"]
+    added = [(token, tokenizer.token_to_id(token)) for token in single if token != "$A"]
+    tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=added) if added else None
     tokenizer.save(str(folder / "tokenizer.json"))
     content = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "model_max_length": config.max_seq_len,
+        **({"bos_token": begin[0]} if begin else {}),
+        # without it, `begin_tokens` goes by model_type and bos_token_id
+        **({"add_bos_token": bool(begin)} if single[-1] == "$A" else {}),
         "eos_token": name,
         "pad_token": bpe.PAD if tokenizer.token_to_id(bpe.PAD) is not None else name,
     }

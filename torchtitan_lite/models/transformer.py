@@ -90,7 +90,7 @@ class Transformer(nn.Module):
             if documents or (0 < window < tokens.shape[1] and not (dense or cache)):
                 masks[window] = within_documents(positions.expand_as(tokens), dense=dense, window=window)
         x, shared = self.inputs(tokens, positions)
-        routed: list[Any] = []  # router logits and choices, which blocks with experts return in training
+        routed: list[Any] = []  # what blocks return after x in training, such as router logits and choices
         for i, layer in enumerate(self.layers):
             x = layer(x, **shared, cache=cache[i] if cache else None, mask=masks.get(windows[i]))
             if isinstance(x, tuple):
@@ -100,7 +100,15 @@ class Transformer(nn.Module):
         return self.with_router_losses(loss, routed, targets) if routed and targets is not None else loss
 
     def with_router_losses(self, loss: Tensor, routed: list[Any], targets: Tensor) -> Tensor:
-        """Return the token loss; router losses contribute gradients only. For families with experts."""
+        """Return the token loss, to which more losses contribute gradients only.
+
+        For families whose blocks return more than x in training: experts, and loss terms (docs/extending.md).
+
+        Args:
+            loss: () float32, summed over the targets.
+            routed: what each block has returned after x.
+            targets: (B, T) int64, or IGNORE.
+        """
         raise NotImplementedError
 
     def balance(self, loads: Tensor | None, withheld: Tensor | None = None) -> None:

@@ -127,7 +127,11 @@ def _shape(model: ModelConfig) -> Iterator[str]:
         yield f"{model.experts_per_token} of {model.n_experts} experts"
     if model.window or ("layer_pattern" in reads and len(set(model.layer_pattern)) > 1):
         yield f"layers {'/'.join(model.layer_pattern)}{f' with window {model.window}' if model.window else ''}"
-    yield from (key for key in ("tie_embeddings", *reads) if getattr(model, key) is True)
+    yield from (
+        key
+        for key in ("tie_embeddings", *reads)
+        if getattr(model, key) is True and (key != "induction_head" or model.has_room_for_induction)
+    )
 
 
 def batch_line(config: Config, layout: Layout, world_size: int) -> str:

@@ -58,12 +58,16 @@ class Prompts:
             pairs = questions(open_samples(data, "val", config), HELD_OUT, SUBSET_SEED)
             sources, targets = ([tokenizer.decode(side) for side in sides] for sides in zip(*pairs, strict=True))
             return cls(config.sample, tokenizer, sources, [ids for ids, _ in pairs], data.end_token, targets)
-        if problems := wrong_prompts(config, tokenizer):
+        begin = data.sources[0].meta.marks[1:]
+        if problems := wrong_prompts(config, tokenizer, begin):
             raise ConfigError("\n  ".join(problems))
         defaults = [""] if config.data.path or config.data.sources else ["def ", "The "]
         prompts = config.sample.prompts or defaults
         # an empty prompt: the token before each document
-        ids = [tokenizer.encode(prompt, add_special_tokens=False).ids or [data.end_token] for prompt in prompts]
+        ids = [
+            bpe.begun(tokenizer.encode(prompt, add_special_tokens=False).ids, begin) or [data.end_token]
+            for prompt in prompts
+        ]
         if FAMILIES[config.model.family].encoder_decoder:  # the prompt is a source, and the sample its answer
             from torchtitan_lite.data.pairs import source_prefix, with_prefix
 
@@ -81,12 +85,12 @@ def _are_held_out(config: Config) -> bool:
     return config.data.objective == "pairs" and not config.sample.prompts
 
 
-def wrong_prompts(config: Config, tokenizer: Tokenizer) -> list[str]:
-    """Return the problems of [sample] prompts."""
+def wrong_prompts(config: Config, tokenizer: Tokenizer, begin: tuple[int, ...] = ()) -> list[str]:
+    """Return the problems of [sample] prompts, which start with the begin token if there is one."""
     problems, most = [], config.model.max_seq_len - 1
     for prompt in config.sample.prompts:
         try:
-            n = len(tokenizer.encode(prompt, add_special_tokens=False).ids)
+            n = len(bpe.begun(tokenizer.encode(prompt, add_special_tokens=False).ids, begin))
         except BaseException as error:  # the library's panics are no Exception
             problems.append(f"sample.prompts: the tokenizer can't encode {prompt[:40]!a}: {bpe.reason(error)}")
             continue

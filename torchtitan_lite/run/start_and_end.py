@@ -166,7 +166,12 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
     if config.model.init_from and not s.resumed and process.rank == 0:
         from torchtitan_lite.huggingface.weights import tokenizer_notes
 
-        for note in tokenizer_notes(Path(config.model.init_from), data.folder / "tokenizer.json"):
+        for note in tokenizer_notes(
+            Path(config.model.init_from),
+            data.folder / "tokenizer.json",
+            # prepare_all has a note on a begin token of the config
+            None if config.tokenizer.begin_token else data.sources[0].meta.marks[-1],
+        ):
             log.info(f"note    {note}")
     if not finished:
         with watchdog.loading("checking the free disk space"):

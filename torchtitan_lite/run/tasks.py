@@ -48,7 +48,7 @@ class Tasks:
             raise DataError("eval.tasks: the ranks have read different questions: is it the same file everywhere?")
         if not tasks:
             return None
-        inputs = Inputs([data.end_token], [data.end_token], config.input_len)
+        inputs = Inputs([data.sources[0].meta.marks[-1]], [], config.input_len)
         encode = text_encoder(bpe.load(data.folder / "tokenizer.json"), (data.end_token,), "a question")
         return cls([encode_task(task, encode, inputs) for task in tasks], digests)
 

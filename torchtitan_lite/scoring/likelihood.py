@@ -4,7 +4,7 @@ Validation, tasks and `evaluate` cut their texts into rows of tokens. A batch of
 Rows are summed by item (a document, a choice), and one all-reduce gives every rank the sums of all items.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
@@ -125,10 +125,10 @@ def batches_of_rank(batches: Iterable[T], process: Process) -> Iterator[tuple[T,
         yield batches_of_round[process.rank if counts else -1], counts
 
 
-def bytes_per_token(tokenizer: Tokenizer, end: int | None = None) -> NDArray[np.int64]:
-    """Return the bytes of each token's text, (size,) int64; 0 for special tokens and the end token `end`.
+def bytes_per_token(tokenizer: Tokenizer, marks: Sequence[int] = ()) -> NDArray[np.int64]:
+    """Return the bytes of each token's text, (size,) int64; 0 for special tokens and the marks between documents.
 
-    The end token has no text, even if it is an ordinary entry of the vocabulary. In a byte-level vocabulary each
+    Marks have no text, even if they are ordinary entries of the vocabulary. In a byte-level vocabulary each
     character of a token is one byte. In others, U+2581 is a space and <0xAB> is a byte.
     """
     added = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
@@ -145,6 +145,5 @@ def bytes_per_token(tokenizer: Tokenizer, end: int | None = None) -> NDArray[np.
             lengths[index] = len(token) if byte_level else 1
         else:
             lengths[index] = len(token.replace("\u2581", " ").encode())
-    if end is not None:
-        lengths[end] = 0
+    lengths[list(marks)] = 0
     return lengths

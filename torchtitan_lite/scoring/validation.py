@@ -56,7 +56,7 @@ class Validation:
             document_mask=config.data.document_mask,
         )
         tokenizer = Tokenizer.from_file(str(data.folder / "tokenizer.json"))
-        lengths = torch.from_numpy(bytes_per_token(tokenizer, data.end_token))
+        lengths = torch.from_numpy(bytes_per_token(tokenizer, data.sources[0].meta.marks))
         return cls(loader, n_samples, lengths, samples)
 
     def description(self) -> dict[str, int]:

@@ -18,13 +18,12 @@ from torchtitan_lite.checkpointing.find import candidates, find
 from torchtitan_lite.config import paths, toml
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import ModelConfig
-from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.errors import CheckpointError, FormatError, UnreadableError, run_cli
 from torchtitan_lite.huggingface import weights
 from torchtitan_lite.models import build
 from torchtitan_lite.run import attempts
 from torchtitan_lite.terminal import counted, size
-from torchtitan_lite.tools.load_model import best_checkpoint
+from torchtitan_lite.tools.load_model import best_checkpoint, open_model
 
 
 def verify(folders: Sequence[Path]) -> bool:
@@ -53,24 +52,29 @@ def inspect(folder: Path) -> None:
         f"step {state.step}, {counted(state.tokens, 'token')}, {counted(state.samples_consumed, 'sample')}; "
         f"{manifest.state_dict} state"
     )
-    best = attempts.best_step(folder.parent.parent, storage.find_steps(folder.parent))
-    if best is not None:
+    if (best := attempts.best_step(folder.parent.parent, storage.find_steps(folder.parent))) is not None:
         print(f"the run's best checkpoint, by validation loss: step {best}")
-    files = counted(len(manifest.files), "file")
-    print(f"saved by {counted(manifest.world_size, 'rank')}; {size(manifest.bytes)} in {files}")
+    print(
+        f"saved by {counted(manifest.world_size, 'rank')}; {size(manifest.bytes)} in "
+        f"{counted(len(manifest.files), 'file')}"
+    )
     for name, record in manifest.files.items():
         print(f"  {record.bytes:>15,}  {record.sha256[:12]}...  {name}")
     for name, (_, shape) in shards.read_places(folder).specs.items():
         print(f"  {list(shape)!s:>20}  {name}")
 
 
-def import_config(folder: Path, out: Path | None) -> None:
-    """Print or write a config that starts from a Hugging Face folder.
+def import_config(folder: Path, out: Path | None, tokenizer: Path | None) -> None:
+    """Print or write a config that starts from a Hugging Face folder. Opens its weights, but reads only their headers.
+
+    Args:
+        tokenizer: the model's tokenizer.json, if the folder has none.
 
     Raises:
-        CheckpointError: this is not a Hugging Face folder, or `out` exists.
+        CheckpointError: this is not a Hugging Face folder, its weights do not match its config, or `out` exists.
+        DataError: there is no tokenizer, or it has too many entries for the model.
     """
-    text = "\n".join(section(folder.expanduser().absolute())) + "\n"
+    text = "\n".join(section(folder.expanduser().absolute(), tokenizer and tokenizer.absolute())) + "\n"
     if out is None:
         print(text, end="")
         return
@@ -87,25 +91,25 @@ def import_config(folder: Path, out: Path | None) -> None:
     )
 
 
-def section(folder: Path) -> Iterator[str]:
-    """Yield the lines of a config that starts from a Hugging Face folder.
-
-    They are [model], [tokenizer] if the folder has one, and a recipe for continued pretraining.
+def section(folder: Path, tokenizer: Path | None = None) -> Iterator[str]:
+    """Yield the lines of a config that starts from a Hugging Face folder: [model], [tokenizer], and a recipe for
+    continued pretraining.
     """
     keys = weights.keys_of(folder)
+    opened = open_model(folder, torch.device("meta"), torch.float32, tokenizer)  # refuses what the start would refuse
     yield "[model]"
     for key, value in keys.items():
         yield f"{key} = {toml.format_value(value)}"
     yield f"init_from = {toml.format_value(str(folder))}"
-    if (folder / "tokenizer.json").is_file():
-        yield ""
-        yield "[tokenizer]"
-        yield f"path = {toml.format_value(str(folder / 'tokenizer.json'))}"
-        tokenizer = bpe.load(folder / "tokenizer.json")
-        ids = (token for token in weights.end_tokens(folder) if 0 <= token < 2**32)
-        if end := next(filter(None, map(tokenizer.id_to_token, ids)), None):
-            yield f"end_token = {toml.format_value(end)}"
-    yield recipe(ModelConfig.model_validate(keys))
+    yield ""
+    yield "[tokenizer]"
+    yield f"path = {toml.format_value(str(tokenizer or folder / 'tokenizer.json'))}"
+    ids = (token for token in opened.ends if 0 <= token < 2**32)
+    if end := next(filter(None, map(opened.tokenizer.id_to_token, ids)), None):
+        yield f"end_token = {toml.format_value(end)}"
+    begins = map(opened.tokenizer.id_to_token, weights.begin_tokens(folder, opened.tokenizer))
+    yield from (f"begin_token = {toml.format_value(name)}  # as in its pretraining" for name in begins if name != end)
+    yield recipe(opened.model.config)
 
 
 BATCH_TOKENS = 65_536  # tokens per optimizer step in the recipe
@@ -162,6 +166,7 @@ def main(argv: Sequence[str]) -> int:
     command = commands.add_parser("import")
     command.add_argument("folder", type=paths.expand)
     command.add_argument("out", type=paths.expand, nargs="?")
+    command.add_argument("--tokenizer", type=paths.expand, help="the model's tokenizer.json, if the folder has none")
     arguments = parser.parse_args(argv)
     return run_cli("checkpoint.py", lambda: _run(arguments))
 
@@ -182,7 +187,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 "load a different one with transformers.PreTrainedTokenizerFast.from_pretrained"
             )
     else:
-        import_config(arguments.folder, arguments.out)
+        import_config(arguments.folder, arguments.out, arguments.tokenizer)
         notes = []
     for note in notes:
         print(f"note    {note}")

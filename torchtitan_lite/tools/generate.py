@@ -44,8 +44,8 @@ def encode(opened: Opened, prompt: str) -> list[int]:
     ids = bpe.encode(opened.tokenizer, with_prefix(opened.prefix, prompt) if is_source and prompt else prompt, "prompt")
     if is_source and ids:
         ids += [end for end in opened.ends[:1] if ids[-1] != end]
-    elif not is_source:
-        ids = ids or opened.beginning()  # an empty prompt is the beginning of a document
+    elif not is_source:  # an empty prompt is the beginning of a document
+        ids = bpe.begun(ids, opened.begin) or opened.beginning()
     if not ids:
         raise ConfigError("the prompt is empty, and the model has no token that begins a text: give it one")
     if len(ids) > (longest := limit if is_source else limit - 1):

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 
 from torchtitan_lite.checkpointing import shards, storage
-from torchtitan_lite.checkpointing.compatibility import saved_config, shapes_of
+from torchtitan_lite.checkpointing.compatibility import require_finite, saved_config, shapes_of
 from torchtitan_lite.checkpointing.find import find
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import own_tensors
@@ -42,17 +42,11 @@ class Opened:
     prefix: str = ""  # of sources, as in training
     config: Config | None = None  # of the training run; None: a Hugging Face folder
     state: TrainState | None = None  # of its checkpoint
+    begin: tuple[int, ...] = ()  # the token that begins each document and prompt, if any
 
     def first_token(self) -> list[int]:
-        """Return a run's end token, or the token that a Hugging Face tokenizer puts first, if any.
-
-        Raises:
-            ConfigError: the tokenizer can't encode a letter.
-        """
-        if self.config:
-            return list(self.ends[:1])
-        with_special, without = (bpe.encode(self.tokenizer, "a", special=flag) for flag in (True, False))
-        return with_special[:1] if with_special[:1] != without[:1] else []
+        """Return the begin token, else a run's end token; empty for a Hugging Face folder without a begin token."""
+        return list(self.begin or (self.ends[:1] if self.config else ()))
 
     def beginning(self) -> list[int]:
         """Return the token before a document: the first token, else the end token if the model has it."""
@@ -92,12 +86,13 @@ def open_model(
     """Open the newest complete checkpoint of a run, a checkpoint, or a Hugging Face folder.
 
     Args:
+        device: "meta" checks all but the values, and reads no weights.
         dtype: of the parameters; rotary tables stay float32.
         tokenizer: a tokenizer.json, if the folder has none.
         ema: use a checkpoint's averaged weights (optim.ema_decay).
 
     Raises:
-        CheckpointError: there is no checkpoint, it is damaged, or it has no averages.
+        CheckpointError: there is no checkpoint, it is damaged or not finite, or it has no averages.
         DataError: there is no tokenizer.json, or it has too many entries for the model.
     """
     folder, notes, trained, state, prefix = paths.expand(path), list[str](), None, None, ""
@@ -113,30 +108,28 @@ def open_model(
         config, weights = trained.model, hf.read_weights(folder, ema=ema)
         prefix = source_prefix(run)
     entries = _tokenizer(tokenizer or run)
+    begin = tuple(state.begin_tokens if state else hf.begin_tokens(folder, entries))
     if problems := dict(shape_rules(config)):
         raise CheckpointError("\n  ".join([f"{folder} describes a model that can't be built:", *problems.values()]))
     theirs = {name: shape for name, (_, shape) in shards.specs(weights).items()}
     with torch.device("meta"):
         model = build(config, max(theirs.get("tok_embeddings.weight", (1,))[0], 1))
     shapes = shapes_of(own_tensors(model))
-    storage.require_equal(folder, theirs, shapes, "model", "it can't be used")
-    if bpe.size(entries) > model.tok_embeddings.num_embeddings:
-        raise DataError(
-            f"{tokenizer or run}: its tokenizer has {bpe.size(entries)} entries, and the model in {folder} has "
-            f"{model.tok_embeddings.num_embeddings}: it belongs to a different model"
-        )
+    storage.require_equal(folder, theirs, shapes, "model", "its config and its weights do not match")
+    bpe.require_rows(entries, model.tok_embeddings.num_embeddings, tokenizer or run)
     buffers = dict(model.named_buffers())
     for name in buffers.keys() - shapes.keys():
         setattr(model, name, torch.empty_like(buffers[name], device=device))
     model.reset_buffers()
     # saved buffers (biases of routers) stay float32
     placed = {name: weights[name].to(device, None if name in buffers else dtype) for name in shapes}
+    require_finite(placed, folder)
     model.load_state_dict(placed, strict=False, assign=True)
     model.tie_weights()
     source = f"{folder} ({config.family}, {sum(p.numel() for p in model.parameters()):,} parameters)"
     if prefix and is_encoder_decoder(model):
         notes = [*notes, f"each source begins with {prefix!r}, as in training"]
-    return Opened(source, model.eval().requires_grad_(False), entries, ends, notes, prefix, trained, state)
+    return Opened(source, model.eval().requires_grad_(False), entries, ends, notes, prefix, trained, state, begin)
 
 
 def device_of(name: str) -> torch.device:
@@ -173,7 +166,9 @@ def _tokenizer(where: Path) -> Tokenizer:
     file = where / "tokenizer.json" if where.is_dir() else where
     if not file.is_file():
         problem = f"is {kind_of(file)}" if file.exists() else "does not exist"
-        raise DataError(f"{file} {problem}: name the model's tokenizer.json with --tokenizer=FILE")
+        raise DataError(
+            f"{file} {problem}: " + bpe.other_format(file, "name the model's tokenizer.json with --tokenizer=FILE")
+        )
     return bpe.load(file)
 
 

@@ -70,10 +70,13 @@ class TokenizerConfig(Section):
     )
 
     path: PathText = ""
-    """a tokenizer.json to use; empty: train one on the text"""
+    """a tokenizer.json to use, or a folder that holds one; empty: train one on the text"""
     end_token: str = ""
     """with path: the token that ends a document; empty: <|endoftext|>, <|end_of_text|>, </s> or <eos>. Prepared data \
 keeps its own"""
+    begin_token: str = ""
+    """with path: the token that begins each document and prompt, as in the pretraining of Llama, Mistral and Gemma \
+(`checkpoint.py import` sets it); empty: none, the end token before a document begins it. Prepared data keeps its own"""
     vocab_size: Annotated[int, _TRAINING_TOKENIZER] = Field(default=4096, ge=257, le=2**31 - 1)
     """without path: vocabulary size of the trained byte-level BPE (256 bytes, 1 end token, merges)"""
 
@@ -257,7 +260,7 @@ def local_rules(config: "Config", machine: Machine) -> Rules:
     """Yield the broken rules of texts, prepared folders and tokenizers."""
     data, model, tokenizer = config.data, config.model, config.tokenizer
     prepared = [path for path in data.texts if is_prepared(path)]
-    if not tokenizer.path and not prepared and 0 < model.vocab_size < tokenizer.vocab_size:
+    if not (tokenizer.path or prepared or model.init_from) and 0 < model.vocab_size < tokenizer.vocab_size:
         yield (
             "model.vocab_size tokenizer.vocab_size",
             f"model.vocab_size = {model.vocab_size} is smaller than tokenizer.vocab_size = "

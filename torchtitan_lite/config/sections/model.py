@@ -36,9 +36,9 @@ _STRETCHED = UsedIf("model.family model.rope_factor", "model.rope_factor above 1
 _WINDOWED = UsedIf("model.layer_pattern", "window in model.layer_pattern", lambda c: "window" in c.model.layer_pattern)
 _HAS_ROOM_FOR_INDUCTION = UsedIf(
     "model.qk_norm model.tie_embeddings model.n_layers model.dim model.head_dim model.n_heads model.layer_pattern "
-    "model.window",
-    "model.qk_norm = true, model.tie_embeddings = false, two layers with positions, windows above 1, and heads of "
-    "16 to dim / 2",
+    "model.window model.init_from",
+    "random initial weights, model.qk_norm = true, model.tie_embeddings = false, two layers with positions, windows "
+    "above 1, and heads of 16 to dim / 2",
     lambda c: c.model.has_room_for_induction,
 )
 
@@ -162,10 +162,16 @@ model.window; full: to all tokens; nope: to all tokens, without positions; delta
     @property
     def has_room_for_induction(self) -> bool:
         """Whether `induction_head` has an effect."""
-        if "induction_head" not in FAMILIES[self.family].keys or not self.qk_norm or self.tie_embeddings:
-            return False
-        sees = self.n_layers > 1 and "nope" not in self.layer_kinds[:2] and 1 not in self.windows[:2]
-        return sees and 16 <= self.dim_of_heads <= self.dim // 2
+        return (
+            not self.init_from
+            and "induction_head" in FAMILIES[self.family].keys
+            and self.qk_norm
+            and not self.tie_embeddings
+            and self.n_layers > 1
+            and "nope" not in self.layer_kinds[:2]
+            and 1 not in self.windows[:2]
+            and 16 <= self.dim_of_heads <= self.dim // 2
+        )
 
     @property
     def delta_dims(self) -> tuple[int, int]:
@@ -213,7 +219,11 @@ def default_shape(family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
             keys = {key: value for key, value in keys.items() if key not in _WIDTHS}
             fitting = (n for n in range(dim // 64, 1, -1) if dim % n == dim // n % 2 == 0)
             keys["n_heads"] = next(fitting, 1)
-    return {f"model.{key}": value for key, value in keys.items()}
+    return {
+        f"model.{key}": value
+        for key, value in keys.items()
+        if key != "induction_head" or not given.get("model.init_from")  # weights replace initial values
+    }
 
 
 def shape_rules(model: ModelConfig) -> Rules:

@@ -46,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     add_one_of("--tokenizer", default="", metavar="FILE", help='a tokenizer.json, or "bytes" for one token per byte')
     add_one_of("--train-tokenizer", type=int, metavar="N", help="train byte-level BPE with N entries (default: 4096)")
     add("--end-token", default="", help="the token that ends a document; default: as [tokenizer] end_token")
+    add("--begin-token", default="", help="the token that begins each document; default: none")
     add("--sentinels", action="store_true", help="the trained tokenizer gets T5's pad and sentinels")
     add(
         "--text-key",
@@ -82,6 +83,7 @@ def _make(arguments: argparse.Namespace) -> int:
     config = TokenizerConfig(
         path=arguments.tokenizer,
         end_token=arguments.end_token,
+        begin_token=arguments.begin_token,
         vocab_size=arguments.train_tokenizer or TokenizerConfig().vocab_size,
     )
     job = Job.from_config(config, arguments.val_fraction, sentinels=arguments.sentinels or len(corpus.keys) == 2)

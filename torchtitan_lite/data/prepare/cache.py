@@ -122,7 +122,9 @@ def _prepare(
 
 
 def with_tokenizer_of(folder: Path, config: TokenizerConfig) -> TokenizerConfig:
-    """Return the config for text mixed with a prepared folder: the folder's tokenizer and end token, unless set."""
-    path = config.path or str(folder / "tokenizer.json")
-    end = bpe.load(folder / "tokenizer.json").id_to_token(read_meta(folder).end_token)
-    return config.model_copy(update={"path": path, "end_token": config.end_token or end})
+    """Return the config for text mixed with a prepared folder: the folder's tokenizer, end and begin token, unless
+    set."""
+    file, marks = folder / "tokenizer.json", read_meta(folder).marks
+    end, begin = map(bpe.load(file).id_to_token, (marks[0], marks[-1]))
+    of_folder = {"path": str(file), "end_token": end, "begin_token": begin}
+    return config.model_copy(update={key: getattr(config, key) or value for key, value in of_folder.items()})

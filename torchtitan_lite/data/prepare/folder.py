@@ -156,8 +156,8 @@ class Writer:
         """
         self._folder, self._corpus, self._progress, self._on_error = folder, corpus, progress, on_error
         self._tokenizer = as_text((folder / "tokenizer.json").read_text(encoding="utf-8"))
-        self._end = bpe.end_token(self._tokenizer, job.end_token)
-        self._unknown = unknown_token(self._tokenizer, self._end)
+        self._marks = bpe.marks(self._tokenizer, job.end_token, job.begin_token)
+        self._unknown = unknown_token(self._tokenizer, self._marks[0])
         self._dtype = np.dtype(token_dtype(bpe.size(self._tokenizer)))
         self._below = held_out_below(corpus, job.val_fraction, on_error)
         # the documents in validation files, by hash
@@ -171,8 +171,8 @@ class Writer:
             stream.truncate(size)
             stream.seek(size)
             self._streams[name] = stream
-            if name.endswith(".bin") and not size:  # each stream begins with an end token
-                self._write(name, np.array([self._end], self._dtype).tobytes())
+            if name.endswith(".bin") and not size:  # each stream begins with the token before a document
+                self._write(name, np.array(self._marks[-1:], self._dtype).tobytes())
         self.commit()
 
     def encode(self, batch: Batch) -> list[Encoding]:
@@ -194,18 +194,19 @@ class Writer:
         Raises:
             DataError: one of them is unusable, with "stop".
         """
-        p, stream = self._progress, array("I")  # all texts, each followed by an end token
+        p, stream = self._progress, array("I")  # all texts, each followed by the marks
         for encoding in encodings:
             stream.fromlist(encoding.ids)
-            stream.append(self._end)
-        tokens, lengths = np.asarray(stream), np.array([len(encoding) + 1 for encoding in encodings], np.int64)
-        n_ends = iter(np.add.reduceat(tokens == self._end, np.cumsum(lengths) - lengths, dtype=np.int64).tolist())
+            stream.extend(self._marks)
+        tokens, lengths = np.asarray(stream), np.array([len(one) + len(self._marks) for one in encodings], np.int64)
+        is_mark, firsts = np.isin(tokens, self._marks), np.cumsum(lengths) - lengths
+        n_marks = iter(np.add.reduceat(is_mark, firsts, dtype=np.int64).tolist())
         splits, origins = list[int](), list[int]()  # per text
         for item in batch.items:
             if isinstance(item, Problem):
                 self._skip(item)
                 continue
-            if problem := self._problem(item, [next(n_ends) for _ in item.texts]):
+            if problem := self._problem(item, [next(n_marks) for _ in item.texts]):
                 self._skip(problem)
                 split = _SKIP
             else:
@@ -226,11 +227,11 @@ class Writer:
         if time.monotonic() - self._committed >= COMMIT_EVERY_S:
             self.commit()
 
-    def _problem(self, document: Document, n_ends: list[int]) -> Problem | None:
-        """Return why this document is not written, given the number of end tokens in and after each text."""
-        if max(n_ends) > 1:
-            name = self._tokenizer.id_to_token(self._end)
-            detail = f"would be encoded with the end token {name!r} inside (--end-token can name another one)"
+    def _problem(self, document: Document, n_marks: list[int]) -> Problem | None:
+        """Return why this document is not written, given the number of marks in and after each text."""
+        if max(n_marks) > len(self._marks):
+            names = " or begin token ".join(repr(self._tokenizer.id_to_token(mark)) for mark in self._marks)
+            detail = f"would be encoded with the end token {names} inside (--end-token can name another one)"
             return Problem(document.file, document.place, "a text that contains the end token", detail)
         if document.hash in self._held_out and document.file < self._first_held_out:
             detail = f"is also held out: {self._corpus.where(*self._held_out[document.hash])}"
@@ -287,14 +288,16 @@ class Writer:
             val_tokens=p.sizes["val.bin"] // self._dtype.itemsize,
             unknown_tokens=p.unknown_tokens,
             vocab_size=bpe.size(self._tokenizer),
-            end_token=self._end,
+            end_token=self._marks[0],
             tokenizer_sha256=bpe.sha256(self._tokenizer),
             tokens_sha256=metas.tokens_hash(files_hashed),
             made_from=p.made_from,
             files=files_hashed,
             skipped=dict(sorted(p.skipped.items())),
+            begin_token=self._marks[1] if len(self._marks) > 1 else None,
         )
-        write_durably(folder / "meta.json", (json.dumps(asdict(meta), indent=2) + "\n").encode())
+        content = {key: value for key, value in asdict(meta).items() if value is not None}
+        write_durably(folder / "meta.json", (json.dumps(content, indent=2) + "\n").encode())
         for name in ("progress.json", *(name for name, size in p.sizes.items() if not size)):
             (folder / name).unlink()
         sync_folder(folder)

@@ -121,7 +121,7 @@ def vocabulary(config: Config) -> tuple[int, str]:
     prepared = [p for p in data.texts if is_prepared(p)]
     if prepared or path:
         file = expand(prepared[0]) / "tokenizer.json" if prepared else expand(path)
-        if not file.is_file():
+        if not file.exists():
             raise ConfigError(f"{file} is not on this machine; --model.vocab_size=N gives its number of entries")
         return bpe.size(bpe.load(file)), ""
     missing = [p for p in data.texts if unfound(p)]

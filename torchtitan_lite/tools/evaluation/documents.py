@@ -82,7 +82,7 @@ def documents(opened: Opened, name: str, texts: Texts) -> Iterator[Document]:
     meta, own = read_meta(folder), bpe.load(folder / "tokenizer.json")
     if PAIRS in meta.files:
         raise ConfigError(f"{folder} holds pairs, and {opened.source} is a decoder: give it texts")
-    lengths = bytes_per_token(own, meta.end_token)
+    lengths = bytes_per_token(own, meta.marks)
     stored = islice(token_files.documents(folder, meta, texts.split), texts.documents)
     if bpe.sha256(own) != bpe.sha256(opened.tokenizer):
         yield from _encoded(opened, (own.decode(tokens, skip_special_tokens=False) for tokens in stored))

@@ -18,6 +18,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from pydantic_core import to_json
 from tokenizers import Tokenizer
@@ -34,7 +35,7 @@ from torchtitan_lite.data.prepare.texts import find, ignored_notes
 from torchtitan_lite.data.token_files import PAIRS, read_meta
 from torchtitan_lite.distributed.process_group import Process, exit_process, process_group
 from torchtitan_lite.distributed.ranks import gather
-from torchtitan_lite.errors import ConfigError, run_cli
+from torchtitan_lite.errors import ConfigError, NonFiniteError, run_cli
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models.generation import is_encoder_decoder
 from torchtitan_lite.process import local_rank
@@ -160,7 +161,7 @@ def _scores_of_rows(opened: Opened, texts: Texts, process: Process) -> Iterator[
         if tokenizer.get_vocab() != opened.tokenizer.get_vocab():
             raise ConfigError(f"{source.folder} was not prepared with the tokenizer of {opened.source}")
         samples = open_samples(DataSet((source,)), texts.split, config)
-        n_bytes = torch.from_numpy(bytes_per_token(tokenizer, source.meta.end_token))
+        n_bytes = torch.from_numpy(bytes_per_token(tokenizer, source.meta.marks))
         yield source.name, score_rows(opened.model, samples, texts.documents, n_bytes, process, texts.batch_size)
 
 
@@ -175,6 +176,7 @@ def evaluate(args: argparse.Namespace, process: Process) -> list[dict[str, Any]]
 
     Raises:
         UserError: an option is wrong, or a model, text or task is missing, unusable, or does not match.
+        NonFiniteError: a loss is not finite.
     """
     texts = Texts(*(getattr(args, field.name) for field in fields(Texts)))
     problems = texts.problems() + out_of_range(args, questions=(args.questions >= 0, "0 (all) or more"))
@@ -195,6 +197,9 @@ def evaluate(args: argparse.Namespace, process: Process) -> list[dict[str, Any]]
         window = opened.window(texts.seq_len)
         tasks = tasks_of(opened, args, window, process) if args.tasks else {}
         own = dict(scores_of(opened, texts, process, note)) if texts.data or not tasks else {}
+        nats = [*(scores.nats for scores in own.values()), *(score.nats for score in tasks.values())]
+        if not np.isfinite(np.concatenate(nats)).all():
+            raise NonFiniteError(f"{opened.source} computes losses that are not finite: it diverged, or it is damaged")
         model = tables.Scored(str(path), own, tasks, window, bpe.sha256(opened.tokenizer))
         lines, result = tables.compare_with_first(model, first)
         if process.rank == 0:

@@ -52,7 +52,7 @@ class Row:
     file: str  # empty: not known
     unit: str  # "line" or "row"
     place: int  # the line or row
-    tokens: int  # length of the document, with the end mark
+    tokens: int  # length of the document, with its marks
     first: int
     end: int
     begin: int
@@ -78,7 +78,7 @@ class Documents:
         Raises:
             DataError: the folder is damaged.
         """
-        self.name, self.folder, self._pairs = source.name, source.folder, PAIRS in source.meta.files
+        self.name, self.folder, self._meta = source.name, source.folder, source.meta
         self.stream = TokenFiles(source.folder, source.meta, split)
         self.ends = document_ends(source.folder, source.meta, split)
         self._tokenizer = Tokenizer.from_file(str(source.folder / "tokenizer.json"))
@@ -88,16 +88,16 @@ class Documents:
             self._origins = np.memmap(source.folder / f"{split}.origins", dtype=np.int64, mode="r")
 
     def span(self, document: int) -> Range:
-        """Return the range of a document's tokens in the stream, with the end mark."""
+        """Return the range of a document's tokens in the stream, with its marks."""
         return int(self.ends[document - 1]) if document else 1, int(self.ends[document])
 
     def in_range(self, read: Range) -> range:
-        """Return the documents in a range of the stream. A leading end mark only precedes a document."""
+        """Return the documents in a range of the stream. Leading marks only precede a document."""
         first, end = read
         if first >= end:
             return range(0)
         low, high = np.searchsorted(self.ends, [first, end - 1], side="right").tolist()
-        if first == self.span(low)[1] - 1:
+        if first >= self.span(low)[1] - len(self._meta.marks):
             low += 1
         return range(low, min(high + 1, len(self.ends)))
 
@@ -109,7 +109,7 @@ class Documents:
         if self.known:
             number, place = divmod(int(self._origins[document]), 1 << PLACE_BITS)
             file, unit = self._files[number]
-        side = ("source", "target")[document % 2] if self._pairs else ""
+        side = ("source", "target")[document % 2] if PAIRS in self._meta.files else ""
         ids = self.stream.read(first, min(end, first + _TOKENS)).tolist()
         text = self._tokenizer.decode(ids, skip_special_tokens=True)
         of_document = stop - begin, first - begin, end - begin
