@@ -135,7 +135,7 @@ def layout_of(tensors: Tensors, mesh: Sequence[int]) -> Layout:
         replica = n_bytes.index(min(n_bytes)) if split else 0
         n_bytes[replica] += tensor.nbytes
         entries[name] = WRITABLE[tensor.dtype], [*tensor.shape], shard_dim(tensor) if split else None, replica
-    return Layout([len(n_bytes), mesh[-1]], entries)
+    return Layout([len(n_bytes), mesh[-1]], {name: entries[name] for name in tensors})
 
 
 def read_places(folder: Path) -> Layout | Listed:
