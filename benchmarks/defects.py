@@ -149,7 +149,7 @@ def rank_dies(who: int) -> Iterator[None]:
     with ExitStack() as stack:
         for writer in (dcp.FileSystemWriter, HuggingFaceStorageWriter):
             stack.enter_context(mock.patch.object(writer, "write_data", dying(writer.write_data)))
-        stack.enter_context(mock.patch.object(shards, "write_tensors", dying(shards.write_tensors)))
+        stack.enter_context(mock.patch.object(shards, "write_tensors", dying(safetensors_file.write_tensors)))
         yield
 
 

@@ -34,7 +34,7 @@ WRITABLE = {  # the supported dtypes, and their names in the file
 }
 DTYPES = {name: dtype for dtype, name in WRITABLE.items()}
 _CHUNK = 8 << 20  # bytes written and hashed at a time
-_PIECE = 64 << 20  # bytes copied from a GPU at a time
+PIECE = 64 << 20  # bytes copied from a GPU at a time
 _SYNC_EVERY = 4 << 30  # bytes; the watchdog would see no progress during one long sync at the end
 
 TensorSpecs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # by name: dtype and shape
@@ -124,7 +124,7 @@ def pieces(data: Tensor) -> Iterator[Tensor]:
     if not data.is_cuda:
         yield data
         return
-    chunks = data.split(_PIECE)
+    chunks = data.split(PIECE)
     buffers = [torch.empty(len(chunks[0]), dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
 
     def copy(i: int) -> tuple[Tensor, torch.cuda.Event]:
