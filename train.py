@@ -29,6 +29,7 @@ from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import cli
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.sections.outputs import METRICS
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import Batch, Loader, PrefetchingLoader
@@ -53,16 +54,14 @@ from torchtitan_lite.run import attempts, checks, out_of_memory, run_folder, sta
 from torchtitan_lite.run.between_steps import (
     build_periodic_work,
     disable_automatic_gc,
-    log_step,
     missed_evaluations,
     peak_tokens_per_second,
     report_save,
     run_missed,
-    save,
 )
 from torchtitan_lite.run.metrics import Log, Meter
 from torchtitan_lite.run.preemption import Preemption, launcher_note
-from torchtitan_lite.run.session import Services, Session, Trained, check_pending, due, forward_seed
+from torchtitan_lite.run.session import Session, check_pending, due, forward_seed
 from torchtitan_lite.run.watchdog import Watchdog
 from torchtitan_lite.scoring.validation import Validation
 from torchtitan_lite.terminal import print_error, print_line
@@ -127,9 +126,9 @@ def run(loaded: Loaded, data: DataSet, process: Process, log: Log) -> int:
         missed = missed_evaluations(s)  # due at the step that the run resumes from, but never finished
         if missed or s.state.step < config.train.steps:
             closing.enter_context(log.tracking(config.log, s.state))
-        with s.services.preemption, s.services.watchdog.naming_lost_ranks(), out_of_memory.with_advice(config):
+        with s.preemption, s.watchdog.naming_lost_ranks(), out_of_memory.with_advice(config):
             run_missed(s, missed)
-            if not s.services.preemption.agreed:
+            if not s.preemption.agreed:
                 train(s)
             return start_and_end.report_end(s)  # run.preempted_exit_code after a signal, 1 if a machine joins, else 0
     except Exception as error:
@@ -176,14 +175,14 @@ def build_watched(config: Config, data: DataSet, process: Process, log: Log, wat
     )
     loader = PrefetchingLoader(rank_loader, process.device)
     validation = Validation.from_config(config, data, config.train.micro_batch_size, process.rank, process.world_size)
-    periodic = build_periodic_work(config, data, process, validation)
+    periodic, task_hashes = build_periodic_work(config, data, validation)
 
     # 5. The run's newest checkpoint, else that of checkpoint.resume (a fork), else the weights of model.init_from.
     preemption = Preemption(config.run.max_minutes, config.folder / run_folder.JOINING)  # max_minutes includes the load
     best_of = functools.partial(attempts.best_step, config.folder)
     folder = config.folder / "checkpoints"
     checkpointer = Checkpointer(folder, model, optimizer, config.checkpoint, process, WAYS, best_of)
-    fresh = fresh_state(config, data, process, validation.description(), periodic.task_hashes)
+    fresh = fresh_state(config, data, process, validation.description(), task_hashes)
     with watchdog.loading("loading a checkpoint"):
         resumed = load_newest(config, checkpointer, fresh, log)
     state = resumed.continued_by(fresh) if resumed else fresh
@@ -192,14 +191,30 @@ def build_watched(config: Config, data: DataSet, process: Process, log: Log, wat
     scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, process.device, state.grad_scaler)
     guards = build_guards(config, process, state, scaler, checkpointer, log)
     meter = Meter(state, process.device, peak_tokens_per_second(config, model, process))
+    profile = None
+    if config.profile.steps:
+        from torchtitan_lite.run.profiler import Profile
+
+        profile = Profile(config.profile, config.folder, process)
     return Session(
-        config,
-        process,
-        Trained(model=model, optimizer=optimizer, scaler=scaler, guards=guards, samples=samples, loader=loader),
-        Services(log=log, meter=meter, watchdog=watchdog, preemption=preemption, checkpointer=checkpointer),
-        periodic,
-        state,
-        resumed,
+        config=config,
+        process=process,
+        model=model,
+        optimizer=optimizer,
+        scaler=scaler,
+        guards=guards,
+        metrics=[*model.metrics, *(METRICS[name] for name in config.log.metrics)],
+        samples=samples,
+        loader=loader,
+        log=log,
+        meter=meter,
+        watchdog=watchdog,
+        preemption=preemption,
+        checkpointer=checkpointer,
+        periodic=periodic,
+        profile=profile,
+        state=state,
+        resumed=resumed,
     )
 
 
@@ -268,35 +283,25 @@ def train(s: Session) -> None:
 
     A stop first logs and saves. The next start runs what else was due at that step (`run_missed`).
     """
-    config, steps, periodic, preemption = s.config, s.config.train.steps, s.periodic, s.services.preemption
-    intervals = config.log.every, config.checkpoint.every, *(one.every for one in periodic.evaluations)
+    config, steps = s.config, s.config.train.steps
     if config.speed.gc_every:
         disable_automatic_gc()
-    for step in s.services.log.progress(s.state.step + 1, steps):
-        s.services.watchdog.step(step)
-        if periodic.profile:
-            periodic.profile.start(step)
+    for step in s.log.progress(s.state.step + 1, steps):
+        s.watchdog.step(step)
+        if s.profile:
+            s.profile.start(step)
         record = train_step(s, step)
 
-        last = step == steps
-        if last or preemption.agreed or any(due(step, every) for every in intervals):
+        if s.preemption.agreed or any(work.due(step, steps) for work in s.periodic):
             check_pending(s)  # check this step now (the device runs out of work); else the next step checks it
-        stops = preemption.agreed  # `check_pending` sets it, here or within `train_step`
-        ends = last or stops
-        with s.services.meter.paused():
-            if ends or due(step, config.log.every):
-                log_step(s, record)
-            if periodic.validation and not stops and (last or due(step, config.eval.every)):
-                periodic.validation.run(s)
-            if periodic.tasks and not stops and (last or due(step, config.eval.tasks_every)):
-                periodic.tasks.run(s)
-            if ends or due(step, config.checkpoint.every):
-                save(s, ends=ends)
-            if periodic.samples and not stops and (last or due(step, config.sample.every)):
-                periodic.samples.run(s)
-            report_save(s.services.checkpointer, s.services.log, wait=False)  # one in the background may have ended
-            if periodic.profile and (line := periodic.profile.stop(step, last=ends)):
-                s.services.log.info(line)
+        stops = s.preemption.agreed  # `check_pending` sets it, here or within `train_step`
+        with s.meter.paused():
+            for work in s.periodic:  # log, validate, score tasks, save, sample
+                if work.due(step, steps, stops=stops):
+                    work.run(s, record)
+            report_save(s.checkpointer, s.log, wait=False)  # one in the background may have ended
+            if s.profile and (line := s.profile.stop(step, last=stops or step == steps)):
+                s.log.info(line)
             if due(step, config.speed.gc_every):
                 gc.collect()
         if stops:
@@ -305,65 +310,63 @@ def train(s: Session) -> None:
 
 def train_step(s: Session, step: int) -> StepRecord:
     """Run one optimizer step: forward and backward per micro-batch, one all-reduce of sums, clipping, the update."""
-    config, services = s.config, s.services
-    model, optimizer, scaler = s.trained.model, s.trained.optimizer, s.trained.scaler
+    config = s.config
     if config.fsdp.explicit_prefetching:
-        parallelize.unshard_first(model)  # this all-gather overlaps with fetching the batch
-    with services.meter.timing("data_s"):
+        parallelize.unshard_first(s.model)  # this all-gather overlaps with fetching the batch
+    with s.meter.timing("data_s"):
         size = config.train.batch_size(step)  # of all ranks together
         # samples_consumed, moved past any range of data.skip_samples that the batch would overlap
         first = config.data.position(s.state.samples_consumed, size)
-        batch = s.trained.loader.batch(first, size)
-    services.watchdog.computing()
-    loss = forward_backward(config, s.process, s.trained, step, batch)
-    # Each rank has only its shards' gradients, so the squared norm is summed over ranks. With HSDP that sum counts
-    # every replica, so each rank divides its part by the number of replicas.
-    squared_norm = optim.squared_norm(model, replicas=config.fsdp.mesh(s.process.world_size)[0])
+        batch = s.loader.batch(first, size)
+    s.watchdog.computing()
+    loss = forward_backward(s, step, batch)
+    replicas = config.fsdp.mesh(s.process.world_size)[0]
+    logged = step == config.train.steps or due(step, config.log.every)
     record = StepRecord(  # sums the parts of all ranks: the one small all-reduce of a step
         step,
         samples=(first, first + size),
         targets=batch.global_tokens,
         loss=loss,
-        squared_norm=squared_norm,
-        loss_scale=scaler.scale,
-        loads=model.loads,
-        stop=services.preemption.requested(),
+        # Each rank has only its shards' gradients, so the squared norm is summed over ranks. With HSDP that sum counts
+        # every replica, so each rank divides its part by the number of replicas.
+        squared_norm=optim.squared_norm(s.model, replicas),
+        loss_scale=s.scaler.scale,
+        stop=s.preemption.requested(),
+        parts=[m.parts(s.model, replicas=replicas, loss_scale=s.scaler.scale) for m in s.metrics if logged],
         process=s.process,
     )
-    # The factor unscales and clips. AdamW and Muon get its inverse as `grad_scale`, and divide by it in their update;
-    # the others multiply the gradients now.
-    optim.clip_gradients(optimizer, record.grad_norm, config.optim.max_norm, scaler.scale)
-
     check_pending(s)  # the previous step; the device already has this step's work, so it does not idle
-    services.meter.add_loss(record.loss_sum, record.targets)
-    optim.set_learning_rate(optimizer, optim.learning_rate(config.optim, step, config.train.steps))
-    with services.meter.timing("optimizer_s"):
-        withheld = torch.stack([guard.withholds(record) for guard in s.trained.guards]).any()
-        optimizer.update(step, withheld)  # a no-op if `withheld` is true; decided on the device, without waiting
-        scaler.update(~record.finite)
-        model.balance(record.loads, optimizer.found_inf)
+    s.meter.add_loss(record.loss_sum, record.targets)
+    with s.meter.timing("optimizer_s"):
+        withheld = torch.stack([guard.withholds(record) for guard in s.guards]).any()
+        s.optimizer.update(  # changes nothing if `withheld` is true; decided on the device, without waiting
+            step,
+            lr=optim.learning_rate(config.optim, step, config.train.steps),
+            factor=optim.clip_factor(record.grad_norm, config.optim.max_norm, s.scaler.scale),
+            withheld=withheld,
+        )
+        s.scaler.update(~record.finite)
 
     s.pending, s.state = record, s.state.after_step(first + size, batch.global_tokens)
     return record
 
 
-def forward_backward(config: Config, process: Process, trained: Trained, step: int, batch: Batch) -> Tensor:
+def forward_backward(s: Session, step: int, batch: Batch) -> Tensor:
     """Accumulate the gradients of a batch. Returns this rank's summed loss, a scalar tensor."""
-    device, model = process.device, trained.model
+    device, process = s.process.device, s.process
     loss_sum = torch.zeros((), device=device)
-    model.loads = None
     for i, micro in enumerate(batch.micro_batches):
         # Seeds dropout from the step, so there is no random state to save. (torch.manual_seed is slower.)
         seed = torch.manual_seed if device.type == "cuda" else torch.default_generator.manual_seed
-        seed(forward_seed(config.run.seed, step, i, process.rank))
+        seed(forward_seed(s.config.run.seed, step, i, process.rank))
         # By default each backward reduces, and gradients accumulate as shards. grad_sync can defer the reduction.
-        parallelize.before_micro_batch(model, config.fsdp, last=i == len(batch.micro_batches) - 1)
-        loss = model(**micro.on(device))  # summed over this rank's targets
+        parallelize.before_micro_batch(s.model, s.config.fsdp, last=i == len(batch.micro_batches) - 1)
+        loss = s.model(**micro.on(device))  # summed over this rank's targets
         # FSDP2's reduce-scatter AVERAGES gradients over ranks. The gradient of the mean loss per token is their SUM,
         # divided by the global batch's number of valid targets. So multiply the average by the number of ranks. (gloo
         # has no scaled sums, which set_gradient_divide_factor needs.) No rank divides by its own number of targets,
         # because masking makes them differ between ranks.
-        trained.scaler.scaled(loss * (process.world_size / batch.global_tokens)).backward()
+        s.scaler.scaled(loss * (process.world_size / batch.global_tokens)).backward()
         loss_sum += loss.detach()
     return loss_sum
 

@@ -13,7 +13,7 @@ from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.optimizer import build_optimizer
 from torchtitan_lite.run.metrics import Meter
 from torchtitan_lite.run.preemption import Preemption
-from torchtitan_lite.run.session import PeriodicWork, Services, Session, Trained
+from torchtitan_lite.run.session import Session
 
 
 def bare_session(config: Config, process: Process, model: Transformer, loader: Any) -> Session:
@@ -22,6 +22,22 @@ def bare_session(config: Config, process: Process, model: Transformer, loader: A
     watchdog: Any = SimpleNamespace(computing=lambda: None)
     optimizer = build_optimizer(model, config.optim)
     scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, process.device)
-    trained = Trained(model, optimizer, scaler, [FiniteGuard(scaler, [])], unused, loader)
-    services = Services(unused, Meter(TrainState(), process.device), watchdog, Preemption(0, Path("none")), unused)
-    return Session(config, process, trained, services, PeriodicWork(), TrainState())
+    return Session(
+        config=config,
+        process=process,
+        model=model,
+        optimizer=optimizer,
+        scaler=scaler,
+        guards=[FiniteGuard(scaler, [])],
+        metrics=[],
+        samples=unused,
+        loader=loader,
+        log=unused,
+        meter=Meter(TrainState(), process.device),
+        watchdog=watchdog,
+        preemption=Preemption(0, Path("none")),
+        checkpointer=unused,
+        periodic=[],
+        profile=None,
+        state=TrainState(),
+    )

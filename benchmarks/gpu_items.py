@@ -436,7 +436,7 @@ def fake_rank(config: str, values: dict[str, Any], world_size: int) -> Figures:
     with fake_world(world_size):
         process = Process(0, world_size, DEVICE, 1, min(world_size, 8))
         with session(settings, process) as s:
-            for module in s.trained.model.modules():
+            for module in s.model.modules():
                 if isinstance(module, FSDPModule):
                     module.set_custom_all_gather(gather)  # type: ignore[arg-type]  # a protocol in all but name
                     module.set_custom_reduce_scatter(reduce)  # type: ignore[arg-type]

@@ -36,8 +36,8 @@ MIB = 2**20
 
 def held(t: Session) -> int:
     """Return the bytes of this rank's shards of parameters and moments."""
-    moments = [v for state in t.trained.optimizer.state.values() for v in state.values() if v.ndim]
-    return sum(own_part(tensor)[0].nbytes for tensor in (*t.trained.model.parameters(), *moments))
+    moments = [v for state in t.optimizer.state.values() for v in state.values() if v.ndim]
+    return sum(own_part(tensor)[0].nbytes for tensor in (*t.model.parameters(), *moments))
 
 
 def peak_of_a_step(t: Session) -> int:
@@ -56,7 +56,7 @@ def kept_for_backward(t: Session) -> int:
             storages[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    own = {buffer.untyped_storage().data_ptr() for buffer in t.trained.model.buffers()}
+    own = {buffer.untyped_storage().data_ptr() for buffer in t.model.buffers()}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         train.train_step(t, t.state.step + 1)
     return sum(storages.values())
@@ -64,7 +64,7 @@ def kept_for_backward(t: Session) -> int:
 
 def promised(t: Session, shape: Shape, world_size: int) -> dict[str, int]:
     """Return the expected bytes by kind."""
-    n = sum(p.numel() for p in t.trained.model.parameters())
+    n = sum(p.numel() for p in t.model.parameters())
     width = shape.torch_dtype.itemsize
     matrix, logits = shape.vocab_size * shape.dim, CHUNK * shape.vocab_size
     return {

@@ -59,10 +59,10 @@ def counting(report: Path) -> None:
         phase = "between"
         return result
 
-    def saved(s: Any, *, ends: bool) -> None:
+    def saved(s: Any) -> None:
         nonlocal phase
         phase = "save"
-        save(s, ends=ends)
+        save(s)
         phase = "between"
 
     def whole(s: Any) -> None:

@@ -347,7 +347,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
                         state=Stub(step=7),
                         config=Stub(fsdp=None),
                         process=Stub(device=CPU),
-                        trained=Stub(model=None),
+                        model=None,
                         services=Stub(log=Stub(record=said.append, info=said.append)),
                     )
                 ),

@@ -115,16 +115,12 @@ def looped(stops: int, gc_every: int = 0, **every: int) -> list[Any]:
         def alone(name: str) -> Callable[..., Any]:
             return lambda *_, **more: stand_in(name)(**more)
 
-        asked, work = Stub(agreed=False), {key: n for key, n in every.items() if key not in ("log", "checkpoint")}
-        config = Stub(train=Stub(steps=8), log=Stub(every=every["log"]), checkpoint=Stub(every=every["checkpoint"]))
-        config.eval = Stub(every=every["validation"], tasks_every=every["tasks"])
-        config.sample, config.speed = Stub(every=every["samples"]), Stub(gc_every=gc_every)
-        evaluations = {name: Stub(every=n, run=alone(name)) for name, n in work.items()}
-        periodic = Stub(**evaluations, evaluations=[*evaluations.values()])
-        periodic.profile = Stub(start=stand_in("profile"), stop=lambda step, last: f"profiled {step}" * last)
-        services = Stub(preemption=asked, watchdog=Stub(step=stand_in("at")), checkpointer=None, meter=Stub())
-        services.meter.paused = contextlib.nullcontext
-        services.log = Stub(progress=lambda first, last: range(first, last + 1), info=stand_in("info"))
+        asked, config = Stub(agreed=False), Stub(train=Stub(steps=8), speed=Stub(gc_every=gc_every))
+        work = [Periodic(key, n, alone(key), at_stop=key in ("log", "save")) for key, n in every.items()]
+        s = Stub(config=config, periodic=work, state=Stub(step=3), preemption=asked, checkpointer=None)
+        s.profile = Stub(start=stand_in("profile"), stop=lambda step, last: f"profiled {step}" * last)
+        s.watchdog, s.meter = Stub(step=stand_in("at")), Stub(paused=contextlib.nullcontext)
+        s.log = Stub(progress=lambda first, last: range(first, last + 1), info=stand_in("info"))
 
         def train_step(_s: Any, step: int) -> None:
             stand_in("step")(step)
@@ -132,11 +128,11 @@ def looped(stops: int, gc_every: int = 0, **every: int) -> list[Any]:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(train, "train_step", train_step)
-            for name in ("check_pending", "log_step", "save", "report_save"):
+            for name in ("check_pending", "report_save"):
                 patch.setattr(train, name, alone(name))
             patch.setattr(train, "disable_automatic_gc", stand_in("no automatic gc"))
             patch.setattr("gc.collect", stand_in("gc"))
-            train.train(Stub(config=config, periodic=periodic, services=services, state=Stub(step=3)))
+            train.train(s)
 
     return [" ".join(told(call)).replace(" step", "\nstep")]
 
@@ -483,19 +479,16 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             lambda stand_in: between_steps.save(
                 Stub(
                     state=TrainState(step=6),
-                    trained=Stub(
-                        model="m",
-                        optimizer="o",
-                        guards=[Stub(state=lambda: {"skipped": [3]}), Stub(state=lambda: {"spikes": {"norms": [1.0]}})],
-                        scaler=Stub(state_dict=lambda: {"scale": 2.0}),
-                    ),
-                    services=Stub(
-                        log="log",
-                        meter=Stub(loss_since=torch.ones(2)),
-                        checkpointer=Stub(config=Stub(async_save=background), save=stand_in("save")),
-                    ),
+                    config=Stub(train=Stub(steps=6 + (not ends)), checkpoint=Stub(async_save=background)),
+                    preemption=Stub(agreed=False),
+                    model="m",
+                    optimizer="o",
+                    guards=[Stub(state=lambda: {"skipped": [3]}), Stub(state=lambda: {"spikes": {"norms": [1.0]}})],
+                    scaler=Stub(state_dict=lambda: {"scale": 2.0}),
+                    log="log",
+                    meter=Stub(loss_since=torch.ones(2)),
+                    checkpointer=Stub(save=stand_in("save")),
                 ),
-                ends=ends,
             ),
             *(f"run__between_steps__{name}" for name in ("require_finite", "require_equal_replicas", "report_save")),
             answers={"run__between_steps__report_save": lambda *_, **__: error},
@@ -507,7 +500,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             lambda _: start_and_end.report_failure(
                 Stub(folder="x"),
                 *("process", Stub(attempt=2), error),  # type: ignore[arg-type]
-                Stub(services=Stub(checkpointer="c"), state=Stub(step=6)) if begun else None,
+                Stub(checkpointer="c", state=Stub(step=6)) if begun else None,
             ),
             *("run__start_and_end__report_save", "run__start_and_end__run_folder__record_end"),
         ),
@@ -824,19 +817,18 @@ def together(rank: int) -> dict[str, Any]:
     config, said = config_of({"run.preempted_exit_code": 5, "train.steps": 9}, 4), list[Any]()
     data: Any = Stub(folder=Path("d"), tokenizer_sha256="t", vocab_size=9, hashes=dict)
     reasons = ("", "run.max_minutes", "SIGTERM", "")
-    services = Stub(log=Stub(info=lambda *line: said.append(line[0]), record=lambda *r: said.append(r[0]), attempt=2))
-    services.preemption, services.meter = Stub(agreed=False, reason=reasons[rank]), None
-    services.checkpointer = Stub(folder=Path("x"), damaged=[7], forked_from=None, _n_bytes=lambda: 40 + rank)
-    services.checkpointer.process, services.checkpointer.require_space = one, lambda: None
-    session = Stub(state=Stub(step=6), process=one, config=config, services=services, trained=Stub(model=None))
-    session.periodic = Stub(evaluations=[Stub(every=3, keys=["a"], name=0), Stub(every=2, keys=["b"], name=1)])
+    log = Stub(info=lambda *line: said.append(line[0]), record=lambda *r: said.append(r[0]), attempt=2)
+    checkpointer = Stub(folder=Path("x"), damaged=[7], forked_from=None, _n_bytes=lambda: 40 + rank)
+    checkpointer.process, checkpointer.require_space = one, lambda: None
+    session = Stub(state=Stub(step=6), process=one, config=config, log=log, checkpointer=checkpointer, model=None)
+    session.preemption, session.meter = Stub(agreed=False, reason=reasons[rank]), None
+    session.periodic = [Periodic(name, n, Mock(), keys=[key]) for name, n, key in (("0", 3, "a"), ("1", 2, "b"))]
     task = Stub(name="t", digest=str(rank == 2))
     request: Any = preemption.Preemption(0, Path("none"))
-    asked: Any = Stub(process=one, state=session.state)
-    asked.services = Stub(preemption=request, watchdog=Mock(), meter=Mock())
+    asked: Any = Stub(process=one, state=session.state, preemption=request, watchdog=Mock(), meter=Mock())
     record = StepRecord(
         *(7, (8, 16), 4, torch.tensor(1.0 + rank), torch.tensor([9.0, 0.5, 3.0, 0.0][rank]), torch.tensor(2.0)),
-        *(torch.tensor([[rank, 1.0]]), rank == 2, one),
+        *(rank == 2, [torch.tensor([[rank, 1.0]])], one),
     )
 
     def sampled() -> Any:
@@ -872,7 +864,7 @@ def together(rank: int) -> dict[str, Any]:
             },
         ),
         "step": (
-            lambda: [*record.numbers, record.loss_sum.item(), torch.as_tensor(record.loads).tolist()],
+            lambda: [*record.numbers, record.loss_sum.item(), record.metrics[0].tolist()],
             {},
         ),
         "sampled": (
@@ -921,7 +913,7 @@ def together(rank: int) -> dict[str, Any]:
         ),
         "fork": (
             lambda: [
-                spikes.build_guard(config, one, TrainState(), [], services.checkpointer, services.log)._fork(
+                spikes.build_guard(config, one, TrainState(), [], checkpointer, log)._fork(
                     Stub(step=9, samples=(8, 16))
                 ),
                 said[-1],
@@ -933,7 +925,7 @@ def together(rank: int) -> dict[str, Any]:
             },
         ),
         "space": (
-            lambda: save.Checkpointer.require_space(services.checkpointer),
+            lambda: save.Checkpointer.require_space(checkpointer),
             {
                 "checkpointing__save__storage__require_space": lambda folder, n: (_ for _ in ()).throw(
                     errors.SaveError(f"{folder}: {n}")

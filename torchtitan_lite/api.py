@@ -41,6 +41,8 @@ from torchtitan_lite.models import LossOptions, Transformer
 from torchtitan_lite.models.generation import is_encoder_decoder, pieces
 from torchtitan_lite.optim import optimizer as optim
 from torchtitan_lite.optim.groups import freeze
+from torchtitan_lite.optim.guarded import GuardedOptimizer, HostGuarded
+from torchtitan_lite.optim.guarded import set_learning_rate as apply_learning_rate
 from torchtitan_lite.run import checks
 from torchtitan_lite.run.start_and_end import prepared
 from torchtitan_lite.tools import generate as generating
@@ -256,15 +258,7 @@ def build_optimizer(model: torch.nn.Module, config: Config) -> torch.optim.Optim
     Raises:
         UserError: a pattern of [[optim.groups]] matches no parameter.
     """
-    optimizer = optim.build_optimizer(model, config.optim)
-    if isinstance(model, Transformer) and config.model.router_bias:
-
-        def balance(*_: object) -> None:
-            model.balance(None if model.loads is None else model.loads.double())
-            model.loads = None
-
-        optimizer.register_step_post_hook(balance)
-    return optimizer
+    return optim.build_optimizer(model, config.optim)
 
 
 def clip_grad_norm(model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
@@ -278,12 +272,12 @@ def clip_grad_norm(model: torch.nn.Module, optimizer: torch.optim.Optimizer, max
     (True, True)
     """
     norm = optim.squared_norm(model, 1).sqrt().float()
-    optim.clip_gradients(optimizer, norm, max_norm, torch.ones_like(norm))
-    if (scale := getattr(optimizer, "grad_scale", None)) is not None:  # a fused step would divide by it, and keep it
-        optimizer.grad_scale = None  # type: ignore[attr-defined]
-        torch._foreach_div_(
-            [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None], scale
-        )
+    factor = optim.clip_factor(norm, max_norm, torch.ones_like(norm))
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if isinstance(optimizer, GuardedOptimizer) and not isinstance(optimizer, HostGuarded):
+        torch._foreach_div_(grads, 1 / factor)  # rounds as a step with `grad_scale`
+    else:
+        torch._foreach_mul_(grads, factor)
     return norm
 
 
@@ -298,7 +292,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, config: Config, step: in
             'optim.step_every = "epoch" is not in steps yet: use the config of ttl.open_data, data.config'
         )
     rate = optim.learning_rate(config.optim, step, config.train.steps)
-    optim.set_learning_rate(optimizer, rate)
+    apply_learning_rate(optimizer, rate)
     return rate
 
 

@@ -59,7 +59,7 @@ from torchtitan_lite.models.gpt import GPT
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.groups import freeze
-from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, set_learning_rate, squared_norm
+from torchtitan_lite.optim.optimizer import build_optimizer, clip_factor, squared_norm
 from torchtitan_lite.run.intact import require_equal_replicas, require_finite
 from torchtitan_lite.scoring.validation import Validation, evaluate
 
@@ -378,7 +378,6 @@ def _clipped_as_by_torch(mesh: str, config: OptimConfig, scale: float) -> None:
         else torch.optim.SGD(groups, lr=1e-3, momentum=0.9)
     )
     scaler = GradScaler(GradScalerConfig(init_scale=scale or 1.0), enabled=scale > 0, device=CPU)
-    set_learning_rate(optimizer, 1e-3)
     for number in (1, 2):
         loss_of(reference, number).backward()
         expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), config.max_norm)
@@ -386,8 +385,8 @@ def _clipped_as_by_torch(mesh: str, config: OptimConfig, scale: float) -> None:
         its_optimizer.zero_grad()
         scaler.scaled(loss_of(model, number)).backward()
         norm = sum_over_ranks(squared_norm(model, COPIES[mesh])).sqrt().float() / scaler.scale
-        clip_gradients(optimizer, norm, config.max_norm, scaler.scale)
-        optimizer.update(number, torch.tensor(False))
+        factor = clip_factor(norm, config.max_norm, scaler.scale)
+        optimizer.update(number, 1e-3, factor, torch.tensor(False))
         torch.testing.assert_close(norm, expected, rtol=3e-6, atol=0)
         assert norm > 2 * 0.3, "nothing is clipped"
     weights = dict(reference.named_parameters())

@@ -53,21 +53,21 @@ def digest(parameter: torch.Tensor) -> str:
 
 def measure(t: Session) -> dict[str, Any]:
     """Losses and norms of some steps, names, and the frozen parameters before and after."""
-    frozen = {name: p for name, p in t.trained.model.named_parameters() if not p.requires_grad}
+    frozen = {name: p for name, p in t.model.named_parameters() if not p.requires_grad}
     before = {name: digest(p) for name, p in frozen.items()}
     curve = []
     for step in range(1, STEPS + 1):
         numbers = train.train_step(t, step).numbers
         check_pending(t)
         curve.append((numbers.loss, numbers.grad_norm))
-    states = t.trained.optimizer.state.values()
+    states = t.optimizer.state.values()
     moments = [value for state in states for key, value in state.items() if key != "step"]
     return {
         "curve": curve,
-        "names": list(t.trained.model.state_dict()),
+        "names": list(t.model.state_dict()),
         "frozen": [before, {name: digest(p) for name, p in frozen.items()}],
-        "skipped": t.trained.scaler.skipped_steps,
-        "devices": sorted({own_part(p)[0].device.type for p in (*t.trained.model.parameters(), *moments)}),
+        "skipped": t.scaler.skipped_steps,
+        "devices": sorted({own_part(p)[0].device.type for p in (*t.model.parameters(), *moments)}),
     }
 
 

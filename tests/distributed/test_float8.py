@@ -46,9 +46,9 @@ def steps(process: Process, name: str) -> tuple[list[tuple[float, float]], list[
     with torch.no_grad():
         shards = [
             (key, tuple(value.shape), str(value.dtype), type(value.to_local()).__name__)
-            for key, value in t.trained.model.state_dict().items()
+            for key, value in t.model.state_dict().items()
         ]
-    return curve, shards, sum(type(module).__name__ == "Float8Linear" for module in t.trained.model.modules())
+    return curve, shards, sum(type(module).__name__ == "Float8Linear" for module in t.model.modules())
 
 
 def all_steps(process: Process, names: list[str]) -> list[Any]:
@@ -100,7 +100,7 @@ def require_gathered_in_float8(process: Process) -> None:
     """What is gathered, that its scale is that of the weights at the time, and the gradients."""
     plain = {f"speed.{key}": False for key in ("chunked_loss", "block_attention", "fused_functions", "widen_matmuls")}
     config = Case(process.world_size, ON | plain | {"fsdp.dp_replicate": 2}).config()
-    model, other = training(config, process).trained.model, by_torchao(config, process)
+    model, other = training(config, process).model, by_torchao(config, process)
     seen = []
     layer: Any = model.get_submodule("layers.1.attention.wk")
     layer.register_forward_pre_hook(lambda module, _: seen.append((module.weight._data.dtype, module.weight._scale)))

@@ -108,7 +108,7 @@ def events_of_a_step(t: Session) -> list[Event]:
     def begins(name: str) -> Callable[..., None]:
         return lambda *_: events.append(Event("forward", name))
 
-    for group in groups_of(t.trained.model, t.config.fsdp):
+    for group in groups_of(t.model, t.config.fsdp):
         state = group.modules[0]
         assert isinstance(state, FSDPModule)
         state.set_custom_all_gather(_Written(all_gather, issues("gather", group.name)))  # type: ignore[arg-type]
@@ -164,7 +164,7 @@ def test_several_blocks_are_gathered_and_reduced_as_one_group(build: Build) -> N
 def test_reshard_after_backward_keeps_what_was_gathered_until_the_step_ends(build: Build) -> None:
     kept = build(fsdp__reshard_after_backward=False, fsdp__reshard_after_forward=False)
     assert counted(kept, "gather") == dict.fromkeys(GROUPS, 1)
-    assert all(isinstance(p, DTensor) for p in kept.trained.model.parameters()), "stale parameters stay behind"
+    assert all(isinstance(p, DTensor) for p in kept.model.parameters()), "stale parameters stay behind"
     assert counted(kept, "gather") == dict.fromkeys(GROUPS, 1), "the next step has to gather the updated ones"
 
 
@@ -183,7 +183,7 @@ def test_reshard_to_some_ranks_gathers_over_them_in_backward(build: Build) -> No
 @on_4_ranks
 def test_copies_of_shards_reduce_within_and_then_between(build: Build) -> None:
     t = build(fsdp__dp_replicate=2)
-    assert all(p.placements == (Replicate(), Shard(0)) for p in t.trained.model.parameters() if isinstance(p, DTensor))
+    assert all(p.placements == (Replicate(), Shard(0)) for p in t.model.parameters() if isinstance(p, DTensor))
     events = events_of_a_step(t)
     n = 2 * len(GROUPS)  # 2 micro-batches
     assert [e.ranks for e in events if e.what == "reduce"] == [2] * n
@@ -202,7 +202,7 @@ def test_all_reduce_last_reduces_between_copies_once_a_step(build: Build) -> Non
 def test_without_shards_every_rank_holds_everything(build: Build) -> None:
     for keys in ({"fsdp__dp_shard": 1}, {"fsdp__sharding_strategy": "NO_SHARD"}):
         t = build(**keys)
-        assert all(own_part(p)[0].shape == p.shape for p in t.trained.model.parameters())
+        assert all(own_part(p)[0].shape == p.shape for p in t.model.parameters())
         events = events_of_a_step(t)
         assert not [e for e in events if e.what == "gather"], "nothing to gather"
         assert {e.ranks for e in events if e.what == "all-reduce"} == {4}
@@ -212,15 +212,15 @@ def test_without_shards_every_rank_holds_everything(build: Build) -> None:
 def test_matrices_are_split_by_columns_where_a_pattern_matches(build: Build) -> None:
     t = build(fsdp__shard_columns=["*.wk.weight", "output.*"])
     by_columns = set()
-    for name, p in t.trained.model.named_parameters():
+    for name, p in t.model.named_parameters():
         assert isinstance(p, DTensor)
         assert p.placements in ((Shard(0),), (Shard(1),))
         by_columns |= {name} if p.placements == (Shard(1),) else set()
     assert by_columns == {f"layers.{i}.attention.wk.weight" for i in range(3)} | {"output.weight"}
-    assert own_part(t.trained.model.get_parameter("layers.0.attention.wk.weight"))[0].shape == (12, 9)
+    assert own_part(t.model.get_parameter("layers.0.attention.wk.weight"))[0].shape == (12, 9)
     once = {"tok_embeddings": 1, "norm, output": 1}
     assert counted(t, "gather") == {name: 2 * once.get(name, 2) for name in GROUPS}, "in the same collectives"
-    few = build(**FEW_EXPERTS, fsdp__shard_columns=["*.wk.weight"]).trained.model
+    few = build(**FEW_EXPERTS, fsdp__shard_columns=["*.wk.weight"]).model
     split = {name.rpartition("layers.")[2][2:] for name, p in few.named_parameters() if shard_dim(p)}
     assert split == {"attention.wk.weight", *(f"feed_forward.w{i}.weight" for i in (1, 2, 3))}, "both kinds"
     for pattern, expected in (
@@ -249,13 +249,13 @@ def test_reduce_scatters_have_buffers_and_a_group_of_their_own(build: Build) -> 
             alive.append(sum(buffer() is not None for buffer in inputs))
             groups.add(group)
 
-        for module in t.trained.model.modules():
+        for module in t.model.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_reduce_scatter(_Written(reduce_scatter, write))  # type: ignore[arg-type]
         train.train_step(t, 1)
         assert max(alive) == buffers, (buffers, alive)
         (group,) = groups
-        mesh = next(p.device_mesh for p in t.trained.model.parameters() if isinstance(p, DTensor))
+        mesh = next(p.device_mesh for p in t.model.parameters() if isinstance(p, DTensor))
         assert (group == mesh.get_group()) != separate
 
 
@@ -267,7 +267,7 @@ def test_gradients_are_summed_with_every_micro_batch_or_the_last(build: Build) -
     last = build(fsdp__grad_sync="last")
     assert counted(last, "reduce") == dict.fromkeys(GROUPS, 1)
     assert counted(last, "reduce") == dict.fromkeys(GROUPS, 1), "in the next step too"
-    assert all(p.grad is None for p in last.trained.model.parameters())
+    assert all(p.grad is None for p in last.model.parameters())
 
 
 # --- prefetching ------------------------------------------------------------------------------------------------
@@ -355,16 +355,16 @@ def dtypes_of(t: Session) -> tuple[dict[str, tuple[torch.dtype, ...]], list[Even
     looked_at = ("tok_embeddings", *LAYERS, "norm", "output", "layers.0.feed_forward.w1", "layers.1.feed_forward.w1")
     handles = []
     for name in looked_at:
-        module = t.trained.model.get_submodule(name)
+        module = t.model.get_submodule(name)
         handles.append(module.register_forward_pre_hook(before(name), with_kwargs=True))
         handles.append(module.register_forward_hook(after(name)))
     events = events_of_a_step(t)
     for handle in handles:
         handle.remove()
-    for parameter in t.trained.model.parameters():
+    for parameter in t.model.parameters():
         assert isinstance(parameter, DTensor)
         assert (parameter.placements, parameter.dtype) == ((Shard(0),), fp32)
-    moments = [value for state in t.trained.optimizer.state.values() for value in state.values()]
+    moments = [value for state in t.optimizer.state.values() for value in state.values()]
     assert all(value.dtype == fp32 for value in moments)
     return seen, events
 
@@ -393,9 +393,7 @@ def test_the_first_layer_can_stay_in_float32(build: Build) -> None:
 def test_what_groups_hand_on_can_stay_in_float32(build: Build) -> None:
     t = build(fsdp__param_dtype="bfloat16", fsdp__output_dtype="float32")
     inside = []
-    t.trained.model.get_submodule("layers.1.feed_forward").register_forward_hook(
-        lambda _m, _i, o: inside.append(o.dtype)
-    )
+    t.model.get_submodule("layers.1.feed_forward").register_forward_hook(lambda _m, _i, o: inside.append(o.dtype))
     seen, _ = dtypes_of(t)
     assert set(inside) == {bf16}
     assert seen["layers.1"] == (bf16, bf16, fp32, fp32, fp32)
@@ -448,15 +446,15 @@ def test_an_override_has_to_match_a_group_as_a_whole(build: Build) -> None:
 
 def an_overflow_is_a_counted_skip_and_too_many_stop_the_run(build: Build) -> None:
     t = build(fsdp__param_dtype="float16", grad_scaler__init_scale=2.0**40)
-    before = [own_part(p)[0].clone() for p in t.trained.model.parameters()]
+    before = [own_part(p)[0].clone() for p in t.model.parameters()]
     for step in (1, 2):
         record = train.train_step(t, step)
         check_pending(t)
         assert record.loss.isfinite()
         assert not record.grad_norm.isfinite()
-        assert t.trained.scaler.skipped_steps == step
-        assert t.trained.scaler.scale.item() == 2.0 ** (40 - step)
-        assert all(a.equal(own_part(b)[0]) for a, b in zip(before, t.trained.model.parameters(), strict=True))
+        assert t.scaler.skipped_steps == step
+        assert t.scaler.scale.item() == 2.0 ** (40 - step)
+        assert all(a.equal(own_part(b)[0]) for a, b in zip(before, t.model.parameters(), strict=True))
     train.train_step(t, 3)
     with (
         patch.object(finite_guard, "MIN_SCALE", 2.0**38),
@@ -471,29 +469,29 @@ def the_scale_grows_when_nothing_overflows_and_survives_a_checkpoint(build: Buil
     for step in range(1, 6):
         train.train_step(t, step)
         check_pending(t)
-        scales.append(t.trained.scaler.scale.item())
+        scales.append(t.scaler.scale.item())
     assert scales == [1024, 2048, 2048, 4096, 4096]
-    assert t.trained.scaler.state_dict() == {"scale": 4096.0, "good_steps": 1, "skipped_steps": 0}
+    assert t.scaler.state_dict() == {"scale": 4096.0, "good_steps": 1, "skipped_steps": 0}
 
     def resumed(saved: dict[str, Any]) -> dict[str, Any]:
-        again = type(t.trained.scaler)(t.config.grad_scaler, True, torch.device("cpu"), saved)
+        again = type(t.scaler)(t.config.grad_scaler, True, torch.device("cpu"), saved)
         again.update(torch.tensor(False))
         return again.state_dict()
 
-    assert resumed(t.trained.scaler.state_dict()) == {"scale": 8192.0, "good_steps": 0, "skipped_steps": 0}
+    assert resumed(t.scaler.state_dict()) == {"scale": 8192.0, "good_steps": 0, "skipped_steps": 0}
     assert resumed({"scale": 2.0, "good_steps": 900})["scale"] == 4.0, "a count beyond the interval, longer before"
     for keys in (
         {"fsdp__output_dtype": "float16"},
         {"fsdp__reduce_dtype": "float16"},
         {"fsdp__precision_overrides": [{"match": "layers.1.*", "param_dtype": "float16"}]},
     ):
-        assert build(**keys).trained.scaler.enabled, keys
+        assert build(**keys).scaler.enabled, keys
 
 
 def a_loss_that_is_not_finite_stops_a_float16_run(build: Build) -> None:
     t = build(fsdp__param_dtype="float16")
     with torch.no_grad():
-        own_part(t.trained.model.get_parameter("norm.weight"))[0].fill_(torch.inf)
+        own_part(t.model.get_parameter("norm.weight"))[0].fill_(torch.inf)
     train.train_step(t, 1)
     with pytest.raises(NonFiniteError, match="step 1: the loss is not finite on rank 0, 1"):
         check_pending(t)
@@ -502,16 +500,16 @@ def a_loss_that_is_not_finite_stops_a_float16_run(build: Build) -> None:
 def small_gradients_survive_float16_because_the_loss_is_scaled(build: Build) -> None:
     """A loss of a millionth of its size: without a scale nearly every gradient would be zero."""
     t = build(fsdp__param_dtype="float16", fsdp__reduce_dtype="float16", optim__max_norm=1e9)
-    honest = t.trained.model.forward
-    t.trained.model.forward = lambda *args: honest(*args) * 1e-6  # type: ignore[method-assign]
+    honest = t.model.forward
+    t.model.forward = lambda *args: honest(*args) * 1e-6  # type: ignore[method-assign]
     kept = {}
     for scale in (1.0, 65536.0):
-        t.trained.scaler.scale.fill_(scale)
-        batch = t.trained.loader.batch(0, 2).micro_batches[0]
-        t.trained.scaler.scaled(t.trained.model(batch.tokens, batch.targets)).backward()
-        grads = [own_part(p.grad)[0] for p in t.trained.model.parameters() if p.grad is not None]
+        t.scaler.scale.fill_(scale)
+        batch = t.loader.batch(0, 2).micro_batches[0]
+        t.scaler.scaled(t.model(batch.tokens, batch.targets)).backward()
+        grads = [own_part(p.grad)[0] for p in t.model.parameters() if p.grad is not None]
         kept[scale] = sum(int((g != 0).sum()) for g in grads)
-        t.trained.optimizer.zero_grad()
+        t.optimizer.zero_grad()
     assert kept[65536.0] > 2 * kept[1.0], kept
 
 
@@ -521,9 +519,9 @@ def small_gradients_survive_float16_because_the_loss_is_scaled(build: Build) -> 
 def test_blocks_are_checkpointed_and_compiled_as_configured(build: Build) -> None:
     for mode, every, expected in (("none", 1, 3), ("full", 1, 6), ("selective", 1, 6), ("full", 2, 5)):
         t = build(**{"activation_checkpointing__mode": mode, "activation_checkpointing__every": every})
-        batch = t.trained.loader.batch(0, 2).micro_batches[0]
+        batch = t.loader.batch(0, 2).micro_batches[0]
         with Operators() as operators:
-            t.trained.model(batch.tokens, batch.targets).backward()
+            t.model(batch.tokens, batch.targets).backward()
         assert operators.counts["silu"] == expected, (mode, every)
     for compiled in (False, True):
         torch._dynamo.reset()
@@ -542,9 +540,9 @@ def test_many_kinds_of_blocks_can_be_compiled_and_validated(build: Build) -> Non
         optim__freeze=["tok_embeddings.*", "layers.0.*"],
     )
     train.train_step(t, 1)
-    batch = t.trained.loader.batch(0, 2).micro_batches[0]
+    batch = t.loader.batch(0, 2).micro_batches[0]
     with torch.no_grad():
-        t.trained.model.eval()(batch.tokens, batch.targets)
+        t.model.eval()(batch.tokens, batch.targets)
     assert torch._dynamo.config.recompile_limit >= 12
 
 
@@ -556,7 +554,7 @@ def test_tied_ends_are_one_group_and_gathered_once(build: Build) -> None:
     counts = counted(t, "gather")
     assert counts["tok_embeddings, norm, output"] == ACCUMULATION
     assert all(counts[layer] == 2 * ACCUMULATION for layer in LAYERS)
-    assert t.trained.model.tok_embeddings.weight is t.trained.model.output.weight
+    assert t.model.tok_embeddings.weight is t.model.output.weight
     t = build(model__tie_embeddings=True, fsdp__explicit_prefetching=True, fsdp__forward_prefetch=1)
     order = [event.group for event in events_of_a_step(t) if event.what == "gather"]
     assert order[:4] == ["tok_embeddings, norm, output", *LAYERS], order
@@ -565,8 +563,8 @@ def test_tied_ends_are_one_group_and_gathered_once(build: Build) -> None:
 def test_frozen_parameters_have_no_gradient_and_no_state(build: Build) -> None:
     t = build(optim__freeze=["layers.1.*", "tok_embeddings.*"])
     assert counted(t, "reduce") == {name: ACCUMULATION for name in GROUPS if name not in ("layers.1", "tok_embeddings")}
-    with_state = {name for name, p in t.trained.model.named_parameters() if t.trained.optimizer.state.get(p)}
-    assert with_state == {name for name, p in t.trained.model.named_parameters() if p.requires_grad}
+    with_state = {name for name, p in t.model.named_parameters() if t.optimizer.state.get(p)}
+    assert with_state == {name for name, p in t.model.named_parameters() if p.requires_grad}
     for patterns, expected in (
         (["layer.*"], "matches no parameter"),
         (["*"], r"optim.freeze = \['\*'\] leaves no parameter to train"),
@@ -587,12 +585,9 @@ def test_muon_exchanges_each_shape_twice_a_step(build: Build) -> None:
             train.train_step(t, 1)
         sent = [call.args[0].dtype for call in exchange.call_args_list]
         assert sent == [dtype] * 2 * 4, "the shapes are 36 x 36, 12 x 36, 50 x 36 and 36 x 50"
-        kept = {
-            name: {key for key in t.trained.optimizer.state[p] if key != "step"}
-            for name, p in t.trained.model.named_parameters()
-        }
+        kept = {name: {key for key in t.optimizer.state[p] if key != "step"} for name, p in t.model.named_parameters()}
         matrices = {name for name, keys in kept.items() if keys == {"momentum_buffer"}}
-        assert matrices == {n for n, p in t.trained.model.named_parameters() if p.ndim == 2 and n.startswith("layers.")}
+        assert matrices == {n for n, p in t.model.named_parameters() if p.ndim == 2 and n.startswith("layers.")}
         assert all(keys == {"exp_avg", "exp_avg_sq"} for name, keys in kept.items() if name not in matrices)
 
 

@@ -57,7 +57,7 @@ def record() -> None:
     def recorded_step(s: Any, step: int) -> Any:
         began, first = time.monotonic(), s.state.samples_consumed
         result = train_step(s, step)
-        line = f"{s.services.log.attempt} {step} {now():.3f} {about} {','.join(map(str, drawn.pop(first)))}\n"
+        line = f"{s.log.attempt} {step} {now():.3f} {about} {','.join(map(str, drawn.pop(first)))}\n"
         with file.open("a") as out:  # one write: a kill cuts no line
             out.write(line)
         time.sleep(max(0.0, PACE_S - (time.monotonic() - began)))

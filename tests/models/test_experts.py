@@ -51,7 +51,7 @@ def test_the_loss_of_routers_is_that_of_transformers_and_not_in_the_value() -> N
 
 
 def test_the_bias_moves_towards_equal_loads_and_changes_no_weight() -> None:
-    model = make(EXPERTS.model_copy(update={"router_bias": True}))
+    model: Any = make(EXPERTS.model_copy(update={"router_bias": True}))
     layer: Any = model.layers[0]
     router = layer.feed_forward.router
     loads = torch.tensor([[9.0, 1, 5, 5, 5], [0, 0, 0, 0, 25]])

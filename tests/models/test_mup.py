@@ -10,6 +10,7 @@ from torch import Tensor
 from tests.models.test_model import make
 from torchtitan_lite import models
 from torchtitan_lite.config.schema import ModelConfig, OptimConfig
+from torchtitan_lite.optim import guarded
 from torchtitan_lite.optim import optimizer as optim
 from torchtitan_lite.optim.groups import parameter_groups
 
@@ -32,7 +33,7 @@ def sizes_after(model: models.Transformer, steps: int, **config: Any) -> dict[st
     """The root mean square of each module's output after some steps on the same batch, by the module's name."""
     settings = OptimConfig.model_validate({"lr": 4e-3, "warmup_steps": 0, **config})
     optimizer = optim.build_optimizer(model, settings)
-    optim.set_learning_rate(optimizer, settings.lr)
+    guarded.set_learning_rate(optimizer, settings.lr)
     for _ in range(steps):
         model(*batch()).div(4 * 32).backward()
         optimizer.step()

@@ -22,7 +22,8 @@ from torchtitan_lite.config.schema import FsdpConfig, ModelConfig, OptimConfig
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.models import Transformer
-from torchtitan_lite.optim.optimizer import build_optimizer, set_learning_rate
+from torchtitan_lite.optim.guarded import set_learning_rate
+from torchtitan_lite.optim.optimizer import build_optimizer
 from torchtitan_lite.tools.dry_run import own_bytes
 
 # rows of 30 and 10 do not divide by 4, and of one row all ranks but one of each copy have none
@@ -125,7 +126,7 @@ def follow_averages(process: Process, mesh: str) -> dict[str, int]:
         for step in range(1, STEPS + 1):
             before = {name: own_part(p)[0].clone() for name, p in parameters.items()}
             give_gradients(parameters.values(), step, nan=step in WITHHELD and math.isnan(WITHHELD[step]))
-            optimizer.update(step, torch.tensor(step in WITHHELD))
+            optimizer.update(step, 0.01, torch.ones(()), torch.tensor(step in WITHHELD))
             for name, p in parameters.items():
                 weight, ema = own_part(p)[0], optimizer.state[p]["ema"]
                 if weight.numel():

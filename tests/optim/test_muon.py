@@ -14,7 +14,8 @@ from torchtitan_lite.distributed.overrides import column_placement
 from torchtitan_lite.models import build
 from torchtitan_lite.optim import muon
 from torchtitan_lite.optim.groups import parameter_groups
-from torchtitan_lite.optim.optimizer import build_optimizer, set_learning_rate
+from torchtitan_lite.optim.guarded import set_learning_rate
+from torchtitan_lite.optim.optimizer import build_optimizer
 from torchtitan_lite.tools.estimate.work import EXCHANGED, GATHERED, muon_step
 
 

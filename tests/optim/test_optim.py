@@ -11,7 +11,8 @@ from torchtitan_lite.checkpointing.tensor_names import optimizer_tensors
 from torchtitan_lite.config.schema import OptimConfig
 from torchtitan_lite.config.sections.optim import OPTIMIZERS, Optimizer
 from torchtitan_lite.errors import CheckpointError, ConfigError
-from torchtitan_lite.optim.optimizer import build_optimizer, learning_rate, set_learning_rate
+from torchtitan_lite.optim.guarded import set_learning_rate
+from torchtitan_lite.optim.optimizer import build_optimizer, learning_rate
 from torchtitan_lite.tools.estimate.simulate import fake_world
 
 

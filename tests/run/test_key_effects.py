@@ -152,10 +152,10 @@ def learned(process: Process, runs: dict[str, list[str]]) -> dict[str, tuple[lis
         session = train.build(config, data, process, Log(config.folder, enabled=False))
         steps = [train.train_step(session, step) for step in range(1, config.train.steps + 1)]
         passes = -(-config.train.batch_size(config.train.steps) // config.train.micro_batch_size)
-        assert session.services.watchdog._at == (0, 1, passes), "it computes"
-        assert session.services.preemption._joining == config.folder / run_folder.JOINING
-        with averaged(session.trained.optimizer) if config.optim.ema_decay else contextlib.nullcontext():
-            weights = [parameter.sum().item() for parameter in session.trained.model.parameters()]
+        assert session.watchdog._at == (0, 1, passes), "it computes"
+        assert session.preemption._joining == config.folder / run_folder.JOINING
+        with averaged(session.optimizer) if config.optim.ema_decay else contextlib.nullcontext():
+            weights = [parameter.sum().item() for parameter in session.model.parameters()]
         found[name] = [value.item() for step in steps for value in (step.loss, step.grad_norm)], weights
         session.close()
     return found

@@ -117,7 +117,7 @@ SAMPLES: Any = SimpleNamespace(names=["a", "b" * 201], sources=SOURCES, consumed
 ONE_SOURCE: Any = SimpleNamespace(names=["a"], sources=SOURCES[:1], consumed=lambda n: [n])
 STEP: dict[str, Any] = {"step": 7, "loss": 2.5, "mean_loss": 2.25, "grad_norm": 1.5, "lr": 0.00125}
 STEP |= {"tokens_per_second": 12345.6, "peak_memory_gib": 1.25}
-MORE = {"loss_scale": 65536.0, "skipped_steps": 3, "load_min": 0.5, "load_max": 1.75, "mfu": 0.4126}
+MORE = {"loss_scale": 65536.0, "skipped_steps": 3, "mfu": 0.4126}
 FULL = "step    7/9  loss 2.2500  grad_norm 1.50  scale 65536, 3 skipped  loads 0.50-1.75  lr 1.25e-03  tok/s 12,346  "
 FULL += "mfu 41.3 %  mem 1.25 GiB  data 0 %  eta 1m40s (20:31)"
 SAVED = TrainState(
@@ -436,12 +436,12 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "step_line": (
         console.step_line,
         [
-            (STEP, 400, 0.25, 252.0),
-            (STEP | {"loss": None, "grad_norm": None}, 9, 0.251, 4 * 3600),
-            (STEP | MORE, 12345, 0.0, 100.4),
+            (STEP, [], 400, 0.25, 252.0),
+            (STEP | {"loss": None, "grad_norm": None}, [], 9, 0.251, 4 * 3600),
+            (STEP | MORE, ["loads 0.50-1.75"], 12345, 0.0, 100.4),
         ],
     ),
-    "fitted": (console.fitted, [(FULL, n) for n in range(len(FULL), 30, -12)]),
+    "fitted": (functools.partial(console.fitted, metrics=["loads 0.50-1.75"]), [(FULL, n) for n in range(len(FULL), 30, -12)]),
     "cut": (console.cut, [("0123456789", n) for n in (10, 9)]),
     "resume_lines": (
         lambda values, now: resumed.resume_lines(config_of(values), SAVED, now),

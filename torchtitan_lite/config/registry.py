@@ -67,8 +67,8 @@ class Registry(dict[str, T], Generic[T]):
             raise ValueError(self.not_imported(name))
         from torchtitan_lite import hints
 
-        *others, last = map(repr, self)
-        choices = f"{', '.join(others)} or {last}"
+        *others, last = [*map(repr, self)] or ["module:Name"]
+        choices = f"{', '.join(others)} or {last}" if others else last
         raise ValueError(f"should be {choices}{hints.choice(name, choices)}; {self.page} adds one of your own")
 
     def not_imported(self, name: str) -> str:

@@ -21,6 +21,7 @@ from torchtitan_lite.config.sections.fsdp import FsdpConfig, GradScalerConfig, P
 from torchtitan_lite.config.sections.model import ModelConfig
 from torchtitan_lite.config.sections.optim import OPTIMIZERS, OptimConfig, ParameterGroup
 from torchtitan_lite.config.sections.outputs import (
+    METRICS,
     TRACKERS,
     CheckpointConfig,
     EvalConfig,
@@ -143,7 +144,9 @@ def flatten(config: Config) -> dict[str, Any]:
     return {f"{section}.{key}": value for section, table in tree.items() for key, value in table.items()}
 
 
-REGISTRIES: dict[str, Registry[Any]] = {entries.key: entries for entries in (FAMILIES, OPTIMIZERS, TRACKERS, READERS)}
+REGISTRIES: dict[str, Registry[Any]] = {
+    entries.key: entries for entries in (FAMILIES, OPTIMIZERS, TRACKERS, METRICS, READERS)
+}
 
 
 def type_name(key: str) -> str:

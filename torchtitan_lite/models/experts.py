@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite.config.schema import ModelConfig
+from torchtitan_lite.config.sections.outputs import Metric
 from torchtitan_lite.models import llama, olmo
 from torchtitan_lite.models.attention import KeysValues
 from torchtitan_lite.models.grouped_matmul import grouped_matmul
@@ -123,8 +124,16 @@ class OlmoeBlock(TransformerBlock):
         self.attention = olmo.Attention(config, layer)
 
 
+def extreme_loads(loads: Tensor) -> dict[str, float]:
+    """Return the highest and the lowest load of an expert, relative to its layer's mean."""
+    shares = loads / loads.mean(1, keepdim=True)
+    return {"load_max": shares.max().item(), "load_min": shares.min().item()}
+
+
 class Experts(llama.Llama):
     """Llama with experts, router losses and router biases."""
+
+    metrics = (Metric(lambda model, **_: model.loads, extreme_loads, "loads {load_min:.2f}-{load_max:.2f}"),)
 
     def reset_buffers(self) -> None:
         super().reset_buffers()
@@ -151,10 +160,14 @@ class Experts(llama.Llama):
         return loss + (more - more.detach()) / len(routed)
 
     @torch.no_grad()
-    def balance(self, loads: Tensor | None, withheld: Tensor | None = None) -> None:
-        """Raise the bias of experts below their layer's mean load by `router_bias_rate`, and lower the others."""
+    def balance(self, loads: Tensor, withheld: Tensor | None = None) -> None:
+        """Raise the bias of experts below their layer's mean load by `router_bias_rate`, and lower the others.
+
+        Args:
+            loads: (L, E), a step's tokens per layer and expert, of all ranks.
+            withheld: () on the device; 1: the step's update was withheld, so change nothing.
+        """
         for layer, bias in enumerate(self.router_biases()):
-            assert loads is not None
             change = self.losses.router_bias_rate * (loads[layer].mean() - loads[layer]).sign()
             bias += change if withheld is None else change * (1 - withheld)
 

@@ -1,6 +1,7 @@
 """The base class of all model families, and the head: tokens to logits or loss, tied embeddings, initial values."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite.config.schema import ModelConfig
+from torchtitan_lite.config.sections.outputs import Metric
 from torchtitan_lite.models.attention import KeysValues, within_documents
 from torchtitan_lite.models.chunked_loss import chunked_cross_entropy
 from torchtitan_lite.models.induction import Entries, entries
@@ -26,6 +28,7 @@ class Transformer(nn.Module):
     Shapes: B sequences, T tokens, D dim, V vocabulary.
     """
 
+    metrics: Sequence[Metric] = ()  # of logged steps, besides log.metrics
     loads: Tensor | None = None  # with experts: (L, E) tokens per layer and expert in the micro-batches so far
 
     def __init__(
@@ -110,13 +113,6 @@ class Transformer(nn.Module):
             targets: (B, T) int64, or IGNORE.
         """
         raise NotImplementedError
-
-    def balance(self, loads: Tensor | None, withheld: Tensor | None = None) -> None:
-        """Move router biases by `router_bias_rate`, given a step's loads (L, E). For families with experts.
-
-        Args:
-            withheld: () on the device; 1: the step's update was withheld, so change nothing.
-        """
 
     def reset_buffers(self) -> None:
         """Compute the buffers, which are neither trained nor saved. For families that have some."""

@@ -21,8 +21,8 @@ class Incident(NamedTuple):
     """A guard's finding about a step."""
 
     record: dict[str, Any]  # for metrics.jsonl
-    line: str  # for the log
-    error: UserError | None = None  # raised on every rank
+    line: str  # for the log; "": neither a record nor a line
+    error: UserError | None = None  # raised on every rank, to stop the run
 
 
 class Guard(Protocol):
@@ -32,11 +32,7 @@ class Guard(Protocol):
         """Return whether to withhold the update, () bool on the device. `check` has seen the previous step."""
 
     def check(self, record: StepRecord) -> Incident | None:
-        """Read the record on the host, and return the incident, if any.
-
-        Raises:
-            UserError: on every rank, to stop the run.
-        """
+        """Read the record on the host, and return the incident, if any."""
 
     def state(self) -> Mapping[str, Any]:
         """Return the guard's part of the TrainState, for a checkpoint."""
@@ -85,10 +81,11 @@ class FiniteGuard:
                 first, end = record.samples
                 line = f"SKIPPED step {step}: not finite; run samples {first} to {end - 1}"
                 return Incident({"skipped_samples": [first, end]}, line)
-        raise NonFiniteError(
+        error = NonFiniteError(
             f"step {step}: {what}. The update was withheld, and nothing has been saved since. "
             "A lower optim.lr, more optim.warmup_steps or a smaller optim.max_norm may help"
         )
+        return Incident({}, "", error)
 
     def state(self) -> Mapping[str, Any]:
         return {"skipped": [*self._skipped]}

@@ -13,7 +13,7 @@ from torchtitan_lite.distributed.sharding import own_part
 class GuardedOptimizer(torch.optim.Optimizer):
     """An optimizer whose update can be withheld on the device, without waiting for the host.
 
-    `clip_gradients` and `update` set these before each `step`, which must obey them, as torch's fused AdamW does:
+    `update` sets these before each `step`, which must obey them, as torch's fused AdamW does:
 
         found_inf    () float32; 1: parameters and state do not change. None: 0
         grad_scale   () float32; the update divides the gradients by it. None: 1
@@ -32,17 +32,25 @@ class GuardedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:  # optim/average.py reads it
             group["step_number"] = number
 
-    def update(self, step: int, withheld: Tensor) -> None:
-        """Apply a step's gradients, and free them. If `withheld`, () bool, is true, change nothing."""
-        # with cpu_offload, the parameters are on the host
-        self.found_inf = withheld.float().to(self.param_groups[0]["params"][0].device)
-        self.step_number = step - 1
+    def update(self, step: int, lr: float, factor: Tensor, withheld: Tensor) -> None:
+        """Apply a step's gradients, and free them. Does not wait for the device.
+
+        Args:
+            step: 1-based.
+            lr: each group's learning rate is lr times its lr_factor.
+            factor: () float32, which unscales and clips: the gradients are multiplied by it.
+            withheld: () bool; if true, neither parameters nor state change.
+        """
+        set_learning_rate(self, lr)
+        device = self.param_groups[0]["params"][0].device  # the host with cpu_offload
+        self.found_inf, self.step_number = withheld.float().to(device), step - 1
+        self.multiply_gradients(factor.to(device))
         self.step()
         self.zero_grad()
 
     def multiply_gradients(self, factor: Tensor) -> None:
-        """Multiply the gradients by () float32, now or in the next `step`."""
-        self.grad_scale = 1 / factor  # the next `step` divides by it
+        """Multiply the gradients by () float32 in the next `step`, which saves a pass over them."""
+        self.grad_scale = 1 / factor
 
 
 class AdamW(GuardedOptimizer, torch.optim.AdamW):
@@ -78,11 +86,18 @@ class HostGuarded(GuardedOptimizer):
         return loss
 
     def multiply_gradients(self, factor: Tensor) -> None:
+        """Multiply the gradients by () float32 now."""
         multiply_gradients((p for group in self.param_groups for p in group["params"]), factor)
 
 
 class SGD(HostGuarded, torch.optim.SGD):
     """Unfused: the fused SGD rejects DTensors and rounds differently."""
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set each group's learning rate to `rate` times its lr_factor."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["lr_factor"]
 
 
 def multiply_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:

@@ -1,19 +1,22 @@
 """The optimizer, the learning-rate schedule, and clipping."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.config.schema import OptimConfig
 from torchtitan_lite.config.sections.optim import OPTIMIZERS
+from torchtitan_lite.distributed.process_group import sum_over_ranks
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.optim.groups import parameter_groups
-from torchtitan_lite.optim.guarded import SGD, AdamW, GuardedOptimizer, HostGuarded, multiply_gradients
+from torchtitan_lite.optim.guarded import SGD, AdamW, GuardedOptimizer, HostGuarded
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> GuardedOptimizer:
@@ -32,9 +35,22 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> GuardedOptimizer:
         from torchtitan_lite.optim.average import keep_average
 
         keep_average(optimizer, config.ema_decay)
+    if hasattr(model, "balance"):
+        optimizer.register_step_post_hook(functools.partial(_balance, model))
     if isinstance(optimizer, HostGuarded):
         make_state(optimizer)  # so that a checkpoint has it even if float16 skipped every step so far
     return optimizer
+
+
+@torch.no_grad()
+def _balance(model: Any, optimizer: GuardedOptimizer, *_: object) -> None:
+    """Move the router biases of experts by the loads of a step, summed over the ranks."""
+    if model.loads is not None and model.config.router_bias:
+        loads = model.loads.double()
+        if dist.is_initialized():
+            sum_over_ranks(loads)
+        model.balance(loads, optimizer.found_inf)
+    model.loads = None
 
 
 def adamw(groups: list[dict[str, Any]], config: OptimConfig) -> GuardedOptimizer:
@@ -59,12 +75,6 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     else:
         return config.lr * (config.step_gamma ** ((step - 1) // config.step_every) if config.schedule == "step" else 1)
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * height)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set each group's learning rate to `rate` times its lr_factor."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate * group["lr_factor"]
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
@@ -107,19 +117,11 @@ def squared_norm(model: nn.Module, replicas: int) -> Tensor:
     return norm.double().square() / replicas  # the square of a float32 may need a float64
 
 
-def clip_gradients(optimizer: torch.optim.Optimizer, norm: Tensor, max_norm: float, scale: Tensor) -> None:
-    """Set the factor that unscales and clips the gradients.
-
-    AdamW and Muon apply it in their next step, which saves a pass over the gradients.
+def clip_factor(norm: Tensor, max_norm: float, scale: Tensor) -> Tensor:
+    """Return the factor, () float32, that unscales gradients and clips them to a norm of at most `max_norm`.
 
     Args:
         norm: () float32, the gradient norm without the loss scale.
         scale: () float32, the loss scale.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) / scale  # as torch.nn.utils.clip_grad_norm_
-    factor = factor.to(parameters[0].device)  # the host with cpu_offload
-    if isinstance(optimizer, GuardedOptimizer):
-        optimizer.multiply_gradients(factor)
-    else:  # a user's own optimizer, through the API
-        multiply_gradients(parameters, factor)
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0) / scale  # as torch.nn.utils.clip_grad_norm_

@@ -1,6 +1,7 @@
 """The record of a step's numbers, equal on every rank, which guards, log and stop requests read."""
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,8 +33,8 @@ class StepRecord:
         loss: Tensor,
         squared_norm: Tensor,
         loss_scale: Tensor,
-        loads: Tensor | None,
         stop: bool,
+        parts: Sequence[Tensor],
         process: Process,
     ) -> None:
         """Sum the parts of all ranks, with one small all-reduce. Collective.
@@ -44,21 +45,23 @@ class StepRecord:
             targets: number of valid targets in the global batch.
             loss: (), this rank's summed loss.
             squared_norm: (), this rank's part, before dividing by the loss scale.
-            loads: (L, E), tokens per layer and expert on this rank; None without experts.
             stop: whether this rank was asked to stop.
+            parts: this rank's parts of metrics, of any shapes.
         """
         n = 3 + process.world_size
-        sums = torch.zeros(n + (0 if loads is None else loads.numel()), dtype=torch.float64, device=loss.device)
-        # sums: loss, squared norm, stop requests, loss of each rank, loads
+        sums = torch.zeros(n + sum(part.numel() for part in parts), dtype=torch.float64, device=loss.device)
+        # sums: loss, squared norm, stop requests, loss of each rank, metrics
         sums[0], sums[1] = loss, squared_norm
         sums[2:3].fill_(float(stop))  # sums[2] = 1.0 would make the host wait for the device
         sums[3 + process.rank] = loss  # the other ranks add 0 here
-        if loads is not None:
-            sums[n:] = loads.flatten()
+        metrics = sums[n:].split([part.numel() for part in parts])
+        for own, part in zip(metrics, parts, strict=True):
+            own.copy_(part.flatten())
         sum_over_ranks(sums)
         self.step, self.samples, self.targets = step, samples, targets
         self.loss_sum, self.rank_losses = sums[0], sums[3:n]  # (), (world_size,)
-        self.loads = None if loads is None else sums[n:].view_as(loads)
+        # float64, with the shapes of the parts
+        self.metrics = [summed.view_as(part) for summed, part in zip(metrics, parts, strict=True)]
         self.loss = sums[0].float() / targets  # (), the mean per target
         self.grad_norm = sums[1].sqrt().float() / loss_scale  # (), before clipping, without the loss scale
         self.finite = self.rank_losses.isfinite().all() & self.grad_norm.isfinite()  # () bool

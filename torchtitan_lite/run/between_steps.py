@@ -20,39 +20,43 @@ from torchtitan_lite.run import attempts
 from torchtitan_lite.run.console import fitted, seen_of_sources, step_line
 from torchtitan_lite.run.intact import require_equal_replicas, require_finite
 from torchtitan_lite.run.metrics import Log, peak_memory_gib
-from torchtitan_lite.run.session import Evaluation, PeriodicWork, Session, due
+from torchtitan_lite.run.session import Periodic, Session
 from torchtitan_lite.scoring.validation import Validation, eval_line, evaluate, evaluate_average
 
 
-def build_periodic_work(config: Config, data: DataSet, process: Process, validation: Validation) -> PeriodicWork:
-    """Build the config's evaluations and profiler. Collective. Raises UserError if one does not suit the run."""
-    periodic = PeriodicWork()
+def build_periodic_work(config: Config, data: DataSet, validation: Validation) -> tuple[list[Periodic], dict[str, str]]:
+    """Build what the config asks for, in the order in which it runs after a step. Collective.
+
+    Returns:
+        the work; and by task a hash of its questions.
+
+    Raises:
+        UserError: an evaluation does not suit the run.
+    """
+    work, task_hashes = [Periodic("log", config.log.every, log_step, at_stop=True)], {}
     if config.eval.every:
         keys = ["val_loss", "ema_val_loss"] if config.optim.ema_decay else ["val_loss"]
-        periodic.validation = Evaluation("validation", config.eval.every, keys, functools.partial(validate, validation))
+        work.append(Periodic("validation", config.eval.every, lambda s, _: validate(validation, s), keys=keys))
     if config.tasks:
         from torchtitan_lite.run.tasks import Tasks
 
         if tasks := Tasks.from_config(config, data):
-            keys = [f"task/{name}" for name in tasks.digests]
-            periodic.tasks = Evaluation("tasks", config.eval.tasks_every, keys, tasks.score)
-            periodic.task_hashes = tasks.digests
+            task_hashes = tasks.digests
+            keys = [f"task/{name}" for name in task_hashes]
+            work.append(Periodic("tasks", config.eval.tasks_every, lambda s, _: tasks.score(s), keys=keys))
+    work.append(Periodic("save", config.checkpoint.every, lambda s, _: save(s), at_stop=True))
     if config.sample.every:
         from torchtitan_lite.run.sampling import Prompts, sample
 
         prompts = Prompts.from_config(config, data)
-        periodic.samples = Evaluation("samples", config.sample.every, ["prompt"], functools.partial(sample, prompts))
-    if config.profile.steps:
-        from torchtitan_lite.run.profiler import Profile
-
-        periodic.profile = Profile(config.profile, config.folder, process)
-    return periodic
+        work.append(Periodic("samples", config.sample.every, lambda s, _: sample(prompts, s), keys=["prompt"]))
+    return work, task_hashes
 
 
-def missed_evaluations(s: Session) -> list[Evaluation]:
+def missed_evaluations(s: Session) -> list[Periodic]:
     """Return the evaluations due at the current step without records. (One prompt's counts for all.) Collective."""
-    step, steps = s.state.step, s.config.train.steps
-    evaluations = [one for one in s.periodic.evaluations if step == steps or due(step, one.every)]
+    step = s.state.step
+    evaluations = [work for work in s.periodic if work.keys and work.due(step, s.config.train.steps)]
 
     def missing() -> list[int]:
         files = "metrics.jsonl", "samples.jsonl"
@@ -62,15 +66,15 @@ def missed_evaluations(s: Session) -> list[Evaluation]:
     return [evaluations[i] for i in on_rank0(missing, s.process.untimed)] if step else []
 
 
-def run_missed(s: Session, missed: list[Evaluation]) -> None:
+def run_missed(s: Session, missed: list[Periodic]) -> None:
     """Run these before the first step; stop after the one during which a rank was asked to stop. Collective."""
     for evaluation in missed:
-        s.services.watchdog.step(s.state.step)
-        evaluation.run(s)
-        s.services.preemption.agree(s.process)
-        if s.services.preemption.agreed:
+        s.watchdog.step(s.state.step)
+        evaluation.run(s, None)
+        s.preemption.agree(s.process)
+        if s.preemption.agreed:
             break
-    s.services.meter.start_lap()
+    s.meter.start_lap()
 
 
 def log_step(s: Session, record: StepRecord) -> None:
@@ -79,7 +83,7 @@ def log_step(s: Session, record: StepRecord) -> None:
     `loss` is the step's, which a replay compares. `mean_loss` is the mean per token since the last multiple of
     log.every. An extra line before a preemption does not split this interval, so a resume has the same mean.
     """
-    state, steps, scaler, meter = s.state, s.config.train.steps, s.trained.scaler, s.services.meter
+    state, steps, scaler, meter = s.state, s.config.train.steps, s.scaler, s.meter
     lap = meter.lap(state.tokens)
     if s.process.device.type == "cuda":
         lap.parts.pop("optimizer_s", None)  # the host only launches the kernels
@@ -98,17 +102,23 @@ def log_step(s: Session, record: StepRecord) -> None:
     values |= {key: [_finite(loss) for loss in losses] for key, losses in record.losses_of_ranks().items()}
     if scaler.enabled:
         values |= {"loss_scale": scaler.scale.item(), "skipped_steps": scaler.skipped_steps}
-    if len(s.trained.samples.sources) > 1:
+    if len(s.samples.sources) > 1:
         skipped = s.config.data.skip_samples
-        values["sources"] = seen_of_sources(s.trained.samples, state.samples_consumed, skipped)
-    if record.loads is not None:  # highest and lowest load of an expert, relative to the layer's mean
-        shares = record.loads / record.loads.mean(1, keepdim=True)
-        values |= {"load_max": _finite(shares.max().item()), "load_min": _finite(shares.min().item())}
+        values["sources"] = seen_of_sources(s.samples, state.samples_consumed, skipped)
+    lines = []
+    for metric, summed in zip(s.metrics, record.metrics, strict=False):  # of a step that is due; not of a stop's
+        numbers = {name: _finite(value) for name, value in metric.values(summed).items()}
+        values |= numbers
+        if metric.line and None not in numbers.values():
+            lines.append(metric.line.format_map(numbers))
     if meter.peak_tokens_per_second:
         values["mfu"] = values["tokens_per_second"] / meter.peak_tokens_per_second
-    s.services.log.record(values)
+    s.log.record(values)
     left_s = meter.seconds_per_step(state.step) * (steps - state.step)
-    s.services.log.info(step_line(values, steps, lap.parts["data_s"] / lap.seconds, left_s), fitted)
+    s.log.info(
+        step_line(values, lines, steps, lap.parts["data_s"] / lap.seconds, left_s),
+        functools.partial(fitted, metrics=lines),
+    )
     if state.step % s.config.log.every == 0:
         meter.loss_since.zero_()
 
@@ -129,38 +139,34 @@ def peak_tokens_per_second(config: Config, model: Transformer, process: Process)
 
 def validate(validation: Validation, s: Session) -> None:
     """Score the validation set; with optim.ema_decay, the average of the weights too. Collective."""
-    step, before, device, log = s.state.step, time.perf_counter(), s.process.device, s.services.log
-    score = evaluate(s.trained.model, validation, device)
+    step, before, device, log = s.state.step, time.perf_counter(), s.process.device, s.log
+    score = evaluate(s.model, validation, device)
     seconds = time.perf_counter() - before
     log.record({"step": step, **score.record(), "eval_samples": validation.n_samples, "eval_s": seconds})
     best = s.process.rank == 0 and attempts.best_step(s.config.folder, range(1, step + 1)) == step
     log.info(eval_line(step, score, validation, seconds, best=best))
     if s.config.optim.ema_decay:
-        record, line = evaluate_average(step, s.trained.model, s.trained.optimizer, validation, device)
+        record, line = evaluate_average(step, s.model, s.optimizer, validation, device)
         log.record(record)
         log.info(line)
 
 
-def save(s: Session, *, ends: bool) -> None:
+def save(s: Session) -> None:
     """Save a checkpoint, after waiting for a previous background save.
-
-    Args:
-        ends: whether the run ends after this step.
 
     Raises:
         NonFiniteError, ReplicaMismatchError: on every rank: this state must not be saved.
         SaveError: the last save of the run failed. Earlier failures are only logged.
     """
-    trained, services, state = s.trained, s.services, s.state
-    require_finite(trained.model, state.step)
-    require_equal_replicas(trained.model, trained.optimizer, state.step)
-    report_save(services.checkpointer, services.log, wait=True, ends=ends)
-    state = replace(state, grad_scaler=trained.scaler.state_dict(), loss_since=services.meter.loss_since.tolist())
-    for guard in trained.guards:
+    state, ends = s.state, s.preemption.agreed or s.state.step == s.config.train.steps
+    require_finite(s.model, state.step)
+    require_equal_replicas(s.model, s.optimizer, state.step)
+    report_save(s.checkpointer, s.log, wait=True, ends=ends)
+    state = replace(state, grad_scaler=s.scaler.state_dict(), loss_since=s.meter.loss_since.tolist())
+    for guard in s.guards:
         state = replace(state, **guard.state())
-    services.checkpointer.save(state)
-    wait = ends or not services.checkpointer.config.async_save
-    error = report_save(services.checkpointer, services.log, wait=wait, ends=ends)
+    s.checkpointer.save(state)
+    error = report_save(s.checkpointer, s.log, wait=ends or not s.config.checkpoint.async_save, ends=ends)
     if ends and error:
         raise SaveError(f"the last checkpoint was not saved: {error}. Older checkpoints are untouched")
 

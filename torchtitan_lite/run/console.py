@@ -243,28 +243,32 @@ def fsdp_line(config: Config) -> str:
     return "; ".join(parts)
 
 
-def step_line(record: dict[str, Any], steps: int, data_share: float, left_s: float) -> str:
+def step_line(record: dict[str, Any], metrics: Sequence[str], steps: int, data_share: float, left_s: float) -> str:
     """Format a step's record on one line; its loss is the mean since the last multiple of log.every.
 
     The end time is local.
+
+    Args:
+        metrics: fields of more metrics, such as "loads 0.80-1.30".
     """
     now, then = time.localtime(), time.localtime(time.time() + left_s)
     end = time.strftime("%H:%M" if now[:3] == then[:3] else "%a %d %b %H:%M", then)
     loss = "not finite" if record["loss"] is None else f"{record['mean_loss']:.4f}"
     norm = "not finite, skipped" if record["grad_norm"] is None else f"{record['grad_norm']:.2f}"
     scale = f"  scale {record['loss_scale']:g}, {record['skipped_steps']} skipped" if "loss_scale" in record else ""
-    loads = f"  loads {record['load_min']:.2f}-{record['load_max']:.2f}" if "load_max" in record else ""
+    more = "".join(f"  {metric}" for metric in metrics)
     mfu = f"  mfu {100 * record['mfu']:.1f} %" if "mfu" in record else ""
     return (
         f"step    {record['step']:>{len(str(steps))}}/{steps}  loss {loss}  "
-        f"grad_norm {norm}{scale}{loads}  lr {record['lr']:.2e}  tok/s {record['tokens_per_second']:,.0f}{mfu}  "
+        f"grad_norm {norm}{scale}{more}  lr {record['lr']:.2e}  tok/s {record['tokens_per_second']:,.0f}{mfu}  "
         f"mem {record['peak_memory_gib']:.2f} GiB  data {100 * data_share:.0f} %  eta {duration(left_s)} ({end})"
     )
 
 
-def fitted(line: str, columns: int) -> str:
+def fitted(line: str, columns: int, *, metrics: Sequence[str]) -> str:
     """Shorten a step line to the terminal's width, dropping the least important fields first."""
-    for name in ("mem", "lr", "data", "scale", "loads", "mfu", "grad_norm", "eta"):
+    more = (re.escape(metric.split()[0]) for metric in metrics)
+    for name in ("mem", "lr", "data", "scale", *more, "mfu", "grad_norm", "eta"):
         if len(line) <= columns:
             break
         line = re.sub(rf"  {name} .*?(?=  |$)", "", line)

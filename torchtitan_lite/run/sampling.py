@@ -102,7 +102,7 @@ def wrong_prompts(config: Config, tokenizer: Tokenizer, begin: tuple[int, ...] =
 
 def sample(prompts: Prompts, s: Session) -> None:
     """Continue every prompt, log the text and write it to samples.jsonl. Collective."""
-    step, model, log, before = s.state.step, s.trained.model, s.services.log, time.perf_counter()
+    step, model, log, before = s.state.step, s.model, s.log, time.perf_counter()
     seed = forward_seed(s.config.run.seed, step, 0, 0)
     with generating(model, s.config.fsdp, s.process.device):
         for i, ids in enumerate(prompts.ids):

@@ -1,16 +1,14 @@
-"""A run in this process: what is trained, the services around it, the periodic work, and the state.
-
-Functions take the parts that they read. Those that read most of them take the Session.
-"""
+"""A run in this process: what is trained, what is around it, the periodic work, and the state."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.sections.outputs import Metric
 from torchtitan_lite.data.loader import PrefetchingLoader
 from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.distributed.process_group import Process
@@ -28,51 +26,20 @@ if TYPE_CHECKING:  # loaded only if the config asks for it
 
 
 @dataclass(frozen=True)
-class Trained:
-    """Model, optimizer, loss scaler, guards and data of the training step."""
-
-    model: Transformer
-    optimizer: GuardedOptimizer
-    scaler: GradScaler
-    guards: Sequence[Guard]  # may withhold an update
-    samples: Mixture  # the training data
-    loader: PrefetchingLoader  # draws from samples
-
-
-@dataclass(frozen=True)
-class Services:
-    """Services that the loop calls around the steps."""
-
-    log: Log
-    meter: Meter
-    watchdog: Watchdog
-    preemption: Preemption
-    checkpointer: Checkpointer
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Evaluates the model between steps and writes records: validation, tasks or samples."""
+class Periodic:
+    """Work between steps: its name, and when it runs."""
 
     name: str
-    every: int  # steps, see `due`; also runs after the last step
-    keys: Sequence[str]  # its records of a step have all of these keys together
-    run: Callable[["Session"], None]  # collective
+    every: int  # steps; 0: only after the last step
+    run: Callable[["Session", Any], None]  # collective; gets the step's StepRecord, None before the first step
+    at_stop: bool = False  # also when the ranks have agreed to stop; the rest then waits for the next start
+    keys: Sequence[str] = ()  # of an evaluation, whose records of a step have all of these keys together
 
-
-@dataclass
-class PeriodicWork:
-    """The evaluations and the profiler that the config asks for."""
-
-    validation: Evaluation | None = None
-    tasks: Evaluation | None = None
-    samples: Evaluation | None = None
-    profile: "Profile | None" = None
-    task_hashes: Mapping[str, str] = field(default_factory=dict)  # by task: a hash of its questions
-
-    @property
-    def evaluations(self) -> list[Evaluation]:
-        return [one for one in (self.validation, self.tasks, self.samples) if one is not None]
+    def due(self, step: int, last: int, *, stops: bool = False) -> bool:
+        """Return whether it runs after this step, of a run with `last` steps or one that `stops` now."""
+        if stops:
+            return self.at_stop
+        return step == last or due(step, self.every)
 
 
 @dataclass
@@ -81,17 +48,31 @@ class Session:
 
     config: Config
     process: Process
-    trained: Trained
-    services: Services
-    periodic: PeriodicWork
+    # what a step reads and trains
+    model: Transformer
+    optimizer: GuardedOptimizer
+    scaler: GradScaler
+    guards: Sequence[Guard]  # may withhold an update
+    metrics: Sequence[Metric]  # of logged steps
+    samples: Mixture  # the training data
+    loader: PrefetchingLoader  # draws from samples
+    # what is around the steps
+    log: Log
+    meter: Meter
+    watchdog: Watchdog
+    preemption: Preemption
+    checkpointer: Checkpointer
+    periodic: Sequence[Periodic]  # in the order of a step
+    profile: "Profile | None"
+    # what changes from step to step
     state: TrainState
     resumed: TrainState | None = None  # the saved state, if the run resumes
     pending: StepRecord | None = None  # the last step's, until `check_pending` reads it
 
     def close(self) -> None:
         """End the background threads."""
-        self.trained.loader.close()
-        self.services.watchdog.close()
+        self.loader.close()
+        self.watchdog.close()
 
 
 def check_pending(s: Session) -> None:
@@ -107,13 +88,14 @@ def check_pending(s: Session) -> None:
     record, s.pending = s.pending, None
     if record is None:
         return
-    for guard in s.trained.guards:
+    for guard in s.guards:
         if incident := guard.check(record):
-            s.services.log.record({"step": record.step, **incident.record})
-            s.services.log.info(incident.line)
+            if incident.line:
+                s.log.record({"step": record.step, **incident.record})
+                s.log.info(incident.line)
             if incident.error:
                 raise incident.error
-    s.services.preemption.agreed |= record.numbers.stop_requests > 0
+    s.preemption.agreed |= record.numbers.stop_requests > 0
 
 
 def due(step: int, every: int) -> bool:

@@ -150,11 +150,11 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
     Raises:
         UserError: on every rank. The attempt is not in attempts.jsonl.
     """
-    config, process, log, step = s.config, s.process, s.services.log, s.state.step
-    watchdog, checkpointer = s.services.watchdog, s.services.checkpointer
+    config, process, log, step = s.config, s.process, s.log, s.state.step
+    watchdog, checkpointer = s.watchdog, s.checkpointer
     finished = step >= config.train.steps
     layout = derive(config, process.world_size)
-    model, samples = s.trained.model, s.trained.samples
+    model, samples = s.model, s.samples
     log.info(start_lines(config, layout, process, model, data, samples, s.state, s.resumed, checkpointer))
     if process.rank == 0 and (changed := machines_line(attempts.read(config.folder), hosts, process.world_size)):
         log.info(changed)
@@ -196,15 +196,15 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
     def on_abort(why: str) -> None:
         run_folder.record_end(config.folder, process, log.attempt, "failed", s.state.step, why)
 
-    s.services.preemption.on_abort = watchdog.on_abort = on_abort
+    s.preemption.on_abort = watchdog.on_abort = on_abort
 
 
 def report_end(s: Session) -> int:
     """Log and record whether the run completed or was preempted. Returns the exit code. Collective."""
-    config, step, log, meter = s.config, s.state.step, s.services.log, s.services.meter
-    rest = missed_evaluations(s) if s.services.preemption.agreed else []
+    config, step, log, meter = s.config, s.state.step, s.log, s.meter
+    rest = missed_evaluations(s) if s.preemption.agreed else []
     if step < config.train.steps or rest:
-        why = min(filter(None, gather(s.services.preemption.reason)))  # "SIG..." comes first
+        why = min(filter(None, gather(s.preemption.reason)))  # "SIG..." comes first
         names = " and ".join(one.name for one in rest)
         then = f"resumes from there{f', with the {names} still due' if rest else ''}{launcher_note(why)}"
         log.info(f"stopped after step {step} of {config.train.steps} ({why}); the same command {then}")
@@ -215,7 +215,7 @@ def report_end(s: Session) -> int:
     if meter.first_step == step:
         log.info(f"finished: step {step} of train.steps = {config.train.steps}; {what_next(config)}")
         return 0
-    for line in source_lines(s.trained.samples, s.state, config.data.skip_samples):
+    for line in source_lines(s.samples, s.state, config.data.skip_samples):
         log.info(line)
     seconds = time.perf_counter() - meter.started
     n_steps = counted(step - meter.first_step, "step")
@@ -227,7 +227,7 @@ def report_failure(config: Config, process: Process, log: Log, error: Exception,
     """Record a failure. Without a session, the attempt was refused."""
     if s is not None and isinstance(error, UserError) and not isinstance(error, StuckError):
         # every rank has raised this error, so a background save can still complete
-        report_save(s.services.checkpointer, log, wait=True, ends=True)
+        report_save(s.checkpointer, log, wait=True, ends=True)
     step = 0 if s is None else s.state.step
     repeats = isinstance(error, UserError) and error.exit_code == EXIT_WOULD_REPEAT
     run_folder.record_end(config.folder, process, log.attempt, "failed", step, errors.text_of(error), repeats)

@@ -54,7 +54,7 @@ class Tasks:
 
     def score(self, s: Session) -> None:
         """Score, log and record all tasks. Collective."""
-        step, model, log, before = s.state.step, s.trained.model, s.services.log, time.perf_counter()
+        step, model, log, before = s.state.step, s.model, s.log, time.perf_counter()
         with generating(model, s.config.fsdp, s.process.device):
             scores = [score(model, task, s.process) for task in self.encoded]
         seconds = time.perf_counter() - before

@@ -99,8 +99,8 @@ def check_machines(folder: Path, s: Session) -> str:
     Raises:
         UserError: on every rank.
     """
-    s.services.checkpointer.folder = folder / "checkpoints"
-    s.services.checkpointer.require_space()
+    s.checkpointer.folder = folder / "checkpoints"
+    s.checkpointer.require_space()
     require_shared(folder, s.config)
     hosts = gather(socket.gethostname())
     dist.barrier()  # the clocks are read at the same time
@@ -121,21 +121,19 @@ def measure(s: Session, step: Step) -> tuple[int, float]:
     """
 
     def run_step(number: int) -> None:
-        s.services.watchdog.step(number)
+        s.watchdog.step(number)
         step(s, number).loss.item()  # reading the loss waits for the device
 
     n_bytes = 0
-    with s.services.watchdog.naming_lost_ranks(), out_of_memory.with_advice(s.config):
+    with s.watchdog.naming_lost_ranks(), out_of_memory.with_advice(s.config):
         run_step(1)
         if s.process.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             run_step(2)
             n_bytes = torch.cuda.max_memory_allocated()
         elif s.process.rank == 0:
-            state = [value for values in s.trained.optimizer.state.values() for value in values.values()]
-            n_bytes = own_bytes((*s.trained.model.parameters(), *s.trained.model.buffers(), *state)) + peak_of(
-                lambda: run_step(2)
-            )
+            state = [value for values in s.optimizer.state.values() for value in values.values()]
+            n_bytes = own_bytes((*s.model.parameters(), *s.model.buffers(), *state)) + peak_of(lambda: run_step(2))
         else:
             run_step(2)
         before = time.perf_counter()

@@ -1,8 +1,9 @@
 """[eval], [sample], [checkpoint], [log] and [profile]: what a run writes, and when."""
 
 import importlib.util
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
@@ -97,11 +98,35 @@ TRACKERS = Registry(
 )
 
 
+@dataclass(frozen=True)
+class Metric:
+    """Numbers of a logged step: plain data, like an optimizer.
+
+    Args:
+        parts: returns this rank's part, a tensor of any shape; the parts of all ranks are summed, in float64. It is
+            called after backward with the model, and with `replicas` (HSDP's, each of which has all gradients) and
+            `loss_scale` (a tensor, by which the gradients are multiplied). It should not wait for the device.
+        values: returns the numbers for metrics.jsonl and the trackers, by name, from the sum.
+        line: how they appear in the step's line, such as "loads {load_min:.2f}-{load_max:.2f}"; "": not at all.
+    """
+
+    parts: Callable[..., Any]
+    values: Callable[[Any], Mapping[str, float]]
+    line: str = ""
+
+
+METRICS: Registry[Metric] = Registry("log.metrics", "docs/extending.md", Metric, {})
+
+
 class LogConfig(Section):
     every: PositiveInt = 10
     """log a line and a record every N steps"""
     trackers: list[Annotated[str, AfterValidator(TRACKERS.known)]] = Field(default=[], examples=[["tensorboard"]])
     """also send the records to these trackers; each is an extra: pip install -e ".[tensorboard]\""""
+    metrics: list[Annotated[str, AfterValidator(METRICS.known)]] = Field(
+        default=[], examples=[["examples.own_metric:LAYER_NORMS"]]
+    )
+    """metrics of your own, of each logged step (docs/extending.md)"""
     wandb_project: Annotated[str, _WITH_WANDB] = "torchtitan_lite"
     """wandb: the project"""
 

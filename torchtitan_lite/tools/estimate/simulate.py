@@ -39,7 +39,8 @@ from torchtitan_lite.distributed.parallelize import apply_fsdp, before_micro_bat
 from torchtitan_lite.distributed.process_group import build_mesh
 from torchtitan_lite.models.attention import attend
 from torchtitan_lite.optim.groups import freeze
-from torchtitan_lite.optim.optimizer import build_optimizer, clip_gradients, make_state, squared_norm
+from torchtitan_lite.optim.guarded import GuardedOptimizer
+from torchtitan_lite.optim.optimizer import build_optimizer, clip_factor, make_state, squared_norm
 from torchtitan_lite.tools.estimate.work import Collective, Recorder, Storage, Work, local, tensors_of
 
 KINDS = "parameters", "optimizer state", "gradients", "gathered parameters", "communication buffers", "activations"
@@ -307,7 +308,7 @@ def _mark_blocks(model: models.Transformer, timeline: Timeline) -> None:
 
 
 def _step(
-    config: Config, n_micro: int, model: nn.Module, optimizer: torch.optim.Optimizer, timeline: Timeline
+    config: Config, n_micro: int, model: nn.Module, optimizer: GuardedOptimizer, timeline: Timeline
 ) -> Simulated:
     train = config.train
     collectives, work = [], []
@@ -330,7 +331,8 @@ def _step(
             work.append(timeline.recorder.take())
         timeline.phase = "optimizer"
         timeline.begin_part("optimizer")
-        clip_gradients(optimizer, squared_norm(model, 1).sqrt().float(), config.optim.max_norm, torch.ones(()))
+        norm = squared_norm(model, 1).sqrt().float()
+        optimizer.multiply_gradients(clip_factor(norm, config.optim.max_norm, torch.ones(())))
         optimizer.step()
         optimizer.zero_grad()
     return Simulated(timeline.peaks(), collectives, work, timeline.recorder.take())

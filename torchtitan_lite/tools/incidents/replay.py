@@ -95,7 +95,7 @@ def run(n: int, loaded: Loaded, data: DataSet, build: Callable[..., Session], st
                 log.info(f"note    {note}")
             log.info(f"replay  steps {recorded.start + 1} to {recorded.last}, from {began}")
             s = build(replayed, data, process, log)
-            with contextlib.closing(s), s.services.watchdog.naming_lost_ranks(), out_of_memory.with_advice(config):
+            with contextlib.closing(s), s.watchdog.naming_lost_ranks(), out_of_memory.with_advice(config):
                 result = compute(s, step, recorded, config.folder)
             if process.rank == 0:
                 print_line(f"equal   {result}")
@@ -210,7 +210,7 @@ def compute(s: Session, step: Step, recorded: Recorded, folder: Path) -> str:
     saved = on_rank0(lambda: storage.find_steps(folder / "checkpoints"), s.process.untimed)
     compared, tensors, equal, stopped = 0, 0, recorded.start, ""
     for number in range(recorded.start + 1, recorded.last + 1):
-        s.services.watchdog.step(number)
+        s.watchdog.step(number)
         numbers = step(s, number).numbers
         try:
             with contextlib.suppress(SpikeError):  # the last step of a run that a spike stopped
@@ -288,7 +288,7 @@ def _compare_tensors(s: Session, checkpoints: Path, step: int, advice: str) -> i
 
     if not on_rank0(open_it, s.process.untimed):
         return 0
-    different, tensors = list[str](), by_name(s.services.checkpointer.parts())
+    different, tensors = list[str](), by_name(s.checkpointer.parts())
     for name, value in tensors.items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         if s.process.rank == 0 and not _same_bits(whole.cpu(), saved[name]):
