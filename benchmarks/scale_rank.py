@@ -70,7 +70,7 @@ def counting(report: Path) -> None:
         if s.process.rank == 0:
             report.write_text(json.dumps(counts), encoding="utf-8")
 
-    replaced: list[tuple[Any, str, Any]] = [(train, "train_step", train_step), (train, "save", saved)]
+    replaced: list[tuple[Any, str, Any]] = [(train, "train_step", train_step), (between_steps, "save", saved)]
     for module, name, function in (*replaced, (train, "train", whole)):
         setattr(module, name, function)
 

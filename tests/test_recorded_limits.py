@@ -30,6 +30,7 @@ from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.prepare import texts
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.models import chunked_loss, cuda_attention, generation, grouped_matmul, loss_operators, t5
+from torchtitan_lite.models.experts import Experts
 from torchtitan_lite.optim import finite_guard, grad_scaler, spike_guard
 from torchtitan_lite.optim.step_record import Numbers, StepRecord
 from torchtitan_lite.run import between_steps, checks, metrics, session, tasks
@@ -100,7 +101,8 @@ def checked(enabled: bool, scale: float, norm: float, of_ranks: list[float], ski
     scaler = grad_scaler.GradScaler(GradScalerConfig(), enabled, CPU)
     guard = finite_guard.FiniteGuard(scaler, [*skipped], most)
     record = Stub(step=5, samples=(8, 16), numbers=Numbers(sum(of_ranks), norm, scale, 0.0, of_ranks))
-    return [result(guard.check, (record,)), scaler.skipped_steps, guard.state()]
+    found = guard.check(record)
+    return [found and [*found[:2], str(found.error)], scaler.skipped_steps, guard.state()]
 
 
 def spike(keys: dict[str, Any], loss: float, norm: float, window: Any = 4, step: int = 5, skipped: Any = ()) -> Any:
@@ -123,13 +125,14 @@ def logged(mean: float | None, loss: float, norm: float, of_ranks: list[float], 
     said, numbers, parts = list[Any](), Numbers(loss, norm, 1.0, 0.0, of_ranks), {"data_s": 0.5, "optimizer_s": 0.25}
     lap = metrics.Lap(2.0, parts, 64)
     rank_losses = {"rank_losses": of_ranks} if of_ranks else {}
-    record = Stub(numbers=numbers, loads=loads and torch.tensor(loads), losses_of_ranks=lambda: rank_losses)
+    record = Stub(numbers=numbers, metrics=[torch.tensor(loads)] if loads else [], losses_of_ranks=lambda: rank_losses)
     meter = Stub(lap=lambda _: lap, mean_loss=lambda: mean, seconds_per_step=lambda _: 1.0, loss_since=torch.ones(2))
-    services = Stub(meter=meter, log=Stub(record=said.append, info=lambda line, _: said.append(line[:60])))
+    log = Stub(record=said.append, info=lambda line, _: said.append(line[:60]))
     s = Stub(state=TrainState(6, 96, 60), process=Stub(device=torch.device("cuda") if loads else CPU))
     meter.peak_tokens_per_second = 128.0 if loads else 0.0
     s.config = config_of({"train.steps": 9, "log.every": 3, "data.skip_samples": [[3, 9]]})
-    s.services, s.trained = services, Stub(scaler=Stub(enabled=False), samples=SAMPLES if loads else ONE_SOURCE)
+    s.meter, s.log, s.scaler, s.samples = meter, log, Stub(enabled=False), SAMPLES if loads else ONE_SOURCE
+    s.metrics = Experts.metrics
     patched(lambda: between_steps.log_step(s, record), run__between_steps__peak_memory_gib=lambda _: 1.0)
     return [*said, meter.loss_since.tolist()]
 
@@ -330,7 +333,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             saver := Stub(),
             vars(saver).update(require_space=lambda: said.append(f"space in {saver.folder}")),
             patched(
-                lambda: dry_run.check_machines(Path("run"), Stub(services=Stub(checkpointer=saver), config="config")),
+                lambda: dry_run.check_machines(Path("run"), Stub(checkpointer=saver, config="config")),
                 tools__dry_run__gather=lambda value: ["a", "b"] if isinstance(value, str) else [5.0, 5.0 + seconds],
                 tools__dry_run__require_shared=lambda *given: said.append(f"shared: {given}"),
                 tools__dry_run__dist__barrier=lambda: said.append("at the same time"),
@@ -348,7 +351,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
                         config=Stub(fsdp=None),
                         process=Stub(device=CPU),
                         model=None,
-                        services=Stub(log=Stub(record=said.append, info=said.append)),
+                        log=Stub(record=said.append, info=said.append),
                     )
                 ),
                 run__tasks__time=Stub(perf_counter=iter([10.0, 10.0 + seconds]).__next__),

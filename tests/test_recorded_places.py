@@ -39,6 +39,7 @@ from torchtitan_lite.run import (
     start_and_end,
     tasks,
 )
+from torchtitan_lite.run.session import Periodic
 from torchtitan_lite.run.watchdog import Place, Watchdog
 from torchtitan_lite.scoring import likelihood
 from torchtitan_lite.tools import checkpoints, dry_run, generate, load_model, modes
@@ -167,7 +168,7 @@ def on_machine(values: dict[str, Any], *machine: int) -> str:
     return f"{config.fsdp.mesh(machine[0])} {config.fsdp.cpu_offload}"
 
 
-WORK = "log", "validation", "tasks", "checkpoint", "samples"
+WORK = "log", "validation", "tasks", "save", "samples"
 
 
 def refuse(*given: Any, **more: Any) -> Any:
@@ -209,7 +210,7 @@ def replayed(rank: int, checkpoint: str, *notes: str) -> list[Any]:
             Stub(),
             lambda given, *_: Stub(
                 given=given.change,
-                services=Stub(watchdog=Stub(naming_lost_ranks=contextlib.nullcontext)),
+                watchdog=Stub(naming_lost_ranks=contextlib.nullcontext),
                 close=lambda: print("closed"),
             ),
             str,  # type: ignore[arg-type]
@@ -313,13 +314,9 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
                 Stub(
                     config=config_of({}),
                     process=Process(rank, 2, device, 1),
-                    trained=Stub(
-                        optimizer=Stub(state={1: {"a": torch.zeros(3)}}),
-                        model=Stub(parameters=lambda: [torch.zeros(5)], buffers=lambda: [torch.zeros(2)]),
-                    ),
-                    services=Stub(
-                        watchdog=Stub(step=stand_in("watched"), naming_lost_ranks=contextlib.nullcontext),
-                    ),
+                    optimizer=Stub(state={1: {"a": torch.zeros(3)}}),
+                    model=Stub(parameters=lambda: [torch.zeros(5)], buffers=lambda: [torch.zeros(2)]),
+                    watchdog=Stub(step=stand_in("watched"), naming_lost_ranks=contextlib.nullcontext),
                 ),
                 lambda _, n: Stub(loss=Stub(item=lambda: stand_in("step")(n))),
             ),
@@ -983,7 +980,7 @@ def together(rank: int) -> dict[str, Any]:
                     )
                 ),
                 request.agreed,
-                *(str(each.mock_calls) for each in (asked.services.watchdog, asked.services.meter)),
+                *(str(each.mock_calls) for each in (asked.watchdog, asked.meter)),
             ],
             {},
         ),
@@ -1018,6 +1015,6 @@ def together(rank: int) -> dict[str, Any]:
             },
         ),
     }
-    services.checkpointer.parts = dict
+    checkpointer.parts = dict
     found = {name: patched(call, **values) for name, (call, values) in calls.items()}
     return dict(json.loads(json.dumps(found, default=str)))

@@ -441,7 +441,10 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             (STEP | MORE, ["loads 0.50-1.75"], 12345, 0.0, 100.4),
         ],
     ),
-    "fitted": (functools.partial(console.fitted, metrics=["loads 0.50-1.75"]), [(FULL, n) for n in range(len(FULL), 30, -12)]),
+    "fitted": (
+        functools.partial(console.fitted, metrics=["loads 0.50-1.75"]),
+        [(FULL, n) for n in range(len(FULL), 30, -12)],
+    ),
     "cut": (console.cut, [("0123456789", n) for n in (10, 9)]),
     "resume_lines": (
         lambda values, now: resumed.resume_lines(config_of(values), SAVED, now),

@@ -307,9 +307,7 @@ def _mark_blocks(model: models.Transformer, timeline: Timeline) -> None:
         layer.register_forward_hook(functools.partial(after, i))
 
 
-def _step(
-    config: Config, n_micro: int, model: nn.Module, optimizer: GuardedOptimizer, timeline: Timeline
-) -> Simulated:
+def _step(config: Config, n_micro: int, model: nn.Module, optimizer: GuardedOptimizer, timeline: Timeline) -> Simulated:
     train = config.train
     collectives, work = [], []
     with timeline.tracking():
