@@ -18,6 +18,7 @@ from tests.config.parsing import mistakes, parse, write
 from tests.docs.pages import blocks
 from tests.helpers import ROOT, checkpoint, forget_after, losses, python, ranks, records, succeeded, tensors, tiny
 from tests.models.test_model import make
+from tests.run.test_trackers import scalars_of
 from torchtitan_lite.config import load
 from torchtitan_lite.config.families import FAMILIES, Family
 from torchtitan_lite.config.schema import DataConfig, OptimConfig, TokenizerConfig, flatten
@@ -53,7 +54,7 @@ def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     for file in text.iterdir():
         (doubled / file.name).write_text("".join(2 * line for line in file.read_text().splitlines(keepends=True)))
     given = [*options_of("docs/extending.md", "--optim.name"), *options_of("docs/own_model.md", "--model.family")]
-    given = [option.replace("lr=1e-4", "lr=3e-3") for option in given]
+    given = [option.replace("lr=1e-4", "lr=3e-3").replace(":TABLE", ":TABLE,tensorboard") for option in given]
     keys = {option.split("=")[0] for option in given}
     plain = tiny(doubled, folder, run__name="mine", train__steps=6, checkpoint__every=3, eval__every=3)
     command = [*(word for word in plain if word.split("=")[0] not in keys), *given, "--optim.max_norm=0.1"]
@@ -81,6 +82,32 @@ def test_the_parts_of_the_pages_work_in_one_run(trained: tuple[Path, list[str]],
         rows = [(int(row["step"]), float(row["value"])) for row in csv.DictReader(stream) if row["name"] == "loss"]
     assert rows == [(step, loss) for step, (loss, _) in straight.items()]
     assert any("task_recall" in record or "task/recall" in record for record in records(run))
+
+
+def test_a_metric_is_logged_sent_to_trackers_and_the_same_after_a_resume(
+    trained: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    first, command = trained
+    run = shutil.copytree(first, tmp_path / "mine")
+    names = [f"grad_norm/layers.{i}" for i in range(2)]
+
+    def logged() -> dict[int, list[float]]:
+        return {record["step"]: [record[name] for name in names] for record in records(run) if names[0] in record}
+
+    straight = logged()
+    assert [*straight] == [*range(1, 7)]
+    for record in records(run):
+        if names[0] in record:  # the rest of the norm: embeddings, last norm, output
+            assert 0 < sum(record[name] ** 2 for name in names) < record["grad_norm"] ** 2
+    for i, name in enumerate(names):
+        shown = dict(scalars_of(run / "tensorboard", name))
+        assert shown == pytest.approx({step: values[i] for step, values in straight.items()})
+    shutil.rmtree(checkpoint(run, 6))
+    succeeded(ranks(2, *command, f"--run.out_dir={tmp_path}"))
+    assert logged() == straight
+    succeeded(ranks(2, *command, f"--run.out_dir={tmp_path}", "--run.name=replicas", "--fsdp.dp_replicate=2"))
+    run = tmp_path / "replicas"
+    assert logged()[1] == pytest.approx(straight[1], rel=1e-4)
 
 
 def test_a_loss_term_has_gradients_and_leaves_the_losses_comparable(text: Path, tmp_path: Path) -> None:
