@@ -976,7 +976,7 @@ def together(rank: int) -> dict[str, Any]:
                 ran := list[Any](),
                 patched(
                     lambda: between_steps.run_missed(
-                        asked, [Stub(run=lambda _: [ran.__iadd__([1]), rank == 2 and request.received(15)])] * 3
+                        asked, [Stub(run=lambda *_: [ran.__iadd__([1]), rank == 2 and request.received(15)])] * 3
                     )
                 ),
                 request.agreed,

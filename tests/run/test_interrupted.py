@@ -120,8 +120,8 @@ def main(argv: list[str]) -> int:
             ", ".join(again),
             *(f"differs: {key}" for key in {**now, **then} if now.get(key) != then.get(key)),
         ]
-    services = taken.call_args.args[-1].services
-    for service in (services.watchdog, services.preemption):
+    s = taken.call_args.args[-1]
+    for service in (s.watchdog, s.preemption):
         service.on_abort(f"said by {type(service).__name__}")
         last = attempts.read(folder / run)[-1]
         found[last.reason] = last.attempt, last.ended, last.last_step

@@ -204,14 +204,15 @@ def test_each_step_and_each_tensor_is_compared(finished: Path, tmp_path: Path) -
     ) -> str:
         incident = Incident({}, "", StopError(f"{stops}. More")) if stops else None
         guard = SimpleNamespace(check=lambda record: incident if record.step == 4 else None)
-        services = SimpleNamespace(
+        s: Any = SimpleNamespace(
             watchdog=SimpleNamespace(step=lambda n: None),
             checkpointer=SimpleNamespace(parts=lambda: {"model": {}, "": tensors}),
             preemption=SimpleNamespace(agreed=False),
             log=SimpleNamespace(record=lambda _: None, info=lambda _: None),
+            process=SimpleNamespace(rank=0, untimed=None),
+            guards=[guard],
+            pending=None,
         )
-        process, trained = SimpleNamespace(rank=0, untimed=None), SimpleNamespace(guards=[guard])
-        s: Any = SimpleNamespace(services=services, process=process, trained=trained, pending=None)
 
         def step(_: Any, number: int) -> Any:
             s.pending = SimpleNamespace(step=number, numbers=numbers)
