@@ -80,7 +80,7 @@ class Checkpointer(BaseCheckpointer):
         self.forked_from = found.folder if found.forked else None
         if not found.forked:
             self.damaged = [int(folder.name.removeprefix("step-")) for folder in found.damaged]
-        state = compatibility.read_state(found.folder, values, self.process, fork=found.forked)
+        state = compatibility.read_state(found.folder, values, self.process, self.ruined_from, fork=found.forked)
         make_state(self.optimizer)  # a load fills existing tensors, and moments exist only after the first step
         with compatibility.optimizer_as_saved(self.optimizer, state):
             compatibility.require_same_tensors(found.folder, self.parts(), self.process)

@@ -55,14 +55,16 @@ class BaseCheckpointer(ABC):
         optimizer: torch.optim.Optimizer,
         config: CheckpointConfig,
         process: Process,
-        best_of: Callable[[Sequence[int]], int | None] = lambda _: None,
+        best_of: Callable[[Path, Sequence[int]], int | None] = lambda *_: None,
+        ruined_from: Callable[[Path], float] = lambda _: float("inf"),
     ) -> None:
         """
         Args:
-            best_of: returns the step with the lowest validation loss among the given ones.
+            best_of: returns the step of a run with the lowest validation loss among the given ones.
+            ruined_from: returns the first step of a run whose weights are ruined; infinite if none is.
         """
         self.folder = folder
-        self.best_of = best_of
+        self.best_of, self.ruined_from = best_of, ruined_from
         self.model = model
         self.mesh = next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
         self.optimizer = optimizer
@@ -211,7 +213,7 @@ class BaseCheckpointer(ABC):
         """Return the steps to keep after saving `step`. A damaged one stays until its own or a later step is saved."""
         c, later = self.config, {saved for saved in steps if saved > step}
         steps = [saved for saved in steps if saved not in {*later, *self.damaged} - {step}]
-        best = self.best_of(steps) if c.keep_best else None
+        best = self.best_of(self.folder.parent, steps) if c.keep_best else None
         also = {*self.protect, step} | ({best} if best is not None else set())
         return later | to_keep(steps, c.keep_latest, c.keep_every, also)
 
