@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from checkpoint import Checkpointer
+from checkpoint import WAYS
 from torchtitan_lite.checkpointing.compatibility import fresh_state
 from torchtitan_lite.checkpointing.find import config_to_resume
+from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import cli
 from torchtitan_lite.config.schema import Config
@@ -180,7 +181,8 @@ def build_watched(config: Config, data: DataSet, process: Process, log: Log, wat
     # 5. The run's newest checkpoint, else that of checkpoint.resume (a fork), else the weights of model.init_from.
     preemption = Preemption(config.run.max_minutes, config.folder / run_folder.JOINING)  # max_minutes includes the load
     history = attempts.best_step, attempts.ruined_from
-    checkpointer = Checkpointer(config.folder / "checkpoints", model, optimizer, config.checkpoint, process, *history)
+    folder = config.folder / "checkpoints"
+    checkpointer = Checkpointer(folder, model, optimizer, config.checkpoint, process, WAYS, *history)
     fresh = fresh_state(config, data, process, validation.description(), periodic.task_hashes)
     with watchdog.loading("loading a checkpoint"):
         resumed = load_newest(config, checkpointer, fresh, log)

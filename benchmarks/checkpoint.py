@@ -27,9 +27,10 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import train
-from checkpoint import Checkpointer
+from checkpoint import WAYS as SAVE_WAYS
 from tests.checkpointing.test_checkpoint_memory import peak_of
 from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import optimizer_tensors, own_tensors
 from torchtitan_lite.config import load as settings
@@ -69,7 +70,7 @@ class Bench:
         make_state(self.optimizer)
         self.checkpointers = {
             (kind, api, background): Checkpointer(
-                folder / f"{kind}-{api}-{background}", self.model, self.optimizer, way, process
+                folder / f"{kind}-{api}-{background}", self.model, self.optimizer, way, process, SAVE_WAYS
             )
             for kind, api in WAYS
             for background in (False, True)

@@ -3,7 +3,8 @@
 Runs train.py with a tiny model on RANKS processes of this machine. Rank 0 counts in the start, in a step and in a save:
 collectives, their bytes in and out, and requests to the store; also a checkpoint's files and manifest, and a log line.
 Wall times would only show that the ranks share two cores. A straight line is fitted to the counts. It prints the line's
-values for 1,024 and 16,384 ranks, and the largest error of the fit.
+values for 1,024 and 16,384 ranks, and the largest error of the fit. `python -m benchmarks.scale saves`: what a sharded
+save and load cost one rank of up to 1,024 (benchmarks/scale_saves.py).
 """
 
 import argparse
@@ -66,6 +67,7 @@ def named(counts: dict[str, dict[str, float]], run: Path) -> dict[str, float]:
         "step: bytes of the all-reduce of sums": count("step", "float64"),
         "save: collectives": count("save", "collectives"),
         "save: bytes in collectives": count("save", "bytes"),
+        "save: bytes of pickles": count("save", "pickles"),
         "save: files": len(list(checkpoint.iterdir())),
         "save: bytes of manifest.json": (checkpoint / "manifest.json").stat().st_size,
         "log: bytes of a line": len(lines[-1]),
@@ -93,6 +95,11 @@ def table(found: dict[int, dict[str, float]]) -> Iterator[str]:
 
 def main() -> None:
     """Run the command line."""
+    if sys.argv[1:] == ["saves"]:
+        from benchmarks import scale_saves
+
+        scale_saves.main()
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ranks", type=int, nargs="*", default=[2, 4, 8, 16, 32])
     given = parser.parse_args()

@@ -5,6 +5,7 @@ python -m benchmarks.scale_rank OPTIONS...   (under torchrun)
 
 import json
 import os
+import pickle
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ COLLECTIVES = [
     *("all_reduce", "all_gather", "broadcast", "barrier", "gather", "scatter", "all_to_all_single", "send", "recv"),
     *("all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_single", "reduce_scatter_single"),
 ]
+OBJECTS = "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"  # pickles
 STORE = "set", "get", "wait", "add", "check", "compare_set", "multi_get"
 
 
@@ -36,13 +38,14 @@ def counting(report: Path) -> None:
         def call(*given: Any, **named: Any) -> Any:
             counts[phase][what] += 1
             counts[phase]["bytes"] += sum(n_bytes(value) for value in (*given, *named.values()))
+            counts[phase]["pickles"] += len(pickle.dumps(given[0])) if honest.__name__ in OBJECTS else 0
             if given and isinstance(given[0], Tensor) and given[0].dtype == torch.float64:  # only a step's sums
                 counts[phase]["float64"] += n_bytes(given[0])
             return honest(*given, **named)
 
         return call
 
-    for name in filter(lambda name: hasattr(dist, name), COLLECTIVES):
+    for name in filter(lambda name: hasattr(dist, name), [*COLLECTIVES, *OBJECTS]):
         setattr(dist, name, counted(getattr(dist, name), "collectives"))
     for owner in (dist.TCPStore, dist.PrefixStore):  # type: ignore[attr-defined]
         for name in STORE:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.forkserver import ADDRESS, Server
 from tests.forkserver import HANGS_S as HANGS_S
-from torchtitan_lite.checkpointing import dcp_storage
+from torchtitan_lite.checkpointing import shards
 from torchtitan_lite.run import attempts
 
 ROOT = Path(__file__).parent.parent
@@ -181,8 +181,8 @@ def checkpoint(run: Path, step: int) -> Path:
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint of either kind: those of the model, and of the optimizer as exp_avg.NAME."""
-    return dict(dcp_storage.read_tensors(folder, "model.", "optimizer."))
+    """All tensors of a checkpoint of either kind: those of the model, and of the optimizer as state.NAME.exp_avg."""
+    return {name.split(".", 1)[1]: tensor for name, tensor in shards.read_tensors(folder).items()}
 
 
 def forget_after(run: Path, step: int) -> Path:

@@ -10,8 +10,8 @@ from tests.helpers import ROOT, TINY, options, python, start, succeeded
 # by folder, the modules that it needs; another one is imported where it is asked for, inside a function
 PLAIN = """
 .:                      cpu data errors files models process terminal
-checkpointing:          compatibility dcp_storage find full_state progress safetensors_file save state storage
-                        tensor_names
+checkpointing:          compatibility find full_state progress safetensors_file save shards state storage
+                        tensor_names torch_storage
 config:                 cli derive families load paths patterns registry schema section toml
 config.sections:        compute data fsdp model optim outputs run train
 cpu:                    attention fused loss

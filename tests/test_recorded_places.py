@@ -897,7 +897,7 @@ def together(rank: int) -> dict[str, Any]:
                 lambda n=n: find.verify_together(Path("x"), "full", replace(one, local_world_size=n)),
                 {
                     "checkpointing__find__storage__check_manifest": lambda _, kind=kind: (
-                        storage.Manifest(5, kind if rank == 0 else "none", 4, FILES),
+                        storage.Manifest(5, kind if rank == 0 else "none", 4, 7, None, FILES),
                         "",
                     ),
                     "checkpointing__find__storage__verify_file": lambda _folder, name, *_: f"{name} by {rank}",
@@ -979,7 +979,7 @@ def together(rank: int) -> dict[str, Any]:
             },
         ),
         "space": (
-            lambda: save.BaseCheckpointer.require_space(services.checkpointer),
+            lambda: save.Checkpointer.require_space(services.checkpointer),
             {
                 "checkpointing__save__storage__require_space": lambda folder, n: (_ for _ in ()).throw(
                     errors.SaveError(f"{folder}: {n}")

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 import train
-from checkpoint import Checkpointer
-from torchtitan_lite.checkpointing import storage, tensor_names
+from checkpoint import WAYS as SAVE_WAYS
+from torchtitan_lite.checkpointing import shards, storage, tensor_names
+from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import optimizer_tensors, own_tensors
 from torchtitan_lite.config.schema import CheckpointConfig, Config
@@ -26,6 +28,7 @@ COLUMNS = ["tok_embeddings.*", "*.w[kq1].weight"]
 SHAPE = {"dim": 36, "n_heads": 6, "hidden_dim": 50, "n_layers": 1, "max_seq_len": 8, "tie_embeddings": True}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": SHAPE | {"family": "llama", "n_kv_heads": 2},
+    "tiny": SHAPE | {"family": "llama", "dim": 8, "n_heads": 2, "n_kv_heads": 1, "hidden_dim": 8},  # of format6.zip
     "t5": SHAPE | {"family": "t5", "scale_output": True},
 }
 
@@ -54,12 +57,12 @@ class State:
     def whole(self) -> dict[str, Tensor]:
         """A copy of every tensor, gathered."""
         model, optimizer = own_tensors(self.model), optimizer_tensors(self.model, self.optimizer)
-        content = {f"model.{name}": t for name, t in model.items()} | {f"optim.{n}": t for n, t in optimizer.items()}
+        content = tensor_names.by_name({storage.MODEL: model, storage.OPTIMIZER: optimizer})
         return {name: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for name, t in content.items()}
 
     def checkpointer(self, folder: Path, kind: str, api: str, *, background: bool = False) -> Checkpointer:
         way = CheckpointConfig.model_validate({"state_dict": kind, "api": api, "async_save": background})
-        return Checkpointer(folder, self.model, self.optimizer, way, self.process)
+        return Checkpointer(folder, self.model, self.optimizer, way, self.process, SAVE_WAYS)
 
 
 def save_now(checkpointer: Checkpointer, step: int = 1) -> Path:
@@ -91,6 +94,36 @@ def save(process: Process, folder: Path, mesh: str, family: str) -> None:
             by = [storage.read_manifest(written[kind, api]).files for api in ("dtensor", "dcp")]
             assert by[0] == by[1], kind
         save_file({name: t.contiguous() for name, t in expected.items()}, folder / f"{mesh}.safetensors")
+        saved = read_by_torch(written["sharded", "dcp"])
+        assert saved.keys() == expected.keys()
+        assert all(saved[name].equal(tensor) for name, tensor in expected.items()), "torch's reader reads other values"
+
+
+def read_by_torch(folder: Path) -> dict[str, Tensor]:
+    """The whole tensors of a sharded checkpoint, by torch's own reader."""
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    saved: Any = reader.read_metadata().state_dict_metadata
+    tensors = {name: torch.full(entry.size, 7, dtype=entry.properties.dtype) for name, entry in saved.items()}
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def load_format_6(process: Process, folder: Path) -> None:
+    """Both kinds by both APIs, and as tools read them."""
+    for kind, api in WAYS:
+        state = State(str(process.world_size), 2, "tiny", process)
+        make_state(state.optimizer)
+        assert state.checkpointer(folder / kind, kind, api).load({}) == TrainState(step=1)
+        whole = state.whole()
+        file = folder / "full/step-00000001/optimizer.safetensors"
+        old = {f"model.{key}": t for key, t in load_file(file.with_name(storage.MODEL)).items()}
+        for key, tensor in load_file(file).items():
+            of, name = key.split(".", 1)
+            old[f"optimizer.state.{name}.{of}"] = tensor
+        read = shards.read_tensors(folder / kind / "step-00000001")
+        assert whole.keys() == old.keys() == read.keys()
+        wrong = [name for name in old if not (whole[name].equal(old[name]) and read[name].equal(old[name]))]
+        assert not wrong, f"{kind} by {api}: {wrong}"
 
 
 def load(process: Process, folder: Path, mesh: str, family: str, sources: Sequence[str]) -> None:

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 import train
-from checkpoint import Checkpointer
+from checkpoint import WAYS
 from tests.checkpointing.reload_worker import save_now
 from tests.helpers import run_distributed
+from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import CheckpointConfig, Config
 from torchtitan_lite.distributed.initialize import materialize
@@ -84,7 +85,7 @@ def measure(process: Process, folder: Path, hf_folder: Path) -> dict[str, float]
 
     def checkpointer(kind: str, api: str) -> Checkpointer:
         way = CheckpointConfig.model_validate({"state_dict": kind, "api": api})
-        return Checkpointer(folder / f"{kind} {api}", model, optimizer, way, process)
+        return Checkpointer(folder / f"{kind} {api}", model, optimizer, way, process, WAYS)
 
     for kind in ("full", "sharded"):
         for api in ("dtensor", "dcp"):

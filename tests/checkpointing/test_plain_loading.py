@@ -6,16 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import torchtitan_lite as ttl
 from tests.docs.pages import blocks
 from tests.helpers import ROOT, checkpoint, ranks, succeeded, tensors, tiny
 
 BLOCKS = blocks((ROOT / "docs/checkpoints.md").read_text(), "python")
-FULL, SHARDED, _ = BLOCKS
+FULL, BY_TORCH, INTO_STATES, SHARDED, JOINED, _ = BLOCKS
 
 
-def run(block: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def run(block: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **names: Any) -> dict[str, Any]:
     """The names after these lines, which must not import our package."""
     real = builtins.__import__
 
@@ -23,7 +25,6 @@ def run(block: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
         assert not name.startswith("torchtitan_lite")
         return real(name, *args, **kwargs)
 
-    names: dict[str, Any] = {}
     with monkeypatch.context() as patched:
         patched.chdir(folder)
         patched.setattr(builtins, "__import__", guarded)
@@ -56,7 +57,21 @@ def test_a_sharded_checkpoint(
         more = {"checkpoint__state_dict": "sharded", "fsdp__shard_columns": ["*.wk.weight"], "optim__warmup_steps": 1}
         succeeded(ranks(2, *tiny(text, tmp_path, run__name="columns", train__steps=4, checkpoint__every=4, **more)))
     folder = copied(tmp_path / "columns" if columns else sharded, tmp_path / "runs/sharded")
-    weights = run(SHARDED, tmp_path, monkeypatch)["weights"]
-    wanted = {name: tensor for name, tensor in tensors(folder).items() if name in weights}
-    assert weights.keys() == dict(ttl.load_model(folder)[0].named_parameters()).keys()
-    assert all(weights[name].equal(wanted[name]) for name in weights)
+    saved, model = tensors(folder), ttl.load_model(folder)[0]
+    for block in (SHARDED, BY_TORCH):
+        weights = run(block, tmp_path, monkeypatch)["weights"]
+        assert weights.keys() == dict(model.named_parameters()).keys()
+        assert all(weights[name].equal(saved[name]) for name in weights)
+    run(JOINED, tmp_path, monkeypatch)
+    joined = load_file(next((tmp_path / "joined").glob("*.safetensors")))
+    assert all(joined[f"model.{name}"].equal(weights[name]) for name in weights)
+
+    optimizer = torch.optim.AdamW(model.parameters(), fused=False)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    run(INTO_STATES, tmp_path, monkeypatch, model=model, optimizer=optimizer)
+    for name, parameter in model.named_parameters():
+        assert parameter.equal(saved[name])
+        for key, value in optimizer.state[parameter].items():
+            assert value.equal(saved[f"state.{name}.{key}"])

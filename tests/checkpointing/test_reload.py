@@ -1,11 +1,13 @@
 """A checkpoint loads the same bits on any number of ranks with either API, whichever saved it."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.checkpointing.reload_worker import MESHES, MODELS, load, save
+from tests.checkpointing.reload_worker import MESHES, load, load_format_6, save
 from tests.helpers import run_distributed
+from torchtitan_lite.tools import checkpoints
 
 
 def test_a_checkpoint_of_each_way_loads_by_the_other_api_on_another_mesh(tmp_path: Path) -> None:
@@ -16,7 +18,17 @@ def test_a_checkpoint_of_each_way_loads_by_the_other_api_on_another_mesh(tmp_pat
     run_distributed(load, 4, tmp_path, "2x2c", "llama", ["3"])
 
 
-@pytest.fixture(scope="module", params=MODELS)
+def test_format_6_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """format6.zip was written by version 1.0 on two ranks, one state as "full" and as "sharded"."""
+    shutil.unpack_archive(Path(__file__).with_name("format6.zip"), tmp_path)
+    run_distributed(load_format_6, 3, tmp_path)
+    for kind in ("full", "sharded"):
+        assert checkpoints.main(["verify", str(tmp_path / kind)]) == 0
+        assert checkpoints.main(["inspect", str(tmp_path / kind)]) == 0
+        assert "optimizer.state.layers.0.attention.wq.weight.momentum_buffer\n" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module", params=["llama", "t5"])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Checkpoints of every mesh, in each of the four ways, and the family of their model."""
     folder = tmp_path_factory.mktemp("saved")

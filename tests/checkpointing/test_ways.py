@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoint import Checkpointer
+from checkpoint import WAYS as SAVE_WAYS
 from tests.checkpointing.reload_worker import WAYS, State, save_now, saved_folder
 from tests.helpers import run_distributed
 from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import CheckpointConfig
 from torchtitan_lite.distributed.process_group import Process
@@ -68,7 +69,8 @@ def save_after_a_load(process: Process, folder: Path) -> list[list[int]]:
     """The steps that were there after each save, and those among which the best one was asked for."""
     state, best_of = State("1", 1, "llama", process), Mock(return_value=4)
     keep = CheckpointConfig(keep_latest=2, keep_every=7, keep_best=True)
-    first, second = (Checkpointer(folder, state.model, state.optimizer, keep, process, best_of) for _ in range(2))
+    parts = folder, state.model, state.optimizer, keep, process, SAVE_WAYS, best_of
+    first, second = (Checkpointer(*parts) for _ in range(2))
 
     def save(saver: Checkpointer, step: int) -> list[int]:
         save_now(saver, step)
@@ -99,7 +101,7 @@ def save_on_a_full_disk(process: Process, folder: Path) -> list[int]:
     """Room for half a checkpoint."""
     state = State("1", 1, "llama", process)
     state.step()
-    saver = Checkpointer(folder, state.model, state.optimizer, CheckpointConfig(keep_latest=1), process)
+    saver = Checkpointer(folder, state.model, state.optimizer, CheckpointConfig(keep_latest=1), process, SAVE_WAYS)
     saver.require_space()
     save_now(saver, 1)
     with pytest.MonkeyPatch.context() as patched:
@@ -139,7 +141,7 @@ def on_two_machines(process: Process, folder: Path, api: str, mesh: str, backgro
 
     def checkpointer(state: State, folder: Path, **more: Any) -> Checkpointer:
         config = CheckpointConfig.model_validate(options | more)
-        return Checkpointer(folder, state.model, state.optimizer, config, process)
+        return Checkpointer(folder, state.model, state.optimizer, config, process, SAVE_WAYS)
 
     state = State(mesh, 1, "llama", process)
     saver = checkpointer(state, run)

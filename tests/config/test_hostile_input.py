@@ -142,7 +142,7 @@ def commands(folder: Path) -> list[tuple[Main, list[str], tuple[int, ...]]]:
 FULL, SHARDED = "run/checkpoints/step-00000004", "sharded/checkpoints/step-00000004"
 FILES = [
     *(f"{FULL}/{name}" for name in (storage.MANIFEST, storage.STATE, "*.safetensors")),
-    *(f"{SHARDED}/{name}" for name in (storage.MANIFEST, storage.STATE, "*.safetensors", "index.json")),
+    *(f"{SHARDED}/{name}" for name in (storage.MANIFEST, storage.STATE, "*.safetensors")),
     *("hf/config.json", "hf/tokenizer.json", "hf/model.safetensors", "data/meta.json"),
 ]
 

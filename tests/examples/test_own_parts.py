@@ -68,7 +68,7 @@ def test_the_parts_of_the_pages_work_in_one_run(trained: tuple[Path, list[str]],
     straight, state = losses(run), tensors(checkpoint(run, 6))
     assert straight[6][0] < straight[1][0]
     assert {"pos_embeddings.weight", "layers.0.norm.weight"} <= state.keys(), "parallel blocks"
-    assert state["exp_avg.layers.0.attention.wq.weight"].shape == (32, 32), "not a DTensor: the rows of one rank"
+    assert state["state.layers.0.attention.wq.weight.exp_avg"].shape == (32, 32), "not a DTensor: the rows of one rank"
 
     # a resume has the same bits, so the optimizer's state is saved and loaded; the tracker drops the later rows
     shutil.rmtree(checkpoint(run, 6))

@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.fake_cuda import stand_ins
 from tests.fake_cuda.operators import OperatorLog
 from tests.fake_cuda.step import DEVICE, config_of, logged_step
+from torchtitan_lite.checkpointing import safetensors_file
+from torchtitan_lite.checkpointing.save import HostCopies
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.models.attention import KeysValues, within_documents
 from torchtitan_lite.models.llama import Attention
@@ -101,8 +104,36 @@ def mask_facts() -> dict[str, Any]:
     return found
 
 
+def save_facts() -> dict[str, Any]:
+    """The page-locked bytes that copies of a shard ask for, and whether they and `pieces` hold the same."""
+    chance = torch.Generator().manual_seed(1)
+    shard = {f"{rows}": torch.randn(rows, 1024, generator=chance) for rows in (1, 257, 520, 1030, 2052)}  # beyond 2**n
+    shard |= {"step": torch.tensor(3.0), "flags": torch.ones(5, dtype=torch.bool)}
+    copies = HostCopies(torch.device(DEVICE))
+    found = copies.of(shard)
+    asked = [*stand_ins.REGISTERED.values()]
+    copies.of({"1": shard["1"]})  # another shape: the first block goes
+    left = [*stand_ins.REGISTERED.values()]
+    data = torch.randint(256, (2 * safetensors_file.PIECE + 7,), dtype=torch.uint8, generator=chance)
+    through = [piece.clone() for piece in safetensors_file.pieces(data.as_subclass(OnGpu))]
+    return {
+        "bytes": sum(tensor.nbytes for tensor in shard.values()),
+        "asked": sum(asked),
+        "left": left,
+        "same": all(torch.equal(found[name], shard[name]) for name in shard),
+        "pieces": [len(piece) for piece in through],
+        "same pieces": torch.equal(torch.cat(through), data),
+    }
+
+
+class OnGpu(torch.Tensor):
+    """Says that it is on a GPU; its bytes are on the host."""
+
+    is_cuda = True
+
+
 def main(argv: Sequence[str]) -> int:
     steps = {name: step_facts(name) for name in TABLE}
-    facts = {"attention": attention_facts(), "mask": mask_facts(), "steps": steps}
+    facts = {"attention": attention_facts(), "mask": mask_facts(), "save": save_facts(), "steps": steps}
     Path(argv[0]).write_text(json.dumps(facts))
     return 0

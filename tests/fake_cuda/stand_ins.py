@@ -7,6 +7,7 @@ compiler that fuses everything would make of it.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -73,6 +74,12 @@ class Stream:
         waits("waits for a stream")
 
 
+REGISTERED: dict[int, int] = {}  # page-locked by the runtime: bytes, by address
+RUNTIME = SimpleNamespace(  # torch.cuda.cudart()
+    cudaError=SimpleNamespace(success=0),
+    cudaHostRegister=lambda address, n_bytes, _flags: REGISTERED.update({address: n_bytes}) or 0,
+    cudaHostUnregister=lambda address: REGISTERED.pop(address) and 0,
+)
 _current = [Stream()]
 
 
@@ -175,6 +182,8 @@ def install() -> None:
     replaced: dict[str, Any] = {
         "Event": Event,
         "Stream": Stream,
+        "cudart": lambda: RUNTIME,
+        "_cudart": RUNTIME,
         "stream": stream,
         "current_stream": current_stream,
         "default_stream": lambda _=None: _current[0],

@@ -34,9 +34,9 @@ from typing import Any
 import torch
 
 import train
-from checkpoint import Checkpointer
 from tests import rank0
 from torchtitan_lite.checkpointing import safetensors_file, save, storage
+from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.data.loader import PrefetchingLoader
 from torchtitan_lite.distributed.process_group import exit_process
 from torchtitan_lite.distributed.sharding import own_part

@@ -86,3 +86,13 @@ def test_shared_heads_are_copied_only_where_no_kernel_takes_them(
     names, n_bytes = found["attention"][case]
     assert names == [f"aten._scaled_dot_product_{kernel}_attention.default"]
     assert n_bytes == copied
+
+
+def test_a_save_locks_no_more_memory_than_its_shard_and_loses_no_byte_of_it(found: Any) -> None:
+    """torch's own pinned memory would round each tensor up to a power of two."""
+    save = found["save"]
+    assert save["bytes"] <= save["asked"] <= 1.03 * save["bytes"]
+    assert save["left"] == [4096], "the block of other shapes is freed"
+    assert save["same"]
+    assert save["pieces"] == [64 << 20, 64 << 20, 7]
+    assert save["same pieces"]

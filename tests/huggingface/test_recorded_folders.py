@@ -51,7 +51,7 @@ def test_each_exported_folder_is_the_recorded_one(tmp_path: Path) -> None:
             key: (torch.arange(t.numel()) + 7 * i).reshape(t.shape).sin().to(dtype)
             for i, (key, t) in enumerate(tensors.items())
         }
-        averages = {f"ema.{key}": 2 * tensor for key, tensor in counted.items()}
+        averages = {f"state.{key}.ema": 2 * tensor for key, tensor in counted.items()}
         files = {
             file: write_tensors(folder / file, specs_of(tensors), tensors.__getitem__)
             for file, tensors in ((storage.MODEL, counted), (storage.OPTIMIZER, averages))

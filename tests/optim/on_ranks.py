@@ -165,11 +165,13 @@ def load_averages(process: Process, folder: Path) -> None:
             target = averaging(now, 2, process)
             assert target.checkpointer(run, kind, api).load({}) is not None
             found = target.whole()
-            wanted = {name: tensor for name, tensor in expected.items() if now or not name.startswith("optim.ema.")}
+            wanted = {name: tensor for name, tensor in expected.items() if now or not name.endswith(".ema")}
             if now and not saved:  # a new average starts from the weights
-                wanted |= {f"optim.ema.{n}": expected[f"model.{n}"] for n, _ in target.model.named_parameters()}
+                wanted |= {
+                    f"optimizer.state.{n}.ema": expected[f"model.{n}"] for n, _ in target.model.named_parameters()
+                }
             assert found.keys() == wanted.keys(), f"{run}, loaded with {now}"
             wrong = [name for name, tensor in wanted.items() if not found[name].equal(tensor)]
             assert not wrong, f"{run}, loaded with {now}: {wrong}"
             target.step()
-            assert any(name.startswith("optim.ema.") for name in target.whole()) == bool(now)
+            assert any(name.endswith(".ema") for name in target.whole()) == bool(now)

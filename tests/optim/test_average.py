@@ -111,13 +111,13 @@ def test_a_load_may_begin_or_end_averages(saved: float, now: float) -> None:
 def follows(run: Path, start: int, end: int) -> None:
     """Compare the averages in the checkpoints of a run with the formula; at its start there may be none."""
     saved = [tensors(checkpoint(run, step)) for step in range(start, end + 1)]
-    names = [name for name in saved[-1] if f"ema.{name}" in saved[-1]]
+    names = [name for name in saved[-1] if f"state.{name}.ema" in saved[-1]]
     assert names
     for name in names:
-        mean = saved[0].get(f"ema.{name}", saved[0][name])
+        mean = saved[0].get(f"state.{name}.ema", saved[0][name])
         for step, later in enumerate(saved[1:], start=start + 1):
             mean = after(mean, later[name], step)
-        assert saved[-1][f"ema.{name}"].equal(mean), name
+        assert saved[-1][f"state.{name}.ema"].equal(mean), name
 
 
 @pytest.mark.extended
@@ -155,7 +155,7 @@ def test_the_average_can_be_exported_scored_and_used(text: Path, tmp_path: Path)
     succeeded(ranks(1, *tiny(text, tmp_path, run__name="run", **more)))
     run = tmp_path / "run"
     saved = tensors(checkpoint(run, 3))
-    averages = {name: saved[f"ema.{name}"] for name in saved if f"ema.{name}" in saved}
+    averages = {name: saved[f"state.{name}.ema"] for name in saved if f"state.{name}.ema" in saved}
     expected = saved | averages
     assert 0 < len(averages) < len(load_file(checkpoint(run, 3) / "model.safetensors"))
     found = hf.read_weights(checkpoint(run, 3), ema=True)

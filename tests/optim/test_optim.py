@@ -83,7 +83,7 @@ def test_state_that_a_checkpoint_would_lose_is_refused() -> None:
         optimizer = build_optimizer(model, OptimConfig(name="sgd"))
         state = optimizer.state[model.output.weight]
         state |= {"step": torch.tensor(3.0), "of_one": torch.ones(1), "unused": None}
-        assert {"step.output.weight", "of_one.output.weight"} <= optimizer_tensors(model, optimizer).keys()
+        assert {"state.output.weight.step", "state.output.weight.of_one"} <= optimizer_tensors(model, optimizer).keys()
         for value, kind in ((3, "int"), (torch.ones(2), "Tensor")):  # not a DTensor: whose rows are they?
             state["steps"] = value
             with pytest.raises(CheckpointError, match=f'SGD keeps "steps" of output.weight as {kind}, which can\'t be'):

@@ -166,7 +166,7 @@ STATES: dict[str, tuple[str, Change, str]] = {
     "its data is damaged": ("run", lambda run: os.truncate(run / "../data/train.bin", 500), DATA + AGAIN),
     "its data lacks meta.json": ("run", gone("../data/meta.json"), DATA + AGAIN),
     "a shard has another byte": ("parts", flip(file(6, "shard-00000-of-00001.safetensors")), LOOKS),
-    "the index of shards is gone": ("parts", gone(f"{STEP}6/index.json"), SHORT + AGAIN),
+    "a shard is gone": ("parts", gone(f"{STEP}6/shard-00000-of-00001.safetensors"), SHORT + AGAIN),
     "a fork whose source is gone": ("begun", gone("../run"), LOOKS + REPLAY.replace("6", "8") + AGAIN),
     "a fork whose checkpoint is damaged": ("begun", flip(file(8)), LOOKS + REPLAY.replace("6", "8") + FORKS + AGAIN),
     "a fork with a folder without a manifest": ("begun", gone(f"{STEP}8/manifest.json"), SHORT),

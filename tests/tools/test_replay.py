@@ -15,7 +15,7 @@ import pytest
 from tests.helpers import checkpoint, ranks, records, refused, succeeded, tiny
 from torchtitan_lite import __version__
 from torchtitan_lite.checkpointing.compatibility import AUTOTUNING
-from torchtitan_lite.checkpointing.dcp_storage import read_tensors
+from torchtitan_lite.checkpointing.shards import read_tensors
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.errors import ConfigError, NonFiniteError
 from torchtitan_lite.optim.finite_guard import Incident
@@ -198,7 +198,7 @@ class StopError(NonFiniteError):
 
 def test_each_step_and_each_tensor_is_compared(finished: Path, tmp_path: Path) -> None:
     """By `compute`, on a stand-in of a run of steps 3 and 4, with the checkpoint of step 4."""
-    saved = dict(read_tensors(checkpoint(finished, 4), ""))
+    saved = dict(read_tensors(checkpoint(finished, 4)))
     name = "model.output.weight"
     flipped = saved[name].clone()
     flipped.view(-1)[-1] = -flipped.view(-1)[-1]

@@ -12,7 +12,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from torchtitan_lite.checkpointing import dcp_storage, progress, storage
+from torchtitan_lite.checkpointing import progress, shards, storage
 from torchtitan_lite.checkpointing.find import find
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import Parts, by_name
@@ -174,7 +174,7 @@ def require_same_tensors(folder: Path, parts: Parts, process: Process) -> None:
 
     @progress.working("reading the names of tensors")
     def compare_names() -> None:
-        saved = {name: tuple(entry["shape"]) for name, entry in dcp_storage.read_index(folder).items()}
+        saved = {name: shape for name, (_, shape) in shards.read_places(folder).specs.items()}
         storage.require_equal(folder, saved, shapes_of(by_name(parts)), "model or optimizer")
 
     on_rank0(compare_names, process.untimed)
@@ -204,7 +204,7 @@ def find_same_weights(
 
 def require_same_weights(weights: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError if the initial weights' names or shapes differ from the model's."""
-    theirs = {name: shape for name, (_, shape) in dcp_storage.specs(weights).items()}
+    theirs = {name: shape for name, (_, shape) in shards.specs(weights).items()}
     advice = "set the [model] keys to the folder's values, and model.vocab_size or tokenizer.path to its vocabulary"
     storage.require_equal(Path("model.init_from"), theirs, shapes_of(targets), "model", advice)
 

@@ -1,7 +1,8 @@
 """Full state dicts: rank 0 gathers whole tensors and sends each rank its rows; or each rank reads its own.
 
-All tensors of a call travel in one message. `fully_shard` splits a dim as torch.chunk does, so the last ranks may have
-fewer rows, or none; every message has room for those of rank 0. Example: tensors of (5, 4) and (3,) on 2 ranks:
+A large tensor, or a MiB of small ones, travels in one message. `fully_shard` splits a dim as torch.chunk does, so the
+last ranks may have fewer rows, or none; every message has room for those of rank 0. Example: tensors of (5, 4) and (3,)
+on 2 ranks:
 
     rank 0    rows 0, 1, 2         elements 0, 1
     rank 1    rows 3, 4, unused    element 2, unused
@@ -18,10 +19,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.checkpointing import progress
+from torchtitan_lite.checkpointing import progress, tensor_names
+from torchtitan_lite.checkpointing.tensor_names import Tensors
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.distributed.ranks import on_all, on_rank0
 from torchtitan_lite.distributed.sharding import own_part, shard_dim
+
+AGREE_EVERY = 2**30  # bytes of whole tensors
 
 
 def gather(
@@ -30,46 +34,84 @@ def gather(
     take: Callable[[dict[str, Tensor]], None],
     untimed: dist.ProcessGroup | None,
 ) -> None:
-    """Pass whole tensors to `take` on rank 0. Collective, also its errors and those of missing memory.
+    """Pass whole tensors to `take` on rank 0: each large one alone, small ones together. Collective, also its errors.
+
+    The ranks agree once per GiB that none has failed. Until then, one that has failed takes part in the messages, so
+    that the others do not wait for it.
 
     Args:
+        take: must not keep the tensors: their memory is used again.
         untimed: a group of all ranks without a timeout, to wait in for rank 0's disk; outside of a run the mesh's
             groups have one.
     """
-    group, whole = mesh.get_group(mesh.ndim - 1), {name: own_part(tensor)[0] for name, tensor in tensors.items()}
-    sharded = {name: tensor for name, tensor in tensors.items() if _is_sharded(tensor)}
-    sizes = [_size(tensor, group) for tensor in sharded.values()]
+    group, groups = mesh.get_group(mesh.ndim - 1), [*tensor_names.in_groups(tensors)]
+    sizes = [{name: _size(t, group) for name, t in part.items() if _is_sharded(t)} for part in groups]
+    longest, failed = max((sum(of.values()) for of in sizes), default=0), list[Exception]()
     sent, received = list[Tensor](), list[Tensor]()
 
-    def pack() -> None:
-        if dist.get_global_rank(group, 0) == 0:  # the first replica
-            sent.append(whole[next(iter(sharded))].new_empty(sum(sizes), dtype=torch.uint8))
-            for name, data in zip(sharded, sent[0].split(sizes), strict=True):
+    def make_buffers() -> None:
+        if longest and dist.get_global_rank(group, 0) == 0 and group.size() > 1:  # the first replica
+            sent.append(own_part(next(iter(tensors.values())))[0].new_empty(longest, dtype=torch.uint8))
+            if dist.get_rank() == 0:
+                received.append(sent[0].new_empty(group.size() * longest))
+
+    def attempt(action: Callable[[], None]) -> None:
+        try:
+            if not failed:
+                action()
+        except Exception as error:
+            failed.append(error)
+
+    def agree() -> None:
+        for error in failed:
+            raise error
+
+    def exchange(part: Tensors, of: Mapping[str, int]) -> None:
+        whole, n_bytes = {name: own_part(tensor)[0] for name, tensor in part.items()}, sum(of.values())
+        messages = [buffer[: group.size() * n_bytes].view(group.size(), n_bytes) for buffer in received]
+
+        def pack() -> None:
+            for name, data in zip(of, sent[0][:n_bytes].split([*of.values()]), strict=True):
                 _put(whole[name], data)
+
+        def unpack() -> None:
+            for rows in messages if of else ():
+                for name, of_ranks in zip(of, rows.split([*of.values()], 1), strict=True):
+                    dim, own = shard_dim(part[name]), whole[name]
+                    parts = of_ranks.flatten().view(own.dtype).view(-1, *own.shape).movedim(0, dim)
+                    whole[name] = parts.flatten(dim, dim + 1).narrow(dim, 0, part[name].shape[dim])
+            take(whole)
+
+        if of and sent:
+            attempt(pack)
+            dist.gather(sent[0][:n_bytes], [*messages[0]] if messages else None, 0, group)
         if dist.get_rank() == 0:
-            received.append(sent[0].new_empty(group.size(), len(sent[0])))
+            attempt(unpack)
 
-    def unpack() -> None:
-        for messages in received:
-            for (name, tensor), of_ranks in zip(sharded.items(), messages.split(sizes, 1), strict=True):
-                dim, own = shard_dim(tensor), whole[name]
-                parts = of_ranks.flatten().view(own.dtype).view(-1, *own.shape).movedim(0, dim)
-                whole[name] = parts.flatten(dim, dim + 1).narrow(dim, 0, tensor.shape[dim])
-        take(whole)
-
-    if sharded and group.size() > 1:
-        on_all(pack, untimed)
-    for message in sent:
-        dist.gather(message, [*received[0]] if received else None, 0, group)
-    on_rank0(unpack, untimed)
+    on_all(make_buffers, untimed)
+    pending = 0
+    for part, of in zip(groups, sizes, strict=True):
+        exchange(part, of)
+        pending += sum(tensor.nbytes for tensor in part.values())
+        if pending >= AGREE_EVERY:
+            on_all(agree, untimed)
+            pending = 0
+    on_all(agree, untimed)
 
 
-def scatter(read: Callable[[str], Tensor], targets: Mapping[str, Tensor], mesh: DeviceMesh, process: Process) -> None:
+def scatter(targets: Mapping[str, Tensor], read: Callable[[str], Tensor], mesh: DeviceMesh, process: Process) -> None:
     """Fill this rank's rows of tensors from the whole ones that `read` returns on rank 0. Collective, also its errors.
 
     Args:
         read: returns a tensor on the CPU, maybe of another dtype.
     """
+    for part in tensor_names.in_groups(targets):
+        _scatter_group(part, read, mesh, process)
+
+
+def _scatter_group(
+    targets: Mapping[str, Tensor], read: Callable[[str], Tensor], mesh: DeviceMesh, process: Process
+) -> None:
     group = mesh.get_group(mesh.ndim - 1)
     sizes = [_size(target, group) for target in targets.values()]
     message, sent = torch.empty(sum(sizes), dtype=torch.uint8, device=process.device), list[Tensor]()
@@ -84,7 +126,7 @@ def scatter(read: Callable[[str], Tensor], targets: Mapping[str, Tensor], mesh: 
                     _put(part, data)
         sent.extend(messages)
 
-    on_rank0(pack, process.untimed)  # a slow disk, as in `gather`
+    on_rank0(pack, process.untimed)  # the others wait here for a slow disk, not in a message with a time limit
     if dist.get_global_rank(group, 0) == 0:
         dist.scatter(message, sent or None, 0, group)
     if mesh.ndim > 1:  # from the first replica to the others

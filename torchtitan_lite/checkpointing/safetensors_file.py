@@ -4,15 +4,15 @@ The library's `save_file` needs all tensors at once, and hashing would need a se
 length of a JSON header, the header, and the tensors' bytes without gaps.
 """
 
-import collections
 import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import torch
@@ -34,6 +34,7 @@ WRITABLE = {  # the supported dtypes, and their names in the file
 }
 DTYPES = {name: dtype for dtype, name in WRITABLE.items()}
 _CHUNK = 8 << 20  # bytes written and hashed at a time
+PIECE = 64 << 20  # bytes copied from a GPU at a time
 _SYNC_EVERY = 4 << 30  # bytes; the watchdog would see no progress during one long sync at the end
 
 TensorSpecs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # by name: dtype and shape
@@ -59,32 +60,24 @@ def _start_writeback(descriptor: int, start: int, n_bytes: int) -> None:
 
 
 class HashingStream:
-    """A file that a second thread hashes while it is written. Both threads release the GIL.
+    """A file that a second thread hashes while it is written. Both threads release the GIL."""
 
-    Written bytes must not change until `close` has returned. An error of either thread is raised here.
-
-    Args:
-        ahead: maximum chunks written but not yet hashed, to bound memory. 0: no limit, for bytes that stay in memory
-            anyway.
-    """
-
-    def __init__(self, path: Path, ahead: int = 2) -> None:
+    def __init__(self, path: Path) -> None:
         self._file: BinaryIO = path.open("xb")
-        self._bytes, self._synced, self._ahead = 0, 0, ahead
+        self._bytes, self._synced = 0, 0
         self._hash = hashlib.sha256()
         self._thread = ThreadPoolExecutor(1)
-        self._hashing: collections.deque[Future[None]] = collections.deque()  # oldest chunk first
 
     def _digest(self, chunk: memoryview) -> None:
         self._hash.update(chunk)
         progress.advance(len(chunk))
 
     def write(self, data: memoryview) -> None:
+        """Write and hash. The bytes may change afterwards."""
+        hashing = []
         for start in range(0, len(data), _CHUNK):
             chunk = data[start : start + _CHUNK]
-            self._hashing.append(self._thread.submit(self._digest, chunk))
-            if 0 < self._ahead < len(self._hashing):
-                self._hashing.popleft().result()
+            hashing.append(self._thread.submit(self._digest, chunk))
             with naming(self._file.name):
                 self._file.write(chunk)
             _start_writeback(self._file.fileno(), self._bytes, len(chunk))
@@ -93,12 +86,12 @@ class HashingStream:
             if self._bytes - self._synced >= _SYNC_EVERY:
                 flush_to_disk(self._file)
                 self._synced = self._bytes
+        for chunk_hashed in hashing:
+            chunk_hashed.result()
 
     def close(self) -> FileRecord:
         """Sync to disk, and return size and hash. The `with` block closes the file."""
         flush_to_disk(self._file)
-        for chunk in self._hashing:
-            chunk.result()
         return FileRecord(self._bytes, self._hash.hexdigest())
 
     def __enter__(self) -> "HashingStream":
@@ -110,10 +103,10 @@ class HashingStream:
             self._file.close()
 
 
-def layout(tensors: TensorSpecs) -> tuple[bytes, list[str]]:
+def layout(tensors: TensorSpecs, metadata: Mapping[str, str]) -> tuple[bytes, list[str]]:
     """Return the header of a file, and the order of its tensors: large elements first, for alignment."""
     order = sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
     for name in order:
         dtype, shape = tensors[name]
@@ -126,25 +119,49 @@ def layout(tensors: TensorSpecs) -> tuple[bytes, list[str]]:
     return len(text).to_bytes(8, "little") + text, order
 
 
+def pieces(data: Tensor) -> Iterator[Tensor]:
+    """Yield bytes on the host. Those of a GPU come in two pinned buffers: one is filled while the other is in use."""
+    if not data.is_cuda:
+        yield data
+        return
+    chunks = data.split(PIECE)
+    buffers = [torch.empty(len(chunks[0]), dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
+
+    def copy(i: int) -> tuple[Tensor, torch.cuda.Event]:
+        buffer, copied = buffers[i % 2][: len(chunks[i])], torch.cuda.Event()
+        buffer.copy_(chunks[i], non_blocking=True)
+        copied.record()
+        return buffer, copied
+
+    ahead = copy(0)
+    for i in range(1, len(chunks) + 1):
+        buffer, copied = ahead
+        if i < len(chunks):
+            ahead = copy(i)
+        copied.synchronize()
+        yield buffer
+
+
 class TensorWriter:
     """Writes a file tensor by tensor, in the order of `names`. The first tensor opens it.
 
     Args:
-        ahead: see HashingStream.
+        metadata: entries of the header besides the tensors.
     """
 
-    def __init__(self, path: Path, specs: TensorSpecs, ahead: int = 2) -> None:
-        self._path, self._specs, self._ahead = path, specs, ahead
-        self._header, self.names = layout(specs)
+    def __init__(self, path: Path, specs: TensorSpecs, metadata: Mapping[str, str] = MappingProxyType({})) -> None:
+        self._path, self._specs = path, specs
+        self._header, self.names = layout(specs, metadata)
         self._stream: HashingStream | None = None
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write the next tensors. Their CPU memory must not change until `close` has returned."""
+        """Write the next tensors. Their memory may change afterwards."""
         with progress.working(f"writing {self._path.name}"):
             for name, tensor in tensors.items():
-                whole = tensor.detach().cpu().contiguous()
+                whole = tensor.detach().contiguous()
                 assert (whole.dtype, tuple(whole.shape)) == self._specs[name], f"{name} does not match its spec"
-                self._opened().write(memoryview(whole.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]  # an array is a buffer
+                for piece in pieces(whole.reshape(-1).view(torch.uint8)):
+                    self._opened().write(memoryview(piece.numpy()))  # type: ignore[arg-type]  # an array is a buffer
 
     def close(self) -> FileRecord:
         """Sync to disk, and return size and hash."""
@@ -153,7 +170,7 @@ class TensorWriter:
 
     def _opened(self) -> HashingStream:
         if self._stream is None:
-            self._stream = HashingStream(self._path, self._ahead)
+            self._stream = HashingStream(self._path)
             self._stream.write(memoryview(self._header))
         return self._stream
 
@@ -165,9 +182,14 @@ class TensorWriter:
             self._stream.__exit__(*error)
 
 
-def write_tensors(path: Path, specs: TensorSpecs, tensor: Callable[[str], Tensor], ahead: int = 2) -> FileRecord:
+def write_tensors(
+    path: Path,
+    specs: TensorSpecs,
+    tensor: Callable[[str], Tensor],
+    metadata: Mapping[str, str] = MappingProxyType({}),
+) -> FileRecord:
     """Write a file, and sync it to disk. Calls `tensor` with each name just before writing it."""
-    with TensorWriter(path, specs, ahead) as writer:
+    with TensorWriter(path, specs, metadata) as writer:
         for name in writer.names:
             writer.add({name: tensor(name)})
         return writer.close()

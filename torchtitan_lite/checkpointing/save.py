@@ -6,30 +6,38 @@ commits the folder by renaming it (storage.py). If one rank fails, every rank re
 module never stops the run because of a failed save.
 """
 
+import os
 import shutil
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.checkpointing import progress, storage
-from torchtitan_lite.checkpointing.safetensors_file import FileRecord
+from torchtitan_lite.checkpointing import compatibility, full_state, progress, storage
+from torchtitan_lite.checkpointing.find import checkpoint_to_resume
+from torchtitan_lite.checkpointing.safetensors_file import FileRecord, TensorSpecs
+from torchtitan_lite.checkpointing.shards import Layout, layout_of
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.checkpointing.tensor_names import Parts, Tensors, optimizer_tensors, own_tensors
+from torchtitan_lite.checkpointing.tensor_names import Parts, Tensors, by_name, optimizer_tensors, own_tensors
 from torchtitan_lite.config.schema import CheckpointConfig
 from torchtitan_lite.distributed.process_group import Process, untimed_group
 from torchtitan_lite.distributed.ranks import on_all, on_rank0
+from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.errors import text_of
 from torchtitan_lite.models import Transformer
+from torchtitan_lite.optim.optimizer import make_state
+from torchtitan_lite.terminal import size
 
-Write = Callable[[Path], dict[str, FileRecord]]  # writes this rank's files into an existing folder
+# A save of one way: up to `yield` the snapshot, while training waits; then it writes this rank's files into the folder
+# that it receives, for a save in the background in a thread
+Saving = Generator[None, Path, dict[str, FileRecord]]
 
 
 @dataclass(frozen=True)
@@ -45,8 +53,63 @@ class Saved:
     note: str = ""  # on rank 0: why older checkpoints were not deleted
 
 
-class BaseCheckpointer(ABC):
-    """The base class of checkpoint.py's Checkpointer, with what all APIs and kinds of state dict share."""
+class HostCopies:
+    """One block of host memory with a view for each tensor, reused as long as names, dtypes and shapes stay.
+
+    For a GPU the block is page-locked by cudaHostRegister: torch's allocator of pinned memory would round each tensor
+    up to a power of two.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._specs: TensorSpecs = {}
+        self._views: Tensors = {}
+        self._unpin: Callable[[], object] = lambda: None
+
+    def reserve(self, specs: TensorSpecs) -> None:
+        """Make room for these tensors."""
+        if specs == self._specs:
+            return
+        self._unpin()
+        self._specs, self._views = {}, {}  # frees the block before the next one is made
+        order = sorted(specs, key=lambda name: -specs[name][0].itemsize)  # large elements first, for alignment
+        sizes = [specs[name][0].itemsize * torch.Size(specs[name][1]).numel() for name in order]
+        block = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+        if self._device.type == "cuda" and len(block):
+            block.fill_(0)  # torch's threads map the pages; registering alone would, in one thread
+            runtime, address = torch.cuda.cudart(), block.data_ptr()
+            torch.cuda.check_error(int(runtime.cudaHostRegister(address, len(block), 1)))  # 1: for all devices
+            self._unpin = weakref.finalize(self, runtime.cudaHostUnregister, address)
+        for name, data in zip(order, block.split(sizes), strict=True):
+            dtype, shape = specs[name]
+            self._views[name] = data.view(dtype).view(shape)
+        self._specs = dict(specs)
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> Tensors:
+        """Copy tensors, of a DTensor this rank's shard, into their views, and return these."""
+        for name, tensor in tensors.items():
+            self._views[name].copy_(own_part(tensor.detach())[0], non_blocking=True)
+            progress.advance(self._views[name].nbytes)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        return {name: self._views[name] for name in tensors}
+
+    def of(self, tensors: Mapping[str, Tensor]) -> Tensors:
+        """Copy exactly these tensors, and return the copies."""
+        rows = {name: own_part(tensor.detach())[0] for name, tensor in tensors.items()}
+        self.reserve({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in rows.items()})
+        return self.fill(rows)
+
+
+class Way(NamedTuple):
+    """A kind of state dict saved and loaded by one API: functions of checkpoint.py."""
+
+    save: Callable[["Checkpointer", bool], Saving]  # the bool: in the background
+    load: Callable[["Checkpointer", Path], None]
+
+
+class Checkpointer:
+    """Saves a run's checkpoints, and loads the one to resume from. All ranks make the same calls."""
 
     def __init__(
         self,
@@ -55,15 +118,18 @@ class BaseCheckpointer(ABC):
         optimizer: torch.optim.Optimizer,
         config: CheckpointConfig,
         process: Process,
+        ways: Mapping[tuple[str, str], Way],
         best_of: Callable[[Path, Sequence[int]], int | None] = lambda *_: None,
         ruined_from: Callable[[Path], float] = lambda _: float("inf"),
     ) -> None:
         """
         Args:
+            ways: by kind of state dict and API, see checkpoint.py.
             best_of: returns the step of a run with the lowest validation loss among the given ones.
             ruined_from: returns the first step of a run whose weights are ruined; infinite if none is.
         """
         self.folder = folder
+        self.ways = ways
         self.best_of, self.ruined_from = best_of, ruined_from
         self.model = model
         self.mesh = next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
@@ -76,22 +142,68 @@ class BaseCheckpointer(ABC):
         self.protect: set[int] = set()  # steps that retention must not delete
         # a save in the background needs its own group, separate from training and loads
         self.group = untimed_group() if config.async_save or process.untimed is None else process.untimed
+        self.copies = HostCopies(process.device)  # reused by each save in the background
         self._thread: threading.Thread | None = None
         self._saved: Saved | None = None
         self._operation = ""  # for the watchdog
-        self._copies: Tensors = {}  # on the host, reused by each save in the background
 
-    @abstractmethod
-    def snapshot(self, background: bool) -> Write:
-        """Gather or copy the tensors, while training waits. Collective. Returns the function that writes them.
+    def load(self, values: Mapping[str, Any]) -> TrainState | None:
+        """Load the checkpoint that `config.resume` selects, and return its state; None if there is none.
+
+        Only tensors are restored: parameters, buffers, and the optimizer's state with its step counts. Hyperparameters
+        come from the config.
 
         Args:
-            background: whether the returned function runs while training goes on, and so must write copies.
-        """
+            values: this run's TrainState.values, to compare with the checkpoint's.
 
-    @abstractmethod
-    def load(self, values: Mapping[str, Any]) -> TrainState | None:
-        """Load the checkpoint to resume from, and return its state; None if there is none."""
+        Raises:
+            CheckpointError: on every rank, before anything is overwritten: the checkpoint is damaged, or the run can't
+                continue with these values.
+        """
+        found = checkpoint_to_resume(self.folder, self.config, self.process)
+        self.notes = [*found.notes, *self._memory_note()]
+        if found.folder is None:
+            return None
+        self.forked_from = found.folder if found.forked else None
+        if not found.forked:
+            self.damaged = [int(folder.name.removeprefix("step-")) for folder in found.damaged]
+        state = compatibility.read_state(found.folder, values, self.process, self.ruined_from, fork=found.forked)
+        make_state(self.optimizer)  # a load fills existing tensors, and moments exist only after the first step
+        with compatibility.optimizer_as_saved(self.optimizer, state):
+            compatibility.require_same_tensors(found.folder, self.parts(), self.process)
+            self.load_tensors(found.folder)
+        self.protect = {state.step}
+        return state
+
+    def load_tensors(self, folder: Path) -> None:
+        """Load a checkpoint of either kind by the configured API, whichever API saved it."""
+        kind = on_rank0(lambda: storage.read_manifest(folder).state_dict, self.process.untimed)
+        self.ways[kind, self.config.api].load(self, folder)
+
+    def load_weights(
+        self, find: Callable[[], tuple[Path, list[str]]], open_weights: Callable[[Path], Mapping[str, Tensor]]
+    ) -> None:
+        """Load only a model's weights, for `model.init_from` before the first step.
+
+        On one machine each rank reads its rows; on several, rank 0 sends them.
+
+        Args:
+            find: returns the verified folder with the weights, and notes for the log. Called on rank 0.
+            open_weights: returns a folder's whole tensors by our names, read lazily.
+
+        Raises:
+            CheckpointError: on every rank: the weights belong to a different model (nothing is overwritten), or are
+                not finite.
+        """
+        targets = own_tensors(self.model)
+        folder, notes = compatibility.find_same_weights(find, open_weights, targets, self.process)
+        self.notes += notes
+        if self.process.local_world_size < self.process.world_size:
+            weights = open_weights(folder) if self.process.rank == 0 else {}
+            full_state.scatter(targets, weights.__getitem__, self.mesh, self.process)
+        else:
+            on_all(lambda: full_state.copy_rows(open_weights(folder), targets), self.process.untimed)
+        on_all(lambda: compatibility.require_finite(targets, folder), self.process.untimed)
 
     def parts(self) -> Parts:
         """Return the live tensors, grouped by the file that holds them in a full checkpoint."""
@@ -106,13 +218,14 @@ class BaseCheckpointer(ABC):
         assert self._thread is None, "wait for the previous save first"
         background, began = self.config.async_save, time.perf_counter()
         self._operation = f"saving step {state.step}"
-        writes: list[Write] = []
+        saving = self.ways[self.config.state_dict, self.config.api].save(self, background)
         failed: Exception | None = None
         try:  # writing has collectives, so all ranks begin it or none
             with progress.doing(self._operation):
-                on_all(lambda: writes.append(self.snapshot(background)), self.group)
+                on_all(lambda: next(saving), self.group)
         except Exception as error:  # e.g. one rank has no memory for the copies
             failed = error
+        layout = None if failed or self.config.state_dict == "full" else asdict(self.layout())
         n_bytes, blocked_s = self._n_bytes(), time.perf_counter() - began
 
         def finish() -> None:
@@ -121,7 +234,7 @@ class BaseCheckpointer(ABC):
                 if failed:
                     raise failed
                 with progress.doing(self._operation):
-                    n_written = self._write_and_commit(state, writes[0], n_bytes)
+                    n_written = self._write_and_commit(state, saving, layout, n_bytes)
                 saved = replace(saved, bytes=n_written, note=self._delete_old(state.step))
             except Exception as error:  # also from a collective, if a rank is lost
                 saved = replace(saved, error=text_of(error))
@@ -134,23 +247,17 @@ class BaseCheckpointer(ABC):
         else:
             finish()
 
-    def host_copies(self, tensors: Mapping[str, Tensor]) -> Tensors:
-        """Copy tensors to the host; of a DTensor, only this rank's shard. Copies from a GPU use pinned memory."""
-        for name, tensor in tensors.items():
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if name not in self._copies or self._copies[name].shape != local.shape:
-                self._copies[name] = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
-            self._copies[name].copy_(local, non_blocking=True)
-            progress.advance(local.nbytes)
-        if self.process.device.type == "cuda":
-            torch.cuda.synchronize()
-        return {name: self._copies[name] for name in tensors}
+    def layout(self) -> Layout:
+        """Return which rank writes what. Computed in each save: the optimizer's tensors appear after the first step."""
+        return layout_of(by_name(self.parts()), self.mesh.shape)
 
     def _n_bytes(self) -> int:
         """Return the size of a checkpoint in bytes, without its JSON."""
         return sum(t.nbytes for tensors in self.parts().values() for t in tensors.values())
 
-    def _write_and_commit(self, state: TrainState, write: Write, n_bytes: int) -> int:
+    def _write_and_commit(
+        self, state: TrainState, saving: Saving, layout: Mapping[str, Any] | None, n_bytes: int
+    ) -> int:
         """Write and commit a checkpoint, and return its size. Raises if the disk has less than `n_bytes` free."""
 
         @progress.working("making its folder")
@@ -162,11 +269,15 @@ class BaseCheckpointer(ABC):
         folder = Path(on_rank0(make_folder, self.group))
 
         def write_files() -> dict[str, Any]:
-            return {name: asdict(record) for name, record in write(folder).items()}
+            try:
+                saving.send(folder)
+            except StopIteration as done:
+                return {name: asdict(record) for name, record in done.value.items()}
+            raise AssertionError("a save yields once")
 
         @progress.working("committing its folder")
         def commit() -> None:
-            storage.commit(folder, state, self.config.state_dict, self.process.world_size, files)
+            storage.commit(folder, state, self.config.state_dict, self.process.world_size, files, layout)
 
         try:
             written = on_all(write_files, self.group)
@@ -190,6 +301,16 @@ class BaseCheckpointer(ABC):
             self._thread = None
         saved, self._saved = self._saved, None
         return saved
+
+    def _memory_note(self) -> list[str]:
+        """Return a note if a full save in the background does not fit into this machine's memory."""
+        memory, least = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 2 * self._n_bytes()  # and one moment
+        if not self.config.async_save or self.config.state_dict == "sharded" or least < memory:
+            return []
+        return [
+            f"a full save in the background needs at least {size(least)} of rank 0's host memory, which has "
+            f'{size(memory)}: use checkpoint.state_dict = "sharded", or async_save = false'
+        ]
 
     # --- space and retention ------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Checkpoint folders on disk: layout, verification and commit. Single-process, for training and tools alike.
 
     checkpoints/step-00000100/model.safetensors, optimizer.safetensors       state_dict = "full": whole tensors
-                              shard-00000-of-00004.safetensors, index.json   state_dict = "sharded": see dcp_storage.py
+                              shard-00000-of-00004.safetensors               state_dict = "sharded": see shards.py
                               state.json                                     TrainState
                               manifest.json                                  written last: size and SHA-256 of each file
                 .tmp-*          being written, or left by a killed run: never read, removed by the next save
@@ -40,7 +40,7 @@ from torchtitan_lite.errors import CheckpointError, FormatError, SaveError, Unre
 from torchtitan_lite.files import sync_folder
 from torchtitan_lite.terminal import size
 
-FORMAT_VERSION = 6  # of manifest.json and state.json, including the names of config keys
+FORMAT_VERSION = 7  # of manifest.json and state.json, including the names of config keys
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 # these mean that a checkpoint is damaged; any other OSError is an I/O error
@@ -54,6 +54,8 @@ class Manifest:
     step: int
     state_dict: str  # "full" or "sharded"
     world_size: int
+    format_version: int
+    layout: Mapping[str, Any] | None  # shards.Layout of a sharded state dict, since format 7
     files: Mapping[str, FileRecord]
 
     @property
@@ -124,16 +126,17 @@ def read_manifest(folder: Path) -> Manifest:
     """Read a manifest, and check its format and its own hash."""
     content = read_json(folder / MANIFEST)
     version = content.get("format_version")
-    if version != FORMAT_VERSION:
+    if version not in (6, FORMAT_VERSION):
         raise FormatError(
-            f"{folder} has format {shortened(version)}, but this version reads {FORMAT_VERSION}: with the version that "
-            "wrote it (format 2: commit 6b3ed8e, the last of 0.4), finish the run, or export the checkpoint (python "
-            "checkpoint.py export) and start here from the export with model.init_from"
+            f"{folder} has format {shortened(version)}, but this version reads 6 and {FORMAT_VERSION}: with the "
+            "version that wrote it (format 2: commit 6b3ed8e, the last of 0.4), finish the run, or export the "
+            "checkpoint (python checkpoint.py export) and start here from the export with model.init_from"
         )
     if content.pop("sha256", "") != _hash_of(content):
         raise CheckpointError(f"{folder / MANIFEST} is damaged: its SHA-256 does not match its content")
     files = {name: FileRecord(**record) for name, record in content["files"].items()}
-    return Manifest(content["step"], content["state_dict"], content["world_size"], files)
+    keys = ("step", "state_dict", "world_size", "format_version")
+    return Manifest(**{key: content[key] for key in keys}, layout=content.get("layout"), files=files)
 
 
 def _hash_of(manifest: Mapping[str, Any]) -> str:
@@ -215,11 +218,19 @@ def remove_leftovers(checkpoints: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def commit(folder: Path, state: TrainState, state_dict: str, world_size: int, files: Mapping[str, FileRecord]) -> Path:
+def commit(
+    folder: Path,
+    state: TrainState,
+    state_dict: str,
+    world_size: int,
+    files: Mapping[str, FileRecord],
+    layout: Mapping[str, Any] | None = None,
+) -> Path:
     """Commit a written folder, and return its final path. Replaces a damaged checkpoint of this step.
 
     Args:
         files: the files written into it, already synced.
+        layout: the fields of shards.Layout, of a sharded state dict.
 
     Raises:
         OSError, CheckpointError: not committed. (If only the last sync fails: committed, but perhaps not on the disk.)
@@ -235,10 +246,11 @@ def commit(folder: Path, state: TrainState, state_dict: str, world_size: int, fi
         "world_size": world_size,
         "torchtitan_lite": __version__,
         "torch": torch.__version__,
+        **({"layout": layout} if layout else {}),
         "files": {name: asdict(record) for name, record in sorted(files.items())},
     }
     manifest["sha256"] = _hash_of(manifest)
-    write_text(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+    write_text(folder / MANIFEST, _in_lines(manifest) + "\n")
     sync_folder(folder)
     final = step_folder(folder.parent, state.step)
     damaged = move_to_trash(final) if final.exists() else None
@@ -247,6 +259,15 @@ def commit(folder: Path, state: TrainState, state_dict: str, world_size: int, fi
     if damaged is not None:
         shutil.rmtree(damaged, ignore_errors=True)
     return final
+
+
+def _in_lines(value: Any, indent: str = "\n") -> str:
+    """Return JSON with a line for each entry of an object, and lists on one line."""
+    if not isinstance(value, Mapping):
+        return json.dumps(value)
+    inner = indent + "  "
+    entries = (f"{inner}{json.dumps(key)}: {_in_lines(entry, inner)}" for key, entry in value.items())
+    return "{" + ",".join(entries) + indent + "}"
 
 
 def move_to_trash(folder: Path) -> Path:

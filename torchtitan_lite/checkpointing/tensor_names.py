@@ -60,7 +60,7 @@ def with_tied(model: nn.Module, content: Tensors) -> Tensors:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """Return the optimizer's tensors, as "exp_avg.output.weight".
+    """Return the optimizer's tensors, as "state.output.weight.exp_avg", which torch's state dicts flatten to.
 
     Raises:
         CheckpointError: the state has other values, which a resume would lose.
@@ -70,7 +70,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Ten
         for key, value in optimizer.state.get(parameter, {}).items():  # frozen parameters have no state
             local = isinstance(parameter, DTensor) and not isinstance(value, DTensor)
             if isinstance(value, Tensor) and not (local and value.numel() != 1):
-                tensors[f"{key}.{name}"] = value
+                tensors[f"state.{name}.{key}"] = value
             elif value is not None:
                 raise CheckpointError(
                     f'{type(optimizer).__name__} keeps "{key}" of {name} as {type(value).__name__}, which can\'t be '
@@ -81,15 +81,21 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Ten
 
 def flat(nested: Any) -> Tensors:
     """Return torch's nested optimizer state under our names."""
-    return {f"{key}.{name}": value for name, state in nested["state"].items() for key, value in state.items()}
+    return {f"state.{name}.{key}": value for name, state in nested["state"].items() for key, value in state.items()}
+
+
+def renamed(name: str) -> str:
+    """Return today's name of a tensor in a checkpoint of format 6, which has "optimizer.exp_avg.output.weight"."""
+    file, key, rest = name.split(".", 2) if name.startswith(prefix("optimizer.safetensors")) else ("", "", "")
+    return f"{file}.state.{rest}.{key}" if file else name
 
 
 def nested_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Tensors) -> dict[str, Any]:
     """Return the optimizer's tensors in torch's nesting, with its current hyperparameters."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     state: dict[str, Tensors] = {}
-    for key_and_name, value in tensors.items():
-        key, name = key_and_name.split(".", 1)
+    for path, value in tensors.items():
+        name, key = path.removeprefix("state.").rsplit(".", 1)
         state.setdefault(name, {})[key] = value
     groups = [
         {**values, "params": [names[p] for p in group["params"]]}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from torchtitan_lite.checkpointing.dcp_storage import LazyTensors, specs
+from torchtitan_lite.checkpointing.shards import LazyTensors, specs
 from torchtitan_lite.errors import CheckpointError
 
 _OF_ONE = re.compile(r"(.*\.feed_forward\.w[123])\.(\d+)(\.weight)")

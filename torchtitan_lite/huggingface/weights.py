@@ -17,11 +17,11 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
-from torchtitan_lite.checkpointing import dcp_storage, storage
+from torchtitan_lite.checkpointing import shards, storage
 from torchtitan_lite.checkpointing.compatibility import saved_config
-from torchtitan_lite.checkpointing.dcp_storage import LazyTensors, read_tensors
 from torchtitan_lite.checkpointing.find import find
 from torchtitan_lite.checkpointing.safetensors_file import specs_of, write_tensors
+from torchtitan_lite.checkpointing.shards import LazyTensors, read_tensors
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import prefix
 from torchtitan_lite.config import paths
@@ -112,7 +112,7 @@ def check_source(config: Config) -> dict[str, str]:
         if used := config.tokenizer.path or next(filter(paths.is_prepared, config.data.texts), ""):
             bpe.require_rows(
                 bpe.load(Path(used)),
-                dcp_storage.specs(open_weights(folder, config.model)).get("tok_embeddings.weight", (None, (0,)))[1][0],
+                shards.specs(open_weights(folder, config.model)).get("tok_embeddings.weight", (None, (0,)))[1][0],
                 used,
             )
         elif not (
@@ -136,12 +136,16 @@ def read_weights(folder: Path, *, ema: bool = False) -> LazyTensors:
     Raises:
         CheckpointError: the checkpoint has no averages.
     """
-    averages = f"{prefix(storage.OPTIMIZER)}{KEY}."
-    if ema and not read_tensors(folder, averages):
+    weights = read_tensors(folder, prefix(storage.MODEL))
+    if not ema:
+        return weights
+    state = read_tensors(folder, f"{prefix(storage.OPTIMIZER)}state.")
+    averages = {name: f"{name}.{KEY}" for name in weights if f"{name}.{KEY}" in state}
+    if not averages:
         raise CheckpointError(
             f"--ema: {folder} holds no averages of the weights: it was saved with optim.ema_decay = 0"
         )
-    return read_tensors(folder, prefix(storage.MODEL), *([averages] if ema else []))
+    return LazyTensors(weights.specs, lambda name: state[averages[name]] if name in averages else weights[name])
 
 
 def config_of(folder: Path) -> ModelConfig:
@@ -321,7 +325,7 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, state: TrainState, conf
 
 
 def _write_model(file: Path, weights: Mapping[str, Tensor], family: str) -> None:
-    specs = dcp_storage.specs(weights)
+    specs = shards.specs(weights)
     parts = hf_names(specs, family)
     theirs = specs_of(
         {name: to_hf(ours, lambda n: torch.empty(specs[n][1], device="meta"), family) for name, ours in parts.items()}

@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from torchtitan_lite.checkpointing.save import BaseCheckpointer
+from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.process_group import Process
@@ -165,7 +165,7 @@ def save(s: Session, *, ends: bool) -> None:
         raise SaveError(f"the last checkpoint was not saved: {error}. Older checkpoints are untouched")
 
 
-def report_save(checkpointer: BaseCheckpointer, log: Log, *, wait: bool, ends: bool = False) -> str:
+def report_save(checkpointer: Checkpointer, log: Log, *, wait: bool, ends: bool = False) -> str:
     """Log a save once it is committed or has failed. Returns the error, and does not raise it."""
     saved = checkpointer.wait() if wait or checkpointer.finished() else None
     if saved is None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torchtitan_lite import BUSY_AT_START, __version__
-from torchtitan_lite.checkpointing.save import BaseCheckpointer
+from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.derive import Layout, options_saving_copies
 from torchtitan_lite.config.families import FAMILIES
@@ -37,7 +37,7 @@ def start_lines(
     samples: Mixture,
     state: TrainState,
     loaded: TrainState | None,
-    checkpointer: BaseCheckpointer,
+    checkpointer: Checkpointer,
 ) -> str:
     """Return the lines printed at startup, with all derived sizes. `loaded` is the saved state, if the run resumes."""
     n_parameters = sum(p.numel() for p in model.parameters())
@@ -77,7 +77,7 @@ def start_lines(
     return "\n".join(lines)
 
 
-def _origin(loaded: TrainState | None, checkpointer: BaseCheckpointer) -> str:
+def _origin(loaded: TrainState | None, checkpointer: Checkpointer) -> str:
     """Describe where the run starts."""
     if loaded is None:
         return "new; the same command resumes it"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from torchtitan_lite.checkpointing.save import BaseCheckpointer
+from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.loader import PrefetchingLoader
@@ -47,7 +47,7 @@ class Services:
     meter: Meter
     watchdog: Watchdog
     preemption: Preemption
-    checkpointer: BaseCheckpointer
+    checkpointer: Checkpointer
 
 
 @dataclass(frozen=True)

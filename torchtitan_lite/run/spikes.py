@@ -1,7 +1,7 @@
 """Connects the guard against loss spikes to a run. Loaded only if [spike] asks for it."""
 
 from torchtitan_lite.checkpointing import storage
-from torchtitan_lite.checkpointing.save import BaseCheckpointer
+from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.distributed.process_group import Process
@@ -14,7 +14,7 @@ from torchtitan_lite.run.metrics import Log
 
 
 def build_guard(
-    config: Config, process: Process, state: TrainState, skipped: list[int], checkpointer: BaseCheckpointer, log: Log
+    config: Config, process: Process, state: TrainState, skipped: list[int], checkpointer: Checkpointer, log: Log
 ) -> SpikeGuard:
     """Build the guard for [spike]."""
 

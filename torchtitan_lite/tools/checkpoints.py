@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_lite.checkpointing import dcp_storage, storage
+from torchtitan_lite.checkpointing import shards, storage
 from torchtitan_lite.checkpointing.find import candidates, find
 from torchtitan_lite.config import paths, toml
 from torchtitan_lite.config.families import FAMILIES
@@ -60,8 +60,8 @@ def inspect(folder: Path) -> None:
     )
     for name, record in manifest.files.items():
         print(f"  {record.bytes:>15,}  {record.sha256[:12]}...  {name}")
-    for name, entry in dcp_storage.read_index(folder).items():
-        print(f"  {list(entry['shape'])!s:>20}  {name}")
+    for name, (_, shape) in shards.read_places(folder).specs.items():
+        print(f"  {list(shape)!s:>20}  {name}")
 
 
 def import_config(folder: Path, out: Path | None, tokenizer: Path | None) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite import __version__
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.compatibility import AUTOTUNING, bitwise_setting, values_to_match
-from torchtitan_lite.checkpointing.dcp_storage import read_tensors
+from torchtitan_lite.checkpointing.shards import read_tensors
 from torchtitan_lite.checkpointing.tensor_names import by_name
 from torchtitan_lite.config.schema import Config, flatten, known_keys, resume_rule
 from torchtitan_lite.config.toml import Loaded
@@ -279,7 +279,7 @@ def _compare_tensors(s: Session, checkpoints: Path, step: int, advice: str) -> i
     def open_it() -> bool:
         nonlocal saved
         with contextlib.suppress(UserError, OSError):  # the run may delete it meanwhile
-            saved = {} if storage.verify(checkpoint) else read_tensors(checkpoint, "")
+            saved = {} if storage.verify(checkpoint) else read_tensors(checkpoint)
         return bool(saved)
 
     if not on_rank0(open_it, s.process.untimed):

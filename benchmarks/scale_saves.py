@@ -1,0 +1,121 @@
+"""What a sharded save and load cost one rank of many: `python -m benchmarks.scale saves`.
+
+No bytes are written. Models are on the meta device, and the process group is a fake one, so that this process is any
+rank of a large world: it computes what the rank would. Seconds are CPU seconds; headers and manifest are counted in
+bytes. What ranks send each other is counted in real runs, by `python -m benchmarks.scale`.
+"""
+
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import train
+from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.checkpointing.safetensors_file import FileRecord, layout
+from torchtitan_lite.checkpointing.shards import INFO, Layout, Reads, layout_of
+from torchtitan_lite.checkpointing.tensor_names import by_name, optimizer_tensors, own_tensors
+from torchtitan_lite.checkpointing.torch_storage import PartsReader
+from torchtitan_lite.config import cli
+from torchtitan_lite.distributed.process_group import build_mesh
+
+CASES = [("8b", 64, 1), ("8b", 256, 1), ("8b", 1024, 1), ("8b", 1024, 16), ("70b", 1024, 1), ("70b", 1024, 16)]
+HEAD = "model, replicas x shards", "rank", "save", "by DCP", "manifest", "load", "by DCP", "files", "headers read"
+
+
+def seconds_of(action: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the CPU seconds of an action, and its result."""
+    began = time.process_time()
+    result = action()
+    return time.process_time() - began, result
+
+
+def tensors_of(name: str, replicas: int) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint by name, on the meta device, as this rank has them."""
+    options = {
+        "fsdp.dp_replicate": replicas,
+        "optim.name": "adamw",
+        "speed.shared_memory": "false",
+        "run.device": "cpu",
+    }
+    argv = ["--config", f"configs/llama_{name}.toml", *(f"--{key}={value}" for key, value in options.items())]
+    config = cli.parse(argv, world_size=dist.get_world_size(), n_gpus=0).loaded.config
+    model = train.sharded_model(config, 128_256, build_mesh(config.fsdp, torch.device("cpu")))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for p in model.parameters():
+        optimizer.state[p] = {"step": torch.tensor(0.0), **{k: torch.zeros_like(p) for k in ("exp_avg", "exp_avg_sq")}}
+    parts = {storage.MODEL: own_tensors(model), storage.OPTIMIZER: optimizer_tensors(model, optimizer)}
+    return by_name(parts)
+
+
+def header(plan: Layout, rank: int) -> int:
+    """Return the bytes of the header that a rank writes; 0 without a file."""
+    boxes = plan.of_rank(rank)
+    if not boxes:
+        return 0
+    offsets = {name: {"saved_offsets": [indices.start for indices in box]} for name, box in boxes.items()}
+    specs = {name: (plan.specs[name][0], tuple(map(len, box))) for name, box in boxes.items()}
+    return len(layout(specs, {INFO: json.dumps(offsets)})[0])
+
+
+def manifest(plan: Layout, folder: Path) -> int:
+    """Write the manifest as a commit does, without the files it names. Returns its bytes."""
+    records = {plan.file(rank): FileRecord(2**30, "0" * 64) for rank in range(plan.mesh[0] * plan.mesh[1])}
+    folder.mkdir()
+    content = {"step": 1, "files": {k: asdict(r) for k, r in records.items()}, "layout": asdict(plan)}
+    storage._hash_of(content)
+    return len(storage._in_lines(content))
+
+
+def measure(name: str, ranks: int, replicas: int, rank: int) -> list[str]:
+    """Return the row of a rank."""
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    try:
+        tensors = tensors_of(name, replicas)
+        mesh = [replicas, ranks // replicas] if replicas > 1 else [ranks]
+        save_s, plan = seconds_of(lambda: layout_of(tensors, mesh))
+        save_s += seconds_of(lambda: header(plan, rank))[0]
+        own = {key: tensors[key] for key in plan.of_rank(rank)}
+
+        def plan_by_dcp() -> None:
+            planner = DefaultSavePlanner()
+            planner.set_up_planner(own, is_coordinator=True)
+            planner.create_global_plan([planner.create_local_plan()])
+
+        with tempfile.TemporaryDirectory() as folder:
+            manifest_s, n_bytes = seconds_of(lambda: manifest(plan, Path(folder) / "step"))
+        text = json.dumps(asdict(plan))
+        load_s, reads = seconds_of(lambda: Reads(Path(), Layout(**json.loads(text)), tensors))
+
+        def load_by_dcp() -> None:
+            planner = DefaultLoadPlanner()
+            planner.set_up_planner(tensors, PartsReader(Path(), reads, plan.specs).read_metadata(), is_coordinator=True)
+            planner.create_global_plan([planner.create_local_plan()])
+
+        of = {file: header(plan, int(file[6:11])) for file in reads.files}
+        return [
+            f"{name}, {replicas} x {ranks // replicas}",
+            *(str(rank), f"{save_s:.2f}", f"{save_s + seconds_of(plan_by_dcp)[0]:.2f}"),
+            f"{manifest_s:.2f} ({n_bytes:,})",
+            *(f"{load_s:.2f}", f"{load_s + seconds_of(load_by_dcp)[0]:.2f}", str(len(of)), f"{sum(of.values()):,}"),
+        ]
+    finally:
+        dist.destroy_process_group()
+
+
+def main() -> None:
+    """Print the table, for rank 0 and another rank."""
+    print("CPU seconds of one rank; in brackets and in the last column, bytes\n")
+    print(f"| {' | '.join(HEAD)} |\n|---|{'---:|' * (len(HEAD) - 1)}")
+    for name, ranks, replicas in CASES:
+        for rank in (0, ranks // 2 + 1):
+            print(f"| {' | '.join(measure(name, ranks, replicas, rank))} |", flush=True)

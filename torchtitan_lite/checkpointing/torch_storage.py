@@ -1,0 +1,103 @@
+"""torch's storage classes for safetensors, with hashes, synced files, and only the headers that a rank needs.
+
+DCP plans on each rank for itself (`no_dist=True`), so ranks exchange no plans, which would be pickles.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint._hf_utils import _HFStorageInfo
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from torchtitan_lite.checkpointing import progress
+from torchtitan_lite.checkpointing.safetensors_file import FileRecord, TensorSpecs
+from torchtitan_lite.checkpointing.shards import Box, Reads, write_rows
+from torchtitan_lite.errors import CheckpointError
+
+# of no_dist=True
+warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
+
+
+class SyncingWriter(HuggingFaceStorageWriter):
+    """Writes the parts that DCP planned into one file. `records` then has it.
+
+    (torch's own writer has no hash, holds the whole file in memory, and syncs before Python's buffer is flushed.)
+
+    Args:
+        boxes, specs: of this rank's parts, by name.
+        copies: of the parts, written instead of the live tensors.
+    """
+
+    def __init__(
+        self, path: Path, boxes: Mapping[str, Box], specs: TensorSpecs, copies: Mapping[str, Tensor] | None
+    ) -> None:
+        super().__init__(str(path.parent), save_distributed=True)
+        self.target, self.boxes, self.specs, self.copies = path, boxes, specs, copies
+        self.records: dict[str, FileRecord] = {}
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan  # torch's makes the folder, also on a machine that does not share it
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        items = {item.index.fqn: item for item in plan.items}
+
+        def rows(name: str) -> Tensor:
+            tensor = planner.resolve_data(items[name]) if self.copies is None else self.copies[name]
+            assert isinstance(tensor, Tensor)
+            return tensor
+
+        self.records = write_rows(self.target, self.boxes, self.specs, rows)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([])
+        return done
+
+
+class PartsReader(HuggingFaceStorageReader):
+    """Knows only the parts that this rank needs. (torch's own reader reads the header of every file on every rank.)"""
+
+    def __init__(self, folder: Path, reads: Reads, specs: TensorSpecs) -> None:
+        super().__init__(str(folder))
+        self.reads, self.specs = reads, specs
+
+    def read_metadata(self) -> Metadata:
+        tensors = {
+            name: TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
+            for name, (dtype, shape) in self.specs.items()
+        }
+        places = {}
+        for file, parts in self.reads.files.items():
+            for name, (_, _, box) in parts:
+                offsets, sizes = torch.Size(indices.start for indices in box), torch.Size(map(len, box))
+                tensors[name].chunks.append(ChunkStorageMetadata(offsets, sizes))
+                path = str(Path(self.path) / file)
+                places[MetadataIndex(name, offsets)] = _HFStorageInfo(path, sizes, self.specs[name][0])
+        return Metadata({**tensors}, storage_data=places)
+
+    def _process_read_request(self, f: Any, req: ReadItem, planner: LoadPlanner) -> None:
+        super()._process_read_request(f, req, planner)
+        progress.advance(req.lengths.numel() * self.specs[req.storage_index.fqn][0].itemsize)
+
+
+@contextlib.contextmanager
+def failures() -> Iterator[None]:
+    """Turn DCP's error into a CheckpointError: it is a BaseException, which `except Exception` does not catch."""
+    try:
+        yield
+    except CheckpointException as error:
+        raise CheckpointError("; ".join(str(failure[0]) for failure in error.failures.values())) from error
