@@ -89,9 +89,9 @@ def log_step(s: Session, record: StepRecord) -> None:
         lap.parts.pop("optimizer_s", None)  # the host only launches the kernels
     values: dict[str, Any] = {
         "step": state.step,
-        "loss": _finite(record.numbers.loss),  # may be non-finite in a skipped step
+        "loss": finite(record.numbers.loss),  # may be non-finite in a skipped step
         "mean_loss": meter.mean_loss(),
-        "grad_norm": _finite(record.numbers.grad_norm),
+        "grad_norm": finite(record.numbers.grad_norm),
         "lr": learning_rate(s.config.optim, state.step, steps),
         "tokens": state.tokens,
         "tokens_per_second": lap.tokens / lap.seconds,
@@ -99,7 +99,7 @@ def log_step(s: Session, record: StepRecord) -> None:
         "seconds": lap.seconds,
         **lap.parts,
     }
-    values |= {key: [_finite(loss) for loss in losses] for key, losses in record.losses_of_ranks().items()}
+    values |= {key: [finite(loss) for loss in losses] for key, losses in record.losses_of_ranks().items()}
     if scaler.enabled:
         values |= {"loss_scale": scaler.scale.item(), "skipped_steps": scaler.skipped_steps}
     if len(s.samples.sources) > 1:
@@ -107,7 +107,7 @@ def log_step(s: Session, record: StepRecord) -> None:
         values["sources"] = seen_of_sources(s.samples, state.samples_consumed, skipped)
     lines = []
     for metric, summed in zip(s.metrics, record.metrics, strict=False):  # of a step that is due; not of a stop's
-        numbers = {name: _finite(value) for name, value in metric.values(summed).items()}
+        numbers = {name: finite(value) for name, value in metric.values(summed).items()}
         values |= numbers
         if metric.line and None not in numbers.values():
             lines.append(metric.line.format_map(numbers))
@@ -123,7 +123,7 @@ def log_step(s: Session, record: StepRecord) -> None:
         meter.loss_since.zero_()
 
 
-def _finite(value: float) -> float | None:
+def finite(value: float) -> float | None:
     """Return None for a non-finite value, as JSON has no NaN or infinity."""
     return value if math.isfinite(value) else None
 
