@@ -318,7 +318,7 @@ def train_step(s: Session, step: int) -> StepRecord:
     loss = forward_backward(config, s.process, s.trained, step, batch)
     # Each rank has only its shards' gradients, so the squared norm is summed over ranks. With HSDP that sum counts
     # every replica, so each rank divides its part by the number of replicas.
-    squared_norm = optim.squared_norm(model, replicas=config.fsdp.mesh(s.process.world_size)[0])
+    squared_norm = optim.squared_norm(model, replicas=config.fsdp.mesh_shape(s.process.world_size)[0])
     record = StepRecord(  # sums the parts of all ranks: the one small all-reduce of a step
         step,
         samples=(first, first + size),
