@@ -95,11 +95,12 @@ def load(
     strategy = strategy_keys(given, local_world_size)
     values, origins = _merged([*layers, (_KEPT, kept), ("fsdp.sharding_strategy", strategy)])
 
-    config, refused = _validated(values, origins, problems, set(failed_imports))
+    validated, refused = _validated(values, origins, problems, set(failed_imports))
+    # code that families share would read the keys of others; muP's is refused
+    unread_keys = given.keys() & {f"model.{key}" for key in unread(validated.model.family) - {"mup_base_dim"}}
+    config = _config(values, refused | unread_keys)
     if "optim.warmup_steps" not in values and not config.train.epochs:
         config = fitting_warmup(config)
-    validated, config = config, _only_read_keys(config, given)
-    unused = unused_keys(config)
     machine = Machine(world_size, n_gpus, local_world_size)
     for check in (lambda c: broken_rules(c, machine, elsewhere=elsewhere), *checks):
         broken = {keys: text for keys, text in check(config).items() if refused.isdisjoint(keys.split())}
@@ -110,21 +111,15 @@ def load(
             break
     if problems:
         raise ConfigError("\n  ".join([f"the configuration has {counted(len(problems), 'problem')}:", *problems]))
-    # a file, such as a run's config.toml, may repeat defaults
-    without_effect = [
-        f"{origins[key]}: {key} = {format_value(value)} needs {needs}"
-        for key, needs in unused.items()
-        if key in given and ((value := attrgetter(key)(validated)) != default_of(key) or origins[key] == COMMAND_LINE)
-    ]
-    notes += [f"without effect: {'; '.join(without_effect)}"] if without_effect else []
+    unused = unused_keys(config)
+    notes += _without_effect(unused, validated, given, origins)
     if config.model.init_from and "optim.lr" not in values and not config.started_from_weights:
         lr = "1e-4" if FAMILIES[config.model.family].encoder_decoder else "2e-5"
         notes.append(
             f"optim.lr = {config.optim.lr} is the default, for training from random weights; a pretrained "
             f"model forgets a lot at it: try --optim.name=adamw --optim.lr={lr} first (docs/models.md)"
         )
-    others = given.keys() & {f"model.{key}" for key in unread(config.model.family)}
-    origins = {key: origin for key, origin in origins.items() if key not in others}
+    origins = {key: origin for key, origin in origins.items() if key not in unread_keys}
     return Loaded(config, origins, notes, kept=[key for key in kept if key not in unused])
 
 
@@ -286,11 +281,19 @@ def _config(values: Layer, without: set[str]) -> Config:
     return Config.model_validate(tree)
 
 
-def _only_read_keys(config: Config, given: Layer) -> Config:
-    """Return the config without given [model] keys of other families: the code that families share would read them.
+def _without_effect(
+    unused: Mapping[str, str], validated: Config, given: Layer, origins: Mapping[str, str]
+) -> list[str]:
+    """Return one note on the given keys without effect. A file, such as a run's config.toml, may repeat defaults.
 
-    mup_base_dim stays, and is refused.
+    Args:
+        unused: what each unused key needs.
+        validated: with the given values, also of keys that the family does not read.
     """
-    keys = unread(config.model.family) - {"mup_base_dim"}
-    others = {key: default_of(f"model.{key}") for key in keys if f"model.{key}" in given}
-    return config.model_copy(update={"model": config.model.model_copy(update=others)})
+    values = {key: attrgetter(key)(validated) for key in unused if key in given}
+    parts = [
+        f"{origins[key]}: {key} = {format_value(value)} needs {unused[key]}"
+        for key, value in values.items()
+        if value != default_of(key) or origins[key] == COMMAND_LINE
+    ]
+    return [f"without effect: {'; '.join(parts)}"] if parts else []

@@ -72,8 +72,7 @@ def _pair_rules(config: Config) -> Rules:
             f"data.source_key = {data.source_key!r} and data.target_key = {data.target_key!r} should name the columns "
             'or keys of a source and of its target, e.g. data.source_key = "text" and data.target_key = "headline"',
         )
-    is_decoder = not FAMILIES[model.family].encoder_decoder
-    if is_decoder and train.seq_len <= model.max_seq_len < config.input_len:
+    if not FAMILIES[model.family].encoder_decoder and train.seq_len <= model.max_seq_len < config.input_len:
         yield (
             "train.seq_len data.target_len model.max_seq_len",
             f"a source of train.seq_len = {train.seq_len} and a target of data.target_len = {data.target_len} tokens "

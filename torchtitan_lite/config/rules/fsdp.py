@@ -20,8 +20,7 @@ def strategy_rules(config: Config, machine: Machine) -> Rules:
 
 def rules(config: Config, machine: Machine) -> Rules:
     """Yield the broken rules of the mesh and of offloading."""
-    fsdp = config.fsdp
-    world_size = machine.world_size
+    fsdp, world_size = config.fsdp, machine.world_size
     replicate, shard = fsdp.mesh_shape(world_size)
     if replicate * shard != world_size:
         works = replicate if replicate and world_size % replicate == 0 else 1

@@ -44,15 +44,19 @@ class Reader:
 
 
 JSON_LINES = ".json", ".ndjson", ".jsonlines"  # read as .jsonl, unless data.text_suffixes names them
-_BUILT_IN = {
-    suffix: Reader(suffix, f"torchtitan_lite.data.prepare.documents:read_{name}")
-    for suffix, name in {
-        **{f".{name}": name for name in ("txt", "jsonl", "csv", "tsv", "parquet")},
-        **dict.fromkeys(JSON_LINES, "jsonl"),
-        "no suffix": "without_suffix",
-    }.items()
-}
-READERS = Registry("data.text_suffixes", "docs/extending.md", Reader, _BUILT_IN)
+READERS = Registry(
+    "data.text_suffixes",
+    "docs/extending.md",
+    Reader,
+    {
+        suffix: Reader(suffix, f"torchtitan_lite.data.prepare.documents:read_{name}")
+        for suffix, name in {
+            **{f".{name}": name for name in ("txt", "jsonl", "csv", "tsv", "parquet")},
+            **dict.fromkeys(JSON_LINES, "jsonl"),
+            "no suffix": "without_suffix",
+        }.items()
+    },
+)
 
 
 class TokenizerConfig(Section):

@@ -132,8 +132,9 @@ model.window; full: to all tokens; nope: to all tokens, without positions; delta
     @property
     def stacks(self) -> tuple[int, ...]:
         """The number of blocks of the decoder, or of the encoder and the decoder."""
-        one = self.n_layers
-        return (one, self.n_decoder_layers or one) if FAMILIES[self.family].encoder_decoder else (one,)
+        if FAMILIES[self.family].encoder_decoder:
+            return self.n_layers, self.n_decoder_layers or self.n_layers
+        return (self.n_layers,)
 
     @property
     def layer_kinds(self) -> list[str]:
