@@ -74,8 +74,9 @@ def parse(
     values = {key: load.parse_value(key, text) for key, text in given.items()}
     for flag, keys in SHORTHANDS.items():
         if arguments[flag]:
-            both = keys.keys() & values
-            problems += [f"command line: {flag} sets {key}; leave --{key} or {flag} out" for key in both]
+            problems += [
+                f"command line: {flag} sets {key}; leave --{key} or {flag} out" for key in keys if key in values
+            ]
             values |= keys
     loaded = load.load(
         arguments["config"],
@@ -88,9 +89,12 @@ def parse(
         checks=checks,
         saved=saved,
     )
-    loaded = replace(loaded, retry=arguments["retry"])
     modes = {name: arguments[name] for name in ("print_config", "check_config", "inspect", "dry_run", "replay")}
-    return Command(loaded, **modes, trains=all(mode is None or mode is False for mode in modes.values()))
+    return Command(
+        replace(loaded, retry=arguments["retry"]),
+        **modes,
+        trains=all(mode is None or mode is False for mode in modes.values()),
+    )
 
 
 @functools.cache

@@ -7,7 +7,6 @@ head of the default vocabulary. The parameter counts of the larger sizes are tes
 """
 
 import functools
-import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,10 +34,6 @@ class Family:
         """The keys that this family reads and not every one does: `keys`, and what its defaults and sizes set."""
         return _OPTIONAL & {*self.keys, *self.defaults, *(key for size in self.sizes.values() for key in size)}
 
-    def load(self) -> Any:
-        """Import the model class."""
-        return pkgutil.resolve_name(self.model)
-
     def shape(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the architecture and, unless a size is given, the default size, by "section.key".
 
@@ -53,15 +48,13 @@ class Family:
             keys |= self.sizes.get(DEFAULT_SIZE, {})
             if isinstance(dim := given.get("model.dim"), int):
                 fitting = (n for n in range(dim // 64, 1, -1) if dim % n == dim // n % 2 == 0)
-                keys = {key: value for key, value in keys.items() if key not in _WIDTHS} | {"n_heads": next(fitting, 1)}
+                widths = "n_heads", "n_kv_heads", "head_dim", "hidden_dim"
+                keys = {key: value for key, value in keys.items() if key not in widths} | {"n_heads": next(fitting, 1)}
         return {
             f"model.{key}": value
             for key, value in keys.items()
             if key != "induction_head" or not given.get("model.init_from")  # weights replace initial values
         }
-
-
-_WIDTHS = "n_heads", "n_kv_heads", "head_dim", "hidden_dim"
 
 
 def _size(names: str, *values: int, **more: Any) -> dict[str, Any]:

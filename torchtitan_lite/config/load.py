@@ -95,7 +95,8 @@ def load(
     strategy = strategy_keys(given, local_world_size)
     values, origins = _merged([*layers, (_KEPT, kept), ("fsdp.sharding_strategy", strategy)])
 
-    validated, refused = _validated(values, origins, problems, set(failed_imports))
+    refused = {*failed_imports, *([] if family else ["model.size"])}
+    validated, refused = _validated(values, origins, problems, refused)
     # code that families share would read the keys of others; muP's is refused
     unread_keys = given.keys() & {f"model.{key}" for key in unread(validated.model.family) - {"mup_base_dim"}}
     config = _config(values, refused | unread_keys)
@@ -112,13 +113,7 @@ def load(
     if problems:
         raise ConfigError("\n  ".join([f"the configuration has {counted(len(problems), 'problem')}:", *problems]))
     unused = unused_keys(config)
-    notes += _without_effect(unused, validated, given, origins)
-    if config.model.init_from and "optim.lr" not in values and not config.started_from_weights:
-        lr = "1e-4" if FAMILIES[config.model.family].encoder_decoder else "2e-5"
-        notes.append(
-            f"optim.lr = {config.optim.lr} is the default, for training from random weights; a pretrained "
-            f"model forgets a lot at it: try --optim.name=adamw --optim.lr={lr} first (docs/models.md)"
-        )
+    notes += _notes(config, validated, given, origins, unused)
     origins = {key: origin for key, origin in origins.items() if key not in unread_keys}
     return Loaded(config, origins, notes, kept=[key for key in kept if key not in unused])
 
@@ -263,9 +258,6 @@ def _validated(
     except ValidationError as error:
         for item in error.errors():
             wrong.setdefault(".".join(map(str, item["loc"][:2])), item)
-        if "model.family" in {*refused, *wrong}:
-            refused = {*refused, "model.size"}  # of a family that is not known
-            wrong.pop("model.size", None)
         config = _config(values, {*refused, *wrong})
     if wrong:
         from torchtitan_lite.config import messages
@@ -281,19 +273,28 @@ def _config(values: Layer, without: set[str]) -> Config:
     return Config.model_validate(tree)
 
 
-def _without_effect(
-    unused: Mapping[str, str], validated: Config, given: Layer, origins: Mapping[str, str]
-) -> list[str]:
-    """Return one note on the given keys without effect. A file, such as a run's config.toml, may repeat defaults.
+def _notes(
+    config: Config, validated: Config, given: Layer, origins: Mapping[str, str], unused: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield a note on the given keys without effect, and one on the learning rate of pretrained weights.
+
+    A file, such as a run's config.toml, may repeat defaults.
 
     Args:
-        unused: what each unused key needs.
         validated: with the given values, also of keys that the family does not read.
+        unused: what each unused key needs.
     """
     values = {key: attrgetter(key)(validated) for key in unused if key in given}
-    parts = [
+    without_effect = [
         f"{origins[key]}: {key} = {format_value(value)} needs {unused[key]}"
         for key, value in values.items()
         if value != default_of(key) or origins[key] == COMMAND_LINE
     ]
-    return [f"without effect: {'; '.join(parts)}"] if parts else []
+    if without_effect:
+        yield f"without effect: {'; '.join(without_effect)}"
+    if config.model.init_from and "optim.lr" not in origins and not config.started_from_weights:
+        lr = "1e-4" if FAMILIES[config.model.family].encoder_decoder else "2e-5"
+        yield (
+            f"optim.lr = {config.optim.lr} is the default, for training from random weights; a pretrained "
+            f"model forgets a lot at it: try --optim.name=adamw --optim.lr={lr} first (docs/models.md)"
+        )

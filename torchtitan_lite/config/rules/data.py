@@ -34,8 +34,7 @@ def rules(config: Config, machine: Machine) -> Rules:
             )
     if data.objective == "pairs":
         yield from _pair_rules(config)
-    for key, off in (("packing", "concat"), ("document_mask", False)):
-        value = getattr(data, key)
+    for key, value, off in (("packing", data.packing, "concat"), ("document_mask", data.document_mask, False)):
         if value != off and data.objective != "causal":
             yield (
                 f"data.{key} data.objective",

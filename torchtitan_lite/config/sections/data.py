@@ -2,9 +2,8 @@
 
 import functools
 import operator
-import pkgutil
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, PositiveFloat
 
@@ -37,10 +36,6 @@ class Reader:
 
     suffix: str  # of its files, e.g. ".csv"
     read: str  # "module:function", which is called with a stream and the Corpus (data/prepare/documents.py)
-
-    def load(self) -> Any:
-        """Import the function."""
-        return pkgutil.resolve_name(self.read)
 
 
 JSON_LINES = ".json", ".ndjson", ".jsonlines"  # read as .jsonl, unless data.text_suffixes names them

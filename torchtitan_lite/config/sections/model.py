@@ -132,9 +132,8 @@ model.window; full: to all tokens; nope: to all tokens, without positions; delta
     @property
     def stacks(self) -> tuple[int, ...]:
         """The number of blocks of the decoder, or of the encoder and the decoder."""
-        if FAMILIES[self.family].encoder_decoder:
-            return self.n_layers, self.n_decoder_layers or self.n_layers
-        return (self.n_layers,)
+        decoder = [self.n_decoder_layers or self.n_layers] if FAMILIES[self.family].encoder_decoder else []
+        return self.n_layers, *decoder
 
     @property
     def layer_kinds(self) -> list[str]:

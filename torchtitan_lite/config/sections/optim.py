@@ -3,9 +3,8 @@
 A new optimizer is one file in optim/ and one entry of OPTIMIZERS. Its keys are fields of OptimConfig.
 """
 
-import pkgutil
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
@@ -26,10 +25,6 @@ class Optimizer:
 
     build: str  # "module:function", which is called with the parameter groups and the OptimConfig
     keys: tuple[str, ...] = ()  # [optim] keys that not every optimizer reads
-
-    def load(self) -> Any:
-        """Import the function."""
-        return pkgutil.resolve_name(self.build)
 
 
 OPTIMIZERS = Registry(
