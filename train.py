@@ -29,7 +29,7 @@ from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import cli
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.config.sections.outputs import METRICS
+from torchtitan_lite.config.sections.log import METRICS
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import Batch, Loader, PrefetchingLoader
@@ -320,7 +320,7 @@ def train_step(s: Session, step: int) -> StepRecord:
         batch = s.loader.batch(first, size)
     s.watchdog.computing()
     loss = forward_backward(s, step, batch)
-    replicas = config.fsdp.mesh(s.process.world_size)[0]
+    replicas = config.fsdp.mesh_shape(s.process.world_size)[0]
     logged = step == config.train.steps or due(step, config.log.every)
     record = StepRecord(  # sums the parts of all ranks: the one small all-reduce of a step
         step,

@@ -6,7 +6,7 @@ The gradient norm of each block. It shows whether the first blocks learn, and in
 import torch
 from torch import Tensor
 
-from torchtitan_lite.config.sections.outputs import Metric
+from torchtitan_lite.config.sections.log import Metric
 from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.models import Transformer
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import LogConfig
-from torchtitan_lite.config.sections import outputs
+from torchtitan_lite.config.sections import log
 from torchtitan_lite.run.trackers import Tracker, scalars
 
 
@@ -27,4 +27,4 @@ def table(config: LogConfig, folder: Path, state: TrainState) -> Tracker:
     return Tracker(write, stream.close)
 
 
-TABLE = outputs.Tracker(f"{__name__}:table")
+TABLE = log.Tracker(f"{__name__}:table")

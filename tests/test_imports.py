@@ -12,8 +12,10 @@ PLAIN = """
 .:                      cpu data errors files models process terminal
 checkpointing:          compatibility find full_state progress safetensors_file save shards state storage
                         tensor_names torch_storage
-config:                 cli derive families load paths patterns registry schema section toml
-config.sections:        compute data fsdp model optim outputs run train
+config:                 cli derive families load paths patterns registry rules schema section toml
+config.rules:           data fsdp local model run train
+config.sections:        activation_checkpointing checkpoint compile data eval fsdp log model optim profile run sample
+                        speed train
 cpu:                    attention fused loss
 data:                   dataset loader mixture objectives order samples token_files
 distributed:            blocks initialize lost normal_values overrides parallelize process_group ranks sharding

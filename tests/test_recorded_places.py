@@ -22,8 +22,8 @@ from torchtitan_lite import api, errors, process
 from torchtitan_lite.checkpointing import find, progress, safetensors_file, save, storage
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import cli, load
+from torchtitan_lite.config.rules import local
 from torchtitan_lite.config.schema import RunConfig
-from torchtitan_lite.config.sections import compute
 from torchtitan_lite.cpu import apply_shared_memory, widen, widens
 from torchtitan_lite.distributed import generating, process_group
 from torchtitan_lite.distributed.process_group import Process
@@ -166,7 +166,7 @@ def opened(values: dict[str, Any], has_gpu: bool, *ranks: int) -> list[Any]:
 def on_machine(values: dict[str, Any], *machine: int) -> str:
     """What is said of a config on this many ranks and GPUs, and ranks of the machine."""
     config = load.load(None, values, world_size=machine[0], n_gpus=machine[1], local_world_size=machine[2]).config
-    return f"{config.fsdp.mesh(machine[0])} {config.fsdp.cpu_offload}"
+    return f"{config.fsdp.mesh_shape(machine[0])} {config.fsdp.cpu_offload}"
 
 
 WORK = "log", "validation", "tasks", "save", "samples"
@@ -600,12 +600,12 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     ),
     "compiler": (
         lambda device, n_gpus, triton, gxx: told(
-            lambda _: compute.missing_for_inductor(device, n_gpus),
-            *("config__sections__compute__importlib__util__find_spec", "config__sections__compute__shutil__which"),
+            lambda _: local.missing_for_inductor(device, n_gpus),
+            *("config__rules__local__importlib__util__find_spec", "config__rules__local__shutil__which"),
             answers={
-                "config__sections__compute__importlib__util__find_spec": lambda _: triton,
-                "config__sections__compute__shutil__which": lambda _: gxx,
-                "config__sections__compute__Path": lambda _: Path("/no/such"),
+                "config__rules__local__importlib__util__find_spec": lambda _: triton,
+                "config__rules__local__shutil__which": lambda _: gxx,
+                "config__rules__local__Path": lambda _: Path("/no/such"),
             },
         ),
         [

@@ -19,8 +19,8 @@ from torchtitan_lite.checkpointing.compatibility import saved_config
 from torchtitan_lite.checkpointing.storage import require_equal
 from torchtitan_lite.config import cli
 from torchtitan_lite.config.registry import Registry
+from torchtitan_lite.config.rules import local
 from torchtitan_lite.config.schema import Config, flatten, known_keys
-from torchtitan_lite.config.sections import compute, outputs
 from torchtitan_lite.errors import ConfigError, UserError
 
 RECORDED = Path(__file__).with_name("recorded_messages.json")
@@ -339,8 +339,7 @@ ALLOWED: dict[str, tuple[int, ...]] = {  # next to a mistake; machines as below,
 def _same_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The built-in names, and every package and compiler."""
     only_built_in(monkeypatch)
-    for section in (compute, outputs):
-        monkeypatch.setattr(section, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: name)))
+    monkeypatch.setattr(local, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: name)))
     monkeypatch.setattr("shutil.which", lambda name: name)
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": "include"})
 
@@ -389,13 +388,9 @@ def test_the_message_of_each_mistake(
     lacking = {
         "shutil.which": (None, ["--compile.enabled"]),
         "sysconfig.get_paths": ({"include": "nowhere"}, ["--compile.enabled"]),
-        "torchtitan_lite.config.sections.compute.importlib.util.find_spec": (
+        "torchtitan_lite.config.rules.local.importlib.util.find_spec": (
             None,
-            ["--compile.enabled", "--speed.float8"],
-        ),
-        "torchtitan_lite.config.sections.outputs.importlib.util.find_spec": (
-            None,
-            ["--log.trackers=wandb,tensorboard"],
+            ["--compile.enabled", "--speed.float8", "--log.trackers=wandb,tensorboard"],
         ),
     }
     for name, (value, argv) in lacking.items():
@@ -415,7 +410,7 @@ def test_a_rule_refuses_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
         return {line: text for line, text in found.items() if text}
 
     assert refused() == {}
-    for name in ("shutil.which", *(f"{one.__name__}.importlib.util.find_spec" for one in (compute, outputs))):
+    for name in ("shutil.which", "torchtitan_lite.config.rules.local.importlib.util.find_spec"):
         monkeypatch.setattr(name, lambda _: None)
     needs_a_package = ("--speed.float8 ", "--compile.enabled ", "--log.trackers=")
     assert list(refused()) == [line for line in ALLOWED if line.startswith(needs_a_package)]
@@ -479,7 +474,7 @@ def test_the_config_of_a_checkpoint_is_read_without_the_parts_of_a_user() -> Non
 
 def test_every_rule_of_the_config_has_a_recorded_message() -> None:
     found, unrecorded = str(json.loads(RECORDED.read_text())), list[str]()
-    for file in sorted((ROOT / "torchtitan_lite/config/sections").glob("*.py")):
+    for file in sorted((ROOT / "torchtitan_lite/config/rules").glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Yield) and isinstance(node.value, ast.Tuple):
                 words = [one.value for one in ast.walk(node.value.elts[1]) if isinstance(one, ast.Constant)]

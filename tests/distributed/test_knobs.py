@@ -12,7 +12,7 @@ from tests.distributed.knob_table import CASES, EXTENDED, REDUCES, STEPS, TOLERA
 from tests.distributed.knob_worker import rows
 from tests.helpers import run_distributed
 from tests.optim.on_ranks import muon_update
-from torchtitan_lite.config.sections.compute import missing_for_inductor
+from torchtitan_lite.config.rules.local import missing_for_inductor
 from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.models import LossOptions, build
 from torchtitan_lite.optim import optimizer as optim

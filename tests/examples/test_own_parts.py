@@ -22,6 +22,7 @@ from tests.run.test_trackers import scalars_of
 from torchtitan_lite.config import load
 from torchtitan_lite.config.families import FAMILIES, Family
 from torchtitan_lite.config.schema import DataConfig, OptimConfig, TokenizerConfig, flatten
+from torchtitan_lite.config.sections import log, outputs
 from torchtitan_lite.config.sections.data import READERS
 from torchtitan_lite.config.sections.optim import OPTIMIZERS
 from torchtitan_lite.data.dataset import prepare_all
@@ -298,3 +299,7 @@ def test_a_family_reads_the_keys_that_its_sizes_set() -> None:
         assert "n_kv_heads" not in "".join(loaded.notes)
     loaded = parse("--model.dim=256", "--model.n_layers=6")
     assert (loaded.config.model.dim, loaded.config.model.n_layers, loaded.notes) == (256, 6, [])
+
+
+def test_a_tracker_of_version_1_0_finds_its_class() -> None:
+    assert (outputs.Tracker, outputs.TRACKERS) == (log.Tracker, log.TRACKERS)

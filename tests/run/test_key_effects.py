@@ -15,7 +15,7 @@ from tests.config.parsing import parse
 from tests.helpers import options, run_distributed, tiny
 from tests.recorded import assert_recorded
 from torchtitan_lite.config.families import FAMILIES
-from torchtitan_lite.config.schema import known_keys, resume_rule, usage_rules
+from torchtitan_lite.config.schema import known_keys, resume_rule, unused_keys
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.optim.average import averaged
 from torchtitan_lite.run import run_folder, start_and_end
@@ -117,7 +117,7 @@ MORE: dict[str, dict[str, Any]] = {
 
 def test_each_key_that_a_resume_keeps_changes_what_a_run_learns(tmp_path: Path) -> None:
     rules = {key: resume_rule(key) for key in known_keys()}
-    kept = {key for key, rule in rules.items() if rule.rule != "allowed" and not rule.by_hash}
+    kept = {key for key, rule in rules.items() if rule.rule in ("fork", "refused") and rule.changes != "content"}
     assert kept - {key for key, *_ in ROWS} == {"model.init_from", "model.max_seq_len"}  # weights; rows that are unused
     chance = random.Random(7)
     words = ["".join(chance.choices("aeinorstu", k=chance.randint(2, 7))) for _ in range(300)]
@@ -131,7 +131,7 @@ def test_each_key_that_a_resume_keeps_changes_what_a_run_learns(tmp_path: Path) 
     shared = tiny(tmp_path / "text.jsonl", tmp_path, **common)
     for name, used in (bases | {"optim.name = sgd": {"optim.name": "sgd"}}).items():
         config = parse(*shared, *options(used)).config
-        idle = {key for key, rule in usage_rules() if not rule.holds(config)} - used.keys()
+        idle = unused_keys(config).keys() - used.keys()
         idle -= {"model.mup_base_dim"}  # refused
         runs[f"{name}{IDLE}"] = used | {key: value for key, value, _ in ROWS if key in idle} | {"run.device": "auto"}
     (tmp_path / "default/stacks").mkdir(parents=True)

@@ -61,11 +61,8 @@ def parse(
         SystemExit: with code 0, after `--help` or `--help-all`.
     """
     parser = _parser("--help-all" in argv)
-    known_arguments, rest = parser.parse_known_args(argv)
-    arguments = vars(known_arguments)
-    if arguments["help_all"]:
-        parser.print_help()
-        raise SystemExit(0)
+    options, rest = parser.parse_known_args(argv)
+    arguments = vars(options)
     known = schema.known_keys()
     problems, given = list[str](), {key: arguments[key] for key in known if arguments[key] is not None}
     if rest:
@@ -77,8 +74,9 @@ def parse(
     values = {key: load.parse_value(key, text) for key, text in given.items()}
     for flag, keys in SHORTHANDS.items():
         if arguments[flag]:
-            both = keys.keys() & values
-            problems += [f"command line: {flag} sets {key}; leave --{key} or {flag} out" for key in both]
+            problems += [
+                f"command line: {flag} sets {key}; leave --{key} or {flag} out" for key in keys if key in values
+            ]
             values |= keys
     loaded = load.load(
         arguments["config"],
@@ -91,9 +89,12 @@ def parse(
         checks=checks,
         saved=saved,
     )
-    loaded = replace(loaded, retry=arguments["retry"])
     modes = {name: arguments[name] for name in ("print_config", "check_config", "inspect", "dry_run", "replay")}
-    return Command(loaded, **modes, trains=all(mode is None or mode is False for mode in modes.values()))
+    return Command(
+        replace(loaded, retry=arguments["retry"]),
+        **modes,
+        trains=all(mode is None or mode is False for mode in modes.values()),
+    )
 
 
 @functools.cache
@@ -107,7 +108,8 @@ def _parser(shows_all: bool) -> argparse.ArgumentParser:
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36, width=120),
     )
     add_flag = functools.partial(parser.add_argument, action="store_true")
-    add_flag("--help-all", help=f"show all {len(schema.known_keys())} keys; --help shows the most used")
+    known = schema.known_keys()
+    parser.add_argument("--help-all", action="help", help=f"show all {len(known)} keys; --help shows the most used")
     parser.add_argument("--config", type=paths.expand, metavar="FILE", help="a TOML experiment, see configs/")
     add_flag("--print-config", help="print every value with its origin, and exit")
     add_flag("--check-config", help="check the config for this world size, and prepared data, and exit")
@@ -121,15 +123,15 @@ def _parser(shows_all: bool) -> argparse.ArgumentParser:
     for flag, keys in SHORTHANDS.items():
         meaning = " ".join(f"--{key}={str(value).lower()}" for key, value in keys.items())
         shorthands.add_argument(flag, dest=flag, action="store_true", help=meaning)
-    groups: dict[str, Any] = {}
+    groups = {name: parser.add_argument_group(f"[{name}]") for name in schema.sections()}
     defaults = load.defaults()
-    for key, field in schema.known_keys().items():
-        section = key.split(".")[0]
-        group = groups.setdefault(section, parser.add_argument_group(f"[{section}]"))
-        shown = "-" if defaults[key] == "" else toml.format_value(defaults[key])
-        text = f"{field.description} (default: {shown})".replace("%", "%%")
+    for key, field in known.items():
+        default = "-" if defaults[key] == "" else toml.format_value(defaults[key])
+        text = f"{field.description} (default: {default})".replace("%", "%%")
         shown = text if shows_all or key in _MOST_SET else argparse.SUPPRESS
         # values stay text: the config checks all of them together
-        add_key = functools.partial(group.add_argument, f"--{key}", dest=key, metavar=schema.type_name(key), help=shown)
+        add_key = functools.partial(
+            groups[key.split(".")[0]].add_argument, f"--{key}", metavar=schema.type_name(key), help=shown
+        )
         add_key(nargs="?", const="true") if field.annotation is bool else add_key()
     return parser

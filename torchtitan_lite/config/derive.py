@@ -19,7 +19,7 @@ class Layout:
 
 def derive(config: Config, world_size: int) -> Layout:
     """Derive the layout, for the last steps if the batch grows."""
-    replicate, shard = config.fsdp.mesh(world_size)
+    replicate, shard = config.fsdp.mesh_shape(world_size)
     train = config.train
     per_round = world_size * train.micro_batch_size
     size = train.batch_size(train.steps)

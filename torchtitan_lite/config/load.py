@@ -16,6 +16,7 @@ Needs neither torch nor a process group.
 import ast
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -25,20 +26,19 @@ from pydantic_core import ErrorDetails
 
 from torchtitan_lite.config.families import FAMILIES, Family, unread
 from torchtitan_lite.config.paths import expand
+from torchtitan_lite.config.rules import broken_rules
+from torchtitan_lite.config.rules.train import fitting_warmup
 from torchtitan_lite.config.schema import (
     REGISTRIES,
     Config,
-    broken_rules,
+    Machine,
     default_of,
     flatten,
     keeps_value,
     known_keys,
-    usage_rules,
+    unused_keys,
 )
-from torchtitan_lite.config.section import Machine
 from torchtitan_lite.config.sections.fsdp import strategy_keys
-from torchtitan_lite.config.sections.model import default_shape, lr_note, started_from
-from torchtitan_lite.config.sections.optim import fitting_warmup
 from torchtitan_lite.config.toml import COMMAND_LINE, Loaded, format_value
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.terminal import counted
@@ -92,14 +92,16 @@ def load(
     family = FAMILIES.get(name, FAMILIES.get(name.lower()))
     layers, notes = _with_size(layers, given, family) if family else (layers, [])
     kept = _kept(before, given, _merged(layers)[0])
-    fsdp = {key.removeprefix("fsdp."): value for key, value in given.items() if key.startswith("fsdp.")}
-    strategy = {f"fsdp.{key}": value for key, value in strategy_keys(fsdp, local_world_size).items()}
+    strategy = strategy_keys(given, local_world_size)
     values, origins = _merged([*layers, (_KEPT, kept), ("fsdp.sharding_strategy", strategy)])
 
-    config, refused = _validated(values, origins, problems, set(failed_imports))
+    refused = {*failed_imports, *([] if family else ["model.size"])}
+    validated, refused = _validated(values, origins, problems, refused)
+    # code that families share would read the keys of others; muP's is refused
+    unread_keys = given.keys() & {f"model.{key}" for key in unread(validated.model.family) - {"mup_base_dim"}}
+    config = _config(values, refused | unread_keys)
     if "optim.warmup_steps" not in values and not config.train.epochs:
         config = fitting_warmup(config)
-    validated, config = config, _only_read_keys(config, given)
     machine = Machine(world_size, n_gpus, local_world_size)
     for check in (lambda c: broken_rules(c, machine, elsewhere=elsewhere), *checks):
         broken = {keys: text for keys, text in check(config).items() if refused.isdisjoint(keys.split())}
@@ -110,12 +112,9 @@ def load(
             break
     if problems:
         raise ConfigError("\n  ".join([f"the configuration has {counted(len(problems), 'problem')}:", *problems]))
-    notes += _without_effect(config, validated, given, origins)
-    if config.model.init_from and "optim.lr" not in values and not started_from(config):
-        notes.append(lr_note(config))
-    unused = {key for key, rule in usage_rules() if not rule.holds(config)}
-    others = given.keys() & {f"model.{key}" for key in unread(config.model.family)}
-    origins = {key: origin for key, origin in origins.items() if key not in others}
+    unused = unused_keys(config)
+    notes += _notes(config, validated, given, origins, unused)
+    origins = {key: origin for key, origin in origins.items() if key not in unread_keys}
     return Loaded(config, origins, notes, kept=[key for key in kept if key not in unused])
 
 
@@ -183,14 +182,10 @@ def _import_user_parts(given: Layer) -> Iterator[tuple[str, str]]:
                 yield key, str(error)
 
 
-def _merged(layers: Iterable[tuple[str, Layer]]) -> tuple[dict[str, Any], dict[str, str]]:
+def _merged(layers: Sequence[tuple[str, Layer]]) -> tuple[dict[str, Any], dict[str, str]]:
     """Merge layers, lowest first. Returns the values and the name of each value's layer."""
-    values: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    for name, layer in layers:
-        values |= layer
-        origins |= dict.fromkeys(layer, name)
-    return values, origins
+    values = {key: value for _, layer in layers for key, value in layer.items()}
+    return values, {key: name for name, layer in layers for key in layer}
 
 
 def _saved_values(given: Layer, saved: Saved) -> Layer:
@@ -211,7 +206,7 @@ def _with_size(
     Returns:
         the layers, and a note on the keys of lower layers that the size replaces.
     """
-    defaults = ("default of the family", default_shape(family, given))
+    defaults = ("default of the family", family.shape(given))
     at = max((i for i, (_, layer) in enumerate(layers) if "model.size" in layer), default=None)
     if at is None:
         return [defaults, *layers], []
@@ -259,14 +254,11 @@ def _validated(
     """
     wrong = dict[str, ErrorDetails | None].fromkeys(key for key in values if key not in known_keys())  # None: unknown
     try:
-        config = Config.model_validate(_tree(values, {*refused, *wrong}))
+        config = _config(values, {*refused, *wrong})
     except ValidationError as error:
         for item in error.errors():
             wrong.setdefault(".".join(map(str, item["loc"][:2])), item)
-        if "model.family" in {*refused, *wrong}:
-            refused = {*refused, "model.size"}  # of a family that is not known
-            wrong.pop("model.size", None)
-        config = Config.model_validate(_tree(values, {*refused, *wrong}))
+        config = _config(values, {*refused, *wrong})
     if wrong:
         from torchtitan_lite.config import messages
 
@@ -274,35 +266,35 @@ def _validated(
     return config, {*refused, *wrong}
 
 
-def _tree(values: Layer, without: set[str]) -> dict[str, dict[str, Any]]:
+def _config(values: Layer, without: set[str]) -> Config:
     tree: dict[str, dict[str, Any]] = {}
     for section, name in (key.split(".") for key in values if key not in without):
         tree.setdefault(section, {})[name] = values[f"{section}.{name}"]
-    return tree
+    return Config.model_validate(tree)
 
 
-def _only_read_keys(config: Config, given: Layer) -> Config:
-    """Return the config without given [model] keys of other families: the code that families share would read them.
+def _notes(
+    config: Config, validated: Config, given: Layer, origins: Mapping[str, str], unused: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield a note on the given keys without effect, and one on the learning rate of pretrained weights.
 
-    mup_base_dim stays, and is refused.
-    """
-    keys = unread(config.model.family) - {"mup_base_dim"}
-    others = {key: default_of(f"model.{key}") for key in keys if f"model.{key}" in given}
-    return config.model_copy(update={"model": config.model.model_copy(update=others)})
-
-
-def _without_effect(config: Config, validated: Config, given: Layer, origins: Mapping[str, str]) -> Iterator[str]:
-    """Yield one note on the given keys without effect. A file, such as a run's config.toml, may repeat defaults.
+    A file, such as a run's config.toml, may repeat defaults.
 
     Args:
         validated: with the given values, also of keys that the family does not read.
+        unused: what each unused key needs.
     """
-    unused: dict[str, str] = {}
-    for key, rule in usage_rules():
-        if key in given and not rule.holds(config):
-            section, name = key.split(".")
-            value = getattr(getattr(validated, section), name)
-            if value != default_of(key) or origins[key] == COMMAND_LINE:
-                unused.setdefault(key, f"{origins[key]}: {key} = {format_value(value)} needs {rule.needs}")
-    if unused:
-        yield f"without effect: {'; '.join(unused.values())}"
+    values = {key: attrgetter(key)(validated) for key in unused if key in given}
+    without_effect = [
+        f"{origins[key]}: {key} = {format_value(value)} needs {unused[key]}"
+        for key, value in values.items()
+        if value != default_of(key) or origins[key] == COMMAND_LINE
+    ]
+    if without_effect:
+        yield f"without effect: {'; '.join(without_effect)}"
+    if config.model.init_from and "optim.lr" not in origins and not config.started_from_weights:
+        lr = "1e-4" if FAMILIES[config.model.family].encoder_decoder else "2e-5"
+        yield (
+            f"optim.lr = {config.optim.lr} is the default, for training from random weights; a pretrained "
+            f"model forgets a lot at it: try --optim.name=adamw --optim.lr={lr} first (docs/models.md)"
+        )

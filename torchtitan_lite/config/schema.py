@@ -1,35 +1,35 @@
 """The config of a run: all sections, and what follows from the metadata of their keys.
 
-Each section of the TOML file is a frozen class in sections/, next to the rules between its keys; the string under a
-field is its help text. docs/config.md is generated from them. A builder gets its own section, never the whole config.
+Each section of the TOML file is a frozen class in sections/; the string under a field is its help text. docs/config.md
+is generated from them. rules/ has the rules between keys. A builder gets its own section, never the whole config.
 """
 
 import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+import tomli
 from pydantic.fields import FieldInfo
 
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.paths import expand
 from torchtitan_lite.config.registry import Registry
-from torchtitan_lite.config.section import IS_PATH, Bits, Frozen, Machine, Resume, Section, UsedIf, used_with
-from torchtitan_lite.config.sections import compute, data, fsdp, model, optim, outputs, run, train
-from torchtitan_lite.config.sections.compute import ActivationCheckpointingConfig, CompileConfig, SpeedConfig
+from torchtitan_lite.config.section import IS_PATH, Bits, Frozen, Resume, Section, UsedIf, used_with
+from torchtitan_lite.config.sections.activation_checkpointing import ActivationCheckpointingConfig
+from torchtitan_lite.config.sections.checkpoint import CheckpointConfig
+from torchtitan_lite.config.sections.compile import CompileConfig
 from torchtitan_lite.config.sections.data import READERS, DataConfig, TokenizerConfig, span_lengths
+from torchtitan_lite.config.sections.eval import EvalConfig
 from torchtitan_lite.config.sections.fsdp import FsdpConfig, GradScalerConfig, PrecisionOverride
+from torchtitan_lite.config.sections.log import METRICS, TRACKERS, LogConfig
 from torchtitan_lite.config.sections.model import ModelConfig
 from torchtitan_lite.config.sections.optim import OPTIMIZERS, OptimConfig, ParameterGroup
-from torchtitan_lite.config.sections.outputs import (
-    METRICS,
-    TRACKERS,
-    CheckpointConfig,
-    EvalConfig,
-    LogConfig,
-    ProfileConfig,
-    SampleConfig,
-)
+from torchtitan_lite.config.sections.profile import ProfileConfig
 from torchtitan_lite.config.sections.run import RunConfig
+from torchtitan_lite.config.sections.sample import SampleConfig
+from torchtitan_lite.config.sections.speed import SpeedConfig
 from torchtitan_lite.config.sections.train import SpikeConfig, TrainConfig
 
 __all__ = [
@@ -86,6 +86,15 @@ class Config(Frozen):
     def has_checkpoint(self) -> bool:
         """Whether the run has saved a checkpoint. The weights or checkpoint that it started from may then be gone."""
         return any(self.folder.glob("checkpoints/step-*"))
+
+    @property
+    def started_from_weights(self) -> bool:
+        """Whether the run has a checkpoint and started from `model.init_from`."""
+        try:
+            before = tomli.loads((self.folder / "config.toml").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+        return self.has_checkpoint and bool(before.get("model", {}).get("init_from") == self.model.init_from)
 
     @property
     def in_epochs(self) -> list[str]:
@@ -166,14 +175,13 @@ def default_of(key: str) -> Any:
 
 def resume_rule(key: str) -> Resume:
     """Return what a resume does if the value of "section.key" differs."""
-    own = [item for item in known_keys()[key].metadata if isinstance(item, Resume)]
-    return own[0] if own else sections()[key.split(".")[0]].on_resume
+    default = sections()[key.split(".")[0]].on_resume
+    return next((item for item in known_keys()[key].metadata if isinstance(item, Resume)), default)
 
 
 def keeps_value(key: str) -> bool:
     """Return whether a resume that does not set "section.key" keeps the run's value. Paths are never kept."""
-    rule = resume_rule(key)
-    return IS_PATH not in known_keys()[key].metadata and (rule.keeps or rule.rule != "allowed")
+    return IS_PATH not in known_keys()[key].metadata and resume_rule(key).rule != "allowed"
 
 
 @functools.cache
@@ -189,29 +197,39 @@ def bitwise_keys() -> dict[str, str]:
 
 def usage_rules() -> list[tuple[str, UsedIf]]:
     """Return each conditional key with its condition: first those of a family or an optimizer, then the others."""
-    rules = []
-    for registry in (FAMILIES, OPTIMIZERS):
-        section = registry.key.split(".")[0]
-        for key in sections()[section].model_fields:
-            if names := [name for name, entry in registry.items() if key in getattr(entry, "reads", entry.keys)]:
-                rules.append((f"{section}.{key}", used_with(registry.key, *names)))
-    for key, field in known_keys().items():
-        rules += [(key, item) for item in field.metadata if isinstance(item, UsedIf)]
-    return rules
+    of_families = [
+        (f"model.{key}", used_with("model.family", *names))
+        for key in ModelConfig.model_fields
+        if (names := [name for name, family in FAMILIES.items() if key in family.reads])
+    ]
+    of_optimizers = [
+        (f"optim.{key}", used_with("optim.name", *names))
+        for key in OptimConfig.model_fields
+        if (names := [name for name, optimizer in OPTIMIZERS.items() if key in optimizer.keys])
+    ]
+    others = [(key, item) for key, field in known_keys().items() for item in field.metadata if isinstance(item, UsedIf)]
+    return [*of_families, *of_optimizers, *others]
 
 
-# --- rules between keys -----------------------------------------------------------------------------------------
+def unused_keys(config: Config) -> dict[str, str]:
+    """Return what each key without effect in a config needs, by "section.key"."""
+    unused: dict[str, str] = {}
+    for key, rule in usage_rules():
+        if not rule.holds(config):
+            unused.setdefault(key, rule.needs)
+    return unused
 
 
-def broken_rules(config: Config, machine: Machine, *, elsewhere: bool = False) -> dict[str, str]:
-    """Return the broken rules between keys: {"the keys involved": what is wrong and what works}.
+# --- rules between keys (rules/) --------------------------------------------------------------------------------
 
-    Args:
-        elsewhere: skip checks of this machine's files, packages and compiler, as the run is for a different machine.
-    """
-    broken: dict[str, str] = {}
-    for module in (run, model, data, train, optim, fsdp, compute, outputs):
-        broken |= module.rules(config, machine)
-    for module in () if elsewhere else (model, data, compute, outputs):
-        broken |= module.local_rules(config, machine)
-    return broken
+# "the keys involved", and the message: what is wrong and what works
+Rules = Iterator[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The ranks and GPUs that a config runs on."""
+
+    world_size: int = 1
+    n_gpus: int = 0  # on this machine
+    local_world_size: int = 1  # ranks on this machine

@@ -7,8 +7,9 @@ keys (load.py), comparison with checkpoints (checkpointing/compatibility.py), `-
 
 import functools
 import json
+import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_origin
 
@@ -23,9 +24,6 @@ from pydantic import (
     field_validator,
 )
 
-if TYPE_CHECKING:
-    from torchtitan_lite.config.schema import Config
-
 # --- the metadata of a key --------------------------------------------------------------------------------------
 
 
@@ -34,20 +32,20 @@ class Resume:
     """What a resume does if a key's value differs from the run's. docs/resume.md has the table.
 
     - allowed: the value applies from the next step, and the start names it.
-    - fork: the value decides what the run learns. If the command does not set it, the run's value is kept. A different
-      value needs a fork: a new run that starts from the checkpoint.
+    - kept: like allowed, but if the command does not set it, the run's value is kept.
+    - fork: like kept, but the value decides what the run learns. A different one needs a fork: a new run that starts
+      from the checkpoint.
     - refused: like fork, but a fork is refused too, because the value changes the meaning of the checkpoint's tensors.
     """
 
-    rule: Literal["allowed", "fork", "refused"]
+    rule: Literal["allowed", "kept", "fork", "refused"]
     note: str = ""  # for the table in docs/resume.md
-    by_hash: bool = False  # the content that the key leads to is compared, not its value
-    changes_steps: bool = True  # whether steps compute different numbers, so a replay needs the same value
-    changes_start: bool = False  # whether only the initial values of a run differ
-    keeps: bool = False  # allowed, but the run's value is kept if the command does not set it
+    # what a different value changes: the numbers of steps, so that a replay needs the same one; only the initial
+    # values; or the content that it leads to, which is compared in its place
+    changes: Literal["steps", "start", "content", "nothing"] = "steps"
 
 
-ALLOWED = Resume("allowed", changes_steps=False)
+ALLOWED = Resume("allowed", changes="nothing")
 ALLOWED_FOR_LATER_STEPS = Resume("allowed")
 FORK = Resume("fork")
 REFUSED = Resume("refused")
@@ -70,9 +68,13 @@ BITS = Bits()
 class UsedIf:
     """The condition under which a key is used. A note names the keys that are given without effect."""
 
-    decided_by: str  # the keys of the condition, separated by spaces
+    decided_by: str  # attributes of the config, separated by spaces: "train.on_nonfinite spike.action"
     needs: str  # for the note: what to set
-    holds: Callable[["Config"], bool]
+    test: Callable[..., bool] = bool  # of their values
+
+    def holds(self, config: BaseModel) -> bool:
+        """Return whether a config meets the condition."""
+        return self.test(*(operator.attrgetter(name)(config) for name in self.decided_by.split()))
 
 
 IS_PATH = "path"  # the value is a location, so a resume does not keep it
@@ -82,23 +84,7 @@ def used_with(key: str, *values: str | bool) -> UsedIf:
     """Return the condition that a key has one of these values."""
     *others, last = (json.dumps(value) for value in values)
     needs = f"{key} = {', '.join(others)}{' or ' if others else ''}{last}"
-    section, name = key.split(".")
-    return UsedIf(key, needs, lambda config: getattr(getattr(config, section), name) in values)
-
-
-# --- rules between keys -----------------------------------------------------------------------------------------
-
-# "the keys involved", and the message: what is wrong and what works
-Rules = Iterator[tuple[str, str]]
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The ranks and GPUs that a config runs on."""
-
-    world_size: int = 1
-    n_gpus: int = 0  # on this machine
-    local_world_size: int = 1  # ranks on this machine
+    return UsedIf(key, needs, lambda value: value in values)
 
 
 # --- sections ---------------------------------------------------------------------------------------------------

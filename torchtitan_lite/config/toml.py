@@ -25,13 +25,13 @@ class Loaded:
 
 def to_toml(config: Config) -> str:
     """Format the config as TOML that loads back as the same config."""
-    return tomli_w.dumps(_plain(config.model_dump()))
+    return tomli_w.dumps(config.model_dump(exclude_none=True))
 
 
 def to_toml_with_origins(loaded: Loaded) -> str:
     """Format the config as TOML, with each value's origin in a comment. Loads back as the same config."""
     lines = [f"# note: {_in_comment(note)}" for note in loaded.notes]
-    for section, table in _plain((loaded.written or loaded.config).model_dump()).items():
+    for section, table in (loaded.written or loaded.config).model_dump(exclude_none=True).items():
         lines.append(f"[{section}]")
         for key, value in table.items():
             assignment = f"{key} = {format_value(value)}"
@@ -46,17 +46,11 @@ def _in_comment(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items() if item is not None}  # TOML has no null
-    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
-
-
 def format_value(value: Any) -> str:
-    """Format a value as TOML on one line. Leaves out unset values of tables, as TOML has no null."""
-    value = _plain(value)
+    """Format a value as TOML on one line. Leaves out unset values of tables."""
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{_key(key)} = {format_value(item)}" for key, item in value.items()) + " }"
+        items = ((key, item) for key, item in value.items() if item is not None)  # TOML has no null
+        return "{ " + ", ".join(f"{_key(key)} = {format_value(item)}" for key, item in items) + " }"
     if isinstance(value, tuple | list):
         return "[" + ", ".join(format_value(item) for item in value) + "]"
     return tomli_w.dumps({"value": value}).removeprefix("value = ").rstrip("\n")

@@ -112,7 +112,7 @@ def use_tf32(run: RunConfig, device: torch.device) -> None:
 
 def build_mesh(config: FsdpConfig, device: torch.device) -> DeviceMesh:
     """Build the mesh for `fully_shard`: axis dp_shard, or dp_replicate x dp_shard (HSDP)."""
-    replicate, shard = config.mesh(dist.get_world_size())
+    replicate, shard = config.mesh_shape(dist.get_world_size())
     if replicate == 1:
         return init_device_mesh(device.type, (shard,), mesh_dim_names=("dp_shard",))
     return init_device_mesh(device.type, (replicate, shard), mesh_dim_names=("dp_replicate", "dp_shard"))

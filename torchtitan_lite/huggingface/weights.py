@@ -28,7 +28,6 @@ from torchtitan_lite.config import paths
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.registry import is_own
 from torchtitan_lite.config.schema import Config, ModelConfig
-from torchtitan_lite.config.sections.model import started_from
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.errors import CheckpointError, DataError, FormatError
 from torchtitan_lite.huggingface.configs import from_hf_config, to_hf_config, variant
@@ -105,7 +104,7 @@ def check_source(config: Config) -> dict[str, str]:
 
     Not if the run has already started from it.
     """
-    if started_from(config):
+    if config.started_from_weights:
         return {}
     try:
         folder, _ = find_weights(Path(config.model.init_from), config.model, "size")

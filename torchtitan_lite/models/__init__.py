@@ -1,5 +1,7 @@
 """Models in pure PyTorch, listed in config/families.py. distributed/parallelize.py applies parallelism from outside."""
 
+import pkgutil
+
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.models.loss import LossOptions
@@ -11,5 +13,7 @@ __all__ = ["LossOptions", "Transformer", "build"]
 
 def build(config: ModelConfig, vocab_size: int, losses: LossOptions = PLAIN) -> Transformer:
     """Build the model of `[model]` on torch's current device. A nonzero `config.vocab_size` overrides `vocab_size`."""
-    model: Transformer = FAMILIES[config.family].load()(config, config.vocab_size or vocab_size, losses)
+    model: Transformer = pkgutil.resolve_name(FAMILIES[config.family].model)(
+        config, config.vocab_size or vocab_size, losses
+    )
     return model

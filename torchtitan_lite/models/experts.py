@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite.config.schema import ModelConfig
-from torchtitan_lite.config.sections.outputs import Metric
+from torchtitan_lite.config.sections.log import Metric
 from torchtitan_lite.models import llama, olmo
 from torchtitan_lite.models.attention import KeysValues
 from torchtitan_lite.models.grouped_matmul import grouped_matmul

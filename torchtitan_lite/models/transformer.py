@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite.config.schema import ModelConfig
-from torchtitan_lite.config.sections.outputs import Metric
+from torchtitan_lite.config.sections.log import Metric
 from torchtitan_lite.models.attention import KeysValues, within_documents
 from torchtitan_lite.models.chunked_loss import chunked_cross_entropy
 from torchtitan_lite.models.induction import Entries, entries

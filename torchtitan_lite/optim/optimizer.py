@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import math
+import pkgutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,7 +26,9 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> GuardedOptimizer:
     Raises:
         ConfigError: a pattern of [[optim.groups]] matches no parameter.
     """
-    optimizer: GuardedOptimizer = OPTIMIZERS[config.name].load()(parameter_groups(model, config), config)
+    optimizer: GuardedOptimizer = pkgutil.resolve_name(OPTIMIZERS[config.name].build)(
+        parameter_groups(model, config), config
+    )
     if not isinstance(optimizer, GuardedOptimizer):
         raise ConfigError(
             f"optim.name: {config.name} builds a {type(optimizer).__name__}. It should be a GuardedOptimizer, which "

@@ -22,7 +22,7 @@ def check_patterns(config: Config) -> dict[str, str]:
         return {}
     with torch.device("meta"):
         model = models.build(config.model, config.model.vocab_size or config.tokenizer.vocab_size)
-    shards = fsdp.mesh(env_int("WORLD_SIZE", 1))[1]
+    shards = fsdp.mesh_shape(env_int("WORLD_SIZE", 1))[1]
     checks: dict[str, Callable[[], object]] = {
         "optim.freeze": lambda: freeze(model, optim.freeze),
         "optim.groups": lambda: parameter_groups(model, optim),

@@ -14,8 +14,8 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
+from torchtitan_lite.config.rules.train import fitting_warmup, warmup_rules
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.config.sections.optim import fitting_warmup, warmup_rules
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.objectives import open_samples

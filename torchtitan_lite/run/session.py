@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.config.sections.outputs import Metric
+from torchtitan_lite.config.sections.log import Metric
 from torchtitan_lite.data.loader import PrefetchingLoader
 from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.distributed.process_group import Process

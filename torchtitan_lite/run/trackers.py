@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import LogConfig
-from torchtitan_lite.config.sections.outputs import TRACKERS
+from torchtitan_lite.config.sections.log import TRACKERS
 from torchtitan_lite.terminal import print_error
 
 

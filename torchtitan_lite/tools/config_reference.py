@@ -60,7 +60,7 @@ def resume_table() -> list[str]:
 
 
 def _on_resume(resume: Resume) -> str:
-    separator = ", " if resume.by_hash else ": "
+    separator = ", " if resume.changes == "content" else ": "
     return resume.rule + (separator + resume.note if resume.note else "")
 
 

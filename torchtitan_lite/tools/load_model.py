@@ -16,8 +16,8 @@ from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import own_tensors
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.paths import kind_of
+from torchtitan_lite.config.rules.model import shape_rules
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.config.sections.model import shape_rules
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.pairs import source_prefix

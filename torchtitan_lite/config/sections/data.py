@@ -1,39 +1,30 @@
 """[tokenizer] and [data]: texts and prepared data, and the training objective."""
 
 import functools
-import json
-import pkgutil
-from collections.abc import Callable
+import operator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, PositiveFloat
 
-from torchtitan_lite.config.families import FAMILIES
-from torchtitan_lite.config.paths import is_prepared, not_downloaded, problem, unfound
+from torchtitan_lite.config.paths import is_prepared
 from torchtitan_lite.config.registry import Registry
 from torchtitan_lite.config.section import (
     FORK,
     IS_PATH,
-    Machine,
     PathText,
     Resume,
-    Rules,
     Section,
     SizeOrZero,
     UsedIf,
     used_with,
 )
 
-if TYPE_CHECKING:
-    from torchtitan_lite.config.schema import Config
-
-
-_PREPARING = UsedIf("data.path data.sources", "text to prepare", lambda c: not c.data.is_prepared)
+_PREPARING = UsedIf("data.is_prepared", "text to prepare", operator.not_)
 _TRAINING_TOKENIZER = UsedIf(
-    "tokenizer.path data.path data.sources",
+    "tokenizer.path data.is_prepared",
     "a tokenizer to train",
-    lambda c: not c.tokenizer.path and not c.data.is_prepared,
+    lambda *given: not any(given),
 )
 _SPANS = used_with("data.objective", "span_corruption")
 _PAIRS = used_with("data.objective", "pairs")
@@ -46,28 +37,25 @@ class Reader:
     suffix: str  # of its files, e.g. ".csv"
     read: str  # "module:function", which is called with a stream and the Corpus (data/prepare/documents.py)
 
-    def load(self) -> Callable[..., Any]:
-        """Import the function."""
-        read: Callable[..., Any] = pkgutil.resolve_name(self.read)
-        return read
-
 
 JSON_LINES = ".json", ".ndjson", ".jsonlines"  # read as .jsonl, unless data.text_suffixes names them
-_BUILT_IN = {
-    suffix: Reader(suffix, f"torchtitan_lite.data.prepare.documents:read_{name}")
-    for suffix, name in {
-        **{f".{name}": name for name in ("txt", "jsonl", "csv", "tsv", "parquet")},
-        **dict.fromkeys(JSON_LINES, "jsonl"),
-        "no suffix": "without_suffix",
-    }.items()
-}
-READERS = Registry("data.text_suffixes", "docs/extending.md", Reader, _BUILT_IN)
+READERS = Registry(
+    "data.text_suffixes",
+    "docs/extending.md",
+    Reader,
+    {
+        suffix: Reader(suffix, f"torchtitan_lite.data.prepare.documents:read_{name}")
+        for suffix, name in {
+            **{f".{name}": name for name in ("txt", "jsonl", "csv", "tsv", "parquet")},
+            **dict.fromkeys(JSON_LINES, "jsonl"),
+            "no suffix": "without_suffix",
+        }.items()
+    },
+)
 
 
 class TokenizerConfig(Section):
-    on_resume: ClassVar[Resume] = Resume(
-        "refused", "if the tokenizer changes (compared by hash)", by_hash=True, changes_steps=False
-    )
+    on_resume: ClassVar[Resume] = Resume("refused", "if the tokenizer changes (compared by hash)", changes="content")
 
     path: PathText = ""
     """a tokenizer.json to use, or a folder that holds one; empty: train one on the text"""
@@ -86,8 +74,7 @@ class DataConfig(Section):
         "fork",
         "if the data changes (compared by the hash of all tokens; in a mixture, by hash and weight of each named "
         "source)",
-        by_hash=True,
-        changes_steps=False,
+        changes="content",
     )
 
     path: Annotated[str | list[str], IS_PATH] = Field(default="", examples=["my_text"])
@@ -180,100 +167,3 @@ def span_lengths(seq_len: int, noise_density: float, mean_span_length: float) ->
         raw += 1
     halves = noise_density == 0.5 and lengths(raw).targets > lengths(raw).inputs  # as T5: equal at a density of 0.5
     return lengths(raw - halves)
-
-
-def rules(config: "Config", machine: Machine) -> Rules:
-    """Yield the broken rules of objectives and of lists in [data]."""
-    data, train, model = config.data, config.train, config.model
-    encoder_decoder = FAMILIES[model.family].encoder_decoder
-    if data.objective == "causal" and encoder_decoder:
-        yield (
-            "model.family data.objective",
-            f'model.family = "{model.family}" is an encoder-decoder, which does not learn from data.objective = '
-            '"causal"; "span_corruption" works on text, and "pairs" on sources with targets',
-        )
-    if data.objective == "span_corruption":
-        if not encoder_decoder:
-            others = " or ".join(f'"{name}"' for name, family in FAMILIES.items() if family.encoder_decoder)
-            yield (
-                "model.family data.objective",
-                f'data.objective = "span_corruption" needs an encoder-decoder, and model.family = "{model.family}" is '
-                f'a decoder; data.objective = "causal" works{f", or model.family = {others}" if others else ""}',
-            )
-        needed = span_lengths(train.seq_len, data.noise_density, data.mean_span_length).inputs
-        if needed > train.seq_len:
-            yield (
-                "train.seq_len data.objective",
-                f"train.seq_len = {train.seq_len} has no room for a kept token, a sentinel and the end mark of "
-                f'data.objective = "span_corruption"; train.seq_len = {needed} works',
-            )
-    if data.objective == "pairs":
-        yield from _pair_rules(config)
-    for key, off in (("packing", "concat"), ("document_mask", False)):
-        value = getattr(data, key)
-        if value != off and data.objective != "causal":
-            yield (
-                f"data.{key} data.objective",
-                f'data.{key} = {json.dumps(value)} is for data.objective = "causal", not "{data.objective}"; '
-                f"leave it out",
-            )
-    bounds = [bound for pair in data.skip_samples for bound in pair]
-    if any(len(pair) != 2 or not 0 <= pair[0] < pair[1] for pair in data.skip_samples) or bounds != sorted(bounds):
-        yield (
-            "data.skip_samples",
-            f"data.skip_samples = {data.skip_samples} should be pairs of a first sample and the one after "
-            "the last, ascending and without overlap, e.g. [[800, 960], [2400, 2480]]",
-        )
-    if data.sources and data.path:
-        yield (
-            "data.path data.sources",
-            "data.path and data.sources are both set; leave data.path out, or name it in data.sources with a weight",
-        )
-
-
-def _pair_rules(config: "Config") -> Rules:
-    """Yield the broken rules of pairs."""
-    data, train, model = config.data, config.train, config.model
-    if not data.target_len:
-        yield (
-            "data.target_len data.objective",
-            'data.objective = "pairs" needs data.target_len, the maximum tokens of a target, e.g. data.target_len = 32 '
-            "(train.seq_len is that of a source)",
-        )
-    keys = [data.source_key, data.target_key]
-    if (any(keys) or data.source_prefix) and (not all(keys) or keys[0] == keys[1]):
-        yield (
-            "data.source_key data.target_key",
-            f"data.source_key = {data.source_key!r} and data.target_key = {data.target_key!r} should name the columns "
-            'or keys of a source and of its target, e.g. data.source_key = "text" and data.target_key = "headline"',
-        )
-    is_decoder = not FAMILIES[model.family].encoder_decoder
-    if is_decoder and train.seq_len <= model.max_seq_len < config.input_len:
-        yield (
-            "train.seq_len data.target_len model.max_seq_len",
-            f"a source of train.seq_len = {train.seq_len} and a target of data.target_len = {data.target_len} tokens "
-            f"are longer than model.max_seq_len = {model.max_seq_len}; model.max_seq_len = {config.input_len} works",
-        )
-
-
-def local_rules(config: "Config", machine: Machine) -> Rules:
-    """Yield the broken rules of texts, prepared folders and tokenizers."""
-    data, model, tokenizer = config.data, config.model, config.tokenizer
-    prepared = [path for path in data.texts if is_prepared(path)]
-    if not (tokenizer.path or prepared or model.init_from) and 0 < model.vocab_size < tokenizer.vocab_size:
-        yield (
-            "model.vocab_size tokenizer.vocab_size",
-            f"model.vocab_size = {model.vocab_size} is smaller than tokenizer.vocab_size = "
-            f"{tokenizer.vocab_size}; model.vocab_size = 0 takes the tokenizer's",
-        )
-    if tokenizer.path and (wrong := problem(tokenizer.path)):
-        yield "tokenizer.path", f"tokenizer.path: {wrong}{not_downloaded(tokenizer.path)}"
-    if missing := [why for path in data.texts if (why := unfound(path))]:
-        key = "data.sources" if data.sources else "data.path"
-        yield key, f"{key}: {'; '.join(missing)}"
-    if prepared and isinstance(data.path, list):
-        yield (
-            "data.path",
-            f"data.path: {prepared[0]} is a prepared folder, which can't be in a list; use "
-            f'path = "{prepared[0]}", or mix it with [data.sources] "{prepared[0]}" = 1.0',
-        )

@@ -1,15 +1,11 @@
 """[fsdp] and [grad_scaler]: the mesh, when parameters are gathered and gradients reduced, and in which dtypes."""
 
-import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator, PositiveInt
 
-from torchtitan_lite.config.section import BITS, Dtype, Machine, Resume, Rules, Section, UsedIf, used_with
-
-if TYPE_CHECKING:
-    from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.section import BITS, Dtype, Resume, Section, UsedIf, used_with
 
 
 def _reshard(value: Any) -> Any:
@@ -80,7 +76,7 @@ reduce_scatter within a replica after every one, all_reduce between replicas aft
     reduce_scatter_buffers: PositiveInt = 1
     """input buffers of reduce-scatters in flight; above 1, backward waits less for them (GPUs; needs torch 2.13)"""
 
-    def mesh(self, world_size: int) -> tuple[int, int]:
+    def mesh_shape(self, world_size: int) -> tuple[int, int]:
         """Return dp_replicate and dp_shard; -1 becomes all remaining ranks."""
         replicate, shard = self.dp_replicate, self.dp_shard
         if replicate == -1:
@@ -99,11 +95,7 @@ reduce_scatter within a replica after every one, all_reduce between replicas aft
         return "float16" in self.dtypes("param_dtype", "reduce_dtype", "output_dtype")
 
 
-_FLOAT16 = UsedIf(
-    "fsdp.param_dtype fsdp.reduce_dtype fsdp.output_dtype fsdp.precision_overrides",
-    'a dtype "float16" in [fsdp]',
-    lambda c: c.fsdp.uses_float16,
-)
+_FLOAT16 = UsedIf("fsdp.uses_float16", 'a dtype "float16" in [fsdp]')
 
 
 class GradScalerConfig(Section):
@@ -131,79 +123,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 def strategy_keys(given: Mapping[str, Any], local_world_size: int) -> dict[str, Any]:
-    """Return the [fsdp] keys that a strategy sets: those that are absent, -1 or "default" in `given`."""
-    strategy = str(given.get("sharding_strategy", "")).upper()
-    keys = dict(STRATEGIES.get(strategy, {}))
-    if "HYBRID" in strategy and given.get("dp_shard", -1) == -1 and given.get("dp_replicate", -1) == -1:
-        keys["dp_shard"] = local_world_size
+    """Return the keys that a strategy sets: those that are absent, -1 or "default" in `given`, by "section.key"."""
+    strategy = str(given.get("fsdp.sharding_strategy", "")).upper()
+    keys = {f"fsdp.{key}": value for key, value in STRATEGIES.get(strategy, {}).items()}
+    if "HYBRID" in strategy and given.get("fsdp.dp_shard", -1) == given.get("fsdp.dp_replicate", -1) == -1:
+        keys["fsdp.dp_shard"] = local_world_size
     return {key: value for key, value in keys.items() if given.get(key, -1) in (-1, "default")}
-
-
-def _contradictions(fsdp: FsdpConfig) -> Rules:
-    """Yield the keys that contradict the strategy."""
-    strategy = fsdp.sharding_strategy
-    for key, meant in STRATEGIES.get(strategy, {}).items():
-        if getattr(fsdp, key) not in (meant, "default", -1):
-            why = f"means {key} = {json.dumps(meant)}"
-            yield (
-                f"fsdp.{key} fsdp.sharding_strategy",
-                f'sharding_strategy = "{strategy}" {why}; leave one of the two out',
-            )
-
-
-# --- rules ------------------------------------------------------------------------------------------------------
-
-
-def rules(config: "Config", machine: Machine) -> Rules:
-    """Yield the broken rules of the mesh and of offloading."""
-    fsdp = config.fsdp
-    yield from _contradictions(fsdp)
-    world_size = machine.world_size
-    replicate, shard = fsdp.mesh(world_size)
-    if replicate * shard != world_size:
-        works = replicate if replicate and world_size % replicate == 0 else 1
-        yield (
-            "fsdp.dp_shard fsdp.dp_replicate",
-            f"fsdp.dp_replicate = {replicate} x fsdp.dp_shard = {shard} does not give the world size "
-            f"{world_size}; fsdp.dp_replicate = {works} with fsdp.dp_shard = {world_size // works} works",
-        )
-        return
-    ranks = fsdp.reshard_after_forward
-    if not isinstance(ranks, bool | str) and (shard % ranks or ranks >= shard):
-        divisors = [str(n) for n in range(2, shard) if shard % n == 0]
-        yield (
-            "fsdp.reshard_after_forward fsdp.dp_shard",
-            f"fsdp.reshard_after_forward = {ranks} should divide dp_shard = {shard} and be less than it; "
-            f"{' or '.join([*divisors, 'true'])} works",
-        )
-    if fsdp.shard_columns and not isinstance(ranks, bool | str):
-        yield (
-            "fsdp.shard_columns fsdp.reshard_after_forward",
-            f"fsdp.reshard_after_forward = {ranks} keeps rows of each parameter, which torch can't gather again for "
-            "fsdp.shard_columns; reshard_after_forward = true works",
-        )
-    if fsdp.grad_sync == "all_reduce_last" and (replicate == 1 or shard == 1):
-        yield (
-            "fsdp.grad_sync fsdp.dp_replicate fsdp.dp_shard",
-            f'fsdp.grad_sync = "all_reduce_last" needs replicas of a sharded model, but dp_replicate = '
-            f'{replicate} and dp_shard = {shard}; "every" or "last" works',
-        )
-    if fsdp.cpu_offload and (config.run.device == "cpu" or machine.n_gpus == 0):
-        yield (
-            "fsdp.cpu_offload run.device",
-            "fsdp.cpu_offload = true moves parameters between a GPU and the host, but this run uses no GPU; "
-            "fsdp.cpu_offload = false works",
-        )
-    if fsdp.cpu_offload and replicate > 1:
-        yield (
-            "fsdp.cpu_offload fsdp.dp_replicate",
-            f"fsdp.cpu_offload = true with fsdp.dp_replicate = {replicate} is not proven to give the right gradients: "
-            "https://github.com/pytorch/pytorch/pull/180665 measured wrong ones, without an error; "
-            "fsdp.dp_replicate = 1 works",
-        )
-    if fsdp.cpu_offload and config.optim.name == "muon":
-        yield (
-            "fsdp.cpu_offload optim.name",
-            'optim.name = "muon" exchanges gradients between GPUs, which fsdp.cpu_offload = true keeps on the host; '
-            'fsdp.cpu_offload = false works, or optim.name = "adamw"',
-        )

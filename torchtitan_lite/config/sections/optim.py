@@ -3,10 +3,8 @@
 A new optimizer is one file in optim/ and one entry of OPTIMIZERS. Its keys are fields of OptimConfig.
 """
 
-import pkgutil
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
@@ -14,16 +12,11 @@ from torchtitan_lite.config.registry import Registry
 from torchtitan_lite.config.section import (
     FORK,
     REFUSED,
-    Machine,
     PositiveEvery,
     Resume,
-    Rules,
     Section,
     used_with,
 )
-
-if TYPE_CHECKING:
-    from torchtitan_lite.config.schema import Config
 
 
 @dataclass(frozen=True)
@@ -32,11 +25,6 @@ class Optimizer:
 
     build: str  # "module:function", which is called with the parameter groups and the OptimConfig
     keys: tuple[str, ...] = ()  # [optim] keys that not every optimizer reads
-
-    def load(self) -> Callable[[list[dict[str, Any]], "OptimConfig"], Any]:
-        """Import the function."""
-        build: Callable[[list[dict[str, Any]], OptimConfig], Any] = pkgutil.resolve_name(self.build)
-        return build
 
 
 OPTIMIZERS = Registry(
@@ -110,40 +98,3 @@ step: multiplied by step_gamma every step_every steps"""
     """also keep a moving average of the weights with this decay per step, e.g. 0.99; 0: off"""
     max_norm: float = Field(default=1.0, gt=0, allow_inf_nan=True)
     """clip gradients to this global norm; inf: no clipping"""
-
-
-def rules(config: "Config", machine: Machine) -> Rules:
-    """Yield the broken rules between [optim] and the number of steps."""
-    optim = config.optim
-    if not config.train.epochs:  # else run/epochs.py checks, when the number of steps is known
-        yield from warmup_rules(optim, config.train.steps)
-
-
-def warmup_rules(optim: OptimConfig, steps: int) -> Rules:
-    """Yield the broken rules between a schedule and the number of steps."""
-    longest = _longest_warmup(optim, steps)
-    if optim.warmup_steps >= steps:
-        yield (
-            "optim.warmup_steps train.steps",
-            f"optim.warmup_steps = {optim.warmup_steps} takes up all of train.steps = {steps}; "
-            f"warmup_steps = {min(steps // 10, longest)} works",
-        )
-    elif optim.warmup_steps > longest:
-        yield (
-            "optim.warmup_steps optim.decay_ratio train.steps",
-            f"optim.warmup_steps = {optim.warmup_steps} reaches into the decay, the last optim.decay_ratio = "
-            f"{optim.decay_ratio} of train.steps = {steps}; warmup_steps = {longest} works",
-        )
-
-
-def _longest_warmup(optim: OptimConfig, steps: int) -> int:
-    return int(steps - optim.decay_ratio * steps) if optim.schedule == "wsd" else steps - 1
-
-
-def fitting_warmup(config: "Config") -> "Config":
-    """Return the config with a default warm-up that fits its steps."""
-    optim, steps = config.optim, config.train.steps
-    if not dict(warmup_rules(optim, steps)):
-        return config
-    warmup_steps = min(steps // 10, _longest_warmup(optim, steps))
-    return config.model_copy(update={"optim": optim.model_copy(update={"warmup_steps": warmup_steps})})

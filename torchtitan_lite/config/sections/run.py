@@ -1,14 +1,10 @@
 """[run]: name, folder, seed and device."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat
 
-from torchtitan_lite.config.section import BITS, FORK, Machine, PathText, Rules, Section
-
-if TYPE_CHECKING:
-    from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.section import BITS, FORK, PathText, Section
 
 
 class RunConfig(Section):
@@ -40,23 +36,3 @@ hashing are progress"""
     """NVIDIA GPUs since Ampere: float32 matmuls in TF32 (10 bits of mantissa instead of 23), several times faster"""
     deterministic: Annotated[bool, BITS] = False
     """CUDA: use only deterministic (slower) kernels, for a bitwise-identical resume; the CPU is always deterministic"""
-
-
-def rules(config: "Config", machine: Machine) -> Rules:
-    """Yield the broken rules of name, exit code and device."""
-    name, device = config.run.name, config.run.device
-    if name in ("", "..") or Path(name).name != name:
-        yield "run.name", f'run.name = "{name}" should be the plain name of a folder, e.g. run.name = "first"'
-    if (code := config.run.preempted_exit_code) in (1, 2):
-        yield (
-            "run.preempted_exit_code",
-            f"run.preempted_exit_code = {code} is the exit code of a failure; run.preempted_exit_code = 75 works",
-        )
-    if device == "cuda" and machine.n_gpus == 0:
-        yield "run.device", 'run.device = "cuda", but torch sees no GPU here; run.device = "cpu" works'
-    if device != "cpu" and 0 < machine.n_gpus < machine.local_world_size:
-        yield (
-            "run.device",
-            f"{machine.local_world_size} processes on this machine, and torch sees {machine.n_gpus} GPUs; "
-            f'--nproc-per-node {machine.n_gpus} works, and so does run.device = "cpu"',
-        )

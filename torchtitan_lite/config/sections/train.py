@@ -1,8 +1,8 @@
 """[train] and [spike]: length, batches, and what happens to bad steps."""
 
 import itertools
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+import operator
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveInt
 
@@ -10,17 +10,12 @@ from torchtitan_lite.config.section import (
     ALLOWED_FOR_LATER_STEPS,
     BITS,
     FORK,
-    Machine,
     Resume,
-    Rules,
     Section,
     Size,
     UsedIf,
     used_with,
 )
-
-if TYPE_CHECKING:
-    from torchtitan_lite.config.schema import Config
 
 
 def _batch_schedule(value: list[list[int]]) -> list[list[int]]:
@@ -33,27 +28,27 @@ def _batch_schedule(value: list[list[int]]) -> list[list[int]]:
 _BEFORE_THE_SCHEDULE = UsedIf(
     "train.batch_schedule",
     "a train.batch_schedule that begins after step 0",
-    lambda c: not c.train.batch_schedule or c.train.batch_schedule[0][0] > 0,
+    lambda schedule: not schedule or schedule[0][0] > 0,
 )
 _SKIPPING = UsedIf(
     "train.on_nonfinite spike.action",
     'train.on_nonfinite = "skip" or spike.action = "skip"',
-    lambda c: "skip" in (c.train.on_nonfinite, c.spike.action),
+    lambda *actions: "skip" in actions,
 )
 _DETECTING = UsedIf(
     "spike.loss_deviations spike.norm_deviations",
     "spike.loss_deviations or spike.norm_deviations above 0",
-    lambda c: bool(c.spike.loss_deviations or c.spike.norm_deviations),
+    lambda *deviations: any(deviations),
 )
 _WATCHING = used_with("spike.action", "log", "skip", "stop")
-_ROUTING = UsedIf("model.family", "a family with experts", lambda c: c.model.has_experts)
+_ROUTING = UsedIf("model.has_experts", "a family with experts")
 
 
 class TrainConfig(Section):
     steps: Annotated[
         int,
-        replace(ALLOWED_FOR_LATER_STEPS, keeps=True),
-        UsedIf("train.epochs", "train.epochs = 0", lambda c: not c.train.epochs),
+        Resume("kept"),
+        UsedIf("train.epochs", "train.epochs = 0", operator.not_),
     ] = Field(default=750, gt=0, le=10**12)
     """optimizer steps of the whole run"""
     epochs: float = Field(default=0.0, ge=0, le=10**6)
@@ -107,21 +102,3 @@ command of a fork that skips the samples"""
 times the median absolute deviation (an estimate of the std), at least 2 % of the median"""
     norm_deviations: Annotated[NonNegativeFloat, _WATCHING] = 20.0
     """the same for the gradient norm"""
-
-
-def rules(config: "Config", machine: Machine) -> Rules:
-    """Yield the broken rules of sequence lengths and epochs."""
-    train, model = config.train, config.model
-    if train.seq_len > model.max_seq_len:
-        yield (
-            "train.seq_len model.max_seq_len",
-            f"train.seq_len = {train.seq_len} is longer than model.max_seq_len = {model.max_seq_len}; "
-            f"model.max_seq_len = {train.seq_len} works",
-        )
-    if any(size != train.batch_size(1) for _, size in train.batch_schedule):
-        for key in config.in_epochs:
-            works = "train.steps" if key == "train.epochs" else f"{key} = 100"
-            yield (
-                f"{key} train.batch_schedule",
-                f"{key} is in epochs, which need one batch size, but train.batch_schedule changes it; {works} works",
-            )

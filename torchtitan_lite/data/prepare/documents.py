@@ -13,6 +13,7 @@ import importlib
 import io
 import itertools
 import json
+import pkgutil
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -334,7 +335,7 @@ def _read(corpus: Corpus, file: Path, count: Callable[[int], object]) -> Read:
             stream = io.BufferedReader(gzip.GzipFile(fileobj=opened), _READ)
         elif file.suffix.lower() == ".zst":
             stream = io.BufferedReader(need("pyarrow").CompressedInputStream(opened, "zstd"), _READ)
-        yield from READERS[kind(file, (*corpus.text_suffixes, ""))].load()(stream, corpus)
+        yield from pkgutil.resolve_name(READERS[kind(file, (*corpus.text_suffixes, ""))].read)(stream, corpus)
 
 
 def need(package: str) -> Any:

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import pkgutil
 import re
 import sysconfig
 from collections import Counter
@@ -43,7 +44,8 @@ class Corpus:
 
     def fingerprint(self) -> list[object]:
         """Return path, size, mtime and ctime (ns) of each file and user's reader, and all reading options."""
-        own = [Path(inspect.getfile(READERS[name].load())) for name in self.text_suffixes if is_own(name)]
+        readers = [pkgutil.resolve_name(READERS[name].read) for name in self.text_suffixes if is_own(name)]
+        own = [Path(inspect.getfile(reader)) for reader in readers]
         stats = [(file, stat_of(file)) for file in (*self.files, *own)]
         files = [[os.path.abspath(file), s.st_size, s.st_mtime_ns, s.st_ctime_ns] for file, s in stats]
         options = self.keys, self.source_prefix, sorted(self.text_suffixes), self.n_held_out

@@ -1,0 +1,25 @@
+"""[speed]: faster paths that compute the same, float8, and garbage collection."""
+
+from typing import Annotated
+
+from pydantic import NonNegativeInt
+
+from torchtitan_lite.config.section import BITS, Section
+
+
+class SpeedConfig(Section):
+    chunked_loss: Annotated[bool, BITS] = True
+    """compute the output projection and the loss in chunks of tokens, without storing all logits"""
+    block_attention: Annotated[bool, BITS] = True
+    """CPU: attention of up to 1,024 tokens by plain matmuls, one block of queries at a time"""
+    fused_functions: Annotated[bool, BITS] = True
+    """CPU: RMSNorm and rotary positions in fewer passes over memory, with custom backward functions"""
+    widen_matmuls: Annotated[bool, BITS] = True
+    """CPU without bfloat16 (or float16) instructions: compute matmuls of that dtype in float32, 15 times faster"""
+    shared_memory: Annotated[bool, BITS] = True
+    """CPU, all ranks on one machine: exchange parameters and gradients through shared memory, not gloo's TCP"""
+    float8: Annotated[bool, BITS] = False
+    """compute and gather the linear layers of blocks in float8 (GPUs of capability 8.9; extra float8); a CPU \
+emulates it, for tests"""
+    gc_every: NonNegativeInt = 100
+    """run Python's garbage collector every N steps, on all ranks at once; 0: leave it to Python"""
