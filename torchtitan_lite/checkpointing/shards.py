@@ -31,7 +31,7 @@ from torchtitan_lite.checkpointing.safetensors_file import (
     specs_of,
     write_tensors,
 )
-from torchtitan_lite.checkpointing.storage import MODEL, OPTIMIZER, open_tensors, read_json, read_manifest, read_specs
+from torchtitan_lite.checkpointing.storage import MODEL, OPTIMIZER, open_tensors, read_json, read_manifest, read_specs, reading
 from torchtitan_lite.checkpointing.tensor_names import Tensors, prefix, renamed
 from torchtitan_lite.distributed.sharding import own_part, shard_dim
 from torchtitan_lite.errors import CheckpointError
@@ -195,12 +195,13 @@ class Reads:
     def check(self) -> None:
         """Raise CheckpointError if a header contradicts the manifest."""
         for name, parts in self.files.items():
-            with progress.working(f"reading the header of {name}"), open_tensors(self._folder / name) as file:
+            path = self._folder / name
+            with progress.working(f"reading the header of {name}"), reading(path), open_tensors(path) as file:
                 info = json.loads((file.metadata() or {}).get(INFO, "{}"))
                 for _, (_, key, box) in parts:
                     offsets = info[key]["saved_offsets"] if key in info else [indices.start for indices in box]
                     if box_of(offsets, file.get_slice(key).get_shape()) != box:
-                        raise CheckpointError(f"{self._folder / name}: {key} is not the part that the manifest says")
+                        raise CheckpointError(f"{path}: {key} is not the part that the manifest says")
 
     @torch.no_grad()
     def read(self) -> None:
