@@ -62,8 +62,7 @@ def save_full_by_dtensor(c: Checkpointer, background: bool) -> Saving:
     parts, whole = c.parts(), Tensors()
     if background:
         tensors = tensor_names.by_name(parts)
-        if c.process.rank == 0:
-            c.copies.reserve(specs_of(tensors))
+        on_rank0(lambda: c.copies.reserve(specs_of(tensors)), c.group)
         full_state.gather(tensors, c.mesh, lambda group: whole.update(c.copies.fill(group)), c.group)
     folder = yield
     if background:

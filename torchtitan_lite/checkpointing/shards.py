@@ -31,7 +31,15 @@ from torchtitan_lite.checkpointing.safetensors_file import (
     specs_of,
     write_tensors,
 )
-from torchtitan_lite.checkpointing.storage import MODEL, OPTIMIZER, open_tensors, read_json, read_manifest, read_specs, reading
+from torchtitan_lite.checkpointing.storage import (
+    MODEL,
+    OPTIMIZER,
+    open_tensors,
+    read_json,
+    read_manifest,
+    read_specs,
+    reading,
+)
 from torchtitan_lite.checkpointing.tensor_names import Tensors, prefix, renamed
 from torchtitan_lite.distributed.sharding import own_part, shard_dim
 from torchtitan_lite.errors import CheckpointError
