@@ -6,6 +6,7 @@ commits the folder by renaming it (storage.py). If one rank fails, every rank re
 module never stops the run because of a failed save.
 """
 
+import contextlib
 import os
 import shutil
 import threading
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpointing import compatibility, full_state, progress, storage
 from torchtitan_lite.checkpointing.find import checkpoint_to_resume
-from torchtitan_lite.checkpointing.safetensors_file import FileRecord, TensorSpecs
+from torchtitan_lite.checkpointing.safetensors_file import FileRecord, TensorSpecs, specs_of
 from torchtitan_lite.checkpointing.shards import Layout, layout_of
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import Parts, Tensors, by_name, optimizer_tensors, own_tensors
@@ -62,28 +63,28 @@ class HostCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._specs: TensorSpecs = {}
         self._views: Tensors = {}
-        self._unpin: Callable[[], object] = lambda: None
+        self._unlock: Callable[[], object] = lambda: None
 
     def reserve(self, specs: TensorSpecs) -> None:
         """Make room for these tensors."""
-        if specs == self._specs:
+        if specs == specs_of(self._views):
             return
-        self._unpin()
-        self._specs, self._views = {}, {}  # frees the block before the next one is made
+        self._unlock()
+        self._views = {}  # frees the block before the next one is made
         order = sorted(specs, key=lambda name: -specs[name][0].itemsize)  # large elements first, for alignment
         sizes = [specs[name][0].itemsize * torch.Size(specs[name][1]).numel() for name in order]
         block = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
         if self._device.type == "cuda" and len(block):
             block.fill_(0)  # torch's threads map the pages; registering alone would, in one thread
             runtime, address = torch.cuda.cudart(), block.data_ptr()
-            torch.cuda.check_error(int(runtime.cudaHostRegister(address, len(block), 1)))  # 1: for all devices
-            self._unpin = weakref.finalize(self, runtime.cudaHostUnregister, address)
-        for name, data in zip(order, block.split(sizes), strict=True):
-            dtype, shape = specs[name]
-            self._views[name] = data.view(dtype).view(shape)
-        self._specs = dict(specs)
+            if error := int(runtime.cudaHostRegister(address, len(block), 1)):  # 1: for all devices
+                with contextlib.suppress(RuntimeError):
+                    torch.zeros(1, device=self._device)  # takes the error, which CUDA returns to the next kernel, too
+                raise torch.cuda.CudaError(error)
+            self._unlock = weakref.finalize(self, runtime.cudaHostUnregister, address)
+        views = zip(order, block.split(sizes), strict=True)
+        self._views = {name: data.view(specs[name][0]).view(specs[name][1]) for name, data in views}
 
     def fill(self, tensors: Mapping[str, Tensor]) -> Tensors:
         """Copy tensors, of a DTensor this rank's shard, into their views, and return these."""
@@ -96,9 +97,8 @@ class HostCopies:
 
     def of(self, tensors: Mapping[str, Tensor]) -> Tensors:
         """Copy exactly these tensors, and return the copies."""
-        rows = {name: own_part(tensor.detach())[0] for name, tensor in tensors.items()}
-        self.reserve({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in rows.items()})
-        return self.fill(rows)
+        self.reserve(specs_of({name: own_part(tensor)[0] for name, tensor in tensors.items()}))
+        return self.fill(tensors)
 
 
 class Way(NamedTuple):
