@@ -181,8 +181,9 @@ def build_watched(config: Config, data: DataSet, process: Process, log: Log, wat
     # 5. The run's newest checkpoint, else that of checkpoint.resume (a fork), else the weights of model.init_from.
     preemption = Preemption(config.run.max_minutes, config.folder / run_folder.JOINING)  # max_minutes includes the load
     best_of = functools.partial(attempts.best_step, config.folder)
-    folder = config.folder / "checkpoints"
-    checkpointer = Checkpointer(folder, model, optimizer, config.checkpoint, process, WAYS, best_of)
+    checkpointer = Checkpointer(
+        config.folder / "checkpoints", model, optimizer, config.checkpoint, process, WAYS, best_of
+    )
     fresh = fresh_state(config, data, process, validation.description(), periodic.task_hashes)
     with watchdog.loading("loading a checkpoint"):
         resumed = load_newest(config, checkpointer, fresh, log)

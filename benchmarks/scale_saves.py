@@ -56,8 +56,7 @@ def tensors_of(name: str, replicas: int) -> dict[str, Tensor]:
     optimizer = torch.optim.AdamW(model.parameters())
     for p in model.parameters():
         optimizer.state[p] = {"step": torch.tensor(0.0), **{k: torch.zeros_like(p) for k in ("exp_avg", "exp_avg_sq")}}
-    parts = {storage.MODEL: own_tensors(model), storage.OPTIMIZER: optimizer_tensors(model, optimizer)}
-    return by_name(parts)
+    return by_name(own_tensors(model), optimizer_tensors(model, optimizer))
 
 
 def header(plan: Layout, rank: int) -> int:
@@ -103,7 +102,7 @@ def measure(name: str, ranks: int, replicas: int, rank: int) -> list[str]:
 
         def load_by_dcp() -> None:
             planner = DefaultLoadPlanner()
-            planner.set_up_planner(tensors, PartsReader(Path(), reads, plan.specs).read_metadata(), is_coordinator=True)
+            planner.set_up_planner(tensors, PartsReader(reads).read_metadata(), is_coordinator=True)
             planner.create_global_plan([planner.create_local_plan()])
 
         of = {file: header(plan, int(file[6:11])) for file in reads.files}

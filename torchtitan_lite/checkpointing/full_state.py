@@ -18,13 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpointing import progress, tensor_names
 from torchtitan_lite.checkpointing.tensor_names import Tensors
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.distributed.ranks import on_all, on_rank0
-from torchtitan_lite.distributed.sharding import own_part, shard_dim
+from torchtitan_lite.distributed.sharding import is_sharded, own_part, shard_dim
 
 AGREE_EVERY = 2**30  # bytes of whole tensors
 
@@ -46,7 +45,7 @@ def gather(
             groups have one.
     """
     group, rank = mesh.get_group(mesh.ndim - 1), dist.get_rank()
-    sizes = {name: _size(t, group) for name, t in tensors.items() if _is_sharded(t) and group.size() > 1}
+    sizes = {name: _size(t, group) for name, t in tensors.items() if is_sharded(t) and group.size() > 1}
     parts = [(part, {name: sizes[name] for name in part if name in sizes}) for part in tensor_names.in_groups(tensors)]
     n_messages = 1 if rank else 1 + group.size()  # the own one and, on rank 0, those of all
     buffers, failed = list[Tensor](), list[Exception]()
@@ -121,7 +120,7 @@ def _scatter_group(
         for (name, target), of_ranks in zip(targets.items(), messages.split(sizes, 1), strict=True):
             with progress.working(f"reading {name}"):
                 whole, n = read(name).to(target.dtype), group.size()
-                parts = whole.chunk(n, shard_dim(target)) if _is_sharded(target) else [whole] * n
+                parts = whole.chunk(n, shard_dim(target)) if is_sharded(target) else [whole] * n
                 for part, data in zip(parts, of_ranks, strict=False):  # the last ranks may have no rows
                     _put(part, data)
         sent.extend(messages)
@@ -147,13 +146,9 @@ def copy_rows(whole: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> Non
             rows.copy_(whole[name].narrow(dim, first, rows.shape[dim]))
 
 
-def _is_sharded(tensor: Tensor) -> bool:
-    return isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)
-
-
 def _size(tensor: Tensor, group: dist.ProcessGroup) -> int:
     """Return the bytes of rank 0's rows."""
-    if not _is_sharded(tensor):
+    if not is_sharded(tensor):
         return tensor.nbytes
     rows = tensor.shape[shard_dim(tensor)]
     return tensor.nbytes // rows * math.ceil(rows / group.size())

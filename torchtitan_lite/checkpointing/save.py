@@ -26,7 +26,7 @@ from torchtitan_lite.checkpointing.find import checkpoint_to_resume
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord, TensorSpecs, specs_of
 from torchtitan_lite.checkpointing.shards import Layout, layout_of
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.checkpointing.tensor_names import Parts, Tensors, by_name, optimizer_tensors, own_tensors
+from torchtitan_lite.checkpointing.tensor_names import Tensors, by_name, optimizer_tensors, own_tensors
 from torchtitan_lite.config.schema import CheckpointConfig
 from torchtitan_lite.distributed.process_group import Process, untimed_group
 from torchtitan_lite.distributed.ranks import on_all, on_rank0
@@ -168,7 +168,7 @@ class Checkpointer:
         state = compatibility.read_state(found.folder, values, self.process, fork=found.forked)
         make_state(self.optimizer)  # a load fills existing tensors, and moments exist only after the first step
         with compatibility.optimizer_as_saved(self.optimizer, state):
-            compatibility.require_same_tensors(found.folder, self.parts(), self.process)
+            compatibility.require_same_tensors(found.folder, self.tensors(), self.process)
             self.load_tensors(found.folder)
         self.protect = {state.step}
         return state
@@ -203,10 +203,9 @@ class Checkpointer:
             on_all(lambda: full_state.copy_rows(open_weights(folder), targets), self.process.untimed)
         on_all(lambda: compatibility.require_finite(targets, folder), self.process.untimed)
 
-    def parts(self) -> Parts:
-        """Return the live tensors, grouped by the file that holds them in a full checkpoint."""
-        model, optimizer = own_tensors(self.model), optimizer_tensors(self.model, self.optimizer)
-        return {storage.MODEL: model, storage.OPTIMIZER: optimizer}
+    def tensors(self) -> Tensors:
+        """Return the live tensors by their names in a sharded state dict."""
+        return by_name(own_tensors(self.model), optimizer_tensors(self.model, self.optimizer))
 
     def save(self, state: TrainState) -> None:
         """Save model, optimizer and state; with `async_save`, write in the background.
@@ -216,26 +215,24 @@ class Checkpointer:
         assert self._thread is None, "wait for the previous save first"
         background, began = self.config.async_save, time.perf_counter()
         self._operation = f"saving step {state.step}"
+        outcome = Saved(state.step, storage.step_folder(self.folder, state.step))
         saving = self.ways[self.config.state_dict, self.config.api].save(self, background)
-        failed: Exception | None = None
         try:  # writing has collectives, so all ranks begin it or none
             with progress.doing(self._operation):
                 on_all(lambda: next(saving), self.group)
         except Exception as error:  # e.g. one rank has no memory for the copies
-            failed = error
-        layout = None if failed or self.config.state_dict == "full" else asdict(self.layout())
+            self._saved = replace(outcome, error=text_of(error))
+            return
+        layout = None if self.config.state_dict == "full" else asdict(self.layout())
         n_bytes, blocked_s = self._n_bytes(), time.perf_counter() - began
 
         def finish() -> None:
-            saved = Saved(state.step, storage.step_folder(self.folder, state.step))
             try:
-                if failed:
-                    raise failed
                 with progress.doing(self._operation):
                     n_written = self._write_and_commit(state, saving, layout, n_bytes)
-                saved = replace(saved, bytes=n_written, note=self._delete_old(state.step))
+                saved = replace(outcome, bytes=n_written, note=self._delete_old(state.step))
             except Exception as error:  # also from a collective, if a rank is lost
-                saved = replace(saved, error=text_of(error))
+                saved = replace(outcome, error=text_of(error))
             seconds = time.perf_counter() - began
             self._saved = replace(saved, seconds=seconds, blocked_s=blocked_s if background else seconds)
 
@@ -247,11 +244,11 @@ class Checkpointer:
 
     def layout(self) -> Layout:
         """Return which rank writes what. Computed in each save: the optimizer's tensors appear after the first step."""
-        return layout_of(by_name(self.parts()), self.mesh.shape)
+        return layout_of(self.tensors(), self.mesh.shape)
 
     def _n_bytes(self) -> int:
         """Return the size of a checkpoint in bytes, without its JSON."""
-        return sum(t.nbytes for tensors in self.parts().values() for t in tensors.values())
+        return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def _write_and_commit(
         self, state: TrainState, saving: Saving, layout: Mapping[str, Any] | None, n_bytes: int

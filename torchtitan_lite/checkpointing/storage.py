@@ -20,7 +20,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +135,8 @@ def read_manifest(folder: Path) -> Manifest:
     if content.pop("sha256", "") != _hash_of(content):
         raise CheckpointError(f"{folder / MANIFEST} is damaged: its SHA-256 does not match its content")
     files = {name: FileRecord(**record) for name, record in content["files"].items()}
-    keys = ("step", "state_dict", "world_size", "format_version")
-    return Manifest(**{key: content[key] for key in keys}, layout=content.get("layout"), files=files)
+    content = {"layout": None, **content, "files": files}
+    return Manifest(**{field.name: content[field.name] for field in fields(Manifest)})
 
 
 def _hash_of(manifest: Mapping[str, Any]) -> str:

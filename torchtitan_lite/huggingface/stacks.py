@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from torchtitan_lite.checkpointing.shards import LazyTensors, specs
+from torchtitan_lite.checkpointing.safetensors_file import LazyTensors, specs_of
 from torchtitan_lite.errors import CheckpointError
 
 _OF_ONE = re.compile(r"(.*\.feed_forward\.w[123])\.(\d+)(\.weight)")
@@ -32,7 +32,7 @@ def stack_experts(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     if not stacks:
         return weights
     make: dict[str, Callable[[], Tensor]] = {}
-    known = dict(specs({name: tensor for name, tensor in weights.items() if not _OF_ONE.fullmatch(name)}))
+    known = dict(specs_of({name: tensor for name, tensor in weights.items() if not _OF_ONE.fullmatch(name)}))
     for name in known:
         make[name] = functools.partial(weights.__getitem__, name)
     for name, experts in stacks.items():
@@ -51,7 +51,7 @@ def unstack_experts(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     stack = functools.lru_cache(maxsize=3)(weights.__getitem__)
     known: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     make: dict[str, Callable[[], Tensor]] = {}
-    for name, (dtype, shape) in specs(weights).items():
+    for name, (dtype, shape) in specs_of(weights).items():
         match = _OF_ALL.fullmatch(name) if len(shape) == 3 else None
         if match is None:
             known[name], make[name] = (dtype, shape), functools.partial(weights.__getitem__, name)
