@@ -189,8 +189,9 @@ def read_rows(c: Checkpointer, folder: Path, tensors: Tensors, *, by_dcp: bool =
     @progress.working(f"reading its rows of {folder.name}")
     def read() -> None:
         if by_dcp and isinstance(reads[0].places, Layout):  # DCP can't read the names of format 6
+            own = {name: tensors[name] for parts in reads[0].files.values() for name, _ in parts}
             with failures():
-                dcp.load(tensors, storage_reader=PartsReader(reads[0]), no_dist=True)
+                dcp.load(own, storage_reader=PartsReader(reads[0]), no_dist=True)
         else:
             reads[0].read()
 

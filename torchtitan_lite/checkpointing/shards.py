@@ -200,7 +200,7 @@ class Reads:
         self.files: dict[str, list[tuple[str, Part]]] = {}
         for name, target in targets.items():
             own = own_box(target)
-            for part in places.parts(name, own) if all(own) else ():
+            for part in places.parts(name, own):
                 if all(overlap(part.box, own)):
                     self.files.setdefault(part.file, []).append((name, part))
 

@@ -11,15 +11,8 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint._hf_utils import _HFStorageInfo
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -58,25 +51,18 @@ class SyncingWriter(HuggingFaceStorageWriter):
 
 
 class PartsReader(HuggingFaceStorageReader):
-    """Knows only the parts that this rank needs. (torch's own reader reads the header of every file on every rank.)"""
+    """Reads only the files that this rank needs. (torch's own reader reads the header of every file on every rank.)"""
 
     def __init__(self, reads: Reads) -> None:
         super().__init__(str(reads.folder))
-        self.reads, self.specs = reads, reads.places.specs
+        self.specs = reads.places.specs
+        self.fs.ls = lambda path: [str(reads.folder / file) for file in reads.files]  # type: ignore[method-assign]
 
     def read_metadata(self) -> Metadata:
-        tensors = {
-            name: TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
-            for name, (dtype, shape) in self.specs.items()
-        }
-        places = {}
-        for file, parts in self.reads.files.items():
-            for name, (_, _, box) in parts:
-                offsets, sizes = torch.Size(indices.start for indices in box), torch.Size(map(len, box))
-                tensors[name].chunks.append(ChunkStorageMetadata(offsets, sizes))
-                info = _HFStorageInfo(str(self.reads.folder / file), sizes, self.specs[name][0])
-                places[MetadataIndex(name, offsets)] = info
-        return Metadata({**tensors}, storage_data=places)
+        metadata = super().read_metadata()
+        for name, entry in metadata.state_dict_metadata.items():
+            entry.size = torch.Size(self.specs[name][1])  # type: ignore[union-attr]  # torch's is that of the parts in these files
+        return metadata
 
     def _process_read_request(self, f: Any, req: ReadItem, planner: LoadPlanner) -> None:
         super()._process_read_request(f, req, planner)
