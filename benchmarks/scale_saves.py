@@ -1,9 +1,9 @@
 """What a sharded save and load cost one rank of many: `python -m benchmarks.scale saves`.
 
 Files have headers, and holes for the tensors. Models are on the meta device, and the process group is a fake one, so
-that this process is any rank of a large world: it computes what the rank would. Seconds are CPU seconds, of a load with
-the reading of headers; headers and manifest are counted in bytes. What ranks send each other is counted in real runs, by
-`python -m benchmarks.scale`.
+that this process is any rank of a large world: it computes what the rank would. Seconds are CPU seconds; a load's
+include reading headers. Headers and manifest are counted in bytes. What ranks send each other is counted in real runs,
+by `python -m benchmarks.scale`.
 """
 
 import contextlib

@@ -299,7 +299,8 @@ class Checkpointer:
 
     def _memory_note(self) -> list[str]:
         """Return a note if a full save in the background does not fit into this machine's memory."""
-        memory, least = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 2 * self._n_bytes()  # and one moment
+        # before the first step the optimizer has no state; it will have at least one moment for each weight
+        memory, least = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 2 * self._n_bytes()
         if not self.config.async_save or self.config.state_dict == "sharded" or least < memory:
             return []
         return [
