@@ -58,6 +58,10 @@ class Manifest:
     layout: Mapping[str, Any] | None  # shards.Layout of a sharded state dict, since format 7
     files: Mapping[str, FileRecord]
 
+    @property
+    def bytes(self) -> int:
+        return sum(record.bytes for record in self.files.values())
+
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:

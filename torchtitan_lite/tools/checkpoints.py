@@ -54,8 +54,10 @@ def inspect(folder: Path) -> None:
     )
     if (best := attempts.best_step(folder.parent.parent, storage.find_steps(folder.parent))) is not None:
         print(f"the run's best checkpoint, by validation loss: step {best}")
-    n_bytes = sum(record.bytes for record in manifest.files.values())
-    print(f"saved by {counted(manifest.world_size, 'rank')}; {size(n_bytes)} in {counted(len(manifest.files), 'file')}")
+    print(
+        f"saved by {counted(manifest.world_size, 'rank')}; {size(manifest.bytes)} in "
+        f"{counted(len(manifest.files), 'file')}"
+    )
     for name, record in manifest.files.items():
         print(f"  {record.bytes:>15,}  {record.sha256[:12]}...  {name}")
     for name, (_, shape) in shards.read_places(folder).specs.items():
