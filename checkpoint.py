@@ -44,7 +44,7 @@ from torchtitan_lite.checkpointing.safetensors_file import FileRecord, TensorWri
 from torchtitan_lite.checkpointing.save import Checkpointer, Saving, Way
 from torchtitan_lite.checkpointing.shards import Layout, Reads, read_places, read_tensors, write_rows
 from torchtitan_lite.checkpointing.storage import MODEL, OPTIMIZER
-from torchtitan_lite.checkpointing.tensor_names import Parts, Tensors
+from torchtitan_lite.checkpointing.tensor_names import Tensors
 from torchtitan_lite.checkpointing.torch_storage import PartsReader, SyncingWriter, failures
 from torchtitan_lite.distributed.ranks import on_all, on_rank0
 from torchtitan_lite.distributed.sharding import own_part
@@ -59,17 +59,15 @@ def save_full_by_dtensor(c: Checkpointer, background: bool) -> Saving:
     (A gather is a collective in training's group, and all ranks must start collectives in the same order. So a thread
     can't begin one during training.)
     """
-    parts, whole = c.parts(), Tensors()
+    tensors, whole = c.tensors(), Tensors()
     if background:
-        tensors = tensor_names.by_name(parts)
-        if c.process.rank == 0:
-            c.copies.reserve(specs_of(tensors))
+        on_rank0(lambda: c.copies.reserve(specs_of(tensors)), c.group)
         full_state.gather(tensors, c.mesh, lambda group: whole.update(c.copies.fill(group)), c.group)
     folder = yield
     if background:
         return write_whole(folder, whole)
     files = {}
-    for file, part in parts.items():
+    for file, part in tensor_names.by_file(tensors).items():
         with TensorWriter(folder / file, specs_of(part)) as writer:
             full_state.gather({name: part[name] for name in writer.names}, c.mesh, writer.add, c.group)
             files[file] = FileRecord(**on_rank0(lambda writer=writer: asdict(writer.close()), c.group))  # type: ignore[misc]
@@ -78,7 +76,7 @@ def save_full_by_dtensor(c: Checkpointer, background: bool) -> Saving:
 
 def write_whole(folder: Path, tensors: Tensors) -> dict[str, FileRecord]:
     """Write whole tensors from rank 0's memory. The other ranks have none."""
-    parts = tensor_names.by_file(tensors, [MODEL, OPTIMIZER]) if tensors else {}
+    parts = tensor_names.by_file(tensors) if tensors else {}
     return {file: write_tensors(folder / file, specs_of(part), part.__getitem__) for file, part in parts.items()}
 
 
@@ -89,7 +87,7 @@ def load_full_by_dtensor(c: Checkpointer, folder: Path) -> None:
     (distribute_tensor would need the whole tensor on every rank, also in GPU memory.)
     """
     saved = functools.cache(lambda: read_tensors(folder))  # only where scatter sends an error to all ranks
-    full_state.scatter(tensor_names.by_name(c.parts()), lambda name: saved()[name], c.mesh, c.process)
+    full_state.scatter(c.tensors(), lambda name: saved()[name], c.mesh, c.process)
 
 
 # --- full state dict, DCP API ---------------------------------------------------------------------------------------
@@ -104,7 +102,7 @@ def save_full_by_dcp(c: Checkpointer, background: bool) -> Saving:
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     model, optimizer = get_state_dict(c.model, c.optimizer, options=options)
     # the other ranks get empty dicts
-    whole = tensor_names.by_name(as_parts(c, model, optimizer)) if c.process.rank == 0 else {}
+    whole = by_torch(c, model, optimizer) if c.process.rank == 0 else {}
     # on one rank, cpu_offload copies nothing from CPU to CPU: these are the live tensors
     tensors = c.copies.of(whole) if background else whole
     folder = yield
@@ -137,18 +135,17 @@ def load_full_by_dcp(c: Checkpointer, folder: Path) -> None:
 
 def save_sharded_by_dtensor(c: Checkpointer, background: bool) -> Saving:
     """Write this rank's rows. With HSDP, one replica writes the rows of a tensor. The ranks exchange nothing."""
-    tensors, layout, rank = tensor_names.by_name(c.parts()), c.layout(), c.process.rank
-    boxes = layout.of_rank(rank)
-    rows = {name: own_part(tensors[name])[0] for name in boxes}
+    tensors, layout, rank = c.tensors(), c.layout(), c.process.rank
+    rows = {name: own_part(tensors[name])[0] for name in layout.of_rank(rank)}
     if background:
         rows = c.copies.of(rows)
     folder = yield
-    return write_rows(folder / layout.file(rank), boxes, layout.specs, rows.__getitem__)
+    return write_rows(folder, layout, rank, rows.__getitem__)
 
 
 def load_sharded_by_dtensor(c: Checkpointer, folder: Path) -> None:
     """Read this rank's rows into its tensors, from only the files that have them."""
-    read_rows(c, folder, tensor_names.by_name(c.parts()))
+    read_rows(c, folder, c.tensors())
 
 
 # --- sharded state dict, DCP API ------------------------------------------------------------------------------------
@@ -159,13 +156,12 @@ def save_sharded_by_dcp(c: Checkpointer, background: bool) -> Saving:
 
     (By its own choice of who writes what, DCP would gather pickled plans on rank 0: minutes on 1,024 ranks.)
     """
-    layout, rank = c.layout(), c.process.rank
-    tensors = tensor_names.by_name(as_parts(c, *get_state_dict(c.model, c.optimizer)))
-    boxes = layout.of_rank(rank)
-    own = {name: tensors[name] for name in boxes}
-    copies = c.copies.of(own) if background else None
+    tensors, layout, rank = by_torch(c, *get_state_dict(c.model, c.optimizer)), c.layout(), c.process.rank
+    own = {name: tensors[name] for name in layout.of_rank(rank)}
+    if background:
+        own = c.copies.of(own)
     folder = yield
-    writer = SyncingWriter(folder / layout.file(rank), boxes, layout.specs, copies)
+    writer = SyncingWriter(folder, lambda rows: write_rows(folder, layout, rank, rows))
     with failures():
         dcp.save(own, storage_writer=writer, no_dist=True)
     return writer.records
@@ -178,35 +174,35 @@ def load_sharded_by_dcp(c: Checkpointer, folder: Path) -> None:
     """
     with kept_hyperparameters(c.optimizer):
         model, optimizer = get_state_dict(c.model, c.optimizer)
-        read_rows(c, folder, tensor_names.by_name(as_parts(c, model, optimizer)), by_dcp=True)
+        read_rows(c, folder, by_torch(c, model, optimizer), by_dcp=True)
         set_state_dict(c.model, c.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
 
 def read_rows(c: Checkpointer, folder: Path, tensors: Tensors, *, by_dcp: bool = False) -> None:
     """Fill this rank's rows of tensors. All ranks compare headers and manifest before any tensor is overwritten."""
-    places: list[Any] = []
+    reads: list[Reads] = []
 
     def check() -> None:
-        places.append(read_places(folder))
-        places.append(Reads(folder, places[0], tensors))
-        places[1].check()
+        reads.append(Reads(folder, read_places(folder), tensors))
+        reads[0].check()
 
+    @progress.working(f"reading its rows of {folder.name}")
     def read() -> None:
-        saved, reads = places
-        if by_dcp and isinstance(saved, Layout):  # DCP can't read the names of format 6
+        if by_dcp and isinstance(reads[0].places, Layout):  # DCP can't read the names of format 6
+            own = {name: tensors[name] for parts in reads[0].files.values() for name, _ in parts}
             with failures():
-                dcp.load(tensors, storage_reader=PartsReader(folder, reads, saved.specs), no_dist=True)
+                dcp.load(own, storage_reader=PartsReader(reads[0]), no_dist=True)
         else:
-            reads.read()
+            reads[0].read()
 
     on_all(check, c.process.untimed)
     on_all(read, c.process.untimed)
 
 
-def as_parts(c: Checkpointer, model: Mapping[str, Any], optimizer: Any) -> Parts:
-    """Return get_state_dict's tensors by file and by our names, which have only a tied parameter's first name."""
-    by_file = {MODEL: model, OPTIMIZER: tensor_names.flat(optimizer)}
-    return {file: {name: by_file[file][name] for name in tensors} for file, tensors in c.parts().items()}
+def by_torch(c: Checkpointer, model: Mapping[str, Any], optimizer: Any) -> Tensors:
+    """Return get_state_dict's tensors by our names, which have only a tied parameter's first name."""
+    tensors = tensor_names.by_name(model, tensor_names.flat(optimizer))
+    return {name: tensors[name] for name in c.tensors()}
 
 
 WAYS: Mapping[tuple[str, str], Way] = {  # by kind of state dict and API

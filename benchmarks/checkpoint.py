@@ -32,7 +32,7 @@ from tests.checkpointing.test_checkpoint_memory import peak_of
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.checkpointing.tensor_names import optimizer_tensors, own_tensors
+from torchtitan_lite.checkpointing.tensor_names import by_file, by_name, optimizer_tensors, own_tensors
 from torchtitan_lite.config import load as settings
 from torchtitan_lite.config.schema import CheckpointConfig, Config, RunConfig
 from torchtitan_lite.distributed.initialize import materialize
@@ -79,11 +79,7 @@ class Bench:
         self.step = 0
 
     def state(self) -> dict[str, Tensor]:
-        model, optimizer = (
-            own_tensors(self.model),
-            optimizer_tensors(self.model, self.optimizer),
-        )
-        return {f"model.{n}": t for n, t in model.items()} | {f"optimizer.{n}": t for n, t in optimizer.items()}
+        return by_name(own_tensors(self.model), optimizer_tensors(self.model, self.optimizer))
 
     def parts(self) -> list[Tensor]:
         return [t.to_local() if isinstance(t, DTensor) else t for t in self.state().values()]
@@ -181,7 +177,7 @@ class Bench:
     def by_distribute_tensor(self) -> None:
         """Load the former way: every rank allocates the whole tensor, and rank 0 scatters its own."""
         folder = storage.step_folder(self.checkpointers["full", "dtensor", False].folder, self.step)
-        for file, targets in self.checkpointers["full", "dtensor", False].parts().items():
+        for file, targets in by_file(self.checkpointers["full", "dtensor", False].tensors()).items():
             read = storage.open_tensors(folder / file).get_tensor
             for name, target in targets.items():
                 whole = read(name) if self.process.rank == 0 else torch.empty(target.shape, dtype=target.dtype)

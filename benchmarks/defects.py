@@ -41,7 +41,6 @@ from tests.checkpointing.test_checkpoint import Bomb, flip_a_bit, replace_by
 from tests.helpers import ROOT, ranks, run_distributed
 from torchtitan_lite.checkpointing import safetensors_file, shards, storage
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.checkpointing.tensor_names import by_name
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.errors import CheckpointError
@@ -72,7 +71,7 @@ def tool(name: str, process: Process, folder: Path, *, threads: bool = False) ->
     ours = state.checkpointer(folder, kind, api, background=threads)
 
     def live() -> dict[str, Tensor]:  # a load may replace the optimizer's
-        return by_name(ours.parts())
+        return ours.tensors()
 
     if name == DCP:
         writer, reader = dcp.FileSystemWriter(folder, thread_count=1 + threads), dcp.FileSystemReader(folder)

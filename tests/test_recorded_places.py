@@ -886,7 +886,7 @@ def together(rank: int) -> dict[str, Any]:
                 lambda n=n: find.verify_together(Path("x"), "full", replace(one, local_world_size=n)),
                 {
                     "checkpointing__find__storage__check_manifest": lambda _, kind=kind: (
-                        storage.Manifest(5, kind if rank == 0 else "none", 4, 7, None, FILES),
+                        storage.Manifest(5, kind if rank == 0 else "none", 4, 7, Stub(never="sent"), FILES),
                         "",
                     ),
                     "checkpointing__find__storage__verify_file": lambda _folder, name, *_: f"{name} by {rank}",
@@ -1053,7 +1053,6 @@ def together(rank: int) -> dict[str, Any]:
         "tensors": (
             lambda: replay._compare_tensors(session, Path("x"), 6, "advice"),
             {
-                "tools__incidents__replay__by_name": lambda _: {name: torch.tensor([1.0]) for name in "ab"},
                 "tools__incidents__replay__storage__verify": lambda _: ["damaged"] * rank,
                 "tools__incidents__replay__read_tensors": lambda *_: (
                     {name: torch.tensor([1.0]) for name in "ab"} | {"b": torch.tensor([2.0])}
@@ -1061,6 +1060,6 @@ def together(rank: int) -> dict[str, Any]:
             },
         ),
     }
-    checkpointer.parts = dict
+    checkpointer.tensors = lambda: {name: torch.tensor([1.0]) for name in "ab"}
     found = {name: patched(call, **values) for name, (call, values) in calls.items()}
     return dict(json.loads(json.dumps(found, default=str)))

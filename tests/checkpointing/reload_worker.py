@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import train
 from checkpoint import WAYS as SAVE_WAYS
-from torchtitan_lite.checkpointing import shards, storage, tensor_names
+from torchtitan_lite.checkpointing import progress, shards, storage, tensor_names
 from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import optimizer_tensors, own_tensors
@@ -57,8 +58,7 @@ class State:
 
     def whole(self) -> dict[str, Tensor]:
         """A copy of every tensor, gathered."""
-        model, optimizer = own_tensors(self.model), optimizer_tensors(self.model, self.optimizer)
-        content = tensor_names.by_name({storage.MODEL: model, storage.OPTIMIZER: optimizer})
+        content = tensor_names.by_name(own_tensors(self.model), optimizer_tensors(self.model, self.optimizer))
         return {name: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for name, t in content.items()}
 
     def checkpointer(self, folder: Path, kind: str, api: str, *, background: bool = False) -> Checkpointer:
@@ -98,6 +98,10 @@ def save(process: Process, folder: Path, mesh: str, family: str) -> None:
         saved = read_by_torch(written["sharded", "dcp"])
         assert saved.keys() == expected.keys()
         assert all(saved[name].equal(tensor) for name, tensor in expected.items()), "torch's reader reads other values"
+        with mock.patch.object(shards, "open_tensors", wraps=storage.open_tensors) as opened:
+            read = shards.read_tensors(written["sharded", "dcp"])
+            assert all(read[name].equal(tensor) for name, tensor in expected.items()), "tools read other values"
+        assert opened.call_count == len(by[0]) - 1, "each shard's header is read once"  # a file is state.json
 
 
 def read_by_torch(folder: Path) -> dict[str, Tensor]:
@@ -130,13 +134,22 @@ def load_format_6(process: Process, folder: Path) -> None:
 def load(process: Process, folder: Path, mesh: str, family: str, sources: Sequence[str]) -> None:
     """From these meshes, every way, by the other API than the one that saved it."""
     tensor_names.GROUP_BYTES = 9000
+    working = set[str]()
+
+    def note(_: int) -> None:
+        working.update(operation for operation, works in progress.operations() if works)
+
     for source in sources:
         expected = load_file(folder / f"{source}.safetensors")
         for kind, api in WAYS:
             state = State(mesh, 2, family, process)
             make_state(state.optimizer)
             by = "dcp" if api == "dtensor" else "dtensor"
-            assert state.checkpointer(folder / f"{source} {kind} {api}", kind, by).load({}) == TrainState(step=1)
+            working.clear()
+            with mock.patch.object(progress, "advance", note):
+                assert state.checkpointer(folder / f"{source} {kind} {api}", kind, by).load({}) == TrainState(step=1)
+            # for the watchdog: this rank reads, and does not wait
+            assert kind == "full" or "reading its rows of step-00000001" in working, working
             loaded = state.whole()
             assert loaded.keys() == expected.keys()
             wrong = [name for name, tensor in expected.items() if not loaded[name].equal(tensor)]

@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.helpers import checkpoint, ranks, records, refused, succeeded, tiny
+from tests.checkpointing.reload_worker import State, save_now
+from tests.helpers import checkpoint, ranks, records, refused, run_distributed, succeeded, tiny
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.state import TrainState
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import CheckpointError
 
 
@@ -62,3 +65,39 @@ def test_a_committed_save_is_reported_as_saved_though_retention_fails(text: Path
     assert all("No space left on device" in line for line in said)
     assert [r["step"] for r in records(tmp_path / "run") if "save_s" in r] == [2, 4]
     assert storage.find_steps(tmp_path / "run/checkpoints") == [2, 4]
+
+
+def load_damaged(process: Process, folder: Path, kind: str, api: str) -> None:
+    """On two copies of two ranks. With `verify = "off"`, only the headers tell."""
+    saved = State("2x2", 1, "tiny", process)
+    saved.step()
+    folder = save_now(saved.checkpointer(folder, kind, api))
+    name, other = FILES[kind]
+    content, file = (folder / name).read_bytes(), folder / name
+    torch.distributed.barrier()
+    state = State("2x2", 2, "tiny", process)
+    before, loader = state.whole(), state.checkpointer(folder.parent, kind, api)
+    loader.config = loader.config.model_copy(update={"verify": "off"})
+    for damaged in (content[:-9], content[:99], (folder / other).read_bytes(), None):
+        if process.rank == 0:
+            file.unlink() if damaged is None else file.write_bytes(damaged)
+        torch.distributed.barrier()
+        with pytest.raises(CheckpointError, match=str(folder if kind == "full" else file)):
+            loader.load({})
+        torch.distributed.barrier()
+    loaded = state.whole()
+    assert all(loaded[name].equal(tensor) for name, tensor in before.items())  # the model's
+
+
+FILES = {
+    "full": (storage.OPTIMIZER, storage.MODEL),
+    "sharded": ("shard-00003-of-00004.safetensors", "shard-00001-of-00004.safetensors"),  # of two copies: other names
+}
+
+
+@pytest.mark.parametrize(("kind", "api"), [("full", "dtensor"), ("sharded", "dcp")])
+def test_without_hashes_a_damaged_file_is_named_on_every_rank_before_anything_is_read(
+    kind: str, api: str, tmp_path: Path
+) -> None:
+    """Cut, cut within its header, replaced by a different one, and lost."""
+    run_distributed(load_damaged, 4, tmp_path, kind, api)

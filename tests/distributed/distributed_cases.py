@@ -250,14 +250,19 @@ def case_one_rank_that_cannot_prepare_a_save_fails_it_for_all() -> None:
     optimizer = build_optimizer(model, OptimConfig(name="adamw"))
     process = Process(dist.get_rank(), 4, CPU, 1)
     folder = Path(on_rank0(tempfile.mkdtemp))
-    for api, kind, rank in (("dcp", "sharded", 2), ("dtensor", "full", 0)):  # of a full one, rank 0 has the copies
+    # of a full one, rank 0 has the copies
+    for api, kind, rank, part in (
+        ("dcp", "sharded", 2, "fill"),
+        ("dtensor", "full", 0, "fill"),
+        ("dtensor", "full", 0, "reserve"),
+    ):
         way = CheckpointConfig.model_validate({"api": api, "state_dict": kind, "async_save": True})
         checkpointer = Checkpointer(folder / kind, model, optimizer, way, process, WAYS)
         assert checkpointer.group not in (process.untimed, None, dist.group.WORLD), "of its own"
-        honest = checkpointer.copies.fill
+        honest = getattr(checkpointer.copies, part)
         for step in (1, 2):
             fails = step == 1 and process.rank == rank
-            checkpointer.copies.fill = (lambda _: bytes(2**62)) if fails else honest  # type: ignore[method-assign, assignment, return-value]
+            setattr(checkpointer.copies, part, (lambda _: bytes(2**62)) if fails else honest)
             checkpointer.save(TrainState(step=step))
             saved = checkpointer.wait()
             assert saved is not None
@@ -314,10 +319,12 @@ def case_rows_are_sent_and_gathered_as_by_torch() -> None:
         found: dict[str, bool] = {}
 
         def compare(part: dict[str, torch.Tensor], found: dict[str, bool] = found) -> None:
-            found.update({key: tensor.equal(whole[key]) for key, tensor in part.items()})
+            found.update({key: tensor.is_meta or tensor.equal(whole[key]) for key, tensor in part.items()})
 
-        full_state.gather(own, mesh, compare, None)
-        assert found == (dict.fromkeys(own, True) if process.rank == 0 else {})
+        # the first is on another device than those that are sent, as the step counts of torch's AdamW are
+        every = {"elsewhere": torch.empty(2, device="meta")} | own
+        full_state.gather(every, mesh, compare, None)
+        assert found == (dict.fromkeys(every, True) if process.rank == 0 else {})
         with pytest.raises(CheckpointError, match="disk 7$"):  # of rank 0, on every rank
             full_state.gather(own, mesh, lambda _: _fail(CheckpointError("disk 7")), None)
 

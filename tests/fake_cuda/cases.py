@@ -1,9 +1,11 @@
 """Facts about CUDA for tests: `python -m tests.fake_cuda tests.fake_cuda.cases RESULTS.json`."""
 
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -114,12 +116,20 @@ def save_facts() -> dict[str, Any]:
     asked = [*stand_ins.REGISTERED.values()]
     copies.of({"1": shard["1"]})  # another shape: the first block goes
     left = [*stand_ins.REGISTERED.values()]
+    with (
+        mock.patch.object(stand_ins.RUNTIME, "cudaHostRegister", return_value=2),
+        mock.patch.object(torch, "zeros", side_effect=RuntimeError("CUDA error: out of memory")) as kernel,
+        contextlib.suppress(torch.cuda.CudaError),
+    ):
+        copies.of(shard)
+        raise AssertionError("a block that is not page-locked")
     data = torch.randint(256, (2 * safetensors_file.PIECE + 7,), dtype=torch.uint8, generator=chance)
     through = [piece.clone() for piece in safetensors_file.pieces(data.as_subclass(OnGpu))]
     return {
         "bytes": sum(tensor.nbytes for tensor in shard.values()),
         "asked": sum(asked),
         "left": left,
+        "kernels after an error": kernel.call_count,
         "same": all(torch.equal(found[name], shard[name]) for name in shard),
         "pieces": [len(piece) for piece in through],
         "same pieces": torch.equal(torch.cat(through), data),

@@ -76,7 +76,8 @@ class Stream:
 
 REGISTERED: dict[int, int] = {}  # page-locked by the runtime: bytes, by address
 RUNTIME = SimpleNamespace(  # torch.cuda.cudart()
-    cudaError=SimpleNamespace(success=0),
+    cudaError=type("cudaError", (int,), {"success": 0}),
+    cudaGetErrorString=lambda error: f"error {int(error)}",
     cudaHostRegister=lambda address, n_bytes, _flags: REGISTERED.update({address: n_bytes}) or 0,
     cudaHostUnregister=lambda address: REGISTERED.pop(address) and 0,
 )

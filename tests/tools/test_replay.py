@@ -214,7 +214,7 @@ def test_each_step_and_each_tensor_is_compared(finished: Path, tmp_path: Path) -
         guard = SimpleNamespace(check=lambda record: incident if record.step == 4 else None)
         s: Any = SimpleNamespace(
             watchdog=SimpleNamespace(step=lambda n: None),
-            checkpointer=SimpleNamespace(parts=lambda: {"model": {}, "": tensors}),
+            checkpointer=SimpleNamespace(tensors=lambda: tensors),
             preemption=SimpleNamespace(agreed=False),
             log=SimpleNamespace(record=lambda _: None, info=lambda _: None),
             process=SimpleNamespace(rank=0, untimed=None),

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from torchtitan_lite.checkpointing import progress, shards, storage
 from torchtitan_lite.checkpointing.find import find
+from torchtitan_lite.checkpointing.safetensors_file import specs_of
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.checkpointing.tensor_names import Parts, by_name
+from torchtitan_lite.checkpointing.tensor_names import Tensors
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config, bitwise_keys, flatten, known_keys, resume_rule
@@ -169,13 +170,13 @@ def _rule_of(key: str) -> str:
     return "refused" if key == "tokenizer" else "fork"
 
 
-def require_same_tensors(folder: Path, parts: Parts, process: Process) -> None:
+def require_same_tensors(folder: Path, tensors: Tensors, process: Process) -> None:
     """Raise CheckpointError on every rank if names or shapes of a checkpoint's tensors differ from these."""
 
     @progress.working("reading the names of tensors")
     def compare_names() -> None:
         saved = {name: shape for name, (_, shape) in shards.read_places(folder).specs.items()}
-        storage.require_equal(folder, saved, shapes_of(by_name(parts)), "model or optimizer")
+        storage.require_equal(folder, saved, shapes_of(tensors), "model or optimizer")
 
     on_rank0(compare_names, process.untimed)
 
@@ -204,9 +205,8 @@ def find_same_weights(
 
 def require_same_weights(weights: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError if the initial weights' names or shapes differ from the model's."""
-    theirs = {name: shape for name, (_, shape) in shards.specs(weights).items()}
     advice = "set the [model] keys to the folder's values, and model.vocab_size or tokenizer.path to its vocabulary"
-    storage.require_equal(Path("model.init_from"), theirs, shapes_of(targets), "model", advice)
+    storage.require_equal(Path("model.init_from"), shapes_of(weights), shapes_of(targets), "model", advice)
 
 
 def require_finite(tensors: Mapping[str, Tensor], folder: Path) -> None:
@@ -225,7 +225,8 @@ def require_finite(tensors: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    """Return shapes, without reading lazy tensors."""
+    return {name: shape for name, (_, shape) in specs_of(tensors).items()}
 
 
 def optimizer_as_saved(optimizer: torch.optim.Optimizer, saved: TrainState) -> AbstractContextManager[None]:

@@ -107,15 +107,16 @@ def verify_together(folder: Path, mode: str, process: Process) -> list[str]:
     @progress.working(f"reading the manifest of {folder.name}")
     def read_manifest() -> list[Any]:
         manifest, problem = storage.check_manifest(folder)
+        files = {name: asdict(record) for name, record in manifest.files.items()} if manifest else {}
         # all ranks use rank 0's number of local ranks: other machines may have more or fewer
-        return [manifest and asdict(manifest), problem, process.local_world_size]
+        return [files, problem, manifest and manifest.state_dict, process.local_world_size]
 
-    manifest, problem, n_hashing = on_rank0(read_manifest, process.untimed)
+    files, problem, kind, n_hashing = on_rank0(read_manifest, process.untimed)
     if problem:
         return [problem]
-    if manifest["state_dict"] == "sharded":
+    if kind == "sharded":
         n_hashing = process.world_size
-    by_size = sorted(manifest["files"].items(), key=lambda file: -file[1]["bytes"])
+    by_size = sorted(files.items(), key=lambda file: -file[1]["bytes"])
     own_files = by_size[process.rank :: n_hashing] if process.rank < n_hashing else []
 
     @progress.working(f"verifying its share of {folder.name}")

@@ -12,18 +12,18 @@ With `fsdp.shard_columns` they are columns, as many on each rank.
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpointing import progress, tensor_names
 from torchtitan_lite.checkpointing.tensor_names import Tensors
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.distributed.ranks import on_all, on_rank0
-from torchtitan_lite.distributed.sharding import own_part, shard_dim
+from torchtitan_lite.distributed.sharding import is_sharded, own_part, shard_dim
 
 AGREE_EVERY = 2**30  # bytes of whole tensors
 
@@ -44,21 +44,21 @@ def gather(
         untimed: a group of all ranks without a timeout, to wait in for rank 0's disk; outside of a run the mesh's
             groups have one.
     """
-    group, groups = mesh.get_group(mesh.ndim - 1), [*tensor_names.in_groups(tensors)]
-    sizes = [{name: _size(t, group) for name, t in part.items() if _is_sharded(t)} for part in groups]
-    longest, failed = max((sum(of.values()) for of in sizes), default=0), list[Exception]()
-    sent, received = list[Tensor](), list[Tensor]()
+    group, rank = mesh.get_group(mesh.ndim - 1), dist.get_rank()
+    sizes = {name: _size(t, group) for name, t in tensors.items() if is_sharded(t) and group.size() > 1}
+    parts = [(part, {name: sizes[name] for name in part if name in sizes}) for part in tensor_names.in_groups(tensors)]
+    n_messages = 1 if rank else 1 + group.size()  # the own one and, on rank 0, those of all
+    buffers, failed = list[Tensor](), list[Exception]()
 
-    def make_buffers() -> None:
-        if longest and dist.get_global_rank(group, 0) == 0 and group.size() > 1:  # the first replica
-            sent.append(own_part(next(iter(tensors.values())))[0].new_empty(longest, dtype=torch.uint8))
-            if dist.get_rank() == 0:
-                received.append(sent[0].new_empty(group.size() * longest))
+    def make_buffer() -> None:
+        if sizes and dist.get_global_rank(group, 0) == 0:  # the first replica
+            longest = max(sum(of.values()) for _, of in parts)
+            buffers.append(own_part(tensors[next(iter(sizes))])[0].new_empty(n_messages * longest, dtype=torch.uint8))
 
-    def attempt(action: Callable[[], None]) -> None:
+    def attempt(action: Callable[..., None], *args: Any) -> None:
         try:
             if not failed:
-                action()
+                action(*args)
         except Exception as error:
             failed.append(error)
 
@@ -66,37 +66,36 @@ def gather(
         for error in failed:
             raise error
 
-    def exchange(part: Tensors, of: Mapping[str, int]) -> None:
-        whole, n_bytes = {name: own_part(tensor)[0] for name, tensor in part.items()}, sum(of.values())
-        messages = [buffer[: group.size() * n_bytes].view(group.size(), n_bytes) for buffer in received]
-
-        def pack() -> None:
-            for name, data in zip(of, sent[0][:n_bytes].split([*of.values()]), strict=True):
-                _put(whole[name], data)
-
-        def unpack() -> None:
-            for rows in messages if of else ():
-                for name, of_ranks in zip(of, rows.split([*of.values()], 1), strict=True):
-                    dim, own = shard_dim(part[name]), whole[name]
-                    parts = of_ranks.flatten().view(own.dtype).view(-1, *own.shape).movedim(0, dim)
-                    whole[name] = parts.flatten(dim, dim + 1).narrow(dim, 0, part[name].shape[dim])
-            take(whole)
-
-        if of and sent:
-            attempt(pack)
-            dist.gather(sent[0][:n_bytes], [*messages[0]] if messages else None, 0, group)
-        if dist.get_rank() == 0:
-            attempt(unpack)
-
-    on_all(make_buffers, untimed)
+    on_all(make_buffer, untimed)
     pending = 0
-    for part, of in zip(groups, sizes, strict=True):
-        exchange(part, of)
+    for part, of in parts:
+        whole = {name: own_part(tensor)[0] for name, tensor in part.items()}
+        for buffer in buffers if of else ():
+            messages = buffer[: n_messages * sum(of.values())].view(n_messages, -1)
+            attempt(_pack, whole, of, messages[0])
+            dist.gather(messages[0], [*messages[1:]] or None, 0, group)
+            if rank == 0:
+                attempt(_unpack, part, whole, of, messages[1:])
+        if rank == 0:
+            attempt(take, whole)
         pending += sum(tensor.nbytes for tensor in part.values())
         if pending >= AGREE_EVERY:
             on_all(agree, untimed)
             pending = 0
     on_all(agree, untimed)
+
+
+def _pack(own: Tensors, sizes: Mapping[str, int], message: Tensor) -> None:
+    for name, data in zip(sizes, message.split([*sizes.values()]), strict=True):
+        _put(own[name], data)
+
+
+def _unpack(tensors: Tensors, whole: Tensors, sizes: Mapping[str, int], messages: Tensor) -> None:
+    """Replace rank 0's rows in `whole` by whole tensors."""
+    for name, of_ranks in zip(sizes, messages.split([*sizes.values()], 1), strict=True):
+        dim, own = shard_dim(tensors[name]), whole[name]
+        rows = of_ranks.flatten().view(own.dtype).view(-1, *own.shape).movedim(0, dim)
+        whole[name] = rows.flatten(dim, dim + 1).narrow(dim, 0, tensors[name].shape[dim])
 
 
 def scatter(targets: Mapping[str, Tensor], read: Callable[[str], Tensor], mesh: DeviceMesh, process: Process) -> None:
@@ -121,7 +120,7 @@ def _scatter_group(
         for (name, target), of_ranks in zip(targets.items(), messages.split(sizes, 1), strict=True):
             with progress.working(f"reading {name}"):
                 whole, n = read(name).to(target.dtype), group.size()
-                parts = whole.chunk(n, shard_dim(target)) if _is_sharded(target) else [whole] * n
+                parts = whole.chunk(n, shard_dim(target)) if is_sharded(target) else [whole] * n
                 for part, data in zip(parts, of_ranks, strict=False):  # the last ranks may have no rows
                     _put(part, data)
         sent.extend(messages)
@@ -147,13 +146,9 @@ def copy_rows(whole: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> Non
             rows.copy_(whole[name].narrow(dim, first, rows.shape[dim]))
 
 
-def _is_sharded(tensor: Tensor) -> bool:
-    return isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)
-
-
 def _size(tensor: Tensor, group: dist.ProcessGroup) -> int:
     """Return the bytes of rank 0's rows."""
-    if not _is_sharded(tensor):
+    if not is_sharded(tensor):
         return tensor.nbytes
     rows = tensor.shape[shard_dim(tensor)]
     return tensor.nbytes // rows * math.ceil(rows / group.size())

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import torch
@@ -40,7 +39,26 @@ _SYNC_EVERY = 4 << 30  # bytes; the watchdog would see no progress during one lo
 TensorSpecs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # by name: dtype and shape
 
 
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors of known dtypes and shapes, made on access."""
+
+    def __init__(self, specs: TensorSpecs, make: Callable[[str], Tensor]) -> None:
+        self.specs, self._make = specs, make
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._make(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.specs)
+
+    def __len__(self) -> int:
+        return len(self.specs)
+
+
 def specs_of(tensors: Mapping[str, Tensor]) -> TensorSpecs:
+    """Return dtypes and shapes, without reading lazy tensors."""
+    if isinstance(tensors, LazyTensors):
+        return tensors.specs
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
@@ -103,10 +121,10 @@ class HashingStream:
             self._file.close()
 
 
-def layout(tensors: TensorSpecs, metadata: Mapping[str, str]) -> tuple[bytes, list[str]]:
+def layout(tensors: TensorSpecs, metadata: Mapping[str, str] | None) -> tuple[bytes, list[str]]:
     """Return the header of a file, and the order of its tensors: large elements first, for alignment."""
     order = sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for name in order:
         dtype, shape = tensors[name]
@@ -126,20 +144,14 @@ def pieces(data: Tensor) -> Iterator[Tensor]:
         return
     chunks = data.split(PIECE)
     buffers = [torch.empty(len(chunks[0]), dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
-
-    def copy(i: int) -> tuple[Tensor, torch.cuda.Event]:
-        buffer, copied = buffers[i % 2][: len(chunks[i])], torch.cuda.Event()
-        buffer.copy_(chunks[i], non_blocking=True)
-        copied.record()
-        return buffer, copied
-
-    ahead = copy(0)
-    for i in range(1, len(chunks) + 1):
-        buffer, copied = ahead
+    copied = [torch.cuda.Event() for _ in buffers]
+    for i in range(len(chunks) + 1):
         if i < len(chunks):
-            ahead = copy(i)
-        copied.synchronize()
-        yield buffer
+            buffers[i % 2][: len(chunks[i])].copy_(chunks[i], non_blocking=True)
+            copied[i % 2].record()
+        if i > 0:
+            copied[(i - 1) % 2].synchronize()
+            yield buffers[(i - 1) % 2][: len(chunks[i - 1])]
 
 
 class TensorWriter:
@@ -149,7 +161,7 @@ class TensorWriter:
         metadata: entries of the header besides the tensors.
     """
 
-    def __init__(self, path: Path, specs: TensorSpecs, metadata: Mapping[str, str] = MappingProxyType({})) -> None:
+    def __init__(self, path: Path, specs: TensorSpecs, metadata: Mapping[str, str] | None = None) -> None:
         self._path, self._specs = path, specs
         self._header, self.names = layout(specs, metadata)
         self._stream: HashingStream | None = None
@@ -186,7 +198,7 @@ def write_tensors(
     path: Path,
     specs: TensorSpecs,
     tensor: Callable[[str], Tensor],
-    metadata: Mapping[str, str] = MappingProxyType({}),
+    metadata: Mapping[str, str] | None = None,
 ) -> FileRecord:
     """Write a file, and sync it to disk. Calls `tensor` with each name just before writing it."""
     with TensorWriter(path, specs, metadata) as writer:

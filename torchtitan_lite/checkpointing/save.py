@@ -6,6 +6,7 @@ commits the folder by renaming it (storage.py). If one rank fails, every rank re
 module never stops the run because of a failed save.
 """
 
+import contextlib
 import os
 import shutil
 import threading
@@ -22,10 +23,10 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpointing import compatibility, full_state, progress, storage
 from torchtitan_lite.checkpointing.find import checkpoint_to_resume
-from torchtitan_lite.checkpointing.safetensors_file import FileRecord, TensorSpecs
+from torchtitan_lite.checkpointing.safetensors_file import FileRecord, TensorSpecs, specs_of
 from torchtitan_lite.checkpointing.shards import Layout, layout_of
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.checkpointing.tensor_names import Parts, Tensors, by_name, optimizer_tensors, own_tensors
+from torchtitan_lite.checkpointing.tensor_names import Tensors, by_name, optimizer_tensors, own_tensors
 from torchtitan_lite.config.schema import CheckpointConfig
 from torchtitan_lite.distributed.process_group import Process, untimed_group
 from torchtitan_lite.distributed.ranks import on_all, on_rank0
@@ -62,28 +63,28 @@ class HostCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._specs: TensorSpecs = {}
         self._views: Tensors = {}
-        self._unpin: Callable[[], object] = lambda: None
+        self._unlock: Callable[[], object] = lambda: None
 
     def reserve(self, specs: TensorSpecs) -> None:
         """Make room for these tensors."""
-        if specs == self._specs:
+        if specs == specs_of(self._views):
             return
-        self._unpin()
-        self._specs, self._views = {}, {}  # frees the block before the next one is made
+        self._unlock()
+        self._views = {}  # frees the block before the next one is made
         order = sorted(specs, key=lambda name: -specs[name][0].itemsize)  # large elements first, for alignment
         sizes = [specs[name][0].itemsize * torch.Size(specs[name][1]).numel() for name in order]
         block = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
         if self._device.type == "cuda" and len(block):
             block.fill_(0)  # torch's threads map the pages; registering alone would, in one thread
             runtime, address = torch.cuda.cudart(), block.data_ptr()
-            torch.cuda.check_error(int(runtime.cudaHostRegister(address, len(block), 1)))  # 1: for all devices
-            self._unpin = weakref.finalize(self, runtime.cudaHostUnregister, address)
-        for name, data in zip(order, block.split(sizes), strict=True):
-            dtype, shape = specs[name]
-            self._views[name] = data.view(dtype).view(shape)
-        self._specs = dict(specs)
+            if error := int(runtime.cudaHostRegister(address, len(block), 1)):  # 1: for all devices
+                with contextlib.suppress(RuntimeError):
+                    torch.zeros(1, device=self._device)  # takes the error, which CUDA returns to the next kernel, too
+                raise torch.cuda.CudaError(error)
+            self._unlock = weakref.finalize(self, runtime.cudaHostUnregister, address)
+        views = zip(order, block.split(sizes), strict=True)
+        self._views = {name: data.view(specs[name][0]).view(specs[name][1]) for name, data in views}
 
     def fill(self, tensors: Mapping[str, Tensor]) -> Tensors:
         """Copy tensors, of a DTensor this rank's shard, into their views, and return these."""
@@ -96,9 +97,8 @@ class HostCopies:
 
     def of(self, tensors: Mapping[str, Tensor]) -> Tensors:
         """Copy exactly these tensors, and return the copies."""
-        rows = {name: own_part(tensor.detach())[0] for name, tensor in tensors.items()}
-        self.reserve({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in rows.items()})
-        return self.fill(rows)
+        self.reserve(specs_of({name: own_part(tensor)[0] for name, tensor in tensors.items()}))
+        return self.fill(tensors)
 
 
 class Way(NamedTuple):
@@ -170,7 +170,7 @@ class Checkpointer:
         state = compatibility.read_state(found.folder, values, self.process, self.ruined_from, fork=found.forked)
         make_state(self.optimizer)  # a load fills existing tensors, and moments exist only after the first step
         with compatibility.optimizer_as_saved(self.optimizer, state):
-            compatibility.require_same_tensors(found.folder, self.parts(), self.process)
+            compatibility.require_same_tensors(found.folder, self.tensors(), self.process)
             self.load_tensors(found.folder)
         self.protect = {state.step}
         return state
@@ -205,10 +205,9 @@ class Checkpointer:
             on_all(lambda: full_state.copy_rows(open_weights(folder), targets), self.process.untimed)
         on_all(lambda: compatibility.require_finite(targets, folder), self.process.untimed)
 
-    def parts(self) -> Parts:
-        """Return the live tensors, grouped by the file that holds them in a full checkpoint."""
-        model, optimizer = own_tensors(self.model), optimizer_tensors(self.model, self.optimizer)
-        return {storage.MODEL: model, storage.OPTIMIZER: optimizer}
+    def tensors(self) -> Tensors:
+        """Return the live tensors by their names in a sharded state dict."""
+        return by_name(own_tensors(self.model), optimizer_tensors(self.model, self.optimizer))
 
     def save(self, state: TrainState) -> None:
         """Save model, optimizer and state; with `async_save`, write in the background.
@@ -218,26 +217,24 @@ class Checkpointer:
         assert self._thread is None, "wait for the previous save first"
         background, began = self.config.async_save, time.perf_counter()
         self._operation = f"saving step {state.step}"
+        outcome = Saved(state.step, storage.step_folder(self.folder, state.step))
         saving = self.ways[self.config.state_dict, self.config.api].save(self, background)
-        failed: Exception | None = None
         try:  # writing has collectives, so all ranks begin it or none
             with progress.doing(self._operation):
                 on_all(lambda: next(saving), self.group)
         except Exception as error:  # e.g. one rank has no memory for the copies
-            failed = error
-        layout = None if failed or self.config.state_dict == "full" else asdict(self.layout())
+            self._saved = replace(outcome, error=text_of(error))
+            return
+        layout = None if self.config.state_dict == "full" else asdict(self.layout())
         n_bytes, blocked_s = self._n_bytes(), time.perf_counter() - began
 
         def finish() -> None:
-            saved = Saved(state.step, storage.step_folder(self.folder, state.step))
             try:
-                if failed:
-                    raise failed
                 with progress.doing(self._operation):
                     n_written = self._write_and_commit(state, saving, layout, n_bytes)
-                saved = replace(saved, bytes=n_written, note=self._delete_old(state.step))
+                saved = replace(outcome, bytes=n_written, note=self._delete_old(state.step))
             except Exception as error:  # also from a collective, if a rank is lost
-                saved = replace(saved, error=text_of(error))
+                saved = replace(outcome, error=text_of(error))
             seconds = time.perf_counter() - began
             self._saved = replace(saved, seconds=seconds, blocked_s=blocked_s if background else seconds)
 
@@ -249,11 +246,11 @@ class Checkpointer:
 
     def layout(self) -> Layout:
         """Return which rank writes what. Computed in each save: the optimizer's tensors appear after the first step."""
-        return layout_of(by_name(self.parts()), self.mesh.shape)
+        return layout_of(self.tensors(), self.mesh.shape)
 
     def _n_bytes(self) -> int:
         """Return the size of a checkpoint in bytes, without its JSON."""
-        return sum(t.nbytes for tensors in self.parts().values() for t in tensors.values())
+        return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def _write_and_commit(
         self, state: TrainState, saving: Saving, layout: Mapping[str, Any] | None, n_bytes: int
@@ -304,7 +301,8 @@ class Checkpointer:
 
     def _memory_note(self) -> list[str]:
         """Return a note if a full save in the background does not fit into this machine's memory."""
-        memory, least = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 2 * self._n_bytes()  # and one moment
+        # before the first step the optimizer has no state; it will have at least one moment for each weight
+        memory, least = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 2 * self._n_bytes()
         if not self.config.async_save or self.config.state_dict == "sharded" or least < memory:
             return []
         return [

@@ -16,24 +16,31 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpointing import progress
 from torchtitan_lite.checkpointing.safetensors_file import (
     DTYPES,
     WRITABLE,
     FileRecord,
+    LazyTensors,
     TensorSpecs,
-    specs_of,
     write_tensors,
 )
-from torchtitan_lite.checkpointing.storage import MODEL, OPTIMIZER, open_tensors, read_json, read_manifest, read_specs
+from torchtitan_lite.checkpointing.storage import (
+    MODEL,
+    OPTIMIZER,
+    open_tensors,
+    read_json,
+    read_manifest,
+    read_specs,
+    reading,
+)
 from torchtitan_lite.checkpointing.tensor_names import Tensors, prefix, renamed
-from torchtitan_lite.distributed.sharding import own_part, shard_dim
+from torchtitan_lite.distributed.sharding import is_sharded, own_part, shard_dim
 from torchtitan_lite.errors import CheckpointError
 
 INDEX = "index.json"  # of format 6
@@ -92,7 +99,7 @@ class Layout:
     mesh: Sequence[int]
     tensors: Mapping[str, tuple[str, Sequence[int], int | None, int]]
 
-    @property
+    @functools.cached_property
     def specs(self) -> TensorSpecs:
         return {name: (DTYPES[dtype], tuple(shape)) for name, (dtype, shape, _, _) in self.tensors.items()}
 
@@ -116,10 +123,10 @@ class Layout:
 
     def parts(self, name: str, wanted: Box) -> Iterator[Part]:
         """Yield the parts that overlap a box."""
-        _, shape, dim, replica = self.tensors[name]
+        _, _, dim, replica = self.tensors[name]
         shards = range(1)
         if dim is not None:
-            per_shard = -(-shape[dim] // self.mesh[1]) or 1
+            per_shard = len(self.box(name, 0)[dim]) or 1
             shards = range(wanted[dim].start // per_shard, -(-wanted[dim].stop // per_shard))
         for shard in shards:
             yield Part(self.file(replica * self.mesh[1] + shard), name, self.box(name, shard))
@@ -131,7 +138,7 @@ def layout_of(tensors: Tensors, mesh: Sequence[int]) -> Layout:
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0])):
         if tensor.dtype not in WRITABLE:
             raise CheckpointError(f"{name} has the dtype {tensor.dtype}, which a checkpoint can't hold")
-        split = isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)
+        split = is_sharded(tensor)
         replica = n_bytes.index(min(n_bytes)) if split else 0
         n_bytes[replica] += tensor.nbytes
         entries[name] = WRITABLE[tensor.dtype], [*tensor.shape], shard_dim(tensor) if split else None, replica
@@ -143,33 +150,38 @@ def read_places(folder: Path) -> Layout | Listed:
     manifest = read_manifest(folder)
     if manifest.layout is not None:
         return Layout(**manifest.layout)
-    specs, listed = {}, dict[str, list[Part]]()
+    found: dict[str, tuple[torch.dtype, Sequence[int], list[Part]]]
     if manifest.state_dict == "sharded":
-        for name, entry in read_json(folder / INDEX).items():
-            specs[renamed(name)] = getattr(torch, entry["dtype"]), tuple(entry["shape"])
-            listed[renamed(name)] = [
-                Part(part["file"], part["key"], box_of(part["offsets"], part["shape"])) for part in entry["parts"]
-            ]
-        return Listed(specs, listed)
+        found = {
+            name: (
+                getattr(torch, entry["dtype"]),
+                entry["shape"],
+                [Part(part["file"], part["key"], box_of(part["offsets"], part["shape"])) for part in entry["parts"]],
+            )
+            for name, entry in read_json(folder / INDEX).items()
+        }
+    else:
+        found = {
+            prefix(file) + key: (dtype, shape, [Part(file, key, tuple(map(range, shape)))])
+            for file in (MODEL, OPTIMIZER)
+            for key, (dtype, shape) in read_specs(folder / file).items()
+        }
     rename = renamed if manifest.format_version == 6 else str
-    for file in (MODEL, OPTIMIZER):
-        for key, (dtype, shape) in read_specs(folder / file).items():
-            name = rename(prefix(file) + key)
-            specs[name] = dtype, shape
-            listed[name] = [Part(file, key, box_of([0] * len(shape), shape))]
-    return Listed(specs, listed)
+    return Listed(
+        {rename(name): (dtype, tuple(shape)) for name, (dtype, shape, _) in found.items()},
+        {rename(name): parts for name, (_, _, parts) in found.items()},
+    )
 
 
-def write_rows(
-    path: Path, boxes: Mapping[str, Box], specs: TensorSpecs, rows: Callable[[str], Tensor]
-) -> dict[str, FileRecord]:
-    """Write parts of tensors into a file of torch's layout. Without parts, no file: torch's tools refuse empty ones."""
+def write_rows(folder: Path, layout: Layout, rank: int, rows: Callable[[str], Tensor]) -> dict[str, FileRecord]:
+    """Write a rank's file, in torch's layout. Without rows, no file: torch's tools refuse empty ones."""
+    boxes, file = layout.of_rank(rank), layout.file(rank)
     if not boxes:
         return {}
     offsets = {name: {"saved_offsets": [indices.start for indices in box]} for name, box in boxes.items()}
-    parts = {name: (specs[name][0], tuple(map(len, box))) for name, box in boxes.items()}
+    parts = {name: (layout.specs[name][0], tuple(map(len, box))) for name, box in boxes.items()}
     try:
-        return {path.name: write_tensors(path, parts, rows, metadata={INFO: json.dumps(offsets)})}
+        return {file: write_tensors(folder / file, parts, rows, metadata={INFO: json.dumps(offsets)})}
     except FileNotFoundError as error:
         raise CheckpointError(
             f'{error} (is it on a file system that all ranks share? checkpoint.state_dict = "full" needs none)'
@@ -184,58 +196,40 @@ class Reads:
     """
 
     def __init__(self, folder: Path, places: Layout | Listed, targets: Mapping[str, Tensor]) -> None:
-        self._folder, self._targets = folder, targets
+        self.folder, self.places, self.targets = folder, places, targets
         self.files: dict[str, list[tuple[str, Part]]] = {}
         for name, target in targets.items():
             own = own_box(target)
-            for part in places.parts(name, own) if all(own) else ():
+            for part in places.parts(name, own):
                 if all(overlap(part.box, own)):
                     self.files.setdefault(part.file, []).append((name, part))
 
     def check(self) -> None:
         """Raise CheckpointError if a header contradicts the manifest."""
         for name, parts in self.files.items():
-            with progress.working(f"reading the header of {name}"), open_tensors(self._folder / name) as file:
+            path = self.folder / name
+            with progress.working(f"reading the header of {name}"), reading(path), open_tensors(path) as file:
                 info = json.loads((file.metadata() or {}).get(INFO, "{}"))
                 for _, (_, key, box) in parts:
                     offsets = info[key]["saved_offsets"] if key in info else [indices.start for indices in box]
                     if box_of(offsets, file.get_slice(key).get_shape()) != box:
-                        raise CheckpointError(f"{self._folder / name}: {key} is not the part that the manifest says")
+                        raise CheckpointError(f"{path}: {key} is not the part that the manifest says")
 
-    @torch.no_grad()
     def read(self) -> None:
         """Copy the parts into the targets."""
         for name, parts in self.files.items():
-            with (
-                progress.working(f"reading its rows of {self._folder.name}"),
-                open_tensors(self._folder / name) as file,
-            ):
-                for target, (_, key, box) in parts:
-                    own, common = own_box(self._targets[target]), overlap(own_box(self._targets[target]), box)
-                    rows = own_part(self._targets[target])[0][within(common, own)]
-                    rows.copy_(file.get_slice(key)[within(common, box)] if common else file.get_tensor(key))
-                    progress.advance(rows.nbytes)
+            with open_tensors(self.folder / name) as file:
+                for target, part in parts:
+                    copy_part(file, part, self.targets[target])
 
 
-class LazyTensors(Mapping[str, Tensor]):
-    """Tensors of known dtypes and shapes, made on access."""
-
-    def __init__(self, specs: TensorSpecs, make: Callable[[str], Tensor]) -> None:
-        self.specs, self._make = specs, make
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._make(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.specs)
-
-    def __len__(self) -> int:
-        return len(self.specs)
-
-
-def specs(tensors: Mapping[str, Tensor]) -> TensorSpecs:
-    """Return dtypes and shapes, without reading lazy tensors."""
-    return tensors.specs if isinstance(tensors, LazyTensors) else specs_of(tensors)
+@torch.no_grad()
+def copy_part(file: Any, part: Part, target: Tensor) -> None:
+    """Copy what a target needs of a part, from its opened file."""
+    own, common = own_box(target), overlap(own_box(target), part.box)
+    rows = own_part(target)[0][within(common, own)]
+    rows.copy_(file.get_slice(part.key)[within(common, part.box)] if common else file.get_tensor(part.key))
+    progress.advance(rows.nbytes)
 
 
 def read_tensors(folder: Path, start: str = "") -> LazyTensors:
@@ -247,12 +241,13 @@ def read_tensors(folder: Path, start: str = "") -> LazyTensors:
 
     def read(name: str) -> Tensor:
         dtype, shape = places.specs[start + name]
-        parts = [*places.parts(start + name, box_of([0] * len(shape), shape))]
-        if len(parts) == 1 and all(parts[0].box):
-            whole: Tensor = opened(folder / parts[0].file).get_tensor(parts[0].key)
-            return whole
+        parts = [part for part in places.parts(start + name, tuple(map(range, shape))) if all(part.box)]
+        if len(parts) == 1:
+            mapped: Tensor = opened(folder / parts[0].file).get_tensor(parts[0].key)
+            return mapped
         whole = torch.empty(shape, dtype=dtype)
-        Reads(folder, places, {start + name: whole}).read()
+        for part in parts:
+            copy_part(opened(folder / part.file), part, whole)
         return whole
 
     return LazyTensors({n.removeprefix(start): spec for n, spec in places.specs.items() if n.startswith(start)}, read)

@@ -20,7 +20,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +64,11 @@ class Manifest:
 
 
 @contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def reading(path: Path) -> Iterator[None]:
     """Raise CheckpointError if a file is missing or has invalid content, and UnreadableError for an I/O error."""
     try:
         yield
-    except (*_MISSING, ValueError, TypeError) as error:
+    except (*_MISSING, ValueError, TypeError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{path} can't be read: {error}") from None
     except OSError as error:
         raise UnreadableError(
@@ -92,7 +92,7 @@ def step_folder(checkpoints: Path, step: int) -> Path:
 def find_steps(checkpoints: Path) -> list[int]:
     """Return the steps of all folders with a manifest, ascending. They may be damaged, see `verify`."""
     steps = []
-    with _reading(checkpoints), contextlib.suppress(*_MISSING):
+    with reading(checkpoints), contextlib.suppress(*_MISSING):
         for folder in checkpoints.iterdir():
             if match := _NAME.fullmatch(folder.name):
                 with contextlib.suppress(*_MISSING):  # also if retention deletes it meanwhile
@@ -115,7 +115,7 @@ def incomplete_folders(checkpoints: Path) -> list[str]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object."""
-    with _reading(path):
+    with reading(path):
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise TypeError("it is not a JSON object")
@@ -135,8 +135,8 @@ def read_manifest(folder: Path) -> Manifest:
     if content.pop("sha256", "") != _hash_of(content):
         raise CheckpointError(f"{folder / MANIFEST} is damaged: its SHA-256 does not match its content")
     files = {name: FileRecord(**record) for name, record in content["files"].items()}
-    keys = ("step", "state_dict", "world_size", "format_version")
-    return Manifest(**{key: content[key] for key in keys}, layout=content.get("layout"), files=files)
+    content = {"layout": None, **content, "files": files}
+    return Manifest(**{field.name: content[field.name] for field in fields(Manifest)})
 
 
 def _hash_of(manifest: Mapping[str, Any]) -> str:
@@ -147,7 +147,7 @@ def read_state(folder: Path) -> TrainState:
     """Read the state.json of a checkpoint."""
     read_manifest(folder)  # raises if the format differs
     content = read_json(folder / STATE)
-    with _reading(folder / STATE):
+    with reading(folder / STATE):
         return TrainState(**content)
 
 
@@ -155,7 +155,7 @@ def verify_file(folder: Path, name: str, record: FileRecord, mode: str) -> str:
     """Return the problem of a file, or "". Mode "full" compares hash and size, "size" the size, "off" nothing."""
     path = folder / name
     try:
-        with _reading(path):
+        with reading(path):
             if mode != "off" and (n_bytes := path.stat().st_size) != record.bytes:
                 return f"{path}: {n_bytes:,} bytes; the manifest says {record.bytes:,}"
             if mode == "full" and sha256_of(path) != record.sha256:
@@ -187,7 +187,8 @@ def verify(folder: Path, mode: str = "full") -> list[str]:
 
 def open_tensors(file: Path) -> Any:
     """Memory-map a safetensors file; `get_tensor(name)` reads one tensor."""
-    return safetensors.safe_open(file, framework="pt")
+    with reading(file):
+        return safetensors.safe_open(file, framework="pt")
 
 
 def read_specs(file: Path) -> TensorSpecs:

@@ -1,17 +1,17 @@
 """The tensors of a state dict, and their names: flat in our files, nested in torch's functions."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan_lite.checkpointing.storage import MODEL, OPTIMIZER
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.optim.optimizer import hyperparameters
 
 Tensors = dict[str, Tensor]
-Parts = dict[str, Tensors]  # by file of a full state dict
 GROUP_BYTES = 2**20  # of small tensors that are gathered, or read and sent, together
 
 
@@ -26,16 +26,17 @@ def prefix(file: str) -> str:
     return file.removesuffix("safetensors")
 
 
-def by_name(parts: Parts) -> Tensors:
+def by_name(model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> Tensors:
     """Return all tensors by their names in a sharded state dict."""
-    return {f"{prefix(file)}{name}": tensor for file, tensors in parts.items() for name, tensor in tensors.items()}
+    of_optimizer = {f"{prefix(OPTIMIZER)}{name}": tensor for name, tensor in optimizer.items()}
+    return {f"{prefix(MODEL)}{name}": tensor for name, tensor in model.items()} | of_optimizer
 
 
-def by_file(tensors: Tensors, files: Sequence[str]) -> Parts:
-    """Invert `by_name`."""
+def by_file(tensors: Tensors) -> dict[str, Tensors]:
+    """Return the tensors of each file of a full state dict, by their names in it."""
     return {
         file: {name.removeprefix(prefix(file)): t for name, t in tensors.items() if name.startswith(prefix(file))}
-        for file in files
+        for file in (MODEL, OPTIMIZER)
     }
 
 
@@ -86,7 +87,7 @@ def flat(nested: Any) -> Tensors:
 
 def renamed(name: str) -> str:
     """Return today's name of a tensor in a checkpoint of format 6, which has "optimizer.exp_avg.output.weight"."""
-    file, key, rest = name.split(".", 2) if name.startswith(prefix("optimizer.safetensors")) else ("", "", "")
+    file, key, rest = name.split(".", 2) if name.startswith(prefix(OPTIMIZER)) else ("", "", "")
     return f"{file}.state.{rest}.{key}" if file else name
 
 

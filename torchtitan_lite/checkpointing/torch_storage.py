@@ -5,29 +5,21 @@ DCP plans on each rank for itself (`no_dist=True`), so ranks exchange no plans, 
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint._hf_utils import _HFStorageInfo
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from torchtitan_lite.checkpointing import progress
-from torchtitan_lite.checkpointing.safetensors_file import FileRecord, TensorSpecs
-from torchtitan_lite.checkpointing.shards import Box, Reads, write_rows
+from torchtitan_lite.checkpointing.safetensors_file import FileRecord
+from torchtitan_lite.checkpointing.shards import Reads
 from torchtitan_lite.errors import CheckpointError
 
 # of no_dist=True
@@ -35,59 +27,40 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or
 
 
 class SyncingWriter(HuggingFaceStorageWriter):
-    """Writes the parts that DCP planned into one file. `records` then has it.
+    """Passes the rows that DCP has planned to `write`. `records` then has the written file.
 
     (torch's own writer has no hash, holds the whole file in memory, and syncs before Python's buffer is flushed.)
 
     Args:
-        boxes, specs: of this rank's parts, by name.
-        copies: of the parts, written instead of the live tensors.
+        write: writes a file of rows, given a function that returns a tensor's rows by its name.
     """
 
-    def __init__(
-        self, path: Path, boxes: Mapping[str, Box], specs: TensorSpecs, copies: Mapping[str, Tensor] | None
-    ) -> None:
-        super().__init__(str(path.parent), save_distributed=True)
-        self.target, self.boxes, self.specs, self.copies = path, boxes, specs, copies
-        self.records: dict[str, FileRecord] = {}
+    def __init__(self, folder: Path, write: Callable[[Callable[[str], Any]], dict[str, FileRecord]]) -> None:
+        super().__init__(str(folder), save_distributed=True)
+        self.write, self.records = write, dict[str, FileRecord]()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan  # torch's makes the folder, also on a machine that does not share it
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         items = {item.index.fqn: item for item in plan.items}
-
-        def rows(name: str) -> Tensor:
-            tensor = planner.resolve_data(items[name]) if self.copies is None else self.copies[name]
-            assert isinstance(tensor, Tensor)
-            return tensor
-
-        self.records = write_rows(self.target, self.boxes, self.specs, rows)
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([])
-        return done
+        self.records = self.write(lambda name: planner.resolve_data(items[name]))
+        return super().write_data(SavePlan([]), planner)  # torch has nothing left to write
 
 
 class PartsReader(HuggingFaceStorageReader):
-    """Knows only the parts that this rank needs. (torch's own reader reads the header of every file on every rank.)"""
+    """Reads only the files that this rank needs. (torch's own reader reads the header of every file on every rank.)"""
 
-    def __init__(self, folder: Path, reads: Reads, specs: TensorSpecs) -> None:
-        super().__init__(str(folder))
-        self.reads, self.specs = reads, specs
+    def __init__(self, reads: Reads) -> None:
+        super().__init__(str(reads.folder))
+        self.specs = reads.places.specs
+        self.fs.ls = lambda path: [str(reads.folder / file) for file in reads.files]  # type: ignore[method-assign]
 
     def read_metadata(self) -> Metadata:
-        tensors = {
-            name: TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
-            for name, (dtype, shape) in self.specs.items()
-        }
-        places = {}
-        for file, parts in self.reads.files.items():
-            for name, (_, _, box) in parts:
-                offsets, sizes = torch.Size(indices.start for indices in box), torch.Size(map(len, box))
-                tensors[name].chunks.append(ChunkStorageMetadata(offsets, sizes))
-                path = str(Path(self.path) / file)
-                places[MetadataIndex(name, offsets)] = _HFStorageInfo(path, sizes, self.specs[name][0])
-        return Metadata({**tensors}, storage_data=places)
+        metadata = super().read_metadata()
+        for name, entry in metadata.state_dict_metadata.items():
+            entry.size = torch.Size(self.specs[name][1])  # type: ignore[union-attr]  # torch's is that of the parts in these files
+        return metadata
 
     def _process_read_request(self, f: Any, req: ReadItem, planner: LoadPlanner) -> None:
         super()._process_read_request(f, req, planner)

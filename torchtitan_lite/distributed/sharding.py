@@ -4,6 +4,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)
+
+
 def shard_dim(parameter: Tensor) -> int:
     """Return the dim that is split over the ranks; 0 also if none is."""
     placements = parameter.placements if isinstance(parameter, DTensor) else ()

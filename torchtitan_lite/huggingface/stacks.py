@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from torchtitan_lite.checkpointing.shards import LazyTensors, specs
+from torchtitan_lite.checkpointing.safetensors_file import LazyTensors, specs_of
 from torchtitan_lite.errors import CheckpointError
 
 _OF_ONE = re.compile(r"(.*\.feed_forward\.w[123])\.(\d+)(\.weight)")
@@ -31,18 +31,18 @@ def stack_experts(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
             stacks.setdefault(match[1] + match[3], {})[int(match[2])] = tensor
     if not stacks:
         return weights
-    make: dict[str, Callable[[], Tensor]] = {}
-    known = dict(specs({name: tensor for name, tensor in weights.items() if not _OF_ONE.fullmatch(name)}))
-    for name in known:
-        make[name] = functools.partial(weights.__getitem__, name)
+    known = dict(specs_of({name: tensor for name, tensor in weights.items() if not _OF_ONE.fullmatch(name)}))
     for name, experts in stacks.items():
         missing = next(i for i in range(len(experts) + 1) if i not in experts)
         if missing < len(experts) or len({(t.dtype, t.shape) for t in experts.values()}) > 1:
             raise CheckpointError(f"the experts of {name} should be 0 to {len(experts) - 1}, of one shape and dtype")
-        matrices = [experts[i] for i in range(len(experts))]
-        known[name] = matrices[0].dtype, (len(matrices), *matrices[0].shape)
-        make[name] = functools.partial(torch.stack, matrices)
-    return LazyTensors(known, lambda name: make[name]())
+        known[name] = experts[0].dtype, (len(experts), *experts[0].shape)
+
+    def make(name: str) -> Tensor:
+        experts = stacks.get(name, {})
+        return torch.stack([experts[i] for i in range(len(experts))]) if experts else weights[name]
+
+    return LazyTensors(known, make)
 
 
 def unstack_experts(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -51,7 +51,7 @@ def unstack_experts(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     stack = functools.lru_cache(maxsize=3)(weights.__getitem__)
     known: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     make: dict[str, Callable[[], Tensor]] = {}
-    for name, (dtype, shape) in specs(weights).items():
+    for name, (dtype, shape) in specs_of(weights).items():
         match = _OF_ALL.fullmatch(name) if len(shape) == 3 else None
         if match is None:
             known[name], make[name] = (dtype, shape), functools.partial(weights.__getitem__, name)

@@ -17,11 +17,11 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
-from torchtitan_lite.checkpointing import shards, storage
+from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.compatibility import saved_config
 from torchtitan_lite.checkpointing.find import find
-from torchtitan_lite.checkpointing.safetensors_file import specs_of, write_tensors
-from torchtitan_lite.checkpointing.shards import LazyTensors, read_tensors
+from torchtitan_lite.checkpointing.safetensors_file import LazyTensors, specs_of, write_tensors
+from torchtitan_lite.checkpointing.shards import read_tensors
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import prefix
 from torchtitan_lite.config import paths
@@ -111,7 +111,7 @@ def check_source(config: Config) -> dict[str, str]:
         if used := config.tokenizer.path or next(filter(paths.is_prepared, config.data.texts), ""):
             bpe.require_rows(
                 bpe.load(Path(used)),
-                shards.specs(open_weights(folder, config.model)).get("tok_embeddings.weight", (None, (0,)))[1][0],
+                specs_of(open_weights(folder, config.model)).get("tok_embeddings.weight", (None, (0,)))[1][0],
                 used,
             )
         elif not (
@@ -136,11 +136,9 @@ def read_weights(folder: Path, *, ema: bool = False) -> LazyTensors:
         CheckpointError: the checkpoint has no averages.
     """
     weights = read_tensors(folder, prefix(storage.MODEL))
-    if not ema:
-        return weights
-    state = read_tensors(folder, f"{prefix(storage.OPTIMIZER)}state.")
+    state = read_tensors(folder, f"{prefix(storage.OPTIMIZER)}state.") if ema else {}
     averages = {name: f"{name}.{KEY}" for name in weights if f"{name}.{KEY}" in state}
-    if not averages:
+    if ema and not averages:
         raise CheckpointError(
             f"--ema: {folder} holds no averages of the weights: it was saved with optim.ema_decay = 0"
         )
@@ -324,7 +322,7 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, state: TrainState, conf
 
 
 def _write_model(file: Path, weights: Mapping[str, Tensor], family: str) -> None:
-    specs = shards.specs(weights)
+    specs = specs_of(weights)
     parts = hf_names(specs, family)
     theirs = specs_of(
         {name: to_hf(ours, lambda n: torch.empty(specs[n][1], device="meta"), family) for name, ours in parts.items()}

@@ -83,14 +83,14 @@ def as_saved(optimizer: torch.optim.Optimizer, saved: bool) -> Iterator[None]:
     Afterwards, a new average starts from the loaded weights, and an average that the config no longer asks for is
     dropped.
     """
-    for parameter, state in optimizer.state.items():
-        if saved:
-            state[KEY] = torch.zeros_like(parameter)
-        else:
-            del state[KEY]
+
+    def change(add: bool) -> None:
+        for parameter, state in optimizer.state.items():  # torch's functions replace the dicts
+            if add:
+                state[KEY] = parameter.detach().clone()
+            else:
+                del state[KEY]
+
+    change(saved)
     yield
-    for parameter, state in optimizer.state.items():  # torch's functions have replaced the dicts
-        if saved:
-            del state[KEY]
-        else:
-            state[KEY] = parameter.detach().clone()
+    change(not saved)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from torchtitan_lite.checkpointing import shards, storage
+from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.compatibility import require_finite, saved_config, shapes_of
 from torchtitan_lite.checkpointing.find import find
 from torchtitan_lite.checkpointing.state import TrainState
@@ -111,7 +111,7 @@ def open_model(
     begin = tuple(state.begin_tokens if state else hf.begin_tokens(folder, entries))
     if problems := dict(shape_rules(config)):
         raise CheckpointError("\n  ".join([f"{folder} describes a model that can't be built:", *problems.values()]))
-    theirs = {name: shape for name, (_, shape) in shards.specs(weights).items()}
+    theirs = shapes_of(weights)
     with torch.device("meta"):
         model = build(config, max(theirs.get("tok_embeddings.weight", (1,))[0], 1))
     shapes = shapes_of(own_tensors(model))

@@ -22,7 +22,6 @@ from torchtitan_lite import __version__
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.compatibility import AUTOTUNING, bitwise_setting, values_to_match
 from torchtitan_lite.checkpointing.shards import read_tensors
-from torchtitan_lite.checkpointing.tensor_names import by_name
 from torchtitan_lite.config.schema import Config, flatten, known_keys, resume_rule
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
@@ -283,7 +282,7 @@ def _compare_tensors(s: Session, checkpoints: Path, step: int, advice: str) -> i
 
     if not on_rank0(open_it, s.process.untimed):
         return 0
-    different, tensors = list[str](), by_name(s.checkpointer.parts())
+    different, tensors = list[str](), s.checkpointer.tensors()
     for name, value in tensors.items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         if s.process.rank == 0 and not _same_bits(whole.cpu(), saved[name]):
