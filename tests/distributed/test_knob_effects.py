@@ -26,6 +26,7 @@ from torchtitan_lite import models
 from torchtitan_lite.config.schema import FsdpConfig
 from torchtitan_lite.data.loader import Batch, Loader
 from torchtitan_lite.distributed import parallelize
+from torchtitan_lite.distributed.overrides import require_whole_groups
 from torchtitan_lite.distributed.parallelize import groups_of
 from torchtitan_lite.distributed.process_group import Process, build_mesh
 from torchtitan_lite.distributed.sharding import own_part, shard_dim
@@ -332,7 +333,9 @@ def test_pinned_memory_is_asked_for_unless_it_is_switched_off(build: Build) -> N
         with patch.object(parallelize, "fully_shard") as shard, patch.object(parallelize, "_fsdp"):
             config = FsdpConfig.model_validate(keys)
             parallelize.apply_fsdp(model, build_mesh(config, torch.device("cpu")), config)
-        assert [call.kwargs["offload_policy"] for call in shard.call_args_list] == [expected] * (len(GROUPS) + 1)
+        *of_groups, of_root = shard.call_args_list
+        assert "offload_policy" not in of_root.kwargs, "the root has no parameters"
+        assert [call.kwargs["offload_policy"] for call in of_groups] == [expected] * len(GROUPS)
 
 
 # --- precision --------------------------------------------------------------------------------------------------
@@ -413,7 +416,9 @@ def test_cast_forward_inputs_casts_the_rotary_tables_as_well(build: Build) -> No
 
 def test_an_override_has_to_match_a_group_as_a_whole(build: Build) -> None:
     def overridden(*matches: str) -> Session:
-        return build(fsdp__precision_overrides=[{"match": match, "param_dtype": "bfloat16"} for match in matches])
+        t = build(fsdp__precision_overrides=[{"match": match, "param_dtype": "bfloat16"} for match in matches])
+        require_whole_groups({g.name: g.parameters for g in groups_of(t.trained.model, t.config.fsdp)}, t.config.fsdp)
+        return t
 
     for matches, expected in (
         (

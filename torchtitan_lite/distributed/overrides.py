@@ -1,40 +1,89 @@
-"""Patterns in [fsdp] that override the dtypes or the sharding of some parameters."""
+"""Options of [fsdp] that few runs use: dtypes by pattern, sharding by columns, resharding over N ranks."""
 
+import contextlib
+import functools
+import importlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from torchtitan_lite.config.patterns import first_match, unused
 from torchtitan_lite.config.schema import FsdpConfig
 from torchtitan_lite.errors import ConfigError
 
+Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype | None]
 
-def dtypes_of_group(
-    group: str, parameters: list[str], config: FsdpConfig
-) -> tuple[torch.dtype, torch.dtype, torch.dtype | None]:
-    """Return a group's param_dtype, reduce_dtype and output_dtype.
+
+def dtypes_of(parameter: str, config: FsdpConfig) -> Dtypes:
+    """Return param_dtype, reduce_dtype and output_dtype (None: param_dtype) of the group with this parameter."""
+    i = first_match(parameter, [override.match for override in config.precision_overrides])
+    override = None if i is None else config.precision_overrides[i]
+    keys = "param_dtype", "reduce_dtype", "output_dtype"
+    param, reduce, output = (getattr(override, key, None) or getattr(config, key) for key in keys)
+    return getattr(torch, param), getattr(torch, reduce), getattr(torch, output) if output else None
+
+
+def require_whole_groups(groups: Mapping[str, Sequence[str]], config: FsdpConfig) -> None:
+    """Check fsdp.precision_overrides against the parameters of each group, by the group's name.
 
     Raises:
-        ConfigError: a pattern matches only a part of the group.
+        ConfigError: a pattern matches nothing, or only a part of a group.
     """
-    first_with: dict[tuple[str, str, str], str] = {}
-    for name in parameters:
-        dtypes = {key: getattr(config, key) for key in ("param_dtype", "reduce_dtype", "output_dtype")}
-        i = first_match(name, [override.match for override in config.precision_overrides])
-        if i is not None:
-            dtypes |= config.precision_overrides[i].model_dump(exclude={"match"}, exclude_none=True)
-        first_with.setdefault((dtypes["param_dtype"], dtypes["reduce_dtype"], dtypes["output_dtype"]), name)
-    if len(first_with) > 1:
-        one, other = list(first_with.values())[:2]
-        raise ConfigError(
-            f"fsdp.precision_overrides: {one} and {other} would get different dtypes, but group '{group}' is "
-            f"gathered and cast together; a pattern has to match all of: {', '.join(parameters)}"
-        )
-    param, reduce, output = next(iter(first_with))
-    return getattr(torch, param), getattr(torch, reduce), getattr(torch, output) if output else None
+    wrong = []
+    for group, (one, *others) in groups.items():
+        other = next((name for name in others if dtypes_of(name, config) != dtypes_of(one, config)), None)
+        if other is not None:
+            wrong.append(
+                f"fsdp.precision_overrides: {one} and {other} would get different dtypes, but group '{group}' is "
+                f"gathered and cast together; a pattern has to match all of: {', '.join([one, *others])}"
+            )
+    names = [name for parameters in groups.values() for name in parameters]
+    wrong += unused("fsdp.precision_overrides", names, [override.match for override in config.precision_overrides])
+    if wrong:
+        raise ConfigError("\n  ".join(wrong))
+
+
+def cast_inputs(modules: Sequence[nn.Module], dtype: torch.dtype) -> None:
+    """Cast the activations that come from a group with a different dtype.
+
+    `cast_forward_inputs` would also cast the other arguments, but rotary tables must stay float32.
+    """
+    for module in modules:
+        module.register_forward_pre_hook(functools.partial(_cast_first, dtype))
+
+
+def _cast_first(dtype: torch.dtype, _module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    first, *others = args
+    return (first.to(dtype) if first.is_floating_point() else first, *others)
+
+
+@contextlib.contextmanager
+def one_post_forward_mesh(reshard_after_forward: bool | int | str) -> Iterator[None]:
+    """With a number, make all calls of `fully_shard` in this context share one mesh of so many ranks.
+
+    torch (2.11 to 2.13) makes a DeviceMesh in every call with a number: two process groups, and on GPUs NCCL
+    communicators, per group of parameters. All of them are the same, so one is enough.
+    """
+    if isinstance(reshard_after_forward, bool | str):
+        yield
+        return
+    module: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
+    make, meshes = module._get_post_forward_mesh_info, dict[bool | int, Any]()
+
+    def shared(reshard: bool | int, mesh_info: Any) -> Any:
+        if reshard not in meshes:
+            meshes[reshard] = make(reshard, mesh_info)
+        return meshes[reshard]
+
+    module._get_post_forward_mesh_info = shared
+    try:
+        yield
+    finally:
+        module._get_post_forward_mesh_info = make
 
 
 def column_placement(

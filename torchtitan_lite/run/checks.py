@@ -7,7 +7,7 @@ import torch
 from torchtitan_lite import models
 from torchtitan_lite.config.paths import expand, is_prepared
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.distributed.overrides import column_placement
+from torchtitan_lite.distributed.overrides import column_placement, require_whole_groups
 from torchtitan_lite.distributed.parallelize import groups_of
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.optim.groups import freeze, parameter_groups
@@ -26,7 +26,9 @@ def check_patterns(config: Config) -> dict[str, str]:
     checks: dict[str, Callable[[], object]] = {
         "optim.freeze": lambda: freeze(model, optim.freeze),
         "optim.groups": lambda: parameter_groups(model, optim),
-        "fsdp.precision_overrides": lambda: groups_of(model, fsdp),
+        "fsdp.precision_overrides": lambda: require_whole_groups(
+            {group.name: group.parameters for group in groups_of(model, fsdp)}, fsdp
+        ),
         "fsdp.shard_columns": lambda: column_placement(model, fsdp.shard_columns, shards),
     }
     if config.speed.float8:
