@@ -33,7 +33,7 @@ from torchtitan_lite.checkpointing.safetensors_file import (
 )
 from torchtitan_lite.checkpointing.storage import MODEL, OPTIMIZER, open_tensors, read_json, read_manifest, read_specs
 from torchtitan_lite.checkpointing.tensor_names import Tensors, prefix, renamed
-from torchtitan_lite.distributed.sharding import own_part, shard_dim
+from torchtitan_lite.distributed.sharding import own_part, shard_dim, shard_range
 from torchtitan_lite.errors import CheckpointError
 
 INDEX = "index.json"  # of format 6
@@ -82,7 +82,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class Layout:
-    """The parts in a sharded checkpoint, computed. Tensors are split as torch.chunk does.
+    """The parts in a sharded checkpoint, computed by `shard_range`.
 
     Args:
         mesh: replicas, shards.
@@ -100,12 +100,11 @@ class Layout:
         return f"shard-{rank:05d}-of-{self.mesh[0] * self.mesh[1]:05d}.safetensors"
 
     def box(self, name: str, shard: int) -> Box:
-        """Return a shard's part: ceil(rows / shards) rows; fewer, or none, on the last ones."""
+        """Return a shard's part."""
         _, shape, dim, _ = self.tensors[name]
         box = [range(size) for size in shape]
         if dim is not None:
-            per_shard = -(-shape[dim] // self.mesh[1]) or 1
-            box[dim] = box[dim][per_shard * shard : per_shard * (shard + 1)]
+            box[dim] = shard_range(shape[dim], self.mesh[1], shard)
         return tuple(box)
 
     def of_rank(self, rank: int) -> dict[str, Box]:
@@ -116,10 +115,10 @@ class Layout:
 
     def parts(self, name: str, wanted: Box) -> Iterator[Part]:
         """Yield the parts that overlap a box."""
-        _, shape, dim, replica = self.tensors[name]
+        _, _, dim, replica = self.tensors[name]
         shards = range(1)
         if dim is not None:
-            per_shard = -(-shape[dim] // self.mesh[1]) or 1
+            per_shard = len(self.box(name, 0)[dim]) or 1
             shards = range(wanted[dim].start // per_shard, -(-wanted[dim].stop // per_shard))
         for shard in shards:
             yield Part(self.file(replica * self.mesh[1] + shard), name, self.box(name, shard))
