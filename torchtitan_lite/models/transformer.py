@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite.config.schema import ModelConfig
-from torchtitan_lite.models.attention import KeysValues, within_documents
+from torchtitan_lite.models.attention import KeysValues
 from torchtitan_lite.models.chunked_loss import chunked_cross_entropy
 from torchtitan_lite.models.induction import Entries, entries
 from torchtitan_lite.models.loss import LossOptions, per_sequence_loss, summed_cross_entropy
+from torchtitan_lite.models.masks import within_documents
 
 
 class Fill(Protocol):
