@@ -13,7 +13,6 @@ from torch.distributed.tensor import Shard
 
 from torchtitan_lite.config.patterns import first_match, unused
 from torchtitan_lite.config.schema import FsdpConfig
-from torchtitan_lite.errors import ConfigError
 
 Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype | None]
 
@@ -27,24 +26,21 @@ def dtypes_of(parameter: str, config: FsdpConfig) -> Dtypes:
     return getattr(torch, param), getattr(torch, reduce), getattr(torch, output) if output else None
 
 
-def require_whole_groups(groups: Mapping[str, Sequence[str]], config: FsdpConfig) -> None:
-    """Check fsdp.precision_overrides against the parameters of each group, by the group's name.
+def wrong_overrides(groups: Mapping[str, Sequence[str]], config: FsdpConfig) -> Iterator[str]:
+    """Yield a message for each pattern of fsdp.precision_overrides that matches nothing, or only a part of a group.
 
-    Raises:
-        ConfigError: a pattern matches nothing, or only a part of a group.
+    Args:
+        groups: the parameters of each group, by the group's name.
     """
-    wrong = []
     for group, (one, *others) in groups.items():
         other = next((name for name in others if dtypes_of(name, config) != dtypes_of(one, config)), None)
         if other is not None:
-            wrong.append(
+            yield (
                 f"fsdp.precision_overrides: {one} and {other} would get different dtypes, but group '{group}' is "
                 f"gathered and cast together; a pattern has to match all of: {', '.join([one, *others])}"
             )
     names = [name for parameters in groups.values() for name in parameters]
-    wrong += unused("fsdp.precision_overrides", names, [override.match for override in config.precision_overrides])
-    if wrong:
-        raise ConfigError("\n  ".join(wrong))
+    yield from unused("fsdp.precision_overrides", names, [override.match for override in config.precision_overrides])
 
 
 def cast_inputs(modules: Sequence[nn.Module], dtype: torch.dtype) -> None:
@@ -86,6 +82,18 @@ def one_post_forward_mesh(reshard_after_forward: bool | int | str) -> Iterator[N
         module._get_post_forward_mesh_info = make
 
 
+def wrong_columns(model: nn.Module, patterns: Sequence[str], ranks: int) -> Iterator[str]:
+    """Yield a message for each pattern of fsdp.shard_columns without a matrix, and each matrix of other sizes."""
+    matrices = {name: p.shape[1] for name, p in model.named_parameters() if p.ndim > 1}
+    yield from unused("fsdp.shard_columns", list(matrices), patterns, field="", what="matrix")
+    for name, columns in matrices.items():
+        if columns % ranks and first_match(name, patterns) is not None:
+            yield (
+                f"fsdp.shard_columns: {name} has {columns} columns, which fsdp.dp_shard = {ranks} does not divide; "
+                f"fsdp.dp_shard = {math.gcd(columns, ranks)} works, or a pattern without {name}"
+            )
+
+
 def column_placement(
     model: nn.Module, patterns: Sequence[str], ranks: int
 ) -> Callable[[nn.Parameter], Shard | None] | None:
@@ -93,21 +101,11 @@ def column_placement(
 
     A stack of experts (E, M, N) with fewer experts than ranks is also split at dim 1, if `ranks` divides it. Otherwise
     some ranks would have no part of it.
-
-    Raises:
-        ConfigError: a pattern matches no matrix, or `ranks` does not divide dim 1 of a matching matrix.
     """
-    matrices = {name: p for name, p in model.named_parameters() if p.ndim > 1}
-    wrong = list(unused("fsdp.shard_columns", list(matrices), patterns, field="", what="matrix"))
-    chosen = {name: p for name, p in matrices.items() if first_match(name, patterns) is not None}
-    for name, parameter in chosen.items():
-        if (columns := parameter.shape[1]) % ranks:
-            wrong.append(
-                f"fsdp.shard_columns: {name} has {columns} columns, which fsdp.dp_shard = {ranks} does not divide; "
-                f"fsdp.dp_shard = {math.gcd(columns, ranks)} works, or a pattern without {name}"
-            )
-    if wrong:
-        raise ConfigError("\n  ".join(wrong))
-    few = [p for p in matrices.values() if p.ndim == 3 and len(p) < ranks and p.shape[1] % ranks == 0]
-    by_columns = {id(parameter) for parameter in (*chosen.values(), *few)}
+    by_columns = {
+        id(p)
+        for name, p in model.named_parameters()
+        if (p.ndim > 1 and first_match(name, patterns) is not None)
+        or (p.ndim == 3 and len(p) < ranks and p.shape[1] % ranks == 0)
+    }
     return (lambda parameter: Shard(1) if id(parameter) in by_columns else None) if by_columns else None
