@@ -128,10 +128,10 @@ def events_of_a_step(t: Session) -> list[Event]:
         group.modules[-1].register_forward_hook(computes(group.name))
     honest, batch = dist.all_reduce, Loader.batch
 
-    def all_reduce(tensor: Tensor, **kwargs: Any) -> Any:
-        if group := kwargs.get("group"):  # of FSDP; the loss is summed over the default group
+    def all_reduce(tensor: Tensor, *op: Any, **kwargs: Any) -> Any:
+        if group := kwargs.get("group"):  # of FSDP or float8; the loss is summed over the default group
             events.append(Event("all-reduce", "", group.size(), tensor.dtype))
-        return honest(tensor, **kwargs)
+        return honest(tensor, *op, **kwargs)
 
     def recorded_batch(self: Loader, first: int, size: int) -> Batch:
         events.append(Event("batch"))

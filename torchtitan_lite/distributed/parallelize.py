@@ -21,6 +21,29 @@ So only the group in use and prefetched groups are gathered, and the optimizer s
     reshard_after_backward = false    not freed after backward, so the next micro-batch's forward gathers nothing
     grad_sync = "last"                unsharded gradients accumulate until the last micro-batch
 
+The dtype of each tensor follows from the group's policy, except where a line of code says float32:
+
+    dtype                         default   --mixed-precision  float16   float8 (with bfloat16)
+    parameter, this rank's rows   float32   float32            float32   float32
+    gathered parameter            float32   bfloat16           float16   float8_e4m3fn
+    residual stream               float32   bfloat16           float16   bfloat16
+    rotary tables, rotation       float32   float32            float32   float32
+    queries, keys, values         float32   bfloat16           float16   bfloat16
+    logits                        float32   bfloat16           float16   bfloat16
+    loss                          float32   float32            float32   float32
+    gradient of gathered          float32   bfloat16           float16   bfloat16
+    reduction                     float32   float32            float32   float32
+    gradient, this rank's rows    float32   float32            float32   float32
+    moments, momentum             float32   float32            float32   float32
+    Muon's iteration on a CPU     float32   float32            float32   float32
+    Muon's iteration on a GPU     bfloat16  bfloat16           bfloat16  bfloat16
+
+Matmuls, norms and softmax (of attention and of the loss) sum in float32. Then they round to the dtype of their inputs;
+on a CPU, block attention also rounds the scores before its softmax.
+Micro-batches accumulate into this rank's rows, so in float32. The gradient norm is a float64 sum over ranks.
+speed.float8 gathers and multiplies only the blocks' linear layers in float8: inputs and weights in e4m3, gradients of
+outputs in e5m2. Norms, embeddings and head are as with --mixed-precision.
+
 With HSDP (fsdp.dp_replicate), gradients are reduce-scattered over dp_shard, then all-reduced over dp_replicate.
 Both average, so together they average over all ranks, as train.py assumes.
 """

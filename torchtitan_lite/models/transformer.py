@@ -149,7 +149,7 @@ class Transformer(nn.Module):
             else:
                 std = residual if name.endswith(("wo.weight", "w2.weight")) else 0.02
                 scale = scales.get(name.partition(".")[0], 1.0)
-                if induction and name == "output.weight":  # the negative embeddings
+                if induction and name == "output.weight":  # the embeddings' values, negated: see induction.py
                     normal_("tok_embeddings.weight", parameter, (self.config.dim / self.width) ** -0.5 * scale)
                     parameter.neg_()
                 else:
