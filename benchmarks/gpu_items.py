@@ -50,9 +50,10 @@ from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.process_group import Process, build_mesh, exit_process, process_group
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import loss_operators
-from torchtitan_lite.models.attention import attend, within_documents
+from torchtitan_lite.models.attention import attend
 from torchtitan_lite.models.chunked_loss import chunked_cross_entropy
 from torchtitan_lite.models.loss import IGNORE
+from torchtitan_lite.models.masks import within_documents
 from torchtitan_lite.run import mfu
 from torchtitan_lite.run.between_steps import disable_automatic_gc
 from torchtitan_lite.run.session import Session, check_pending

@@ -19,7 +19,7 @@ config.sections:        activation_checkpointing checkpoint compile data eval fs
 cpu:                    attention fused loss
 data:                   dataset loader mixture objectives order samples token_files
 distributed:            blocks initialize lost normal_values overrides parallelize process_group ranks sharding
-models:                 attention chunked_loss induction llama loss transformer
+models:                 attention chunked_loss induction llama loss masks transformer
 optim:                  finite_guard grad_scaler groups guarded muon optimizer step_record
 run:                    attempts between_steps checks console intact metrics out_of_memory preemption run_folder
                         session start_and_end watchdog

@@ -29,7 +29,7 @@ from torchtitan_lite.data import mixture, pairs, token_files
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.prepare import texts
 from torchtitan_lite.distributed.process_group import Process
-from torchtitan_lite.models import chunked_loss, cuda_attention, generation, grouped_matmul, loss_operators, t5
+from torchtitan_lite.models import attention, chunked_loss, generation, grouped_matmul, loss_operators, t5
 from torchtitan_lite.models.experts import Experts
 from torchtitan_lite.optim import finite_guard, grad_scaler, spike_guard
 from torchtitan_lite.optim.step_record import Numbers, StepRecord
@@ -74,17 +74,30 @@ def rows_of(length: int) -> Any:
 
 def kernels(length: int, head_dim: int, capability: tuple[int, int], dtype: Any = torch.bfloat16) -> Any:
     """On a GPU: the backend that is tried first, the heads of keys, and whether the kernel shares them."""
-    q, k = (torch.zeros(1, heads, length, head_dim, dtype=dtype) for heads in (4, 2))
+    q, k = (OnGpu(torch.zeros(1, length, heads, head_dim, dtype=dtype)) for heads in (4, 2))
     first: list[Any] = []
     return patched(
-        lambda: cuda_attention.attend(q, k, k, None, 0.0, {"is_causal": True}),
-        models__cuda_attention__torch__cuda__get_device_capability=lambda: capability,
-        models__cuda_attention__torch__backends__cuda__is_flash_attention_available=lambda: True,
-        models__cuda_attention__sdpa_kernel=lambda tried, **_: contextlib.nullcontext(first.__iadd__(tried)),
-        models__cuda_attention__F__scaled_dot_product_attention=lambda _q, k, _, **more: (
+        lambda: attention.attend(q, k, k),
+        models__attention__torch__cuda__get_device_capability=lambda: capability,
+        models__attention__torch__backends__cuda__is_flash_attention_available=lambda: True,
+        models__attention__sdpa_kernel=lambda tried, **_: contextlib.nullcontext(first.__iadd__(tried)),
+        models__attention__F__scaled_dot_product_attention=lambda _q, k, _, **more: Text(
             f"{first[0]}, {k.shape[1]} heads, shared {more['enable_gqa']}"
         ),
     )
+
+
+class OnGpu(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    is_cuda = True
+
+
+class Text(str):
+    """Stands for an output."""
+
+    def transpose(self, *_dims: int) -> str:
+        return str(self)
 
 
 def chunks(n: int, dtype: torch.dtype) -> Any:

@@ -184,7 +184,7 @@ def build_model(config: Config, vocab_size: int = 0) -> Transformer:
         vocab_size: the data's; a nonzero model.vocab_size overrides it.
 
     Raises:
-        UserError: the vocabulary size is missing or too small, or a pattern or `init_from` does not fit the model.
+        UserError: the vocabulary size is missing or too small, or `init_from` does not fit the model.
     """
     size = config.model.vocab_size or vocab_size
     if size <= 0:
@@ -255,8 +255,6 @@ def build_optimizer(model: torch.nn.Module, config: Config) -> torch.optim.Optim
     ...     optimizer.step()
     ...     optimizer.zero_grad()
 
-    Raises:
-        UserError: a pattern of [[optim.groups]] matches no parameter.
     """
     return optim.build_optimizer(model, config.optim)
 

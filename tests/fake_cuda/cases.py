@@ -16,8 +16,9 @@ from tests.fake_cuda.step import DEVICE, config_of, logged_step
 from torchtitan_lite.checkpointing import safetensors_file
 from torchtitan_lite.checkpointing.save import HostCopies
 from torchtitan_lite.config.schema import ModelConfig
-from torchtitan_lite.models.attention import KeysValues, within_documents
+from torchtitan_lite.models.attention import KeysValues
 from torchtitan_lite.models.llama import Attention
+from torchtitan_lite.models.masks import within_documents
 
 VOCABULARY = 512
 _BASE = {

@@ -40,7 +40,7 @@ from torchtitan_lite.checkpointing.storage import (
     reading,
 )
 from torchtitan_lite.checkpointing.tensor_names import Tensors, prefix, renamed
-from torchtitan_lite.distributed.sharding import is_sharded, own_part, shard_dim
+from torchtitan_lite.distributed.sharding import is_sharded, own_part, shard_dim, shard_range
 from torchtitan_lite.errors import CheckpointError
 
 INDEX = "index.json"  # of format 6
@@ -89,7 +89,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class Layout:
-    """The parts in a sharded checkpoint, computed. Tensors are split as torch.chunk does.
+    """The parts in a sharded checkpoint, computed by `shard_range`.
 
     Args:
         mesh: replicas, shards.
@@ -107,12 +107,11 @@ class Layout:
         return f"shard-{rank:05d}-of-{self.mesh[0] * self.mesh[1]:05d}.safetensors"
 
     def box(self, name: str, shard: int) -> Box:
-        """Return a shard's part: ceil(rows / shards) rows; fewer, or none, on the last ones."""
+        """Return a shard's part."""
         _, shape, dim, _ = self.tensors[name]
         box = [range(size) for size in shape]
         if dim is not None:
-            per_shard = -(-shape[dim] // self.mesh[1]) or 1
-            box[dim] = box[dim][per_shard * shard : per_shard * (shard + 1)]
+            box[dim] = shard_range(shape[dim], self.mesh[1], shard)
         return tuple(box)
 
     def of_rank(self, rank: int) -> dict[str, Box]:

@@ -89,15 +89,15 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin, 1)
+        return _rotated(x, cos, sin, 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turned(grads[0], cos, sin, -1), None, None
+        return _rotated(grads[0], cos, sin, -1), None, None
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     half = x.shape[-1] // 2
     wide, sin = _wide(x), sin.unsqueeze(-2)
     out = wide * cos.unsqueeze(-2)

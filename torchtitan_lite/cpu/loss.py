@@ -20,8 +20,9 @@ def chunked_cross_entropy(
         return plain.chunked_cross_entropy(x, weight, targets, z_loss)
     wants_dx = torch.is_grad_enabled() and x.requires_grad
     wants_dw = torch.is_grad_enabled() and weight.requires_grad
-    rows, goals, dtype = x.flatten(0, 1), targets.flatten(), matmul_dtype or weight.dtype
-    return _ChunkedCrossEntropy.apply(rows, weight, goals, wants_dx, wants_dw, z_loss, dtype)  # type: ignore[no-untyped-call]
+    return _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        x.flatten(0, 1), weight, targets.flatten(), wants_dx, wants_dw, z_loss, matmul_dtype or weight.dtype
+    )
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

@@ -21,24 +21,45 @@ So only the group in use and prefetched groups are gathered, and the optimizer s
     reshard_after_backward = false    not freed after backward, so the next micro-batch's forward gathers nothing
     grad_sync = "last"                unsharded gradients accumulate until the last micro-batch
 
+The dtype of each tensor follows from the group's policy, except where a line of code says float32:
+
+    dtype                         default   --mixed-precision  float16   float8 (with bfloat16)
+    parameter, this rank's rows   float32   float32            float32   float32
+    gathered parameter            float32   bfloat16           float16   float8_e4m3fn
+    residual stream               float32   bfloat16           float16   bfloat16
+    rotary tables, rotation       float32   float32            float32   float32
+    queries, keys, values         float32   bfloat16           float16   bfloat16
+    logits                        float32   bfloat16           float16   bfloat16
+    loss                          float32   float32            float32   float32
+    gradient of gathered          float32   bfloat16           float16   bfloat16
+    reduction                     float32   float32            float32   float32
+    gradient, this rank's rows    float32   float32            float32   float32
+    moments, momentum             float32   float32            float32   float32
+    Muon's iteration on a CPU     float32   float32            float32   float32
+    Muon's iteration on a GPU     bfloat16  bfloat16           bfloat16  bfloat16
+
+Matmuls, norms and softmax (of attention and of the loss) sum in float32. Then they round to the dtype of their inputs;
+on a CPU, block attention also rounds the scores before its softmax.
+Micro-batches accumulate into this rank's rows, so in float32. The gradient norm is a float64 sum over ranks.
+speed.float8 gathers and multiplies only the blocks' linear layers in float8: inputs and weights in e4m3, gradients of
+outputs in e5m2. Norms, embeddings and head are as with --mixed-precision.
+
 With HSDP (fsdp.dp_replicate), gradients are reduce-scattered over dp_shard, then all-reduced over dp_replicate.
 Both average, so together they average over all ranks, as train.py assumes.
 """
 
 import contextlib
-import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import chain
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from torchtitan_lite.config.patterns import unused
 from torchtitan_lite.config.schema import FsdpConfig
-from torchtitan_lite.distributed.overrides import column_placement, dtypes_of_group
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.distributed.overrides import cast_inputs, column_placement, dtypes_of, one_post_forward_mesh
 from torchtitan_lite.models import Transformer
 
 
@@ -56,131 +77,82 @@ class Group:
 
 
 def groups_of(model: Transformer, config: FsdpConfig) -> list[Group]:
-    """Return the groups in forward order; with tied embeddings, inputs and head come last.
-
-    Raises:
-        ConfigError: a precision override matches nothing, or only a part of a group.
-    """
-    chain = _chain(model, config.blocks_per_group)
+    """Return the groups in the order of forward. With tied embeddings, inputs and head are one group, the first."""
+    blocks, layers, size = model.block_groups(), list[list[nn.Module]](), config.blocks_per_group
+    for n in model.config.stacks:  # a group has blocks of one stack
+        stack, blocks = blocks[:n], blocks[n:]
+        layers += [[*chain(*stack[i : i + size])] for i in range(0, n, size)]
+    head = [model.norm, model.output]
+    others = {model.layers, *head, *chain(*layers)}
+    inputs = [m for m in model.children() if m not in others and any(True for _ in m.parameters())]
     names = {module: name for name, module in model.named_modules()}
-    owned = {id(p): name for name, p in model.named_parameters()}
+    owned = {id(p): name for name, p in model.named_parameters()}  # a tied weight has one name
     groups = []
-    wrong = []
-    for modules in chain:
+    for modules in [inputs + head, *layers] if model.config.tie_embeddings else [inputs, *layers, head]:
         parameters = list(dict.fromkeys(owned[id(p)] for module in modules for p in module.parameters()))
-        # True frees the parameters after forward (ZeRO-3), False keeps them for backward (ZeRO-2), and N reshards them
-        # over N neighbours. The head stays gathered, because backward starts with it. FSDP2 has the same rule for the
-        # root, but our root has no parameters.
-        reshard = config.reshard_after_forward
-        if reshard == "default" or (not isinstance(reshard, bool) and modules is chain[-1]):
-            reshard = modules is not chain[-1]
-        try:
-            dtypes = dtypes_of_group(", ".join(names[m] for m in modules), parameters, config)
-        except ConfigError as error:
-            wrong.append(str(error))
-            continue
-        if model.output in modules and model.output.chunked:
-            dtypes = (*dtypes[:2], None)  # its output is the loss, which stays float32
-        groups.append(Group(", ".join(names[m] for m in modules), modules, parameters, *dtypes, reshard))
-    wrong += unused("fsdp.precision_overrides", list(owned.values()), [o.match for o in config.precision_overrides])
-    if wrong:
-        raise ConfigError("\n  ".join(wrong))
+        param_dtype, reduce_dtype, output_dtype = dtypes_of(parameters[0], config)
+        reshard, has_head = config.reshard_after_forward, model.output in modules
+        if has_head and model.output.chunked:
+            output_dtype = None  # its output is the loss, which stays float32
+        # True frees the parameters after forward (ZeRO-3), False keeps them for backward (ZeRO-2), N reshards them over
+        # N neighbours. Backward begins with the head, so by default the head stays gathered.
+        if reshard == "default" or (has_head and not isinstance(reshard, bool)):
+            reshard = not has_head
+        name = ", ".join(names[module] for module in modules)
+        groups.append(Group(name, modules, parameters, param_dtype, reduce_dtype, output_dtype, reshard))
     return groups
 
 
-def _chain(model: Transformer, size: int) -> list[list[nn.Module]]:
-    """Return each group's modules in forward order: up to `size` blocks of a stack; tied inputs join the head."""
-    blocks, layers, head = model.block_groups(), [], [model.norm, model.output]
-    for n in model.config.stacks:
-        stack, blocks = blocks[:n], blocks[n:]
-        layers += [[module for block in stack[i : i + size] for module in block] for i in range(0, n, size)]
-    after_input = {model.layers, *head, *(module for group in layers for module in group)}
-    inputs = [m for m in model.children() if m not in after_input and any(True for _ in m.parameters())]
-    return [*layers, inputs + head] if model.config.tie_embeddings else [inputs, *layers, head]
-
-
 def apply_fsdp(model: Transformer, mesh: DeviceMesh, config: FsdpConfig) -> None:
-    """Shard a model on the meta device over the mesh, in place, and set up prefetching.
-
-    Raises:
-        ConfigError: see `groups_of` and `column_placement`.
-    """
-    # param_dtype applies to gathered parameters; shards, and so the optimizer, stay float32. Without a reduce_dtype,
-    # FSDP2 would sum gradients over ranks in param_dtype: a bfloat16 sum drops addends below 1/256 of it.
-    policy = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, config.param_dtype),
-        reduce_dtype=getattr(torch, config.reduce_dtype),
-        cast_forward_inputs=config.cast_forward_inputs,  # False by default: see _cast_first
-    )
-    offload = CPUOffloadPolicy(pin_memory=config.pin_memory) if config.cpu_offload else OffloadPolicy()
+    """Shard a model on the meta device over the mesh, in place, and set up prefetching."""
     groups = groups_of(model, config)
     placement = column_placement(model, config.shard_columns, mesh.shape[-1])
-    with contextlib.ExitStack() as sharing:
-        if type(config.reshard_after_forward) is int:
-            from torchtitan_lite.distributed.post_forward import one_mesh
-
-            sharing.enter_context(one_mesh())
+    offload = CPUOffloadPolicy(pin_memory=config.pin_memory) if config.cpu_offload else OffloadPolicy()
+    with one_post_forward_mesh(config.reshard_after_forward):
         for group in groups:
-            mp_policy = replace(
-                policy,
-                param_dtype=group.param_dtype,
-                reduce_dtype=group.reduce_dtype,
-                output_dtype=group.output_dtype,
-            )
             fully_shard(
                 group.modules,
                 mesh=mesh,
                 reshard_after_forward=group.reshard_after_forward,
                 shard_placement_fn=placement,
-                mp_policy=mp_policy,
+                mp_policy=MixedPrecisionPolicy(
+                    group.param_dtype, group.reduce_dtype, group.output_dtype, config.cast_forward_inputs
+                ),
                 offload_policy=offload,
             )
     # The root would own parameters outside all groups; here there are none. But its first forward makes the groups
-    # share streams and buffers, its backward ends by waiting for their reduce-scatters, and its setters (as in
-    # before_micro_batch) reach all groups. It takes token ids and returns a float32 loss: nothing to cast.
-    fully_shard(model, mesh=mesh, mp_policy=replace(policy, cast_forward_inputs=False), offload_policy=offload)
+    # share streams and buffers, its backward ends by waiting for their reduce-scatters, and its setters reach all
+    # groups. It casts nothing: it takes token ids and returns a float32 loss.
+    root = fully_shard(model, mesh=mesh)
     if not model.config.tie_embeddings:
         _fsdp(model.tok_embeddings).set_unshard_in_backward(False)  # a lookup's gradient needs no table
     if len({group.param_dtype for group in groups}) > 1 or any(group.output_dtype for group in groups):
         for group in groups:
-            for module in group.modules:
-                module.register_forward_pre_hook(functools.partial(_cast_first, group.param_dtype))
+            cast_inputs(group.modules, group.param_dtype)
     if config.separate_reduce_scatter_group:
-        _fsdp(model).set_separate_reduce_scatter_group()
+        root.set_separate_reduce_scatter_group()
     if config.reduce_scatter_buffers > 1:
-        _fsdp(model).set_reduce_scatter_max_input_buffers(config.reduce_scatter_buffers)
+        root.set_reduce_scatter_max_input_buffers(config.reduce_scatter_buffers)
     if config.explicit_prefetching:
-        chain = [_fsdp(group.modules[0]) for group in groups]  # the modules of a group share one state
-        _set_prefetch(chain, config, model.config.tie_embeddings, mesh.device_type)
+        _set_prefetch(groups, config, mesh.device_type, tied=model.config.tie_embeddings)
 
 
-def _cast_first(dtype: torch.dtype, _module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Cast the activations that come from a group with a different dtype.
-
-    `cast_forward_inputs` would also cast the other arguments, but rotary tables must stay float32.
-    """
-    first, *others = args
-    return (first.to(dtype) if first.is_floating_point() else first, *others)
-
-
-def _set_prefetch(chain: list[FSDPModule], config: FsdpConfig, tied: bool, device_type: str) -> None:
-    """Set up prefetching: gather forward_prefetch groups ahead in forward, and backward_prefetch ahead in backward.
+def _set_prefetch(groups: list[Group], config: FsdpConfig, device_type: str, *, tied: bool) -> None:
+    """Gather forward_prefetch groups ahead in forward, and backward_prefetch ahead in backward.
 
     FSDP2's default gathers each group when forward reaches it; on CUDA this still overlaps, as the host runs ahead of
-    the device. In backward it gathers one group ahead, in reverse forward order. A non-empty
-    list set here replaces this default and does not add to it. Each group gathered ahead is one more unsharded group in
-    memory.
+    the device. In backward it gathers one group ahead. A non-empty list set here replaces this default. Each group
+    gathered ahead is one more unsharded group in memory.
     """
-    # the tied group is gathered first and stays gathered for the head
-    forward_chain = [chain[-1], *chain[:-1]] if tied else chain
-    for i, module in enumerate(forward_chain):
-        module.set_modules_to_forward_prefetch(forward_chain[i + 1 : i + 1 + config.forward_prefetch])
-    for i, module in enumerate(chain):
-        # untied embeddings are listed, too: with unshard_in_backward off, this gathers nothing
-        module.set_modules_to_backward_prefetch(chain[max(i - config.backward_prefetch, 0) : i][::-1])
+    forward = [_fsdp(group.modules[0]) for group in groups]  # the modules of a group share one state
+    # backward begins with the head; untied embeddings are listed too, but are not gathered
+    backward = [forward[0], *forward[:0:-1]] if tied else forward[::-1]
+    for i in range(len(groups)):
+        forward[i].set_modules_to_forward_prefetch(forward[i + 1 : i + 1 + config.forward_prefetch])
+        backward[i].set_modules_to_backward_prefetch(backward[i + 1 : i + 1 + config.backward_prefetch])
         if device_type == "cpu":
             # otherwise gloo's all-gather ends before the computation begins, and nothing overlaps
-            module._set_unshard_async_op(True)
+            forward[i]._set_unshard_async_op(True)
 
 
 # --- in the loop ------------------------------------------------------------------------------------------------

@@ -8,6 +8,12 @@ def is_sharded(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)
 
 
+def shard_range(size: int, n_shards: int, shard: int) -> range:
+    """Return a shard's rows. As torch.chunk: ceil(size / n_shards) each, fewer or none in the last shards."""
+    per_shard = -(-size // n_shards)
+    return range(size)[per_shard * shard : per_shard * (shard + 1)]
+
+
 def shard_dim(parameter: Tensor) -> int:
     """Return the dim that is split over the ranks; 0 also if none is."""
     placements = parameter.placements if isinstance(parameter, DTensor) else ()
@@ -15,15 +21,11 @@ def shard_dim(parameter: Tensor) -> int:
 
 
 def own_part(parameter: Tensor) -> tuple[Tensor, int]:
-    """Return this rank's part of a parameter, and the index of its first row (or column, if `shard_dim` is 1).
-
-    `fully_shard` splits a dim as torch.chunk does: ceil(rows / ranks) each, fewer or none on the last ranks.
-    """
+    """Return this rank's part of a parameter, and the index of its first row (or column, if `shard_dim` is 1)."""
     if not isinstance(parameter, DTensor):
         return parameter, 0
-    first, dim = 0, shard_dim(parameter)
+    first, mesh = 0, parameter.device_mesh
     for axis, placement in enumerate(parameter.placements):
-        if placement.is_shard():
-            per_rank = -(-parameter.shape[dim] // parameter.device_mesh.size(axis))
-            first = min(per_rank * parameter.device_mesh.get_local_rank(axis), parameter.shape[dim])
+        if isinstance(placement, Shard):
+            first = shard_range(parameter.shape[placement.dim], mesh.size(axis), mesh.get_local_rank(axis)).start
     return parameter.to_local(), first

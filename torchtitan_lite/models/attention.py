@@ -1,6 +1,9 @@
-"""Causal attention by PyTorch's kernels, with optional windows; document masks; the key-value cache.
+"""Causal attention by PyTorch's kernels, and the key-value cache. masks.py has documents and windows on a GPU.
 
-cuda_attention.py chooses the kernel on a GPU. On a CPU, cpu/attention.py is faster for short sequences.
+On a GPU, SDPA's kernels are tried in the order cuDNN, flash, efficient, math: on an H100 with heads of 128, cuDNN is
+twice as fast as PyTorch's flash kernel (pytorch issue 142132). On other GPUs flash comes first: on an A100, cuDNN ran
+at 0.82 of flash's speed. torch's own order is similar, but depends on its version. On a CPU, cpu/attention.py replaces
+`attend` by functions that are faster for short sequences.
 """
 
 from typing import Any
@@ -8,24 +11,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from torchtitan_lite.models import masks
 
-def within_documents(positions: Tensor, *, dense: bool, window: int = 0) -> Any:
-    """Return a causal mask that keeps attention within a document and a window.
-
-    Args:
-        positions: (B, T) int64; a document begins at position 0.
-        dense: return a (B, 1, T, T) bool tensor for scaled_dot_product_attention. Otherwise return a BlockMask for
-            FlexAttention, which skips blocks of other documents and blocks before the window.
-        window: number of keys that a query sees, up to its own; 0: all of its document.
-    """
-    if not dense:
-        from torchtitan_lite.models import cuda_attention
-
-        return cuda_attention.block_mask(positions, window)
-    documents = (positions == 0).cumsum(1)  # (B, T), the index of each token's document
-    mask = (documents[:, :, None] == documents[:, None, :]).tril()
-    return (mask.triu(1 - window) if window else mask)[:, None]
+WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, dropout: float = 0.0, window: int = 0) -> Tensor:
@@ -33,33 +23,64 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, dropout: float = 0
 
     Args:
         k, v: each head serves H / K consecutive query heads.
-        mask: from within_documents, with the same window. None: causal, within the window.
+        mask: from masks.within_documents, with the same window. None: causal, within the window.
         window: number of keys that a query sees, up to its own; 0: all.
     """
-    if q.is_cuda or not (mask is None or isinstance(mask, Tensor)):
-        from torchtitan_lite.models import cuda_attention
-
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return cuda_attention.attend(q, k, v, mask, dropout, causal(q, k, window)).transpose(1, 2)
-    if q.shape[2] != k.shape[2]:  # copying shared heads is faster on the CPU than SDPA's enable_gqa
+    if mask is not None and not isinstance(mask, Tensor):
+        return masks.attend(q, k, v, mask)
+    options = causal(q, k, window) if mask is None else {"attn_mask": mask}
+    shared = q.shape[2] != k.shape[2]
+    # With a mask or on a CPU, enable_gqa is slow (it computes all T x S scores): copy the shared heads instead.
+    grouped = shared and q.is_cuda and "attn_mask" not in options and flash_supports_gqa(q)
+    if shared and not grouped:
         k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for t in (k, v))
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    options = causal(q, k, window) if mask is None else {"attn_mask": mask}
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, **options).transpose(1, 2)
+    if not q.is_cuda:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, **options).transpose(1, 2)
+    first = [SDPBackend.CUDNN_ATTENTION] if prefers_cudnn(q, options) else []
+    with sdpa_kernel(first + WITHOUT_CUDNN, set_priority=True):
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, enable_gqa=grouped, **options)
+    return out.transpose(1, 2)
 
 
 def causal(q: Tensor, k: Tensor, window: int = 0) -> dict[str, Any]:
-    """Return the arguments that make SDPA causal. Queries (B, H, T, E) belong to the last T tokens of `k`."""
-    n, of = q.shape[2], k.shape[2]
-    if 0 < window < of:
-        return {
-            "attn_mask": torch.ones(n, of, dtype=torch.bool, device=q.device).tril(of - n).triu(of - n + 1 - window)
-        }
-    if n == of:
-        return {"is_causal": True}
-    if n == 1:  # it sees all keys; a mask would rule out kernels and copy shared heads
-        return {}
-    return {"attn_mask": torch.ones(n, of, dtype=torch.bool, device=q.device).tril(of - n)}
+    """Return the arguments that make SDPA causal. Queries (B, T, H, E) belong to the last T tokens of `k`."""
+    n_queries, n_keys = q.shape[1], k.shape[1]
+    first = n_keys - n_queries  # the first query's own key
+    if n_queries in (1, n_keys) and not 0 < window < n_keys:
+        return {"is_causal": True} if first == 0 else {}  # one query sees all keys; a mask would rule out kernels
+    seen = torch.ones(n_queries, n_keys, dtype=torch.bool, device=q.device).tril(first)
+    return {"attn_mask": seen.triu(first + 1 - window) if window else seen}
+
+
+def prefers_cudnn(q: Tensor, options: dict[str, Any]) -> bool:
+    """Return whether to try cuDNN first, for queries (B, H, T, E).
+
+    cuDNN before 9.15.1 is wrong for lengths that are not multiples of 128; later versions return NaN for some masks
+    (pytorch issues 169849, 196678).
+    """
+    return "is_causal" in options and q.shape[2] % 128 == 0 and cudnn_is_faster()
+
+
+def flash_supports_gqa(q: Tensor) -> bool:
+    """Return whether the flash kernel supports GQA. (If it does, so does cuDNN's.)
+
+    Follows torch's sdp_utils.cpp, because torch.compile can't trace can_use_flash_attention.
+    """
+    # above a head_dim of 192, some GPUs have no gradients
+    return flash_works() and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 192
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def flash_works() -> bool:
+    """Return whether PyTorch has a flash kernel, and the GPU is an A100 or newer."""
+    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability() >= (8, 0)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def cudnn_is_faster() -> bool:
+    """Return whether the GPU has compute capability 9 or 10, for which torch also prefers cuDNN."""
+    return torch.cuda.get_device_capability()[0] in (9, 10)
 
 
 class KeysValues:

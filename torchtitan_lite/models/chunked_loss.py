@@ -11,6 +11,7 @@ in a copy of the weight, and logits of -inf, whose gradient is 0.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_lite.models.loss import IGNORE
@@ -30,8 +31,9 @@ def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, z_loss: fl
     """
     wants_dx = torch.is_grad_enabled() and x.requires_grad
     wants_dw = torch.is_grad_enabled() and weight.requires_grad
-    rows, goals = x.flatten(0, 1), targets.flatten()
-    return _ChunkedCrossEntropy.apply(rows, weight, goals, wants_dx, wants_dw, z_loss)  # type: ignore[no-untyped-call]
+    return _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        x.flatten(0, 1), weight, targets.flatten(), wants_dx, wants_dw, z_loss
+    )
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -46,19 +48,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         vocab_size, wants = len(weight), wants_dx or wants_dw
         padding = loss_operators.padding(x, vocab_size)
         if padding and wants:  # in evaluation, the copy would cost more than it saves
-            weight = loss_operators.with_zero_rows(weight, padding)
+            weight = F.pad(weight, (0, 0, 0, padding))
         chunk = chunk_size(len(x), vocab_size + padding, x.element_size())
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         dx = torch.empty_like(x) if wants_dx else None
         dw = torch.empty(weight.shape, dtype=torch.float32, device=x.device) if wants_dw else None
         buffer = x.new_empty(min(chunk, len(x)), vocab_size + padding)
         for start in range(0, len(x), chunk):
-            part, goals = x[start : start + chunk], targets[start : start + chunk]
+            part = x[start : start + chunk]
             logits = buffer[: len(part)]
             torch.mm(part, weight.T, out=logits[:, : len(weight)])
             if padding:
                 logits[:, vocab_size:].fill_(-torch.inf)
-            loss += loss_operators.logits_to_gradient_(logits, goals, IGNORE, wants, z_loss).sum()
+            losses = loss_operators.logits_to_gradient_(logits, targets[start : start + chunk], IGNORE, wants, z_loss)
+            loss += losses.sum()
             if dx is not None:
                 torch.mm(logits, weight, out=dx[start : start + chunk])
             if dw is not None:

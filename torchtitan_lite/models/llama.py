@@ -62,9 +62,9 @@ class Attention(nn.Module):
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each head by its position; elements i and i + E / 2 form a pair. (B, T, H, E)"""
-    one, other = x.float().chunk(2, dim=-1)
-    turned = torch.cat((-other, one), dim=-1)
-    return (x * cos.unsqueeze(-2) + turned * sin.unsqueeze(-2)).type_as(x)
+    x1, x2 = x.float().chunk(2, dim=-1)
+    rotated_half = torch.cat((-x2, x1), dim=-1)
+    return (x * cos.unsqueeze(-2) + rotated_half * sin.unsqueeze(-2)).type_as(x)
 
 
 def rotary_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:

@@ -96,14 +96,6 @@ def padding(x: Tensor, vocab_size: int) -> int:
     return -vocab_size % 64 if vocab_size % 16 and _of_gpu(x) else 0
 
 
-def with_zero_rows(weight: Tensor, n: int) -> Tensor:
-    """Return a copy of weight (V, D) with n rows of zeros appended."""
-    padded = weight.new_empty(len(weight) + n, weight.shape[1])
-    padded[: len(weight)].copy_(weight)
-    padded[len(weight) :].zero_()
-    return padded
-
-
 def _of_gpu(x: Tensor) -> bool:
     return x.device.type != "cpu" or type(x) is not Tensor  # a FakeTensor stands for a GPU's
 

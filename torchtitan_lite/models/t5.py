@@ -13,9 +13,10 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import sdpa_kernel
 
 from torchtitan_lite.config.schema import ModelConfig
-from torchtitan_lite.models.attention import KeysValues
+from torchtitan_lite.models.attention import WITHOUT_CUDNN, KeysValues
 from torchtitan_lite.models.loss import IGNORE, LossOptions
 from torchtitan_lite.models.transformer import Fill, Transformer
 
@@ -76,11 +77,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dropout: float) -> Ten
     """Compute attention of (B, T, H, E) to (B, S, H, E) keys and values, with scores q k^T + bias -> (B, T, H, E)."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     bias = bias.to(q.dtype).expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    if q.is_cuda:
-        from torchtitan_lite.models import cuda_attention
-
-        return cuda_attention.attend_with_bias(q, k, v, bias, dropout).transpose(1, 2)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=1.0).transpose(1, 2)
+    # of the kernels, only the efficient and the math one give the bias a gradient; a CPU ignores their order
+    with sdpa_kernel(WITHOUT_CUDNN, set_priority=True):
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=1.0)
+    return out.transpose(1, 2)
 
 
 def buckets(distances: Tensor, *, both_ways: bool) -> Tensor:

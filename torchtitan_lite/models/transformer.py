@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.config.sections.log import Metric
-from torchtitan_lite.models.attention import KeysValues, within_documents
+from torchtitan_lite.models.attention import KeysValues
 from torchtitan_lite.models.chunked_loss import chunked_cross_entropy
 from torchtitan_lite.models.induction import Entries, entries
 from torchtitan_lite.models.loss import LossOptions, per_sequence_loss, summed_cross_entropy
+from torchtitan_lite.models.masks import within_documents
 
 
 class Fill(Protocol):
@@ -144,7 +145,7 @@ class Transformer(nn.Module):
             else:
                 std = residual if name.endswith(("wo.weight", "w2.weight")) else 0.02
                 scale = scales.get(name.partition(".")[0], 1.0)
-                if induction and name == "output.weight":  # the negative embeddings
+                if induction and name == "output.weight":  # the embeddings' values, negated: see induction.py
                     normal_("tok_embeddings.weight", parameter, (self.config.dim / self.width) ** -0.5 * scale)
                     parameter.neg_()
                 else:

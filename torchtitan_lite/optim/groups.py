@@ -5,27 +5,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchtitan_lite.config.patterns import first_match, unused
+from torchtitan_lite.config.patterns import first_match
 from torchtitan_lite.config.schema import OptimConfig
-from torchtitan_lite.errors import ConfigError, shortened
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze the parameters whose names match a pattern. Call it before sharding.
-
-    Raises:
-        ConfigError: a pattern matches no parameter, or no parameter is left to train.
-    """
-    names = [name for name, _ in model.named_parameters()]
-    # each pattern separately, because patterns may overlap
-    wrong = [message for pattern in patterns for message in unused("optim.freeze", names, [pattern], field="")]
-    if wrong:
-        raise ConfigError("\n  ".join(wrong))
-    for name in names:
+    """Freeze the parameters whose names match a pattern. Call it before sharding."""
+    for name, parameter in model.named_parameters():
         if first_match(name, patterns) is not None:
-            model.get_parameter(name).requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(f"optim.freeze = {shortened(list(patterns))} leaves no parameter to train")
+            parameter.requires_grad_(False)
 
 
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
@@ -34,16 +22,13 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
     With muon, the key `muon` marks the groups of block matrices.
     """
     chosen: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    untied = dict(model.named_parameters())  # without the head, if it is tied to the embeddings
-    patterns = [group.match for group in config.groups]
-    for name in names:
-        parameter = model.get_parameter(name)
-        decay, factor = config.weight_decay if parameter.ndim > 1 else 0.0, 1.0
-        embeds = name == "value_embeddings.weight" or (name == "tok_embeddings.weight" and "output.weight" in untied)
-        if config.name == "muon" and embeds:
-            factor = config.muon_embedding_lr_factor
-        i = first_match(name, patterns)
+    parameters = dict(model.named_parameters())  # without the head, if it is tied to the embeddings
+    embeddings = ["value_embeddings.weight"] + ["tok_embeddings.weight"] * ("output.weight" in parameters)
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    for name, parameter in trained.items():
+        decay = config.weight_decay if parameter.ndim > 1 else 0.0
+        factor = config.muon_embedding_lr_factor if config.name == "muon" and name in embeddings else 1.0
+        i = first_match(name, [group.match for group in config.groups])
         if i is not None:
             group = config.groups[i]
             decay = decay if group.weight_decay is None else group.weight_decay
@@ -53,9 +38,6 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
             scale = scale_of(getattr(model, "width", 1.0), by_muon)
             decay, factor = decay / scale, factor * scale  # keeps lr * decay
         chosen.setdefault((decay, factor, by_muon), []).append(parameter)
-    wrong = list(unused("optim.groups", names, patterns))
-    if wrong:
-        raise ConfigError("\n  ".join(wrong))
     return [
         {"params": parameters, "weight_decay": decay, "lr_factor": factor}
         | ({"muon": by_muon} if config.name == "muon" else {})

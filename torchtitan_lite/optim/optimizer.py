@@ -24,7 +24,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> GuardedOptimizer:
     """Build the optimizer of [optim] for a sharded model.
 
     Raises:
-        ConfigError: a pattern of [[optim.groups]] matches no parameter.
+        ConfigError: optim.name builds something else.
     """
     optimizer: GuardedOptimizer = pkgutil.resolve_name(OPTIMIZERS[config.name].build)(
         parameter_groups(model, config), config
@@ -65,19 +65,20 @@ def sgd(groups: list[dict[str, Any]], config: OptimConfig) -> GuardedOptimizer:
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
-    """Return the learning rate of `step` (1-based): linear warm-up, then the schedule down to min_lr_ratio."""
+    """Return the learning rate of `step` (1-based): linear warm-up, then the schedule."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    if config.schedule == "step":
+        return config.lr * config.step_gamma ** ((step - 1) // config.step_every)
     done = min((step - config.warmup_steps) / max(steps - config.warmup_steps, 1), 1.0)
-    if config.schedule == "cosine":
-        height = 0.5 * (1 + math.cos(math.pi * done))
-    elif config.schedule == "linear":
-        height = 1 - done
-    elif config.schedule == "wsd":
-        height = min(max(steps - step, 0) / max(config.decay_ratio * steps, 1), 1.0)
-    else:
-        return config.lr * (config.step_gamma ** ((step - 1) // config.step_every) if config.schedule == "step" else 1)
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * height)
+    left = {  # from 1 down to 0, which stands for min_lr_ratio
+        "cosine": 0.5 * (1 + math.cos(math.pi * done)),
+        "linear": 1 - done,
+        "wsd": min(max(steps - step, 0) / max(config.decay_ratio * steps, 1), 1.0),
+    }
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left[config.schedule])
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:

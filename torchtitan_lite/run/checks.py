@@ -1,16 +1,18 @@
 """Config checks that need the model's parameter names or a tokenizer, but no process group."""
 
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from torchtitan_lite import models
 from torchtitan_lite.config.paths import expand, is_prepared
+from torchtitan_lite.config.patterns import unused
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.distributed.overrides import column_placement
+from torchtitan_lite.distributed.overrides import wrong_columns, wrong_overrides
 from torchtitan_lite.distributed.parallelize import groups_of
-from torchtitan_lite.errors import ConfigError, DataError
-from torchtitan_lite.optim.groups import freeze, parameter_groups
+from torchtitan_lite.errors import DataError, shortened
+from torchtitan_lite.models import Transformer
+from torchtitan_lite.optim.groups import freeze
 from torchtitan_lite.process import env_int
 from torchtitan_lite.run.console import MANY_EPOCHS
 
@@ -23,23 +25,33 @@ def check_patterns(config: Config) -> dict[str, str]:
     with torch.device("meta"):
         model = models.build(config.model, config.model.vocab_size or config.tokenizer.vocab_size)
     shards = fsdp.mesh_shape(env_int("WORLD_SIZE", 1))[1]
-    checks: dict[str, Callable[[], object]] = {
-        "optim.freeze": lambda: freeze(model, optim.freeze),
-        "optim.groups": lambda: parameter_groups(model, optim),
-        "fsdp.precision_overrides": lambda: groups_of(model, fsdp),
-        "fsdp.shard_columns": lambda: column_placement(model, fsdp.shard_columns, shards),
+    wrong: dict[str, Iterable[str]] = {
+        "optim.freeze": [*wrong_freezing(model, optim.freeze)],  # now: the next line looks at what is left to train
+        "optim.groups": unused(
+            "optim.groups",
+            [name for name, parameter in model.named_parameters() if parameter.requires_grad],
+            [group.match for group in optim.groups],
+        ),
+        "fsdp.precision_overrides": wrong_overrides(
+            {group.name: group.parameters for group in groups_of(model, fsdp)}, fsdp
+        ),
+        "fsdp.shard_columns": wrong_columns(model, fsdp.shard_columns, shards),
     }
     if config.speed.float8:
-        from torchtitan_lite.distributed.float8 import require_shapes
+        from torchtitan_lite.distributed.float8 import wrong_shapes
 
-        checks["speed.float8"] = lambda: require_shapes(model, shards)
-    broken: dict[str, str] = {}
-    for key, check in checks.items():
-        try:
-            check()
-        except ConfigError as error:
-            broken |= {f"{key} {number}": line for number, line in enumerate(str(error).split("\n  "))}
-    return broken
+        wrong["speed.float8"] = wrong_shapes(model, shards)
+    return {f"{key} {i}": message for key, messages in wrong.items() for i, message in enumerate(messages)}
+
+
+def wrong_freezing(model: Transformer, patterns: Sequence[str]) -> Iterator[str]:
+    """Freeze parameters. Yields a message for each pattern that matches none, and if none is left to train."""
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:  # each by itself, because patterns may overlap
+        yield from unused("optim.freeze", names, [pattern], field="")
+    freeze(model, patterns)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        yield f"optim.freeze = {shortened(patterns)} leaves no parameter to train"
 
 
 def check_prompts(config: Config) -> dict[str, str]:
