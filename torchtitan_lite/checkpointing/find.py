@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ def verify_together(folder: Path, mode: str, process: Process) -> list[str]:
     def read_manifest() -> list[Any]:
         manifest, problem = storage.check_manifest(folder)
         # all ranks use rank 0's number of local ranks: other machines may have more or fewer
-        return [manifest and asdict(manifest), problem, process.local_world_size]
+        return [manifest, problem, process.local_world_size]
 
     manifest, problem, n_hashing = on_rank0(read_manifest, process.untimed)
     if problem:
