@@ -48,7 +48,7 @@ from torchtitan_lite.optim.finite_guard import FiniteGuard, Guard
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.groups import freeze
 from torchtitan_lite.optim.step_record import StepRecord
-from torchtitan_lite.process import env_int, local_rank, prepare_process
+from torchtitan_lite.process import env_int, local_rank, prepare_process, world_size
 from torchtitan_lite.run import attempts, checks, out_of_memory, run_folder, start_and_end
 from torchtitan_lite.run.between_steps import (
     build_periodic_work,
@@ -87,7 +87,7 @@ def launch(argv: Sequence[str]) -> int:
     try:
         command = cli.parse(
             argv,
-            world_size=env_int("WORLD_SIZE", 1),
+            world_size=world_size(argv, torch.cuda.device_count()),
             local_world_size=env_int("LOCAL_WORLD_SIZE", 1),
             n_gpus=torch.cuda.device_count(),
             checks=checks.ALL,
@@ -180,9 +180,9 @@ def build_watched(config: Config, data: DataSet, process: Process, log: Log, wat
 
     # 5. The run's newest checkpoint, else that of checkpoint.resume (a fork), else the weights of model.init_from.
     preemption = Preemption(config.run.max_minutes, config.folder / run_folder.JOINING)  # max_minutes includes the load
-    best_of = functools.partial(attempts.best_step, config.folder)
+    history = attempts.best_step, attempts.ruined_from
     folder = config.folder / "checkpoints"
-    checkpointer = Checkpointer(folder, model, optimizer, config.checkpoint, process, WAYS, best_of)
+    checkpointer = Checkpointer(folder, model, optimizer, config.checkpoint, process, WAYS, *history)
     fresh = fresh_state(config, data, process, validation.description(), periodic.task_hashes)
     with watchdog.loading("loading a checkpoint"):
         resumed = load_newest(config, checkpointer, fresh, log)

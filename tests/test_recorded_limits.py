@@ -152,7 +152,10 @@ def listed(n_steps: int, n_rows: int, n_characters: int) -> Any:
         samples=dict.fromkeys(range(1, 200), range(1)), data=Stub(sources=[]), attempts=[Stub(forked_from="")]
     )
     options = argparse.Namespace(run=Path("run"), step=None, to=None, find="x", json=None, family="")
-    names = {"rows": lambda *_: rows, "read_record": lambda _: record, "require_own_step": lambda *_: None}
+    names = {
+        **{"rows": lambda *_: rows, "read_record": lambda _: record, "require_own_step": lambda *_: None},
+        "without": lambda *_: [[3, 4]] if n_steps > 1 else [],
+    }
     with contextlib.redirect_stdout(io.StringIO()) as out:
         patched(lambda: which._run(options), **{f"tools__incidents__which__{name}": f for name, f in names.items()})
     return [len(lines := out.getvalue().splitlines()), *lines[:3], lines[-1]]
@@ -267,7 +270,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ],
     ),
     # what is not finite
-    "finite": (between_steps._finite, [(value,) for value in (0.0, -2.5, INF, -INF, NAN)]),
+    "finite": (between_steps.finite, [(value,) for value in (0.0, -2.5, INF, -INF, NAN)]),
     "guard": (
         checked,
         [

@@ -21,7 +21,7 @@ from tests.test_recorded_limits import CPU, Stub, patched
 from torchtitan_lite import api, errors, process
 from torchtitan_lite.checkpointing import find, progress, safetensors_file, save, storage
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.config import load
+from torchtitan_lite.config import cli, load
 from torchtitan_lite.config.schema import RunConfig
 from torchtitan_lite.config.sections import compute
 from torchtitan_lite.cpu import apply_shared_memory, widen, widens
@@ -29,6 +29,7 @@ from torchtitan_lite.distributed import generating, process_group
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.run import (
+    attempts,
     between_steps,
     metrics,
     mfu,
@@ -252,6 +253,12 @@ def spins(running: list[int], n_cores: int | None, env: dict[str, str], torch_is
 
 
 ARGV = ["train.py", "--run.name", "old", "--config", "a b.toml", "--checkpoint.resume=runs/x", "--a.skip=[1]", "--lr=1"]
+MODES = [
+    flag
+    for flag in cli._parser(True)._option_string_actions
+    if "." not in flag and flag not in (*cli.SHORTHANDS, "-h", "--help", "--help-all", "--config")
+]  # the last one has a value
+LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 WITHOUT: Any = Stub()  # a module of the standard library without the functions that only Linux has
 CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     # ranks and machines
@@ -395,6 +402,37 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             *((f"{local}WORLD_SIZE", value) for local in ("", "LOCAL_") for value in ("1", "2147483647", None)),
         ],
     ),
+    "ruined": (
+        lambda *steps: patched(
+            lambda: str(attempts.ruined_from(Path("runs/x"))),
+            run__attempts__read=lambda _: [Stub(must_match={"model.vocab_size": 517})],  # log: 6.2
+            run__attempts__records=lambda _: [
+                {"step": 1, "val_loss": 9.0},
+                *({"step": step, "loss": loss, "grad_norm": norm} for step, loss, norm in steps),
+            ],
+        ),
+        [
+            (),
+            ((1, 6.9, 1.0), (2, 6.4, 1.0), (3, 7.1, 1.0)),
+            ((1, 6.9, 1.0), (2, 6.2, 0.0), (3, 6.2, 0.0)),  # saturated
+            ((10, 3e6, 90.0), (20, 8e5, 10.0)),
+            ((10, 3.0, 1.0), (20, 4.1, 2.0), (30, None, None)),
+            ((10, 3.0, 1.0), (20, 4.1, 2.0), (30, 3.9, 1.0)),  # a spike
+        ],
+    ),
+    "one of several": (
+        lambda env, *argv: patched(
+            lambda: process.world_size(argv, int(env.get("GPUS", "1"))), process__os__environ=env
+        ),
+        [
+            ({},),
+            *(({name: "4"},) for name in process._ALONE),
+            *(({"PET_NNODES": "1:4"}, flag) for flag in ("--dry-run", "--check-config", "--print-config", "--help")),
+            *((LAUNCHED | {"GPUS": n},) for n in ("1", "2")),
+            ({**LAUNCHED, "GPUS": "2", "SLURM_STEP_NUM_TASKS": "2", "LOCAL_RANK": "1"},),
+            ({**LAUNCHED, "GPUS": "2", "WORLD_SIZE": "1"},),
+        ],
+    ),
     "command": (
         lambda env, python, resume: told(
             lambda _: process.fork_command("new", resume, a__skip="[2]"),
@@ -410,6 +448,8 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
                     "--checkpoint.resume=runs/x",
                     "--a.skip=[1]",
                     "--optim.lr=1",
+                    *MODES,
+                    "7",
                 ],
             },
         ),
@@ -418,6 +458,12 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, ".venv/bin/python", ""),
             ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, "/elsewhere/bin/python", ""),
             ({"RANK": "1", "WORLD_SIZE": "2"}, "/elsewhere/bin/python", ""),
+            (
+                {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "TORCHTITAN_LITE_LAUNCHER": "run -n NODES x"},
+                ".venv/bin/python",
+                "",
+            ),
+            ({"WORLD_SIZE": "4"}, ".venv/bin/python", ""),
         ],
     ),
     "large world": (

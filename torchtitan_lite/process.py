@@ -2,12 +2,14 @@
 
 import contextlib
 import ctypes
+import itertools
 import math
 import os
 import resource
 import shlex
 import signal
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torchtitan_lite.errors import ConfigError, shortened
@@ -28,6 +30,39 @@ def env_int(name: str, default: int) -> int:
             f"torchrun sets it; unset {name} for a world of one"
         )
     return int(text)
+
+
+# if there are several processes, a launcher sets a different value
+_ALONE = {
+    **{"RANK": "", "WORLD_SIZE": "1"},
+    **{"SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": "1"},  # srun, Open MPI, MPICH
+    "PET_NNODES": "1",  # machines of Kubeflow's TrainJob
+}
+
+
+def world_size(argv: Sequence[str], n_gpus: int) -> int:
+    """Return the number of ranks, as torchrun sets it; 1 under plain python.
+
+    Raises:
+        ConfigError: this is one process of several, without all of torchrun's variables. Each would train alone, or on
+            the same one of `n_gpus`. Not raised if `argv` only asks about the config.
+    """
+    given = {name: os.environ[name] for name, alone in _ALONE.items() if os.environ.get(name, alone) != alone}
+    needed = {
+        "RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        *(["LOCAL_RANK"] if n_gpus > 1 and "WORLD_SIZE" in given else []),
+    }
+    missing = needed - os.environ.keys() if given else ()
+    if missing and not {"-h", "--help", "--help-all", "--print-config", "--check-config"} & {*argv}:
+        raise ConfigError(
+            f"the environment has {', '.join(map('='.join, given.items()))}, as if this were one of several processes, "
+            f"but no {', '.join(sorted(missing))}. Start the processes with torchrun, which sets them all "
+            f"(docs/cluster.md); to train in this process alone, unset {' '.join(given)}"
+        )
+    return env_int("WORLD_SIZE", 1)
 
 
 def local_rank() -> int:
@@ -114,10 +149,9 @@ def die_with_launcher() -> None:
     """
     if "RANK" not in os.environ:
         return
-    pr_set_pdeathsig = 1  # prctl.h
     launcher = os.getppid()
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != launcher:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -172,15 +206,32 @@ def fork_command(name: str, checkpoint: str, **more: str) -> str:
         checkpoint: a path; empty: start at step 0.
         more: further options, with "__" for a dot.
     """
-    given = {"--run.name": name} | ({"--checkpoint.resume": checkpoint} if checkpoint else {})
-    given |= {f"--{key.replace('__', '.')}": value for key, value in more.items()}
-    own = given.keys() | {"--checkpoint.resume"}
-    pairs = zip(sys.argv, sys.argv[1:], strict=False)
-    words = [w for before, w in pairs if w.split("=")[0] not in own and (before not in own or w.startswith("--"))]
-    words += [f"{option}={value}" for option, value in given.items()]
-    here, n = python_command(), os.environ.get("WORLD_SIZE", "1")
-    torchrun = shlex.quote(os.path.join(os.path.dirname(here), "torchrun"))
-    command = f"{torchrun} --nproc-per-node {n}" if "RANK" in os.environ else shlex.quote(here)
-    if n != os.environ.get("LOCAL_WORLD_SIZE", n):
-        command = "..."  # several machines have their own launcher
-    return f"{command} train.py {shlex.join(words)}"
+    n = env_int("WORLD_SIZE", 1)
+    return command_with(
+        sys.argv, {"run.name": name, "checkpoint.resume": checkpoint, **more}, n, n // env_int("LOCAL_WORLD_SIZE", n)
+    )
+
+
+def command_with(argv: Sequence[str], given: Mapping[str, str], n: int, n_machines: int) -> str:
+    """Return a command of train.py with changed options, and without a mode like `--check-config`.
+
+    It begins with $TORCHTITAN_LITE_LAUNCHER, in which NODES is the number of machines (scripts/slurm.sbatch). Without
+    it, several machines have a launcher that is not known.
+
+    Args:
+        argv: of the command to change.
+        given: values by option, with "__" for a dot; an empty one leaves the option out.
+        n: number of ranks.
+    """
+    options = {f"--{name.replace('__', '.')}": value for name, value in given.items()}
+    own = {"--print-config", "--check-config", "--inspect", "--dry-run", "--replay", "--retry", *options}
+    kept = [
+        word
+        for before, word in itertools.pairwise(argv)
+        if word.split("=")[0] not in own and (before not in own or word.startswith("--"))
+    ]
+    here = python_command()
+    torchrun = f"{shlex.quote(os.path.join(os.path.dirname(here), 'torchrun'))} --nproc-per-node {n}"
+    launcher = "..." if n_machines > 1 else torchrun if n > 1 else shlex.quote(here)
+    command = os.environ.get("TORCHTITAN_LITE_LAUNCHER", f"{launcher} train.py").replace("NODES", str(n_machines))
+    return f"{command} {shlex.join([*kept, *(f'{option}={value}' for option, value in options.items() if value)])}"

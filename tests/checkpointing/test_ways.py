@@ -85,7 +85,7 @@ def save_after_a_load(process: Process, folder: Path) -> list[list[int]]:
         (damaged / storage.MODEL).write_bytes(b"")
     assert (second.load({}), second.damaged) == (TrainState(step=3), [8, 6])
     kept += [save(second, step) for step in (4, 6, 7, 9, 10)]
-    return kept + [asked.args[0] for asked in best_of.call_args_list]
+    return kept + [asked.args[1] for asked in best_of.call_args_list]
 
 
 def test_retention_keeps_the_newest_each_seventh_the_best_and_the_loaded_checkpoint(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import yaml
 
 from tests.faults.machines import ENV, Soak
 from tests.forkserver import free_port
-from tests.helpers import HANGS_S, ROOT, losses, ranks, records, refused, succeeded, tiny
+from tests.helpers import HANGS_S, ROOT, checkpoint, losses, ranks, records, refused, succeeded, tiny
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.errors import EXIT_WOULD_REPEAT, UserError
 from torchtitan_lite.run import attempts
@@ -135,6 +135,22 @@ def test_the_slurm_script_puts_a_preempted_job_back_into_the_queue(
     assert (tmp_path / "requeued").read_text() == "requeue 7\n"
     assert records(tmp_path / "run")[-1]["step"] == left + 2
     refused(sbatch(slurm, *options, "--train.step=3"), "the nearest known one is train.steps")
+
+
+def test_the_slurm_script_prints_the_fork_as_a_job(slurm: dict[str, str], finished: Path, text: Path) -> None:
+    options = tiny(text, finished.parent, run__name="run", train__steps=4, checkpoint__every=2)
+    said = refused(sbatch(slurm | {"SLURM_JOB_NUM_NODES": "2"}, *options, "--optim.lr=0.01", "--optim.name=adamw"))
+    words = [word for word in [*options, "--optim.lr=0.01", "--optim.name=adamw"] if word != "--run.name=run"]
+    fork = f"--run.name=run-from-4 --checkpoint.resume={checkpoint(finished, 4)}"
+    assert said.splitlines()[-1] == f"    sbatch --nodes=2 scripts/slurm.sbatch {' '.join(words)} {fork}"
+
+
+@pytest.mark.parametrize("mode", ["--retry", "--inspect"])
+def test_one_of_several_processes_does_not_train_alone(mode: str, text: Path, tmp_path: Path) -> None:
+    command = tiny(text, tmp_path, run__name="run", fsdp__dp_shard=4)
+    refused(ranks(1, *command, mode, env={"WORLD_SIZE": "4"}), "WORLD_SIZE=4, as if this were one of several processes")
+    assert not (tmp_path / "run").exists()
+    succeeded(ranks(1, *command, "--check-config", env={"WORLD_SIZE": "4"}))
 
 
 # plays $PYTHON: the check before and after a launch, a launch that may write a status, everything else by the real one

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from tests.helpers import ROOT, assert_same_end, checkpoint, losses, python, ranks, succeeded, tiny
+from tests.helpers import ROOT, assert_same_end, checkpoint, losses, python, ranks, refused, succeeded, tiny
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.run import attempts, run_folder
 
@@ -98,6 +98,15 @@ def test_a_check_refuses_what_a_start_would(run: Path, again: Again) -> None:
     for more in ({"train__steps": 12}, fork, fork | {"optim__lr": 0.5}):
         assert "the configuration is fine" in again("--check-config", **more)
     assert contents(run) == before
+
+
+@pytest.mark.parametrize("lr", ["1e3", "10"])
+def test_no_fork_starts_from_weights_that_a_learning_rate_has_ruined(lr: str, text: Path, tmp_path: Path) -> None:
+    run = tiny(text, tmp_path, **RUN | {"optim__schedule": "constant"})
+    assert ranks(1, *run, f"--optim.lr={lr}").returncode in (0, 3), "3: a loss is not finite in the end"
+    for more in ((), ("--check-config",)):
+        said = refused(ranks(1, *run, "--optim.lr=1e-3", *more), "metrics.jsonl shows ruined weights in all")
+        assert "checkpoint.resume" not in said
 
 
 def test_a_fork_on_other_text_resumes_by_the_same_command(run: Path, text: Path, again: Again, tmp_path: Path) -> None:

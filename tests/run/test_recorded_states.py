@@ -225,6 +225,7 @@ def main(argv: list[str]) -> int:
     prepared(folder, "FOLDER/news.jsonl --tokenizer=bytes --val-fraction=0.05 --out FOLDER/data")
     place, commands = Place(folder), COMMANDS | {"train": train.main, "report": report.main}
     for name, options in SOURCES.items():
+        sys.argv = ["train.py", f"--run.name={name}"]
         place.call("train", train.main, f"{TRAIN} {options}")
         edited("metrics.jsonl", r'"step": 4, "val_loss": \d', '"step": 4, "val_loss": 1')(folder / name)
     folder.rename(made)

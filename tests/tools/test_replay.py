@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import checkpoint, ranks, records, succeeded, tiny
+from tests.helpers import checkpoint, ranks, records, refused, succeeded, tiny
 from torchtitan_lite import __version__
 from torchtitan_lite.checkpointing.compatibility import AUTOTUNING
 from torchtitan_lite.checkpointing.shards import read_tensors
@@ -120,6 +121,13 @@ def test_all_that_numbers_depend_on_is_compared(key: str, value: Any, trained: P
     shown = re.escape(f"{key} was {json.dumps(here[key])}, and is {json.dumps(value)} here")
     with pytest.raises(ConfigError, match=shown):
         read(config, 7, here | {key: value})
+
+
+def test_a_refused_replay_prints_the_command_that_works(trained: Path, text: Path) -> None:
+    said = refused(replay(text, trained, 7, "--optim.lr=0.5", n=1), "replay it with the command of that attempt:")
+    launcher, *words = shlex.split(said.splitlines()[-1])
+    assert (Path(launcher).name, words[:3]) == ("torchrun", ["--nproc-per-node", "2", "train.py"])
+    assert "equal   bit for bit" in succeeded(ranks(2, *words[3:]))
 
 
 def test_the_order_of_sources_is_part_of_what_numbers_depend_on(trained: Path) -> None:
@@ -305,3 +313,26 @@ def test_steps_after_a_kill_after_a_damaged_checkpoint_and_of_a_fork(
     shutil.rmtree(run)
     with pytest.raises(ConfigError, match="no complete checkpoint before step 11, nor the one that it was forked from"):
         read(*recorded_by(tmp_path, 11, "fork"))
+
+
+# --- leaving a text out -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own", ["[]", "[[20, 21], [23, 30]]"])
+def test_no_step_of_a_fork_with_the_printed_samples_sees_the_text(
+    own: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also not the samples that only the fork reads: the run reads a part of its text."""
+    words = [f"{n} {n * n} apples and {n % 7} pears are in basket {n}" for n in range(300)]
+    words[5] = " ".join(["garbled", *(f"{n * n * 31 % 977:x}" for n in range(150))])
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in words))
+    given = tiny(tmp_path / "mine.jsonl", tmp_path, eval__every=0, train__steps=30)
+    succeeded(ranks(1, *given, "--run.name=run", f"--data.skip_samples={own}"))
+
+    assert which([str(tmp_path / "run"), "--find", "garbled"]) == 0
+    before = capsys.readouterr().out
+    assert len(set(re.findall(r"sample \d+", before))) > 4
+    (skipped,) = re.findall(r'start again, or fork from a checkpoint before step \d+, with "(.*)"', before)
+    succeeded(ranks(1, *given, "--run.name=without", skipped))
+    assert which([str(tmp_path / "without"), "--find", "garbled"]) == 0
+    assert "seen at 0 steps of 30: -\n" in capsys.readouterr().out

@@ -119,16 +119,18 @@ class Checkpointer:
         config: CheckpointConfig,
         process: Process,
         ways: Mapping[tuple[str, str], Way],
-        best_of: Callable[[Sequence[int]], int | None] = lambda _: None,
+        best_of: Callable[[Path, Sequence[int]], int | None] = lambda *_: None,
+        ruined_from: Callable[[Path], float] = lambda _: float("inf"),
     ) -> None:
         """
         Args:
             ways: by kind of state dict and API, see checkpoint.py.
-            best_of: returns the step with the lowest validation loss among the given ones.
+            best_of: returns the step of a run with the lowest validation loss among the given ones.
+            ruined_from: returns the first step of a run whose weights are ruined; infinite if none is.
         """
         self.folder = folder
         self.ways = ways
-        self.best_of = best_of
+        self.best_of, self.ruined_from = best_of, ruined_from
         self.model = model
         self.mesh = next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
         self.optimizer = optimizer
@@ -165,7 +167,7 @@ class Checkpointer:
         self.forked_from = found.folder if found.forked else None
         if not found.forked:
             self.damaged = [int(folder.name.removeprefix("step-")) for folder in found.damaged]
-        state = compatibility.read_state(found.folder, values, self.process, fork=found.forked)
+        state = compatibility.read_state(found.folder, values, self.process, self.ruined_from, fork=found.forked)
         make_state(self.optimizer)  # a load fills existing tensors, and moments exist only after the first step
         with compatibility.optimizer_as_saved(self.optimizer, state):
             compatibility.require_same_tensors(found.folder, self.parts(), self.process)
@@ -332,7 +334,7 @@ class Checkpointer:
         """Return the steps to keep after saving `step`. A damaged one stays until its own or a later step is saved."""
         c, later = self.config, {saved for saved in steps if saved > step}
         steps = [saved for saved in steps if saved not in {*later, *self.damaged} - {step}]
-        best = self.best_of(steps) if c.keep_best else None
+        best = self.best_of(self.folder.parent, steps) if c.keep_best else None
         also = {*self.protect, step} | ({best} if best is not None else set())
         return later | to_keep(steps, c.keep_latest, c.keep_every, also)
 

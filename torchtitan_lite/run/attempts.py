@@ -7,6 +7,7 @@ s, so earlier records of these steps no longer count. Nothing is removed from an
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -119,6 +120,21 @@ def best_step(folder: Path, steps: Iterable[int]) -> int | None:
     return min((step for step in steps if step in losses), key=lambda step: (losses[step], step), default=None)
 
 
+def ruined_from(folder: Path) -> float:
+    """Return the first step of a run whose weights are ruined, e.g. by a far too high learning rate; infinite if none.
+
+    A record shows that the step before left ruined weights if its loss is not finite, its gradient is exactly zero
+    (nothing can be learned), or its loss is more than 1 above the lowest so far (at first: above a uniform guess). If a
+    later record is good again, it was a spike.
+    """
+    sizes = [attempt.must_match.get("model.vocab_size", math.inf) for attempt in read(folder)]
+    lowest, ruined = math.log(sizes[-1]) if sizes else math.inf, math.inf
+    for step, loss, norm in [(r["step"], r["loss"], r["grad_norm"]) for r in records(folder) if "loss" in r]:
+        good = norm and loss is not None and loss <= lowest + 1
+        lowest, ruined = (min(lowest, loss), math.inf) if good else (lowest, min(ruined, step - 1))
+    return ruined
+
+
 def newest_status(folder: Path) -> dict[str, Any]:
     """Return the content of run.json; empty if it is missing or damaged.
 
@@ -168,8 +184,8 @@ def goodput(made: Sequence[Attempt], records: Sequence[dict[str, Any]]) -> tuple
     if not made:
         return 0.0, 0.0
     trained_s = sum(record["seconds"] for record in records if "loss" in record)
-    ends = [attempt.end_time for attempt in that_count(made)]  # without later starts of a finished run
-    last = max([*ends, *(record["time"] for record in records)], default=0.0)
+    # without later starts of a finished run
+    last = max([*(one.end_time for one in that_count(made)), *(record["time"] for record in records)], default=0.0)
     whole_s = max(last - made[0].time, trained_s)  # a clock may have been set back
     return (trained_s / whole_s if trained_s else 0.0), whole_s
 

@@ -85,9 +85,9 @@ def log_step(s: Session, record: StepRecord) -> None:
         lap.parts.pop("optimizer_s", None)  # the host only launches the kernels
     values: dict[str, Any] = {
         "step": state.step,
-        "loss": _finite(record.numbers.loss),  # may be non-finite in a skipped step
+        "loss": finite(record.numbers.loss),  # may be non-finite in a skipped step
         "mean_loss": meter.mean_loss(),
-        "grad_norm": _finite(record.numbers.grad_norm),
+        "grad_norm": finite(record.numbers.grad_norm),
         "lr": learning_rate(s.config.optim, state.step, steps),
         "tokens": state.tokens,
         "tokens_per_second": lap.tokens / lap.seconds,
@@ -95,7 +95,7 @@ def log_step(s: Session, record: StepRecord) -> None:
         "seconds": lap.seconds,
         **lap.parts,
     }
-    values |= {key: [_finite(loss) for loss in losses] for key, losses in record.losses_of_ranks().items()}
+    values |= {key: [finite(loss) for loss in losses] for key, losses in record.losses_of_ranks().items()}
     if scaler.enabled:
         values |= {"loss_scale": scaler.scale.item(), "skipped_steps": scaler.skipped_steps}
     if len(s.trained.samples.sources) > 1:
@@ -103,7 +103,7 @@ def log_step(s: Session, record: StepRecord) -> None:
         values["sources"] = seen_of_sources(s.trained.samples, state.samples_consumed, skipped)
     if record.loads is not None:  # highest and lowest load of an expert, relative to the layer's mean
         shares = record.loads / record.loads.mean(1, keepdim=True)
-        values |= {"load_max": _finite(shares.max().item()), "load_min": _finite(shares.min().item())}
+        values |= {"load_max": finite(shares.max().item()), "load_min": finite(shares.min().item())}
     if meter.peak_tokens_per_second:
         values["mfu"] = values["tokens_per_second"] / meter.peak_tokens_per_second
     s.services.log.record(values)
@@ -113,7 +113,7 @@ def log_step(s: Session, record: StepRecord) -> None:
         meter.loss_since.zero_()
 
 
-def _finite(value: float) -> float | None:
+def finite(value: float) -> float | None:
     """Return None for a non-finite value, as JSON has no NaN or infinity."""
     return value if math.isfinite(value) else None
 

@@ -21,17 +21,20 @@ def build_guard(
     def fork_without(record: StepRecord) -> str:
         """Return the command of a fork from the newest checkpoint that skips the step's samples. Collective.
 
-        If this run has no checkpoint, the fork starts as this run did.
+        If this run has no usable checkpoint, the fork starts as this run did.
         """
         report_save(checkpointer, log, wait=True)
-        folder = checkpointer.folder
+        folder, end = checkpointer.folder, min(record.step, checkpointer.ruined_from(config.folder))
         saved = on_rank0(
-            lambda: [n for n in storage.find_steps(folder) if n < record.step and n not in checkpointer.damaged],
+            lambda: [n for n in storage.find_steps(folder) if n < end and n not in checkpointer.damaged],
             process.untimed,
         )
         start = storage.step_folder(folder, saved[-1]) if saved else checkpointer.forked_from or ""
-        skipped = str(sorted([*config.data.skip_samples, [*record.samples]]))
-        return fork_command(f"{config.run.name}-without-{record.step}", str(start), data__skip_samples=skipped)
+        return fork_command(
+            f"{config.run.name}-without-{record.step}",
+            str(start),
+            data__skip_samples=f"{sorted([*config.data.skip_samples, [*record.samples]])}",
+        )
 
     return SpikeGuard(
         config.spike, config.optim.warmup_steps, state.spikes, skipped, config.train.max_skipped, fork_without

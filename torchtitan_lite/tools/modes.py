@@ -18,7 +18,7 @@ from torchtitan_lite.errors import CheckpointError, RepeatError
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.process import local_rank
-from torchtitan_lite.run.run_folder import why_not_again
+from torchtitan_lite.run import attempts, run_folder
 from torchtitan_lite.run.session import Session
 from torchtitan_lite.run.start_and_end import prepared
 from torchtitan_lite.terminal import print_line
@@ -59,12 +59,11 @@ def run(
 
 def check(loaded: Loaded) -> None:
     """Raise the errors of a start that can be found without preparing text, a process group or a model."""
-    if refused := why_not_again(loaded):
+    if refused := run_folder.why_not_again(loaded):
         raise RepeatError(refused)
-    here, data = flatten(loaded.config), None
+    data = None
     if loaded.config.data.is_prepared:
         loaded, data = prepared(loaded)  # refuses damaged data
-        here = flatten(loaded.config)
     config = loaded.config
     own = config.folder / "checkpoints"
     steps = storage.find_steps(own)
@@ -83,7 +82,7 @@ def check(loaded: Loaded) -> None:
         size = config.model.vocab_size or saved.must_match["model.vocab_size"]
         model = {f"model.{key}": value for key, value in (config.model.resolved() | {"vocab_size": size}).items()}
         content = {key: model.get(key, value) for key, value in saved.must_match.items()}
-    compatibility.require_same_run(newest, saved, {**here, **content}, fork=fork)
+    compatibility.require_same_run(newest, saved, {**flatten(config), **content}, attempts.ruined_from, fork=fork)
 
 
 # --- the sharded model -------------------------------------------------------------------------------------------

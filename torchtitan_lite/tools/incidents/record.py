@@ -45,14 +45,14 @@ def read_record(folder: Path) -> Record:
     samples: dict[int, range] = {}
     last = loaded.config.train.steps
     for attempt in reversed(attempts):  # later attempts repeated the steps after `last`
-        samples.update(_samples(attempt, saved_config(folder, attempt.config), last))
+        samples.update(samples_of(attempt, saved_config(folder, attempt.config), last))
         last = min(last, attempt.step)
     if not samples:
         raise ConfigError(f"{folder} has no step to make: it began after step {attempts[0].step} (train.steps)")
     return Record(attempts, loaded.config, data, dict(sorted(samples.items())))
 
 
-def _samples(attempt: Attempt, config: Config, last: int) -> Iterator[tuple[int, range]]:
+def samples_of(attempt: Attempt, config: Config, last: int) -> Iterator[tuple[int, range]]:
     """Yield the steps of an attempt up to `last`, with their samples."""
     position = attempt.samples
     for step in range(attempt.step + 1, min(config.train.steps, last) + 1):

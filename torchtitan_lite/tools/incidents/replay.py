@@ -8,7 +8,6 @@ can cause a difference, or what a note names.
 
 import contextlib
 import json
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,9 +30,11 @@ from torchtitan_lite.distributed.process_group import process_group
 from torchtitan_lite.distributed.ranks import on_rank0
 from torchtitan_lite.errors import ConfigError, NonFiniteError, SpikeError, UserError
 from torchtitan_lite.optim.step_record import StepRecord
+from torchtitan_lite.process import command_with
 from torchtitan_lite.run import attempts as history
 from torchtitan_lite.run import out_of_memory, run_folder
 from torchtitan_lite.run.attempts import Attempt
+from torchtitan_lite.run.between_steps import finite
 from torchtitan_lite.run.metrics import Log
 from torchtitan_lite.run.session import Session, check_pending
 from torchtitan_lite.run.start_and_end import require_agreement
@@ -128,8 +129,7 @@ def read(config: Config, n: int, here: Numbers) -> Recorded:
     checkpoint, notes = checkpoint_before(folder, attempts, n)
     start = storage.read_state(checkpoint).step if checkpoint else 0
     made = range(start + 1, min(step for step in steps if step >= n) + 1)
-    numbers = {maker.attempt for step in made if (maker := history.of_step(attempts, step))}
-    makers = [attempt for attempt in attempts if attempt.attempt in numbers]
+    makers = [attempt for attempt in attempts if any(history.of_step(attempts, step) is attempt for step in made)]
     for maker in makers:
         _require_same(n, made, maker, here)
     return Recorded(
@@ -172,7 +172,8 @@ def _require_same(n: int, made: range, maker: Attempt, here: Numbers) -> None:
             f"the command, processes, CPU type and torch of the run. They differ from attempt {maker.attempt}:"
         )
         lines = [f"{key} was {json.dumps(then.get(key))}, and is {json.dumps(here[key])} here" for key in different]
-        raise ConfigError("\n  ".join([head, *lines]))
+        command = command_with(maker.command, {"replay": f"{n}"}, maker.world_size, len(maker.hosts))
+        raise ConfigError("\n  ".join([head, *lines, f"replay it with the command of that attempt:\n    {command}"]))
 
 
 def _advice(makers: Sequence[Attempt], here: Numbers, init_from: str) -> str:
@@ -224,7 +225,7 @@ def compute(s: Session, step: Step, recorded: Recorded, folder: Path) -> str:
         if stopped:
             return f"bit for bit, and not finite again: {stopped}. {_CAUSE}"
         if then:
-            values = _finite(numbers.loss), _finite(numbers.grad_norm), [*map(_finite, numbers.rank_losses)]
+            values = finite(numbers.loss), finite(numbers.grad_norm), [*map(finite, numbers.rank_losses)]
             if difference := differs(then, dict(zip(_COMPARED, values, strict=True)), number, equal):
                 raise DifferentError(f"step {number} differs: {difference}. {recorded.advice}")
             compared, equal = compared + 1, number
@@ -263,11 +264,6 @@ def differs(then: Numbers, now: Numbers, step: int, equal: int) -> str:
     return both
 
 
-def _finite(value: float) -> float | None:
-    """Return None for a non-finite value, as JSON has no NaN."""
-    return value if math.isfinite(value) else None
-
-
 def _compare_tensors(s: Session, checkpoints: Path, step: int, advice: str) -> int:
     """Compare all parameters and moments with the checkpoint of this step, unless it is damaged. Collective.
 
@@ -302,5 +298,6 @@ def _compare_tensors(s: Session, checkpoints: Path, step: int, advice: str) -> i
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    same = one.dtype == other.dtype and one.shape == other.shape
-    return same and one.reshape(-1).view(torch.uint8).equal(other.reshape(-1).view(torch.uint8))
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(
+        one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)
+    )

@@ -9,8 +9,8 @@ Samples are drawn as in training, from token files that log each read. So this w
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -26,12 +26,13 @@ from torchtitan_lite.data.objectives import open_samples
 from torchtitan_lite.data.token_files import ORIGINS, PAIRS, PLACE_BITS, TokenFiles, document_ends
 from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.terminal import counted, prepare_streams
-from torchtitan_lite.tools.incidents.record import Record, read_record, require_own_step
+from torchtitan_lite.tools.incidents.record import Record, read_record, require_own_step, samples_of
 
 _TOKENS = 64  # tokens of a text to show
 _SHOWN = 60  # characters of a text on the terminal
 _LINES = 200  # documents on the terminal, if TEXT is in many
 _STEPS = 100  # steps, likewise
+_SKIPPED = 1000  # ranges of samples in a command line
 _TOGETHER = 1024  # documents decoded at a time
 
 Range = tuple[int, int]  # first and end token in a stream
@@ -130,7 +131,7 @@ class Reads:
 
 
 def rows(
-    record: Record, sources: Sequence[Documents], steps: range, wanted: Mapping[str, Set[int]] | None = None
+    record: Record, sources: Sequence[Documents], steps: Iterable[int], wanted: Mapping[str, Set[int]] | None = None
 ) -> Iterator[Row]:
     """Yield the parts of documents in each sample of these steps, in order.
 
@@ -148,6 +149,28 @@ def rows(
                 for number in documents.in_range(read):
                     if wanted is None or number in wanted[documents.name]:
                         yield documents.row(step, sample, number, read)
+
+
+def without(
+    record: Record, sources: Sequence[Documents], wanted: Mapping[str, Set[int]], samples: Set[int]
+) -> list[list[int]]:
+    """Return the `data.skip_samples` with which no step sees the wanted documents; empty: more than _SKIPPED ranges.
+
+    Skipping shifts the later batches to samples that this run did not read, so these are searched too.
+
+    Args:
+        samples: of this run, which see them.
+    """
+    ranges = record.config.data.skip_samples
+    while samples and len(ranges) <= _SKIPPED:
+        ranges = sorted([*ranges, *([n, n + 1] for n in samples)])
+        config = record.config.model_copy(
+            update={"data": record.config.data.model_copy(update={"skip_samples": ranges})}
+        )
+        fork = replace(record, samples=dict(samples_of(record.attempts[0], config, config.train.steps)))
+        shifted = [step for step, batch in fork.samples.items() if batch != record.samples[step]]
+        samples = {row.sample for row in rows(fork, sources, shifted, wanted)}
+    return [] if samples else ranges
 
 
 def documents_with(source: Source, split: str, text: str) -> set[int]:
@@ -193,14 +216,24 @@ def _run(options: argparse.Namespace) -> int:
         if not options.step and (other := record.attempts[0].forked_from):
             notes.append(f"the steps before {steps.start} belong to {other}, from which this run was forked")
         wanted = {source.name: documents_with(source, "train", options.find) for source in record.data.sources}
-        held_out = sum(len(documents_with(source, "val", options.find)) for source in record.data.sources)
-        n = counted(sum(map(len, wanted.values())), "document")
-        notes.append(f"{n} containing {options.find!r} in the training split, {held_out:,} in the validation split")
+        held_out = (len(documents_with(source, "val", options.find)) for source in record.data.sources)
+        notes.append(
+            f"{counted(sum(map(len, wanted.values())), 'document')} containing {options.find!r} in the training split, "
+            f"{sum(held_out):,} in the validation split"
+        )
         found, most = [*rows(record, sources, steps, wanted)], _LINES
         listed = sorted({row.step for row in found})
-        more = f", and {len(listed) - _STEPS:,} more" if len(listed) > _STEPS else ""
-        shown = ", ".join(map(str, listed[:_STEPS])) or "-"
-        title = f"parts of these documents are seen at {counted(len(listed), 'step')} of {len(steps):,}: {shown}{more}"
+        shown = ", ".join(
+            [*map(str, listed[:_STEPS]), *([f"and {len(listed) - _STEPS:,} more"] * (len(listed) > _STEPS))]
+        )
+        title = f"parts of these documents are seen at {counted(len(listed), 'step')} of {len(steps):,}: {shown or '-'}"
+        if options.step is None and found:
+            ranges = without(record, sources, wanted, {row.sample for row in found})
+            title += "\nto leave all of them out, " + (
+                f'start again, or fork from a checkpoint before step {listed[0]}, with "--data.skip_samples={ranges}"'
+                if ranges
+                else f"remove them from the text and prepare it again: a fork would skip more than {_SKIPPED:,} samples"
+            )
     else:
         skips = {step: skipped for step in steps if (skipped := record.skipped(step))}
         notes += [f"the samples {s.start} to {s.stop - 1} were skipped before step {n}" for n, s in skips.items()]
@@ -240,8 +273,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--json", type=paths.expand, default=None, metavar="FILE", help="also write the whole list here"
     )
-    own = "import your own model"
-    parser.add_argument("--model.family", dest="family", default="", metavar="module:Name", help=own)
+    parser.add_argument(
+        "--model.family", dest="family", default="", metavar="module:Name", help="import your own model"
+    )
     options = parser.parse_args(argv)
     prepare_streams()
     return run_cli("which", lambda: _run(options))
