@@ -24,7 +24,6 @@ checkpoint.py verify | inspect | export | import`.
 import functools
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +69,7 @@ def save_full_by_dtensor(c: Checkpointer, background: bool) -> Saving:
     for file, part in tensor_names.by_file(tensors).items():
         with TensorWriter(folder / file, specs_of(part)) as writer:
             full_state.gather({name: part[name] for name in writer.names}, c.mesh, writer.add, c.group)
-            files[file] = FileRecord(**on_rank0(lambda writer=writer: asdict(writer.close()), c.group))  # type: ignore[misc]
+            files[file] = FileRecord(**on_rank0(writer.close, c.group))
     return files
 
 

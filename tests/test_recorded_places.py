@@ -501,7 +501,8 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "a second Ctrl-C": (
         lambda rank: told(
             lambda stand_in: patched(
-                lambda: preemption.Preemption(0, Path("none"), end=stand_in("end"))._end_at_once(),
+                lambda: preemption.Preemption(0, Path("none"))._end_at_once(),
+                run__preemption__os___exit=stand_in("end"),
                 run__preemption__os__write=stand_in("write"),
             ),
             env={"LOCAL_RANK": rank},

@@ -4,8 +4,11 @@ import itertools
 import os
 import re
 import signal
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -32,11 +35,15 @@ TERM, INT, HUP, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGU
     ((INT, TERM, INT), [130]),
 ])  # fmt: skip
 def test_signals_are_one_request_and_a_second_ctrl_c_ends_at_once(
-    signals: tuple[int, ...], expected: list[int], capfd: pytest.CaptureFixture[str]
+    signals: tuple[int, ...],
+    expected: list[int],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     codes: list[int] = []
     words: list[str] = []
-    preemption = Preemption(1, Path("none"), end=codes.append)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    preemption = Preemption(1, Path("none"))
     preemption.on_abort = words.append
     for number in signals:
         assert not codes
@@ -91,9 +98,10 @@ def test_a_signal_that_arrives_while_the_disk_is_read_is_kept(waits: bool) -> No
 
 
 @pytest.mark.parametrize("number", [TERM, INT, HUP, USR1])
-def test_each_signal_is_seen_and_each_handler_restored(number: signal.Signals) -> None:
+def test_each_signal_is_seen_and_each_handler_restored(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
     before, codes = signal.getsignal(number), list[int]()
-    with Preemption(0, Path("none"), end=codes.append) as preemption:
+    monkeypatch.setattr(os, "_exit", codes.append)
+    with Preemption(0, Path("none")) as preemption:
         os.kill(os.getpid(), number)
         until(lambda: preemption.reason == number.name, number.name)
         os.kill(os.getpid(), INT)
@@ -102,15 +110,43 @@ def test_each_signal_is_seen_and_each_handler_restored(number: signal.Signals) -
     assert signal.getsignal(number) is before
 
 
-def test_a_forked_child_has_signals_of_its_own() -> None:
-    with Preemption(0, Path("none")) as preemption:
-        if not (child := os.fork()):
-            os.kill(os.getpid(), TERM)
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -TERM
-        assert not preemption.reason
-        os.kill(os.getpid(), TERM)
-        until(preemption.requested, "SIGTERM")
+def _waits_for_a_lock() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def _waits_for_a_thread() -> None:
+    thread = threading.Thread(target=signal.pause, daemon=True)
+    thread.start()
+    thread.join()
+
+
+def _computes() -> None:
+    while True:
+        pass
+
+
+@pytest.mark.parametrize("wait", [_waits_for_a_lock, _waits_for_a_thread, lambda: os.read(os.pipe()[0], 1), _computes])
+def test_a_second_ctrl_c_ends_a_process_wherever_python_is(wait: Callable[[], Any]) -> None:
+    reading, writing = os.pipe()
+    if not (child := os.fork()):
+        os.dup2(writing, 2)
+        with Preemption(0, Path("none")):
+            os.write(2, b"waits\n")
+            wait()
+        os._exit(0)
+    os.close(writing)
+    assert os.read(reading, 6) == b"waits\n"
+
+    def interrupted() -> Any:
+        os.kill(child, INT)
+        ended, status = os.waitpid(child, os.WNOHANG)
+        return ended and [os.waitstatus_to_exitcode(status)]
+
+    assert until(interrupted, "its end") == [130]
+    with os.fdopen(reading) as said:
+        assert said.read().startswith("train.py: a second Ctrl-C: stopped without saving; the same command resumes")
 
 
 def test_what_nohup_ignores_stays_ignored() -> None:

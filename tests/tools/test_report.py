@@ -75,14 +75,15 @@ def traces_of(*runs: Path) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for trace in figure_of(*runs)["data"]:
         if trace.get("hoverinfo") != "skip" and trace["y"] != [None]:
-            found.setdefault(trace.get("name", "marks"), trace)
+            (name,) = re.findall("<extra>(.*)</extra>", trace["hovertemplate"])
+            found.setdefault(name.strip() or "marks", trace)
     return found
 
 
 def titles_of(*runs: Path) -> list[str]:
     """The title of each panel, and its unit."""
     texts = (re.sub("<.*?>", "", note["text"]) for note in figure_of(*runs)["layout"]["annotations"])
-    return [text for text in texts if text not in ("x axis", "smoothing", "chance")]
+    return [text for text in texts if text != "chance"]
 
 
 def made(out: Path, *runs: Path) -> str:
@@ -111,6 +112,19 @@ def test_the_page_of_a_real_run_has_its_curves_tiles_and_samples(text: Path, tmp
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == 2 * len({s["prompt"] for s in samples})  # the text, and so its prompts, are of this Python
     assert all(html.escape(s["text"]) in page for s in samples)
+
+
+def test_a_number_that_no_panel_names_gets_one_of_its_own(tmp_path: Path) -> None:
+    """Numbers with the same part before a "/" share a panel. Lists, seconds and numbers of validations get none."""
+    more = {"mfu": 0.25, "norm/layers.0": 1.0, "norm/layers.1": 2.0, "save_s": 1.0, "rank_losses": [1.0], "x<y": None}
+    records = [step(1, **more), step(2, **more | {"x<y": 7}), {"step": 2, "val_loss": 4.0, "eval_samples": 8}]
+    run = write_run(tmp_path / "run", records)
+    assert titles_of(run)[-3:] == ["mfu  ", "norm  ", "x&lt;y  "]
+    assert {name: trace["y"] for name, trace in traces_of(run).items() if name in ("mfu", "layers.1", "x&lt;y")} == {
+        "mfu": [0.25, 0.25],
+        "layers.1": [2.0, 2.0],
+        "x&lt;y": [None, 7],
+    }
 
 
 def test_a_diverged_run_does_not_flatten_the_others(tmp_path: Path) -> None:
@@ -272,7 +286,7 @@ def browse(page: Path, tmp_path: Path) -> tuple[str, str, list[str]]:
         pytest.skip("there is no chromium here")
     net_log, profile = tmp_path / f"{page.stem}.json", tmp_path / f"profile-{page.stem}"
     command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", *QUIET, f"--user-data-dir={profile}"]
-    command += ["--window-size=1400,1200", "--virtual-time-budget=20000", "--enable-logging=stderr"]
+    command += ["--window-size=800,1200", "--virtual-time-budget=20000", "--enable-logging=stderr"]
     command += [f"--log-net-log={net_log}", "--dump-dom", page.as_uri()]
     env = os.environ | {"HOME": str(profile)}
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANGS_S)
@@ -300,8 +314,16 @@ const press = (text) => {
 const ranges = () => Object.keys(plot.layout).filter((key) => key.startsWith("xaxis"))
   .map((key) => plot.layout[key].range.map(Math.round));
 const curve = () => plot.data[1];
+const boxes = (what) => [...plot.querySelectorAll(what)].map((one) => one.getBoundingClientRect());
+const meet = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
 async function act() {
-  await pause();
+  while (!plot.layout) await pause();
+  const [titles, legends] = [boxes(".annotation-text"), boxes("[class^=legend] > .bg")];
+  result.covered = titles.filter((title) => legends.some((legend) => meet(title, legend))).length;
+  const edge = plot.getBoundingClientRect().right;
+  result.cut = boxes("svg text").filter((text) => text.right > edge).length;
+  const [area] = boxes(".nsewdrag");
+  result.cut += boxes(".textpoint text").filter((text) => text.right > area.right).length;
   const box = plot.querySelector(".nsewdrag").getBoundingClientRect();
   const mouse = (kind, share) => (kind === "mousedown" ? plot.querySelector(".nsewdrag") : document).dispatchEvent(
     new MouseEvent(kind, { clientX: box.x + share * box.width, clientY: box.y + 100, bubbles: true, buttons: 1 }));
@@ -330,10 +352,10 @@ def test_a_browser_shows_the_page_and_its_buttons_without_errors(tmp_path: Path)
     for name in ("one", "<i>other"):
         task = {"step": 2, "task/<!--<script>": 0.5, "task_stderr/<!--<script>": 0.1, "time": 1.8e9}
         records = [step(n, loss=loss) for n, loss in enumerate(losses, 1)]
-        records += [{"step": 2, "val_loss": 4.0, "time": 1.8e9}, task]
+        records += [{"step": 2, "val_loss": 4.0, "ema_val_loss": 4.0, "time": 1.8e9}, task]
         files = {"config_toml": f'[run]\nname = "{EVIL}" # command line\n', "run_json": about("failed", "<u>")}
         runs.append(write_run(tmp_path / name, records, samples_jsonl=samples, **files))
-    (runs[1] / "attempts.jsonl").write_text(attempt(-1, 0, {"optim.<u>": 1}) + attempt(0, 1, {"optim.<u>": 2}))
+    (runs[1] / "attempts.jsonl").write_text(attempt(-1, 0, {"optim.<u>": 1}) + attempt(0, 10, {"optim.<u>": 2}))
     page = made(tmp_path / "page.html", *runs)
     (tmp_path / "acted.html").write_text(page.removesuffix("</body></html>\n") + ACTIONS)
     elements, console, asked = browse(tmp_path / "acted.html", tmp_path)
@@ -350,6 +372,7 @@ def test_a_browser_shows_the_page_and_its_buttons_without_errors(tmp_path: Path)
     found = re.search('data-result="(.*?)"', elements)
     assert found
     result = json.loads(html.unescape(found[1]))
+    assert (result["covered"], result["cut"]) == (0, 0), "titles under a legend, and texts beyond an edge"
     assert result["zoomed"] == [[3, 6]] * n, "all panels zoom together"
     assert result["tokens"] == [100 * i for i in range(1, 12)]
     assert all(low <= 100 and high >= 1100 for low, high in result["reset"])

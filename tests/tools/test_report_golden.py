@@ -78,7 +78,7 @@ def found() -> str:
             lines += [json.dumps(rounded(curve)) for curve in shown["data"]]
             lines += [json.dumps(rounded({key: shown["layout"][key]})) for key in sorted(shown["layout"])]
             text = re.sub("<style>.*?</style>", "", page([read_run(run) for run in runs]), flags=re.DOTALL)
-            head, _, rest = text.replace(name, "FOLDER").partition("<div class=scroll><div style=")
+            head, _, rest = text.replace(name, "FOLDER").partition("<div class=scroll><div id=curves>")
             rest = rest[rest.index("<section><h2>Where the time") :]
             lines += re.sub(
                 "(</(?:tr|p|h1|h2|h3|div|section|pre|head|table)>)", r"\1\n", f"{head}\n{rest}"

@@ -4,7 +4,6 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +77,10 @@ def read_state(
     """
 
     @progress.working("reading state.json")
-    def read_and_compare() -> dict[str, Any]:
+    def read_and_compare() -> TrainState:
         state = storage.read_state(folder)
         require_same_run(folder, state, expected, ruined_from, fork=fork)
-        return asdict(state)
+        return state
 
     return TrainState(**on_rank0(read_and_compare, process.untimed))
 

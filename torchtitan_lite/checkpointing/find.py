@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,9 +107,8 @@ def verify_together(folder: Path, mode: str, process: Process) -> list[str]:
     @progress.working(f"reading the manifest of {folder.name}")
     def read_manifest() -> list[Any]:
         manifest, problem = storage.check_manifest(folder)
-        files = {name: asdict(record) for name, record in manifest.files.items()} if manifest else {}
         # all ranks use rank 0's number of local ranks: other machines may have more or fewer
-        return [files, problem, manifest and manifest.state_dict, process.local_world_size]
+        return [manifest and manifest.files, problem, manifest and manifest.state_dict, process.local_world_size]
 
     files, problem, kind, n_hashing = on_rank0(read_manifest, process.untimed)
     if problem:

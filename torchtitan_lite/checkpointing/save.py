@@ -265,11 +265,11 @@ class Checkpointer:
 
         folder = Path(on_rank0(make_folder, self.group))
 
-        def write_files() -> dict[str, Any]:
+        def write_files() -> Mapping[str, FileRecord]:
             try:
                 saving.send(folder)
             except StopIteration as done:
-                return {name: asdict(record) for name, record in done.value.items()}
+                return done.value
             raise AssertionError("a save yields once")
 
         @progress.working("committing its folder")

@@ -15,7 +15,8 @@ from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.derive import Layout, options_saving_copies
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.registry import is_own
-from torchtitan_lite.config.schema import Config, ModelConfig
+from torchtitan_lite.config.schema import Config, ModelConfig, flatten
+from torchtitan_lite.config.toml import format_value
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.distributed.process_group import Process
@@ -204,43 +205,15 @@ def source_lines(samples: Mixture, state: TrainState, skipped: Sequence[Sequence
 
 
 def fsdp_line(config: Config) -> str:
-    """List the active options of FSDP and blocks."""
-    fsdp, checkpointing = config.fsdp, config.activation_checkpointing
-    parts = [f"reshard_after_forward {str(fsdp.reshard_after_forward).lower()}", f"reduces in {fsdp.reduce_dtype}"]
-    if fsdp.blocks_per_group > 1:
-        parts.append(f"groups of {fsdp.blocks_per_group} blocks")
-    if fsdp.explicit_prefetching:
-        parts.append(
-            f"prefetches {counted(fsdp.forward_prefetch, 'group')} in forward, {fsdp.backward_prefetch} in backward"
-        )
-    if not fsdp.reshard_after_backward:
-        parts.append("stays gathered between micro-batches")
-    if fsdp.output_dtype:
-        parts.append(f"outputs {fsdp.output_dtype}")
-    if fsdp.cast_forward_inputs:
-        parts.append("casts all inputs")
-    if fsdp.grad_sync != "every":
-        parts.append(f"grad_sync {fsdp.grad_sync}")
-    if fsdp.precision_overrides:
-        parts.append(f"precision overrides for {', '.join(o.match for o in fsdp.precision_overrides)}")
-    if fsdp.cpu_offload:
-        parts.append("offloaded to the host" + ("" if fsdp.pin_memory else ", not pinned"))
-    if fsdp.shard_columns:
-        parts.append(f"sharded by columns: {', '.join(fsdp.shard_columns)}")
-    if fsdp.separate_reduce_scatter_group:
-        parts.append("reduce-scatter in its own process group")
-    if fsdp.reduce_scatter_buffers > 1:
-        parts.append(f"{fsdp.reduce_scatter_buffers} reduce-scatter buffers")
-    if checkpointing.mode != "none":
-        blocks = "every block" if checkpointing.every == 1 else f"1 block in {checkpointing.every}"
-        parts.append(f"{checkpointing.mode} activation checkpointing of {blocks}")
-    if config.compile.enabled:
-        parts.append(f"blocks compiled by {config.compile.backend}")
-    if config.speed.float8:
-        parts.append("block matmuls in float8 (emulated on a CPU)")
-    if config.optim.freeze:
-        parts.append(f"frozen: {', '.join(config.optim.freeze)}")
-    return "; ".join(parts)
+    """List the keys that decide how blocks are sharded and computed, if they differ from their defaults."""
+    sections, others = ("fsdp.", "activation_checkpointing.", "compile."), ("speed.float8", "optim.freeze")
+    defaults = flatten(Config())
+    changed = [
+        f"{key} = {format_value(value)}"
+        for key, value in flatten(config).items()
+        if value != defaults[key] and (key.startswith(sections) or key in others)
+    ]
+    return ", ".join(changed) or "all keys have their defaults"
 
 
 def step_line(record: dict[str, Any], metrics: Sequence[str], steps: int, data_share: float, left_s: float) -> str:

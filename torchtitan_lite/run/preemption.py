@@ -6,8 +6,9 @@ while the run trains; during build and load a signal has its default effect. A s
 once, without saving. Any other signal after the first repeats the request: Slurm signals both launcher and workers, and
 torchrun forwards signals.
 
-Python runs signal handlers only in the main thread, which may be waiting for a rank or a disk. So a thread reads the
-signals from the pipe that the C handler writes to.
+Python runs a handler in the main thread, between two instructions. Waiting for a lock, a file or another thread does
+not delay it, a collective does: a rank that waits for another one inside gloo or NCCL sees the signal only afterwards.
+If that never happens, torchrun (30 s after its signal) or the watchdog ends the process.
 """
 
 import contextlib
@@ -35,58 +36,30 @@ class Preemption:
         max_minutes: the time limit; 0: none.
         joining: a file that exists while a machine waits to join.
         clock: monotonic, in seconds.
-        end: ends the process at once, with an exit code.
     """
 
-    def __init__(
-        self,
-        max_minutes: float,
-        joining: Path,
-        clock: Callable[[], float] = time.monotonic,
-        end: Callable[[int], Any] = os._exit,
-    ) -> None:
+    def __init__(self, max_minutes: float, joining: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.reason = ""
         self.agreed = False  # whether any rank was asked to stop; one step late, equal on all ranks
         self.on_abort: Callable[[str], Any] = lambda _: None  # called with the reason before the process ends at once
         self._limit_s = 60 * max_minutes if max_minutes else float("inf")
         self._max_minutes = max_minutes
-        self._clock, self._end = clock, end
-        self._joining = joining
+        self._clock, self._joining = clock, joining
         self._started = self._looked = clock()
         self._interrupted = False  # a first Ctrl-C has arrived
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Preemption":
-        reading, writing = os.pipe()
-        os.set_blocking(writing, False)
-        self._pipe = writing, signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        threading.Thread(target=self._read, args=(reading,), name="signals", daemon=True).start()
-        self._before = {number: signal.signal(number, _ignore) for number in SIGNALS if not _stays_ignored(number)}
-        _in_use.append(self)
+        self._before = {
+            number: signal.signal(number, self.received) for number in SIGNALS if not _stays_ignored(number)
+        }
         return self
 
     def __exit__(self, *_: object) -> None:
-        _in_use.remove(self)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        writing, before = self._pipe
-        signal.set_wakeup_fd(before)
-        os.close(writing)  # which ends the thread
-
-    def in_child(self) -> None:
-        """Restore the handlers in a forked child, which shares the pipe."""
-        signal.set_wakeup_fd(-1)
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _read(self, reading: int) -> None:
-        while numbers := os.read(reading, 64):
-            for number in numbers:
-                if number in SIGNALS:
-                    self.received(number)
-        os.close(reading)
-
-    def received(self, number: int) -> None:
+    def received(self, number: int, _frame: FrameType | None = None) -> None:
         """Handle a signal."""
         if number == signal.SIGINT and self._interrupted:
             self._end_at_once()
@@ -98,12 +71,12 @@ class Preemption:
         text = f"train.py: {why}; the same command resumes from the newest checkpoint\n"
         if os.environ.get("LOCAL_RANK", "0") == "0":
             with contextlib.suppress(OSError):
-                os.write(2, text.encode())  # the main thread may hold the lock of sys.stderr
+                os.write(2, text.encode())  # the interrupted code may be writing to sys.stderr
         # in a thread, because a hanging file system must not keep this process alive
         reporting = threading.Thread(target=self.on_abort, args=(why,), daemon=True)
         reporting.start()
         reporting.join(timeout=2)
-        self._end(128 + signal.SIGINT)
+        os._exit(128 + signal.SIGINT)
 
     def requested(self) -> bool:
         """Return whether this rank was asked to stop."""
@@ -121,26 +94,11 @@ class Preemption:
         self.agreed |= bool(sum_over_ranks(requests) > 0)
 
 
-_in_use: list[Preemption] = []
-
-
-def _in_child() -> None:
-    for preemption in _in_use:
-        preemption.in_child()
-
-
-os.register_at_fork(after_in_child=_in_child)
-
-
 def launcher_note(reason: str = "SIGINT") -> str:
     """Return a note for a stopping run: torchrun reports every signal as an error, with a long traceback."""
     if "TORCHELASTIC_MAX_RESTARTS" not in os.environ or not reason.startswith("SIG"):
         return ""
     return "\nnote    torchrun now prints a traceback of its own for the signal: it is expected, and nothing is lost"
-
-
-def _ignore(_number: int, _frame: FrameType | None) -> None:
-    """Do nothing. Without a Python handler, the C handler writes nothing to the pipe."""
 
 
 def _stays_ignored(number: int) -> bool:

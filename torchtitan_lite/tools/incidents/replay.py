@@ -10,7 +10,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ def run(n: int, loaded: Loaded, data: DataSet, build: Callable[..., Session], st
         require_agreement(config, data, process)
         setting = bitwise_setting(config, process)  # a collective, so not inside `on_rank0`
         here = numbers_of(flatten(config), values_to_match(config, data), setting)
-        recorded = Recorded(**on_rank0(lambda: asdict(read(config, n, here)), process.untimed))
+        recorded = Recorded(**on_rank0(lambda: read(config, n, here), process.untimed))
         with in_temporary_folder(config, checkpoint={"resume": recorded.checkpoint}) as replayed:
             log = Log(replayed.folder, enabled=process.rank == 0)
             began = recorded.checkpoint or "the run's beginning: there is no complete checkpoint before"

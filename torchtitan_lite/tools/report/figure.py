@@ -1,22 +1,21 @@
 """Draws the curves of the report: one plotly figure with a subplot per panel, which zoom together.
 
-Buttons smooth the curves and change the x axis; a click in a legend hides a curve or a run. plotly interprets names and
-labels as HTML, so they are escaped here.
+PANELS describes the panels. Buttons smooth the curves and change the x axis; a click in a legend hides a curve or a
+run. plotly interprets names and labels as HTML, so they are escaped here.
 """
 
 import html
-import itertools
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from torchtitan_lite.tools.report.runs import Records, Run
+from torchtitan_lite.tools.report.runs import Run
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#bab0ac")
 # readable on white and on black
@@ -30,256 +29,274 @@ Values = Sequence[float | None]
 
 
 @dataclass(frozen=True)
-class Line:
-    """The values of one key in each run's records."""
-
-    key: str
-    label: str = ""
-    dash: str = "solid"
-    width: float = 1.6
-    smooth: bool = False  # whether smoothing applies
-    grey: bool = False  # in every colour scheme
-
-
-@dataclass(frozen=True)
 class Panel:
-    """A subplot.
+    """A subplot with one curve for each of its keys, for each run.
 
     Args:
+        keys: keys of the records, with their labels. A key that ends in "/" stands for all keys that begin with it.
         spec: the d3 format of values.
         axis: plotly's options of the value axis.
+        smooth: whether the buttons smooth its training curves.
         ends: whether the axis ends near the first values, so that a diverged run does not flatten the other curves.
     """
 
     title: str
     unit: str
-    lines: Sequence[Line]
-    spec: str
-    axis: dict[str, Any] = field(default_factory=dict)
+    keys: Mapping[str, str]
+    spec: str = ".4~g"
+    axis: Mapping[str, Any] = field(default_factory=dict)
+    smooth: bool = False
     ends: bool = False
 
 
-def _panels(runs: Sequence[Run]) -> list[Panel]:
-    """Return the panels in the order of the page, without those that no run has values for."""
-    keys = list(dict.fromkeys(key for run in runs for record in run.records for key in record))
+_ZERO, _LOG = {"rangemode": "tozero"}, {"type": "log", "minorloglabels": "complete"}
+# A number of the step records that no panel names gets a panel of its own at the end.
+PANELS = (
+    Panel(
+        "Loss",
+        "nats per token",
+        {"mean_loss": "train", "val_loss": "validation", "ema_val_loss": "validation of averaged weights"},
+        ".4f",
+        smooth=True,
+        ends=True,
+    ),
+    Panel(
+        "Bits per byte",
+        "of held-out text",
+        {
+            "val_bits_per_byte": "validation",
+            "ema_val_bits_per_byte": "averaged weights",
+            "unigram_bits_per_byte": "unigram model",
+        },
+        ".3f",
+        ends=True,
+    ),
+    Panel("Validation loss by source", "nats per token", {"val_loss/": ""}, ".4f", ends=True),
+    Panel("Tasks", "score", {"task/": ""}, ".3f", _ZERO),
+    Panel("Learning rate", "", {"lr": ""}, ".3~e", _ZERO | {"tickformat": "~e"}),
+    Panel("Gradient norm", "before clipping", {"grad_norm": ""}, ".4~g", _LOG, smooth=True),
+    Panel("Throughput", "tokens per second", {"tokens_per_second": ""}, ",.0f", _ZERO, smooth=True),
+    Panel("Peak memory of rank 0", "GiB", {"peak_memory_gib": ""}, ".2f", _ZERO),
+    Panel("Loss scale", "float16", {"loss_scale": ""}, ",~g", _LOG),
+    Panel("Load of experts", "relative to the mean of the layer", {"load_max": "highest", "load_min": "lowest"}),
+)
+_NOT_DRAWN = {"step", "attempt", "time", "tokens", "loss", "seconds"}  # nor "..._s": the page has a table of times
 
-    def family(prefix: str) -> list[Line]:
-        found = [key for key in keys if key.startswith(prefix)]
-        dashes = itertools.cycle(_DASHES)
-        return [Line(key, key.removeprefix(prefix), next(dashes) if len(runs) > 1 else "solid") for key in found]
 
-    zero = {"rangemode": "tozero"}
-    log = {"type": "log", "minorloglabels": "complete"}
-    nats, bits = "nats per token", "bits per byte of held-out text"
-    loss = (
-        Line("mean_loss", "train", width=1.3, smooth=True),
-        Line("val_loss", "validation", width=2.4),
-        Line("ema_val_loss", "validation of averaged weights", "dash", 2.4),
-    )
-    bits_per_byte = (
-        Line("val_bits_per_byte", "validation"),
-        Line("ema_val_bits_per_byte", "averaged weights", "dash"),
-        Line("unigram_bits_per_byte", "unigram model", "dot", 1.2, grey=True),
-    )
-    panels = [
-        Panel("Loss", nats, loss, ".4f", ends=True),
-        Panel("Bits per byte", bits, bits_per_byte, ".3f", ends=True),
-        Panel("Validation loss by source", nats, family("val_loss/"), ".4f", ends=True),
-        Panel("Tasks", "score", family("task/"), ".3f", zero),
-        Panel("Learning rate", "", [Line("lr")], ".3~e", zero | {"tickformat": "~e"}),
-        Panel("Gradient norm", "before clipping", [Line("grad_norm", width=1.3, smooth=True)], ".4~g", log),
-        Panel("Throughput", "tokens per second", [Line("tokens_per_second", width=1.3, smooth=True)], ",.0f", zero),
-        Panel("Peak memory of rank 0", "GiB", [Line("peak_memory_gib")], ".2f", zero),
-        Panel("Loss scale", "float16", [Line("loss_scale")], ",~g", log),
-    ]
-    present = {key for run in runs for record in run.records for key, value in record.items() if value is not None}
-    return [panel for panel in panels if any(line.key in present for line in panel.lines)]
+@dataclass(frozen=True)
+class _Curve:
+    """A curve of a run in a panel.
+
+    Args:
+        steps: its x values.
+        trace: plotly's options, with its y values.
+        smoothed: the y values for each of SMOOTHING, if the buttons change them.
+    """
+
+    panel: int
+    run: Run
+    steps: Sequence[float]
+    trace: Mapping[str, Any]
+    smoothed: Sequence[Values] = ()
 
 
 def figure(runs: Sequence[Run]) -> go.Figure:
-    panels = _panels(runs)
-    curves = _Curves(runs, len(panels))
-    for number, panel in enumerate(panels):
-        curves.add_panel(number, panel)
-    for i, run in enumerate(runs):
-        colour = COLOURS[i % len(COLOURS)] if len(runs) > 1 else COLOURS[4]
-        if len(runs) > 1:  # the legend of the runs
-            name = {"name": html.escape(run.name), "legend": "legend", "legendgroup": str(i), "mode": "lines"}
-            curves.add(0, name | {"y": [None], "line": {"color": colour, "width": 4}}, run, [1])
-        if run.events:
-            curves.add(0, _marks(run, colour) | {"legendgroup": str(i)}, run, list(run.events))
-    curves.finish()
-    return curves.figure
+    """Draw the panels that these runs have values for.
 
-
-class _Curves:
-    """Builds the figure.
-
-    With several runs, each has one colour and an entry in the legend above; dashes and widths tell its lines apart.
-    With one run, each line has a colour.
+    With several runs, each has one colour and an entry in the legend above; dashes tell its lines apart. With one run,
+    each line has a colour.
     """
+    panels, several = _panels(runs), len(runs) > 1
+    n_rows = -(-len(panels) // 2)
+    height = n_rows * _ROW
+    axes = [_axis(panel, runs) for panel in panels]
+    cells = [{"row": n // 2 + 1, "col": n % 2 + 1} for n in range(len(panels))]
+    drawn = make_subplots(
+        n_rows,
+        2,
+        specs=[[{}, {} if 2 * row + 1 < len(panels) else None] for row in range(n_rows)],
+        subplot_titles=[title for title, _ in axes],
+        shared_xaxes="all",
+        vertical_spacing=_GAP / height if n_rows > 1 else 0,
+        horizontal_spacing=0.06,
+    )
+    drawn.update_annotations(font_size=14)
+    grid = {"gridcolor": GRID, "zerolinecolor": GRID, "linecolor": GRID, "automargin": True}
+    drawn.update_xaxes(showticklabels=True, **grid)
+    curves = list(_curves(runs, panels))
+    for curve in curves:
+        drawn.add_scatter(x=curve.steps, **curve.trace, **cells[curve.panel])
+    fixed = {"itemclick": False, "itemdoubleclick": False} if several else {}  # a dash has no single curve to hide
+    for n, (panel, cell, (_, axis)) in enumerate(zip(panels, cells, axes, strict=True)):
+        drawn.update_yaxes(**grid, **axis, **cell)
+        x, y = (each.domain[1] for each in drawn.get_subplot(**cell))
+        corner = {"x": x, "xanchor": "right", "y": y, "yanchor": "top"}  # a legend above would cover the title
+        drawn.update_layout({f"legend{n + 2}": corner | fixed})
+        for chance in _chances(panel, runs):
+            dotted = {"color": GREY, "dash": "dot", "width": 1.2}
+            note = {"annotation_text": "chance", "annotation_position": "top left", "annotation_font_size": 10}
+            drawn.add_hline(chance, line=dotted, **note, **cell)
+    drawn.update_layout(
+        height=height + _TOP + _BOTTOM,
+        font={"color": TEXT, "family": "system-ui, sans-serif", "size": 12},
+        margin={"l": 10, "r": 24, "t": _TOP, "b": _BOTTOM},
+        paper_bgcolor=CLEAR,
+        plot_bgcolor="rgba(128, 128, 128, 0.05)",
+        hovermode="x unified",
+        hoverlabel={"bgcolor": "#1d2430", "font": {"color": "#ffffff"}, "namelength": -1},
+        modebar={"bgcolor": CLEAR, "color": GREY, "activecolor": TEXT},
+        legend={"orientation": "h", "x": 0, "y": 1 + 68 / height, "yanchor": "bottom", "font_size": 13},
+        updatemenus=_buttons(runs, curves, 1 + 34 / height),
+    )
+    return drawn
 
-    def __init__(self, runs: Sequence[Run], n_panels: int) -> None:
-        self.runs, self.several = runs, len(runs) > 1
-        n_rows = -(-n_panels // 2)
-        self.plot_height = n_rows * _ROW
-        self.figure = make_subplots(
-            n_rows,
-            2,
-            specs=[[{}, {} if 2 * row + 1 < n_panels else None] for row in range(n_rows)],
-            shared_xaxes="all",
-            vertical_spacing=_GAP / self.plot_height if n_rows > 1 else 0,
-            horizontal_spacing=0.06,
-        )
-        longest = max(sum(record["seconds"] for record in run.steps) for run in runs)
-        self.time_unit, self.unit_s = ("hours", 3600) if longest > 7200 else ("minutes", 60)
-        self.positions: list[dict[str, list[float]]] = []  # per trace: x in every unit
-        self.smoothed: dict[int, list[Values]] = {}  # by trace: y for each of SMOOTHING
 
-    def add(self, number: int, trace: dict[str, Any], run: Run, steps: Sequence[float]) -> None:
-        """Add a trace to a panel.
+def _panels(runs: Sequence[Run]) -> list[Panel]:
+    """Return the panels in the order of the page, with the keys for which these runs have numbers.
 
-        The x axis shows steps, tokens, or training time without saves, validations and stops.
-        """
-        self.figure.add_scatter(x=list(steps), row=number // 2 + 1, col=number % 2 + 1, **trace)
-        known = [record["step"] for record in run.steps]
-        tokens = [record["tokens"] for record in run.steps]
-        time = np.cumsum([record["seconds"] for record in run.steps]) / self.unit_s
-        self.positions.append(
-            {
-                "steps": list(steps),
-                "tokens": np.interp(steps, known, tokens).tolist(),
-                self.time_unit: np.interp(steps, known, time).round(5).tolist(),
-            }
-        )
+    Other numbers of the step records follow: a panel for each, or for all with the same part before a "/".
+    """
+    in_steps = dict.fromkeys(key for run in runs for record in run.steps for key in record)
+    numbers = dict.fromkeys(
+        key for run in runs for record in run.records for key, value in record.items() if type(value) in (int, float)
+    )
 
-    def add_panel(self, number: int, panel: Panel) -> None:
-        for (i, run), (j, line) in itertools.product(enumerate(self.runs), enumerate(panel.lines)):
-            colour = COLOURS[(i if self.several else j) % len(COLOURS)]
-            self._add_line(number, panel, run, line, GREY if line.grey and not self.several else colour)
-        row, column = number // 2 + 1, number % 2 + 1
-        x_axis, y_axis = self.figure.get_subplot(row, column)
-        y_axis.update(panel.axis)
-        unit = panel.unit
-        if panel.ends:
-            curves = [_finite(run.having(line.key), line.key) for run in self.runs for line in panel.lines]
-            lowest, highest = min(map(min, filter(None, curves))), max(map(max, filter(None, curves)))
-            if highest > (limit := _limit(list(filter(None, curves)))):
-                y_axis.range = [lowest - 0.05 * (limit - lowest), limit]
-                unit += f"; the axis ends at {limit:.3g}, the curves reach {highest:,.4g}"
-        self._write(
-            f"<b>{panel.title}</b>  <span style='color: {TEXT}'>{unit}</span>", x_axis.domain[0], y_axis.domain[1]
-        )
-        if panel.title == "Tasks":
-            keys = [f"task_chance/{line.label}" for line in panel.lines]
-            for chance in {r[key] for key in keys for run in self.runs for r in run.having(key)} - {None}:
-                dotted = {"color": GREY, "dash": "dot", "width": 1.2}
-                note = {"annotation_text": "chance", "annotation_position": "top left", "annotation_font_size": 10}
-                self.figure.add_hline(chance, row=row, col=column, line=dotted, **note)
-        if len(panel.lines) > 1:
-            self._add_legend(number, panel, x_axis.domain[1], y_axis.domain[1])
-
-    def _add_line(self, number: int, panel: Panel, run: Run, line: Line, colour: str) -> None:
-        records = run.having(line.key)
-        values: Values = [record[line.key] for record in records]
-        if not _finite(records, line.key):
-            return
-        kept = _thinned(values)
-        steps = [records[n]["step"] for n in kept]
-        label = f"{run.name} {line.label}".strip() if self.several else line.label or panel.title
-        trace: dict[str, Any] = {
-            "y": [values[n] for n in kept],
-            "name": html.escape(label),
-            "mode": "lines+markers" if len(kept) < 40 else "lines",
-            "line": {"color": colour, "dash": line.dash, "width": line.width},
-            "marker": {"size": 5},
-            "hovertemplate": f"%{{y:{panel.spec}}}",
-            "legend": "legend" if self.several else f"legend{number + 2}",
-            "legendgroup": str(self.runs.index(run)) if self.several else line.key,
-            "showlegend": not self.several and len(panel.lines) > 1,
+    def with_keys(panel: Panel) -> Panel:
+        found = {
+            key: label or key.removeprefix(named)
+            for named, label in panel.keys.items()
+            for key in numbers
+            if key == named or (named.endswith("/") and key.startswith(named))
         }
-        if line.key.startswith("task/"):
-            errors = [records[n].get(f"task_stderr/{line.label}") for n in kept]
-            trace["error_y"] = {"array": errors, "thickness": 1.2, "width": 3}
-        if line.smooth:  # the curve itself stays visible
-            raw = {"opacity": 0.3, "hoverinfo": "skip", "hovertemplate": None, "showlegend": False}
-            self.add(number, trace | raw, run, steps)
-            span = max(one.steps[-1]["step"] for one in self.runs) - min(one.steps[0]["step"] for one in self.runs)
-            halves = [share / 100 * span for share in SMOOTHING]
-            means = [_smoothed([record["step"] for record in records], values, half) for half in halves]
-            self.smoothed[len(self.positions)] = [[curve[n] for n in kept] for curve in means]
-        self.add(number, trace, run, steps)
+        return replace(panel, keys=found)
 
-    def _add_legend(self, number: int, panel: Panel, x: float, y: float) -> None:
-        """Add a legend at the right end of the title, or inside the panel if it is long."""
-        inside = len(panel.lines) > 3
-        legend = {"x": x, "y": y, "xanchor": "right", "yanchor": "top" if inside else "bottom", "font_size": 12}
-        legend |= {"orientation": "v" if inside else "h", "bgcolor": CLEAR}
-        if self.several:
-            legend |= {"itemclick": False, "itemdoubleclick": False}
-            for line in panel.lines:
-                if any(_finite(run.having(line.key), line.key) for run in self.runs):
-                    stroke = {"color": GREY, "dash": line.dash, "width": line.width}
-                    entry = {"y": [None], "name": html.escape(line.label), "line": stroke, "mode": "lines"}
-                    self.add(number, entry | {"legend": f"legend{number + 2}"}, self.runs[0], [1])
-        self.figure.update_layout({f"legend{number + 2}": legend})
+    panels = [*map(with_keys, PANELS)]
+    known = _NOT_DRAWN.union(*(panel.keys for panel in panels))
+    unknown = [key for key in numbers if key in in_steps and key not in known and not key.endswith("_s")]
+    others = dict.fromkeys("".join(key.partition("/")[:2]) for key in unknown)
+    panels += [with_keys(Panel(name.rstrip("/"), "", {name: ""}, smooth=True)) for name in others]
+    return [panel for panel in panels if panel.keys]
 
-    def finish(self) -> None:
-        """Add the buttons, and the remaining colours."""
-        look = {"type": "buttons", "direction": "right", "xanchor": "left", "yanchor": "bottom", "pad_t": 0}
-        look |= {"bgcolor": CLEAR, "bordercolor": GRID, "y": 1 + 32 / self.plot_height}
-        axes = [f"xaxis{n}" if n > 1 else "xaxis" for n in range(1, len(list(self.figure.select_xaxes())) + 1)]
-        wide = {f"{axis}.autorange": True for axis in axes}
-        units = [
-            {"label": unit, "method": "update", "args": [{"x": [each[unit] for each in self.positions]}, wide]}
-            for unit in self.positions[0]
-        ]
-        halves = [
-            {
-                "label": f"{share} %" if share else "off",
-                "method": "restyle",
-                "args": [{"y": [curves[n] for curves in self.smoothed.values()]}, list(self.smoothed)],
-            }
-            for n, share in enumerate(SMOOTHING)
-        ]
-        self._write("x axis", 0, 1, yshift=40)
-        self._write("smoothing", 0.26, 1, yshift=40)
-        axis = {"gridcolor": GRID, "zerolinecolor": GRID, "linecolor": GRID, "automargin": True}
-        self.figure.update_xaxes(showticklabels=True, **axis)
-        self.figure.update_yaxes(**axis)
-        runs = {"orientation": "h", "x": 1, "xanchor": "right", "yanchor": "bottom", "font_size": 13}
-        self.figure.update_layout(
-            height=self.plot_height + _TOP + _BOTTOM,
-            font={"color": TEXT, "family": "system-ui, sans-serif", "size": 12},
-            margin={"l": 10, "r": 10, "t": _TOP, "b": _BOTTOM},
-            paper_bgcolor=CLEAR,
-            plot_bgcolor="rgba(128, 128, 128, 0.05)",
-            hovermode="x unified",
-            hoverlabel={"bgcolor": "#1d2430", "font": {"color": "#ffffff"}, "namelength": -1},
-            modebar={"bgcolor": CLEAR, "color": GREY, "activecolor": TEXT},
-            legend=runs | {"y": 1 + 34 / self.plot_height},
-            updatemenus=[look | {"buttons": units, "x": 0.05}, look | {"buttons": halves, "x": 0.34}],
-        )
 
-    def _write(self, text: str, x: float, y: float, yshift: int = 0) -> None:
-        """Write text above a position in the figure."""
-        place = {"xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom", "showarrow": False}
-        self.figure.add_annotation(text=text, x=x, y=y, yshift=yshift, font_size=14 if not yshift else 12, **place)
+def _axis(panel: Panel, runs: Sequence[Run]) -> tuple[str, Mapping[str, Any]]:
+    """Return a panel's title and plotly's options of its value axis."""
+    unit, axis = panel.unit, panel.axis
+    if panel.ends:
+        curves = [values for run in runs for key in panel.keys if (values := _finite(run, key))]
+        lowest, highest, limit = min(map(min, curves)), max(map(max, curves)), _limit(curves)
+        if highest > limit:
+            axis = {"range": [lowest - 0.05 * (limit - lowest), limit]}
+            unit += f"; the axis ends at {limit:.3g}, the curves reach {highest:,.4g}"
+    return f"<b>{html.escape(panel.title)}</b>  <span style='color: {TEXT}'>{unit}</span>", axis
+
+
+def _chances(panel: Panel, runs: Sequence[Run]) -> set[float]:
+    """Return the scores of guessing in the tasks of a panel."""
+    keys = [key.replace("task/", "task_chance/") for key in panel.keys if key.startswith("task/")]
+    return {value for run in runs for key in keys for value in _finite(run, key)}
+
+
+def _curves(runs: Sequence[Run], panels: Sequence[Panel]) -> Iterator[_Curve]:
+    """Yield the curves of all panels, each run's events, and the entries of several runs in the legend above."""
+    several, in_legend = len(runs) > 1, set[tuple[int, str]]()
+    for i, run in enumerate(runs):
+        for n, panel in enumerate(panels):
+            for j, key in enumerate(panel.keys):
+                if not _finite(run, key):
+                    continue
+                label = html.escape(panel.keys[key] or panel.title)
+                look = {
+                    "line": {"color": _colour(i if several else j), "dash": _DASHES[j % len(_DASHES)], "width": 1.6},
+                    "name": label,
+                    "hovertemplate": f"%{{y:{panel.spec}}}<extra>{html.escape(run.name) * several} {label}</extra>",
+                    "legend": f"legend{n + 2}",
+                    "legendgroup": str(i) if several else key,
+                    "showlegend": len(panel.keys) > 1 and (n, key) not in in_legend,
+                }
+                in_legend.add((n, key))
+                yield from _lines(n, panel, run, key, look)
+        if several:
+            entry = {"name": html.escape(run.name), "mode": "lines", "line": {"color": _colour(i), "width": 4}}
+            yield _Curve(0, run, [1], entry | {"y": [None], "legendgroup": str(i)})
+        if run.events:
+            marks = _marks(run, _colour(i if several else 4))
+            yield _Curve(0, run, list(run.events), marks | {"legendgroup": str(i)})
+
+
+def _colour(i: int) -> str:
+    return COLOURS[i % len(COLOURS)]
+
+
+def _lines(n: int, panel: Panel, run: Run, key: str, look: dict[str, Any]) -> Iterator[_Curve]:
+    """Yield the curve of a key; if it can be smoothed, on top of a pale one that stays as it is."""
+    records, first, last = run.having(key), run.steps[0], run.steps[-1]
+    steps, values = [record["step"] for record in records], [record[key] for record in records]
+    kept = _thinned(values)
+    x, y = [steps[k] for k in kept], [values[k] for k in kept]
+    trace = {"y": y, "mode": "lines+markers" if len(kept) < 40 else "lines", "marker": {"size": 5}} | look
+    if key.startswith("task/"):
+        errors = [records[k].get(key.replace("task/", "task_stderr/")) for k in kept]
+        trace["error_y"] = {"array": errors, "thickness": 1.2, "width": 3}
+    if not panel.smooth or key not in first:  # a validation
+        yield _Curve(n, run, x, trace)
+        return
+    yield _Curve(n, run, x, trace | {"opacity": 0.3, "hoverinfo": "skip", "hovertemplate": None, "showlegend": False})
+    half_lives = [share / 100 * (last["step"] - first["step"]) for share in SMOOTHING]
+    means = [_smoothed(steps, values, half_life) for half_life in half_lives]
+    yield _Curve(n, run, x, trace, [[mean[k] for k in kept] for mean in means])
 
 
 def _marks(run: Run, colour: str) -> dict[str, Any]:
     """Return a trace that marks the run's events on its loss curve."""
     known = [(r["step"], r["mean_loss"]) for r in run.steps if r["mean_loss"] is not None] or [(0, 0.0)]
+    middle = (run.steps[0]["step"] + run.steps[-1]["step"]) / 2
     return {
         "y": [next((loss for step, loss in reversed(known) if step <= at), known[0][1]) for at in run.events],
         "text": [html.escape(text) for text in run.events.values()],
         "mode": "markers+text",
         "marker": {"symbol": "diamond", "size": 9, "color": colour},
-        "textposition": "top right",
+        # towards the middle, so that no edge cuts it off
+        "textposition": ["top right" if at < middle else "top left" for at in run.events],
         "textfont": {"color": colour, "size": 11},
         "hovertemplate": "%{text}<extra></extra>",
         "showlegend": False,
     }
+
+
+def _buttons(runs: Sequence[Run], curves: Sequence[_Curve], y: float) -> list[dict[str, Any]]:
+    """Return the buttons that change the x axis and smooth the curves.
+
+    The x axis shows steps, tokens, or training time without saves, validations and stops.
+    """
+    longest = max(sum(record["seconds"] for record in run.steps) for run in runs)
+    time_unit, unit_s = ("hours", 3600) if longest > 7200 else ("minutes", 60)
+
+    def positions(curve: _Curve) -> dict[str, list[float]]:
+        known, tokens, seconds = zip(*((r["step"], r["tokens"], r["seconds"]) for r in curve.run.steps), strict=True)
+        time = np.cumsum(seconds) / unit_s
+        return {
+            "steps": list(curve.steps),
+            "tokens": np.interp(curve.steps, known, tokens).tolist(),
+            time_unit: np.interp(curve.steps, known, time).round(5).tolist(),
+        }
+
+    x = [*map(positions, curves)]
+    axes = {f"xaxis{n or ''}.autorange": True for n in (0, *range(2, 2 + max(curve.panel for curve in curves)))}
+    units = [{"label": unit, "method": "update", "args": [{"x": [each[unit] for each in x]}, axes]} for unit in x[0]]
+    numbers = [n for n, curve in enumerate(curves) if curve.smoothed]
+    halves = [
+        {
+            "label": f"{share} %" if share else "not smoothed",
+            "method": "restyle",
+            "args": [{"y": [curves[n].smoothed[k] for n in numbers]}, numbers],
+        }
+        for k, share in enumerate(SMOOTHING)
+    ]
+    look = {"type": "buttons", "direction": "right", "yanchor": "bottom", "y": y, "bgcolor": CLEAR, "bordercolor": GRID}
+    return [
+        look | {"buttons": units, "x": 0, "xanchor": "left"},
+        look | {"buttons": halves, "x": 1, "xanchor": "right"},
+    ]
 
 
 def _thinned(values: Values) -> list[int]:
@@ -304,8 +321,8 @@ def _smoothed(steps: Sequence[int], values: Values, half_life: float) -> Values:
     return means
 
 
-def _finite(records: Records, key: str) -> list[float]:
-    return [record[key] for record in records if record[key] is not None]
+def _finite(run: Run, key: str) -> list[float]:
+    return [record[key] for record in run.having(key) if record[key] is not None]
 
 
 def _limit(curves: Sequence[Sequence[float]]) -> float:

@@ -3,17 +3,21 @@
 All text of a run is escaped.
 """
 
+import base64
+import gzip
+import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
 
+from plotly.offline import get_plotlyjs
+
 from torchtitan_lite.terminal import duration
 from torchtitan_lite.tools.report.figure import COLOURS, figure
-from torchtitan_lite.tools.report.runs import RESULTS, Records, Run, rows
+from torchtitan_lite.tools.report.runs import Records, Run, best_first, differing, results
 
 SAMPLES = 12  # per prompt
-_TASK_TILES = 6
 # the report.css class of a status, by its first word
 _STATUS = {
     **{"starting": "live", "running": "live", "complete": "good", "preempted": "warn"},
@@ -21,41 +25,58 @@ _STATUS = {
 }
 # forbid all requests, even if text of a run got into the markup
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
+_OPTIONS = {"responsive": True, "displaylogo": False, "modeBarButtons": [["toImage", "zoom2d", "pan2d"]]}
+# plotly is nearly all of the page, so it is compressed, to a third
+_CURVES = """<div class=scroll><div id=curves></div></div><script>
+const packed = Uint8Array.from(atob("%s"), (letter) => letter.charCodeAt(0));
+const unpacked = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+new Response(unpacked).text().then((source) => {
+  document.head.append(Object.assign(document.createElement("script"), {textContent: source}));
+  const {data, layout} = %s;
+  Plotly.newPlot("curves", data, layout, %s);
+});
+</script>"""
 
 
 def page(runs: Sequence[Run]) -> str:
     """Return the page as HTML."""
     names = escape(", ".join(run.name for run in runs))
     style = resources.files("torchtitan_lite.tools.report").joinpath("report.css").read_text(encoding="utf-8")
-    curves = figure(runs).to_html(
-        full_html=False,
-        include_plotlyjs=True,
-        div_id="curves",
-        config={"responsive": True, "displaylogo": False, "modeBarButtons": [["toImage", "zoom2d", "pan2d"]]},
-    )
+    plotly = base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
+    of = {run: f" of {_named(runs, run)}" if len(runs) > 1 else "" for run in runs}
+    sections = [(f"{title}{of[run]}", content(run)) for title, content in _SECTIONS.items() for run in runs]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         f"<title>{names}</title><style>{style}</style></head><body><main>{_head(runs)}"
-        f"<div class=scroll>{curves}</div>{_times(runs)}"
-        f"{_sections(runs, 'Changed on a resume', _changes)}{_sections(runs, 'Samples, the latest first', _samples)}"
-        f"{_sections(runs, 'Config', _config)}</main></body></html>\n"
+        f"{_CURVES % (plotly, figure(runs).to_json(), json.dumps(_OPTIONS))}{_times(runs)}"
+        + "".join(f"<section><h2>{title}</h2>{content}</section>" for title, content in sections if content)
+        + "</main></body></html>\n"
     )
 
 
 def _head(runs: Sequence[Run]) -> str:
-    """Return one run's status and tiles, or the table of several runs: differing keys, then results."""
+    """Return one run's status and tiles, or the table of several runs: status, keys that differ, and results."""
+    found = {run: results(run) for run in best_first(runs)}
+    columns = dict.fromkeys(column for cells in found.values() for column in cells if column not in ("run", "status"))
     if len(runs) == 1:
-        where = escape(str(runs[0].folder))
-        return f"<h1>{escape(runs[0].name)} {_status(runs[0])}</h1><p class=note>{where}</p>{_tiles(runs[0])}"
-    lines = []
-    for run, cells in rows(runs):
-        keys = [key for key in cells if key not in RESULTS]
-        shown = [*(_code(cells[key]) for key in keys), *(escape(cells[column]) for column in RESULTS[1:-1])]
-        lines.append(_row(_named(runs, run), *shown, _status(run)))
+        ((run, cells),) = found.items()
+        tiles = "".join(f"<div><span>{escape(name)}</span><b>{escape(cells[name])}</b></div>" for name in columns)
+        where = escape(str(run.folder))
+        return (
+            f"<h1>{escape(run.name)} {_status(run)}</h1><p class=note>{where}</p><section class=tiles>{tiles}</section>"
+        )
+    keys = differing(runs)
+    rows = [
+        [
+            *(_named(runs, run), _status(run), *(_code(texts[run]) for texts in keys.values())),
+            *(escape(cells.get(column, "-")) for column in columns),
+        ]
+        for run, cells in found.items()
+    ]
     same = "" if keys else "<p class=note>The configs of the runs do not differ.</p>"
     title = f"<h1>{len(runs)} runs</h1><p class=note>the lowest validation loss first</p>"
-    return f"{title}{_table(['run', *map(escape, keys), *RESULTS[1:]], lines)}{same}"
+    return f"{title}{_table(map(escape, ['run', 'status', *keys, *columns]), rows)}{same}"
 
 
 def _status(run: Run) -> str:
@@ -63,36 +84,6 @@ def _status(run: Run) -> str:
     more = more or run.reason
     shown = f'<b class="status {_STATUS.get(word.split(" ")[0], "")}">{escape(word)}</b>'
     return shown + (f"<small>{escape(more)}</small>" if more else "")
-
-
-def _tiles(run: Run) -> str:
-    last = run.steps[-1]
-    loss = "not finite" if last["mean_loss"] is None else f"{last['mean_loss']:.4f}"
-    tiles = [
-        ("step", f"{last['step']:,}", f"of {run.config['train.steps']:,}"),
-        ("training loss", loss, "nats per token"),
-    ]
-    if best := run.best:
-        tiles.append(("best validation loss", f"{best['val_loss']:.4f}", f"step {best['step']:,}"))
-        bits, stderr = best.get("val_bits_per_byte"), best.get("val_bits_per_byte_stderr")
-        if bits is not None:
-            tiles.append(("bits per byte", f"{bits:.3f}", "" if stderr is None else f"+- {stderr:.3f}"))
-    for key in [key for key in _keys(run) if key.startswith("task/")][:_TASK_TILES]:
-        name, newest = key.removeprefix("task/"), run.having(key)[-1]
-        score, stderr, chance = (newest.get(f"{kind}/{name}") for kind in ("task", "task_stderr", "task_chance"))
-        more = ([] if stderr is None else [f"+- {stderr:.3f}"]) + ([] if chance is None else [f"chance {chance:.3f}"])
-        tiles.append((f"task {name}", "not finite" if score is None else f"{score:.3f}", "; ".join(more)))
-    tiles.append(("tokens", f"{last['tokens']:,}", ""))
-    rates = sorted(record["tokens_per_second"] for record in run.steps)
-    tiles.append(("tokens per second", f"{rates[len(rates) // 2]:,.0f}", "median"))
-    share, whole_s = run.goodput
-    tiles.append(("goodput", f"{share:.1%}", f"of {duration(whole_s)} since the first launch"))
-    cells = (f"<div><span>{escape(a)}</span><b>{escape(b)}</b><small>{escape(c)}</small></div>" for a, b, c in tiles)
-    return f"<section class=tiles>{''.join(cells)}</section>"
-
-
-def _keys(run: Run) -> list[str]:
-    return list(dict.fromkeys(key for record in run.records for key in record))
 
 
 def seconds_of(run: Run) -> dict[str, float]:
@@ -111,29 +102,20 @@ def seconds_of(run: Run) -> dict[str, float]:
 
 def _times(runs: Sequence[Run]) -> str:
     spent = [seconds_of(run) for run in runs]
-    lines = []
-    for kind in spent[0]:
-        cells = []
-        for seconds in spent:
-            share = seconds[kind] / (sum(seconds.values()) or 1)
-            shown = f"{seconds[kind]:.1f}s" if seconds[kind] < 9.95 else duration(seconds[kind])
-            cells.append(f"<progress value={share:.3f}></progress> {shown} <small>{share:.1%}</small>")
-        if any(seconds[kind] for seconds in spent):
-            lines.append(_row(kind, *cells))
+
+    def cell(kind: str, seconds: dict[str, float]) -> str:
+        share = seconds[kind] / (sum(seconds.values()) or 1)
+        shown = f"{seconds[kind]:.1f}s" if seconds[kind] < 9.95 else duration(seconds[kind])
+        return f"<progress value={share:.3f}></progress> {shown} <small>{share:.1%}</small>"
+
+    rows = [[kind, *(cell(kind, each) for each in spent)] for kind in spent[0] if any(each[kind] for each in spent)]
     head = ["", *(_named(runs, run) for run in runs)] if len(runs) > 1 else []
-    return f"<section><h2>Where the time went</h2>{_table(head, lines)}</section>"
-
-
-def _sections(runs: Sequence[Run], title: str, content: Callable[[Run], str]) -> str:
-    """Return a section for each run that has this content."""
-    names = {run: f" of {_named(runs, run)}" if len(runs) > 1 else "" for run in runs}
-    parts = [(run, content(run)) for run in runs]
-    return "".join(f"<section><h2>{title}{names[run]}</h2>{part}</section>" for run, part in parts if part)
+    return f"<section><h2>Where the time went</h2>{_table(head, rows)}</section>"
 
 
 def _changes(run: Run) -> str:
-    lines = [_row(f"{step:,}", escape(key), _code(before), _code(now)) for step, key, before, now in run.changes]
-    return _table(["after step", "key", "before", "from then on"], lines) if lines else ""
+    rows = [[f"{step:,}", escape(key), _code(before), _code(now)] for step, key, before, now in run.changes]
+    return _table(["after step", "key", "before", "from then on"], rows) if rows else ""
 
 
 def _samples(run: Run) -> str:
@@ -148,9 +130,9 @@ def _samples(run: Run) -> str:
         fewer = f" ({n} of {len(records)})" if n < len(records) else ""
         target = records[-1].get("reference")
         begin = f"<mark>{escape(prompt)}</mark>" if target is None else ""
-        lines = [_row(f"{s['step']:,}", f"<pre>{begin}{escape(s['text'])}</pre>") for s in reversed(shown)]
+        rows = [[f"{s['step']:,}", f"<pre>{begin}{escape(s['text'])}</pre>"] for s in reversed(shown)]
         answer = "" if target is None else f"<p>target: {_code(target)}</p>"
-        blocks += f"<h3>{_code(prompt)}{fewer}</h3>{answer}{_table([], lines)}"
+        blocks += f"<h3>{_code(prompt)}{fewer}</h3>{answer}{_table([], rows)}"
     return blocks
 
 
@@ -162,20 +144,21 @@ def _config(run: Run) -> str:
     return f"<pre>{escape(set_by_user)}</pre>{whole}"
 
 
+# of each run, if it has this content
+_SECTIONS = {"Changed on a resume": _changes, "Samples, the latest first": _samples, "Config": _config}
+
+
 def _named(runs: Sequence[Run], run: Run) -> str:
     """Return the name of one of several runs, with its colour."""
     colour = COLOURS[runs.index(run) % len(COLOURS)]
     return f'<i class=swatch style="background: {colour}"></i>{escape(run.name)}'
 
 
-def _table(head: Iterable[str], lines: Iterable[str]) -> str:
-    """Return a table. Cells and lines are HTML."""
+def _table(head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table. Cells are HTML; the first of a row names it."""
     heads = "".join(f"<th>{cell}</th>" for cell in head)
+    lines = (f"<tr><th>{name}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>" for name, *cells in rows)
     return f"<div class=scroll><table><tr>{heads}</tr>{''.join(lines)}</table></div>"
-
-
-def _row(name: str, *cells: str) -> str:
-    return f"<tr><th>{name}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
 
 def _code(text: str) -> str:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 from torchtitan_lite.config.toml import format_value
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.run import attempts
+from torchtitan_lite.terminal import duration
 from torchtitan_lite.tools.columns import columns
 from torchtitan_lite.tools.status import Status, runs_in, status_of
 
 Records = list[dict[str, Any]]
 
-RESULTS = "run", "step", "best val_loss", "at", "bits/byte", "status"
+_ON_TERMINAL = "run", "step", "best val_loss", "at", "bits/byte", "status"  # of `results`
 _OF_THE_RUN = "run.name", "run.out_dir"  # differ between any two runs
 _OF_THE_START = "model.size", "model.init_from", "checkpoint.resume"  # aliases of other keys, or for one start only
 _NOT_LEARNED = "log.", "profile.", "checkpoint.", "sample.", "run.", "data.cache_dir"  # changes are not marked
@@ -117,39 +119,51 @@ def read_run(folder: Path) -> Run:
         raise DataError(f"{folder} can't be read: {error}") from None
 
 
-def rows(runs: Sequence[Run]) -> list[tuple[Run, dict[str, str]]]:
-    """Return each run with its cells by column: results, then differing keys. The lowest validation loss is first."""
+def results(run: Run) -> dict[str, str]:
+    """Return what a run has reached so far, by column of the table of runs; of one run, by tile of its page."""
+    last, best = run.steps[-1], run.best or {}
+    share, whole_s = run.goodput
+    tasks = {key: record for record in run.records for key in record if key.startswith("task/")}  # the newest of each
+    return {
+        "run": run.name,
+        "step": f"{last['step']}/{run.config['train.steps']}",
+        "train loss": _number(last, "mean_loss", ".4f"),
+        "best val_loss": _number(best, "val_loss", ".4f", "val_loss_stderr"),
+        "at": str(best.get("step", "-")),
+        "bits/byte": _number(best, "val_bits_per_byte", ".3f"),
+        "tokens": f"{last['tokens']:,}",
+        "tokens/s": f"{statistics.median_high(record['tokens_per_second'] for record in run.steps):,.0f}",
+        "goodput": f"{share:.1%} of {duration(whole_s)}",
+        **{key: _number(record, key, ".3f", key.replace("task/", "task_stderr/")) for key, record in tasks.items()},
+        "status": run.status.text,
+    }
+
+
+def _number(record: Mapping[str, Any], key: str, spec: str, stderr: str = "") -> str:
+    if key not in record:
+        return "-"
+    error = "" if record.get(stderr) is None else f" +- {record[stderr]:{spec}}"
+    return "not finite" if record[key] is None else f"{record[key]:{spec}}{error}"
+
+
+def best_first(runs: Sequence[Run]) -> list[Run]:
+    return sorted(runs, key=lambda run: (run.best["val_loss"] if run.best else math.inf, run.name))
+
+
+def differing(runs: Sequence[Run]) -> dict[str, dict[Run, str]]:
+    """Return the config keys that differ between the runs, with each run's value."""
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in _OF_THE_RUN)
-    values = {key: [format_value(run.config[key]) if key in run.config else "-" for run in runs] for key in keys}
-    differing = {key: dict(zip(runs, texts, strict=True)) for key, texts in values.items() if len(set(texts)) > 1}
-    found = []
-    for run in sorted(runs, key=lambda run: (run.best["val_loss"] if run.best else math.inf, run.name)):
-        best = run.best or {}
-        loss, error = _number(best.get("val_loss"), ".4f"), _number(best.get("val_loss_stderr"), ".4f")
-        cells = {
-            "run": run.name,
-            "step": f"{run.steps[-1]['step']}/{run.config['train.steps']}",
-            "best val_loss": f"{loss} +- {error}" if error != "-" else loss,
-            "at": str(best.get("step", "-")),
-            "bits/byte": _number(best.get("val_bits_per_byte"), ".3f"),
-            "status": run.status.text,
-        }
-        found.append((run, cells | {key: texts[run] for key, texts in differing.items()}))
-    return found
-
-
-def _number(value: float | None, spec: str) -> str:
-    return "-" if value is None else format(value, spec)
+    values = {key: {run: format_value(run.config[key]) if key in run.config else "-" for run in runs} for key in keys}
+    return {key: texts for key, texts in values.items() if len(set(texts.values())) > 1}
 
 
 def table(runs: Sequence[Run]) -> str:
-    """Format the rows as text."""
-    found = [cells for _, cells in rows(runs)]
-    lines = [list(found[0])]
-    for cells in found:
-        shown = [
-            value if column in RESULTS or len(value) <= _LONGEST else f"{value[: _LONGEST - 3]}..."
-            for column, value in cells.items()
-        ]
-        lines.append(["".join(c if c.isprintable() else "?" for c in cell) for cell in shown])
-    return "\n".join(columns(lines, right=(RESULTS.index("at"), RESULTS.index("bits/byte"))))
+    """Return the table of the runs as text: results, then the keys that differ."""
+    keys = differing(runs)
+    lines = [[*_ON_TERMINAL, *keys]]
+    for run in best_first(runs):
+        cells, values = results(run), [texts[run] for texts in keys.values()]
+        cut = [value if len(value) <= _LONGEST else f"{value[: _LONGEST - 3]}..." for value in values]
+        line = [*(cells[column] for column in _ON_TERMINAL), *cut]
+        lines.append(["".join(c if c.isprintable() else "?" for c in cell) for cell in line])
+    return "\n".join(columns(lines, right=(_ON_TERMINAL.index("at"), _ON_TERMINAL.index("bits/byte"))))
