@@ -231,8 +231,8 @@ def rule_of(key: str) -> str:
     """What a resume does with another value, and whether bits depend on it."""
     rule, bits = schema.resume_rule(key), schema.bitwise_keys().get(key)
     words = [
-        *[rule.rule, "kept"][: 1 + schema.keeps_value(key)],
-        *(name for name in ("by_hash", "changes_steps", "changes_start") if getattr(rule, name)),
+        *dict.fromkeys([rule.rule, "kept"][: 1 + schema.keeps_value(key)]),
+        *[f"changes_{rule.changes}"] * (rule.changes != "nothing"),
         *["a path"] * (IS_PATH in schema.known_keys()[key].metadata),
         *([f"bits: {bits}"] if bits else []),
         *([rule.note] if rule.note else []),

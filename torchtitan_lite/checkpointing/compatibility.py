@@ -57,7 +57,7 @@ def values_to_match(config: Config, data: DataSet) -> dict[str, Any]:
         content["order of data.sources"] = [*config.data.sources]  # decides the order of samples
     model = config.model.resolved() | {"vocab_size": config.model.vocab_size or data.vocab_size}
     rules = {key: resume_rule(f"model.{key}") for key in model}
-    kept = [key for key, rule in rules.items() if rule.rule != "allowed" and not rule.changes_start]
+    kept = [key for key, rule in rules.items() if rule.compares and rule.changes == "steps"]
     return content | {f"model.{key}": model[key] for key in kept}
 
 
@@ -124,7 +124,7 @@ def require_same_run(
     content = [key for key in {**saved.must_match, **expected} if key not in known]  # hashes of text and tokenizer
     keys = [*content, *(key for key in expected if key in known and key in before)] if expected else []
     changed = {key: before.get(key) for key in keys if before.get(key) != expected.get(key)}
-    changed = {key: value for key, value in changed.items() if _rule_of(key) != "allowed"}
+    changed = {key: value for key, value in changed.items() if key not in known or resume_rule(key).compares}
     if not expected.get("model.init_from"):
         changed.pop("model.init_from", None)  # only read at the beginning of the run
     if "tokenizer" in changed:
@@ -163,8 +163,7 @@ def require_same_run(
 def _rule_of(key: str) -> str:
     """Return the resume rule of a config key, or of a content hash (tokenizer or data)."""
     if key in known_keys():
-        rule = resume_rule(key)
-        return "allowed" if rule.by_hash else rule.rule  # the content is compared
+        return resume_rule(key).rule
     return "refused" if key == "tokenizer" else "fork"
 
 

@@ -170,7 +170,7 @@ def resume_rule(key: str) -> Resume:
 def keeps_value(key: str) -> bool:
     """Return whether a resume that does not set "section.key" keeps the run's value. Paths are never kept."""
     rule = resume_rule(key)
-    return IS_PATH not in known_keys()[key].metadata and (rule.keeps or rule.rule != "allowed")
+    return IS_PATH not in known_keys()[key].metadata and rule.rule != "allowed"
 
 
 @functools.cache

@@ -34,20 +34,23 @@ class Resume:
     """What a resume does if a key's value differs from the run's. docs/resume.md has the table.
 
     - allowed: the value applies from the next step, and the start names it.
+    - kept: like allowed, but the run's value is kept if the command does not set it.
     - fork: the value decides what the run learns. If the command does not set it, the run's value is kept. A different
       value needs a fork: a new run that starts from the checkpoint.
     - refused: like fork, but a fork is refused too, because the value changes the meaning of the checkpoint's tensors.
     """
 
-    rule: Literal["allowed", "fork", "refused"]
+    rule: Literal["allowed", "kept", "fork", "refused"]
     note: str = ""  # for the table in docs/resume.md
-    by_hash: bool = False  # the content that the key leads to is compared, not its value
-    changes_steps: bool = True  # whether steps compute different numbers, so a replay needs the same value
-    changes_start: bool = False  # whether only the initial values of a run differ
-    keeps: bool = False  # allowed, but the run's value is kept if the command does not set it
+    changes: Literal["nothing", "start", "steps"] = "steps"  # the numbers of step 0 or of every step; a replay compares
+
+    @property
+    def compares(self) -> bool:
+        """Whether a resume stops if the command sets a different value."""
+        return self.rule in ("fork", "refused")
 
 
-ALLOWED = Resume("allowed", changes_steps=False)
+ALLOWED = Resume("allowed", changes="nothing")
 ALLOWED_FOR_LATER_STEPS = Resume("allowed")
 FORK = Resume("fork")
 REFUSED = Resume("refused")

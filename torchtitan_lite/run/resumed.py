@@ -11,12 +11,12 @@ def resume_lines(config: Config, saved: TrainState, current: TrainState) -> list
     """List changed keys, why the resume is not bit for bit, and changes of validation text and tasks."""
     lines = []
     shown = {key: value for key, value in current.config.items() if key != "model.init_from"}  # only read at step 0
-    if values := differences(saved.config, shown):
+    if values := changed_values(saved.config, shown):
         lines.append(f"run     changed since then: {values}")
     theirs, ours = ({k: v for k, v in s.must_match.items() if k not in known_keys()} for s in (saved, current))
     if theirs != ours:
         lines.append("run     a fork on different text: the steps so far were on the text of the original run")
-    if values := differences(saved.bitwise_setting, current.bitwise_setting):
+    if values := changed_values(saved.bitwise_setting, current.bitwise_setting):
         lines.append(f"run     the same data in the same order, but not bit for bit: {values}")
     if config.eval.every and (values := validation_change(saved.validation, current.validation)):
         lines.append(f"run     validation covers {values}: do not compare its loss with that of earlier steps")
@@ -38,7 +38,7 @@ def validation_change(before: Mapping[str, int], now: Mapping[str, int]) -> str:
     return f"{now['samples']} of {now['of']} sequences, drawn at random, and covered {before['samples']} before"
 
 
-def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
+def changed_values(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
     """List the changed values, as "threads 1 -> 2, ..."; empty if there are none."""
     return ", ".join(
         f"{key} {saved.get(key)} -> {value}" for key, value in current.items() if saved.get(key, value) != value

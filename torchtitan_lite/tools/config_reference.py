@@ -60,8 +60,7 @@ def resume_table() -> list[str]:
 
 
 def _on_resume(resume: Resume) -> str:
-    separator = ", " if resume.by_hash else ": "
-    return resume.rule + (separator + resume.note if resume.note else "")
+    return resume.rule + (f": {resume.note}" if resume.note else "")
 
 
 if __name__ == "__main__":

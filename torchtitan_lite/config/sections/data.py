@@ -66,7 +66,7 @@ READERS = Registry("data.text_suffixes", "docs/extending.md", Reader, _BUILT_IN)
 
 class TokenizerConfig(Section):
     on_resume: ClassVar[Resume] = Resume(
-        "refused", "if the tokenizer changes (compared by hash)", by_hash=True, changes_steps=False
+        "kept", "refused if the tokenizer changes (compared by hash)", changes="nothing"
     )
 
     path: PathText = ""
@@ -83,11 +83,10 @@ keeps its own"""
 
 class DataConfig(Section):
     on_resume: ClassVar[Resume] = Resume(
-        "fork",
-        "if the data changes (compared by the hash of all tokens; in a mixture, by hash and weight of each named "
-        "source)",
-        by_hash=True,
-        changes_steps=False,
+        "kept",
+        "a fork if the data changes (compared by the hash of all tokens; in a mixture, by hash and weight of each "
+        "named source)",
+        changes="nothing",
     )
 
     path: Annotated[str | list[str], IS_PATH] = Field(default="", examples=["my_text"])

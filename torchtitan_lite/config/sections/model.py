@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 _READ_AT_STEP_0 = Resume(
     "refused",
     "only read at step 0, so a different one would have no effect (leaving it out is allowed)",
-    changes_steps=False,
-    changes_start=True,
+    changes="start",
 )
 _STRETCHED = UsedIf("model.family model.rope_factor", "model.rope_factor above 1", lambda c: c.model.rope_factor > 1)
 _WINDOWED = UsedIf("model.layer_pattern", "window in model.layer_pattern", lambda c: "window" in c.model.layer_pattern)
@@ -53,7 +52,7 @@ class ModelConfig(Section):
 resformer: llama with value embeddings; mistral: llama with windows; smollm3: llama with layers that have no \
 positions; olmo2, olmo3: norms after the sublayers; olmo_hybrid: olmo2 with gated DeltaNet in three of four layers; \
 gemma3: norms before and after the sublayers; qwen3_moe, olmoe: experts; t5: encoder and decoder"""
-    size: Annotated[str, Resume("allowed", "a name for other keys", changes_steps=False, keeps=True)] = "1M"
+    size: Annotated[str, Resume("kept", "a name for other keys", changes="nothing")] = "1M"
     """a preset of the sizes below (families.py); sizes set explicitly override the preset"""
     init_from: Annotated[PathText, _READ_AT_STEP_0] = ""
     """start from the weights of a run, a checkpoint or a Hugging Face folder, at step 0 with a new optimizer"""
@@ -101,7 +100,7 @@ train.router_bias_rate"""
     """llama, resformer: normalize queries and keys (Qwen3)"""
     induction_head: Annotated[
         bool,
-        Resume("allowed", "only read at step 0", changes_steps=False, changes_start=True, keeps=True),
+        Resume("kept", "only read at step 0", changes="start"),
         _HAS_ROOM_FOR_INDUCTION,
     ] = False
     """llama, resformer: initialize an induction head, which predicts what followed the current token before \

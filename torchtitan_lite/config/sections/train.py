@@ -1,7 +1,6 @@
 """[train] and [spike]: length, batches, and what happens to bad steps."""
 
 import itertools
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveInt
@@ -52,7 +51,7 @@ _ROUTING = UsedIf("model.family", "a family with experts", lambda c: c.model.has
 class TrainConfig(Section):
     steps: Annotated[
         int,
-        replace(ALLOWED_FOR_LATER_STEPS, keeps=True),
+        Resume("kept"),
         UsedIf("train.epochs", "train.epochs = 0", lambda c: not c.train.epochs),
     ] = Field(default=750, gt=0, le=10**12)
     """optimizer steps of the whole run"""

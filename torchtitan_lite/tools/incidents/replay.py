@@ -149,22 +149,17 @@ def numbers_of(config: Mapping[str, Any], must_match: Numbers, setting: Numbers)
         config: by "section.key".
         must_match, setting: see checkpointing/compatibility.py.
     """
-    keys = {key: value for key, value in config.items() if _matters(key)}
+    keys = {key: value for key, value in config.items() if resume_rule(key).changes != "nothing"}
     order = {"data.sources": [*config["data.sources"]]}  # must_match has their weights and text
     content: dict[str, Any] = json.loads(json.dumps({**keys, **order, **must_match, **setting}))
     return content
-
-
-def _matters(key: str) -> bool:
-    rule = resume_rule(key)
-    return rule.changes_steps or rule.changes_start
 
 
 def _require_same(n: int, made: range, maker: Attempt, here: Numbers) -> None:
     """Raise ConfigError if an attempt made its part of these steps with values that differ from this command's."""
     then = numbers_of(maker.config, maker.must_match, maker.setting)
     began = made.start == 1 and maker.step == 0  # else it has not read keys that only a start reads
-    keys = [key for key in here if began or key not in known_keys() or not resume_rule(key).changes_start]
+    keys = [key for key in here if began or key not in known_keys() or resume_rule(key).changes != "start"]
     different = [key for key in keys if then.get(key) != here[key]]
     if different:
         head = (

@@ -182,7 +182,7 @@ def _axis(panel: Panel, runs: Sequence[Run]) -> tuple[str, Mapping[str, Any]]:
     """Return a panel's title and plotly's options of its value axis."""
     unit, axis = panel.unit, panel.axis
     if panel.ends:
-        curves = [values for run in runs for key in panel.keys if (values := _finite(run, key))]
+        curves = [values for run in runs for key in panel.keys if (values := _numbers(run, key))]
         lowest, highest, limit = min(map(min, curves)), max(map(max, curves)), _limit(curves)
         if highest > limit:
             axis = {"range": [lowest - 0.05 * (limit - lowest), limit]}
@@ -193,7 +193,7 @@ def _axis(panel: Panel, runs: Sequence[Run]) -> tuple[str, Mapping[str, Any]]:
 def _chances(panel: Panel, runs: Sequence[Run]) -> set[float]:
     """Return the scores of guessing in the tasks of a panel."""
     keys = [key.replace("task/", "task_chance/") for key in panel.keys if key.startswith("task/")]
-    return {value for run in runs for key in keys for value in _finite(run, key)}
+    return {value for run in runs for key in keys for value in _numbers(run, key)}
 
 
 def _curves(runs: Sequence[Run], panels: Sequence[Panel]) -> Iterator[_Curve]:
@@ -202,7 +202,7 @@ def _curves(runs: Sequence[Run], panels: Sequence[Panel]) -> Iterator[_Curve]:
     for i, run in enumerate(runs):
         for n, panel in enumerate(panels):
             for j, key in enumerate(panel.keys):
-                if not _finite(run, key):
+                if not _numbers(run, key):
                     continue
                 label = html.escape(panel.keys[key] or panel.title)
                 look = {
@@ -321,7 +321,7 @@ def _smoothed(steps: Sequence[int], values: Values, half_life: float) -> Values:
     return means
 
 
-def _finite(run: Run, key: str) -> list[float]:
+def _numbers(run: Run, key: str) -> list[float]:
     return [record[key] for record in run.having(key) if record[key] is not None]
 
 
