@@ -873,7 +873,9 @@ def together(rank: int) -> dict[str, Any]:
     reasons = ("", "run.max_minutes", "SIGTERM", "")
     services = Stub(log=Stub(info=lambda *line: said.append(line[0]), record=lambda *r: said.append(r[0]), attempt=2))
     services.preemption, services.meter = Stub(agreed=False, reason=reasons[rank]), None
-    services.checkpointer = Stub(folder=Path("x"), damaged=[7], forked_from=None, _n_bytes=lambda: 40 + rank)
+    services.checkpointer = Stub(
+        folder=Path("x"), ruined_from=lambda _: 99, damaged=[7], forked_from=None, _n_bytes=lambda: 40 + rank
+    )
     services.checkpointer.process, services.checkpointer.require_space = one, lambda: None
     session = Stub(state=Stub(step=6), process=one, config=config, services=services, trained=Stub(model=None))
     session.periodic = Stub(evaluations=[Stub(every=3, keys=["a"], name=0), Stub(every=2, keys=["b"], name=1)])
