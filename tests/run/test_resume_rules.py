@@ -79,7 +79,7 @@ def test_what_changes_the_last_bits_is_part_of_the_setting() -> None:
         *({"speed.chunked_loss": False}, {"speed.block_attention": False}, {"speed.fused_functions": False}),
     ]
     for change in changes:
-        assert resumed.differences(setting({}), setting(change)), change
+        assert resumed.changed_values(setting({}), setting(change)), change
     offloaded = Config().model_copy(update={"fsdp": FsdpConfig(cpu_offload=True)})  # a rule wants a GPU for it
     assert compatibility.bitwise_setting(offloaded, WORLD)["cpu_offload"]
     by_the_machine = {
@@ -94,11 +94,11 @@ def test_what_changes_the_last_bits_is_part_of_the_setting() -> None:
     # what is computed again is compiled into the backward pass: bfloat16 was rounded elsewhere with "selective"
     compiled = {"compile.enabled": True, "compile.backend": "eager"}
     recomputed = {"activation_checkpointing.mode": "full", "activation_checkpointing.every": 1}
-    assert resumed.differences(setting(compiled), setting(compiled | recomputed))
+    assert resumed.changed_values(setting(compiled), setting(compiled | recomputed))
     changed = {key for change in (*changes, recomputed) for key in change} - {"fsdp.dp_shard"}
     assert schema.bitwise_keys().keys() == {*changed, "fsdp.blocks_per_group", "fsdp.dp_replicate", *by_the_machine}
     same = {"fsdp.reshard_after_forward": False, "activation_checkpointing.mode": "full", "run.name": "x"}
-    assert not resumed.differences(setting({}), setting(same | {"speed.gc_every": 0}))
+    assert not resumed.changed_values(setting({}), setting(same | {"speed.gc_every": 0}))
 
 
 def test_the_whole_setting_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
