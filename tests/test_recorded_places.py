@@ -863,6 +863,7 @@ def together(rank: int) -> dict[str, Any]:
     reasons = ("", "run.max_minutes", "SIGTERM", "")
     log = Stub(info=lambda *line: said.append(line[0]), record=lambda *r: said.append(r[0]), attempt=2)
     checkpointer = Stub(folder=Path("x"), damaged=[7], forked_from=None, _n_bytes=lambda: 40 + rank)
+    checkpointer.ruined_from = lambda _: 99
     checkpointer.process, checkpointer.require_space = one, lambda: None
     session = Stub(state=Stub(step=6), process=one, config=config, log=log, checkpointer=checkpointer, model=None)
     session.preemption, session.meter = Stub(agreed=False, reason=reasons[rank]), None
