@@ -28,9 +28,13 @@ def within_documents(positions: Tensor, *, dense: bool, window: int = 0) -> Any:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
     """Compute attention.attend with a BlockMask."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # only compiled is it a fused kernel; a compiled block includes it
+    compute: Any = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
     shared = {"enable_gqa": True} if q.shape[2] != k.shape[2] else {}
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    out: Tensor = _flex_attention()(q, k, v, block_mask=mask, **shared)
+    out: Tensor = compute(q, k, v, block_mask=mask, **shared)
     return out.transpose(1, 2)
 
 
@@ -80,25 +84,10 @@ def _in_order(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
 
-def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function so that selective checkpointing can see, and keep, its result."""
     try:
         return torch.compile(function, options={"wrap_inductor_compiled_regions": True})
     except RuntimeError:  # this torch has no such option
         return torch.compile(function)
-
-
-@functools.cache
-def _flex_attention_compiled() -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return compiled(flex_attention)
-
-
-def _flex_attention() -> Callable[..., Any]:
-    """Return FlexAttention, compiled: only then is it a fused kernel."""
-    if torch.compiler.is_compiling():  # the block's compilation includes it
-        from torch.nn.attention.flex_attention import flex_attention
-
-        return flex_attention
-    return _flex_attention_compiled()

@@ -177,7 +177,7 @@ def _within_replica(matrices: list[nn.Parameter], rows: list[Tensor], first: int
     # (owned, M with padding, N)
     wholes = received.view(n_holders, n_owned, per_rank, n).transpose(0, 1).flatten(1, 2)
     if n_owned:
-        _iterate(wholes[:, :m].mT if by_columns else wholes[:, :m])
+        _orthogonalise_whole(list(wholes[:, :m].mT if by_columns else wholes[:, :m]))
     received = wholes.unflatten(1, (n_holders, per_rank)).transpose(0, 1).flatten(0, 1)
     dist.all_to_all_single(sent, received, to_owners, from_ranks, group=group)
     for place, i in zip(sent, by_owner, strict=False):
@@ -186,16 +186,13 @@ def _within_replica(matrices: list[nn.Parameter], rows: list[Tensor], first: int
 
 
 def _orthogonalise_whole(matrices: list[Tensor]) -> None:
-    """Orthogonalise unsharded matrices (M, N) of one shape, in place."""
-    batch = torch.stack(matrices).to(dtype_of_iteration(on_gpu=matrices[0].is_cuda))
-    _iterate(batch)
-    torch._foreach_copy_(matrices, list(batch))
-
-
-def _iterate(matrices: Tensor) -> None:
-    """Apply Newton-Schulz to matrices (B, M, N) in place: on a GPU as a batch, on a CPU one by one."""
-    for part in [matrices] if matrices.is_cuda else matrices:
-        part.copy_(newton_schulz(part))
+    """Orthogonalise whole matrices (M, N) of one shape, in place: on a GPU as a batch, on a CPU one by one."""
+    dtype = dtype_of_iteration(on_gpu=matrices[0].is_cuda)
+    if matrices[0].is_cuda:
+        torch._foreach_copy_(matrices, list(newton_schulz(torch.stack(matrices).to(dtype))))
+        return
+    for matrix in matrices:
+        matrix.copy_(newton_schulz(matrix.to(dtype)))
 
 
 def newton_schulz(x: Tensor) -> Tensor:
