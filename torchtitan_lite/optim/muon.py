@@ -146,8 +146,8 @@ def orthogonalise(matrices: list[nn.Parameter], rows: list[Tensor], first: int) 
         return
     dtype = dtype_of_iteration(on_gpu=rows[0].is_cuda)
     sent = rows[0].new_zeros(-(-len(rows) // n_replicas), *rows[0].shape, dtype=dtype)
-    for place, i in zip(sent, own, strict=False):
-        place.copy_(rows[i])
+    if own:
+        torch._foreach_copy_(list(sent[: len(own)]), [rows[i] for i in own])
     received = sent.new_empty(n_replicas, *sent.shape)
     dist.all_gather(list(received), sent, group=group)
     torch._foreach_copy_(rows, [received[(first + i) % n_replicas, i // n_replicas] for i in range(len(rows))])
@@ -169,9 +169,11 @@ def _within_replica(matrices: list[nn.Parameter], rows: list[Tensor], first: int
     sent = rows[0].new_zeros(
         len(rows) if rank < n_holders else 0, per_rank, n, dtype=dtype_of_iteration(on_gpu=rows[0].is_cuda)
     )
-    for place, i in zip(sent, by_owner, strict=False):
-        place[: len(rows[i])].copy_(rows[i])
-        to_owners[owners[i]] += 1
+    places = [place[: len(rows[i])] for place, i in zip(sent, by_owner, strict=False)]
+    ours = [rows[i] for i in by_owner[: len(places)]]
+    if places:
+        torch._foreach_copy_(places, ours)
+        to_owners = [owners.count(owner) for owner in range(n_ranks)]
     received = sent.new_empty(n_holders * n_owned, per_rank, n)
     dist.all_to_all_single(received, sent, from_ranks, to_owners, group=group)
     # (owned, M with padding, N)
@@ -180,8 +182,8 @@ def _within_replica(matrices: list[nn.Parameter], rows: list[Tensor], first: int
         _orthogonalise_whole(list(wholes[:, :m].mT if by_columns else wholes[:, :m]))
     received = wholes.unflatten(1, (n_holders, per_rank)).transpose(0, 1).flatten(0, 1)
     dist.all_to_all_single(sent, received, to_owners, from_ranks, group=group)
-    for place, i in zip(sent, by_owner, strict=False):
-        rows[i].copy_(place[: len(rows[i])])
+    if places:
+        torch._foreach_copy_(ours, places)
     return None
 
 
