@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 import torchtitan_lite as ttl
 from tests.docs.pages import blocks
 from tests.helpers import ROOT, checkpoint, ranks, succeeded, tensors, tiny
+from torchtitan_lite.tools import checkpoints
 
 BLOCKS = blocks((ROOT / "docs/checkpoints.md").read_text(), "python")
 FULL, BY_TORCH, INTO_STATES, SHARDED, JOINED, _ = BLOCKS
@@ -75,3 +76,21 @@ def test_a_sharded_checkpoint(
         assert parameter.equal(saved[name])
         for key, value in optimizer.state[parameter].items():
             assert value.equal(saved[f"state.{name}.{key}"])
+
+
+def test_shards_of_another_save_are_named_and_not_read(
+    sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A copy that merges two saves of a step, on 2 ranks and on 3."""
+    folder = copied(sharded, tmp_path / "runs/sharded")
+    assert checkpoints.main(["verify", str(folder)]) == 0
+    assert "note" not in capsys.readouterr().out
+    old = checkpoint(sharded, 2) / "shard-00000-of-00002.safetensors"
+    stray = shutil.copy(old, folder / "shard-00000-of-00003.safetensors")
+    assert checkpoints.main(["verify", str(folder)]) == 0
+    assert f"note    {stray}: not of this checkpoint" in capsys.readouterr().out
+    weights, saved = run(SHARDED, tmp_path, monkeypatch)["weights"], tensors(folder)
+    assert all(weights[name].equal(saved[name]) for name in weights)
+    (folder / "shard-00001-of-00002.safetensors").unlink()
+    with pytest.raises(FileNotFoundError):
+        run(SHARDED, tmp_path, monkeypatch)
