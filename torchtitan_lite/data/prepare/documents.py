@@ -134,11 +134,6 @@ _QUOTED = (
     "has a field in quotation marks that spans lines or names a column; in a .tsv each line is a row, and a quotation "
     "mark is text: rename the file to .csv (which may be separated by tabs), or write it without quoting"
 )
-_DOUBLED = Unusable(
-    "a field in quotation marks",
-    'has a text in quotation marks with doubled ones in it, as pandas writes "a"; in a .tsv a quotation mark is text: '
-    "rename the file to .csv (which may be separated by tabs), or write it without quoting",
-)
 _HOW = (
     "--text-key (data.text_key) can name another, or several that are tried in order (--text-key=text,body); pairs "
     "have --source-key and --target-key"
@@ -265,19 +260,12 @@ def _table(stream: BinaryIO, corpus: Corpus, delimiters: str) -> Read:
             if not at and row:
                 at, width = _positions(row, corpus), len(row)
             elif row and max(at) < len(row) <= width:
-                cells = [row[i] for i in at]
-                yield place, _DOUBLED if by_line and any(map(_is_quoted, cells)) else cells
+                yield place, [row[i] for i in at]
             elif row:  # e.g. an unquoted comma cuts a text, and moves the rest into the next column
                 yield place, Unusable("a row of the wrong length", f"has {len(row)} columns, its header has {width}")
             place, last = (place if by_line else quoted.line_num) + 1, row[-1] if row else last
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"the row at line {place}: {error}") from None
-
-
-def _is_quoted(cell: str) -> bool:
-    """Whether a cell was written as pandas does: all of it in quotation marks, and each one in its text doubled."""
-    inner = cell[1:-1]
-    return cell[:1] == cell[-1:] == '"' in inner and '"' not in inner.replace('""', "")
 
 
 def _decoded(stream: BinaryIO) -> Iterator[str]:
