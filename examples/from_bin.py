@@ -60,6 +60,10 @@ def copy(train: Sequence[Path], held_out: Sequence[Path], tokenizer_json: Path, 
     unknown, dtype = unknown_token(tokenizer, marks[0]), metas.token_dtype(vocab_size)
     lengths = bytes_per_token(tokenizer, marks)
     n_tokens, n_documents, n_bytes, n_unknown = [1, 1], [0, 0], [0, 0], 0  # train and val
+    for file in (*train, *held_out):
+        tokens_of(file)  # refuses a damaged one before anything is written
+    if out.exists():
+        raise DataError(f"{out} exists: delete it if it is of an earlier attempt, or name another folder")
     out.mkdir(parents=True)
     (out / "tokenizer.json").write_text(tokenizer.to_str(pretty=True))
     for i, (split, files) in enumerate(zip(metas.SPLITS, (train, held_out), strict=True)):

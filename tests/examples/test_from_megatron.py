@@ -206,3 +206,7 @@ def test_a_bad_token_file_is_refused(
     (file := tmp_path / "a.bin").write_bytes(content)
     assert from_bin.main([*words(usual, tmp_path / "out", file), "--held-out", str(file)]) == 2
     assert message in capsys.readouterr().err
+    (tmp_path / "out").mkdir(exist_ok=True)  # nothing was written, unless a token is wrong
+    file.write_bytes(struct.pack("<2H", 5, 6))
+    assert from_bin.main([*words(usual, tmp_path / "out", file), "--held-out", str(file)]) == 2
+    assert "out exists: delete it if" in capsys.readouterr().err

@@ -206,6 +206,8 @@ def test_import_opens_the_weights_and_says_what_a_start_would_say(theirs: Path, 
         with pytest.raises(UserError, match=f"(?s){message}") if message else contextlib.nullcontext():
             [*section(tmp_path / folder)]
     assert f'path = "{theirs}"' in [*section(tmp_path / "untold", theirs)]
+    with pytest.raises(CheckpointError, match="is of a LoRA adapter: merge_and_unload"):
+        open_model(tmp_path / "adapter", torch.device("cpu"), torch.float32)
 
 
 def test_a_shorter_context_is_accepted_where_positions_are_computed(theirs: Path) -> None:
@@ -258,15 +260,21 @@ def test_the_begin_token_is_that_of_the_pretraining(
     assert hf.begin_tokens(tmp_path, with_marks(tmp_path, first, **files)) == expected
 
 
-@pytest.mark.parametrize(("kind", "bos"), [("Llama", 257), ("Qwen2", 257), ("Olmo2", None)])
-def test_a_begin_token_is_kept_from_the_import_to_the_export(kind: str, bos: int | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "bos", "eos"), [("Llama", 257, 258), ("Qwen2", 257, [258, 7]), ("Olmo2", None, [258])]
+)
+def test_a_begin_token_is_kept_from_the_import_to_the_export(
+    kind: str, bos: int | None, eos: int | list[int], tmp_path: Path
+) -> None:
     """Llama has it in documents, prompts and exported text. The others only name one, which an export keeps.
 
-    The end token is that of the import too, although the tokenizer has <|endoftext|>.
+    The end token is that of the import too, although the tokenizer has <|endoftext|>. An export keeps further ones.
     """
     texts = ["".join("abc defg hij klm"[(i + 3) * j % 16] for j in range(9 + i % 9)) for i in range(60)]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in texts))
-    config = getattr(transformers, f"{kind}Config")(**SHAPE | {**NAMED, "vocab_size": 259, "bos_token_id": bos})
+    config = getattr(transformers, f"{kind}Config")(
+        **SHAPE | {"vocab_size": 259, "bos_token_id": bos, "eos_token_id": eos}
+    )
     config.pad_token_id, theirs = None, tmp_path / "theirs"
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(theirs)
     tokenizer, first = with_marks(theirs), [257] if kind == "Llama" else []
@@ -292,8 +300,9 @@ def test_a_begin_token_is_kept_from_the_import_to_the_export(kind: str, bos: int
     succeeded(python("export", str(run), str(out), script="checkpoint.py"))
     exported = open_model(out, torch.device("cpu"), torch.float32)
     words, ours = (json.loads((out / f"{name}.json").read_text()) for name in ("tokenizer_config", "config"))
-    assert (ours["bos_token_id"], words["add_bos_token"]) == (bos, bool(first))
-    assert (opened.begin, opened.ends) == (exported.begin, exported.ends) == ((*first,), (258,))
+    assert (ours["bos_token_id"], ours["eos_token_id"], words["add_bos_token"]) == (bos, eos, bool(first))
+    assert opened.begin == exported.begin == (*first,)
+    assert (*opened.ends,) == (258,) == exported.ends[:1]
     assert transformers.PreTrainedTokenizerFast.from_pretrained(out)("abc")["input_ids"] == [
         *first,
         *tokenizer.encode("abc", add_special_tokens=False).ids,

@@ -30,6 +30,13 @@ from torchtitan_lite.process import fork_command
 from torchtitan_lite.terminal import counted
 
 
+def _imported(config_json: Path) -> dict[str, Any]:
+    """Return what an export gives back: the `bos_token_id`, and `eos_token_id` if it lists several."""
+    content = storage.read_json(config_json)
+    ends = content.get("eos_token_id")
+    return {"bos_token_id": content.get("bos_token_id"), **({"eos_token_id": ends} if isinstance(ends, list) else {})}
+
+
 def fresh_state(
     config: Config, data: DataSet, process: Process, validation: Mapping[str, int], tasks: Mapping[str, str]
 ) -> TrainState:
@@ -40,7 +47,7 @@ def fresh_state(
         begin_tokens=[*data.sources[0].meta.marks[1:]],
         imported={}
         if not config.model.init_from or config.has_checkpoint or config.checkpoint.resume
-        else {"bos_token_id": storage.read_json(source / "config.json").get("bos_token_id")}
+        else _imported(source / "config.json")
         if (source / "config.json").is_file()
         else storage.read_state(find(source, "size")[0]).imported,
         validation=validation,

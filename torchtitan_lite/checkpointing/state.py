@@ -18,7 +18,7 @@ class TrainState:
     loss_since: list[float] = field(default_factory=lambda: [0.0, 0.0])  # see metrics.Meter
     end_token: int = 0  # token id
     begin_tokens: list[int] = field(default_factory=list)  # id of the token that begins each document, if any
-    imported: Mapping[str, Any] = field(default_factory=dict)  # bos_token_id of the config.json that it started from
+    imported: Mapping[str, Any] = field(default_factory=dict)  # from the config.json that it started from
     validation: Mapping[str, int] = field(default_factory=dict)  # its sequences, see scoring/validation.py
     tasks: Mapping[str, str] = field(default_factory=dict)  # by task: a hash of its questions
     must_match: Mapping[str, Any] = field(default_factory=dict)  # hashes and derived values, see compatibility.py

@@ -281,7 +281,8 @@ def export(source: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str
         if tokenizer.is_file():
             _write_tokenizer(temporary, bpe.load(tokenizer), state, config)
         # readers would use the architecture's defaults, which are wrong for our vocabulary
-        content["eos_token_id"] = state.end_token
+        ends = state.imported.get("eos_token_id", [])
+        content["eos_token_id"] = ends if state.end_token in ends else state.end_token
         if config.family != "t5":
             content["bos_token_id"] = [*state.begin_tokens, state.imported.get("bos_token_id", state.end_token)][0]
         (temporary / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -96,7 +96,7 @@ def open_model(
         DataError: there is no tokenizer.json, or it has too many entries for the model.
     """
     folder, notes, trained, state, prefix = paths.expand(path), list[str](), None, None, ""
-    if (folder / "config.json").is_file():
+    if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         if ema:
             raise CheckpointError(f"--ema: {path} is a Hugging Face folder; the averages are in the run's checkpoints")
         run, config, ends = folder, hf.config_of(folder), hf.end_tokens(folder)
