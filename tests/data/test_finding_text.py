@@ -73,3 +73,12 @@ def test_unreadable_folders_are_errors() -> None:
         finally:
             os.seteuid(user)
             secret.chmod(0o755)
+
+
+def test_a_folder_of_save_to_disk_is_told_how_to_become_text(tmp_path: Path) -> None:
+    """The JSON beside its .arrow files is no text."""
+    disk = tree(tmp_path, "train/data-00000-of-00001.arrow", "train/dataset_info.json", "train/state.json")
+    with pytest.raises(
+        DataError, match=r"train was written by save_to_disk, .*load_from_disk\('.*train'\)\.to_parquet"
+    ):
+        found(disk)

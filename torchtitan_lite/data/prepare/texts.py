@@ -140,6 +140,11 @@ def find(
         others: dict[Path, str] = {}
         for path in matching(entry):
             for file in files_below(path, hidden=as_1_0) if path.is_dir() else [path]:
+                if file.suffix == ".arrow" and (file.parent / "dataset_info.json").is_file():
+                    raise DataError(
+                        f"{file.parent} was written by save_to_disk, and .arrow files are not read; "
+                        f"datasets.load_from_disk({str(file.parent)!r}).to_parquet('text.parquet') writes one that is"
+                    )
                 reader = kind(file, (*suffixes, "") if file == path else suffixes)
                 left_out = "hidden" if file.name.startswith(".") and file != path else _if_empty(file) if reader else ""
                 left_out = reader * (reader in JSON_LINES) if as_1_0 else left_out
