@@ -138,6 +138,7 @@ READ: list[tuple[str, Any, tuple[str | list[str], ...]]] = [
     ("a.parquet", pyarrow.table({"a": [{"b": "x"}, None, {"b": None}], "c": ["", "z", "w"]}), (["a.b", "c"],)),
     ("a.parquet", {"body": ["a"], "id": ["1"]}, (["text", "abstract"],)),
     ("a.tsv", b'id\ttext\n1\ta\n2\t"s ""hi"""\n3\t"a" or "b"\n4\t""hi""\n5\t"""hi"" b"\n"6""x"\tc\n7\t"\n', ("text",)),
+    ("a.txt", "\ufeffa\nb".encode("utf-16-le"), ()),
 ]  # fmt: skip
 
 

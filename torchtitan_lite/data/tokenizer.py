@@ -112,7 +112,8 @@ def end_token(tokenizer: Tokenizer, name: str = "", verb: str = "end") -> int:
     raise DataError(
         f"tokenizer.{verb}_token: the tokenizer has no entry {name or ' or '.join(_KNOWN_ENDS)} to {verb} a document "
         "with; "
-        f"its special entries are {', '.join(special) or '-'}"
+        f"its special entries are {', '.join(special) or '-'}; "
+        f"--tokenizer.{verb}_token (prepare --{verb}-token) names another entry"
     )
 
 

@@ -246,7 +246,8 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
         try:
             weights |= load_file(folder / name)
         except Exception as error:  # e.g. an incomplete download
-            raise CheckpointError(f"{folder / name} can't be read: {_instead(folder / name, error)}") from None
+            advice = _instead(folder / name, f"{error} (if it is cut off, download it again)")
+            raise CheckpointError(f"{folder / name} can't be read: {advice}") from None
     return weights
 
 

@@ -152,7 +152,9 @@ def read_txt(stream: BinaryIO, corpus: Corpus) -> Read:
             yield line, [pending[:cut].decode()]
         except UnicodeDecodeError as error:
             at = line + pending.count(b"\n", 0, error.start)
-            yield at, Unusable("not UTF-8", f"byte {pending[error.start]:#04x} is not utf-8")
+            is_utf16 = pending.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+            how = " (the file is UTF-16: iconv -f UTF-16 -t UTF-8 converts it)" * is_utf16
+            yield at, Unusable("not UTF-8", f"byte {pending[error.start]:#04x} is not utf-8{how}")
         line += pending.count(b"\n", 0, cut)
         pending = pending[cut:]
 
