@@ -32,7 +32,7 @@ class GradScaler:
         self._good_steps = torch.tensor(int(state.get("good_steps", 0)), device=device)
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Return the loss to call backward on. Gradients stay scaled until `clip_gradients`."""
+        """Return the loss to call backward on. Gradients stay scaled until `clip_factor` unscales them."""
         return loss * self.scale if self.enabled else loss
 
     @torch.no_grad()
