@@ -116,7 +116,7 @@ def test_a_verification_may_take_longer_than_a_step(
 @pytest.mark.parametrize(("fault", "more", "whom"), [
     ("hang:1:5:write", SHARDED, "rank 1 (saving step 5: writing shard-00001-of-00002.safetensors)"),
     pytest.param("hang:0:5:write", {}, "rank 0 (saving step 5: writing model.safetensors)", marks=slow),
-    pytest.param("hang:0:5:commit", {}, "rank 0 (saving step 5: making or committing its folder)", marks=slow),
+    pytest.param("hang:0:5:commit", {}, "rank 0 (saving step 5: committing its folder)", marks=slow),
     pytest.param("hang:1:5:save", {}, "rank 1 (step 5, computing)", marks=slow),
     pytest.param(
         "hang:1:5:sync", {**SHARDED, "checkpoint__async_save": True},
