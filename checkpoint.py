@@ -27,7 +27,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.checkpointing import full_state, progress, tensor_names  # before torch
+from torchtitan_lite import progress
+from torchtitan_lite.checkpointing import full_state, tensor_names  # before torch
 
 # isort: split
 from torch.distributed import checkpoint as dcp
@@ -45,7 +46,7 @@ from torchtitan_lite.checkpointing.shards import Layout, Reads, read_places, rea
 from torchtitan_lite.checkpointing.storage import MODEL, OPTIMIZER
 from torchtitan_lite.checkpointing.tensor_names import Tensors
 from torchtitan_lite.checkpointing.torch_storage import PartsReader, SyncingWriter, failures
-from torchtitan_lite.distributed.ranks import on_all, on_rank0
+from torchtitan_lite.distributed.exchange import on_all, on_rank0
 from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.optim.optimizer import kept_hyperparameters
 

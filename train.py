@@ -33,8 +33,8 @@ from torchtitan_lite.config.sections.log import METRICS
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import Batch, Loader, PrefetchingLoader
-from torchtitan_lite.data.objectives import open_samples
-from torchtitan_lite.distributed import blocks, parallelize
+from torchtitan_lite.data.open_samples import open_samples
+from torchtitan_lite.distributed import fsdp, recompute_and_compile
 from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.process_group import (
     Process,
@@ -43,13 +43,13 @@ from torchtitan_lite.distributed.process_group import (
     process_group,
     set_group_timeouts,
 )
+from torchtitan_lite.environment import env_int, local_rank, prepare_process, world_size
 from torchtitan_lite.errors import run_cli
 from torchtitan_lite.optim import optimizer as optim
 from torchtitan_lite.optim.finite_guard import FiniteGuard, Guard
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.groups import freeze
 from torchtitan_lite.optim.step_record import StepRecord
-from torchtitan_lite.process import env_int, local_rank, prepare_process, world_size
 from torchtitan_lite.run import attempts, checks, out_of_memory, run_folder, start_and_end
 from torchtitan_lite.run.between_steps import (
     build_periodic_work,
@@ -247,15 +247,15 @@ def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh, *, widen: b
     #                      nn.RMSNorm, rotate: fewer passes over memory, cpu/fused.py    speed.fused_functions
     #                      cross_entropy: in chunks that fit the cache, cpu/loss.py      speed.chunked_loss
     #                      nn.Linear, multiply, attend, cross_entropy: float32 if the
-    #                      CPU has no 16-bit matmuls, cpu/widen.py                       speed.widen_matmuls
+    #                      CPU has no 16-bit matmuls, cpu/float32_matmuls.py                       speed.widen_matmuls
     #     of FSDP2         collectives of one machine: cpu/shared_memory.py              speed.shared_memory
     if mesh.device_type == "cpu":
         cpu.apply(model, config.speed, widen=widen)
     # The order matters: checkpointing replaces a block's forward, compilation takes the result, and fully_shard puts
     # its hooks (all-gather before, reshard after) around both.
-    blocks.apply_activation_checkpointing(model, config.activation_checkpointing)
-    blocks.apply_compile(model, config.compile, dynamic_shapes=config.data.objective == "pairs")
-    parallelize.apply_fsdp(model, mesh, config.fsdp)
+    recompute_and_compile.apply_activation_checkpointing(model, config.activation_checkpointing)
+    recompute_and_compile.apply_compile(model, config.compile, dynamic_shapes=config.data.objective == "pairs")
+    fsdp.apply_fsdp(model, mesh, config.fsdp)
     if config.speed.float8:
         float8.gather_in_float8(model)
     if config.speed.shared_memory:
@@ -312,7 +312,7 @@ def train_step(s: Session, step: int) -> StepRecord:
     """Run one optimizer step: forward and backward per micro-batch, one all-reduce of sums, clipping, the update."""
     config = s.config
     if config.fsdp.explicit_prefetching:
-        parallelize.unshard_first(s.model)  # this all-gather overlaps with fetching the batch
+        fsdp.unshard_first(s.model)  # this all-gather overlaps with fetching the batch
     with s.meter.timing("data_s"):
         size = config.train.batch_size(step)  # of all ranks together
         # samples_consumed, moved past any range of data.skip_samples that the batch would overlap
@@ -360,7 +360,7 @@ def forward_backward(s: Session, step: int, batch: Batch) -> Tensor:
         seed = torch.manual_seed if device.type == "cuda" else torch.default_generator.manual_seed
         seed(forward_seed(s.config.run.seed, step, i, process.rank))
         # By default each backward reduces, and gradients accumulate as shards. grad_sync can defer the reduction.
-        parallelize.before_micro_batch(s.model, s.config.fsdp, last=i == len(batch.micro_batches) - 1)
+        fsdp.before_micro_batch(s.model, s.config.fsdp, last=i == len(batch.micro_batches) - 1)
         loss = s.model(**micro.on(device))  # summed over this rank's targets
         # FSDP2's reduce-scatter AVERAGES gradients over ranks. The gradient of the mean loss per token is their SUM,
         # divided by the global batch's number of valid targets. So multiply the average by the number of ranks. (gloo

@@ -32,7 +32,7 @@ from tests.checkpointing.test_checkpoint_memory import peak_of
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.checkpointing.tensor_names import by_file, by_name, optimizer_tensors, own_tensors
+from torchtitan_lite.checkpointing.tensor_names import by_file, by_name, model_tensors, optimizer_tensors
 from torchtitan_lite.config import load as settings
 from torchtitan_lite.config.schema import CheckpointConfig, Config, RunConfig
 from torchtitan_lite.distributed.initialize import materialize
@@ -79,7 +79,7 @@ class Bench:
         self.step = 0
 
     def state(self) -> dict[str, Tensor]:
-        return by_name(own_tensors(self.model), optimizer_tensors(self.model, self.optimizer))
+        return by_name(model_tensors(self.model), optimizer_tensors(self.model, self.optimizer))
 
     def parts(self) -> list[Tensor]:
         return [t.to_local() if isinstance(t, DTensor) else t for t in self.state().values()]

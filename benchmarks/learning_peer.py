@@ -42,7 +42,7 @@ from torchtitan_lite.config.schema import ModelConfig, RunConfig
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.loader import Loader
-from torchtitan_lite.data.objectives import open_samples
+from torchtitan_lite.data.open_samples import open_samples
 from torchtitan_lite.distributed.process_group import process_group
 from torchtitan_lite.models.induction import entries
 from torchtitan_lite.models.loss import IGNORE

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_lite.process import usable_cores
+from torchtitan_lite.environment import usable_cores
 
 FLAGS = "avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16"
 # MKL multiplies float32, oneDNN 16-bit matrices; the third limits torch's own kernels

@@ -162,9 +162,9 @@ def transformers(process: Process, folder: Path, replicas: int, dtype: str, step
         loss, n_targets, size = torch.zeros(()), (targets != IGNORE).sum(), micro_batch(n, dtype)
         # a different layout from this project's: sequence i goes to rank i % n
         mine = (rows[process.rank :: n].contiguous().split(size) for rows in (tokens, targets))
-        for part, goals in zip(*mine, strict=True):
+        for part, labels in zip(*mine, strict=True):
             # the targets are already shifted; `labels` only requests a loss
-            out = model(input_ids=part, labels=goals, shift_labels=goals, num_items_in_batch=n_targets)
+            out = model(input_ids=part, labels=labels, shift_labels=labels, num_items_in_batch=n_targets)
             (out.loss * n).backward()
             loss += out.loss.detach()
         dist.all_reduce(loss)

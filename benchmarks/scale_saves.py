@@ -30,7 +30,7 @@ import train
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord, layout
 from torchtitan_lite.checkpointing.shards import INFO, Layout, Reads, layout_of
-from torchtitan_lite.checkpointing.tensor_names import by_name, optimizer_tensors, own_tensors
+from torchtitan_lite.checkpointing.tensor_names import by_name, model_tensors, optimizer_tensors
 from torchtitan_lite.checkpointing.torch_storage import PartsReader
 from torchtitan_lite.config import cli
 from torchtitan_lite.distributed.process_group import build_mesh
@@ -60,7 +60,7 @@ def tensors_of(name: str, replicas: int) -> dict[str, Tensor]:
     optimizer = torch.optim.AdamW(model.parameters())
     for p in model.parameters():
         optimizer.state[p] = {"step": torch.tensor(0.0), **{k: torch.zeros_like(p) for k in ("exp_avg", "exp_avg_sq")}}
-    return by_name(own_tensors(model), optimizer_tensors(model, optimizer))
+    return by_name(model_tensors(model), optimizer_tensors(model, optimizer))
 
 
 def header(plan: Layout, rank: int, path: Path) -> int:

@@ -28,8 +28,8 @@ import torch
 from benchmarks.contenders import CONTENDERS, EXTRA, GROWTH, MATMULS, SHAPES, STAND_INS, WIDENED, Shape, missing
 from benchmarks.machine import cpu
 from tests.forkserver import free_port
-from torchtitan_lite.cpu.widen import slow_dtypes
-from torchtitan_lite.process import usable_cores
+from torchtitan_lite.cpu.float32_matmuls import slow_dtypes
+from torchtitan_lite.environment import usable_cores
 
 ROOT = Path(__file__).parent.parent
 OURS = "torchtitan_lite"

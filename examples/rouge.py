@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from rouge_score.rouge_scorer import RougeScorer
 
-from torchtitan_lite.data.objectives import open_samples
+from torchtitan_lite.data.open_samples import open_samples
 from torchtitan_lite.data.pairs import questions
 from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.models.generation import is_encoder_decoder

@@ -1,4 +1,4 @@
-"""A mark for `ranks.on_rank0`: a collective that begins in a marked thread raises at once, instead of waiting forever.
+"""A mark for `exchange.on_rank0`: a collective of a marked thread raises at once, instead of waiting forever.
 
 With one rank too, where a collective returns. conftest and the server of forked ranks install it.
 """
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_lite.cpu.barrier import Barrier
-from torchtitan_lite.distributed import ranks
+from torchtitan_lite.distributed import exchange
 
 # what no operator of torch tells: the start of a group or mesh, shared memory, and a gather from a single rank
 OTHERS = (dist, "new_group"), (DeviceMesh, "__init__"), (Barrier, "wait"), (DTensor, "redistribute")
@@ -34,7 +34,7 @@ class Refusing(TorchDispatchMode):
 
 
 class Mark(threading.local):
-    """See `ranks.mark`. Another `on_rank0` inside is refused: with several ranks, it is a collective."""
+    """See `exchange.mark`. Another `on_rank0` inside is refused: with several ranks, it is a collective."""
 
     refusing: Refusing | None = None
 
@@ -55,8 +55,8 @@ class Mark(threading.local):
 
 def install() -> None:
     """Put the mark in place, once in a process."""
-    if not isinstance(ranks.mark, Mark):
-        ranks.mark = mark = Mark()
+    if not isinstance(exchange.mark, Mark):
+        exchange.mark = mark = Mark()
         for owner, name in OTHERS:
             setattr(owner, name, _refused(mark, getattr(owner, name)))
 

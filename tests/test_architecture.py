@@ -16,7 +16,7 @@ PACKAGE = ROOT / "torchtitan_lite"
 ROOMS = [
     ["terminal", "files"],
     ["errors"],
-    ["hints", "process"],
+    ["hints", "environment", "progress"],
     ["config"],
     ["models"],
     ["data", "distributed"],
@@ -84,9 +84,7 @@ def test_models_do_not_use_torch_distributed() -> None:
 def test_the_readme_names_the_recipe_and_its_sum() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     of_step, of_save = recipe(ROOT)
-    assert {"train.py", "loader.py", "parallelize.py", "attention.py", "muon.py"} <= {
-        Path(file).name for file in of_step
-    }
+    assert {"train.py", "loader.py", "fsdp.py", "attention.py", "muon.py"} <= {Path(file).name for file in of_step}
     assert {"checkpoint.py", "save.py"} <= {Path(file).name for file in of_save}
     said = re.findall(r"about ([\d,]+) lines", readme)
     for number, files in zip(said, (of_step, of_save), strict=True):

@@ -19,7 +19,7 @@ import torch
 
 from tests.recorded import assert_recorded
 from tests.run.test_recorded_lines import ONE_SOURCE, PAIRS, SAMPLES, T5, config_of, data_lines, result
-from torchtitan_lite import process
+from torchtitan_lite import environment
 from torchtitan_lite.checkpointing import compatibility, safetensors_file, storage
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import GradScalerConfig, SpikeConfig
@@ -36,9 +36,8 @@ from torchtitan_lite.optim.step_record import Numbers, StepRecord
 from torchtitan_lite.run import between_steps, checks, metrics, session, tasks
 from torchtitan_lite.scoring import brackets, find_tasks, task_scores
 from torchtitan_lite.scoring.likelihood import Window
-from torchtitan_lite.tools import dry_run, generate, load_model, status
+from torchtitan_lite.tools import dry_run, generate, load_model, status, which
 from torchtitan_lite.tools.estimate import planned_run
-from torchtitan_lite.tools.incidents import which
 
 CPU, INF, NAN = torch.device("cpu"), math.inf, math.nan
 Stub: Any = SimpleNamespace
@@ -173,7 +172,7 @@ def listed(n_steps: int, n_rows: int, n_characters: int) -> Any:
         "without": lambda *_: [[3, 4]] if n_steps > 1 else [],
     }
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        patched(lambda: which._run(options), **{f"tools__incidents__which__{name}": f for name, f in names.items()})
+        patched(lambda: which._run(options), **{f"tools__which__{name}": f for name, f in names.items()})
     return [len(lines := out.getvalue().splitlines()), *lines[:3], lines[-1]]
 
 
@@ -400,10 +399,10 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     ),
     "threads": (
         lambda words, launched, cores, quota: patched(
-            lambda: process.cpu_threads(0),
-            process__os__environ={"OMP_NUM_THREADS": words} | ({"LOCAL_WORLD_SIZE": launched} if launched else {}),
-            process__usable_cores=lambda: cores,
-            process__quota_of_cores=lambda: quota,
+            lambda: environment.cpu_threads(0),
+            environment__os__environ={"OMP_NUM_THREADS": words} | ({"LOCAL_WORLD_SIZE": launched} if launched else {}),
+            environment__usable_cores=lambda: cores,
+            environment__quota_of_cores=lambda: quota,
         ),
         [
             *((n, "", 6, 0) for n in ("0", "1", "4096", "4097", "-1", "x", "")),

@@ -18,13 +18,13 @@ import train
 from tests.recorded import assert_recorded
 from tests.run.test_recorded_lines import BF16, PAIRS, config_of, named, result
 from tests.test_recorded_limits import CPU, Stub, patched
-from torchtitan_lite import api, errors, process
-from torchtitan_lite.checkpointing import find, progress, safetensors_file, save, storage
+from torchtitan_lite import api, environment, errors, progress
+from torchtitan_lite.checkpointing import find, safetensors_file, save, storage
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import cli, load
 from torchtitan_lite.config.rules import local
 from torchtitan_lite.config.schema import RunConfig
-from torchtitan_lite.cpu import apply_shared_memory, widen, widens
+from torchtitan_lite.cpu import apply_shared_memory, float32_matmuls, widens
 from torchtitan_lite.distributed import generating, process_group
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.optim.step_record import StepRecord
@@ -43,10 +43,9 @@ from torchtitan_lite.run import (
 from torchtitan_lite.run.session import Periodic
 from torchtitan_lite.run.watchdog import Place, Watchdog
 from torchtitan_lite.scoring import likelihood
-from torchtitan_lite.tools import checkpoints, dry_run, generate, load_model, modes
+from torchtitan_lite.tools import checkpoints, dry_run, generate, load_model, modes, replay
 from torchtitan_lite.tools.evaluation import evaluate
 from torchtitan_lite.tools.evaluation.documents import Texts
-from torchtitan_lite.tools.incidents import replay
 
 GPU, GONE, TENSOR = torch.device("cuda", 1), "Connection closed by peer", torch.tensor
 OF_TRAIN: list[Any] = ["build", "train_step", "sharded_model"]
@@ -77,7 +76,7 @@ def told(
 
     others = {name: stand_in(name.rpartition("__")[2], (answers or {}).get(name)) for name in names}
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
-        values = {"process__os__environ": dict(env or {}), **(answers or {}), **others}
+        values = {"environment__os__environ": dict(env or {}), **(answers or {}), **others}
         found = patched(lambda: call(stand_in), **values)
     return [*said, *out.getvalue().splitlines(), found if isinstance(found, int | float | list) else str(found)]
 
@@ -217,20 +216,18 @@ def replayed(rank: int, checkpoint: str, *notes: str) -> list[Any]:
             str,  # type: ignore[arg-type]
         ),
         answers={
-            "tools__incidents__replay__process_group": lambda _: contextlib.nullcontext(Process(rank, 2, CPU, 1)),
-            "tools__incidents__replay__require_agreement": lambda *_: print("agreement"),
-            **{f"tools__incidents__replay__{name}": lambda *_: {} for name in ("bitwise_setting", "values_to_match")},
-            "tools__incidents__replay__numbers_of": lambda *_: {},
-            "tools__incidents__replay__on_rank0": lambda *_: {
+            "tools__replay__process_group": lambda _: contextlib.nullcontext(Process(rank, 2, CPU, 1)),
+            "tools__replay__require_agreement": lambda *_: print("agreement"),
+            **{f"tools__replay__{name}": lambda *_: {} for name in ("bitwise_setting", "values_to_match")},
+            "tools__replay__numbers_of": lambda *_: {},
+            "tools__replay__on_rank0": lambda *_: {
                 **{"start": 3, "last": 5, "checkpoint": checkpoint, "steps": {}, "notes": notes, "advice": ""}
             },
-            "tools__incidents__replay__in_temporary_folder": lambda _, **change: contextlib.nullcontext(
+            "tools__replay__in_temporary_folder": lambda _, **change: contextlib.nullcontext(
                 Stub(folder="temporary", change=change)
             ),
-            "tools__incidents__replay__Log": lambda folder, enabled: Stub(
-                info=lambda line: print(folder, enabled, line)
-            ),
-            "tools__incidents__replay__compute": lambda session, *_: session.given,
+            "tools__replay__Log": lambda folder, enabled: Stub(info=lambda line: print(folder, enabled, line)),
+            "tools__replay__compute": lambda session, *_: session.given,
         },
     )
 
@@ -386,8 +383,10 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     ),
     "environment": (
         lambda name, value: [
-            patched(lambda: process.env_int(name, 7), process__os__environ={} if value is None else {name: value}),
-            patched(process.local_rank, process__os__environ={} if value is None else {name: value}),
+            patched(
+                lambda: environment.env_int(name, 7), environment__os__environ={} if value is None else {name: value}
+            ),
+            patched(environment.local_rank, environment__os__environ={} if value is None else {name: value}),
         ],
         [
             *(("WORLD_SIZE", "0"), ("LOCAL_WORLD_SIZE", "-1"), ("RANK", "x"), ("RANK", "1.5"), ("RANK", "")),
@@ -415,11 +414,11 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     ),
     "one of several": (
         lambda env, *argv: patched(
-            lambda: process.world_size(argv, int(env.get("GPUS", "1"))), process__os__environ=env
+            lambda: environment.world_size(argv, int(env.get("GPUS", "1"))), environment__os__environ=env
         ),
         [
             ({},),
-            *(({name: "4"},) for name in process._ALONE),
+            *(({name: "4"},) for name in environment._ALONE),
             *(({"PET_NNODES": "1:4"}, flag) for flag in ("--dry-run", "--check-config", "--print-config", "--help")),
             *((LAUNCHED | {"GPUS": n},) for n in ("1", "2")),
             ({**LAUNCHED, "GPUS": "2", "SLURM_STEP_NUM_TASKS": "2", "LOCAL_RANK": "1"},),
@@ -428,11 +427,11 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     ),
     "command": (
         lambda env, python, resume: told(
-            lambda _: process.fork_command("new", resume, a__skip="[2]"),
+            lambda _: environment.fork_command("new", resume, a__skip="[2]"),
             env=env,
             answers={
-                "process__sys__executable": python if python[0] == "/" else str(Path(python).absolute()),
-                "process__sys__argv": [
+                "environment__sys__executable": python if python[0] == "/" else str(Path(python).absolute()),
+                "environment__sys__argv": [
                     "train.py",
                     "--run.name",
                     "old",
@@ -460,18 +459,21 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ],
     ),
     "large world": (
-        lambda n, env: [environ := dict(env), patched(lambda: process.connect_lazily(n), process__os__environ=environ)],
+        lambda n, env: [
+            environ := dict(env),
+            patched(lambda: environment.connect_lazily(n), environment__os__environ=environ),
+        ],
         [(64, {}), (65, {}), (65, {"TORCH_GLOO_LAZY_INIT": "0"})],
     ),
     "parent": (
         lambda env, parents, prctl: told(
             lambda stand_in: patched(
-                process.die_with_launcher,
-                process__ctypes__CDLL=lambda _: Stub(prctl=stand_in("prctl")) if prctl else WITHOUT,
+                environment.die_with_launcher,
+                environment__ctypes__CDLL=lambda _: Stub(prctl=stand_in("prctl")) if prctl else WITHOUT,
             ),
-            "process__os__kill",
+            "environment__os__kill",
             env=env,
-            answers={"process__os__getppid": iter(parents).__next__, "process__os__getpid": lambda: 77},
+            answers={"environment__os__getppid": iter(parents).__next__, "environment__os__getpid": lambda: 77},
         ),
         [({}, [], True), *(({"RANK": "2"}, parents, lib) for parents in ([1, 1], [5, 1]) for lib in (True, False))],
     ),
@@ -715,7 +717,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         lambda values: told(
             lambda _: api.build_model(config_of({"run.device": "cpu"} | values), 517),
             *(f"api__{name}" for name in ("freeze", "cpu__apply", "materialize")),
-            *(f"api__blocks__{name}" for name in ("apply_activation_checkpointing", "apply_compile")),
+            *(f"api__recompute_and_compile__{name}" for name in ("apply_activation_checkpointing", "apply_compile")),
             answers={"api__models__build": lambda _config, size, _losses: f"model of {size}"},
         ),
         [
@@ -735,8 +737,8 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             lambda _: widens(
                 config_of({"fsdp.param_dtype": dtype, "speed.widen_matmuls": given}), Process(1, 4, device, 1)
             ),
-            "cpu__widen__slow_on_rank0",
-            answers={"cpu__widen__slow_on_rank0": lambda: [*slow]},
+            "cpu__float32_matmuls__slow_on_rank0",
+            answers={"cpu__float32_matmuls__slow_on_rank0": lambda: [*slow]},
         ),
         [
             *((dtype, True, CPU, "float16") for dtype in ("float32", "bfloat16", "float16")),
@@ -795,7 +797,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     ),
     "cores": (
         lambda os_, quota: patched(
-            process.usable_cores, process__os=Stub(**os_), process__quota_of_cores=lambda _: quota
+            environment.usable_cores, environment__os=Stub(**os_), environment__quota_of_cores=lambda _: quota
         ),
         [
             ({"sched_getaffinity": lambda _: {1, 5, 6}, "cpu_count": lambda: 9}, 0),
@@ -805,9 +807,9 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     ),
     "age": (
         lambda texts: patched(
-            process.process_age_s,
-            process__Path=lambda name: Stub(read_text=lambda: texts.get(name) or Path("/no/such").read_text()),
-            process__os__sysconf=lambda _: 100,
+            environment.process_age_s,
+            environment__Path=lambda name: Stub(read_text=lambda: texts.get(name) or Path("/no/such").read_text()),
+            environment__os__sysconf=lambda _: 100,
         ),
         [({"/proc/self/stat": f"1 (a) b) {' '.join(map(str, range(100, 150)))}", "/proc/uptime": "5.5 9"},), ({},)],
     ),
@@ -827,17 +829,17 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     ),
     "open files": (
         lambda soft, hard: told(
-            lambda _: process.allow_open_files(),
-            "process__resource__setrlimit",
-            answers={"process__resource__getrlimit": lambda _: (soft, hard)},
+            lambda _: environment.allow_open_files(),
+            "environment__resource__setrlimit",
+            answers={"environment__resource__getrlimit": lambda _: (soft, hard)},
         ),
         [(1024, 4096), (4096, 4096), (1024, -1), (-1, -1), (2**20, 2**21), (1024, 2**21), (2**20, -1)],
     ),
     "freed memory": (
         lambda glibc: told(
             lambda stand_in: patched(
-                process.keep_freed_memory,
-                process__ctypes__CDLL=lambda _: Stub(mallopt=stand_in("mallopt")) if glibc else WITHOUT,
+                environment.keep_freed_memory,
+                environment__ctypes__CDLL=lambda _: Stub(mallopt=stand_in("mallopt")) if glibc else WITHOUT,
             )
         ),
         [(True,), (False,)],
@@ -978,8 +980,8 @@ def together(rank: int) -> dict[str, Any]:
             },
         ),
         "slow": (
-            lambda: widen.slow_on_rank0.__wrapped__(),
-            {"cpu__widen__slow_dtypes": lambda: [f"of {rank}"]},
+            lambda: float32_matmuls.slow_on_rank0.__wrapped__(),
+            {"cpu__float32_matmuls__slow_dtypes": lambda: [f"of {rank}"]},
         ),
         "gathered": (
             lambda: generating._kept_gathered(
@@ -1055,8 +1057,8 @@ def together(rank: int) -> dict[str, Any]:
         "tensors": (
             lambda: replay._compare_tensors(session, Path("x"), 6, "advice"),
             {
-                "tools__incidents__replay__storage__verify": lambda _: ["damaged"] * rank,
-                "tools__incidents__replay__read_tensors": lambda *_: (
+                "tools__replay__storage__verify": lambda _: ["damaged"] * rank,
+                "tools__replay__read_tensors": lambda *_: (
                     {name: torch.tensor([1.0]) for name in "ab"} | {"b": torch.tensor([2.0])}
                 ),
             },

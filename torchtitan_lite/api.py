@@ -22,16 +22,16 @@ from torch import Tensor
 
 from torchtitan_lite import cpu, models
 from torchtitan_lite.checkpointing import compatibility, full_state
-from torchtitan_lite.checkpointing.tensor_names import own_tensors
+from torchtitan_lite.checkpointing.tensor_names import model_tensors
 from torchtitan_lite.config import load, paths
 from torchtitan_lite.config.schema import Config, default_of, known_keys
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import Batch, Loader
-from torchtitan_lite.data.objectives import open_samples
+from torchtitan_lite.data.open_samples import open_samples
 from torchtitan_lite.data.pairs import source_prefix
-from torchtitan_lite.distributed import blocks
+from torchtitan_lite.distributed import recompute_and_compile
 from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import ConfigError
@@ -197,14 +197,14 @@ def build_model(config: Config, vocab_size: int = 0) -> Transformer:
         model = models.build(config.model, size, LossOptions.from_config(config))
     freeze(model, config.optim.freeze)
     cpu.apply(model, config.speed)
-    blocks.apply_activation_checkpointing(model, config.activation_checkpointing)
-    blocks.apply_compile(model, config.compile, dynamic_shapes=config.data.objective == "pairs")
+    recompute_and_compile.apply_activation_checkpointing(model, config.activation_checkpointing)
+    recompute_and_compile.apply_compile(model, config.compile, dynamic_shapes=config.data.objective == "pairs")
     materialize(model, loading.device_of(config.run.device), config.run.seed)
     if config.model.init_from:
         folder, notes = weights.find_weights(Path(config.model.init_from), config.model)
         for note in notes:
             warnings.warn(note, stacklevel=2)
-        source, targets = weights.open_weights(folder, config.model), own_tensors(model)
+        source, targets = weights.open_weights(folder, config.model), model_tensors(model)
         compatibility.require_same_weights(source, targets)
         with torch.no_grad():
             full_state.copy_rows(source, targets)

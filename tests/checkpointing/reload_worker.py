@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor
 
 import train
 from checkpoint import WAYS as SAVE_WAYS
-from torchtitan_lite.checkpointing import progress, shards, storage, tensor_names
+from torchtitan_lite import progress
+from torchtitan_lite.checkpointing import shards, storage, tensor_names
 from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.checkpointing.tensor_names import optimizer_tensors, own_tensors
+from torchtitan_lite.checkpointing.tensor_names import model_tensors, optimizer_tensors
 from torchtitan_lite.config.schema import CheckpointConfig, Config
 from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.process_group import Process, build_mesh
@@ -58,7 +59,7 @@ class State:
 
     def whole(self) -> dict[str, Tensor]:
         """A copy of every tensor, gathered."""
-        content = tensor_names.by_name(own_tensors(self.model), optimizer_tensors(self.model, self.optimizer))
+        content = tensor_names.by_name(model_tensors(self.model), optimizer_tensors(self.model, self.optimizer))
         return {name: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for name, t in content.items()}
 
     def checkpointer(self, folder: Path, kind: str, api: str, *, background: bool = False) -> Checkpointer:
@@ -87,7 +88,7 @@ def save(process: Process, folder: Path, mesh: str, family: str) -> None:
     state = State(mesh, 1, family, process)
     state.step()
     written = {(k, api): save_now(state.checkpointer(folder / f"{mesh} {k} {api}", k, api)) for k, api in WAYS}
-    expected, own = state.whole(), own_tensors(state.model)
+    expected, own = state.whole(), model_tensors(state.model)
     groups = (tensor_names.in_groups(of) for of in (own, {name: expected[f"model.{name}"] for name in own}))
     assert all(mine.keys() == whole.keys() for mine, whole in zip(*groups, strict=True)), "ranks would not agree"
     if process.rank == 0:

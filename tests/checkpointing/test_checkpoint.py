@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers import checkpoint, limited, ranks, refused, succeeded, tiny
-from torchtitan_lite.checkpointing import progress, safetensors_file, storage
+from torchtitan_lite import progress
+from torchtitan_lite.checkpointing import safetensors_file, storage
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord, specs_of, write_tensors
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.errors import CheckpointError

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_lite.config import cli, toml
-from torchtitan_lite.config.registry import is_own
+from torchtitan_lite.config.registry import is_module_name
 from torchtitan_lite.config.schema import REGISTRIES
 from torchtitan_lite.errors import ConfigError
 
@@ -33,5 +33,5 @@ def write(path: Path, text: str) -> Path:
 def only_built_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take out what other tests of this process have added to the registries, so that messages list the same names."""
     for registry in REGISTRIES.values():
-        for name in filter(is_own, [*registry]):
+        for name in filter(is_module_name, [*registry]):
             monkeypatch.delitem(registry, name)

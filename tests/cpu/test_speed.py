@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.distributed.test_blocks import Operators, made
+from tests.distributed.test_recompute_and_compile import Operators, made
 from tests.helpers import python, succeeded, tiny
 from torchtitan_lite.config.schema import ModelConfig, SpeedConfig
 from torchtitan_lite.cpu import attention as by_blocks

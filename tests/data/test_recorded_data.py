@@ -28,7 +28,7 @@ from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.loader import Batch, Loader, MicroBatch, PrefetchingLoader
 from torchtitan_lite.data.mixture import Mixture
-from torchtitan_lite.data.objectives import open_samples
+from torchtitan_lite.data.open_samples import open_samples
 from torchtitan_lite.data.order import sample_indices
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.prepare.documents import Unusable
@@ -37,8 +37,8 @@ from torchtitan_lite.data.prepare.tokenizer import byte_level, train
 from torchtitan_lite.data.token_files import Meta
 from torchtitan_lite.errors import ConfigError, DataError, UserError
 from torchtitan_lite.models.loss import IGNORE
-from torchtitan_lite.tools.incidents import which
-from torchtitan_lite.tools.incidents.record import Record
+from torchtitan_lite.tools import which
+from torchtitan_lite.tools.past_steps import Record
 
 RECORDS = Path(__file__).parent
 WORDS = [

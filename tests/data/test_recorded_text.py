@@ -39,7 +39,7 @@ from torchtitan_lite.config.schema import Config, DataConfig
 from torchtitan_lite.data import packing, token_files
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import prepare_all
-from torchtitan_lite.data.objectives import open_samples
+from torchtitan_lite.data.open_samples import open_samples
 from torchtitan_lite.data.prepare import documents as readers
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.prepare.cache import cache_folder

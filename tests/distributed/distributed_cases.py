@@ -25,6 +25,7 @@ from tests.rank0 import CollectiveError
 from tests.recorded import assert_recorded
 from tests.test_recorded_places import together
 from torchtitan_lite.checkpointing import full_state
+from torchtitan_lite.checkpointing.before_save import require_equal_replicas, require_finite
 from torchtitan_lite.checkpointing.find import verify_together
 from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.checkpointing.state import TrainState
@@ -41,10 +42,10 @@ from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows, Samples
+from torchtitan_lite.distributed.exchange import gather, on_all, on_rank0
+from torchtitan_lite.distributed.fsdp import apply_fsdp
 from torchtitan_lite.distributed.initialize import materialize, require_initialised
-from torchtitan_lite.distributed.parallelize import apply_fsdp
 from torchtitan_lite.distributed.process_group import Process, sum_over_ranks
-from torchtitan_lite.distributed.ranks import gather, on_all, on_rank0
 from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.errors import (
     CheckpointError,
@@ -60,7 +61,6 @@ from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.groups import freeze
 from torchtitan_lite.optim.optimizer import build_optimizer, clip_factor, squared_norm
-from torchtitan_lite.run.intact import require_equal_replicas, require_finite
 from torchtitan_lite.scoring.validation import Validation, evaluate
 
 # 517 and 30 divide unevenly, and of 3 positions one of four ranks gets none

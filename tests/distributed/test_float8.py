@@ -14,7 +14,7 @@ from tests.distributed.knob_worker import measure, training
 from tests.helpers import losses, ranks, run_distributed, succeeded, tiny
 from torchtitan_lite import models
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.distributed import float8, parallelize
+from torchtitan_lite.distributed import float8, fsdp
 from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.process_group import Process, build_mesh
 from torchtitan_lite.errors import ConfigError
@@ -91,7 +91,7 @@ def by_torchao(config: Config, process: Process) -> models.Transformer:
     for layer in model.layers:
         chosen = own.Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=True)
         own.convert_to_float8_training(layer, config=chosen)
-    parallelize.apply_fsdp(model, build_mesh(config.fsdp, process.device), config.fsdp)
+    fsdp.apply_fsdp(model, build_mesh(config.fsdp, process.device), config.fsdp)
     materialize(model, process.device, seed=7)
     return model
 
@@ -113,7 +113,7 @@ def require_gathered_in_float8(process: Process) -> None:
         largest = layer.weight.full_tensor().detach().abs().max().double()
         for mine, theirs in zip(gradients(model), gradients(other), strict=True):
             assert mine.equal(theirs)
-        with torch.no_grad(), parallelize.evaluating(model):
+        with torch.no_grad(), fsdp.evaluating(model):
             model(torch.ones(1, 4, dtype=torch.int64))
         assert seen == [(torch.float8_e4m3fn, (448 / largest.clamp(min=1e-12)).float())] * 2, (
             "in training and in validation"

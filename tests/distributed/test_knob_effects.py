@@ -22,13 +22,13 @@ from torch.profiler import ProfilerActivity, profile
 import train
 from tests.distributed.knob_table import CASES, FEW_EXPERTS
 from tests.distributed.knob_worker import muon_as_on_gpu, training
-from tests.distributed.test_blocks import Operators
+from tests.distributed.test_recompute_and_compile import Operators
 from tests.helpers import run_distributed
 from torchtitan_lite import models
 from torchtitan_lite.config.schema import FsdpConfig
 from torchtitan_lite.data.loader import Batch, Loader
-from torchtitan_lite.distributed import parallelize
-from torchtitan_lite.distributed.parallelize import groups_of
+from torchtitan_lite.distributed import fsdp
+from torchtitan_lite.distributed.fsdp import groups_of
 from torchtitan_lite.distributed.process_group import Process, build_mesh
 from torchtitan_lite.distributed.sharding import own_part, shard_dim
 from torchtitan_lite.errors import NonFiniteError
@@ -339,9 +339,9 @@ def test_pinned_memory_is_asked_for_unless_it_is_switched_off(build: Build) -> N
     ):
         with torch.device("meta"):
             model = models.build(t.config.model, 517)
-        with patch.object(parallelize, "fully_shard") as shard, patch.object(parallelize, "_fsdp"):
+        with patch.object(fsdp, "fully_shard") as shard, patch.object(fsdp, "_fsdp"):
             config = FsdpConfig.model_validate(keys)
-            parallelize.apply_fsdp(model, build_mesh(config, torch.device("cpu")), config)
+            fsdp.apply_fsdp(model, build_mesh(config, torch.device("cpu")), config)
         *of_groups, of_root = shard.call_args_list
         assert "offload_policy" not in of_root.kwargs, "the root has no parameters"
         assert [call.kwargs["offload_policy"] for call in of_groups] == [expected] * len(GROUPS)

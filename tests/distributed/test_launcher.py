@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT, start, succeeded, tiny
-from torchtitan_lite.process import quota_of_cores, usable_cores
+from torchtitan_lite.environment import quota_of_cores, usable_cores
 
 CORES = len(os.sched_getaffinity(0))
 NAMESPACES = ["unshare", "--user", "--map-root-user", "--uts", "--pid", "--fork", "--mount-proc"]
@@ -22,7 +22,7 @@ if os.fork():
     os.close(1)  # so that whoever reads it sees the end if the worker dies
     sys.stdin.read()
 os.environ["RANK"] = "0"
-from torchtitan_lite.process import die_with_launcher
+from torchtitan_lite.environment import die_with_launcher
 die_with_launcher()
 print(os.getpid(), flush=True)
 sys.stdin.read()

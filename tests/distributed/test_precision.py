@@ -1,4 +1,4 @@
-"""The table of dtypes in distributed/parallelize.py is measured, and so are the sums in float32."""
+"""The table of dtypes in distributed/fsdp.py is measured, and so are the sums in float32."""
 
 import functools
 import importlib.util
@@ -18,7 +18,7 @@ from tests.distributed.knob_worker import training
 from tests.distributed.test_knob_effects import events_of_a_step
 from torchtitan_lite import cpu
 from torchtitan_lite.cpu import fused
-from torchtitan_lite.distributed import parallelize
+from torchtitan_lite.distributed import fsdp
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.models import attention, chunked_loss, llama, transformer
@@ -39,7 +39,7 @@ SHAPE = {"optim.name": "muon", "model.dim": 32, "model.n_heads": 2, "model.n_kv_
 
 def table() -> dict[str, dict[str, str]]:
     """By config: the dtype of each tensor, as the docstring says."""
-    (lines,) = re.findall(r"\n    dtype  .*?\n\n", parallelize.__doc__ or "", re.S)
+    (lines,) = re.findall(r"\n    dtype  .*?\n\n", fsdp.__doc__ or "", re.S)
     (_, *configs), *rows = (re.split(r"  +", line.strip()) for line in lines.strip().splitlines())
     return {config: {row[0]: row[i] for row in rows} for i, config in enumerate(configs, 1)}
 

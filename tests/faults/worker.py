@@ -40,8 +40,8 @@ from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.data.loader import PrefetchingLoader
 from torchtitan_lite.distributed.process_group import exit_process
 from torchtitan_lite.distributed.sharding import own_part
+from torchtitan_lite.environment import env_int
 from torchtitan_lite.models import Transformer
-from torchtitan_lite.process import env_int
 from torchtitan_lite.run import between_steps, run_folder, sampling, tasks
 
 # where a fault can be: the function that is about to be called

@@ -17,7 +17,7 @@ from tests.distributed.test_launcher import NAMESPACES, namespaces_work
 from tests.helpers import assert_same_end, forget_after, losses, start, succeeded, tiny, torchrun
 from tests.tools.memory import GPU_CASES, LARGE, VOCABULARY, config_of
 from torchtitan_lite.config.schema import ActivationCheckpointingConfig, ModelConfig, RunConfig
-from torchtitan_lite.distributed import blocks, initialize
+from torchtitan_lite.distributed import initialize, recompute_and_compile
 from torchtitan_lite.distributed.process_group import process_group
 from torchtitan_lite.models import build, chunked_loss, loss_operators
 from torchtitan_lite.models.loss import IGNORE, summed_cross_entropy
@@ -174,7 +174,7 @@ def test_attention_within_documents_is_kept_by_selective_checkpointing() -> None
     for mode in ("selective", "full"):
         checkpointed = copy.deepcopy(model)
         settings = ActivationCheckpointingConfig.model_validate({"mode": mode})
-        blocks.apply_activation_checkpointing(checkpointed, settings)
+        recompute_and_compile.apply_activation_checkpointing(checkpointed, settings)
         checkpointed(tokens, tokens, None, positions).backward()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             checkpointed(tokens, tokens, None, positions).backward()

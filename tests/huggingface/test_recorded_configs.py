@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from tests.recorded import assert_recorded
 from torchtitan_lite.config import load
 from torchtitan_lite.config.families import FAMILIES
-from torchtitan_lite.config.registry import is_own
+from torchtitan_lite.config.registry import is_module_name
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.huggingface import configs, names, stacks
@@ -28,7 +28,7 @@ HERE, MODEL = Path(__file__).parent, "model.safetensors"
 ROPE = {"rope_factor": 8.0, "rope_low_freq_factor": 2.0, "rope_high_freq_factor": 5.0, "rope_original_max_seq_len": 32}
 WITH_HEADS = {"n_heads": 6, "n_kv_heads": 3, "head_dim": 10, "max_seq_len": 70, "norm_eps": 1e-4}
 EXPORTED: list[dict[str, Any]] = [
-    *({"family": name} for name in FAMILIES if not is_own(name)),
+    *({"family": name} for name in FAMILIES if not is_module_name(name)),
     {"family": "gpt", "tie_embeddings": False, "dropout": 0.25, "max_seq_len": 70},
     {"family": "llama", "qk_norm": False, "tie_embeddings": True, "rope_theta": 5e5, "hidden_dim": 100} | WITH_HEADS,
     {"family": "llama", "qk_norm": False} | ROPE,

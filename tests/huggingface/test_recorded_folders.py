@@ -12,7 +12,7 @@ from tests.recorded import assert_recorded
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.safetensors_file import specs_of, write_tensors
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.checkpointing.tensor_names import own_tensors
+from torchtitan_lite.checkpointing.tensor_names import model_tensors
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import flatten
 from torchtitan_lite.data.prepare.tokenizer import byte_level
@@ -40,7 +40,7 @@ def test_each_exported_folder_is_the_recorded_one(tmp_path: Path) -> None:
         given |= {key.replace("__", "."): value for key, value in values.items()}
         config = load.load(None, given, elsewhere=True).config
         with torch.device("meta"):
-            tensors = own_tensors(build(config.model, config.model.vocab_size))
+            tensors = model_tensors(build(config.model, config.model.vocab_size))
         run = tmp_path / name
         (run / "checkpoints").mkdir(parents=True)
         tokenizer = byte_level(sentinels=family == "t5")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.models.test_model import make
 from torchtitan_lite.config.schema import ActivationCheckpointingConfig, CompileConfig, ModelConfig
-from torchtitan_lite.distributed.blocks import apply_activation_checkpointing, apply_compile
+from torchtitan_lite.distributed.recompute_and_compile import apply_activation_checkpointing, apply_compile
 from torchtitan_lite.models import Transformer, gated_delta
 from torchtitan_lite.models.attention import attend
 from torchtitan_lite.models.masks import within_documents

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan_lite.checkpointing import progress
+from torchtitan_lite import progress
 from torchtitan_lite.config.schema import RunConfig
 from torchtitan_lite.distributed.process_group import process_group, set_group_timeouts
 from torchtitan_lite.run import run_folder

@@ -12,7 +12,7 @@ from torchtitan_lite.checkpointing.storage import find_steps
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import Config, DataConfig, TrainConfig
 from torchtitan_lite.data.dataset import prepare_all
-from torchtitan_lite.data.objectives import open_samples
+from torchtitan_lite.data.open_samples import open_samples
 from torchtitan_lite.data.prepare.__main__ import main as prepare
 from torchtitan_lite.run import epochs
 from torchtitan_lite.tools.report import page

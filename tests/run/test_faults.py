@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from tests.helpers import assert_same_end, checkpoint, python, ranks, records, succeeded, tensors, tiny
-from torchtitan_lite.checkpointing import storage
-from torchtitan_lite.run import intact
+from torchtitan_lite.checkpointing import before_save, storage
 from torchtitan_lite.run.attempts import newest_status
 
 LAST = 12  # steps
@@ -157,25 +156,25 @@ def test_copies_that_differ_are_not_saved(start: Start, run: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
 def test_a_digest_tells_every_flipped_bit_and_every_exchange(dtype: torch.dtype, monkeypatch: Any) -> None:
     """Tensors of an odd and an even length, which begin at an odd and an even element, in several pieces."""
-    monkeypatch.setattr(intact, "CHUNK_ELEMENTS", 8)
+    monkeypatch.setattr(before_save, "CHUNK_ELEMENTS", 8)
     store = (torch.arange(3, 43) * torch.tensor([1, -1]).repeat(20)).to(dtype)
     for values in (store[1:21], store[:21], store[2:9].view(7, 1), store[5:6]):
-        mine = int(intact.digest(values))
-        assert mine == int(intact.digest(values.clone()))
+        mine = int(before_save.digest(values))
+        assert mine == int(before_save.digest(values.clone()))
         words = values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]).view(-1)
         for place in range(len(words)):
             for bit in range(8 * values.element_size()):
                 before = words[place].clone()
                 words[place] ^= (1 << bit) - (2 << bit if bit == 8 * values.element_size() - 1 else 0)
-                assert int(intact.digest(values)) != mine, (place, bit)
+                assert int(before_save.digest(values)) != mine, (place, bit)
                 words[place] = before
         for one, other in itertools.combinations(range(len(words)), 2):
             changed = values.clone().view(-1)
             changed[one], changed[other] = values.view(-1)[other], values.view(-1)[one]
-            assert int(intact.digest(changed)) != mine, (one, other)
+            assert int(before_save.digest(changed)) != mine, (one, other)
             changed = -values.view(-1) * ((torch.arange(len(words)) == one) | (torch.arange(len(words)) == other))
             changed = torch.where(changed == 0, values.view(-1), changed)
-            assert int(intact.digest(changed)) != mine, (one, other)
+            assert int(before_save.digest(changed)) != mine, (one, other)
 
 
 # --- disks ------------------------------------------------------------------------------------------------------

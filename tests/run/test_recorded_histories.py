@@ -22,8 +22,7 @@ from torchtitan_lite.config.toml import Loaded, to_toml
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.run import attempts, resumed, run_folder, spikes, start_and_end
-from torchtitan_lite.tools import checkpoints, load_model, status
-from torchtitan_lite.tools.incidents import record, replay, which
+from torchtitan_lite.tools import checkpoints, load_model, past_steps, replay, status, which
 from torchtitan_lite.tools.report import runs
 
 T0 = 1_700_000_000.0
@@ -384,9 +383,9 @@ def said_of(
     }
 
     found["incidents"] = incidents = dict[str, Any]()
-    of_run, here = tried(record.read_record, folder), replay.numbers_of(last.config, last.must_match, last.setting)
+    of_run, here = tried(past_steps.read_record, folder), replay.numbers_of(last.config, last.must_match, last.setting)
     incidents["steps"] = of_run
-    if isinstance(of_run, record.Record):
+    if isinstance(of_run, past_steps.Record):
         samples = of_run.samples
         incidents["steps"] = [f"{n}: {samples[n].start} to {samples[n].stop - 1}" for n in (min(samples), max(samples))]
         for step in told.asked:
@@ -449,10 +448,10 @@ def test_what_is_said_of_each_history(
 ) -> None:
     data = Namespace(tokenizer_sha256=CONTENT["tokenizer"], hashes=lambda: {"data": CONTENT["data"]})
     stubs: dict[str, Any] = {
-        "torchtitan_lite.tools.incidents.record.prepared": lambda loaded, _: (loaded, data),
-        "torchtitan_lite.tools.incidents.replay.__version__": "1.0",
+        "torchtitan_lite.tools.past_steps.prepared": lambda loaded, _: (loaded, data),
+        "torchtitan_lite.tools.replay.__version__": "1.0",
         "torchtitan_lite.run.run_folder.git_state": lambda _: {"commit": "c", "dirty": False},
-        "torchtitan_lite.process.python_command": lambda: "python",
+        "torchtitan_lite.environment.python_command": lambda: "python",
         "torchtitan_lite.run.run_folder.process_age_s": lambda: 7.5,
         "torchtitan_lite.checkpointing.find.on_all": lambda action, _: [action()],  # a world of one
         "os.fsync": lambda _: None,

@@ -19,7 +19,7 @@ import torch
 from pydantic_core import to_json
 
 from tests.recorded import assert_recorded
-from torchtitan_lite import errors, hints, models, process, terminal
+from torchtitan_lite import environment, errors, hints, models, terminal
 from torchtitan_lite.checkpointing import compatibility
 from torchtitan_lite.checkpointing.save import Saved
 from torchtitan_lite.checkpointing.state import TrainState
@@ -45,12 +45,11 @@ from torchtitan_lite.run.watchdog import Place, RankState
 from torchtitan_lite.scoring.questions import Question, Task
 from torchtitan_lite.scoring.statistics import Array
 from torchtitan_lite.scoring.task_scores import TaskScore
-from torchtitan_lite.tools import checkpoints, migrate_accelerate
+from torchtitan_lite.tools import checkpoints, migrate_accelerate, replay
 from torchtitan_lite.tools.columns import columns
 from torchtitan_lite.tools.evaluation import tables
 from torchtitan_lite.tools.evaluation.documents import Scores
 from torchtitan_lite.tools.evaluation.tables import Scored
-from torchtitan_lite.tools.incidents import replay
 
 
 def config_of(values: dict[str, Any], world_size: int = 8) -> Config:
@@ -159,7 +158,7 @@ def start_of(values: dict[str, Any], n: int) -> list[str]:
         console.batch_line(config, layout, n),
         console.fsdp_line(config),
         *console.copies_lines(config, layout),
-        console.what_next(config).splitlines()[1].replace(process.python_command(), "PYTHON"),
+        console.what_next(config).splitlines()[1].replace(environment.python_command(), "PYTHON"),
         f"out of memory: {out_of_memory.advice(config)}",
     ]
 
@@ -261,9 +260,9 @@ def forked(env: dict[str, str], *more: str) -> list[Any]:
             patch.setenv(name, value)
         patch.setattr(sys, "argv", argv)
         patch.setattr(sys, "executable", "/usr/bin/python")
-        threads = process.cpu_threads(0)
+        threads = environment.cpu_threads(0)
         return [
-            process.fork_command("new", *more),
+            environment.fork_command("new", *more),
             threads if threads[1] == "OMP_NUM_THREADS" else "cores",
             *(preemption.launcher_note(*why) for why in (["SIGTERM"], [], [LIMIT])),
         ]
@@ -358,7 +357,7 @@ def compared(*scored: Any) -> Any:
 
 
 CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
-    # terminal.py, errors.py, process.py, hints.py
+    # terminal.py, errors.py, environment.py, hints.py
     "counted": (terminal.counted, [(n, "file") for n in (0, 1, 2, 1_234_567)]),
     "duration": (
         terminal.duration,
@@ -382,7 +381,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_MAX_RESTARTS": "3"}, "x"),
         ],
     ),
-    "cpu_threads": (process.cpu_threads, [(5,)]),
+    "cpu_threads": (environment.cpu_threads, [(5,)]),
     "nearest": (
         lambda word: hints.nearest(word, KNOWN),
         [

@@ -18,7 +18,7 @@ from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.config.schema import DataConfig
 from torchtitan_lite.errors import EXIT_WOULD_REPEAT
 from torchtitan_lite.run.attempts import newest_status
-from torchtitan_lite.tools.incidents.record import read_record
+from torchtitan_lite.tools.past_steps import read_record
 
 extended = pytest.mark.extended
 POISON = {"POISON": "[[96, 102]]"}  # all of step 17

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 import train
 from tests.distributed.knob_table import Case
 from tests.distributed.knob_worker import training
-from tests.distributed.test_blocks import Operators
+from tests.distributed.test_recompute_and_compile import Operators
 from tests.helpers import ranks, records, succeeded, tiny
 from torchtitan_lite.data.prepare.__main__ import main as prepare
 from torchtitan_lite.distributed.process_group import Process

@@ -18,8 +18,8 @@ from torchtitan_lite.data.loader import Batch
 from torchtitan_lite.data.packing import PackedSamples
 from torchtitan_lite.data.samples import Samples
 from torchtitan_lite.data.token_files import read_meta
+from torchtitan_lite.distributed.fsdp import apply_fsdp
 from torchtitan_lite.distributed.initialize import materialize
-from torchtitan_lite.distributed.parallelize import apply_fsdp
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.scoring.likelihood import Window, pad_batch, sums_by_item

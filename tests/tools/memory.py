@@ -17,8 +17,8 @@ import train
 from torchtitan_lite.config import load
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config, RunConfig
+from torchtitan_lite.distributed.fsdp import before_micro_batch
 from torchtitan_lite.distributed.initialize import materialize
-from torchtitan_lite.distributed.parallelize import before_micro_batch
 from torchtitan_lite.distributed.process_group import Process, build_mesh, exit_process, process_group, sum_over_ranks
 from torchtitan_lite.optim.optimizer import build_optimizer, clip_factor, squared_norm
 from torchtitan_lite.tools.dry_run import own_bytes, peak_of

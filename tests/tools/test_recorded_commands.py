@@ -20,11 +20,11 @@ from tests.helpers import checkpoint, ranks
 from tests.recorded import assert_recorded
 from torchtitan_lite.data.prepare.__main__ import main as prepare
 from torchtitan_lite.distributed.process_group import Process
+from torchtitan_lite.environment import python_command
 from torchtitan_lite.errors import run_cli
-from torchtitan_lite.process import python_command
 from torchtitan_lite.tools import checkpoints, generate, migrate_accelerate, status
 from torchtitan_lite.tools.evaluation import documents, evaluate
-from torchtitan_lite.tools.incidents.which import main as which
+from torchtitan_lite.tools.which import main as which
 
 WORDS = [
     *("Wälder", "übt", "the", "of", "and", "naïve", "地図", "図書", "café", "snow,", "rain.", "(old)", "[new]", "42"),
@@ -440,7 +440,7 @@ def test_commands(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     # fewer at a time than there are
     monkeypatch.setattr(documents, "ENCODED_TOGETHER", 4)
     monkeypatch.setattr(documents, "SORTED_TOGETHER", 6)
-    monkeypatch.setattr("torchtitan_lite.tools.incidents.which._TOGETHER", 3)
+    monkeypatch.setattr("torchtitan_lite.tools.which._TOGETHER", 3)
     tools, folder = Place(place.folder), place.folder
     records = shutil.copytree(folder / "one", folder / "best") / "metrics.jsonl"
     records.write_text(re.sub(r'"val_loss": 5\.0', '"val_loss": 9.0', records.read_text()))  # that of step 8

@@ -21,9 +21,9 @@ from torchtitan_lite.errors import ConfigError, NonFiniteError
 from torchtitan_lite.optim.finite_guard import Incident
 from torchtitan_lite.optim.step_record import Numbers
 from torchtitan_lite.run import attempts
-from torchtitan_lite.tools.incidents import replay as replays
-from torchtitan_lite.tools.incidents.replay import numbers_of, read
-from torchtitan_lite.tools.incidents.which import main as which
+from torchtitan_lite.tools import replay as replays
+from torchtitan_lite.tools.replay import numbers_of, read
+from torchtitan_lite.tools.which import main as which
 
 extended = pytest.mark.extended
 # with 16 bits, whether a CPU widens them is the first rank's to decide: a collective, before the run's records are read

@@ -11,7 +11,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from torchtitan_lite.checkpointing import progress, shards, storage
+from torchtitan_lite import progress
+from torchtitan_lite.checkpointing import shards, storage
 from torchtitan_lite.checkpointing.find import find
 from torchtitan_lite.checkpointing.safetensors_file import specs_of
 from torchtitan_lite.checkpointing.state import TrainState
@@ -22,11 +23,11 @@ from torchtitan_lite.config.schema import Config, bitwise_keys, flatten, known_k
 from torchtitan_lite.config.toml import format_value
 from torchtitan_lite.cpu import widens
 from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.distributed.exchange import on_rank0
 from torchtitan_lite.distributed.process_group import Process
-from torchtitan_lite.distributed.ranks import on_rank0
 from torchtitan_lite.distributed.sharding import own_part
+from torchtitan_lite.environment import fork_command
 from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.process import fork_command
 from torchtitan_lite.terminal import counted
 
 
@@ -150,9 +151,9 @@ def require_same_run(
     lines = [f"{head} its values differ from this command's:", *hints.differences(changed, here)]
     paths = ["tokenizer.path"] if "tokenizer" in changed else []
     paths += ["data.path", "data.sources"] if any(key in changed for key in content) else []
-    own = [key for key in (*changed, *paths) if key in known and before[key] != expected[key]]
-    if own:
-        back = " ".join(hints.option(key, before[key], format_value(before[key])) for key in own)
+    changeable = [key for key in (*changed, *paths) if key in known and before[key] != expected[key]]
+    if changeable:
+        back = " ".join(hints.option(key, before[key], format_value(before[key])) for key in changeable)
         lines.append(f"continue with the run's values: {back}")
     if "tokenizer" in changed:
         lines.append(f"different text needs the run's tokenizer: --tokenizer.path={run / 'tokenizer.json'}")

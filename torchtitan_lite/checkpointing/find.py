@@ -7,12 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.checkpointing import progress, storage
+from torchtitan_lite import progress
+from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord
 from torchtitan_lite.config.paths import not_downloaded
 from torchtitan_lite.config.schema import CheckpointConfig
+from torchtitan_lite.distributed.exchange import on_all, on_rank0
 from torchtitan_lite.distributed.process_group import Process
-from torchtitan_lite.distributed.ranks import on_all, on_rank0
 from torchtitan_lite.errors import CheckpointError
 
 

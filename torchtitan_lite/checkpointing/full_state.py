@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_lite.checkpointing import progress, tensor_names
+from torchtitan_lite import progress
+from torchtitan_lite.checkpointing import tensor_names
 from torchtitan_lite.checkpointing.tensor_names import Tensors
+from torchtitan_lite.distributed.exchange import on_all, on_rank0
 from torchtitan_lite.distributed.process_group import Process
-from torchtitan_lite.distributed.ranks import on_all, on_rank0
 from torchtitan_lite.distributed.sharding import is_sharded, own_part, shard_dim
 
 AGREE_EVERY = 2**30  # bytes of whole tensors

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from torchtitan_lite.checkpointing import progress
+from torchtitan_lite import progress
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.files import flush_to_disk, naming
 

@@ -21,15 +21,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.checkpointing import compatibility, full_state, progress, storage
+from torchtitan_lite import progress
+from torchtitan_lite.checkpointing import compatibility, full_state, storage
 from torchtitan_lite.checkpointing.find import checkpoint_to_resume
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord, TensorSpecs, specs_of
 from torchtitan_lite.checkpointing.shards import Layout, layout_of
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.checkpointing.tensor_names import Tensors, by_name, optimizer_tensors, own_tensors
+from torchtitan_lite.checkpointing.tensor_names import Tensors, by_name, model_tensors, optimizer_tensors
 from torchtitan_lite.config.schema import CheckpointConfig
+from torchtitan_lite.distributed.exchange import on_all, on_rank0
 from torchtitan_lite.distributed.process_group import Process, untimed_group
-from torchtitan_lite.distributed.ranks import on_all, on_rank0
 from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.errors import text_of
 from torchtitan_lite.models import Transformer
@@ -195,7 +196,7 @@ class Checkpointer:
             CheckpointError: on every rank: the weights belong to a different model (nothing is overwritten), or are
                 not finite.
         """
-        targets = own_tensors(self.model)
+        targets = model_tensors(self.model)
         folder, notes = compatibility.find_same_weights(find, open_weights, targets, self.process)
         self.notes += notes
         if self.process.local_world_size < self.process.world_size:
@@ -207,7 +208,7 @@ class Checkpointer:
 
     def tensors(self) -> Tensors:
         """Return the live tensors by their names in a sharded state dict."""
-        return by_name(own_tensors(self.model), optimizer_tensors(self.model, self.optimizer))
+        return by_name(model_tensors(self.model), optimizer_tensors(self.model, self.optimizer))
 
     def save(self, state: TrainState) -> None:
         """Save model, optimizer and state; with `async_save`, write in the background.

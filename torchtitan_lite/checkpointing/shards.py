@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchtitan_lite.checkpointing import progress
+from torchtitan_lite import progress
 from torchtitan_lite.checkpointing.safetensors_file import (
     DTYPES,
     WRITABLE,

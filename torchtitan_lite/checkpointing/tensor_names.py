@@ -15,7 +15,7 @@ Tensors = dict[str, Tensor]
 GROUP_BYTES = 2**20  # of small tensors that are gathered, or read and sent, together
 
 
-def own_tensors(model: nn.Module) -> Tensors:
+def model_tensors(model: nn.Module) -> Tensors:
     """Return parameters and persistent buffers; a tied parameter only under its first name."""
     once = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     return {name: value.detach() for name, value in model.state_dict().items() if name in once}

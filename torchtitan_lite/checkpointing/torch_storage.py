@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from torchtitan_lite.checkpointing import progress
+from torchtitan_lite import progress
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord
 from torchtitan_lite.checkpointing.shards import Reads
 from torchtitan_lite.errors import CheckpointError

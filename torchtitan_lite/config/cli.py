@@ -41,7 +41,7 @@ def parse(
     argv: Sequence[str],
     *,
     elsewhere: bool = False,
-    own: Sequence[str] = (),
+    flags: Sequence[str] = (),
     world_size: int,
     n_gpus: int,
     local_world_size: int = 1,
@@ -52,7 +52,7 @@ def parse(
 
     Args:
         elsewhere: skip checks of this machine's files and packages, as the run is for a different machine.
-        own: the command's other options, for hints.
+        flags: the command's other options, for hints.
         checks: additional checks, see `load.load`.
         saved: reads the config of the checkpoint to resume from, see `load.load`.
 
@@ -68,8 +68,8 @@ def parse(
     if rest:
         from torchtitan_lite import hints
 
-        flags = [flag.removeprefix("--") for flag in (*known, *parser._option_string_actions, *own)]
-        problems = [f"command line: {text}" for text in hints.not_options(rest, flags)]
+        words = [flag.removeprefix("--") for flag in (*known, *parser._option_string_actions, *flags)]
+        problems = [f"command line: {text}" for text in hints.not_options(rest, words)]
         given = hints.unknown_keys(rest) | given
     values = {key: load.parse_value(key, text) for key, text in given.items()}
     for flag, keys in SHORTHANDS.items():

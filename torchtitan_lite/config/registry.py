@@ -16,7 +16,7 @@ from torchtitan_lite.errors import ConfigError
 T = TypeVar("T")
 
 
-def is_own(name: str) -> bool:
+def is_module_name(name: str) -> bool:
     """Return whether a name is a "module:Name"."""
     return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name) is not None
 
@@ -42,7 +42,7 @@ class Registry(dict[str, T], Generic[T]):
         Raises:
             ConfigError: it can't be imported, or is not an entry.
         """
-        if not is_own(name) or name in self:
+        if not is_module_name(name) or name in self:
             return
         if (here := str(Path.cwd())) not in sys.path:
             sys.path.append(here)
@@ -63,7 +63,7 @@ class Registry(dict[str, T], Generic[T]):
         """Return the name of an entry, given in any case. Raises ValueError if there is none."""
         if name in self or name.lower() in self:
             return name if name in self else name.lower()
-        if is_own(name):
+        if is_module_name(name):
             raise ValueError(self.not_imported(name))
         from torchtitan_lite import hints
 

@@ -112,8 +112,8 @@ class Config(Frozen):
     @property
     def tasks(self) -> list[str]:
         """The names in [eval] tasks, "auto" resolved."""
-        own = self.data.path or self.data.sources or FAMILIES[self.model.family].encoder_decoder
-        return ["brackets" if name == "auto" else name for name in self.eval.tasks if name != "auto" or not own]
+        has_text = self.data.path or self.data.sources or FAMILIES[self.model.family].encoder_decoder
+        return ["brackets" if name == "auto" else name for name in self.eval.tasks if name != "auto" or not has_text]
 
     @property
     def input_len(self) -> int:

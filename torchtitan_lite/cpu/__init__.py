@@ -2,7 +2,7 @@
 
 Models use plain functions. `apply` replaces some of them on a built model (train.py has the table), before activation
 checkpointing, compilation and `fully_shard`. A replacement falls back to the plain function where that is as fast, e.g.
-for long sequences. What not every run needs (widen.py, shared_memory.py) is imported where it is used.
+for long sequences. What not every run needs (float32_matmuls.py, shared_memory.py) is imported where it is used.
 """
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,9 +11,9 @@ from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config, SpeedConfig
 from torchtitan_lite.cpu import attention, fused, loss
 from torchtitan_lite.distributed.process_group import Process
+from torchtitan_lite.environment import env_int
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.models import attention as plain
-from torchtitan_lite.process import env_int
 
 
 def widens(config: Config, process: Process) -> bool:
@@ -21,7 +21,7 @@ def widens(config: Config, process: Process) -> bool:
     dtypes = config.fsdp.dtypes("param_dtype") - {None, "float32"}
     if not dtypes or not config.speed.widen_matmuls or process.device.type != "cpu":
         return False
-    from torchtitan_lite.cpu.widen import slow_on_rank0
+    from torchtitan_lite.cpu.float32_matmuls import slow_on_rank0
 
     return not dtypes.isdisjoint(slow_on_rank0())
 
@@ -41,7 +41,7 @@ def apply(model: Transformer, config: SpeedConfig, *, widen: bool = False) -> No
         fused.fuse_rotations(model)
     model.output.cross_entropy = loss.chunked_cross_entropy  # where model.output.chunked is set
     if widen:
-        from torchtitan_lite.cpu.widen import use_float32_matmuls
+        from torchtitan_lite.cpu.float32_matmuls import use_float32_matmuls
 
         use_float32_matmuls(model)
 

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_lite.cpu import barrier
-from torchtitan_lite.distributed.ranks import on_all, on_rank0
+from torchtitan_lite.distributed.exchange import on_all, on_rank0
 
 SLOT = 4 << 20  # bytes per rank in each half; 8 MiB is no faster
 SMALL = 16 << 10  # bytes of a tensor; up to this, each rank sums the whole all-reduce itself

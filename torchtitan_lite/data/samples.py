@@ -4,7 +4,7 @@ Sequence j of a folder is tokens[j T : j T + T + 1] of its stream: T inputs, and
 follow each other, separated by the end token (and the begin token, if there is one), and a sequence may begin or end
 within one.
 
-Packed documents, pairs and span corruption are subclasses: see objectives.py.
+Packed documents, pairs and span corruption are subclasses: see open_samples.py.
 """
 
 from dataclasses import dataclass

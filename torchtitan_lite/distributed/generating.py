@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_lite.config.schema import FsdpConfig
-from torchtitan_lite.distributed.parallelize import evaluating, groups_of
+from torchtitan_lite.distributed.fsdp import evaluating, groups_of
 from torchtitan_lite.models import Transformer
 
 GATHERED_BYTES = 1 << 30  # limit on a CPU, where all ranks share the memory

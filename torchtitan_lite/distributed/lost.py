@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 
+from torchtitan_lite.environment import env_int
 from torchtitan_lite.errors import StuckError
-from torchtitan_lite.process import env_int
 
 # Error texts of gloo, the store and NCCL when another process is gone or late. (The store and NCCL mostly raise
 # DistError.)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan_lite.config.schema import FsdpConfig, RunConfig
 from torchtitan_lite.distributed.lost import explaining_lost_ranks
-from torchtitan_lite.process import (
+from torchtitan_lite.environment import (
     allow_open_files,
     connect_lazily,
     cpu_threads,

@@ -26,7 +26,7 @@ from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import prefix
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.families import FAMILIES
-from torchtitan_lite.config.registry import is_own
+from torchtitan_lite.config.registry import is_module_name
 from torchtitan_lite.config.schema import Config, ModelConfig
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.errors import CheckpointError, DataError, FormatError
@@ -267,7 +267,7 @@ def export(source: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str
     """
     folder, notes = find(source)
     state = storage.read_state(folder)
-    if is_own(family := state.config["model.family"]):
+    if is_module_name(family := state.config["model.family"]):
         raise CheckpointError(f"{folder}: there is no Hugging Face format for a family of your own, {family}")
     config = saved_config(folder, state.config).model
     if out.is_file() or (out.is_dir() and any(out.iterdir())):

@@ -1,4 +1,4 @@
-"""Models in pure PyTorch, listed in config/families.py. distributed/parallelize.py applies parallelism from outside."""
+"""Models in pure PyTorch, listed in config/families.py. distributed/fsdp.py applies parallelism from outside."""
 
 import pkgutil
 

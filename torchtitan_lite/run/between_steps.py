@@ -7,18 +7,18 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from torchtitan_lite.checkpointing.before_save import require_equal_replicas, require_finite
 from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.distributed.exchange import on_rank0
 from torchtitan_lite.distributed.process_group import Process
-from torchtitan_lite.distributed.ranks import on_rank0
 from torchtitan_lite.errors import SaveError
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim.optimizer import learning_rate
 from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.run import attempts
 from torchtitan_lite.run.console import fitted, seen_of_sources, step_line
-from torchtitan_lite.run.intact import require_equal_replicas, require_finite
 from torchtitan_lite.run.metrics import Log, peak_memory_gib
 from torchtitan_lite.run.session import Periodic, Session
 from torchtitan_lite.scoring.validation import Validation, eval_line, evaluate, evaluate_average

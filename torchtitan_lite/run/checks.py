@@ -8,12 +8,12 @@ from torchtitan_lite import models
 from torchtitan_lite.config.paths import expand, is_prepared
 from torchtitan_lite.config.patterns import unused
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.distributed.fsdp import groups_of
 from torchtitan_lite.distributed.overrides import wrong_columns, wrong_overrides
-from torchtitan_lite.distributed.parallelize import groups_of
+from torchtitan_lite.environment import env_int
 from torchtitan_lite.errors import DataError, shortened
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim.groups import freeze
-from torchtitan_lite.process import env_int
 from torchtitan_lite.run.console import MANY_EPOCHS
 
 

@@ -14,16 +14,16 @@ from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.derive import Layout, options_saving_copies
 from torchtitan_lite.config.families import FAMILIES
-from torchtitan_lite.config.registry import is_own
+from torchtitan_lite.config.registry import is_module_name
 from torchtitan_lite.config.schema import Config, ModelConfig, flatten
 from torchtitan_lite.config.toml import format_value
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.distributed.sharding import own_part
+from torchtitan_lite.environment import cpu_threads, python_command
 from torchtitan_lite.errors import shortened
 from torchtitan_lite.models import Transformer
-from torchtitan_lite.process import cpu_threads, python_command
 from torchtitan_lite.terminal import counted, duration
 
 MANY_EPOCHS = 10  # a source read more often gets a note
@@ -261,10 +261,10 @@ def what_next(config: Config) -> str:
     prompt = next(filter(None, config.sample.prompts or defaults), "")
     family = config.model.family
     kind = "source" if FAMILIES[family].encoder_decoder else "prompt"
-    own = f"--model.family={family} " if is_own(family) else ""
+    option = f"--model.family={family} " if is_module_name(family) else ""
     return (
         f"the run is in {config.folder}\n"
-        f"next    prompt it:       {python} -m torchtitan_lite.generate {folder} {own}"
+        f"next    prompt it:       {python} -m torchtitan_lite.generate {folder} {option}"
         + (f"--{kind} {shlex.quote(prompt)}\n" if prompt else "--interactive\n")
         + f"        plot its curves: {python} -m torchtitan_lite.report {folder}"
     )

@@ -18,7 +18,7 @@ from torchtitan_lite.config.rules.train import fitting_warmup, warmup_rules
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.data.objectives import open_samples
+from torchtitan_lite.data.open_samples import open_samples
 from torchtitan_lite.errors import ConfigError
 
 

@@ -19,11 +19,11 @@ from filelock import FileLock, Timeout
 
 from torchtitan_lite import __version__
 from torchtitan_lite.config.toml import Loaded, to_toml
+from torchtitan_lite.distributed.exchange import on_rank0
 from torchtitan_lite.distributed.process_group import Process
-from torchtitan_lite.distributed.ranks import on_rank0
+from torchtitan_lite.environment import process_age_s
 from torchtitan_lite.errors import BusyError, ConfigError
 from torchtitan_lite.files import write_durably
-from torchtitan_lite.process import process_age_s
 from torchtitan_lite.run import attempts
 from torchtitan_lite.terminal import print_line
 

@@ -20,7 +20,7 @@ from torchtitan_lite.config.paths import expand, is_prepared, problem
 from torchtitan_lite.config.schema import Config, SampleConfig
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.data.objectives import open_samples
+from torchtitan_lite.data.open_samples import open_samples
 from torchtitan_lite.distributed.generating import generating
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.models.generation import Sampler, is_encoder_decoder, new_tokens

@@ -4,11 +4,11 @@ from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.distributed.exchange import on_rank0
 from torchtitan_lite.distributed.process_group import Process
-from torchtitan_lite.distributed.ranks import on_rank0
+from torchtitan_lite.environment import fork_command
 from torchtitan_lite.optim.spike_guard import SpikeGuard
 from torchtitan_lite.optim.step_record import StepRecord
-from torchtitan_lite.process import fork_command
 from torchtitan_lite.run.between_steps import report_save
 from torchtitan_lite.run.metrics import Log
 

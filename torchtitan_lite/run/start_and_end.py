@@ -22,8 +22,8 @@ from torchtitan_lite.config.schema import Config, flatten
 from torchtitan_lite.config.toml import Loaded, format_value, to_toml_with_origins
 from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.token_files import PAIRS
+from torchtitan_lite.distributed.exchange import gather, on_rank0
 from torchtitan_lite.distributed.process_group import Process
-from torchtitan_lite.distributed.ranks import gather, on_rank0
 from torchtitan_lite.errors import EXIT_WOULD_REPEAT, BusyError, ConfigError, RepeatError, StuckError, UserError
 from torchtitan_lite.files import write_durably
 from torchtitan_lite.run import attempts, run_folder

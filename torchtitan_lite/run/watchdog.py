@@ -26,12 +26,12 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from torchtitan_lite.checkpointing import progress
+from torchtitan_lite import progress
 from torchtitan_lite.config.schema import RunConfig
 from torchtitan_lite.distributed.lost import explaining_lost_ranks, first_line, gone_message, means_closed_connection
 from torchtitan_lite.distributed.process_group import Process
+from torchtitan_lite.environment import local_rank
 from torchtitan_lite.errors import ConfigError, StuckError, report
-from torchtitan_lite.process import local_rank
 
 _AT, _BEAT = "torchtitan_lite/at/{}", "torchtitan_lite/beat/{}"
 _SECONDARY = b"--- this process ends because a different one did\n"

@@ -26,11 +26,11 @@ from torch.profiler import ProfilerActivity, profile
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.distributed.exchange import gather
 from torchtitan_lite.distributed.process_group import process_group
-from torchtitan_lite.distributed.ranks import gather
+from torchtitan_lite.environment import env_int
 from torchtitan_lite.errors import ConfigError, StuckError
 from torchtitan_lite.optim.step_record import StepRecord
-from torchtitan_lite.process import env_int
 from torchtitan_lite.run import mfu, out_of_memory, run_folder
 from torchtitan_lite.run.console import batch_line, fsdp_line, model_line
 from torchtitan_lite.run.metrics import Log

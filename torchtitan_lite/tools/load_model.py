@@ -13,7 +13,7 @@ from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.compatibility import require_finite, saved_config, shapes_of
 from torchtitan_lite.checkpointing.find import find
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.checkpointing.tensor_names import own_tensors
+from torchtitan_lite.checkpointing.tensor_names import model_tensors
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.paths import kind_of
 from torchtitan_lite.config.rules.model import shape_rules
@@ -114,7 +114,7 @@ def open_model(
     theirs = shapes_of(weights)
     with torch.device("meta"):
         model = build(config, max(theirs.get("tok_embeddings.weight", (1,))[0], 1))
-    shapes = shapes_of(own_tensors(model))
+    shapes = shapes_of(model_tensors(model))
     storage.require_equal(folder, theirs, shapes, "model", "its config and its weights do not match")
     bpe.require_rows(entries, model.tok_embeddings.num_embeddings, tokenizer or run)
     buffers = dict(model.named_buffers())

@@ -11,20 +11,19 @@ from torchtitan_lite.config.cli import Command
 from torchtitan_lite.config.paths import expand
 from torchtitan_lite.config.schema import Config, FsdpConfig, flatten
 from torchtitan_lite.config.toml import Loaded, to_toml_with_origins
-from torchtitan_lite.distributed.parallelize import Group, groups_of
+from torchtitan_lite.distributed.fsdp import Group, groups_of
 from torchtitan_lite.distributed.process_group import build_mesh, process_group
 from torchtitan_lite.distributed.sharding import own_part
+from torchtitan_lite.environment import local_rank
 from torchtitan_lite.errors import CheckpointError, RepeatError
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim.step_record import StepRecord
-from torchtitan_lite.process import local_rank
 from torchtitan_lite.run import attempts, run_folder
 from torchtitan_lite.run.session import Session
 from torchtitan_lite.run.start_and_end import prepared
 from torchtitan_lite.terminal import print_line
-from torchtitan_lite.tools import dry_run
+from torchtitan_lite.tools import dry_run, replay
 from torchtitan_lite.tools.columns import columns
-from torchtitan_lite.tools.incidents import replay
 
 _GROUPS = "group", "parameters", "frozen", "shard MiB", "full MiB", "computes", "reduces", "reshard", "placements"
 _NUMBERS = range(1, 5)

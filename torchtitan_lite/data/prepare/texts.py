@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from torchtitan_lite.config.paths import files_below, matching, reading, unfound
-from torchtitan_lite.config.registry import is_own
+from torchtitan_lite.config.registry import is_module_name
 from torchtitan_lite.config.sections.data import JSON_LINES, READERS
 from torchtitan_lite.errors import DataError
 
@@ -44,9 +44,9 @@ class Corpus:
 
     def fingerprint(self) -> list[object]:
         """Return path, size, mtime and ctime (ns) of each file and user's reader, and all reading options."""
-        readers = [pkgutil.resolve_name(READERS[name].read) for name in self.text_suffixes if is_own(name)]
-        own = [Path(inspect.getfile(reader)) for reader in readers]
-        stats = [(file, stat_of(file)) for file in (*self.files, *own)]
+        readers = [pkgutil.resolve_name(READERS[name].read) for name in self.text_suffixes if is_module_name(name)]
+        modules = [Path(inspect.getfile(reader)) for reader in readers]
+        stats = [(file, stat_of(file)) for file in (*self.files, *modules)]
         files = [[os.path.abspath(file), s.st_size, s.st_mtime_ns, s.st_ctime_ns] for file, s in stats]
         options = self.keys, self.source_prefix, sorted(self.text_suffixes), self.n_held_out
         by_line = not self.as_1_0 and any(kind(file, self.text_suffixes) == ".tsv" for file in self.files)
@@ -91,9 +91,9 @@ def kind(file: Path, text_suffixes: Collection[str] = ()) -> str:
     suffix = file.suffix.lower()
     if suffix in COMPRESSED:
         suffix = Path(file.stem).suffix.lower()
-    own = {READERS[name].suffix: name for name in text_suffixes if is_own(name) and name in READERS}
+    readers = {READERS[name].suffix: name for name in text_suffixes if is_module_name(name) and name in READERS}
     default = (".txt" if suffix else "no suffix") if suffix in text_suffixes else suffix if suffix in READERS else ""
-    return own.get(suffix, default)
+    return readers.get(suffix, default)
 
 
 def checked_suffixes(text_suffixes: Iterable[str]) -> tuple[str, ...]:
@@ -102,9 +102,9 @@ def checked_suffixes(text_suffixes: Iterable[str]) -> tuple[str, ...]:
     Raises:
         DataError: an entry is not a suffix of plain text, or a reader that was not imported.
     """
-    suffixes = tuple(dict.fromkeys(name if is_own(name) else name.lower() for name in text_suffixes))
+    suffixes = tuple(dict.fromkeys(name if is_module_name(name) else name.lower() for name in text_suffixes))
     for suffix in suffixes:
-        if is_own(suffix):
+        if is_module_name(suffix):
             if suffix not in READERS:
                 raise DataError(READERS.not_imported(suffix))
         elif not re.fullmatch(r"(\.[^./\s]+)?", suffix) or suffix in {*READERS, *COMPRESSED} - {".txt", *JSON_LINES}:

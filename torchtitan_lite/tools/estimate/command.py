@@ -12,7 +12,7 @@ from typing import Any
 from torchtitan_lite.config import cli
 from torchtitan_lite.config.schema import Config, flatten
 from torchtitan_lite.data.dataset import prepare_all
-from torchtitan_lite.data.objectives import open_samples
+from torchtitan_lite.data.open_samples import open_samples
 from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.run import epochs
 from torchtitan_lite.run.console import batch_line, data_lines, model_line
@@ -56,7 +56,7 @@ def _plan(world_size: int, device: Device | None, config_options: Sequence[str])
     command = cli.parse(
         config_options,
         elsewhere=True,  # the run is for a different machine
-        own=["help", "world-size", "device"],
+        flags=["help", "world-size", "device"],
         n_gpus=per_node if device else 0,
         world_size=world_size,
         local_world_size=per_node,

@@ -34,9 +34,9 @@ from torchtitan_lite import cpu, models
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.cpu.fused import fuse_norms
-from torchtitan_lite.distributed.blocks import apply_activation_checkpointing
-from torchtitan_lite.distributed.parallelize import apply_fsdp, before_micro_batch
+from torchtitan_lite.distributed.fsdp import apply_fsdp, before_micro_batch
 from torchtitan_lite.distributed.process_group import build_mesh
+from torchtitan_lite.distributed.recompute_and_compile import apply_activation_checkpointing
 from torchtitan_lite.models.attention import attend
 from torchtitan_lite.optim.groups import freeze
 from torchtitan_lite.optim.guarded import GuardedOptimizer

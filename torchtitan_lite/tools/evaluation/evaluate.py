@@ -30,15 +30,15 @@ from torchtitan_lite.config.schema import Config, RunConfig
 from torchtitan_lite.config.sections.data import READERS
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.data.objectives import open_samples
+from torchtitan_lite.data.open_samples import open_samples
 from torchtitan_lite.data.prepare.texts import find, ignored_notes
 from torchtitan_lite.data.token_files import PAIRS, read_meta
+from torchtitan_lite.distributed.exchange import gather
 from torchtitan_lite.distributed.process_group import Process, exit_process, process_group
-from torchtitan_lite.distributed.ranks import gather
+from torchtitan_lite.environment import local_rank
 from torchtitan_lite.errors import ConfigError, NonFiniteError, run_cli
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.models.generation import is_encoder_decoder
-from torchtitan_lite.process import local_rank
 from torchtitan_lite.scoring import find_tasks
 from torchtitan_lite.scoring.find_tasks import BUILT_IN
 from torchtitan_lite.scoring.likelihood import bytes_per_token

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from torchtitan_lite.config import cli, paths
+from torchtitan_lite.environment import env_int
 from torchtitan_lite.errors import ConfigError, DataError, run_cli
 from torchtitan_lite.files import write_durably
-from torchtitan_lite.process import env_int
 from torchtitan_lite.tools.report.runs import Run, read_run, table
 
 
@@ -39,8 +39,8 @@ def _report(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if not folders or any(text.startswith("-") for text in rest):
         world_size = env_int("WORLD_SIZE", 1)
         n_gpus = torch.cuda.device_count()
-        own = "out", "table"
-        command = cli.parse(rest, own=own, world_size=world_size, n_gpus=n_gpus, local_world_size=world_size)
+        flags = "out", "table"
+        command = cli.parse(rest, flags=flags, world_size=world_size, n_gpus=n_gpus, local_world_size=world_size)
         folders = [command.loaded.config.folder]
     if args.table:
         print(_table(folders))

@@ -17,9 +17,9 @@ from torchtitan_lite.config.schema import (
     ModelConfig,
     SpeedConfig,
 )
-from torchtitan_lite.distributed.blocks import apply_activation_checkpointing, apply_compile
+from torchtitan_lite.distributed.fsdp import evaluating
 from torchtitan_lite.distributed.initialize import materialize, require_initialised
-from torchtitan_lite.distributed.parallelize import evaluating
+from torchtitan_lite.distributed.recompute_and_compile import apply_activation_checkpointing, apply_compile
 from torchtitan_lite.models import LossOptions, Transformer, build
 
 LLAMA = ModelConfig(dim=64, n_heads=4, n_layers=4, max_seq_len=64)

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.test_blocks import made
+from tests.distributed.test_recompute_and_compile import made
 from tests.helpers import checkpoint, losses, ranks, succeeded, tiny
 from torchtitan_lite.config.schema import Config, ModelConfig, SpeedConfig
-from torchtitan_lite.cpu import widen, widens
+from torchtitan_lite.cpu import float32_matmuls, widens
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.models import Transformer
 
@@ -29,14 +29,14 @@ def test_a_product_is_rounded_once(dtype: torch.dtype, bias: bool) -> None:
     torch.manual_seed(0)
     x, weight, grad = torch.randn(3, 7, 40).to(dtype), torch.randn(24, 40).to(dtype), torch.randn(3, 7, 24).to(dtype)
     inputs = [x.requires_grad_(), weight.requires_grad_(), *([torch.randn(24).to(dtype).requires_grad_()] * bias)]
-    found = widen.linear(*inputs)
+    found = float32_matmuls.linear(*inputs)
     exact = [t.detach().double().requires_grad_() for t in inputs]
     expected = nn.functional.linear(*exact)
     grads = torch.autograd.grad(found, inputs, grad)
     pairs = [(found, expected), *zip(grads, torch.autograd.grad(expected, exact, grad.double()), strict=True)]
     for i, whole in enumerate(grads):  # the others are frozen
         one = [t.detach().requires_grad_(i == j) for j, t in enumerate(inputs)]
-        assert torch.autograd.grad(widen.linear(*one), one[i], grad)[0].equal(whole)
+        assert torch.autograd.grad(float32_matmuls.linear(*one), one[i], grad)[0].equal(whole)
     for mine, theirs in pairs:
         assert mine.dtype == dtype
         wrong = mine != theirs.to(dtype)  # a sum in float32 may fall on the other side of a tie
@@ -112,7 +112,7 @@ def test_a_cpu_is_slow_in_a_dtype_without_instructions(
         patch("torch.cpu._is_amx_tile_supported", return_value=amx),
         patch.object(torch.ops, "mkldnn", Mock(**has)),
     ):
-        assert widen.slow_dtypes() == slow
+        assert float32_matmuls.slow_dtypes() == slow
 
 
 @pytest.mark.parametrize(("fsdp", "on", "device", "expected"), [
@@ -127,7 +127,7 @@ def test_matmuls_are_widened_if_a_dtype_in_use_is_slow(
     fsdp: dict[str, Any], on: bool, device: str, expected: bool
 ) -> None:
     config = Config.model_validate({"fsdp": fsdp, "speed": {"widen_matmuls": on}})
-    with patch.object(widen, "slow_on_rank0", return_value=["bfloat16"]):
+    with patch.object(float32_matmuls, "slow_on_rank0", return_value=["bfloat16"]):
         assert widens(config, Process(0, 1, torch.device(device), 1)) == expected
 
 

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.checkpointing.tensor_names import optimizer_tensors, own_tensors
+from torchtitan_lite.checkpointing.tensor_names import model_tensors, optimizer_tensors
+from torchtitan_lite.distributed.exchange import gather
 from torchtitan_lite.distributed.process_group import sum_over_ranks
-from torchtitan_lite.distributed.ranks import gather
 from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.errors import NonFiniteError, ReplicaMismatchError
 from torchtitan_lite.terminal import counted
@@ -43,7 +43,7 @@ def require_equal_replicas(model: nn.Module, optimizer: torch.optim.Optimizer, s
     if not isinstance(parameter, DTensor) or "dp_replicate" not in (parameter.device_mesh.mesh_dim_names or ()):
         return
     group = parameter.device_mesh.get_group("dp_replicate")
-    tensors = own_tensors(model) | optimizer_tensors(model, optimizer)
+    tensors = model_tensors(model) | optimizer_tensors(model, optimizer)
     digests = [digest(own_part(tensor)[0]) for tensor in tensors.values()]
     own = torch.stack([one.to(digests[0].device) for one in digests])
     first = own.clone()

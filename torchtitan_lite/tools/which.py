@@ -22,11 +22,11 @@ from torchtitan_lite.config import paths
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.data import token_files
 from torchtitan_lite.data.dataset import Source
-from torchtitan_lite.data.objectives import open_samples
+from torchtitan_lite.data.open_samples import open_samples
 from torchtitan_lite.data.token_files import ORIGINS, PAIRS, PLACE_BITS, TokenFiles, document_ends
 from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.terminal import counted, prepare_streams
-from torchtitan_lite.tools.incidents.record import Record, read_record, require_own_step, samples_of
+from torchtitan_lite.tools.past_steps import Record, read_record, require_own_step, samples_of
 
 _TOKENS = 64  # tokens of a text to show
 _SHOWN = 60  # characters of a text on the terminal

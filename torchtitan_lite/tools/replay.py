@@ -25,11 +25,11 @@ from torchtitan_lite.checkpointing.shards import read_tensors
 from torchtitan_lite.config.schema import Config, flatten, known_keys, resume_rule
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.distributed.exchange import on_rank0
 from torchtitan_lite.distributed.process_group import process_group
-from torchtitan_lite.distributed.ranks import on_rank0
+from torchtitan_lite.environment import command_with
 from torchtitan_lite.errors import ConfigError, NonFiniteError, SpikeError, UserError
 from torchtitan_lite.optim.step_record import StepRecord
-from torchtitan_lite.process import command_with
 from torchtitan_lite.run import attempts as history
 from torchtitan_lite.run import out_of_memory, run_folder
 from torchtitan_lite.run.attempts import Attempt
@@ -39,7 +39,7 @@ from torchtitan_lite.run.session import Session, check_pending
 from torchtitan_lite.run.start_and_end import require_agreement
 from torchtitan_lite.terminal import counted, print_line
 from torchtitan_lite.tools.dry_run import in_temporary_folder
-from torchtitan_lite.tools.incidents.record import attempts_of, checkpoint_before, require_own_step
+from torchtitan_lite.tools.past_steps import attempts_of, checkpoint_before, require_own_step
 
 Step = Callable[[Session, int], StepRecord]
 Numbers = Mapping[str, Any]

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite.cpu import loss
-from torchtitan_lite.distributed.ranks import on_rank0
+from torchtitan_lite.distributed.exchange import on_rank0
 from torchtitan_lite.models import Transformer
 
 Attend = Callable[..., Tensor]

@@ -224,11 +224,11 @@ def command_with(argv: Sequence[str], given: Mapping[str, str], n: int, n_machin
         n: number of ranks.
     """
     options = {f"--{name.replace('__', '.')}": value for name, value in given.items()}
-    own = {"--print-config", "--check-config", "--inspect", "--dry-run", "--replay", "--retry", *options}
+    left_out = {"--print-config", "--check-config", "--inspect", "--dry-run", "--replay", "--retry", *options}
     kept = [
         word
         for before, word in itertools.pairwise(argv)
-        if word.split("=")[0] not in own and (before not in own or word.startswith("--"))
+        if word.split("=")[0] not in left_out and (before not in left_out or word.startswith("--"))
     ]
     here = python_command()
     torchrun = f"{shlex.quote(os.path.join(os.path.dirname(here), 'torchrun'))} --nproc-per-node {n}"
