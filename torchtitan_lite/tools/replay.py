@@ -180,7 +180,7 @@ def _advice(makers: Sequence[Attempt], here: Numbers, init_from: str) -> str:
         return "Without run.deterministic, a GPU may add in a different order each time, so this proves nothing"
     if AUTOTUNING in here["compile"]:
         return f"{AUTOTUNING} chooses kernels by their time, which may differ each time, so this proves nothing"
-    code = {"torchtitan_lite": __version__, **run_folder.git_state(Path(__file__).parents[3])}
+    code = {"torchtitan_lite": __version__, **run_folder.git_state(Path(__file__).parents[2])}
     for attempt in makers:
         then = {"torchtitan_lite": attempt.versions["torchtitan_lite"], **attempt.git}
         if then != code:
