@@ -1,8 +1,8 @@
 """The tests of what has changed, for `make test-fast`: prints files of tests/.
 
 These are changed ones, those of a changed module's room (tests/ mirrors the package), and those that import a changed
-module; of the slowest files (`LONGEST` in conftest.py) only that of the module's name. A change is what `git status` lists
-or, if that is nothing, the newest commit.
+module; of the slowest (`LONGEST` in conftest.py) only that of the module's name. Changes are those of `git status`
+or, without any, those of the newest commit.
 """
 
 import ast
