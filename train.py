@@ -43,7 +43,7 @@ from torchtitan_lite.distributed.process_group import (
     process_group,
     set_group_timeouts,
 )
-from torchtitan_lite.environment import env_int, local_rank, prepare_process, world_size
+from torchtitan_lite.environment import disable_automatic_gc, env_int, local_rank, prepare_process, world_size
 from torchtitan_lite.errors import run_cli
 from torchtitan_lite.optim import optimizer as optim
 from torchtitan_lite.optim.finite_guard import FiniteGuard, Guard
@@ -53,14 +53,11 @@ from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.run import attempts, checks, out_of_memory, run_folder, start_and_end
 from torchtitan_lite.run.between_steps import (
     build_periodic_work,
-    disable_automatic_gc,
-    missed_evaluations,
-    peak_tokens_per_second,
     report_save,
-    run_missed,
 )
 from torchtitan_lite.run.metrics import Log, Meter
 from torchtitan_lite.run.preemption import Preemption, launcher_note
+from torchtitan_lite.run.resumed import missed_evaluations, run_missed
 from torchtitan_lite.run.session import Session, check_pending, due, forward_seed
 from torchtitan_lite.run.watchdog import Watchdog
 from torchtitan_lite.scoring.validation import Validation
@@ -190,7 +187,7 @@ def build_watched(config: Config, data: DataSet, process: Process, log: Log, wat
     # 6. The loss scale (float16), the guards that can withhold an update, and the throughput meter.
     scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, process.device, state.grad_scaler)
     guards = build_guards(config, process, state, scaler, checkpointer, log)
-    meter = Meter(state, process.device, peak_tokens_per_second(config, model, process))
+    meter = Meter(state, process.device, start_and_end.peak_tokens_per_second(config, model, process))
     profile = None
     if config.profile.steps:
         from torchtitan_lite.run.profiler import Profile

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tests.models import triton_stand_in
 from tests.models.test_z_loss import gradients
-from torchtitan_lite.models import chunked_loss, loss_operators
-from torchtitan_lite.models.loss import IGNORE, summed_cross_entropy
+from torchtitan_lite.models import chunked_loss, kernels, loss_operators
+from torchtitan_lite.models.loss import IGNORE, plain_logits_to_gradient_, summed_cross_entropy
 
 Launch = Callable[[Tensor, Tensor, Tensor, int, bool, float], None]
 
@@ -78,7 +78,7 @@ def test_a_padded_vocabulary_has_the_same_loss(
     monkeypatch.setattr(loss_operators, "padding", lambda _, vocab_size: -vocab_size % 64)
     monkeypatch.setattr(chunked_loss, "LOGITS_BYTES", 128 * 128 * dtype.itemsize)  # three chunks
     tolerance = 3e-6 if dtype == torch.float32 else 2e-2
-    for operator in (loss_operators.plain_logits_to_gradient_, by_kernel):
+    for operator in (plain_logits_to_gradient_, by_kernel):
         monkeypatch.setattr(loss_operators, "logits_to_gradient_", operator)
         torch.testing.assert_close(gradients(way, dtype, n=150), expected, rtol=tolerance, atol=tolerance)
     x, weight = torch.randn(1, 6, 16).to(dtype), torch.randn(91, 16).to(dtype)
@@ -90,13 +90,13 @@ def test_a_padded_vocabulary_has_the_same_loss(
 @pytest.mark.parametrize(("kernel", "why"), [
     (Mock(side_effect=ModuleNotFoundError("No module named 'triton'")), "No module named 'triton'"),
     (lambda logits, targets, ignore, write, z_loss:
-     loss_operators.plain_logits_to_gradient_(logits, targets, ignore, write, 300 * z_loss), "Tensor-likes are not"),
+     plain_logits_to_gradient_(logits, targets, ignore, write, 300 * z_loss), "Tensor-likes are not"),
 ])  # fmt: skip
 def test_without_triton_a_gpu_computes_the_same_with_plain_operators(
     kernel: Callable[..., Tensor], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or with a kernel of another gradient. And warns, once. Rows are computed in groups: the operators copy them."""
-    monkeypatch.setattr(loss_operators, "_launch", kernel)
+    monkeypatch.setattr(kernels, "launch", kernel)
     monkeypatch.setattr(loss_operators, "PLAIN_ROWS", 3)
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda _: None)
@@ -106,4 +106,4 @@ def test_without_triton_a_gpu_computes_the_same_with_plain_operators(
     with pytest.warns(UserWarning, match=f"without its GPU kernel, which is slower: {why}"):
         found = loss_operators._on_cuda(logits, targets, IGNORE, True, 0.01)
     torch.testing.assert_close((found, logits), (losses, expected))
-    loss_operators.kernel_works.cache_clear()
+    kernels.kernel_works.cache_clear()

@@ -48,8 +48,6 @@ With HSDP (fsdp.dp_replicate), gradients are reduce-scattered over dp_shard, the
 Both average, so together they average over all ranks, as train.py assumes.
 """
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
@@ -173,22 +171,6 @@ def before_micro_batch(model: nn.Module, config: FsdpConfig, *, last: bool) -> N
     if not config.reshard_after_backward:
         # the optimizer step makes gathered parameters stale
         root.set_reshard_after_backward(last)
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module, *, compiled: bool = False) -> Iterator[None]:
-    """Switch to evaluation mode; afterwards, back to training mode with resharded parameters.
-
-    Args:
-        compiled: use compiled blocks, which recompile for each length.
-    """
-    model.eval()
-    with contextlib.nullcontext() if compiled else torch.compiler.set_stance("force_eager"):
-        yield
-    model.train()
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def _fsdp(module: nn.Module) -> FSDPModule:

@@ -54,7 +54,8 @@ def process_group(run: RunConfig) -> Iterator[Process]:
     if run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    use_tf32(run, device)
+    if device.type == "cuda":  # torch has no setting per device
+        torch.set_float32_matmul_precision("high" if run.tf32 else "highest")
     die_with_launcher()
     allow_open_files()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -102,12 +103,6 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def use_tf32(run: RunConfig, device: torch.device) -> None:
-    """Apply run.tf32 to the process: torch has no setting per device."""
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high" if run.tf32 else "highest")
 
 
 def build_mesh(config: FsdpConfig, device: torch.device) -> DeviceMesh:

@@ -97,9 +97,7 @@ class FeedForward(nn.Module):
 class TransformerBlock(llama.TransformerBlock):
     """A block that, in training, also returns the router's logits and choices."""
 
-    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
-        super().__init__(config, layer)
-        self.feed_forward = FeedForward(config)  # type: ignore[assignment]
+    make_feed_forward = FeedForward
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeysValues | None = None, mask: Any = None) -> Any:
         x = x + self.attention(self.attention_norm(x), cos, sin, cache=cache, mask=mask)
@@ -107,21 +105,18 @@ class TransformerBlock(llama.TransformerBlock):
         return (x + more, logits, chosen) if self.training else x + more
 
 
-class Qwen3MoeBlock(TransformerBlock):
+class NormedAttention(llama.Attention):
     """Normalises each query head and each key head separately."""
 
-    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
-        super().__init__(config, layer)
-        self.attention.q_norm = nn.RMSNorm(config.dim_of_heads, config.norm_eps)
-        self.attention.k_norm = nn.RMSNorm(config.dim_of_heads, config.norm_eps)
+    norm = nn.RMSNorm
+
+
+class Qwen3MoeBlock(TransformerBlock):
+    make_attention = NormedAttention
 
 
 class OlmoeBlock(TransformerBlock):
-    """Normalises all query heads together, and all key heads together."""
-
-    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
-        super().__init__(config, layer)
-        self.attention = olmo.Attention(config, layer)
+    make_attention = olmo.Attention
 
 
 def extreme_loads(loads: Tensor) -> dict[str, float]:

@@ -1,8 +1,10 @@
-"""Frozen parameters, and parameter groups by weight decay and learning rate."""
+"""Frozen parameters; parameter groups by weight decay and learning rate, and what a load must not change of them."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torchtitan_lite.config.patterns import first_match
@@ -61,3 +63,35 @@ def scale_of(width: float, by_muon: bool) -> float:
     if by_muon:  # an orthogonal update preserves norms, but is multiplied by 0.2 sqrt(max(M, N))
         return width**-0.5
     return width**-1.0  # AdamW changes each weight by about lr, and the weights per output grow with the width
+
+
+# --- around a load ----------------------------------------------------------------------------------------------
+
+
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Allocate an optimizer's state before its first step, for a load to fill.
+
+    A step with zero gradients and a learning rate of 0 leaves every parameter unchanged, bit for bit. The state's
+    values (such as the step count) are wrong and must be overwritten.
+    """
+    with kept_hyperparameters(optimizer):
+        for group in optimizer.param_groups:
+            group["lr"] = group["weight_decay"] = 0.0  # otherwise SGD's momentum would start with the decay
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return each group's hyperparameters, which come from the config and which a load must not change."""
+    return [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
+
+
+@contextlib.contextmanager
+def kept_hyperparameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Restore the hyperparameters afterwards: torch loads the saved ones, with lists for tuples."""
+    ours = hyperparameters(optimizer)
+    yield
+    for group, values in zip(optimizer.param_groups, ours, strict=True):
+        group.update(values)
