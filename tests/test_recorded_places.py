@@ -33,6 +33,7 @@ from torchtitan_lite.run import (
     between_steps,
     metrics,
     mfu,
+    out_of_memory,
     preemption,
     resumed,
     run_folder,
@@ -621,12 +622,12 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     ),
     "memory": (
         lambda device, platform: told(
-            lambda _: metrics.peak_memory_gib(device),
-            "run__metrics__torch__cuda__max_memory_reserved",
+            lambda _: out_of_memory.peak_memory_gib(device),
+            "run__out_of_memory__torch__cuda__max_memory_reserved",
             answers={
-                "run__metrics__torch__cuda__max_memory_reserved": lambda _: 3 * 2**30,
-                "run__metrics__resource__getrusage": lambda _: Stub(ru_maxrss=2**21),
-                "run__metrics__sys__platform": platform,
+                "run__out_of_memory__torch__cuda__max_memory_reserved": lambda _: 3 * 2**30,
+                "run__out_of_memory__resource__getrusage": lambda _: Stub(ru_maxrss=2**21),
+                "run__out_of_memory__sys__platform": platform,
             },
         ),
         [(GPU, "linux"), (CPU, "linux"), (CPU, "darwin")],

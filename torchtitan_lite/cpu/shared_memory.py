@@ -10,6 +10,7 @@ Each rank locks a byte of the file. The kernel unlocks it when the process ends,
 """
 
 import fcntl
+import functools
 import mmap
 import os
 import warnings
@@ -131,6 +132,9 @@ def shared_memory_of(group: dist.ProcessGroup) -> SharedMemory | None:
         return None
 
 
+_of_neighbours = functools.cache(shared_memory_of)  # for the groups of reshard_after_forward = N
+
+
 class _Done:
     """The handle of a finished collective. If FSDP got None instead, it would keep more memory."""
 
@@ -150,17 +154,12 @@ class _Collective:
 class AllGather(_Collective):
     """An all-gather for `set_custom_all_gather`."""
 
-    def __init__(self, shared: SharedMemory) -> None:
-        super().__init__(shared)
-        self._by_group: dict[str, SharedMemory | None] = {shared.group.group_name: shared}
-
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
         """Copy rank r's input to row r of the output, on every rank."""
-        if group.group_name not in self._by_group:  # the neighbours of reshard_after_forward = N
-            self._by_group[group.group_name] = shared_memory_of(group)
-        shared = self._by_group[group.group_name]
+        is_ours = group.group_name == self._shared.group.group_name
+        shared = self._shared if is_ours else _of_neighbours(group)
         if shared is None:
             return _all_gather(output_tensor, input_tensor, group, async_op)
         own = input_tensor.view(torch.uint8)

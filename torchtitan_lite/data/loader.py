@@ -1,16 +1,15 @@
 """Batches: the tokens of each rank at a position of the run.
 
-The global batch of size G at position `samples_consumed` is samples samples_consumed, ..., samples_consumed + G - 1 of
-the run (order.py; mixture.py first assigns each to a source). They are laid out over micro-batches, then ranks, then
-rows. With G = 10, two ranks and a micro_batch_size of 2:
+The global batch of size G is samples samples_consumed, ..., samples_consumed + G - 1 of the run (order.py; mixture.py
+assigns each to a source), laid out over micro-batches, then ranks, then rows. With G = 10, two ranks and a
+micro_batch_size of 2:
 
                      rank 0    rank 1
     micro-batch 0    0 1       2 3
     micro-batch 1    4 5       6 7
     micro-batch 2    8 9       - -
 
-Every rank gets the same number of micro-batches, because each forward is collective. The surplus rows (-) are fully
-masked. They do not change the loss, which is divided by the number of valid targets in the global batch.
+Every rank gets the same number of micro-batches, because each forward is collective. Surplus rows (-) are fully masked.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,9 +1,8 @@
-"""Causal attention by PyTorch's kernels, and the key-value cache. masks.py has documents and windows on a GPU.
+"""Causal attention by PyTorch's kernels. masks.py has documents and windows on a GPU.
 
-On a GPU, SDPA's kernels are tried in the order cuDNN, flash, efficient, math: on an H100 with heads of 128, cuDNN is
-twice as fast as PyTorch's flash kernel (pytorch issue 142132). On other GPUs flash comes first: on an A100, cuDNN ran
-at 0.82 of flash's speed. torch's own order is similar, but depends on its version. On a CPU, cpu/attention.py replaces
-`attend` by functions that are faster for short sequences.
+On a GPU, SDPA's kernels are tried in the order cuDNN, flash, efficient, math: on an H100, cuDNN is twice as fast as
+PyTorch's flash kernel (pytorch issue 142132). On GPUs where it is slower, flash comes first. (torch's own order depends
+on its version.) On a CPU, cpu/attention.py replaces `attend` by functions that are faster for short sequences.
 """
 
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchtitan_lite.models import masks
-from torchtitan_lite.models.cache import KeysValues as KeysValues
+from torchtitan_lite.models.cache import KeysValues as KeysValues  # families import it from here
 from torchtitan_lite.models.kernels import flash_supports_gqa, prefers_cudnn
 
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

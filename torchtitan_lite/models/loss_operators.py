@@ -1,10 +1,8 @@
 """The operators of the chunked loss: logits become their gradient in place, and matmuls accumulate in float32.
 
-On a GPU one kernel computes the gradient. It reads each logit twice (the second time from the L2 cache) and writes it
-once. The matmul of each chunk adds to the weight's float32 gradient without a copy.
-
-The kernel is an operator of its own, so that FakeTensors and dispatch modes see it. Plain operators compute the same on
-the CPU, and on a GPU without Triton.
+On a GPU one kernel computes the gradient, and a chunk's matmul adds to the float32 gradient of the weight in place. The
+kernel is an operator of its own, so that FakeTensors and dispatch modes see it. Plain operators compute the same on the
+CPU, and on a GPU without Triton.
 """
 
 import torch
@@ -38,8 +36,7 @@ def _fake(logits: Tensor, targets: Tensor, ignore: int, write: bool, z_loss: flo
 def padding(x: Tensor, vocab_size: int) -> int:
     """Return how many columns to add to `x`'s logits: on a GPU up to a multiple of 64, unless V is a multiple of 16.
 
-    In unaligned rows Triton moves single elements. cuBLAS is fastest if sizes and rows are multiples of 16 bytes (its
-    manual, "Tensor Core Usage"); on an A100, multiples of 128 bytes (NVIDIA's guide to matrix multiplication).
+    In unaligned rows Triton moves single elements, and cuBLAS is slower (its manual, "Tensor Core Usage").
     """
     return -vocab_size % 64 if vocab_size % 16 and _of_gpu(x) else 0
 

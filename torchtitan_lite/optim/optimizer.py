@@ -6,13 +6,11 @@ import pkgutil
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.config.schema import OptimConfig
 from torchtitan_lite.config.sections.optim import OPTIMIZERS
-from torchtitan_lite.distributed.process_group import sum_over_ranks
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.optim.groups import make_state, parameter_groups
 from torchtitan_lite.optim.guarded import SGD, AdamW, GuardedOptimizer, HostGuarded
@@ -37,21 +35,12 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> GuardedOptimizer:
 
         keep_average(optimizer, config.ema_decay)
     if hasattr(model, "balance"):
-        optimizer.register_step_post_hook(functools.partial(_balance, model))
+        from torchtitan_lite.optim.experts import balance
+
+        optimizer.register_step_post_hook(functools.partial(balance, model))
     if isinstance(optimizer, HostGuarded):
         make_state(optimizer)  # so that a checkpoint has it even if float16 skipped every step so far
     return optimizer
-
-
-@torch.no_grad()
-def _balance(model: Any, optimizer: GuardedOptimizer, *_: object) -> None:
-    """Move the router biases of experts by the loads of a step, summed over the ranks."""
-    if model.loads is not None and model.config.router_bias:
-        loads = model.loads.double()
-        if dist.is_initialized():
-            sum_over_ranks(loads)
-        model.balance(loads, optimizer.found_inf)
-    model.loads = None
 
 
 def adamw(groups: list[dict[str, Any]], config: OptimConfig) -> GuardedOptimizer:
