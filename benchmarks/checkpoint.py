@@ -37,8 +37,7 @@ from torchtitan_lite.config import load as settings
 from torchtitan_lite.config.schema import CheckpointConfig, Config, RunConfig
 from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.process_group import Process, build_mesh, exit_process, process_group
-from torchtitan_lite.optim.groups import make_state
-from torchtitan_lite.optim.optimizer import build_optimizer
+from torchtitan_lite.optim.optimizer import build_optimizer, make_state
 
 ROOT = Path(__file__).parent.parent
 SIZE = {

@@ -21,9 +21,8 @@ from torchtitan_lite.checkpointing.tensor_names import model_tensors, optimizer_
 from torchtitan_lite.config.schema import CheckpointConfig, Config
 from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.process_group import Process, build_mesh
-from torchtitan_lite.optim.groups import make_state
 from torchtitan_lite.optim.guarded import set_learning_rate
-from torchtitan_lite.optim.optimizer import build_optimizer
+from torchtitan_lite.optim.optimizer import build_optimizer, make_state
 
 WAYS = [(kind, api) for kind in ("full", "sharded") for api in ("dtensor", "dcp")]
 # mesh -> number of ranks and of copies; no number of rows below divides evenly. "c": COLUMNS are split by columns

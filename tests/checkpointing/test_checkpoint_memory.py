@@ -25,8 +25,7 @@ from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.process_group import Process, build_mesh
 from torchtitan_lite.huggingface import configs, names, weights
 from torchtitan_lite.models import build
-from torchtitan_lite.optim.groups import make_state
-from torchtitan_lite.optim.optimizer import build_optimizer
+from torchtitan_lite.optim.optimizer import build_optimizer, make_state
 
 # AdamW has two moments of everything, and a load makes its state without a step's products
 VALUES = {

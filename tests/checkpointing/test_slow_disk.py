@@ -19,8 +19,7 @@ from torchtitan_lite.checkpointing import full_state, safetensors_file, shards, 
 from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.config.schema import CheckpointConfig, ModelConfig, OptimConfig
 from torchtitan_lite.distributed.process_group import Process, set_group_timeouts
-from torchtitan_lite.optim.groups import make_state
-from torchtitan_lite.optim.optimizer import build_optimizer
+from torchtitan_lite.optim.optimizer import build_optimizer, make_state
 
 MODEL = ModelConfig(family="gpt", dim=256, n_heads=2, n_layers=1, max_seq_len=3)
 COLLECTIVE_S, DISK_S = 1.0, 3.0

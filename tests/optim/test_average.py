@@ -30,8 +30,7 @@ from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config, OptimConfig
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.optim.average import averaged
-from torchtitan_lite.optim.groups import make_state
-from torchtitan_lite.optim.optimizer import build_optimizer
+from torchtitan_lite.optim.optimizer import build_optimizer, make_state
 from torchtitan_lite.tools.estimate.simulate import OPTIMIZER, simulate
 from torchtitan_lite.tools.report import runs as report_runs
 

@@ -34,7 +34,7 @@ from torchtitan_lite.distributed.process_group import Process, untimed_group
 from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.errors import text_of
 from torchtitan_lite.models import Transformer
-from torchtitan_lite.optim.groups import make_state
+from torchtitan_lite.optim.optimizer import make_state
 from torchtitan_lite.terminal import size
 
 # A save of one way: up to `yield` the snapshot, while training waits; then it writes this rank's files into the folder

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_lite.config.schema import FsdpConfig
-from torchtitan_lite.distributed.fsdp import fsdp_module, groups_of
+from torchtitan_lite.distributed.fsdp import groups_of
 from torchtitan_lite.models import Transformer
 
 GATHERED_BYTES = 1 << 30  # limit on a CPU, where all ranks share the memory
@@ -58,4 +58,5 @@ def _kept_gathered(model: Transformer, config: FsdpConfig, device: torch.device)
     dist.all_reduce(fits, dist.ReduceOp.MIN)  # all ranks gather, or none
     if not fits.item():
         return []
-    return [(fsdp_module(group.modules[0]), bool(group.reshard_after_forward)) for group in groups]
+    first = [(group.modules[0], bool(group.reshard_after_forward)) for group in groups]
+    return [(module, reshards) for module, reshards in first if isinstance(module, FSDPModule)]

@@ -121,7 +121,7 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, config: FsdpConfig) -> None
     # its backward ends by waiting for their reduce-scatters, and its setters reach all groups.
     root = fully_shard(model, mesh=mesh)
     if not model.config.tie_embeddings:
-        fsdp_module(model.tok_embeddings).set_unshard_in_backward(False)  # a lookup's gradient needs no table
+        _fsdp(model.tok_embeddings).set_unshard_in_backward(False)  # a lookup's gradient needs no table
     if len({group.param_dtype for group in groups}) > 1 or any(group.output_dtype for group in groups):
         for group in groups:
             cast_inputs(group.modules, group.param_dtype)
@@ -139,7 +139,7 @@ def _set_prefetch(groups: list[Group], config: FsdpConfig, device_type: str, *, 
     FSDP2's default gathers each group when forward reaches it (on CUDA this overlaps, as the host runs ahead of the
     device), and in backward one group ahead. Each group gathered ahead is one more unsharded group in memory.
     """
-    forward = [fsdp_module(group.modules[0]) for group in groups]  # the modules of a group share one state
+    forward = [_fsdp(group.modules[0]) for group in groups]  # the modules of a group share one state
     # backward begins with the head; untied embeddings are listed too, but are not gathered
     backward = [forward[0], *forward[:0:-1]] if tied else forward[::-1]
     for i in range(len(groups)):
@@ -152,12 +152,12 @@ def _set_prefetch(groups: list[Group], config: FsdpConfig, device_type: str, *, 
 
 def unshard_first(model: Transformer) -> None:
     """Start the first group's all-gather early. (`model.unshard()` gathers only the root's parameters: none.)"""
-    fsdp_module(model.tok_embeddings).unshard(async_op=True)
+    _fsdp(model.tok_embeddings).unshard(async_op=True)
 
 
 def before_micro_batch(model: nn.Module, config: FsdpConfig, *, last: bool) -> None:
     """Set whether the next backward reduces gradients and reshards; `last`: the step's last micro-batch."""
-    root = fsdp_module(model)
+    root = _fsdp(model)
     if config.grad_sync == "last":
         root.set_requires_gradient_sync(last)
     elif config.grad_sync == "all_reduce_last":
@@ -167,6 +167,6 @@ def before_micro_batch(model: nn.Module, config: FsdpConfig, *, last: bool) -> N
         root.set_reshard_after_backward(last)
 
 
-def fsdp_module(module: nn.Module) -> FSDPModule:
+def _fsdp(module: nn.Module) -> FSDPModule:
     assert isinstance(module, FSDPModule)
     return module

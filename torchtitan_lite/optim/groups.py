@@ -68,21 +68,6 @@ def scale_of(width: float, by_muon: bool) -> float:
 # --- around a load ----------------------------------------------------------------------------------------------
 
 
-def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Allocate an optimizer's state before its first step, for a load to fill.
-
-    A step with zero gradients and a learning rate of 0 leaves every parameter unchanged, bit for bit. The state's
-    values (such as the step count) are wrong and must be overwritten.
-    """
-    with kept_hyperparameters(optimizer):
-        for group in optimizer.param_groups:
-            group["lr"] = group["weight_decay"] = 0.0  # otherwise SGD's momentum would start with the decay
-            for parameter in group["params"]:
-                parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return each group's hyperparameters, which come from the config and which a load must not change."""
     return [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite.config.schema import OptimConfig
 from torchtitan_lite.config.sections.optim import OPTIMIZERS
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.optim.groups import make_state, parameter_groups
+from torchtitan_lite.optim.groups import kept_hyperparameters, parameter_groups
 from torchtitan_lite.optim.guarded import SGD, AdamW, GuardedOptimizer, HostGuarded
 
 
@@ -66,6 +66,21 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
         "wsd": min(max(steps - step, 0) / max(config.decay_ratio * steps, 1), 1.0),
     }
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left[config.schedule])
+
+
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Allocate an optimizer's state before its first step, for a load to fill.
+
+    A step with zero gradients and a learning rate of 0 leaves every parameter unchanged, bit for bit. The state's
+    values (such as the step count) are wrong and must be overwritten.
+    """
+    with kept_hyperparameters(optimizer):
+        for group in optimizer.param_groups:
+            group["lr"] = group["weight_decay"] = 0.0  # otherwise SGD's momentum would start with the decay
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def squared_norm(model: nn.Module, replicas: int) -> Tensor:

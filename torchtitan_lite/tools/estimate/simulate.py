@@ -38,9 +38,9 @@ from torchtitan_lite.distributed.fsdp import apply_fsdp, before_micro_batch
 from torchtitan_lite.distributed.process_group import build_mesh
 from torchtitan_lite.distributed.recompute_and_compile import apply_activation_checkpointing
 from torchtitan_lite.models.attention import attend
-from torchtitan_lite.optim.groups import freeze, make_state
+from torchtitan_lite.optim.groups import freeze
 from torchtitan_lite.optim.guarded import GuardedOptimizer
-from torchtitan_lite.optim.optimizer import build_optimizer, clip_factor, squared_norm
+from torchtitan_lite.optim.optimizer import build_optimizer, clip_factor, make_state, squared_norm
 from torchtitan_lite.tools.estimate.work import Collective, Recorder, Storage, Work, local, tensors_of
 
 KINDS = "parameters", "optimizer state", "gradients", "gathered parameters", "communication buffers", "activations"
