@@ -105,7 +105,7 @@ class PrefetchingLoader:
         # a new thread's current GPU is 0: without this, all ranks would register pinned memory there
         initializer = (torch.cuda.set_device, (device,)) if device.type == "cuda" else (None, ())
         self._thread = ThreadPoolExecutor(1, "batches", *initializer)
-        self._next: tuple[tuple[int, int], Future[Batch]] | None = None  # (first, size) and its batch
+        self._ahead: dict[tuple[int, int], Future[Batch]] = {}  # the next batch, by first and size
 
     def batch(self, first: int, size: int, end: int | None = None) -> Batch:
         """Return a batch as Loader does. Raises the thread's error when that batch is requested.
@@ -113,15 +113,12 @@ class PrefetchingLoader:
         Args:
             end: the sample after the last batch, which may be smaller.
         """
-        prefetched, self._next = self._next, None
-        if prefetched is not None and prefetched[0] == (first, size):
-            future = prefetched[1]
-        else:
-            future = self._submit(first, size)
+        future = self._ahead.pop((first, size), None) or self._submit(first, size)
+        self._ahead.clear()
         batch = future.result()
         following = first + size, size if end is None else min(size, end - first - size)
         if following[1] > 0:
-            self._next = following, self._submit(*following)
+            self._ahead[following] = self._submit(*following)
         return batch
 
     def _submit(self, first: int, size: int) -> Future[Batch]:

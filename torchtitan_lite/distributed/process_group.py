@@ -114,8 +114,9 @@ def build_mesh(config: FsdpConfig, device: torch.device) -> DeviceMesh:
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Sum a tensor over all ranks, in place. Every rank gets the same bits."""
-    dist.all_reduce(values)
+    """Sum a tensor over all ranks, if there are some, in place. Every rank gets the same bits."""
+    if dist.is_initialized():
+        dist.all_reduce(values)
     return values
 
 

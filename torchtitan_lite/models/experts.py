@@ -21,6 +21,7 @@ the mean load of the global batch, and shrinks for the others (Wang et al., 2024
 Shapes: N tokens, D dim, E experts, k experts per token, F hidden_dim.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -155,16 +156,18 @@ class Experts(llama.Llama):
         return loss + (more - more.detach()) / len(routed)
 
     @torch.no_grad()
-    def balance(self, loads: Tensor, withheld: Tensor | None = None) -> None:
-        """Raise the bias of experts below their layer's mean load by `router_bias_rate`, and lower the others.
+    def balance(self, sum_over_ranks: Callable[[Tensor], Tensor], withheld: Tensor | None = None) -> None:
+        """After a step, raise the bias of experts below their layer's mean load, and lower the others.
 
         Args:
-            loads: (L, E), a step's tokens per layer and expert, of all ranks.
             withheld: () on the device; 1: the step's update was withheld, so change nothing.
         """
-        for layer, bias in enumerate(self.router_biases()):
-            change = self.losses.router_bias_rate * (loads[layer].mean() - loads[layer]).sign()
-            bias += change if withheld is None else change * (1 - withheld)
+        if self.loads is not None and self.config.router_bias:
+            loads = sum_over_ranks(self.loads.double())  # (L, E) tokens per layer and expert in the step
+            for layer, bias in enumerate(self.router_biases()):
+                change = self.losses.router_bias_rate * (loads[layer].mean() - loads[layer]).sign()
+                bias += change if withheld is None else change * (1 - withheld)
+        self.loads = None
 
 
 class Qwen3Moe(Experts):

@@ -1,6 +1,5 @@
 """The optimizer, the learning-rate schedule, and clipping."""
 
-import functools
 import math
 import pkgutil
 from typing import Any
@@ -11,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.config.schema import OptimConfig
 from torchtitan_lite.config.sections.optim import OPTIMIZERS
+from torchtitan_lite.distributed.process_group import sum_over_ranks
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.optim.groups import kept_hyperparameters, parameter_groups
 from torchtitan_lite.optim.guarded import SGD, AdamW, GuardedOptimizer, HostGuarded
@@ -34,10 +34,9 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> GuardedOptimizer:
         from torchtitan_lite.optim.average import keep_average
 
         keep_average(optimizer, config.ema_decay)
-    if hasattr(model, "balance"):
-        from torchtitan_lite.optim.experts import balance
-
-        optimizer.register_step_post_hook(functools.partial(balance, model))
+    balance: Any = getattr(model, "balance", None)  # of experts
+    if balance is not None:
+        optimizer.register_step_post_hook(lambda optimizer, *_: balance(sum_over_ranks, optimizer.found_inf))
     if isinstance(optimizer, HostGuarded):
         make_state(optimizer)  # so that a checkpoint has it even if float16 skipped every step so far
     return optimizer
