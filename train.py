@@ -33,6 +33,7 @@ from torchtitan_lite.config.sections.log import METRICS
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import Batch, Loader, PrefetchingLoader
+from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.data.open_samples import open_samples
 from torchtitan_lite.distributed import fsdp, recompute_and_compile
 from torchtitan_lite.distributed.initialize import materialize
@@ -43,7 +44,7 @@ from torchtitan_lite.distributed.process_group import (
     process_group,
     set_group_timeouts,
 )
-from torchtitan_lite.environment import env_int, local_rank, prepare_process, world_size
+from torchtitan_lite.environment import disable_automatic_gc, env_int, local_rank, prepare_process, world_size
 from torchtitan_lite.errors import run_cli
 from torchtitan_lite.optim import optimizer as optim
 from torchtitan_lite.optim.finite_guard import FiniteGuard, Guard
@@ -53,14 +54,11 @@ from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.run import attempts, checks, out_of_memory, run_folder, start_and_end
 from torchtitan_lite.run.between_steps import (
     build_periodic_work,
-    disable_automatic_gc,
-    missed_evaluations,
-    peak_tokens_per_second,
     report_save,
-    run_missed,
 )
 from torchtitan_lite.run.metrics import Log, Meter
 from torchtitan_lite.run.preemption import Preemption, launcher_note
+from torchtitan_lite.run.resumed import missed_evaluations, run_missed
 from torchtitan_lite.run.session import Session, check_pending, due, forward_seed
 from torchtitan_lite.run.watchdog import Watchdog
 from torchtitan_lite.scoring.validation import Validation
@@ -71,10 +69,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command line. User errors are printed once per machine.
 
     Returns:
-        The exit code. 0: finished, or stopped at run.max_minutes. run.preempted_exit_code (0): stopped by a signal.
-        1: the machine, the disk or another rank failed, or a machine waits to join. 2: the command, config, data or
-        checkpoint is wrong. 3: training failed, and would again (a NaN, a loss spike). 130: Ctrl-C at the start, or
-        twice.
+        The exit code: 0, run.preempted_exit_code, 1, 2, 3 or 130 (docs/cluster.md says when).
     """
     return run_cli("train.py", lambda: launch(argv), local_rank())
 
@@ -125,7 +120,12 @@ def run(loaded: Loaded, data: DataSet, process: Process, log: Log) -> int:
         start_and_end.take_over(hosts, loaded, data, s)
         missed = missed_evaluations(s)  # due at the step that the run resumes from, but never finished
         if missed or s.state.step < config.train.steps:
-            closing.enter_context(log.tracking(config.log, s.state))
+            log.track(config.log, s.state)
+            closing.callback(log.close)
+        if config.profile.steps:
+            from torchtitan_lite.run.profiler import Profile
+
+            s.profile = Profile(config.profile, config.folder, process)
         with s.preemption, s.watchdog.naming_lost_ranks(), out_of_memory.with_advice(config):
             run_missed(s, missed)
             if not s.preemption.agreed:
@@ -149,35 +149,21 @@ def build(config: Config, data: DataSet, process: Process, log: Log) -> Session:
 
 
 def build_watched(config: Config, data: DataSet, process: Process, log: Log, watchdog: Watchdog) -> Session:
-    """Build mesh, model, optimizer, data, checkpointer and guards, in this order."""
-    # 1. The mesh: which ranks shard one replica of the model, and which hold further replicas.
-    mesh = build_mesh(config.fsdp, process.device)
-
-    # 2. The model: sharded on the meta device, without storage. Each rank then allocates and fills its own shards.
-    model = sharded_model(config, data.vocab_size, mesh, widen=cpu.widens(config, process))
-    set_group_timeouts()  # no timeouts: the watchdog ends hanging runs
+    """Build model, optimizer, data, checkpointer and guards, in this order."""
+    # 1. The model: each rank has its rows of every parameter.
+    model = build_model(config, data.vocab_size, process)
     model.register_forward_pre_hook(lambda *_: watchdog.forward())
-    materialize(model, process.device, config.run.seed, offload=config.fsdp.cpu_offload)
 
-    # 3. The optimizer, after sharding: its parameters are DTensors, so its moments are sharded like them.
+    # 2. The optimizer, after sharding: its parameters are DTensors, so its moments are sharded like them.
     optimizer = optim.build_optimizer(model, config.optim)
 
-    # 4. The data: a batch's sequences are a function of the seed and one integer, state.samples_consumed.
+    # 3. The data: a batch's sequences are a function of the seed and one integer, state.samples_consumed.
     samples = open_samples(data, "train", config)
-    rank_loader = Loader(
-        samples,
-        micro_batch_size=config.train.micro_batch_size,
-        rank=process.rank,
-        world_size=process.world_size,
-        seed=config.run.seed,
-        document_mask=config.data.document_mask,
-        pin=process.device.type == "cuda",
-    )
-    loader = PrefetchingLoader(rank_loader, process.device)
+    loader = build_loader(config, samples, process)
     validation = Validation.from_config(config, data, config.train.micro_batch_size, process.rank, process.world_size)
     periodic, task_hashes = build_periodic_work(config, data, validation)
 
-    # 5. The run's newest checkpoint, else that of checkpoint.resume (a fork), else the weights of model.init_from.
+    # 4. The run's newest checkpoint, else that of checkpoint.resume (a fork), else the weights of model.init_from.
     preemption = Preemption(config.run.max_minutes, config.folder / run_folder.JOINING)  # max_minutes includes the load
     history = attempts.best_step, attempts.ruined_from
     folder = config.folder / "checkpoints"
@@ -187,15 +173,10 @@ def build_watched(config: Config, data: DataSet, process: Process, log: Log, wat
         resumed = load_newest(config, checkpointer, fresh, log)
     state = resumed.continued_by(fresh) if resumed else fresh
 
-    # 6. The loss scale (float16), the guards that can withhold an update, and the throughput meter.
+    # 5. The loss scale (float16), the guards that can withhold an update, and the throughput meter.
     scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, process.device, state.grad_scaler)
     guards = build_guards(config, process, state, scaler, checkpointer, log)
-    meter = Meter(state, process.device, peak_tokens_per_second(config, model, process))
-    profile = None
-    if config.profile.steps:
-        from torchtitan_lite.run.profiler import Profile
-
-        profile = Profile(config.profile, config.folder, process)
+    meter = Meter(state, process.device, start_and_end.peak_tokens_per_second(config, model, process))
     return Session(
         config=config,
         process=process,
@@ -212,10 +193,34 @@ def build_watched(config: Config, data: DataSet, process: Process, log: Log, wat
         preemption=preemption,
         checkpointer=checkpointer,
         periodic=periodic,
-        profile=profile,
         state=state,
         resumed=resumed,
     )
+
+
+def build_model(config: Config, vocab_size: int, process: Process) -> models.Transformer:
+    """Build the sharded model with its initial values."""
+    # The mesh: which ranks shard one replica of the model, and which hold further replicas.
+    mesh = build_mesh(config.fsdp, process.device)
+    # First on the meta device, without storage. Then each rank allocates and fills its own shards.
+    model = sharded_model(config, vocab_size, mesh, widen=cpu.widens(config, process))
+    set_group_timeouts()  # no timeouts: the watchdog ends hanging runs
+    materialize(model, process.device, config.run.seed, offload=config.fsdp.cpu_offload)
+    return model
+
+
+def build_loader(config: Config, samples: Mixture, process: Process) -> PrefetchingLoader:
+    """Build what loads this rank's batches, the next one in a thread."""
+    loader = Loader(
+        samples,
+        micro_batch_size=config.train.micro_batch_size,
+        rank=process.rank,
+        world_size=process.world_size,
+        seed=config.run.seed,
+        document_mask=config.data.document_mask,
+        pin=process.device.type == "cuda",
+    )
+    return PrefetchingLoader(loader, process.device)
 
 
 def build_guards(

@@ -18,11 +18,11 @@ config.sections:        activation_checkpointing checkpoint compile data eval fs
                         speed train
 cpu:                    attention fused loss
 data:                   dataset loader mixture open_samples order samples token_files
-distributed:            exchange fsdp initialize lost normal_values overrides process_group recompute_and_compile
-                        sharding
-models:                 attention chunked_loss induction llama loss masks transformer
+distributed:            evaluating exchange fsdp initialize lost normal_values overrides process_group
+                        recompute_and_compile sharding
+models:                 attention cache chunked_loss induction kernels llama loss masks rotary transformer
 optim:                  finite_guard grad_scaler groups guarded muon optimizer step_record
-run:                    attempts between_steps checks console metrics out_of_memory preemption run_folder
+run:                    attempts between_steps checks console metrics out_of_memory preemption resumed run_folder
                         session start_and_end watchdog
 scoring:                likelihood statistics validation
 """

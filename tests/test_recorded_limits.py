@@ -77,8 +77,8 @@ def kernels(length: int, head_dim: int, capability: tuple[int, int], dtype: Any 
     first: list[Any] = []
     return patched(
         lambda: attention.attend(q, k, k),
-        models__attention__torch__cuda__get_device_capability=lambda: capability,
-        models__attention__torch__backends__cuda__is_flash_attention_available=lambda: True,
+        models__kernels__torch__cuda__get_device_capability=lambda: capability,
+        models__kernels__torch__backends__cuda__is_flash_attention_available=lambda: True,
         models__attention__sdpa_kernel=lambda tried, **_: contextlib.nullcontext(first.__iadd__(tried)),
         models__attention__F__scaled_dot_product_attention=lambda _q, k, _, **more: Text(
             f"{first[0]}, {k.shape[1]} heads, shared {more['enable_gqa']}"

@@ -25,7 +25,7 @@ from torchtitan_lite.config import cli, load
 from torchtitan_lite.config.rules import local
 from torchtitan_lite.config.schema import RunConfig
 from torchtitan_lite.cpu import apply_shared_memory, float32_matmuls, widens
-from torchtitan_lite.distributed import generating, process_group
+from torchtitan_lite.distributed import evaluating, process_group
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.run import (
@@ -33,7 +33,9 @@ from torchtitan_lite.run import (
     between_steps,
     metrics,
     mfu,
+    out_of_memory,
     preemption,
+    resumed,
     run_folder,
     sampling,
     spikes,
@@ -620,12 +622,12 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     ),
     "memory": (
         lambda device, platform: told(
-            lambda _: metrics.peak_memory_gib(device),
-            "run__metrics__torch__cuda__max_memory_reserved",
+            lambda _: out_of_memory.peak_memory_gib(device),
+            "run__out_of_memory__torch__cuda__max_memory_reserved",
             answers={
-                "run__metrics__torch__cuda__max_memory_reserved": lambda _: 3 * 2**30,
-                "run__metrics__resource__getrusage": lambda _: Stub(ru_maxrss=2**21),
-                "run__metrics__sys__platform": platform,
+                "run__out_of_memory__torch__cuda__max_memory_reserved": lambda _: 3 * 2**30,
+                "run__out_of_memory__resource__getrusage": lambda _: Stub(ru_maxrss=2**21),
+                "run__out_of_memory__sys__platform": platform,
             },
         ),
         [(GPU, "linux"), (CPU, "linux"), (CPU, "darwin")],
@@ -751,14 +753,14 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     ),
     "kept gathered": (
         lambda device, n, offload=False, reshard=True: told(
-            lambda _: generating._kept_gathered(
+            lambda _: evaluating._kept_gathered(
                 Stub(named_parameters=lambda: [("w", Stub(numel=lambda: n)), ("v", Stub(numel=lambda: 100))]),
                 Stub(cpu_offload=offload, reshard_after_forward=reshard),
                 device,
             ),
-            "distributed__generating__dist__all_reduce",
+            "distributed__evaluating__dist__all_reduce",
             answers={
-                f"distributed__generating__{name}": value
+                f"distributed__evaluating__{name}": value
                 for name, value in {
                     "groups_of": lambda *_: [
                         Stub(param_dtype=torch.bfloat16, parameters=["w"], modules=[1], reshard_after_forward=True)
@@ -951,9 +953,9 @@ def together(rank: int) -> dict[str, Any]:
             {"run__start_and_end__run_folder__record_end": lambda *given: said.append(str(given[2:]))},
         ),
         "missed": (
-            lambda: [each.name for each in between_steps.missed_evaluations(session)],
+            lambda: [each.name for each in resumed.missed_evaluations(session)],
             {
-                "run__between_steps__attempts__records": lambda _, file: [
+                "run__resumed__attempts__records": lambda _, file: [
                     {"step": 6, "ab"[rank > 0]: 1} if file == "metrics.jsonl" else {"step": 5, "b": 1}
                 ]
             },
@@ -984,17 +986,17 @@ def together(rank: int) -> dict[str, Any]:
             {"cpu__float32_matmuls__slow_dtypes": lambda: [f"of {rank}"]},
         ),
         "gathered": (
-            lambda: generating._kept_gathered(
+            lambda: evaluating._kept_gathered(
                 Stub(named_parameters=lambda: [("w", Stub(numel=lambda: 100))]),
                 Stub(cpu_offload=False, reshard_after_forward=True),
                 CPU,
             ),
             {
-                "distributed__generating__GATHERED_BYTES": 400 if rank != 2 else 399,
-                "distributed__generating__groups_of": lambda *_: [
+                "distributed__evaluating__GATHERED_BYTES": 400 if rank != 2 else 399,
+                "distributed__evaluating__groups_of": lambda *_: [
                     Stub(param_dtype=torch.float32, parameters=["w"], modules=[1], reshard_after_forward=True)
                 ],
-                "distributed__generating__FSDPModule": int,
+                "distributed__evaluating__FSDPModule": int,
             },
         ),
         "not shared": (
@@ -1025,7 +1027,7 @@ def together(rank: int) -> dict[str, Any]:
             lambda: [
                 ran := list[Any](),
                 patched(
-                    lambda: between_steps.run_missed(
+                    lambda: resumed.run_missed(
                         asked, [Stub(run=lambda *_: [ran.__iadd__([1]), rank == 2 and request.received(15)])] * 3
                     )
                 ),

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gc
 import itertools
 import math
 import os
@@ -235,3 +236,14 @@ def command_with(argv: Sequence[str], given: Mapping[str, str], n: int, n_machin
     launcher = "..." if n_machines > 1 else torchrun if n > 1 else shlex.quote(here)
     command = os.environ.get("TORCHTITAN_LITE_LAUNCHER", f"{launcher} train.py").replace("NODES", str(n_machines))
     return f"{command} {shlex.join([*kept, *(f'{option}={value}' for option, value in options.items() if value)])}"
+
+
+def disable_automatic_gc() -> None:
+    """Disable automatic garbage collection; `train` collects at the same steps on all ranks.
+
+    Automatic collections happen at different steps on each rank, and all ranks wait for each of them. Existing objects
+    (mostly torch's modules) are frozen, so a collection takes milliseconds.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()

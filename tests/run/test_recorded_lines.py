@@ -212,7 +212,7 @@ def peak_tokens(values: dict[str, Any], world_size: int) -> float:
     config = config_of(LARGE | values, world_size)
     with torch.device("meta"):
         model = models.build(config.model, 517)
-    return between_steps.peak_tokens_per_second(config, model, Process(0, world_size, torch.device("cpu"), 1))
+    return start_and_end.peak_tokens_per_second(config, model, Process(0, world_size, torch.device("cpu"), 1))
 
 
 MINE = flatten(Config()) | {"data.path": "my_text", "tokenizer.path": "t.json"}

@@ -54,7 +54,8 @@ def process_group(run: RunConfig) -> Iterator[Process]:
     if run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    use_tf32(run, device)
+    if device.type == "cuda":  # torch has no setting per device
+        torch.set_float32_matmul_precision("high" if run.tf32 else "highest")
     die_with_launcher()
     allow_open_files()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -104,12 +105,6 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     return device
 
 
-def use_tf32(run: RunConfig, device: torch.device) -> None:
-    """Apply run.tf32 to the process: torch has no setting per device."""
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high" if run.tf32 else "highest")
-
-
 def build_mesh(config: FsdpConfig, device: torch.device) -> DeviceMesh:
     """Build the mesh for `fully_shard`: axis dp_shard, or dp_replicate x dp_shard (HSDP)."""
     replicate, shard = config.mesh_shape(dist.get_world_size())
@@ -119,8 +114,9 @@ def build_mesh(config: FsdpConfig, device: torch.device) -> DeviceMesh:
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Sum a tensor over all ranks, in place. Every rank gets the same bits."""
-    dist.all_reduce(values)
+    """Sum a tensor over all ranks, if there are some, in place. Every rank gets the same bits."""
+    if dist.is_initialized():
+        dist.all_reduce(values)
     return values
 
 

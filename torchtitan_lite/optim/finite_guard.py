@@ -1,7 +1,6 @@
 """Guards, which withhold bad updates on the device. FiniteGuard withholds those that are not finite.
 
-Where `optimizer.found_inf` is 1, a step changes nothing. The host reads the record during the next step, so a healthy
-run never waits. spike_guard.py guards against loss spikes.
+The host reads the record during the next step, so a healthy run never waits. spike_guard.py guards against loss spikes.
 """
 
 import math

@@ -1,8 +1,10 @@
-"""Frozen parameters, and parameter groups by weight decay and learning rate."""
+"""Frozen parameters; parameter groups by weight decay and learning rate, and what a load must not change of them."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torchtitan_lite.config.patterns import first_match
@@ -61,3 +63,20 @@ def scale_of(width: float, by_muon: bool) -> float:
     if by_muon:  # an orthogonal update preserves norms, but is multiplied by 0.2 sqrt(max(M, N))
         return width**-0.5
     return width**-1.0  # AdamW changes each weight by about lr, and the weights per output grow with the width
+
+
+# --- around a load ----------------------------------------------------------------------------------------------
+
+
+def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return each group's hyperparameters, which come from the config and which a load must not change."""
+    return [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
+
+
+@contextlib.contextmanager
+def kept_hyperparameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Restore the hyperparameters afterwards: torch loads the saved ones, with lists for tuples."""
+    ours = hyperparameters(optimizer)
+    yield
+    for group, values in zip(optimizer.param_groups, ours, strict=True):
+        group.update(values)

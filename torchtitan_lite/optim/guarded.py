@@ -1,6 +1,6 @@
 """The optimizer interface that a training step needs, and torch's AdamW and SGD with this interface."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -87,7 +87,8 @@ class HostGuarded(GuardedOptimizer):
 
     def multiply_gradients(self, factor: Tensor) -> None:
         """Multiply the gradients by () float32 now."""
-        multiply_gradients((p for group in self.param_groups for p in group["params"]), factor)
+        parameters = (p for group in self.param_groups for p in group["params"])
+        torch._foreach_mul_([own_part(p.grad)[0] for p in parameters if p.grad is not None], factor)
 
 
 class SGD(HostGuarded, torch.optim.SGD):
@@ -98,8 +99,3 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Set each group's learning rate to `rate` times its lr_factor."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group["lr_factor"]
-
-
-def multiply_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
-    """Multiply the parameters' gradients in place by () float32."""
-    torch._foreach_mul_([own_part(p.grad)[0] for p in parameters if p.grad is not None], factor)

@@ -1,14 +1,10 @@
 """The optimizer, the learning-rate schedule, and clipping."""
 
-import contextlib
-import functools
 import math
 import pkgutil
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -16,7 +12,7 @@ from torchtitan_lite.config.schema import OptimConfig
 from torchtitan_lite.config.sections.optim import OPTIMIZERS
 from torchtitan_lite.distributed.process_group import sum_over_ranks
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.optim.groups import parameter_groups
+from torchtitan_lite.optim.groups import kept_hyperparameters, parameter_groups
 from torchtitan_lite.optim.guarded import SGD, AdamW, GuardedOptimizer, HostGuarded
 
 
@@ -38,22 +34,12 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> GuardedOptimizer:
         from torchtitan_lite.optim.average import keep_average
 
         keep_average(optimizer, config.ema_decay)
-    if hasattr(model, "balance"):
-        optimizer.register_step_post_hook(functools.partial(_balance, model))
+    balance: Any = getattr(model, "balance", None)  # of experts
+    if balance is not None:
+        optimizer.register_step_post_hook(lambda optimizer, *_: balance(sum_over_ranks, optimizer.found_inf))
     if isinstance(optimizer, HostGuarded):
         make_state(optimizer)  # so that a checkpoint has it even if float16 skipped every step so far
     return optimizer
-
-
-@torch.no_grad()
-def _balance(model: Any, optimizer: GuardedOptimizer, *_: object) -> None:
-    """Move the router biases of experts by the loads of a step, summed over the ranks."""
-    if model.loads is not None and model.config.router_bias:
-        loads = model.loads.double()
-        if dist.is_initialized():
-            sum_over_ranks(loads)
-        model.balance(loads, optimizer.found_inf)
-    model.loads = None
 
 
 def adamw(groups: list[dict[str, Any]], config: OptimConfig) -> GuardedOptimizer:
@@ -94,20 +80,6 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
                 parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return each group's hyperparameters, which come from the config and which a load must not change."""
-    return [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
-
-
-@contextlib.contextmanager
-def kept_hyperparameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Restore the hyperparameters afterwards: torch loads the saved ones, with lists for tuples."""
-    ours = hyperparameters(optimizer)
-    yield
-    for group, values in zip(optimizer.param_groups, ours, strict=True):
-        group.update(values)
 
 
 def squared_norm(model: nn.Module, replicas: int) -> Tensor:

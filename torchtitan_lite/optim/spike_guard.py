@@ -9,7 +9,7 @@ reads the result one step later.
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,20 +21,6 @@ from torchtitan_lite.optim.step_record import StepRecord
 
 _MAD = 1.4826  # std of a normal distribution / its median absolute deviation (MAD)
 _LEAST = 0.02  # times the median: the smallest std, because equal values have a MAD of 0
-
-
-class Spike(NamedTuple):
-    """A step whose loss or gradient norm is above its limit. A limit of None: there is none."""
-
-    loss: float
-    grad_norm: float
-    loss_limit: float | None
-    norm_limit: float | None
-
-    def __str__(self) -> str:
-        values = ("loss", self.loss, self.loss_limit), ("gradient norm", self.grad_norm, self.norm_limit)
-        above = ((name, value, limit) for name, value, limit in values if limit is not None and value > limit)
-        return ", ".join(f"{name} {value:.4f} above {limit:.4f}" for name, value, limit in above)
 
 
 def limit(values: Sequence[float], window: int, n_stds: float) -> float:
@@ -93,10 +79,17 @@ class SpikeGuard:
                 values[:] = [*values, value][-self._config.window :]
         if not is_spike:
             return None
+        measured = ("loss", loss, self._limits[0]), ("gradient norm", grad_norm, self._limits[1])
+        above = ", ".join(f"{name} {x:.4f} above {most:.4f}" for name, x, most in measured if x > most)
+        what = f"{above}; run samples {first} to {end - 1}"
         loss_limit, norm_limit = (value if math.isfinite(value) else None for value in self._limits)
-        spike = Spike(loss, grad_norm, loss_limit, norm_limit)
-        what = f"{spike}; run samples {first} to {end - 1}"
-        found = spike._asdict() | record.losses_of_ranks() | {"samples": [first, end], "action": action}
+        found: dict[str, Any] = {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "loss_limit": loss_limit,
+            "norm_limit": norm_limit,
+        }
+        found |= record.losses_of_ranks() | {"samples": [first, end], "action": action}
         line = f"SPIKE   step {step}: {what}{'' if action == 'log' else '; the update was withheld'}"
         error = None
         if action == "stop":

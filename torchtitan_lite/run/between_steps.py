@@ -1,7 +1,6 @@
 """The work between steps: log, validate, score tasks, save, sample. `train` in train.py says when each is due."""
 
 import functools
-import gc
 import math
 import time
 from dataclasses import replace
@@ -11,15 +10,13 @@ from torchtitan_lite.checkpointing.before_save import require_equal_replicas, re
 from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.distributed.exchange import on_rank0
-from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import SaveError
-from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim.optimizer import learning_rate
 from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.run import attempts
 from torchtitan_lite.run.console import fitted, seen_of_sources, step_line
-from torchtitan_lite.run.metrics import Log, peak_memory_gib
+from torchtitan_lite.run.metrics import Log
+from torchtitan_lite.run.out_of_memory import peak_memory_gib
 from torchtitan_lite.run.session import Periodic, Session
 from torchtitan_lite.scoring.validation import Validation, eval_line, evaluate, evaluate_average
 
@@ -51,30 +48,6 @@ def build_periodic_work(config: Config, data: DataSet, validation: Validation) -
         prompts = Prompts.from_config(config, data)
         work.append(Periodic("samples", config.sample.every, lambda s, _: sample(prompts, s), keys=["prompt"]))
     return work, task_hashes
-
-
-def missed_evaluations(s: Session) -> list[Periodic]:
-    """Return the evaluations due at the current step without records. (One prompt's counts for all.) Collective."""
-    step = s.state.step
-    evaluations = [work for work in s.periodic if work.keys and work.due(step, s.config.train.steps)]
-
-    def missing() -> list[int]:
-        files = "metrics.jsonl", "samples.jsonl"
-        keys = {k for file in files for r in attempts.records(s.config.folder, file) if r["step"] == step for k in r}
-        return [i for i, one in enumerate(evaluations) if not keys.issuperset(one.keys)]
-
-    return [evaluations[i] for i in on_rank0(missing, s.process.untimed)] if step else []
-
-
-def run_missed(s: Session, missed: list[Periodic]) -> None:
-    """Run these before the first step; stop after the one during which a rank was asked to stop. Collective."""
-    for evaluation in missed:
-        s.watchdog.step(s.state.step)
-        evaluation.run(s, None)
-        s.preemption.agree(s.process)
-        if s.preemption.agreed:
-            break
-    s.meter.start_lap()
 
 
 def log_step(s: Session, record: StepRecord) -> None:
@@ -128,15 +101,6 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def peak_tokens_per_second(config: Config, model: Transformer, process: Process) -> float:
-    """Return tokens per second at all devices' nominal peak, for MFU; 0 if unknown or for rows of varying length."""
-    if config.data.objective == "pairs" or (process.device.type != "cuda" and not config.run.peak_tflops):
-        return 0.0
-    from torchtitan_lite.run.mfu import flops_per_token, peak_flops
-
-    return peak_flops(config, process) / flops_per_token(model, config.input_len, config.target_len)
-
-
 def validate(validation: Validation, s: Session) -> None:
     """Score the validation set; with optim.ema_decay, the average of the weights too. Collective."""
     step, before, device, log = s.state.step, time.perf_counter(), s.process.device, s.log
@@ -186,14 +150,3 @@ def report_save(checkpointer: Checkpointer, log: Log, *, wait: bool, ends: bool 
     if saved.note:
         log.info(f"note    older checkpoints were not deleted: {saved.note}")
     return saved.error
-
-
-def disable_automatic_gc() -> None:
-    """Disable automatic garbage collection; `train` collects at the same steps on all ranks.
-
-    Automatic collections happen at different steps on each rank, and all ranks wait for each of them. Existing objects
-    (mostly torch's modules) are frozen, so a collection takes milliseconds.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.disable()

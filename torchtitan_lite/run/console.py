@@ -24,6 +24,7 @@ from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.environment import cpu_threads, python_command
 from torchtitan_lite.errors import shortened
 from torchtitan_lite.models import Transformer
+from torchtitan_lite.run.resumed import resume_lines
 from torchtitan_lite.terminal import counted, duration
 
 MANY_EPOCHS = 10  # a source read more often gets a note
@@ -70,8 +71,6 @@ def start_lines(
     if not state.bitwise_setting["deterministic"]:
         lines.append("run     a resume on a GPU is bitwise identical only with run.deterministic = true")
     if loaded:
-        from torchtitan_lite.run.resumed import resume_lines
-
         lines += resume_lines(config, loaded, state)
     if config.model.init_from and not loaded:
         lines.append(f"run     starts from the weights of {config.model.init_from}")

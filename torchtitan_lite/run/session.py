@@ -63,11 +63,11 @@ class Session:
     preemption: Preemption
     checkpointer: Checkpointer
     periodic: Sequence[Periodic]  # in the order of a step
-    profile: "Profile | None"
     # what changes from step to step
     state: TrainState
     resumed: TrainState | None = None  # the saved state, if the run resumes
     pending: StepRecord | None = None  # the last step's, until `check_pending` reads it
+    profile: "Profile | None" = None
 
     def close(self) -> None:
         """End the background threads."""
@@ -78,9 +78,8 @@ class Session:
 def check_pending(s: Session) -> None:
     """Check on the host whether the last step's update was withheld, and whether the ranks agree to stop.
 
-    The host reads the record one step late, when the device already has the next step's work, so the device does not
-    idle. Code that must know earlier calls this at once. Guards come first: a diverged run does not save, even if
-    asked to stop.
+    The host reads the record one step late, when the device already has the next step's work. Code that must know
+    earlier calls this at once. Guards come first: a diverged run does not save, even if asked to stop.
 
     Raises:
         UserError: on every rank: a guard stops the run.

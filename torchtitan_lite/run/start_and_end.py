@@ -26,11 +26,13 @@ from torchtitan_lite.distributed.exchange import gather, on_rank0
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import EXIT_WOULD_REPEAT, BusyError, ConfigError, RepeatError, StuckError, UserError
 from torchtitan_lite.files import write_durably
+from torchtitan_lite.models import Transformer
 from torchtitan_lite.run import attempts, run_folder
-from torchtitan_lite.run.between_steps import missed_evaluations, report_save
+from torchtitan_lite.run.between_steps import report_save
 from torchtitan_lite.run.console import source_lines, start_lines, what_next
 from torchtitan_lite.run.metrics import Log
 from torchtitan_lite.run.preemption import launcher_note
+from torchtitan_lite.run.resumed import missed_evaluations
 from torchtitan_lite.run.run_folder import JOINS
 from torchtitan_lite.run.session import Session
 from torchtitan_lite.terminal import counted, duration, print_line
@@ -231,3 +233,12 @@ def report_failure(config: Config, process: Process, log: Log, error: Exception,
     step = 0 if s is None else s.state.step
     repeats = isinstance(error, UserError) and error.exit_code == EXIT_WOULD_REPEAT
     run_folder.record_end(config.folder, process, log.attempt, "failed", step, errors.text_of(error), repeats)
+
+
+def peak_tokens_per_second(config: Config, model: Transformer, process: Process) -> float:
+    """Return tokens per second at all devices' nominal peak, for MFU; 0 if unknown or for rows of varying length."""
+    if config.data.objective == "pairs" or (process.device.type != "cuda" and not config.run.peak_tflops):
+        return 0.0
+    from torchtitan_lite.run.mfu import flops_per_token, peak_flops
+
+    return peak_flops(config, process) / flops_per_token(model, config.input_len, config.target_len)

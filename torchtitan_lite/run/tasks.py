@@ -11,8 +11,8 @@ from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.distributed.evaluating import generating
 from torchtitan_lite.distributed.exchange import gather
-from torchtitan_lite.distributed.generating import generating
 from torchtitan_lite.errors import DataError, UserError
 from torchtitan_lite.run.session import Session
 from torchtitan_lite.scoring.find_tasks import find
