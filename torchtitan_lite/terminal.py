@@ -5,6 +5,7 @@ import functools
 import io
 import os
 import sys
+from collections.abc import Collection, Sequence
 
 
 def prepare_streams() -> None:
@@ -42,6 +43,18 @@ def size(n_bytes: float) -> str:
     if 0 < n_bytes < 2**20 / 100:
         return counted(round(n_bytes), "byte")
     return f"{n_bytes / 2**30:,.2f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:,.2f} MiB"
+
+
+def columns(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
+    """Return one aligned line per row. The columns numbered in `right` are right-aligned."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def print_line(text: str) -> None:

@@ -45,8 +45,8 @@ from torchtitan_lite.run.watchdog import Place, RankState
 from torchtitan_lite.scoring.questions import Question, Task
 from torchtitan_lite.scoring.statistics import Array
 from torchtitan_lite.scoring.task_scores import TaskScore
+from torchtitan_lite.terminal import columns
 from torchtitan_lite.tools import checkpoints, migrate_accelerate, replay
-from torchtitan_lite.tools.columns import columns
 from torchtitan_lite.tools.evaluation import tables
 from torchtitan_lite.tools.evaluation.documents import Scores
 from torchtitan_lite.tools.evaluation.tables import Scored

@@ -36,8 +36,7 @@ from torchtitan_lite.run.console import batch_line, fsdp_line, model_line
 from torchtitan_lite.run.metrics import Log
 from torchtitan_lite.run.session import Session, check_pending
 from torchtitan_lite.run.start_and_end import require_agreement, require_shared
-from torchtitan_lite.terminal import counted, duration, size
-from torchtitan_lite.tools.columns import columns
+from torchtitan_lite.terminal import columns, counted, duration, size
 from torchtitan_lite.tools.estimate import planned_run
 from torchtitan_lite.tools.estimate.planned_run import Plan, make_plan
 

@@ -21,9 +21,8 @@ from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.run import attempts, run_folder
 from torchtitan_lite.run.session import Session
 from torchtitan_lite.run.start_and_end import prepared
-from torchtitan_lite.terminal import print_line
+from torchtitan_lite.terminal import columns, print_line
 from torchtitan_lite.tools import dry_run, replay
-from torchtitan_lite.tools.columns import columns
 
 _GROUPS = "group", "parameters", "frozen", "shard MiB", "full MiB", "computes", "reduces", "reshard", "placements"
 _NUMBERS = range(1, 5)

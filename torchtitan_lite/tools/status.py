@@ -4,7 +4,6 @@ run.json has the newest status. A killed process does not update it, so `status_
 the kernel releases when rank 0 ends. Every reader of the status uses `status_of`.
 """
 
-import argparse
 import fcntl
 import json
 import os
@@ -15,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite import commands
 from torchtitan_lite.config import paths
-from torchtitan_lite.errors import ConfigError, run_cli
+from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.run import attempts
 from torchtitan_lite.terminal import duration
 
@@ -72,17 +72,16 @@ def _ago(moment: float) -> str:
     return f"{duration(max(time.time() - moment, 0))} ago"
 
 
-def main(argv: Sequence[str]) -> int:
+OPTIONS: commands.Options = {
+    "run": {"type": paths.expand, "metavar": "RUN", "help": "the folder of a run"},
+    "--json": {"action": "store_true", "help": "print one line of JSON (docs/watching.md)"},
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Print the status. Returns the exit code: 1 if the run has failed or stopped unexpectedly, else 0."""
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_lite.status",
-        description="Whether a run is alive, its step, loss and speed, and how long ago its last record was.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("run", type=paths.expand, metavar="RUN", help="the folder of a run")
-    parser.add_argument("--json", action="store_true", help="print one line of JSON (docs/watching.md)")
-    args = parser.parse_args(argv)
-    return run_cli("status", lambda: _status(args.run, args.json))
+    text = "Whether a run is alive, its step, loss and speed, and how long ago its last record was."
+    return commands.run("status", argv, OPTIONS, lambda args: _status(args.run, args.json), description=text)
 
 
 def runs_in(folder: Path) -> str:

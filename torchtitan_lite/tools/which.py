@@ -18,14 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from torchtitan_lite import commands
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.data import token_files
 from torchtitan_lite.data.dataset import Source
 from torchtitan_lite.data.open_samples import open_samples
 from torchtitan_lite.data.token_files import ORIGINS, PAIRS, PLACE_BITS, TokenFiles, document_ends
-from torchtitan_lite.errors import ConfigError, run_cli
-from torchtitan_lite.terminal import counted, prepare_streams
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.terminal import counted
+from torchtitan_lite.tools.load_model import OWN_FAMILY
 from torchtitan_lite.tools.past_steps import Record, read_record, require_own_step, samples_of
 
 _TOKENS = 64  # tokens of a text to show
@@ -257,25 +259,17 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: Sequence[str]) -> int:
+OPTIONS: commands.Options = {
+    "run": {"type": paths.expand, "metavar": "RUN", "help": "the folder of a run"},
+    "--step": {"type": int, "metavar": "N", "help": "the step, or the first of several"},
+    "--to": {"type": int, "metavar": "M", "help": "the last step"},
+    "--find": {"metavar": "TEXT", "help": "the steps that see any part of a document containing this text"},
+    "--json": {"type": paths.expand, "metavar": "FILE", "help": "also write the whole list here"},
+    **OWN_FAMILY,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_lite.which",
-        description="List the documents that steps of a run saw, or the steps that see documents containing a text.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("run", type=paths.expand, metavar="RUN", help="the folder of a run")
-    parser.add_argument("--step", type=int, default=None, metavar="N", help="the step, or the first of several")
-    parser.add_argument("--to", type=int, default=None, metavar="M", help="the last step")
-    parser.add_argument(
-        "--find", default=None, metavar="TEXT", help="the steps that see any part of a document containing this text"
-    )
-    parser.add_argument(
-        "--json", type=paths.expand, default=None, metavar="FILE", help="also write the whole list here"
-    )
-    parser.add_argument(
-        "--model.family", dest="family", default="", metavar="module:Name", help="import your own model"
-    )
-    options = parser.parse_args(argv)
-    prepare_streams()
-    return run_cli("which", lambda: _run(options))
+    text = "List the documents that steps of a run saw, or the steps that see documents containing a text."
+    return commands.run("which", argv, OPTIONS, _run, description=text)

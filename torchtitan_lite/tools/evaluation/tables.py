@@ -8,7 +8,7 @@ from typing import Any
 from torchtitan_lite.scoring.questions import METRICS
 from torchtitan_lite.scoring.statistics import mean, plus_minus, ratio, ratio_difference
 from torchtitan_lite.scoring.task_scores import TaskScore, figure_text
-from torchtitan_lite.tools.columns import columns
+from torchtitan_lite.terminal import columns
 from torchtitan_lite.tools.evaluation.documents import Scores
 
 # --- texts ------------------------------------------------------------------------------------------------------

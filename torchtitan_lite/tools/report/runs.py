@@ -11,8 +11,7 @@ from typing import Any
 from torchtitan_lite.config.toml import format_value
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.run import attempts
-from torchtitan_lite.terminal import duration
-from torchtitan_lite.tools.columns import columns
+from torchtitan_lite.terminal import columns, duration
 from torchtitan_lite.tools.status import Status, runs_in, status_of
 
 Records = list[dict[str, Any]]
