@@ -93,8 +93,6 @@ def import_config(folder: Path, out: Path | None, tokenizer: Path | None) -> Non
             stream.write(text)
     except FileExistsError:
         raise CheckpointError(f"{out} exists already; name a new file") from None
-    except OSError as error:
-        raise CheckpointError(f"{out} can't be written: {error}") from None
     print(
         f"wrote {out}: train.py --config {out} --data.path=my_text starts from these weights, step 0, with a new "
         "optimizer. Its comments give the reasons of the recipe"

@@ -197,6 +197,12 @@ def translate(content: Mapping[str, Any]) -> tuple[Sets, dict[str, str]]:
     return sets, others
 
 
+def _ranks(content: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return the numbers of machines, of processes, and of processes on a machine."""
+    machines, processes = (int(content.get(key) or 1) for key in ("num_machines", "num_processes"))
+    return machines, processes, max(processes // machines, 1)
+
+
 def to_toml(content: Mapping[str, Any], source: str) -> str:
     """Return the config file, with comments on what it lacks."""
     sets, others = translate(content)
@@ -206,8 +212,8 @@ def to_toml(content: Mapping[str, Any], source: str) -> str:
         lines += ["", f"[{section}]"]
         lines += [f"{f'{key} = {format_value(value)}':<40} # {origin}" for key, (value, origin) in inside.items()]
     lines += ["", "# these set nothing:", *(f"#   {name}: {reason}" for name, reason in others.items()), _LACKS]
-    machines, processes = (int(content.get(key) or 1) for key in ("num_machines", "num_processes"))
-    launcher = ["torchrun", f"--nproc-per-node {max(processes // machines, 1)}"]
+    machines, _, per_machine = _ranks(content)
+    launcher = ["torchrun", f"--nproc-per-node {per_machine}"]
     if machines > 1:
         address = content.get("main_process_ip") or "ADDRESS"
         launcher.append(f"--nnodes {machines} --node-rank RANK --master-addr {address}")
@@ -240,9 +246,8 @@ def _run(file: Path) -> int:
     print(to_toml(content, file.name), flush=True)
     # train.py would refuse the same
     values = {key: value for key, (value, _) in translate(content)[0].items()}
-    machines, processes = (int(content.get(key) or 1) for key in ("num_machines", "num_processes"))
-    n = max(processes // machines, 1)
-    load.load(None, values, origin=file.name, world_size=processes, n_gpus=n, local_world_size=n, elsewhere=True)
+    _, n, local = _ranks(content)
+    load.load(None, values, origin=file.name, world_size=n, n_gpus=local, local_world_size=local, elsewhere=True)
     return 0
 
 

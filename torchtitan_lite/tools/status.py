@@ -16,7 +16,6 @@ from typing import Any
 
 from torchtitan_lite import commands
 from torchtitan_lite.config import paths
-from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.run import attempts
 from torchtitan_lite.terminal import duration
 
@@ -84,13 +83,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return commands.run("status", argv, OPTIONS, lambda args: _status(args.run, args.json), description=text)
 
 
-def runs_in(folder: Path) -> str:
-    """Return, for a message, the runs in a folder that is not a run; empty if it has none."""
-    names = sorted(file.parent.name for file in folder.glob("*/run.json"))
-    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return f"; it has the runs {', '.join(names[:10])}{more}" if names else ""
-
-
 def _has_files(checkpoint: Path) -> bool:
     """Return whether a checkpoint has all files at their sizes. (`checkpoint.py verify` compares hashes.)"""
     try:
@@ -101,10 +93,7 @@ def _has_files(checkpoint: Path) -> bool:
 
 
 def _status(folder: Path, as_json: bool) -> int:
-    about, history = attempts.newest_status(folder), attempts.read(folder)
-    if not (about and history):
-        lost = attempts.FILE if about else "run.json"
-        raise ConfigError(f"{folder} is not the folder of a run: it has no {lost} that can be read{runs_in(folder)}")
+    about, history = attempts.of_run(folder)
     records = attempts.records(folder)
     status = status_of(folder, about, records)
     reason = "" if status.active else about["reason"].split("\n")[0]

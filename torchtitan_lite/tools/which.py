@@ -32,8 +32,6 @@ from torchtitan_lite.tools.past_steps import Record, read_record, require_own_st
 
 _TOKENS = 64  # tokens of a text to show
 _SHOWN = 60  # characters of a text on the terminal
-_LINES = 200  # documents on the terminal, if TEXT is in many
-_STEPS = 100  # steps, likewise
 _SKIPPED = 1000  # ranges of samples in a command line
 _TOGETHER = 1024  # documents decoded at a time
 
@@ -166,9 +164,7 @@ def without(
     ranges = record.config.data.skip_samples
     while samples and len(ranges) <= _SKIPPED:
         ranges = sorted([*ranges, *([n, n + 1] for n in samples)])
-        config = record.config.model_copy(
-            update={"data": record.config.data.model_copy(update={"skip_samples": ranges})}
-        )
+        config = record.config.changed({"data.skip_samples": ranges})
         fork = replace(record, samples=dict(samples_of(record.attempts[0], config, config.train.steps)))
         shifted = [step for step, batch in fork.samples.items() if batch != record.samples[step]]
         samples = {row.sample for row in rows(fork, sources, shifted, wanted)}
@@ -203,8 +199,6 @@ def _steps(options: argparse.Namespace, record: Record) -> range:
 def _run(options: argparse.Namespace) -> int:
     if options.step is None and (options.find is None or options.to is not None):
         raise ConfigError("give --step N, optionally with --to M; or --find TEXT, optionally with --step and --to")
-    if options.json and not options.json.absolute().parent.is_dir():
-        raise ConfigError(f"--json={options.json}: {options.json.absolute().parent} is not a folder")
     FAMILIES.add(options.family)
     record = read_record(options.run)
     steps, sources = _steps(options, record), [*map(Documents, record.data.sources)]
@@ -223,12 +217,10 @@ def _run(options: argparse.Namespace) -> int:
             f"{counted(sum(map(len, wanted.values())), 'document')} containing {options.find!r} in the training split, "
             f"{sum(held_out):,} in the validation split"
         )
-        found, most = [*rows(record, sources, steps, wanted)], _LINES
+        found = [*rows(record, sources, steps, wanted)]
         listed = sorted({row.step for row in found})
-        shown = ", ".join(
-            [*map(str, listed[:_STEPS]), *([f"and {len(listed) - _STEPS:,} more"] * (len(listed) > _STEPS))]
-        )
-        title = f"parts of these documents are seen at {counted(len(listed), 'step')} of {len(steps):,}: {shown or '-'}"
+        shown = ", ".join(map(str, listed)) or "-"
+        title = f"parts of these documents are seen at {counted(len(listed), 'step')} of {len(steps):,}: {shown}"
         if options.step is None and found:
             ranges = without(record, sources, wanted, {row.sample for row in found})
             title += "\nto leave all of them out, " + (
@@ -240,14 +232,11 @@ def _run(options: argparse.Namespace) -> int:
         skips = {step: skipped for step in steps if (skipped := record.skipped(step))}
         notes += [f"the samples {s.start} to {s.stop - 1} were skipped before step {n}" for n, s in skips.items()]
         found, listed = [*rows(record, sources, steps)], [*steps]
-        most = len(found)
         which = f"step {steps.start}" if len(steps) == 1 else f"steps {steps.start} to {steps[-1]}"
         first, end = record.samples[steps.start].start, record.samples[steps[-1]].stop
         title = f"{which}: samples {first} to {end - 1}, {counted(len(found), 'part')} of documents"
-    for line in (*(f"note    {note}" for note in notes), title, *(row.line() for row in found[:most])):
+    for line in (*(f"note    {note}" for note in notes), title, *(row.line() for row in found)):
         print(line)
-    if len(found) > most:
-        print(f"and {len(found) - most:,} more; --json FILE has all")
     if options.json:
         content = {
             "run": str(options.run),

@@ -179,9 +179,7 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Config, int]]:
         if change.items() <= values.items():
             continue
         values, given = values | change, given | change
-        for key, value in change.items():
-            section, name = key.split(".")
-            config = config.model_copy(update={section: getattr(config, section).model_copy(update={name: value})})
+        config = config.changed(change)
         text = " ".join(f"--{key}={value}" for key, value in given.items())
         yield text, config, plan.world_size
     for world_size in (2 * plan.world_size, 4 * plan.world_size, 8 * plan.world_size):

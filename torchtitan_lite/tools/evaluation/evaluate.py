@@ -157,10 +157,9 @@ def _scores_of_rows(opened: Opened, texts: Texts, process: Process) -> Iterator[
             f"--data={others[0]}: this model is scored on prepared folders only: python -m "
             f"torchtitan_lite.data.prepare {others[0]} --out FOLDER, for pairs with --source-key ... --target-key ..."
         )
-    data, train = config.data, config.train.model_copy(update={"seq_len": texts.seq_len or config.train.seq_len})
+    config = config.changed({"train.seq_len": texts.seq_len or config.train.seq_len})
     if texts.data and all(map(_holds_pairs, texts.data)):
-        data = data.model_copy(update={"objective": "pairs", "target_len": data.target_len or TARGET_LEN})
-    config = config.model_copy(update={"train": train, "data": data})
+        config = config.changed({"data.objective": "pairs", "data.target_len": config.data.target_len or TARGET_LEN})
     folders = {name: (1.0, paths.expand(name)) for name in texts.data}
     for source in (DataSet.open(folders) if folders else opened.own_data()).sources:
         tokenizer = Tokenizer.from_file(str(source.folder / "tokenizer.json"))

@@ -13,9 +13,9 @@ import torch
 from torchtitan_lite import commands
 from torchtitan_lite.config import cli, paths
 from torchtitan_lite.environment import env_int
-from torchtitan_lite.errors import ConfigError, DataError
+from torchtitan_lite.errors import ConfigError, DataError, UserError
 from torchtitan_lite.files import write_durably
-from torchtitan_lite.tools.report.runs import Run, read_run, table
+from torchtitan_lite.tools.report.runs import read_run, table
 
 OPTIONS: commands.Options = {
     "--out": {
@@ -50,7 +50,13 @@ def _report(args: argparse.Namespace) -> int:
         return 0
     above = folders[0].parent if folders[0].name not in ("", "..") else folders[0].resolve().parent
     out = args.out or (folders[0] if len(folders) == 1 else above) / "report.html"
-    _write([read_run(folder) for folder in folders], out)
+    runs = [read_run(folder) for folder in folders]
+    try:
+        from torchtitan_lite.tools.report.page import page
+    except ImportError as error:
+        raise ConfigError(f'a report needs plotly: pip install "torchtitan_lite[report]" ({error})') from None
+    # JSON can hold lone surrogates, which UTF-8 can't encode; and a browser must not read half a page
+    write_durably(out, page(runs).encode(errors="backslashreplace"))
     print(f"report  {out}")
     return 0
 
@@ -65,23 +71,8 @@ def _table(folders: Sequence[Path]) -> str:
     for folder in folders:
         try:
             runs.append(read_run(folder))
-        except DataError as error:
+        except UserError as error:
             notes.append(str(error))
     if not runs:
         raise DataError("\n  ".join(notes))
     return "\n".join([table(runs), *(f"note  {note}" for note in notes)])
-
-
-def _write(runs: list[Run], out: Path) -> None:
-    try:
-        from torchtitan_lite.tools.report.page import page
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] != "plotly":
-            raise
-        raise ConfigError('a report needs plotly: pip install "torchtitan_lite[report]"') from None
-    text = page(runs)
-    try:
-        # JSON can hold lone surrogates, which UTF-8 can't encode
-        write_durably(out, text.encode(errors="backslashreplace"))  # a browser must not read half a page
-    except OSError as error:
-        raise ConfigError(f"--out: {out} can't be written: {error}") from None
