@@ -71,10 +71,7 @@ def print_error(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-@functools.cache
-def print_error_once(text: str) -> None:
-    """Print a line to stderr the first time only."""
-    print_error(text)
+print_error_once = functools.cache(print_error)  # the first time only
 
 
 def flush() -> None:

@@ -16,7 +16,6 @@ from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import model_tensors
 from torchtitan_lite.commands import Options
 from torchtitan_lite.config import paths
-from torchtitan_lite.config.paths import kind_of
 from torchtitan_lite.config.rules.model import shape_rules
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data import tokenizer as bpe
@@ -177,9 +176,9 @@ def _tokenizer(where: Path) -> Tokenizer:
     """Load the tokenizer in a file or folder."""
     file = where / "tokenizer.json" if where.is_dir() else where
     if not file.is_file():
-        problem = f"is {kind_of(file)}" if file.exists() else "does not exist"
         raise DataError(
-            f"{file} {problem}: " + bpe.other_format(file, "name the model's tokenizer.json with --tokenizer=FILE")
+            f"there is no file {file}: "
+            + bpe.other_format(file, "name the model's tokenizer.json with --tokenizer=FILE")
         )
     return bpe.load(file)
 
