@@ -191,6 +191,8 @@ def from_hf(weights: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
         renamed = rename(prefix + name, table)
         whole = tensor.T if tensor.ndim == 2 and renamed.endswith(_TRANSPOSED) else tensor
         if ".wqkv." in renamed:
+            if not whole.ndim or len(whole) % 3:
+                raise CheckpointError(f"{name} of shape {list(tensor.shape)} does not hold queries, keys and values")
             for w, part in zip(("wq", "wk", "wv"), whole.chunk(3), strict=True):
                 ours[renamed.replace("wqkv", w)] = part
         else:
