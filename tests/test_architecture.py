@@ -16,7 +16,7 @@ PACKAGE = ROOT / "torchtitan_lite"
 ROOMS = [
     ["terminal", "files"],
     ["errors"],
-    ["hints", "environment", "progress"],
+    ["hints", "environment", "progress", "commands"],
     ["config"],
     ["models"],
     ["data", "distributed"],

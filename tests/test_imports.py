@@ -9,7 +9,7 @@ from tests.helpers import ROOT, TINY, options, python, start, succeeded
 
 # by folder, the modules that it needs; another one is imported where it is asked for, inside a function
 PLAIN = """
-.:                      cpu data environment errors files models progress terminal
+.:                      commands cpu data environment errors files models progress terminal
 checkpointing:          before_save compatibility find full_state safetensors_file save shards state storage
                         tensor_names torch_storage
 config:                 cli derive families load paths patterns registry rules schema section toml

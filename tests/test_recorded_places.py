@@ -225,7 +225,7 @@ def replayed(rank: int, checkpoint: str, *notes: str) -> list[Any]:
             "tools__replay__on_rank0": lambda *_: {
                 **{"start": 3, "last": 5, "checkpoint": checkpoint, "steps": {}, "notes": notes, "advice": ""}
             },
-            "tools__replay__in_temporary_folder": lambda _, **change: contextlib.nullcontext(
+            "tools__replay__in_temporary_folder": lambda _, change: contextlib.nullcontext(
                 Stub(folder="temporary", change=change)
             ),
             "tools__replay__Log": lambda folder, enabled: Stub(info=lambda line: print(folder, enabled, line)),

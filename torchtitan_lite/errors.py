@@ -36,12 +36,6 @@ class ConfigError(UserError):
     """A config file, key, value or combination of values is invalid."""
 
 
-class BusyError(ConfigError):
-    """A resource is in use or can't be reached, or another rank has wrong values. The same command may work later."""
-
-    exit_code = 1
-
-
 class DataError(UserError):
     """Text or prepared data is unreadable, damaged or too short."""
 
@@ -60,28 +54,30 @@ class UnreadableError(CheckpointError):
     exit_code = 1
 
 
-class SaveError(UserError):
+class TemporaryError(UserError):
+    """The same command may work later."""
+
+    exit_code = 1
+
+
+class BusyError(ConfigError, TemporaryError):
+    """A resource is in use or can't be reached, or another rank has wrong values."""
+
+
+class SaveError(TemporaryError):
     """A checkpoint can't be written."""
 
-    exit_code = 1
 
-
-class StuckError(UserError):
+class StuckError(TemporaryError):
     """Another rank failed, died, or made this one wait too long."""
 
-    exit_code = 1
 
-
-class NoMemoryError(UserError):
+class NoMemoryError(TemporaryError):
     """The device or the host has too little memory for this configuration."""
 
-    exit_code = 1
 
-
-class ReplicaMismatchError(UserError):
+class ReplicaMismatchError(TemporaryError):
     """Replicas of the same parameters differ between ranks."""
-
-    exit_code = 1
 
 
 class NonFiniteError(UserError):

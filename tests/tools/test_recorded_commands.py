@@ -58,6 +58,7 @@ CHANGING = [
     (r"process \d+ on", "process N on"),
     (r"[\d,]+(?=  HASH...  state.json)", "N"),
     (r" +# ", " # "),
+    (r"\[(\S+\.py):\d+\]", r"[\1]"),
 ]
 
 

@@ -245,7 +245,7 @@ def test_the_table_has_the_best_run_first_and_the_keys_that_differ(
         ["sweep-1e-3", "20/20", "4.0000 +- 0.0500", "20", "2.000", "complete", "0.001"],
         ["sweep-4e-3", "20/20", "4.9000 +- 0.0500", "10", "2.000", "complete", "0.004"],
     ]
-    assert note == f"note  {empty} is not the folder of a run that has made a step"
+    assert note == f"note  {empty} is not the folder of a run: it has no run.json that can be read"
     assert not list((tmp_path / "runs").rglob("report.html"))
     (runs[0] / "attempts.jsonl").write_text(attempt(0, 0, {"data.path": "a\x1b[31m\n" + "x" * 500}))
     for run, letters in zip(runs[1:], ("x" * 38, "y" * 39), strict=True):

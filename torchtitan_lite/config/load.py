@@ -36,6 +36,7 @@ from torchtitan_lite.config.schema import (
     flatten,
     keeps_value,
     known_keys,
+    nested,
     unused_keys,
 )
 from torchtitan_lite.config.sections.fsdp import strategy_keys
@@ -267,10 +268,7 @@ def _validated(
 
 
 def _config(values: Layer, without: set[str]) -> Config:
-    tree: dict[str, dict[str, Any]] = {}
-    for section, name in (key.split(".") for key in values if key not in without):
-        tree.setdefault(section, {})[name] = values[f"{section}.{name}"]
-    return Config.model_validate(tree)
+    return Config.model_validate(nested({key: value for key, value in values.items() if key not in without}))
 
 
 def _notes(

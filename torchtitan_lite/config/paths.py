@@ -76,11 +76,6 @@ def reading(path: str | Path) -> Iterator[None]:
         raise DataError(f"{error.filename or path} can't be read: {error.strerror or error}") from None
 
 
-def kind_of(path: Path) -> str:
-    """Return what is at a path, for messages."""
-    return "a folder" if path.is_dir() else "a file" if path.is_file() else "not a regular file"
-
-
 def matching(entry: str) -> list[Path]:
     """Return the path itself if it exists, even with `[` or `*` in its name; else its glob matches, sorted.
 

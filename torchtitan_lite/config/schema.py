@@ -5,7 +5,7 @@ is generated from them. rules/ has the rules between keys. A builder gets its ow
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -77,6 +77,11 @@ class Config(Frozen):
     log: LogConfig = LogConfig()
     profile: ProfileConfig = ProfileConfig()
 
+    def changed(self, values: Mapping[str, Any]) -> "Config":
+        """Return the config with other values, by "section.key". They are not checked."""
+        parts = {section: getattr(self, section).model_copy(update=keys) for section, keys in nested(values).items()}
+        return self.model_copy(update=parts)
+
     @property
     def folder(self) -> Path:
         """The run's folder."""
@@ -145,6 +150,15 @@ def known_keys() -> dict[str, FieldInfo]:
     return {
         f"{name}.{key}": field for name, section in sections().items() for key, field in section.model_fields.items()
     }
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return values by "section.key" as a table for each section."""
+    tree: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        tree.setdefault(section, {})[name] = value
+    return tree
 
 
 def flatten(config: Config) -> dict[str, Any]:

@@ -153,6 +153,22 @@ def newest_status(folder: Path) -> dict[str, Any]:
     return about
 
 
+def of_run(folder: Path) -> tuple[dict[str, Any], list[Attempt]]:
+    """Return the content of run.json, and the attempts.
+
+    Raises:
+        ConfigError: this is not the folder of a run, or an older version made it.
+    """
+    about, attempts = newest_status(folder), read(folder)
+    if about and attempts:
+        return about, attempts
+    others = sorted(file.parent.name for file in folder.glob("*/run.json"))
+    more = f" and {len(others) - 10} more" * (len(others) > 10)
+    names = f"; it has the runs {', '.join(others[:10])}{more}" if others else ""
+    lost = FILE if about else "run.json"
+    raise ConfigError(f"{folder} is not the folder of a run: it has no {lost} that can be read{names}")
+
+
 def since_fork(attempts: Sequence[Attempt]) -> Sequence[Attempt]:
     """Return the attempts from the last one that began with a different run's checkpoint.
 
@@ -203,8 +219,6 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects of a file, if it exists."""
     for line in file.read_bytes().splitlines() if file.is_file() else []:
         try:
-            content = json.loads(line, parse_constant=lambda _: None)  # NaN
-        except ValueError:
+            yield json.loads(line, parse_constant=lambda _: None)  # NaN
+        except ValueError:  # cut off by a kill
             continue
-        if isinstance(content, dict):
-            yield content

@@ -21,12 +21,10 @@ from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.run import attempts, run_folder
 from torchtitan_lite.run.session import Session
 from torchtitan_lite.run.start_and_end import prepared
-from torchtitan_lite.terminal import print_line
+from torchtitan_lite.terminal import columns, print_line
 from torchtitan_lite.tools import dry_run, replay
-from torchtitan_lite.tools.columns import columns
 
 _GROUPS = "group", "parameters", "frozen", "shard MiB", "full MiB", "computes", "reduces", "reshard", "placements"
-_NUMBERS = range(1, 5)
 _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -105,7 +103,7 @@ def describe(model: Transformer, config: FsdpConfig) -> str:
     n_bytes = sum(own_part(p)[0].nbytes for p in parameters.values())
     total = ("total", f"{n:,}", "", f"{n_bytes / 2**20:.2f}", "", "", "", "", "")
     rows = [_GROUPS, *(_row(group, parameters) for group in groups_of(model, config)), total]
-    return "\n".join([str(model), "", *columns(rows, _NUMBERS)])
+    return "\n".join([str(model), "", *columns(rows, right=range(1, 5))])
 
 
 def _row(group: Group, parameters: dict[str, torch.nn.Parameter]) -> tuple[str, ...]:

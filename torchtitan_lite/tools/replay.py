@@ -39,7 +39,7 @@ from torchtitan_lite.run.session import Session, check_pending
 from torchtitan_lite.run.start_and_end import require_agreement
 from torchtitan_lite.terminal import counted, print_line
 from torchtitan_lite.tools.dry_run import in_temporary_folder
-from torchtitan_lite.tools.past_steps import attempts_of, checkpoint_before, require_own_step
+from torchtitan_lite.tools.past_steps import checkpoint_before, require_own_step
 
 Step = Callable[[Session, int], StepRecord]
 Numbers = Mapping[str, Any]
@@ -88,7 +88,7 @@ def run(n: int, loaded: Loaded, data: DataSet, build: Callable[..., Session], st
         setting = bitwise_setting(config, process)  # a collective, so not inside `on_rank0`
         here = numbers_of(flatten(config), values_to_match(config, data), setting)
         recorded = Recorded(**on_rank0(lambda: read(config, n, here), process.untimed))
-        with in_temporary_folder(config, checkpoint={"resume": recorded.checkpoint}) as replayed:
+        with in_temporary_folder(config, {"checkpoint.resume": recorded.checkpoint}) as replayed:
             log = Log(replayed.folder, enabled=process.rank == 0)
             began = recorded.checkpoint or "the run's beginning: there is no complete checkpoint before"
             for note in recorded.notes:
@@ -114,7 +114,7 @@ def read(config: Config, n: int, here: Numbers) -> Recorded:
         ConfigError: the run did not make this step, or made it with values that differ from `here`.
     """
     folder = config.folder.absolute()
-    attempts = attempts_of(folder)
+    attempts = history.since_fork(history.of_run(folder)[1])
     require_own_step(folder, attempts, n, "--replay")
     steps: dict[int, Numbers] = {}
     for record in history.records(folder):
@@ -148,14 +148,10 @@ def numbers_of(config: Mapping[str, Any], must_match: Numbers, setting: Numbers)
         config: by "section.key".
         must_match, setting: see checkpointing/compatibility.py.
     """
-    keys = {key: value for key, value in config.items() if _matters(key)}
+    keys = {key: value for key, value in config.items() if resume_rule(key).changes in ("steps", "start")}
     order = {"data.sources": [*config["data.sources"]]}  # must_match has their weights and text
     content: dict[str, Any] = json.loads(json.dumps({**keys, **order, **must_match, **setting}))
     return content
-
-
-def _matters(key: str) -> bool:
-    return resume_rule(key).changes in ("steps", "start")
 
 
 def _require_same(n: int, made: range, maker: Attempt, here: Numbers) -> None:

@@ -4,7 +4,6 @@ run.json has the newest status. A killed process does not update it, so `status_
 the kernel releases when rank 0 ends. Every reader of the status uses `status_of`.
 """
 
-import argparse
 import fcntl
 import json
 import os
@@ -15,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite import commands
 from torchtitan_lite.config import paths
-from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.run import attempts
 from torchtitan_lite.terminal import duration
 
@@ -72,24 +71,16 @@ def _ago(moment: float) -> str:
     return f"{duration(max(time.time() - moment, 0))} ago"
 
 
-def main(argv: Sequence[str]) -> int:
+OPTIONS: commands.Options = {
+    "run": {"type": paths.expand, "metavar": "RUN", "help": "the folder of a run"},
+    "--json": {"action": "store_true", "help": "print one line of JSON (docs/watching.md)"},
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Print the status. Returns the exit code: 1 if the run has failed or stopped unexpectedly, else 0."""
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_lite.status",
-        description="Whether a run is alive, its step, loss and speed, and how long ago its last record was.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("run", type=paths.expand, metavar="RUN", help="the folder of a run")
-    parser.add_argument("--json", action="store_true", help="print one line of JSON (docs/watching.md)")
-    args = parser.parse_args(argv)
-    return run_cli("status", lambda: _status(args.run, args.json))
-
-
-def runs_in(folder: Path) -> str:
-    """Return, for a message, the runs in a folder that is not a run; empty if it has none."""
-    names = sorted(file.parent.name for file in folder.glob("*/run.json"))
-    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return f"; it has the runs {', '.join(names[:10])}{more}" if names else ""
+    text = "Whether a run is alive, its step, loss and speed, and how long ago its last record was."
+    return commands.run("status", argv, OPTIONS, lambda args: _status(args.run, args.json), description=text)
 
 
 def _has_files(checkpoint: Path) -> bool:
@@ -102,10 +93,7 @@ def _has_files(checkpoint: Path) -> bool:
 
 
 def _status(folder: Path, as_json: bool) -> int:
-    about, history = attempts.newest_status(folder), attempts.read(folder)
-    if not (about and history):
-        lost = attempts.FILE if about else "run.json"
-        raise ConfigError(f"{folder} is not the folder of a run: it has no {lost} that can be read{runs_in(folder)}")
+    about, history = attempts.of_run(folder)
     records = attempts.records(folder)
     status = status_of(folder, about, records)
     reason = "" if status.active else about["reason"].split("\n")[0]

@@ -6,7 +6,7 @@ from torchtitan_lite.config.schema import Config, Machine, Rules
 
 
 def rules(config: Config, machine: Machine) -> Rules:
-    """Yield the broken rules of name, exit code and device."""
+    """Yield the broken rules of name, exit code, device and profiled steps."""
     name, device = config.run.name, config.run.device
     if name in ("", "..") or Path(name).name != name:
         yield "run.name", f'run.name = "{name}" should be the plain name of a folder, e.g. run.name = "first"'
@@ -23,10 +23,6 @@ def rules(config: Config, machine: Machine) -> Rules:
             f"{machine.local_world_size} processes on this machine, and torch sees {machine.n_gpus} GPUs; "
             f'--nproc-per-node {machine.n_gpus} works, and so does run.device = "cpu"',
         )
-
-
-def profile_rules(config: Config, machine: Machine) -> Rules:
-    """Yield the broken rule of the profiled steps."""
     steps = config.profile.steps
     if steps and (len(steps) != 2 or steps[0] > steps[1]):
         yield "profile.steps", f"profile.steps = {steps} should be a first and a last step, e.g. [10, 12]"

@@ -185,9 +185,8 @@ def fake_world(world_size: int) -> Iterator[None]:
     """
     dist.init_process_group("fake", rank=0, world_size=world_size)
     try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(patch(f"{_FSDP_PARAM}._chunk_with_empty", _first_chunk))
-            stack.enter_context(patch.object(dist, "all_to_all_single", lambda *_args, **_keys: None))
+        all_to_all = patch.object(dist, "all_to_all_single", lambda *_args, **_keys: None)
+        with patch(f"{_FSDP_PARAM}._chunk_with_empty", _first_chunk), all_to_all:
             yield
     finally:
         dist.destroy_process_group()
