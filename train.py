@@ -281,7 +281,8 @@ def load_newest(config: Config, checkpointer: Checkpointer, fresh: TrainState, l
 def train(s: Session) -> None:
     """Train from the step after `s.state` to the last one, or until the ranks agree to stop.
 
-    A stop first logs and saves. The next start runs what else was due at that step (`run_missed`).
+    A stop first logs and saves, unless the ranks agree to it after a save. The next start runs what else was due at
+    that step (`run_missed`).
     """
     config, steps = s.config, s.config.train.steps
     if config.speed.gc_every:
@@ -294,17 +295,17 @@ def train(s: Session) -> None:
 
         if s.preemption.agreed or any(work.due(step, steps) for work in s.periodic):
             check_pending(s)  # check this step now (the device runs out of work); else the next step checks it
-        stops = s.preemption.agreed  # `check_pending` sets it, here or within `train_step`
         with s.meter.paused():
             for work in s.periodic:  # log, validate, score tasks, save, sample
-                if work.due(step, steps, stops=stops):
+                # `check_pending` sets `agreed`, here or within `train_step`; so does a synchronous save
+                if work.due(step, steps, stops=s.preemption.agreed):
                     work.run(s, record)
             report_save(s.checkpointer, s.log, wait=False)  # one in the background may have ended
-            if s.profile and (line := s.profile.stop(step, last=stops or step == steps)):
+            if s.profile and (line := s.profile.stop(step, last=s.preemption.agreed or step == steps)):
                 s.log.info(line)
             if due(step, config.speed.gc_every):
                 gc.collect()
-        if stops:
+        if s.preemption.agreed:
             break
 
 

@@ -66,7 +66,7 @@ def ends_as(run: Path, straight: Path, last: int = LAST) -> None:
 
 
 @pytest.mark.parametrize(("moment", "more"), [
-    pytest.param("0:5:write", {}, marks=extended),
+    ("0:5:write", {"sample__every": 5, "sample__max_tokens": 2}),
     pytest.param("1:7:forward", {"eval__every": 3}, marks=extended),
     pytest.param("1:1:batch", {}, marks=slow),
     pytest.param("0:6:eval", {"eval__every": 3}, marks=slow),
@@ -85,6 +85,8 @@ def test_a_signal_at_any_moment_leaves_one_checkpoint_at_the_end_of_a_step(
     if last < LAST:
         assert left["status"] == "preempted"
         assert last <= left["step"] <= last + 2, "it left at once"
+    if moment in ("0:5:write", "1:5:sync"):
+        assert left["step"] == 5, "within a save, which is then the only one"
     assert saved_steps(run)[-1] == left["step"]
     start(**more)
     ends_as(run, straight)
