@@ -150,6 +150,12 @@ def build(config: Config, data: DataSet, process: Process, log: Log) -> Session:
 
 def build_watched(config: Config, data: DataSet, process: Process, log: Log, watchdog: Watchdog) -> Session:
     """Build mesh, model, optimizer, data, checkpointer and guards, in this order."""
+    profile = None  # before the model, for the stacks of a memory snapshot
+    if config.profile.steps:
+        from torchtitan_lite.run.profiler import Profile
+
+        profile = Profile(config.profile, config.folder, process)
+
     # 1. The mesh: which ranks shard one replica of the model, and which hold further replicas.
     mesh = build_mesh(config.fsdp, process.device)
 
@@ -191,11 +197,6 @@ def build_watched(config: Config, data: DataSet, process: Process, log: Log, wat
     scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, process.device, state.grad_scaler)
     guards = build_guards(config, process, state, scaler, checkpointer, log)
     meter = Meter(state, process.device, peak_tokens_per_second(config, model, process))
-    profile = None
-    if config.profile.steps:
-        from torchtitan_lite.run.profiler import Profile
-
-        profile = Profile(config.profile, config.folder, process)
     return Session(
         config=config,
         process=process,

@@ -26,7 +26,12 @@ def rules(config: Config, machine: Machine) -> Rules:
 
 
 def profile_rules(config: Config, machine: Machine) -> Rules:
-    """Yield the broken rule of the profiled steps."""
-    steps = config.profile.steps
+    """Yield the broken rules of the profiled steps and ranks."""
+    steps, ranks = config.profile.steps, config.profile.ranks
     if steps and (len(steps) != 2 or steps[0] > steps[1]):
         yield "profile.steps", f"profile.steps = {steps} should be a first and a last step, e.g. [10, 12]"
+    if min(ranks, default=0) >= machine.world_size:
+        yield (
+            "profile.ranks",
+            f"profile.ranks = {ranks}, but the ranks are 0 to {machine.world_size - 1}; profile.ranks = [0] works",
+        )
