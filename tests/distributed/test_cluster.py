@@ -337,14 +337,17 @@ def test_a_pod_checks_before_it_trains(check: int, expected: str, tmp_path: Path
     runtime, job = yaml.safe_load_all((ROOT / "scripts/trainjob.yaml").read_text())
     (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     command = replicated["template"]["spec"]["template"]["spec"]["containers"][0]["command"]
-    write_programs(tmp_path, python=f'echo "$WORLD_SIZE $@"; exit {check}', torchrun='echo torchrun "$@"')
+    write_programs(
+        tmp_path, python=f'echo "$TORCHELASTIC_RUN_ID $WORLD_SIZE $@"; exit {check}', torchrun='echo torchrun "$@"'
+    )
     env = ENV | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "8"}
+    env["PET_RDZV_ID"] = "mine.trainjob"  # by Kubernetes
     pod = subprocess.run(
         [*command, *job["spec"]["trainer"]["args"]], env=env, capture_output=True, text=True, timeout=60
     )
     own = "train.py --config=configs/llama_8b.toml --run.name=mine --data.path=/shared/data/mine --run.out_dir=/shared"
     checked, *launched = pod.stdout.splitlines()
     assert pod.returncode == check, pod.stderr
-    assert checked.startswith(f"16 {own}")
+    assert checked.startswith(f"mine.trainjob 16 {own}")
     assert checked.endswith("--check-config")
     assert [line.startswith(f"{expected} {own}") for line in launched] == [True] * (not check)
