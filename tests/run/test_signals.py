@@ -194,9 +194,6 @@ def test_a_machine_that_torchrun_lost_makes_room_for_one_of_the_same_job(text: P
         until((run / "metrics.jsonl").exists, "its first step")
         stranger = ranks(1, *command, env=of_job | {"TORCHELASTIC_RUN_ID": "another"})
         refused(stranger, "is being used by process", code=1)
-        check = *command, "--check-config"
-        refused(ranks(1, *check, env={"TORCHELASTIC_RUN_ID": "another"}), "is being used by process", ", job mine;")
-        succeeded(ranks(1, *check, env={"TORCHELASTIC_RUN_ID": "mine-3"}))
         said = succeeded(ranks(1, *command, "--run.max_minutes=1e-9", env=of_job | {"TORCHELASTIC_RUN_ID": "mine-2"}))
     assert lost.result().returncode == 1, "which torchrun starts again"
     assert "(another machine of the job waits)" in lost.result().stdout

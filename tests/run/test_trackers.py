@@ -132,9 +132,8 @@ def test_some_ranks_keep_the_stacks_of_memory_from_before_the_model_to_the_end_o
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[Any] = []
-    name = "torch.cuda.memory._record_memory_history"
-    monkeypatch.setattr(name, lambda enabled="all", **_: calls.append(enabled))
-    monkeypatch.setattr("torch.cuda.memory._dump_snapshot", lambda file: calls.append(Path(file).name))
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda enabled="all", **_: calls.append(enabled))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda file: calls.append(Path(file).name))
     config = Config(profile=ProfileConfig(steps=[2, 3], ranks=given, memory_snapshot=True))
     profile = Profile(config.profile, tmp_path, Process(rank, 64, torch.device("cuda"), 1, 4))
     for step in steps:

@@ -23,8 +23,7 @@ class Profile:
 
     def __init__(self, config: ProfileConfig, folder: Path, process: Process) -> None:
         self._first, self._last = config.steps
-        first_of_machines = range(0, process.world_size, process.local_world_size)
-        self._ranks = config.ranks or first_of_machines[:_MACHINES]
+        self._ranks = config.ranks or range(0, process.world_size, process.local_world_size)[:_MACHINES]
         self._folder, self._rank, self._on_gpu = folder / "profile", process.rank, process.device.type == "cuda"
         self._snapshot = config.memory_snapshot and self._on_gpu and self._rank in self._ranks
         self._active = False  # between the first and the last step, also on a rank without a trace
@@ -33,17 +32,16 @@ class Profile:
 
     def start(self, step: int) -> None:
         """Start at the first step to profile."""
-        if step > self._first and not self._active:
-            self._end_history()  # a resume past that step
-        if step != self._first:
-            return
-        self._active = True
-        if self._snapshot:
-            torch.cuda.memory._record_memory_history(max_entries=_EVENTS)
-        if self._rank in self._ranks:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it logs its start and stop to stderr
-            self._trace = profile()
-            self._trace.start()
+        if step == self._first:
+            self._active = True
+            if self._snapshot:
+                torch.cuda.memory._record_memory_history(max_entries=_EVENTS)
+            if self._rank in self._ranks:
+                os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it logs its start and stop to stderr
+                self._trace = profile()
+                self._trace.start()
+        elif step > self._first and not self._active:
+            self._end_history()  # of a resume behind that step
 
     def stop(self, step: int, *, last: bool = False) -> str:
         """Stop after the last step to profile, or at the run's `last` step. Returns a line for the log, or ""."""

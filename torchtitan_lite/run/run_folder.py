@@ -77,9 +77,7 @@ def holder(folder: Path) -> str:
 
 def is_of_another_job(by: str) -> bool:
     """Return whether a `holder` is known to be of another job: by torchrun's --rdzv-id, else only on this machine."""
-    if job() == "none":
-        return by.endswith(f" on {socket.gethostname()}")
-    return not by.endswith(f", job {job()}")
+    return by.endswith(f" on {socket.gethostname()}") if job() == "none" else not by.endswith(f", job {job()}")
 
 
 def in_use(folder: Path, by: str) -> str:
