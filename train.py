@@ -59,7 +59,7 @@ from torchtitan_lite.run.between_steps import (
 from torchtitan_lite.run.metrics import Log, Meter
 from torchtitan_lite.run.preemption import Preemption, launcher_note
 from torchtitan_lite.run.resumed import missed_evaluations, run_missed
-from torchtitan_lite.run.session import Session, check_pending, due, forward_seed
+from torchtitan_lite.run.session import Session, build_profile, check_pending, due, forward_seed
 from torchtitan_lite.run.watchdog import Watchdog
 from torchtitan_lite.scoring.validation import Validation
 from torchtitan_lite.terminal import print_error, print_line
@@ -122,10 +122,6 @@ def run(loaded: Loaded, data: DataSet, process: Process, log: Log) -> int:
         if missed or s.state.step < config.train.steps:
             log.track(config.log, s.state)
             closing.callback(log.close)
-        if config.profile.steps:
-            from torchtitan_lite.run.profiler import Profile
-
-            s.profile = Profile(config.profile, config.folder, process)
         with s.preemption, s.watchdog.naming_lost_ranks(), out_of_memory.with_advice(config):
             run_missed(s, missed)
             if not s.preemption.agreed:
@@ -150,6 +146,7 @@ def build(config: Config, data: DataSet, process: Process, log: Log) -> Session:
 
 def build_watched(config: Config, data: DataSet, process: Process, log: Log, watchdog: Watchdog) -> Session:
     """Build model, optimizer, data, checkpointer and guards, in this order."""
+    profile = build_profile(config, process)  # before the model, for the stacks of a memory snapshot
     # 1. The model: each rank has its rows of every parameter.
     model = build_model(config, data.vocab_size, process)
     model.register_forward_pre_hook(lambda *_: watchdog.forward())
@@ -193,6 +190,7 @@ def build_watched(config: Config, data: DataSet, process: Process, log: Log, wat
         preemption=preemption,
         checkpointer=checkpointer,
         periodic=periodic,
+        profile=profile,
         state=state,
         resumed=resumed,
     )
@@ -286,7 +284,8 @@ def load_newest(config: Config, checkpointer: Checkpointer, fresh: TrainState, l
 def train(s: Session) -> None:
     """Train from the step after `s.state` to the last one, or until the ranks agree to stop.
 
-    A stop first logs and saves. The next start runs what else was due at that step (`run_missed`).
+    A stop first logs and saves, unless the ranks agree to it after a save. The next start runs what else was due at
+    that step (`run_missed`).
     """
     config, steps = s.config, s.config.train.steps
     if config.speed.gc_every:
@@ -299,17 +298,17 @@ def train(s: Session) -> None:
 
         if s.preemption.agreed or any(work.due(step, steps) for work in s.periodic):
             check_pending(s)  # check this step now (the device runs out of work); else the next step checks it
-        stops = s.preemption.agreed  # `check_pending` sets it, here or within `train_step`
         with s.meter.paused():
             for work in s.periodic:  # log, validate, score tasks, save, sample
-                if work.due(step, steps, stops=stops):
+                # `check_pending` sets `agreed`, here or within `train_step`; so does a synchronous save
+                if work.due(step, steps, stops=s.preemption.agreed):
                     work.run(s, record)
             report_save(s.checkpointer, s.log, wait=False)  # one in the background may have ended
-            if s.profile and (line := s.profile.stop(step, last=stops or step == steps)):
+            if s.profile and (line := s.profile.stop(step, last=s.preemption.agreed or step == steps)):
                 s.log.info(line)
             if due(step, config.speed.gc_every):
                 gc.collect()
-        if stops:
+        if s.preemption.agreed:
             break
 
 

@@ -528,7 +528,8 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
                 Stub(
                     state=TrainState(step=6),
                     config=Stub(train=Stub(steps=6 + (not ends)), checkpoint=Stub(async_save=background)),
-                    preemption=Stub(agreed=False),
+                    preemption=Stub(agreed=False, agree=stand_in("agree")),
+                    process="p",
                     model="m",
                     optimizer="o",
                     guards=[Stub(state=lambda: {"skipped": [3]}), Stub(state=lambda: {"spikes": {"norms": [1.0]}})],
@@ -541,7 +542,13 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             *(f"run__between_steps__{name}" for name in ("require_finite", "require_equal_replicas", "report_save")),
             answers={"run__between_steps__report_save": lambda *_, **__: error},
         ),
-        [(True, False, ""), (True, True, "no space"), (False, True, ""), (False, False, "no space")],
+        [
+            (True, False, ""),
+            (True, True, "no space"),
+            (False, True, ""),
+            (False, False, "no space"),
+            (False, False, ""),
+        ],
     ),
     "a failure": (
         lambda error, begun: told(

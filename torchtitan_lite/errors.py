@@ -10,6 +10,7 @@ import io
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -130,6 +131,7 @@ def run_cli(name: str, main: Callable[[], int], local_rank: int = 0) -> int:
             return 1
         message = _explained(error)
         if not message:
+            _note_machine()
             _tell_torchrun(traceback.format_exc(), time.time())
             raise
         report(f"{name}: {message}", local_rank)
@@ -198,6 +200,7 @@ def report(message: str, local_rank: int = 0, *, secondary: bool = False, final:
             killed rank only when it notices the death. So this error gets a later timestamp.
         final: the next start would fail in the same way, so end torchrun before it restarts.
     """
+    _note_machine(not secondary or "a process died: rank" in message)
     if local_rank != 0:
         time.sleep(10)
         message = f"[local rank {local_rank}] {message}"
@@ -206,6 +209,13 @@ def report(message: str, local_rank: int = 0, *, secondary: bool = False, final:
     if final and os.environ.get("TORCHELASTIC_RESTART_COUNT") != os.environ.get("TORCHELASTIC_MAX_RESTARTS"):
         print_error("ending torchrun, because a restart would fail in the same way; torchrun's traceback follows")
         os.kill(os.getppid(), signal.SIGTERM)
+
+
+def _note_machine(failed_first: bool = True) -> None:
+    """Add this machine to the list $TORCHTITAN_LITE_FAILED if a process of it failed first (scripts/slurm.sbatch)."""
+    if failed_first and (path := os.environ.get("TORCHTITAN_LITE_FAILED")):
+        with contextlib.suppress(OSError), open(path, "a") as file:
+            file.write(os.environ.get("SLURMD_NODENAME", socket.gethostname()) + "\n")
 
 
 def _tell_torchrun(message: str, when: float) -> None:

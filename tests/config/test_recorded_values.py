@@ -254,7 +254,8 @@ UNUSED = [
         *("--data.val_fraction=0.5", "--tokenizer.vocab_size=300", "--data.cache_dir=c", "--data.noise_density=0.3"),
         *("--data.mean_span_length=2", "--data.target_len=4", "--data.blind_source", "--data.source_prefix=a"),
         *("--data.source_key=a", "--data.target_key=b", "--eval.every=0", "--eval.samples=5", "--eval.tasks=auto"),
-        *("--eval.tasks_every=5", "--eval.task_questions=5", "--profile.memory_snapshot", "--optim.step_every=3"),
+        *("--eval.tasks_every=5", "--eval.task_questions=5", "--profile.memory_snapshot", "--profile.ranks=[0]"),
+        "--optim.step_every=3",
     ],
     [  # with gpt, and without steps, samples and kept checkpoints
         *("--model.family=gpt", "--model.n_kv_heads=2", "--model.head_dim=9", "--model.qk_norm", "--model.qkv_bias"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from filelock import FileLock
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.helpers import losses, python, ranks, refused, succeeded, tiny
@@ -57,6 +58,30 @@ def test_a_damaged_data_folder_is_refused_before_torchrun_starts(text: Path, tmp
     tokens = data / "train.bin"
     tokens.write_bytes(tokens.read_bytes()[:-1000])
     refused(ranks(1, *command, "--check-config"), "train.bin")
+
+
+@pytest.mark.parametrize(("holder", "job", "is_refused"), [
+    (f"process 7 on {socket.gethostname()}", "none", True),
+    ("process 7 on node3, job 12", "13", True),
+    ("process 7 on node3", "mine-0", True),
+    ("process 7 on node3, job mine", "mine-2", False),  # a process that is still ending
+    ("process 7 on node3", "none", False),  # may be another machine of this job
+    (f"process 7 on {socket.gethostname()}, job mine", "none", False),
+])  # fmt: skip
+def test_a_check_refuses_a_run_that_another_job_holds(
+    holder: str, job: str, is_refused: bool, text: Path, tmp_path: Path
+) -> None:
+    """A lock whose holder has ended means nothing."""
+    command = [*tiny(text, tmp_path, run__name="run"), "--check-config"]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/.lock-holder").write_text(holder)
+    with FileLock(tmp_path / "run/.lock"):
+        result = ranks(1, *command, env={"TORCHELASTIC_RUN_ID": job})
+    assert (result.returncode, f"run is being used by {holder}; wait for it" in result.stderr) == (
+        2 * is_refused,
+        is_refused,
+    )
+    succeeded(ranks(1, *command, env={"TORCHELASTIC_RUN_ID": job}))
 
 
 @pytest.mark.parametrize(

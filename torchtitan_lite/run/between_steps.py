@@ -118,6 +118,9 @@ def validate(validation: Validation, s: Session) -> None:
 def save(s: Session) -> None:
     """Save a checkpoint, after waiting for a previous background save.
 
+    A synchronous save can take a minute, in which a signal may arrive: the ranks ask once, so that the run then ends
+    with this checkpoint, instead of making two steps and saving again.
+
     Raises:
         NonFiniteError, ReplicaMismatchError: on every rank: this state must not be saved.
         SaveError: the last save of the run failed. Earlier failures are only logged.
@@ -133,6 +136,8 @@ def save(s: Session) -> None:
     error = report_save(s.checkpointer, s.log, wait=ends or not s.config.checkpoint.async_save, ends=ends)
     if ends and error:
         raise SaveError(f"the last checkpoint was not saved: {error}. Older checkpoints are untouched")
+    if not (ends or error or s.config.checkpoint.async_save):
+        s.preemption.agree(s.process)
 
 
 def report_save(checkpointer: Checkpointer, log: Log, *, wait: bool, ends: bool = False) -> str:

@@ -106,3 +106,12 @@ def forward_seed(seed: int, step: int, micro_batch: int, rank: int) -> int:
     """Return a distinct seed for each forward pass of a run."""
     digest = hashlib.sha256(f"{seed}/{step}/{micro_batch}/{rank}".encode()).digest()
     return int.from_bytes(digest[:7], "little")
+
+
+def build_profile(config: Config, process: Process) -> "Profile | None":
+    """Build the profiler, if there are steps to profile."""
+    if not config.profile.steps:
+        return None
+    from torchtitan_lite.run.profiler import Profile
+
+    return Profile(config.profile, config.folder, process)

@@ -35,7 +35,7 @@ class Status:
 
 def status_of(folder: Path, about: dict[str, Any], records: Sequence[dict[str, Any]]) -> Status:
     """Return the current status of a run, from the contents of run.json and metrics.jsonl (the records that count)."""
-    status, locked = about["status"], _locked(folder)
+    status, locked = about["status"], is_locked(folder)
     if locked or status != "running":
         return Status("starting" if locked and status != "running" else status, bool(locked))
     times = [about["time"], *(record["time"] for record in records[-1:])]
@@ -46,7 +46,7 @@ def status_of(folder: Path, about: dict[str, Any], records: Sequence[dict[str, A
     return Status(f"running on {host} when last seen, {age}", True)
 
 
-def _locked(folder: Path) -> bool | None:
+def is_locked(folder: Path) -> bool | None:
     """Return whether a process visible to this machine holds the run's lock; None if that can't be tested.
 
     A file system may keep locks per machine, so False is reliable only on rank 0's machine. The test holds a shared

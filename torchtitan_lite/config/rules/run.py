@@ -23,6 +23,11 @@ def rules(config: Config, machine: Machine) -> Rules:
             f"{machine.local_world_size} processes on this machine, and torch sees {machine.n_gpus} GPUs; "
             f'--nproc-per-node {machine.n_gpus} works, and so does run.device = "cpu"',
         )
-    steps = config.profile.steps
+    steps, ranks = config.profile.steps, config.profile.ranks
     if steps and (len(steps) != 2 or steps[0] > steps[1]):
         yield "profile.steps", f"profile.steps = {steps} should be a first and a last step, e.g. [10, 12]"
+    if min(ranks, default=0) >= machine.world_size:
+        yield (
+            "profile.ranks",
+            f"profile.ranks = {ranks}, but the ranks are 0 to {machine.world_size - 1}; profile.ranks = [0] works",
+        )
