@@ -85,7 +85,7 @@ def launch(argv: Sequence[str]) -> int:
             local_world_size=env_int("LOCAL_WORLD_SIZE", 1),
             n_gpus=torch.cuda.device_count(),
             checks=checks.ALL,
-            saved=config_to_resume,  # a resumed run keeps its values, even if defaults have changed
+            saved=config_to_resume,  # what decides what is learned stays as it was, even if defaults have changed
         )
         config = command.loaded.config
         with out_of_memory.with_advice(config), run_folder.made(config.folder, command.trains):
@@ -339,7 +339,7 @@ def train_step(s: Session, step: int) -> StepRecord:
         parts=[m.parts(s.model, replicas=replicas, loss_scale=s.scaler.scale) for m in s.metrics if logged],
         process=s.process,
     )
-    check_pending(s)  # the previous step; the device already has this step's work, so it does not idle
+    check_pending(s)  # guards must know the previous step first; the device has this step's work, so it does not idle
     s.meter.add_loss(record.loss_sum, record.targets)
     with s.meter.timing("optimizer_s"):
         withheld = torch.stack([guard.withholds(record) for guard in s.guards]).any()

@@ -250,8 +250,9 @@ class Checkpointer:
         return layout_of(self.tensors(), self.mesh.shape)
 
     def _n_bytes(self) -> int:
-        """Return the size of a checkpoint in bytes, without its JSON."""
-        return sum(tensor.nbytes for tensor in self.tensors().values())
+        """Return the size of a checkpoint in bytes, without its JSON; before the first step, what it will be at least."""
+        n_bytes = sum(tensor.nbytes for tensor in self.tensors().values())
+        return n_bytes if self.optimizer.state else 2 * n_bytes  # at least one moment for each weight
 
     def _write_and_commit(
         self, state: TrainState, saving: Saving, layout: Mapping[str, Any] | None, n_bytes: int
@@ -302,8 +303,7 @@ class Checkpointer:
 
     def _memory_note(self) -> list[str]:
         """Return a note if a full save in the background does not fit into this machine's memory."""
-        # before the first step the optimizer has no state; it will have at least one moment for each weight
-        memory, least = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 2 * self._n_bytes()
+        memory, least = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), self._n_bytes()
         if not self.config.async_save or self.config.state_dict == "sharded" or least < memory:
             return []
         return [

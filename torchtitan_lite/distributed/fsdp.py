@@ -4,8 +4,8 @@ Parameters are gathered in groups, in the order of forward:
 
     inputs (token and position embeddings) -> layers.0 -> ... -> layers.L-1 -> head (norm, output)
 
-fsdp.blocks_per_group puts several blocks into one group. Tied inputs and head are one group, which stays gathered
-through forward.
+fsdp.blocks_per_group puts several blocks into one group. A parameter belongs to one group, so tied inputs and head are
+one, the first, which stays gathered through forward.
 
 Between uses a parameter is a DTensor: each rank has some of its rows, in float32. In a micro-batch, each group does
 this, so only the group in use and prefetched groups are gathered:
@@ -69,7 +69,7 @@ class Group:
     parameters: list[str]
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
-    output_dtype: torch.dtype | None  # None: param_dtype
+    output_dtype: torch.dtype | None  # None: not cast
     reshard_after_forward: bool | int
 
 

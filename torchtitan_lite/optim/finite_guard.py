@@ -1,6 +1,7 @@
 """Guards, which withhold bad updates on the device. FiniteGuard withholds those that are not finite.
 
-The host reads the record during the next step, so a healthy run never waits. spike_guard.py guards against loss spikes.
+The host reads the record during the next step, so the device always has work. spike_guard.py guards against loss
+spikes.
 """
 
 import math
