@@ -250,7 +250,7 @@ class Checkpointer:
         return layout_of(self.tensors(), self.mesh.shape)
 
     def _n_bytes(self) -> int:
-        """Return the size of a checkpoint in bytes, without its JSON; before the first step, what it will be at least."""
+        """Return the size of a checkpoint in bytes, without its JSON; before the first step, a lower bound of it."""
         n_bytes = sum(tensor.nbytes for tensor in self.tensors().values())
         return n_bytes if self.optimizer.state else 2 * n_bytes  # at least one moment for each weight
 
