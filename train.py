@@ -126,7 +126,7 @@ def run(loaded: Loaded, data: DataSet, process: Process, log: Log) -> int:
         missed = missed_evaluations(s)  # due at the step that the run resumes from, but never finished
         if missed or s.state.step < config.train.steps:
             closing.enter_context(log.tracking(config.log, s.state))
-        with s.preemption, s.watchdog.naming_lost_ranks(), out_of_memory.with_advice(config):
+        with s.preemption, s.watchdog.training(), out_of_memory.with_advice(config):
             run_missed(s, missed)
             if not s.preemption.agreed:
                 train(s)

@@ -161,10 +161,17 @@ def test_a_rank_that_is_blocked_in_c_ends_by_itself(case: str, said: str, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "case", ["compiles", *(pytest.param(c, marks=pytest.mark.extended) for c in ("compiles elsewhere", "hashes"))]
+    "case",
+    [
+        *("compiles", "leaves", "pauses"),
+        *(pytest.param(c, marks=pytest.mark.extended) for c in ("compiles elsewhere", "hashes")),
+    ],
 )
-def test_a_process_that_works_is_waited_for(case: str, tmp_path: Path) -> None:
-    """For two and a half times the limit: a compilation in this process or another one, and a slow disk."""
+def test_a_process_that_works_or_that_others_have_left_is_waited_for(case: str, tmp_path: Path) -> None:
+    """For two and a half times the limit: a compilation in this process or another one, and a slow disk.
+
+    Or while the other one has left properly, or was stopped and continued.
+    """
     said = succeeded(ranks(2, str(tmp_path), case, entry="tests.run.blocked_worker", timeout=90))
     assert said.count(" is done") == 2
     assert not (tmp_path / "stacks").exists()

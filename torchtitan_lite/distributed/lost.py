@@ -36,6 +36,10 @@ _LATE = (
 # NCCL errors that concern only this rank: wrong use, such as two ranks on one GPU, or a failed CUDA call
 _LOCAL = "ncclinvalidusage", "ncclinvalidargument", "ncclunhandledcudaerror"
 
+KILLED = (
+    "If that process printed no error, it was killed; dmesg on its machine shows whether the kernel's OOM killer did it"
+)
+
 
 def means_lost_rank(error: RuntimeError) -> bool:
     """Return whether an error means that another rank is gone or late."""
@@ -53,12 +57,9 @@ def means_closed_connection(error: RuntimeError) -> bool:
     return any(phrase in text for phrase in _GONE) or not any(phrase in text for phrase in _LATE)
 
 
-def gone_message(who: str, error: RuntimeError) -> str:
+def gone_message(error: RuntimeError, reason: str = f"a process died. {KILLED}") -> str:
     """Return the message for a closed connection (`means_closed_connection`)."""
-    return (
-        f"connection reset: {who}. If that process printed no error, it was killed; dmesg on its machine shows whether "
-        f"the kernel's OOM killer did it. {first_line(error)}"
-    )
+    return f"connection reset: {reason}. {first_line(error)}"
 
 
 def first_line(error: RuntimeError) -> str:
@@ -71,7 +72,7 @@ def start_message(error: RuntimeError) -> str:
     """Return the message for an error during startup, when no Watchdog can add details yet."""
     why = f"timed out waiting for the other ranks. {first_line(error)}"
     if means_closed_connection(error):
-        why = gone_message("a process died", error)
+        why = gone_message(error)
     return f"rank {env_int('RANK', 0)}, starting: {why}"
 
 
