@@ -279,7 +279,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     ),
     "a rank is lost": (
         lambda rank, n_local, reason, error: watched(
-            "_explain", rank, 8, 1, n_local, RuntimeError(error), _reason=lambda _: reason
+            "_explain", rank, 8, 1, n_local, RuntimeError(error), _reason=lambda *_: reason
         ),
         [(rank, n, reason, GONE) for rank, n, reason in ((5, 4, "rank 6 died"), (5, 4, ""), (3, 8, ""))]
         + [(6, 4, "rank 6 died", "Timed out waiting 3ms")],

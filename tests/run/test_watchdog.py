@@ -1,12 +1,13 @@
 """Watchdog: slow disks are tolerated, hanging ranks are named, and all ranks exit."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from tests.helpers import ranks, succeeded, tiny
+from tests.helpers import ranks, start, succeeded, tiny
 from tests.run.blocked_worker import LIMITS, START_MINUTES
 from tests.run.test_faults import RUN, saved_steps
 from torchtitan_lite.distributed.lost import explaining_lost_ranks, means_lost_rank
@@ -158,6 +159,8 @@ def test_a_rank_that_is_blocked_in_c_ends_by_itself(case: str, said: str, tmp_pa
     assert said in about["reason"]
     for rank in range(2):
         assert "blocked_worker.py" in (tmp_path / f"stacks/rank-{rank}.txt").read_text()
+    command = ["torch.distributed.flight_recorder.fr_trace", "--prefix", "gloo_trace_rank_", str(tmp_path / "stacks")]
+    assert "collective: gloo:all_reduce\nmissing ranks: {1}\n" in start([sys.executable, "-m", *command]).stderr
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ With NCCL, a rank that waits for a dead one gets no error. Each rank locks its f
 it before it leaves. So a second thread of each rank that stays where it is looks each second for a reason to end:
 
     a rank of this machine released its lock            it died during training: publish that in the store, write
-    without that line                                   stacks and end
+    without that line, and this one stays for 5 s       stacks and end
     any rank published why the run ends                 the same, with the published reason
 
 The threads end the process, because the main thread may be blocked in a collective or by a disk. The process groups
@@ -25,6 +25,7 @@ import faulthandler
 import fcntl
 import json
 import os
+import pickle
 import socket
 import threading
 import time
@@ -33,6 +34,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 
 from torchtitan_lite import progress
 from torchtitan_lite.config.schema import RunConfig
@@ -215,17 +217,18 @@ class Watchdog:
         self._left = True
         several = self._world.local_world_size < self._world.world_size
         who = "a process on another machine died, or the network to it failed" if several else "a process died"
-        return f"{where}: {gone_message(error, _within(3.0, self._reason, 2.0) or f'{who}. {KILLED}')}"
+        return f"{where}: {gone_message(error, _within(3.0, self._reason, True, 2.0) or f'{who}. {KILLED}')}"
 
-    def _reason(self, within_s: float = 0.0) -> str:
+    def _reason(self, locks: bool, within_s: float = 0.0) -> str:
         """Return why the run ends: a rank of this machine died, or what any rank published; empty if neither is known.
 
         Args:
+            locks: whether to look for dead ranks.
             within_s: how long to wait, because a killed process closes its connections and files in any order.
         """
         end = time.monotonic() + within_s
         while True:
-            if (self._at.step or self._over) and (died := [n for n, file in self._neighbours.items() if _died(file)]):
+            if died := [rank for rank, file in self._neighbours.items() if locks and _died(file)]:
                 return self._publish(f"a process died: {', '.join(map(self._last_seen, died))}. {KILLED}")
             with contextlib.suppress(RuntimeError):  # the store is gone
                 if self._thread_store.check([_END]):
@@ -263,7 +266,7 @@ class Watchdog:
             now = self._at, progress.operations(), progress.moved()
             if now != last:
                 last, since = now, time.monotonic()
-            elif time.monotonic() - since >= _STILL_S and (reason := self._reason()):
+            elif reason := self._reason(self._at.step > 0 and time.monotonic() - since >= _STILL_S):
                 self._end(reason)
 
     # --- no rank makes progress ---------------------------------------------------------------------------------
@@ -338,19 +341,34 @@ class Watchdog:
         seconds = self._start_timeout_s if limit == "run.start_timeout_minutes" else self._timeout_s
         what = explain_hang(self._others | {self._world.rank: self._own}, self._silent(), f"{limit} = {seconds / 60:g}")
         reason = f"{what}. Stacks are in {self._path.parent}; a process that is stopped or was killed writes none"
+        self._over = True  # this thread ends the process
         _within(1.0, self._publish, reason)
-        time.sleep(3 * _LOOK_S)  # the other ranks come to the same end
+        time.sleep(5 * _LOOK_S)  # the other ranks come to the same end
         self._end(reason)
 
     def _end(self, reason: str) -> None:
-        """Write stacks, status and message, and end this process, whatever its other threads wait for."""
+        """Write stacks, traces, status and message, and end this process, whatever its other threads wait for."""
         with contextlib.suppress(OSError, ValueError):
             faulthandler.dump_traceback(file=self._file)
             self._file.write(_LEFT)
+        _within(10.0, write_traces, self._path.parent, self._world)
         _within(5.0, self.on_abort, reason)
         first = all(_died(file) for rank, file in self._neighbours.items() if rank < self._world.rank)
         report(f"train.py: {reason}", 0 if first else local_rank())
         os._exit(StuckError.exit_code)
+
+
+def write_traces(folder: Path, process: Process) -> None:
+    """Write this rank's newest collectives from torch's flight recorder, as files that torchfrtrace reads."""
+    if dump := getattr(_distributed_c10d, "_dump_fr_trace_json", None):  # of gloo; torch leaves out its groups
+        groups = {
+            group.group_name: {"desc": group.group_desc, "ranks": str(dist.get_process_group_ranks(group))}
+            for group in list(dist.distributed_c10d._world.pg_map)
+        }
+        trace = json.loads(dump()) | {"pg_config": groups}
+        (folder / f"gloo_trace_rank_{process.rank}").write_bytes(pickle.dumps(trace))
+    if process.device.type == "cuda" and (dump := getattr(_distributed_c10d, "_dump_nccl_trace", None)):
+        (folder / f"nccl_trace_rank_{process.rank}").write_bytes(dump())
 
 
 def _died(file: BinaryIO) -> bool:
