@@ -343,16 +343,20 @@ class Watchdog:
         reason = f"{what}. Stacks are in {self._path.parent}; a process that is stopped or was killed writes none"
         self._over = True  # this thread ends the process
         _within(1.0, self._publish, reason)
-        time.sleep(5 * _LOOK_S)  # the other ranks come to the same end
-        self._end(reason)
+        self._end(reason, 5 * _LOOK_S)
 
-    def _end(self, reason: str) -> None:
-        """Write stacks, traces, status and message, and end this process, whatever its other threads wait for."""
+    def _end(self, reason: str, wait_s: float = 0.0) -> None:
+        """Write stacks, traces, status and message, and end this process, whatever its other threads wait for.
+
+        Args:
+            wait_s: time for the other ranks to come to the same end, before a launcher ends them.
+        """
         with contextlib.suppress(OSError, ValueError):
             faulthandler.dump_traceback(file=self._file)
             self._file.write(_LEFT)
         _within(10.0, write_traces, self._path.parent, self._world)
         _within(5.0, self.on_abort, reason)
+        time.sleep(wait_s)
         first = all(_died(file) for rank, file in self._neighbours.items() if rank < self._world.rank)
         report(f"train.py: {reason}", 0 if first else local_rank())
         os._exit(StuckError.exit_code)
