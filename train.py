@@ -152,6 +152,7 @@ def build_watched(config: Config, data: DataSet, process: Process, log: Log, wat
     """Build mesh, model, optimizer, data, checkpointer and guards, in this order."""
     # 1. The mesh: which ranks shard one replica of the model, and which hold further replicas.
     mesh = build_mesh(config.fsdp, process.device)
+    connected_s = start_and_end.connect(mesh, watchdog)
 
     # 2. The model: sharded on the meta device, without storage. Each rank then allocates and fills its own shards.
     model = sharded_model(config, data.vocab_size, mesh, widen=cpu.widens(config, process))
@@ -213,6 +214,7 @@ def build_watched(config: Config, data: DataSet, process: Process, log: Log, wat
         checkpointer=checkpointer,
         periodic=periodic,
         profile=profile,
+        connected_s=connected_s,
         state=state,
         resumed=resumed,
     )

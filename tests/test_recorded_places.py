@@ -586,6 +586,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             ({"device": "auto", "tf32": True, "timeout_minutes": 7, "start_timeout_minutes": 9}, True, 5, 1, 8, 4),
             ({"device": "cuda", "deterministic": True}, True, 6, 2, 8, 4),
             ({"device": "cpu", "deterministic": True}, False, 3, 0, 4, 3),
+            ({"device": "cpu"}, False, 3, 0, 1024, 8),
         ],
     ),
     "mesh": (

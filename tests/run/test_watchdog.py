@@ -1,5 +1,6 @@
 """Watchdog: slow disks are tolerated, hanging ranks are named, and all ranks exit."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,20 @@ def test_a_process_that_works_or_that_others_have_left_is_waited_for(case: str, 
     said = succeeded(ranks(2, str(tmp_path), case, entry="tests.run.blocked_worker", timeout=90))
     assert said.count(" is done") == 2
     assert not (tmp_path / "stacks").exists()
+
+
+@pytest.mark.parametrize(("fault", "n", "said"), [
+    ("exit:1:0:connect", 2, "train.py: rank 0, connecting dp_shard of ranks 0, 1 (HOST): connection reset: "
+     "a process died: rank 1 (last seen: starting). "),
+    ("hang:3:0:connect", 4, ": no rank made progress for run.start_timeout_minutes = 0.1; the others wait for rank 1 "
+     "(connecting dp_replicate of ranks 1, 3 (HOST): its first all-reduce), rank 3 (connecting dp_replicate of "),
+])  # fmt: skip
+def test_a_group_that_does_not_connect_is_named_before_the_model_is_built(
+    fault: str, n: int, said: str, text: Path, tmp_path: Path
+) -> None:
+    command = tiny(text, tmp_path, **RUN, fsdp__dp_replicate=n // 2, run__start_timeout_minutes=0.1)
+    result = ranks(n, *command, fault=fault, timeout=90)
+    assert said.replace("HOST", os.uname().nodename) in result.stderr, result.stderr
 
 
 def test_a_machine_that_dies_while_it_starts_ends_the_run_within_the_limit_of_a_start(tmp_path: Path) -> None:

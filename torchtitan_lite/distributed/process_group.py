@@ -58,15 +58,16 @@ def process_group(run: RunConfig) -> Iterator[Process]:
     die_with_launcher()
     allow_open_files()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    start_minutes = run.start_minutes(env_int("WORLD_SIZE", 1))
     with explaining_lost_ranks():
         if "RANK" in os.environ:
             from torchtitan_lite.distributed.rendezvous import join_store
 
-            store, rank, world_size = join_store(run.start_timeout_minutes)
+            store, rank, world_size = join_store(start_minutes)
         else:
             store, rank, world_size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]  # mypy: not an explicit re-export
         connect_lazily(world_size)
-        timeout = timedelta(minutes=run.start_timeout_minutes)
+        timeout = timedelta(minutes=start_minutes)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         set_group_timeouts(run.timeout_minutes)
         yield Process(rank, world_size, device, threads, env_int("LOCAL_WORLD_SIZE", 1), untimed_group(), store)
@@ -118,9 +119,9 @@ def build_mesh(config: FsdpConfig, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (replicate, shard), mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
-def sum_over_ranks(values: Tensor) -> Tensor:
-    """Sum a tensor over all ranks, in place. Every rank gets the same bits."""
-    dist.all_reduce(values)
+def sum_over_ranks(values: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Sum a tensor over all ranks, or those of a group, in place. Every rank gets the same bits."""
+    dist.all_reduce(values, group=group)
     return values
 
 

@@ -12,10 +12,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_lite import __version__, errors
+from torchtitan_lite import __version__, errors, progress
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config, flatten
@@ -23,7 +26,7 @@ from torchtitan_lite.config.toml import Loaded, format_value, to_toml_with_origi
 from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.token_files import PAIRS
 from torchtitan_lite.distributed.exchange import gather, on_rank0
-from torchtitan_lite.distributed.process_group import Process
+from torchtitan_lite.distributed.process_group import Process, sum_over_ranks
 from torchtitan_lite.errors import EXIT_WOULD_REPEAT, BusyError, ConfigError, RepeatError, StuckError, UserError
 from torchtitan_lite.files import write_durably
 from torchtitan_lite.run import attempts, run_folder
@@ -33,6 +36,7 @@ from torchtitan_lite.run.metrics import Log
 from torchtitan_lite.run.preemption import launcher_note
 from torchtitan_lite.run.run_folder import JOINS
 from torchtitan_lite.run.session import Session
+from torchtitan_lite.run.watchdog import CONNECTING, Watchdog
 from torchtitan_lite.terminal import counted, duration, print_line
 
 
@@ -50,6 +54,24 @@ def prepared(loaded: Loaded, folder: Path | None = None) -> tuple[Loaded, DataSe
 
         loaded = epochs.resolved(loaded, data, print_line)
     return loaded, data
+
+
+def connect(mesh: DeviceMesh, watchdog: Watchdog) -> float:
+    """All-reduce one element in each group of the mesh, and in the world. Returns the seconds.
+
+    NCCL connects a group in its first collective. Otherwise that is in the first step, after compiling.
+
+    Raises:
+        StuckError: names the group and its machines. A hang ends after run.start_timeout_minutes.
+    """
+    started, hosts = time.perf_counter(), gather(socket.gethostname())
+    groups: dict[Any, str] = {mesh.get_group(axis): axis for axis in mesh.mesh_dim_names or ()}
+    groups.setdefault(dist.group.WORLD, "the world")
+    for group, name in groups.items():
+        who = _ranks(dist.get_process_group_ranks(group), hosts)
+        with watchdog.loading(f"{CONNECTING} {name} of {who}"), progress.working("its first all-reduce"):
+            sum_over_ranks(torch.zeros(1, device=mesh.device_type), group).item()
+    return time.perf_counter() - started
 
 
 def require_one_run(loaded: Loaded, data: DataSet, process: Process) -> list[str]:
@@ -155,7 +177,9 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
     finished = step >= config.train.steps
     layout = derive(config, process.world_size)
     model, samples = s.model, s.samples
-    log.info(start_lines(config, layout, process, model, data, samples, s.state, s.resumed, checkpointer))
+    log.info(
+        start_lines(config, layout, process, model, data, samples, s.state, s.resumed, checkpointer, s.connected_s)
+    )
     if process.rank == 0 and (changed := machines_line(attempts.read(config.folder), hosts, process.world_size)):
         log.info(changed)
     if s.resumed and loaded_config.kept:

@@ -8,6 +8,7 @@ At each interval, one thread of each rank publishes in torch's store where the r
     none does for run.timeout_minutes                   each rank writes its stacks and ends
     a rank published nothing for
     run.start_timeout_minutes before the first step     the same: its machine died during startup
+    the groups do not connect within that time          the same
 
 With NCCL, a rank that waits for a dead one gets no error. Each rank locks its file in stacks/, and writes `_LEFT` into
 it before it leaves. So a second thread of each rank that stays where it is looks each second for a reason to end:
@@ -51,6 +52,7 @@ from torchtitan_lite.errors import ConfigError, StuckError, report
 
 _AT, _BEAT, _END = "torchtitan_lite/at/{}", "torchtitan_lite/beat/{}", "torchtitan_lite/end"
 _LEFT = b"--- this process ended properly, or because a different one did\n"
+CONNECTING = "connecting"  # how the operation begins for which the limit of a start holds
 _LOOK_S, _STILL_S = 1.0, 5.0  # how often a rank looks for a reason to end, and how long it must have stayed in place
 
 
@@ -134,7 +136,10 @@ class Watchdog:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
-        self._timeout_s, self._start_timeout_s = 60 * limits.timeout_minutes, 60 * limits.start_timeout_minutes
+        self._timeout_s, self._start_timeout_s = (
+            60 * limits.timeout_minutes,
+            60 * limits.start_minutes(process.world_size),
+        )
         self._interval_s = min(10.0, self._timeout_s / 40, self._start_timeout_s / 10)
         self._silent_s = min(self._timeout_s, self._start_timeout_s) / 2
         # a separate connection: a blocked thread must not block the main thread
@@ -176,7 +181,7 @@ class Watchdog:
     @contextlib.contextmanager
     def loading(self, what: str) -> Iterator[None]:
         """Note that all ranks load something in this context, and synchronise at the end."""
-        with explaining_lost_ranks(self._explain), progress.doing(what):
+        with progress.doing(what), explaining_lost_ranks(self._explain):
             yield
             dist.barrier(group=self._world.untimed)
 
@@ -288,11 +293,11 @@ class Watchdog:
             exchange.join(self._interval_s)
             self._quiet_s += elapsed_s
             known = self._own, dict(self._others)
-            silent_at_start = not self._own.place.step and self._silent()
+            at_start = self._own.task.startswith(CONNECTING) or (not self._own.place.step and self._silent())
             if known != last or (self._world.world_size == 1 and not self._own.operations):
                 last, self._quiet_s = known, 0.0
-            elif self._reads() and self._quiet_s >= (self._start_timeout_s if silent_at_start else self._timeout_s):
-                self._abort("run.start_timeout_minutes" if silent_at_start else "run.timeout_minutes")
+            elif self._reads() and self._quiet_s >= (self._start_timeout_s if at_start else self._timeout_s):
+                self._abort("run.start_timeout_minutes" if at_start else "run.timeout_minutes")
 
     def _look(self, elapsed_s: float) -> None:
         """Update the state of this process: where it is, and whether it moves."""
