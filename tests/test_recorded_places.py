@@ -138,7 +138,7 @@ def looped(stops: int, gc_every: int = 0, **every: int) -> list[Any]:
     return [" ".join(told(call)).replace(" step", "\nstep")]
 
 
-def opened(values: dict[str, Any], has_gpu: bool, *ranks: int) -> list[Any]:
+def opened(values: dict[str, Any], has_gpu: bool | str, *ranks: int) -> list[Any]:
     """A process group, and the process in it: of a rank, its number on its machine, and the sizes of both."""
     name = "distributed__process_group__"
     done = "dist__init_process_group torch__set_num_threads torch__use_deterministic_algorithms keep_freed_memory"
@@ -151,6 +151,7 @@ def opened(values: dict[str, Any], has_gpu: bool, *ranks: int) -> list[Any]:
         f"{name}torch__cuda__is_available": lambda: has_gpu,
         f"{name}dist__HashStore": lambda: "HashStore",
     }
+    answers[f"{name}torch__cuda__device_count"] = lambda: 1 if has_gpu == "one" else 8
     answers |= {rendezvous: lambda _: ("store", ranks[0], ranks[2]), f"{name}dist__is_initialized": lambda: True}
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -587,6 +588,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             ({"device": "cuda", "deterministic": True}, True, 6, 2, 8, 4),
             ({"device": "cpu", "deterministic": True}, False, 3, 0, 4, 3),
             ({"device": "cpu"}, False, 3, 0, 1024, 8),
+            ({"device": "auto"}, "one", 6, 2, 8, 4),
         ],
     ),
     "mesh": (
@@ -605,7 +607,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "on a machine": (
         on_machine,
         [
-            *(({"run.device": device}, 8, gpus, 4) for device in ("auto", "cuda", "cpu") for gpus in (0, 2, 4, 5)),
+            *(({"run.device": device}, 8, gpus, 4) for device in ("auto", "cuda", "cpu") for gpus in (0, 1, 2, 4, 5)),
             *(
                 ({"run.device": device, "fsdp.cpu_offload": True, "optim.name": "adamw"}, 2, gpus, 2)
                 for device in ("auto", "cuda", "cpu")

@@ -97,10 +97,13 @@ def set_group_timeouts(timeout_minutes: float = NO_LIMIT_MINUTES) -> None:
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
-    """Return this rank's device for run.device ("auto", "cpu" or "cuda"). A GPU becomes the current device."""
+    """Return this rank's device for run.device ("auto", "cpu" or "cuda"). A GPU becomes the current device.
+
+    Some launchers show each process only its own GPU, whatever its LOCAL_RANK.
+    """
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    device = torch.device("cuda", local_rank)
+    device = torch.device("cuda", 0 if torch.cuda.device_count() == 1 else local_rank)
     torch.cuda.set_device(device)
     return device
 

@@ -27,6 +27,7 @@ from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.token_files import PAIRS
 from torchtitan_lite.distributed.exchange import gather, on_rank0
 from torchtitan_lite.distributed.process_group import Process, sum_over_ranks
+from torchtitan_lite.environment import local_rank
 from torchtitan_lite.errors import EXIT_WOULD_REPEAT, BusyError, ConfigError, RepeatError, StuckError, UserError
 from torchtitan_lite.files import write_durably
 from torchtitan_lite.run import attempts, run_folder
@@ -121,7 +122,7 @@ def require_agreement(config: Config, data: DataSet, process: Process) -> list[s
 
     Raises:
         ConfigError: on every rank, with each differing value and its ranks (ranks with the most common values raise
-            BusyError); or the model's vocabulary is smaller than the tokenizer's.
+            BusyError); or the model's vocabulary is smaller than the tokenizer's; or processes share a GPU.
     """
     values = {
         "torchtitan_lite": __version__,
@@ -135,7 +136,13 @@ def require_agreement(config: Config, data: DataSet, process: Process) -> list[s
     own = {key: repr(value) for key, value in values.items()}
     # exchange all values only if hashes differ: with 16,384 ranks, each would read 100 MB
     digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()
-    hosts, digests = zip(*gather([socket.gethostname(), digest]), strict=True)
+    gpu = torch.cuda.get_device_properties(process.device).uuid if process.device.type == "cuda" else process.rank
+    own_place = [socket.gethostname(), digest, str(gpu), local_rank() == 0, 1 / process.local_world_size]
+    hosts, digests, gpus, first, share = zip(*gather(own_place), strict=True)
+    if sum(first) > round(sum(share)):
+        raise ConfigError("several processes of a machine have LOCAL_RANK=0: run torchrun without --virtual-local-rank")
+    if same := [rank for rank, uuid in enumerate(gpus) if gpus.count(uuid) > 1]:
+        raise ConfigError(f"{_ranks(same, hosts)} share a GPU ({gpus[same[0]]}); start one process for each GPU")
     if any(other != digest for other in digests):
         lines = ["the ranks differ in config, data or versions:"]
         of_ranks = gather(own)
