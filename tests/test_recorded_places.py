@@ -279,11 +279,8 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         [(3, 0, 9.0, 60.0), (3, 0, 10.0, 0.0), (4, 1, 10.0, 0.0), (4, 1, 10.0, 20.0), (1, 1, 10.0, 0.0)],
     ),
     "a rank is lost": (
-        lambda rank, n_local, reason, error: watched(
-            "_explain", rank, 8, 1, n_local, RuntimeError(error), _reason=lambda *_: reason
-        ),
-        [(rank, n, reason, GONE) for rank, n, reason in ((5, 4, "rank 6 died"), (5, 4, ""), (3, 8, ""))]
-        + [(6, 4, "rank 6 died", "Timed out waiting 3ms")],
+        lambda host, reason: watched("_why_closed", 5, 8, 1, 4, _on_host=host, _reason=lambda *_: reason),
+        [(" on x", "rank 6 died"), (" on x", ""), ("", "")],
     ),
     "printed by a mode": (
         lambda local, values: told(

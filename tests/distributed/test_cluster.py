@@ -79,7 +79,7 @@ def test_a_rank_killed_on_one_of_two_machines_ends_ranks_that_wait_in_a_kernel_o
         for _ in range(2)
     ]
     said = [agent.communicate(timeout=120)[1] for agent in both]
-    name = f"a process died: rank 3 on {os.uname().nodename} (last seen: step 3, fetching its batch)"
+    name = f"a process died on {os.uname().nodename}: rank 3 (last seen: step 3, fetching its batch)"
     assert [f"train.py: {name}" in errors for errors in said] == [True, True], said
     assert name in json.loads((tmp_path / "run/run.json").read_text())["reason"]
 

@@ -58,17 +58,18 @@ def process_group(run: RunConfig) -> Iterator[Process]:
     die_with_launcher()
     allow_open_files()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    start_minutes = run.start_minutes(env_int("WORLD_SIZE", 1))
+    minutes = run.start_minutes(env_int("WORLD_SIZE", 1))
     with explaining_lost_ranks():
         if "RANK" in os.environ:
             from torchtitan_lite.distributed.rendezvous import join_store
 
-            store, rank, world_size = join_store(start_minutes)
+            store, rank, world_size = join_store(minutes)
         else:
             store, rank, world_size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]  # mypy: not an explicit re-export
         connect_lazily(world_size)
-        timeout = timedelta(minutes=start_minutes)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=minutes)
+        )
         set_group_timeouts(run.timeout_minutes)
         yield Process(rank, world_size, device, threads, env_int("LOCAL_WORLD_SIZE", 1), untimed_group(), store)
         if dist.is_initialized():

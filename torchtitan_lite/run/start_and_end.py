@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +36,7 @@ from torchtitan_lite.run.metrics import Log
 from torchtitan_lite.run.preemption import launcher_note
 from torchtitan_lite.run.run_folder import JOINS
 from torchtitan_lite.run.session import Session
-from torchtitan_lite.run.watchdog import CONNECTING, Watchdog
+from torchtitan_lite.run.watchdog import Watchdog
 from torchtitan_lite.terminal import counted, duration, print_line
 
 
@@ -66,11 +65,10 @@ def connect(mesh: DeviceMesh, watchdog: Watchdog) -> float:
         StuckError: names the group and its machines. A hang ends after run.start_timeout_minutes.
     """
     started, hosts = time.perf_counter(), gather(socket.gethostname())
-    groups: dict[Any, str] = {mesh.get_group(axis): axis for axis in mesh.mesh_dim_names or ()}
-    groups.setdefault(dist.group.WORLD, "the world")
-    for group, name in groups.items():
+    for axis in (*(mesh.mesh_dim_names or ()), None):
+        group = mesh.get_group(axis) if axis else None
         who = _ranks(dist.get_process_group_ranks(group), hosts)
-        with watchdog.loading(f"{CONNECTING} {name} of {who}"), progress.working("its first all-reduce"):
+        with watchdog.loading(f"connecting {axis or 'the world'} of {who}"), progress.working("its first all-reduce"):
             sum_over_ranks(torch.zeros(1, device=mesh.device_type), group).item()
     return time.perf_counter() - started
 
@@ -137,8 +135,8 @@ def require_agreement(config: Config, data: DataSet, process: Process) -> list[s
     # exchange all values only if hashes differ: with 16,384 ranks, each would read 100 MB
     digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()
     gpu = torch.cuda.get_device_properties(process.device).uuid if process.device.type == "cuda" else process.rank
-    own_place = [socket.gethostname(), digest, str(gpu), local_rank() == 0, 1 / process.local_world_size]
-    hosts, digests, gpus, first, share = zip(*gather(own_place), strict=True)
+    own_place = socket.gethostname(), str(gpu), local_rank() == 0, 1 / process.local_world_size
+    hosts, gpus, first, share, digests = zip(*gather([*own_place, digest]), strict=True)
     if sum(first) > round(sum(share)):
         raise ConfigError("several processes of a machine have LOCAL_RANK=0: run torchrun without --virtual-local-rank")
     if same := [rank for rank, uuid in enumerate(gpus) if gpus.count(uuid) > 1]:

@@ -27,7 +27,6 @@ import fcntl
 import json
 import os
 import pickle
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,20 +38,13 @@ from torch._C import _distributed_c10d
 
 from torchtitan_lite import progress
 from torchtitan_lite.config.schema import RunConfig
-from torchtitan_lite.distributed.lost import (
-    KILLED,
-    explaining_lost_ranks,
-    first_line,
-    gone_message,
-    means_closed_connection,
-)
+from torchtitan_lite.distributed.lost import KILLED, explaining_lost_ranks
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.environment import local_rank
 from torchtitan_lite.errors import ConfigError, StuckError, report
 
 _AT, _BEAT, _END = "torchtitan_lite/at/{}", "torchtitan_lite/beat/{}", "torchtitan_lite/end"
 _LEFT = b"--- this process ended properly, or because a different one did\n"
-CONNECTING = "connecting"  # how the operation begins for which the limit of a start holds
 _LOOK_S, _STILL_S = 1.0, 5.0  # how often a rank looks for a reason to end, and how long it must have stayed in place
 
 
@@ -129,8 +121,7 @@ class Watchdog:
         # stacks of earlier attempts stay, because error messages refer to this file
         self._is_new = not self._path.stat().st_size
         with contextlib.suppress(OSError):  # a full disk
-            started = time.strftime("%Y-%m-%d %H:%M:%S")
-            self._file.write(f"--- attempt of {started}, process {os.getpid()}\n".encode())
+            self._file.write(f"--- attempt of {time.strftime('%F %T')}, process {os.getpid()}\n".encode())
         self._size = self._path.stat().st_size
         # until `close`, or the end of the process
         with contextlib.suppress(OSError):  # a file system without locks
@@ -153,6 +144,7 @@ class Watchdog:
         self._exchange()
         dist.barrier()  # until all ranks have published, and locked their files
         self._first = process.rank - local_rank()  # of this machine
+        self._on_host = f" on {os.uname().nodename}" if process.local_world_size < process.world_size else ""
         self._neighbours = self._open_files() if process.world_size > 1 else {}
         self._left = self._over = False  # see `training`
         self._closed = threading.Event()
@@ -180,8 +172,8 @@ class Watchdog:
 
     @contextlib.contextmanager
     def loading(self, what: str) -> Iterator[None]:
-        """Note that all ranks load something in this context, and synchronise at the end."""
-        with progress.doing(what), explaining_lost_ranks(self._explain):
+        """Note that all ranks load or connect something in this context, and synchronise at the end."""
+        with progress.doing(what), explaining_lost_ranks(lambda: what, self._why_closed):
             yield
             dist.barrier(group=self._world.untimed)
 
@@ -192,7 +184,7 @@ class Watchdog:
         A rank leaves properly at the end of this context, not by an error. Then no other rank ends it anymore.
         """
         try:
-            with explaining_lost_ranks(self._explain):
+            with explaining_lost_ranks(lambda: RankState(self._at, progress.operations()).task, self._why_closed):
                 yield
             self._left = True
         finally:
@@ -204,8 +196,7 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
         with contextlib.suppress(OSError):  # a full disk, or the file is gone
             unused = self._is_new and self._path.stat().st_size == self._size
-            if self._left:
-                self._file.write(_LEFT)
+            self._file.write(_LEFT if self._left else b"")
             if unused:
                 self._path.unlink()
                 self._path.parent.rmdir()  # by the last rank
@@ -214,15 +205,10 @@ class Watchdog:
 
     # --- ranks that died ----------------------------------------------------------------------------------------
 
-    def _explain(self, error: RuntimeError) -> str:
-        self._over = True  # the main thread reports the reason
-        where = f"rank {self._world.rank}, {RankState(self._at, progress.operations()).task}"
-        if not means_closed_connection(error):
-            return f"{where}: timed out waiting for the other ranks. {first_line(error)}"
-        self._left = True
-        several = self._world.local_world_size < self._world.world_size
-        who = "a process on another machine died, or the network to it failed" if several else "a process died"
-        return f"{where}: {gone_message(error, _within(3.0, self._reason, True, 2.0) or f'{who}. {KILLED}')}"
+    def _why_closed(self) -> str:
+        self._left = self._over = True  # the main thread reports the reason
+        who = "a process on another machine died, or the network to it failed" if self._on_host else "a process died"
+        return _within(3.0, self._reason, True, 2.0) or f"{who}. {KILLED}"
 
     def _reason(self, locks: bool, within_s: float = 0.0) -> str:
         """Return why the run ends: a rank of this machine died, or what any rank published; empty if neither is known.
@@ -234,7 +220,9 @@ class Watchdog:
         end = time.monotonic() + within_s
         while True:
             if died := [rank for rank, file in self._neighbours.items() if locks and _died(file)]:
-                return self._publish(f"a process died: {', '.join(map(self._last_seen, died))}. {KILLED}")
+                return self._publish(
+                    f"a process died{self._on_host}: {', '.join(map(self._last_seen, died))}. {KILLED}"
+                )
             with contextlib.suppress(RuntimeError):  # the store is gone
                 if self._thread_store.check([_END]):
                     return self._thread_store.get(_END).decode()
@@ -248,20 +236,20 @@ class Watchdog:
         return reason
 
     def _last_seen(self, rank: int) -> str:
-        several = self._world.local_world_size < self._world.world_size
-        name = f"rank {rank}{f' on {socket.gethostname()}' if several else ''}"
         with contextlib.suppress(RuntimeError):  # the store is gone
-            return f"{name} (last seen: {Place(*json.loads(self._thread_store.get(_AT.format(rank))))})"
-        return name
+            return f"rank {rank} (last seen: {Place(*json.loads(self._thread_store.get(_AT.format(rank))))})"
+        return f"rank {rank}"
 
     def _open_files(self) -> dict[int, BinaryIO]:
         """Return the files of this machine's ranks, open because a rank that leaves may remove its own.
 
         Returns {} if locks do not work, or only within a machine while ranks are not numbered machine by machine.
         """
-        ranks = range(self._first, self._first + self._world.local_world_size)
         with contextlib.suppress(OSError):
-            files: dict[int, Any] = {rank: self._path.with_name(f"rank-{rank}.txt").open("rb", 0) for rank in ranks}
+            files: dict[int, Any] = {
+                rank: self._path.with_name(f"rank-{rank}.txt").open("rb", 0)
+                for rank in range(self._first, self._first + self._world.local_world_size)
+            }
             return {} if any(map(_died, files.values())) else files
         return {}
 
@@ -293,7 +281,7 @@ class Watchdog:
             exchange.join(self._interval_s)
             self._quiet_s += elapsed_s
             known = self._own, dict(self._others)
-            at_start = self._own.task.startswith(CONNECTING) or (not self._own.place.step and self._silent())
+            at_start = not self._own.place.step and (self._own.task.startswith("connecting ") or self._silent())
             if known != last or (self._world.world_size == 1 and not self._own.operations):
                 last, self._quiet_s = known, 0.0
             elif self._reads() and self._quiet_s >= (self._start_timeout_s if at_start else self._timeout_s):
@@ -315,8 +303,8 @@ class Watchdog:
         with contextlib.suppress(RuntimeError):  # the store is gone
             store.set(_BEAT.format(process.rank), json.dumps([self._number, *self._own[1:]]))
             if process.world_size > 1 and self._quiet_s >= 2 * self._interval_s:
-                others = [rank for rank in range(process.world_size) if rank != process.rank]
-                others = others if self._reads() else [self._first]
+                read = range(process.world_size) if self._reads() else [self._first]
+                others = [rank for rank in read if rank != process.rank]
                 texts = store.multi_get([key.format(rank) for key in (_AT, _BEAT) for rank in others])
                 values, now = [json.loads(text) for text in texts], time.monotonic()
                 for rank, at, (number, operations, moved) in zip(others, values, values[len(others) :], strict=False):
@@ -330,8 +318,8 @@ class Watchdog:
 
         Another one does if the first rank's process is stopped.
         """
-        _, newest = self._beats.get(self._first, (0, self._answered))
-        return self._world.rank == self._first or time.monotonic() - newest >= 4 * self._interval_s
+        missing_s = time.monotonic() - self._beats.get(self._first, (0, self._answered))[1]
+        return self._world.rank == self._first or missing_s >= 4 * self._interval_s
 
     def _silent(self) -> dict[int, float]:
         """Return the seconds since each silent rank's newest beat. Rank 0's machine hosts the store."""
@@ -362,8 +350,8 @@ class Watchdog:
         _within(10.0, write_traces, self._path.parent, self._world)
         _within(5.0, self.on_abort, reason)
         time.sleep(wait_s)
-        first = all(_died(file) for rank, file in self._neighbours.items() if rank < self._world.rank)
-        report(f"train.py: {reason}", 0 if first else local_rank())
+        lower = (file for rank, file in self._neighbours.items() if rank < self._world.rank)
+        report(f"train.py: {reason}", 0 if all(map(_died, lower)) else local_rank())
         os._exit(StuckError.exit_code)
 
 
@@ -374,8 +362,9 @@ def write_traces(folder: Path, process: Process) -> None:
             group.group_name: {"desc": group.group_desc, "ranks": str(dist.get_process_group_ranks(group))}
             for group in list(dist.distributed_c10d._world.pg_map)
         }
-        trace = json.loads(dump()) | {"pg_config": groups}
-        (folder / f"gloo_trace_rank_{process.rank}").write_bytes(pickle.dumps(trace))
+        (folder / f"gloo_trace_rank_{process.rank}").write_bytes(
+            pickle.dumps(json.loads(dump()) | {"pg_config": groups})
+        )
     if process.device.type == "cuda" and (dump := getattr(_distributed_c10d, "_dump_nccl_trace", None)):
         (folder / f"nccl_trace_rank_{process.rank}").write_bytes(dump())
 
