@@ -44,7 +44,7 @@ from torchtitan_lite.environment import local_rank
 from torchtitan_lite.errors import ConfigError, StuckError, report
 
 _AT, _BEAT, _END = "torchtitan_lite/at/{}", "torchtitan_lite/beat/{}", "torchtitan_lite/end"
-_LEFT = b"--- this process ended properly, or because a different one did\n"
+_LEFT = b"--- this process completed, or ended with the others\n"
 _LOOK_S, _STILL_S = 1.0, 5.0  # how often a rank looks for a reason to end, and how long it must have stayed in place
 
 
