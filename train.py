@@ -122,7 +122,7 @@ def run(loaded: Loaded, data: DataSet, process: Process, log: Log) -> int:
         if missed or s.state.step < config.train.steps:
             log.track(config.log, s.state)
             closing.callback(log.close)
-        with s.preemption, s.watchdog.naming_lost_ranks(), out_of_memory.with_advice(config):
+        with s.preemption, s.watchdog.training(), out_of_memory.with_advice(config):
             run_missed(s, missed)
             if not s.preemption.agreed:
                 train(s)
@@ -145,22 +145,26 @@ def build(config: Config, data: DataSet, process: Process, log: Log) -> Session:
 
 
 def build_watched(config: Config, data: DataSet, process: Process, log: Log, watchdog: Watchdog) -> Session:
-    """Build model, optimizer, data, checkpointer and guards, in this order."""
+    """Build mesh, model, optimizer, data, checkpointer and guards, in this order."""
     profile = build_profile(config, process)  # before the model, for the stacks of a memory snapshot
-    # 1. The model: each rank has its rows of every parameter.
-    model = build_model(config, data.vocab_size, process)
+    # 1. The mesh: which ranks shard one replica of the model, and which hold further replicas.
+    mesh = build_mesh(config.fsdp, process.device)
+    connected_s = start_and_end.connect(mesh, watchdog)
+
+    # 2. The model: each rank has its rows of every parameter.
+    model = build_model(config, data.vocab_size, mesh, process)
     model.register_forward_pre_hook(lambda *_: watchdog.forward())
 
-    # 2. The optimizer, after sharding: its parameters are DTensors, so its moments are sharded like them.
+    # 3. The optimizer, after sharding: its parameters are DTensors, so its moments are sharded like them.
     optimizer = optim.build_optimizer(model, config.optim)
 
-    # 3. The data: a batch's sequences are a function of the seed and one integer, state.samples_consumed.
+    # 4. The data: a batch's sequences are a function of the seed and one integer, state.samples_consumed.
     samples = open_samples(data, "train", config)
     loader = build_loader(config, samples, process)
     validation = Validation.from_config(config, data, config.train.micro_batch_size, process.rank, process.world_size)
     periodic, task_hashes = build_periodic_work(config, data, validation)
 
-    # 4. The run's newest checkpoint, else that of checkpoint.resume (a fork), else the weights of model.init_from.
+    # 5. The run's newest checkpoint, else that of checkpoint.resume (a fork), else the weights of model.init_from.
     preemption = Preemption(config.run.max_minutes, config.folder / run_folder.JOINING)  # max_minutes includes the load
     history = attempts.best_step, attempts.ruined_from
     folder = config.folder / "checkpoints"
@@ -170,7 +174,7 @@ def build_watched(config: Config, data: DataSet, process: Process, log: Log, wat
         resumed = load_newest(config, checkpointer, fresh, log)
     state = resumed.continued_by(fresh) if resumed else fresh
 
-    # 5. The loss scale (float16), the guards that can withhold an update, and the throughput meter.
+    # 6. The loss scale (float16), the guards that can withhold an update, and the throughput meter.
     scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, process.device, state.grad_scaler)
     guards = build_guards(config, process, state, scaler, checkpointer, log)
     meter = Meter(state, process.device, start_and_end.peak_tokens_per_second(config, model, process))
@@ -191,15 +195,14 @@ def build_watched(config: Config, data: DataSet, process: Process, log: Log, wat
         checkpointer=checkpointer,
         periodic=periodic,
         profile=profile,
+        connected_s=connected_s,
         state=state,
         resumed=resumed,
     )
 
 
-def build_model(config: Config, vocab_size: int, process: Process) -> models.Transformer:
+def build_model(config: Config, vocab_size: int, mesh: DeviceMesh, process: Process) -> models.Transformer:
     """Build the sharded model with its initial values."""
-    # The mesh: which ranks shard one replica of the model, and which hold further replicas.
-    mesh = build_mesh(config.fsdp, process.device)
     # First on the meta device, without storage. Then each rank allocates and fills its own shards.
     model = sharded_model(config, vocab_size, mesh, widen=cpu.widens(config, process))
     set_group_timeouts()  # no timeouts: the watchdog ends hanging runs

@@ -43,7 +43,7 @@ from torchtitan_lite.run import (
     tasks,
 )
 from torchtitan_lite.run.session import Periodic
-from torchtitan_lite.run.watchdog import Place, Watchdog
+from torchtitan_lite.run.watchdog import Place, RankState, Watchdog
 from torchtitan_lite.scoring import likelihood
 from torchtitan_lite.tools import checkpoints, dry_run, generate, load_model, modes, replay
 from torchtitan_lite.tools.evaluation import evaluate
@@ -90,8 +90,8 @@ def watched(way: str, rank: int, world_size: int, local: int, n_local: int, *giv
     """A method of the watchdog of rank `rank`, which is number `local` of the `n_local` of its machine."""
 
     def call(stand_in: Any) -> str:
-        one = Stub(_world=Process(rank, world_size, CPU, 1, n_local), _at=Place(5, 1), _last_seen=lambda _: " (seen)")
-        one._file = Stub(write=stand_in("write"))
+        one = object.__new__(Watchdog)
+        vars(one).update(_world=Process(rank, world_size, CPU, 1, n_local), _at=Place(5, 1), _first=rank - local)
         vars(one).update({key: stand_in(key, value) if callable(value) else value for key, value in more.items()})
         return f"{getattr(Watchdog, way)(one, *given)} {[*vars(one).get('_own', '')] or ''}".strip()
 
@@ -140,7 +140,7 @@ def looped(stops: int, gc_every: int = 0, **every: int) -> list[Any]:
     return [" ".join(told(call)).replace(" step", "\nstep")]
 
 
-def opened(values: dict[str, Any], has_gpu: bool, *ranks: int) -> list[Any]:
+def opened(values: dict[str, Any], has_gpu: bool | str, *ranks: int) -> list[Any]:
     """A process group, and the process in it: of a rank, its number on its machine, and the sizes of both."""
     name = "distributed__process_group__"
     done = "dist__init_process_group torch__set_num_threads torch__use_deterministic_algorithms keep_freed_memory"
@@ -153,6 +153,7 @@ def opened(values: dict[str, Any], has_gpu: bool, *ranks: int) -> list[Any]:
         f"{name}torch__cuda__is_available": lambda: has_gpu,
         f"{name}dist__HashStore": lambda: "HashStore",
     }
+    answers[f"{name}torch__cuda__device_count"] = lambda: 1 if has_gpu == "one" else 8
     answers |= {rendezvous: lambda _: ("store", ranks[0], ranks[2]), f"{name}dist__is_initialized": lambda: True}
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -212,7 +213,7 @@ def replayed(rank: int, checkpoint: str, *notes: str) -> list[Any]:
             Stub(),
             lambda given, *_: Stub(
                 given=given.change,
-                watchdog=Stub(naming_lost_ranks=contextlib.nullcontext),
+                watchdog=Stub(training=contextlib.nullcontext),
                 close=lambda: print("closed"),
             ),
             str,  # type: ignore[arg-type]
@@ -258,21 +259,30 @@ LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_
 WITHOUT: Any = Stub()  # a module of the standard library without the functions that only Linux has
 CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     # ranks and machines
-    "ended on this machine": (
-        lambda rank, local, n_local, *gone: watched(
-            "_ended", rank, 12, local, n_local, _has_ended=lambda other: other in gone
+    "beats that are read": (
+        lambda rank, local, quiet_s, silent_s: watched(
+            "_exchange",
+            rank,
+            6,
+            local,
+            3,
+            _number=7,
+            _own=RankState(),
+            _quiet_s=quiet_s,
+            _interval_s=5.0,
+            _others={},
+            _beats={3: (7, 100.0 - silent_s)},
+            _answered=100.0,
+            _thread_store=Stub(
+                set=lambda key, _: print(f"set {key}"),
+                multi_get=lambda keys: print(*keys) or len(keys) // 2 * ["[5, 1, 0]"] + len(keys) // 2 * ["[7, [], 0]"],
+            ),
         ),
-        [
-            *((5, 1, 4), (5, 1, 4, 3), (5, 1, 4, 6), (5, 1, 4, 7, 4), (5, 1, 4, 8), (5, 1, 4, 5)),
-            *((0, 0, 2, 1), (11, 3, 4, 8), (8, 0, 4, 7, 9), (7, 2, 3)),
-        ],
+        [(3, 0, 9.0, 60.0), (3, 0, 10.0, 0.0), (4, 1, 10.0, 0.0), (4, 1, 10.0, 20.0), (1, 1, 10.0, 0.0)],
     ),
     "a rank is lost": (
-        lambda rank, n_local, ended, error: watched(
-            "_explain", rank, 8, 1, n_local, RuntimeError(error), _ended=lambda: ended
-        ),
-        [(rank, n, ended, GONE) for rank, n, ended in ((5, 4, [6, 7]), (5, 4, []), (3, 8, []))]
-        + [(6, 4, [5], "Timed out waiting 3ms")],
+        lambda host, reason: watched("_why_closed", 5, 8, 1, 4, _on_host=host, _reason=lambda *_: reason),
+        [(" on x", "rank 6 died"), (" on x", ""), ("", "")],
     ),
     "printed by a mode": (
         lambda local, values: told(
@@ -322,7 +332,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
                     process=Process(rank, 2, device, 1),
                     optimizer=Stub(state={1: {"a": torch.zeros(3)}}),
                     model=Stub(parameters=lambda: [torch.zeros(5)], buffers=lambda: [torch.zeros(2)]),
-                    watchdog=Stub(step=stand_in("watched"), naming_lost_ranks=contextlib.nullcontext),
+                    watchdog=Stub(step=stand_in("watched"), training=contextlib.nullcontext),
                 ),
                 lambda _, n: Stub(loss=Stub(item=lambda: stand_in("step")(n))),
             ),
@@ -583,6 +593,8 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             ({"device": "auto", "tf32": True, "timeout_minutes": 7, "start_timeout_minutes": 9}, True, 5, 1, 8, 4),
             ({"device": "cuda", "deterministic": True}, True, 6, 2, 8, 4),
             ({"device": "cpu", "deterministic": True}, False, 3, 0, 4, 3),
+            ({"device": "cpu"}, False, 3, 0, 1024, 8),
+            ({"device": "auto"}, "one", 6, 2, 8, 4),
         ],
     ),
     "mesh": (
@@ -601,7 +613,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "on a machine": (
         on_machine,
         [
-            *(({"run.device": device}, 8, gpus, 4) for device in ("auto", "cuda", "cpu") for gpus in (0, 2, 4, 5)),
+            *(({"run.device": device}, 8, gpus, 4) for device in ("auto", "cuda", "cpu") for gpus in (0, 1, 2, 4, 5)),
             *(
                 ({"run.device": device, "fsdp.cpu_offload": True, "optim.name": "adamw"}, 2, gpus, 2)
                 for device in ("auto", "cuda", "cpu")

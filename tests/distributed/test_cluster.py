@@ -68,6 +68,25 @@ def test_a_rank_killed_on_one_of_two_machines_restarts_both(text: Path, tmp_path
     assert "--run.name=two" in last.command
 
 
+@pytest.mark.extended
+def test_a_rank_killed_on_one_of_two_machines_ends_ranks_that_wait_in_a_kernel_on_both(
+    text: Path, tmp_path: Path
+) -> None:
+    """The others hang, as within NCCL. The rank beside the killed one tells those of the other machine."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+    launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "x"]
+    command = [*launcher, "--local-addr", "127.0.0.1", "tests/faults/worker.py", *tiny(text, tmp_path, run__name="run")]
+    fault = "kill:3:3:batch,hang:0:3:batch,hang:1:3:batch,hang:2:3:batch"
+    both = [
+        subprocess.Popen(command, cwd=ROOT, env=ENV | {"FAULT": fault}, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    said = [agent.communicate(timeout=120)[1] for agent in both]
+    name = f"a process died on {os.uname().nodename}: rank 3 (last seen: step 3, fetching its batch)"
+    assert [f"train.py: {name}" in errors for errors in said] == [True, True], said
+    assert name in json.loads((tmp_path / "run/run.json").read_text())["reason"]
+
+
 def test_machines_that_do_not_run_the_same_are_named(text: Path, tmp_path: Path) -> None:
     command = tiny(text, tmp_path, run__name="run", train__steps=6)
     port = str(free_port())

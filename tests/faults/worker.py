@@ -42,7 +42,7 @@ from torchtitan_lite.distributed.process_group import exit_process
 from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.environment import env_int
 from torchtitan_lite.models import Transformer
-from torchtitan_lite.run import between_steps, run_folder, sampling, tasks
+from torchtitan_lite.run import between_steps, run_folder, sampling, start_and_end, tasks
 
 # where a fault can be: the function that is about to be called
 SITES: dict[str, tuple[Any, str]] = {
@@ -53,6 +53,7 @@ SITES: dict[str, tuple[Any, str]] = {
     "sample": (sampling, "sample"),
     "task": (tasks.Tasks, "score"),
     "lock": (run_folder, "lock"),
+    "connect": (start_and_end, "sum_over_ranks"),
     "hash": (storage, "sha256_of"),
     "space": (storage, "require_space"),
     "save": (Checkpointer, "save"),

@@ -297,6 +297,7 @@ def start_on(device: str, saved: TrainState | None, values: dict[str, Any]) -> l
             state,
             saved,
             saver,
+            0.0,
         )
         return console.start_lines(config, derive(config, 1), *parts).splitlines()[1:]
 

@@ -39,13 +39,15 @@ def start_lines(
     state: TrainState,
     loaded: TrainState | None,
     checkpointer: Checkpointer,
+    connected_s: float,
 ) -> str:
     """Return the lines printed at startup, with all derived sizes. `loaded` is the saved state, if the run resumes."""
     n_parameters = sum(p.numel() for p in model.parameters())
     n_on_rank0 = sum(own_part(p)[0].numel() for p in model.parameters())
     lines = [
         f"torchtitan_lite {__version__}  torch {torch.__version__}  {process.device.type}  "
-        f"world {process.world_size} = dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}  "
+        f"world {process.world_size} = dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}"
+        f"{f', connected in {connected_s:.2f} s' if process.world_size > 1 else ''}  "
         f"{counted(process.threads, 'thread')} per rank "
         f"({cpu_threads(config.run.threads)[1]})",
         model_line(

@@ -66,6 +66,7 @@ class Session:
     # what changes from step to step
     state: TrainState
     resumed: TrainState | None = None  # the saved state, if the run resumes
+    connected_s: float = 0.0  # what the groups of ranks took to connect
     pending: StepRecord | None = None  # the last step's, until `check_pending` reads it
     profile: "Profile | None" = None
 

@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_lite import __version__, errors
+from torchtitan_lite import __version__, errors, progress
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config, flatten
@@ -23,7 +25,8 @@ from torchtitan_lite.config.toml import Loaded, format_value, to_toml_with_origi
 from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.token_files import PAIRS
 from torchtitan_lite.distributed.exchange import gather, on_rank0
-from torchtitan_lite.distributed.process_group import Process
+from torchtitan_lite.distributed.process_group import Process, sum_over_ranks
+from torchtitan_lite.environment import local_rank
 from torchtitan_lite.errors import EXIT_WOULD_REPEAT, BusyError, ConfigError, RepeatError, StuckError, UserError
 from torchtitan_lite.files import write_durably
 from torchtitan_lite.models import Transformer
@@ -35,6 +38,7 @@ from torchtitan_lite.run.preemption import launcher_note
 from torchtitan_lite.run.resumed import missed_evaluations
 from torchtitan_lite.run.run_folder import JOINS
 from torchtitan_lite.run.session import Session
+from torchtitan_lite.run.watchdog import Watchdog
 from torchtitan_lite.terminal import counted, duration, print_line
 
 
@@ -52,6 +56,23 @@ def prepared(loaded: Loaded, folder: Path | None = None) -> tuple[Loaded, DataSe
 
         loaded = epochs.resolved(loaded, data, print_line)
     return loaded, data
+
+
+def connect(mesh: DeviceMesh, watchdog: Watchdog) -> float:
+    """All-reduce one element in each group of the mesh, and in the world. Returns the seconds.
+
+    NCCL connects a group in its first collective. Otherwise that is in the first step, after compiling.
+
+    Raises:
+        StuckError: names the group and its machines. A hang ends after run.start_timeout_minutes.
+    """
+    started, hosts = time.perf_counter(), gather(socket.gethostname())
+    for axis in (*(mesh.mesh_dim_names or ()), None):
+        group = mesh.get_group(axis) if axis else None
+        who = _ranks(dist.get_process_group_ranks(group), hosts)
+        with watchdog.loading(f"connecting {axis or 'the world'} of {who}"), progress.working("its first all-reduce"):
+            sum_over_ranks(torch.zeros(1, device=mesh.device_type), group).item()
+    return time.perf_counter() - started
 
 
 def require_one_run(loaded: Loaded, data: DataSet, process: Process) -> list[str]:
@@ -101,7 +122,7 @@ def require_agreement(config: Config, data: DataSet, process: Process) -> list[s
 
     Raises:
         ConfigError: on every rank, with each differing value and its ranks (ranks with the most common values raise
-            BusyError); or the model's vocabulary is smaller than the tokenizer's.
+            BusyError); or the model's vocabulary is smaller than the tokenizer's; or processes share a GPU.
     """
     values = {
         "torchtitan_lite": __version__,
@@ -115,7 +136,13 @@ def require_agreement(config: Config, data: DataSet, process: Process) -> list[s
     own = {key: repr(value) for key, value in values.items()}
     # exchange all values only if hashes differ: with 16,384 ranks, each would read 100 MB
     digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()
-    hosts, digests = zip(*gather([socket.gethostname(), digest]), strict=True)
+    gpu = torch.cuda.get_device_properties(process.device).uuid if process.device.type == "cuda" else process.rank
+    own_place = socket.gethostname(), str(gpu), local_rank() == 0, 1 / process.local_world_size
+    hosts, gpus, first, share, digests = zip(*gather([*own_place, digest]), strict=True)
+    if sum(first) > round(sum(share)):
+        raise ConfigError("several processes of a machine have LOCAL_RANK=0: run torchrun without --virtual-local-rank")
+    if same := [rank for rank, uuid in enumerate(gpus) if gpus.count(uuid) > 1]:
+        raise ConfigError(f"{_ranks(same, hosts)} share a GPU ({gpus[same[0]]}); start one process for each GPU")
     if any(other != digest for other in digests):
         lines = ["the ranks differ in config, data or versions:"]
         of_ranks = gather(own)
@@ -157,7 +184,9 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
     finished = step >= config.train.steps
     layout = derive(config, process.world_size)
     model, samples = s.model, s.samples
-    log.info(start_lines(config, layout, process, model, data, samples, s.state, s.resumed, checkpointer))
+    log.info(
+        start_lines(config, layout, process, model, data, samples, s.state, s.resumed, checkpointer, s.connected_s)
+    )
     if process.rank == 0 and (changed := machines_line(attempts.read(config.folder), hosts, process.world_size)):
         log.info(changed)
     if s.resumed and loaded_config.kept:

@@ -125,7 +125,7 @@ def measure(s: Session, step: Step) -> tuple[int, float]:
         step(s, number).loss.item()  # reading the loss waits for the device
 
     n_bytes = 0
-    with s.watchdog.naming_lost_ranks(), out_of_memory.with_advice(s.config):
+    with s.watchdog.training(), out_of_memory.with_advice(s.config):
         run_step(1)
         if s.process.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()

@@ -95,7 +95,7 @@ def run(n: int, loaded: Loaded, data: DataSet, build: Callable[..., Session], st
                 log.info(f"note    {note}")
             log.info(f"replay  steps {recorded.start + 1} to {recorded.last}, from {began}")
             s = build(replayed, data, process, log)
-            with contextlib.closing(s), s.watchdog.naming_lost_ranks(), out_of_memory.with_advice(config):
+            with contextlib.closing(s), s.watchdog.training(), out_of_memory.with_advice(config):
                 result = compute(s, step, recorded, config.folder)
             if process.rank == 0:
                 print_line(f"equal   {result}")

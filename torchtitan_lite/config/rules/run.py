@@ -17,7 +17,7 @@ def rules(config: Config, machine: Machine) -> Rules:
         )
     if device == "cuda" and machine.n_gpus == 0:
         yield "run.device", 'run.device = "cuda", but torch sees no GPU here; run.device = "cpu" works'
-    if device != "cpu" and 0 < machine.n_gpus < machine.local_world_size:
+    if device != "cpu" and 1 < machine.n_gpus < machine.local_world_size:  # 1: perhaps a different one in each process
         yield (
             "run.device",
             f"{machine.local_world_size} processes on this machine, and torch sees {machine.n_gpus} GPUs; "
