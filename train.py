@@ -46,6 +46,7 @@ from torchtitan_lite.distributed.process_group import (
 from torchtitan_lite.environment import env_int, local_rank, prepare_process, world_size
 from torchtitan_lite.errors import run_cli
 from torchtitan_lite.optim import optimizer as optim
+from torchtitan_lite.optim.blocks import Blocks
 from torchtitan_lite.optim.finite_guard import FiniteGuard, Guard
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.groups import freeze
@@ -203,6 +204,7 @@ def build_watched(config: Config, data: DataSet, process: Process, log: Log, wat
         optimizer=optimizer,
         scaler=scaler,
         guards=guards,
+        blocks=Blocks(model, config.fsdp.mesh_shape(process.world_size)[0]),
         metrics=[*model.metrics, *(METRICS[name] for name in config.log.metrics)],
         samples=samples,
         loader=loader,
@@ -322,6 +324,7 @@ def train_step(s: Session, step: int) -> StepRecord:
     loss = forward_backward(s, step, batch)
     replicas = config.fsdp.mesh_shape(s.process.world_size)[0]
     logged = step == config.train.steps or due(step, config.log.every)
+    norms = optim.gradient_norms(s.model)
     record = StepRecord(  # sums the parts of all ranks: the one small all-reduce of a step
         step,
         samples=(first, first + size),
@@ -329,9 +332,12 @@ def train_step(s: Session, step: int) -> StepRecord:
         loss=loss,
         # Each rank has only its shards' gradients, so the squared norm is summed over ranks. With HSDP that sum counts
         # every replica, so each rank divides its part by the number of replicas.
-        squared_norm=optim.squared_norm(s.model, replicas),
+        squared_norm=optim.squared_norm(norms, replicas),
         loss_scale=s.scaler.scale,
         stop=s.preemption.requested(),
+        blocks=s.blocks.names,
+        squares={"grad_norm": s.blocks.squares(norms)}
+        | ({"weight_norm": s.blocks.of_weights()} if logged and config.log.norms else {}),
         parts=[m.parts(s.model, replicas=replicas, loss_scale=s.scaler.scale) for m in s.metrics if logged],
         process=s.process,
     )
@@ -344,7 +350,9 @@ def train_step(s: Session, step: int) -> StepRecord:
             lr=optim.learning_rate(config.optim, step, config.train.steps),
             factor=optim.clip_factor(record.grad_norm, config.optim.max_norm, s.scaler.scale),
             withheld=withheld,
+            measure=logged and config.log.norms,
         )
+        record.squares.update(s.blocks.of_update(s.optimizer))  # a second small all-reduce, if measured
         s.scaler.update(~record.finite)
 
     s.pending, s.state = record, s.state.after_step(first + size, batch.global_tokens)

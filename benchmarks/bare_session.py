@@ -8,6 +8,7 @@ from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.models import Transformer
+from torchtitan_lite.optim.blocks import Blocks
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.optimizer import build_optimizer
@@ -29,6 +30,7 @@ def bare_session(config: Config, process: Process, model: Transformer, loader: A
         optimizer=optimizer,
         scaler=scaler,
         guards=[FiniteGuard(scaler, [])],
+        blocks=Blocks(model, config.fsdp.mesh_shape(process.world_size)[0]),
         metrics=[],
         samples=unused,
         loader=loader,

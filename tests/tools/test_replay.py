@@ -202,7 +202,10 @@ def test_each_step_and_each_tensor_is_compared(finished: Path, tmp_path: Path) -
     name = "model.output.weight"
     flipped = saved[name].clone()
     flipped.view(-1)[-1] = -flipped.view(-1)[-1]
-    finite, nan = Numbers(2.5, 1.5, 1.0, 0.0, [8.0, 9.0]), Numbers(math.nan, math.inf, 1.0, 0.0, [math.nan, 9.0])
+    finite, nan = (
+        Numbers(2.5, 1.5, 1.0, 0.0, [8.0, 9.0], {}),
+        Numbers(math.nan, math.inf, 1.0, 0.0, [math.nan, 9.0], {}),
+    )
     of_finite = {"loss": 2.5, "grad_norm": 1.5, "rank_losses": [8.0, 9.0]}
     of_nan = {"loss": None, "grad_norm": None, "rank_losses": [None, 9.0]}
     stop = "step 4: the loss is not finite on rank 1"

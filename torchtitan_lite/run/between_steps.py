@@ -100,6 +100,7 @@ def log_step(s: Session, record: StepRecord) -> None:
         **lap.parts,
     }
     values |= {key: [finite(loss) for loss in losses] for key, losses in record.losses_of_ranks().items()}
+    values |= {key: finite(norm) for key, norm in record.norms_of_blocks().items()}
     if scaler.enabled:
         values |= {"loss_scale": scaler.scale.item(), "skipped_steps": scaler.skipped_steps}
     if len(s.samples.sources) > 1:

@@ -13,6 +13,7 @@ from torchtitan_lite.data.loader import PrefetchingLoader
 from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.models import Transformer
+from torchtitan_lite.optim.blocks import Blocks
 from torchtitan_lite.optim.finite_guard import Guard
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.guarded import GuardedOptimizer
@@ -53,6 +54,7 @@ class Session:
     optimizer: GuardedOptimizer
     scaler: GradScaler
     guards: Sequence[Guard]  # may withhold an update
+    blocks: Blocks
     metrics: Sequence[Metric]  # of logged steps
     samples: Mixture  # the training data
     loader: PrefetchingLoader  # draws from samples
