@@ -112,18 +112,22 @@ def checked(enabled: bool, scale: float, norm: float, of_ranks: list[float], ski
     """What a guard says of step 5, the overflows that it has counted, and the steps that it has skipped."""
     scaler = grad_scaler.GradScaler(GradScalerConfig(), enabled, CPU)
     guard = finite_guard.FiniteGuard(scaler, [*skipped], most)
-    record = Stub(step=5, samples=(8, 16), numbers=Numbers(sum(of_ranks), norm, scale, 0.0, of_ranks, {}))
-    found = guard.check(record)
+    blocks = {"inputs": norm, "layers.0": norm, "head": 1.0}
+    record = Stub(step=5, samples=(8, 16), numbers=Numbers(sum(of_ranks), norm, scale, 0.0, of_ranks, blocks))
+    found = patched(lambda: guard.check(record), optim__finite_guard__this_command=lambda **given: f"{given}")
     return [found and [*found[:2], str(found.error)], scaler.skipped_steps, guard.state()]
 
 
 def spike(keys: dict[str, Any], loss: float, norm: float, window: Any = 4, step: int = 5, skipped: Any = ()) -> Any:
     """Of 4, 4, ... and 1, 1, ..., after a warm-up of 3: whether it is withheld, what is said, and the state."""
     losses = [4.0] * window if type(window) is int else window
-    before = {"losses": losses, "norms": [value / 4 for value in losses]}
+    before = {"losses": losses, "norms": [value / 4 for value in losses], "blocks": [4.0, 0.3]}
+    blocks = {"inputs": 2.0, "layers.0": 0.9}
     config, steps = SpikeConfig.model_validate({"window": 4} | keys), [*skipped]
     guard = spike_guard.SpikeGuard(config, 3, before, steps, 3, lambda _: "the command")
-    record = Stub(step=step, samples=(8, 16), numbers=Numbers(loss, norm, 1.0, 0.0, [loss], {}), losses_of_ranks=dict)
+    record = Stub(
+        step=step, samples=(8, 16), numbers=Numbers(loss, norm, 1.0, 0.0, [loss], blocks), losses_of_ranks=dict
+    )
     record.finite, record.loss, record.grad_norm = torch.tensor(True), torch.tensor(loss), torch.tensor(norm)
     withheld, found = guard.withholds(record).item(), guard.check(record)
     return [withheld, found and [*found[:2], str(found.error)], guard.state(), steps]
