@@ -46,10 +46,9 @@ from torchtitan_lite.distributed.process_group import (
 from torchtitan_lite.environment import env_int, local_rank, prepare_process, world_size
 from torchtitan_lite.errors import run_cli
 from torchtitan_lite.optim import optimizer as optim
-from torchtitan_lite.optim.blocks import Blocks
 from torchtitan_lite.optim.finite_guard import FiniteGuard, Guard
 from torchtitan_lite.optim.grad_scaler import GradScaler
-from torchtitan_lite.optim.groups import freeze
+from torchtitan_lite.optim.groups import Blocks, freeze
 from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.run import attempts, checks, out_of_memory, run_folder, start_and_end
 from torchtitan_lite.run.between_steps import (
@@ -62,6 +61,7 @@ from torchtitan_lite.run.between_steps import (
 )
 from torchtitan_lite.run.metrics import Log, Meter
 from torchtitan_lite.run.preemption import Preemption, launcher_note
+from torchtitan_lite.run.rank_seconds import RankSeconds
 from torchtitan_lite.run.session import Session, check_pending, due, forward_seed
 from torchtitan_lite.run.watchdog import Watchdog
 from torchtitan_lite.scoring.validation import Validation
@@ -192,6 +192,7 @@ def build_watched(config: Config, data: DataSet, process: Process, log: Log, wat
     scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, process.device, state.grad_scaler)
     guards = build_guards(config, process, state, scaler, checkpointer, log)
     meter = Meter(state, process.device, peak_tokens_per_second(config, model, process))
+    rank_seconds = RankSeconds(model, process, meter, log)
     profile = None
     if config.profile.steps:
         from torchtitan_lite.run.profiler import Profile
@@ -205,11 +206,12 @@ def build_watched(config: Config, data: DataSet, process: Process, log: Log, wat
         scaler=scaler,
         guards=guards,
         blocks=Blocks(model, config.fsdp.mesh_shape(process.world_size)[0]),
-        metrics=[*model.metrics, *(METRICS[name] for name in config.log.metrics)],
+        metrics=[*model.metrics, *(METRICS[name] for name in config.log.metrics), rank_seconds.metric],
         samples=samples,
         loader=loader,
         log=log,
         meter=meter,
+        rank_seconds=rank_seconds,
         watchdog=watchdog,
         preemption=preemption,
         checkpointer=checkpointer,
@@ -321,9 +323,11 @@ def train_step(s: Session, step: int) -> StepRecord:
         first = config.data.position(s.state.samples_consumed, size)
         batch = s.loader.batch(first, size)
     s.watchdog.computing()
-    loss = forward_backward(s, step, batch)
+    logged, next_logged = (n == config.train.steps or due(n, config.log.every) for n in (step, step + 1))
+    with s.rank_seconds.step(timed=next_logged):
+        loss = forward_backward(s, step, batch)
+    check_pending(s)  # the previous step; the device already has this step's work, so it does not idle
     replicas = config.fsdp.mesh_shape(s.process.world_size)[0]
-    logged = step == config.train.steps or due(step, config.log.every)
     norms = optim.gradient_norms(s.model)
     record = StepRecord(  # sums the parts of all ranks: the one small all-reduce of a step
         step,
@@ -341,7 +345,6 @@ def train_step(s: Session, step: int) -> StepRecord:
         parts=[m.parts(s.model, replicas=replicas, loss_scale=s.scaler.scale) for m in s.metrics if logged],
         process=s.process,
     )
-    check_pending(s)  # the previous step; the device already has this step's work, so it does not idle
     s.meter.add_loss(record.loss_sum, record.targets)
     with s.meter.timing("optimizer_s"):
         withheld = torch.stack([guard.withholds(record) for guard in s.guards]).any()

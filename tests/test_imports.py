@@ -21,8 +21,8 @@ data:                   dataset loader mixture open_samples order samples token_
 distributed:            exchange fsdp initialize lost normal_values overrides process_group recompute_and_compile
                         sharding
 models:                 attention chunked_loss induction llama loss masks transformer
-optim:                  blocks finite_guard grad_scaler groups guarded muon optimizer step_record
-run:                    attempts between_steps checks console metrics out_of_memory preemption run_folder
+optim:                  finite_guard grad_scaler groups guarded muon optimizer step_record
+run:                    attempts between_steps checks console metrics out_of_memory preemption rank_seconds run_folder
                         session start_and_end watchdog
 scoring:                likelihood statistics validation
 """

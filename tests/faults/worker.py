@@ -44,6 +44,7 @@ from torchtitan_lite.distributed.process_group import exit_process
 from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.environment import env_int
 from torchtitan_lite.models import Transformer
+from torchtitan_lite.models.gpt import TransformerBlock
 from torchtitan_lite.run import between_steps, run_folder, sampling, tasks
 
 # where a fault can be: the function that is about to be called
@@ -51,6 +52,7 @@ SITES: dict[str, tuple[Any, str]] = {
     "step": (train, "train_step"),
     "batch": (PrefetchingLoader, "batch"),
     "forward": (Transformer, "forward"),
+    "block": (TransformerBlock, "forward"),
     "eval": (between_steps, "evaluate"),
     "sample": (sampling, "sample"),
     "task": (tasks.Tasks, "score"),

@@ -60,7 +60,7 @@ def of_a_step(ranks: int, keys: dict[str, Any]) -> Collectives:
 def test_a_step_shares_its_totals_in_one_all_reduce(keys: dict[str, Any]) -> None:
     """FSDP's own all-reduces, which HSDP has, are of gradients. Norms of updates have one of their own."""
     sums = of_a_step(4, keys).sums
-    expected = [3 + 4 + 5 + 5, 5] if "log.norms" in keys else [3 + 4 + 5]
+    expected = [3 + 4 + 5 + 5 + 2 * 4, 5] if "log.norms" in keys else [3 + 4 + 5 + 2 * 4]
     assert [n for n in sums if n <= 100] == expected
     assert len(sums) == (len(expected) if "fsdp.dp_replicate" not in keys else 1 + 2 * 5), (
         "two micro-batches, five groups"

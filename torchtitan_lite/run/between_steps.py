@@ -124,9 +124,9 @@ def log_step(s: Session, record: StepRecord) -> None:
         meter.loss_since.zero_()
 
 
-def finite(value: float) -> float | None:
-    """Return None for a non-finite value, as JSON has no NaN or infinity."""
-    return value if math.isfinite(value) else None
+def finite(value: Any) -> Any:
+    """Return None for a non-finite number, as JSON has no NaN or infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def peak_tokens_per_second(config: Config, model: Transformer, process: Process) -> float:

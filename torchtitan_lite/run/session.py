@@ -13,13 +13,14 @@ from torchtitan_lite.data.loader import PrefetchingLoader
 from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.models import Transformer
-from torchtitan_lite.optim.blocks import Blocks
 from torchtitan_lite.optim.finite_guard import Guard
 from torchtitan_lite.optim.grad_scaler import GradScaler
+from torchtitan_lite.optim.groups import Blocks
 from torchtitan_lite.optim.guarded import GuardedOptimizer
 from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.run.metrics import Log, Meter
 from torchtitan_lite.run.preemption import Preemption
+from torchtitan_lite.run.rank_seconds import RankSeconds
 from torchtitan_lite.run.watchdog import Watchdog
 
 if TYPE_CHECKING:  # loaded only if the config asks for it
@@ -61,6 +62,7 @@ class Session:
     # what is around the steps
     log: Log
     meter: Meter
+    rank_seconds: RankSeconds
     watchdog: Watchdog
     preemption: Preemption
     checkpointer: Checkpointer

@@ -42,7 +42,7 @@ class Metric:
     """
 
     parts: Callable[..., Any]
-    values: Callable[[Any], Mapping[str, float]]
+    values: Callable[[Any], Mapping[str, Any]]
     line: str = ""
 
 
