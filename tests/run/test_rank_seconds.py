@@ -35,4 +35,7 @@ def test_a_line_names_a_rank_that_stays_slow_and_many_ranks_are_cut_to_three(mon
         assert len(said) == (n >= 10)
     assert said == ["SLOW    rank 2 (node2): computed 10 % longer than the median rank in each of the last 5 records"]
     many = torch.arange(2 * 1025.0, dtype=torch.float64).view(2, 1025)
-    assert times.metric.values(many)["rank_seconds"] == {1024: 1024.0, 1023: 1023.0, 1022: 1022.0}
+    slowest = {
+        f"rank_{key}/{n}": n + more for key, more in (("seconds", 0.0), ("data_s", 1025.0)) for n in (1024, 1023, 1022)
+    }
+    assert times.metric.values(many) == slowest

@@ -101,7 +101,7 @@ class SpikeGuard:
             return None
         loss_limit, norm_limit = (value if math.isfinite(value) else None for value in self._limits)
         spike = Spike(loss, grad_norm, loss_limit, norm_limit)
-        where = f"; the gradient of {block} grew most, to {grown:.1f} times its mean" if block else ""
+        where = f"; largest gradient against its own mean: {block}, {grown:.1f} times" if block else ""
         what = f"{spike}{where}; run samples {first} to {end - 1}"
         found = spike._asdict() | record.losses_of_ranks() | {"samples": [first, end], "action": action}
         line = f"SPIKE   step {step}: {what}{'' if action == 'log' else '; the update was withheld'}"

@@ -74,7 +74,7 @@ class RankSeconds:
         return found
 
     def _values(self, summed: Tensor) -> dict[str, Any]:
-        """Return the ranks' seconds for metrics.jsonl; of more than MOST_RANKS, those of the slowest three. Collective.
+        """Return the ranks' seconds for metrics.jsonl; of more than MOST_RANKS, of the slowest three. Collective.
 
         On GPUs, logs a line about ranks that were 10 % slower than the median in five records in a row.
         """
@@ -89,5 +89,6 @@ class RankSeconds:
             named = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in slow if self._slow[rank] == 5)
             self._log.info(f"SLOW    {named}: computed 10 % longer than the median rank in each of the last 5 records")
         if len(summed[0]) > MOST_RANKS:
-            return {key: dict(sorted(enumerate(each), key=lambda pair: -pair[1])[:3]) for key, each in found.items()}
+            slowest = {key: sorted(enumerate(each), key=lambda pair: -pair[1])[:3] for key, each in found.items()}
+            return {f"{key}/{rank}": each for key, pairs in slowest.items() for rank, each in pairs}
         return found

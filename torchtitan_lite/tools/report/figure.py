@@ -80,6 +80,7 @@ PANELS = (
     Panel("Gradient norm by block", "log10", {"grad_norm/": ""}, heat=True),
     Panel("Weight norm by block", "log10", {"weight_norm/": ""}, heat=True),
     Panel("Norm of updates by block", "log10", {"update_norm/": ""}, heat=True),
+    Panel("Seconds of computing by rank", "log10", {"rank_seconds/": ""}, heat=True),
     Panel("Throughput", "tokens per second", {"tokens_per_second": ""}, ",.0f", _ZERO, smooth=True),
     Panel("Peak memory of rank 0", "GiB", {"peak_memory_gib": ""}, ".2f", _ZERO),
     Panel("Loss scale", "float16", {"loss_scale": ""}, ",~g", _LOG),

@@ -102,7 +102,10 @@ def read_run(folder: Path) -> Run:
     """
     try:
         about, history = attempts.newest_status(folder), attempts.read(folder)
-        records = attempts.records(folder)
+        records = [
+            record | {f"rank_seconds/{rank}": seconds for rank, seconds in enumerate(record.get("rank_seconds", ()))}
+            for record in attempts.records(folder)
+        ]
         if not (about and history and any("loss" in record for record in records)):
             raise DataError(f"{folder} is not the folder of a run that has made a step{runs_in(folder)}")
         return Run(
