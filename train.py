@@ -49,7 +49,7 @@ from torchtitan_lite.errors import run_cli
 from torchtitan_lite.optim import optimizer as optim
 from torchtitan_lite.optim.finite_guard import FiniteGuard, Guard
 from torchtitan_lite.optim.grad_scaler import GradScaler
-from torchtitan_lite.optim.groups import freeze
+from torchtitan_lite.optim.groups import Blocks, freeze
 from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.run import attempts, checks, out_of_memory, run_folder, start_and_end
 from torchtitan_lite.run.between_steps import (
@@ -58,6 +58,7 @@ from torchtitan_lite.run.between_steps import (
 )
 from torchtitan_lite.run.metrics import Log, Meter
 from torchtitan_lite.run.preemption import Preemption, launcher_note
+from torchtitan_lite.run.rank_seconds import RankSeconds
 from torchtitan_lite.run.resumed import missed_evaluations, run_missed
 from torchtitan_lite.run.session import Session, build_profile, check_pending, due, forward_seed
 from torchtitan_lite.run.watchdog import Watchdog
@@ -178,6 +179,7 @@ def build_watched(config: Config, data: DataSet, process: Process, log: Log, wat
     scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, process.device, state.grad_scaler)
     guards = build_guards(config, process, state, scaler, checkpointer, log)
     meter = Meter(state, process.device, start_and_end.peak_tokens_per_second(config, model, process))
+    rank_seconds = RankSeconds(model, process, meter, log)
     return Session(
         config=config,
         process=process,
@@ -185,11 +187,13 @@ def build_watched(config: Config, data: DataSet, process: Process, log: Log, wat
         optimizer=optimizer,
         scaler=scaler,
         guards=guards,
-        metrics=[*model.metrics, *(METRICS[name] for name in config.log.metrics)],
+        blocks=Blocks(model, config.fsdp.mesh_shape(process.world_size)[0]),
+        metrics=[*model.metrics, *(METRICS[name] for name in config.log.metrics), rank_seconds.metric],
         samples=samples,
         loader=loader,
         log=log,
         meter=meter,
+        rank_seconds=rank_seconds,
         watchdog=watchdog,
         preemption=preemption,
         checkpointer=checkpointer,
@@ -326,9 +330,12 @@ def train_step(s: Session, step: int) -> StepRecord:
         first = config.data.position(s.state.samples_consumed, size)
         batch = s.loader.batch(first, size)
     s.watchdog.computing()
-    loss = forward_backward(s, step, batch)
+    logged, next_logged = (n == config.train.steps or due(n, config.log.every) for n in (step, step + 1))
+    with s.rank_seconds.step(timed=next_logged):
+        loss = forward_backward(s, step, batch)
+    check_pending(s)  # guards must know the previous step first; the device has this step's work, so it does not idle
     replicas = config.fsdp.mesh_shape(s.process.world_size)[0]
-    logged = step == config.train.steps or due(step, config.log.every)
+    norms = optim.gradient_norms(s.model)
     record = StepRecord(  # sums the parts of all ranks: the one small all-reduce of a step
         step,
         samples=(first, first + size),
@@ -336,13 +343,15 @@ def train_step(s: Session, step: int) -> StepRecord:
         loss=loss,
         # Each rank has only its shards' gradients, so the squared norm is summed over ranks. With HSDP that sum counts
         # every replica, so each rank divides its part by the number of replicas.
-        squared_norm=optim.squared_norm(s.model, replicas),
+        squared_norm=optim.squared_norm(norms, replicas),
         loss_scale=s.scaler.scale,
         stop=s.preemption.requested(),
+        blocks=s.blocks.names,
+        squares={"grad_norm": s.blocks.squares(norms)}
+        | ({"weight_norm": s.blocks.of_weights()} if logged and config.log.norms else {}),
         parts=[m.parts(s.model, replicas=replicas, loss_scale=s.scaler.scale) for m in s.metrics if logged],
         process=s.process,
     )
-    check_pending(s)  # guards must know the previous step first; the device has this step's work, so it does not idle
     s.meter.add_loss(record.loss_sum, record.targets)
     with s.meter.timing("optimizer_s"):
         withheld = torch.stack([guard.withholds(record) for guard in s.guards]).any()
@@ -351,7 +360,9 @@ def train_step(s: Session, step: int) -> StepRecord:
             lr=optim.learning_rate(config.optim, step, config.train.steps),
             factor=optim.clip_factor(record.grad_norm, config.optim.max_norm, s.scaler.scale),
             withheld=withheld,
+            measure=logged and config.log.norms,
         )
+        record.squares.update(s.blocks.of_update(s.optimizer))  # a second small all-reduce, if measured
         s.scaler.update(~record.finite)
 
     s.pending, s.state = record, s.state.after_step(first + size, batch.global_tokens)

@@ -10,9 +10,11 @@ from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
+from torchtitan_lite.optim.groups import Blocks
 from torchtitan_lite.optim.optimizer import build_optimizer
 from torchtitan_lite.run.metrics import Meter
 from torchtitan_lite.run.preemption import Preemption
+from torchtitan_lite.run.rank_seconds import RankSeconds
 from torchtitan_lite.run.session import Session
 
 
@@ -22,6 +24,8 @@ def bare_session(config: Config, process: Process, model: Transformer, loader: A
     watchdog: Any = SimpleNamespace(computing=lambda: None)
     optimizer = build_optimizer(model, config.optim)
     scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, process.device)
+    meter = Meter(TrainState(), process.device)
+    rank_seconds = RankSeconds(model, process, meter, unused)
     return Session(
         config=config,
         process=process,
@@ -29,11 +33,13 @@ def bare_session(config: Config, process: Process, model: Transformer, loader: A
         optimizer=optimizer,
         scaler=scaler,
         guards=[FiniteGuard(scaler, [])],
-        metrics=[],
+        blocks=Blocks(model, config.fsdp.mesh_shape(process.world_size)[0]),
+        metrics=[rank_seconds.metric],
         samples=unused,
         loader=loader,
         log=unused,
-        meter=Meter(TrainState(), process.device),
+        meter=meter,
+        rank_seconds=rank_seconds,
         watchdog=watchdog,
         preemption=Preemption(0, Path("none")),
         checkpointer=unused,

@@ -22,8 +22,8 @@ distributed:            evaluating exchange fsdp initialize lost normal_values o
                         recompute_and_compile sharding
 models:                 attention cache chunked_loss induction kernels llama loss masks rotary transformer
 optim:                  finite_guard grad_scaler groups guarded muon optimizer step_record
-run:                    attempts between_steps checks console metrics out_of_memory preemption resumed run_folder
-                        session start_and_end watchdog
+run:                    attempts between_steps checks console metrics out_of_memory preemption rank_seconds resumed
+                        run_folder session start_and_end watchdog
 scoring:                likelihood statistics validation
 """
 # packages that no plain run needs

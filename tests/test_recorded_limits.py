@@ -112,18 +112,22 @@ def checked(enabled: bool, scale: float, norm: float, of_ranks: list[float], ski
     """What a guard says of step 5, the overflows that it has counted, and the steps that it has skipped."""
     scaler = grad_scaler.GradScaler(GradScalerConfig(), enabled, CPU)
     guard = finite_guard.FiniteGuard(scaler, [*skipped], most)
-    record = Stub(step=5, samples=(8, 16), numbers=Numbers(sum(of_ranks), norm, scale, 0.0, of_ranks))
-    found = guard.check(record)
+    blocks = {"inputs": norm, "layers.0": norm, "head": 1.0}
+    record = Stub(step=5, samples=(8, 16), numbers=Numbers(sum(of_ranks), norm, scale, 0.0, of_ranks, blocks))
+    found = patched(lambda: guard.check(record), optim__finite_guard__this_command=lambda **given: f"{given}")
     return [found and [*found[:2], str(found.error)], scaler.skipped_steps, guard.state()]
 
 
 def spike(keys: dict[str, Any], loss: float, norm: float, window: Any = 4, step: int = 5, skipped: Any = ()) -> Any:
     """Of 4, 4, ... and 1, 1, ..., after a warm-up of 3: whether it is withheld, what is said, and the state."""
     losses = [4.0] * window if type(window) is int else window
-    before = {"losses": losses, "norms": [value / 4 for value in losses]}
+    before = {"losses": losses, "norms": [value / 4 for value in losses], "blocks": [4.0, 0.3]}
+    blocks = {"inputs": 2.0, "layers.0": 0.9}
     config, steps = SpikeConfig.model_validate({"window": 4} | keys), [*skipped]
     guard = spike_guard.SpikeGuard(config, 3, before, steps, 3, lambda _: "the command")
-    record = Stub(step=step, samples=(8, 16), numbers=Numbers(loss, norm, 1.0, 0.0, [loss]), losses_of_ranks=dict)
+    record = Stub(
+        step=step, samples=(8, 16), numbers=Numbers(loss, norm, 1.0, 0.0, [loss], blocks), losses_of_ranks=dict
+    )
     record.finite, record.loss, record.grad_norm = torch.tensor(True), torch.tensor(loss), torch.tensor(norm)
     withheld, found = guard.withholds(record).item(), guard.check(record)
     return [withheld, found and [*found[:2], str(found.error)], guard.state(), steps]
@@ -134,10 +138,19 @@ def logged(mean: float | None, loss: float, norm: float, of_ranks: list[float], 
 
     With loads of experts: on a GPU, of which 128 tokens per second are the peak, and of two sources.
     """
-    said, numbers, parts = list[Any](), Numbers(loss, norm, 1.0, 0.0, of_ranks), {"data_s": 0.5, "optimizer_s": 0.25}
+    said, numbers, parts = (
+        list[Any](),
+        Numbers(loss, norm, 1.0, 0.0, of_ranks, {}),
+        {"data_s": 0.5, "optimizer_s": 0.25},
+    )
     lap = metrics.Lap(2.0, parts, 64)
     rank_losses = {"rank_losses": of_ranks} if of_ranks else {}
-    record = Stub(numbers=numbers, metrics=[torch.tensor(loads)] if loads else [], losses_of_ranks=lambda: rank_losses)
+    record = Stub(
+        numbers=numbers,
+        metrics=[torch.tensor(loads)] if loads else [],
+        losses_of_ranks=lambda: rank_losses,
+        norms_of_blocks=dict,
+    )
     meter = Stub(lap=lambda _: lap, mean_loss=lambda: mean, seconds_per_step=lambda _: 1.0, loss_since=torch.ones(2))
     log = Stub(record=said.append, info=lambda line, _: said.append(line[:60]))
     s = Stub(state=TrainState(6, 96, 60), process=Stub(device=torch.device("cuda") if loads else CPU))

@@ -896,7 +896,7 @@ def together(rank: int) -> dict[str, Any]:
     asked: Any = Stub(process=one, state=session.state, preemption=request, watchdog=Mock(), meter=Mock())
     record = StepRecord(
         *(7, (8, 16), 4, torch.tensor(1.0 + rank), torch.tensor([9.0, 0.5, 3.0, 0.0][rank]), torch.tensor(2.0)),
-        *(rank == 2, [torch.tensor([[rank, 1.0]])], one),
+        *(rank == 2, ["inputs"], {"grad_norm": torch.ones(1)}, [torch.tensor([[rank, 1.0]])], one),
     )
 
     def sampled() -> Any:

@@ -207,10 +207,13 @@ def fork_command(name: str, checkpoint: str, **more: str) -> str:
         checkpoint: a path; empty: start at step 0.
         more: further options, with "__" for a dot.
     """
+    return this_command(run__name=name, checkpoint__resume=checkpoint, **more)
+
+
+def this_command(**given: str) -> str:
+    """Return this process's command with changed options; see `command_with`."""
     n = env_int("WORLD_SIZE", 1)
-    return command_with(
-        sys.argv, {"run.name": name, "checkpoint.resume": checkpoint, **more}, n, n // env_int("LOCAL_WORLD_SIZE", n)
-    )
+    return command_with(sys.argv, given, n, n // env_int("LOCAL_WORLD_SIZE", n))
 
 
 def command_with(argv: Sequence[str], given: Mapping[str, str], n: int, n_machines: int) -> str:

@@ -63,7 +63,7 @@ from torchtitan_lite.models.gpt import GPT
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.groups import freeze
-from torchtitan_lite.optim.optimizer import build_optimizer, clip_factor, squared_norm
+from torchtitan_lite.optim.optimizer import build_optimizer, clip_factor, gradient_norms, squared_norm
 from torchtitan_lite.run import start_and_end
 from torchtitan_lite.scoring.validation import Validation, evaluate
 
@@ -395,7 +395,10 @@ def _clipped_as_by_torch(mesh: str, config: OptimConfig, scale: float) -> None:
         its_optimizer.step()
         its_optimizer.zero_grad()
         scaler.scaled(loss_of(model, number)).backward()
-        norm = sum_over_ranks(squared_norm(model, COPIES[mesh])).sqrt().float() / scaler.scale
+        squared = squared_norm(gradient_norms(model), COPIES[mesh])
+        own = torch.nn.utils.get_total_norm([own_part(p.grad)[0] for p in model.parameters() if p.grad is not None])
+        assert squared.equal(own.double().square() / COPIES[mesh]), "not bit for bit"
+        norm = sum_over_ranks(squared).sqrt().float() / scaler.scale
         factor = clip_factor(norm, config.max_norm, scaler.scale)
         optimizer.update(number, 1e-3, factor, torch.tensor(False))
         torch.testing.assert_close(norm, expected, rtol=3e-6, atol=0)

@@ -18,11 +18,22 @@ from torchtitan_lite.errors import ConfigError, StuckError, run_cli
 from torchtitan_lite.run import attempts
 
 
-def test_nan_on_one_rank_stops_the_run_before_it_is_saved(text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("nan:1:3:forward:99", "the loss is not finite on rank 1"),
+        (
+            "nan_grad:1:3",
+            "the gradient norm is not finite, though the loss of every rank is. In backward, the first gradient that "
+            "is not finite is that of layers.1",
+        ),
+    ],
+)
+def test_nan_on_one_rank_stops_the_run_before_it_is_saved(fault: str, said: str, text: Path, tmp_path: Path) -> None:
     command = tiny(text, tmp_path, run__name="nan", checkpoint__every=2, eval__every=0, log__every=4)
-    result = ranks(2, *command, fault="nan:1:3:forward:99")
+    result = ranks(2, *command, fault=fault)
     assert result.returncode != 0
-    assert result.stderr.count("step 3: the loss is not finite on rank 1. The update was withheld") == 1
+    assert result.stderr.count(f"step 3: {said}. The update was withheld") == 1
     assert storage.find_steps(tmp_path / "nan/checkpoints") == [2]
     assert not losses(tmp_path / "nan"), "step 4, one late, must not be logged"
     run = attempts.newest_status(tmp_path / "nan")

@@ -75,6 +75,8 @@ class Muon(AdamW):
         torch._foreach_mul_(updates, 0.2 * max(matrices[0].shape[-2:]) ** 0.5)
         torch._foreach_add_(updates, torch._foreach_mul(weights, weight_decay))
         torch._foreach_mul_(updates, lr)
+        if self.update_norms is not None:
+            self.update_norms.update(zip(matrices, torch._foreach_norm(updates), strict=True))
         self._write(weights, torch._foreach_sub(weights, updates))
 
     def _write(self, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:

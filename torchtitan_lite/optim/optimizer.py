@@ -2,15 +2,16 @@
 
 import math
 import pkgutil
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.config.schema import OptimConfig
 from torchtitan_lite.config.sections.optim import OPTIMIZERS
 from torchtitan_lite.distributed.process_group import sum_over_ranks
+from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.optim.groups import kept_hyperparameters, parameter_groups
 from torchtitan_lite.optim.guarded import SGD, AdamW, GuardedOptimizer, HostGuarded
@@ -82,14 +83,22 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
 
 
-def squared_norm(model: nn.Module, replicas: int) -> Tensor:
+def gradient_norms(model: nn.Module) -> dict[nn.Parameter, Tensor]:
+    """Return the norm of this rank's part of each gradient, () float32."""
+    grads = {p: own_part(p.grad)[0] for p in model.parameters() if p.grad is not None}
+    return dict(zip(grads, torch._foreach_norm([*grads.values()]), strict=True))
+
+
+def squared_norm(norms: Mapping[nn.Parameter, Tensor], replicas: int) -> Tensor:
     """Return this rank's part of the squared gradient norm, () float64. The sum over all ranks is the whole.
 
     Args:
+        norms: from `gradient_norms`.
         replicas: dp_replicate, the number of HSDP replicas.
     """
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm([g.to_local() if isinstance(g, DTensor) else g for g in grads])
+    norm = torch.linalg.vector_norm(
+        torch.stack([*norms.values()] or [torch.zeros(())])
+    )  # as torch.nn.utils.get_total_norm
     return norm.double().square() / replicas  # the square of a float32 may need a float64
 
 

@@ -56,6 +56,8 @@ class SpikeGuard:
         self._skipped, self._max_skipped = skipped, max_skipped
         # losses and gradient norms of the last steps, without withheld ones
         self._window = {key: list(window.get(key, ())) for key in ("losses", "norms")}
+        # each block's gradient norm in the same steps: an exponential mean
+        self._usual = list(window.get("blocks", ()))
         self._limits = math.inf, math.inf
 
     def withholds(self, record: StepRecord) -> Tensor:
@@ -69,19 +71,24 @@ class SpikeGuard:
         return (record.loss.double() > self._limits[0]) | (record.grad_norm.double() > self._limits[1])
 
     def check(self, record: StepRecord) -> Incident | None:
-        loss, grad_norm, *_ = record.numbers
+        loss, grad_norm, *_, norms = record.numbers
         step, action, (first, end) = record.step, self._config.action, record.samples
         if not math.isfinite(loss) or not math.isfinite(grad_norm):  # FiniteGuard handles these
             return None
         is_spike = loss > self._limits[0] or grad_norm > self._limits[1]
+        pairs = zip(norms.items(), self._usual, strict=False)  # without a history there are none
+        grown, block = max(((norm / usual, name) for (name, norm), usual in pairs if usual), default=(0.0, ""))
         if action == "log" or not is_spike:
             for values, value in zip(self._window.values(), (loss, grad_norm), strict=True):
                 values[:] = [*values, value][-self._config.window :]
+            usual, n = self._usual or norms.values(), self._config.window
+            self._usual = [before + (norm - before) / n for before, norm in zip(usual, norms.values(), strict=True)]
         if not is_spike:
             return None
         measured = ("loss", loss, self._limits[0]), ("gradient norm", grad_norm, self._limits[1])
         above = ", ".join(f"{name} {x:.4f} above {most:.4f}" for name, x, most in measured if x > most)
-        what = f"{above}; run samples {first} to {end - 1}"
+        where = f"; largest gradient against its own mean: {block}, {grown:.1f} times" if block else ""
+        what = f"{above}{where}; run samples {first} to {end - 1}"
         loss_limit, norm_limit = (value if math.isfinite(value) else None for value in self._limits)
         found: dict[str, Any] = {
             "loss": loss,
@@ -108,4 +115,4 @@ class SpikeGuard:
         return Incident({"spike": found}, line, error)
 
     def state(self) -> Mapping[str, Any]:
-        return {"spikes": {key: list(values) for key, values in self._window.items()}}
+        return {"spikes": {key: list(values) for key, values in self._window.items()} | {"blocks": [*self._usual]}}

@@ -73,6 +73,7 @@ def log_step(s: Session, record: StepRecord) -> None:
         **lap.parts,
     }
     values |= {key: [finite(loss) for loss in losses] for key, losses in record.losses_of_ranks().items()}
+    values |= {key: finite(norm) for key, norm in record.norms_of_blocks().items()}
     if scaler.enabled:
         values |= {"loss_scale": scaler.scale.item(), "skipped_steps": scaler.skipped_steps}
     if len(s.samples.sources) > 1:
@@ -96,9 +97,9 @@ def log_step(s: Session, record: StepRecord) -> None:
         meter.loss_since.zero_()
 
 
-def finite(value: float) -> float | None:
-    """Return None for a non-finite value, as JSON has no NaN or infinity."""
-    return value if math.isfinite(value) else None
+def finite(value: Any) -> Any:
+    """Return None for a non-finite number, as JSON has no NaN or infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def validate(validation: Validation, s: Session) -> None:

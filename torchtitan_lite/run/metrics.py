@@ -42,7 +42,7 @@ class Meter:
         self.peak_tokens_per_second = peak_tokens_per_second
         self.started = self._lap_started = time.perf_counter()
         self.first_step, self._tokens = state.step, state.tokens
-        self._parts: dict[str, float] = {}
+        self.parts: dict[str, float] = {}
         # (2,) float64: all ranks' summed loss and its tokens, since the last multiple of log.every
         self.loss_since = torch.tensor(state.loss_since, dtype=torch.float64, device=device)
 
@@ -62,13 +62,13 @@ class Meter:
         """Count the time in this context as a named part of training."""
         before = time.perf_counter()
         yield
-        self._parts[part] = self._parts.get(part, 0.0) + time.perf_counter() - before
+        self.parts[part] = self.parts.get(part, 0.0) + time.perf_counter() - before
 
     def lap(self, tokens: int) -> Lap:
         """End a lap; `tokens` is the total that the run has trained on."""
         now = time.perf_counter()
-        lap = Lap(now - self._lap_started, self._parts, tokens - self._tokens)
-        self._lap_started, self._parts, self._tokens = now, {}, tokens
+        lap = Lap(now - self._lap_started, self.parts, tokens - self._tokens)
+        self._lap_started, self.parts, self._tokens = now, {}, tokens
         return lap
 
     def seconds_per_step(self, step: int) -> float:

@@ -15,10 +15,12 @@ from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim.finite_guard import Guard
 from torchtitan_lite.optim.grad_scaler import GradScaler
+from torchtitan_lite.optim.groups import Blocks
 from torchtitan_lite.optim.guarded import GuardedOptimizer
 from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.run.metrics import Log, Meter
 from torchtitan_lite.run.preemption import Preemption
+from torchtitan_lite.run.rank_seconds import RankSeconds
 from torchtitan_lite.run.watchdog import Watchdog
 
 if TYPE_CHECKING:  # loaded only if the config asks for it
@@ -53,12 +55,14 @@ class Session:
     optimizer: GuardedOptimizer
     scaler: GradScaler
     guards: Sequence[Guard]  # may withhold an update
+    blocks: Blocks
     metrics: Sequence[Metric]  # of logged steps
     samples: Mixture  # the training data
     loader: PrefetchingLoader  # draws from samples
     # what is around the steps
     log: Log
     meter: Meter
+    rank_seconds: RankSeconds
     watchdog: Watchdog
     preemption: Preemption
     checkpointer: Checkpointer

@@ -40,7 +40,7 @@ from torchtitan_lite.distributed.recompute_and_compile import apply_activation_c
 from torchtitan_lite.models.attention import attend
 from torchtitan_lite.optim.groups import freeze
 from torchtitan_lite.optim.guarded import GuardedOptimizer
-from torchtitan_lite.optim.optimizer import build_optimizer, clip_factor, make_state, squared_norm
+from torchtitan_lite.optim.optimizer import build_optimizer, clip_factor, gradient_norms, make_state, squared_norm
 from torchtitan_lite.tools.estimate.work import Collective, Recorder, Storage, Work, local, tensors_of
 
 KINDS = "parameters", "optimizer state", "gradients", "gathered parameters", "communication buffers", "activations"
@@ -328,7 +328,7 @@ def _step(config: Config, n_micro: int, model: nn.Module, optimizer: GuardedOpti
             work.append(timeline.recorder.take())
         timeline.phase = "optimizer"
         timeline.begin_part("optimizer")
-        norm = squared_norm(model, 1).sqrt().float()
+        norm = squared_norm(gradient_norms(model), 1).sqrt().float()
         optimizer.multiply_gradients(clip_factor(norm, config.optim.max_norm, torch.ones(())))
         optimizer.step()
         optimizer.zero_grad()

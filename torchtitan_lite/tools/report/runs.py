@@ -99,7 +99,11 @@ def read_run(folder: Path) -> Run:
         OSError: the folder can't be read.
         ConfigError: this is not the folder of a run, or an older version made it.
     """
-    (about, history), records = attempts.of_run(folder), attempts.records(folder)
+    about, history = attempts.of_run(folder)
+    records = [
+        record | {f"rank_seconds/{rank}": seconds for rank, seconds in enumerate(record.get("rank_seconds", ()))}
+        for record in attempts.records(folder)
+    ]
     if not any("loss" in record for record in records):
         raise DataError(f"{folder} is not the folder of a run that has made a step")
     return Run(
