@@ -17,6 +17,7 @@ ROOMS = [
     ["terminal", "files"],
     ["errors"],
     ["hints", "environment", "progress"],
+    ["bucket"],
     ["config"],
     ["models"],
     ["data", "distributed"],
