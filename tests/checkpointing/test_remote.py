@@ -6,6 +6,7 @@ import random
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -170,7 +171,7 @@ def case_claims(process: Process, tmp_path: Path) -> None:
     assert "upload_s" in save(second, 2)
     # however late a displaced run looks, it replaces no manifest, and its own is replaced
     with mock.patch.object(Remote, "require_newest"):
-        assert "is of a later start" in str(save(first, 2)["upload_error"])
+        assert "of a later start" in str(save(first, 2)["upload_error"])
         assert "upload_s" in save(first, 3)
     assert "upload_s" in save(second, 3)
     steps, problems = second.bucket.fetch_run(tmp_path / "read", newest=False)
@@ -269,3 +270,32 @@ def test_what_the_dockerfile_runs_works_in_an_empty_environment(tmp_path: Path) 
     subprocess.run(["sh", "-ec", last], cwd=image, env=env, check=True)
     checks = ["python", "train.py", "--check-config", "--run.remote=memory://bucket"]
     assert "is fine" in subprocess.check_output(checks, cwd=image, env=env, text=True)
+
+
+@pytest.mark.extended
+def test_two_torchruns_with_a_disk_each_survive_a_kill(text: Path, tmp_path: Path) -> None:
+    values = {"run__name": "two", "checkpoint__state_dict": "sharded", "checkpoint__every": 2, "train__steps": 30}
+    succeeded(ranks(2, *tiny(text, tmp_path, **values)))
+    here = [*tiny(text, tmp_path, **values), "--run.remote=s3://runs/two"]
+
+    def machine(number: int, port: int) -> subprocess.Popen[str]:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={number}"]
+        launcher += ["--master-addr=127.0.0.1", f"--master-port={port}", "--rdzv-id=two", "train.py", *here]
+        pipe = subprocess.PIPE if number == 0 else subprocess.DEVNULL
+        own = [*launcher, f"--run.out_dir={tmp_path}/{number}"]
+        return subprocess.Popen(
+            own, cwd=ROOT, stdout=pipe, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+        )
+
+    first, second = machine(0, 29611), machine(1, 29611)
+    assert first.stdout is not None
+    assert any(line.startswith("bucket  step ") for line in first.stdout)
+    os.killpg(second.pid, signal.SIGKILL)
+    assert first.communicate()[0] is not None
+    assert (first.returncode, second.wait()) == (1, -signal.SIGKILL)
+    shutil.rmtree(tmp_path / "1")
+    first, second = machine(0, 29612), machine(1, 29612)
+    said, _ = first.communicate()
+    assert (first.returncode, second.wait()) == (0, 0), said
+    assert "resumed after step" in said
+    assert losses(tmp_path / "0/two") == losses(tmp_path / "two")

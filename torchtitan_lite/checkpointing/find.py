@@ -96,9 +96,11 @@ def checkpoint_to_resume(
         CheckpointError: on every rank: no existing checkpoint is complete, or `config.resume` has none.
     """
 
+    problems = remote.refresh() if remote else []
+
     @progress.working("listing the checkpoints")
     def list_them() -> list[Any]:
-        wrong = [*(remote.refresh() if remote else []), *storage.incomplete_folders(checkpoints)]
+        wrong = [*problems, *storage.incomplete_folders(checkpoints)]
         folders = [storage.step_folder(checkpoints, step) for step in reversed(storage.find_steps(checkpoints))]
         folders = [folder for folder in folders if remote is None or remote.counts(folder)]
         forked = bool(config.resume and not (folders or wrong))

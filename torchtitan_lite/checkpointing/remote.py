@@ -15,8 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
+from concurrent import futures
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.distributed.exchange import gather, on_all, on_rank0
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.environment import local_rank
-from torchtitan_lite.errors import BusyError, ConfigError, SaveError, StuckError, UserError, text_of
-from torchtitan_lite.files import write_durably
+from torchtitan_lite.errors import BusyError, ConfigError, SaveError, StuckError, text_of
 from torchtitan_lite.terminal import size
 
 RENEW_S, STALE_S = 60.0, 300.0  # a claim is renewed this often, and given up after this long
@@ -64,11 +62,15 @@ class Remote:
         self._store.set_timeout(timedelta(days=30))
         where = {"host": socket.gethostname(), "folder": str(self.folder.absolute())}
         self._about = {"id": uuid.uuid4().hex[:8], **where, "job": job}
-        self._ended, self._writing, self._pool = threading.Event(), threading.Lock(), ThreadPoolExecutor(1, "upload")
-        self._upload: Future[float] | None = None  # the seconds that it took
+        self._ended, self._writing, self._pool = (
+            threading.Event(),
+            threading.Lock(),
+            futures.ThreadPoolExecutor(1, "upload"),
+        )
+        self._upload: futures.Future[float] | None = None  # the seconds that it took
         self._uploading = 0, 0  # step and bytes
         self._rate = 0.0  # bytes per second of the last upload
-        self._steps: dict[str, bytes] = {}  # on rank 0: the bucket's complete steps
+        self._steps: dict[str, str] = {}  # the bucket's complete steps, and their claims
         self._only_here: tuple[Path, list[str]] | None = None  # the loaded step, if it is not in the bucket; its files
         on_all(lambda: self.leads and str(self._now()), process.untimed)
         self._leaders = [rank for rank, leads in enumerate(gather(self.leads, process.untimed)) if leads]
@@ -128,16 +130,18 @@ class Remote:
     def _content(self, **more: bool) -> bytes:
         return json.dumps({**self._about, "time": round(time.time(), 3), **more}).encode()
 
+    def _write_claim(self, **how: bool) -> None:
+        with self._writing, contextlib.suppress(Exception):  # else it becomes stale
+            if how or not self._ended.is_set():
+                self.bucket.fs.pipe_file(f"claims/{self.claim[:8]}", self._content(**how))
+
     def _renew(self) -> None:
         while not self._ended.wait(RENEW_S):
-            with self._writing, contextlib.suppress(Exception):  # the next one may work
-                if not self._ended.is_set():
-                    self.bucket.fs.pipe_file(f"claims/{self.claim[:8]}", self._content())
+            self._write_claim()
 
     def _end(self, **how: bool) -> None:
         self._ended.set()
-        with self._writing, contextlib.suppress(Exception):  # it becomes stale
-            self.bucket.fs.pipe_file(f"claims/{self.claim[:8]}", self._content(**how))
+        self._write_claim(**how)
 
     def require_newest(self) -> None:
         """Check on rank 0 that no other start has taken a later claim. If the bucket does not answer, the upload fails.
@@ -183,33 +187,28 @@ class Remote:
             if error := "; ".join(filter(None, (self._store.get(report.format(n)).decode() for n in machines))):
                 raise SaveError(error)
             self.require_newest()
-            self._retried(self._commit, folder)
+            if not self._retried(self._commit, folder):
+                raise SaveError(f"{self.bucket.url} has this step of a later start of the run")
+            self._steps[folder.name] = manifest.claim
             self._rate = manifest.bytes / (time.perf_counter() - began)
             with contextlib.suppress(Exception):  # the next upload does both
                 self.upload_small_files()
                 self._delete_old(keep)
         return time.perf_counter() - began
 
-    def _retried(self, action: Callable[..., object], *args: Any) -> None:
+    def _retried(self, action: Callable[..., Any], *args: Any) -> Any:
         for pause in PAUSES_S:
-            try:
-                action(*args)
-                return
-            except UserError:
-                raise
-            except Exception:
-                time.sleep(pause)
-        action(*args)
+            with contextlib.suppress(Exception):
+                return action(*args)
+            time.sleep(pause)
+        return action(*args)
 
-    def _commit(self, folder: Path) -> None:
+    def _commit(self, folder: Path) -> bool:
         """Create the manifest. One of an earlier claim is damaged, or of a run that was displaced: replace it."""
         key, text = f"checkpoints/{folder.name}/{MANIFEST}", (folder / MANIFEST).read_bytes()
-        if not self._create(key, text):
-            if claim_of(self.bucket.fs.cat_file(key)) < self.claim:
-                self.bucket.fs.rm_file(key)
-            if not self._create(key, text):
-                raise SaveError(f"{self.bucket.url}/{key} is of a later start of this run")
-        self._steps[folder.name] = text
+        if not self._create(key, text) and claim_of(self.bucket.fs.cat_file(key)) < self.claim:
+            self.bucket.fs.rm_file(key)
+        return self._create(key, text)
 
     def upload_small_files(self) -> None:
         """Upload config, attempts, metrics, log and the like, on rank 0."""
@@ -274,7 +273,7 @@ class Remote:
         """
         while wait and self._upload and not self._upload.done():
             with progress.working(f"uploading step {self._uploading[0]}"):
-                wait_for([self._upload], timeout=1)
+                futures.wait([self._upload], timeout=1)
                 progress.advance(1)
         if self._upload is None or not self._upload.done():
             return {}
@@ -287,8 +286,13 @@ class Remote:
     # --- starting from the bucket -------------------------------------------------------------------------------
 
     def refresh(self) -> list[str]:
-        """Fetch small files and manifests again, on rank 0, now that the run is claimed. Returns problems of steps."""
-        self._steps, problems = self.bucket.fetch_run(self.folder)
+        """Fetch small files and manifests again, now that the run is claimed. Returns problems of steps. Collective."""
+
+        def fetch() -> tuple[dict[str, str], list[str]]:
+            steps, problems = self.bucket.fetch_run(self.folder) if self.leads else ({}, [])
+            return {name: claim_of(text) for name, text in steps.items()}, problems
+
+        self._steps, problems = on_all(fetch, self._process.untimed)[0]
         return problems
 
     def counts(self, folder: Path) -> bool:
@@ -305,29 +309,17 @@ class Remote:
         Returns:
             all problems, on every rank; empty if the step can be loaded.
         """
-        process, own = self._process, local_rank()
-
-        def read() -> tuple[str, str, bool]:
-            problem = storage.check_manifest(folder)[1]
-            text = "" if problem else (folder / MANIFEST).read_text()
-            return problem, text, self._steps.get(folder.name) == text.encode()
-
-        problem, text, in_bucket = on_rank0(read, process.untimed)
-        if problem:
-            return [problem]
-
-        def place() -> None:
-            if self.leads and process.rank:
-                folder.mkdir(parents=True, exist_ok=True)
-                write_durably(folder / MANIFEST, text.encode())
-
-        on_all(place, process.untimed)
-        manifest, n = storage.read_manifest(folder), process.local_world_size
-        needed = gather(self._needed(folder, manifest, tensors), process.untimed)[process.rank - own :][:n]
-        names = sorted({name for each in needed for name in each})
+        process, own, n = self._process, local_rank(), self._process.local_world_size
+        manifest, problem = storage.check_manifest(folder)
+        kind, claim = on_rank0(lambda: [manifest.state_dict, manifest.claim] if manifest else ["", ""], process.untimed)
+        needed = gather([] if manifest is None else self._needed(folder, manifest, tensors), process.untimed)
+        names = sorted({name for each in needed[process.rank - own :][:n] for name in each})
+        in_bucket = manifest is not None and self._steps.get(folder.name) == manifest.claim
         self._only_here = None if in_bucket else (folder, names)
 
         def verify() -> list[str]:
+            if manifest is None or manifest.claim != claim:  # a full one is only on rank 0's machine
+                return [] if kind == "full" and process.rank else [problem or f"{folder}: a different start saved it"]
             lacking = [each for each in names if storage.verify_file(folder, each, manifest.files[each], "size")]
             storage.require_space(folder, sum(manifest.files[each].bytes for each in lacking))
             bucket = self.bucket if in_bucket else None

@@ -144,8 +144,11 @@ class Checkpointer:
         self.optimizer = optimizer
         self.config = config
         self.process = process
-        # whether this process makes and commits the folder: on rank 0; with a disk per machine, on one rank of each
-        self._leads = process.rank == 0 or bool(remote and config.state_dict == "sharded" and remote.leads)
+        own_disks = remote and config.state_dict == "sharded"  # each machine writes its part
+        self._share = (
+            process.local_world_size / process.world_size if own_disks else 1.0
+        )  # of a checkpoint, on this disk
+        self._leads = process.rank == 0 or bool(own_disks and remote and remote.leads)  # makes and commits the folder
         self._own_files: list[str] = []  # of the last save, on this machine
         self.notes: list[str] = []  # set by a load, for the log: damaged checkpoints
         self.forked_from: Path | None = None  # set by a load: the checkpoint, if it belongs to a different run
@@ -282,7 +285,7 @@ class Checkpointer:
         @progress.working("making its folder")
         def make_folder() -> str:
             storage.remove_leftovers(self.folder)
-            self._require_space(n_bytes)
+            storage.require_space(self.folder, int(n_bytes * self._share))
             return str(storage.new_folder(self.folder, state.step, self.remote.claim if self.remote else ""))
 
         folder = self.folder / Path(self._on_leaders(make_folder)).name
@@ -351,14 +354,8 @@ class Checkpointer:
 
     def require_space(self) -> None:
         """Raise SaveError on every rank if the disk has no room for a checkpoint."""
-        check = progress.working("checking the free disk space")(self._require_space)
-        self._on_leaders(lambda: check(self._n_bytes()))
-
-    def _require_space(self, n_bytes: int) -> None:
-        """Check that this disk has room for a checkpoint of `n_bytes`, or for this machine's part of it."""
-        if self.remote and self.config.state_dict == "sharded":
-            n_bytes = -(-n_bytes * self.process.local_world_size // self.process.world_size)
-        storage.require_space(self.folder, n_bytes)
+        check = progress.working("checking the free disk space")(storage.require_space)
+        self._on_leaders(lambda: check(self.folder, int(self._n_bytes() * self._share)))
 
     def _delete_old(self, step: int) -> str:
         """Apply retention on rank 0, or each machine's disk. Returns the error, which does not fail the save."""
