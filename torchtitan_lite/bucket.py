@@ -85,16 +85,15 @@ class Bucket:
     def fetch(self, key: str, file: Path, sha256: str, advance: Callable[[int], object] = progress.advance) -> str:
         """Copy an object into a file, hashing it meanwhile. Returns its problem; only an intact file appears."""
         part, digest = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}.part"), hashlib.sha256()
-        with explained(self.url), contextlib.ExitStack() as opened:
+        with explained(self.url):
             try:
-                source = opened.enter_context(self.fs.open(key, "rb", block_size=_AHEAD))
+                with self.fs.open(key, "rb", block_size=_AHEAD) as source, part.open("wb") as target:
+                    while chunk := source.read(_CHUNK):
+                        target.write(chunk)
+                        digest.update(chunk)
+                        advance(len(chunk))
             except FileNotFoundError:
                 return f"{self.url}/{key} is missing"
-            target = opened.enter_context(part.open("wb"))
-            while chunk := source.read(_CHUNK):
-                target.write(chunk)
-                digest.update(chunk)
-                advance(len(chunk))
         if digest.hexdigest() != sha256:
             part.unlink()
             return f"{self.url}/{key}: its SHA-256 does not match the manifest: the object is damaged"

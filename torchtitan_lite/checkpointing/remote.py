@@ -36,7 +36,6 @@ from torchtitan_lite.terminal import size
 RENEW_S, STALE_S = 60.0, 300.0  # a claim is renewed this often, and given up after this long
 PAUSES_S = 1, 2, 4, 8, 16, 32, 64  # between the tries of an upload
 
-Claim = tuple[str, dict[str, Any], datetime]  # key, content, when it was renewed
 Keep = Callable[[list[int]], set[int]]  # returns which of the bucket's steps retention keeps
 
 
@@ -62,11 +61,8 @@ class Remote:
         self._store.set_timeout(timedelta(days=30))
         where = {"host": socket.gethostname(), "folder": str(self.folder.absolute())}
         self._about = {"id": uuid.uuid4().hex[:8], **where, "job": job}
-        self._ended, self._writing, self._pool = (
-            threading.Event(),
-            threading.Lock(),
-            futures.ThreadPoolExecutor(1, "upload"),
-        )
+        self._ended, self._writing = threading.Event(), threading.Lock()
+        self._pool = futures.ThreadPoolExecutor(1, "upload")
         self._upload: futures.Future[float] | None = None  # the seconds that it took
         self._uploading = 0, 0  # step and bytes
         self._rate = 0.0  # bytes per second of the last upload
@@ -94,8 +90,8 @@ class Remote:
             self.bucket.fs.pipe_file(key, content, mode="create")
         return bool(self.bucket.fs.cat_file(key) == content)
 
-    def _claims(self) -> list[Claim]:
-        """Return the newest claims, oldest first."""
+    def _claims(self) -> list[tuple[str, dict[str, Any], datetime]]:
+        """Return key, content and time of renewal of the newest claims, oldest first."""
         fs = self.bucket.fs
         return [(key, parsed(fs.cat_file(key)), fs.modified(key)) for key in fs.find("claims")[-8:]]
 
@@ -111,7 +107,7 @@ class Remote:
         threading.Thread(target=self._renew, name="claim", daemon=True).start()
         return self.claim
 
-    def _require_free(self, claims: Sequence[Claim]) -> None:
+    def _require_free(self, claims: Sequence[tuple[str, dict[str, Any], datetime]]) -> None:
         """Raise BusyError if a different job trains the run, or if two jobs with one id displaced each other."""
         now = self._now()  # the machines' own clocks may differ
         recent = [about for _, about, at in claims if (now - at).total_seconds() < STALE_S]
@@ -130,18 +126,14 @@ class Remote:
     def _content(self, **more: bool) -> bytes:
         return json.dumps({**self._about, "time": round(time.time(), 3), **more}).encode()
 
-    def _write_claim(self, **how: bool) -> None:
-        with self._writing, contextlib.suppress(Exception):  # else it becomes stale
-            if how or not self._ended.is_set():
-                self.bucket.fs.pipe_file(f"claims/{self.claim[:8]}", self._content(**how))
-
     def _renew(self) -> None:
         while not self._ended.wait(RENEW_S):
             self._write_claim()
 
-    def _end(self, **how: bool) -> None:
-        self._ended.set()
-        self._write_claim(**how)
+    def _write_claim(self, **ends: bool) -> None:
+        with self._writing, contextlib.suppress(Exception):  # else it becomes stale
+            if ends or not self._ended.is_set():
+                self.bucket.fs.pipe_file(f"claims/{self.claim[:8]}", self._content(**ends))
 
     def require_newest(self) -> None:
         """Check on rank 0 that no other start has taken a later claim. If the bucket does not answer, the upload fails.
@@ -153,7 +145,8 @@ class Remote:
         with contextlib.suppress(Exception):
             newest = self._claims()[-1][1]
         if newest and newest.get("id") != self._about["id"]:
-            self._end(displaced=True)
+            self._ended.set()
+            self._write_claim(displaced=True)
             raise (StuckError if self._same_job(newest) else ConfigError)(
                 f"{_named(newest)} has taken over the run in {self.bucket.url}: this one stops without saving"
             )
@@ -161,9 +154,10 @@ class Remote:
     def close(self) -> None:
         """Upload the run's small files, and end the claim."""
         if self._process.rank == 0 and not self._ended.is_set():
+            self._ended.set()
             with contextlib.suppress(Exception):
                 self.upload_small_files()
-            self._end(ended=True)
+            self._write_claim(ended=True)
 
     # --- uploads ------------------------------------------------------------------------------------------------
 
