@@ -12,7 +12,7 @@ from pathlib import Path
 from torchtitan_lite.errors import ConfigError, DataError, UserError
 
 
-class _PathError(ConfigError, argparse.ArgumentTypeError):
+class _HomeError(ConfigError, argparse.ArgumentTypeError):
     """Both kinds of error, so that argparse prints it when it parses the path."""
 
 
@@ -35,11 +35,11 @@ def expand(path: str | Path) -> Path:
         try:
             return copy_of_run(f"{scheme}:/{'/' * (scheme == 'file')}/{rest.strip('/')}")
         except UserError as error:
-            raise _PathError(str(error)) from None
+            raise _HomeError(str(error)) from None
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise _PathError(f"{path}: the home folder is not known; write the path in full") from None
+        raise _HomeError(f"{path}: the home folder is not known; write the path in full") from None
 
 
 def problem(path: str | Path) -> str:
