@@ -169,7 +169,12 @@ def build_watched(config: Config, data: DataSet, process: Process, log: Log, wat
     preemption = Preemption(config.run.max_minutes, config.folder / run_folder.JOINING)  # max_minutes includes the load
     history = attempts.best_step, attempts.ruined_from
     folder = config.folder / "checkpoints"
-    checkpointer = Checkpointer(folder, model, optimizer, config.checkpoint, process, WAYS, *history)
+    remote = None
+    if config.run.remote:
+        from torchtitan_lite.checkpointing.remote import Remote
+
+        remote = Remote(config, process, run_folder.job(), attempts.claim_of)
+    checkpointer = Checkpointer(folder, model, optimizer, config.checkpoint, process, WAYS, *history, remote)
     fresh = fresh_state(config, data, process, validation.description(), task_hashes)
     with watchdog.loading("loading a checkpoint"):
         resumed = load_newest(config, checkpointer, fresh, log)

@@ -17,6 +17,7 @@ ROOMS = [
     ["terminal", "files"],
     ["errors"],
     ["hints", "environment", "progress", "commands"],
+    ["bucket"],
     ["config"],
     ["models"],
     ["data", "distributed"],

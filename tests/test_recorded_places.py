@@ -198,7 +198,7 @@ def dry(rank: int, values: dict[str, Any]) -> list[Any]:
             "tools__dry_run__Log": lambda folder, enabled: ["runs" in folder.parts, enabled],
             "tools__dry_run__planned": lambda config, *given: [config.train.batch_schedule, *given],
             "tools__dry_run__measure": lambda session, _: print("of", session.train, session.resumed) or (5, 0.5),
-            "tools__dry_run__check_machines": lambda folder, _: f"machines of {folder}",
+            "tools__dry_run__check_machines": lambda folder, *_, **__: f"machines of {folder}",
             "tools__dry_run__compare": lambda *given: str(given),
         },
     )
@@ -546,7 +546,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
                     scaler=Stub(state_dict=lambda: {"scale": 2.0}),
                     log="log",
                     meter=Stub(loss_since=torch.ones(2)),
-                    checkpointer=Stub(save=stand_in("save")),
+                    checkpointer=Stub(save=stand_in("save"), remote=None),
                 ),
             ),
             *(f"run__between_steps__{name}" for name in ("require_finite", "require_equal_replicas", "report_save")),
@@ -565,7 +565,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             lambda _: start_and_end.report_failure(
                 Stub(folder="x"),
                 *("process", Stub(attempt=2), error),  # type: ignore[arg-type]
-                Stub(checkpointer="c", state=Stub(step=6)) if begun else None,
+                Stub(checkpointer=Stub(remote=None), state=Stub(step=6)) if begun else None,
             ),
             *("run__start_and_end__report_save", "run__start_and_end__run_folder__record_end"),
         ),
@@ -885,7 +885,7 @@ def together(rank: int) -> dict[str, Any]:
     data: Any = Stub(folder=Path("d"), tokenizer_sha256="t", vocab_size=9, hashes=dict)
     reasons = ("", "run.max_minutes", "SIGTERM", "")
     log = Stub(info=lambda *line: said.append(line[0]), record=lambda *r: said.append(r[0]), attempt=2)
-    checkpointer = Stub(folder=Path("x"), damaged=[7], forked_from=None, _n_bytes=lambda: 40 + rank)
+    checkpointer = Stub(folder=Path("x"), damaged=[7], remote=None, forked_from=None, _n_bytes=lambda: 40 + rank)
     checkpointer.ruined_from = lambda _: 99
     checkpointer.process, checkpointer.require_space = one, lambda: None
     session = Stub(state=Stub(step=6), process=one, config=config, log=log, checkpointer=checkpointer, model=None)

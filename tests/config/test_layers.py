@@ -49,8 +49,8 @@ def test_the_reference_is_made_from_the_config(monkeypatch: pytest.MonkeyPatch) 
     )
 
 
-# the first seven are no folders of this machine
-NAMES = ["wikitext", "org/data-set_1.0", "https://example.com/a.txt", "s3://bucket/a", "hf://datasets/org/data"]
+# the first six are no folders of this machine
+NAMES = ["wikitext", "org/data-set_1.0", "https://example.com/a.txt", "hf://datasets/org/data"]
 NAMES += ["https:/huggingface.co/datasets/org/data", "org.name/Model-3.2-1B"]
 NAMES += ["a.txt", "home/none", "a/b/c", "/none", "org/*.txt", "none/"]
 
@@ -86,7 +86,7 @@ def test_paths_are_found_and_their_problems_named(tmp_path: Path, monkeypatch: p
             unknown,
         ],
         "unfound": ["", f"nothing found at y* (looked in {tmp_path})", unknown],
-        "elsewhere": NAMES[:7],
+        "elsewhere": NAMES[:6],
     }
 
 

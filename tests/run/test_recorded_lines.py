@@ -184,7 +184,7 @@ def origin(saved: TrainState | None, fork: str, damaged: list[int]) -> str:
 def outcome(background: bool, done: bool, wait: bool, ends: bool, **saved: Any) -> list[Any]:
     """The error of a save of which this is known, what is recorded, and what is logged."""
     log: Any = Mock()
-    saver: Any = Mock(config=Mock(async_save=background), finished=lambda: done)
+    saver: Any = Mock(config=Mock(async_save=background), remote=None, finished=lambda: done)
     saver.wait.return_value = Saved(5, Path("c/step-5"), 3 << 19, 2.25, 0.5, **saved)
     error = between_steps.report_save(saver, log, wait=wait, ends=ends)
     return [error, *(call.args[0] for call in log.record.mock_calls + log.info.mock_calls)]

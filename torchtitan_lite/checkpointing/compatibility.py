@@ -19,6 +19,7 @@ from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import Tensors
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.families import FAMILIES
+from torchtitan_lite.config.paths import expand
 from torchtitan_lite.config.schema import Config, bitwise_keys, flatten, known_keys, resume_rule
 from torchtitan_lite.config.toml import format_value
 from torchtitan_lite.cpu import widens
@@ -42,7 +43,7 @@ def fresh_state(
     config: Config, data: DataSet, process: Process, validation: Mapping[str, int], tasks: Mapping[str, str]
 ) -> TrainState:
     """Return the state before the first step. `validation` is Validation.description(), `tasks` a hash per task."""
-    source = Path(config.model.init_from).expanduser()
+    source = expand(config.model.init_from)
     return TrainState(
         end_token=data.end_token,
         begin_tokens=[*data.sources[0].meta.marks[1:]],

@@ -39,6 +39,7 @@ class Attempt:
     git: Mapping[str, Any]  # commit and dirty; empty outside a repository
     device: str
     must_match: Mapping[str, Any] = field(default_factory=dict)  # see checkpointing/compatibility.py
+    claim: str = ""  # with `run.remote`, see checkpointing/remote.py
     forked_from: str = ""  # the other run's checkpoint that it began with; empty: none
     ended: str = ""  # "complete", "preempted" or "failed"; empty while it runs, and after a kill
     last_step: int = 0  # its last step, if it has ended
@@ -78,6 +79,12 @@ def add(folder: Path, line: Mapping[str, Any]) -> None:
 def of_step(attempts: Sequence[Attempt], step: int) -> Attempt | None:
     """Return the attempt whose version of a step counts; None if a different run made the step."""
     return next((attempt for attempt in reversed(attempts) if attempt.step < step), None)
+
+
+def claim_of(folder: Path, step: int) -> str | None:
+    """Return the claim of the attempt whose version of a step counts; None if a different run made the step."""
+    made = of_step(read(folder), step)
+    return made.claim if made else None
 
 
 def records(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:

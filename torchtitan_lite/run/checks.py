@@ -89,7 +89,7 @@ def check_init_from(config: Config) -> dict[str, str]:
 def check_text(config: Config) -> dict[str, str]:
     """Look for text in the folders of [data], as preparation does. Returns the broken rules."""
     data = config.data
-    folders = [path for path in data.texts if expand(path).is_dir() and not is_prepared(path)]
+    folders = [path for path in data.texts if not is_prepared(path) and expand(path).is_dir()]
     if not folders and not data.text_suffixes:
         return {}
     from torchtitan_lite.data.prepare.texts import checked_suffixes, find

@@ -78,6 +78,8 @@ class Session:
         """End the background threads."""
         self.loader.close()
         self.watchdog.close()
+        if self.checkpointer.remote:
+            self.checkpointer.remote.close()
 
 
 def check_pending(s: Session) -> None:

@@ -84,7 +84,8 @@ def require_one_run(loaded: Loaded, data: DataSet, process: Process) -> list[str
     if refused := on_rank0(lambda: run_folder.why_not_again(loaded), process.untimed):
         raise RepeatError(refused)
     hosts = require_agreement(loaded.config, data, process)
-    require_shared(loaded.config.folder, loaded.config)
+    if not loaded.config.run.remote:
+        require_shared(loaded.config.folder, loaded.config)
     return hosts
 
 
@@ -129,7 +130,7 @@ def require_agreement(config: Config, data: DataSet, process: Process) -> list[s
         "torch": torch.__version__,
         "python": ".".join(platform.python_version_tuple()[:2]),
         "device": process.device.type,
-        **flatten(config),
+        **{key: value for key, value in flatten(config).items() if key != "run.out_dir" or not config.run.remote},
         "the tokenizer, by its hash": data.tokenizer_sha256,
         **{f"the text of {key}, by its hash": digest for key, digest in data.hashes().items()},
     }
@@ -218,11 +219,12 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
         fork = checkpointer.forked_from
         about = {"step": step, "samples": s.state.samples_consumed, "forked_from": str(fork.absolute() if fork else "")}
         about |= {"config": s.state.config, "setting": s.state.bitwise_setting, "must_match": s.state.must_match}
-        about |= {"tasks": s.state.tasks}
+        about |= {"tasks": s.state.tasks, "claim": checkpointer.remote.claim if checkpointer.remote else ""}
         return run_folder.record_start(config.folder, about | run_folder.facts(process, hosts))
 
     with watchdog.loading("changing the files of the run"):
         log.attempt = on_rank0(change_folder, process.untimed)
+        checkpointer.begin_uploads(step)
 
     def on_abort(why: str) -> None:
         run_folder.record_end(config.folder, process, log.attempt, "failed", s.state.step, why)
@@ -233,6 +235,8 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
 def report_end(s: Session) -> int:
     """Log and record whether the run completed or was preempted. Returns the exit code. Collective."""
     config, step, log, meter = s.config, s.state.step, s.log, s.meter
+    if s.checkpointer.remote:
+        s.checkpointer.remote.report(log, wait=True)
     rest = missed_evaluations(s) if s.preemption.agreed else []
     if step < config.train.steps or rest:
         why = min(filter(None, gather(s.preemption.reason)))  # "SIG..." comes first
@@ -259,6 +263,8 @@ def report_failure(config: Config, process: Process, log: Log, error: Exception,
     if s is not None and isinstance(error, UserError) and not isinstance(error, StuckError):
         # every rank has raised this error, so a background save can still complete
         report_save(s.checkpointer, log, wait=True, ends=True)
+        if s.checkpointer.remote:
+            s.checkpointer.remote.report(log, wait=True)
     step = 0 if s is None else s.state.step
     repeats = isinstance(error, UserError) and error.exit_code == EXIT_WOULD_REPEAT
     run_folder.record_end(config.folder, process, log.attempt, "failed", step, errors.text_of(error), repeats)

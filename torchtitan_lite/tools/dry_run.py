@@ -57,7 +57,7 @@ def planned(config: Config, vocab_size: int, world_size: int) -> Plan:
 def in_temporary_folder(config: Config, changes: Mapping[str, Any]) -> Iterator[Config]:
     """Change values by "section.key", and use a temporary folder; kept only if a rank hangs, for its stacks."""
     folder = tempfile.mkdtemp(prefix="torchtitan-lite-")
-    changed = config.changed({"run.out_dir": folder, **changes})
+    changed = config.changed({"run.out_dir": folder, "run.remote": "", **changes})
     try:
         run_folder.make(changed.folder)
         yield changed
@@ -87,13 +87,13 @@ def run(loaded: Loaded, data: DataSet, build: Callable[..., Session], step: Step
             require_agreement(loaded.config, data, process)
             with contextlib.closing(build(config, data, process, Log(config.folder, enabled=first))) as session:
                 n_bytes, step_s = measure(session, step)
-                machines = check_machines(loaded.config.folder, session)
+                machines = check_machines(loaded.config.folder, session, shared=not loaded.config.run.remote)
             if plan is not None:
                 print(machines)
                 print(compare(plan, n_bytes, step_s, loaded.config.folder))
 
 
-def check_machines(folder: Path, s: Session) -> str:
+def check_machines(folder: Path, s: Session, *, shared: bool = True) -> str:
     """Check the disk of a run and the clocks of all machines, and return a line about them. Collective.
 
     Raises:
@@ -101,7 +101,8 @@ def check_machines(folder: Path, s: Session) -> str:
     """
     s.checkpointer.folder = folder / "checkpoints"
     s.checkpointer.require_space()
-    require_shared(folder, s.config)
+    if shared:
+        require_shared(folder, s.config)
     hosts = gather(socket.gethostname())
     dist.barrier()  # the clocks are read at the same time
     clocks = gather(time.time())

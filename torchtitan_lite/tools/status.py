@@ -84,7 +84,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _has_files(checkpoint: Path) -> bool:
-    """Return whether a checkpoint has all files at their sizes. (`checkpoint.py verify` compares hashes.)"""
+    """Return whether a checkpoint has all files at their sizes. (`checkpoint.py verify` compares hashes.)
+
+    A copy of a run in a bucket has only complete steps, without their large files.
+    """
+    if (checkpoint.parents[1] / ".bucket").is_file():
+        return True
     try:
         files = json.loads((checkpoint / "manifest.json").read_bytes())["files"]
         return all((checkpoint / name).stat().st_size == about["bytes"] for name, about in files.items())
@@ -98,7 +103,8 @@ def _status(folder: Path, as_json: bool) -> int:
     status = status_of(folder, about, records)
     reason = "" if status.active else about["reason"].split("\n")[0]
     waits = f"; {_ago(about['time'])}, and no attempt has begun since" if status.text == "preempted" else ""
-    lines = [f"run     {folder}: {status.text}{reason and f': {reason}'}{waits}"]
+    name = (folder / ".bucket").read_text() if (folder / ".bucket").is_file() else folder
+    lines = [f"run     {name}: {status.text}{reason and f': {reason}'}{waits}"]
     lines.append(f"ranks   {history[-1].world_size} on {', '.join(history[-1].hosts)}")
     named = {saved.name.removeprefix("step-"): saved for saved in (folder / "checkpoints").glob("step-*")}
     saved = {int(n): each.stat().st_mtime for n, each in named.items() if n.isdecimal() and _has_files(each)}
@@ -107,7 +113,11 @@ def _status(folder: Path, as_json: bool) -> int:
     if last:
         loss = "not finite" if last["loss"] is None else f"{last['loss']:.4f}"
         lines.append(f"step    {last['step']:,} of {n_steps:,}, {_ago(last['time'])}, loss {loss}")
-        lines += [f"saved   step {max(saved):,}, {_ago(saved[max(saved)])}"] if saved else []
+        lines += [f"saved   step {max(saved):,}, {_ago(saved[max(saved)])}"] if saved and name == folder else []
+        uploads = [record for record in records if {"upload_s", "upload_error"} & record.keys()]
+        for record in uploads[-1:]:
+            error = f" is not in the bucket: {record['upload_error']}" if "upload_error" in record else ""
+            lines.append(f"bucket  step {record['step']:,}{error}, {_ago(record['time'])}")
         lines += [] if best is None else [f"best    the checkpoint of step {best:,}, by validation loss"]
         lines.append(f"speed   {last['tokens_per_second']:,.0f} tokens per second, {attempts.goodput_line(folder)}")
     else:

@@ -12,6 +12,9 @@ class RunConfig(Section):
     """name of the run; if a config file sets none, the file's name"""
     out_dir: PathText = "runs"
     """parent folder of all runs; this run's folder is <out_dir>/<name>"""
+    remote: PathText = ""
+    """where the run lives if machines share no disk: a URL such as "s3://bucket/prefix"; checkpoints are uploaded to \
+<remote>/<name>, and a start fetches what it needs; empty: in out_dir only"""
     seed: Annotated[int, FORK] = Field(default=0, ge=0, lt=2**63)
     """seed of the initial parameters, the data order and dropout"""
     device: Annotated[Literal["auto", "cpu", "cuda"], BITS] = "auto"
