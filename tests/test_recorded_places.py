@@ -1060,7 +1060,7 @@ def together(rank: int) -> dict[str, Any]:
             {
                 "run__start_and_end__socket__gethostname": lambda: host,
                 "run__start_and_end__torch": Stub(
-                    __version__=f"2.{rank == 2}", cuda=Stub(get_device_properties=lambda _: Stub(uuid="of the GPU"))
+                    __version__=f"2.{rank == 2}", cuda=Stub(get_device_properties=lambda _: Stub(uuid="a"))
                 ),
                 "run__start_and_end__platform__python_version_tuple": lambda: ("3", f"{rank == 2}"),
             },
