@@ -87,6 +87,11 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def require_sum(keywords: dict[str, Any]) -> None:
+    """A reduction has to be a sum."""
+    assert keywords.get("op", dist.ReduceOp.SUM) == dist.ReduceOp.SUM
+
+
 class _Written:
     """A collective of one group, written down: FSDP's all-gather or reduce-scatter."""
 
@@ -98,6 +103,7 @@ class _Written:
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, **more: Any) -> Any:
         self.write(group, input_tensor)
+        require_sum(more)
         return self.collective(output_tensor, input_tensor, group=group, **more)
 
 
@@ -131,6 +137,7 @@ def events_of_a_step(t: Session) -> list[Event]:
     def all_reduce(tensor: Tensor, *op: Any, **kwargs: Any) -> Any:
         if group := kwargs.get("group"):  # of FSDP or float8; the loss is summed over the default group
             events.append(Event("all-reduce", "", group.size(), tensor.dtype))
+            require_sum(kwargs)
         return honest(tensor, *op, **kwargs)
 
     def recorded_batch(self: Loader, first: int, size: int) -> Batch:
@@ -199,6 +206,20 @@ def test_copies_of_shards_reduce_within_and_then_between(build: Build) -> None:
     assert [e.ranks for e in events if e.what == "reduce"] == [2] * n
     assert [e.ranks for e in events if e.what == "all-reduce"] == [2] * n
     assert {e.ranks for e in events if e.what == "gather"} == {2}
+
+
+@on_4_ranks
+def test_gradients_are_plain_sums_on_every_mesh(build: Build) -> None:
+    """Without a division, but in float16: there FSDP2 divides by the number of ranks, which the loss makes up for."""
+    keys: dict[str, Any]
+    for keys in ({}, {"fsdp__dp_replicate": 2}, {"fsdp__reduce_dtype": "float16"}):
+        t = build(**keys)
+        events_of_a_step(t)  # whose reductions are sums
+        divided = 4 if t.config.fsdp.uses_float16 else 1
+        for module in t.model.layers:
+            group = module._get_fsdp_state()._fsdp_param_group  # type: ignore[operator]
+            assert group.gradient_divide_factor == (1 if divided == 1 else None), "the default is the number of ranks"
+        assert t.scaler.scaled(torch.ones(())) == t.scaler.scale * divided
 
 
 @on_4_ranks
