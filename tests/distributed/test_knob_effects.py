@@ -194,6 +194,29 @@ def test_reshard_to_some_ranks_gathers_over_them_in_backward(build: Build) -> No
     assert sum(event.what == "gather" and event.group == GROUPS[-1] for event in events) == 2, "the head stays whole"
 
 
+@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="needs torch 2.13")
+def test_an_evaluation_before_training_leaves_parameters_sharded(build: Build) -> None:
+    t = build()
+    batch = t.loader.batch(0, 2).micro_batches[0]
+    with torch.no_grad(), fsdp.evaluating(t.model):
+        t.model(batch.tokens, batch.targets)
+    assert all(isinstance(p, DTensor) for p in t.model.parameters())
+    assert counted(t, "gather") == per_micro_batch(2, 1), "none is left over for the first step"
+
+
+def test_checkpointing_beside_prefetching_gathers_no_group_again(build: Build) -> None:
+    for mode in ("full", "selective"):
+        t = build(activation_checkpointing__mode=mode, fsdp__explicit_prefetching=True)
+        assert counted(t, "gather") == per_micro_batch(2, 1)
+
+
+def test_compiled_blocks_do_not_pass_by_the_hooks_of_fsdp(build: Build) -> None:
+    torch._dynamo.reset()
+    t = build(compile__enabled=True, compile__backend="eager")
+    assert counted(t, "gather") == per_micro_batch(2, 1)
+    assert counted(t, "reduce") == dict.fromkeys(GROUPS, ACCUMULATION)
+
+
 # --- the mesh ---------------------------------------------------------------------------------------------------
 
 
