@@ -37,7 +37,7 @@ from torchtitan_lite.run.checks import check_patterns
 from torchtitan_lite.run.session import Session, check_pending
 from torchtitan_lite.tools.estimate.simulate import fake_world
 
-bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+bf16, fp16, fp32, SUM = torch.bfloat16, torch.float16, torch.float32, dist.ReduceOp.SUM
 Build = Callable[..., Session]
 LAYERS = ["layers.0", "layers.1", "layers.2"]
 GROUPS = ["tok_embeddings", *LAYERS, "norm, output"]
@@ -87,11 +87,6 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def require_sum(keywords: dict[str, Any]) -> None:
-    """A reduction has to be a sum."""
-    assert keywords.get("op", dist.ReduceOp.SUM) == dist.ReduceOp.SUM
-
-
 class _Written:
     """A collective of one group, written down: FSDP's all-gather or reduce-scatter."""
 
@@ -103,7 +98,7 @@ class _Written:
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, **more: Any) -> Any:
         self.write(group, input_tensor)
-        require_sum(more)
+        assert more.get("op", SUM) == SUM
         return self.collective(output_tensor, input_tensor, group=group, **more)
 
 
@@ -137,7 +132,7 @@ def events_of_a_step(t: Session) -> list[Event]:
     def all_reduce(tensor: Tensor, *op: Any, **kwargs: Any) -> Any:
         if group := kwargs.get("group"):  # of FSDP or float8; the loss is summed over the default group
             events.append(Event("all-reduce", "", group.size(), tensor.dtype))
-            require_sum(kwargs)
+            assert kwargs.get("op", SUM) == SUM
         return honest(tensor, *op, **kwargs)
 
     def recorded_batch(self: Loader, first: int, size: int) -> Batch:

@@ -6,8 +6,11 @@ The estimates come from a simulated step (simulate.py).
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import tomli_w
 
 from torchtitan_lite.config import cli
 from torchtitan_lite.config.schema import Config, flatten
@@ -45,18 +48,22 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--device", type=str.lower, default="h100", choices=["cpu", *DEVICES], help="the device (default: h100)"
     )
+    parser.add_argument(
+        "--suggest", action="store_true", help="print the three fastest settings that fit, as lines for a TOML file"
+    )
     options, config_options = parser.parse_known_args(argv)
-    return run_cli("plan", lambda: _plan(options.world_size, DEVICES.get(options.device), config_options))
+    device = DEVICES.get(options.device)
+    return run_cli("plan", lambda: _plan(options.world_size, device, config_options, suggest=options.suggest))
 
 
-def _plan(world_size: int, device: Device | None, config_options: Sequence[str]) -> int:
+def _plan(world_size: int, device: Device | None, config_options: Sequence[str], *, suggest: bool) -> int:
     if world_size < 1:
         raise ConfigError(f"--world-size={world_size} should be 1 or more")
     per_node = min(device.per_node, world_size) if device else world_size
     command = cli.parse(
         config_options,
         elsewhere=True,  # the run is for a different machine
-        flags=["help", "world-size", "device"],
+        flags=["help", "world-size", "device", "suggest"],
         n_gpus=per_node if device else 0,
         world_size=world_size,
         local_world_size=per_node,
@@ -67,7 +74,7 @@ def _plan(world_size: int, device: Device | None, config_options: Sequence[str])
     plan = make_plan(epochs.planned(command.loaded, data), world_size, device)
     lines = data_lines(plan.config, data, open_samples(data, "train", plan.config)) if data else []
     print("\n".join([*_model_lines(plan), *lines, "", *_memory_lines(plan), *_time_lines(plan)]), flush=True)
-    for line in _advice(plan):
+    for line in _suggestions(plan) if suggest else _advice(plan):
         print(line, flush=True)
     return 0
 
@@ -172,10 +179,45 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Config, int]]:
         if change.items() <= values.items():
             continue
         values, given = values | change, given | change
-        for key, value in change.items():
-            section, name = key.split(".")
-            config = config.model_copy(update={section: getattr(config, section).model_copy(update={name: value})})
+        config = _changed(config, change)
         text = " ".join(f"--{key}={value}" for key, value in given.items())
         yield text, config, plan.world_size
     for world_size in (2 * plan.world_size, 4 * plan.world_size, 8 * plan.world_size):
         yield f"{text} --world-size={world_size}".lstrip(), config, world_size
+
+
+def _changed(config: Config, change: Mapping[str, Any]) -> Config:
+    for key, value in change.items():
+        section, name = key.split(".")
+        config = config.model_copy(update={section: getattr(config, section).model_copy(update={name: value})})
+    return config
+
+
+def _suggestions(plan: Plan) -> Iterator[str]:
+    """Yield the three fastest settings that fit, of micro-batch, checkpointing, and what is freed and summed when."""
+    if plan.device is None or why_unknown(plan):
+        raise ConfigError(f"--suggest compares times, but {why_unknown(plan)}")
+    batch, found = plan.config.train.global_batch_size, list[tuple[float, dict[str, Any], Plan]]()
+    for mode, kept in itertools.product(("none", "selective", "full"), (False, True)):
+        if mode == "full" and found:  # recomputing everything is only for what fits no other way
+            break
+        change: dict[str, Any] = {"train.micro_batch_size": 1, "activation_checkpointing.mode": mode}
+        # a group is gathered and reduced once per step, or in each micro-batch
+        change |= {"fsdp.reshard_after_forward": False if kept else "default"}
+        change |= {"fsdp.reshard_after_backward": not kept, "fsdp.grad_sync": "last" if kept else "every"}
+        while batch % (change["train.micro_batch_size"] * plan.world_size) == 0:
+            config = _changed(plan.config, change)
+            candidate = plan if config == plan.config else make_plan(config, plan.world_size, plan.device)
+            if not candidate.fits:  # a larger micro-batch would not, either
+                break
+            found.append((expected(candidate, plan.device).total, dict(change), candidate))
+            change["train.micro_batch_size"] *= 2
+    for seconds, change, candidate in sorted(found, key=lambda one: one[0])[:3]:
+        rate = plan.layout.tokens_per_step / plan.world_size / seconds
+        yield f"\n# {rate:,.0f} tokens per second per device, {size(sum(candidate.device_bytes.values()))}"
+        sections = dict.fromkeys(key.partition(".")[0] for key in change)
+        yield tomli_w.dumps(
+            {s: {k.partition(".")[2]: v for k, v in change.items() if k.startswith(s)} for s in sections}
+        )
+    if not found:
+        yield "none of the settings that --suggest tries fits; without it, plan names further changes"
