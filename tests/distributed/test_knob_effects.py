@@ -233,11 +233,10 @@ def test_gradients_are_plain_sums_on_every_mesh(build: Build) -> None:
     for keys in ({}, {"fsdp__dp_replicate": 2}, {"fsdp__reduce_dtype": "float16"}):
         t = build(**keys)
         events_of_a_step(t)  # whose reductions are sums
-        divided = 4 if t.config.fsdp.uses_float16 else 1
         for module in t.model.layers:
             group = module._get_fsdp_state()._fsdp_param_group  # type: ignore[operator]
-            assert group.gradient_divide_factor == (1 if divided == 1 else None), "the default is the number of ranks"
-        assert t.scaler.scaled(torch.ones(())) == t.scaler.scale * divided
+            assert group.gradient_divide_factor == (None if t.scaler.enabled else 1), "the default is the world size"
+        assert t.scaler.scaled(torch.ones(())) == t.scaler.scale * (4 if t.scaler.enabled else 1)
 
 
 @on_4_ranks
@@ -369,18 +368,20 @@ def on_the_cpu_explicit_all_gathers_run_beside_the_computation(build: Build) -> 
 # --- offloading: needs a GPU (ON_CUDA of knob_table.py) ---------------------------------------------------------
 
 
-def test_pinned_memory_is_asked_for_unless_it_is_switched_off(build: Build) -> None:
+def test_pinned_and_symmetric_memory_are_asked_for_as_configured(build: Build) -> None:
     t = build()
     for keys, expected in (
         ({}, OffloadPolicy()),
+        ({"symmetric_memory": True}, OffloadPolicy()),
         ({"cpu_offload": True}, CPUOffloadPolicy(pin_memory=True)),
         ({"cpu_offload": True, "pin_memory": False}, CPUOffloadPolicy(pin_memory=False)),
     ):
         with torch.device("meta"):
             model = models.build(t.config.model, 517)
-        with patch.object(fsdp, "fully_shard") as shard, patch.object(fsdp, "_fsdp"):
+        with patch.object(fsdp, "fully_shard") as shard, patch.object(fsdp, "_fsdp") as module:
             config = FsdpConfig.model_validate(keys)
             fsdp.apply_fsdp(model, build_mesh(config, torch.device("cpu")), config)
+        assert module().set_symm_mem_for_comm.call_count == len(GROUPS) * ("symmetric_memory" in keys)
         *of_groups, of_root = shard.call_args_list
         assert "offload_policy" not in of_root.kwargs, "the root has no parameters"
         assert [call.kwargs["offload_policy"] for call in of_groups] == [expected] * len(GROUPS)
