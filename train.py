@@ -181,7 +181,8 @@ def build_watched(config: Config, data: DataSet, process: Process, log: Log, wat
     state = resumed.continued_by(fresh) if resumed else fresh
 
     # 6. The loss scale (float16), the guards that can withhold an update, and the throughput meter.
-    scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, process.device, state.grad_scaler)
+    averaged = fsdp.averaged_over(config.fsdp, process.world_size)
+    scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, process.device, state.grad_scaler, averaged)
     guards = build_guards(config, process, state, scaler, checkpointer, log)
     meter = Meter(state, process.device, start_and_end.peak_tokens_per_second(config, model, process))
     rank_seconds = RankSeconds(model, process, meter, log)
@@ -385,11 +386,9 @@ def forward_backward(s: Session, step: int, batch: Batch) -> Tensor:
         # By default each backward reduces, and gradients accumulate as shards. grad_sync can defer the reduction.
         fsdp.before_micro_batch(s.model, s.config.fsdp, last=i == len(batch.micro_batches) - 1)
         loss = s.model(**micro.on(device))  # summed over this rank's targets
-        # FSDP2's reduce-scatter AVERAGES gradients over ranks. The gradient of the mean loss per token is their SUM,
-        # divided by the global batch's number of valid targets. So multiply the average by the number of ranks. (gloo
-        # has no scaled sums, which set_gradient_divide_factor needs.) No rank divides by its own number of targets,
-        # because masking makes them differ between ranks.
-        s.scaler.scaled(loss * (process.world_size / batch.global_tokens)).backward()
+        # Gradients are summed over ranks, so each rank divides by the global batch's number of valid targets. Its own
+        # number would be wrong, because masking makes them differ between ranks.
+        s.scaler.scaled(loss / batch.global_tokens).backward()
         loss_sum += loss.detach()
     return loss_sum
 

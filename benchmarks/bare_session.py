@@ -6,6 +6,7 @@ from typing import Any
 
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.distributed.fsdp import averaged_over
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim.finite_guard import FiniteGuard
@@ -23,7 +24,8 @@ def bare_session(config: Config, process: Process, model: Transformer, loader: A
     unused: Any = None  # the loop reads these, a step does not
     watchdog: Any = SimpleNamespace(computing=lambda: None)
     optimizer = build_optimizer(model, config.optim)
-    scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, process.device)
+    averaged = averaged_over(config.fsdp, process.world_size)
+    scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, process.device, None, averaged)
     meter = Meter(TrainState(), process.device)
     rank_seconds = RankSeconds(model, process, meter, unused)
     return Session(

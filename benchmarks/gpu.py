@@ -1,12 +1,14 @@
-"""Checks on a rented GPU, within half an hour: `python -m benchmarks.gpu --budget-s 540`, three times.
+"""Checks on a GPU, in a quarter of an hour: `python -m benchmarks.gpu --budget-s 560 --wheels wheels --out out`.
 
 Each item of ITEMS runs in its own process with a time limit, so that a crash or a hang ends only that item. Its result
-is appended to a JSONL file at once. The next call skips items with a result for the same commit, card and torch, and
-runs the others in order while their estimates fit into the budget. Then it prints the tables.
+is appended to OUT/gpu.jsonl at once, and OUT/gpu.tar.gz gets its log. The next call skips items with a result for the
+same commit, card and torch, and runs the others in order while their estimates fit into the budget. Then it prints the
+tables. What is least known comes first: with several cards, what needs them (`on_cards`).
 
     --list          print the items and their estimates (seconds, not measured)
     --only WORDS    run only the items whose names contain this, even if they have a result
     --wheels DIR    first install missing packages from this folder (docs/lab/gpu.md says how to fill it)
+    --out DIR       the folder for results and logs (runs)
     --stand-in      no GPU: run the items on the CPU, with tiny sizes. This tests the command, not the card.
 
 This command needs only the standard library; the items need torch and the packages.
@@ -14,20 +16,24 @@ This command needs only the standard library; the items need torch and the packa
 
 import argparse
 import contextlib
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-CALL_S = 540  # per call
+CALL_S = 560  # per call
+ARCHIVE_BYTES = 15_000_000  # of all files in the archive, before compression
 # imports of train.py and the tests, except torch and its dependencies
 PACKAGES = ["filelock", "numpy", "pydantic", "pyyaml", "safetensors", "tokenizers", "tomli", "tomli-w", "tqdm"]
 PACKAGES += ["pytest", "pytest-xdist", "torchao"]
@@ -37,23 +43,27 @@ PACKAGES += ["pytest", "pytest-xdist", "torchao"]
 class Item:
     """One measurement."""
 
-    call: int  # the call, of three, in which it should run
     seconds: int  # an estimate, including the import of torch and compilation
     name: str
     function: str  # of gpu_items.py
     options: dict[str, Any] = field(default_factory=dict)
+    launcher: tuple[str, ...] = ()  # torchrun's options; empty: one process
 
 
-def row(call: int, seconds: int, name: str, config: str, *values: dict[str, Any], **options: Any) -> Item:
+def row(seconds: int, name: str, config: str, *values: dict[str, Any], **options: Any) -> Item:
     """Make an item that runs steps of a shipped config with some values."""
     merged = {key: value for some in values for key, value in some.items()}
-    return Item(call, seconds, name, "row", {"config": f"{config}.toml", "values": merged, **options})
+    return Item(seconds, name, "row", {"config": f"{config}.toml", "values": merged, **options})
 
 
 def fake(seconds: int, name: str, config: str, world_size: int, *values: dict[str, Any]) -> Item:
     """Make an item that runs one rank of a world."""
-    given = row(3, seconds, name, config, *values, world_size=world_size)
-    return Item(3, seconds, name, "fake_rank", given.options)
+    return replace(row(seconds, name, config, *values, world_size=world_size), function="fake_rank")
+
+
+def ends(name: str, fault: str, code: int, words: str, **options: Any) -> Item:
+    """Make an item that runs train.py with a fault of tests/faults/worker.py, and expects this end."""
+    return Item(90, name, "ends", {"fault": fault, "code": code, "words": words, **options})
 
 
 # 1.24 B parameters, 8 sequences of 4,096 tokens per step. torchtitan computes the same as the baseline.
@@ -83,6 +93,8 @@ TITAN = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.sele
 MUON: dict[str, Any] = {"optim.name": "muon"}
 PREFETCH: dict[str, Any] = {"fsdp.explicit_prefetching": True}
 HSDP = {"fsdp.dp_replicate": 2}
+MANY = {"fsdp.dp_replicate": 16}
+HUGE: dict[str, Any] = {"train.micro_batch_size": 65536, "train.global_batch_size": 65536, "train.seq_len": 256}
 RANKS = {
     "FSDP": {"optim.name": "adamw"},
     "explicit prefetching": {"optim.name": "adamw", **PREFETCH},
@@ -90,36 +102,71 @@ RANKS = {
     "Muon": MUON,
     "Muon, HSDP": {**MUON, **HSDP},
 }
+COMPILED = {"compiled": {"optim.name": "adamw", "compile.enabled": True}}
+FLOAT8 = {"float8": {"optim.name": "adamw", "speed.float8": True, "fsdp.param_dtype": "bfloat16"}}
+OFFLOADED = {"HSDP, offloaded": {"optim.name": "adamw", **HSDP, "fsdp.cpu_offload": True}}
+EVALUATED = {"compile.enabled": True, "eval.every": 2, "profile.steps": [3, 4], "profile.memory_snapshot": True}
 ITEMS = [
-    Item(1, 40, "matmuls of three models", "matmuls"),
-    Item(1, 40, "attention by each backend", "attention"),
-    Item(1, 40, "vocabularies and the loss's kernel", "vocabularies"),
-    Item(1, 20, "copies", "copies"),
-    Item(1, 300, "tests on the GPU", "gpu_tests"),
-    row(2, 50, "1B: no checkpointing, micro-batch 4, kept gathered, summed last", "llama_1b", ONE, BEST),
-    row(2, 50, "ours: 1B, not tied, selective, first", "llama_1b", ONE, SELECTIVE, UNTIED),
-    Item(2, 55, "torchtitan: 1B, not tied, selective, first", "torchtitan", {"arguments": TITAN}),
-    row(2, 40, "ours: 1B, not tied, selective, second", "llama_1b", ONE, SELECTIVE, UNTIED),
-    Item(2, 55, "torchtitan: 1B, not tied, selective, second", "torchtitan", {"arguments": TITAN}),
-    row(2, 45, "8 of 32 layers of 8B, sequences of 8,192", "llama_8b", EIGHT),
-    row(2, 45, "8 of 32 layers of 8B, float8", "llama_8b", EIGHT, {"speed.float8": True}),
-    row(2, 35, "124M, vocabulary 50,257", "gpt_124m", SMALL),
-    row(2, 35, "124M, vocabulary 50,304", "gpt_124m_scratch", SMALL),
-    row(2, 45, "1B, selective, Muon", "llama_1b", ONE, SELECTIVE, MUON),
-    row(2, 45, "1B, selective, document mask", "llama_1b", ONE, SELECTIVE, DOCUMENTS),
-    row(2, 150, "T5 base on pairs, compiled", "t5_summarize", PAIRS),
-    fake(45, "1B, one rank of 8", "llama_1b", 8, {"train.global_batch_size": 128}),
+    # collectives between ranks
+    Item(60, "4 ranks on one card, five settings", "ranks", {"n": 4, "cases": RANKS}),
+    Item(60, "4 ranks on one card, saves and loads on 2", "saves", {"n": 4}),
+    Item(60, "4 ranks on one card, compiled", "ranks", {"n": 4, "cases": COMPILED}),
+    Item(40, "4 ranks on one card, float8", "ranks", {"n": 4, "cases": FLOAT8}),
+    Item(70, "124M, bitwise resume, deterministic", "resume", {"config": "gpt_124m_scratch.toml", "values": SMALL}),
+    Item(230, "tests on the GPU, without memory", "gpu_tests", {"memory": False}),
+    # one rank of a large world
     fake(60, "8B, one rank of 64", "llama_8b", 64, {"train.global_batch_size": 256}),
+    fake(70, "8B, one rank of 16 x 64, Muon", "llama_8b", 1024, MUON, {"train.global_batch_size": 2048}, MANY),
+    # the best settings
+    row(50, "1B, no checkpointing, micro-batch 4, kept gathered, summed last", "llama_1b", ONE, BEST),
+    row(45, "8 of 32 layers of 8B, sequences of 8,192", "llama_8b", EIGHT),
+    row(45, "8 of 32 layers of 8B, float8", "llama_8b", EIGHT, {"speed.float8": True}),
+    Item(80, "1B, pause of a background save", "save_pause", {"config": "llama_1b.toml", "values": ONE}),
+    # failures
+    ends("a NaN", "nan:0:3:forward", 3, "the loss is not finite"),
+    ends("out of memory", "", 1, "out of memory", values=HUGE),
+    ends("SIGTERM while the device hangs", "device:0:3", 1, "FAULT device fired", ranks=1),
+    ends("profile with memory history, evaluation compiled", "", 0, "val", values=EVALUATED, file="profile/*"),
+    # rates
+    Item(40, "matmuls of three models", "matmuls"),
+    Item(40, "attention by each backend", "attention"),
+    Item(40, "vocabularies and the kernel of the loss", "vocabularies"),
+    Item(20, "copies", "copies"),
+    row(150, "T5 base on pairs, compiled", "t5_summarize", PAIRS),
+    row(50, "ours, 1B, not tied, selective, first", "llama_1b", ONE, SELECTIVE, UNTIED),
+    Item(55, "torchtitan, 1B, not tied, selective, first", "torchtitan", {"arguments": TITAN}),
+    row(40, "ours, 1B, not tied, selective, second", "llama_1b", ONE, SELECTIVE, UNTIED),
+    Item(55, "torchtitan, 1B, not tied, selective, second", "torchtitan", {"arguments": TITAN}),
+    row(35, "124M, vocabulary 50,257", "gpt_124m", SMALL),
+    row(35, "124M, vocabulary 50,304", "gpt_124m_scratch", SMALL),
+    row(45, "1B, selective, Muon", "llama_1b", ONE, SELECTIVE, MUON),
+    row(45, "1B, selective, document mask", "llama_1b", ONE, SELECTIVE, DOCUMENTS),
+    fake(45, "1B, one rank of 8", "llama_1b", 8, {"train.global_batch_size": 128}),
     fake(110, "70B, one rank of 64", "llama_70b", 64, {"train.global_batch_size": 128}),
-    Item(3, 60, "4 ranks on one card: five settings", "ranks", {"n": 4, "cases": RANKS}),
-    Item(3, 40, "2 ranks on one card: one dies, the other waits in a kernel", "dead_rank"),
-    Item(3, 45, "1B, profile of three steps", "profiled", {"config": "llama_1b.toml", "values": {**ONE, **BEST}}),
-    Item(3, 80, "1B, pause of a background save", "save_pause", {"config": "llama_1b.toml", "values": ONE}),
-    Item(3, 80, "124M, bitwise resume, deterministic", "resume", {"config": "gpt_124m_scratch.toml", "values": SMALL}),
-    Item(3, 40, "4 ranks on one card: HSDP with CPU offload", "ranks", {
-        "n": 4, "cases": {"HSDP, offloaded": {"optim.name": "adamw", **HSDP, "fsdp.cpu_offload": True}},
-    }),
-]  # fmt: skip
+    Item(40, "2 ranks on one card, one dies while the other waits in a kernel", "dead_rank"),
+    Item(45, "1B, profile of three steps", "profiled", {"config": "llama_1b.toml", "values": {**ONE, **BEST}}),
+    Item(40, "4 ranks on one card, HSDP with CPU offload", "ranks", {"n": 4, "cases": OFFLOADED}),
+    Item(120, "tests on the GPU, memory", "gpu_tests", {"memory": True}),
+]
+
+
+def on_cards(n: int) -> list[Item]:
+    """Return the items that run on n cards, through NCCL. The rows are of the 1B, with 8 sequences per card."""
+    launcher = "--standalone", "--nproc-per-node", str(n)
+    cases = {name: values for name, values in RANKS.items() if n >= 4 or "HSDP" not in name}
+    batch = {**ONE, "train.global_batch_size": 8 * n}
+    rows = {", default": {}, ", explicit prefetching": PREFETCH, ", Muon": MUON, ", NUMA binding": PREFETCH}
+    rows |= {", HSDP": {**PREFETCH, **HSDP}} if n >= 4 else {}
+    found = [
+        Item(40, f"{n} cards, collectives of NCCL", "collectives", {}, launcher),
+        Item(60, f"{n} cards, settings", "ranks", {"n": n, "cases": cases, "cards": True}),
+        Item(60, f"{n} cards, saves and loads on {n // 2}", "saves", {"n": n, "cards": True}),
+    ]
+    for name, values in rows.items():
+        item = row(70, f"{n} cards, 1B{name}", "llama_1b", batch, SELECTIVE, values)
+        binding = ("--numa-binding=node",) if "NUMA" in name else ()
+        found.append(replace(item, launcher=(*launcher, *binding)))
+    return [*found, ends(f"{n} cards, a rank is killed", f"kill:{n - 1}:3", 1, f"died: rank {n - 1}", ranks=n)]
 
 
 def run_item(
@@ -129,7 +176,9 @@ def run_item(
     with tempfile.TemporaryDirectory() as folder, log.open("w") as output:
         out, error = Path(folder) / "figures.json", ""
         arguments = [item.function, json.dumps(item.options), str(out), *flags]
-        command = [sys.executable, "-m", "benchmarks.gpu_items", *arguments]
+        options = [option for option in item.launcher if not (flags and "numa" in option)]  # a stand-in has no GPUs
+        launcher = ["-m", "torch.distributed.run", *options] if options else []
+        command = [sys.executable, *launcher, "-m", "benchmarks.gpu_items", *arguments]
         process = subprocess.Popen(
             command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -179,8 +228,6 @@ def missing(items: Sequence[Item], records: Sequence[dict[str, Any]], key: dict[
 def run_all(items: Sequence[Item], key: dict[str, Any], given: argparse.Namespace, env: dict[str, str]) -> None:
     """Run the items that fit into the budget, in order."""
     deadline = given.start + given.budget_s
-    logs = given.results.with_suffix(".logs")
-    logs.mkdir(exist_ok=True)
     for item in items:
         left = deadline - time.monotonic()
         estimate = 0 if given.stand_in else item.seconds
@@ -188,7 +235,7 @@ def run_all(items: Sequence[Item], key: dict[str, Any], given: argparse.Namespac
             print(f"later   {item.name}: {item.seconds} s do not fit into {max(left, 0):.0f} s", flush=True)
             continue
         own_limit = 2 * item.seconds if not given.stand_in else 300
-        log = logs / f"{item.name.replace(' ', '_').replace('/', '_')}.log"
+        log = given.out / "gpu.logs" / log_name(item)
         print(f"run     {item.name}: about {item.seconds} s; {log}", flush=True)
         before = time.monotonic()
         figures, error = run_item(item, min(own_limit, left), log, flags_of(given), env)
@@ -197,6 +244,27 @@ def run_all(items: Sequence[Item], key: dict[str, Any], given: argparse.Namespac
         if error and not figures and time.monotonic() >= deadline:
             continue  # the budget ended it: the next call retries with more time
         append(given.results, {"item": item.name, **key, "seconds": seconds, "figures": figures, "error": error})
+        pack(given.out)
+
+
+def log_name(item: Item) -> str:
+    """Return an item's log file: letters, digits, dots, dashes and underscores, as some job systems demand."""
+    return f"{re.sub('[^A-Za-z0-9.-]+', '_', item.name)}.log"
+
+
+def pack(out: Path) -> None:
+    """Write OUT/gpu.tar.gz with the results and the end of each log, at most ARCHIVE_BYTES."""
+    files = [out / "gpu.jsonl", *sorted((out / "gpu.logs").iterdir())]
+    part = out / "gpu.tar.gz.part"
+    with tarfile.open(part, "w:gz") as archive:
+        for file in files:
+            with file.open("rb") as stream:
+                stream.seek(max(file.stat().st_size - ARCHIVE_BYTES // len(files), 0))
+                data = stream.read()
+            entry = tarfile.TarInfo(str(file.relative_to(out)))
+            entry.size = len(data)
+            archive.addfile(entry, io.BytesIO(data))
+    part.replace(out / "gpu.tar.gz")
 
 
 def tables(records: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -257,26 +325,29 @@ def main(argv: Sequence[str]) -> None:
     """Run the missing items, then print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget-s", type=float, default=CALL_S)
-    parser.add_argument("--results", type=Path, default=ROOT / "runs" / "gpu.jsonl")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs")
     parser.add_argument("--only", default="")
     parser.add_argument("--wheels", type=Path)
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--stand-in", action="store_true")
     given = parser.parse_args(argv)
     given.start = time.monotonic()
-    items = [item for item in ITEMS if given.only in item.name]
     if given.list:
-        for item in items:
-            print(f"{item.call}  {item.seconds:4} s  {item.name}")
+        for item in [*on_cards(2), *on_cards(8), *ITEMS]:
+            print(f"{item.seconds:4} s  {item.name}")
         return
-    if given.results.is_dir():
-        parser.error(f"--results {given.results} is a folder; name a file in it")
-    given.results.parent.mkdir(parents=True, exist_ok=True)
+    if given.out.is_file():
+        parser.error(f"--out {given.out} is a file; name a folder")
+    given.results = given.out / "gpu.jsonl"
+    (given.out / "gpu.logs").mkdir(parents=True, exist_ok=True)
     env = environment(given)
-    log = given.results.with_suffix(".device.log")
-    found, error = run_item(Item(0, 60, "device", "device"), 120, log, flags_of(given), env)
+    log = given.out / "gpu.logs" / "device.log"
+    found, error = run_item(Item(60, "device", "device"), 120, log, flags_of(given), env)
     if error:
         sys.exit(f"benchmarks.gpu: {error} ({log})")
+    cards = found.pop("cards")
+    several = [item for n in sorted({cards, 2}, reverse=True) if 2 <= n <= cards for item in on_cards(n)]
+    items = [item for item in [*several, *ITEMS] if given.only in item.name]
     key = {"commit": commit(), **found}
     run_all(items if given.only else missing(items, read(given.results), key), key, given, env)
     mine = [record for record in read(given.results) if all(record.get(name) == key[name] for name in key)]

@@ -23,8 +23,9 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,12 @@ from torch.profiler import ProfilerActivity, profile
 
 import train
 from benchmarks.bare_session import bare_session
+from checkpoint import WAYS
 from tests.forkserver import free_port
 from torchtitan_lite import models
+from torchtitan_lite.checkpointing import storage
+from torchtitan_lite.checkpointing.before_save import require_equal_replicas
+from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import Config, RunConfig
 from torchtitan_lite.data.loader import Loader, PrefetchingLoader
@@ -48,6 +53,7 @@ from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows
 from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.process_group import Process, build_mesh, exit_process, process_group, sum_over_ranks
+from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.environment import disable_automatic_gc
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import loss_operators
@@ -55,6 +61,7 @@ from torchtitan_lite.models.attention import attend
 from torchtitan_lite.models.chunked_loss import chunked_cross_entropy
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.models.masks import within_documents
+from torchtitan_lite.optim import optimizer as optim
 from torchtitan_lite.run import mfu
 from torchtitan_lite.run.session import Session, check_pending
 from torchtitan_lite.run.watchdog import Watchdog
@@ -62,10 +69,15 @@ from torchtitan_lite.tools.estimate import planned_run
 from torchtitan_lite.tools.estimate.planned_run import Plan, make_plan
 from torchtitan_lite.tools.estimate.simulate import fake_world
 
+# the names in torch 2.13, and before
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 ROOT = Path(__file__).parent.parent
+CPU = torch.device("cpu")
 GIB = 2**30
 STAND_IN = "--stand-in" in sys.argv
-DEVICE = torch.device("cpu") if STAND_IN else torch.device("cuda", 0)
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))  # of torchrun: one rank per card
+DEVICE = torch.device("cpu") if STAND_IN else torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 STEPS = 3 if STAND_IN else 20
 Figures = dict[str, Any]
 
@@ -79,7 +91,9 @@ class Found(Figures):
 
 
 def write(figures: Figures) -> None:
-    """Write figures to FILE atomically, rounded to four digits."""
+    """Write figures to FILE atomically, on rank 0, rounded to four digits."""
+    if os.environ.get("RANK", "0") != "0":
+        return
     rounded = {k: float(f"{v:.4g}") if isinstance(v, float) and math.isfinite(v) else v for k, v in figures.items()}
     out, part = Path(sys.argv[3]), Path(f"{sys.argv[3]}.part")
     part.write_text(json.dumps(rounded))
@@ -113,7 +127,8 @@ def device() -> Figures:
     """Return the card's name and torch's version."""
     if not STAND_IN and not torch.cuda.is_available():
         raise ConfigError("torch sees no GPU here; --stand-in runs the items on the CPU, with tiny sizes")
-    return {"device": "stand-in" if STAND_IN else torch.cuda.get_device_name(), "torch": torch.__version__}
+    name, cards = ("stand-in", 2) if STAND_IN else (torch.cuda.get_device_name(), torch.cuda.device_count())
+    return {"device": name, "torch": torch.__version__, "cards": cards}
 
 
 def synchronise() -> None:
@@ -342,11 +357,16 @@ def run_steps(s: Session, plan: Plan, steps: int = STEPS, *, hidden: bool = Fals
 
 
 def row(config: str, values: dict[str, Any]) -> Figures:
-    """Run steps of a config on this card alone."""
-    settings = config_of(config, values)
-    plan = make_plan(settings, 1, gpu(), on_gpu=True)
+    """Run steps of a config on this card alone, or on torchrun's cards."""
+    settings = config_of(config, values, WORLD_SIZE)
+    plan = make_plan(settings, WORLD_SIZE, gpu(), on_gpu=True)
     with process_group(settings.run) as process, session(settings, process) as s:
-        return run_steps(s, plan)
+        found = run_steps(s, plan)
+        if WORLD_SIZE > 1:
+            found |= by_kind(lambda: train.train_step(s, STEPS + 1))
+            computing_s = sum(found[f"{kind}, s"] for kind in (*KINDS, "others") if kind != "communication")
+            found["communication not hidden, s"] = found["step, s"] - computing_s
+        return found
 
 
 def torchtitan(arguments: Sequence[str]) -> Figures:
@@ -446,6 +466,8 @@ def fake_rank(config: str, values: dict[str, Any], world_size: int) -> Figures:
             for comm in (gather, reduce):
                 comm.take_seconds()
             found |= by_kind(lambda: train.train_step(s, 4))
+    # if it is below 1, the device waits for the host
+    found["kernels, share of the step"] = sum(found[f"{kind}, s"] for kind in (*KINDS, "others")) / found["step, s"]
     found["communication's stand-in, s"] = gather.take_seconds() + reduce.take_seconds()
     if plan.device:
         expected = planned_run.expected(plan, plan.device)
@@ -457,6 +479,7 @@ def fake_rank(config: str, values: dict[str, Any], world_size: int) -> Figures:
 
 # The first matching pattern decides a kernel's kind. Inductor's names list all operators that they fuse.
 KINDS = {
+    "communication": r"nccl",
     "attention": r"flash|fmha|attention|sdpa",
     "matmuls": r"gemm|nvjet|cutlass|xmma|cublas|::b?mm|::addmm|::baddbmm",
     "optimizer": r"adam|lpnorm",
@@ -499,7 +522,8 @@ def profiled(config: str, values: dict[str, Any]) -> Figures:
 # --- several ranks on one card --------------------------------------------------------------------------------------
 
 # NCCL refuses two ranks on one card, and gloo lacks some of these for CUDA tensors. Names depend on torch's version.
-STAGED = ["all_reduce", "all_gather", "all_to_all_single", "all_gather_into_tensor", "all_gather_single"]
+STAGED = ["all_reduce", "all_gather", "gather", "scatter", "all_to_all_single"]
+STAGED += ["all_gather_into_tensor", "all_gather_single"]
 STAGED += ["reduce_scatter_tensor", "reduce_scatter_single", "broadcast"]
 
 
@@ -530,66 +554,154 @@ def stage_collectives() -> None:
 
 
 def losses_of(config: Config, process: Process) -> Tensor:
-    """Return loss and gradient norm of eight steps, (8, 2)."""
+    """Return loss and gradient norm of eight steps, (8, 2). The replicas have to be equal afterwards."""
     with session(config, process) as s:
-        return torch.tensor(
-            [
-                [record.loss.item(), record.grad_norm.item()]
-                for record in (train.train_step(s, step) for step in range(1, 9))
-            ]
-        )
+        records = [train.train_step(s, step) for step in range(1, 9)]
+        require_equal_replicas(s.model, s.optimizer, 8)
+        return torch.tensor([[record.loss.item(), record.grad_norm.item()] for record in records])
 
 
-def one_of_ranks(rank: int, n: int, port: int, cases: dict[str, dict[str, Any]], out: str) -> None:
-    """Run one rank's process: each case's losses on the CPU, then on the card."""
+def small(n: int, values: dict[str, Any]) -> Config:
+    """Return the config of a small model on n ranks."""
+    given = {"model.size": "1M", "model.vocab_size": 517, "train.seq_len": 128, "train.micro_batch_size": 2}
+    given |= {"train.global_batch_size": 4 * n, "optim.warmup_steps": 2, "tokenizer.vocab_size": 517}
+    return config_of("debug.toml", given | {key: v for key, v in values.items() if key != "fsdp.cpu_offload"}, n)
+
+
+@contextlib.contextmanager
+def one_of(rank: int, n: int, port: int, cards: bool) -> Iterator[tuple[Process, Callable[[], None]]]:
+    """Open a process group in a process of its own. Yields the rank on its device, and what stages collectives."""
     die_with_parent()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, n, is_master=rank == 0)  # type: ignore[attr-defined]  # as HashStore
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=n)
-    plain = {name: getattr(dist, name) for name in STAGED if hasattr(dist, name)}
+    through_nccl, device = cards and not STAND_IN, torch.device(DEVICE.type, rank if cards else 0)
+    backend = "cpu:gloo,cuda:nccl" if through_nccl else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=n)
     if not STAND_IN:
-        torch.cuda.set_device(DEVICE)
-        torch.zeros(1, device=DEVICE)  # otherwise a mesh would choose a card by the rank
-    found: Figures = {}
-    for name, values in cases.items():
-        offload = bool(values.get("fsdp.cpu_offload"))
-        given = {"model.size": "1M", "model.vocab_size": 517, "train.seq_len": 128, "train.micro_batch_size": 2}
-        given |= {"train.global_batch_size": 4 * n, "optim.warmup_steps": 2, "tokenizer.vocab_size": 517}
-        given |= {key: value for key, value in values.items() if key != "fsdp.cpu_offload"}
-        config = config_of("debug.toml", given, n)
-        expected = losses_of(config, Process(rank, n, torch.device("cpu"), 1))
-        if offload and not STAND_IN:  # the config refuses it with HSDP: torch issue 180665
-            config = config.model_copy(update={"fsdp": config.fsdp.model_copy(update={"cpu_offload": True})})
-        stage_collectives()
-        losses = losses_of(config, Process(rank, n, DEVICE, 1))
-        for function, original in plain.items():
-            setattr(dist, function, original)
-        found[f"{name}: largest difference from the CPU"] = ((losses - expected) / expected).abs().max().item()
-        found[f"{name}: loss, first and last"] = " ".join(f"{loss:.5f}" for loss in losses[[0, -1], 0].tolist())
-        if rank == 0:
-            Path(out).write_text(json.dumps(found))
-        dist.barrier()
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)  # otherwise a mesh would choose a card by the rank
+    yield Process(rank, n, CPU if STAND_IN else device, 1), (lambda: None) if through_nccl else stage_collectives
+    dist.barrier()
     exit_process()
 
 
-def ranks(n: int, cases: dict[str, dict[str, Any]]) -> Figures:
-    """Run several ranks on this card.
+def one_of_ranks(rank: int, n: int, port: int, cards: bool, cases: dict[str, dict[str, Any]]) -> None:
+    """Run one rank's process: each case's losses on the CPU, then on the card."""
+    found = Found()
+    plain = {name: getattr(dist, name) for name in STAGED if hasattr(dist, name)}
+    with one_of(rank, n, port, cards) as (process, stage):
+        for name, values in cases.items():
+            config = small(n, values)
+            expected = losses_of(small(n, values | {"compile.enabled": False}), replace(process, device=CPU))
+            if values.get("fsdp.cpu_offload") and not STAND_IN:  # the config refuses it with HSDP: torch issue 180665
+                config = config.model_copy(update={"fsdp": config.fsdp.model_copy(update={"cpu_offload": True})})
+            stage()
+            losses = losses_of(config, process)
+            for function, original in plain.items():
+                setattr(dist, function, original)
+            found[f"{name}: largest difference from the CPU"] = ((losses - expected) / expected).abs().max().item()
+            found[f"{name}: loss, first and last"] = " ".join(f"{loss:.5f}" for loss in losses[[0, -1], 0].tolist())
+
+
+def ranks(n: int, cases: dict[str, dict[str, Any]], *, cards: bool = False) -> Figures:
+    """Compare losses of n ranks with the CPU's: on this card, or on a card each.
 
     Raises:
-        RuntimeError: a rank failed, after the named cases.
+        RuntimeError: a rank failed. The finished cases are in FILE.
     """
+    return started(one_of_ranks, n, cards, cases)
+
+
+def started(function: Callable[..., None], n: int, *arguments: Any) -> Figures:
+    """Run a function on n ranks, and return what its rank 0 has found."""
     port = free_port()
     context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=function, args=(i, n, port, *arguments)) for i in range(n)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    if codes := [process.exitcode for process in processes if process.exitcode]:
+        raise RuntimeError(f"ranks ended with {codes}")
+    return Figures(json.loads(Path(sys.argv[3]).read_text()))
+
+
+WAYS_OF_SAVING = "full", "sharded"
+
+
+def bits(tensors: Mapping[str, Tensor], replicas: int) -> int:
+    """Return the sum of all ranks' shards as integers: the same on any world."""
+    parts = [own_part(tensor.detach())[0] for tensor in tensors.values() if tensor.ndim]
+    total = torch.stack([part.contiguous().view(torch.int32).sum(dtype=torch.int64) for part in parts]).sum()
+    return int(sum_over_ranks(total).item()) // replicas
+
+
+def one_that_saves(rank: int, n: int, port: int, cards: bool, folder: str, load: bool) -> None:
+    """Run one rank's process: a full and a sharded save after three steps, or a load of each, with HSDP."""
+    values = {**({"fsdp.dp_replicate": 2} if load and n >= 2 else {}), "checkpoint.async_save": False}
+    found = Found(json.loads(Path(sys.argv[3]).read_text()) if load else {})
+    with one_of(rank, n, port, cards) as (process, stage):
+        stage()
+        for way in WAYS_OF_SAVING:
+            config = small(n, values | {"checkpoint.state_dict": way})
+            with session(config, process) as s:
+                c = Checkpointer(Path(folder, way), s.model, s.optimizer, config.checkpoint, process, WAYS)
+                if load:
+                    optim.make_state(s.optimizer)
+                    c.load_tensors(storage.step_folder(c.folder, 3))
+                    require_equal_replicas(s.model, s.optimizer, 3)
+                    loaded = bits(c.tensors(), config.fsdp.mesh_shape(n)[0])
+                    found[f"{way}: loaded by {n} ranks"] = "the same" if loaded == found[f"{way}: bits"] else "differs"
+                    continue
+                for step in (1, 2, 3):
+                    train.train_step(s, step)
+                check_pending(s)
+                c.save(replace(s.state, step=3))
+                saved = c.wait()
+                assert saved is not None
+                if saved.error:
+                    raise RuntimeError(saved.error)
+                found[f"{way}: GB/s"] = saved.bytes / saved.seconds / 1e9
+                found[f"{way}: bits"] = bits(c.tensors(), 1)
+
+
+def saves(n: int, *, cards: bool = False) -> Figures:
+    """Save on n ranks, and load on half of them, on another mesh."""
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "found.json"
-        started = [context.Process(target=one_of_ranks, args=(i, n, port, cases, str(out))) for i in range(n)]
-        for process in started:
-            process.start()
-        for process in started:
-            process.join()
-        found: Figures = json.loads(out.read_text()) if out.is_file() else {}
-    if codes := [process.exitcode for process in started if process.exitcode]:
-        raise RuntimeError(f"ranks ended with {codes}; before: {found}")
+        started(one_that_saves, n, cards, folder, False)
+        return started(one_that_saves, n // 2, cards, folder, True)
+
+
+# --- several cards --------------------------------------------------------------------------------------------------
+
+
+def collectives() -> Figures:
+    """Check the values of the collectives that training uses, and measure GB/s of each rank's own data."""
+    found, size = Found(), 64 if STAND_IN else 1 << 24
+    with process_group(RunConfig(device="cpu" if STAND_IN else "cuda", threads=1)) as process:
+        n, rank = process.world_size, process.rank
+        own = torch.full((size,), rank + 1.0, device=DEVICE)
+        rows = torch.arange(1.0, n + 1, device=DEVICE).repeat_interleave(size)  # row r is that of rank r
+        gathered, part = torch.empty_like(rows), torch.empty_like(own)
+        parts, total = list(gathered.split(size)), n * (n + 1) / 2
+        ways: dict[str, tuple[Callable[[], Any], Tensor, Any]] = {
+            "all-gather": (lambda: all_gather(gathered, own), gathered, rows),
+            "all-gather of a list": (lambda: dist.all_gather(parts, own), gathered, rows),
+            "reduce-scatter": (lambda: reduce_scatter(part, rows), part, n * (rank + 1.0)),
+            "all-reduce": (lambda: dist.all_reduce(part.copy_(own)), part, total),
+            "all-to-all": (lambda: dist.all_to_all_single(gathered, own.repeat(n)), gathered, rows),
+            "broadcast": (lambda: dist.broadcast(part.copy_(own), 0), part, 1.0),
+            "gather": (lambda: dist.gather(own, parts if rank == 0 else None), gathered, rows if rank == 0 else 0.0),
+            "scatter": (lambda: dist.scatter(part, list(rows.split(size)) if rank == 0 else None), part, rank + 1.0),
+        }
+        for name, (way, result, expected) in ways.items():
+            gathered.zero_()
+            part.zero_()
+            way()
+            if not bool((result == expected).all()):
+                raise RuntimeError(f"{name}: wrong values on rank {rank}")
+            found[f"{name}, GB/s"] = own.nbytes / timed(way) / 1e9
     return found
 
 
@@ -645,8 +757,8 @@ def dead_rank() -> Figures:
 # --- runs of train.py -----------------------------------------------------------------------------------------------
 
 
-def train_py(folder: Path, config: str, values: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run train.py on the text of docs/. Returns its metrics."""
+def arguments_of(folder: Path, config: str, values: dict[str, Any]) -> list[str]:
+    """Return train.py's arguments for a run on the text of docs/, which is written to the folder."""
     text = folder / "text.txt"
     if not text.is_file():
         text.write_text("\n\n".join(file.read_text() for file in sorted((ROOT / "docs").rglob("*.md"))))
@@ -658,8 +770,12 @@ def train_py(folder: Path, config: str, values: dict[str, Any]) -> list[dict[str
         f"--{key}={str(value).lower() if isinstance(value, bool) else value}"
         for key, value in (own | values | more).items()
     ]
-    command = [sys.executable, "train.py", f"--config=configs/{config}", *options]
-    subprocess.run(command, cwd=ROOT, check=True)
+    return [f"--config=configs/{config}", *options]
+
+
+def train_py(folder: Path, config: str, values: dict[str, Any]) -> list[dict[str, Any]]:
+    """Run train.py on the text of docs/. Returns its metrics."""
+    subprocess.run([sys.executable, "train.py", *arguments_of(folder, config, values)], cwd=ROOT, check=True)
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -697,13 +813,55 @@ def resume(config: str, values: dict[str, Any]) -> Figures:
         }
 
 
+def ends(
+    fault: str, code: int, words: str, values: dict[str, Any] | None = None, ranks: int = 0, file: str = ""
+) -> Figures:
+    """Run train.py with a fault. Its exit code and output have to be as expected.
+
+    Args:
+        fault: of tests/faults/worker.py; after a `device`, SIGTERM follows.
+        words: what the output has to contain.
+        ranks: by torchrun; 0: without it.
+        file: a pattern of files that have to exist in the run's folder.
+
+    Raises:
+        ConfigError: it ended differently.
+    """
+    found = Found()
+    if STAND_IN and words == "out of memory":
+        return {"not run": "a stand-in has no memory of a device"}
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    script = "tests/faults/worker.py" if fault else "train.py"
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        given = {"train.steps": 6, "train.global_batch_size": 8 * max(ranks, 1), **(values or {})}
+        command = [sys.executable, *launcher, script, *arguments_of(folder, "debug.toml", given)]
+        recorder = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_FR_DUMP_TEMP_FILE": str(folder / "flight_")}
+        began, env, output = time.monotonic(), os.environ | recorder | {"FAULT": fault}, ""
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            output += line
+            if "FAULT device fired" in line:
+                process.terminate()
+        found["exit code"], found["seconds"] = process.wait(), time.monotonic() - began
+        found["files"] = " ".join(str(path.relative_to(folder / "run")) for path in folder.glob(f"run/{file or '0'}"))
+        found["dumps of the flight recorder"] = len([*folder.glob("flight_*")])
+    if found["exit code"] != code or words not in output or (file and not found["files"]):
+        raise ConfigError(f"ended with {found['exit code']}, not {code} and '{words}'")
+    return found
+
+
 # Tests of tests/gpu/test_cuda.py that run next to each other, by words for -k. Those of a group share a fixture.
 TESTS = {"options": "every_knob", "memory": "memory", "steps": "losses or host_waits", "resume": "resume"}
 OUTCOME = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b")
 
 
-def gpu_tests() -> Figures:
-    """Run the tests of tests/gpu in parallel. A failing test does not stop the others."""
+def gpu_tests(*, memory: bool) -> Figures:
+    """Run the tests of memory in tests/gpu, or the others, in parallel. A failing test does not stop the others."""
     found, outcomes, lock = Found(failed=""), Counter[str](), threading.Lock()
     parallel = ["-n", "1" if STAND_IN else "4"] if importlib.util.find_spec("xdist") else []
 
@@ -735,7 +893,8 @@ def gpu_tests() -> Figures:
         with lock:
             found[f"{name}, exit code"] = process.wait()
 
-    groups = TESTS | {"others": f"not ({' or '.join(TESTS.values())})"}
+    all_groups = TESTS | {"others": f"not ({' or '.join(TESTS.values())})"}
+    groups = {name: words for name, words in all_groups.items() if (name == "memory") == memory}
     with ThreadPoolExecutor() as threads:
         list(threads.map(run_group, groups.keys(), groups.values()))
     return found

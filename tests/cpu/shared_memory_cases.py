@@ -26,7 +26,6 @@ from torchtitan_lite.distributed.process_group import Process, set_group_timeout
 # the names in torch 2.13, and before
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-OPS = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
 
 def values_of(rank: int, n: int, dtype: torch.dtype) -> Tensor:
@@ -65,18 +64,16 @@ def compare_one(gather: AllGather, reduce: ReduceScatter, n: int, dtype: torch.d
     if dtype == torch.uint8:
         return
     in_order = sum_in_order(ranks, ranks * n, dtype)
-    for op in OPS:
-        scale = ranks if op == dist.ReduceOp.AVG else 1
-        total, one = whole.new_zeros(n), whole.new_zeros(n)
-        reduce(total, whole.clone(), group, op)
-        assert total.equal(in_order[rank * n : (rank + 1) * n] / scale), f"reduce-scatter of {n} {dtype}"
-        reduce_scatter(one, whole.clone(), op=dist.ReduceOp.SUM, group=group)
-        require_as_gloo(total, one / scale, ranks, f"reduce-scatter of {n} {dtype}")
-        both = whole.clone(), whole.clone()
-        all_reduce(reduce._shared, both[0], op)
-        assert both[0].equal(in_order / scale), f"all-reduce of {n} {dtype}"
-        dist.all_reduce(both[1], op=op)
-        require_as_gloo(*both, ranks, f"all-reduce of {n} {dtype} {op}")
+    total, one = whole.new_zeros(n), whole.new_zeros(n)
+    reduce(total, whole.clone(), group, dist.ReduceOp.SUM)
+    assert total.equal(in_order[rank * n : (rank + 1) * n]), f"reduce-scatter of {n} {dtype}"
+    reduce_scatter(one, whole.clone(), group=group)
+    require_as_gloo(total, one, ranks, f"reduce-scatter of {n} {dtype}")
+    both = whole.clone(), whole.clone()
+    all_reduce(reduce._shared, both[0])
+    assert both[0].equal(in_order), f"all-reduce of {n} {dtype}"
+    dist.all_reduce(both[1])
+    require_as_gloo(*both, ranks, f"all-reduce of {n} {dtype}")
 
 
 def compare(_world: Process, piece: int) -> None:
@@ -108,7 +105,7 @@ def sharded(mesh: DeviceMesh, *, neighbours: int | bool = True) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(9, 8, bias=False), nn.Linear(8, 5, bias=False))
     for layer in model:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=neighbours)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=neighbours).set_force_sum_reduction_for_comms(True)
     return fully_shard(model, mesh=mesh)
 
 

@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -105,6 +106,7 @@ def require_gathered_in_float8(process: Process) -> None:
     seen = []
     layer: Any = model.get_submodule("layers.1.attention.wk")
     layer.register_forward_pre_hook(lambda module, _: seen.append((module.weight._data.dtype, module.weight._scale)))
+    computed = patch.object(float8, "update_scales", wraps=float8.update_scales).start()
     for factor in (1.0, 3.0, 0.1, 0.0):  # as an update, a swap with averages or a checkpoint changes weights in place
         with torch.no_grad():
             for one in (model, other):
@@ -120,6 +122,7 @@ def require_gathered_in_float8(process: Process) -> None:
             "in training and in validation"
         )
         seen.clear()
+    assert computed.call_count == 4, "once for training and validation"
 
 
 @needs_torchao

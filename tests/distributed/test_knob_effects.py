@@ -28,6 +28,7 @@ from torchtitan_lite import models
 from torchtitan_lite.config.schema import FsdpConfig
 from torchtitan_lite.data.loader import Batch, Loader
 from torchtitan_lite.distributed import fsdp
+from torchtitan_lite.distributed.evaluating import evaluating
 from torchtitan_lite.distributed.fsdp import groups_of
 from torchtitan_lite.distributed.process_group import Process, build_mesh
 from torchtitan_lite.distributed.sharding import own_part, shard_dim
@@ -37,7 +38,7 @@ from torchtitan_lite.run.checks import check_patterns
 from torchtitan_lite.run.session import Session, check_pending
 from torchtitan_lite.tools.estimate.simulate import fake_world
 
-bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+bf16, fp16, fp32, SUM = torch.bfloat16, torch.float16, torch.float32, dist.ReduceOp.SUM
 Build = Callable[..., Session]
 LAYERS = ["layers.0", "layers.1", "layers.2"]
 GROUPS = ["tok_embeddings", *LAYERS, "norm, output"]
@@ -98,6 +99,7 @@ class _Written:
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, **more: Any) -> Any:
         self.write(group, input_tensor)
+        assert more.get("op", SUM) == SUM
         return self.collective(output_tensor, input_tensor, group=group, **more)
 
 
@@ -131,6 +133,7 @@ def events_of_a_step(t: Session) -> list[Event]:
     def all_reduce(tensor: Tensor, *op: Any, **kwargs: Any) -> Any:
         if group := kwargs.get("group"):  # of FSDP or float8; the loss is summed over the default group
             events.append(Event("all-reduce", "", group.size(), tensor.dtype))
+            assert kwargs.get("op", SUM) == SUM
         return honest(tensor, *op, **kwargs)
 
     def recorded_batch(self: Loader, first: int, size: int) -> Batch:
@@ -187,6 +190,29 @@ def test_reshard_to_some_ranks_gathers_over_them_in_backward(build: Build) -> No
     assert sum(event.what == "gather" and event.group == GROUPS[-1] for event in events) == 2, "the head stays whole"
 
 
+@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="needs torch 2.13")
+def test_an_evaluation_before_training_leaves_parameters_sharded(build: Build) -> None:
+    t = build()
+    batch = t.loader.batch(0, 2).micro_batches[0]
+    with torch.no_grad(), evaluating(t.model):
+        t.model(batch.tokens, batch.targets)
+    assert all(isinstance(p, DTensor) for p in t.model.parameters())
+    assert counted(t, "gather") == per_micro_batch(2, 1), "none is left over for the first step"
+
+
+def test_checkpointing_beside_prefetching_gathers_no_group_again(build: Build) -> None:
+    for mode in ("full", "selective"):
+        t = build(activation_checkpointing__mode=mode, fsdp__explicit_prefetching=True)
+        assert counted(t, "gather") == per_micro_batch(2, 1)
+
+
+def test_compiled_blocks_do_not_pass_by_the_hooks_of_fsdp(build: Build) -> None:
+    torch._dynamo.reset()
+    t = build(compile__enabled=True, compile__backend="eager")
+    assert counted(t, "gather") == per_micro_batch(2, 1)
+    assert counted(t, "reduce") == dict.fromkeys(GROUPS, ACCUMULATION)
+
+
 # --- the mesh ---------------------------------------------------------------------------------------------------
 
 
@@ -199,6 +225,19 @@ def test_copies_of_shards_reduce_within_and_then_between(build: Build) -> None:
     assert [e.ranks for e in events if e.what == "reduce"] == [2] * n
     assert [e.ranks for e in events if e.what == "all-reduce"] == [2] * n
     assert {e.ranks for e in events if e.what == "gather"} == {2}
+
+
+@on_4_ranks
+def test_gradients_are_plain_sums_on_every_mesh(build: Build) -> None:
+    """Without a division, but in float16: there FSDP2 divides by the number of ranks, which the loss makes up for."""
+    keys: dict[str, Any]
+    for keys in ({}, {"fsdp__dp_replicate": 2}, {"fsdp__reduce_dtype": "float16"}):
+        t = build(**keys)
+        events_of_a_step(t)  # whose reductions are sums
+        for module in t.model.layers:
+            group = module._get_fsdp_state()._fsdp_param_group  # type: ignore[operator]
+            assert group.gradient_divide_factor == (None if t.scaler.enabled else 1), "the default is the world size"
+        assert t.scaler.scaled(torch.ones(())) == t.scaler.scale * (4 if t.scaler.enabled else 1)
 
 
 @on_4_ranks
@@ -330,18 +369,20 @@ def on_the_cpu_explicit_all_gathers_run_beside_the_computation(build: Build) -> 
 # --- offloading: needs a GPU (ON_CUDA of knob_table.py) ---------------------------------------------------------
 
 
-def test_pinned_memory_is_asked_for_unless_it_is_switched_off(build: Build) -> None:
+def test_pinned_and_symmetric_memory_are_asked_for_as_configured(build: Build) -> None:
     t = build()
     for keys, expected in (
         ({}, OffloadPolicy()),
+        ({"symmetric_memory": True}, OffloadPolicy()),
         ({"cpu_offload": True}, CPUOffloadPolicy(pin_memory=True)),
         ({"cpu_offload": True, "pin_memory": False}, CPUOffloadPolicy(pin_memory=False)),
     ):
         with torch.device("meta"):
             model = models.build(t.config.model, 517)
-        with patch.object(fsdp, "fully_shard") as shard, patch.object(fsdp, "_fsdp"):
+        with patch.object(fsdp, "fully_shard") as shard, patch.object(fsdp, "_fsdp") as module:
             config = FsdpConfig.model_validate(keys)
             fsdp.apply_fsdp(model, build_mesh(config, torch.device("cpu")), config)
+        assert module().set_symm_mem_for_comm.call_count == len(GROUPS) * ("symmetric_memory" in keys)
         *of_groups, of_root = shard.call_args_list
         assert "offload_policy" not in of_root.kwargs, "the root has no parameters"
         assert [call.kwargs["offload_policy"] for call in of_groups] == [expected] * len(GROUPS)

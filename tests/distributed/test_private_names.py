@@ -15,6 +15,7 @@ PLACES = {
     "torch.distributed.fsdp._fully_shard._fully_shard": f"{FSDP}:_fully_shard",
     "_get_post_forward_mesh_info": f"{FSDP}:_fully_shard._get_post_forward_mesh_info",
     "torch.distributed.fsdp._fully_shard._fsdp_param": f"{FSDP}:_fsdp_param._chunk_with_empty",
+    "_version": "torch:Tensor._version",
     "_local_tensor": "torch.distributed.tensor:DTensor._local_tensor",
     # operators
     "_softmax_backward_data": "torch:_softmax_backward_data",

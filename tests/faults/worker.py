@@ -10,6 +10,7 @@ full       from now on no file of this rank can grow beyond 4 KiB (RLIMIT_FSIZE)
 raise      an error that nobody expects
 exit       the process leaves with 0
 hang       it waits for ever
+device     its GPU computes for ever; without a GPU: as hang
 slow       it waits for FAULT_SECONDS
 term       SIGTERM to itself
 vanish     the run's folder is renamed
@@ -175,6 +176,7 @@ ACTIONS: dict[str, Callable[[Any], Any]] = {
     "raise": _raise,
     "exit": lambda _: os._exit(0),
     "hang": lambda _: time.sleep(10_000),
+    "device": lambda _: torch.cuda._sleep(1 << 60) if torch.cuda.is_available() else time.sleep(10_000),
     "slow": lambda _: time.sleep(float(os.environ["FAULT_SECONDS"])),
     "term": _signal(signal.SIGTERM),
     "vanish": _vanish,

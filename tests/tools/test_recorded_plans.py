@@ -65,6 +65,10 @@ ROWS: dict[str, list[str]] = {  # by device and ranks
         *("--train.micro_batch_size=200", "--model.dim=4096", "--model.n_heads=32", "--train.seq_len=1024", ADAMW),
         *("--fsdp.dp_shard=1", "--train.steps=90000"),
     ],
+    "rtx4090 2 suggest": [  # without checkpointing, a micro-batch of 8 does not fit
+        *("--suggest", ADAMW, BF16, "--train.global_batch_size=16", "--model.n_layers=8"),
+        *("--model.dim=2048", "--model.n_heads=16", "--model.max_seq_len=4096", "--train.seq_len=4096"),
+    ],
     "a100-pcie 1 windows": [f"--config={ROOT}/configs/windows.toml", "--train.micro_batch_size=8"],
 }
 WRONG = [
@@ -76,6 +80,7 @@ WRONG = [
     ["--world-size=6", "--fsdp.dp_shard=4"],
     ["--device=cpu", "--fsdp.cpu_offload=true"],
     ["--data.path=.", "--model.size=9M"],
+    ["--suggest", "--device=cpu", *SMALL],
 ]
 
 

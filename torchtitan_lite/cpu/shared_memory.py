@@ -180,9 +180,9 @@ class ReduceScatter(_Collective):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Write the sum (or mean) of all inputs' rows r to rank r's output."""
+        """Write the sum of all inputs' rows r to rank r's output."""
         shared, n = self._shared, len(output_tensor)
-        assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG), op
+        assert op == dist.ReduceOp.SUM, op
         assert group.size() == shared.size
         rows = input_tensor.view(shared.size, n)
         for piece, flat in shared.pieces(n, rows.dtype, shared.size):
@@ -193,20 +193,16 @@ class ReduceScatter(_Collective):
             parts = [*slots[:, shared.rank]]
             parts[shared.rank] = rows[shared.rank, piece]
             _sum(parts, output_tensor[piece])
-        if op == dist.ReduceOp.AVG:
-            output_tensor /= shared.size
 
 
 def all_reduce(shared: SharedMemory, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
-    """Sum or average a tensor over the group, in place, in rank order: the same bits on every rank."""
-    assert op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG, op  # `in` would swap the operands
+    """Sum a tensor over the group, in place, in rank order: the same bits on every rank."""
+    assert op == dist.ReduceOp.SUM, op
     flat = tensor.view(-1)
     for piece, slots in shared.pieces(len(flat), flat.dtype):
         slots[shared.rank] = flat[piece]
         shared.barrier()
         _sum([*slots], flat[piece])
-    if op == dist.ReduceOp.AVG:
-        tensor /= shared.size
 
 
 def _sum(parts: list[Tensor], out: Tensor) -> None:

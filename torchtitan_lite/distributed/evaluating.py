@@ -29,6 +29,10 @@ def evaluating(model: nn.Module, *, compiled: bool = False) -> Iterator[None]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+    if isinstance(model, FSDPModule) and hasattr(model, "reset_iter_state"):  # since torch 2.13
+        # FSDP2 lists the groups of each forward until a backward. By a list that begins with the evaluation's groups,
+        # the next backward would end by gathering the head.
+        model.reset_iter_state()
 
 
 @contextlib.contextmanager

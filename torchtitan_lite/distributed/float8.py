@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import Transformer
@@ -68,12 +69,19 @@ def convert(model: Transformer, mesh: DeviceMesh) -> None:
 def gather_in_float8(model: Transformer) -> None:
     """Cast the sharded weights of converted layers before they are gathered. Call it after `apply_fsdp`."""
     weights: list[Weight] = []
+    scaled: list[int] = []  # the versions of the shards at the last update of the scales
 
     def before_forward(_model: nn.Module, _args: tuple[Any, ...]) -> None:
         if not weights:  # only now do the shards have storage
             weights.extend(Weight(layer) for _, layer in _linears(model))
-        update_scales(weights)
+        # Loads and swaps with averages write all shards in place, on every rank, so the ranks agree on when to update.
+        # A write to a DTensor does not change its shard's version.
+        versions = [tensor._version for weight in weights for tensor in (weight.sharded, weight.shard)]
+        if versions != scaled:
+            update_scales(weights)
+            scaled[:] = versions
 
+    register_optimizer_step_post_hook(lambda *_: scaled.clear())  # it may write to `.data`, which has its own version
     # before FSDP2's hook, which prepares the parameters and makes its streams wait for the scales
     model.register_forward_pre_hook(before_forward, prepend=True)
 

@@ -44,7 +44,7 @@ is a float64 sum over ranks. With speed.float8, only the blocks' linear layers a
 e4m3, gradients of outputs in e5m2); the rest is as with --mixed-precision.
 
 With HSDP (fsdp.dp_replicate), gradients are reduce-scattered over dp_shard, then all-reduced over dp_replicate.
-Both average, so together they average over all ranks, as train.py assumes.
+Both sum (`averaged_over`).
 """
 
 from dataclasses import dataclass
@@ -125,12 +125,31 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, config: FsdpConfig) -> None
     if len({group.param_dtype for group in groups}) > 1 or any(group.output_dtype for group in groups):
         for group in groups:
             cast_inputs(group.modules, group.param_dtype)
+    divisor = averaged_over(config, mesh.size())
+    for group in groups:
+        module = _fsdp(group.modules[0])  # these setters do not reach other groups
+        module.set_force_sum_reduction_for_comms(True)
+        if divisor != mesh.size():  # the default; in a world of one, setting it would cost a copy
+            module.set_gradient_divide_factor(divisor)
+        if config.symmetric_memory:
+            module.set_symm_mem_for_comm()
     if config.separate_reduce_scatter_group:
         root.set_separate_reduce_scatter_group()
     if config.reduce_scatter_buffers > 1:
         root.set_reduce_scatter_max_input_buffers(config.reduce_scatter_buffers)
     if config.explicit_prefetching:
         _set_prefetch(groups, config, mesh.device_type, tied=model.config.tie_embeddings)
+
+
+def averaged_over(config: FsdpConfig, ranks: int) -> int:
+    """Return the number that FSDP2 divides summed gradients by: 1, or with float16 the number of ranks.
+
+    The gradient of the mean loss per token is a plain sum over the ranks, which NCCL can also compute in the switch and
+    without copies. (FSDP2's default is `ReduceOp.AVG`, which it can't.) In float16, each rank's part of the mean could
+    vanish. So there the loss is larger by the number of ranks (`GradScaler`), and FSDP2 divides by it, partly before a
+    sum in float16, which could overflow.
+    """
+    return ranks if config.uses_float16 else 1
 
 
 def _set_prefetch(groups: list[Group], config: FsdpConfig, device_type: str, *, tied: bool) -> None:

@@ -18,22 +18,28 @@ class GradScaler:
 
     Args:
         state: from `state_dict`; empty for a new run.
+        averaged_over: the number that FSDP2 divides summed gradients by (`fsdp.averaged_over`).
     """
 
     def __init__(
-        self, config: GradScalerConfig, enabled: bool, device: torch.device, state: Mapping[str, Any] | None = None
+        self,
+        config: GradScalerConfig,
+        enabled: bool,
+        device: torch.device,
+        state: Mapping[str, Any] | None = None,
+        averaged_over: int = 1,
     ) -> None:
         state = state or {}
         self.enabled = enabled
         self.skipped_steps = int(state.get("skipped_steps", 0))  # FiniteGuard counts them, one step late
-        self._growth_interval = config.growth_interval
+        self._growth_interval, self._averaged_over = config.growth_interval, averaged_over
         # () float32, on the device; 1 without float16
         self.scale = torch.tensor(float(state.get("scale", config.init_scale)) if enabled else 1.0, device=device)
         self._good_steps = torch.tensor(int(state.get("good_steps", 0)), device=device)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the loss to call backward on. Gradients stay scaled until `clip_factor` unscales them."""
-        return loss * self.scale if self.enabled else loss
+        return loss * (self.scale * self._averaged_over) if self.enabled else loss
 
     @torch.no_grad()
     def update(self, overflow: Tensor) -> None:

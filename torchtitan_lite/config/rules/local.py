@@ -4,6 +4,7 @@ import importlib.util
 import os
 import shutil
 import sysconfig
+from importlib.metadata import version
 from pathlib import Path
 
 from torchtitan_lite.config.paths import expand, is_prepared, not_downloaded, problem, unfound
@@ -50,7 +51,14 @@ def path_rules(config: Config, machine: Machine) -> Rules:
 
 
 def package_rules(config: Config, machine: Machine) -> Rules:
-    """Yield what torchao, torch.compile and the trackers lack."""
+    """Yield what torch, torchao, torch.compile and the trackers lack."""
+    if config.fsdp.symmetric_memory and (
+        machine.n_gpus == 0 or config.run.device == "cpu" or [*map(int, version("torch").split(".")[:2])] < [2, 12]
+    ):
+        yield (
+            "fsdp.symmetric_memory run.device",
+            "fsdp.symmetric_memory = true needs GPUs, and torch 2.12 or newer; fsdp.symmetric_memory = false works",
+        )
     if config.speed.float8 and importlib.util.find_spec("torchao") is None:
         yield (
             "speed.float8",

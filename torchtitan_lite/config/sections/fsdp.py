@@ -73,6 +73,8 @@ reduce_scatter within a replica after every one, all_reduce between replicas aft
     """with explicit_prefetching: groups to prefetch in backward"""
     separate_reduce_scatter_group: bool = False
     """reduce-scatter in a separate process group, in parallel with all-gathers (GPUs; needs torch 2.13)"""
+    symmetric_memory: bool = False
+    """all-gather through NCCL's symmetric memory (GPUs; needs torch 2.12)"""
     reduce_scatter_buffers: PositiveInt = 1
     """input buffers of reduce-scatters in flight; above 1, backward waits less for them (GPUs; needs torch 2.13)"""
 

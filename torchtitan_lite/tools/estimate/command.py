@@ -5,8 +5,11 @@
 The estimates come from a simulated step (simulate.py).
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+import tomli_w
 
 from torchtitan_lite import commands
 from torchtitan_lite.config import cli
@@ -40,6 +43,10 @@ OPTIONS: commands.Options = {
         "choices": ["cpu", *DEVICES],
         "help": "the device (default: h100)",
     },
+    "--suggest": {
+        "action": "store_true",
+        "help": "print the three fastest settings that fit, as TOML lines",
+    },
 }
 
 
@@ -48,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "plan",
         argv,
         OPTIONS,
-        lambda given: _plan(given.world_size, DEVICES.get(given.device), given.rest),
+        lambda given: _plan(given.world_size, DEVICES.get(given.device), given.rest, suggest=given.suggest),
         others=True,
         description="Estimate a run's memory and time, and suggest changes if it does not fit. Needs no GPU. Every "
         "option of train.py works as well: --config FILE, --section.key=value, ...",
@@ -56,14 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
 
-def _plan(world_size: int, device: Device | None, config_options: Sequence[str]) -> int:
+def _plan(world_size: int, device: Device | None, config_options: Sequence[str], *, suggest: bool) -> int:
     if world_size < 1:
         raise ConfigError(f"--world-size={world_size} should be 1 or more")
     per_node = min(device.per_node, world_size) if device else world_size
     command = cli.parse(
         config_options,
         elsewhere=True,  # the run is for a different machine
-        flags=["help", "world-size", "device"],
+        flags=["help", "world-size", "device", "suggest"],
         n_gpus=per_node if device else 0,
         world_size=world_size,
         local_world_size=per_node,
@@ -74,7 +81,7 @@ def _plan(world_size: int, device: Device | None, config_options: Sequence[str])
     plan = make_plan(epochs.planned(command.loaded, data), world_size, device)
     lines = data_lines(plan.config, data, open_samples(data, "train", plan.config)) if data else []
     print("\n".join([*_model_lines(plan), *lines, "", *_memory_lines(plan), *_time_lines(plan)]), flush=True)
-    for line in _advice(plan):
+    for line in _suggestions(plan) if suggest else _advice(plan):
         print(line, flush=True)
     return 0
 
@@ -184,3 +191,33 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Config, int]]:
         yield text, config, plan.world_size
     for world_size in (2 * plan.world_size, 4 * plan.world_size, 8 * plan.world_size):
         yield f"{text} --world-size={world_size}".lstrip(), config, world_size
+
+
+def _suggestions(plan: Plan) -> Iterator[str]:
+    """Yield the three fastest settings that fit, of micro-batch, checkpointing, and what is freed and summed when."""
+    if plan.device is None or why_unknown(plan):
+        raise ConfigError(f"--suggest compares times, but {why_unknown(plan)}")
+    batch, found = plan.config.train.global_batch_size, list[tuple[float, dict[str, Any], Plan]]()
+    for mode, kept in itertools.product(("none", "selective", "full"), (False, True)):
+        if mode == "full" and found:  # recomputing everything is only for what fits no other way
+            break
+        change: dict[str, Any] = {"train.micro_batch_size": 1, "activation_checkpointing.mode": mode}
+        # a group is gathered and reduced once per step, or in each micro-batch
+        change |= {"fsdp.reshard_after_forward": False if kept else "default"}
+        change |= {"fsdp.reshard_after_backward": not kept, "fsdp.grad_sync": "last" if kept else "every"}
+        while batch % (change["train.micro_batch_size"] * plan.world_size) == 0:
+            config = plan.config.changed(change)
+            candidate = plan if config == plan.config else make_plan(config, plan.world_size, plan.device)
+            if not candidate.fits:  # a larger micro-batch would not, either
+                break
+            found.append((expected(candidate, plan.device).total, dict(change), candidate))
+            change["train.micro_batch_size"] *= 2
+    for seconds, change, candidate in sorted(found, key=lambda one: one[0])[:3]:
+        rate = plan.layout.tokens_per_step / plan.world_size / seconds
+        yield f"\n# {rate:,.0f} tokens per second per device, {size(sum(candidate.device_bytes.values()))}"
+        sections = dict.fromkeys(key.partition(".")[0] for key in change)
+        yield tomli_w.dumps(
+            {s: {k.partition(".")[2]: v for k, v in change.items() if k.startswith(s)} for s in sections}
+        )
+    if not found:
+        yield "none of the settings that --suggest tries fits; without it, plan names further changes"

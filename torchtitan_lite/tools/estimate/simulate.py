@@ -247,7 +247,10 @@ def _extrapolated(base: Simulated, shallow: Simulated, deeper: Simulated, times:
 
 def simulate_depths(config: Config, mesh: DeviceMesh, vocab_size: int, depths: list[int], on_gpu: bool) -> Simulated:
     """Simulate a model with these depths, one per stack of blocks. Needs `fake_world`."""
-    layout, fsdp = derive(config, mesh.size()), config.fsdp.model_copy(update={"cpu_offload": False})
+    layout, fsdp = (
+        derive(config, mesh.size()),
+        config.fsdp.model_copy(update={"cpu_offload": False, "symmetric_memory": False}),
+    )
     timeline = Timeline(layout.dp_replicate, config.compile.enabled)
     with torch.device("meta"):
         keys = dict(zip(("n_layers", "n_decoder_layers"), depths, strict=False))
