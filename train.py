@@ -13,6 +13,7 @@ import functools
 import gc
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torchtitan_lite import cpu, models  # before torch: it may set a variable that OpenMP reads
@@ -33,7 +34,6 @@ from torchtitan_lite.config.sections.log import METRICS
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import Batch, Loader, PrefetchingLoader
-from torchtitan_lite.data.open_samples import open_samples
 from torchtitan_lite.distributed import fsdp, recompute_and_compile
 from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.process_group import (
@@ -50,10 +50,11 @@ from torchtitan_lite.optim.finite_guard import FiniteGuard, Guard
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.groups import freeze
 from torchtitan_lite.optim.step_record import StepRecord
-from torchtitan_lite.run import attempts, checks, out_of_memory, run_folder, start_and_end
+from torchtitan_lite.run import attempts, checks, out_of_memory, phases, run_folder, start_and_end
 from torchtitan_lite.run.between_steps import (
     build_periodic_work,
     disable_automatic_gc,
+    log_phase,
     missed_evaluations,
     peak_tokens_per_second,
     report_save,
@@ -62,6 +63,7 @@ from torchtitan_lite.run.between_steps import (
 from torchtitan_lite.run.metrics import Log, Meter
 from torchtitan_lite.run.preemption import Preemption, launcher_note
 from torchtitan_lite.run.session import Session, check_pending, due, forward_seed
+from torchtitan_lite.run.source_losses import SourceLosses
 from torchtitan_lite.run.watchdog import Watchdog
 from torchtitan_lite.scoring.validation import Validation
 from torchtitan_lite.terminal import print_error, print_line
@@ -149,7 +151,7 @@ def build(config: Config, data: DataSet, process: Process, log: Log) -> Session:
 
 
 def build_watched(config: Config, data: DataSet, process: Process, log: Log, watchdog: Watchdog) -> Session:
-    """Build mesh, model, optimizer, data, checkpointer and guards, in this order."""
+    """Build mesh, model, optimizer, checkpointer, data and guards, in this order."""
     # 1. The mesh: which ranks shard one replica of the model, and which hold further replicas.
     mesh = build_mesh(config.fsdp, process.device)
 
@@ -162,18 +164,7 @@ def build_watched(config: Config, data: DataSet, process: Process, log: Log, wat
     # 3. The optimizer, after sharding: its parameters are DTensors, so its moments are sharded like them.
     optimizer = optim.build_optimizer(model, config.optim)
 
-    # 4. The data: a batch's sequences are a function of the seed and one integer, state.samples_consumed.
-    samples = open_samples(data, "train", config)
-    rank_loader = Loader(
-        samples,
-        micro_batch_size=config.train.micro_batch_size,
-        rank=process.rank,
-        world_size=process.world_size,
-        seed=config.run.seed,
-        document_mask=config.data.document_mask,
-        pin=process.device.type == "cuda",
-    )
-    loader = PrefetchingLoader(rank_loader, process.device)
+    # 4. The work between steps. Its data, such as the validation set, is the same in all phases.
     validation = Validation.from_config(config, data, config.train.micro_batch_size, process.rank, process.world_size)
     periodic, task_hashes = build_periodic_work(config, data, validation)
 
@@ -187,25 +178,21 @@ def build_watched(config: Config, data: DataSet, process: Process, log: Log, wat
         resumed = load_newest(config, checkpointer, fresh, log)
     state = resumed.continued_by(fresh) if resumed else fresh
 
-    # 6. The loss scale (float16), the guards that can withhold an update, and the throughput meter.
+    # 6. The loss scale (float16) and the throughput meter.
     scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, process.device, state.grad_scaler)
-    guards = build_guards(config, process, state, scaler, checkpointer, log)
-    meter = Meter(state, process.device, peak_tokens_per_second(config, model, process))
+    meter = Meter(state, process.device)
     profile = None
     if config.profile.steps:
         from torchtitan_lite.run.profiler import Profile
 
         profile = Profile(config.profile, config.folder, process)
-    return Session(
+    s = Session(
         config=config,
+        data=data,
         process=process,
         model=model,
         optimizer=optimizer,
         scaler=scaler,
-        guards=guards,
-        metrics=[*model.metrics, *(METRICS[name] for name in config.log.metrics)],
-        samples=samples,
-        loader=loader,
         log=log,
         meter=meter,
         watchdog=watchdog,
@@ -216,6 +203,40 @@ def build_watched(config: Config, data: DataSet, process: Process, log: Log, wat
         state=state,
         resumed=resumed,
     )
+
+    # 7. The data, and what else may change within a run: a batch is a function of seed, segments and samples_consumed.
+    enter_phase(s, state.step)
+    return s
+
+
+def enter_phase(s: Session, step: int) -> None:
+    """Build what depends on the phase of a step: the data, the guards that can withhold an update, and the context."""
+    begins = step > s.state.step
+    if begins:
+        check_pending(s)  # by the guards that saw this step
+        s.loader.close()
+        saved = {key: value for guard in s.guards for key, value in guard.state().items()}
+        s.state = replace(s.state, **saved | {"spikes": {}})  # a window of losses is of one phase
+    s.phase, s.samples, s.state = phases.open_phase(s.config, s.data, s.state, step)
+    loader = Loader(
+        s.samples,
+        micro_batch_size=s.phase.train.micro_batch_size,
+        rank=s.process.rank,
+        world_size=s.process.world_size,
+        seed=s.phase.run.seed,
+        document_mask=s.phase.data.document_mask,
+        pin=s.process.device.type == "cuda",
+    )
+    s.loader = PrefetchingLoader(loader, s.process.device)
+    s.source_losses = SourceLosses(s.model, s.samples.names, s.process.device)
+    several = len(s.samples.names) > 1
+    s.metrics = [*s.model.metrics, *(METRICS[n] for n in s.config.log.metrics), *[s.source_losses.metric] * several]
+    s.guards = build_guards(s.phase, s.process, s.state, s.scaler, s.checkpointer, s.log)
+    if s.model.config != s.phase.model:
+        s.model.use_context(s.phase.model)
+    s.meter.peak_tokens_per_second = peak_tokens_per_second(s.phase, s.model, s.process)
+    if begins:
+        log_phase(s)
 
 
 def build_guards(
@@ -310,7 +331,9 @@ def train(s: Session) -> None:
 
 def train_step(s: Session, step: int) -> StepRecord:
     """Run one optimizer step: forward and backward per micro-batch, one all-reduce of sums, clipping, the update."""
-    config = s.config
+    if s.state.step in s.config.train.boundaries(s.state.phases):
+        enter_phase(s, step)
+    config = s.phase
     if config.fsdp.explicit_prefetching:
         fsdp.unshard_first(s.model)  # this all-gather overlaps with fetching the batch
     with s.meter.timing("data_s"):
@@ -347,7 +370,7 @@ def train_step(s: Session, step: int) -> StepRecord:
         )
         s.scaler.update(~record.finite)
 
-    s.pending, s.state = record, s.state.after_step(first + size, batch.global_tokens)
+    s.pending, s.state = record, s.state.after_step(first + size, batch.source_tokens)
     return record
 
 
@@ -361,7 +384,8 @@ def forward_backward(s: Session, step: int, batch: Batch) -> Tensor:
         seed(forward_seed(s.config.run.seed, step, i, process.rank))
         # By default each backward reduces, and gradients accumulate as shards. grad_sync can defer the reduction.
         fsdp.before_micro_batch(s.model, s.config.fsdp, last=i == len(batch.micro_batches) - 1)
-        loss = s.model(**micro.on(device))  # summed over this rank's targets
+        with s.source_losses.adding(micro, first=i == 0):
+            loss = s.model(**micro.on(device))  # summed over this rank's targets
         # FSDP2's reduce-scatter AVERAGES gradients over ranks. The gradient of the mean loss per token is their SUM,
         # divided by the global batch's number of valid targets. So multiply the average by the number of ranks. (gloo
         # has no scaled sums, which set_gradient_divide_factor needs.) No rank divides by its own number of targets,

@@ -14,6 +14,7 @@ from torchtitan_lite.optim.optimizer import build_optimizer
 from torchtitan_lite.run.metrics import Meter
 from torchtitan_lite.run.preemption import Preemption
 from torchtitan_lite.run.session import Session
+from torchtitan_lite.run.source_losses import SourceLosses
 
 
 def bare_session(config: Config, process: Process, model: Transformer, loader: Any) -> Session:
@@ -22,16 +23,13 @@ def bare_session(config: Config, process: Process, model: Transformer, loader: A
     watchdog: Any = SimpleNamespace(computing=lambda: None)
     optimizer = build_optimizer(model, config.optim)
     scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, process.device)
-    return Session(
+    session = Session(
         config=config,
+        data=unused,
         process=process,
         model=model,
         optimizer=optimizer,
         scaler=scaler,
-        guards=[FiniteGuard(scaler, [])],
-        metrics=[],
-        samples=unused,
-        loader=loader,
         log=unused,
         meter=Meter(TrainState(), process.device),
         watchdog=watchdog,
@@ -41,3 +39,6 @@ def bare_session(config: Config, process: Process, model: Transformer, loader: A
         profile=None,
         state=TrainState(),
     )
+    session.phase, session.loader, session.guards = config, loader, [FiniteGuard(scaler, [])]
+    session.metrics, session.source_losses = [], SourceLosses(model, [], process.device)
+    return session

@@ -32,6 +32,7 @@ from torchtitan_lite.config.schema import (
     REGISTRIES,
     Config,
     Machine,
+    config_of,
     default_of,
     flatten,
     keeps_value,
@@ -99,17 +100,30 @@ def load(
     validated, refused = _validated(values, origins, problems, refused)
     # code that families share would read the keys of others; muP's is refused
     unread_keys = given.keys() & {f"model.{key}" for key in unread(validated.model.family) - {"mup_base_dim"}}
-    config = _config(values, refused | unread_keys)
+    config = config_of(values, refused | unread_keys)
     if "optim.warmup_steps" not in values and not config.train.epochs:
         config = fitting_warmup(config)
     machine = Machine(world_size, n_gpus, local_world_size)
-    for check in (lambda c: broken_rules(c, machine, elsewhere=elsewhere), *checks):
+    rules = (lambda c: broken_rules(c, machine, elsewhere=elsewhere), *checks)
+    for check in rules:
         broken = {keys: text for keys, text in check(config).items() if refused.isdisjoint(keys.split())}
         for keys, text in broken.items():
             sources = dict.fromkeys(origins[key] for key in origins if key in keys.split() and key in given)
             problems.append(f"{' and '.join(sources) or 'default'}: {text}")
         if any(key.startswith("model.") for keys in (*broken, *refused) for key in keys.split()):
             break
+    for n, phase in enumerate(() if problems else config.train.phases, 1):
+        try:
+            changed = config.phase(n)
+        except ValidationError as error:
+            from torchtitan_lite.config import messages
+
+            key, *_ = (".".join(map(str, item["loc"][:2])) for item in error.errors())
+            raise ConfigError(messages.problem(key, phase[key], f"phase {n + 1}", error.errors()[0])) from None
+        problems += [f"phase {n + 1}: {text}" for check in rules for text in check(changed).values()]
+        problems += [
+            f"phase {n + 1}: {key} needs {needs}" for key, needs in unused_keys(changed).items() if key in phase
+        ]
     if problems:
         raise ConfigError("\n  ".join([f"the configuration has {counted(len(problems), 'problem')}:", *problems]))
     unused = unused_keys(config)
@@ -152,6 +166,8 @@ def read_file(path: Path, chain: Sequence[Path] = ()) -> list[tuple[str, Layer]]
         below = read_file(Path(base) if use_working_directory else next_to_file, (*chain, path.resolve()))
     tables = {name: table if isinstance(table, dict) else {"": table} for name, table in tree.items()}
     values = {f"{name}.{key}".rstrip("."): v for name, table in tables.items() for key, v in table.items()}
+    if "phases" in values:  # tables of their own, since they change several sections
+        values["train.phases"] = values.pop("phases")
     return [*below, (str(path), values)]
 
 
@@ -254,23 +270,16 @@ def _validated(
     """
     wrong = dict[str, ErrorDetails | None].fromkeys(key for key in values if key not in known_keys())  # None: unknown
     try:
-        config = _config(values, {*refused, *wrong})
+        config = config_of(values, {*refused, *wrong})
     except ValidationError as error:
         for item in error.errors():
             wrong.setdefault(".".join(map(str, item["loc"][:2])), item)
-        config = _config(values, {*refused, *wrong})
+        config = config_of(values, {*refused, *wrong})
     if wrong:
         from torchtitan_lite.config import messages
 
         problems += [messages.problem(key, values[key], origins[key], item) for key, item in wrong.items()]
     return config, {*refused, *wrong}
-
-
-def _config(values: Layer, without: set[str]) -> Config:
-    tree: dict[str, dict[str, Any]] = {}
-    for section, name in (key.split(".") for key in values if key not in without):
-        tree.setdefault(section, {})[name] = values[f"{section}.{name}"]
-    return Config.model_validate(tree)
 
 
 def _notes(

@@ -5,7 +5,7 @@ is generated from them. rules/ has the rules between keys. A builder gets its ow
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.paths import expand
+from torchtitan_lite.config.phases import changes
 from torchtitan_lite.config.registry import Registry
 from torchtitan_lite.config.section import IS_PATH, Bits, Frozen, Resume, Section, UsedIf, used_with
 from torchtitan_lite.config.sections.activation_checkpointing import ActivationCheckpointingConfig
@@ -96,6 +97,10 @@ class Config(Frozen):
             return False
         return self.has_checkpoint and bool(before.get("model", {}).get("init_from") == self.model.init_from)
 
+    def phase(self, n: int) -> "Config":
+        """Return the config after the first n of train.phases have begun."""
+        return config_of(flatten(self) | changes({"train.phases": self.train.phases}, n)) if n else self
+
     @property
     def in_epochs(self) -> list[str]:
         """The keys given in epochs, which run/epochs.py converts to steps."""
@@ -151,6 +156,18 @@ def flatten(config: Config) -> dict[str, Any]:
     """Return every value by "section.key", as JSON types."""
     tree = config.model_dump(mode="json")
     return {f"{section}.{key}": value for section, table in tree.items() for key, value in table.items()}
+
+
+def config_of(values: Mapping[str, Any], without: Collection[str] = ()) -> Config:
+    """Return the config with these values by "section.key", except some keys. The rest are defaults.
+
+    Raises:
+        ValidationError: pydantic's, about a key or a value.
+    """
+    tree: dict[str, dict[str, Any]] = {}
+    for section, name in (key.split(".", 1) for key in values if key not in without):
+        tree.setdefault(section, {})[name] = values[f"{section}.{name}"]
+    return Config.model_validate(tree)
 
 
 REGISTRIES: dict[str, Registry[Any]] = {

@@ -13,14 +13,16 @@ Every rank gets the same number of micro-batches, because each forward is collec
 masked. They do not change the loss, which is divided by the number of valid targets in the global batch.
 """
 
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Array, Rows
 
@@ -32,6 +34,7 @@ class MicroBatch:
     tokens: Tensor  # (B, T)
     targets: Tensor  # (B, S), IGNORE where masked; S is T except for encoder-decoders
     positions: Tensor | None = None  # (B, T) within the document, with document_mask
+    sources: Tensor | None = None  # (B,) the source of each sequence, if there are several
 
     def on(self, device: torch.device) -> dict[str, Tensor]:
         """Return the model's arguments by name, on its device."""
@@ -45,6 +48,7 @@ class Batch:
 
     micro_batches: list[MicroBatch]
     global_tokens: int  # valid targets in all ranks' micro-batches
+    source_tokens: Mapping[str, int] = field(default_factory=dict)  # by key of a source, see Mixture.n_targets
 
 
 class SampleSource(Protocol):
@@ -54,8 +58,8 @@ class SampleSource(Protocol):
         """Return these samples of a run; without a seed, in file order."""
         ...
 
-    def n_targets(self, run_samples: Indices, seed: int | None) -> int:
-        """Return the number of valid targets in these samples."""
+    def n_targets(self, run_samples: Indices, seed: int | None) -> int | Mapping[str, int]:
+        """Return the number of valid targets in these samples; of a mixture, by key of a source."""
         ...
 
 
@@ -82,14 +86,20 @@ class Loader:
         n_surplus = len(places) - len(rows.tokens)
         if n_surplus:  # at the end of this rank's rows
             rows = rows.followed_by(Rows.empty(n_surplus, rows.tokens.shape[1], rows.targets.shape[1]))
-        arrays = [rows.tokens, rows.targets, *([positions(rows)] if self.document_mask else [])]
-        tensors = [torch.from_numpy(array) for array in arrays]
+        arrays = {"tokens": rows.tokens, "targets": rows.targets}
+        if self.document_mask:
+            arrays["positions"] = positions(rows)
+        if isinstance(self.samples, Mixture) and len(self.samples.sources) > 1:
+            arrays["sources"] = self.samples.locate(first + places)[0]
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         if self.pin:
-            tensors = [tensor.pin_memory() for tensor in tensors]
-        splits = (tensor.split(self.micro_batch_size) for tensor in tensors)
-        micro_batches = [MicroBatch(*split) for split in zip(*splits, strict=True)]
+            tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+        splits = zip(*(tensor.split(self.micro_batch_size) for tensor in tensors.values()), strict=True)
+        micro_batches = [MicroBatch(**dict(zip(tensors, split, strict=True))) for split in splits]
         # every rank counts the targets of ALL ranks itself, so the loss can be scaled before any communication
-        return Batch(micro_batches, global_tokens=self.samples.n_targets(np.arange(first, first + size), self.seed))
+        n_targets = self.samples.n_targets(np.arange(first, first + size), self.seed)
+        source_tokens = {"": n_targets} if isinstance(n_targets, int) else n_targets
+        return Batch(micro_batches, sum(source_tokens.values()), source_tokens)
 
 
 def positions(rows: Rows) -> Array:

@@ -10,6 +10,7 @@ from typing import Any
 from torchtitan_lite.checkpointing.before_save import require_equal_replicas, require_finite
 from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.toml import format_value
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.exchange import on_rank0
 from torchtitan_lite.distributed.process_group import Process
@@ -18,7 +19,7 @@ from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim.optimizer import learning_rate
 from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.run import attempts
-from torchtitan_lite.run.console import fitted, seen_of_sources, step_line
+from torchtitan_lite.run.console import fitted, place_lines, seen_of_sources, step_line
 from torchtitan_lite.run.metrics import Log, peak_memory_gib
 from torchtitan_lite.run.session import Periodic, Session
 from torchtitan_lite.scoring.validation import Validation, eval_line, evaluate, evaluate_average
@@ -92,7 +93,7 @@ def log_step(s: Session, record: StepRecord) -> None:
         "loss": finite(record.numbers.loss),  # may be non-finite in a skipped step
         "mean_loss": meter.mean_loss(),
         "grad_norm": finite(record.numbers.grad_norm),
-        "lr": learning_rate(s.config.optim, state.step, steps),
+        "lr": learning_rate(s.phase.optim, state.step, steps),
         "tokens": state.tokens,
         "tokens_per_second": lap.tokens / lap.seconds,
         "peak_memory_gib": peak_memory_gib(s.process.device),
@@ -102,9 +103,8 @@ def log_step(s: Session, record: StepRecord) -> None:
     values |= {key: [finite(loss) for loss in losses] for key, losses in record.losses_of_ranks().items()}
     if scaler.enabled:
         values |= {"loss_scale": scaler.scale.item(), "skipped_steps": scaler.skipped_steps}
-    if len(s.samples.sources) > 1:
-        skipped = s.config.data.skip_samples
-        values["sources"] = seen_of_sources(s.samples, state.samples_consumed, skipped)
+    if len(state.segments[-1]["sources"]) > 1:
+        values["sources"] = seen_of_sources(state)
     lines = []
     for metric, summed in zip(s.metrics, record.metrics, strict=False):  # of a step that is due; not of a stop's
         numbers = {name: finite(value) for name, value in metric.values(summed).items()}
@@ -121,6 +121,14 @@ def log_step(s: Session, record: StepRecord) -> None:
     )
     if state.step % s.config.log.every == 0:
         meter.loss_since.zero_()
+
+
+def log_phase(s: Session) -> None:
+    """Log that a phase begins, and where its sources do."""
+    n, after = len(s.state.phases) + 1, s.state.step
+    values = ", ".join(f"{key} = {format_value(value)}" for key, value in s.config.train.phases[n - 2].items())
+    s.log.record({"step": after, "phase": n})
+    s.log.info("\n".join([f"phase   {n} begins after step {after}: {values}", *place_lines(s.state)]))
 
 
 def finite(value: float) -> float | None:

@@ -97,7 +97,7 @@ def check_default_text(config: Config) -> dict[str, str]:
     """Refuse a large model that would read Python's standard library many times. Returns the broken rules."""
     data, train = config.data, config.train
     samples = _PAIRS if data.objective == "pairs" else _TOKENS / train.seq_len
-    epochs = train.epochs or train.samples / samples
+    epochs = train.epochs or train.samples() / samples
     if data.path or data.sources or epochs <= MANY_EPOCHS:
         return {}
     with torch.device("meta"):

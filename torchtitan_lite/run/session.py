@@ -2,13 +2,14 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.sections.log import Metric
+from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import PrefetchingLoader
 from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.distributed.process_group import Process
@@ -19,6 +20,7 @@ from torchtitan_lite.optim.guarded import GuardedOptimizer
 from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.run.metrics import Log, Meter
 from torchtitan_lite.run.preemption import Preemption
+from torchtitan_lite.run.source_losses import SourceLosses
 from torchtitan_lite.run.watchdog import Watchdog
 
 if TYPE_CHECKING:  # loaded only if the config asks for it
@@ -47,15 +49,12 @@ class Session:
     """A run in this process."""
 
     config: Config
+    data: DataSet
     process: Process
     # what a step reads and trains
     model: Transformer
     optimizer: GuardedOptimizer
     scaler: GradScaler
-    guards: Sequence[Guard]  # may withhold an update
-    metrics: Sequence[Metric]  # of logged steps
-    samples: Mixture  # the training data
-    loader: PrefetchingLoader  # draws from samples
     # what is around the steps
     log: Log
     meter: Meter
@@ -64,6 +63,13 @@ class Session:
     checkpointer: Checkpointer
     periodic: Sequence[Periodic]  # in the order of a step
     profile: "Profile | None"
+    # what depends on the phase
+    phase: Config = field(init=False)  # without phases, `config`
+    samples: Mixture = field(init=False)  # the training data
+    loader: PrefetchingLoader = field(init=False)  # draws from samples
+    guards: Sequence[Guard] = field(init=False)  # may withhold an update
+    metrics: Sequence[Metric] = field(init=False)  # of logged steps
+    source_losses: SourceLosses = field(init=False)
     # what changes from step to step
     state: TrainState
     resumed: TrainState | None = None  # the saved state, if the run resumes

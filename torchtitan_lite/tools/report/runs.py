@@ -75,7 +75,7 @@ class Run:
 
     @property
     def events(self) -> dict[int, str]:
-        """Marks by step: killed and failed attempts, changes by resumes, the first non-finite loss, and spikes."""
+        """Marks by step: killed and failed attempts, changes by resumes, phases, the first non-finite loss, spikes."""
         found: dict[int, list[str]] = {}
         for before, now in itertools.pairwise(self.attempts):
             if before.ended in ("", "failed"):
@@ -85,6 +85,8 @@ class Run:
         for step, key, _, _ in self.changes:
             if not key.startswith(_NOT_LEARNED):
                 found.setdefault(step, []).append(key.split(".")[-1])
+        for record in self.having("phase"):
+            found.setdefault(record["step"], []).append(f"phase {record['phase']}")
         for record in [r for r in self.steps if r["loss"] is None][:1]:
             found.setdefault(record["step"], []).append("not finite")
         for record in self.having("spike"):

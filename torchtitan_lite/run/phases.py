@@ -1,0 +1,60 @@
+"""The phases of a run: the config, mixture and samples of each step (docs/phases.md)."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from torchtitan_lite.checkpointing.state import TrainState
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.data.mixture import Mixture
+from torchtitan_lite.data.segments import open_segment
+
+
+def open_phase(config: Config, data: DataSet, state: TrainState, step: int) -> tuple[Config, Mixture, TrainState]:
+    """Return the config and mixture of a step, which is the state's or the next one, and the state with its segment."""
+    n = sum(after < step for after in config.train.boundaries(state.phases))
+    phase, begun = config.phase(n), [*state.phases, *[state.step] * (n - len(state.phases))]
+    mixture, segments = open_segment(data.mixed(phase), phase, state.segments, state.samples_consumed)
+    tokens = dict(state.source_tokens)
+    if state.tokens and not tokens:  # version 1.0 did not count the tokens of sources
+        read = mixture.positions(state.samples_consumed)
+        tokens = {key: state.tokens * n // sum(read.values()) for key, n in read.items()}
+        tokens[next(iter(tokens))] += state.tokens - sum(tokens.values())
+    return phase, mixture, replace(state, segments=segments, phases=begun, source_tokens=tokens)
+
+
+class Part(NamedTuple):
+    """Steps of a run in one phase."""
+
+    steps: range
+    config: Config
+    tokens: dict[str, int]  # by key of a source; with best_fit or skipped samples, estimates
+    end: TrainState
+
+
+def planned(config: Config, data: DataSet, state: TrainState) -> Sequence[Part]:
+    """Return the phases of the steps after the state; of a finished run, one without steps."""
+    parts = list[Part]()
+    while not parts or state.step < config.train.steps:
+        begin, position = state.step, state.samples_consumed
+        phase, mixture, state = open_phase(config, data, state, begin + 1)
+        last = min([after for after in config.train.boundaries(state.phases) if after > begin] + [config.train.steps])
+        end = position + phase.train.samples(begin, max(last, begin))
+        sizes, before = zip(mixture.positions(end).items(), mixture.sources, strict=True), mixture.positions(position)
+        tokens = {key: round((n - before[key]) * source.mean_tokens) for (key, n), source in sizes}
+        state = replace(state.after_step(end, tokens), step=max(last, begin))
+        parts.append(Part(range(begin + 1, last + 1), phase, tokens, state))
+    return parts
+
+
+def steps(config: Config, data: DataSet, state: TrainState) -> Iterator[tuple[int, range, Config, Mixture]]:
+    """Yield each step after the state, with its samples of the run, and the config and mixture of its phase."""
+    phase, mixture, state = open_phase(config, data, state, state.step)
+    for step in range(state.step + 1, config.train.steps + 1):
+        if state.step in config.train.boundaries(state.phases):
+            phase, mixture, state = open_phase(config, data, state, step)
+        size = phase.train.batch_size(step)
+        first = phase.data.position(state.samples_consumed, size)
+        state = state.after_step(first + size, {})
+        yield step, range(first, first + size), phase, mixture
