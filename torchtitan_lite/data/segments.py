@@ -46,6 +46,7 @@ def open_segment(
         the mixture, and the segments with its own: the last one continues if sources, weights and cut are the same.
     """
     mixture = open_samples(data, "train", config)
+    segments = [each for each in segments if each["sample"] < sample]  # one without samples leaves no trace
     last: Segment = segments[-1] if segments else {"sample": 0, "sources": {}}
     hashes = [source.meta.tokens_sha256[:16] for source in data.sources]
     keys = [f"{digest}{'+' * hashes[:n].count(digest)}" for n, digest in enumerate(hashes)]  # a text may be there twice
