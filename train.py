@@ -228,9 +228,8 @@ def enter_phase(s: Session, step: int) -> None:
         pin=s.process.device.type == "cuda",
     )
     s.loader = PrefetchingLoader(loader, s.process.device)
-    s.source_losses = SourceLosses(s.model, s.samples.names, s.process.device)
-    several = len(s.samples.names) > 1
-    s.metrics = [*s.model.metrics, *(METRICS[n] for n in s.config.log.metrics), *[s.source_losses.metric] * several]
+    s.source_losses = SourceLosses(s.model, s.samples.names)
+    s.metrics = [*s.model.metrics, *(METRICS[name] for name in s.config.log.metrics), *s.source_losses.metrics]
     s.guards = build_guards(s.phase, s.process, s.state, s.scaler, s.checkpointer, s.log)
     if s.model.config != s.phase.model:
         s.model.use_context(s.phase.model)
@@ -275,7 +274,8 @@ def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh, *, widen: b
     # The order matters: checkpointing replaces a block's forward, compilation takes the result, and fully_shard puts
     # its hooks (all-gather before, reshard after) around both.
     recompute_and_compile.apply_activation_checkpointing(model, config.activation_checkpointing)
-    recompute_and_compile.apply_compile(model, config.compile, dynamic_shapes=config.data.objective == "pairs")
+    dynamic_shapes = config.data.objective == "pairs" or (False if config.train.phases else None)
+    recompute_and_compile.apply_compile(model, config.compile, dynamic_shapes=dynamic_shapes)
     fsdp.apply_fsdp(model, mesh, config.fsdp)
     if config.speed.float8:
         float8.gather_in_float8(model)
@@ -384,8 +384,8 @@ def forward_backward(s: Session, step: int, batch: Batch) -> Tensor:
         seed(forward_seed(s.config.run.seed, step, i, process.rank))
         # By default each backward reduces, and gradients accumulate as shards. grad_sync can defer the reduction.
         fsdp.before_micro_batch(s.model, s.config.fsdp, last=i == len(batch.micro_batches) - 1)
-        with s.source_losses.adding(micro, first=i == 0):
-            loss = s.model(**micro.on(device))  # summed over this rank's targets
+        loss = s.model(**micro.on(device))  # summed over this rank's targets
+        s.source_losses.add(micro, first=i == 0)
         # FSDP2's reduce-scatter AVERAGES gradients over ranks. The gradient of the mean loss per token is their SUM,
         # divided by the global batch's number of valid targets. So multiply the average by the number of ranks. (gloo
         # has no scaled sums, which set_gradient_divide_factor needs.) No rank divides by its own number of targets,

@@ -40,5 +40,5 @@ def bare_session(config: Config, process: Process, model: Transformer, loader: A
         state=TrainState(),
     )
     session.phase, session.loader, session.guards = config, loader, [FiniteGuard(scaler, [])]
-    session.metrics, session.source_losses = [], SourceLosses(model, [], process.device)
+    session.metrics, session.source_losses = [], SourceLosses(model, [])
     return session

@@ -141,7 +141,7 @@ def logged(mean: float | None, loss: float, norm: float, of_ranks: list[float], 
     record = Stub(numbers=numbers, metrics=[torch.tensor(loads)] if loads else [], losses_of_ranks=lambda: rank_losses)
     meter = Stub(lap=lambda _: lap, mean_loss=lambda: mean, seconds_per_step=lambda _: 1.0, loss_since=torch.ones(2))
     log = Stub(record=said.append, info=lambda line, _: said.append(line[:60]))
-    state = planned(SAMPLES if loads else ONE_SOURCE, 60)[-1].end
+    state = planned(SAMPLES if loads else ONE_SOURCE, 60)[-1][-1]
     s = Stub(state=replace(state, step=6, tokens=96), process=Stub(device=torch.device("cuda") if loads else CPU))
     meter.peak_tokens_per_second = 128.0 if loads else 0.0
     s.config = config_of({"train.steps": 9, "log.every": 3, "data.skip_samples": [[3, 9]]})
@@ -165,9 +165,7 @@ def listed(n_steps: int, n_rows: int, n_characters: int) -> Any:
     rows = [
         which.Row(i % n_steps + 1, 3, "s", 4, "", "", "", 0, 9, 1, 8, 11, 18, "x" * n_characters) for i in range(n_rows)
     ]
-    record = Stub(
-        samples=dict.fromkeys(range(1, 200), range(1)), sources={}, notes=[], attempts=[Stub(forked_from="", step=0)]
-    )
+    record = Stub(samples=dict.fromkeys(range(1, 200), range(1)), sources={}, attempts=[Stub(forked_from="", step=0)])
     options = argparse.Namespace(run=Path("run"), step=None, to=None, find="x", json=None, family="")
     names = {
         **{"rows": lambda *_: rows, "read_record": lambda _: record, "require_own_step": lambda *_: None},

@@ -192,7 +192,7 @@ def build_model(config: Config, vocab_size: int = 0) -> Transformer:
     freeze(model, config.optim.freeze)
     cpu.apply(model, config.speed)
     recompute_and_compile.apply_activation_checkpointing(model, config.activation_checkpointing)
-    recompute_and_compile.apply_compile(model, config.compile, dynamic_shapes=config.data.objective == "pairs")
+    recompute_and_compile.apply_compile(model, config.compile, dynamic_shapes=config.data.objective == "pairs" or None)
     materialize(model, loading.device_of(config.run.device), config.run.seed)
     if config.model.init_from:
         folder, notes = weights.find_weights(Path(config.model.init_from), config.model)
@@ -283,6 +283,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, config: Config, step: in
         raise ConfigError(
             'optim.step_every = "epoch" is not in steps yet: use the config of ttl.open_data, data.config'
         )
+    config = config.phase(sum(after < step for after in config.train.boundaries()))
     rate = optim.learning_rate(config.optim, step, config.train.steps)
     apply_learning_rate(optimizer, rate)
     return rate

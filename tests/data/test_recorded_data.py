@@ -414,7 +414,7 @@ def recorded_config(config: Config, folder: Path) -> dict[str, Any]:
     n = open_samples(data, "train", config).n_samples
     samples_of, mixed = {3: range(4, 5), 4: range(n - 1, n + 1)}, (open_samples(data, "train", config), config.run.seed)
     sources = {source.folder: source for source in data.sources}
-    record = Record([], config, data, sources, samples_of, {3: mixed, 4: mixed}, [])  # into the second epoch
+    record = Record([], config, data, sources, samples_of, {3: mixed, 4: mixed})  # into the second epoch
     found["which"] = [
         row.line() for row in which.rows(record, {s.folder: which.Documents(s) for s in data.sources}, range(3, 5))
     ]

@@ -19,7 +19,6 @@ from torchtitan_lite.config.schema import Config, flatten
 from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.data.prepare.__main__ import main as prepare
-from torchtitan_lite.data.segments import active
 from torchtitan_lite.run.phases import open_phase
 from torchtitan_lite.tools import which
 from torchtitan_lite.tools.report import report
@@ -49,46 +48,44 @@ def random_config(rng: random.Random, folders: dict[str, str], steps: int) -> Co
     phases = []
     for begin in sorted(rng.sample(range(1, steps), rng.randint(0, 3))):
         changes = {
-            "data.sources": mixture(),
-            "train.seq_len": rng.choice([8, 16]),
-            "train.global_batch_size": rng.randint(1, 40),
+            ("data", "sources"): mixture(),
+            ("train", "seq_len"): rng.choice([8, 16]),
+            ("train", "global_batch_size"): rng.randint(1, 40),
         }
         place = {"from_step": begin} if rng.random() < 0.5 else {"from_fraction": begin / steps}
-        phases.append({**place, **dict(rng.sample(sorted(changes.items()), rng.randint(1, 3)))})
+        phase: dict[str, Any] = {} | place
+        for (section, key), value in rng.sample(sorted(changes.items()), rng.randint(1, 3)):
+            phase.setdefault(section, {})[key] = value
+        phases.append(phase)
     train = {"steps": steps, "seq_len": rng.choice([8, 16]), "global_batch_size": rng.randint(1, 40), "phases": phases}
     skipped = [[20, 20 + rng.randint(1, 30)]] if rng.random() < 0.2 else []
     return Config.model_validate({"data": {"sources": mixture(), "skip_samples": skipped}, "train": train})
 
 
-class Walk:
-    """The steps of a run without a model: its samples, and the places in the sources that they have."""
+Read = tuple[str, Any, int, int, int, int]  # key of a source, its cut, samples in an epoch, place, length, run sample
 
-    def __init__(self) -> None:
-        self.batches: list[range] = []
-        self.read: dict[str, list[tuple[Any, int, int, int]]] = {}  # by source: cut, samples in an epoch, place, tokens
 
-    def to(self, config: Config, data: DataSet, state: TrainState, last: int, world_size: int) -> TrainState:
-        phase, mixture, state = open_phase(config, data, state, state.step)
-        for step in range(state.step + 1, last + 1):
-            if state.step in config.train.boundaries(state.phases):
-                phase, mixture, state = open_phase(config, data, state, step)
-            size = phase.train.batch_size(step)
-            first = phase.data.position(state.samples_consumed, size)
-            loader = Loader(mixture, micro_batch_size=2, rank=world_size - 1, world_size=world_size, seed=0)
-            state = state.after_step(first + size, loader.batch(first, size).source_tokens)
-            self.batches.append(range(first, first + size))
-            sources = active(state.segments[-1])
-            for k, place in zip(*mixture.locate(np.arange(first, first + size)), strict=True):
-                key = [*sources][k]
-                each = sources[key]
-                self.read.setdefault(key, []).append((each["cut"], each["samples"], place, phase.train.seq_len))
-        return state
+def walk(config: Config, data: DataSet, state: TrainState, last: int, world_size: int) -> tuple[TrainState, list[Read]]:
+    """The steps of a run without a model, as train.py makes them: the state after `last`, and what was read."""
+    phase, mixture, state = open_phase(config, data, state, state.step)
+    read: list[Read] = []
+    for step in range(state.step + 1, last + 1):
+        if state.step in config.train.boundaries(state.phases):
+            phase, mixture, state = open_phase(config, data, state, step)
+        size = phase.train.batch_size(step)
+        first = phase.data.position(state.samples_consumed, size)
+        loader = Loader(mixture, micro_batch_size=2, rank=world_size - 1, world_size=world_size, seed=0)
+        state = state.after_step(first + size, loader.batch(first, size).source_tokens)
+        keys, sources, numbers = [*mixture.starts], state.segments[-1]["sources"], np.arange(first, first + size)
+        for k, place, sample in zip(*mixture.locate(numbers), numbers, strict=True):
+            each = sources[keys[k]]
+            read.append((keys[k], each["cut"], each["samples"], int(place), phase.train.seq_len, int(sample)))
+    return state, read
 
 
 def after_resume(state: TrainState, config: Config) -> TrainState:
     """The state that a start of this config reads from a checkpoint of that state."""
-    saved = TrainState(**json.loads(json.dumps(asdict(state))))
-    return saved.continued_by(TrainState(config=flatten(config)))
+    return TrainState(**json.loads(json.dumps(asdict(state)))).continued_by(TrainState(config=flatten(config)))
 
 
 @pytest.mark.parametrize("seed", range(64))
@@ -97,28 +94,29 @@ def test_sources_continue_where_they_were(seed: int, folders: dict[str, str]) ->
     rng = random.Random(seed)
     steps = rng.randint(6, 16)
     runs = [random_config(rng, folders, steps), random_config(rng, folders, 2 * steps)]
-    fork = rng.randint(1, steps)
-    straight, stopped = Walk(), Walk()
-    ends = []
-    for walk, stops in ((straight, []), (stopped, sorted(rng.sample(range(1, 2 * steps), 3)))):
-        state = TrainState(config=flatten(runs[0]))
+    fork, stops = rng.randint(1, steps), rng.sample(range(1, 2 * steps), 3)
+    found = []
+    for stopped_at in ([], sorted(stops)):
+        state, all_read = TrainState(config=flatten(runs[0])), list[Read]()
         for config, end in ((runs[0], fork), (runs[1], 2 * steps)):
             data = prepare_all(config.data, config.tokenizer, print, later=config.train.later_sources)
-            for stop in [*(stop for stop in stops if state.step < stop < end), end]:
-                state = walk.to(config, data, after_resume(state, config), stop, rng.randint(1, 4))
-        ends.append(replace(state, config={}))
-    assert (straight.batches, straight.read, ends[0]) == (stopped.batches, stopped.read, ends[1])
-    skips = any(config.data.skip_samples for config in runs)
-    for key, read in straight.read.items():
-        recut = len({str(s["sources"][key]["cut"]) for s in ends[0].segments if key in s["sources"]}) > 1
-        for (cut, n, place, _), (next_cut, next_n, next_place, _) in itertools.pairwise(read):
+            for stop in [*(stop for stop in stopped_at if state.step < stop < end), end]:
+                state, read = walk(config, data, after_resume(state, config), stop, rng.randint(1, 4))
+                all_read += read
+        found.append((replace(state, config={}), all_read))
+    assert found[0] == found[1], "stopped and straight"
+    skips, (end_state, all_read) = any(config.data.skip_samples for config in runs), found[0]
+    for key in {key for key, *_ in all_read}:
+        of_source = [each for each in all_read if each[0] == key]
+        recut = len({str(s["sources"][key]["cut"]) for s in end_state.segments if key in s["sources"]}) > 1
+        for (_, cut, n, place, *_), (_, next_cut, next_n, next_place, *_) in itertools.pairwise(of_source):
             if cut != next_cut or (recut and next_place // n > place // n):  # or a short segment had another cut
                 assert next_place // next_n > place // n, "an epoch that was begun before"
                 assert skips or next_place % next_n == 0, "not the beginning of an epoch"
             else:
                 assert next_place > place if skips else next_place == place + 1
-        assert ends[0].source_tokens[key] == sum(length for *_, length in read)
-    assert ends[0].tokens == sum(ends[0].source_tokens.values())
+        assert end_state.source_tokens[key] == sum(length for *_, length, _ in of_source)
+    assert end_state.tokens == sum(end_state.source_tokens.values())
 
 
 RUN: dict[str, Any] = {
@@ -190,7 +188,7 @@ def test_a_run_with_phases_is_its_forks_and_a_resume_in_any_phase_is_bitwise(
         assert which.main([str(run_of), f"--step={step}", f"--json={tmp_path / 'rows.json'}"]) == 0
     names = {row["source"] for row in json.loads((tmp_path / "rows.json").read_text())["documents"]}
     assert names <= {folders["web"], folders["long"]}
-    assert f"are those of {checkpoint(straight, 4)}" in capsys.readouterr().out
+    assert f"belong to {checkpoint(straight, 4)}, from which" in capsys.readouterr().out
     assert report.main([str(straight), "--out", str(tmp_path / "page.html")]) == 0
     assert "phase 3" in (tmp_path / "page.html").read_text()
 

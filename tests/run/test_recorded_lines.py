@@ -175,7 +175,7 @@ def planned(samples: Any, n: int) -> list[Part]:
     sources = {name: {"name": name, "tokens": source.n_samples * source.mean_tokens} for name, source, _ in each}
     tokens = {name: round(consumed * source.mean_tokens) for name, source, consumed in each}
     state = TrainState(segments=[{"sample": 0, "sources": sources}], source_tokens=tokens)
-    return [Part(range(1), config_of({}, 1), tokens, state)]
+    return [(range(1), config_of({}, 1), tokens, state)]
 
 
 def data_of(*weights: float) -> Any:
@@ -441,7 +441,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ],
     ),
     "source_lines": (
-        lambda samples: console.source_lines(planned(samples, 60)[-1].end),
+        lambda samples: console.source_lines(planned(samples, 60)[-1][-1]),
         [(SAMPLES,), (ONE_SOURCE,)],
     ),
     "step_line": (

@@ -141,5 +141,6 @@ def config_to_resume(run: Path, resume: str) -> Mapping[str, Any]:
         with contextlib.suppress(CheckpointError, OSError, RuntimeError, ValueError):
             for folder in candidates(Path(path).expanduser()):
                 with contextlib.suppress(CheckpointError):  # damaged
-                    return storage.read_state(folder).config
+                    state = storage.read_state(folder)
+                    return state.config if path == str(run) else state.settings  # a fork begins in the phase
     return {}

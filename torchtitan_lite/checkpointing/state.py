@@ -40,7 +40,7 @@ class TrainState:
     @property
     def settings(self) -> dict[str, Any]:
         """The config of the phase that the state is in, by "section.key"."""
-        return {**self.config, **changes(self.config, len(self.phases))}
+        return {**self.config, **changes(self.config.get("train.phases", []), len(self.phases))}
 
     def after_step(self, samples_consumed: int, tokens: Mapping[str, int]) -> "TrainState":
         """Return the state after a step that ends at this position in the data.

@@ -26,6 +26,7 @@ from pydantic_core import ErrorDetails
 
 from torchtitan_lite.config.families import FAMILIES, Family, unread
 from torchtitan_lite.config.paths import expand
+from torchtitan_lite.config.phases import changes
 from torchtitan_lite.config.rules import broken_rules
 from torchtitan_lite.config.rules.train import fitting_warmup
 from torchtitan_lite.config.schema import (
@@ -112,18 +113,13 @@ def load(
             problems.append(f"{' and '.join(sources) or 'default'}: {text}")
         if any(key.startswith("model.") for keys in (*broken, *refused) for key in keys.split()):
             break
-    for n, phase in enumerate(() if problems else config.train.phases, 1):
-        try:
-            changed = config.phase(n)
-        except ValidationError as error:
-            from torchtitan_lite.config import messages
-
-            key, *_ = (".".join(map(str, item["loc"][:2])) for item in error.errors())
-            raise ConfigError(messages.problem(key, phase[key], f"phase {n + 1}", error.errors()[0])) from None
-        problems += [f"phase {n + 1}: {text}" for check in rules for text in check(changed).values()]
-        problems += [
-            f"phase {n + 1}: {key} needs {needs}" for key, needs in unused_keys(changed).items() if key in phase
-        ]
+    for n in () if problems else range(2, len(config.train.phases) + 2):
+        given_so_far = changes(config.train.phases, n - 1)
+        phase_origins = {**origins, **dict.fromkeys(given_so_far, f"phase {n}")}
+        phase, _ = _validated({**values, **given_so_far}, phase_origins, problems, refused)
+        unread_in_phase = {key: f"{key} needs {needs}" for key, needs in unused_keys(phase).items()}
+        problems += [f"phase {n}: {text}" for key, text in unread_in_phase.items() if key in given_so_far]
+        problems += [f"phase {n}: {text}" for check in rules for text in check(phase).values()]
     if problems:
         raise ConfigError("\n  ".join([f"the configuration has {counted(len(problems), 'problem')}:", *problems]))
     unused = unused_keys(config)

@@ -1,10 +1,10 @@
 """Phases: what changes within a run, and after which step (docs/phases.md).
 
-A phase has `from_step` or `from_fraction`, and values by "section.key", which hold until a later phase changes them. So
-the config of a phase is that of a fork which begins where the phase begins.
+A phase is a TOML table: `from_step` or `from_fraction`, and tables with values of sections, which hold until a later
+phase changes them. So the config of a phase is that of a fork which begins where the phase begins.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 # The keys that a phase may change. What is built from the others (parameters, optimizer, mesh) is built once.
@@ -17,29 +17,29 @@ KEYS = (
 )
 
 
-def flat(value: Any) -> list[dict[str, Any]]:
-    """Return phases as TOML tables with their values by "section.key"."""
+def checked(value: Any) -> list[dict[str, Any]]:
+    """Return phases with a place each, and with keys that a phase may change."""
     if not isinstance(value, list) or not all(isinstance(phase, dict) for phase in value):
         raise ValueError("should be tables, each beginning with [[phases]]")
-    phases: list[dict[str, Any]] = []
-    for n, tables in enumerate(value, 2):  # phase 1 is before the first of them
-        inside = {section: table for section, table in tables.items() if isinstance(table, dict) and "." not in section}
-        phase = {key: item for key, item in tables.items() if key not in inside}
-        phase |= {f"{section}.{key}": item for section, table in inside.items() for key, item in table.items()}
+    for n, phase in enumerate(value, 2):  # phase 1 is before the first of them
+        tables = {name: table for name, table in phase.items() if name not in ("from_step", "from_fraction")}
         step, fraction = phase.get("from_step", 0), phase.get("from_fraction", 0.0)
         if not isinstance(step, int) or not isinstance(fraction, float) or (step > 0) + (0 < fraction < 1) != 1:
             raise ValueError(f"phase {n} should have either from_step = 8000 or from_fraction = 0.8")
-        if wrong := [key for key in phase if key not in (*KEYS, "from_step", "from_fraction")]:
-            raise ValueError(
-                f"phase {n} can't change {wrong[0]}, only {', '.join(KEYS)}; others change in a fork from the step "
-                "where the phase would begin: --run.name=NEW --checkpoint.resume=RUN/checkpoints/STEP "
-                f"--{wrong[0]}={phase[wrong[0]]}"
-            )
-        phases.append(phase)
-    return phases
+        if not all(isinstance(table, dict) for table in tables.values()):
+            raise ValueError(f"phase {n} should have keys of sections, such as train.seq_len = 4096")
+        for key, item in changes([phase], 1).items():
+            if key not in (*KEYS, "data.path"):
+                raise ValueError(
+                    f"phase {n} can't change {key}, only {', '.join(KEYS)}; others change in a fork from the step "
+                    "where the phase would begin: --run.name=NEW --checkpoint.resume=RUN/checkpoints/STEP "
+                    f"--{key}={item}"
+                )
+    return value
 
 
-def changes(values: Mapping[str, Any], n: int) -> dict[str, Any]:
-    """Return what the first n phases of a config change. All are values by "section.key"."""
-    merged = {key: value for phase in values.get("train.phases", [])[:n] for key, value in phase.items() if "." in key}
+def changes(phases: Sequence[Mapping[str, Any]], n: int) -> dict[str, Any]:
+    """Return what the first n phases change, by "section.key"."""
+    sections = [item for phase in phases[:n] for item in phase.items() if isinstance(item[1], dict)]
+    merged = {f"{section}.{key}": value for section, table in sections for key, value in table.items()}
     return {"data.path": "", **merged} if "data.sources" in merged else merged

@@ -99,7 +99,7 @@ class Config(Frozen):
 
     def phase(self, n: int) -> "Config":
         """Return the config after the first n of train.phases have begun."""
-        return config_of(flatten(self) | changes({"train.phases": self.train.phases}, n)) if n else self
+        return config_of(flatten(self) | changes(self.train.phases, n)) if n else self
 
     @property
     def in_epochs(self) -> list[str]:

@@ -33,8 +33,8 @@ class MicroBatch:
 
     tokens: Tensor  # (B, T)
     targets: Tensor  # (B, S), IGNORE where masked; S is T except for encoder-decoders
+    sources: Tensor | None = None  # (B,) the number of each sequence's source in the mixture
     positions: Tensor | None = None  # (B, T) within the document, with document_mask
-    sources: Tensor | None = None  # (B,) the source of each sequence, if there are several
 
     def on(self, device: torch.device) -> dict[str, Tensor]:
         """Return the model's arguments by name, on its device."""
@@ -86,16 +86,14 @@ class Loader:
         n_surplus = len(places) - len(rows.tokens)
         if n_surplus:  # at the end of this rank's rows
             rows = rows.followed_by(Rows.empty(n_surplus, rows.tokens.shape[1], rows.targets.shape[1]))
-        arrays = {"tokens": rows.tokens, "targets": rows.targets}
-        if self.document_mask:
-            arrays["positions"] = positions(rows)
-        if isinstance(self.samples, Mixture) and len(self.samples.sources) > 1:
-            arrays["sources"] = self.samples.locate(first + places)[0]
-        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        numbers = first + places
+        sources = self.samples.locate(numbers)[0] if isinstance(self.samples, Mixture) else np.zeros_like(places)
+        arrays = [rows.tokens, rows.targets, sources, *([positions(rows)] if self.document_mask else [])]
+        tensors = [torch.from_numpy(array) for array in arrays]
         if self.pin:
-            tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
-        splits = zip(*(tensor.split(self.micro_batch_size) for tensor in tensors.values()), strict=True)
-        micro_batches = [MicroBatch(**dict(zip(tensors, split, strict=True))) for split in splits]
+            tensors = [tensor.pin_memory() for tensor in tensors]
+        splits = (tensor.split(self.micro_batch_size) for tensor in tensors)
+        micro_batches = [MicroBatch(*split) for split in zip(*splits, strict=True)]
         # every rank counts the targets of ALL ranks itself, so the loss can be scaled before any communication
         n_targets = self.samples.n_targets(np.arange(first, first + size), self.seed)
         source_tokens = {"": n_targets} if isinstance(n_targets, int) else n_targets

@@ -174,10 +174,13 @@ class Head(nn.Linear):
     def __init__(self, dim: int, vocab_size: int, losses: LossOptions) -> None:
         super().__init__(dim, vocab_size, bias=False)
         self.chunked, self.z_loss = losses.chunked, losses.z_loss
-        self.token_losses: Tensor | None = None  # (B T,) float32, to be filled with the loss of each target
+        self.keeps_losses = False  # whether training keeps the loss of each target of a forward, (B T,) float32
+        self.token_losses: Tensor | None = None
 
     def logits_or_loss(self, x: Tensor, targets: Tensor | None, *, per_sequence: bool = False) -> Tensor:
         """Compute what Transformer.forward returns from the last block's normalised outputs, (B, T, D)."""
+        keeps = self.keeps_losses and self.training and targets is not None
+        self.token_losses = torch.empty(x.shape[:2].numel(), device=x.device) if keeps else None
         if targets is None or self.chunked:
             return self(x, targets, per_sequence=per_sequence)
         logits = self(x)

@@ -125,10 +125,11 @@ def log_step(s: Session, record: StepRecord) -> None:
 
 def log_phase(s: Session) -> None:
     """Log that a phase begins, and where its sources do."""
-    n, after = len(s.state.phases) + 1, s.state.step
-    values = ", ".join(f"{key} = {format_value(value)}" for key, value in s.config.train.phases[n - 2].items())
-    s.log.record({"step": after, "phase": n})
-    s.log.info("\n".join([f"phase   {n} begins after step {after}: {values}", *place_lines(s.state)]))
+    n, step = len(s.state.phases) + 1, s.state.step
+    s.log.record({"step": step, "phase": n})
+    compiles = "; blocks are compiled for its lengths" * s.config.compile.enabled
+    begins = f"phase   {n} begins after step {step}: {format_value(s.config.train.phases[n - 2])}{compiles}"
+    s.log.info("\n".join([begins, *place_lines(s.state)]))
 
 
 def finite(value: float) -> float | None:

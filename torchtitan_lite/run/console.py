@@ -156,7 +156,7 @@ def batch_line(config: Config, layout: Layout, world_size: int) -> str:
 
 def data_lines(config: Config, data: DataSet, samples: Mixture, planned: Sequence[Part]) -> list[str]:
     """Return the text, its size and the number of epochs; for a mixture, for each source. Then the phases, if any."""
-    seen = seen_of_sources(planned[-1].end)
+    seen = seen_of_sources(planned[-1][-1])
     notes = [*data.notes, *(note for source in samples.sources for note in source.notes)]
     if often := [f"{shortened(name)} {n['epochs']:.0f} times" for name, n in seen.items() if n["epochs"] > MANY_EPOCHS]:
         notes.append(
@@ -201,13 +201,10 @@ def place_lines(state: TrainState) -> list[str]:
     *_, before, now = ({"sources": {}}, *state.segments)
     lines = []
     for key, each in active(now).items():
-        n, new_cut = state.source_tokens.get(key, 0), before["sources"].get(key, each)["cut"] != each["cut"]
+        n, cut = state.source_tokens.get(key, 0), before["sources"].get(key, each)["cut"]
         where = f"continues after {n:,} tokens" if n else "begins"
-        if new_cut:
-            where = (
-                f"begins a new epoch of {each['tokens']:,} tokens; the run has read {n:,} tokens of this text before"
-            )
-        lines.append(f"data    {each['name']}: {where}")
+        again = f"begins a new epoch of {each['tokens']:,} tokens; the run has read {n:,} tokens of this text before"
+        lines.append(f"data    {each['name']}: {where if cut == each['cut'] else again}")
     return lines
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config
@@ -24,17 +23,15 @@ def open_phase(config: Config, data: DataSet, state: TrainState, step: int) -> t
     return phase, mixture, replace(state, segments=segments, phases=begun, source_tokens=tokens)
 
 
-class Part(NamedTuple):
-    """Steps of a run in one phase."""
-
-    steps: range
-    config: Config
-    tokens: dict[str, int]  # by key of a source; with best_fit or skipped samples, estimates
-    end: TrainState
+# steps of a run in one phase, its config, the targets of each source by key, and the state at the end
+Part = tuple[range, Config, dict[str, int], TrainState]
 
 
 def planned(config: Config, data: DataSet, state: TrainState) -> Sequence[Part]:
-    """Return the phases of the steps after the state; of a finished run, one without steps."""
+    """Return the phases of the steps after the state; of a finished run, one without steps.
+
+    With best_fit or skipped samples, the targets are estimates.
+    """
     parts = list[Part]()
     while not parts or state.step < config.train.steps:
         begin, position = state.step, state.samples_consumed
@@ -44,15 +41,15 @@ def planned(config: Config, data: DataSet, state: TrainState) -> Sequence[Part]:
         sizes, before = zip(mixture.positions(end).items(), mixture.sources, strict=True), mixture.positions(position)
         tokens = {key: round((n - before[key]) * source.mean_tokens) for (key, n), source in sizes}
         state = replace(state.after_step(end, tokens), step=max(last, begin))
-        parts.append(Part(range(begin + 1, last + 1), phase, tokens, state))
+        parts.append((range(begin + 1, last + 1), phase, tokens, state))
     return parts
 
 
 def steps(config: Config, data: DataSet, state: TrainState) -> Iterator[tuple[int, range, Config, Mixture]]:
     """Yield each step after the state, with its samples of the run, and the config and mixture of its phase."""
-    phase, mixture, state = open_phase(config, data, state, state.step)
-    for step in range(state.step + 1, config.train.steps + 1):
-        if state.step in config.train.boundaries(state.phases):
+    begin = state.step
+    for step in range(begin + 1, config.train.steps + 1):
+        if state.step in (begin, *config.train.boundaries(state.phases)):
             phase, mixture, state = open_phase(config, data, state, step)
         size = phase.train.batch_size(step)
         first = phase.data.position(state.samples_consumed, size)

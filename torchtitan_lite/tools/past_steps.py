@@ -1,5 +1,6 @@
 """Reconstructs from a run's attempts how its steps were made: config, samples and checkpoint."""
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,6 @@ class Record:
     sources: Mapping[Path, Source]  # of all steps, by folder
     samples: Mapping[int, range]  # by step
     mixtures: Mapping[int, tuple[Mixture, int]]  # of these samples, and their seed, by step
-    notes: Sequence[str]  # on the runs before it
 
     def skipped(self, step: int) -> range:
         """Return the samples that `data.skip_samples` skipped just before a step."""
@@ -59,21 +59,13 @@ def read_record(folder: Path, last: int = 10**12) -> Record:
         last = min(last, attempt.step)
     if not samples:
         raise ConfigError(f"{folder} has no step to make: it began after step {attempts[0].step} (train.steps)")
-    notes = list[str]()
     sources = {source.folder: source for source in (*data.sources, *data.later)}
     if forked := attempts[0].forked_from:
-        try:
+        with contextlib.suppress(UserError):  # the other run may be gone
             before = read_record(Path(forked).parent.parent, attempts[0].step)
-        except UserError as error:
-            notes.append(f"the steps up to {attempts[0].step} belong to {forked}, which can't be read: {error}")
-        else:
-            notes += [
-                f"the steps up to {attempts[0].step} are those of {forked}, a fork of which this run is",
-                *before.notes,
-            ]
             sources, samples = {**before.sources, **sources}, {**before.samples, **samples}
             mixtures = {**before.mixtures, **mixtures}
-    return Record(attempts, loaded.config, data, sources, dict(sorted(samples.items())), mixtures, notes)
+    return Record(attempts, loaded.config, data, sources, dict(sorted(samples.items())), mixtures)
 
 
 def steps_of(

@@ -22,7 +22,7 @@ def rules(config: Config, machine: Machine) -> Rules:
                 f"{key} {changes}",
                 f"{key} is in epochs, which need one batch size, but {changes} changes it; {works} works",
             )
-    if train.batch_schedule and any("train.global_batch_size" in phase for phase in train.phases):
+    if train.batch_schedule and any("global_batch_size" in phase.get("train", {}) for phase in train.phases):
         yield (
             "train.phases train.batch_schedule",
             "train.batch_schedule and train.phases both change the batch size; leave it out of one of them",

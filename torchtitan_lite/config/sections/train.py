@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, PlainValidator, PositiveInt
 
-from torchtitan_lite.config.phases import flat
+from torchtitan_lite.config.phases import checked
 from torchtitan_lite.config.section import (
     ALLOWED_FOR_LATER_STEPS,
     BITS,
@@ -67,8 +67,8 @@ up; 0: use steps"""
         default=[], examples=[[[0, 16], [1000, 64]]]
     )
     """global batch sizes by step: [[0, 16], [1000, 64]] is 16 sequences at first, and 64 after step 1,000"""
-    phases: Annotated[list[dict[str, Any]], FORK, IS_PATH, PlainValidator(flat)] = Field(
-        default=[], examples=[[{"from_fraction": 0.8, "data.sources": {"data/web": 1.0}}]]
+    phases: Annotated[list[dict[str, Any]], FORK, IS_PATH, PlainValidator(checked)] = Field(
+        default=[], examples=[[{"from_fraction": 0.8, "data": {"sources": {"data/web": 1.0}}}]]
     )
     """changes within the run, as [[phases]] tables: from_step or from_fraction, and sources, lengths, batches, the \
 schedule, windows or rope scaling (docs/phases.md)"""
@@ -99,7 +99,7 @@ losses exclude it"""
     @property
     def later_sources(self) -> list[str]:
         """The names of the sources of all phases."""
-        return [name for phase in self.phases for name in phase.get("data.sources", [])]
+        return [name for phase in self.phases for name in phase.get("data", {}).get("sources", [])]
 
     def boundaries(self, begun: Sequence[int] = ()) -> list[int]:
         """Return after which step each phase begins. Those that have begun stay where they were."""
