@@ -19,8 +19,9 @@ from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim.optimizer import learning_rate
 from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.run import attempts
-from torchtitan_lite.run.console import fitted, place_lines, seen_of_sources, step_line
+from torchtitan_lite.run.console import fitted, seen_of_sources, step_line
 from torchtitan_lite.run.metrics import Log, peak_memory_gib
+from torchtitan_lite.run.phases import place_lines
 from torchtitan_lite.run.session import Periodic, Session
 from torchtitan_lite.scoring.validation import Validation, eval_line, evaluate, evaluate_average
 

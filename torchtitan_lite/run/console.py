@@ -19,7 +19,6 @@ from torchtitan_lite.config.schema import Config, ModelConfig, flatten
 from torchtitan_lite.config.toml import format_value
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.mixture import Mixture
-from torchtitan_lite.data.segments import active
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.environment import cpu_threads, python_command
@@ -193,18 +192,6 @@ def phase_lines(config: Config, parts: Sequence[Part]) -> list[str]:
         rates = " to ".join(f"{learning_rate(phase.optim, n, config.train.steps):.2e}" for n in (steps[0], steps[-1]))
         batch = f"{phase.train.batch_size(steps[-1])} x {phase.train.seq_len} tokens a step"
         lines.append(f"phase   {len(end.phases) + 1}, steps {steps[0]:,} to {steps[-1]:,}: {read}; {batch}; lr {rates}")
-    return lines
-
-
-def place_lines(state: TrainState) -> list[str]:
-    """Return where each source of the newest segment begins, and how much of it the run has read before."""
-    *_, before, now = ({"sources": {}}, *state.segments)
-    lines = []
-    for key, each in active(now).items():
-        n, cut = state.source_tokens.get(key, 0), before["sources"].get(key, each)["cut"]
-        where = f"continues after {n:,} tokens" if n else "begins"
-        again = f"begins a new epoch of {each['tokens']:,} tokens; the run has read {n:,} tokens of this text before"
-        lines.append(f"data    {each['name']}: {where if cut == each['cut'] else again}")
     return lines
 
 

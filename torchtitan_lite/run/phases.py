@@ -7,7 +7,7 @@ from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.mixture import Mixture
-from torchtitan_lite.data.segments import open_segment
+from torchtitan_lite.data.segments import active, open_segment
 
 
 def open_phase(config: Config, data: DataSet, state: TrainState, step: int) -> tuple[Config, Mixture, TrainState]:
@@ -43,6 +43,18 @@ def planned(config: Config, data: DataSet, state: TrainState) -> Sequence[Part]:
         state = replace(state.after_step(end, tokens), step=max(last, begin))
         parts.append((range(begin + 1, last + 1), phase, tokens, state))
     return parts
+
+
+def place_lines(state: TrainState) -> list[str]:
+    """Return where each source of the newest segment begins, and how much of it the run has read before."""
+    *_, before, now = ({"sources": {}}, *state.segments)
+    lines = []
+    for key, each in active(now).items():
+        n, cut = state.source_tokens.get(key, 0), before["sources"].get(key, each)["cut"]
+        where = f"continues after {n:,} tokens" if n else "begins"
+        again = f"begins a new epoch of {each['tokens']:,} tokens; the run has read {n:,} tokens of this text before"
+        lines.append(f"data    {each['name']}: {where if cut == each['cut'] else again}")
+    return lines
 
 
 def steps(config: Config, data: DataSet, state: TrainState) -> Iterator[tuple[int, range, Config, Mixture]]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.run.console import place_lines
+from torchtitan_lite.run.phases import place_lines
 
 
 def resume_lines(config: Config, saved: TrainState, current: TrainState) -> list[str]:
