@@ -1,6 +1,7 @@
 # make train    set up, train or resume the default experiment, and write its report.html
 # make test     set up, run the tests
-# make test-all the same, then additional cases (make test-extended)
+# make test-fast set up, run the tests of what has changed, about a minute
+# make test-all the same as make test, then additional cases (make test-extended)
 # make check    set up, run ruff and mypy
 # make compat   set up, run a part of the tests with each version of torch that is tested (downloads gigabytes)
 # make bench    set up, compare the speed with other frameworks on this machine
@@ -24,7 +25,7 @@ OPTIONS = $(if $(CONFIG),--config $(CONFIG)) $(ARGS)
 PYTEST = HF_HUB_OFFLINE=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 PROCESSES = $(or $(NPROC),$$($(PY) -c 'import torch; print(torch.cuda.device_count() or 2)'))
 
-.PHONY: train test test-extended test-all check compat bench clean
+.PHONY: train test test-fast test-extended test-all check compat bench clean
 .DEFAULT_GOAL := train
 
 # OMP_NUM_THREADS=1 is torchrun's default, without its warning; train.py then applies [run] threads.
@@ -37,6 +38,9 @@ train: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(PYTEST) -m "not slow and not extended"
+
+test-fast: $(VENV)/.installed-dev
+	$(PYTEST) -m "not slow and not extended" $$($(PY) -m tests.fast)
 
 test-extended: $(VENV)/.installed-dev
 	$(PYTEST) -m "extended and not slow"

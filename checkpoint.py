@@ -48,7 +48,7 @@ from torchtitan_lite.checkpointing.tensor_names import Tensors
 from torchtitan_lite.checkpointing.torch_storage import PartsReader, SyncingWriter, failures
 from torchtitan_lite.distributed.exchange import on_all, on_rank0
 from torchtitan_lite.distributed.sharding import own_part
-from torchtitan_lite.optim.optimizer import kept_hyperparameters
+from torchtitan_lite.optim.groups import kept_hyperparameters
 
 # --- full state dict, DTensor API -----------------------------------------------------------------------------------
 

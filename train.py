@@ -13,7 +13,6 @@ import functools
 import gc
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from torchtitan_lite import cpu, models  # before torch: it may set a variable that OpenMP reads
@@ -34,6 +33,7 @@ from torchtitan_lite.config.sections.log import METRICS
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import Batch, Loader, PrefetchingLoader
+from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.distributed import fsdp, recompute_and_compile
 from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.process_group import (
@@ -43,26 +43,23 @@ from torchtitan_lite.distributed.process_group import (
     process_group,
     set_group_timeouts,
 )
-from torchtitan_lite.environment import env_int, local_rank, prepare_process, world_size
+from torchtitan_lite.environment import disable_automatic_gc, env_int, local_rank, prepare_process, world_size
 from torchtitan_lite.errors import run_cli
 from torchtitan_lite.optim import optimizer as optim
 from torchtitan_lite.optim.finite_guard import FiniteGuard, Guard
 from torchtitan_lite.optim.grad_scaler import GradScaler
-from torchtitan_lite.optim.groups import freeze
+from torchtitan_lite.optim.groups import Blocks, freeze
 from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.run import attempts, checks, out_of_memory, phases, run_folder, start_and_end
 from torchtitan_lite.run.between_steps import (
     build_periodic_work,
-    disable_automatic_gc,
-    log_phase,
-    missed_evaluations,
-    peak_tokens_per_second,
     report_save,
-    run_missed,
 )
 from torchtitan_lite.run.metrics import Log, Meter
 from torchtitan_lite.run.preemption import Preemption, launcher_note
-from torchtitan_lite.run.session import Session, check_pending, due, forward_seed
+from torchtitan_lite.run.rank_seconds import RankSeconds
+from torchtitan_lite.run.resumed import missed_evaluations, run_missed
+from torchtitan_lite.run.session import Session, build_profile, check_pending, due, forward_seed
 from torchtitan_lite.run.source_losses import SourceLosses
 from torchtitan_lite.run.watchdog import Watchdog
 from torchtitan_lite.scoring.validation import Validation
@@ -73,10 +70,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command line. User errors are printed once per machine.
 
     Returns:
-        The exit code. 0: finished, or stopped at run.max_minutes. run.preempted_exit_code (0): stopped by a signal.
-        1: the machine, the disk or another rank failed, or a machine waits to join. 2: the command, config, data or
-        checkpoint is wrong. 3: training failed, and would again (a NaN, a loss spike). 130: Ctrl-C at the start, or
-        twice.
+        The exit code: 0, run.preempted_exit_code, 1, 2, 3 or 130 (docs/cluster.md says when).
     """
     return run_cli("train.py", lambda: launch(argv), local_rank())
 
@@ -92,7 +86,7 @@ def launch(argv: Sequence[str]) -> int:
             local_world_size=env_int("LOCAL_WORLD_SIZE", 1),
             n_gpus=torch.cuda.device_count(),
             checks=checks.ALL,
-            saved=config_to_resume,  # a resumed run keeps its values, even if defaults have changed
+            saved=config_to_resume,  # what decides what is learned stays as it was, even if defaults have changed
         )
         config = command.loaded.config
         with out_of_memory.with_advice(config), run_folder.made(config.folder, command.trains):
@@ -127,8 +121,9 @@ def run(loaded: Loaded, data: DataSet, process: Process, log: Log) -> int:
         start_and_end.take_over(hosts, loaded, data, s)
         missed = missed_evaluations(s)  # due at the step that the run resumes from, but never finished
         if missed or s.state.step < config.train.steps:
-            closing.enter_context(log.tracking(config.log, s.state))
-        with s.preemption, s.watchdog.naming_lost_ranks(), out_of_memory.with_advice(config):
+            log.track(config.log, s.state)
+            closing.callback(log.close)
+        with s.preemption, s.watchdog.training(), out_of_memory.with_advice(config):
             run_missed(s, missed)
             if not s.preemption.agreed:
                 train(s)
@@ -152,14 +147,14 @@ def build(config: Config, data: DataSet, process: Process, log: Log) -> Session:
 
 def build_watched(config: Config, data: DataSet, process: Process, log: Log, watchdog: Watchdog) -> Session:
     """Build mesh, model, optimizer, checkpointer, data and guards, in this order."""
+    profile = build_profile(config, process)  # before the model, for the stacks of a memory snapshot
     # 1. The mesh: which ranks shard one replica of the model, and which hold further replicas.
     mesh = build_mesh(config.fsdp, process.device)
+    connected_s = start_and_end.connect(mesh, watchdog)
 
-    # 2. The model: sharded on the meta device, without storage. Each rank then allocates and fills its own shards.
-    model = sharded_model(config, data.vocab_size, mesh, widen=cpu.widens(config, process))
-    set_group_timeouts()  # no timeouts: the watchdog ends hanging runs
+    # 2. The model: each rank has its rows of every parameter.
+    model = build_model(config, data.vocab_size, mesh, process)
     model.register_forward_pre_hook(lambda *_: watchdog.forward())
-    materialize(model, process.device, config.run.seed, offload=config.fsdp.cpu_offload)
 
     # 3. The optimizer, after sharding: its parameters are DTensors, so its moments are sharded like them.
     optimizer = optim.build_optimizer(model, config.optim)
@@ -172,70 +167,78 @@ def build_watched(config: Config, data: DataSet, process: Process, log: Log, wat
     preemption = Preemption(config.run.max_minutes, config.folder / run_folder.JOINING)  # max_minutes includes the load
     history = attempts.best_step, attempts.ruined_from
     folder = config.folder / "checkpoints"
-    checkpointer = Checkpointer(folder, model, optimizer, config.checkpoint, process, WAYS, *history)
+    remote = None
+    if config.run.remote:
+        from torchtitan_lite.checkpointing.remote import Remote
+
+        remote = Remote(config, process, run_folder.job(), attempts.claim_of)
+    checkpointer = Checkpointer(folder, model, optimizer, config.checkpoint, process, WAYS, *history, remote)
     fresh = fresh_state(config, data, process, validation.description(), task_hashes)
     with watchdog.loading("loading a checkpoint"):
         resumed = load_newest(config, checkpointer, fresh, log)
     state = resumed.continued_by(fresh) if resumed else fresh
 
-    # 6. The loss scale (float16) and the throughput meter.
-    scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, process.device, state.grad_scaler)
-    meter = Meter(state, process.device)
-    profile = None
-    if config.profile.steps:
-        from torchtitan_lite.run.profiler import Profile
+    # 6. The data: a batch's sequences are a function of the seed, state.segments and one integer, samples_consumed.
+    phase, samples, state = phases.open_phase(config, data, state, state.step)
+    if phase is not config:
+        model.use_context(phase.model)
 
-        profile = Profile(config.profile, config.folder, process)
-    s = Session(
+    # 7. The loss scale (float16), the guards that can withhold an update, and the throughput meter.
+    scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, process.device, state.grad_scaler)
+    guards = build_guards(config, process, state, scaler, checkpointer, log)
+    meter = Meter(state, process.device, start_and_end.peak_tokens_per_second(phase, model, process))
+    rank_seconds = RankSeconds(model, process, meter, log)
+    source_losses = SourceLosses(model, samples.names)
+    own_metrics = [METRICS[name] for name in config.log.metrics]
+    return Session(
         config=config,
         data=data,
         process=process,
         model=model,
         optimizer=optimizer,
         scaler=scaler,
+        guards=guards,
+        blocks=Blocks(model, config.fsdp.mesh_shape(process.world_size)[0]),
+        source_losses=source_losses,
+        metrics=[*model.metrics, *own_metrics, rank_seconds.metric, source_losses.metric],
+        phase=phase,
+        samples=samples,
+        loader=build_loader(phase, samples, process),
         log=log,
         meter=meter,
+        rank_seconds=rank_seconds,
         watchdog=watchdog,
         preemption=preemption,
         checkpointer=checkpointer,
         periodic=periodic,
         profile=profile,
+        connected_s=connected_s,
         state=state,
         resumed=resumed,
     )
 
-    # 7. The data, and what else may change within a run: a batch is a function of seed, segments and samples_consumed.
-    enter_phase(s, state.step)
-    return s
+
+def build_model(config: Config, vocab_size: int, mesh: DeviceMesh, process: Process) -> models.Transformer:
+    """Build the sharded model with its initial values."""
+    # First on the meta device, without storage. Then each rank allocates and fills its own shards.
+    model = sharded_model(config, vocab_size, mesh, widen=cpu.widens(config, process))
+    set_group_timeouts()  # no timeouts: the watchdog ends hanging runs
+    materialize(model, process.device, config.run.seed, offload=config.fsdp.cpu_offload)
+    return model
 
 
-def enter_phase(s: Session, step: int) -> None:
-    """Build what depends on the phase of a step: the data, the guards that can withhold an update, and the context."""
-    begins = step > s.state.step
-    if begins:
-        check_pending(s)  # by the guards that saw this step
-        s.loader.close()
-        saved = {key: value for guard in s.guards for key, value in guard.state().items()}
-        s.state = replace(s.state, **saved | {"spikes": {}})  # a window of losses is of one phase
-    s.phase, s.samples, s.state = phases.open_phase(s.config, s.data, s.state, step)
+def build_loader(config: Config, samples: Mixture, process: Process) -> PrefetchingLoader:
+    """Build what loads this rank's batches, the next one in a thread."""
     loader = Loader(
-        s.samples,
-        micro_batch_size=s.phase.train.micro_batch_size,
-        rank=s.process.rank,
-        world_size=s.process.world_size,
-        seed=s.phase.run.seed,
-        document_mask=s.phase.data.document_mask,
-        pin=s.process.device.type == "cuda",
+        samples,
+        micro_batch_size=config.train.micro_batch_size,
+        rank=process.rank,
+        world_size=process.world_size,
+        seed=config.run.seed,
+        document_mask=config.data.document_mask,
+        pin=process.device.type == "cuda",
     )
-    s.loader = PrefetchingLoader(loader, s.process.device)
-    s.source_losses = SourceLosses(s.model, s.samples.names)
-    s.metrics = [*s.model.metrics, *(METRICS[name] for name in s.config.log.metrics), *s.source_losses.metrics]
-    s.guards = build_guards(s.phase, s.process, s.state, s.scaler, s.checkpointer, s.log)
-    if s.model.config != s.phase.model:
-        s.model.use_context(s.phase.model)
-    s.meter.peak_tokens_per_second = peak_tokens_per_second(s.phase, s.model, s.process)
-    if begins:
-        log_phase(s)
+    return PrefetchingLoader(loader, process.device)
 
 
 def build_guards(
@@ -302,7 +305,8 @@ def load_newest(config: Config, checkpointer: Checkpointer, fresh: TrainState, l
 def train(s: Session) -> None:
     """Train from the step after `s.state` to the last one, or until the ranks agree to stop.
 
-    A stop first logs and saves. The next start runs what else was due at that step (`run_missed`).
+    A stop first logs and saves, unless the ranks agree to it after a save. The next start runs what else was due at
+    that step (`run_missed`).
     """
     config, steps = s.config, s.config.train.steps
     if config.speed.gc_every:
@@ -315,24 +319,26 @@ def train(s: Session) -> None:
 
         if s.preemption.agreed or any(work.due(step, steps) for work in s.periodic):
             check_pending(s)  # check this step now (the device runs out of work); else the next step checks it
-        stops = s.preemption.agreed  # `check_pending` sets it, here or within `train_step`
         with s.meter.paused():
             for work in s.periodic:  # log, validate, score tasks, save, sample
-                if work.due(step, steps, stops=stops):
+                # `check_pending` sets `agreed`, here or within `train_step`; so does a synchronous save
+                if work.due(step, steps, stops=s.preemption.agreed):
                     work.run(s, record)
             report_save(s.checkpointer, s.log, wait=False)  # one in the background may have ended
-            if s.profile and (line := s.profile.stop(step, last=stops or step == steps)):
+            if s.profile and (line := s.profile.stop(step, last=s.preemption.agreed or step == steps)):
                 s.log.info(line)
             if due(step, config.speed.gc_every):
                 gc.collect()
-        if stops:
+        if s.preemption.agreed:
             break
 
 
 def train_step(s: Session, step: int) -> StepRecord:
     """Run one optimizer step: forward and backward per micro-batch, one all-reduce of sums, clipping, the update."""
     if s.state.step in s.config.train.boundaries(s.state.phases):
-        enter_phase(s, step)
+        from torchtitan_lite.run import next_phase
+
+        next_phase.enter(s, step, build_loader, build_guards)
     config = s.phase
     if config.fsdp.explicit_prefetching:
         fsdp.unshard_first(s.model)  # this all-gather overlaps with fetching the batch
@@ -342,9 +348,12 @@ def train_step(s: Session, step: int) -> StepRecord:
         first = config.data.position(s.state.samples_consumed, size)
         batch = s.loader.batch(first, size)
     s.watchdog.computing()
-    loss = forward_backward(s, step, batch)
+    logged, next_logged = (n == config.train.steps or due(n, config.log.every) for n in (step, step + 1))
+    with s.rank_seconds.step(timed=next_logged):
+        loss = forward_backward(s, step, batch)
+    check_pending(s)  # guards must know the previous step first; the device has this step's work, so it does not idle
     replicas = config.fsdp.mesh_shape(s.process.world_size)[0]
-    logged = step == config.train.steps or due(step, config.log.every)
+    norms = optim.gradient_norms(s.model)
     record = StepRecord(  # sums the parts of all ranks: the one small all-reduce of a step
         step,
         samples=(first, first + size),
@@ -352,13 +361,15 @@ def train_step(s: Session, step: int) -> StepRecord:
         loss=loss,
         # Each rank has only its shards' gradients, so the squared norm is summed over ranks. With HSDP that sum counts
         # every replica, so each rank divides its part by the number of replicas.
-        squared_norm=optim.squared_norm(s.model, replicas),
+        squared_norm=optim.squared_norm(norms, replicas),
         loss_scale=s.scaler.scale,
         stop=s.preemption.requested(),
+        blocks=s.blocks.names,
+        squares={"grad_norm": s.blocks.squares(norms)}
+        | ({"weight_norm": s.blocks.of_weights()} if logged and config.log.norms else {}),
         parts=[m.parts(s.model, replicas=replicas, loss_scale=s.scaler.scale) for m in s.metrics if logged],
         process=s.process,
     )
-    check_pending(s)  # the previous step; the device already has this step's work, so it does not idle
     s.meter.add_loss(record.loss_sum, record.targets)
     with s.meter.timing("optimizer_s"):
         withheld = torch.stack([guard.withholds(record) for guard in s.guards]).any()
@@ -367,7 +378,9 @@ def train_step(s: Session, step: int) -> StepRecord:
             lr=optim.learning_rate(config.optim, step, config.train.steps),
             factor=optim.clip_factor(record.grad_norm, config.optim.max_norm, s.scaler.scale),
             withheld=withheld,
+            measure=logged and config.log.norms,
         )
+        record.squares.update(s.blocks.of_update(s.optimizer))  # a second small all-reduce, if measured
         s.scaler.update(~record.finite)
 
     s.pending, s.state = record, s.state.after_step(first + size, batch.source_tokens)

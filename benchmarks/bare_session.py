@@ -10,9 +10,11 @@ from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
+from torchtitan_lite.optim.groups import Blocks
 from torchtitan_lite.optim.optimizer import build_optimizer
 from torchtitan_lite.run.metrics import Meter
 from torchtitan_lite.run.preemption import Preemption
+from torchtitan_lite.run.rank_seconds import RankSeconds
 from torchtitan_lite.run.session import Session
 from torchtitan_lite.run.source_losses import SourceLosses
 
@@ -23,15 +25,25 @@ def bare_session(config: Config, process: Process, model: Transformer, loader: A
     watchdog: Any = SimpleNamespace(computing=lambda: None)
     optimizer = build_optimizer(model, config.optim)
     scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, process.device)
-    session = Session(
+    meter = Meter(TrainState(), process.device)
+    rank_seconds = RankSeconds(model, process, meter, unused)
+    return Session(
         config=config,
         data=unused,
         process=process,
         model=model,
         optimizer=optimizer,
         scaler=scaler,
+        guards=[FiniteGuard(scaler, [])],
+        blocks=Blocks(model, config.fsdp.mesh_shape(process.world_size)[0]),
+        source_losses=SourceLosses(model, []),
+        metrics=[rank_seconds.metric],
+        phase=config,
+        samples=unused,
+        loader=loader,
         log=unused,
-        meter=Meter(TrainState(), process.device),
+        meter=meter,
+        rank_seconds=rank_seconds,
         watchdog=watchdog,
         preemption=Preemption(0, Path("none")),
         checkpointer=unused,
@@ -39,6 +51,3 @@ def bare_session(config: Config, process: Process, model: Transformer, loader: A
         profile=None,
         state=TrainState(),
     )
-    session.phase, session.loader, session.guards = config, loader, [FiniteGuard(scaler, [])]
-    session.metrics, session.source_losses = [], SourceLosses(model, [])
-    return session

@@ -48,6 +48,7 @@ from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows
 from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.process_group import Process, build_mesh, exit_process, process_group
+from torchtitan_lite.environment import disable_automatic_gc
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import loss_operators
 from torchtitan_lite.models.attention import attend
@@ -55,7 +56,6 @@ from torchtitan_lite.models.chunked_loss import chunked_cross_entropy
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.models.masks import within_documents
 from torchtitan_lite.run import mfu
-from torchtitan_lite.run.between_steps import disable_automatic_gc
 from torchtitan_lite.run.session import Session, check_pending
 from torchtitan_lite.tools.estimate import planned_run
 from torchtitan_lite.tools.estimate.planned_run import Plan, make_plan

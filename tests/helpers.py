@@ -55,7 +55,7 @@ def options(values: dict[str, Any]) -> list[str]:
     return [f"--{key}={value}" for key, value in values.items()]
 
 
-def tiny(text: Path, out_dir: Path, **more: Any) -> list[str]:
+def tiny(text: Path | str, out_dir: Path, **more: Any) -> list[str]:
     """Options of a tiny run in `out_dir`; `section__key=value` adds or replaces one."""
     values = TINY | {"data.path": text, "run.out_dir": out_dir}
     return options(values | {key.replace("__", "."): value for key, value in more.items()})

@@ -16,7 +16,8 @@ PACKAGE = ROOT / "torchtitan_lite"
 ROOMS = [
     ["terminal", "files"],
     ["errors"],
-    ["hints", "environment", "progress"],
+    ["hints", "environment", "progress", "commands"],
+    ["bucket"],
     ["config"],
     ["models"],
     ["data", "distributed"],

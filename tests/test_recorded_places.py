@@ -25,7 +25,7 @@ from torchtitan_lite.config import cli, load
 from torchtitan_lite.config.rules import local
 from torchtitan_lite.config.schema import RunConfig
 from torchtitan_lite.cpu import apply_shared_memory, float32_matmuls, widens
-from torchtitan_lite.distributed import generating, process_group
+from torchtitan_lite.distributed import evaluating, process_group
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.run import (
@@ -33,7 +33,9 @@ from torchtitan_lite.run import (
     between_steps,
     metrics,
     mfu,
+    out_of_memory,
     preemption,
+    resumed,
     run_folder,
     sampling,
     spikes,
@@ -41,7 +43,7 @@ from torchtitan_lite.run import (
     tasks,
 )
 from torchtitan_lite.run.session import Periodic
-from torchtitan_lite.run.watchdog import Place, Watchdog
+from torchtitan_lite.run.watchdog import Place, RankState, Watchdog
 from torchtitan_lite.scoring import likelihood
 from torchtitan_lite.tools import checkpoints, dry_run, generate, load_model, modes, replay
 from torchtitan_lite.tools.evaluation import evaluate
@@ -88,8 +90,8 @@ def watched(way: str, rank: int, world_size: int, local: int, n_local: int, *giv
     """A method of the watchdog of rank `rank`, which is number `local` of the `n_local` of its machine."""
 
     def call(stand_in: Any) -> str:
-        one = Stub(_world=Process(rank, world_size, CPU, 1, n_local), _at=Place(5, 1), _last_seen=lambda _: " (seen)")
-        one._file = Stub(write=stand_in("write"))
+        one = object.__new__(Watchdog)
+        vars(one).update(_world=Process(rank, world_size, CPU, 1, n_local), _at=Place(5, 1), _first=rank - local)
         vars(one).update({key: stand_in(key, value) if callable(value) else value for key, value in more.items()})
         return f"{getattr(Watchdog, way)(one, *given)} {[*vars(one).get('_own', '')] or ''}".strip()
 
@@ -138,7 +140,7 @@ def looped(stops: int, gc_every: int = 0, **every: int) -> list[Any]:
     return [" ".join(told(call)).replace(" step", "\nstep")]
 
 
-def opened(values: dict[str, Any], has_gpu: bool, *ranks: int) -> list[Any]:
+def opened(values: dict[str, Any], has_gpu: bool | str, *ranks: int) -> list[Any]:
     """A process group, and the process in it: of a rank, its number on its machine, and the sizes of both."""
     name = "distributed__process_group__"
     done = "dist__init_process_group torch__set_num_threads torch__use_deterministic_algorithms keep_freed_memory"
@@ -151,6 +153,7 @@ def opened(values: dict[str, Any], has_gpu: bool, *ranks: int) -> list[Any]:
         f"{name}torch__cuda__is_available": lambda: has_gpu,
         f"{name}dist__HashStore": lambda: "HashStore",
     }
+    answers[f"{name}torch__cuda__device_count"] = lambda: 1 if has_gpu == "one" else 8
     answers |= {rendezvous: lambda _: ("store", ranks[0], ranks[2]), f"{name}dist__is_initialized": lambda: True}
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -195,7 +198,7 @@ def dry(rank: int, values: dict[str, Any]) -> list[Any]:
             "tools__dry_run__Log": lambda folder, enabled: ["runs" in folder.parts, enabled],
             "tools__dry_run__planned": lambda config, *given: [config.train.batch_schedule, *given],
             "tools__dry_run__measure": lambda session, _: print("of", session.train, session.resumed) or (5, 0.5),
-            "tools__dry_run__check_machines": lambda folder, _: f"machines of {folder}",
+            "tools__dry_run__check_machines": lambda folder, *_, **__: f"machines of {folder}",
             "tools__dry_run__compare": lambda *given: str(given),
         },
     )
@@ -210,7 +213,7 @@ def replayed(rank: int, checkpoint: str, *notes: str) -> list[Any]:
             Stub(),
             lambda given, *_: Stub(
                 given=given.change,
-                watchdog=Stub(naming_lost_ranks=contextlib.nullcontext),
+                watchdog=Stub(training=contextlib.nullcontext),
                 close=lambda: print("closed"),
             ),
             str,  # type: ignore[arg-type]
@@ -223,7 +226,7 @@ def replayed(rank: int, checkpoint: str, *notes: str) -> list[Any]:
             "tools__replay__on_rank0": lambda *_: {
                 **{"start": 3, "last": 5, "checkpoint": checkpoint, "steps": {}, "notes": notes, "advice": ""}
             },
-            "tools__replay__in_temporary_folder": lambda _, **change: contextlib.nullcontext(
+            "tools__replay__in_temporary_folder": lambda _, change: contextlib.nullcontext(
                 Stub(folder="temporary", change=change)
             ),
             "tools__replay__Log": lambda folder, enabled: Stub(info=lambda line: print(folder, enabled, line)),
@@ -256,21 +259,30 @@ LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_
 WITHOUT: Any = Stub()  # a module of the standard library without the functions that only Linux has
 CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     # ranks and machines
-    "ended on this machine": (
-        lambda rank, local, n_local, *gone: watched(
-            "_ended", rank, 12, local, n_local, _has_ended=lambda other: other in gone
+    "beats that are read": (
+        lambda rank, local, quiet_s, silent_s: watched(
+            "_exchange",
+            rank,
+            6,
+            local,
+            3,
+            _number=7,
+            _own=RankState(),
+            _quiet_s=quiet_s,
+            _interval_s=5.0,
+            _others={},
+            _beats={3: (7, 100.0 - silent_s)},
+            _answered=100.0,
+            _thread_store=Stub(
+                set=lambda key, _: print(f"set {key}"),
+                multi_get=lambda keys: print(*keys) or len(keys) // 2 * ["[5, 1, 0]"] + len(keys) // 2 * ["[7, [], 0]"],
+            ),
         ),
-        [
-            *((5, 1, 4), (5, 1, 4, 3), (5, 1, 4, 6), (5, 1, 4, 7, 4), (5, 1, 4, 8), (5, 1, 4, 5)),
-            *((0, 0, 2, 1), (11, 3, 4, 8), (8, 0, 4, 7, 9), (7, 2, 3)),
-        ],
+        [(3, 0, 9.0, 60.0), (3, 0, 10.0, 0.0), (4, 1, 10.0, 0.0), (4, 1, 10.0, 20.0), (1, 1, 10.0, 0.0)],
     ),
     "a rank is lost": (
-        lambda rank, n_local, ended, error: watched(
-            "_explain", rank, 8, 1, n_local, RuntimeError(error), _ended=lambda: ended
-        ),
-        [(rank, n, ended, GONE) for rank, n, ended in ((5, 4, [6, 7]), (5, 4, []), (3, 8, []))]
-        + [(6, 4, [5], "Timed out waiting 3ms")],
+        lambda host, reason: watched("_why_closed", 5, 8, 1, 4, _on_host=host, _reason=lambda *_: reason),
+        [(" on x", "rank 6 died"), (" on x", ""), ("", "")],
     ),
     "printed by a mode": (
         lambda local, values: told(
@@ -320,7 +332,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
                     process=Process(rank, 2, device, 1),
                     optimizer=Stub(state={1: {"a": torch.zeros(3)}}),
                     model=Stub(parameters=lambda: [torch.zeros(5)], buffers=lambda: [torch.zeros(2)]),
-                    watchdog=Stub(step=stand_in("watched"), naming_lost_ranks=contextlib.nullcontext),
+                    watchdog=Stub(step=stand_in("watched"), training=contextlib.nullcontext),
                 ),
                 lambda _, n: Stub(loss=Stub(item=lambda: stand_in("step")(n))),
             ),
@@ -526,27 +538,34 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
                 Stub(
                     state=TrainState(step=6),
                     config=Stub(train=Stub(steps=6 + (not ends)), checkpoint=Stub(async_save=background)),
-                    preemption=Stub(agreed=False),
+                    preemption=Stub(agreed=False, agree=stand_in("agree")),
+                    process="p",
                     model="m",
                     optimizer="o",
                     guards=[Stub(state=lambda: {"skipped": [3]}), Stub(state=lambda: {"spikes": {"norms": [1.0]}})],
                     scaler=Stub(state_dict=lambda: {"scale": 2.0}),
                     log="log",
                     meter=Stub(loss_since=torch.ones(2)),
-                    checkpointer=Stub(save=stand_in("save")),
+                    checkpointer=Stub(save=stand_in("save"), remote=None),
                 ),
             ),
             *(f"run__between_steps__{name}" for name in ("require_finite", "require_equal_replicas", "report_save")),
             answers={"run__between_steps__report_save": lambda *_, **__: error},
         ),
-        [(True, False, ""), (True, True, "no space"), (False, True, ""), (False, False, "no space")],
+        [
+            (True, False, ""),
+            (True, True, "no space"),
+            (False, True, ""),
+            (False, False, "no space"),
+            (False, False, ""),
+        ],
     ),
     "a failure": (
         lambda error, begun: told(
             lambda _: start_and_end.report_failure(
                 Stub(folder="x"),
                 *("process", Stub(attempt=2), error),  # type: ignore[arg-type]
-                Stub(checkpointer="c", state=Stub(step=6)) if begun else None,
+                Stub(checkpointer=Stub(remote=None), state=Stub(step=6)) if begun else None,
             ),
             *("run__start_and_end__report_save", "run__start_and_end__run_folder__record_end"),
         ),
@@ -574,6 +593,8 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             ({"device": "auto", "tf32": True, "timeout_minutes": 7, "start_timeout_minutes": 9}, True, 5, 1, 8, 4),
             ({"device": "cuda", "deterministic": True}, True, 6, 2, 8, 4),
             ({"device": "cpu", "deterministic": True}, False, 3, 0, 4, 3),
+            ({"device": "cpu"}, False, 3, 0, 1024, 8),
+            ({"device": "auto"}, "one", 6, 2, 8, 4),
         ],
     ),
     "mesh": (
@@ -592,7 +613,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "on a machine": (
         on_machine,
         [
-            *(({"run.device": device}, 8, gpus, 4) for device in ("auto", "cuda", "cpu") for gpus in (0, 2, 4, 5)),
+            *(({"run.device": device}, 8, gpus, 4) for device in ("auto", "cuda", "cpu") for gpus in (0, 1, 2, 4, 5)),
             *(
                 ({"run.device": device, "fsdp.cpu_offload": True, "optim.name": "adamw"}, 2, gpus, 2)
                 for device in ("auto", "cuda", "cpu")
@@ -620,12 +641,12 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     ),
     "memory": (
         lambda device, platform: told(
-            lambda _: metrics.peak_memory_gib(device),
-            "run__metrics__torch__cuda__max_memory_reserved",
+            lambda _: out_of_memory.peak_memory_gib(device),
+            "run__out_of_memory__torch__cuda__max_memory_reserved",
             answers={
-                "run__metrics__torch__cuda__max_memory_reserved": lambda _: 3 * 2**30,
-                "run__metrics__resource__getrusage": lambda _: Stub(ru_maxrss=2**21),
-                "run__metrics__sys__platform": platform,
+                "run__out_of_memory__torch__cuda__max_memory_reserved": lambda _: 3 * 2**30,
+                "run__out_of_memory__resource__getrusage": lambda _: Stub(ru_maxrss=2**21),
+                "run__out_of_memory__sys__platform": platform,
             },
         ),
         [(GPU, "linux"), (CPU, "linux"), (CPU, "darwin")],
@@ -751,14 +772,14 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     ),
     "kept gathered": (
         lambda device, n, offload=False, reshard=True: told(
-            lambda _: generating._kept_gathered(
+            lambda _: evaluating._kept_gathered(
                 Stub(named_parameters=lambda: [("w", Stub(numel=lambda: n)), ("v", Stub(numel=lambda: 100))]),
                 Stub(cpu_offload=offload, reshard_after_forward=reshard),
                 device,
             ),
-            "distributed__generating__dist__all_reduce",
+            "distributed__evaluating__dist__all_reduce",
             answers={
-                f"distributed__generating__{name}": value
+                f"distributed__evaluating__{name}": value
                 for name, value in {
                     "groups_of": lambda *_: [
                         Stub(param_dtype=torch.bfloat16, parameters=["w"], modules=[1], reshard_after_forward=True)
@@ -864,7 +885,7 @@ def together(rank: int) -> dict[str, Any]:
     data: Any = Stub(folder=Path("d"), tokenizer_sha256="t", vocab_size=9, hashes=dict)
     reasons = ("", "run.max_minutes", "SIGTERM", "")
     log = Stub(info=lambda *line: said.append(line[0]), record=lambda *r: said.append(r[0]), attempt=2)
-    checkpointer = Stub(folder=Path("x"), damaged=[7], forked_from=None, _n_bytes=lambda: 40 + rank)
+    checkpointer = Stub(folder=Path("x"), damaged=[7], remote=None, forked_from=None, _n_bytes=lambda: 40 + rank)
     checkpointer.ruined_from = lambda _: 99
     checkpointer.process, checkpointer.require_space = one, lambda: None
     session = Stub(state=Stub(step=6), process=one, config=config, log=log, checkpointer=checkpointer, model=None)
@@ -875,7 +896,7 @@ def together(rank: int) -> dict[str, Any]:
     asked: Any = Stub(process=one, state=session.state, preemption=request, watchdog=Mock(), meter=Mock())
     record = StepRecord(
         *(7, (8, 16), 4, torch.tensor(1.0 + rank), torch.tensor([9.0, 0.5, 3.0, 0.0][rank]), torch.tensor(2.0)),
-        *(rank == 2, [torch.tensor([[rank, 1.0]])], one),
+        *(rank == 2, ["inputs"], {"grad_norm": torch.ones(1)}, [torch.tensor([[rank, 1.0]])], one),
     )
 
     def sampled() -> Any:
@@ -951,9 +972,9 @@ def together(rank: int) -> dict[str, Any]:
             {"run__start_and_end__run_folder__record_end": lambda *given: said.append(str(given[2:]))},
         ),
         "missed": (
-            lambda: [each.name for each in between_steps.missed_evaluations(session)],
+            lambda: [each.name for each in resumed.missed_evaluations(session)],
             {
-                "run__between_steps__attempts__records": lambda _, file: [
+                "run__resumed__attempts__records": lambda _, file: [
                     {"step": 6, "ab"[rank > 0]: 1} if file == "metrics.jsonl" else {"step": 5, "b": 1}
                 ]
             },
@@ -984,17 +1005,17 @@ def together(rank: int) -> dict[str, Any]:
             {"cpu__float32_matmuls__slow_dtypes": lambda: [f"of {rank}"]},
         ),
         "gathered": (
-            lambda: generating._kept_gathered(
+            lambda: evaluating._kept_gathered(
                 Stub(named_parameters=lambda: [("w", Stub(numel=lambda: 100))]),
                 Stub(cpu_offload=False, reshard_after_forward=True),
                 CPU,
             ),
             {
-                "distributed__generating__GATHERED_BYTES": 400 if rank != 2 else 399,
-                "distributed__generating__groups_of": lambda *_: [
+                "distributed__evaluating__GATHERED_BYTES": 400 if rank != 2 else 399,
+                "distributed__evaluating__groups_of": lambda *_: [
                     Stub(param_dtype=torch.float32, parameters=["w"], modules=[1], reshard_after_forward=True)
                 ],
-                "distributed__generating__FSDPModule": int,
+                "distributed__evaluating__FSDPModule": int,
             },
         ),
         "not shared": (
@@ -1025,7 +1046,7 @@ def together(rank: int) -> dict[str, Any]:
             lambda: [
                 ran := list[Any](),
                 patched(
-                    lambda: between_steps.run_missed(
+                    lambda: resumed.run_missed(
                         asked, [Stub(run=lambda *_: [ran.__iadd__([1]), rank == 2 and request.received(15)])] * 3
                     )
                 ),

@@ -263,7 +263,7 @@ def clip_grad_norm(model: torch.nn.Module, optimizer: torch.optim.Optimizer, max
     >>> bool(norm > 1), bool(ttl.clip_grad_norm(model, optimizer, 1.0) < 1.001)
     (True, True)
     """
-    norm = optim.squared_norm(model, 1).sqrt().float()
+    norm = optim.squared_norm(optim.gradient_norms(model), 1).sqrt().float()
     factor = optim.clip_factor(norm, max_norm, torch.ones_like(norm))
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if isinstance(optimizer, GuardedOptimizer) and not isinstance(optimizer, HostGuarded):

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gc
 import itertools
 import math
 import os
@@ -206,10 +207,13 @@ def fork_command(name: str, checkpoint: str, **more: str) -> str:
         checkpoint: a path; empty: start at step 0.
         more: further options, with "__" for a dot.
     """
+    return this_command(run__name=name, checkpoint__resume=checkpoint, **more)
+
+
+def this_command(**given: str) -> str:
+    """Return this process's command with changed options; see `command_with`."""
     n = env_int("WORLD_SIZE", 1)
-    return command_with(
-        sys.argv, {"run.name": name, "checkpoint.resume": checkpoint, **more}, n, n // env_int("LOCAL_WORLD_SIZE", n)
-    )
+    return command_with(sys.argv, given, n, n // env_int("LOCAL_WORLD_SIZE", n))
 
 
 def command_with(argv: Sequence[str], given: Mapping[str, str], n: int, n_machines: int) -> str:
@@ -235,3 +239,14 @@ def command_with(argv: Sequence[str], given: Mapping[str, str], n: int, n_machin
     launcher = "..." if n_machines > 1 else torchrun if n > 1 else shlex.quote(here)
     command = os.environ.get("TORCHTITAN_LITE_LAUNCHER", f"{launcher} train.py").replace("NODES", str(n_machines))
     return f"{command} {shlex.join([*kept, *(f'{option}={value}' for option, value in options.items() if value)])}"
+
+
+def disable_automatic_gc() -> None:
+    """Disable automatic garbage collection; `train` collects at the same steps on all ranks.
+
+    Automatic collections happen at different steps on each rank, and all ranks wait for each of them. Existing objects
+    (mostly torch's modules) are frozen, so a collection takes milliseconds.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()

@@ -10,6 +10,7 @@ import io
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -36,12 +37,6 @@ class ConfigError(UserError):
     """A config file, key, value or combination of values is invalid."""
 
 
-class BusyError(ConfigError):
-    """A resource is in use or can't be reached, or another rank has wrong values. The same command may work later."""
-
-    exit_code = 1
-
-
 class DataError(UserError):
     """Text or prepared data is unreadable, damaged or too short."""
 
@@ -60,28 +55,30 @@ class UnreadableError(CheckpointError):
     exit_code = 1
 
 
-class SaveError(UserError):
+class TemporaryError(UserError):
+    """The same command may work later."""
+
+    exit_code = 1
+
+
+class BusyError(ConfigError, TemporaryError):
+    """A resource is in use or can't be reached, or another rank has wrong values."""
+
+
+class SaveError(TemporaryError):
     """A checkpoint can't be written."""
 
-    exit_code = 1
 
-
-class StuckError(UserError):
+class StuckError(TemporaryError):
     """Another rank failed, died, or made this one wait too long."""
 
-    exit_code = 1
 
-
-class NoMemoryError(UserError):
+class NoMemoryError(TemporaryError):
     """The device or the host has too little memory for this configuration."""
 
-    exit_code = 1
 
-
-class ReplicaMismatchError(UserError):
+class ReplicaMismatchError(TemporaryError):
     """Replicas of the same parameters differ between ranks."""
-
-    exit_code = 1
 
 
 class NonFiniteError(UserError):
@@ -134,6 +131,7 @@ def run_cli(name: str, main: Callable[[], int], local_rank: int = 0) -> int:
             return 1
         message = _explained(error)
         if not message:
+            _note_machine()
             _tell_torchrun(traceback.format_exc(), time.time())
             raise
         report(f"{name}: {message}", local_rank)
@@ -202,6 +200,7 @@ def report(message: str, local_rank: int = 0, *, secondary: bool = False, final:
             killed rank only when it notices the death. So this error gets a later timestamp.
         final: the next start would fail in the same way, so end torchrun before it restarts.
     """
+    _note_machine(not secondary or "a process died: rank" in message)
     if local_rank != 0:
         time.sleep(10)
         message = f"[local rank {local_rank}] {message}"
@@ -210,6 +209,13 @@ def report(message: str, local_rank: int = 0, *, secondary: bool = False, final:
     if final and os.environ.get("TORCHELASTIC_RESTART_COUNT") != os.environ.get("TORCHELASTIC_MAX_RESTARTS"):
         print_error("ending torchrun, because a restart would fail in the same way; torchrun's traceback follows")
         os.kill(os.getppid(), signal.SIGTERM)
+
+
+def _note_machine(failed_first: bool = True) -> None:
+    """Add this machine to the list $TORCHTITAN_LITE_FAILED if a process of it failed first (scripts/slurm.sbatch)."""
+    if failed_first and (path := os.environ.get("TORCHTITAN_LITE_FAILED")):
+        with contextlib.suppress(OSError), open(path, "a") as file:
+            file.write(os.environ.get("SLURMD_NODENAME", socket.gethostname()) + "\n")
 
 
 def _tell_torchrun(message: str, when: float) -> None:

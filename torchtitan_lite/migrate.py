@@ -1,8 +1,6 @@
 """`python -m torchtitan_lite.migrate`: see torchtitan_lite.tools.migrate_accelerate."""
 
-import sys
-
 from torchtitan_lite.tools.migrate_accelerate import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    raise SystemExit(main())

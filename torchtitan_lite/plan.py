@@ -1,8 +1,6 @@
 """`python -m torchtitan_lite.plan`: see torchtitan_lite.tools.estimate.command."""
 
-import sys
-
 from torchtitan_lite.tools.estimate.command import main as main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    raise SystemExit(main())

@@ -5,6 +5,7 @@ import functools
 import io
 import os
 import sys
+from collections.abc import Collection, Sequence
 
 
 def prepare_streams() -> None:
@@ -44,6 +45,18 @@ def size(n_bytes: float) -> str:
     return f"{n_bytes / 2**30:,.2f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:,.2f} MiB"
 
 
+def columns(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
+    """Return one aligned line per row. The columns numbered in `right` are right-aligned."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
 def print_line(text: str) -> None:
     """Print a line. A full or closed stdout is reported once, on stderr."""
     try:
@@ -58,10 +71,7 @@ def print_error(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-@functools.cache
-def print_error_once(text: str) -> None:
-    """Print a line to stderr the first time only."""
-    print_error(text)
+print_error_once = functools.cache(print_error)  # the first time only
 
 
 def flush() -> None:

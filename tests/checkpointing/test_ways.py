@@ -117,10 +117,15 @@ def test_retention_keeps_the_newest_each_seventh_the_best_and_the_loaded_checkpo
 
 
 def save_on_a_full_disk(process: Process, folder: Path) -> list[int]:
-    """Room for half a checkpoint."""
+    """Room for half a checkpoint; and before the first step, for one and a half times the weights."""
     state = State("1", 1, "llama", process)
-    state.step()
     saver = Checkpointer(folder, state.model, state.optimizer, CheckpointConfig(keep_latest=1), process, SAVE_WAYS)
+    room = int(1.5 * sum(parameter.nbytes for parameter in state.model.parameters()))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("os.statvfs", lambda _: os.statvfs_result((1, 1, 0, 0, room, 0, 0, 0, 0, 0)))
+        with pytest.raises(SaveError, match="a checkpoint takes"):
+            saver.require_space()
+    state.step()
     saver.require_space()
     save_now(saver, 1)
     with pytest.MonkeyPatch.context() as patched:
@@ -133,9 +138,9 @@ def save_on_a_full_disk(process: Process, folder: Path) -> list[int]:
             save_now(saver, 2)
         for what in ("tmp", "trash"):
             (folder / f".{what}-step-00000002-killed").mkdir()
-        room = os.statvfs_result((1, 1, 0, 0, 2 * used(folder), 0, 0, 0, 0, 0))
+        free = os.statvfs_result((1, 1, 0, 0, 2 * used(folder), 0, 0, 0, 0, 0))
         full = os.statvfs_result((1, 1, 0, 0, 0, 0, 0, 0, 0, 0))
-        patched.setattr("os.statvfs", lambda _: full if [*folder.glob(".*killed")] else room)
+        patched.setattr("os.statvfs", lambda _: full if [*folder.glob(".*killed")] else free)
         save_now(saver, 2)  # what a killed save has left is no longer there
     return storage.find_steps(folder)
 

@@ -19,7 +19,7 @@ from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.config import cli, schema, toml
 from torchtitan_lite.data.prepare import __main__
 from torchtitan_lite.huggingface import weights as hf
-from torchtitan_lite.tools import checkpoints, generate, migrate_accelerate
+from torchtitan_lite.tools import checkpoints, generate, migrate_accelerate, status
 from torchtitan_lite.tools.report import report
 
 Main = Callable[[Sequence[str]], int]
@@ -103,6 +103,17 @@ def test_wrong_options_of_other_commands_never_raise(run: Path) -> None:
         code_of(main, argv)
         for left in ("out", ".out.work"):
             shutil.rmtree(left, ignore_errors=True)
+
+
+@pytest.mark.parametrize(("main", "argv", "said"), [
+    (status.main, [".", "--jsn"], "unrecognized arguments: --jsn"),
+    (__main__.main, ["a", "--tokenizer=bytes", "--train-tokenizer=300"], "not allowed with argument --tokenizer"),
+])  # fmt: skip
+def test_an_unknown_option_and_two_that_exclude_each_other(
+    main: Main, argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert code_of(main, argv) == 2
+    assert said in capsys.readouterr().err
 
 
 # --- damaged files ----------------------------------------------------------------------------------------------

@@ -49,8 +49,8 @@ def test_the_reference_is_made_from_the_config(monkeypatch: pytest.MonkeyPatch) 
     )
 
 
-# the first seven are no folders of this machine
-NAMES = ["wikitext", "org/data-set_1.0", "https://example.com/a.txt", "s3://bucket/a", "hf://datasets/org/data"]
+# the first six are no folders of this machine
+NAMES = ["wikitext", "org/data-set_1.0", "https://example.com/a.txt", "hf://datasets/org/data"]
 NAMES += ["https:/huggingface.co/datasets/org/data", "org.name/Model-3.2-1B"]
 NAMES += ["a.txt", "home/none", "a/b/c", "/none", "org/*.txt", "none/"]
 
@@ -71,7 +71,6 @@ def test_paths_are_found_and_their_problems_named(tmp_path: Path, monkeypatch: p
         "prepared": [
             name for name in ("ours", "~/ours", "foreign", "torn", "damaged", "none") if paths.is_prepared(name)
         ],
-        "kinds": [paths.kind_of(Path(name)) for name in ("ours", "closed", "/dev/null")],
         "matching": [[*map(str, paths.matching(name))] for name in ("x[1].txt", "**/x*.txt", "~/x2.txt", "none")],
         "problems": [paths.problem(name) for name in ("closed", "none", "~/x2.txt", "~nobody-of-this-name")],
         "unfound": [paths.unfound(name) for name in ("x*", "y*", "~nobody-of-this-name")],
@@ -79,7 +78,6 @@ def test_paths_are_found_and_their_problems_named(tmp_path: Path, monkeypatch: p
     }
     assert found == {
         "prepared": ["ours", "~/ours", "damaged"],
-        "kinds": ["a folder", "a file", "not a regular file"],
         "matching": [["x[1].txt"], ["home/x2.txt", "x1.txt", "x[1].txt"], [f"{tmp_path}/home/x2.txt"], []],
         "problems": [
             f"closed: permission denied to uid {os.geteuid()}",
@@ -88,7 +86,7 @@ def test_paths_are_found_and_their_problems_named(tmp_path: Path, monkeypatch: p
             unknown,
         ],
         "unfound": ["", f"nothing found at y* (looked in {tmp_path})", unknown],
-        "elsewhere": NAMES[:7],
+        "elsewhere": NAMES[:6],
     }
 
 

@@ -111,6 +111,7 @@ INVALID: list[list[str]] = [
     [*PAIRS, "--train.seq_len=1000", "--data.target_len=100"],
     ["--profile.steps=[12, 10]"],
     ["--profile.steps=[1, 2, 3]"],
+    ["--profile.steps=[1, 2]", "--profile.ranks=[8, 16]"],
     ["--checkpoint.resume=no/such"],
     ["--train.seq_len=2048"],
     ["--train.epochs=1", "--train.batch_schedule=[[0, 8], [10, 16]]"],

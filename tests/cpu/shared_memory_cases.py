@@ -81,7 +81,6 @@ def compare_one(gather: AllGather, reduce: ReduceScatter, n: int, dtype: torch.d
 
 def compare(_world: Process, piece: int) -> None:
     """Sizes below, at and above a piece, in turn, so that both halves are written over and over."""
-    shared_memory.SMALL = piece // 2  # an all-reduce goes both ways
     group: Any = dist.group.WORLD
     shared = SharedMemory(group, slot=piece)
     gather, reduce = AllGather(shared), ReduceScatter(shared)

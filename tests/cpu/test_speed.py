@@ -18,8 +18,9 @@ from torchtitan_lite.cpu import fused
 from torchtitan_lite.cpu import loss as in_chunks
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.models.attention import attend
-from torchtitan_lite.models.llama import rotary_tables, rotate
+from torchtitan_lite.models.llama import rotate
 from torchtitan_lite.models.loss import IGNORE, summed_cross_entropy
+from torchtitan_lite.models.rotary import rotary_tables
 from torchtitan_lite.tools.dry_run import peak_of
 
 LLAMA = ModelConfig(dim=48, n_heads=6, n_kv_heads=2, n_layers=2, max_seq_len=64)

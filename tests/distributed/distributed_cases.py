@@ -1,5 +1,6 @@
 """Cases that test_distributed.py runs on 4 ranks in one process group: every function named case_*, in order."""
 
+import functools
 import itertools
 import math
 import shutil
@@ -23,6 +24,7 @@ from checkpoint import WAYS
 from tests.models.test_model import make
 from tests.rank0 import CollectiveError
 from tests.recorded import assert_recorded
+from tests.test_recorded_limits import Stub, patched
 from tests.test_recorded_places import together
 from torchtitan_lite.checkpointing import full_state
 from torchtitan_lite.checkpointing.before_save import require_equal_replicas, require_finite
@@ -32,6 +34,7 @@ from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.patterns import first_match
 from torchtitan_lite.config.schema import (
     CheckpointConfig,
+    Config,
     FsdpConfig,
     GradScalerConfig,
     ModelConfig,
@@ -60,7 +63,8 @@ from torchtitan_lite.models.gpt import GPT
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.groups import freeze
-from torchtitan_lite.optim.optimizer import build_optimizer, clip_factor, squared_norm
+from torchtitan_lite.optim.optimizer import build_optimizer, clip_factor, gradient_norms, squared_norm
+from torchtitan_lite.run import start_and_end
 from torchtitan_lite.scoring.validation import Validation, evaluate
 
 # 517 and 30 divide unevenly, and of 3 positions one of four ranks gets none
@@ -391,7 +395,10 @@ def _clipped_as_by_torch(mesh: str, config: OptimConfig, scale: float) -> None:
         its_optimizer.step()
         its_optimizer.zero_grad()
         scaler.scaled(loss_of(model, number)).backward()
-        norm = sum_over_ranks(squared_norm(model, COPIES[mesh])).sqrt().float() / scaler.scale
+        squared = squared_norm(gradient_norms(model), COPIES[mesh])
+        own = torch.nn.utils.get_total_norm([own_part(p.grad)[0] for p in model.parameters() if p.grad is not None])
+        assert squared.equal(own.double().square() / COPIES[mesh]), "not bit for bit"
+        norm = sum_over_ranks(squared).sqrt().float() / scaler.scale
         factor = clip_factor(norm, config.max_norm, scaler.scale)
         optimizer.update(number, 1e-3, factor, torch.tensor(False))
         torch.testing.assert_close(norm, expected, rtol=3e-6, atol=0)
@@ -485,6 +492,24 @@ def case_a_validation_sums_over_ranks_and_knows_its_standard_error() -> None:
         assert abs(score.unigram_bits_per_byte - unigram) < 1e-9
         assert all(isinstance(p, DTensor) for p in model.parameters())
         assert model.training
+
+
+def case_ranks_that_share_a_gpu_or_a_local_rank_are_refused() -> None:
+    """Each process sees one GPU; or has LOCAL_RANK=0, by torchrun's --virtual-local-rank."""
+    rank, host = dist.get_rank(), socket.gethostname()
+    data = Stub(tokenizer_sha256="", hashes=dict, vocab_size=0)
+    process = Process(rank, 4, torch.device("cuda", 0), 1, 4)
+    for uuid, local, said in (
+        (rank, rank, f"['{host}']"),
+        (rank % 3, rank, f"ranks 0, 3 ({host}) share a GPU (0); start one process for each GPU"),
+        (rank, 0, "several processes of a machine have LOCAL_RANK=0: run torchrun without --virtual-local-rank"),
+    ):
+        found = patched(
+            functools.partial(start_and_end.require_agreement, Config(), data, process),
+            run__start_and_end__torch__cuda__get_device_properties=lambda _, uuid=uuid: Stub(uuid=uuid),
+            run__start_and_end__local_rank=lambda local=local: local,
+        )
+        assert said in str(found)
 
 
 def case_one_rank_that_is_not_like_the_others() -> None:

@@ -1,5 +1,5 @@
-"""The table of [fsdp] and related keys that test_knobs.py compares with an unsharded reference: at most 67 rows,
-of which 7 are of Muon, the only optimizer that communicates.
+"""The table of [fsdp] and related keys that test_knobs.py compares with an unsharded reference: at most 70 rows,
+of which 8 are of Muon, the only optimizer that communicates.
 
 The fast paths of [speed] are on, as by default, with blocks and chunks so small (knob_worker.py) that a sequence has
 several; the plain model has none of them.
@@ -25,6 +25,7 @@ LLAMA = {
     **{"model.max_seq_len": 16, "train.seq_len": 16, "train.steps": 20},
     **{"optim.warmup_steps": 2, "optim.lr": 0.002, "optim.name": "adamw"},
     **{"train.micro_batch_size": 1, "train.global_batch_size": 6, "run.threads": 1},
+    **{"log.every": 1, "log.norms": True},
 }
 GPT = {k: v for k, v in LLAMA.items() if k not in ("model.n_kv_heads", "model.hidden_dim")} | {
     "model.family": "gpt",
@@ -89,6 +90,7 @@ MUON = {"optim.name": "muon", "optim.muon_embedding_lr_factor": 1.0}
 CASES = {
     # how much is gathered, and when
     "llama": Case(2),
+    "norms of gradients only": Case(2, {"log.norms": False}, same_as="llama"),
     "gpt": Case(2, base="gpt"),
     "reshard true": Case(2, {"fsdp.reshard_after_forward": True}, same_as="llama"),
     "reshard false": Case(2, {"fsdp.reshard_after_forward": False}, same_as="llama"),
@@ -151,6 +153,7 @@ CASES = {
     "frozen": Case(2, {"optim.freeze": ["tok_embeddings.*", "layers.0.*", "layers.2.attention.wq.weight"]}),
     # 4 ranks
     "4 ranks": Case(4),
+    "3 ranks": Case(3, {"model.tie_embeddings": True}, base="gpt"),
     "reshard to 2": Case(4, {"fsdp.reshard_after_forward": 2}, same_as="4 ranks"),
     "reshard to 2, prefetch 2, tied": Case(
         4, EXPLICIT | {"fsdp.reshard_after_forward": 2, "model.tie_embeddings": True}, base="gpt"
@@ -178,6 +181,7 @@ CASES = {
     ),
     # Muon, which exchanges matrices in each step
     "muon": Case(2, MUON),
+    "muon, norms of gradients only": Case(2, MUON | {"log.norms": False}, same_as="muon"),
     "muon, reshard true, 2 blocks in a group": Case(
         2, MUON | {"fsdp.reshard_after_forward": True, "fsdp.blocks_per_group": 2}, same_as="muon"
     ),

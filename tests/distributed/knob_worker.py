@@ -52,14 +52,14 @@ def digest(parameter: torch.Tensor) -> str:
 
 
 def measure(t: Session) -> dict[str, Any]:
-    """Losses and norms of some steps, names, and the frozen parameters before and after."""
+    """Losses and norms of some steps, also by block, names, and the frozen parameters before and after."""
     frozen = {name: p for name, p in t.model.named_parameters() if not p.requires_grad}
     before = {name: digest(p) for name, p in frozen.items()}
     curve = []
     for step in range(1, STEPS + 1):
-        numbers = train.train_step(t, step).numbers
+        record = train.train_step(t, step)
         check_pending(t)
-        curve.append((numbers.loss, numbers.grad_norm))
+        curve.append((record.numbers.loss, record.numbers.grad_norm, record.norms_of_blocks()))
     states = t.optimizer.state.values()
     moments = [value for state in states for key, value in state.items() if key != "step"]
     return {

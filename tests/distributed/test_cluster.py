@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from filelock import FileLock
 
 from tests.faults.machines import ENV, Soak
 from tests.forkserver import free_port
@@ -49,7 +50,8 @@ def test_a_rank_killed_on_one_of_two_machines_restarts_both(text: Path, tmp_path
     launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "x"]
     launcher += ["--local-addr", "127.0.0.1", "--max-restarts", "2", "tests/faults/worker.py"]
     command = [*launcher, *tiny(text, tmp_path, run__name="two", **more)]
-    env, pipe = ENV | {"FAULT": "kill:1:5:batch,slow:0:5:batch", "FAULT_SECONDS": "5"}, subprocess.PIPE
+    fault = {"FAULT": "kill:1:5:batch,slow:0:5:batch", "FAULT_SECONDS": "5"}
+    env, pipe = ENV | fault | {"TORCHTITAN_LITE_FAILED": str(tmp_path / "nodes")}, subprocess.PIPE
     both = [subprocess.Popen(command, cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True) for _ in range(2)]
     said = [agent.communicate(timeout=HANGS_S) for agent in both]
     assert [agent.returncode for agent in both] == [0, 0], said
@@ -57,12 +59,32 @@ def test_a_rank_killed_on_one_of_two_machines_restarts_both(text: Path, tmp_path
     assert output.count("FAULT kill fired on rank 1") == 1, output
     assert "resumed after step 4" in output
     assert output.count("\ndone ") == 1, "one speaks"
+    assert not (tmp_path / "nodes").exists(), "the other one failed first"
     succeeded(ranks(2, *tiny(text, tmp_path, run__name="one", **more)))
     assert losses(tmp_path / "two") == losses(tmp_path / "one")
     assert storage.verify(storage.step_folder(tmp_path / "two/checkpoints", 6)) == []
     last = attempts.read(tmp_path / "two")[-1]
     assert (last.ended, last.world_size, len(last.hosts)) == ("complete", 2, 1)
     assert "--run.name=two" in last.command
+
+
+@pytest.mark.extended
+def test_a_rank_killed_on_one_of_two_machines_ends_ranks_that_wait_in_a_kernel_on_both(
+    text: Path, tmp_path: Path
+) -> None:
+    """The others hang, as within NCCL. The rank beside the killed one tells those of the other machine."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+    launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "x"]
+    command = [*launcher, "--local-addr", "127.0.0.1", "tests/faults/worker.py", *tiny(text, tmp_path, run__name="run")]
+    fault = "kill:3:3:batch,hang:0:3:batch,hang:1:3:batch,hang:2:3:batch"
+    both = [
+        subprocess.Popen(command, cwd=ROOT, env=ENV | {"FAULT": fault}, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    said = [agent.communicate(timeout=120)[1] for agent in both]
+    name = f"a process died on {os.uname().nodename}: rank 3 (last seen: step 3, fetching its batch)"
+    assert [f"train.py: {name}" in errors for errors in said] == [True, True], said
+    assert name in json.loads((tmp_path / "run/run.json").read_text())["reason"]
 
 
 def test_machines_that_do_not_run_the_same_are_named(text: Path, tmp_path: Path) -> None:
@@ -97,13 +119,18 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     programs = tmp_path / "bin"
     programs.mkdir()
     srun = 'while [[ "$1" == --* ]]; do shift; done; echo $$ > "$SRUN_PID"; exec "$@"'
-    scontrol = 'if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >> "$REQUEUED"; fi'
+    scontrol = """case "$1 $2" in
+    "show hostnames") echo here; echo there ;;
+    "show -o") echo NodeName=here CPUs=1 NodeAddr=127.0.0.1 Port=1 ;;
+    "show job") echo "  ReqNodeList=(null) ExcNodeList=broken" ;;
+    *) echo "$@" >> "$REQUEUED" ;;
+    esac"""
     write_programs(programs, srun=srun, scontrol=scontrol)
     return ENV | {
         "PATH": f"{programs}:{os.environ['PATH']}", "PYTHON": sys.executable, "NPROC": "1",
         "SLURM_SUBMIT_DIR": str(ROOT), "LOGS": str(tmp_path),
-        "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "here", "PORT": str(free_port()),
-        "REQUEUED": str(tmp_path / "requeued"), "SRUN_PID": str(tmp_path / "pid"),
+        "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "nodes", "SLURMD_NODENAME": "here",
+        "PORT": str(free_port()), "REQUEUED": str(tmp_path / "requeued"), "SRUN_PID": str(tmp_path / "pid"),
     }  # fmt: skip
 
 
@@ -142,7 +169,12 @@ def test_the_slurm_script_prints_the_fork_as_a_job(slurm: dict[str, str], finish
     said = refused(sbatch(slurm | {"SLURM_JOB_NUM_NODES": "2"}, *options, "--optim.lr=0.01", "--optim.name=adamw"))
     words = [word for word in [*options, "--optim.lr=0.01", "--optim.name=adamw"] if word != "--run.name=run"]
     fork = f"--run.name=run-from-4 --checkpoint.resume={checkpoint(finished, 4)}"
-    assert said.splitlines()[-1] == f"    sbatch --nodes=2 scripts/slurm.sbatch {' '.join(words)} {fork}"
+    assert [line for line in said.splitlines() if line.endswith(fork)] == [
+        f"    sbatch --nodes=2 scripts/slurm.sbatch {' '.join(words)} {fork}"
+    ], "it checks once"
+    (finished / ".lock-holder").write_text("process 5 on node3, job 6")
+    with FileLock(finished / ".lock"):
+        refused(sbatch(slurm, *options), f"{finished} is being used by process 5 on node3, job 6; wait for it")
 
 
 @pytest.mark.parametrize("mode", ["--retry", "--inspect"])
@@ -161,6 +193,8 @@ case "$*" in
   [ ! -e "$RUN/launched" ] || exit "$CHECK" ;;
 *torch.distributed.run*)
   touch "$RUN/launched"
+  echo "$PET_RDZV_CONF $PET_LOCAL_ADDR $*"
+  echo "$FAILED" > "$TORCHTITAN_LITE_FAILED"
   [ -z "$STATUS" ] || echo "{\\"status\\": \\"$STATUS\\", \\"time\\": $(date +%s.%N)}" > "$RUN/run.json"
   exit "$CODE" ;;
 *) exec "$REAL" "$@" ;;
@@ -194,7 +228,7 @@ def test_the_slurm_script_requeues_what_may_go_better(
     write_programs(tmp_path / "bin", python=PLAYED)
     (tmp_path / "run").mkdir()
     env = slurm | {"PYTHON": "python", "REAL": sys.executable, "RUN": str(tmp_path / "run"), "FAILURES": "2"}
-    env |= {"STATUS": status, "CODE": str(code), "CHECK": str(check)}
+    env |= {"STATUS": status, "CODE": str(code), "CHECK": str(check), "FAILED": "a"}
     for times in range(1, 5):
         (tmp_path / "run/launched").unlink(missing_ok=True)
         (tmp_path / "run/run.json").write_text(json.dumps({"status": before, "time": time.time() - 5}))
@@ -205,6 +239,23 @@ def test_the_slurm_script_requeues_what_may_go_better(
         queue = tmp_path / "requeued"
         assert queue.exists() == (requeued and not ends)
         queue.unlink(missing_ok=True)
+
+
+def test_the_slurm_script_excludes_a_node_and_names_an_unknown_one(slurm: dict[str, str], tmp_path: Path) -> None:
+    """A node that failed first twice in a row. USR1 before torchrun handles it (138) is no failure."""
+    write_programs(tmp_path / "bin", python=PLAYED, timeout='case "$*" in *nowhere) exit 124 ;; esac')
+    env = slurm | {
+        **{"PYTHON": "python", "REAL": sys.executable, "RUN": str(tmp_path), "FAILURES": "5"},
+        **{"STATUS": "", "CHECK": "0", "SLURM_JOB_NUM_NODES": "2"},
+    }
+    for code, failed in ((1, "a"), (1, "b"), (138, ""), (1, "b"), (1, "b\na"), (1, "b")):
+        said = succeeded(sbatch(env | {"CODE": str(code), "FAILED": failed}, "--run.name=run"))
+        assert re.search("^is_host=1 127.0.0.1 -m torch.distributed.run .* --rdzv-endpoint 127.0.0.1:", said, re.M)
+    expected = ["requeue 7"] * 4 + ["update JobId=7 ExcNodeList=broken,b"] + ["requeue 7"] * 2
+    assert (tmp_path / "requeued").read_text().splitlines() == expected
+    for restarts, ends in (("1", 1), ("0", 2)):  # after a requeue, it may be the name service
+        result = sbatch(env | {"RDZV_HOST": "nowhere", "SLURM_RESTART_COUNT": restarts}, "--run.name=run")
+        refused(result, "can't resolve RDZV_HOST=nowhere: set it to", code=ends)
 
 
 @pytest.fixture
@@ -337,14 +388,17 @@ def test_a_pod_checks_before_it_trains(check: int, expected: str, tmp_path: Path
     runtime, job = yaml.safe_load_all((ROOT / "scripts/trainjob.yaml").read_text())
     (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     command = replicated["template"]["spec"]["template"]["spec"]["containers"][0]["command"]
-    write_programs(tmp_path, python=f'echo "$WORLD_SIZE $@"; exit {check}', torchrun='echo torchrun "$@"')
+    write_programs(
+        tmp_path, python=f'echo "$TORCHELASTIC_RUN_ID $WORLD_SIZE $@"; exit {check}', torchrun='echo torchrun "$@"'
+    )
     env = ENV | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "8"}
+    env["PET_RDZV_ID"] = "mine.trainjob"  # by Kubernetes
     pod = subprocess.run(
         [*command, *job["spec"]["trainer"]["args"]], env=env, capture_output=True, text=True, timeout=60
     )
     own = "train.py --config=configs/llama_8b.toml --run.name=mine --data.path=/shared/data/mine --run.out_dir=/shared"
     checked, *launched = pod.stdout.splitlines()
     assert pod.returncode == check, pod.stderr
-    assert checked.startswith(f"16 {own}")
+    assert checked.startswith(f"mine.trainjob 16 {own}")
     assert checked.endswith("--check-config")
     assert [line.startswith(f"{expected} {own}") for line in launched] == [True] * (not check)

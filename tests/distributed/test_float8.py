@@ -15,6 +15,7 @@ from tests.helpers import losses, ranks, run_distributed, succeeded, tiny
 from torchtitan_lite import models
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.distributed import float8, fsdp
+from torchtitan_lite.distributed.evaluating import evaluating
 from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.process_group import Process, build_mesh
 from torchtitan_lite.errors import ConfigError
@@ -113,7 +114,7 @@ def require_gathered_in_float8(process: Process) -> None:
         largest = layer.weight.full_tensor().detach().abs().max().double()
         for mine, theirs in zip(gradients(model), gradients(other), strict=True):
             assert mine.equal(theirs)
-        with torch.no_grad(), fsdp.evaluating(model):
+        with torch.no_grad(), evaluating(model):
             model(torch.ones(1, 4, dtype=torch.int64))
         assert seen == [(torch.float8_e4m3fn, (448 / largest.clamp(min=1e-12)).float())] * 2, (
             "in training and in validation"

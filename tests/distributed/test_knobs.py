@@ -1,7 +1,10 @@
-"""Compares every row of knob_table.py with an unsharded reference. Two launches, on 2 and on 4 ranks, run them all."""
+"""Compares every row of knob_table.py with an unsharded reference. Three launches, on 2 to 4 ranks, run them all."""
 
 import fnmatch
 import functools
+import math
+import re
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -31,7 +34,7 @@ def results(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     wanted = {str(test.callspec.params["name"]) for test in tests} - MISSING.keys()
     wanted |= {CASES[name].same_as for name in wanted} - {""}
     found: dict[str, dict[str, Any]] = {}
-    for n in (2, 4):
+    for n in (2, 3, 4):
         found |= run_distributed(rows, n, [name for name in CASES if name in wanted and CASES[name].ranks == n])[0]
     return found
 
@@ -39,8 +42,8 @@ def results(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
 @functools.cache
 def _reference(
     base: str, shape: tuple[tuple[str, Any], ...], patterns: tuple[str, ...], optimizer_name: str
-) -> list[tuple[float, float]]:
-    """Loss and gradient norm of each step of one whole model in float32, on the whole batch at once."""
+) -> list[tuple[float, float, dict[str, float]]]:
+    """Loss, gradient norm and norms by block of each step of one whole model in float32, on the whole batch at once."""
     config = Case(2, dict(shape) | {"optim.name": optimizer_name}, base=base).config()
     with torch.device("meta"):
         model = build(config.model, VOCABULARY, LossOptions.from_config(config))
@@ -62,6 +65,8 @@ def _reference(
         parts = rows.split(1 if config.model.has_experts else len(rows))
         loss = sum(model(part[:, :-1], part[:, 1:]) for part in parts) / rows[:, 1:].numel()
         loss.backward()
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        blocks = by_block("weight_norm", before) | by_block("grad_norm", {n: p.grad for n, p in trained.items()})
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         rate = optim.learning_rate(config.optim, step, config.train.steps)
         for group in optimizer.param_groups:
@@ -73,12 +78,23 @@ def _reference(
                 update = muon_update(momenta[name], p.grad.double(), config.optim.muon_momentum)
                 size = 0.2 * max(p.shape[-2:]) ** 0.5  # that of AdamW's updates
                 p.sub_((rate * (size * update + config.optim.weight_decay * p)).float())
+        blocks |= by_block("update_norm", {name: p.detach() - before[name] for name, p in model.named_parameters()})
         model.zero_grad()
-        curve.append((loss.item(), norm.item()))
+        curve.append((loss.item(), norm.item(), blocks))
     return curve
 
 
-def reference(case: Case) -> list[tuple[float, float]]:
+def by_block(kind: str, tensors: dict[str, Any]) -> dict[str, float]:
+    """The norms of tensors by block."""
+    squares = Counter[str]()
+    for name, tensor in tensors.items():
+        layer = re.match(r"layers\.\d+", name)
+        block = layer[0] if layer else "head" if re.match(r"(norm|output)\.", name) else "inputs"
+        squares[f"{kind}/{block}"] += tensor.double().square().sum().item()
+    return {key: math.sqrt(square) for key, square in squares.items()}
+
+
+def reference(case: Case) -> list[tuple[float, float, dict[str, float]]]:
     """Of the row's model and frozen parameters."""
     shape = tuple((key, value) for key, value in case.set.items() if key.startswith(("model.", "train.router")))
     return _reference(case.base, shape, tuple(case.set.get("optim.freeze", ())), case.set.get("optim.name", "adamw"))
@@ -97,15 +113,20 @@ def test_each_row_computes_the_losses_of_the_reference(name: str, results: dict[
     assert found["skipped"] == 0
     if case.reference:
         loss_tolerance, norm_tolerance = TOLERANCE[case.dtype]
-        for (loss, norm), (expected_loss, expected_norm) in zip(curve, reference(case), strict=True):
+        for (loss, norm, blocks), (expected_loss, expected_norm, expected) in zip(curve, reference(case), strict=True):
             assert loss == pytest.approx(expected_loss, rel=loss_tolerance), curve
             assert norm == pytest.approx(expected_norm, rel=norm_tolerance), curve
+            # a frozen block has no gradient; the reference's updates are differences of rounded weights
+            wanted = {key: pytest.approx(expected.get(key, 0.0), rel=max(norm_tolerance, 3e-5)) for key in blocks}
+            assert blocks == wanted, curve
         rounded = any(
-            norm != pytest.approx(n, rel=1e-5) for (_, norm), (_, n) in zip(curve, reference(case), strict=True)
+            norm != pytest.approx(n, rel=1e-5) for (_, norm, _), (_, n, _) in zip(curve, reference(case), strict=True)
         )
         assert rounded == (case.dtype != "float32"), "a coarser dtype shows, and no other"
     if case.same_as:
-        assert curve == results[case.same_as]["curve"], "not bit for bit"
+        for (*mine, blocks), (*theirs, others) in zip(curve, results[case.same_as]["curve"], strict=True):
+            assert mine == theirs, "not bit for bit"
+            assert blocks == {key: others[key] for key in blocks}
 
 
 @pytest.mark.parametrize("name", ROWS)

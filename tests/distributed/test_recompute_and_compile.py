@@ -17,7 +17,7 @@ from torchtitan_lite.config.schema import (
     ModelConfig,
     SpeedConfig,
 )
-from torchtitan_lite.distributed.fsdp import evaluating
+from torchtitan_lite.distributed.evaluating import evaluating
 from torchtitan_lite.distributed.initialize import materialize, require_initialised
 from torchtitan_lite.distributed.recompute_and_compile import apply_activation_checkpointing, apply_compile
 from torchtitan_lite.models import LossOptions, Transformer, build

@@ -4,12 +4,13 @@ import ast
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.docs.pages import blocks, commands, obeyed
-from tests.helpers import ROOT, checkpoint, losses, ranks, succeeded, tiny
+from tests.helpers import ROOT, checkpoint, losses, ranks, start, succeeded, tiny
 from torchtitan_lite.checkpointing import storage
 
 PAGE = (ROOT / "docs/incidents.md").read_text()
@@ -94,12 +95,15 @@ def a_run(text: Path, folder: Path) -> list[str]:
 @pytest.mark.extended
 def test_a_hang(text: Path, tmp_path: Path) -> None:
     plain = a_run(text, tmp_path)
+    plain.append("--speed.shared_memory=false")  # its collectives are not in gloo's trace
     result = ranks(2, *plain, "--run.name=mine", "--run.timeout_minutes=0.15", fault="hang:1:4")
-    (seen,) = quoted("A hang")
+    seen, command, *trace = quoted("A run hangs")
     assert result.returncode != 0
     said = general(result.stderr.replace(str(tmp_path / "mine"), "runs/mine"))
     assert seen in said, said
-    run, stacks, again = followed("A hang", plain, tmp_path)
+    words = ["torch.distributed.flight_recorder.fr_trace", *shlex.split(command)[2:4], str(tmp_path / "mine/stacks")]
+    assert "\n".join(trace) in general(start([sys.executable, "-m", *words]).stderr)
+    run, stacks, again = followed("A run hangs", plain, tmp_path)
     assert "fetching its batch" in json.loads(run)["reason"]
     assert "worker.py" in stacks
     assert "resumed after step 2" in again

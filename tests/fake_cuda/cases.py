@@ -25,7 +25,7 @@ _BASE = {
     **{"model.family": "llama", "model.dim": 256, "model.n_heads": 8, "model.n_kv_heads": 2, "model.n_layers": 2},
     **{"model.max_seq_len": 256, "train.seq_len": 256, "train.micro_batch_size": 1, "train.global_batch_size": 8},
     **{"tokenizer.vocab_size": VOCABULARY, "run.device": "cuda", "fsdp.param_dtype": "bfloat16"},
-    **{"optim.name": "adamw"},
+    **{"optim.name": "adamw", "log.every": 1},
 }
 # Options of a step, by name. Together they hold every option.
 TABLE: dict[str, dict[str, Any]] = {
@@ -35,7 +35,7 @@ TABLE: dict[str, dict[str, Any]] = {
         "activation_checkpointing.mode": "full",
     },
     "document mask, selective checkpointing, HSDP, muon": {
-        **{"optim.name": "muon", "fsdp.dp_replicate": 2},
+        **{"optim.name": "muon", "fsdp.dp_replicate": 2, "log.norms": True},
         **{"data.document_mask": True, "data.packing": "best_fit", "activation_checkpointing.mode": "selective"},
     },
     "world of one, float16, tied, logits of all tokens, muon, window": {
@@ -68,6 +68,7 @@ def step_facts(name: str) -> dict[str, Any]:
     log = logged_step(config_of(values, world_size), world_size, VOCABULARY)
     return {
         "operators": len(log.operators),
+        "spans": stand_ins._elapsed[0],
         "waits": [(o.name, o.where, o.waits) for o in log.waits],
         "attention": [o.name for o in log.operators if "attention" in o.name],
         "muon": [o.name for o in log.operators if "bmm" in o.name and o.where.startswith("torchtitan_lite/optim/")],

@@ -25,7 +25,7 @@ from tests.helpers import ROOT, until
 from torchtitan_lite.checkpointing import storage
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "sinfo", "squeue")
-NODES = ("127.0.0.1", "127.0.0.2", "127.0.0.3")  # names that are addresses of this machine
+NODES = {f"unknown-{n}": f"127.0.0.{n}" for n in (1, 2, 3)}  # names that are not in DNS, with addresses of this machine
 CONFIG = """ClusterName=faults
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
@@ -62,9 +62,9 @@ class Cluster:
         self._folder = folder
         host, conf = socket.gethostname(), folder / "slurm.conf"
         lines = [CONFIG.format(host=host, port=free_port(), user=os.environ.get("USER", "root"), folder=folder)]
-        for node in NODES:
+        for node, address in NODES.items():
             (folder / node / "spool").mkdir(parents=True)
-            lines.append(f"NodeName={node} NodeAddr={node} NodeHostname={host} Port={free_port()} CPUs=1\n")
+            lines.append(f"NodeName={node} NodeAddr={address} NodeHostname={host} Port={free_port()} CPUs=1\n")
         lines.append("PartitionName=main Nodes=ALL Default=YES State=UP\n")
         (folder / "state").mkdir()
         conf.write_text("".join(lines))
@@ -164,15 +164,15 @@ def scenario(cluster: Cluster, folder: Path) -> list[str]:
         print(rows[-1], flush=True)
 
     until(lambda: cluster.ask("sinfo", "-h", "-t", "idle", "-o", "%D") == "3", "three idle nodes")
-    options = ["--parsable", "--nodes=1-3", "--gpus-per-node=0", "--cpus-per-task=1", f"--output={folder}/job.txt"]
+    options = ["--parsable", "--nodes=1-3", "--gpus-per-node=0", f"--output={folder}/job.txt"]
     command = [*options, "scripts/slurm.sbatch", *arguments(folder, folder / "text", "run")]
     job = cluster.ask("sbatch", *command)
     until(lambda: trains(3, 0), "three machines train")
-    happens("a node is killed", lambda: cluster.kill(NODES[2]), 2)
-    cluster.start(NODES[2])
+    happens("a node is killed", lambda: cluster.kill("unknown-3"), 2)
+    cluster.start("unknown-3")
     until(lambda: cluster.ask("sinfo", "-h", "-t", "idle", "-o", "%D") == "1", "the node is back")
     happens("it is back, scancel --signal=USR1", lambda: cluster.ask("scancel", "--signal=USR1", job), 3)
-    happens("the node with the batch script is killed", lambda: cluster.kill(NODES[0]), 2)
+    happens("the node with the batch script is killed", lambda: cluster.kill("unknown-1"), 2)
     cluster.ask("scancel", job)
     return rows
 

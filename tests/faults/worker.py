@@ -16,6 +16,8 @@ vanish     the run's folder is renamed
 flip       a bit of a parameter flips, in the memory of this rank
 flip_after a higher one flips, after the site
 nan        the loss of the first micro-batch is NaN
+poison     a weight of this rank is NaN, in the feed-forward layer of block 1
+nan_grad   from now on the gradients of block 1's outputs are NaN
 wrong      the loss of the first micro-batch is too large
 wrong_grad and its gradient only
 """
@@ -42,17 +44,20 @@ from torchtitan_lite.distributed.process_group import exit_process
 from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.environment import env_int
 from torchtitan_lite.models import Transformer
-from torchtitan_lite.run import between_steps, run_folder, sampling, tasks
+from torchtitan_lite.models.gpt import TransformerBlock
+from torchtitan_lite.run import between_steps, run_folder, sampling, start_and_end, tasks
 
 # where a fault can be: the function that is about to be called
 SITES: dict[str, tuple[Any, str]] = {
     "step": (train, "train_step"),
     "batch": (PrefetchingLoader, "batch"),
     "forward": (Transformer, "forward"),
+    "block": (TransformerBlock, "forward"),
     "eval": (between_steps, "evaluate"),
     "sample": (sampling, "sample"),
     "task": (tasks.Tasks, "score"),
     "lock": (run_folder, "lock"),
+    "connect": (start_and_end, "sum_over_ranks"),
     "hash": (storage, "sha256_of"),
     "space": (storage, "require_space"),
     "save": (Checkpointer, "save"),
@@ -151,6 +156,16 @@ def _flip_after(args: Any) -> Callable[[Any], Any]:
     return instead
 
 
+def _poison(args: Any) -> None:
+    own_part(args[0].model.layers[1].feed_forward.w2.weight.detach())[0][0, 0] = torch.nan
+
+
+def _nan_grad(args: Any) -> None:
+    args[0].model.layers[1].register_full_backward_pre_hook(
+        lambda _, gradients: tuple(g * torch.nan for g in gradients)
+    )
+
+
 ACTIONS: dict[str, Callable[[Any], Any]] = {
     "kill": _signal(signal.SIGKILL),
     "halve": _halve,
@@ -166,6 +181,8 @@ ACTIONS: dict[str, Callable[[Any], Any]] = {
     "flip": _flip,
     "flip_after": _flip_after,
     "nan": lambda _: lambda loss: loss * torch.nan,
+    "poison": _poison,
+    "nan_grad": _nan_grad,
     "wrong": lambda _: lambda loss: loss * 1.01,
     "wrong_grad": lambda _: lambda loss: loss.register_hook(lambda gradient: 1.5 * gradient) and loss,
 }

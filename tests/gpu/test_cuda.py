@@ -19,7 +19,7 @@ from tests.tools.memory import GPU_CASES, LARGE, VOCABULARY, config_of
 from torchtitan_lite.config.schema import ActivationCheckpointingConfig, ModelConfig, RunConfig
 from torchtitan_lite.distributed import initialize, recompute_and_compile
 from torchtitan_lite.distributed.process_group import process_group
-from torchtitan_lite.models import build, chunked_loss, loss_operators
+from torchtitan_lite.models import build, chunked_loss, kernels
 from torchtitan_lite.models.loss import IGNORE, summed_cross_entropy
 from torchtitan_lite.tools.estimate.simulate import simulate
 
@@ -116,7 +116,7 @@ def test_the_loss_in_chunks_is_the_loss_and_makes_the_host_wait_for_nothing(
     weight = (torch.randn(5000, 64, device="cuda") * 0.1).bfloat16()
     targets = torch.randint(5000, (2, 3000), device="cuda")
     targets[:, ::7] = IGNORE
-    assert loss_operators.kernel_works(x.device, x.dtype, 5000)
+    assert kernels.kernel_works(x.device, x.dtype, 5000)
     found = []
     for way in (chunked_loss.chunked_cross_entropy, lambda x, w, t, z: summed_cross_entropy(x @ w.T, t, z)):
         leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()

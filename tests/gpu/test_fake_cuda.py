@@ -32,6 +32,8 @@ def test_the_host_waits_only_for_the_step_before(name: str, found: Any) -> None:
     assert step["operators"] > 300
     expected = "waits for an event of the step before"
     assert [waits for _, _, waits in step["waits"]] == [expected], step["waits"]
+    # of inputs, two blocks and head, forward and backward; tied inputs and head (gpt's too) around the blocks only
+    assert step["spans"] == (5 if "tied" in name or "gpt" in name else 8) * (2 if "accumulation" in name else 1)
 
 
 def kernels(step: dict[str, Any]) -> list[str]:

@@ -184,7 +184,7 @@ def test_import_opens_the_weights_and_says_what_a_start_would_say(theirs: Path, 
             "above/sub/config.json is of a model: name its folder",
         ),
         "nothing": (dict.fromkeys(plain), "nothing/config.json: .*hf download NAME"),
-        "untold": ({"tokenizer.json": None}, "tokenizer.json does not exist: name .* with --tokenizer=FILE"),
+        "untold": ({"tokenizer.json": None}, "there is no file .*tokenizer.json: name .* with --tokenizer=FILE"),
         "other": ({"tokenizer.json": None, "spm.model": b"\n\x0e\n\x05<unk>\x15"}, r"from_pretrained\('.*other'\)"),
         "padded": (
             {"tokenizer.json": words({**{f"w{i}": i for i in range(97)}, "[PAD]": 97}).to_str().encode()},

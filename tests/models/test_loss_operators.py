@@ -10,10 +10,10 @@ from torch import Tensor
 
 from tests.models import triton_stand_in
 from tests.models.test_z_loss import gradients
-from torchtitan_lite.models import chunked_loss, loss_operators
-from torchtitan_lite.models.loss import IGNORE, summed_cross_entropy
+from torchtitan_lite.models import chunked_loss, kernels, loss_operators
+from torchtitan_lite.models.loss import IGNORE, plain_logits_to_gradient_, summed_cross_entropy
 
-Launch = Callable[[Tensor, Tensor, Tensor, int, bool, float], None]
+Launch = Callable[[Tensor, Tensor, int, bool, float], Tensor]
 
 
 @pytest.fixture
@@ -36,8 +36,8 @@ def test_the_kernel_computes_loss_and_gradient(columns: int, dtype: torch.dtype,
     exact = wide[:, :columns].clone()
     expected = loss_operators.logits_to_gradient_(exact, targets, IGNORE, True, z_loss)
     for write in (False, True):
-        made, losses = wide.clone(), torch.full((9,), -1.0)
-        launch(made[:, :columns], targets, losses, IGNORE, write, z_loss)
+        made = wide.clone()
+        losses = launch(made[:, :columns], targets, IGNORE, write, z_loss)
         torch.testing.assert_close(losses, expected, rtol=2e-6, atol=2e-6)
         assert made[:, columns:].equal(wide[:, columns:]), "beyond its columns"
         if write:
@@ -51,8 +51,7 @@ def test_the_kernel_passes_on_what_is_not_finite(launch: Launch) -> None:
     logits = torch.zeros(5, 70)
     logits[0, 3], logits[1, 69], logits[2, :] = float("nan"), float("inf"), -float("inf")
     logits[3, 5] = -float("inf")  # an impossible token is no error
-    losses = torch.zeros(5)
-    launch(logits, torch.tensor([1, 2, 3, 4, 70]), losses, IGNORE, True, 0.0)
+    losses = launch(logits, torch.tensor([1, 2, 3, 4, 70]), IGNORE, True, 0.0)
     assert losses.isfinite().tolist() == [False, False, False, True, False], "the last target is out of range"
     assert logits[3].isfinite().all()
 
@@ -66,19 +65,13 @@ def test_a_padded_vocabulary_has_the_same_loss(
     z_loss: float, dtype: torch.dtype, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """91 tokens, padded to 128 as on a GPU: by plain operators and by the kernel, and forward alone."""
-
-    def by_kernel(logits: Tensor, targets: Tensor, ignore: int, write: bool, z_loss: float) -> Tensor:
-        losses = torch.empty(len(logits))
-        launch(logits, targets, losses, ignore, write, z_loss)
-        return losses
-
     assert [loss_operators.padding(torch.empty(1, device="meta"), n) for n in (50257, 91, 48, 64)] == [47, 37, 0, 0]
     way = functools.partial(chunked_loss.chunked_cross_entropy, z_loss=z_loss)
     expected = gradients(way, dtype, n=150)
     monkeypatch.setattr(loss_operators, "padding", lambda _, vocab_size: -vocab_size % 64)
     monkeypatch.setattr(chunked_loss, "LOGITS_BYTES", 128 * 128 * dtype.itemsize)  # three chunks
     tolerance = 3e-6 if dtype == torch.float32 else 2e-2
-    for operator in (loss_operators.plain_logits_to_gradient_, by_kernel):
+    for operator in (plain_logits_to_gradient_, launch):
         monkeypatch.setattr(loss_operators, "logits_to_gradient_", operator)
         torch.testing.assert_close(gradients(way, dtype, n=150), expected, rtol=tolerance, atol=tolerance)
     x, weight = torch.randn(1, 6, 16).to(dtype), torch.randn(91, 16).to(dtype)
@@ -90,13 +83,13 @@ def test_a_padded_vocabulary_has_the_same_loss(
 @pytest.mark.parametrize(("kernel", "why"), [
     (Mock(side_effect=ModuleNotFoundError("No module named 'triton'")), "No module named 'triton'"),
     (lambda logits, targets, ignore, write, z_loss:
-     loss_operators.plain_logits_to_gradient_(logits, targets, ignore, write, 300 * z_loss), "Tensor-likes are not"),
+     plain_logits_to_gradient_(logits, targets, ignore, write, 300 * z_loss), "Tensor-likes are not"),
 ])  # fmt: skip
 def test_without_triton_a_gpu_computes_the_same_with_plain_operators(
     kernel: Callable[..., Tensor], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or with a kernel of another gradient. And warns, once. Rows are computed in groups: the operators copy them."""
-    monkeypatch.setattr(loss_operators, "_launch", kernel)
+    monkeypatch.setattr(kernels, "launch", kernel)
     monkeypatch.setattr(loss_operators, "PLAIN_ROWS", 3)
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda _: None)
@@ -106,4 +99,4 @@ def test_without_triton_a_gpu_computes_the_same_with_plain_operators(
     with pytest.warns(UserWarning, match=f"without its GPU kernel, which is slower: {why}"):
         found = loss_operators._on_cuda(logits, targets, IGNORE, True, 0.01)
     torch.testing.assert_close((found, logits), (losses, expected))
-    loss_operators.kernel_works.cache_clear()
+    kernels.kernel_works.cache_clear()

@@ -1,8 +1,9 @@
-"""Two ranks, of which one comes late or never, and collectives that never give up: `FOLDER CASE`.
+"""Two ranks, of which one comes late, never, or has ended, and collectives that never give up: `FOLDER CASE`.
 
 The main threads are blocked in C, as under NCCL, whose collectives raise no error: only a thread can end the process.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torchtitan_lite import progress
 from torchtitan_lite.config.schema import RunConfig
 from torchtitan_lite.distributed.process_group import process_group, set_group_timeouts
-from torchtitan_lite.run import run_folder
+from torchtitan_lite.run import run_folder, watchdog
 from torchtitan_lite.run.watchdog import Watchdog
 
 LIMITS = RunConfig(device="cpu", threads=1, timeout_minutes=0.08)
@@ -47,12 +48,24 @@ def hash_slowly() -> None:
             progress.advance(1)
 
 
-def stop() -> None:
-    """SIGSTOP, and SIGCONT after the end of the other rank."""
+def stop(until: str = "") -> None:
+    """SIGSTOP, and SIGCONT after this shell command, by default the end of the other rank."""
     first = dist.distributed_c10d._get_default_store().get("pid of rank 0").decode()
-    over = f"while kill -0 {first}; do sleep 0.1; done; kill -CONT {os.getpid()}"
+    over = f"{until or f'while kill -0 {first}; do sleep 0.1; done'}; kill -CONT {os.getpid()}"
     subprocess.Popen(["sh", "-c", over], stderr=subprocess.DEVNULL)
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def leave_early(watching: Watchdog, rank: int) -> None:
+    """Rank 1 leaves, and rank 0 still writes for a while, without a sign of life."""
+    with watching.training():
+        if rank == 0:
+            with contextlib.suppress(RuntimeError):
+                receive_nothing()  # until rank 1 has ended
+            time.sleep(LIMIT_S)
+    watching.close()
+    print(f"rank {rank} is done", flush=True)
+    os._exit(0)
 
 
 def receive_nothing() -> None:
@@ -65,6 +78,7 @@ LATE: dict[str, Callable[[], object]] = {
     "compiler hangs": lambda: compile_by(receive_nothing),
     "hashes": hash_slowly,
     "stops": stop,
+    "pauses": lambda: stop(f"sleep {LIMIT_S}"),
 }
 
 
@@ -76,11 +90,15 @@ def main(argv: Sequence[str]) -> int:
             about = {"step": 3, "samples": 0, "config": {}, "setting": {}, "tasks": {}}
             dist.distributed_c10d._get_default_store().set("pid of rank 0", str(os.getpid()))
             run_folder.record_start(folder, about | run_folder.facts(process, [""]))
-        watching = Watchdog(folder, process, limits if case == "stops" else LIMITS)
+        watching = Watchdog(folder, process, limits if case in ("stops", "pauses") else LIMITS)
         watching.on_abort = lambda why: run_folder.record_end(folder, process, 1, "failed", 3, why)
         set_group_timeouts()
         if case != "stops":
             watching.step(4)
+            if case in ("leaves", "pauses"):
+                watchdog._STILL_S = watchdog._LOOK_S = LIMIT_S / 20
+            if case == "leaves":
+                leave_early(watching, process.rank)
             if case != "fetches" or process.rank == 0:
                 watching.computing()
             if case == "forward pass" and process.rank == 0:

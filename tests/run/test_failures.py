@@ -8,6 +8,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from filelock import FileLock
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.helpers import losses, python, ranks, refused, succeeded, tiny
@@ -17,11 +18,22 @@ from torchtitan_lite.errors import ConfigError, StuckError, run_cli
 from torchtitan_lite.run import attempts
 
 
-def test_nan_on_one_rank_stops_the_run_before_it_is_saved(text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("nan:1:3:forward:99", "the loss is not finite on rank 1"),
+        (
+            "nan_grad:1:3",
+            "the gradient norm is not finite, though the loss of every rank is. In backward, the first gradient that "
+            "is not finite is that of layers.1",
+        ),
+    ],
+)
+def test_nan_on_one_rank_stops_the_run_before_it_is_saved(fault: str, said: str, text: Path, tmp_path: Path) -> None:
     command = tiny(text, tmp_path, run__name="nan", checkpoint__every=2, eval__every=0, log__every=4)
-    result = ranks(2, *command, fault="nan:1:3:forward:99")
+    result = ranks(2, *command, fault=fault)
     assert result.returncode != 0
-    assert result.stderr.count("step 3: the loss is not finite on rank 1. The update was withheld") == 1
+    assert result.stderr.count(f"step 3: {said}. The update was withheld") == 1
     assert storage.find_steps(tmp_path / "nan/checkpoints") == [2]
     assert not losses(tmp_path / "nan"), "step 4, one late, must not be logged"
     run = attempts.newest_status(tmp_path / "nan")
@@ -57,6 +69,30 @@ def test_a_damaged_data_folder_is_refused_before_torchrun_starts(text: Path, tmp
     tokens = data / "train.bin"
     tokens.write_bytes(tokens.read_bytes()[:-1000])
     refused(ranks(1, *command, "--check-config"), "train.bin")
+
+
+@pytest.mark.parametrize(("holder", "job", "is_refused"), [
+    (f"process 7 on {socket.gethostname()}", "none", True),
+    ("process 7 on node3, job 12", "13", True),
+    ("process 7 on node3", "mine-0", True),
+    ("process 7 on node3, job mine", "mine-2", False),  # a process that is still ending
+    ("process 7 on node3", "none", False),  # may be another machine of this job
+    (f"process 7 on {socket.gethostname()}, job mine", "none", False),
+])  # fmt: skip
+def test_a_check_refuses_a_run_that_another_job_holds(
+    holder: str, job: str, is_refused: bool, text: Path, tmp_path: Path
+) -> None:
+    """A lock whose holder has ended means nothing."""
+    command = [*tiny(text, tmp_path, run__name="run"), "--check-config"]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/.lock-holder").write_text(holder)
+    with FileLock(tmp_path / "run/.lock"):
+        result = ranks(1, *command, env={"TORCHELASTIC_RUN_ID": job})
+    assert (result.returncode, f"run is being used by {holder}; wait for it" in result.stderr) == (
+        2 * is_refused,
+        is_refused,
+    )
+    succeeded(ranks(1, *command, env={"TORCHELASTIC_RUN_ID": job}))
 
 
 @pytest.mark.parametrize(

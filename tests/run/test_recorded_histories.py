@@ -411,6 +411,7 @@ def said_of(
     }
     if isinstance(chosen, find.Found):
         saver: Any = Namespace(
+            remote=None,
             folder=folder / "checkpoints",
             forked_from=chosen.folder if chosen.forked else None,
             damaged=[] if chosen.forked else [int(path.name.removeprefix("step-")) for path in chosen.damaged],

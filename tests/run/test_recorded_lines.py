@@ -46,8 +46,8 @@ from torchtitan_lite.run.watchdog import Place, RankState
 from torchtitan_lite.scoring.questions import Question, Task
 from torchtitan_lite.scoring.statistics import Array
 from torchtitan_lite.scoring.task_scores import TaskScore
+from torchtitan_lite.terminal import columns
 from torchtitan_lite.tools import checkpoints, migrate_accelerate, replay
-from torchtitan_lite.tools.columns import columns
 from torchtitan_lite.tools.evaluation import tables
 from torchtitan_lite.tools.evaluation.documents import Scores
 from torchtitan_lite.tools.evaluation.tables import Scored
@@ -158,7 +158,6 @@ def start_of(values: dict[str, Any], n: int) -> list[str]:
         console.model_line(config, "9,999 parameters", widened=n == 2),
         console.batch_line(config, layout, n),
         console.fsdp_line(config),
-        *console.copies_lines(config, layout),
         console.what_next(config).splitlines()[1].replace(environment.python_command(), "PYTHON"),
         f"out of memory: {out_of_memory.advice(config)}",
     ]
@@ -195,7 +194,7 @@ def origin(saved: TrainState | None, fork: str, damaged: list[int]) -> str:
 def outcome(background: bool, done: bool, wait: bool, ends: bool, **saved: Any) -> list[Any]:
     """The error of a save of which this is known, what is recorded, and what is logged."""
     log: Any = Mock()
-    saver: Any = Mock(config=Mock(async_save=background), finished=lambda: done)
+    saver: Any = Mock(config=Mock(async_save=background), remote=None, finished=lambda: done)
     saver.wait.return_value = Saved(5, Path("c/step-5"), 3 << 19, 2.25, 0.5, **saved)
     error = between_steps.report_save(saver, log, wait=wait, ends=ends)
     return [error, *(call.args[0] for call in log.record.mock_calls + log.info.mock_calls)]
@@ -209,7 +208,7 @@ def differs(then: Any, now: Any, equal: int) -> str:
 def wrong(values: dict[str, Any]) -> list[str]:
     """What only the model's parameters or the text show."""
     config = config_of(values)
-    looked_at = checks.check_patterns, checks.check_default_text, checks.check_prompts
+    looked_at = checks.check_patterns, checks.check_prompts
     return [problem for look in looked_at for problem in look(config).values()]
 
 
@@ -222,7 +221,7 @@ def peak_tokens(values: dict[str, Any], world_size: int) -> float:
     config = config_of(LARGE | values, world_size)
     with torch.device("meta"):
         model = models.build(config.model, 517)
-    return between_steps.peak_tokens_per_second(config, model, Process(0, world_size, torch.device("cpu"), 1))
+    return start_and_end.peak_tokens_per_second(config, model, Process(0, world_size, torch.device("cpu"), 1))
 
 
 MINE = flatten(Config()) | {"data.path": "my_text", "tokenizer.path": "t.json"}
@@ -309,6 +308,7 @@ def start_on(device: str, saved: TrainState | None, values: dict[str, Any]) -> l
             state,
             saved,
             saver,
+            0.0,
         )
         return console.start_lines(config, derive(config, 1), *parts).splitlines()[1:]
 
@@ -516,17 +516,6 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             ({"optim.groups": [{"match": "layer.*", "lr_factor": 0.5}]},),
             ({"fsdp.precision_overrides": [{"match": "layers.9.*", "param_dtype": "float32"}]},),
             ({"fsdp.shard_columns": ["*.w7.weight"]},),
-            ({"model.size": "150M", "train.steps": 100_000},),
-            ({"model.size": "150M", "train.epochs": 20.0},),
-            ({"model.size": "150M", "train.steps": 10},),
-            ({"model.size": "150M", "train.steps": 100_000, "data.path": "x"},),
-            *(
-                ({"model.size": "150M", "data.objective": "pairs", "data.target_len": 7, "train.steps": steps},)
-                for steps in (7875, 7876)
-            ),
-            ({"train.steps": 100_000},),
-            (LARGE | {"train.steps": 4250},),
-            (LARGE | {"train.steps": 4251},),
             ({"eval.tasks": ["piqa"]},),
             (T5 | {"eval.tasks": ["brackets"]},),
         ],

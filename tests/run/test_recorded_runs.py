@@ -14,7 +14,7 @@ from tests.recorded import assert_recorded
 
 # what differs from one machine, or one launch, to the next
 CHANGING = re.compile(
-    "(.*_)?time|seconds|goodput|mfu|state.json|.*_s|tokens_per_second|peak_memory_gib|sha256|torch|torchtitan_lite|python|hosts?|git|cpu"
+    "(.*_)?time|(rank_)?seconds|goodput|mfu|state.json|.*_s|tokens_per_second|peak_memory_gib|sha256|torch|torchtitan_lite|python|hosts?|git|cpu"
     "|instructions|widen_matmuls"
 )
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {

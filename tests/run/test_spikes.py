@@ -73,7 +73,9 @@ SKIPS: dict[str, tuple[int, dict[str, Any]]] = {
 def test_the_update_of_a_skipped_spike_is_withheld_bit_for_bit(name: str, run: Run, tmp_path: Path) -> None:
     n, keys = SKIPS[name]
     said = run(n, "run", **SKIP | {"train__steps": 18, "checkpoint__every": 1} | keys)
-    assert "SPIKE   step 17: loss 6." in said
+    assert re.search(
+        r"SPIKE   step 17: loss 6.*; largest gradient against its own mean: (inputs|layers.0|head), ", said
+    )
     assert said.count("SPIKE") == 1
     folders = [checkpoint(tmp_path / "run", step) for step in (16, 17, 18)]
     before, at, after = map(tensors, folders)

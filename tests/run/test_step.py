@@ -39,7 +39,7 @@ class Collectives(Operators):
 def of_a_step(ranks: int, keys: dict[str, Any]) -> Collectives:
     """What rank 0 does in a step; the other ranks don't exist, so that its numbers mean nothing."""
     with fake_world(ranks):
-        t = training(Case(ranks, keys).config(), Process(0, ranks, CPU, 1))
+        t = training(Case(ranks, {"log.norms": False} | keys).config(), Process(0, ranks, CPU, 1))
         with Collectives() as operators:
             train.train_step(t, 1)
     return operators
@@ -50,6 +50,7 @@ def of_a_step(ranks: int, keys: dict[str, Any]) -> Collectives:
     [
         {},
         {"optim.name": "sgd"},
+        {"log.norms": True},
         {"optim.max_norm": math.inf},
         {"fsdp.param_dtype": "float16"},
         {"fsdp.dp_replicate": 2},
@@ -57,10 +58,13 @@ def of_a_step(ranks: int, keys: dict[str, Any]) -> Collectives:
     ],
 )
 def test_a_step_shares_its_totals_in_one_all_reduce(keys: dict[str, Any]) -> None:
-    """FSDP's own all-reduces, which HSDP has, are of gradients."""
+    """FSDP's own all-reduces, which HSDP has, are of gradients. Norms of updates have one of their own."""
     sums = of_a_step(4, keys).sums
-    assert [n for n in sums if n <= 100] == [3 + 4]
-    assert len(sums) == (1 if "fsdp.dp_replicate" not in keys else 1 + 2 * 5), "two micro-batches, five groups"
+    expected = [3 + 4 + 5 + 5 + 2 * 4, 5] if "log.norms" in keys else [3 + 4 + 5 + 2 * 4]
+    assert [n for n in sums if n <= 100] == expected
+    assert len(sums) == (len(expected) if "fsdp.dp_replicate" not in keys else 1 + 2 * 5), (
+        "two micro-batches, five groups"
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,18 @@
 import gzip
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 
+import train
 from tests.helpers import losses, ranks, records, succeeded, tiny
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.config.schema import LogConfig, ProfileConfig
+from torchtitan_lite.config.schema import Config, LogConfig, ProfileConfig
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.run import trackers
 from torchtitan_lite.run.profiler import Profile
@@ -26,24 +29,24 @@ def scalars_of(folder: Path, tag: str) -> list[tuple[int, float]]:
 
 
 def test_tensorboard_has_each_step_once_also_after_a_resume(text: Path, tmp_path: Path) -> None:
-    """With a profile of the second attempt: a trace for each rank, which changes no loss."""
+    """With a profile of one rank in the second attempt, which changes no loss."""
     run, command = tmp_path / "run", tiny(text, tmp_path, run__name="run", train__steps=8, checkpoint__every=4)
     command += ["--eval.every=4", '--log.trackers=["tensorboard"]']
     result = ranks(2, *command, fault="kill:0:8")  # 5, 6 and 7 are in the files, and come again
     assert result.returncode != 0
     before = losses(run)
-    said = succeeded(ranks(2, *command, "--profile.steps=[6, 7]", "--spike.window=9"))
+    said = succeeded(ranks(2, *command, "--profile.steps=[6, 7]", "--profile.ranks=[1]", "--spike.window=9"))
     assert said.count("spike.window = 9 needs") == 1, "a note is said by one rank"
     assert "resumed after step 4" in said
     assert {step: losses(run)[step] for step in before} == before
     assert before.keys() == {*range(1, 8)}
-    files = "rank-N.json.gz for ui.perfetto.dev, operators-rank-N.txt"
+    files = "rank-N.json.gz for ui.perfetto.dev, operators-rank-N.txt (N = 1)"
     assert f"\nprofile steps 6 to 7 are in {run / 'profile'}: {files}\n" in said
-    for rank in (0, 1):
-        trace = gzip.decompress((run / f"profile/rank-{rank}.json.gz").read_bytes())
-        names = [str(event.get("name")) for event in json.loads(trace)["traceEvents"]]
-        assert names.count("Optimizer.step#AdamW.step") == 2
-        assert "aten::" in (run / f"profile/operators-rank-{rank}.txt").read_text()
+    table, trace = sorted((run / "profile").iterdir())
+    assert (table.name, trace.name) == ("operators-rank-1.txt", "rank-1.json.gz")
+    names = [str(event.get("name")) for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]]
+    assert names.count("Optimizer.step#AdamW.step") == 2
+    assert "aten::" in table.read_text()
     ours: dict[str, dict[int, float]] = {}
     for record in records(run):
         for key, value in trackers.scalars(record).items():
@@ -111,3 +114,32 @@ def test_a_profile_that_can_not_be_written_is_reported(tmp_path: Path) -> None:
     profile.start(2)
     assert profile.stop(2) == ""
     assert profile.stop(3, last=True).startswith(f"profile {tmp_path / 'profile'} can't be written: ")
+
+
+@pytest.mark.parametrize(("rank", "given", "steps", "expected"), [
+    (0, [], (1, 2, 3, 4), ["state", "all", "memory-rank-0.pickle", None]),
+    (28, [], (3,), ["state", None]),  # a resume behind the first of the profiled steps
+    (5, [5], (2, 3), ["state", "all", "memory-rank-5.pickle", None]),
+    (32, [], (1, 2, 3, 4), []),  # of the ninth machine
+    (1, [], (1, 2, 3, 4), []),
+])  # fmt: skip
+def test_some_ranks_keep_the_stacks_of_memory_from_before_the_model_to_the_end_of_the_profile(
+    rank: int,
+    given: list[int],
+    steps: Sequence[int],
+    expected: list[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda enabled="all", **_: calls.append(enabled))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda file: calls.append(Path(file).name))
+    config = Config(profile=ProfileConfig(steps=[2, 3], ranks=given, memory_snapshot=True))
+    profile = Profile(config.profile, tmp_path, Process(rank, 64, torch.device("cuda"), 1, 4))
+    for step in steps:
+        profile.start(step)
+        profile.stop(step)
+    assert calls == expected
+    monkeypatch.setattr("torchtitan_lite.run.profiler.Profile", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):  # before the mesh, which would fail without a process group
+        train.build_watched(config, *[Mock()] * 4)

@@ -1,12 +1,14 @@
 """Watchdog: slow disks are tolerated, hanging ranks are named, and all ranks exit."""
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from tests.helpers import ranks, succeeded, tiny
+from tests.helpers import ranks, start, succeeded, tiny
 from tests.run.blocked_worker import LIMITS, START_MINUTES
 from tests.run.test_faults import RUN, saved_steps
 from torchtitan_lite.distributed.lost import explaining_lost_ranks, means_lost_rank
@@ -158,16 +160,39 @@ def test_a_rank_that_is_blocked_in_c_ends_by_itself(case: str, said: str, tmp_pa
     assert said in about["reason"]
     for rank in range(2):
         assert "blocked_worker.py" in (tmp_path / f"stacks/rank-{rank}.txt").read_text()
+    command = ["torch.distributed.flight_recorder.fr_trace", "--prefix", "gloo_trace_rank_", str(tmp_path / "stacks")]
+    assert "collective: gloo:all_reduce\nmissing ranks: {1}\n" in start([sys.executable, "-m", *command]).stderr
 
 
 @pytest.mark.parametrize(
-    "case", ["compiles", *(pytest.param(c, marks=pytest.mark.extended) for c in ("compiles elsewhere", "hashes"))]
+    "case",
+    [
+        *("compiles", "leaves", "pauses"),
+        *(pytest.param(c, marks=pytest.mark.extended) for c in ("compiles elsewhere", "hashes")),
+    ],
 )
-def test_a_process_that_works_is_waited_for(case: str, tmp_path: Path) -> None:
-    """For two and a half times the limit: a compilation in this process or another one, and a slow disk."""
+def test_a_process_that_works_or_that_others_have_left_is_waited_for(case: str, tmp_path: Path) -> None:
+    """For two and a half times the limit: a compilation in this process or another one, and a slow disk.
+
+    Or while the other one has left properly, or was stopped and continued.
+    """
     said = succeeded(ranks(2, str(tmp_path), case, entry="tests.run.blocked_worker", timeout=90))
     assert said.count(" is done") == 2
     assert not (tmp_path / "stacks").exists()
+
+
+@pytest.mark.parametrize(("fault", "n", "said"), [
+    ("exit:1:0:connect", 2, "train.py: rank 0, connecting dp_shard of ranks 0, 1 (HOST): connection reset: "
+     "a process died: rank 1 (last seen: starting). "),
+    ("hang:3:0:connect", 4, ": no rank made progress for run.start_timeout_minutes = 0.1; the others wait for rank 1 "
+     "(connecting dp_replicate of ranks 1, 3 (HOST): its first all-reduce), rank 3 (connecting dp_replicate of "),
+])  # fmt: skip
+def test_a_group_that_does_not_connect_is_named_before_the_model_is_built(
+    fault: str, n: int, said: str, text: Path, tmp_path: Path
+) -> None:
+    command = tiny(text, tmp_path, **RUN, fsdp__dp_replicate=n // 2, run__start_timeout_minutes=0.1)
+    result = ranks(n, *command, fault=fault, timeout=90)
+    assert said.replace("HOST", os.uname().nodename) in result.stderr, result.stderr
 
 
 def test_a_machine_that_dies_while_it_starts_ends_the_run_within_the_limit_of_a_start(tmp_path: Path) -> None:

@@ -108,7 +108,11 @@ def scored(model: Transformer, encoded: task_tokens.Encoded) -> list[str]:
         f"nats {numbers(score.nats)}",
         f"bytes {numbers(score.n_bytes)}",
         *(f"{name} {value:.5f}" for name, value in figures.items() if not name.endswith("_stderr")),
-        *(f"{name}: {task_scores.figure_text(figures, name)}" for name in figures if f"{name}_stderr" in figures),
+        *(
+            f"{name}: {plus_minus(figures[name], figures[f'{name}_stderr'], 3)}"
+            for name in figures
+            if f"{name}_stderr" in figures
+        ),
     ]
 
 

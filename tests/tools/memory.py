@@ -20,7 +20,7 @@ from torchtitan_lite.config.schema import Config, RunConfig
 from torchtitan_lite.distributed.fsdp import before_micro_batch
 from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.process_group import Process, build_mesh, exit_process, process_group, sum_over_ranks
-from torchtitan_lite.optim.optimizer import build_optimizer, clip_factor, squared_norm
+from torchtitan_lite.optim.optimizer import build_optimizer, clip_factor, gradient_norms, squared_norm
 from torchtitan_lite.tools.dry_run import own_bytes, peak_of
 
 VOCABULARY = 2048
@@ -101,7 +101,9 @@ def _peak_of_step(process: Process, config: Config) -> int:
             inputs, targets = (torch.zeros(shape, dtype=torch.int64, device=process.device) for shape in shapes)
             before_micro_batch(model, config.fsdp, last=i == layout.grad_accum_steps - 1)
             model(inputs, targets).backward()
-        norm = sum_over_ranks(squared_norm(model, layout.dp_replicate).to(process.device)).sqrt().float()
+        norm = (
+            sum_over_ranks(squared_norm(gradient_norms(model), layout.dp_replicate).to(process.device)).sqrt().float()
+        )
         optimizer.multiply_gradients(clip_factor(norm, config.optim.max_norm, torch.ones_like(norm)))
         optimizer.step()
         optimizer.zero_grad()

@@ -25,7 +25,7 @@ def test_planned_memory_matches_measured_memory(world_size: int, text: Path, tmp
 
 @pytest.mark.parametrize(("error", "stays"), [(StuckError("a"), True), (ConfigError("a"), False)])
 def test_the_folder_stays_for_the_stacks_of_a_rank_that_hangs(error: Exception, stays: bool) -> None:
-    with pytest.raises(type(error)), dry_run.in_temporary_folder(Config(), train={"steps": 7}) as changed:
+    with pytest.raises(type(error)), dry_run.in_temporary_folder(Config(), {"train.steps": 7}) as changed:
         raise error
     assert (changed.folder.is_dir(), changed.train.steps) == (stays, 7)
     shutil.rmtree(changed.run.out_dir, ignore_errors=True)

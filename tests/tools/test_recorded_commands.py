@@ -55,9 +55,11 @@ CHANGING = [
     (r"[0-9a-f]{16} x ", "HASH x "),
     (r"-> \"(?:[^\"\\]|\\.)*\"", "-> TEXT"),
     (r"clocks within [\d.]+ s", "clocks within N s"),
+    (r"connected in [\d.]+ s", "connected in N s"),
     (r"process \d+ on", "process N on"),
     (r"[\d,]+(?=  HASH...  state.json)", "N"),
     (r" +# ", " # "),
+    (r"\[(\S+\.py):\d+\]", r"[\1]"),
 ]
 
 

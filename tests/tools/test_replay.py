@@ -196,13 +196,17 @@ class StopError(NonFiniteError):
     """What a guard raises."""
 
 
-def test_each_step_and_each_tensor_is_compared(finished: Path, tmp_path: Path) -> None:
+def test_each_step_and_each_tensor_is_compared(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By `compute`, on a stand-in of a run of steps 3 and 4, with the checkpoint of step 4."""
+    monkeypatch.setattr(replays, "first_not_finite", lambda *_: "")
     saved = dict(read_tensors(checkpoint(finished, 4)))
     name = "model.output.weight"
     flipped = saved[name].clone()
     flipped.view(-1)[-1] = -flipped.view(-1)[-1]
-    finite, nan = Numbers(2.5, 1.5, 1.0, 0.0, [8.0, 9.0]), Numbers(math.nan, math.inf, 1.0, 0.0, [math.nan, 9.0])
+    finite, nan = (
+        Numbers(2.5, 1.5, 1.0, 0.0, [8.0, 9.0], {}),
+        Numbers(math.nan, math.inf, 1.0, 0.0, [math.nan, 9.0], {}),
+    )
     of_finite = {"loss": 2.5, "grad_norm": 1.5, "rank_losses": [8.0, 9.0]}
     of_nan = {"loss": None, "grad_norm": None, "rank_losses": [None, 9.0]}
     stop = "step 4: the loss is not finite on rank 1"
@@ -220,6 +224,7 @@ def test_each_step_and_each_tensor_is_compared(finished: Path, tmp_path: Path) -
             process=SimpleNamespace(rank=0, untimed=None),
             guards=[guard],
             pending=None,
+            state=None,
         )
 
         def step(_: Any, number: int) -> Any:
@@ -262,17 +267,29 @@ def test_each_step_and_each_tensor_is_compared(finished: Path, tmp_path: Path) -
 # --- steps of all kinds -----------------------------------------------------------------------------------------
 
 
-@extended
-def test_a_step_that_is_not_finite_is_replayed(text: Path, tmp_path: Path) -> None:
-    fault = "nan:1:6:forward"
-    result = ranks(2, *tiny(text, tmp_path, **PLAIN), fault=fault)
+# what is wrong, the ranks whose loss is not finite, and the module that a replay names
+NOT_FINITE = {
+    "nan:1:6:forward": ("1", "none: computed again, all outputs are finite"),
+    "poison:1:6": ("0, 1", "layers.1.feed_forward.w2 (rank 0), layers.1.feed_forward.w2 (rank 1)"),
+}
+
+
+@pytest.mark.parametrize("fault", [f if "poison" in f else pytest.param(f, marks=extended) for f in NOT_FINITE])
+def test_a_step_that_is_not_finite_is_replayed(fault: str, text: Path, tmp_path: Path) -> None:
+    (of_ranks, module), command = NOT_FINITE[fault], tiny(text, tmp_path, **PLAIN)
+    result = ranks(2, *command, fault=fault)
     assert result.returncode == 1
-    assert "step 6: the loss is not finite on rank 1" in result.stderr
-    said = succeeded(replay(text, tmp_path, 6, fault=fault))
-    assert "equal   bit for bit, and not finite again: step 6: the loss is not finite on rank 1" in said
+    assert f"step 6: the loss is not finite on rank {of_ranks}" in result.stderr
+    _, *words = shlex.split(result.stderr.splitlines()[-1])
+    assert words == ["--nproc-per-node", "2", "train.py", *command, "--replay=6"]
+    said = succeeded(ranks(2, *words[3:], fault=fault))
+    assert f"replay  step 6: the first module whose output is not finite: {module}\n" in said
+    assert f"equal   bit for bit, and not finite again: step 6: the loss is not finite on rank {of_ranks}" in said
     result = replay(text, tmp_path, 6)
     assert result.returncode == 1
-    assert "step 6 is finite here; the run recorded: step 6: the loss is not finite on rank 1" in result.stderr
+    assert (
+        f"step 6 is finite here; the run recorded: step 6: the loss is not finite on rank {of_ranks}" in result.stderr
+    )
 
 
 def test_steps_after_a_kill_after_a_damaged_checkpoint_and_of_a_fork(

@@ -96,13 +96,18 @@ def test_the_page_of_a_real_run_has_its_curves_tiles_and_samples(text: Path, tmp
     succeeded(ranks(1, *tiny(text, tmp_path, **more)))
     run = tmp_path / "run"
     page = made(tmp_path / "page.html", run)
-    titles = ["Loss", "Bits per byte", "Learning rate", "Gradient norm", "Throughput", "Peak memory of rank 0"]
+    titles = ["Loss", "Bits per byte", "Learning rate", "Gradient norm", "Gradient norm by block"]
+    titles += ["Seconds of computing by rank", "Throughput", "Peak memory of rank 0"]
     assert [title.split("  ")[0] for title in titles_of(run)] == titles
     losses = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     traces = traces_of(run)
     assert traces["train"]["x"] == [1, 2, 3, 4]
     assert traces["train"]["y"] == [r["mean_loss"] for r in losses if "loss" in r]
     assert traces["validation"]["x"] == [2, 4]
+    heat = traces["Gradient norm by block"]
+    assert (heat["x"], heat["y"]) == ([1, 2, 3, 4], ["inputs", "layers.0", "layers.1", "head"])
+    assert heat["customdata"][2] == [r["grad_norm/layers.1"] for r in losses if "loss" in r]
+    assert heat["z"][2] == [math.log10(norm) for norm in heat["customdata"][2]]
     times = {kind: seconds for kind, seconds in seconds_of(read_run(run)).items() if seconds}
     assert times.keys() == {"forward and backward", "optimizer", "waiting for data", "validation", "samples", "saving"}
     assert sum(times.values()) < losses[-1]["time"] - losses[0]["time"] + 60
@@ -245,7 +250,7 @@ def test_the_table_has_the_best_run_first_and_the_keys_that_differ(
         ["sweep-1e-3", "20/20", "4.0000 +- 0.0500", "20", "2.000", "complete", "0.001"],
         ["sweep-4e-3", "20/20", "4.9000 +- 0.0500", "10", "2.000", "complete", "0.004"],
     ]
-    assert note == f"note  {empty} is not the folder of a run that has made a step"
+    assert note == f"note  {empty} is not the folder of a run: it has no run.json that can be read"
     assert not list((tmp_path / "runs").rglob("report.html"))
     (runs[0] / "attempts.jsonl").write_text(attempt(0, 0, {"data.path": "a\x1b[31m\n" + "x" * 500}))
     for run, letters in zip(runs[1:], ("x" * 38, "y" * 39), strict=True):

@@ -111,11 +111,11 @@ def test_what_a_report_needs(
     assert report.main([f"--run.out_dir={tmp_path}", "--run.name=run"]) == 0
     assert capsys.readouterr().out == f"report  {run / 'report.html'}\n"
     assert report.main([str(run), f"--out={tmp_path}"]) == 2
-    assert f"--out: {tmp_path} can't be written: " in capsys.readouterr().err
+    assert f"report: {tmp_path}" in capsys.readouterr().err
     (run / "config.toml").unlink()
     (run / "config.toml").mkdir()
     assert report.main([str(run)]) == 2
-    assert f"{run} can't be read: " in capsys.readouterr().err
+    assert f"report: {run / 'config.toml'}: Is a directory" in capsys.readouterr().err
     (run / "config.toml").rmdir()
     (run / "config.toml").touch()
     for name in ("page", "figure"):

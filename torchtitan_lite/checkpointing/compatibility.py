@@ -19,7 +19,8 @@ from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import Tensors
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.families import FAMILIES
-from torchtitan_lite.config.schema import Config, bitwise_keys, config_of, flatten, known_keys, resume_rule
+from torchtitan_lite.config.paths import expand
+from torchtitan_lite.config.schema import Config, bitwise_keys, flatten, known_keys, nested, resume_rule
 from torchtitan_lite.config.toml import format_value
 from torchtitan_lite.cpu import widens
 from torchtitan_lite.data.dataset import DataSet
@@ -42,7 +43,7 @@ def fresh_state(
     config: Config, data: DataSet, process: Process, validation: Mapping[str, int], tasks: Mapping[str, str]
 ) -> TrainState:
     """Return the state before the first step. `validation` is Validation.description(), `tasks` a hash per task."""
-    source = Path(config.model.init_from).expanduser()
+    source = expand(config.model.init_from)
     return TrainState(
         end_token=data.end_token,
         begin_tokens=[*data.sources[0].meta.marks[1:]],
@@ -103,7 +104,7 @@ def saved_config(folder: Path, values: Mapping[str, Any]) -> Config:
     """
     read = "run.", "model.", "data.", "tokenizer.", "train."
     try:
-        return config_of({key: value for key, value in values.items() if key.startswith(read)})
+        return Config.model_validate(nested({key: value for key, value in values.items() if key.startswith(read)}))
     except ValidationError as error:
         first = error.errors()[0]
         key, why = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")

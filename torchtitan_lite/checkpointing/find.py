@@ -5,16 +5,21 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchtitan_lite import progress
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord
-from torchtitan_lite.config.paths import not_downloaded
+from torchtitan_lite.checkpointing.tensor_names import Tensors
+from torchtitan_lite.config.paths import expand, is_url, not_downloaded
 from torchtitan_lite.config.schema import CheckpointConfig
 from torchtitan_lite.distributed.exchange import on_all, on_rank0
 from torchtitan_lite.distributed.process_group import Process
-from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.environment import local_rank
+from torchtitan_lite.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:  # loaded only if the config asks for it
+    from torchtitan_lite.checkpointing.remote import Remote
 
 
 @dataclass
@@ -74,24 +79,43 @@ def find(path: Path, mode: str = "full") -> tuple[Path, list[str]]:
 # --- a run that resumes -----------------------------------------------------------------------------------------
 
 
-def checkpoint_to_resume(checkpoints: Path, config: CheckpointConfig, process: Process) -> Found:
+def checkpoint_to_resume(
+    checkpoints: Path,
+    config: CheckpointConfig,
+    process: Process,
+    remote: "Remote | None" = None,
+    tensors: Callable[[], Tensors] = dict,
+) -> Found:
     """Return the newest complete checkpoint of the run; if it has none, of the run or folder in `config.resume`.
+
+    Args:
+        remote: the run's bucket, whose files are fetched as needed.
+        tensors: returns those to load, by sharded state dict name.
 
     Raises:
         CheckpointError: on every rank: no existing checkpoint is complete, or `config.resume` has none.
     """
 
+    problems = remote.refresh() if remote else []
+
     @progress.working("listing the checkpoints")
     def list_them() -> list[Any]:
-        wrong = storage.incomplete_folders(checkpoints)
+        wrong = [*problems, *storage.incomplete_folders(checkpoints)]
         folders = [storage.step_folder(checkpoints, step) for step in reversed(storage.find_steps(checkpoints))]
+        folders = [folder for folder in folders if remote is None or remote.counts(folder)]
         forked = bool(config.resume and not (folders or wrong))
         if forked:
-            folders = candidates(Path(config.resume).expanduser())
+            folders = candidates(expand(config.resume))
         return [[str(folder) for folder in folders], wrong, forked]
 
     folders, wrong, forked = on_rank0(list_them, process.untimed)
-    found = newest_complete(map(Path, folders), partial(verify_together, mode=config.verify, process=process))
+    verify = partial(verify_together, mode=config.verify, process=process)
+    if remote and not forked:
+        folders = [checkpoints / Path(folder).name for folder in folders]  # on this machine
+        verify = partial(remote.complete, mode=config.verify, tensors=tensors)
+    elif is_url(config.resume):
+        verify = partial(verify_copies, mode=config.verify, process=process)
+    found = newest_complete(map(Path, folders), verify)
     found.notes[:0], found.forked = wrong, forked
     if found.notes and not found.folder:
         advice = "start a new run with --run.name=NEW, from the beginning or from a different checkpoint"
@@ -127,19 +151,31 @@ def verify_together(folder: Path, mode: str, process: Process) -> list[str]:
     return [problem for problems in on_all(verify, process.untimed) for problem in problems]
 
 
-def config_to_resume(run: Path, resume: str) -> Mapping[str, Any]:
+def verify_copies(folder: Path, mode: str, process: Process) -> list[str]:
+    """Return all problems of a checkpoint in a bucket, on every rank. Each machine fetches its own copy."""
+    found = on_all(lambda: storage.verify(folder, mode) if local_rank() == 0 else [], process.untimed)
+    return [problem for problems in found for problem in problems]
+
+
+def config_to_resume(run: Path, resume: str, remote: str = "") -> Mapping[str, Any]:
     """Return the config of the checkpoint that this process expects to resume from, unverified; {} if none.
 
     Args:
         run: the run's folder.
         resume: `checkpoint.resume`.
+        remote: `run.remote`. First fetches small files of the run, unless those of the folder are newer.
 
     Raises:
         FormatError: an incompatible version of torchtitan_lite wrote it.
+        UserError: the bucket can't be used.
     """
+    if remote:
+        from torchtitan_lite.bucket import Bucket
+
+        Bucket(f"{remote.rstrip('/')}/{run.name}").fetch_run(run, newest=True)
     for path in filter(None, (str(run), resume)):
-        with contextlib.suppress(CheckpointError, OSError, RuntimeError, ValueError):
-            for folder in candidates(Path(path).expanduser()):
+        with contextlib.suppress(CheckpointError, ConfigError, OSError, RuntimeError, ValueError):
+            for folder in candidates(expand(path)):
                 with contextlib.suppress(CheckpointError):  # damaged
                     state = storage.read_state(folder)
                     return state.config if path == str(run) else state.settings  # a fork begins in the phase

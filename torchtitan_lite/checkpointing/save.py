@@ -14,8 +14,9 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,10 +33,14 @@ from torchtitan_lite.config.schema import CheckpointConfig
 from torchtitan_lite.distributed.exchange import on_all, on_rank0
 from torchtitan_lite.distributed.process_group import Process, untimed_group
 from torchtitan_lite.distributed.sharding import own_part
+from torchtitan_lite.environment import local_rank
 from torchtitan_lite.errors import text_of
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim.optimizer import make_state
 from torchtitan_lite.terminal import size
+
+if TYPE_CHECKING:  # loaded only if the config asks for it
+    from torchtitan_lite.checkpointing.remote import Remote
 
 # A save of one way: up to `yield` the snapshot, while training waits; then it writes this rank's files into the folder
 # that it receives, for a save in the background in a thread
@@ -122,14 +127,16 @@ class Checkpointer:
         ways: Mapping[tuple[str, str], Way],
         best_of: Callable[[Path, Sequence[int]], int | None] = lambda *_: None,
         ruined_from: Callable[[Path], float] = lambda _: float("inf"),
+        remote: "Remote | None" = None,
     ) -> None:
         """
         Args:
             ways: by kind of state dict and API, see checkpoint.py.
             best_of: returns the step of a run with the lowest validation loss among the given ones.
             ruined_from: returns the first step of a run whose weights are ruined; infinite if none is.
+            remote: the run's bucket. Each machine then has its own disk.
         """
-        self.folder = folder
+        self.folder, self.remote = folder, remote
         self.ways = ways
         self.best_of, self.ruined_from = best_of, ruined_from
         self.model = model
@@ -137,6 +144,12 @@ class Checkpointer:
         self.optimizer = optimizer
         self.config = config
         self.process = process
+        own_disks = remote and config.state_dict == "sharded"  # each machine writes its part
+        self._share = (
+            process.local_world_size / process.world_size if own_disks else 1.0
+        )  # of a checkpoint, on this disk
+        self._leads = process.rank == 0 or bool(own_disks and remote and remote.leads)  # makes and commits the folder
+        self._own_files: list[str] = []  # of the last save, on this machine
         self.notes: list[str] = []  # set by a load, for the log: damaged checkpoints
         self.forked_from: Path | None = None  # set by a load: the checkpoint, if it belongs to a different run
         self.damaged: list[int] = []  # set by a load: newer damaged steps; saving such a step replaces it
@@ -161,7 +174,7 @@ class Checkpointer:
             CheckpointError: on every rank, before anything is overwritten: the checkpoint is damaged, or the run can't
                 continue with these values.
         """
-        found = checkpoint_to_resume(self.folder, self.config, self.process)
+        found = checkpoint_to_resume(self.folder, self.config, self.process, self.remote, self._tensors_to_load)
         self.notes = [*found.notes, *self._memory_note()]
         if found.folder is None:
             return None
@@ -175,6 +188,10 @@ class Checkpointer:
             self.load_tensors(found.folder)
         self.protect = {state.step}
         return state
+
+    def _tensors_to_load(self) -> Tensors:
+        make_state(self.optimizer)
+        return self.tensors()
 
     def load_tensors(self, folder: Path) -> None:
         """Load a checkpoint of either kind by the configured API, whichever API saved it."""
@@ -234,6 +251,8 @@ class Checkpointer:
                 with progress.doing(self._operation):
                     n_written = self._write_and_commit(state, saving, layout, n_bytes)
                 saved = replace(outcome, bytes=n_written, note=self._delete_old(state.step))
+                if self.remote and self._leads:
+                    self.remote.upload(outcome.folder, self._own_files, partial(self._kept, step=state.step))
             except Exception as error:  # also from a collective, if a rank is lost
                 saved = replace(outcome, error=text_of(error))
             seconds = time.perf_counter() - began
@@ -245,13 +264,19 @@ class Checkpointer:
         else:
             finish()
 
+    def begin_uploads(self, step: int) -> None:
+        """Upload what the bucket lacks of the run after `step`, which was loaded."""
+        if self.remote:
+            self.remote.taken_over(partial(self._kept, step=step))
+
     def layout(self) -> Layout:
         """Return which rank writes what. Computed in each save: the optimizer's tensors appear after the first step."""
         return layout_of(self.tensors(), self.mesh.shape)
 
     def _n_bytes(self) -> int:
-        """Return the size of a checkpoint in bytes, without its JSON."""
-        return sum(tensor.nbytes for tensor in self.tensors().values())
+        """Return the size of a checkpoint in bytes, without its JSON; before the first step, a lower bound of it."""
+        n_bytes = sum(tensor.nbytes for tensor in self.tensors().values())
+        return n_bytes if self.optimizer.state else 2 * n_bytes  # at least one moment for each weight
 
     def _write_and_commit(
         self, state: TrainState, saving: Saving, layout: Mapping[str, Any] | None, n_bytes: int
@@ -261,10 +286,10 @@ class Checkpointer:
         @progress.working("making its folder")
         def make_folder() -> str:
             storage.remove_leftovers(self.folder)
-            storage.require_space(self.folder, n_bytes)
-            return str(storage.new_folder(self.folder, state.step))
+            storage.require_space(self.folder, int(n_bytes * self._share))
+            return str(storage.new_folder(self.folder, state.step, self.remote.claim if self.remote else ""))
 
-        folder = Path(on_rank0(make_folder, self.group))
+        folder = self.folder / Path(self._on_leaders(make_folder)).name
 
         def write_files() -> Mapping[str, FileRecord]:
             try:
@@ -275,17 +300,32 @@ class Checkpointer:
 
         @progress.working("committing its folder")
         def commit() -> None:
-            storage.commit(folder, state, self.config.state_dict, self.process.world_size, files, layout)
+            claim = self.remote.claim if self.remote else ""
+            storage.commit(folder, state, self.config.state_dict, self.process.world_size, files, layout, claim)
 
         try:
             written = on_all(write_files, self.group)
             files = {name: FileRecord(**record) for records in written for name, record in records.items()}
-            on_rank0(commit, self.group)
+            if self.remote:
+                state = TrainState(**on_rank0(lambda: asdict(state), self.group))  # every machine writes the same
+                first, n = self.process.rank - local_rank(), self.process.local_world_size
+                names = [name for records in written[first : first + n] for name in records]
+                self._own_files = [*names, storage.STATE] if self.process.rank == 0 else names
+            self._on_leaders(commit)
         except Exception:
-            if self.process.rank == 0:
+            if self._leads:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         return sum(record.bytes for record in files.values())
+
+    def _on_leaders(self, action: Callable[[], Any]) -> Any:
+        """Run an action on rank 0; if each machine writes to its own disk, on one rank of each. Returns rank 0's.
+
+        Collective, also its errors.
+        """
+        if self.remote is None or self.config.state_dict == "full":
+            return on_rank0(action, self.group)
+        return on_all(lambda: action() if self._leads else None, self.group)[0]
 
     def finished(self) -> bool:
         """Return whether `wait` would return an outcome at once. Ranks may differ."""
@@ -302,8 +342,7 @@ class Checkpointer:
 
     def _memory_note(self) -> list[str]:
         """Return a note if a full save in the background does not fit into this machine's memory."""
-        # before the first step the optimizer has no state; it will have at least one moment for each weight
-        memory, least = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 2 * self._n_bytes()
+        memory, least = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), self._n_bytes()
         if not self.config.async_save or self.config.state_dict == "sharded" or least < memory:
             return []
         return [
@@ -316,11 +355,11 @@ class Checkpointer:
     def require_space(self) -> None:
         """Raise SaveError on every rank if the disk has no room for a checkpoint."""
         check = progress.working("checking the free disk space")(storage.require_space)
-        on_rank0(lambda: check(self.folder, self._n_bytes()), self.process.untimed)
+        self._on_leaders(lambda: check(self.folder, int(self._n_bytes() * self._share)))
 
     def _delete_old(self, step: int) -> str:
-        """Apply retention, on rank 0. Returns the error, which does not fail the save."""
-        if self.process.rank != 0:
+        """Apply retention on rank 0, or each machine's disk. Returns the error, which does not fail the save."""
+        if not self._leads:
             return ""
         try:
             purge(self.folder, self._kept(storage.find_steps(self.folder), step))

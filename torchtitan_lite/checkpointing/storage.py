@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import safetensors
 import torch
@@ -39,6 +39,9 @@ from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.errors import CheckpointError, FormatError, SaveError, UnreadableError, shortened
 from torchtitan_lite.files import sync_folder
 from torchtitan_lite.terminal import size
+
+if TYPE_CHECKING:  # loaded only if there is a URL
+    from torchtitan_lite.bucket import Bucket
 
 FORMAT_VERSION = 7  # of manifest.json and state.json, including the names of config keys
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
@@ -57,6 +60,7 @@ class Manifest:
     format_version: int
     layout: Mapping[str, Any] | None  # shards.Layout of a sharded state dict, since format 7
     files: Mapping[str, FileRecord]
+    claim: str = ""  # under which a run with `run.remote` saved it, see remote.py
 
     @property
     def bytes(self) -> int:
@@ -135,7 +139,7 @@ def read_manifest(folder: Path) -> Manifest:
     if content.pop("sha256", "") != _hash_of(content):
         raise CheckpointError(f"{folder / MANIFEST} is damaged: its SHA-256 does not match its content")
     files = {name: FileRecord(**record) for name, record in content["files"].items()}
-    content = {"layout": None, **content, "files": files}
+    content = {"layout": None, "claim": "", **content, "files": files}
     return Manifest(**{field.name: content[field.name] for field in fields(Manifest)})
 
 
@@ -177,12 +181,28 @@ def check_manifest(folder: Path) -> tuple[Manifest | None, str]:
         return None, str(error)
 
 
+def intact(folder: Path, name: str, manifest: Manifest, mode: str, bucket: "Bucket | None") -> str:
+    """Verify a file; if it is missing or damaged, fetch it from the bucket, if there is one. Returns its problem."""
+    problem = verify_file(folder, name, manifest.files[name], "size" if bucket and mode == "off" else mode)
+    if problem and bucket:
+        from torchtitan_lite.bucket import key_of
+
+        key = key_of(folder.name, manifest.claim, name)
+        return bucket.fetch(key, folder / name, manifest.files[name].sha256)
+    return problem
+
+
 def verify(folder: Path, mode: str = "full") -> list[str]:
-    """Return all problems of a checkpoint; empty if it is complete."""
+    """Return all problems of a checkpoint; empty if it is complete. Fetches what a copy from a bucket lacks."""
     manifest, problem = check_manifest(folder)
     if manifest is None:
         return [problem]
-    return [problem for name, record in manifest.files.items() if (problem := verify_file(folder, name, record, mode))]
+    bucket, origin = None, folder.parent.parent / ".bucket"
+    if origin.is_file():
+        from torchtitan_lite.bucket import Bucket
+
+        bucket = Bucket(origin.read_text())
+    return [problem for name in manifest.files if (problem := intact(folder, name, manifest, mode, bucket))]
 
 
 def open_tensors(file: Path) -> Any:
@@ -201,14 +221,14 @@ def read_specs(file: Path) -> TensorSpecs:
 # --- writing ----------------------------------------------------------------------------------------------------
 
 
-def new_folder(checkpoints: Path, step: int) -> Path:
-    """Make a hidden folder for writing a checkpoint.
+def new_folder(checkpoints: Path, step: int, suffix: str = "") -> Path:
+    """Make a hidden folder for writing a checkpoint. Its name ends in `suffix`, by default a random one.
 
     Raises:
         OSError: e.g. the parent of `checkpoints` does not exist.
     """
     checkpoints.mkdir(exist_ok=True)  # no parents: an unmounted file system must not be replaced by a folder
-    folder = checkpoints / f".tmp-{step_folder(checkpoints, step).name}-{uuid.uuid4().hex[:8]}"
+    folder = checkpoints / f".tmp-{step_folder(checkpoints, step).name}-{suffix or uuid.uuid4().hex[:8]}"
     folder.mkdir()
     return folder
 
@@ -226,17 +246,19 @@ def commit(
     world_size: int,
     files: Mapping[str, FileRecord],
     layout: Mapping[str, Any] | None = None,
+    claim: str = "",
 ) -> Path:
     """Commit a written folder, and return its final path. Replaces a damaged checkpoint of this step.
 
     Args:
         files: the files written into it, already synced.
         layout: the fields of shards.Layout, of a sharded state dict.
+        claim: of a run with `run.remote`. Other machines have some of the files.
 
     Raises:
         OSError, CheckpointError: not committed. (If only the last sync fails: committed, but perhaps not on the disk.)
     """
-    for name, record in files.items():
+    for name, record in () if claim else files.items():
         if problem := verify_file(folder, name, record, "size"):
             raise CheckpointError(f"{problem} (is the folder on a file system that all ranks share?)")
     files = {**files, STATE: write_text(folder / STATE, json.dumps(asdict(state), indent=2) + "\n")}
@@ -248,6 +270,7 @@ def commit(
         "torchtitan_lite": __version__,
         "torch": torch.__version__,
         **({"layout": layout} if layout else {}),
+        **({"claim": claim} if claim else {}),
         "files": {name: asdict(record) for name, record in sorted(files.items())},
     }
     manifest["sha256"] = _hash_of(manifest)

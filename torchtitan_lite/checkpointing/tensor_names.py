@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpointing.storage import MODEL, OPTIMIZER
 from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.optim.optimizer import hyperparameters
+from torchtitan_lite.optim.groups import hyperparameters
 
 Tensors = dict[str, Tensor]
 GROUP_BYTES = 2**20  # of small tensors that are gathered, or read and sent, together

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torchtitan_lite.commands import Options, add_options
 from torchtitan_lite.config import load, paths, schema, toml
 
 # keys shown by `--help`
@@ -16,6 +17,24 @@ _MOST_SET = {
     *("optim.schedule", "optim.warmup_steps", "fsdp.sharding_strategy", "fsdp.reshard_after_forward"),
     *("fsdp.param_dtype", "activation_checkpointing.mode", "compile.enabled", "eval.every", "sample.every"),
     *("checkpoint.every", "checkpoint.resume", "log.trackers"),
+}
+MODES: Options = {
+    "--config": {"type": paths.expand, "metavar": "FILE", "help": "a TOML experiment, see configs/"},
+    "--print-config": {"action": "store_true", "help": "print every value with its origin, and exit"},
+    "--check-config": {
+        "action": "store_true",
+        "help": "check the config for this world size, and prepared data, and exit",
+    },
+    "--inspect": {"action": "store_true", "help": "print the sharded model and its FSDP groups, and exit"},
+    "--dry-run": {
+        "action": "store_true",
+        "help": "run three steps in a temporary folder, print memory and time, and exit",
+    },
+    "--retry": {
+        "action": "store_true",
+        "help": "start although the last attempt failed, and would again (docs/cluster.md)",
+    },
+    "--replay": {"type": int, "metavar": "N", "help": "re-run step N, compare it bit for bit with the log, exit"},
 }
 SHORTHANDS: dict[str, dict[str, Any]] = {
     "--explicit-prefetching": {"fsdp.explicit_prefetching": True},
@@ -107,18 +126,9 @@ def _parser(shows_all: bool) -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36, width=120),
     )
-    add_flag = functools.partial(parser.add_argument, action="store_true")
     known = schema.known_keys()
     parser.add_argument("--help-all", action="help", help=f"show all {len(known)} keys; --help shows the most used")
-    parser.add_argument("--config", type=paths.expand, metavar="FILE", help="a TOML experiment, see configs/")
-    add_flag("--print-config", help="print every value with its origin, and exit")
-    add_flag("--check-config", help="check the config for this world size, and prepared data, and exit")
-    add_flag("--inspect", help="print the sharded model and its FSDP groups, and exit")
-    add_flag("--dry-run", help="run three steps in a temporary folder, print memory and time, and exit")
-    add_flag("--retry", help="start although the last attempt failed, and would again (docs/cluster.md)")
-    parser.add_argument(
-        "--replay", type=int, metavar="N", help="re-run step N, compare it bit for bit with the log, exit"
-    )
+    add_options(parser, MODES)
     shorthands = parser.add_argument_group("shorthands")
     for flag, keys in SHORTHANDS.items():
         meaning = " ".join(f"--{key}={str(value).lower()}" for key, value in keys.items())

@@ -31,19 +31,3 @@ def derive(config: Config, world_size: int) -> Layout:
         masked_sequences=accum * per_round - size,
         tokens_per_step=size * config.target_len,
     )
-
-
-def options_saving_copies(config: Config, layout: Layout) -> list[dict[str, object]]:
-    """Return cumulative sets of [fsdp] keys that avoid FSDP's copies of unsharded parameters, if memory suffices.
-
-    Empty if parameters are sharded or such a key is set. The first set changes no bit. With several micro-batches, the
-    second adds gradients in a different order.
-    """
-    fsdp = config.fsdp
-    if layout.dp_shard > 1 or fsdp.cpu_offload or fsdp.reshard_after_forward != "default":
-        return []
-    kept: dict[str, object] = {"reshard_after_forward": False}
-    if layout.grad_accum_steps == 1:
-        return [kept]
-    kept["reshard_after_backward"] = False
-    return [kept, kept | {"grad_sync": "last"}]

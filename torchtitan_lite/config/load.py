@@ -33,11 +33,11 @@ from torchtitan_lite.config.schema import (
     REGISTRIES,
     Config,
     Machine,
-    config_of,
     default_of,
     flatten,
     keeps_value,
     known_keys,
+    nested,
     unused_keys,
 )
 from torchtitan_lite.config.sections.fsdp import strategy_keys
@@ -47,8 +47,9 @@ from torchtitan_lite.terminal import counted
 
 Layer = Mapping[str, Any]  # values by "section.key", unchecked
 Check = Callable[[Config], dict[str, str]]  # returns the broken rules of a config, as `broken_rules` does
-# called with a run's folder and `checkpoint.resume`: returns the config of the checkpoint to resume from; {} if none
-Saved = Callable[[Path, str], Layer]
+# called with a run's folder, `checkpoint.resume`, and `run.remote` if it is set: returns the config of the checkpoint
+# to resume from; {} if none
+Saved = Callable[..., Layer]
 _KEPT = "the run so far"
 
 
@@ -101,7 +102,7 @@ def load(
     validated, refused = _validated(values, origins, problems, refused)
     # code that families share would read the keys of others; muP's is refused
     unread_keys = given.keys() & {f"model.{key}" for key in unread(validated.model.family) - {"mup_base_dim"}}
-    config = config_of(values, refused | unread_keys)
+    config = _config(values, refused | unread_keys)
     if "optim.warmup_steps" not in values and not config.train.epochs:
         config = fitting_warmup(config)
     machine = Machine(world_size, n_gpus, local_world_size)
@@ -202,9 +203,9 @@ def _merged(layers: Sequence[tuple[str, Layer]]) -> tuple[dict[str, Any], dict[s
 
 def _saved_values(given: Layer, saved: Saved) -> Layer:
     """Return the config of the checkpoint to resume from; {} if there is none or its model family differs."""
-    names = "run.out_dir", "run.name", "checkpoint.resume"
-    out_dir, name, resume = (str(given.get(key, default_of(key))) for key in names)
-    before = saved(expand(out_dir) / name, resume)
+    names = "run.out_dir", "run.name", "checkpoint.resume", "run.remote"
+    out_dir, name, resume, remote = (str(given.get(key, default_of(key))) for key in names)
+    before = saved(expand(out_dir) / name, resume, *filter(None, [remote]))
     family = before.get("model.family", "")
     is_same = str(given.get("model.family", family)).lower() == family.lower()
     return before if is_same else {}  # its values may not suit a different family
@@ -266,16 +267,20 @@ def _validated(
     """
     wrong = dict[str, ErrorDetails | None].fromkeys(key for key in values if key not in known_keys())  # None: unknown
     try:
-        config = config_of(values, {*refused, *wrong})
+        config = _config(values, {*refused, *wrong})
     except ValidationError as error:
         for item in error.errors():
             wrong.setdefault(".".join(map(str, item["loc"][:2])), item)
-        config = config_of(values, {*refused, *wrong})
+        config = _config(values, {*refused, *wrong})
     if wrong:
         from torchtitan_lite.config import messages
 
         problems += [messages.problem(key, values[key], origins[key], item) for key, item in wrong.items()]
     return config, {*refused, *wrong}
+
+
+def _config(values: Layer, without: set[str]) -> Config:
+    return Config.model_validate(nested({key: value for key, value in values.items() if key not in without}))
 
 
 def _notes(

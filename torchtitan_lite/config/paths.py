@@ -16,12 +16,26 @@ class _HomeError(ConfigError, argparse.ArgumentTypeError):
     """Both kinds of error, so that argparse prints it when it parses the path."""
 
 
+def is_url(path: str | Path) -> bool:
+    """Return whether a path is the URL of object storage. (As a Path, it has one slash.)"""
+    match = re.match(r"([a-z][a-z0-9]+):/", str(path))
+    return bool(match and match[1] not in ("http", "https", "hf"))
+
+
 def expand(path: str | Path) -> Path:
-    """Replace `~` or `~name`. Also the argparse `type` of a path.
+    """Replace `~` or `~name`. Also the argparse `type` of a path. Of a URL, return a copy of its run in the cache.
 
     Raises:
-        ConfigError: the user or the home folder is unknown.
+        ConfigError: the user or the home folder is unknown; there is no run at the URL.
     """
+    if is_url(path):
+        from torchtitan_lite.bucket import copy_of_run
+
+        scheme, _, rest = str(path).partition(":")
+        try:
+            return copy_of_run(f"{scheme}:/{'/' * (scheme == 'file')}/{rest.strip('/')}")
+        except UserError as error:
+            raise _HomeError(str(error)) from None
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -51,10 +65,12 @@ def not_downloaded(path: str | Path) -> str:
 
 
 def is_prepared(path: str | Path) -> bool:
-    """Return whether a folder is prepared: it has our meta.json, or a damaged one next to our other files.
+    """Return whether a folder is prepared, or a URL: it has our meta.json, or a damaged one next to our other files.
 
     A folder of text may hold an unrelated meta.json. An unreadable folder gives False: reading it reports the error.
     """
+    if is_url(path):  # else it would have to be read
+        return True
     folder = expand(path)
     with contextlib.suppress(OSError, ValueError):
         content = (folder / "meta.json").read_bytes()
@@ -74,11 +90,6 @@ def reading(path: str | Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(f"{error.filename or path} can't be read: {error.strerror or error}") from None
-
-
-def kind_of(path: Path) -> str:
-    """Return what is at a path, for messages."""
-    return "a folder" if path.is_dir() else "a file" if path.is_file() else "not a regular file"
 
 
 def matching(entry: str) -> list[Path]:
@@ -116,8 +127,10 @@ def files_below(folder: Path, *, hidden: bool = False) -> list[Path]:
 
 
 def unfound(entry: str) -> str:
-    """Return why an entry of `[data] path` matches nothing; empty if it matches something."""
+    """Return why an entry of `[data] path` matches nothing; empty if it matches something, or is a URL."""
     try:
-        return "" if matching(entry) else f"nothing found at {entry} (looked in {Path.cwd()}){not_downloaded(entry)}"
+        if is_url(entry) or matching(entry):
+            return ""
+        return f"nothing found at {entry} (looked in {Path.cwd()}){not_downloaded(entry)}"
     except UserError as error:
         return str(error)

@@ -5,7 +5,7 @@ is generated from them. rules/ has the rules between keys. A builder gets its ow
 """
 
 import functools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -78,6 +78,11 @@ class Config(Frozen):
     log: LogConfig = LogConfig()
     profile: ProfileConfig = ProfileConfig()
 
+    def changed(self, values: Mapping[str, Any]) -> "Config":
+        """Return the config with other values, by "section.key". They are not checked."""
+        parts = {section: getattr(self, section).model_copy(update=keys) for section, keys in nested(values).items()}
+        return self.model_copy(update=parts)
+
     @property
     def folder(self) -> Path:
         """The run's folder."""
@@ -99,7 +104,7 @@ class Config(Frozen):
 
     def phase(self, n: int) -> "Config":
         """Return the config after the first n of train.phases have begun."""
-        return config_of(flatten(self) | changes(self.train.phases, n)) if n else self
+        return Config.model_validate(nested(flatten(self) | changes(self.train.phases, n))) if n else self
 
     @property
     def in_epochs(self) -> list[str]:
@@ -152,22 +157,19 @@ def known_keys() -> dict[str, FieldInfo]:
     }
 
 
+def nested(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return values by "section.key" as a table for each section."""
+    tree: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        tree.setdefault(section, {})[name] = value
+    return tree
+
+
 def flatten(config: Config) -> dict[str, Any]:
     """Return every value by "section.key", as JSON types."""
     tree = config.model_dump(mode="json")
     return {f"{section}.{key}": value for section, table in tree.items() for key, value in table.items()}
-
-
-def config_of(values: Mapping[str, Any], without: Collection[str] = ()) -> Config:
-    """Return the config with these values by "section.key", except some keys. The rest are defaults.
-
-    Raises:
-        ValidationError: pydantic's, about a key or a value.
-    """
-    tree: dict[str, dict[str, Any]] = {}
-    for section, name in (key.split(".", 1) for key in values if key not in without):
-        tree.setdefault(section, {})[name] = values[f"{section}.{name}"]
-    return Config.model_validate(tree)
 
 
 REGISTRIES: dict[str, Registry[Any]] = {

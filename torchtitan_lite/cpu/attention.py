@@ -1,9 +1,8 @@
 """Causal attention by large matmuls over blocks of queries.
 
-PyTorch's CPU flash kernel multiplies small tiles, at a fifth of the speed of a batched bf16 matmul (docs/lab).
-`block_attention` multiplies each block of queries by all keys up to the block's end, and masks only the last square. It
-keeps half of the (T, T) probabilities for backward: faster, but too much memory for long sequences. With a window, it
-starts at the first key that a query of the block sees.
+PyTorch's CPU flash kernel multiplies small tiles (docs/lab). `block_attention` multiplies each block of queries by all
+keys that they see, and masks only the last square. It keeps half of the (T, T) probabilities for backward: faster, but
+too much memory for long sequences.
 """
 
 import math

@@ -43,14 +43,6 @@ class Barrier:
         ends = (address + (i + 1) * _BYTES - 8 for i in range(size))
         self._counts, self._rank = [ctypes.c_int64.from_address(end) for end in ends], rank
         self._size, self._check = size, check
-        # a clock that can't be set back, which would stretch a slice; sem_clockwait needs glibc 2.30
-        self._now: Callable[[], float] = time.monotonic
-        self._timedwait: Callable[[Any, Any], int]
-        try:
-            clockwait = self._library.sem_clockwait
-            self._timedwait = lambda semaphore, until: int(clockwait(semaphore, time.CLOCK_MONOTONIC, until))
-        except AttributeError:
-            self._now, self._timedwait = time.time, self._library.sem_timedwait
 
     def initialise(self) -> None:
         """Create the semaphores. One rank calls it once, before any rank waits."""
@@ -67,10 +59,10 @@ class Barrier:
         last = self._arrived.value == self._size
         if last:
             self._arrived.value = 0
-        self._release(self._turnstile)
+        self._library.sem_post(self._turnstile)
         if last:
             for gate in self._others:
-                self._release(gate)
+                self._library.sem_post(gate)
         else:
             self._acquire(self._gate)
 
@@ -78,26 +70,21 @@ class Barrier:
         """Return the ranks that have not arrived at the barrier where this one waits."""
         return [rank for rank, count in enumerate(self._counts) if count.value < self._counts[self._rank].value]
 
-    def _release(self, semaphore: Any) -> None:
-        if self._library.sem_post(semaphore):
-            raise OSError(ctypes.get_errno(), "sem_post")
-
     def _acquire(self, semaphore: Any) -> None:
-        if not self._library.sem_trywait(semaphore):
-            return
         waited_s = 0.0  # sum of slices, so that time in which this process is suspended does not count
-        while True:
-            until = self._now() + SLICE_S
-            timespec = _Timespec(int(until), int(until % 1 * 1e9))
-            while self._timedwait(semaphore, ctypes.byref(timespec)):
-                if ctypes.get_errno() == errno.ETIMEDOUT:
-                    break
-                if ctypes.get_errno() != errno.EINTR:  # EINTR: Python now runs a signal handler
-                    raise OSError(ctypes.get_errno(), "waiting for a semaphore")
-            else:
-                return
+        while not self._acquired_in_time(semaphore):
             waited_s += SLICE_S
             self._check(waited_s)
+
+    def _acquired_in_time(self, semaphore: Any) -> bool:
+        until = time.time() + SLICE_S  # if the clock is set back, the next check is late
+        timespec = _Timespec(int(until), int(until % 1 * 1e9))
+        while self._library.sem_timedwait(semaphore, ctypes.byref(timespec)):
+            if ctypes.get_errno() == errno.ETIMEDOUT:
+                return False
+            if ctypes.get_errno() != errno.EINTR:  # EINTR: Python now runs a signal handler
+                raise OSError(ctypes.get_errno(), "waiting for a semaphore")
+        return True
 
 
 def n_bytes(size: int) -> int:

@@ -19,7 +19,6 @@ from torchtitan_lite.cpu import loss
 from torchtitan_lite.distributed.exchange import on_rank0
 from torchtitan_lite.models import Transformer
 
-Attend = Callable[..., Tensor]
 DTYPES = torch.bfloat16, torch.float16
 
 
@@ -53,24 +52,17 @@ def use_float32_matmuls(model: Transformer) -> None:
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = Linear
-        elif hasattr(module, "attend"):
-            attention: Any = module
-            attention.attend = functools.partial(attend_in_float32, attention.attend)
-        elif hasattr(module, "multiply"):
-            experts: Any = module
-            experts.multiply = functools.partial(multiply_in_float32, experts.multiply)
+        for name in ("attend", "multiply"):  # of attention, and of experts
+            if hasattr(module, name):
+                setattr(module, name, functools.partial(in_float32, getattr(module, name)))
     model.output.linear = linear  # type: ignore[assignment]  # F.linear's first argument has a different name
     model.output.cross_entropy = functools.partial(loss.chunked_cross_entropy, matmul_dtype=torch.float32)
 
 
-def attend_in_float32(attend: Attend, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Compute attention on float32 copies, and round to the queries' dtype."""
-    return attend(q.float(), k.float(), v.float(), **options).to(q.dtype)
-
-
-def multiply_in_float32(multiply: Attend, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Compute experts' matmuls on float32 copies, and round to the inputs' dtype."""
-    return multiply(x.float(), weight.float(), ends).to(x.dtype)
+def in_float32(function: Callable[..., Tensor], x: Tensor, *others: Tensor, **options: Any) -> Tensor:
+    """Call a function of matmuls with float32 copies of its matrices, and round the result to the dtype of x."""
+    wide = (t.float() if t.is_floating_point() else t for t in others)
+    return function(x.float(), *wide, **options).to(x.dtype)
 
 
 class Linear(nn.Linear):

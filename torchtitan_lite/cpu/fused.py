@@ -1,7 +1,7 @@
 """RMSNorm and rotary positions with their own backward and few passes over memory.
 
-PyTorch builds both from small operators. Each of them reads and writes all activations and keeps float32 copies for
-backward. These versions also compute in float32, but mostly in place, and keep only their input.
+PyTorch's small operators each read and write all activations, and keep float32 copies for backward. These versions also
+compute in float32, but mostly in place, and keep only their input.
 """
 
 from typing import Any

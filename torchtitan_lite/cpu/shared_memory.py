@@ -10,11 +10,12 @@ Each rank locks a byte of the file. The kernel unlocks it when the process ends,
 """
 
 import fcntl
-import itertools
+import functools
 import mmap
 import os
 import warnings
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ from torchtitan_lite.cpu import barrier
 from torchtitan_lite.distributed.exchange import on_all, on_rank0
 
 SLOT = 4 << 20  # bytes per rank in each half; 8 MiB is no faster
-SMALL = 16 << 10  # bytes of a tensor; up to this, each rank sums the whole all-reduce itself
 # renamed in torch 2.13
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -80,6 +80,13 @@ class SharedMemory:
         self._turn = 1 - self._turn
         return self._memory.view(dtype).view(2, self.size, -1)[self._turn]
 
+    def pieces(self, n: int, dtype: torch.dtype, slots: int = 1) -> Iterator[tuple[slice, Tensor]]:
+        """Cut n elements into pieces. Yields the range of each, and where to exchange it: (ranks, slots * elements)."""
+        most = len(self._memory) // (2 * self.size * dtype.itemsize * slots)
+        for start in range(0, n, most):
+            stop = min(start + most, n)
+            yield slice(start, stop), self.half(dtype)[:, : slots * (stop - start)]
+
     def barrier(self) -> None:
         """Wait for all ranks. Each can then read what the others wrote before.
 
@@ -125,6 +132,9 @@ def shared_memory_of(group: dist.ProcessGroup) -> SharedMemory | None:
         return None
 
 
+_of_neighbours = functools.cache(shared_memory_of)  # for the groups of reshard_after_forward = N
+
+
 class _Done:
     """The handle of a finished collective. If FSDP got None instead, it would keep more memory."""
 
@@ -144,30 +154,21 @@ class _Collective:
 class AllGather(_Collective):
     """An all-gather for `set_custom_all_gather`."""
 
-    def __init__(self, shared: SharedMemory) -> None:
-        super().__init__(shared)
-        self._by_group: dict[str, SharedMemory | None] = {shared.group.group_name: shared}
-
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
         """Copy rank r's input to row r of the output, on every rank."""
-        if group.group_name not in self._by_group:  # the neighbours of reshard_after_forward = N
-            self._by_group[group.group_name] = shared_memory_of(group)
-        shared = self._by_group[group.group_name]
+        is_ours = group.group_name == self._shared.group.group_name
+        shared = self._shared if is_ours else _of_neighbours(group)
         if shared is None:
             return _all_gather(output_tensor, input_tensor, group, async_op)
         own = input_tensor.view(torch.uint8)
         rows = output_tensor.view(torch.uint8).view(shared.size, -1)
-        start = 0
-        while start < len(own):
-            half = shared.half(torch.uint8)
-            stop = min(start + half.shape[1], len(own))
-            half[shared.rank, : stop - start] = own[start:stop]
+        for piece, slots in shared.pieces(len(own), torch.uint8):
+            slots[shared.rank] = own[piece]
             shared.barrier()
             for others in shared.others:
-                rows[others, start:stop] = half[others, : stop - start]
-            start = stop
+                rows[others, piece] = slots[others]
         if rows[shared.rank].data_ptr() != own.data_ptr():  # FSDP's input already is that row
             rows[shared.rank] = own
         return _Done() if async_op else None
@@ -184,18 +185,14 @@ class ReduceScatter(_Collective):
         assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG), op
         assert group.size() == shared.size
         rows = input_tensor.view(shared.size, n)
-        start = 0
-        while start < n:
-            half = shared.half(rows.dtype)
-            stop = min(start + half.shape[1] // shared.size, n)
-            slots = half[:, : shared.size * (stop - start)].view(shared.size, shared.size, stop - start)
+        for piece, flat in shared.pieces(n, rows.dtype, shared.size):
+            slots = flat.view(shared.size, shared.size, -1)
             for others in shared.others:
-                slots[shared.rank, others] = rows[others, start:stop]
+                slots[shared.rank, others] = rows[others, piece]
             shared.barrier()
-            parts = [slots[rank, shared.rank] for rank in range(shared.size)]
-            parts[shared.rank] = rows[shared.rank, start:stop]
-            _sum(parts, output_tensor[start:stop])
-            start = stop
+            parts = [*slots[:, shared.rank]]
+            parts[shared.rank] = rows[shared.rank, piece]
+            _sum(parts, output_tensor[piece])
         if op == dist.ReduceOp.AVG:
             output_tensor /= shared.size
 
@@ -203,26 +200,11 @@ class ReduceScatter(_Collective):
 def all_reduce(shared: SharedMemory, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
     """Sum or average a tensor over the group, in place, in rank order: the same bits on every rank."""
     assert op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG, op  # `in` would swap the operands
-    flat, start = tensor.view(-1), 0
-    while start < len(flat):
-        half = shared.half(flat.dtype)
-        piece = flat[start : start + half.shape[1]]
-        slots = half[:, : len(piece)]
-        slots[shared.rank] = piece
+    flat = tensor.view(-1)
+    for piece, slots in shared.pieces(len(flat), flat.dtype):
+        slots[shared.rank] = flat[piece]
         shared.barrier()
-        if shared.size == 2 or piece.nbytes <= SMALL:
-            _sum(list(slots), piece)
-        else:  # each rank sums one part: if each summed everything, the work would grow with the square of the ranks
-            edges = [len(piece) * i // shared.size for i in range(shared.size + 1)]
-            parts = [slice(*pair) for pair in itertools.pairwise(edges)]
-            own = parts[shared.rank]
-            _sum(list(slots[:, own]), piece[own])
-            slots[shared.rank, own] = piece[own]  # no other rank reads it before the barrier
-            shared.barrier()
-            for rank, part in enumerate(parts):
-                if rank != shared.rank:
-                    piece[part] = slots[rank, part]
-        start += len(piece)
+        _sum([*slots], flat[piece])
     if op == dist.ReduceOp.AVG:
         tensor /= shared.size
 

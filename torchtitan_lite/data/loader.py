@@ -1,16 +1,15 @@
 """Batches: the tokens of each rank at a position of the run.
 
-The global batch of size G at position `samples_consumed` is samples samples_consumed, ..., samples_consumed + G - 1 of
-the run (order.py; mixture.py first assigns each to a source). They are laid out over micro-batches, then ranks, then
-rows. With G = 10, two ranks and a micro_batch_size of 2:
+The global batch of size G is samples samples_consumed, ..., samples_consumed + G - 1 of the run (order.py; mixture.py
+assigns each to a source), laid out over micro-batches, then ranks, then rows. With G = 10, two ranks and a
+micro_batch_size of 2:
 
                      rank 0    rank 1
     micro-batch 0    0 1       2 3
     micro-batch 1    4 5       6 7
     micro-batch 2    8 9       - -
 
-Every rank gets the same number of micro-batches, because each forward is collective. The surplus rows (-) are fully
-masked. They do not change the loss, which is divided by the number of valid targets in the global batch.
+Every rank gets the same number of micro-batches, because each forward is collective. Surplus rows (-) are fully masked.
 """
 
 from collections.abc import Mapping
@@ -114,7 +113,7 @@ class PrefetchingLoader:
         # a new thread's current GPU is 0: without this, all ranks would register pinned memory there
         initializer = (torch.cuda.set_device, (device,)) if device.type == "cuda" else (None, ())
         self._thread = ThreadPoolExecutor(1, "batches", *initializer)
-        self._next: tuple[tuple[int, int], Future[Batch]] | None = None  # (first, size) and its batch
+        self._ahead: dict[tuple[int, int], Future[Batch]] = {}  # the next batch, by first and size
 
     def batch(self, first: int, size: int, end: int | None = None) -> Batch:
         """Return a batch as Loader does. Raises the thread's error when that batch is requested.
@@ -122,15 +121,12 @@ class PrefetchingLoader:
         Args:
             end: the sample after the last batch, which may be smaller.
         """
-        prefetched, self._next = self._next, None
-        if prefetched is not None and prefetched[0] == (first, size):
-            future = prefetched[1]
-        else:
-            future = self._submit(first, size)
+        future = self._ahead.pop((first, size), None) or self._submit(first, size)
+        self._ahead.clear()
         batch = future.result()
         following = first + size, size if end is None else min(size, end - first - size)
         if following[1] > 0:
-            self._next = following, self._submit(*following)
+            self._ahead[following] = self._submit(*following)
         return batch
 
     def _submit(self, first: int, size: int) -> Future[Batch]:

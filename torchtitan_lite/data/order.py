@@ -2,9 +2,8 @@
 
 Sample i of a run is dataset sample `sample_indices([i], n, seed)`: position i % n in a permutation of 0..n-1 for epoch
 i // n. The permutation is a Feistel network on the smallest even number of bits that can hold n - 1 (at least 2).
-Values outside 0..n-1 are encrypted again until they fall inside ("cycle walking", Black and Rogaway, 2002; fewer than
-four passes on average, because the domain is at most 4 n). Each of the four round functions sees half of the bits, so
-tables of at most 8 sqrt(n) values in all cache them, and a batch takes a few numpy operations.
+Values outside 0..n-1 are encrypted again until they fall inside ("cycle walking", Black and Rogaway, 2002). Each of the
+four round functions sees half of the bits, so tables of at most 8 sqrt(n) values in all cache them.
 
 So the state is one integer, and the order does not depend on world size, batch sizes or steps.
 """

@@ -1,10 +1,8 @@
 """Sequences of T tokens and their targets, from one prepared folder. mixture.py mixes several.
 
 Sequence j of a folder is tokens[j T : j T + T + 1] of its stream: T inputs, and the targets shifted by one. Documents
-follow each other, separated by the end token (and the begin token, if there is one), and a sequence may begin or end
-within one.
-
-Packed documents, pairs and span corruption are subclasses: see open_samples.py.
+follow each other, separated by the end token; a sequence may begin or end within one. For packed documents, pairs and
+span corruption see open_samples.py.
 """
 
 from dataclasses import dataclass

@@ -4,16 +4,16 @@ Parameters are gathered in groups, in the order of forward:
 
     inputs (token and position embeddings) -> layers.0 -> ... -> layers.L-1 -> head (norm, output)
 
-fsdp.blocks_per_group puts several blocks into one group. Tied inputs and head are one group, which stays gathered
-through forward.
+fsdp.blocks_per_group puts several blocks into one group. A parameter belongs to one group, so tied inputs and head are
+one, the first, which stays gathered through forward.
 
 Between uses a parameter is a DTensor: each rank has some of its rows, in float32. In a micro-batch, each group does
-this:
+this, so only the group in use and prefetched groups are gathered:
 
     forward     all-gather, in param_dtype; compute; free, unless reshard_after_forward is False
     backward    all-gather again, if freed; compute; free; reduce-scatter the gradients, in reduce_dtype
 
-So only the group in use and prefetched groups are gathered, and the optimizer sees only shards. Exceptions:
+Exceptions:
 
     the head                          not freed after forward, unless reshard_after_forward is True: backward begins
                                       with it (although with speed.chunked_loss, backward needs only the norm)
@@ -38,18 +38,15 @@ The dtype of each tensor follows from the group's policy, except where a line of
     Muon's iteration on a CPU     float32   float32            float32   float32
     Muon's iteration on a GPU     bfloat16  bfloat16           bfloat16  bfloat16
 
-Matmuls, norms and softmax (of attention and of the loss) sum in float32. Then they round to the dtype of their inputs;
-on a CPU, block attention also rounds the scores before its softmax.
-Micro-batches accumulate into this rank's rows, so in float32. The gradient norm is a float64 sum over ranks.
-speed.float8 gathers and multiplies only the blocks' linear layers in float8: inputs and weights in e4m3, gradients of
-outputs in e5m2. Norms, embeddings and head are as with --mixed-precision.
+Matmuls, norms and softmax sum in float32, then round to the dtype of their inputs; on a CPU, block attention also
+rounds the scores before its softmax. Micro-batches accumulate into this rank's rows, so in float32. The gradient norm
+is a float64 sum over ranks. With speed.float8, only the blocks' linear layers are in float8 (inputs and weights in
+e4m3, gradients of outputs in e5m2); the rest is as with --mixed-precision.
 
 With HSDP (fsdp.dp_replicate), gradients are reduce-scattered over dp_shard, then all-reduced over dp_replicate.
 Both average, so together they average over all ranks, as train.py assumes.
 """
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
@@ -72,7 +69,7 @@ class Group:
     parameters: list[str]
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
-    output_dtype: torch.dtype | None  # None: param_dtype
+    output_dtype: torch.dtype | None  # None: not cast
     reshard_after_forward: bool | int
 
 
@@ -120,9 +117,8 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, config: FsdpConfig) -> None
                 ),
                 offload_policy=offload,
             )
-    # The root would own parameters outside all groups; here there are none. But its first forward makes the groups
-    # share streams and buffers, its backward ends by waiting for their reduce-scatters, and its setters reach all
-    # groups. It casts nothing: it takes token ids and returns a float32 loss.
+    # The root owns no parameters and casts nothing. But its first forward makes the groups share streams and buffers,
+    # its backward ends by waiting for their reduce-scatters, and its setters reach all groups.
     root = fully_shard(model, mesh=mesh)
     if not model.config.tie_embeddings:
         _fsdp(model.tok_embeddings).set_unshard_in_backward(False)  # a lookup's gradient needs no table
@@ -140,9 +136,8 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, config: FsdpConfig) -> None
 def _set_prefetch(groups: list[Group], config: FsdpConfig, device_type: str, *, tied: bool) -> None:
     """Gather forward_prefetch groups ahead in forward, and backward_prefetch ahead in backward.
 
-    FSDP2's default gathers each group when forward reaches it; on CUDA this still overlaps, as the host runs ahead of
-    the device. In backward it gathers one group ahead. A non-empty list set here replaces this default. Each group
-    gathered ahead is one more unsharded group in memory.
+    FSDP2's default gathers each group when forward reaches it (on CUDA this overlaps, as the host runs ahead of the
+    device), and in backward one group ahead. Each group gathered ahead is one more unsharded group in memory.
     """
     forward = [_fsdp(group.modules[0]) for group in groups]  # the modules of a group share one state
     # backward begins with the head; untied embeddings are listed too, but are not gathered
@@ -153,9 +148,6 @@ def _set_prefetch(groups: list[Group], config: FsdpConfig, device_type: str, *, 
         if device_type == "cpu":
             # otherwise gloo's all-gather ends before the computation begins, and nothing overlaps
             forward[i]._set_unshard_async_op(True)
-
-
-# --- in the loop ------------------------------------------------------------------------------------------------
 
 
 def unshard_first(model: Transformer) -> None:
@@ -173,22 +165,6 @@ def before_micro_batch(model: nn.Module, config: FsdpConfig, *, last: bool) -> N
     if not config.reshard_after_backward:
         # the optimizer step makes gathered parameters stale
         root.set_reshard_after_backward(last)
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module, *, compiled: bool = False) -> Iterator[None]:
-    """Switch to evaluation mode; afterwards, back to training mode with resharded parameters.
-
-    Args:
-        compiled: use compiled blocks, which recompile for each length.
-    """
-    model.eval()
-    with contextlib.nullcontext() if compiled else torch.compiler.set_stance("force_eager"):
-        yield
-    model.train()
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def _fsdp(module: nn.Module) -> FSDPModule:

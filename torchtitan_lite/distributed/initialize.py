@@ -1,8 +1,7 @@
 """Initial parameters that do not depend on the sharding, and a check that every element was written.
 
-The usual recipe (to_empty, seed, reset_parameters) draws each shard from a random stream, so the model depends on the
-world size. Here each element is a function of the seed, the parameter's name and its index (normal_values.py): the same
-bits on any mesh or device. Each rank computes only its own rows.
+Each element is a function of the seed, the parameter's name and its index (normal_values.py): the same bits on any mesh
+or device. (Draws from a random stream would depend on the world size.) Each rank computes only its own rows.
 """
 
 import functools

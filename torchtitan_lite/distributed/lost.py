@@ -36,6 +36,10 @@ _LATE = (
 # NCCL errors that concern only this rank: wrong use, such as two ranks on one GPU, or a failed CUDA call
 _LOCAL = "ncclinvalidusage", "ncclinvalidargument", "ncclunhandledcudaerror"
 
+KILLED = (
+    "If that process printed no error, it was killed; dmesg on its machine shows whether the kernel's OOM killer did it"
+)
+
 
 def means_lost_rank(error: RuntimeError) -> bool:
     """Return whether an error means that another rank is gone or late."""
@@ -53,36 +57,29 @@ def means_closed_connection(error: RuntimeError) -> bool:
     return any(phrase in text for phrase in _GONE) or not any(phrase in text for phrase in _LATE)
 
 
-def gone_message(who: str, error: RuntimeError) -> str:
-    """Return the message for a closed connection (`means_closed_connection`)."""
-    return (
-        f"connection reset: {who}. If that process printed no error, it was killed; dmesg on its machine shows whether "
-        f"the kernel's OOM killer did it. {first_line(error)}"
-    )
-
-
 def first_line(error: RuntimeError) -> str:
     """Return the error's first line in parentheses, without gloo's source location and advice."""
     first = re.sub(r"^\[\S*\] ", "", str(error).splitlines()[0])
     return f"({first.partition('. This is typically caused')[0]})"
 
 
-def start_message(error: RuntimeError) -> str:
-    """Return the message for an error during startup, when no Watchdog can add details yet."""
-    why = f"timed out waiting for the other ranks. {first_line(error)}"
-    if means_closed_connection(error):
-        why = gone_message("a process died", error)
-    return f"rank {env_int('RANK', 0)}, starting: {why}"
-
-
 @contextlib.contextmanager
-def explaining_lost_ranks(explain: Callable[[RuntimeError], str] = start_message) -> Iterator[None]:
-    """Turn a communication error in this context into a StuckError."""
+def explaining_lost_ranks(
+    where: Callable[[], str] = lambda: "starting", reason: Callable[[], str] = lambda: f"a process died. {KILLED}"
+) -> Iterator[None]:
+    """Turn a communication error in this context into a StuckError.
+
+    Args:
+        where: returns what this rank does.
+        reason: returns why a connection was closed (`means_closed_connection`). By default no Watchdog knows details.
+    """
     try:
         yield
     except RuntimeError as error:
         if env_int("WORLD_SIZE", 1) == 1 or not means_lost_rank(error):
             raise
-        stuck = StuckError(explain(error))
-        stuck.secondary = means_closed_connection(error)
+        closed = means_closed_connection(error)
+        why = f"connection reset: {reason()}." if closed else "timed out waiting for the other ranks."
+        stuck = StuckError(f"rank {env_int('RANK', 0)}, {where()}: {why} {first_line(error)}")
+        stuck.secondary = closed
         raise stuck from error

@@ -54,20 +54,23 @@ def process_group(run: RunConfig) -> Iterator[Process]:
     if run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    use_tf32(run, device)
+    if device.type == "cuda":  # torch has no setting per device
+        torch.set_float32_matmul_precision("high" if run.tf32 else "highest")
     die_with_launcher()
     allow_open_files()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    minutes = run.start_minutes(env_int("WORLD_SIZE", 1))
     with explaining_lost_ranks():
         if "RANK" in os.environ:
             from torchtitan_lite.distributed.rendezvous import join_store
 
-            store, rank, world_size = join_store(run.start_timeout_minutes)
+            store, rank, world_size = join_store(minutes)
         else:
             store, rank, world_size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]  # mypy: not an explicit re-export
         connect_lazily(world_size)
-        timeout = timedelta(minutes=run.start_timeout_minutes)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=minutes)
+        )
         set_group_timeouts(run.timeout_minutes)
         yield Process(rank, world_size, device, threads, env_int("LOCAL_WORLD_SIZE", 1), untimed_group(), store)
         if dist.is_initialized():
@@ -96,18 +99,15 @@ def set_group_timeouts(timeout_minutes: float = NO_LIMIT_MINUTES) -> None:
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
-    """Return this rank's device for run.device ("auto", "cpu" or "cuda"). A GPU becomes the current device."""
+    """Return this rank's device for run.device ("auto", "cpu" or "cuda"). A GPU becomes the current device.
+
+    Some launchers show each process only its own GPU, whatever its LOCAL_RANK.
+    """
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    device = torch.device("cuda", local_rank)
+    device = torch.device("cuda", 0 if torch.cuda.device_count() == 1 else local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def use_tf32(run: RunConfig, device: torch.device) -> None:
-    """Apply run.tf32 to the process: torch has no setting per device."""
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high" if run.tf32 else "highest")
 
 
 def build_mesh(config: FsdpConfig, device: torch.device) -> DeviceMesh:
@@ -118,9 +118,10 @@ def build_mesh(config: FsdpConfig, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (replicate, shard), mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
-def sum_over_ranks(values: Tensor) -> Tensor:
-    """Sum a tensor over all ranks, in place. Every rank gets the same bits."""
-    dist.all_reduce(values)
+def sum_over_ranks(values: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Sum a tensor over all ranks, or those of a group, if there are some, in place. Every rank gets the same bits."""
+    if dist.is_initialized():
+        dist.all_reduce(values, group=group)
     return values
 
 

@@ -293,8 +293,6 @@ def export(source: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str
             out.rmdir()
         temporary.rename(out)
         return str(content["architectures"][0]), notes
-    except OSError as error:
-        raise CheckpointError(f"{out} can't be written: {error}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

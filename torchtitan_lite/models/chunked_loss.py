@@ -1,8 +1,7 @@
 """The output matrix and the loss, in chunks of tokens: only one chunk's logits exist at a time.
 
-Forward computes the gradients too. The gradient of a summed cross-entropy with respect to the logits is
-softmax - onehot, times a factor that only backward knows. So forward computes the gradients without that factor and
-frees each chunk's logits: memory does not grow with tokens times vocabulary.
+Forward computes the gradients too, without a factor that only backward knows: the gradient of a summed cross-entropy
+with respect to the logits is softmax - onehot. So each chunk's logits are freed in forward.
 
 On a GPU all three matmuls need aligned rows. A vocabulary such as 50,257 is padded to a multiple of 64, with zero rows
 in a copy of the weight, and logits of -inf, whose gradient is 0.
@@ -40,7 +39,7 @@ def chunked_cross_entropy(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """x (N, D), weight (V, D), targets (N,), two flags for the gradients to compute, z_loss, token_losses -> ()."""
+    """x (N, D), weight (V, D), targets (N,), flags for the gradients to compute, z_loss, token_losses -> ()."""
 
     @staticmethod
     def forward(

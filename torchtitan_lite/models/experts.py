@@ -21,6 +21,7 @@ the mean load of the global batch, and shrinks for the others (Wang et al., 2024
 Shapes: N tokens, D dim, E experts, k experts per token, F hidden_dim.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ from torchtitan_lite.config.sections.log import Metric
 from torchtitan_lite.models import llama, olmo
 from torchtitan_lite.models.attention import KeysValues
 from torchtitan_lite.models.grouped_matmul import grouped_matmul
+from torchtitan_lite.models.induction import Fill
 from torchtitan_lite.models.loss import IGNORE
-from torchtitan_lite.models.transformer import Fill
 
 
 class Router(nn.Module):
@@ -98,9 +99,7 @@ class FeedForward(nn.Module):
 class TransformerBlock(llama.TransformerBlock):
     """A block that, in training, also returns the router's logits and choices."""
 
-    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
-        super().__init__(config, layer)
-        self.feed_forward = FeedForward(config)  # type: ignore[assignment]
+    make_feed_forward = FeedForward
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeysValues | None = None, mask: Any = None) -> Any:
         x = x + self.attention(self.attention_norm(x), cos, sin, cache=cache, mask=mask)
@@ -108,21 +107,18 @@ class TransformerBlock(llama.TransformerBlock):
         return (x + more, logits, chosen) if self.training else x + more
 
 
-class Qwen3MoeBlock(TransformerBlock):
+class NormedAttention(llama.Attention):
     """Normalises each query head and each key head separately."""
 
-    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
-        super().__init__(config, layer)
-        self.attention.q_norm = nn.RMSNorm(config.dim_of_heads, config.norm_eps)
-        self.attention.k_norm = nn.RMSNorm(config.dim_of_heads, config.norm_eps)
+    norm = nn.RMSNorm
+
+
+class Qwen3MoeBlock(TransformerBlock):
+    make_attention = NormedAttention
 
 
 class OlmoeBlock(TransformerBlock):
-    """Normalises all query heads together, and all key heads together."""
-
-    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
-        super().__init__(config, layer)
-        self.attention = olmo.Attention(config, layer)
+    make_attention = olmo.Attention
 
 
 def extreme_loads(loads: Tensor) -> dict[str, float]:
@@ -163,16 +159,18 @@ class Experts(llama.Llama):
         return loss + (more - more.detach()) / len(routed)
 
     @torch.no_grad()
-    def balance(self, loads: Tensor, withheld: Tensor | None = None) -> None:
-        """Raise the bias of experts below their layer's mean load by `router_bias_rate`, and lower the others.
+    def balance(self, sum_over_ranks: Callable[[Tensor], Tensor], withheld: Tensor | None = None) -> None:
+        """After a step, raise the bias of experts below their layer's mean load, and lower the others.
 
         Args:
-            loads: (L, E), a step's tokens per layer and expert, of all ranks.
             withheld: () on the device; 1: the step's update was withheld, so change nothing.
         """
-        for layer, bias in enumerate(self.router_biases()):
-            change = self.losses.router_bias_rate * (loads[layer].mean() - loads[layer]).sign()
-            bias += change if withheld is None else change * (1 - withheld)
+        if self.loads is not None and self.config.router_bias:
+            loads = sum_over_ranks(self.loads.double())  # (L, E) tokens per layer and expert in the step
+            for layer, bias in enumerate(self.router_biases()):
+                change = self.losses.router_bias_rate * (loads[layer].mean() - loads[layer]).sign()
+                bias += change if withheld is None else change * (1 - withheld)
+        self.loads = None
 
 
 class Qwen3Moe(Experts):

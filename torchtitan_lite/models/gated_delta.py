@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.models import llama, olmo
 from torchtitan_lite.models.attention import KeysValues
-from torchtitan_lite.models.transformer import Fill
+from torchtitan_lite.models.induction import Fill
 
 CHUNK = 64  # tokens
 TAPS = 4  # the convolution's kernel size

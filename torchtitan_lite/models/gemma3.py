@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.models import llama
 from torchtitan_lite.models.attention import KeysValues
+from torchtitan_lite.models.induction import Fill
 from torchtitan_lite.models.loss import LossOptions
-from torchtitan_lite.models.transformer import Fill
+from torchtitan_lite.models.rotary import rotary_tables
 
 
 class RMSNorm(nn.RMSNorm):
@@ -27,10 +28,7 @@ class RMSNorm(nn.RMSNorm):
 class Attention(llama.Attention):
     """Normalises each query head and each key head separately."""
 
-    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
-        super().__init__(config, layer)
-        self.q_norm = RMSNorm(self.head_dim, config.norm_eps)
-        self.k_norm = RMSNorm(self.head_dim, config.norm_eps)
+    norm = RMSNorm
 
 
 class FeedForward(llama.FeedForward):
@@ -80,7 +78,7 @@ class Gemma3(llama.Llama):
     @torch.no_grad()
     def reset_buffers(self) -> None:
         for table, theta in enumerate((self.config.rope_theta, self.config.window_rope_theta)):
-            cos, sin = llama.rotary_tables(self.config.model_copy(update={"rope_theta": theta}))
+            cos, sin = rotary_tables(self.config.model_copy(update={"rope_theta": theta}))
             self.rope_cos[table].copy_(cos)
             self.rope_sin[table].copy_(sin)
 

@@ -24,6 +24,7 @@ Shapes: D dim, E head_dim, V vocabulary.
 
 import math
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +36,26 @@ Entries = tuple[Tensor, Tensor, Tensor]  # rows, columns and values of matrix el
 CONSTANT = 1.0  # 50 times the std of an embedding
 FASTEST = 4  # rotary pairs that block 0 uses
 LOOK_BACK, MATCH, COPY = 0.8, 2.0, 0.45  # sizes of block 0's queries and keys, block 1's, and values and outputs
+
+
+class Fill(Protocol):
+    """Fill with N(0, std^2), seeded by the name; then add `added`."""
+
+    def __call__(self, name: str, parameter: Tensor, std: float, added: Entries | None = None, /) -> None: ...
+
+
+def with_induction_head(normal_: Fill, config: ModelConfig, vocab_size: int, width: float) -> Fill:
+    """Return `normal_` with the values of the circuit; `width`: muP's width multiplier."""
+    by_name = entries(config, vocab_size)
+
+    def fill(name: str, parameter: Tensor, std: float, added: Entries | None = None) -> None:
+        if name == "output.weight":
+            normal_("tok_embeddings.weight", parameter, (config.dim / width) ** -0.5 * (1 / width))
+            parameter.neg_()
+        else:
+            normal_(name, parameter, std, by_name.get(name, added))
+
+    return fill
 
 
 def entries(config: ModelConfig, vocab_size: int) -> Mapping[str, Entries]:

@@ -5,7 +5,6 @@ Weights have Hugging Face's layout, with rotary halves instead of pairs.
 Shapes: B sequences, T tokens, D dim, H heads, K key and value heads, E head_dim.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +15,14 @@ from torch import Tensor, nn
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.models.attention import KeysValues, attend
 from torchtitan_lite.models.loss import LossOptions
+from torchtitan_lite.models.rotary import rotary_tables
 from torchtitan_lite.models.transformer import Transformer
 
 
 class Attention(nn.Module):
     """Causal grouped-query attention; `model.layer_pattern` sets the window and the rotation."""
+
+    norm: type[nn.Module] | None = None  # of each query head and each key head; None: as model.qk_norm says
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
@@ -32,8 +34,8 @@ class Attention(nn.Module):
         self.wk = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=bias)
         self.wv = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=bias)
         self.wo = nn.Linear(config.n_heads * self.head_dim, config.dim, bias=False)
-        self.q_norm = nn.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        norm = self.norm or (nn.RMSNorm if config.qk_norm else nn.Identity)
+        self.q_norm, self.k_norm = norm(self.head_dim, config.norm_eps), norm(self.head_dim, config.norm_eps)
 
     def forward(
         self,
@@ -67,24 +69,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos.unsqueeze(-2) + rotated_half * sin.unsqueeze(-2)).type_as(x)
 
 
-def rotary_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of every position's angles, (max_seq_len, E) float32 each, on the CPU.
-
-    rope_factor > 1 extends the context as Llama 3 does: it stretches long wavelengths by the factor, keeps short ones,
-    and interpolates between (Meta's reference code, 2024).
-    """
-    exponents = torch.arange(0, config.dim_of_heads, 2, dtype=torch.float32, device="cpu") / config.dim_of_heads
-    frequencies = 1.0 / config.rope_theta**exponents  # (E / 2,), radians per position
-    if config.rope_factor > 1:
-        turns = config.rope_original_max_seq_len * frequencies / (2 * math.pi)  # within the original context
-        low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
-        frequencies = frequencies * kept + frequencies / config.rope_factor * (1 - kept)
-    positions = torch.arange(config.max_seq_len, dtype=torch.float32, device="cpu")
-    angles = torch.outer(positions, frequencies).repeat(1, 2)
-    return angles.cos(), angles.sin()
-
-
 class FeedForward(nn.Module):
     """SwiGLU (Shazeer, 2020)."""
 
@@ -101,12 +85,15 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     """Pre-norm attention and feed-forward, each with a residual connection."""
 
+    make_attention: Callable[[ModelConfig, int], nn.Module] = Attention
+    make_feed_forward: Callable[[ModelConfig], nn.Module] = FeedForward
+
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
-        self.attention = Attention(config, layer)
+        self.attention = self.make_attention(config, layer)
         self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = self.make_feed_forward(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeysValues | None = None, mask: Any = None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin, cache=cache, mask=mask)

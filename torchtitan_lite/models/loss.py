@@ -53,6 +53,20 @@ def summed_cross_entropy(
     return loss + (more - more.detach())
 
 
+def plain_logits_to_gradient_(logits: Tensor, targets: Tensor, ignore: int, write: bool, z_loss: float) -> Tensor:
+    """Return each row's loss, (n,) float32. If `write`, overwrite logits (n, V) with their gradient."""
+    log_p = torch.log_softmax(logits, -1, dtype=torch.float32)
+    losses = F.nll_loss(log_p, targets, ignore_index=ignore, reduction="none")
+    if write:
+        has_target = (targets != ignore)[:, None]
+        p = log_p.exp_()
+        if z_loss:
+            p *= 1 + 2 * z_loss * logits.float().logsumexp(-1, keepdim=True)
+        p.scatter_add_(1, torch.where(has_target, targets[:, None], 0), torch.full_like(p[:, :1], -1.0))
+        logits.copy_(p.mul_(has_target))
+    return losses
+
+
 def per_sequence_loss(loss: Callable[[Tensor, Tensor], Tensor], x: Tensor, targets: Tensor) -> Tensor:
     """Apply a summed loss to each sequence of x (B, T, ...) and targets (B, T). Returns (B,)."""
     return torch.stack([loss(x[i : i + 1], targets[i : i + 1]) for i in range(len(x))])

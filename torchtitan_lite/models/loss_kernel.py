@@ -52,9 +52,10 @@ def _kernel(  # type: ignore[no-untyped-def]
             tl.store(logits + columns, gradient, mask=columns < n_columns)
 
 
-def launch(logits: Tensor, targets: Tensor, losses: Tensor, ignore: int, write: bool, z_loss: float = 0.0) -> None:
-    """Write each row's loss to `losses` (n,). If `write`, overwrite `logits` (n, V) with the gradient of the sum."""
+def launch(logits: Tensor, targets: Tensor, ignore: int, write: bool, z_loss: float) -> Tensor:
+    """Return each row's loss, (n,) float32. If `write`, overwrite logits (n, V) with the gradient of the sum."""
     n, n_columns = logits.shape
+    losses = torch.empty(n, dtype=torch.float32, device=logits.device)
     block = min(triton.next_power_of_2(n_columns), MAX_BLOCK)
     n_warps = max(block // 1024, 4) if torch.version.hip is None else max(block // 2048, 4)
     _kernel[(n,)](
@@ -69,3 +70,4 @@ def launch(logits: Tensor, targets: Tensor, losses: Tensor, ignore: int, write: 
         BLOCK=block,
         num_warps=n_warps,
     )
+    return losses

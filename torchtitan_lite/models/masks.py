@@ -87,7 +87,4 @@ def _in_order(blocks: Tensor) -> tuple[Tensor, Tensor]:
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function so that selective checkpointing can see, and keep, its result."""
-    try:
-        return torch.compile(function, options={"wrap_inductor_compiled_regions": True})
-    except RuntimeError:  # this torch has no such option
-        return torch.compile(function)
+    return torch.compile(function, options={"wrap_inductor_compiled_regions": True})

@@ -25,9 +25,7 @@ class Attention(llama.Attention):
 class TransformerBlock(llama.TransformerBlock):
     """Post-norm attention and feed-forward, each with a residual connection."""
 
-    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
-        super().__init__(config, layer)
-        self.attention = Attention(config, layer)
+    make_attention = Attention
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeysValues | None = None, mask: Any = None) -> Tensor:
         """(B, T, D) -> (B, T, D)"""

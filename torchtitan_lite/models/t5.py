@@ -17,8 +17,9 @@ from torch.nn.attention import sdpa_kernel
 
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.models.attention import WITHOUT_CUDNN, KeysValues
+from torchtitan_lite.models.induction import Fill
 from torchtitan_lite.models.loss import IGNORE, LossOptions
-from torchtitan_lite.models.transformer import Fill, Transformer
+from torchtitan_lite.models.transformer import Transformer
 
 PAD = 0  # pads the encoder's tokens, and starts the decoder's
 BUCKETS = 32

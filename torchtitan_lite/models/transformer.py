@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,15 +12,9 @@ from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.config.sections.log import Metric
 from torchtitan_lite.models.attention import KeysValues
 from torchtitan_lite.models.chunked_loss import chunked_cross_entropy
-from torchtitan_lite.models.induction import Entries, entries
+from torchtitan_lite.models.induction import Fill, with_induction_head
 from torchtitan_lite.models.loss import LossOptions, per_sequence_loss, summed_cross_entropy
 from torchtitan_lite.models.masks import within_documents
-
-
-class Fill(Protocol):
-    """Fill with N(0, std^2), seeded by the name; then add `added`."""
-
-    def __call__(self, name: str, parameter: Tensor, std: float, added: Entries | None = None, /) -> None: ...
 
 
 class Transformer(nn.Module):
@@ -147,19 +141,14 @@ class Transformer(nn.Module):
         self.reset_buffers()
         residual = 0.02 / math.sqrt(2 * len(self.layers))
         scales = {"layers": self.width**-0.5, "output": 1 / self.width}
-        induction = self.config.induction_head and self.config.has_room_for_induction
-        added = entries(self.config, self.tok_embeddings.num_embeddings) if induction else {}
+        if self.config.induction_head and self.config.has_room_for_induction:
+            normal_ = with_induction_head(normal_, self.config, self.tok_embeddings.num_embeddings, self.width)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 1:
                 parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
             else:
                 std = residual if name.endswith(("wo.weight", "w2.weight")) else 0.02
-                scale = scales.get(name.partition(".")[0], 1.0)
-                if induction and name == "output.weight":  # the embeddings' values, negated: see induction.py
-                    normal_("tok_embeddings.weight", parameter, (self.config.dim / self.width) ** -0.5 * scale)
-                    parameter.neg_()
-                else:
-                    normal_(name, parameter, std * scale, added.get(name))
+                normal_(name, parameter, std * scales.get(name.partition(".")[0], 1.0))
 
 
 class Head(nn.Linear):

@@ -1,7 +1,7 @@
 """Guards, which withhold bad updates on the device. FiniteGuard withholds those that are not finite.
 
-Where `optimizer.found_inf` is 1, a step changes nothing. The host reads the record during the next step, so a healthy
-run never waits. spike_guard.py guards against loss spikes.
+The host reads the record during the next step, so the device always has work. spike_guard.py guards against loss
+spikes.
 """
 
 import math
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from torchtitan_lite.environment import this_command
 from torchtitan_lite.errors import NonFiniteError, UserError
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.step_record import StepRecord
@@ -66,6 +67,10 @@ class FiniteGuard:
         ranks = [str(rank) for rank, loss in enumerate(numbers.rank_losses) if not math.isfinite(loss)]
         if not ranks and math.isfinite(numbers.grad_norm):
             return None
+        bad = [name for name, norm in numbers.block_norms.items() if not math.isfinite(norm)]
+        where = (
+            f". In backward, the first gradient that is not finite is that of {bad[-1]}" if bad and not ranks else ""
+        )
         if self._scaler.enabled and not ranks:
             self._scaler.skipped_steps += 1
             halved = numbers.loss_scale / 2
@@ -79,11 +84,16 @@ class FiniteGuard:
             self._skipped.append(step)
             if not too_many(self._skipped, self._max_skipped):
                 first, end = record.samples
-                line = f"SKIPPED step {step}: not finite; run samples {first} to {end - 1}"
+                line = f"SKIPPED step {step}: not finite; run samples {first} to {end - 1}{where}"
                 return Incident({"skipped_samples": [first, end]}, line)
         error = NonFiniteError(
-            f"step {step}: {what}. The update was withheld, and nothing has been saved since. "
+            f"step {step}: {what}{where}. The update was withheld, and nothing has been saved since. "
             "A lower optim.lr, more optim.warmup_steps or a smaller optim.max_norm may help"
+            + (
+                f"\n  This command names the module where it begins:\n  {this_command(replay=f'{step}')}"
+                if ranks
+                else ""
+            )
         )
         return Incident({}, "", error)
 

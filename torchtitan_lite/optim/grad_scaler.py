@@ -1,7 +1,7 @@
 """Loss scaling, so that gradients in float16 neither vanish nor overflow (Micikevicius et al., 2018).
 
-An overflow halves the scale; `growth_interval` steps without one double it. torch.amp.GradScaler also decides which
-steps to skip; here FiniteGuard does, for all ranks and without synchronising. Checkpoints save the state.
+An overflow halves the scale; `growth_interval` steps without one double it. FiniteGuard decides which steps to skip,
+for all ranks and without synchronising.
 """
 
 from collections.abc import Mapping

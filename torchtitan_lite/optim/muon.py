@@ -2,16 +2,11 @@
 
 The iteration needs whole matrices, but a rank has only rows. So each matrix has an owner. An all-to-all sends the rows
 of many matrices to their owners, each owner orthogonalises its matrices, and a second all-to-all returns the rows. With
-HSDP, each replica handles a share of the matrices, and an all-gather between replicas exchanges the results. If there
-are at least as many matrices as ranks, a rank computes 1 / world size of the matmuls. For N parameters on k
-replicas of R ranks, a rank sends about 2 N / (k R) elements, and with several replicas another N / R.
+HSDP, each replica handles a share of the matrices, and an all-gather between replicas exchanges the results. For N
+parameters on k replicas of R ranks, a rank sends about 2 N / (k R) elements, and with several replicas another N / R.
 
-In a stack of matrices (E, M, N), such as a layer's experts, each rank has whole matrices unless the stack is split at
-dim 1. A rank orthogonalises its whole matrices without an exchange. (Every replica computes all of them.)
-
-On a CPU an owner computes one matrix at a time, from contiguous copies of the same rows. So updates are the same on any
-number of ranks, bit for bit. On a GPU an owner batches its matrices of one shape, which launches fewer kernels. Their
-matmuls may then round differently on a different number of ranks; everything else is the same bit for bit.
+On a CPU an owner computes one matrix at a time, so updates are the same on any number of ranks, bit for bit. On a GPU
+it batches its matrices of one shape, which launches fewer kernels, but whose matmuls may round differently.
 """
 
 from collections import defaultdict
@@ -80,6 +75,8 @@ class Muon(AdamW):
         torch._foreach_mul_(updates, 0.2 * max(matrices[0].shape[-2:]) ** 0.5)
         torch._foreach_add_(updates, torch._foreach_mul(weights, weight_decay))
         torch._foreach_mul_(updates, lr)
+        if self.update_norms is not None:
+            self.update_norms.update(zip(matrices, torch._foreach_norm(updates), strict=True))
         self._write(weights, torch._foreach_sub(weights, updates))
 
     def _write(self, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
@@ -120,7 +117,13 @@ def ranks_of(matrix: Tensor, *, of_replicas: bool = False) -> tuple[Any, int, in
 
 
 def orthogonalise_stacks(stacks: list[nn.Parameter], parts: list[Tensor], first: int) -> None:
-    """Orthogonalise each matrix of stacks (E, M, N), in place. `parts` are this rank's parts of the stacks."""
+    """Orthogonalise each matrix of stacks (E, M, N), such as a layer's experts, in place.
+
+    Unless a stack is split at dim 1, each rank has whole matrices and needs no exchange. (Every replica computes all.)
+
+    Args:
+        parts: this rank's parts of the stacks.
+    """
     each = [matrix for part in parts for matrix in part]
     if shard_dim(stacks[0]) > 0:  # this rank has some rows or columns of each matrix
         orthogonalise([stack for stack in stacks for _ in range(len(stack))], each, first)

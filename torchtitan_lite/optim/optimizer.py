@@ -1,22 +1,19 @@
 """The optimizer, the learning-rate schedule, and clipping."""
 
-import contextlib
-import functools
 import math
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.config.schema import OptimConfig
 from torchtitan_lite.config.sections.optim import OPTIMIZERS
 from torchtitan_lite.distributed.process_group import sum_over_ranks
+from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.optim.groups import parameter_groups
+from torchtitan_lite.optim.groups import kept_hyperparameters, parameter_groups
 from torchtitan_lite.optim.guarded import SGD, AdamW, GuardedOptimizer, HostGuarded
 
 
@@ -38,22 +35,12 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> GuardedOptimizer:
         from torchtitan_lite.optim.average import keep_average
 
         keep_average(optimizer, config.ema_decay)
-    if hasattr(model, "balance"):
-        optimizer.register_step_post_hook(functools.partial(_balance, model))
+    balance: Any = getattr(model, "balance", None)  # of experts
+    if balance is not None:
+        optimizer.register_step_post_hook(lambda optimizer, *_: balance(sum_over_ranks, optimizer.found_inf))
     if isinstance(optimizer, HostGuarded):
         make_state(optimizer)  # so that a checkpoint has it even if float16 skipped every step so far
     return optimizer
-
-
-@torch.no_grad()
-def _balance(model: Any, optimizer: GuardedOptimizer, *_: object) -> None:
-    """Move the router biases of experts by the loads of a step, summed over the ranks."""
-    if model.loads is not None and model.config.router_bias:
-        loads = model.loads.double()
-        if dist.is_initialized():
-            sum_over_ranks(loads)
-        model.balance(loads, optimizer.found_inf)
-    model.loads = None
 
 
 def adamw(groups: list[dict[str, Any]], config: OptimConfig) -> GuardedOptimizer:
@@ -96,28 +83,22 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
 
 
-def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return each group's hyperparameters, which come from the config and which a load must not change."""
-    return [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
+def gradient_norms(model: nn.Module) -> dict[nn.Parameter, Tensor]:
+    """Return the norm of this rank's part of each gradient, () float32."""
+    grads = {p: own_part(p.grad)[0] for p in model.parameters() if p.grad is not None}
+    return dict(zip(grads, torch._foreach_norm([*grads.values()]), strict=True))
 
 
-@contextlib.contextmanager
-def kept_hyperparameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Restore the hyperparameters afterwards: torch loads the saved ones, with lists for tuples."""
-    ours = hyperparameters(optimizer)
-    yield
-    for group, values in zip(optimizer.param_groups, ours, strict=True):
-        group.update(values)
-
-
-def squared_norm(model: nn.Module, replicas: int) -> Tensor:
+def squared_norm(norms: Mapping[nn.Parameter, Tensor], replicas: int) -> Tensor:
     """Return this rank's part of the squared gradient norm, () float64. The sum over all ranks is the whole.
 
     Args:
+        norms: from `gradient_norms`.
         replicas: dp_replicate, the number of HSDP replicas.
     """
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm([g.to_local() if isinstance(g, DTensor) else g for g in grads])
+    norm = torch.linalg.vector_norm(
+        torch.stack([*norms.values()] or [torch.zeros(())])
+    )  # as torch.nn.utils.get_total_norm
     return norm.double().square() / replicas  # the square of a float32 may need a float64
 
 

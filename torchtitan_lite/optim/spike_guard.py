@@ -9,7 +9,7 @@ reads the result one step later.
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,20 +21,6 @@ from torchtitan_lite.optim.step_record import StepRecord
 
 _MAD = 1.4826  # std of a normal distribution / its median absolute deviation (MAD)
 _LEAST = 0.02  # times the median: the smallest std, because equal values have a MAD of 0
-
-
-class Spike(NamedTuple):
-    """A step whose loss or gradient norm is above its limit. A limit of None: there is none."""
-
-    loss: float
-    grad_norm: float
-    loss_limit: float | None
-    norm_limit: float | None
-
-    def __str__(self) -> str:
-        values = ("loss", self.loss, self.loss_limit), ("gradient norm", self.grad_norm, self.norm_limit)
-        above = ((name, value, limit) for name, value, limit in values if limit is not None and value > limit)
-        return ", ".join(f"{name} {value:.4f} above {limit:.4f}" for name, value, limit in above)
 
 
 def limit(values: Sequence[float], window: int, n_stds: float) -> float:
@@ -70,6 +56,8 @@ class SpikeGuard:
         self._skipped, self._max_skipped = skipped, max_skipped
         # losses and gradient norms of the last steps, without withheld ones
         self._window = {key: list(window.get(key, ())) for key in ("losses", "norms")}
+        # each block's gradient norm in the same steps: an exponential mean
+        self._usual = list(window.get("blocks", ()))
         self._limits = math.inf, math.inf
 
     def withholds(self, record: StepRecord) -> Tensor:
@@ -83,20 +71,32 @@ class SpikeGuard:
         return (record.loss.double() > self._limits[0]) | (record.grad_norm.double() > self._limits[1])
 
     def check(self, record: StepRecord) -> Incident | None:
-        loss, grad_norm, *_ = record.numbers
+        loss, grad_norm, *_, norms = record.numbers
         step, action, (first, end) = record.step, self._config.action, record.samples
         if not math.isfinite(loss) or not math.isfinite(grad_norm):  # FiniteGuard handles these
             return None
         is_spike = loss > self._limits[0] or grad_norm > self._limits[1]
+        pairs = zip(norms.items(), self._usual, strict=False)  # without a history there are none
+        grown, block = max(((norm / usual, name) for (name, norm), usual in pairs if usual), default=(0.0, ""))
         if action == "log" or not is_spike:
             for values, value in zip(self._window.values(), (loss, grad_norm), strict=True):
                 values[:] = [*values, value][-self._config.window :]
+            usual, n = self._usual or norms.values(), self._config.window
+            self._usual = [before + (norm - before) / n for before, norm in zip(usual, norms.values(), strict=True)]
         if not is_spike:
             return None
+        measured = ("loss", loss, self._limits[0]), ("gradient norm", grad_norm, self._limits[1])
+        above = ", ".join(f"{name} {x:.4f} above {most:.4f}" for name, x, most in measured if x > most)
+        where = f"; largest gradient against its own mean: {block}, {grown:.1f} times" if block else ""
+        what = f"{above}{where}; run samples {first} to {end - 1}"
         loss_limit, norm_limit = (value if math.isfinite(value) else None for value in self._limits)
-        spike = Spike(loss, grad_norm, loss_limit, norm_limit)
-        what = f"{spike}; run samples {first} to {end - 1}"
-        found = spike._asdict() | record.losses_of_ranks() | {"samples": [first, end], "action": action}
+        found: dict[str, Any] = {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "loss_limit": loss_limit,
+            "norm_limit": norm_limit,
+        }
+        found |= record.losses_of_ranks() | {"samples": [first, end], "action": action}
         line = f"SPIKE   step {step}: {what}{'' if action == 'log' else '; the update was withheld'}"
         error = None
         if action == "stop":
@@ -115,4 +115,4 @@ class SpikeGuard:
         return Incident({"spike": found}, line, error)
 
     def state(self) -> Mapping[str, Any]:
-        return {"spikes": {key: list(values) for key, values in self._window.items()}}
+        return {"spikes": {key: list(values) for key, values in self._window.items()} | {"blocks": [*self._usual]}}

@@ -1,7 +1,7 @@
 """The record of a step's numbers, equal on every rank, which guards, log and stop requests read."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ class Numbers(NamedTuple):
     loss_scale: float
     stop_requests: float
     rank_losses: list[float]
+    block_norms: dict[str, float]  # of the gradient, in the order of forward
 
 
 class StepRecord:
@@ -34,6 +35,8 @@ class StepRecord:
         squared_norm: Tensor,
         loss_scale: Tensor,
         stop: bool,
+        blocks: Sequence[str],
+        squares: Mapping[str, Tensor],
         parts: Sequence[Tensor],
         process: Process,
     ) -> None:
@@ -46,26 +49,31 @@ class StepRecord:
             loss: (), this rank's summed loss.
             squared_norm: (), this rank's part, before dividing by the loss scale.
             stop: whether this rank was asked to stop.
+            blocks, squares: names of blocks, and this rank's parts of their squared norms (B,). The key "grad_norm" is
+                always there, before dividing by the loss scale.
             parts: this rank's parts of metrics, of any shapes.
         """
-        n = 3 + process.world_size
+        n, parts = 3 + process.world_size, [*squares.values(), *parts]
         sums = torch.zeros(n + sum(part.numel() for part in parts), dtype=torch.float64, device=loss.device)
-        # sums: loss, squared norm, stop requests, loss of each rank, metrics
+        # sums: loss, squared norm, stop requests, loss of each rank, squared norms of blocks, metrics
         sums[0], sums[1] = loss, squared_norm
         sums[2:3].fill_(float(stop))  # sums[2] = 1.0 would make the host wait for the device
         sums[3 + process.rank] = loss  # the other ranks add 0 here
-        metrics = sums[n:].split([part.numel() for part in parts])
-        for own, part in zip(metrics, parts, strict=True):
+        owns = sums[n:].split([part.numel() for part in parts])
+        for own, part in zip(owns, parts, strict=True):
             own.copy_(part.flatten())
         sum_over_ranks(sums)
         self.step, self.samples, self.targets = step, samples, targets
         self.loss_sum, self.rank_losses = sums[0], sums[3:n]  # (), (world_size,)
         # float64, with the shapes of the parts
-        self.metrics = [summed.view_as(part) for summed, part in zip(metrics, parts, strict=True)]
+        self.metrics = [summed.view_as(part) for summed, part in zip(owns, parts, strict=True)][len(squares) :]
+        self.blocks, self.squares = blocks, dict(zip(squares, owns, strict=False))
+        self.squares["grad_norm"] = self.squares["grad_norm"] / loss_scale.double().square()
         self.loss = sums[0].float() / targets  # (), the mean per target
         self.grad_norm = sums[1].sqrt().float() / loss_scale  # (), before clipping, without the loss scale
         self.finite = self.rank_losses.isfinite().all() & self.grad_norm.isfinite()  # () bool
-        self._values = torch.cat([torch.stack([self.loss, self.grad_norm, loss_scale]).double(), sums[2:n]])
+        three = torch.stack([self.loss, self.grad_norm, loss_scale]).double()
+        self._values = torch.cat([three, sums[2:n], self.squares["grad_norm"].sqrt()])
         self._copied: torch.cuda.Event | None = None
         if self._values.is_cuda:  # copied to the host without waiting
             pinned = torch.empty(self._values.shape, dtype=torch.float64, pin_memory=True)
@@ -78,8 +86,17 @@ class StepRecord:
         """The numbers on the host. Waits until the device has computed them."""
         if self._copied is not None:
             self._copied.synchronize()
-        loss, grad_norm, loss_scale, stop_requests, *rank_losses = self._values.tolist()
-        return Numbers(loss, grad_norm, loss_scale, stop_requests, rank_losses)
+        (loss, grad_norm, loss_scale, stop_requests, *rank_losses), n = self._values.tolist(), len(self.rank_losses)
+        norms = dict(zip(self.blocks, rank_losses[n:], strict=True))
+        return Numbers(loss, grad_norm, loss_scale, stop_requests, rank_losses[:n], norms)
+
+    def norms_of_blocks(self) -> dict[str, float]:
+        """Return the norms of blocks as "grad_norm/layers.0" and so on, for metrics.jsonl. Waits for the device."""
+        return {
+            f"{key}/{block}": norm
+            for key, squares in self.squares.items()
+            for block, norm in zip(self.blocks, squares.sqrt().tolist(), strict=True)
+        }
 
     def losses_of_ranks(self) -> dict[str, list[float]]:
         """Return each rank's summed loss as "rank_losses", for metrics.jsonl; empty above MOST_RANKS."""

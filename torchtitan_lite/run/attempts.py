@@ -41,6 +41,7 @@ class Attempt:
     must_match: Mapping[str, Any] = field(default_factory=dict)  # see checkpointing/compatibility.py
     segments: Sequence[Mapping[str, Any]] = ()  # TrainState.segments and phases; empty in attempts of version 1.0
     phases: Sequence[int] = ()
+    claim: str = ""  # with `run.remote`, see checkpointing/remote.py
     forked_from: str = ""  # the other run's checkpoint that it began with; empty: none
     ended: str = ""  # "complete", "preempted" or "failed"; empty while it runs, and after a kill
     last_step: int = 0  # its last step, if it has ended
@@ -80,6 +81,12 @@ def add(folder: Path, line: Mapping[str, Any]) -> None:
 def of_step(attempts: Sequence[Attempt], step: int) -> Attempt | None:
     """Return the attempt whose version of a step counts; None if a different run made the step."""
     return next((attempt for attempt in reversed(attempts) if attempt.step < step), None)
+
+
+def claim_of(folder: Path, step: int) -> str | None:
+    """Return the claim of the attempt whose version of a step counts; None if a different run made the step."""
+    made = of_step(read(folder), step)
+    return made.claim if made else None
 
 
 def records(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
@@ -155,6 +162,22 @@ def newest_status(folder: Path) -> dict[str, Any]:
     return about
 
 
+def of_run(folder: Path) -> tuple[dict[str, Any], list[Attempt]]:
+    """Return the content of run.json, and the attempts.
+
+    Raises:
+        ConfigError: this is not the folder of a run, or an older version made it.
+    """
+    about, attempts = newest_status(folder), read(folder)
+    if about and attempts:
+        return about, attempts
+    others = sorted(file.parent.name for file in folder.glob("*/run.json"))
+    more = f" and {len(others) - 10} more" * (len(others) > 10)
+    names = f"; it has the runs {', '.join(others[:10])}{more}" if others else ""
+    lost = FILE if about else "run.json"
+    raise ConfigError(f"{folder} is not the folder of a run: it has no {lost} that can be read{names}")
+
+
 def since_fork(attempts: Sequence[Attempt]) -> Sequence[Attempt]:
     """Return the attempts from the last one that began with a different run's checkpoint.
 
@@ -205,8 +228,6 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects of a file, if it exists."""
     for line in file.read_bytes().splitlines() if file.is_file() else []:
         try:
-            content = json.loads(line, parse_constant=lambda _: None)  # NaN
-        except ValueError:
+            yield json.loads(line, parse_constant=lambda _: None)  # NaN
+        except ValueError:  # cut off by a kill
             continue
-        if isinstance(content, dict):
-            yield content

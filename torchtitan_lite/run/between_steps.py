@@ -1,7 +1,6 @@
 """The work between steps: log, validate, score tasks, save, sample. `train` in train.py says when each is due."""
 
 import functools
-import gc
 import math
 import time
 from dataclasses import replace
@@ -10,18 +9,14 @@ from typing import Any
 from torchtitan_lite.checkpointing.before_save import require_equal_replicas, require_finite
 from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.config.toml import format_value
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.distributed.exchange import on_rank0
-from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import SaveError
-from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim.optimizer import learning_rate
 from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.run import attempts
 from torchtitan_lite.run.console import fitted, seen_of_sources, step_line
-from torchtitan_lite.run.metrics import Log, peak_memory_gib
-from torchtitan_lite.run.phases import place_lines
+from torchtitan_lite.run.metrics import Log
+from torchtitan_lite.run.out_of_memory import peak_memory_gib
 from torchtitan_lite.run.session import Periodic, Session
 from torchtitan_lite.scoring.validation import Validation, eval_line, evaluate, evaluate_average
 
@@ -55,30 +50,6 @@ def build_periodic_work(config: Config, data: DataSet, validation: Validation) -
     return work, task_hashes
 
 
-def missed_evaluations(s: Session) -> list[Periodic]:
-    """Return the evaluations due at the current step without records. (One prompt's counts for all.) Collective."""
-    step = s.state.step
-    evaluations = [work for work in s.periodic if work.keys and work.due(step, s.config.train.steps)]
-
-    def missing() -> list[int]:
-        files = "metrics.jsonl", "samples.jsonl"
-        keys = {k for file in files for r in attempts.records(s.config.folder, file) if r["step"] == step for k in r}
-        return [i for i, one in enumerate(evaluations) if not keys.issuperset(one.keys)]
-
-    return [evaluations[i] for i in on_rank0(missing, s.process.untimed)] if step else []
-
-
-def run_missed(s: Session, missed: list[Periodic]) -> None:
-    """Run these before the first step; stop after the one during which a rank was asked to stop. Collective."""
-    for evaluation in missed:
-        s.watchdog.step(s.state.step)
-        evaluation.run(s, None)
-        s.preemption.agree(s.process)
-        if s.preemption.agreed:
-            break
-    s.meter.start_lap()
-
-
 def log_step(s: Session, record: StepRecord) -> None:
     """Record and log the step. Rates cover the time since the last line, without saves and validations.
 
@@ -102,6 +73,7 @@ def log_step(s: Session, record: StepRecord) -> None:
         **lap.parts,
     }
     values |= {key: [finite(loss) for loss in losses] for key, losses in record.losses_of_ranks().items()}
+    values |= {key: finite(norm) for key, norm in record.norms_of_blocks().items()}
     if scaler.enabled:
         values |= {"loss_scale": scaler.scale.item(), "skipped_steps": scaler.skipped_steps}
     if len(state.segments[-1]["sources"]) > 1:
@@ -124,27 +96,9 @@ def log_step(s: Session, record: StepRecord) -> None:
         meter.loss_since.zero_()
 
 
-def log_phase(s: Session) -> None:
-    """Log that a phase begins, and where its sources do."""
-    n, step = len(s.state.phases) + 1, s.state.step
-    s.log.record({"step": step, "phase": n})
-    compiles = "; blocks are compiled for its lengths" * s.config.compile.enabled
-    begins = f"phase   {n} begins after step {step}: {format_value(s.config.train.phases[n - 2])}{compiles}"
-    s.log.info("\n".join([begins, *place_lines(s.state)]))
-
-
-def finite(value: float) -> float | None:
-    """Return None for a non-finite value, as JSON has no NaN or infinity."""
-    return value if math.isfinite(value) else None
-
-
-def peak_tokens_per_second(config: Config, model: Transformer, process: Process) -> float:
-    """Return tokens per second at all devices' nominal peak, for MFU; 0 if unknown or for rows of varying length."""
-    if config.data.objective == "pairs" or (process.device.type != "cuda" and not config.run.peak_tflops):
-        return 0.0
-    from torchtitan_lite.run.mfu import flops_per_token, peak_flops
-
-    return peak_flops(config, process) / flops_per_token(model, config.input_len, config.target_len)
+def finite(value: Any) -> Any:
+    """Return None for a non-finite number, as JSON has no NaN or infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def validate(validation: Validation, s: Session) -> None:
@@ -164,6 +118,9 @@ def validate(validation: Validation, s: Session) -> None:
 def save(s: Session) -> None:
     """Save a checkpoint, after waiting for a previous background save.
 
+    A synchronous save can take a minute, in which a signal may arrive: the ranks ask once, so that the run then ends
+    with this checkpoint, instead of making two steps and saving again.
+
     Raises:
         NonFiniteError, ReplicaMismatchError: on every rank: this state must not be saved.
         SaveError: the last save of the run failed. Earlier failures are only logged.
@@ -172,6 +129,9 @@ def save(s: Session) -> None:
     require_finite(s.model, state.step)
     require_equal_replicas(s.model, s.optimizer, state.step)
     report_save(s.checkpointer, s.log, wait=True, ends=ends)
+    remote = s.checkpointer.remote
+    if remote:
+        remote.before_save(s.log)
     state = replace(state, grad_scaler=s.scaler.state_dict(), loss_since=s.meter.loss_since.tolist())
     for guard in s.guards:
         state = replace(state, **guard.state())
@@ -179,10 +139,16 @@ def save(s: Session) -> None:
     error = report_save(s.checkpointer, s.log, wait=ends or not s.config.checkpoint.async_save, ends=ends)
     if ends and error:
         raise SaveError(f"the last checkpoint was not saved: {error}. Older checkpoints are untouched")
+    if not (ends or error or s.config.checkpoint.async_save):
+        s.preemption.agree(s.process)
+    if ends and remote and (error := remote.report(s.log, wait=True, ends=True)):
+        raise SaveError(f"the last checkpoint is only on this machine: {error}. The same command uploads it")
 
 
 def report_save(checkpointer: Checkpointer, log: Log, *, wait: bool, ends: bool = False) -> str:
     """Log a save once it is committed or has failed. Returns the error, and does not raise it."""
+    if checkpointer.remote and not wait:
+        checkpointer.remote.report(log)
     saved = checkpointer.wait() if wait or checkpointer.finished() else None
     if saved is None:
         return ""
@@ -192,18 +158,8 @@ def report_save(checkpointer: Checkpointer, log: Log, *, wait: bool, ends: bool 
     else:
         paused = f", training paused for {saved.blocked_s:.1f} s" if checkpointer.config.async_save else ""
         log.record({"step": saved.step, "save_s": saved.blocked_s if paused else saved.seconds, "bytes": saved.bytes})
-        log.info(f"saved   {saved.folder}  ({saved.bytes / 2**20:.1f} MiB, {saved.seconds:.1f} s{paused})")
+        where = ", on this machine only until it is uploaded" if checkpointer.remote else ""
+        log.info(f"saved   {saved.folder}  ({saved.bytes / 2**20:.1f} MiB, {saved.seconds:.1f} s{paused}){where}")
     if saved.note:
         log.info(f"note    older checkpoints were not deleted: {saved.note}")
     return saved.error
-
-
-def disable_automatic_gc() -> None:
-    """Disable automatic garbage collection; `train` collects at the same steps on all ranks.
-
-    Automatic collections happen at different steps on each rank, and all ranks wait for each of them. Existing objects
-    (mostly torch's modules) are frozen, so a collection takes milliseconds.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.disable()

@@ -14,7 +14,6 @@ from torchtitan_lite.environment import env_int
 from torchtitan_lite.errors import DataError, shortened
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim.groups import freeze
-from torchtitan_lite.run.console import MANY_EPOCHS
 
 
 def check_patterns(config: Config) -> dict[str, str]:
@@ -56,8 +55,6 @@ def wrong_freezing(model: Transformer, patterns: Sequence[str]) -> Iterator[str]
 
 def check_prompts(config: Config) -> dict[str, str]:
     """Check tasks, and an existing tokenizer for the objective and the prompts. Returns the broken rules."""
-    if config.data.objective == "causal" and not config.sample.every and not config.tasks:
-        return {}
     if config.data.objective != "causal" and config.tokenizer.path:
         from torchtitan_lite.data.spans import wrong_tokenizer
 
@@ -89,32 +86,10 @@ def check_init_from(config: Config) -> dict[str, str]:
     return check_source(config)
 
 
-# in Python's standard library: tokens, with a vocabulary of 4,096, and functions with a docstring
-_TOKENS, _PAIRS = 3_400_000, 6_300
-
-
-def check_default_text(config: Config) -> dict[str, str]:
-    """Refuse a large model that would read Python's standard library many times. Returns the broken rules."""
-    data, train = config.data, config.train
-    samples = _PAIRS if data.objective == "pairs" else _TOKENS / train.seq_len
-    epochs = train.epochs or train.samples() / samples
-    if data.path or data.sources or epochs <= MANY_EPOCHS:
-        return {}
-    with torch.device("meta"):
-        model = models.build(config.model, config.model.vocab_size or config.tokenizer.vocab_size)
-    n = sum(parameter.numel() for parameter in model.parameters())
-    if n <= 100e6:
-        return {}
-    return {
-        "data.path train.steps": f"data.path is empty, so {n / 1e6:,.0f} million parameters would learn from Python's "
-        f'standard library, read {epochs:,.0f} times; data.path = "my_text" with text of your own works (docs/data.md)'
-    }
-
-
 def check_text(config: Config) -> dict[str, str]:
     """Look for text in the folders of [data], as preparation does. Returns the broken rules."""
     data = config.data
-    folders = [path for path in data.texts if expand(path).is_dir() and not is_prepared(path)]
+    folders = [path for path in data.texts if not is_prepared(path) and expand(path).is_dir()]
     if not folders and not data.text_suffixes:
         return {}
     from torchtitan_lite.data.prepare.texts import checked_suffixes, find
@@ -128,4 +103,4 @@ def check_text(config: Config) -> dict[str, str]:
     return {}
 
 
-ALL = [check_patterns, check_default_text, check_prompts, check_init_from, check_text]
+ALL = [check_patterns, check_prompts, check_init_from, check_text]

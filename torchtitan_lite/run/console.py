@@ -1,6 +1,5 @@
 """Formats the terminal output: the start of a run, each step, and the next commands. metrics.Log prints it."""
 
-import json
 import re
 import shlex
 import time
@@ -12,7 +11,7 @@ import torch
 from torchtitan_lite import BUSY_AT_START, __version__
 from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.config.derive import Layout, options_saving_copies
+from torchtitan_lite.config.derive import Layout
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.registry import is_module_name
 from torchtitan_lite.config.schema import Config, ModelConfig, flatten
@@ -26,6 +25,7 @@ from torchtitan_lite.errors import shortened
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim.optimizer import learning_rate
 from torchtitan_lite.run.phases import Part
+from torchtitan_lite.run.resumed import resume_lines
 from torchtitan_lite.terminal import counted, duration
 
 MANY_EPOCHS = 10  # a source read more often gets a note
@@ -42,13 +42,15 @@ def start_lines(
     state: TrainState,
     loaded: TrainState | None,
     checkpointer: Checkpointer,
+    connected_s: float,
 ) -> str:
     """Return the lines printed at startup, with all derived sizes. `loaded` is the saved state, if the run resumes."""
     n_parameters = sum(p.numel() for p in model.parameters())
     n_on_rank0 = sum(own_part(p)[0].numel() for p in model.parameters())
     lines = [
         f"torchtitan_lite {__version__}  torch {torch.__version__}  {process.device.type}  "
-        f"world {process.world_size} = dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}  "
+        f"world {process.world_size} = dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}"
+        f"{f', connected in {connected_s:.2f} s' if process.world_size > 1 else ''}  "
         f"{counted(process.threads, 'thread')} per rank "
         f"({cpu_threads(config.run.threads)[1]})",
         model_line(
@@ -69,12 +71,14 @@ def start_lines(
     if process.device.type == "cuda":
         from torchtitan_lite.run import mfu
 
-        lines += copies_lines(config, layout) + mfu.start_lines(config, process)
+        if layout.dp_shard == 1 and config.fsdp.reshard_after_forward == "default" and not config.fsdp.cpu_offload:
+            lines.append(
+                "fsdp    nothing is sharded; if memory allows, reshard_after_forward = false saves copies: docs/fsdp.md"
+            )
+        lines += mfu.start_lines(config, process)
     if not state.bitwise_setting["deterministic"]:
         lines.append("run     a resume on a GPU is bitwise identical only with run.deterministic = true")
     if loaded:
-        from torchtitan_lite.run.resumed import resume_lines
-
         lines += resume_lines(config, loaded, state)
     if config.model.init_from and not loaded:
         lines.append(f"run     starts from the weights of {config.model.init_from}")
@@ -90,22 +94,6 @@ def _origin(loaded: TrainState | None, checkpointer: Checkpointer) -> str:
     damaged = ", ".join(map(str, sorted(checkpointer.damaged)))
     note = f"; newer checkpoints are damaged, and their steps are repeated: {damaged}" if damaged else ""
     return f"resumed after step {loaded.step}{note}"
-
-
-def copies_lines(config: Config, layout: Layout) -> list[str]:
-    """Return a hint on keys that avoid FSDP2's copies.
-
-    Empty if parameters are sharded or offloaded, or if fsdp.reshard_after_forward is set.
-    """
-    sets = options_saving_copies(config, layout)
-    if not sets:
-        return []
-    keys = [f"fsdp.{key} = {json.dumps(value)}" for key, value in sets[-1].items()]
-    if len(sets) > 1:
-        keys[-1] += " (sums in a different order)"
-    *others, last = keys
-    named = f"{', '.join(others)} and {last}" if others else last
-    return [f"fsdp    nothing is sharded: if memory allows, {named} would avoid copies of the parameters (see plan)"]
 
 
 def model_line(config: Config, parameters: str, widened: bool = False) -> str:

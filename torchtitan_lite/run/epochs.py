@@ -12,7 +12,6 @@ are repeated and others not finished; the start prints each source's epochs.
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any
 
 from torchtitan_lite.config.rules.train import fitting_warmup, warmup_rules
 from torchtitan_lite.config.schema import Config
@@ -28,13 +27,11 @@ def in_steps(config: Config, epoch: int) -> Config:
     Args:
         epoch: the steps of one epoch.
     """
-    parts: dict[str, Any] = {}
-    for section, key in (name.split(".") for name in config.in_epochs):
+    changes = dict.fromkeys(config.in_epochs, epoch)
+    if changes.pop("train.epochs", 0):
         # Fraction: 0.1 is a tenth, not the binary fraction next to it
-        steps = int(-(-Fraction(repr(config.train.epochs)) * epoch // 1)) if section == "train" else epoch
-        update = {"steps" if section == "train" else key: steps}
-        parts[section] = parts.get(section, getattr(config, section)).model_copy(update=update)
-    return config.model_copy(update=parts)
+        changes["train.steps"] = int(-(-Fraction(repr(config.train.epochs)) * epoch // 1))
+    return config.changed(changes)
 
 
 def resolved(loaded: Loaded, data: DataSet, info: Callable[[str], None] = print) -> Loaded:
@@ -76,6 +73,4 @@ def planned(loaded: Loaded, data: DataSet | None) -> Config:
     """
     if data:
         return resolved(loaded, data).config
-    config = loaded.config
-    steps = 0 if config.train.epochs else config.train.steps
-    return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
+    return loaded.config.changed({"train.steps": 0} if loaded.config.train.epochs else {})

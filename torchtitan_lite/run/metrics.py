@@ -1,7 +1,6 @@
 """The log of a run: lines on the terminal and in train.log, records in metrics.jsonl. Only rank 0 writes."""
 
 import json
-import resource
 import shutil
 import sys
 import time
@@ -21,8 +20,6 @@ from torchtitan_lite.terminal import print_error
 
 if TYPE_CHECKING:  # loaded only if the config asks for them
     from torchtitan_lite.run.trackers import Trackers
-
-GIB = 2**30
 
 
 class Lap(NamedTuple):
@@ -45,7 +42,7 @@ class Meter:
         self.peak_tokens_per_second = peak_tokens_per_second
         self.started = self._lap_started = time.perf_counter()
         self.first_step, self._tokens = state.step, state.tokens
-        self._parts: dict[str, float] = {}
+        self.parts: dict[str, float] = {}
         # (2,) float64: all ranks' summed loss and its tokens, since the last multiple of log.every
         self.loss_since = torch.tensor(state.loss_since, dtype=torch.float64, device=device)
 
@@ -65,13 +62,13 @@ class Meter:
         """Count the time in this context as a named part of training."""
         before = time.perf_counter()
         yield
-        self._parts[part] = self._parts.get(part, 0.0) + time.perf_counter() - before
+        self.parts[part] = self.parts.get(part, 0.0) + time.perf_counter() - before
 
     def lap(self, tokens: int) -> Lap:
         """End a lap; `tokens` is the total that the run has trained on."""
         now = time.perf_counter()
-        lap = Lap(now - self._lap_started, self._parts, tokens - self._tokens)
-        self._lap_started, self._parts, self._tokens = now, {}, tokens
+        lap = Lap(now - self._lap_started, self.parts, tokens - self._tokens)
+        self._lap_started, self.parts, self._tokens = now, {}, tokens
         return lap
 
     def seconds_per_step(self, step: int) -> float:
@@ -89,19 +86,10 @@ class Meter:
         return total / tokens if tokens else None
 
 
-def peak_memory_gib(device: torch.device) -> float:
-    """Return this rank's peak memory so far in GiB (2^30 bytes): reserved on the GPU, or resident."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device) / GIB
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
-
-
 class Log:
     """Rank 0's terminal and files; does nothing on other ranks.
 
-    Never raises: a full disk or a closed terminal must not end a run. A stream or file that can't be written is
-    reported once on stderr, and tried again each time.
+    Never raises: a stream or file that can't be written is reported once on stderr, and tried again each time.
     """
 
     def __init__(self, folder: Path, enabled: bool) -> None:
@@ -122,20 +110,17 @@ class Log:
             sys.stdout.flush()
         self._append(self._text, text)
 
-    @contextmanager
-    def tracking(self, config: LogConfig, state: TrainState) -> Iterator[None]:
-        """Send the records of metrics.jsonl in this context to `log.trackers`."""
-        if not config.trackers or not self._enabled:
-            yield
-            return
-        from torchtitan_lite.run.trackers import Trackers
+    def track(self, config: LogConfig, state: TrainState) -> None:
+        """From now on, send the records of metrics.jsonl to `log.trackers`."""
+        if config.trackers and self._enabled:
+            from torchtitan_lite.run.trackers import Trackers
 
-        self._trackers = trackers = Trackers(config, self._folder, state)
-        try:
-            yield
-        finally:
-            self._trackers = None
-            trackers.close()
+            self._trackers = Trackers(config, self._folder, state)
+
+    def close(self) -> None:
+        """Close the trackers."""
+        if self._trackers is not None:
+            self._trackers.close()
 
     def record(self, values: dict[str, Any], file: str = "metrics.jsonl") -> None:
         """Append a line to a file of records."""

@@ -1,10 +1,24 @@
-"""Adds advice to out-of-memory errors."""
+"""Peak memory, and advice for out-of-memory errors."""
 
 import contextlib
+import resource
+import sys
 from collections.abc import Iterator
+
+import torch
 
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.errors import NoMemoryError, is_out_of_memory
+
+GIB = 2**30
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Return this rank's peak memory so far in GiB (2^30 bytes): reserved on the GPU, or resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / GIB
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
 
 
 @contextlib.contextmanager

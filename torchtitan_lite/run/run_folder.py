@@ -68,6 +68,23 @@ def job() -> str:
     return re.sub(r"-\d+$", "", os.environ.get("TORCHELASTIC_RUN_ID", "none"))
 
 
+def holder(folder: Path) -> str:
+    """Return which process locked the folder last, for a message."""
+    with contextlib.suppress(OSError):
+        return (folder / ".lock-holder").read_text() or "another process"
+    return "another process"
+
+
+def is_of_another_job(by: str) -> bool:
+    """Return whether a `holder` is known to be of another job: by torchrun's --rdzv-id, else only on this machine."""
+    return by.endswith(f" on {socket.gethostname()}") if job() == "none" else not by.endswith(f", job {job()}")
+
+
+def in_use(folder: Path, by: str) -> str:
+    """Return the message for a folder that a `holder` of another job has locked."""
+    return f"{folder} is being used by {by}; wait for it, or choose another --run.name=NAME"
+
+
 def lock(folder: Path) -> FileLock:
     """Lock the folder on rank 0 for as long as the returned object lives, so that only one run writes to it.
 
@@ -78,7 +95,6 @@ def lock(folder: Path) -> FileLock:
         BusyError: on every rank: a process of a different job holds the lock, or locking fails.
     """
     held = FileLock(folder / ".lock", timeout=0.5)  # a reader of the status may be testing it (tools/status.py)
-    holder = folder / ".lock-holder"
     me = f"process {os.getpid()} on {socket.gethostname()}" + (f", job {job()}" if job() != "none" else "")
 
     def acquire() -> None:
@@ -86,16 +102,13 @@ def lock(folder: Path) -> FileLock:
             folder.mkdir(parents=True, exist_ok=True)  # the attempt that made it may have failed
             held.acquire()
         except Timeout:
-            by = "another process"
-            with contextlib.suppress(OSError):
-                by = holder.read_text() or by
+            by = holder(folder)
             asked = [attempt.end_time for attempt in attempts.read(folder) if attempt.reason == JOINS]
             starts_again = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
             # two separate torchruns, started by mistake, would displace each other forever
             recently = bool(asked) and time.time() - max(asked) < 300
             if not by.endswith(f", job {job()}") or not starts_again or recently:
-                message = f"{folder} is being used by {by}; wait for it, or choose another --run.name=NAME"
-                raise BusyError(message) from None
+                raise BusyError(in_use(folder, by)) from None
             (folder / JOINING).touch()
             print_line(f"note    {folder} is being used by {by}, which is asked to save and start again with this one")
             held.acquire(timeout=-1)
@@ -103,7 +116,7 @@ def lock(folder: Path) -> FileLock:
             raise BusyError(f"{folder / '.lock'} can't be locked: {error}") from None
         with contextlib.suppress(OSError):
             (folder / JOINING).unlink(missing_ok=True)
-            holder.write_text(me)  # last: it fails on a full disk
+            (folder / ".lock-holder").write_text(me)  # last: it fails on a full disk
 
     on_rank0(acquire)
     return held

@@ -21,7 +21,7 @@ from torchtitan_lite.config.schema import Config, SampleConfig
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.open_samples import open_samples
-from torchtitan_lite.distributed.generating import generating
+from torchtitan_lite.distributed.evaluating import generating
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.models.generation import Sampler, is_encoder_decoder, new_tokens
 from torchtitan_lite.run.console import cut

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_lite.checkpointing.save import Checkpointer
@@ -16,10 +16,12 @@ from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim.finite_guard import Guard
 from torchtitan_lite.optim.grad_scaler import GradScaler
+from torchtitan_lite.optim.groups import Blocks
 from torchtitan_lite.optim.guarded import GuardedOptimizer
 from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.run.metrics import Log, Meter
 from torchtitan_lite.run.preemption import Preemption
+from torchtitan_lite.run.rank_seconds import RankSeconds
 from torchtitan_lite.run.source_losses import SourceLosses
 from torchtitan_lite.run.watchdog import Watchdog
 
@@ -55,38 +57,42 @@ class Session:
     model: Transformer
     optimizer: GuardedOptimizer
     scaler: GradScaler
+    guards: Sequence[Guard]  # may withhold an update
+    blocks: Blocks
+    source_losses: SourceLosses
+    metrics: Sequence[Metric]  # of logged steps
+    # what a phase may change
+    phase: Config  # without phases, `config`
+    samples: Mixture  # the training data
+    loader: PrefetchingLoader  # draws from samples
     # what is around the steps
     log: Log
     meter: Meter
+    rank_seconds: RankSeconds
     watchdog: Watchdog
     preemption: Preemption
     checkpointer: Checkpointer
     periodic: Sequence[Periodic]  # in the order of a step
-    profile: "Profile | None"
-    # what depends on the phase
-    phase: Config = field(init=False)  # without phases, `config`
-    samples: Mixture = field(init=False)  # the training data
-    loader: PrefetchingLoader = field(init=False)  # draws from samples
-    guards: Sequence[Guard] = field(init=False)  # may withhold an update
-    metrics: Sequence[Metric] = field(init=False)  # of logged steps
-    source_losses: SourceLosses = field(init=False)
     # what changes from step to step
     state: TrainState
     resumed: TrainState | None = None  # the saved state, if the run resumes
+    connected_s: float = 0.0  # what the groups of ranks took to connect
     pending: StepRecord | None = None  # the last step's, until `check_pending` reads it
+    profile: "Profile | None" = None
 
     def close(self) -> None:
         """End the background threads."""
         self.loader.close()
         self.watchdog.close()
+        if self.checkpointer.remote:
+            self.checkpointer.remote.close()
 
 
 def check_pending(s: Session) -> None:
     """Check on the host whether the last step's update was withheld, and whether the ranks agree to stop.
 
-    The host reads the record one step late, when the device already has the next step's work, so the device does not
-    idle. Code that must know earlier calls this at once. Guards come first: a diverged run does not save, even if
-    asked to stop.
+    The host reads the record one step late, when the device already has the next step's work. Code that must know
+    earlier calls this at once. Guards come first: a diverged run does not save, even if asked to stop.
 
     Raises:
         UserError: on every rank: a guard stops the run.
@@ -113,3 +119,12 @@ def forward_seed(seed: int, step: int, micro_batch: int, rank: int) -> int:
     """Return a distinct seed for each forward pass of a run."""
     digest = hashlib.sha256(f"{seed}/{step}/{micro_batch}/{rank}".encode()).digest()
     return int.from_bytes(digest[:7], "little")
+
+
+def build_profile(config: Config, process: Process) -> "Profile | None":
+    """Build the profiler, if there are steps to profile."""
+    if not config.profile.steps:
+        return None
+    from torchtitan_lite.run.profiler import Profile
+
+    return Profile(config.profile, config.folder, process)

@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_lite import __version__, errors
+from torchtitan_lite import __version__, errors, progress
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config, flatten
@@ -23,16 +25,20 @@ from torchtitan_lite.config.toml import Loaded, format_value, to_toml_with_origi
 from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.token_files import PAIRS
 from torchtitan_lite.distributed.exchange import gather, on_rank0
-from torchtitan_lite.distributed.process_group import Process
+from torchtitan_lite.distributed.process_group import Process, sum_over_ranks
+from torchtitan_lite.environment import local_rank
 from torchtitan_lite.errors import EXIT_WOULD_REPEAT, BusyError, ConfigError, RepeatError, StuckError, UserError
 from torchtitan_lite.files import write_durably
+from torchtitan_lite.models import Transformer
 from torchtitan_lite.run import attempts, phases, run_folder
-from torchtitan_lite.run.between_steps import missed_evaluations, report_save
+from torchtitan_lite.run.between_steps import report_save
 from torchtitan_lite.run.console import source_lines, start_lines, what_next
 from torchtitan_lite.run.metrics import Log
 from torchtitan_lite.run.preemption import launcher_note
+from torchtitan_lite.run.resumed import missed_evaluations
 from torchtitan_lite.run.run_folder import JOINS
 from torchtitan_lite.run.session import Session
+from torchtitan_lite.run.watchdog import Watchdog
 from torchtitan_lite.terminal import counted, duration, print_line
 
 
@@ -53,6 +59,23 @@ def prepared(loaded: Loaded, folder: Path | None = None) -> tuple[Loaded, DataSe
     return loaded, data
 
 
+def connect(mesh: DeviceMesh, watchdog: Watchdog) -> float:
+    """All-reduce one element in each group of the mesh, and in the world. Returns the seconds.
+
+    NCCL connects a group in its first collective. Otherwise that is in the first step, after compiling.
+
+    Raises:
+        StuckError: names the group and its machines. A hang ends after run.start_timeout_minutes.
+    """
+    started, hosts = time.perf_counter(), gather(socket.gethostname())
+    for axis in (*(mesh.mesh_dim_names or ()), None):
+        group = mesh.get_group(axis) if axis else None
+        who = _ranks(dist.get_process_group_ranks(group), hosts)
+        with watchdog.loading(f"connecting {axis or 'the world'} of {who}"), progress.working("its first all-reduce"):
+            sum_over_ranks(torch.zeros(1, device=mesh.device_type), group).item()
+    return time.perf_counter() - started
+
+
 def require_one_run(loaded: Loaded, data: DataSet, process: Process) -> list[str]:
     """Check that the run's folder has this version, and that all ranks have the same run. Returns their hosts.
 
@@ -62,7 +85,8 @@ def require_one_run(loaded: Loaded, data: DataSet, process: Process) -> list[str
     if refused := on_rank0(lambda: run_folder.why_not_again(loaded), process.untimed):
         raise RepeatError(refused)
     hosts = require_agreement(loaded.config, data, process)
-    require_shared(loaded.config.folder, loaded.config)
+    if not loaded.config.run.remote:
+        require_shared(loaded.config.folder, loaded.config)
     return hosts
 
 
@@ -100,14 +124,14 @@ def require_agreement(config: Config, data: DataSet, process: Process) -> list[s
 
     Raises:
         ConfigError: on every rank, with each differing value and its ranks (ranks with the most common values raise
-            BusyError); or the model's vocabulary is smaller than the tokenizer's.
+            BusyError); or the model's vocabulary is smaller than the tokenizer's; or processes share a GPU.
     """
     values = {
         "torchtitan_lite": __version__,
         "torch": torch.__version__,
         "python": ".".join(platform.python_version_tuple()[:2]),
         "device": process.device.type,
-        **flatten(config),
+        **{key: value for key, value in flatten(config).items() if key != "run.out_dir" or not config.run.remote},
         "the tokenizer, by its hash": data.tokenizer_sha256,
         **{f"the text of {key}, by its hash": digest for key, digest in data.hashes().items()},
         **{f"the text of {source.name}, by its hash": source.meta.tokens_sha256 for source in data.later},
@@ -115,7 +139,13 @@ def require_agreement(config: Config, data: DataSet, process: Process) -> list[s
     own = {key: repr(value) for key, value in values.items()}
     # exchange all values only if hashes differ: with 16,384 ranks, each would read 100 MB
     digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()
-    hosts, digests = zip(*gather([socket.gethostname(), digest]), strict=True)
+    gpu = torch.cuda.get_device_properties(process.device).uuid if process.device.type == "cuda" else process.rank
+    own_place = socket.gethostname(), str(gpu), local_rank() == 0, 1 / process.local_world_size
+    hosts, gpus, first, share, digests = zip(*gather([*own_place, digest]), strict=True)
+    if sum(first) > round(sum(share)):
+        raise ConfigError("several processes of a machine have LOCAL_RANK=0: run torchrun without --virtual-local-rank")
+    if same := [rank for rank, uuid in enumerate(gpus) if gpus.count(uuid) > 1]:
+        raise ConfigError(f"{_ranks(same, hosts)} share a GPU ({gpus[same[0]]}); start one process for each GPU")
     if any(other != digest for other in digests):
         lines = ["the ranks differ in config, data or versions:"]
         of_ranks = gather(own)
@@ -158,7 +188,8 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
     layout = derive(config, process.world_size)
     model, samples = s.model, s.samples
     planned = phases.planned(config, data, s.state)
-    log.info(start_lines(config, layout, process, model, data, samples, planned, s.state, s.resumed, checkpointer))
+    about_data = data, samples, planned
+    log.info(start_lines(config, layout, process, model, *about_data, s.state, s.resumed, checkpointer, s.connected_s))
     if process.rank == 0 and (changed := machines_line(attempts.read(config.folder), hosts, process.world_size)):
         log.info(changed)
     if s.resumed and loaded_config.kept:
@@ -196,10 +227,12 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
         about = {"step": step, "samples": s.state.samples_consumed, "forked_from": str(fork.absolute() if fork else "")}
         about |= {"config": s.state.config, "setting": s.state.bitwise_setting, "must_match": s.state.must_match}
         about |= {"tasks": s.state.tasks, "segments": s.state.segments, "phases": s.state.phases}
+        about |= {"claim": checkpointer.remote.claim if checkpointer.remote else ""}
         return run_folder.record_start(config.folder, about | run_folder.facts(process, hosts))
 
     with watchdog.loading("changing the files of the run"):
         log.attempt = on_rank0(change_folder, process.untimed)
+        checkpointer.begin_uploads(step)
 
     def on_abort(why: str) -> None:
         run_folder.record_end(config.folder, process, log.attempt, "failed", s.state.step, why)
@@ -210,6 +243,8 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
 def report_end(s: Session) -> int:
     """Log and record whether the run completed or was preempted. Returns the exit code. Collective."""
     config, step, log, meter = s.config, s.state.step, s.log, s.meter
+    if s.checkpointer.remote:
+        s.checkpointer.remote.report(log, wait=True)
     rest = missed_evaluations(s) if s.preemption.agreed else []
     if step < config.train.steps or rest:
         why = min(filter(None, gather(s.preemption.reason)))  # "SIG..." comes first
@@ -236,6 +271,17 @@ def report_failure(config: Config, process: Process, log: Log, error: Exception,
     if s is not None and isinstance(error, UserError) and not isinstance(error, StuckError):
         # every rank has raised this error, so a background save can still complete
         report_save(s.checkpointer, log, wait=True, ends=True)
+        if s.checkpointer.remote:
+            s.checkpointer.remote.report(log, wait=True)
     step = 0 if s is None else s.state.step
     repeats = isinstance(error, UserError) and error.exit_code == EXIT_WOULD_REPEAT
     run_folder.record_end(config.folder, process, log.attempt, "failed", step, errors.text_of(error), repeats)
+
+
+def peak_tokens_per_second(config: Config, model: Transformer, process: Process) -> float:
+    """Return tokens per second at all devices' nominal peak, for MFU; 0 if unknown or for rows of varying length."""
+    if config.data.objective == "pairs" or (process.device.type != "cuda" and not config.run.peak_tflops):
+        return 0.0
+    from torchtitan_lite.run.mfu import flops_per_token, peak_flops
+
+    return peak_flops(config, process) / flops_per_token(model, config.input_len, config.target_len)

@@ -11,13 +11,14 @@ from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.distributed.evaluating import generating
 from torchtitan_lite.distributed.exchange import gather
-from torchtitan_lite.distributed.generating import generating
 from torchtitan_lite.errors import DataError, UserError
 from torchtitan_lite.run.session import Session
 from torchtitan_lite.scoring.find_tasks import find
 from torchtitan_lite.scoring.questions import METRICS
-from torchtitan_lite.scoring.task_scores import TaskScore, figure_text, score
+from torchtitan_lite.scoring.statistics import plus_minus
+from torchtitan_lite.scoring.task_scores import TaskScore, score
 from torchtitan_lite.scoring.task_tokens import Encoded, Inputs, encode_task, text_encoder
 
 TOO_LONG_S = 60
@@ -82,7 +83,7 @@ def line(task_score: TaskScore) -> str:
     figures, task = task_score.figures(), task_score.task
     others = [f"{key.replace('_', ' ')} {figures[key]:.3f}" for key in METRICS[task.kind] if key != task.main]
     notes = [f"chance {task.chance:.3f}", f"{len(task.questions)} questions", *others]
-    return f"{task.name}  {figure_text(figures, 'score')}  ({'; '.join(notes)})"
+    return f"{task.name}  {plus_minus(figures['score'], figures['score_stderr'], 3)}  ({'; '.join(notes)})"
 
 
 def wrong_tasks(config: Config) -> dict[str, str]:

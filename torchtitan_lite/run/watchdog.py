@@ -1,15 +1,23 @@
-"""The watchdog: if no rank makes progress, it names the rank that the others wait for, writes stacks, and ends the run.
+"""The watchdog: if a rank dies or no rank makes progress, it names that rank, writes stacks, and ends the run.
 
 At each interval, one thread of each rank publishes in torch's store where the rank is and how many bytes it moved
-(progress.py). A rank that stays where it is reads the other ranks' entries:
+(progress.py). The first rank of each machine, while it stays where it is, reads the other ranks' entries:
 
     a rank moves on, moves bytes, or uses a             wait: saves and compilations may take any time
     processor while it starts or compiles
     none does for run.timeout_minutes                   each rank writes its stacks and ends
     a rank published nothing for
     run.start_timeout_minutes before the first step     the same: its machine died during startup
+    the groups do not connect within that time          the same
 
-The thread ends the process, because the main thread may be blocked in a collective or by a disk. The process groups
+With NCCL, a rank that waits for a dead one gets no error. Each rank locks its file in stacks/, and writes `_LEFT` into
+it before it leaves. So a second thread of each rank that stays where it is looks each second for a reason to end:
+
+    a rank of this machine released its lock            it died during training: publish that in the store, write
+    without that line, and this one stays for 5 s       stacks and end
+    any rank published why the run ends                 the same, with the published reason
+
+The threads end the process, because the main thread may be blocked in a collective or by a disk. The process groups
 have no time limit (`set_group_timeouts`).
 """
 
@@ -18,23 +26,26 @@ import faulthandler
 import fcntl
 import json
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 
 from torchtitan_lite import progress
 from torchtitan_lite.config.schema import RunConfig
-from torchtitan_lite.distributed.lost import explaining_lost_ranks, first_line, gone_message, means_closed_connection
+from torchtitan_lite.distributed.lost import KILLED, explaining_lost_ranks
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.environment import local_rank
 from torchtitan_lite.errors import ConfigError, StuckError, report
 
-_AT, _BEAT = "torchtitan_lite/at/{}", "torchtitan_lite/beat/{}"
-_SECONDARY = b"--- this process ends because a different one did\n"
+_AT, _BEAT, _END = "torchtitan_lite/at/{}", "torchtitan_lite/beat/{}", "torchtitan_lite/end"
+_LEFT = b"--- this process completed, or ended with the others\n"
+_LOOK_S, _STILL_S = 1.0, 5.0  # how often a rank looks for a reason to end, and how long it must have stayed in place
 
 
 class Place(NamedTuple):
@@ -108,16 +119,18 @@ class Watchdog:
         except OSError as error:
             raise ConfigError(f"{self._path} can't be written: {error.strerror or error}") from None
         # stacks of earlier attempts stay, because error messages refer to this file
-        self._before = self._path.stat().st_size
+        self._is_new = not self._path.stat().st_size
         with contextlib.suppress(OSError):  # a full disk
-            started = time.strftime("%Y-%m-%d %H:%M:%S")
-            self._file.write(f"--- attempt of {started}, process {os.getpid()}\n".encode())
+            self._file.write(f"--- attempt of {time.strftime('%F %T')}, process {os.getpid()}\n".encode())
         self._size = self._path.stat().st_size
         # until `close`, or the end of the process
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
-        self._timeout_s, self._start_timeout_s = 60 * limits.timeout_minutes, 60 * limits.start_timeout_minutes
+        self._timeout_s, self._start_timeout_s = (
+            60 * limits.timeout_minutes,
+            60 * limits.start_minutes(process.world_size),
+        )
         self._interval_s = min(10.0, self._timeout_s / 40, self._start_timeout_s / 10)
         self._silent_s = min(self._timeout_s, self._start_timeout_s) / 2
         # a separate connection: a blocked thread must not block the main thread
@@ -129,9 +142,14 @@ class Watchdog:
         self._number, self._answered = 0, time.monotonic()  # number of the newest beat; when the store last answered
         self._reach(Place())
         self._exchange()
-        dist.barrier()  # until all ranks have published
+        dist.barrier()  # until all ranks have published, and locked their files
+        self._first = process.rank - local_rank()  # of this machine
+        self._on_host = f" on {os.uname().nodename}" if process.local_world_size < process.world_size else ""
+        self._neighbours = self._open_files() if process.world_size > 1 else {}
+        self._left = self._over = False  # see `training`
         self._closed = threading.Event()
-        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        for target in (self._watch, self._watch_others)[: process.world_size]:
+            threading.Thread(target=target, name="watchdog", daemon=True).start()
 
     # --- the main thread ----------------------------------------------------------------------------------------
 
@@ -154,75 +172,97 @@ class Watchdog:
 
     @contextlib.contextmanager
     def loading(self, what: str) -> Iterator[None]:
-        """Note that all ranks load something in this context, and synchronise at the end."""
-        with self.naming_lost_ranks(), progress.doing(what):
+        """Note that all ranks load or connect something in this context, and synchronise at the end."""
+        with progress.doing(what), explaining_lost_ranks(lambda: what, self._why_closed):
             yield
             dist.barrier(group=self._world.untimed)
 
-    def naming_lost_ranks(self) -> contextlib.AbstractContextManager[None]:
-        """Turn a communication error in this context into a StuckError that names the ranks that ended."""
-        return explaining_lost_ranks(self._explain)
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Turn a communication error in this context into a StuckError that names the rank that died.
+
+        A rank leaves properly at the end of this context, not by an error. Then no other rank ends it anymore.
+        """
+        try:
+            with explaining_lost_ranks(lambda: RankState(self._at, progress.operations()).task, self._why_closed):
+                yield
+            self._left = True
+        finally:
+            self._over = True
 
     def close(self) -> None:
-        """Stop watching, and remove files without stacks."""
+        """Stop watching, release the lock, and remove a file without stacks."""
         self._closed.set()
         faulthandler.cancel_dump_traceback_later()
-        with contextlib.suppress(OSError):  # the file may be gone
-            if self._path.stat().st_size == self._size:
-                os.ftruncate(self._file.fileno(), self._before)  # no stacks were written
-        self._file.close()
-        with contextlib.suppress(OSError):  # the last rank removes the folder
-            if not self._path.stat().st_size:
+        with contextlib.suppress(OSError):  # a full disk, or the file is gone
+            unused = self._is_new and self._path.stat().st_size == self._size
+            self._file.write(_LEFT if self._left else b"")
+            if unused:
                 self._path.unlink()
-                self._path.parent.rmdir()
+                self._path.parent.rmdir()  # by the last rank
+        for file in (self._file, *self._neighbours.values()):
+            file.close()
 
-    # --- ranks that ended ---------------------------------------------------------------------------------------
+    # --- ranks that died ----------------------------------------------------------------------------------------
 
-    def _explain(self, error: RuntimeError) -> str:
-        where = f"rank {self._world.rank}, {RankState(self._at, progress.operations()).task}"
-        if not means_closed_connection(error):
-            return f"{where}: timed out waiting for the other ranks. {first_line(error)}"
-        who = "a process died"
-        if ended := self._ended():
-            who = f"a process died: {', '.join(f'rank {rank}{self._last_seen(rank)}' for rank in ended)}"
-        elif self._world.local_world_size < self._world.world_size:
-            who = "a process on another machine died, or the network to it failed"
-        with contextlib.suppress(OSError):  # for `_has_ended` of others; `close` keeps the file
-            self._file.write(_SECONDARY)
-        return f"{where}: {gone_message(who, error)}"
+    def _why_closed(self) -> str:
+        self._left = self._over = True  # the main thread reports the reason
+        who = "a process on another machine died, or the network to it failed" if self._on_host else "a process died"
+        return _within(3.0, self._reason, True, 2.0) or f"{who}. {KILLED}"
+
+    def _reason(self, locks: bool, within_s: float = 0.0) -> str:
+        """Return why the run ends: a rank of this machine died, or what any rank published; empty if neither is known.
+
+        Args:
+            locks: whether to look for dead ranks.
+            within_s: how long to wait, because a killed process closes its connections and files in any order.
+        """
+        end = time.monotonic() + within_s
+        while True:
+            if died := [rank for rank, file in self._neighbours.items() if locks and _died(file)]:
+                return self._publish(
+                    f"a process died{self._on_host}: {', '.join(map(self._last_seen, died))}. {KILLED}"
+                )
+            with contextlib.suppress(RuntimeError):  # the store is gone
+                if self._thread_store.check([_END]):
+                    return self._thread_store.get(_END).decode()
+            if time.monotonic() >= end:
+                return ""
+            time.sleep(0.05)
+
+    def _publish(self, reason: str) -> str:
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            self._thread_store.set(_END, reason)
+        return reason
 
     def _last_seen(self, rank: int) -> str:
-        with contextlib.suppress(RuntimeError):  # the store is gone, too
-            return f" (last seen: {Place(*json.loads(self._store.get(_AT.format(rank))))})"
-        return ""
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            return f"rank {rank} (last seen: {Place(*json.loads(self._thread_store.get(_AT.format(rank))))})"
+        return f"rank {rank}"
 
-    def _ended(self) -> list[int]:
-        """Wait up to two seconds for a process of this machine to have ended, and return the ended ranks.
+    def _open_files(self) -> dict[int, BinaryIO]:
+        """Return the files of this machine's ranks, open because a rank that leaves may remove its own.
 
-        Returns [] if none has ended, locks do not work, or the folder is gone.
+        Returns {} if locks do not work, or only within a machine while ranks are not numbered machine by machine.
         """
-        if self._has_ended(self._world.rank):
-            return []
-        first, end = self._world.rank - local_rank(), time.monotonic() + 2
-        others = [r for r in range(first, first + self._world.local_world_size) if r != self._world.rank]
-        while others and time.monotonic() < end:  # a killed process closes its connections and files in any order
-            if ended := [rank for rank in others if self._has_ended(rank)]:
-                return ended
-            time.sleep(0.05)
-        return []
+        with contextlib.suppress(OSError):
+            files: dict[int, Any] = {
+                rank: self._path.with_name(f"rank-{rank}.txt").open("rb", 0)
+                for rank in range(self._first, self._first + self._world.local_world_size)
+            }
+            return {} if any(map(_died, files.values())) else files
+        return {}
 
-    def _has_ended(self, rank: int) -> bool:
-        """Return whether a rank's process ended first, not because of a different one: its file is unlocked or gone."""
-        try:
-            with self._path.with_name(f"rank-{rank}.txt").open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return not file.read().endswith(_SECONDARY)
-        except FileNotFoundError:
-            return True
-        except OSError:
-            return False
+    def _watch_others(self) -> None:
+        last, since = None, 0.0
+        while not (self._closed.wait(_LOOK_S) or self._over):
+            now = self._at, progress.operations(), progress.moved()
+            if now != last:
+                last, since = now, time.monotonic()
+            elif reason := self._reason(self._at.step > 0 and time.monotonic() - since >= _STILL_S):
+                self._end(reason)
 
-    # --- the thread ---------------------------------------------------------------------------------------------
+    # --- no rank makes progress ---------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         before, last = time.monotonic(), None
@@ -241,11 +281,11 @@ class Watchdog:
             exchange.join(self._interval_s)
             self._quiet_s += elapsed_s
             known = self._own, dict(self._others)
-            silent_at_start = not self._own.place.step and self._silent()
+            at_start = not self._own.place.step and (self._own.task.startswith("connecting ") or self._silent())
             if known != last or (self._world.world_size == 1 and not self._own.operations):
                 last, self._quiet_s = known, 0.0
-            elif self._quiet_s >= (self._start_timeout_s if silent_at_start else self._timeout_s):
-                self._abort("run.start_timeout_minutes" if silent_at_start else "run.timeout_minutes")
+            elif self._reads() and self._quiet_s >= (self._start_timeout_s if at_start else self._timeout_s):
+                self._abort("run.start_timeout_minutes" if at_start else "run.timeout_minutes")
 
     def _look(self, elapsed_s: float) -> None:
         """Update the state of this process: where it is, and whether it moves."""
@@ -257,13 +297,14 @@ class Watchdog:
         self._own = RankState(self._at, operations, progress.moved() + self._worked)
 
     def _exchange(self) -> None:
-        """Publish a beat. If no rank is known to make progress, read the other ranks' beats."""
+        """Publish a beat. If no rank is known to make progress, read the others' beats, or only their reader's."""
         process, store = self._world, self._thread_store
         self._number += 1
         with contextlib.suppress(RuntimeError):  # the store is gone
             store.set(_BEAT.format(process.rank), json.dumps([self._number, *self._own[1:]]))
             if process.world_size > 1 and self._quiet_s >= 2 * self._interval_s:
-                others = [rank for rank in range(process.world_size) if rank != process.rank]
+                read = range(process.world_size) if self._reads() else [self._first]
+                others = [rank for rank in read if rank != process.rank]
                 texts = store.multi_get([key.format(rank) for key in (_AT, _BEAT) for rank in others])
                 values, now = [json.loads(text) for text in texts], time.monotonic()
                 for rank, at, (number, operations, moved) in zip(others, values, values[len(others) :], strict=False):
@@ -271,6 +312,14 @@ class Watchdog:
                     if self._beats.get(rank, (0, 0))[0] != number:
                         self._beats[rank] = number, now
             self._answered = time.monotonic()
+
+    def _reads(self) -> bool:
+        """Return whether this rank reads all ranks' beats: one per machine, as the store answers on a single thread.
+
+        Another one does if the first rank's process is stopped.
+        """
+        missing_s = time.monotonic() - self._beats.get(self._first, (0, self._answered))[1]
+        return self._world.rank == self._first or missing_s >= 4 * self._interval_s
 
     def _silent(self) -> dict[int, float]:
         """Return the seconds since each silent rank's newest beat. Rank 0's machine hosts the store."""
@@ -282,15 +331,59 @@ class Watchdog:
         return {rank: each for rank, each in seconds.items() if each >= self._silent_s}
 
     def _abort(self, limit: str) -> None:
-        """Write stacks, status and message, and end this process, whatever its other threads wait for."""
         seconds = self._start_timeout_s if limit == "run.start_timeout_minutes" else self._timeout_s
         what = explain_hang(self._others | {self._world.rank: self._own}, self._silent(), f"{limit} = {seconds / 60:g}")
-        message = f"{what}. Stacks are in {self._path.parent}; a process that is stopped or was killed writes none"
+        reason = f"{what}. Stacks are in {self._path.parent}; a process that is stopped or was killed writes none"
+        self._over = True  # this thread ends the process
+        _within(1.0, self._publish, reason)
+        self._end(reason, 5 * _LOOK_S)
+
+    def _end(self, reason: str, wait_s: float = 0.0) -> None:
+        """Write stacks, traces, status and message, and end this process, whatever its other threads wait for.
+
+        Args:
+            wait_s: time for the other ranks to come to the same end, before a launcher ends them.
+        """
         with contextlib.suppress(OSError, ValueError):
             faulthandler.dump_traceback(file=self._file)
-        reporting = threading.Thread(target=self.on_abort, args=(message,), daemon=True)
-        reporting.start()
-        reporting.join(timeout=5)  # the file system may hang
-        time.sleep(3 * self._interval_s)  # the other ranks come to the same end
-        report(f"train.py: {message}", local_rank())
+            self._file.write(_LEFT)
+        _within(10.0, write_traces, self._path.parent, self._world)
+        _within(5.0, self.on_abort, reason)
+        time.sleep(wait_s)
+        lower = (file for rank, file in self._neighbours.items() if rank < self._world.rank)
+        report(f"train.py: {reason}", 0 if all(map(_died, lower)) else local_rank())
         os._exit(StuckError.exit_code)
+
+
+def write_traces(folder: Path, process: Process) -> None:
+    """Write this rank's newest collectives from torch's flight recorder, as files that torchfrtrace reads."""
+    if dump := getattr(_distributed_c10d, "_dump_fr_trace_json", None):  # of gloo; torch leaves out its groups
+        groups = {
+            group.group_name: {"desc": group.group_desc, "ranks": str(dist.get_process_group_ranks(group))}
+            for group in list(dist.distributed_c10d._world.pg_map)
+        }
+        (folder / f"gloo_trace_rank_{process.rank}").write_bytes(
+            pickle.dumps(json.loads(dump()) | {"pg_config": groups})
+        )
+    if process.device.type == "cuda" and (dump := getattr(_distributed_c10d, "_dump_nccl_trace", None)):
+        (folder / f"nccl_trace_rank_{process.rank}").write_bytes(dump())
+
+
+def _died(file: BinaryIO) -> bool:
+    """Return whether a rank's file is unlocked, and says that the rank did not leave by itself."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_UN)
+        file.seek(0)
+        return not file.read().endswith(_LEFT)
+    except (OSError, ValueError):  # it is locked, or `close` was called just now
+        return False
+
+
+def _within(seconds: float, action: Callable[..., Any], *given: Any) -> Any:
+    """Return an action's result; None if it takes longer, because a file system or the store may not answer."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(action(*given)), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else None

@@ -47,6 +47,8 @@ def ratio_difference(one: Pair, other: Pair) -> tuple[float, float]:
     return difference, math.sqrt(squares * n / (n - 1)) if n > 1 else math.nan
 
 
-def plus_minus(value: float, stderr: float, digits: int) -> str:
-    """Format a value and its standard error, unless that is undefined."""
-    return f"{value:.{digits}f}" + (f" +- {stderr:.{digits}f}" if math.isfinite(stderr) else "")
+def plus_minus(value: float | None, stderr: float | None, digits: int) -> str:
+    """Format a value and its standard error, unless that is undefined. None: not finite, as in the records."""
+    if value is None or not math.isfinite(value):
+        return "not finite"
+    return f"{value:.{digits}f}" + (f" +- {stderr:.{digits}f}" if stderr is not None and math.isfinite(stderr) else "")

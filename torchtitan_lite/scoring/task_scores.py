@@ -18,7 +18,7 @@ from torchtitan_lite.models import Transformer
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.scoring.likelihood import Batch, Window, nats_only, pad_batch, sums_by_item
 from torchtitan_lite.scoring.questions import METRICS, Task
-from torchtitan_lite.scoring.statistics import Array, mean, plus_minus, ratio
+from torchtitan_lite.scoring.statistics import Array, mean, ratio
 from torchtitan_lite.scoring.task_tokens import Encoded
 
 BATCH_TOKENS = 4096  # per batch, including padding
@@ -41,11 +41,6 @@ class TaskScore:
             figures[name], figures[f"{name}_stderr"] = mean(self.correct[metric])
         figures["bits_per_byte"], figures["bits_per_byte_stderr"] = ratio(self.nats / math.log(2), self.n_bytes)
         return figures
-
-
-def figure_text(figures: dict[str, float], name: str) -> str:
-    """Format a figure and its standard error, for a line or a table."""
-    return plus_minus(figures[name], figures[f"{name}_stderr"], 3) if math.isfinite(figures[name]) else "not finite"
 
 
 @torch.no_grad()

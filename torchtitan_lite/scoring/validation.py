@@ -19,7 +19,7 @@ from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import Loader, MicroBatch, PrefetchingLoader
 from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.data.open_samples import open_samples
-from torchtitan_lite.distributed.fsdp import evaluating
+from torchtitan_lite.distributed.evaluating import evaluating
 from torchtitan_lite.distributed.process_group import sum_over_ranks
 from torchtitan_lite.models.loss import IGNORE, bits_per_byte
 from torchtitan_lite.scoring.likelihood import bytes_per_token, row_nats, row_sizes

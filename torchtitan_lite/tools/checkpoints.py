@@ -10,11 +10,13 @@ import argparse
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from torchtitan_lite.checkpointing import shards, storage
 from torchtitan_lite.checkpointing.find import candidates, find
+from torchtitan_lite.commands import Options, add_options
 from torchtitan_lite.config import paths, toml
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import ModelConfig
@@ -91,8 +93,6 @@ def import_config(folder: Path, out: Path | None, tokenizer: Path | None) -> Non
             stream.write(text)
     except FileExistsError:
         raise CheckpointError(f"{out} exists already; name a new file") from None
-    except OSError as error:
-        raise CheckpointError(f"{out} can't be written: {error}") from None
     print(
         f"wrote {out}: train.py --config {out} --data.path=my_text starts from these weights, step 0, with a new "
         "optimizer. Its comments give the reasons of the recipe"
@@ -159,22 +159,31 @@ warmup_steps = 20
 min_lr_ratio = 0.1"""
 
 
+FOLDER: dict[str, Any] = {"type": paths.expand}
+COMMANDS: dict[str, Options] = {
+    "verify": {"paths": FOLDER | {"nargs": "+"}},
+    "inspect": {"folder": FOLDER},
+    "export": {
+        "source": FOLDER | {"help": "a run (its newest complete checkpoint) or a checkpoint"},
+        "out": FOLDER | {"help": "the Hugging Face folder to write: new or empty"},
+        "--ema": {"action": "store_true", "help": "export the averaged weights, see optim.ema_decay"},
+        "--best": {"action": "store_true", "help": "of a run: the checkpoint with the lowest validation loss"},
+    },
+    "import": {
+        "folder": FOLDER,
+        "out": FOLDER | {"nargs": "?"},
+        "--tokenizer": FOLDER | {"help": "the model's tokenizer.json, if the folder has none"},
+    },
+}
+
+
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="checkpoint.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("verify").add_argument("paths", type=paths.expand, nargs="+")
-    commands.add_parser("inspect").add_argument("folder", type=paths.expand)
-    command = commands.add_parser("export")
-    command.add_argument("source", type=paths.expand, help="a run (its newest complete checkpoint) or a checkpoint")
-    command.add_argument("out", type=paths.expand, help="the Hugging Face folder to write: new or empty")
-    command.add_argument("--ema", action="store_true", help="export the averaged weights, see optim.ema_decay")
-    command.add_argument("--best", action="store_true", help="of a run: the checkpoint with the lowest validation loss")
-    command = commands.add_parser("import")
-    command.add_argument("folder", type=paths.expand)
-    command.add_argument("out", type=paths.expand, nargs="?")
-    command.add_argument("--tokenizer", type=paths.expand, help="the model's tokenizer.json, if the folder has none")
+    for name, options in COMMANDS.items():
+        add_options(commands.add_parser(name), options)
     arguments = parser.parse_args(argv)
     return run_cli("checkpoint.py", lambda: _run(arguments))
 

@@ -13,7 +13,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,7 @@ from torchtitan_lite.run.console import batch_line, fsdp_line, model_line
 from torchtitan_lite.run.metrics import Log
 from torchtitan_lite.run.session import Session, check_pending
 from torchtitan_lite.run.start_and_end import require_agreement, require_shared
-from torchtitan_lite.terminal import counted, duration, size
-from torchtitan_lite.tools.columns import columns
+from torchtitan_lite.terminal import columns, counted, duration, size
 from torchtitan_lite.tools.estimate import planned_run
 from torchtitan_lite.tools.estimate.planned_run import Plan, make_plan
 
@@ -50,18 +49,15 @@ def planned(config: Config, vocab_size: int, world_size: int) -> Plan:
     """Plan for the device that this process would use. Call it before there is a process group."""
     on_gpu = config.run.device != "cpu" and torch.cuda.is_available()
     device = mfu.named(torch.cuda.get_device_name()) if on_gpu else None
-    model = config.model.model_copy(update={"vocab_size": config.model.vocab_size or vocab_size})
-    return make_plan(config.model_copy(update={"model": model}), world_size, device, on_gpu=on_gpu)
+    known = config.changed({"model.vocab_size": config.model.vocab_size or vocab_size})
+    return make_plan(known, world_size, device, on_gpu=on_gpu)
 
 
 @contextlib.contextmanager
-def in_temporary_folder(config: Config, **changes: dict[str, Any]) -> Iterator[Config]:
-    """Change values by section, and use a temporary folder; kept only if a rank hangs, for its stacks."""
+def in_temporary_folder(config: Config, changes: Mapping[str, Any]) -> Iterator[Config]:
+    """Change values by "section.key", and use a temporary folder; kept only if a rank hangs, for its stacks."""
     folder = tempfile.mkdtemp(prefix="torchtitan-lite-")
-    changes = {"run": {"out_dir": folder}, **changes}
-    changed = config.model_copy(
-        update={section: getattr(config, section).model_copy(update=values) for section, values in changes.items()}
-    )
+    changed = config.changed({"run.out_dir": folder, "run.remote": "", **changes})
     try:
         run_folder.make(changed.folder)
         yield changed
@@ -78,22 +74,26 @@ def run(loaded: Loaded, data: DataSet, build: Callable[..., Session], step: Step
         step: `train.train_step`.
     """
     train = loaded.config.train
-    largest = {"global_batch_size": train.batch_size(train.steps), "batch_schedule": []}
-    steps = {"steps": max(train.steps, STEPS)}
-    with in_temporary_folder(loaded.config, train=largest | steps, checkpoint={"resume": ""}) as config:
+    changes = {
+        "train.global_batch_size": train.batch_size(train.steps),
+        "train.batch_schedule": [],
+        "train.steps": max(train.steps, STEPS),
+        "checkpoint.resume": "",
+    }
+    with in_temporary_folder(loaded.config, changes) as config:
         first = env_int("RANK", 0) == 0  # only rank 0 prints, and needs the plan
         plan = planned(loaded.config, data.vocab_size, env_int("WORLD_SIZE", 1)) if first else None
         with process_group(config.run) as process:
             require_agreement(loaded.config, data, process)
             with contextlib.closing(build(config, data, process, Log(config.folder, enabled=first))) as session:
                 n_bytes, step_s = measure(session, step)
-                machines = check_machines(loaded.config.folder, session)
+                machines = check_machines(loaded.config.folder, session, shared=not loaded.config.run.remote)
             if plan is not None:
                 print(machines)
                 print(compare(plan, n_bytes, step_s, loaded.config.folder))
 
 
-def check_machines(folder: Path, s: Session) -> str:
+def check_machines(folder: Path, s: Session, *, shared: bool = True) -> str:
     """Check the disk of a run and the clocks of all machines, and return a line about them. Collective.
 
     Raises:
@@ -101,7 +101,8 @@ def check_machines(folder: Path, s: Session) -> str:
     """
     s.checkpointer.folder = folder / "checkpoints"
     s.checkpointer.require_space()
-    require_shared(folder, s.config)
+    if shared:
+        require_shared(folder, s.config)
     hosts = gather(socket.gethostname())
     dist.barrier()  # the clocks are read at the same time
     clocks = gather(time.time())
@@ -125,7 +126,7 @@ def measure(s: Session, step: Step) -> tuple[int, float]:
         step(s, number).loss.item()  # reading the loss waits for the device
 
     n_bytes = 0
-    with s.watchdog.naming_lost_ranks(), out_of_memory.with_advice(s.config):
+    with s.watchdog.training(), out_of_memory.with_advice(s.config):
         run_step(1)
         if s.process.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()

@@ -16,20 +16,16 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from torchtitan_lite import commands
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.pairs import with_prefix
-from torchtitan_lite.errors import ConfigError, run_cli
+from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models.generation import Sampler, beam_search, is_encoder_decoder, new_tokens, pieces
-from torchtitan_lite.terminal import counted, prepare_streams
-from torchtitan_lite.tools.load_model import (
-    Opened,
-    best_checkpoint,
-    device_of,
-    open_model,
-    out_of_range,
-)
+from torchtitan_lite.terminal import counted
+from torchtitan_lite.tools import load_model
+from torchtitan_lite.tools.load_model import Opened, best_checkpoint, device_of, open_model, out_of_range
 
 MOST_BEAMS = 1000
 
@@ -54,6 +50,24 @@ def encode(opened: Opened, prompt: str) -> list[int]:
             f"answer): a prompt of at most {longest} works"
         )
     return ids
+
+
+OPTIONS: commands.Options = {
+    "run": {"type": paths.expand, "metavar": "RUN", "help": "a run, one of its checkpoints, or a Hugging Face folder"},
+    "--prompt --source": {
+        "help": 'the beginning of the text, or ""; a single document, even if it contains an end token; '
+        "encoder-decoders: the text to answer, e.g. to summarize"
+    },
+    "--beams": {"type": int, "default": 1, "help": "encoder-decoders: number of beams; replaces sampling"},
+    "--length-penalty": {"type": float, "default": 1.0, "help": "beam search: larger values prefer longer answers"},
+    "--interactive": {"action": "store_true", "help": "ask for prompts, until an empty line"},
+    "--max-tokens": {"type": int, "default": 200, "help": "maximum number of new tokens"},
+    "--temperature": {"type": float, "default": 0.8, "help": "0: always the likeliest token"},
+    "--top-k": {"type": int, "default": 0, "help": "draw from this many likeliest tokens; 0: all"},
+    "--top-p": {"type": float, "default": 1.0, "help": "draw from the likeliest tokens with this total probability"},
+    "--seed": {"type": int, "default": 0, "help": "the same seed gives the same text"},
+    **load_model.OPTIONS,
+}
 
 
 @dataclass(frozen=True)
@@ -131,34 +145,15 @@ def converse(opened: Opened, options: Options) -> None:
                 print(f"generate: {error}", file=sys.stderr)
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_lite.generate",
+def main(argv: Sequence[str] | None = None) -> int:
+    return commands.run(
+        "generate",
+        argv,
+        OPTIONS,
+        _run,
         description="Text from a trained model, streamed to the terminal.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("run", type=paths.expand, metavar="RUN", help="a run, one of its checkpoints, or a Hugging Face folder")
-    of_decoders = 'the beginning of the text, or ""; a single document, even if it contains an end token'
-    add("--prompt", "--source", help=f"{of_decoders}; encoder-decoders: the text to answer, e.g. to summarize")
-    add("--beams", type=int, default=1, help="encoder-decoders: number of beams; replaces sampling")
-    add("--length-penalty", type=float, default=1.0, help="beam search: larger values prefer longer answers")
-    add("--interactive", action="store_true", help="ask for prompts, until an empty line")
-    add("--max-tokens", type=int, default=200, help="maximum number of new tokens")
-    add("--temperature", type=float, default=0.8, help="0: always the likeliest token")
-    add("--top-k", type=int, default=0, help="draw from this many likeliest tokens; 0: all")
-    add("--top-p", type=float, default=1.0, help="draw from the likeliest tokens with this total probability")
-    add("--seed", type=int, default=0, help="the same seed gives the same text")
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="device to compute on")
-    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the parameters")
-    add("--best", action="store_true", help="of a run: the checkpoint with the lowest validation loss")
-    add("--ema", action="store_true", help="use the averaged weights, see optim.ema_decay")
-    add("--tokenizer", type=paths.expand, default=None, help="a tokenizer.json, if RUN has none")
-    add("--model.family", dest="family", default="", metavar="module:Name", help="import your own model")
-    args = parser.parse_args(argv)
-    prepare_streams()
-    return run_cli("generate", lambda: _run(args))
 
 
 def _run(args: argparse.Namespace) -> int:

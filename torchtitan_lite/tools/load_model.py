@@ -14,8 +14,8 @@ from torchtitan_lite.checkpointing.compatibility import require_finite, saved_co
 from torchtitan_lite.checkpointing.find import find
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import model_tensors
+from torchtitan_lite.commands import Options
 from torchtitan_lite.config import paths
-from torchtitan_lite.config.paths import kind_of
 from torchtitan_lite.config.rules.model import shape_rules
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data import tokenizer as bpe
@@ -28,6 +28,17 @@ from torchtitan_lite.models.generation import is_encoder_decoder
 from torchtitan_lite.run.attempts import Attempt, best_step
 
 LONGEST = 2048  # default maximum tokens in a window of a Hugging Face model
+OWN_FAMILY: Options = {
+    "--model.family": {"dest": "family", "default": "", "metavar": "module:Name", "help": "import your own model"}
+}
+OPTIONS: Options = {  # of the commands that open models
+    "--device": {"choices": ["auto", "cpu", "cuda"], "default": "auto", "help": "device to compute on"},
+    "--dtype": {"choices": ["float32", "bfloat16"], "default": "float32", "help": "dtype of the parameters"},
+    "--best": {"action": "store_true", "help": "of a run: the checkpoint with the lowest validation loss"},
+    "--ema": {"action": "store_true", "help": "use the averaged weights, see optim.ema_decay"},
+    "--tokenizer": {"type": paths.expand, "help": "a tokenizer.json, instead of the model's own"},
+    **OWN_FAMILY,
+}
 
 
 @dataclass(frozen=True)
@@ -165,9 +176,9 @@ def _tokenizer(where: Path) -> Tokenizer:
     """Load the tokenizer in a file or folder."""
     file = where / "tokenizer.json" if where.is_dir() else where
     if not file.is_file():
-        problem = f"is {kind_of(file)}" if file.exists() else "does not exist"
         raise DataError(
-            f"{file} {problem}: " + bpe.other_format(file, "name the model's tokenizer.json with --tokenizer=FILE")
+            f"there is no file {file}: "
+            + bpe.other_format(file, "name the model's tokenizer.json with --tokenizer=FILE")
         )
     return bpe.load(file)
 

@@ -5,7 +5,6 @@ Every key of the YAML becomes TOML or is listed in a comment with the reason. So
 checked as train.py checks a config.
 """
 
-import argparse
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,11 +12,12 @@ from typing import Any
 
 import yaml
 
+from torchtitan_lite import commands
 from torchtitan_lite.config import load, paths
 from torchtitan_lite.config.families import BLOCKS, FAMILIES
 from torchtitan_lite.config.sections.fsdp import STRATEGIES
 from torchtitan_lite.config.toml import format_value
-from torchtitan_lite.errors import ConfigError, run_cli
+from torchtitan_lite.errors import ConfigError
 
 # --- rules for keys --------------------------------------------------------------------------------------------------
 
@@ -197,6 +197,12 @@ def translate(content: Mapping[str, Any]) -> tuple[Sets, dict[str, str]]:
     return sets, others
 
 
+def _ranks(content: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return the numbers of machines, of processes, and of processes on a machine."""
+    machines, processes = (int(content.get(key) or 1) for key in ("num_machines", "num_processes"))
+    return machines, processes, max(processes // machines, 1)
+
+
 def to_toml(content: Mapping[str, Any], source: str) -> str:
     """Return the config file, with comments on what it lacks."""
     sets, others = translate(content)
@@ -206,8 +212,8 @@ def to_toml(content: Mapping[str, Any], source: str) -> str:
         lines += ["", f"[{section}]"]
         lines += [f"{f'{key} = {format_value(value)}':<40} # {origin}" for key, (value, origin) in inside.items()]
     lines += ["", "# these set nothing:", *(f"#   {name}: {reason}" for name, reason in others.items()), _LACKS]
-    machines, processes = (int(content.get(key) or 1) for key in ("num_machines", "num_processes"))
-    launcher = ["torchrun", f"--nproc-per-node {max(processes // machines, 1)}"]
+    machines, _, per_machine = _ranks(content)
+    launcher = ["torchrun", f"--nproc-per-node {per_machine}"]
     if machines > 1:
         address = content.get("main_process_ip") or "ADDRESS"
         launcher.append(f"--nnodes {machines} --node-rank RANK --master-addr {address}")
@@ -230,24 +236,24 @@ _LACKS = """#
 #"""
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m torchtitan_lite.migrate", description=__doc__.splitlines()[0])
-    parser.add_argument("file", type=paths.expand, help="an Accelerate config, e.g. default_config.yaml")
-    file: Path = parser.parse_args(argv).file
+def _run(file: Path) -> int:
+    try:
+        content = yaml.safe_load(file.read_bytes())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{file} can't be read as YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} is not a table of keys and values, as an Accelerate config is")
+    print(to_toml(content, file.name), flush=True)
+    # train.py would refuse the same
+    values = {key: value for key, (value, _) in translate(content)[0].items()}
+    _, n, local = _ranks(content)
+    load.load(None, values, origin=file.name, world_size=n, n_gpus=local, local_world_size=local, elsewhere=True)
+    return 0
 
-    def run() -> int:
-        try:
-            content = yaml.safe_load(file.read_bytes())
-        except (OSError, yaml.YAMLError) as error:
-            raise ConfigError(f"{file} can't be read as YAML: {error}") from None
-        if not isinstance(content, dict):
-            raise ConfigError(f"{file} is not a table of keys and values, as an Accelerate config is")
-        print(to_toml(content, file.name), flush=True)
-        # train.py would refuse the same
-        values = {key: value for key, (value, _) in translate(content)[0].items()}
-        machines, processes = (int(content.get(key) or 1) for key in ("num_machines", "num_processes"))
-        n = max(processes // machines, 1)
-        load.load(None, values, origin=file.name, world_size=processes, n_gpus=n, local_world_size=n, elsewhere=True)
-        return 0
 
-    return run_cli("migrate", run)
+OPTIONS: commands.Options = {"file": {"type": paths.expand, "help": "an Accelerate config, e.g. default_config.yaml"}}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    text = __doc__.splitlines()[0]
+    return commands.run("migrate", argv, OPTIONS, lambda options: _run(options.file), description=text)

@@ -16,19 +16,18 @@ from torchtitan_lite.distributed.fsdp import Group, groups_of
 from torchtitan_lite.distributed.process_group import build_mesh, process_group
 from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.environment import local_rank
-from torchtitan_lite.errors import CheckpointError, RepeatError
+from torchtitan_lite.errors import CheckpointError, ConfigError, RepeatError
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.run import attempts, phases, run_folder
 from torchtitan_lite.run.console import phase_lines
 from torchtitan_lite.run.session import Session
 from torchtitan_lite.run.start_and_end import prepared
-from torchtitan_lite.terminal import print_line
+from torchtitan_lite.terminal import columns, print_line
 from torchtitan_lite.tools import dry_run, replay
-from torchtitan_lite.tools.columns import columns
+from torchtitan_lite.tools.status import is_locked
 
 _GROUPS = "group", "parameters", "frozen", "shard MiB", "full MiB", "computes", "reduces", "reshard", "placements"
-_NUMBERS = range(1, 5)
 _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -59,7 +58,13 @@ def run(
 
 
 def check(loaded: Loaded) -> None:
-    """Raise the errors of a start that can be found without preparing text, a process group or a model."""
+    """Raise the errors of a start that can be found without preparing text, a process group or a model.
+
+    A run that another job has locked is one of them: the next start of this job would fail, too.
+    """
+    by = run_folder.holder(loaded.config.folder)
+    if is_locked(loaded.config.folder) and run_folder.is_of_another_job(by):
+        raise ConfigError(run_folder.in_use(loaded.config.folder, by))
     if refused := run_folder.why_not_again(loaded):
         raise RepeatError(refused)
     data = None
@@ -109,7 +114,7 @@ def describe(model: Transformer, config: FsdpConfig) -> str:
     n_bytes = sum(own_part(p)[0].nbytes for p in parameters.values())
     total = ("total", f"{n:,}", "", f"{n_bytes / 2**20:.2f}", "", "", "", "", "")
     rows = [_GROUPS, *(_row(group, parameters) for group in groups_of(model, config)), total]
-    return "\n".join([str(model), "", *columns(rows, _NUMBERS)])
+    return "\n".join([str(model), "", *columns(rows, right=range(1, 5))])
 
 
 def _row(group: Group, parameters: dict[str, torch.nn.Parameter]) -> tuple[str, ...]:

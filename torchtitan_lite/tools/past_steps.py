@@ -48,7 +48,7 @@ def read_record(folder: Path, last: int = 10**12) -> Record:
         ConfigError: this is not a run, its config can't be read, or its data has changed.
         DataError: the data can't be read.
     """
-    attempts = attempts_of(folder)
+    attempts = history.since_fork(history.of_run(folder)[1])
     loaded, data = prepared(Loaded(saved_config(folder, attempts[-1].config), {}), folder)
     require_same_data(str(folder), data, attempts[-1])
     samples: dict[int, range] = {}
@@ -84,19 +84,6 @@ def steps_of(
         if step > last:
             break
         yield step, samples, (mixture, config.run.seed)
-
-
-def attempts_of(folder: Path) -> Sequence[Attempt]:
-    """Return the attempts of a run; for a fork, from the last one that began with the other run's checkpoint.
-
-    Raises:
-        ConfigError: there is no attempt, or an older version made the folder.
-    """
-    history.newest_status(folder)
-    attempts = history.read(folder)
-    if not attempts:
-        raise ConfigError(f"{folder} is not the folder of a run that has begun to train: it has no {history.FILE}")
-    return history.since_fork(attempts)
 
 
 def require_own_step(folder: Path, attempts: Sequence[Attempt], step: int, option: str) -> None:

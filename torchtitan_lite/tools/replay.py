@@ -7,7 +7,10 @@ can cause a difference, or what a note names.
 """
 
 import contextlib
+import copy
+import functools
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,17 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from torchtitan_lite import __version__
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.compatibility import AUTOTUNING, bitwise_setting, values_to_match
 from torchtitan_lite.checkpointing.shards import read_tensors
+from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config, flatten, known_keys, resume_rule
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.distributed.exchange import on_rank0
+from torchtitan_lite.distributed.exchange import gather, on_rank0
 from torchtitan_lite.distributed.process_group import process_group
 from torchtitan_lite.environment import command_with
 from torchtitan_lite.errors import ConfigError, NonFiniteError, SpikeError, UserError
@@ -39,7 +44,7 @@ from torchtitan_lite.run.session import Session, check_pending
 from torchtitan_lite.run.start_and_end import require_agreement
 from torchtitan_lite.terminal import counted, print_line
 from torchtitan_lite.tools.dry_run import in_temporary_folder
-from torchtitan_lite.tools.past_steps import attempts_of, checkpoint_before, require_own_step
+from torchtitan_lite.tools.past_steps import checkpoint_before, require_own_step
 
 Step = Callable[[Session, int], StepRecord]
 Numbers = Mapping[str, Any]
@@ -88,14 +93,14 @@ def run(n: int, loaded: Loaded, data: DataSet, build: Callable[..., Session], st
         setting = bitwise_setting(config, process)  # a collective, so not inside `on_rank0`
         here = numbers_of(flatten(config), values_to_match(config, data), setting)
         recorded = Recorded(**on_rank0(lambda: read(config, n, here), process.untimed))
-        with in_temporary_folder(config, checkpoint={"resume": recorded.checkpoint}) as replayed:
+        with in_temporary_folder(config, {"checkpoint.resume": recorded.checkpoint}) as replayed:
             log = Log(replayed.folder, enabled=process.rank == 0)
             began = recorded.checkpoint or "the run's beginning: there is no complete checkpoint before"
             for note in recorded.notes:
                 log.info(f"note    {note}")
             log.info(f"replay  steps {recorded.start + 1} to {recorded.last}, from {began}")
             s = build(replayed, data, process, log)
-            with contextlib.closing(s), s.watchdog.naming_lost_ranks(), out_of_memory.with_advice(config):
+            with contextlib.closing(s), s.watchdog.training(), out_of_memory.with_advice(config):
                 result = compute(s, step, recorded, config.folder)
             if process.rank == 0:
                 print_line(f"equal   {result}")
@@ -114,7 +119,7 @@ def read(config: Config, n: int, here: Numbers) -> Recorded:
         ConfigError: the run did not make this step, or made it with values that differ from `here`.
     """
     folder = config.folder.absolute()
-    attempts = attempts_of(folder)
+    attempts = history.since_fork(history.of_run(folder)[1])
     require_own_step(folder, attempts, n, "--replay")
     steps: dict[int, Numbers] = {}
     for record in history.records(folder):
@@ -148,14 +153,10 @@ def numbers_of(config: Mapping[str, Any], must_match: Numbers, setting: Numbers)
         config: by "section.key".
         must_match, setting: see checkpointing/compatibility.py.
     """
-    keys = {key: value for key, value in config.items() if _matters(key)}
+    keys = {key: value for key, value in config.items() if resume_rule(key).changes in ("steps", "start")}
     order = {"data.sources": [*config["data.sources"]]}  # must_match has their weights and text
     content: dict[str, Any] = json.loads(json.dumps({**keys, **order, **must_match, **setting}))
     return content
-
-
-def _matters(key: str) -> bool:
-    return resume_rule(key).changes in ("steps", "start")
 
 
 def _require_same(n: int, made: range, maker: Attempt, here: Numbers) -> None:
@@ -210,12 +211,15 @@ def compute(s: Session, step: Step, recorded: Recorded, folder: Path) -> str:
     compared, tensors, equal, stopped = 0, 0, recorded.start, ""
     for number in range(recorded.start + 1, recorded.last + 1):
         s.watchdog.step(number)
+        before = s.state
         numbers = step(s, number).numbers
         try:
             with contextlib.suppress(SpikeError):  # the last step of a run that a spike stopped
                 check_pending(s)
         except NonFiniteError as error:
             stopped = _sentence(str(error))
+        if not all(map(math.isfinite, numbers.rank_losses)):
+            s.log.info(f"replay  step {number}: {first_not_finite(s, step, number, before)}")
         then = recorded.steps.get(str(number), {})
         if stopped != then.get(_STOPPED, ""):
             was, now = (reason or f"step {number} is finite" for reason in (then.get(_STOPPED, ""), stopped))
@@ -231,6 +235,31 @@ def compute(s: Session, step: Step, recorded: Recorded, folder: Path) -> str:
             tensors += _compare_tensors(s, folder / "checkpoints", number, recorded.advice)
     also = f", and {counted(tensors, 'tensor')} of a checkpoint" if tensors else ""
     return f"bit for bit: the losses and the gradient norm of {counted(compared, 'step')}{also}. {_CAUSE}"
+
+
+def first_not_finite(s: Session, step: Step, number: int, before: TrainState) -> str:
+    """Repeat a step whose loss is not finite, and name the first module whose output is not. Collective.
+
+    Its update was withheld, so nothing but the scaler has changed. Compiled blocks run without compilation, because
+    their modules would not call the hooks.
+    """
+    found = list[str]()
+
+    def look(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        tensors = [each for each in tree_leaves(output) if isinstance(each, Tensor) and each.is_floating_point()]
+        if not found and not all(tensor.isfinite().all() for tensor in tensors):
+            found.append(name or "the model, in its loss")
+
+    hooks = [m.register_forward_hook(functools.partial(look, name)) for name, m in s.model.named_modules()]
+    scaler, s.scaler, s.state = s.scaler, copy.copy(s.scaler), before
+    with torch.compiler.set_stance("force_eager"):
+        step(s, number)
+    for hook in hooks:
+        hook.remove()
+    s.scaler, s.pending = scaler, None
+    ranks = [f"{name[0]} (rank {rank})" for rank, name in enumerate(gather(found)) if name]
+    named = ", ".join(ranks) or "none: computed again, all outputs are finite"
+    return f"the first module whose output is not finite: {named}"
 
 
 def _sentence(text: str) -> str:

@@ -4,7 +4,6 @@ run.json has the newest status. A killed process does not update it, so `status_
 the kernel releases when rank 0 ends. Every reader of the status uses `status_of`.
 """
 
-import argparse
 import fcntl
 import json
 import os
@@ -15,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite import commands
 from torchtitan_lite.config import paths
-from torchtitan_lite.errors import ConfigError, run_cli
 from torchtitan_lite.run import attempts
 from torchtitan_lite.terminal import duration
 
@@ -36,7 +35,7 @@ class Status:
 
 def status_of(folder: Path, about: dict[str, Any], records: Sequence[dict[str, Any]]) -> Status:
     """Return the current status of a run, from the contents of run.json and metrics.jsonl (the records that count)."""
-    status, locked = about["status"], _locked(folder)
+    status, locked = about["status"], is_locked(folder)
     if locked or status != "running":
         return Status("starting" if locked and status != "running" else status, bool(locked))
     times = [about["time"], *(record["time"] for record in records[-1:])]
@@ -47,7 +46,7 @@ def status_of(folder: Path, about: dict[str, Any], records: Sequence[dict[str, A
     return Status(f"running on {host} when last seen, {age}", True)
 
 
-def _locked(folder: Path) -> bool | None:
+def is_locked(folder: Path) -> bool | None:
     """Return whether a process visible to this machine holds the run's lock; None if that can't be tested.
 
     A file system may keep locks per machine, so False is reliable only on rank 0's machine. The test holds a shared
@@ -72,28 +71,25 @@ def _ago(moment: float) -> str:
     return f"{duration(max(time.time() - moment, 0))} ago"
 
 
-def main(argv: Sequence[str]) -> int:
+OPTIONS: commands.Options = {
+    "run": {"type": paths.expand, "metavar": "RUN", "help": "the folder of a run"},
+    "--json": {"action": "store_true", "help": "print one line of JSON (docs/watching.md)"},
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Print the status. Returns the exit code: 1 if the run has failed or stopped unexpectedly, else 0."""
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_lite.status",
-        description="Whether a run is alive, its step, loss and speed, and how long ago its last record was.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("run", type=paths.expand, metavar="RUN", help="the folder of a run")
-    parser.add_argument("--json", action="store_true", help="print one line of JSON (docs/watching.md)")
-    args = parser.parse_args(argv)
-    return run_cli("status", lambda: _status(args.run, args.json))
-
-
-def runs_in(folder: Path) -> str:
-    """Return, for a message, the runs in a folder that is not a run; empty if it has none."""
-    names = sorted(file.parent.name for file in folder.glob("*/run.json"))
-    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return f"; it has the runs {', '.join(names[:10])}{more}" if names else ""
+    text = "Whether a run is alive, its step, loss and speed, and how long ago its last record was."
+    return commands.run("status", argv, OPTIONS, lambda args: _status(args.run, args.json), description=text)
 
 
 def _has_files(checkpoint: Path) -> bool:
-    """Return whether a checkpoint has all files at their sizes. (`checkpoint.py verify` compares hashes.)"""
+    """Return whether a checkpoint has all files at their sizes. (`checkpoint.py verify` compares hashes.)
+
+    A copy of a run in a bucket has only complete steps, without their large files.
+    """
+    if (checkpoint.parents[1] / ".bucket").is_file():
+        return True
     try:
         files = json.loads((checkpoint / "manifest.json").read_bytes())["files"]
         return all((checkpoint / name).stat().st_size == about["bytes"] for name, about in files.items())
@@ -102,15 +98,13 @@ def _has_files(checkpoint: Path) -> bool:
 
 
 def _status(folder: Path, as_json: bool) -> int:
-    about, history = attempts.newest_status(folder), attempts.read(folder)
-    if not (about and history):
-        lost = attempts.FILE if about else "run.json"
-        raise ConfigError(f"{folder} is not the folder of a run: it has no {lost} that can be read{runs_in(folder)}")
+    about, history = attempts.of_run(folder)
     records = attempts.records(folder)
     status = status_of(folder, about, records)
     reason = "" if status.active else about["reason"].split("\n")[0]
     waits = f"; {_ago(about['time'])}, and no attempt has begun since" if status.text == "preempted" else ""
-    lines = [f"run     {folder}: {status.text}{reason and f': {reason}'}{waits}"]
+    name = (folder / ".bucket").read_text() if (folder / ".bucket").is_file() else folder
+    lines = [f"run     {name}: {status.text}{reason and f': {reason}'}{waits}"]
     lines.append(f"ranks   {history[-1].world_size} on {', '.join(history[-1].hosts)}")
     named = {saved.name.removeprefix("step-"): saved for saved in (folder / "checkpoints").glob("step-*")}
     saved = {int(n): each.stat().st_mtime for n, each in named.items() if n.isdecimal() and _has_files(each)}
@@ -119,7 +113,11 @@ def _status(folder: Path, as_json: bool) -> int:
     if last:
         loss = "not finite" if last["loss"] is None else f"{last['loss']:.4f}"
         lines.append(f"step    {last['step']:,} of {n_steps:,}, {_ago(last['time'])}, loss {loss}")
-        lines += [f"saved   step {max(saved):,}, {_ago(saved[max(saved)])}"] if saved else []
+        lines += [f"saved   step {max(saved):,}, {_ago(saved[max(saved)])}"] if saved and name == folder else []
+        uploads = [record for record in records if {"upload_s", "upload_error"} & record.keys()]
+        for record in uploads[-1:]:
+            error = f" is not in the bucket: {record['upload_error']}" if "upload_error" in record else ""
+            lines.append(f"bucket  step {record['step']:,}{error}, {_ago(record['time'])}")
         lines += [] if best is None else [f"best    the checkpoint of step {best:,}, by validation loss"]
         lines.append(f"speed   {last['tokens_per_second']:,.0f} tokens per second, {attempts.goodput_line(folder)}")
     else:

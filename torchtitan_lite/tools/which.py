@@ -19,19 +19,19 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from torchtitan_lite import commands
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.data import token_files
 from torchtitan_lite.data.dataset import Source
 from torchtitan_lite.data.token_files import ORIGINS, PAIRS, PLACE_BITS, TokenFiles, document_ends
-from torchtitan_lite.errors import ConfigError, run_cli
-from torchtitan_lite.terminal import counted, prepare_streams
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.terminal import counted
+from torchtitan_lite.tools.load_model import OWN_FAMILY
 from torchtitan_lite.tools.past_steps import Record, read_record, require_own_step, steps_of
 
 _TOKENS = 64  # tokens of a text to show
 _SHOWN = 60  # characters of a text on the terminal
-_LINES = 200  # documents on the terminal, if TEXT is in many
-_STEPS = 100  # steps, likewise
 _SKIPPED = 1000  # ranges of samples in a command line
 _TOGETHER = 1024  # documents decoded at a time
 
@@ -170,9 +170,7 @@ def without(record: Record, sources: Sources, wanted: Mapping[Path, Set[int]], s
     ranges = record.config.data.skip_samples
     while samples and len(ranges) <= _SKIPPED:
         ranges = sorted([*ranges, *([n, n + 1] for n in samples)])
-        config = record.config.model_copy(
-            update={"data": record.config.data.model_copy(update={"skip_samples": ranges})}
-        )
+        config = record.config.changed({"data.skip_samples": ranges})
         made = {step: (a, b) for step, a, b in steps_of(record.attempts[0], config, record.data, config.train.steps)}
         fork = replace(
             record, samples={n: a for n, (a, _) in made.items()}, mixtures={n: b for n, (_, b) in made.items()}
@@ -210,8 +208,6 @@ def _steps(options: argparse.Namespace, record: Record) -> range:
 def _run(options: argparse.Namespace) -> int:
     if options.step is None and (options.find is None or options.to is not None):
         raise ConfigError("give --step N, optionally with --to M; or --find TEXT, optionally with --step and --to")
-    if options.json and not options.json.absolute().parent.is_dir():
-        raise ConfigError(f"--json={options.json}: {options.json.absolute().parent} is not a folder")
     FAMILIES.add(options.family)
     record = read_record(options.run)
     steps = _steps(options, record)
@@ -233,12 +229,10 @@ def _run(options: argparse.Namespace) -> int:
             f"{counted(sum(map(len, wanted.values())), 'document')} containing {options.find!r} in the training split, "
             f"{sum(held_out):,} in the validation split"
         )
-        found, most = [*rows(record, sources, steps, wanted)], _LINES
+        found = [*rows(record, sources, steps, wanted)]
         listed = sorted({row.step for row in found})
-        shown = ", ".join(
-            [*map(str, listed[:_STEPS]), *([f"and {len(listed) - _STEPS:,} more"] * (len(listed) > _STEPS))]
-        )
-        title = f"parts of these documents are seen at {counted(len(listed), 'step')} of {len(steps):,}: {shown or '-'}"
+        shown = ", ".join(map(str, listed)) or "-"
+        title = f"parts of these documents are seen at {counted(len(listed), 'step')} of {len(steps):,}: {shown}"
         own = [row for row in found if row.step > record.attempts[0].step]
         if options.step is None and own:
             ranges = without(record, sources, wanted, {row.sample for row in own})
@@ -251,14 +245,11 @@ def _run(options: argparse.Namespace) -> int:
         skips = {step: skipped for step in steps if (skipped := record.skipped(step))}
         notes += [f"the samples {s.start} to {s.stop - 1} were skipped before step {n}" for n, s in skips.items()]
         found, listed = [*rows(record, sources, steps)], [*steps]
-        most = len(found)
         which = f"step {steps.start}" if len(steps) == 1 else f"steps {steps.start} to {steps[-1]}"
         first, end = record.samples[steps.start].start, record.samples[steps[-1]].stop
         title = f"{which}: samples {first} to {end - 1}, {counted(len(found), 'part')} of documents"
-    for line in (*(f"note    {note}" for note in notes), title, *(row.line() for row in found[:most])):
+    for line in (*(f"note    {note}" for note in notes), title, *(row.line() for row in found)):
         print(line)
-    if len(found) > most:
-        print(f"and {len(found) - most:,} more; --json FILE has all")
     if options.json:
         content = {
             "run": str(options.run),
@@ -270,25 +261,17 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: Sequence[str]) -> int:
+OPTIONS: commands.Options = {
+    "run": {"type": paths.expand, "metavar": "RUN", "help": "the folder of a run"},
+    "--step": {"type": int, "metavar": "N", "help": "the step, or the first of several"},
+    "--to": {"type": int, "metavar": "M", "help": "the last step"},
+    "--find": {"metavar": "TEXT", "help": "the steps that see any part of a document containing this text"},
+    "--json": {"type": paths.expand, "metavar": "FILE", "help": "also write the whole list here"},
+    **OWN_FAMILY,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_lite.which",
-        description="List the documents that steps of a run saw, or the steps that see documents containing a text.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("run", type=paths.expand, metavar="RUN", help="the folder of a run")
-    parser.add_argument("--step", type=int, default=None, metavar="N", help="the step, or the first of several")
-    parser.add_argument("--to", type=int, default=None, metavar="M", help="the last step")
-    parser.add_argument(
-        "--find", default=None, metavar="TEXT", help="the steps that see any part of a document containing this text"
-    )
-    parser.add_argument(
-        "--json", type=paths.expand, default=None, metavar="FILE", help="also write the whole list here"
-    )
-    parser.add_argument(
-        "--model.family", dest="family", default="", metavar="module:Name", help="import your own model"
-    )
-    options = parser.parse_args(argv)
-    prepare_streams()
-    return run_cli("which", lambda: _run(options))
+    text = "List the documents that steps of a run saw, or the steps that see documents containing a text."
+    return commands.run("which", argv, OPTIONS, _run, description=text)

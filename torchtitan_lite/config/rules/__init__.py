@@ -3,10 +3,7 @@
 from torchtitan_lite.config.rules import data, fsdp, local, model, run, train
 from torchtitan_lite.config.schema import Config, Machine
 
-RULES = (
-    *(run.rules, model.rules, data.rules, train.rules),
-    *(fsdp.strategy_rules, fsdp.rules, fsdp.float8_rules, run.profile_rules),
-)
+RULES = run.rules, model.rules, data.rules, train.rules, fsdp.strategy_rules, fsdp.rules, fsdp.float8_rules
 
 
 def broken_rules(config: Config, machine: Machine, *, elsewhere: bool = False) -> dict[str, str]:

@@ -78,34 +78,33 @@ def float8_rules(config: Config, machine: Machine) -> Rules:
     fsdp, micro_batch = config.fsdp, config.train.micro_batch_size
     # the weight-gradient matmul sums over the tokens; batches of pairs are padded to a multiple of 8 columns
     lengths = {8} if config.data.objective == "pairs" else {config.input_len, config.target_len}
-    if any(micro_batch * length % 16 for length in lengths):
-        yield (
-            "speed.float8 train.micro_batch_size",
-            "speed.float8 = true needs a multiple of 16 tokens in a micro-batch, which train.micro_batch_size = "
-            f"{micro_batch} does not give; multiples of {16 // math.gcd(16, *lengths)} work, or speed.float8 = false",
-        )
-    if (dtypes := fsdp.dtypes("param_dtype") - {None}) != {"bfloat16"}:
-        other = min(str(dtype) for dtype in dtypes - {"bfloat16"})
-        yield (
-            "speed.float8 fsdp.param_dtype fsdp.precision_overrides",
-            'speed.float8 = true needs fsdp.param_dtype = "bfloat16" for all groups, as its matmuls return bfloat16, '
-            f'but some have "{other}"; speed.float8 = false works, or fsdp.param_dtype = "bfloat16"',
-        )
-    if not isinstance(fsdp.reshard_after_forward, bool | str):
-        yield (
-            "speed.float8 fsdp.reshard_after_forward",
-            f"fsdp.reshard_after_forward = {fsdp.reshard_after_forward} can't gather float8 again in backward; "
-            "true, false or default works, or speed.float8 = false",
-        )
-    if fsdp.shard_columns:
-        yield (
-            "speed.float8 fsdp.shard_columns",
-            "fsdp.shard_columns splits matrices by columns, but speed.float8 = true gathers rows; fsdp.shard_columns = "
-            "[] works, or speed.float8 = false",
-        )
-    if fsdp.cpu_offload:
-        yield (
-            "speed.float8 fsdp.cpu_offload",
-            "fsdp.cpu_offload = true keeps shards on the host, but speed.float8 = true casts them on the GPU; "
-            "fsdp.cpu_offload = false works, or speed.float8 = false",
-        )
+    dtypes = fsdp.dtypes("param_dtype") - {None, "bfloat16"}
+    refused = {
+        "train.micro_batch_size": (
+            any(micro_batch * length % 16 for length in lengths),
+            "needs a multiple of 16 tokens in a micro-batch, which train.micro_batch_size = "
+            f"{micro_batch} does not give; multiples of {16 // math.gcd(16, *lengths)} work",
+        ),
+        "fsdp.param_dtype fsdp.precision_overrides": (
+            dtypes,
+            'needs fsdp.param_dtype = "bfloat16" for all groups, as its matmuls return bfloat16, but some have '
+            f'"{min(map(str, dtypes), default="")}"; fsdp.param_dtype = "bfloat16" works',
+        ),
+        "fsdp.reshard_after_forward": (
+            not isinstance(fsdp.reshard_after_forward, bool | str),
+            f"can't gather again in backward with fsdp.reshard_after_forward = {fsdp.reshard_after_forward}; "
+            "true, false or default works",
+        ),
+        "fsdp.shard_columns": (
+            fsdp.shard_columns,
+            "gathers rows, but fsdp.shard_columns splits matrices by columns; fsdp.shard_columns = [] works",
+        ),
+        "fsdp.cpu_offload": (
+            fsdp.cpu_offload,
+            "casts shards on the GPU, but fsdp.cpu_offload = true keeps them on the host; "
+            "fsdp.cpu_offload = false works",
+        ),
+    }
+    for keys, (broken, text) in refused.items():
+        if broken:
+            yield f"speed.float8 {keys}", f"speed.float8 = true {text}, or speed.float8 = false"

@@ -63,5 +63,4 @@ def fitting_warmup(config: Config) -> Config:
     optim, steps = config.optim, config.train.steps
     if not dict(warmup_rules(optim, steps)):
         return config
-    warmup_steps = min(steps // 10, _longest_warmup(optim, steps))
-    return config.model_copy(update={"optim": optim.model_copy(update={"warmup_steps": warmup_steps})})
+    return config.changed({"optim.warmup_steps": min(steps // 10, _longest_warmup(optim, steps))})

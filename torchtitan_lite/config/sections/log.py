@@ -42,7 +42,7 @@ class Metric:
     """
 
     parts: Callable[..., Any]
-    values: Callable[[Any], Mapping[str, float]]
+    values: Callable[[Any], Mapping[str, Any]]
     line: str = ""
 
 
@@ -55,9 +55,11 @@ class LogConfig(Section):
     trackers: list[Annotated[str, AfterValidator(TRACKERS.known)]] = Field(default=[], examples=[["tensorboard"]])
     """also send the records to these trackers; each is an extra: pip install -e ".[tensorboard]\""""
     metrics: list[Annotated[str, AfterValidator(METRICS.known)]] = Field(
-        default=[], examples=[["examples.own_metric:LAYER_NORMS"]]
+        default=[], examples=[["examples.own_metric:KIND_NORMS"]]
     )
     """metrics of your own, of each logged step (docs/extending.md)"""
+    norms: bool = False
+    """also log the norms of weights and updates by block, as those of gradients"""
     wandb_project: Annotated[
         str, UsedIf("log.trackers", 'log.trackers = ["wandb"]', lambda trackers: "wandb" in trackers)
     ] = "torchtitan_lite"

@@ -7,66 +7,87 @@ python -m torchtitan_lite.data.prepare --verify data/mine
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
+from torchtitan_lite import commands
+from torchtitan_lite.commands import SEVERAL, Options
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.sections.data import READERS, DataConfig, TokenizerConfig
 from torchtitan_lite.data.prepare.folder import prepare
 from torchtitan_lite.data.prepare.job import BYTES, Job
 from torchtitan_lite.data.prepare.summary import report, summary, verify
-from torchtitan_lite.data.prepare.texts import READABLE, Corpus, find, ignored_notes
+from torchtitan_lite.data.prepare.texts import READABLE, TEXT_KEY, TEXT_SUFFIXES, Corpus, find, ignored_notes
 from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.data.tokenizer import SMALLEST
-from torchtitan_lite.errors import ConfigError, DataError, run_cli
+from torchtitan_lite.errors import ConfigError, DataError
+
+OPTIONS: Options = {
+    "sources": {"nargs": "*", "metavar": "SOURCE", "help": f"{READABLE}, folders or globs"},
+    "--out": {"type": paths.expand, "help": "the folder to create"},
+    "--end-token": {"default": "", "help": "the token that ends a document; default: as [tokenizer] end_token"},
+    "--begin-token": {"default": "", "help": "the token that begins each document; default: none"},
+    "--sentinels": {"action": "store_true", "help": "the trained tokenizer gets T5's pad and sentinels"},
+    "--text-key": TEXT_KEY,
+    "--text-suffixes": TEXT_SUFFIXES,
+    "--source-key": {"default": "", "metavar": "NAME", "help": "pairs: the key or column of the source"},
+    "--target-key": {"default": "", "metavar": "NAME", "help": "pairs: the key or column of the target"},
+    "--source-prefix": {
+        "default": "",
+        "metavar": "TEXT",
+        "help": 'pairs: put before each source, e.g. "summarize: "',
+    },
+    "--on-error": {
+        "choices": ("stop", "skip"),
+        "default": "stop",
+        "help": "skip: leave out unusable text, and list it",
+    },
+    "--verify": {
+        "type": paths.expand,
+        "metavar": "FOLDER",
+        "help": "check every byte of a prepared folder, and exit",
+    },
+}
+TOKENIZERS: Options = {
+    "--tokenizer": {
+        "default": "",
+        "metavar": "FILE",
+        "help": 'a tokenizer.json, or "bytes" for one token per byte',
+    },
+    "--train-tokenizer": {
+        "type": int,
+        "metavar": "N",
+        "help": "train byte-level BPE with N entries (default: 4096)",
+    },
+}
+HELD_OUT: Options = {
+    "--held-out": {
+        **SEVERAL,
+        "metavar": "FILE",
+        "help": "validation text in its own files, instead of a fraction",
+    },
+    "--val-fraction": {
+        "type": float,
+        "default": DataConfig().val_fraction,
+        "help": "fraction of the documents held out (default: 0.05)",
+    },
+}
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    arguments = _parser().parse_args(argv)
-    return run_cli("prepare", lambda: _verify(arguments.verify) if arguments.verify else _make(arguments))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "python -m torchtitan_lite.data.prepare",
+    return commands.run(
+        "data.prepare",
+        argv,
+        OPTIONS,
+        lambda given: _verify(given.verify) if given.verify else _make(given),
+        exclusive=[TOKENIZERS, HELD_OUT],
         description="Tokenize text for training, on all cores. If it is interrupted, run the same command again to "
         "resume.",
     )
-    several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
-    add = parser.add_argument
-    add("sources", nargs="*", metavar="SOURCE", help=f"{READABLE}, folders or globs")
-    add("--out", type=paths.expand, help="the folder to create")
-    add_one_of = parser.add_mutually_exclusive_group().add_argument
-    add_one_of("--tokenizer", default="", metavar="FILE", help='a tokenizer.json, or "bytes" for one token per byte')
-    add_one_of("--train-tokenizer", type=int, metavar="N", help="train byte-level BPE with N entries (default: 4096)")
-    add("--end-token", default="", help="the token that ends a document; default: as [tokenizer] end_token")
-    add("--begin-token", default="", help="the token that begins each document; default: none")
-    add("--sentinels", action="store_true", help="the trained tokenizer gets T5's pad and sentinels")
-    add(
-        "--text-key",
-        type=lambda text: text.split(",") if "," in text else text,
-        metavar="NAME",
-        help="the key of a .jsonl line, or the column of a table, that holds the text (default: text); several, with "
-        "commas, are tried in order",
-    )
-    more = "more suffixes of plain text, e.g. .md .py, '' for files without one; or your own readers, module:Name"
-    add("--text-suffixes", **several, metavar="SUFFIX", help=more)
-    add("--source-key", default="", metavar="NAME", help="pairs: the key or column of the source")
-    add("--target-key", default="", metavar="NAME", help="pairs: the key or column of the target")
-    add("--source-prefix", default="", metavar="TEXT", help='pairs: put before each source, e.g. "summarize: "')
-    add_one_of = parser.add_mutually_exclusive_group().add_argument
-    add_one_of("--held-out", **several, metavar="FILE", help="validation text in its own files, instead of a fraction")
-    default = DataConfig().val_fraction
-    add_one_of("--val-fraction", type=float, default=default, help="fraction of the documents held out (default: 0.05)")
-    add("--on-error", choices=("stop", "skip"), default="stop", help="skip: leave out unusable text, and list it")
-    add("--verify", type=paths.expand, metavar="FOLDER", help="check every byte of a prepared folder, and exit")
-    return parser
 
 
 def _verify(folder: Path) -> int:
@@ -144,4 +165,4 @@ def _corpus(arguments: argparse.Namespace) -> Corpus:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    raise SystemExit(main())

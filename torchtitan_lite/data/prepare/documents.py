@@ -117,10 +117,7 @@ def _document(corpus: Corpus, file: int, place: int, values: Sequence[Any] | Unu
                 file, place, "no text", f"{json.dumps(key, ensure_ascii=False)} should be text, but is {shown}"
             )
     texts = corpus.source_prefix + values[0], *values[1:]
-    try:
-        contents = [text.encode() for text in texts]
-    except UnicodeEncodeError as error:
-        return Problem(file, place, "no text", f"is not valid text: {error.reason}")
+    contents = [text.encode() for text in texts]
     if max(map(len, contents)) > LONGEST:
         return Problem(file, place, *_TOO_LONG)
     number = int.from_bytes(hashlib.sha256(contents[0]).digest()[:8])
@@ -147,7 +144,9 @@ def read_txt(stream: BinaryIO, corpus: Corpus) -> Read:
     line, pending = 1, stream.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
     while pending := pending + stream.read(corpus.block - len(pending)):
         at_end = len(pending) < corpus.block
-        cut = len(pending) if at_end else pending.rfind(b"\n") + 1 or _character_boundary(pending)
+        # else before the last character, which may be incomplete: continuation bytes of UTF-8 are 10xxxxxx
+        last = re.search(rb"(?s).[\x80-\xbf]{0,3}\Z", pending[-4:])
+        cut = len(pending) if at_end or not last else pending.rfind(b"\n") + 1 or len(pending) - len(last[0])
         try:
             yield line, [pending[:cut].decode()]
         except UnicodeDecodeError as error:
@@ -157,14 +156,6 @@ def read_txt(stream: BinaryIO, corpus: Corpus) -> Read:
             yield at, Unusable("not UTF-8", f"byte {pending[error.start]:#04x} is not utf-8{how}")
         line += pending.count(b"\n", 0, cut)
         pending = pending[cut:]
-
-
-def _character_boundary(data: bytes) -> int:
-    """Return the start of the last UTF-8 character, which may be incomplete. Continuation bytes are 10xxxxxx."""
-    start = len(data) - 1
-    while start > len(data) - 4 and data[start] & 0xC0 == 0x80:
-        start -= 1
-    return start
 
 
 def read_without_suffix(stream: io.BufferedReader, corpus: Corpus) -> Read:
@@ -193,12 +184,9 @@ def read_jsonl(stream: io.BufferedReader, corpus: Corpus) -> Read:
 
 def _json_values(line: bytes, corpus: Corpus) -> Sequence[Any] | Unusable:
     try:
-        record = from_json(line)  # faster than json.loads, but refuses half a surrogate pair in any key
+        record = from_json(line)
     except ValueError as error:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):  # not JSON or not UTF-8
-            return Unusable("not JSON", f"not JSON in UTF-8: {error}")
+        return Unusable("not JSON", f"not JSON in UTF-8: {error}")
     values = [_value(record, key) for key in corpus.keys]
     if None in values:
         keys = (

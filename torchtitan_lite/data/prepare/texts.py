@@ -10,7 +10,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+from torchtitan_lite.commands import SEVERAL
 from torchtitan_lite.config.paths import files_below, matching, reading, unfound
 from torchtitan_lite.config.registry import is_module_name
 from torchtitan_lite.config.sections.data import JSON_LINES, READERS
@@ -18,6 +20,17 @@ from torchtitan_lite.errors import DataError
 
 COMPRESSED = ".gz", ".zst"
 READABLE = ".txt, .jsonl, .json, .csv and .tsv files (also .gz and .zst) and .parquet files"
+# of the commands that read texts
+TEXT_KEY: dict[str, Any] = {
+    "type": lambda text: text.split(",") if "," in text else text,
+    "metavar": "NAME",
+    "help": "the key of a .jsonl line, or the column of a table, that holds the text (default: text); several, with "
+    "commas, are tried in order",
+}
+TEXT_SUFFIXES = SEVERAL | {
+    "metavar": "SUFFIX",
+    "help": "more suffixes of plain text, e.g. .md .py, '' for files without one; or your own readers, module:Name",
+}
 _NAMES_MORE = "--text-suffixes (data.text_suffixes) names more suffixes of plain text: .md, '' for files without one"
 _MAX_BLOCK = 64 * 1024  # bytes
 _MIN_BLOCK = 1024

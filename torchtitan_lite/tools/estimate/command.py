@@ -5,16 +5,16 @@
 The estimates come from a simulated step (simulate.py).
 """
 
-import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torchtitan_lite import commands
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import cli
 from torchtitan_lite.config.schema import Config, flatten
 from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.open_samples import open_samples
-from torchtitan_lite.errors import ConfigError, run_cli
+from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.run import epochs, phases
 from torchtitan_lite.run.console import batch_line, data_lines, model_line
 from torchtitan_lite.run.mfu import DEVICES, Device
@@ -33,21 +33,28 @@ from torchtitan_lite.tools.estimate.planned_run import (
     why_unknown,
 )
 
+OPTIONS: commands.Options = {
+    "--world-size": {"type": int, "default": 1, "help": "ranks of the run (default: 1)"},
+    "--device": {
+        "type": str.lower,
+        "default": "h100",
+        "choices": ["cpu", *DEVICES],
+        "help": "the device (default: h100)",
+    },
+}
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_lite.plan",
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return commands.run(
+        "plan",
+        argv,
+        OPTIONS,
+        lambda given: _plan(given.world_size, DEVICES.get(given.device), given.rest),
+        others=True,
         description="Estimate a run's memory and time, and suggest changes if it does not fit. Needs no GPU. Every "
         "option of train.py works as well: --config FILE, --section.key=value, ...",
         epilog="To add a device, add an entry to torchtitan_lite/run/devices.toml.",
-        allow_abbrev=False,
     )
-    parser.add_argument("--world-size", type=int, default=1, help="ranks of the run (default: 1)")
-    parser.add_argument(
-        "--device", type=str.lower, default="h100", choices=["cpu", *DEVICES], help="the device (default: h100)"
-    )
-    options, config_options = parser.parse_known_args(argv)
-    return run_cli("plan", lambda: _plan(options.world_size, DEVICES.get(options.device), config_options))
 
 
 def _plan(world_size: int, device: Device | None, config_options: Sequence[str]) -> int:
@@ -182,9 +189,7 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Config, int]]:
         if change.items() <= values.items():
             continue
         values, given = values | change, given | change
-        for key, value in change.items():
-            section, name = key.split(".")
-            config = config.model_copy(update={section: getattr(config, section).model_copy(update={name: value})})
+        config = config.changed(change)
         text = " ".join(f"--{key}={value}" for key, value in given.items())
         yield text, config, plan.world_size
     for world_size in (2 * plan.world_size, 4 * plan.world_size, 8 * plan.world_size):

@@ -40,7 +40,7 @@ from torchtitan_lite.distributed.recompute_and_compile import apply_activation_c
 from torchtitan_lite.models.attention import attend
 from torchtitan_lite.optim.groups import freeze
 from torchtitan_lite.optim.guarded import GuardedOptimizer
-from torchtitan_lite.optim.optimizer import build_optimizer, clip_factor, make_state, squared_norm
+from torchtitan_lite.optim.optimizer import build_optimizer, clip_factor, gradient_norms, make_state, squared_norm
 from torchtitan_lite.tools.estimate.work import Collective, Recorder, Storage, Work, local, tensors_of
 
 KINDS = "parameters", "optimizer state", "gradients", "gathered parameters", "communication buffers", "activations"
@@ -185,9 +185,8 @@ def fake_world(world_size: int) -> Iterator[None]:
     """
     dist.init_process_group("fake", rank=0, world_size=world_size)
     try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(patch(f"{_FSDP_PARAM}._chunk_with_empty", _first_chunk))
-            stack.enter_context(patch.object(dist, "all_to_all_single", lambda *_args, **_keys: None))
+        all_to_all = patch.object(dist, "all_to_all_single", lambda *_args, **_keys: None)
+        with patch(f"{_FSDP_PARAM}._chunk_with_empty", _first_chunk), all_to_all:
             yield
     finally:
         dist.destroy_process_group()
@@ -329,7 +328,7 @@ def _step(config: Config, n_micro: int, model: nn.Module, optimizer: GuardedOpti
             work.append(timeline.recorder.take())
         timeline.phase = "optimizer"
         timeline.begin_part("optimizer")
-        norm = squared_norm(model, 1).sqrt().float()
+        norm = squared_norm(gradient_norms(model), 1).sqrt().float()
         optimizer.multiply_gradients(clip_factor(norm, config.optim.max_norm, torch.ones(())))
         optimizer.step()
         optimizer.zero_grad()

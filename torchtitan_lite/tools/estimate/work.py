@@ -118,37 +118,9 @@ class Recorder:
             fused: whether a compiler fuses it with its neighbours.
         """
         name = operator.overloadpacket.__name__
-        if name in _MATMULS:
-            a, b = (args[i] for i in _MATMULS[name])
-            batch = a.shape[0] if a.ndim == 3 else 1
+        if work := _matmuls(name, args, out, phase):
             self.end_of_kernel(phase)
-            self.work[Matmul(phase, batch, a.shape[-2], b.shape[-1], a.shape[-1], a.element_size())] += 1
-        elif name == "linalg_solve_triangular":
-            # (..., C, C) and (..., C, V): a triangle takes half the work of a matrix
-            self.end_of_kernel(phase)
-            *batch, size, columns = args[1].shape
-            self.work[Matmul(phase, math.prod(batch), size, columns, size // 2, args[1].element_size())] += 1
-        elif name in ("grouped_matmul", "grouped_gradient"):
-            # (rows, inputs) x (experts, outputs, inputs), and its gradient from (rows, outputs) x (rows, inputs)
-            experts = len(args[1]) if name == "grouped_matmul" else len(out)
-            rows, other = -(-len(args[0]) // experts), args[1].shape[1]
-            self.end_of_kernel(phase)
-            self.work[Matmul(phase, experts, rows, other, args[0].shape[1], args[0].element_size())] += 1
-        elif "scaled_dot_product" in name:
-            backward = "backward" in name
-            q, k = args[1:3] if backward else args[:2]
-            batch, heads, length, head_dim = q.shape
-            causal = any(value is True for value in args)  # the only flag
-            attention = Attention(
-                phase=phase,
-                heads=batch * heads,
-                scores=length * k.shape[2] / (2 if causal else 1),
-                head_dim=head_dim,
-                matmuls=5 if backward else 2,
-                width=q.element_size(),
-            )
-            self.end_of_kernel(phase)
-            self.work[attention] += 1
+            self.work[work] += 1
         elif name not in _FREE and not _is_view(operator):
             inputs, outputs = tensors_of((args, kwargs)), tensors_of(out)
             if not fused:
@@ -160,6 +132,30 @@ class Recorder:
                 if storage is not None and storage not in self._made:
                     self._read[storage] = max(self._read.get(storage, 0), _size(tensor))
             self._made |= {storage for tensor in outputs if (storage := self.storage_of(tensor)) is not None}
+
+
+def _matmuls(name: str, args: tuple[Any, ...], out: Any, phase: str) -> Matmul | Attention | None:
+    """Return the matmuls that an operator computes, if any."""
+    if name in _MATMULS:
+        a, b = (args[i] for i in _MATMULS[name])
+        return Matmul(phase, a.shape[0] if a.ndim == 3 else 1, a.shape[-2], b.shape[-1], a.shape[-1], a.element_size())
+    if name == "linalg_solve_triangular":
+        # (..., C, C) and (..., C, V): a triangle takes half the work of a matrix
+        *batch, size, columns = args[1].shape
+        return Matmul(phase, math.prod(batch), size, columns, size // 2, args[1].element_size())
+    if name in ("grouped_matmul", "grouped_gradient"):
+        # (rows, inputs) x (experts, outputs, inputs), and its gradient from (rows, outputs) x (rows, inputs)
+        experts = len(args[1]) if name == "grouped_matmul" else len(out)
+        rows = -(-len(args[0]) // experts)
+        return Matmul(phase, experts, rows, args[1].shape[1], args[0].shape[1], args[0].element_size())
+    if "scaled_dot_product" not in name:
+        return None
+    backward = "backward" in name
+    q, k = args[1:3] if backward else args[:2]
+    batch, heads, length, head_dim = q.shape
+    causal = any(value is True for value in args)  # the only flag
+    scores = length * k.shape[2] / (2 if causal else 1)
+    return Attention(phase, batch * heads, scores, head_dim, 5 if backward else 2, q.element_size())
 
 
 def tensors_of(tree: Any) -> list[Tensor]:

@@ -24,6 +24,7 @@ from pydantic_core import to_json
 from tokenizers import Tokenizer
 
 from torchtitan_lite.checkpointing.find import config_to_resume
+from torchtitan_lite.commands import SEVERAL, Options, parse
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import Config, RunConfig
@@ -31,7 +32,7 @@ from torchtitan_lite.config.sections.data import READERS
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.open_samples import open_samples
-from torchtitan_lite.data.prepare.texts import find, ignored_notes
+from torchtitan_lite.data.prepare.texts import TEXT_KEY, TEXT_SUFFIXES, find, ignored_notes
 from torchtitan_lite.data.token_files import PAIRS, read_meta
 from torchtitan_lite.distributed.exchange import gather
 from torchtitan_lite.distributed.process_group import Process, exit_process, process_group
@@ -45,6 +46,7 @@ from torchtitan_lite.scoring.likelihood import bytes_per_token
 from torchtitan_lite.scoring.task_scores import TaskScore, score
 from torchtitan_lite.scoring.task_tokens import Inputs, encode_task, text_encoder
 from torchtitan_lite.terminal import prepare_streams
+from torchtitan_lite.tools import load_model
 from torchtitan_lite.tools.evaluation import tables
 from torchtitan_lite.tools.evaluation.documents import Scores, Texts, documents, score_documents, score_rows
 from torchtitan_lite.tools.load_model import (
@@ -59,44 +61,48 @@ from torchtitan_lite.tools.load_model import (
 SOURCE_LEN, TARGET_LEN = 512, 150  # in tokens, for models whose config does not set them
 
 
-def options_of(argv: Sequence[str]) -> argparse.Namespace:
+OPTIONS: Options = {
+    "models": {
+        "nargs": "+",
+        "type": paths.expand,
+        "metavar": "MODEL",
+        "help": "a run, a checkpoint or a Hugging Face folder",
+    },
+    "--data": {**SEVERAL, "help": "texts or prepared folders; if omitted, the run's own text"},
+    "--split": {"choices": ["val", "train"], "default": "val", "help": "split of prepared folders"},
+    "--text-key": TEXT_KEY | {"default": "text"},
+    "--text-suffixes": TEXT_SUFFIXES,
+    "--documents": {"type": int, "help": "score only the first N documents of each text"},
+    "--seq-len": {
+        "type": int,
+        "default": 0,
+        "help": "tokens per window; 0: the models' shortest default (train.seq_len)",
+    },
+    "--batch-size": {"type": int, "default": 8, "help": "windows in a batch"},
+    "--json": {"type": paths.expand, "metavar": "FILE", "help": "also write the results to this file"},
+    **load_model.OPTIONS,
+    "--tasks": {
+        **SEVERAL,
+        "metavar": "TASK",
+        "help": f"score tasks (docs/tasks.md): .jsonl files, or {', '.join(BUILT_IN)}",
+    },
+    "--questions": {
+        "type": int,
+        "default": 0,
+        "help": "score N random questions per task, with a fixed seed; 0: all",
+    },
+}
+
+
+def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_lite.evaluate",
+    return parse(
+        "python -m torchtitan_lite.evaluate",
+        argv,
+        OPTIONS,
         description="Loss, bits per byte and perplexity of models on any text, with standard errors over documents.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("models", nargs="+", type=paths.expand, metavar="MODEL", help="a run, a checkpoint or a Hugging Face folder")
-    several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
-    add("--data", **several, help="texts or prepared folders; if omitted, the run's own text")
-    add("--split", choices=["val", "train"], default="val", help="split of prepared folders")
-    add(
-        "--text-key",
-        type=lambda text: text.split(",") if "," in text else text,
-        default="text",
-        help="the key or column of .jsonl, .csv and .parquet files; several, with commas, are tried in order",
-    )
-    add(
-        "--text-suffixes",
-        **several,
-        help="more suffixes of plain text, e.g. .md, '' for files without one; or your own readers, module:Name",
-    )
-    add("--documents", type=int, default=None, help="score only the first N documents of each text")
-    add("--seq-len", type=int, default=0, help="tokens per window; 0: the models' shortest default (train.seq_len)")
-    add("--batch-size", type=int, default=8, help="windows in a batch")
-    add("--json", type=paths.expand, default=None, metavar="FILE", help="also write the results to this file")
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="device to compute on")
-    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the parameters")
-    add("--best", action="store_true", help="use each run's checkpoint with the lowest validation loss")
-    add("--ema", action="store_true", help="use the averaged weights, see optim.ema_decay")
-    add("--tokenizer", type=paths.expand, default=None, help="a tokenizer.json that replaces the models' own")
-    add("--model.family", dest="family", default="", metavar="module:Name", help="import your own model")
-    add = parser.add_argument_group("tasks (docs/tasks.md)").add_argument
-    add("--tasks", **several, metavar="TASK", help=f".jsonl files, or {', '.join(BUILT_IN)}")
-    add("--questions", type=int, default=0, help="score N random questions per task, with a fixed seed; 0: all")
-    return parser.parse_args(argv)
 
 
 # --- scores -----------------------------------------------------------------------------------------------------
@@ -151,10 +157,9 @@ def _scores_of_rows(opened: Opened, texts: Texts, process: Process) -> Iterator[
             f"--data={others[0]}: this model is scored on prepared folders only: python -m "
             f"torchtitan_lite.data.prepare {others[0]} --out FOLDER, for pairs with --source-key ... --target-key ..."
         )
-    data, train = config.data, config.train.model_copy(update={"seq_len": texts.seq_len or config.train.seq_len})
+    config = config.changed({"train.seq_len": texts.seq_len or config.train.seq_len})
     if texts.data and all(map(_holds_pairs, texts.data)):
-        data = data.model_copy(update={"objective": "pairs", "target_len": data.target_len or TARGET_LEN})
-    config = config.model_copy(update={"train": train, "data": data})
+        config = config.changed({"data.objective": "pairs", "data.target_len": config.data.target_len or TARGET_LEN})
     folders = {name: (1.0, paths.expand(name)) for name in texts.data}
     for source in (DataSet.open(folders) if folders else opened.own_data()).sources:
         tokenizer = Tokenizer.from_file(str(source.folder / "tokenizer.json"))
@@ -241,7 +246,7 @@ def tasks_of(opened: Opened, args: argparse.Namespace, window: int, process: Pro
     return {one.task.name: score(opened.model, one, process) for one in tasks}
 
 
-def main(argv: Sequence[str]) -> NoReturn:
+def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command and exit without Python's teardown, which gloo's threads may abort."""
     options = options_of(argv)
 

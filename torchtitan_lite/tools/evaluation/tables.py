@@ -7,8 +7,8 @@ from typing import Any
 
 from torchtitan_lite.scoring.questions import METRICS
 from torchtitan_lite.scoring.statistics import mean, plus_minus, ratio, ratio_difference
-from torchtitan_lite.scoring.task_scores import TaskScore, figure_text
-from torchtitan_lite.tools.columns import columns
+from torchtitan_lite.scoring.task_scores import TaskScore
+from torchtitan_lite.terminal import columns
 from torchtitan_lite.tools.evaluation.documents import Scores
 
 # --- texts ------------------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def compare_with_first(model: Scored, first: Scored | None) -> tuple[list[str], 
         return lines, result
     by_text, by_task = text_differences(model.texts, first.texts), task_differences(model.tasks, first.tasks)
     texts = {name: difference_text(row) for name, row in by_text.items()}
-    tasks = {name: figure_text(row, "score") for name, row in by_task.items()}
+    tasks = {name: plus_minus(row["score"], row["score_stderr"], 3) for name, row in by_task.items()}
     why = "the two were scored on different documents; --data TEXT scores both on the same text"
     lines += difference_lines(first.path, model.texts, texts, why)
     on_both = [name for name in model.tasks if name in first.tasks]
@@ -143,8 +143,9 @@ def task_table(scores: dict[str, TaskScore], length: int) -> list[str]:
     for name, score in scores.items():
         figures, task = score.figures(), score.task
         metrics = METRICS[task.kind]
-        texts = [figure_text(figures, m) + "*" * (m == task.main != metrics[0]) for m in metrics]
-        texts += ["-"] * (3 - len(metrics)) + [f"{task.chance:.3f}", figure_text(figures, "bits_per_byte")]
+        *texts, bits = (plus_minus(figures[m], figures[f"{m}_stderr"], 3) for m in (*metrics, "bits_per_byte"))
+        texts = [text + "*" * (m == task.main != metrics[0]) for m, text in zip(metrics, texts, strict=True)]
+        texts += ["-"] * (3 - len(metrics)) + [f"{task.chance:.3f}", bits]
         cells.append([f"  {name}", f"{len(task.questions):,}", f"{length}", *texts])
     starred = any(score.task.main != METRICS[score.task.kind][0] for score in scores.values())
     lines = columns(cells, right=range(1, 8)) if scores else []

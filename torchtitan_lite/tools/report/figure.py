@@ -38,6 +38,7 @@ class Panel:
         axis: plotly's options of the value axis.
         smooth: whether the buttons smooth its training curves.
         ends: whether the axis ends near the first values, so that a diverged run does not flatten the other curves.
+        heat: draw a heat map with a row for each key instead of curves; only for a single run.
     """
 
     title: str
@@ -47,6 +48,7 @@ class Panel:
     axis: Mapping[str, Any] = field(default_factory=dict)
     smooth: bool = False
     ends: bool = False
+    heat: bool = False
 
 
 _ZERO, _LOG = {"rangemode": "tozero"}, {"type": "log", "minorloglabels": "complete"}
@@ -75,6 +77,10 @@ PANELS = (
     Panel("Tasks", "score", {"task/": ""}, ".3f", _ZERO),
     Panel("Learning rate", "", {"lr": ""}, ".3~e", _ZERO | {"tickformat": "~e"}),
     Panel("Gradient norm", "before clipping", {"grad_norm": ""}, ".4~g", _LOG, smooth=True),
+    Panel("Gradient norm by block", "log10", {"grad_norm/": ""}, heat=True),
+    Panel("Weight norm by block", "log10", {"weight_norm/": ""}, heat=True),
+    Panel("Norm of updates by block", "log10", {"update_norm/": ""}, heat=True),
+    Panel("Seconds of computing by rank", "log10", {"rank_seconds/": ""}, heat=True),
     Panel("Throughput", "tokens per second", {"tokens_per_second": ""}, ",.0f", _ZERO, smooth=True),
     Panel("Peak memory of rank 0", "GiB", {"peak_memory_gib": ""}, ".2f", _ZERO),
     Panel("Loss scale", "float16", {"loss_scale": ""}, ",~g", _LOG),
@@ -125,7 +131,7 @@ def figure(runs: Sequence[Run]) -> go.Figure:
     drawn.update_xaxes(showticklabels=True, **grid)
     curves = list(_curves(runs, panels))
     for curve in curves:
-        drawn.add_scatter(x=curve.steps, **curve.trace, **cells[curve.panel])
+        drawn.add_trace({"x": curve.steps, **curve.trace}, **cells[curve.panel])
     fixed = {"itemclick": False, "itemdoubleclick": False} if several else {}  # a dash has no single curve to hide
     for n, (panel, cell, (_, axis)) in enumerate(zip(panels, cells, axes, strict=True)):
         drawn.update_yaxes(**grid, **axis, **cell)
@@ -175,7 +181,7 @@ def _panels(runs: Sequence[Run]) -> list[Panel]:
     unknown = [key for key in numbers if key in in_steps and key not in known and not key.endswith("_s")]
     others = dict.fromkeys("".join(key.partition("/")[:2]) for key in unknown)
     panels += [with_keys(Panel(name.rstrip("/"), "", {name: ""}, smooth=True)) for name in others]
-    return [panel for panel in panels if panel.keys]
+    return [panel for panel in panels if panel.keys and not (panel.heat and len(runs) > 1)]
 
 
 def _axis(panel: Panel, runs: Sequence[Run]) -> tuple[str, Mapping[str, Any]]:
@@ -201,7 +207,9 @@ def _curves(runs: Sequence[Run], panels: Sequence[Panel]) -> Iterator[_Curve]:
     several, in_legend = len(runs) > 1, set[tuple[int, str]]()
     for i, run in enumerate(runs):
         for n, panel in enumerate(panels):
-            for j, key in enumerate(panel.keys):
+            if panel.heat:
+                yield _heat_map(n, panel, run)
+            for j, key in enumerate(() if panel.heat else panel.keys):
                 if not _numbers(run, key):
                     continue
                 label = html.escape(panel.keys[key] or panel.title)
@@ -244,6 +252,23 @@ def _lines(n: int, panel: Panel, run: Run, key: str, look: dict[str, Any]) -> It
     half_lives = [share / 100 * (last["step"] - first["step"]) for share in SMOOTHING]
     means = [_smoothed(steps, values, half_life) for half_life in half_lives]
     yield _Curve(n, run, x, trace, [[mean[k] for k in kept] for mean in means])
+
+
+def _heat_map(n: int, panel: Panel, run: Run) -> _Curve:
+    """Return a heat map of logarithms, with the keys from bottom to top."""
+    records = [record for record in run.steps if next(iter(panel.keys)) in record]
+    records = [records[k] for k in _thinned([record["grad_norm"] for record in records])]
+    values = [[record.get(key) for record in records] for key in panel.keys]
+    look = {
+        "type": "heatmap",
+        "y": [html.escape(label) for label in panel.keys.values()],
+        "z": [[math.log10(value) if value else None for value in row] for row in values],
+        "customdata": values,
+        "colorscale": "Viridis",
+        "showscale": False,
+        "hovertemplate": f"%{{y}}: %{{customdata:{panel.spec}}}<extra>{panel.title}</extra>",
+    }
+    return _Curve(n, run, [record["step"] for record in records], look)
 
 
 def _marks(run: Run, colour: str) -> dict[str, Any]:

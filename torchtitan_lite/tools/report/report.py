@@ -10,44 +10,53 @@ from pathlib import Path
 
 import torch
 
+from torchtitan_lite import commands
 from torchtitan_lite.config import cli, paths
 from torchtitan_lite.environment import env_int
-from torchtitan_lite.errors import ConfigError, DataError, run_cli
+from torchtitan_lite.errors import ConfigError, DataError, UserError
 from torchtitan_lite.files import write_durably
-from torchtitan_lite.tools.report.runs import Run, read_run, table
+from torchtitan_lite.tools.report.runs import read_run, table
+
+OPTIONS: commands.Options = {
+    "--out": {
+        "type": paths.expand,
+        "help": "the file to write (default: report.html in the run's folder, or in the folder above it for several "
+        "runs)",
+    },
+    "--table": {"action": "store_true", "help": "print a table, the best validation first; write no page"},
+}
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_lite.report",
+def main(argv: Sequence[str] | None = None) -> int:
+    return commands.run(
+        "report",
+        argv,
+        OPTIONS,
+        _report,
+        others=True,
         description="Write one page about one or several runs: curves, samples, configs and their differences.",
         epilog="Without RUN: the run of train.py with the same options, e.g. --config configs/debug.toml.",
-        allow_abbrev=False,
     )
-    parser.add_argument(
-        "--out",
-        type=paths.expand,
-        help="the file to write (default: report.html in the run's folder, or in the folder above it for several runs)",
-    )
-    parser.add_argument("--table", action="store_true", help="print a table, the best validation first; write no page")
-    args, rest = parser.parse_known_args(argv)
-    return run_cli("report", lambda: _report(args, rest))
 
 
-def _report(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    folders = [paths.expand(text) for text in rest if not text.startswith("-")]
-    if not folders or any(text.startswith("-") for text in rest):
-        world_size = env_int("WORLD_SIZE", 1)
-        n_gpus = torch.cuda.device_count()
-        flags = "out", "table"
-        command = cli.parse(rest, flags=flags, world_size=world_size, n_gpus=n_gpus, local_world_size=world_size)
+def _report(args: argparse.Namespace) -> int:
+    folders = [paths.expand(text) for text in args.rest if not text.startswith("-")]
+    if not folders or any(text.startswith("-") for text in args.rest):
+        n, n_gpus = env_int("WORLD_SIZE", 1), torch.cuda.device_count()
+        command = cli.parse(args.rest, flags=["out", "table"], world_size=n, n_gpus=n_gpus, local_world_size=n)
         folders = [command.loaded.config.folder]
     if args.table:
         print(_table(folders))
         return 0
     above = folders[0].parent if folders[0].name not in ("", "..") else folders[0].resolve().parent
     out = args.out or (folders[0] if len(folders) == 1 else above) / "report.html"
-    _write([read_run(folder) for folder in folders], out)
+    runs = [read_run(folder) for folder in folders]
+    try:
+        from torchtitan_lite.tools.report.page import page
+    except ImportError as error:
+        raise ConfigError(f'a report needs plotly: pip install "torchtitan_lite[report]" ({error})') from None
+    # JSON can hold lone surrogates, which UTF-8 can't encode; and a browser must not read half a page
+    write_durably(out, page(runs).encode(errors="backslashreplace"))
     print(f"report  {out}")
     return 0
 
@@ -62,23 +71,8 @@ def _table(folders: Sequence[Path]) -> str:
     for folder in folders:
         try:
             runs.append(read_run(folder))
-        except DataError as error:
+        except UserError as error:
             notes.append(str(error))
     if not runs:
         raise DataError("\n  ".join(notes))
     return "\n".join([table(runs), *(f"note  {note}" for note in notes)])
-
-
-def _write(runs: list[Run], out: Path) -> None:
-    try:
-        from torchtitan_lite.tools.report.page import page
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] != "plotly":
-            raise
-        raise ConfigError('a report needs plotly: pip install "torchtitan_lite[report]"') from None
-    text = page(runs)
-    try:
-        # JSON can hold lone surrogates, which UTF-8 can't encode
-        write_durably(out, text.encode(errors="backslashreplace"))  # a browser must not read half a page
-    except OSError as error:
-        raise ConfigError(f"--out: {out} can't be written: {error}") from None

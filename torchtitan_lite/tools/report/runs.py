@@ -11,9 +11,9 @@ from typing import Any
 from torchtitan_lite.config.toml import format_value
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.run import attempts
-from torchtitan_lite.terminal import duration
-from torchtitan_lite.tools.columns import columns
-from torchtitan_lite.tools.status import Status, runs_in, status_of
+from torchtitan_lite.scoring.statistics import plus_minus
+from torchtitan_lite.terminal import columns, duration
+from torchtitan_lite.tools.status import Status, status_of
 
 Records = list[dict[str, Any]]
 
@@ -76,49 +76,47 @@ class Run:
     @property
     def events(self) -> dict[int, str]:
         """Marks by step: killed and failed attempts, changes by resumes, phases, the first non-finite loss, spikes."""
-        found: dict[int, list[str]] = {}
-        for before, now in itertools.pairwise(self.attempts):
-            if before.ended in ("", "failed"):
-                found.setdefault(now.step, []).append(before.ended or "killed")
-        if self.status.text.startswith("stopped"):
-            found.setdefault(self.steps[-1]["step"], []).append("killed")
-        for step, key, _, _ in self.changes:
-            if not key.startswith(_NOT_LEARNED):
-                found.setdefault(step, []).append(key.split(".")[-1])
-        for record in self.having("phase"):
-            found.setdefault(record["step"], []).append(f"phase {record['phase']}")
-        for record in [r for r in self.steps if r["loss"] is None][:1]:
-            found.setdefault(record["step"], []).append("not finite")
-        for record in self.having("spike"):
-            skipped = record["spike"]["action"] == "skip"
-            found.setdefault(record["step"], []).append("spike skipped" if skipped else "spike")
-        return {step: ", ".join(dict.fromkeys(texts)) for step, texts in sorted(found.items())}
+        marks = [
+            (now.step, before.ended or "killed")
+            for before, now in itertools.pairwise(self.attempts)
+            if before.ended in ("", "failed")
+        ]
+        marks += [(self.steps[-1]["step"], "killed")] * self.status.text.startswith("stopped")
+        marks += [(step, key.split(".")[-1]) for step, key, *_ in self.changes if not key.startswith(_NOT_LEARNED)]
+        marks += [(record["step"], f"phase {record['phase']}") for record in self.having("phase")]
+        marks += [(record["step"], "not finite") for record in self.steps if record["loss"] is None][:1]
+        marks += [(r["step"], "spike" + " skipped" * (r["spike"]["action"] == "skip")) for r in self.having("spike")]
+        found: dict[int, dict[str, None]] = {step: {} for step, _ in sorted(marks)}
+        for step, text in marks:
+            found[step][text] = None
+        return {step: ", ".join(texts) for step, texts in found.items()}
 
 
 def read_run(folder: Path) -> Run:
     """Read a run folder.
 
     Raises:
-        DataError: the run has made no step, or the folder can't be read.
-        ConfigError: an older version made it.
+        DataError: the run has made no step.
+        OSError: the folder can't be read.
+        ConfigError: this is not the folder of a run, or an older version made it.
     """
-    try:
-        about, history = attempts.newest_status(folder), attempts.read(folder)
-        records = attempts.records(folder)
-        if not (about and history and any("loss" in record for record in records)):
-            raise DataError(f"{folder} is not the folder of a run that has made a step{runs_in(folder)}")
-        return Run(
-            folder=folder,
-            status=status_of(folder, about, records),
-            reason=about["reason"].split("\n")[0],
-            attempts=attempts.since_fork(history),
-            records=records,
-            samples=attempts.records(folder, "samples.jsonl"),
-            config_text=(folder / "config.toml").read_text(encoding="utf-8"),
-            goodput=attempts.goodput(history, records),
-        )
-    except OSError as error:
-        raise DataError(f"{folder} can't be read: {error}") from None
+    about, history = attempts.of_run(folder)
+    records = [
+        record | {f"rank_seconds/{rank}": seconds for rank, seconds in enumerate(record.get("rank_seconds", ()))}
+        for record in attempts.records(folder)
+    ]
+    if not any("loss" in record for record in records):
+        raise DataError(f"{folder} is not the folder of a run that has made a step")
+    return Run(
+        folder=folder,
+        status=status_of(folder, about, records),
+        reason=about["reason"].split("\n")[0],
+        attempts=attempts.since_fork(history),
+        records=records,
+        samples=attempts.records(folder, "samples.jsonl"),
+        config_text=(folder / "config.toml").read_text(encoding="utf-8"),
+        goodput=attempts.goodput(history, records),
+    )
 
 
 def results(run: Run) -> dict[str, str]:
@@ -129,23 +127,20 @@ def results(run: Run) -> dict[str, str]:
     return {
         "run": run.name,
         "step": f"{last['step']}/{run.config['train.steps']}",
-        "train loss": _number(last, "mean_loss", ".4f"),
-        "best val_loss": _number(best, "val_loss", ".4f", "val_loss_stderr"),
+        "train loss": _number(last, "mean_loss", 4),
+        "best val_loss": _number(best, "val_loss", 4, "val_loss_stderr"),
         "at": str(best.get("step", "-")),
-        "bits/byte": _number(best, "val_bits_per_byte", ".3f"),
+        "bits/byte": _number(best, "val_bits_per_byte", 3),
         "tokens": f"{last['tokens']:,}",
         "tokens/s": f"{statistics.median_high(record['tokens_per_second'] for record in run.steps):,.0f}",
         "goodput": f"{share:.1%} of {duration(whole_s)}",
-        **{key: _number(record, key, ".3f", key.replace("task/", "task_stderr/")) for key, record in tasks.items()},
+        **{key: _number(record, key, 3, key.replace("task/", "task_stderr/")) for key, record in tasks.items()},
         "status": run.status.text,
     }
 
 
-def _number(record: Mapping[str, Any], key: str, spec: str, stderr: str = "") -> str:
-    if key not in record:
-        return "-"
-    error = "" if record.get(stderr) is None else f" +- {record[stderr]:{spec}}"
-    return "not finite" if record[key] is None else f"{record[key]:{spec}}{error}"
+def _number(record: Mapping[str, Any], key: str, digits: int, stderr: str = "") -> str:
+    return plus_minus(record[key], record.get(stderr), digits) if key in record else "-"
 
 
 def best_first(runs: Sequence[Run]) -> list[Run]:

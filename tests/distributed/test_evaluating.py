@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tests.distributed.distributed_cases import sharded
 from torchtitan_lite.config.schema import FsdpConfig, ModelConfig
-from torchtitan_lite.distributed import generating
+from torchtitan_lite.distributed import evaluating
 from torchtitan_lite.distributed.process_group import build_mesh
 from torchtitan_lite.models.generation import new_tokens
 from torchtitan_lite.tools.estimate.simulate import fake_world
@@ -31,10 +31,10 @@ def gathers(reshard: bool, spare: int, more: dict[str, Any]) -> tuple[list[int],
         found[-1] += 1
         return plain(*args, **options)
 
-    with patch.object(dist, ALL_GATHER, counted), patch.object(generating, "GATHERED_BYTES", needed + spare):
+    with patch.object(dist, ALL_GATHER, counted), patch.object(evaluating, "GATHERED_BYTES", needed + spare):
         model(tokens, tokens).backward()
         found.append(0)
-        with generating.generating(model, config.model_copy(update=more), cpu):
+        with evaluating.generating(model, config.model_copy(update=more), cpu):
             made = list(new_tokens(model, [1, 2], TOKENS, lambda logits: int(logits.argmax())))
         # FSDP2 gathers the head once too often in the backward after an evaluation
         for _ in range(2):

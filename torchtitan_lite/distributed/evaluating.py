@@ -1,17 +1,34 @@
-"""Generation with sharded parameters, which stay gathered between tokens if they fit."""
+"""Evaluation and generation with sharded parameters. Between tokens they stay gathered, if they fit."""
 
 import contextlib
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_lite.config.schema import FsdpConfig
-from torchtitan_lite.distributed.fsdp import evaluating, groups_of
+from torchtitan_lite.distributed.fsdp import groups_of
 from torchtitan_lite.models import Transformer
 
 GATHERED_BYTES = 1 << 30  # limit on a CPU, where all ranks share the memory
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module, *, compiled: bool = False) -> Iterator[None]:
+    """Switch to evaluation mode; afterwards, back to training mode with resharded parameters.
+
+    Args:
+        compiled: use compiled blocks, which recompile for each length.
+    """
+    model.eval()
+    with contextlib.nullcontext() if compiled else torch.compiler.set_stance("force_eager"):
+        yield
+    model.train()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,301 @@
+"""A run in a bucket (`run.remote`), on machines without a shared disk, against an S3 server."""
+
+import logging
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import tomli
+
+from tests.helpers import (
+    ROOT,
+    assert_same_end,
+    checkpoint,
+    losses,
+    python,
+    ranks,
+    refused,
+    run_distributed,
+    succeeded,
+    tiny,
+)
+from torchtitan_lite import bucket
+from torchtitan_lite.bucket import Bucket
+from torchtitan_lite.checkpointing import remote, storage
+from torchtitan_lite.checkpointing.remote import Remote
+from torchtitan_lite.checkpointing.safetensors_file import write_text
+from torchtitan_lite.checkpointing.state import TrainState
+from torchtitan_lite.config.paths import expand
+from torchtitan_lite.config.schema import Config, RunConfig
+from torchtitan_lite.distributed.process_group import Process
+from torchtitan_lite.errors import BusyError, ConfigError, StuckError, UserError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def s3() -> Iterator[None]:
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    about = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.get_host_and_port()[1]}", "AWS_DEFAULT_REGION": "us-east-1"}
+    about |= {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_EC2_METADATA_DISABLED": "true"}
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in about.items():
+            patched.setenv(name, value)
+        Bucket("s3://runs").fs.fs.mkdir("runs")
+        yield
+    server.stop()
+
+
+def machines(n: int, disks: Path, *options: str, fault: str = "", dies: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run train.py on machines whose disks are in a folder. `dies`: in its nth write of a checkpoint to the bucket."""
+    env = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    env |= {"DISKS": str(disks), "DIES": str(dies)}
+    return ranks(n, *options, entry="tests.checkpointing.own_disks", env=env, fault=fault)
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_a_run_survives_the_loss_of_one_disk_and_of_all(kind: str, text: Path, tmp_path: Path) -> None:
+    values = {"checkpoint__state_dict": kind, "checkpoint__every": 2, "run__name": kind, "eval__every": 3}
+    reference = tiny(text, tmp_path, **values, train__steps=9)
+    succeeded(ranks(2, *reference))
+    here = [*tiny(text, tmp_path, **values, train__steps=9), "--run.remote=s3://runs/lost"]
+    disks = tmp_path / "disks"
+    assert machines(2, disks, *here, fault="kill:1:7").returncode
+    shutil.rmtree(disks / "1")
+    stopped = succeeded(machines(2, disks, *here, "--run.max_minutes=0.0001"))
+    assert re.search("resumed after step (4|6)" if kind == "sharded" else "resumed after step 6", stopped), stopped
+    shutil.rmtree(disks)
+    said = succeeded(machines(2, disks, *here))
+    assert re.search(r"resumed after step [578]\n", said)
+    assert "bucket  step 9 is in s3://runs/lost" in said
+    assert bool([*disks.glob("1/*/checkpoints/*/*.safetensors")]) == (kind == "sharded")
+    assert losses(disks / "0" / kind) == losses(tmp_path / kind)
+    copy = expand(f"s3://runs/lost/{kind}")
+    assert not storage.verify(checkpoint(copy, 9))
+    assert_same_end(copy, tmp_path / kind, 9)
+
+
+def test_a_damaged_object_is_found_before_loading_and_the_step_before_is_used(text: Path, tmp_path: Path) -> None:
+    url, disks = "s3://runs/damaged/run", tmp_path / "disks"
+    here = [*tiny(text, tmp_path, run__name="run", checkpoint__every=1), "--run.remote=s3://runs/damaged"]
+    succeeded(machines(1, disks, *here, "--train.steps=4"))
+    shutil.rmtree(disks)
+    fs = Bucket(url).fs
+    flipped, short, lost = (fs.find(f"checkpoints/step-0000000{n}")[i] for n, i in ((4, 0), (3, 1), (2, 2)))
+    content = bytearray(fs.cat_file(flipped))
+    content[-9] ^= 4
+    fs.pipe_file(flipped, bytes(content))
+    fs.pipe_file(short, fs.cat_file(short)[:-1])
+    fs.rm_file(lost)
+    said = succeeded(machines(1, disks, *here, "--train.steps=6"))
+    assert "resumed after step 1;" in said
+    assert [key for key in (flipped, short, lost) if f"{url}/{key}" not in said] == []
+    # the damaged steps are replaced, and other commands read the run at its URL
+    assert succeeded(python("verify", url, script="checkpoint.py")).count("complete ") == 6
+    status = succeeded(python(url, script="-m torchtitan_lite.status"))
+    assert f"run     {url}: complete" in status
+    assert "bucket  step 6, " in status
+    succeeded(python("export", url, str(tmp_path / "exported"), script="checkpoint.py"))
+    env = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    fork = [*tiny(text, tmp_path, run__name="fork", train__steps=8), f"--checkpoint.resume={url}"]
+    assert "after its step 6" in succeeded(ranks(2, *fork, env=env))
+    new = [*tiny(text, tmp_path, run__name="new", train__steps=3), f"--model.init_from={url}/checkpoints/step-00000005"]
+    assert "starts from the weights of s3:" in succeeded(ranks(1, *new, env=env))
+    # prepared data at a URL is fetched once
+    words = [str(text), "--out", str(tmp_path / "data"), "--train-tokenizer", "400"]
+    succeeded(python(*words, script="-m torchtitan_lite.data.prepare"))
+    fs.fs.put(str(tmp_path / "data"), "runs/data", recursive=True)
+    own = tiny("s3://runs/data", tmp_path, run__name="own", train__steps=3)
+    assert "fetching s3://runs/data" in (first := ranks(1, *own, env=env)).stderr + succeeded(first)
+    assert "fetching" not in ranks(1, *own, "--train.steps=4", env=env).stderr
+
+
+@pytest.mark.parametrize("times", [3, pytest.param(40, marks=pytest.mark.slow)])
+def test_a_torn_upload_is_never_taken_and_loses_no_complete_step(times: int, text: Path, tmp_path: Path) -> None:
+    """Whether the machine comes back with its disk or an empty one."""
+    rng, url, disks = random.Random(times), f"s3://runs/torn/{times}", tmp_path / "disks"
+    here = [*tiny(text, tmp_path, run__name=str(times), eval__every=0), "--run.remote=s3://runs/torn"]
+    here += ["--checkpoint.every=1", "--train.steps=5000", "--optim.schedule=constant"]
+    complete = set[str]()
+    for _ in range(times):
+        died = machines(1, disks, *here, dies=rng.randrange(1, 13))
+        assert "DIES" in died.stdout
+        (last,) = re.findall(r"resumed after step (\d+)", died.stdout) or ["0"]
+        assert int(last) >= max((int(step[5:]) for step in complete), default=0), died.stdout
+        now, _ = Bucket(url).fetch_run(tmp_path / "read", newest=False)
+        assert complete <= now.keys()
+        complete = {*now}
+        if rng.random() < 0.5:
+            shutil.rmtree(disks)
+    assert len(complete) > times / 2
+
+
+def case_claims(process: Process, tmp_path: Path) -> None:
+    """On memory://, which one process shares with itself."""
+
+    def start(job: str, disk: str = "a") -> Remote:
+        run = RunConfig(remote="memory://claims", name="run", out_dir=str(tmp_path / disk))
+        return Remote(Config(run=run), process, job, lambda *_: None)
+
+    def save(by: Remote, step: int) -> dict[str, object]:
+        (by.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        folder = storage.new_folder(by.folder / "checkpoints", step)
+        files = {"model.safetensors": write_text(folder / "model.safetensors", by.claim)}
+        folder = storage.commit(folder, TrainState(step=step), "full", 1, files, None, by.claim)
+        by.upload(folder, [*files, "state.json"], lambda steps: {*steps})
+        return by._outcome(wait=True)
+
+    first = start("x", "a")
+    assert "upload_s" in save(first, 1)
+    with (
+        mock.patch.object(time, "time", return_value=0.0),
+        pytest.raises(BusyError, match="is being used by a process on"),
+    ):
+        start("y", "b")  # whatever its clock says
+    second = start("x", "b")  # torchrun has started again without the first machine
+    assert "has taken over" in str(save(first, 2)["upload_error"])
+    with pytest.raises(BusyError):  # two of one id would displace each other for ever
+        start("x", "c")
+    assert "upload_s" in save(second, 2)
+    # however late a displaced run looks, it replaces no manifest, and its own is replaced
+    with mock.patch.object(Remote, "require_newest"):
+        assert "of a later start" in str(save(first, 2)["upload_error"])
+        assert "upload_s" in save(first, 3)
+    assert "upload_s" in save(second, 3)
+    steps, problems = second.bucket.fetch_run(tmp_path / "read", newest=False)
+    assert [bucket.claim_of(text) for text in steps.values()] == [first.claim, second.claim, second.claim]
+    assert not problems
+    with pytest.raises(StuckError, match="stops without saving"):
+        first.require_newest()
+    with mock.patch.object(remote, "STALE_S", -1):
+        third = start("y", "d")
+    with pytest.raises(ConfigError, match="job y has taken over"):
+        second.require_newest()
+    third.close()
+    assert start("z", "e").claim.startswith("00000004-")  # it has ended
+
+
+def test_one_start_has_the_run_and_a_displaced_one_changes_nothing(tmp_path: Path) -> None:
+    run_distributed(case_claims, 1, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    {
+        "foo://bucket": "such as s3://",
+        "gs://bucket": "pip install",
+        "runs/mine": "a URL such as s3://bucket/prefix",
+        "s3://user:hunter2@runs": "without password",
+        "s3://nowhere/x": "create the bucket first",
+    }.items(),
+)
+def test_a_bucket_that_can_not_be_used_is_a_message(url: str, said: str, text: Path, tmp_path: Path) -> None:
+    error = refused(machines(1, tmp_path / "disks", *tiny(text, tmp_path), f"--run.remote={url}"), said)
+    assert "hunter2" not in error
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "code"),
+    [
+        (PermissionError("Access Denied"), "allowed to list, read, write and delete", 2),
+        (OSError(22, "the region 'us-east-1' is wrong; expecting 'eu-west-1'"), "AWS_DEFAULT_REGION", 2),
+        (type("NoCredentialsError", (Exception,), {})("Unable to locate credentials"), "AWS_ACCESS_KEY_ID", 2),
+        (ConnectionError("reset"), "ConnectionError: reset", 1),
+    ],
+)
+def test_an_error_of_the_protocol_is_a_sentence(error: Exception, said: str, code: int) -> None:
+    with pytest.raises(UserError, match=said) as raised, bucket.explained("s3://runs"):
+        raise error
+    assert raised.value.exit_code == code
+
+
+def test_backups_as_docs_checkpoints_says(finished: Path, text: Path, tmp_path: Path) -> None:
+    page = (ROOT / "docs/checkpoints.md").read_text().split("\n## Backups\n")[1].split("\n## ")[0]
+    copy, restore = (block.split("```")[0] for block in page.split("```sh\n")[1:])
+
+    def shell(script: str) -> subprocess.CompletedProcess[str]:
+        for before, after in {"python ": f"{sys.executable} ", "checkpoint.py": str(ROOT / "checkpoint.py")}.items():
+            script = script.replace(before, after)
+        return subprocess.run(["sh", "-ec", script], cwd=tmp_path, capture_output=True, text=True)
+
+    shutil.copytree(finished, tmp_path / "runs/mine")
+    (tmp_path / "runs/mine/checkpoints/.tmp-step-00000005-x").mkdir()
+    assert succeeded(shell(copy)).count("complete ") == 2
+    (checkpoint(tmp_path / "backup", 2) / "state.json").unlink()  # as retention does to a copy in progress
+    assert "state.json" in shell(copy.splitlines()[-1]).stdout
+    shutil.rmtree(tmp_path / "runs/mine")
+    succeeded(shell(restore.replace("750", "004")))
+    assert [*tmp_path.glob("runs/mine/checkpoints/*")] == [checkpoint(tmp_path / "runs/mine", 4)]
+    said = succeeded(ranks(1, *tiny(text, tmp_path / "runs", run__name="mine", train__steps=5)))
+    assert "resumed after step 4" in said
+
+
+DOCKERFILE = [line.split(" ", 1) for line in (ROOT / "scripts/Dockerfile").read_text().splitlines() if line[:1] != "#"]
+
+
+def test_the_dockerfile_sets_up_this_repository_as_setup_sh_does() -> None:
+    words = [word for word, _ in DOCKERFILE]
+    assert words == ["ARG", "FROM", "RUN", "WORKDIR", "COPY", "USER", "ENV", "RUN"]
+    said = dict(DOCKERFILE)
+    folder = said["WORKDIR"]
+    venv, extras = shlex.split(said["RUN"].removeprefix("sh scripts/setup.sh "))
+    assert f"PATH={folder}/{venv}/bin:$PATH" in said["ENV"].split()
+    known = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(extras.strip("[]").split(",")) <= known.keys()
+    assert not said["USER"].startswith(("0", "root"))
+
+
+@pytest.mark.slow
+def test_what_the_dockerfile_runs_works_in_an_empty_environment(tmp_path: Path) -> None:
+    (first, last), folder = [said for word, said in DOCKERFILE if word == "RUN"], dict(DOCKERFILE)["WORKDIR"]
+    image = tmp_path / "image"
+    env = {"PATH": f"{image}/.venv/bin:{os.environ['PATH']}", "HOME": str(image)}
+    subprocess.run(["sh", "-ec", first.replace(folder, str(image))], env=env, check=True)
+    files = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0")
+    for name in filter(None, files):
+        (image / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, image / name)
+    subprocess.run(["sh", "-ec", last], cwd=image, env=env, check=True)
+    checks = ["python", "train.py", "--check-config", "--run.remote=memory://bucket"]
+    assert "is fine" in subprocess.check_output(checks, cwd=image, env=env, text=True)
+
+
+@pytest.mark.extended
+def test_two_torchruns_with_a_disk_each_survive_a_kill(text: Path, tmp_path: Path) -> None:
+    values = {"run__name": "two", "checkpoint__state_dict": "sharded", "checkpoint__every": 2, "train__steps": 30}
+    succeeded(ranks(2, *tiny(text, tmp_path, **values)))
+    here = [*tiny(text, tmp_path, **values), "--run.remote=s3://runs/two"]
+
+    def machine(number: int, port: int) -> subprocess.Popen[str]:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={number}"]
+        launcher += ["--master-addr=127.0.0.1", f"--master-port={port}", "--rdzv-id=two", "train.py", *here]
+        pipe = subprocess.PIPE if number == 0 else subprocess.DEVNULL
+        own = [*launcher, f"--run.out_dir={tmp_path}/{number}"]
+        return subprocess.Popen(
+            own, cwd=ROOT, stdout=pipe, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+        )
+
+    first, second = machine(0, 29611), machine(1, 29611)
+    assert first.stdout is not None
+    assert any(line.startswith("bucket  step ") for line in first.stdout)
+    os.killpg(second.pid, signal.SIGKILL)
+    assert first.communicate()[0] is not None
+    assert (first.returncode, second.wait()) == (1, -signal.SIGKILL)
+    shutil.rmtree(tmp_path / "1")
+    first, second = machine(0, 29612), machine(1, 29612)
+    said, _ = first.communicate()
+    assert (first.returncode, second.wait()) == (0, 0), said
+    assert "resumed after step" in said
+    assert losses(tmp_path / "0/two") == losses(tmp_path / "two")
