@@ -112,6 +112,7 @@ ITEMS = [
     fake(60, "8B, one rank of 64", "llama_8b", 64, {"train.global_batch_size": 256}),
     fake(110, "70B, one rank of 64", "llama_70b", 64, {"train.global_batch_size": 128}),
     Item(3, 60, "4 ranks on one card: five settings", "ranks", {"n": 4, "cases": RANKS}),
+    Item(3, 40, "2 ranks on one card: one dies, the other waits in a kernel", "dead_rank"),
     Item(3, 45, "1B, profile of three steps", "profiled", {"config": "llama_1b.toml", "values": {**ONE, **BEST}}),
     Item(3, 80, "1B, pause of a background save", "save_pause", {"config": "llama_1b.toml", "values": ONE}),
     Item(3, 80, "124M, bitwise resume, deterministic", "resume", {"config": "gpt_124m_scratch.toml", "values": SMALL}),

@@ -42,12 +42,12 @@ from benchmarks.bare_session import bare_session
 from tests.forkserver import free_port
 from torchtitan_lite import models
 from torchtitan_lite.config import load
-from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.schema import Config, RunConfig
 from torchtitan_lite.data.loader import Loader, PrefetchingLoader
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows
 from torchtitan_lite.distributed.initialize import materialize
-from torchtitan_lite.distributed.process_group import Process, build_mesh, exit_process, process_group
+from torchtitan_lite.distributed.process_group import Process, build_mesh, exit_process, process_group, sum_over_ranks
 from torchtitan_lite.environment import disable_automatic_gc
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import loss_operators
@@ -57,6 +57,7 @@ from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.models.masks import within_documents
 from torchtitan_lite.run import mfu
 from torchtitan_lite.run.session import Session, check_pending
+from torchtitan_lite.run.watchdog import Watchdog
 from torchtitan_lite.tools.estimate import planned_run
 from torchtitan_lite.tools.estimate.planned_run import Plan, make_plan
 from torchtitan_lite.tools.estimate.simulate import fake_world
@@ -589,6 +590,55 @@ def ranks(n: int, cases: dict[str, dict[str, Any]]) -> Figures:
         found: Figures = json.loads(out.read_text()) if out.is_file() else {}
     if codes := [process.exitcode for process in started if process.exitcode]:
         raise RuntimeError(f"ranks ended with {codes}; before: {found}")
+    return found
+
+
+def one_of_two(rank: int, port: int, folder: Path) -> None:
+    """Run one of two ranks: rank 1 dies while rank 0 waits in a kernel. Each makes a group of its own with NCCL."""
+    die_with_parent()
+    os.environ.update({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)})
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)  # type: ignore[attr-defined]  # as HashStore
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    if not STAND_IN:
+        torch.cuda.set_device(DEVICE)
+    alone = [dist.new_group([each], backend="gloo" if STAND_IN else "nccl") for each in range(2)]
+    started = time.perf_counter()
+    sum_over_ranks(torch.zeros(1, device=DEVICE), alone[rank]).item()
+    (folder / f"connected-{rank}").write_text(str(time.perf_counter() - started))
+    watchdog = Watchdog(folder, Process(rank, 2, DEVICE, 1, 2, store=store), RunConfig())
+    watchdog.on_abort = lambda reason: (folder / "reason").write_text(reason)
+    with watchdog.training():
+        watchdog.step(1)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if not STAND_IN:
+            torch.cuda._sleep(100_000_000_000)  # cycles, about a minute, like a collective of NCCL that waits
+            torch.cuda.synchronize()
+        time.sleep(60)
+
+
+def dead_rank() -> Figures:
+    """Measure how soon a rank ends that waits for a dead one, and what it leaves behind for torchfrtrace."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, port = Path(name), free_port()
+        context = multiprocessing.get_context("spawn")
+        both = [context.Process(target=one_of_two, args=(rank, port, folder)) for rank in range(2)]
+        for process in both:
+            process.start()
+        both[1].join()
+        died = time.perf_counter()
+        both[0].join()
+        ended = time.perf_counter()
+        found: Figures = {
+            "the other ends after, s": ended - died,
+            "reason": (folder / "reason").read_text(),
+            "first all-reduce, s": float((folder / "connected-0").read_text()),
+        }
+        for library in ("gloo",) if STAND_IN else ("gloo", "nccl"):
+            command = ["torch.distributed.flight_recorder.fr_trace", "--allow-incomplete-ranks", "--just_print_entries"]
+            command += ["--prefix", f"{library}_trace_rank_", str(folder / "stacks")]
+            read = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True)
+            found[f"all-reduces in the trace of {library}"] = (read.stdout + read.stderr).count("all_reduce(")
     return found
 
 

@@ -199,6 +199,7 @@ def dry(rank: int, values: dict[str, Any]) -> list[Any]:
             "tools__dry_run__planned": lambda config, *given: [config.train.batch_schedule, *given],
             "tools__dry_run__measure": lambda session, _: print("of", session.train, session.resumed) or (5, 0.5),
             "tools__dry_run__check_machines": lambda folder, *_, **__: f"machines of {folder}",
+            "tools__dry_run__speed_lines": lambda _: [],
             "tools__dry_run__compare": lambda *given: str(given),
         },
     )
@@ -1059,7 +1060,9 @@ def together(rank: int) -> dict[str, Any]:
             lambda: start_and_end.require_agreement(config, data, replace(one, device=GPU if rank == 2 else CPU)),
             {
                 "run__start_and_end__socket__gethostname": lambda: host,
-                "run__start_and_end__torch": Stub(__version__=f"2.{rank == 2}"),
+                "run__start_and_end__torch": Stub(
+                    __version__=f"2.{rank == 2}", cuda=Stub(get_device_properties=lambda _: Stub(uuid="a"))
+                ),
                 "run__start_and_end__platform__python_version_tuple": lambda: ("3", f"{rank == 2}"),
             },
         ),

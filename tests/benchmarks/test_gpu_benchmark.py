@@ -38,6 +38,10 @@ def test_every_item_runs_on_a_stand_in(name: str, tmp_path: Path) -> None:
     if item.function == "ranks":
         assert len(figures) == 2 * len(item.options["cases"])
         assert all(value == 0 for key, value in figures.items() if "difference" in key), figures
+    if item.function == "dead_rank":
+        assert figures["the other ends after, s"] < 30, figures
+        assert figures["reason"].startswith("a process died: rank 1 (last seen: step 1, ")
+        assert figures["all-reduces in the trace of gloo"] == 1
     if item.function == "resume":
         assert figures == {"same losses": True, "same tensors": True}
     if item.function == "gpu_tests":

@@ -65,12 +65,12 @@ def test_steps_are_close_to_bfloat16_and_names_and_shards_the_same(more: list[st
     assert ours[1] == plain[1] == other[1]
     assert {(dtype, kind) for *_, dtype, kind in ours[1]} == {("torch.float32", "Tensor")}
     assert (plain[2], ours[2]) == (0, 3 * 7), "wq, wk, wv, wo, w1, w2, w3 of each block, not the head"
-    for (loss, _), (expected, _) in zip(ours[0], plain[0], strict=True):
+    for (loss, *_), (expected, *_) in zip(ours[0], plain[0], strict=True):
         assert loss != expected
         assert loss == pytest.approx(expected, rel=TOLERANCE)
     assert ours[0][-1][0] < ours[0][0][0]
     if more:
-        assert [loss for loss, _ in other[0]] == pytest.approx([loss for loss, _ in ours[0]], rel=TOLERANCE)
+        assert [loss for loss, *_ in other[0]] == pytest.approx([loss for loss, *_ in ours[0]], rel=TOLERANCE)
     else:
         assert other[0] == ours[0], "the other options change no bit"
 

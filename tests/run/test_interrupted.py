@@ -68,6 +68,9 @@ def label(record: Mapping[str, Any]) -> str:
 def whole(run: Path) -> dict[str, Any]:
     """What counts of a run: its records, without times and saves, and its checkpoints."""
     made = [record for file in FILES for record in attempts.records(run, file)]
+    for record in made:  # measured in the step before a logged one, which a first step does not have
+        record.pop("rank_seconds", None)
+        record.pop("rank_data_s", None)
     found = {label(record): masked(record | {"attempt": 0}, {}) for record in made if "save_s" not in record}
     for step in storage.find_steps(run / "checkpoints"):
         state, manifest = storage.read_state(checkpoint(run, step)), storage.read_manifest(checkpoint(run, step))

@@ -3,11 +3,13 @@
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.helpers import ranks, succeeded, tiny
+from tests.helpers import ranks, run_distributed, succeeded, tiny
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import ConfigError, StuckError
 from torchtitan_lite.tools import dry_run
 
@@ -21,6 +23,21 @@ def test_planned_memory_matches_measured_memory(world_size: int, text: Path, tmp
     assert float(planned) == pytest.approx(float(measured), rel=0.05)
     assert f"dry run of {tmp_path / 'run'}" in output
     assert list(tmp_path.iterdir()) == []
+
+
+def slow_rank(process: Process) -> list[str]:
+    """The table of four ranks on two machines, where the matmuls of rank 2 take twice as long, on the clock."""
+    dry_run.socket = SimpleNamespace(gethostname=lambda: f"node{process.rank // 2}")  # type: ignore[assignment, attr-defined]
+    honest, rates = dry_run.seconds_of, iter([1.0 + (process.rank == 2), 0.5, 0.25])
+    dry_run.seconds_of = lambda compute, on_gpu: (honest(compute, on_gpu) > 0) * next(rates)
+    return dry_run.speed_lines(process)
+
+
+def test_slow_ranks_are_named_with_their_machine() -> None:
+    _, matmul, within, between = run_distributed(slow_rank, 4)[3]
+    assert matmul.split()[2:] == ["0.00107", "0.00215", "0.00215", "rank", "2", "(node1)", "0.00107"]
+    assert within.split()[4:] == ["0.0168", "0.0168", "0.0168", "none"], "8 MiB from one other rank, in half a second"
+    assert between.split()[4:] == ["0.0336", "0.0336", "0.0336", "none"]
 
 
 @pytest.mark.parametrize(("error", "stays"), [(StuckError("a"), True), (ConfigError("a"), False)])

@@ -96,9 +96,8 @@ def squared_norm(norms: Mapping[nn.Parameter, Tensor], replicas: int) -> Tensor:
         norms: from `gradient_norms`.
         replicas: dp_replicate, the number of HSDP replicas.
     """
-    norm = torch.linalg.vector_norm(
-        torch.stack([*norms.values()] or [torch.zeros(())])
-    )  # as torch.nn.utils.get_total_norm
+    # as torch.nn.utils.get_total_norm, bit for bit
+    norm = torch.linalg.vector_norm(torch.stack([*norms.values()] or [torch.zeros(())]))
     return norm.double().square() / replicas  # the square of a float32 may need a float64
 
 

@@ -37,11 +37,11 @@ class RankSeconds:
             for name in ("pre_forward", "post_forward", "pre_backward", "post_backward"):
                 setattr(group, name, functools.partial(self._timed, getattr(group, name), name.startswith("pre")))
 
-    def _timed(self, function: Any, begins: bool, *args: Any) -> Any:
+    def _timed(self, function: Any, begins: bool, *args: Any, **more: Any) -> Any:
         """Call a function of FSDP, which may wait for other ranks. Computation begins after it, or ends before it."""
         if self._on and not begins:
             self._marks.append((begins, self._now()))
-        result = function(*args)
+        result = function(*args, **more)
         if self._on and begins:
             self._marks.append((begins, self._now()))
         return result

@@ -1,15 +1,17 @@
 """`train.py --dry-run`: runs three steps on all ranks, and prints a table of planned and measured values.
 
-Also checks the disk and the clocks of all machines. Keeps no files except prepared data. All batches have one shape, so
-three steps are enough: the first compiles and allocates persistent memory, the second measures memory, and the third is
-timed.
+Also checks the disk and the clocks of all machines, and measures the rates of all ranks and links. Keeps no files
+except prepared data. All batches have one shape, so three steps are enough: the first compiles and allocates persistent
+memory, the second measures memory, and the third is timed.
 """
 
 import contextlib
+import functools
 import gc
 import os
 import shutil
 import socket
+import statistics
 import sys
 import tempfile
 import time
@@ -27,7 +29,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.exchange import gather
-from torchtitan_lite.distributed.process_group import process_group
+from torchtitan_lite.distributed.process_group import Process, process_group
 from torchtitan_lite.environment import env_int
 from torchtitan_lite.errors import ConfigError, StuckError
 from torchtitan_lite.optim.step_record import StepRecord
@@ -85,11 +87,12 @@ def run(loaded: Loaded, data: DataSet, build: Callable[..., Session], step: Step
         plan = planned(loaded.config, data.vocab_size, env_int("WORLD_SIZE", 1)) if first else None
         with process_group(config.run) as process:
             require_agreement(loaded.config, data, process)
+            speeds = speed_lines(process)  # before the model takes the memory
             with contextlib.closing(build(config, data, process, Log(config.folder, enabled=first))) as session:
                 n_bytes, step_s = measure(session, step)
                 machines = check_machines(loaded.config.folder, session, shared=not loaded.config.run.remote)
             if plan is not None:
-                print(machines)
+                print("\n".join([machines, *speeds, ""]))
                 print(compare(plan, n_bytes, step_s, loaded.config.folder))
 
 
@@ -112,6 +115,46 @@ def check_machines(folder: Path, s: Session, *, shared: bool = True) -> str:
     machines = counted(len(set(hosts)), "machine")
     apart = max(clocks) - min(clocks)
     return f"ranks   {len(hosts)} on {machines}; clocks within {apart:.2f} s; the disk has room"
+
+
+def speed_lines(process: Process) -> list[str]:
+    """Time matmuls on each rank, and all-gathers within and between machines. Collective.
+
+    Returns:
+        a table of the lowest, median and highest rate of all ranks, and of the ranks 10 % below the median.
+    """
+    rank, hosts, on_gpu = process.rank, gather(socket.gethostname()), process.device.type == "cuda"
+    n, n_bytes = (8192, 256 << 20) if on_gpu else (1024, 16 << 20)
+    matrix = torch.ones(n, n, dtype=torch.bfloat16 if on_gpu else torch.float32, device=process.device)
+    rates = {"matmul, TFLOP/s": 2e-12 * n**3 / seconds_of(lambda: matrix @ matrix, on_gpu)}
+    number = [hosts[:i].count(host) for i, host in enumerate(hosts)]  # of each rank on its machine
+    for place, same in (("within", hosts), ("between", number)):
+        members = [i for i, each in enumerate(same) if each == same[rank]]
+        group = dist.new_group(members, use_local_synchronization=True)
+        if len(members) > 1:
+            part = torch.empty(n_bytes // len(members), dtype=torch.uint8, device=process.device)
+            parts = list(part.new_empty(len(members), len(part)))
+            seconds = seconds_of(functools.partial(dist.all_gather, parts, part, group), on_gpu)
+            rates[f"all-gather {place} machines, GB/s"] = 1e-9 * len(part) * (len(members) - 1) / seconds
+    rows, found = [("", "lowest", "median", "highest", "below the median by 10 %")], gather(rates)
+    for name in dict.fromkeys(name for of_rank in found for name in of_rank):
+        of_ranks = {i: of_rank[name] for i, of_rank in enumerate(found) if name in of_rank}
+        low, middle, high = min(of_ranks.values()), statistics.median(of_ranks.values()), max(of_ranks.values())
+        slow = [f"rank {i} ({hosts[i]}) {rate:.3g}" for i, rate in of_ranks.items() if rate < 0.9 * middle]
+        rows.append((name, f"{low:.3g}", f"{middle:.3g}", f"{high:.3g}", ", ".join(slow) or "none"))
+    return columns(rows, right=(1, 2, 3))
+
+
+def seconds_of(compute: Callable[[], object], on_gpu: bool) -> float:
+    """Return the median time of five calls, after two others."""
+    seconds = []
+    for _ in range(7):
+        before = time.perf_counter()
+        compute()
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - before)
+    return statistics.median(seconds[2:])
 
 
 def measure(s: Session, step: Step) -> tuple[int, float]:
