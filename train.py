@@ -34,7 +34,6 @@ from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import Batch, Loader, PrefetchingLoader
 from torchtitan_lite.data.mixture import Mixture
-from torchtitan_lite.data.open_samples import open_samples
 from torchtitan_lite.distributed import fsdp, recompute_and_compile
 from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.process_group import (
@@ -51,7 +50,7 @@ from torchtitan_lite.optim.finite_guard import FiniteGuard, Guard
 from torchtitan_lite.optim.grad_scaler import GradScaler
 from torchtitan_lite.optim.groups import Blocks, freeze
 from torchtitan_lite.optim.step_record import StepRecord
-from torchtitan_lite.run import attempts, checks, out_of_memory, run_folder, start_and_end
+from torchtitan_lite.run import attempts, checks, out_of_memory, phases, run_folder, start_and_end
 from torchtitan_lite.run.between_steps import (
     build_periodic_work,
     report_save,
@@ -61,6 +60,7 @@ from torchtitan_lite.run.preemption import Preemption, launcher_note
 from torchtitan_lite.run.rank_seconds import RankSeconds
 from torchtitan_lite.run.resumed import missed_evaluations, run_missed
 from torchtitan_lite.run.session import Session, build_profile, check_pending, due, forward_seed
+from torchtitan_lite.run.source_losses import SourceLosses
 from torchtitan_lite.run.watchdog import Watchdog
 from torchtitan_lite.scoring.validation import Validation
 from torchtitan_lite.terminal import print_error, print_line
@@ -146,7 +146,7 @@ def build(config: Config, data: DataSet, process: Process, log: Log) -> Session:
 
 
 def build_watched(config: Config, data: DataSet, process: Process, log: Log, watchdog: Watchdog) -> Session:
-    """Build mesh, model, optimizer, data, checkpointer and guards, in this order."""
+    """Build mesh, model, optimizer, checkpointer, data and guards, in this order."""
     profile = build_profile(config, process)  # before the model, for the stacks of a memory snapshot
     # 1. The mesh: which ranks shard one replica of the model, and which hold further replicas.
     mesh = build_mesh(config.fsdp, process.device)
@@ -159,9 +159,7 @@ def build_watched(config: Config, data: DataSet, process: Process, log: Log, wat
     # 3. The optimizer, after sharding: its parameters are DTensors, so its moments are sharded like them.
     optimizer = optim.build_optimizer(model, config.optim)
 
-    # 4. The data: a batch's sequences are a function of the seed and one integer, state.samples_consumed.
-    samples = open_samples(data, "train", config)
-    loader = build_loader(config, samples, process)
+    # 4. The work between steps. Its data, such as the validation set, is the same in all phases.
     validation = Validation.from_config(config, data, config.train.micro_batch_size, process.rank, process.world_size)
     periodic, task_hashes = build_periodic_work(config, data, validation)
 
@@ -180,23 +178,33 @@ def build_watched(config: Config, data: DataSet, process: Process, log: Log, wat
         resumed = load_newest(config, checkpointer, fresh, log)
     state = resumed.continued_by(fresh) if resumed else fresh
 
-    # 6. The loss scale (float16), the guards that can withhold an update, and the throughput meter.
+    # 6. The data: a batch's sequences are a function of the seed, state.segments and one integer, samples_consumed.
+    phase, samples, state = phases.open_phase(config, data, state, state.step)
+    if phase is not config:
+        model.use_context(phase.model)
+
+    # 7. The loss scale (float16), the guards that can withhold an update, and the throughput meter.
     averaged = fsdp.averaged_over(config.fsdp, process.world_size)
     scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, process.device, state.grad_scaler, averaged)
     guards = build_guards(config, process, state, scaler, checkpointer, log)
-    meter = Meter(state, process.device, start_and_end.peak_tokens_per_second(config, model, process))
+    meter = Meter(state, process.device, start_and_end.peak_tokens_per_second(phase, model, process))
     rank_seconds = RankSeconds(model, process, meter, log)
+    source_losses = SourceLosses(model, samples.names)
+    own_metrics = [METRICS[name] for name in config.log.metrics]
     return Session(
         config=config,
+        data=data,
         process=process,
         model=model,
         optimizer=optimizer,
         scaler=scaler,
         guards=guards,
         blocks=Blocks(model, config.fsdp.mesh_shape(process.world_size)[0]),
-        metrics=[*model.metrics, *(METRICS[name] for name in config.log.metrics), rank_seconds.metric],
+        source_losses=source_losses,
+        metrics=[*model.metrics, *own_metrics, rank_seconds.metric, source_losses.metric],
+        phase=phase,
         samples=samples,
-        loader=loader,
+        loader=build_loader(phase, samples, process),
         log=log,
         meter=meter,
         rank_seconds=rank_seconds,
@@ -270,7 +278,8 @@ def sharded_model(config: Config, vocab_size: int, mesh: DeviceMesh, *, widen: b
     # The order matters: checkpointing replaces a block's forward, compilation takes the result, and fully_shard puts
     # its hooks (all-gather before, reshard after) around both.
     recompute_and_compile.apply_activation_checkpointing(model, config.activation_checkpointing)
-    recompute_and_compile.apply_compile(model, config.compile, dynamic_shapes=config.data.objective == "pairs")
+    dynamic_shapes = config.data.objective == "pairs" or (False if config.train.phases else None)
+    recompute_and_compile.apply_compile(model, config.compile, dynamic_shapes=dynamic_shapes)
     fsdp.apply_fsdp(model, mesh, config.fsdp)
     if config.speed.float8:
         float8.gather_in_float8(model)
@@ -327,7 +336,11 @@ def train(s: Session) -> None:
 
 def train_step(s: Session, step: int) -> StepRecord:
     """Run one optimizer step: forward and backward per micro-batch, one all-reduce of sums, clipping, the update."""
-    config = s.config
+    if s.state.step in s.config.train.boundaries(s.state.phases):
+        from torchtitan_lite.run import next_phase
+
+        next_phase.enter(s, step, build_loader, build_guards)
+    config = s.phase
     if config.fsdp.explicit_prefetching:
         fsdp.unshard_first(s.model)  # this all-gather overlaps with fetching the batch
     with s.meter.timing("data_s"):
@@ -371,7 +384,7 @@ def train_step(s: Session, step: int) -> StepRecord:
         record.squares.update(s.blocks.of_update(s.optimizer))  # a second small all-reduce, if measured
         s.scaler.update(~record.finite)
 
-    s.pending, s.state = record, s.state.after_step(first + size, batch.global_tokens)
+    s.pending, s.state = record, s.state.after_step(first + size, batch.source_tokens)
     return record
 
 
@@ -386,6 +399,7 @@ def forward_backward(s: Session, step: int, batch: Batch) -> Tensor:
         # By default each backward reduces, and gradients accumulate as shards. grad_sync can defer the reduction.
         fsdp.before_micro_batch(s.model, s.config.fsdp, last=i == len(batch.micro_batches) - 1)
         loss = s.model(**micro.on(device))  # summed over this rank's targets
+        s.source_losses.add(micro, first=i == 0)
         # Gradients are summed over ranks, so each rank divides by the global batch's number of valid targets. Its own
         # number would be wrong, because masking makes them differ between ranks.
         s.scaler.scaled(loss / batch.global_tokens).backward()

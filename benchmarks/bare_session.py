@@ -17,6 +17,7 @@ from torchtitan_lite.run.metrics import Meter
 from torchtitan_lite.run.preemption import Preemption
 from torchtitan_lite.run.rank_seconds import RankSeconds
 from torchtitan_lite.run.session import Session
+from torchtitan_lite.run.source_losses import SourceLosses
 
 
 def bare_session(config: Config, process: Process, model: Transformer, loader: Any) -> Session:
@@ -30,13 +31,16 @@ def bare_session(config: Config, process: Process, model: Transformer, loader: A
     rank_seconds = RankSeconds(model, process, meter, unused)
     return Session(
         config=config,
+        data=unused,
         process=process,
         model=model,
         optimizer=optimizer,
         scaler=scaler,
         guards=[FiniteGuard(scaler, [])],
         blocks=Blocks(model, config.fsdp.mesh_shape(process.world_size)[0]),
+        source_losses=SourceLosses(model, []),
         metrics=[rank_seconds.metric],
+        phase=config,
         samples=unused,
         loader=loader,
         log=unused,

@@ -6,6 +6,7 @@
     larger      configs/larger.toml in half of its steps, and nanochat of that size
     configs     the small configs of other architectures
     widths      rates of models of three widths, with and without model.mup_base_dim
+    phases      the decay on one of two texts, and on both as before (docs/phases.md)
     cost        short runs of all programs in turn, on a quiet machine: seconds of a token
     plot        docs/learning.svg and docs/mup.svg, with matplotlib
     table       print what is known (the default)
@@ -71,6 +72,13 @@ LARGER: dict[str, dict[str, Any]] = {
     f"default, 4 x 256{WITHOUT_NAME}": HALF | WITHOUT,
 }
 CONFIGS = {"windows": 750, "experts": 600, "hybrid": 350}  # and their steps
+
+# a run on both texts, in an eighth of its tokens, and what changes for the last fifth of them, while the rate decays
+PHASES = {
+    "both texts throughout": "[]",
+    "the decay on prose": '[{ from_fraction = 0.8, data.sources = { "PROSE" = 1.0 } }]',
+}
+BOTH = " and ".join(TEXTS)
 
 # rows beside the comparison
 ONE_SEED = {f"resformer{WITHOUT_NAME}", "nanochat, 2 x 128, our initial values", *[*LARGER][1:]}
@@ -172,7 +180,7 @@ class Search:
                 self.results[job.key] = found
                 with self.file.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(found) + "\n")
-                score = f"{found.get('bits_per_byte', 0):.4f}, {found['seconds']:,.0f} s"
+                score = f"{found.get('bits_per_byte', found.get('prose', 0)):.4f}, {found['seconds']:,.0f} s"
                 print(f"{job.stage}: {job.name}, {job.text}, seed {job.seed}: {score}", flush=True)
 
     def _peer(self, job: Job) -> dict[str, Any]:
@@ -188,9 +196,11 @@ class Search:
         """A run of train.py."""
         folder = self.out / _folder(job)
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was stopped: its seconds are not whole
-        given = [f"--{key}={value}" for key, value in job.options.items()]
+        prose = self._text("prose") if job.text == BOTH else ""
+        given = [f"--{key}={value}".replace("PROSE", prose) for key, value in job.options.items()]
         given += ["--run.device=cpu", "--run.threads=1", f"--run.out_dir={self.out}", f"--run.name={folder.name}"]
-        given += [f"--run.seed={job.seed}", f"--data.path={self._text(job.text)}"]
+        both = f'--data.sources={{ "{self._code()}" = 0.5, "{prose}" = 0.5 }}' if prose else ""
+        given += [f"--run.seed={job.seed}", both or f"--data.path={self._text(job.text)}"]
         given += ["--eval.every=0", "--sample.every=0", "--checkpoint.every=0", "--log.every=25"]
         scored = self._scored(job)
         if scored != HELD_OUT:
@@ -205,7 +215,9 @@ class Search:
         result = folder / "score.json"
         text = [] if scored == HELD_OUT else ["--data", scored]
         _cpu_seconds([*program, "evaluate", str(folder), *text, "--json", str(result)], log)
-        [row] = json.loads(result.read_text(encoding="utf-8"))["models"][0]["texts"].values()
+        *others, row = json.loads(result.read_text(encoding="utf-8"))["models"][0]["texts"].values()
+        if others:  # both texts, code first
+            return {"seconds": seconds, "code": others[0]["bits_per_byte"], "prose": row["bits_per_byte"]}
         return {"seconds": seconds} | _scores(row)
 
     def _text(self, text: str) -> str:
@@ -216,9 +228,20 @@ class Search:
             learning_prose.make(file)
         return str(file) if text == "prose" else ""
 
+    def _code(self) -> Path:
+        """The default text as a file, to mix it."""
+        from torchtitan_lite.data.prepare.documents import usable
+        from torchtitan_lite.data.prepare.texts import standard_library
+
+        file = self.out / "code.jsonl"
+        if not file.exists():
+            lines = [json.dumps({"text": document.texts[0]}) for document in usable(standard_library())]
+            file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return file
+
     def _scored(self, job: Job) -> str:
         """What a job is scored on: at the end the held-out text of the default split, in trials the search's."""
-        if job.stage in ("end", "configs"):
+        if job.stage in ("end", "configs", "phases"):
             return HELD_OUT
         return NOTHING if job.stage == "cost" else str(self._search_text(job.text))
 
@@ -305,6 +328,13 @@ def config_jobs() -> list[Job]:
         Job("configs", name, "code", sizes | {"config": f"configs/{name}.toml", "train.steps": steps})
         for name, steps in CONFIGS.items()
     ]
+
+
+def phase_jobs() -> list[Job]:
+    """Runs on both texts, with and without a last phase on prose alone."""
+    keys = RECIPE | {"train.steps": 94, "optim.schedule": "wsd", "optim.decay_ratio": 0.2}
+    runs = ((seed, name, phases) for seed in SEEDS for name, phases in PHASES.items())
+    return [Job("phases", name, BOTH, keys | {"train.phases": phases}, seed) for seed, name, phases in runs]
 
 
 def cost_jobs() -> list[Job]:
@@ -417,6 +447,17 @@ def configs_table(search: Search) -> list[str]:
     return lines + [f"| {job.name} | {job.tokens:,} | {one['bits_per_byte']:.3f} |" for job, one in known]
 
 
+def phases_table(search: Search) -> list[str]:
+    """Runs with and without a last phase, by seed."""
+    lines = ["| 80 % both texts, then | prose, by seed | mean | code, by seed | mean |", "|---|---|---:|---|---:|"]
+    for name in PHASES:
+        if found := [one for job in phase_jobs() if job.name == name and (one := search.result(job))]:
+            cells = [([one[text] for one in found]) for text in ("prose", "code")]
+            texts = (f"{', '.join(f'{bits:.3f}' for bits in c)} | {statistics.mean(c):.3f}" for c in cells)
+            lines.append(f"| {name} | {' | '.join(texts)} |")
+    return lines
+
+
 def widths_table(search: Search) -> list[str]:
     """Bits per byte by rate for each width, and the best rate of a parabola through the best three."""
     lines = [f"| | {' | '.join(f'{rate:g}' for rate in RATES)} | best rate |", "|---|" + "---:|" * (len(RATES) + 1)]
@@ -498,7 +539,7 @@ def plot_widths(search: Search, file: Path) -> None:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    stages = "search", "peers", "defaults", "larger", "configs", "widths", "cost", "plot", "table"
+    stages = "search", "peers", "defaults", "larger", "configs", "widths", "phases", "cost", "plot", "table"
     parser.add_argument("stage", choices=stages, nargs="?", default="table")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "learning", help="folder of the runs")
     parser.add_argument("--nanochat", type=Path, help="a clone of karpathy/nanochat")
@@ -520,11 +561,13 @@ def main() -> None:
         search.run(config_jobs())
     if given.stage == "widths":
         search.run(width_job(dim, base, rate) for dim, base in WIDTHS for rate in RATES)
+    if given.stage == "phases":
+        search.run(phase_jobs())
     if given.stage == "cost":
         search.run(cost_jobs())
     tables = [ends_table(search, size, text) for size in ("2 x 128", "4 x 256") for text in TEXTS]
     tables += [trials_table(search, [*search_jobs(), *(job for name in PEERS for job in trial_jobs(name))])]
-    tables += [configs_table(search), widths_table(search)]
+    tables += [configs_table(search), widths_table(search), phases_table(search)]
     for lines in tables:
         print("\n".join(["", *lines]))
     if given.stage == "plot":

@@ -12,18 +12,18 @@ PLAIN = """
 .:                      commands cpu data environment errors files models progress terminal
 checkpointing:          before_save compatibility find full_state safetensors_file save shards state storage
                         tensor_names torch_storage
-config:                 cli derive families load paths patterns registry rules schema section toml
+config:                 cli derive families load paths patterns phases registry rules schema section toml
 config.rules:           data fsdp local model run train
 config.sections:        activation_checkpointing checkpoint compile data eval fsdp log model optim profile run sample
                         speed train
 cpu:                    attention fused loss
-data:                   dataset loader mixture open_samples order samples token_files
+data:                   dataset loader mixture open_samples order samples segments token_files
 distributed:            evaluating exchange fsdp initialize lost normal_values overrides process_group
                         recompute_and_compile sharding
 models:                 attention cache chunked_loss induction kernels llama loss masks rotary transformer
 optim:                  finite_guard grad_scaler groups guarded muon optimizer step_record
-run:                    attempts between_steps checks console metrics out_of_memory preemption rank_seconds resumed
-                        run_folder session start_and_end watchdog
+run:                    attempts between_steps checks console metrics out_of_memory phases preemption rank_seconds
+                        resumed run_folder session source_losses start_and_end watchdog
 scoring:                likelihood statistics validation
 """
 # packages that no plain run needs

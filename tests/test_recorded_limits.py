@@ -9,6 +9,7 @@ import math
 import pkgutil
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 from tests.recorded import assert_recorded
-from tests.run.test_recorded_lines import ONE_SOURCE, PAIRS, SAMPLES, T5, config_of, data_lines, result
+from tests.run.test_recorded_lines import ONE_SOURCE, PAIRS, SAMPLES, T5, config_of, data_lines, planned, result
 from torchtitan_lite import environment
 from torchtitan_lite.checkpointing import compatibility, safetensors_file, storage
 from torchtitan_lite.checkpointing.state import TrainState
@@ -153,10 +154,11 @@ def logged(mean: float | None, loss: float, norm: float, of_ranks: list[float], 
     )
     meter = Stub(lap=lambda _: lap, mean_loss=lambda: mean, seconds_per_step=lambda _: 1.0, loss_since=torch.ones(2))
     log = Stub(record=said.append, info=lambda line, _: said.append(line[:60]))
-    s = Stub(state=TrainState(6, 96, 60), process=Stub(device=torch.device("cuda") if loads else CPU))
+    state = planned(SAMPLES if loads else ONE_SOURCE, 60)[-1][-1]
+    s = Stub(state=replace(state, step=6, tokens=96), process=Stub(device=torch.device("cuda") if loads else CPU))
     meter.peak_tokens_per_second = 128.0 if loads else 0.0
     s.config = config_of({"train.steps": 9, "log.every": 3, "data.skip_samples": [[3, 9]]})
-    s.meter, s.log, s.scaler, s.samples = meter, log, Stub(enabled=False), SAMPLES if loads else ONE_SOURCE
+    s.meter, s.log, s.scaler, s.phase = meter, log, Stub(enabled=False), s.config
     s.metrics = Experts.metrics
     patched(lambda: between_steps.log_step(s, record), run__between_steps__peak_memory_gib=lambda _: 1.0)
     return [*said, meter.loss_since.tolist()]
@@ -176,9 +178,7 @@ def listed(n_steps: int, n_rows: int, n_characters: int) -> Any:
     rows = [
         which.Row(i % n_steps + 1, 3, "s", 4, "", "", "", 0, 9, 1, 8, 11, 18, "x" * n_characters) for i in range(n_rows)
     ]
-    record = Stub(
-        samples=dict.fromkeys(range(1, 200), range(1)), data=Stub(sources=[]), attempts=[Stub(forked_from="")]
-    )
+    record = Stub(samples=dict.fromkeys(range(1, 200), range(1)), sources={}, attempts=[Stub(forked_from="", step=0)])
     options = argparse.Namespace(run=Path("run"), step=None, to=None, find="x", json=None, family="")
     names = {
         **{"rows": lambda *_: rows, "read_record": lambda _: record, "require_own_step": lambda *_: None},

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from torchtitan_lite import cpu, models
 from torchtitan_lite.checkpointing import compatibility, full_state
+from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import model_tensors
 from torchtitan_lite.config import load, paths
 from torchtitan_lite.config.schema import Config, default_of, known_keys
@@ -29,7 +30,6 @@ from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import Batch, Loader
-from torchtitan_lite.data.open_samples import open_samples
 from torchtitan_lite.data.pairs import source_prefix
 from torchtitan_lite.distributed import recompute_and_compile
 from torchtitan_lite.distributed.initialize import materialize
@@ -43,7 +43,7 @@ from torchtitan_lite.optim import optimizer as optim
 from torchtitan_lite.optim.groups import freeze
 from torchtitan_lite.optim.guarded import GuardedOptimizer, HostGuarded
 from torchtitan_lite.optim.guarded import set_learning_rate as apply_learning_rate
-from torchtitan_lite.run import checks
+from torchtitan_lite.run import checks, phases
 from torchtitan_lite.run.start_and_end import prepared
 from torchtitan_lite.tools import generate as generating
 from torchtitan_lite.tools import load_model as loading
@@ -127,23 +127,17 @@ class Data:
         A batch has `micro_batches`, and their total number of targets in `global_tokens`. `micro.on(device)` returns
         the model's keyword arguments.
         """
-        train, data = self.config.train, self.config.data
-        samples = open_samples(self.dataset, "train", self.config)
-        loader = Loader(
-            samples,
-            micro_batch_size=train.micro_batch_size,
-            rank=0,
-            world_size=1,
-            seed=self.config.run.seed,
-            document_mask=data.document_mask,
-        )
-
-        end = 0
-        for step in range(1, train.steps + 1):
-            first = data.position(end, train.batch_size(step))
-            end = first + train.batch_size(step)
+        for step, samples, phase, mixture in phases.steps(self.config, self.dataset, TrainState()):
             if step >= first_step:
-                yield step, loader.batch(first, end - first)
+                loader = Loader(
+                    mixture,
+                    micro_batch_size=phase.train.micro_batch_size,
+                    rank=0,
+                    world_size=1,
+                    seed=phase.run.seed,
+                    document_mask=phase.data.document_mask,
+                )
+                yield step, loader.batch(samples.start, len(samples))
 
     def __repr__(self) -> str:
         names = ", ".join(source.name for source in self.dataset.sources)
@@ -198,7 +192,7 @@ def build_model(config: Config, vocab_size: int = 0) -> Transformer:
     freeze(model, config.optim.freeze)
     cpu.apply(model, config.speed)
     recompute_and_compile.apply_activation_checkpointing(model, config.activation_checkpointing)
-    recompute_and_compile.apply_compile(model, config.compile, dynamic_shapes=config.data.objective == "pairs")
+    recompute_and_compile.apply_compile(model, config.compile, dynamic_shapes=config.data.objective == "pairs" or None)
     materialize(model, loading.device_of(config.run.device), config.run.seed)
     if config.model.init_from:
         folder, notes = weights.find_weights(Path(config.model.init_from), config.model)
@@ -289,6 +283,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, config: Config, step: in
         raise ConfigError(
             'optim.step_every = "epoch" is not in steps yet: use the config of ttl.open_data, data.config'
         )
+    config = config.phase(sum(after < step for after in config.train.boundaries()))
     rate = optim.learning_rate(config.optim, step, config.train.steps)
     apply_learning_rate(optimizer, rate)
     return rate

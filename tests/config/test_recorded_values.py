@@ -122,7 +122,7 @@ def config_lines(found: toml.Loaded, world_size: int = 1) -> Iterator[str]:
         yield f"positions of 8 samples {[config.data.position(first, 8) for first in range(25)]}"
     tasks = f", tasks {config.tasks}" if config.tasks != ["brackets"] else ""
     yield (
-        f"lengths {config.input_len} {config.target_len}, batches {sizes}, samples {train_.samples}, "
+        f"lengths {config.input_len} {config.target_len}, batches {sizes}, samples {train_.samples()}, "
         f"warm-up {config.optim.warmup_steps}, in epochs {config.in_epochs}{tasks}"
     )
 

@@ -71,7 +71,7 @@ def test_validation_is_mixed_as_well_and_repeats_nothing(folders: dict[str, Path
     assert isinstance(validation.loader.samples, Mixture)
     mixture = validation.loader.samples
     most = [source.n_samples for source in mixture.sources]
-    once = [n for n in range(2 * sum(most)) if all(map(int.__le__, mixture.consumed(n), most))]
+    once = [n for n in range(2 * sum(most)) if all(map(int.__le__, mixture.positions(n).values(), most))]
     assert validation.n_samples == mixture.longest_prefix(10**6) == once[-1] == len(once) - 1
     assert [mixture.longest_prefix(n) for n in (1, 7, once[-1], once[-1] + 1)] == [1, 7, once[-1], once[-1]]
     assert validation.description() == {"samples": once[-1], "of": sum(most), "seed": 0}

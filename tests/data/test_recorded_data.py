@@ -412,8 +412,12 @@ def recorded_config(config: Config, folder: Path) -> dict[str, Any]:
             found["val batch"] = [row_texts(micro, text_of) for micro in loader.batch(0, 3).micro_batches]
             found["of all"].append(f"{mixture.longest_prefix(4)} {mixture.longest_prefix(10**6)}")
     n = open_samples(data, "train", config).n_samples
-    record = Record([], config, data, {3: range(4, 5), 4: range(n - 1, n + 1)})  # into the second epoch
-    found["which"] = [row.line() for row in which.rows(record, [*map(which.Documents, data.sources)], range(3, 5))]
+    samples_of, mixed = {3: range(4, 5), 4: range(n - 1, n + 1)}, (open_samples(data, "train", config), config.run.seed)
+    sources = {source.folder: source for source in data.sources}
+    record = Record([], config, data, sources, samples_of, {3: mixed, 4: mixed})  # into the second epoch
+    found["which"] = [
+        row.line() for row in which.rows(record, {s.folder: which.Documents(s) for s in data.sources}, range(3, 5))
+    ]
     if config.data.objective == "pairs":
         asked = pairs.questions(open_samples(data, "val", config), 2, 0)
         prefix = pairs.source_prefix(data.folder)
@@ -480,7 +484,7 @@ def prefetched(asked: Sequence[tuple[int, ...]]) -> list[str]:
 
 def mixed(weights: list[float]) -> str:
     try:
-        mixture = Mixture([], weights, [])
+        mixture = Mixture([], weights, [*map(str, range(len(weights)))])
     except ConfigError as error:
         return str(error)
     n = len(mixture.table)
@@ -490,8 +494,8 @@ def mixed(weights: list[float]) -> str:
         n,
         mixture.table[:24],
         mixture.counts,
-        mixture.consumed(n // 2),
-        mixture.consumed(3 * n + 1),
+        [*mixture.positions(n // 2).values()],
+        [*mixture.positions(3 * n + 1).values()],
         which,
         places,
     ]

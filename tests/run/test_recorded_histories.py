@@ -447,9 +447,12 @@ def said_of(
 def test_what_is_said_of_each_history(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = Namespace(tokenizer_sha256=CONTENT["tokenizer"], hashes=lambda: {"data": CONTENT["data"]})
+    data = Namespace(
+        tokenizer_sha256=CONTENT["tokenizer"], hashes=lambda: {"data": CONTENT["data"]}, sources=[], later=[]
+    )
     stubs: dict[str, Any] = {
         "torchtitan_lite.tools.past_steps.prepared": lambda loaded, _: (loaded, data),
+        "torchtitan_lite.run.phases.open_phase": lambda config, _, state, __: (config, None, state),
         "torchtitan_lite.tools.replay.__version__": "1.0",
         "torchtitan_lite.run.run_folder.git_state": lambda _: {"commit": "c", "dirty": False},
         "torchtitan_lite.environment.python_command": lambda: "python",

@@ -41,6 +41,7 @@ from torchtitan_lite.run import (
     trackers,
     watchdog,
 )
+from torchtitan_lite.run.phases import Part
 from torchtitan_lite.run.watchdog import Place, RankState
 from torchtitan_lite.scoring.questions import Question, Task
 from torchtitan_lite.scoring.statistics import Array
@@ -164,13 +165,22 @@ def start_of(values: dict[str, Any], n: int) -> list[str]:
 
 def data_lines(values: dict[str, Any], weights: Sequence[float], samples: Any) -> list[str]:
     config = config_of({"train.steps": 11, "train.global_batch_size": 6} | values, 1)
-    return console.data_lines(config, data_of(*weights), samples)
+    return console.data_lines(config, data_of(*weights), samples, planned(samples, config.train.samples()))
+
+
+def planned(samples: Any, n: int) -> list[Part]:
+    """A run that has consumed n of these samples."""
+    each = [*zip(samples.names, samples.sources, samples.consumed(n), strict=True)]
+    sources = {name: {"name": name, "tokens": source.n_samples * source.mean_tokens} for name, source, _ in each}
+    tokens = {name: round(consumed * source.mean_tokens) for name, source, consumed in each}
+    state = TrainState(segments=[{"sample": 0, "sources": sources}], source_tokens=tokens)
+    return [(range(1), config_of({}, 1), tokens, state)]
 
 
 def data_of(*weights: float) -> Any:
     sources = [
         SimpleNamespace(name=name, weight=w, meta=SimpleNamespace(train_tokens=t))
-        for name, w, t in zip("ab", weights, (8000, 1000), strict=False)
+        for name, w, t in zip(SAMPLES.names, weights, (8000, 1000), strict=False)
     ]
     tokens = {"train": 9000, "val": 1234}.__getitem__
     return SimpleNamespace(sources=sources, notes=["a note"], vocab_size=517, tokens=tokens)
@@ -294,6 +304,7 @@ def start_on(device: str, saved: TrainState | None, values: dict[str, Any]) -> l
             model,
             data_of(3),
             ONE_SOURCE,
+            planned(ONE_SOURCE, config.train.samples()),
             state,
             saved,
             saver,
@@ -430,8 +441,8 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ],
     ),
     "source_lines": (
-        lambda samples, skipped: console.source_lines(samples, TrainState(samples_consumed=60), skipped),
-        [(SAMPLES, []), (SAMPLES, [[3, 9], [57, 90], [90, 99]]), (ONE_SOURCE, [])],
+        lambda samples: console.source_lines(planned(samples, 60)[-1][-1]),
+        [(SAMPLES,), (ONE_SOURCE,)],
     ),
     "step_line": (
         console.step_line,

@@ -20,7 +20,7 @@ from torchtitan_lite.checkpointing.tensor_names import Tensors
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.paths import expand
-from torchtitan_lite.config.schema import Config, bitwise_keys, flatten, known_keys, resume_rule
+from torchtitan_lite.config.schema import Config, bitwise_keys, flatten, known_keys, nested, resume_rule
 from torchtitan_lite.config.toml import format_value
 from torchtitan_lite.cpu import widens
 from torchtitan_lite.data.dataset import DataSet
@@ -102,13 +102,9 @@ def saved_config(folder: Path, values: Mapping[str, Any]) -> Config:
     Raises:
         CheckpointError: the values are invalid.
     """
-    tree: dict[str, dict[str, Any]] = {}
-    for key, value in values.items():
-        section, name = key.split(".", 1)
-        if section in ("run", "model", "data", "tokenizer", "train"):
-            tree.setdefault(section, {})[name] = value
+    read = "run.", "model.", "data.", "tokenizer.", "train."
     try:
-        return Config.model_validate(tree)
+        return Config.model_validate(nested({key: value for key, value in values.items() if key.startswith(read)}))
     except ValidationError as error:
         first = error.errors()[0]
         key, why = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
@@ -131,6 +127,11 @@ def require_same_run(
         CheckpointError: values differ; the message has both values of each key, and the command that forks.
     """
     before, known = saved.values, known_keys()
+    if expected:  # phases that have not begun may change
+        before, expected = (
+            {**values, "train.phases": values.get("train.phases", [])[: len(saved.phases)]}
+            for values in (before, expected)
+        )
     content = [key for key in {**saved.must_match, **expected} if key not in known]  # hashes of text and tokenizer
     keys = [*content, *(key for key in expected if key in known and key in before)] if expected else []
     changed = {key: before.get(key) for key in keys if before.get(key) != expected.get(key)}

@@ -177,5 +177,6 @@ def config_to_resume(run: Path, resume: str, remote: str = "") -> Mapping[str, A
         with contextlib.suppress(CheckpointError, ConfigError, OSError, RuntimeError, ValueError):
             for folder in candidates(expand(path)):
                 with contextlib.suppress(CheckpointError):  # damaged
-                    return storage.read_state(folder).config
+                    state = storage.read_state(folder)
+                    return state.config if path == str(run) else state.settings  # a fork begins in the phase
     return {}

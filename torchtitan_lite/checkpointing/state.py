@@ -1,17 +1,23 @@
 """The state of a run without its tensors: the content of state.json, and what a resume restores."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from torchtitan_lite.config.phases import changes
+from torchtitan_lite.data.segments import Segment
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """The progress of a run. samples_consumed alone is the position in the data."""
+    """The progress of a run. samples_consumed and the last segment are the position in the data."""
 
     step: int = 0
     tokens: int = 0
     samples_consumed: int = 0
+    segments: Sequence[Segment] = ()  # from sample 0 on, see data/segments.py; empty in checkpoints of version 1.0
+    source_tokens: Mapping[str, int] = field(default_factory=dict)  # by key of a source; their sum is `tokens`
+    phases: Sequence[int] = ()  # for each of train.phases that has begun: after which step
     grad_scaler: Mapping[str, Any] = field(default_factory=dict)  # with float16, see grad_scaler.py
     skipped: list[int] = field(default_factory=list)  # steps with a skipped update, see finite_guard.py
     spikes: Mapping[str, list[float]] = field(default_factory=dict)  # the window of spike_guard.py
@@ -31,13 +37,23 @@ class TrainState:
         """The values that a resume compares: config and must_match."""
         return {**self.config, **self.must_match}
 
-    def after_step(self, samples_consumed: int, tokens: int) -> "TrainState":
-        """Return the state after a step that ends at this position in the data and had `tokens` valid targets."""
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The config of the phase that the state is in, by "section.key"."""
+        return {**self.config, **changes(self.config.get("train.phases", []), len(self.phases))}
+
+    def after_step(self, samples_consumed: int, tokens: Mapping[str, int]) -> "TrainState":
+        """Return the state after a step that ends at this position in the data.
+
+        Args:
+            tokens: the step's valid targets, by key of a source.
+        """
         return replace(
             self,
             step=self.step + 1,
-            tokens=self.tokens + tokens,
+            tokens=self.tokens + sum(tokens.values()),
             samples_consumed=samples_consumed,
+            source_tokens={**self.source_tokens, **{k: self.source_tokens.get(k, 0) + n for k, n in tokens.items()}},
         )
 
     def continued_by(self, fresh: "TrainState") -> "TrainState":
@@ -48,6 +64,13 @@ class TrainState:
         """
         return replace(
             self,
+            phases=[
+                after  # a fork may have other phases
+                for after, one, other in zip(
+                    self.phases, *(c.get("train.phases", []) for c in (self.config, fresh.config)), strict=False
+                )
+                if one == other
+            ],
             end_token=fresh.end_token,
             begin_tokens=fresh.begin_tokens,
             validation=fresh.validation,

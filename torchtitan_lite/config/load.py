@@ -26,6 +26,7 @@ from pydantic_core import ErrorDetails
 
 from torchtitan_lite.config.families import FAMILIES, Family, unread
 from torchtitan_lite.config.paths import expand
+from torchtitan_lite.config.phases import changes
 from torchtitan_lite.config.rules import broken_rules
 from torchtitan_lite.config.rules.train import fitting_warmup
 from torchtitan_lite.config.schema import (
@@ -105,13 +106,21 @@ def load(
     if "optim.warmup_steps" not in values and not config.train.epochs:
         config = fitting_warmup(config)
     machine = Machine(world_size, n_gpus, local_world_size)
-    for check in (lambda c: broken_rules(c, machine, elsewhere=elsewhere), *checks):
+    rules = (lambda c: broken_rules(c, machine, elsewhere=elsewhere), *checks)
+    for check in rules:
         broken = {keys: text for keys, text in check(config).items() if refused.isdisjoint(keys.split())}
         for keys, text in broken.items():
             sources = dict.fromkeys(origins[key] for key in origins if key in keys.split() and key in given)
             problems.append(f"{' and '.join(sources) or 'default'}: {text}")
         if any(key.startswith("model.") for keys in (*broken, *refused) for key in keys.split()):
             break
+    for n in () if problems else range(2, len(config.train.phases) + 2):
+        given_so_far = changes(config.train.phases, n - 1)
+        phase_origins = {**origins, **dict.fromkeys(given_so_far, f"phase {n}")}
+        phase, _ = _validated({**values, **given_so_far}, phase_origins, problems, refused)
+        unread_in_phase = {key: f"{key} needs {needs}" for key, needs in unused_keys(phase).items()}
+        problems += [f"phase {n}: {text}" for key, text in unread_in_phase.items() if key in given_so_far]
+        problems += [f"phase {n}: {text}" for check in rules for text in check(phase).values()]
     if problems:
         raise ConfigError("\n  ".join([f"the configuration has {counted(len(problems), 'problem')}:", *problems]))
     unused = unused_keys(config)
@@ -154,6 +163,8 @@ def read_file(path: Path, chain: Sequence[Path] = ()) -> list[tuple[str, Layer]]
         below = read_file(Path(base) if use_working_directory else next_to_file, (*chain, path.resolve()))
     tables = {name: table if isinstance(table, dict) else {"": table} for name, table in tree.items()}
     values = {f"{name}.{key}".rstrip("."): v for name, table in tables.items() for key, v in table.items()}
+    if "phases" in values:  # tables of their own, since they change several sections
+        values["train.phases"] = values.pop("phases")
     return [*below, (str(path), values)]
 
 

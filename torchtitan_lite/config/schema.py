@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.paths import expand
+from torchtitan_lite.config.phases import changes
 from torchtitan_lite.config.registry import Registry
 from torchtitan_lite.config.section import IS_PATH, Bits, Frozen, Resume, Section, UsedIf, used_with
 from torchtitan_lite.config.sections.activation_checkpointing import ActivationCheckpointingConfig
@@ -100,6 +101,10 @@ class Config(Frozen):
         except (OSError, ValueError):
             return False
         return self.has_checkpoint and bool(before.get("model", {}).get("init_from") == self.model.init_from)
+
+    def phase(self, n: int) -> "Config":
+        """Return the config after the first n of train.phases have begun."""
+        return Config.model_validate(nested(flatten(self) | changes(self.train.phases, n))) if n else self
 
     @property
     def in_epochs(self) -> list[str]:

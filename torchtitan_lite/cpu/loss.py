@@ -13,20 +13,33 @@ ROWS = 1024  # rows of the weight's gradient that fit into a core's cache
 
 
 def chunked_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0, *, matmul_dtype: torch.dtype | None = None
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    z_loss: float = 0.0,
+    token_losses: Tensor | None = None,
+    *,
+    matmul_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute models.chunked_loss.chunked_cross_entropy, with matmuls in `matmul_dtype` if given."""
     if x.device.type != "cpu":
-        return plain.chunked_cross_entropy(x, weight, targets, z_loss)
+        return plain.chunked_cross_entropy(x, weight, targets, z_loss, token_losses)
     wants_dx = torch.is_grad_enabled() and x.requires_grad
     wants_dw = torch.is_grad_enabled() and weight.requires_grad
     return _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        x.flatten(0, 1), weight, targets.flatten(), wants_dx, wants_dw, z_loss, matmul_dtype or weight.dtype
+        x.flatten(0, 1),
+        weight,
+        targets.flatten(),
+        wants_dx,
+        wants_dw,
+        z_loss,
+        matmul_dtype or weight.dtype,
+        token_losses,
     )
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """x (N, D), weight (V, D), targets (N,), two flags for the gradients to compute, z_loss, matmul_dtype -> ()."""
+    """x (N, D), weight (V, D), targets (N,), two flags for the gradients to compute, and the rest -> ()."""
 
     @staticmethod
     def forward(
@@ -38,6 +51,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         wants_dw: bool,
         z_loss: float,
         matmul_dtype: torch.dtype,
+        token_losses: Tensor | None,
     ) -> Tensor:
         chunk = CHUNK * (2 if x.dtype == torch.float32 else 1)
         dx = torch.empty_like(x) if wants_dx else None
@@ -49,6 +63,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             logits = (part @ matrix.T).to(x.dtype)
             losses, d_logits = _softmax_minus_onehot(logits, targets[start : start + chunk], z_loss)
             loss += losses.sum()
+            if token_losses is not None:
+                token_losses[start : start + chunk] = losses
             d_logits = d_logits.to(matmul_dtype)
             if dx is not None:
                 dx[start : start + chunk] = d_logits @ matrix
@@ -65,7 +81,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return (
             None if dx is None else (dx * factor).to(dx.dtype),
             None if dw is None else _scaled(dw, factor, ctx.dtype),
-            *(None,) * 5,
+            *(None,) * 6,
         )
 
 

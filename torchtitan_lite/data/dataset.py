@@ -4,11 +4,11 @@ Text is prepared first (prepare/cache.py). A run on prepared data does not impor
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torchtitan_lite.config.paths import is_prepared, is_url
-from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
+from torchtitan_lite.config.schema import Config, DataConfig, TokenizerConfig
 from torchtitan_lite.data.token_files import Meta, read_meta
 from torchtitan_lite.errors import DataError
 
@@ -28,6 +28,7 @@ class DataSet:
     """All sources of a run. They share a tokenizer."""
 
     sources: tuple[Source, ...]
+    later: tuple[Source, ...] = ()  # those that only later phases use, with a weight of 0
     notes: tuple[str, ...] = ()  # on ignored files of the text, and unusable text
 
     @classmethod
@@ -40,7 +41,17 @@ class DataSet:
         sources = tuple(Source(name, weight, folder, read_meta(folder)) for name, (weight, folder) in folders.items())
         for other in sources[1:]:
             _require_same_tokenizer(sources[0], other)
-        return cls(sources, tuple(notes))
+        return cls(
+            tuple(source for source in sources if source.weight),
+            tuple(source for source in sources if not source.weight),
+            tuple(notes),
+        )
+
+    def mixed(self, phase: Config) -> "DataSet":
+        """Return the data of a phase; the first one may have a path instead of sources."""
+        known = {source.name: source for source in (*self.sources, *self.later)}
+        mixed = (replace(known[name], weight=weight) for name, weight in phase.data.sources.items())
+        return replace(self, sources=tuple(mixed) or self.sources)
 
     @property
     def folder(self) -> Path:
@@ -91,7 +102,11 @@ def _require_same_tokenizer(first: Source, other: Source) -> None:
 
 
 def prepare_all(
-    data: DataConfig, tokenizer: TokenizerConfig, info: Callable[[str], None], used: Mapping[str, object] | None = None
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+    info: Callable[[str], None],
+    used: Mapping[str, object] | None = None,
+    later: Iterable[str] = (),
 ) -> DataSet:
     """Open the data of a run, `[data] path` or `[data.sources]`. Prepares text that is not in the cache.
 
@@ -99,13 +114,15 @@ def prepare_all(
 
     Args:
         used: `hashes()` of the data that the run has used so far, if any.
+        later: names of the sources of later phases.
 
     Raises:
         DataError: text is missing, unusable or too short, or prepared data is damaged or has a different tokenizer.
     """
     name = data.path if isinstance(data.path, str) else ", ".join(data.path)
     default = f"{'functions of ' * (data.objective == 'pairs')}Python's standard library"
-    weights = data.sources or {name or default: 1.0}
+    first = data.sources or {name or default: 1.0}
+    weights = first | {name: 0.0 for name in later if name not in first}
     folders = {name: _fetched(name, data) for name in weights if is_prepared(name)}
     prepared = next(iter(folders.values()), None)
     notes: list[str] = []
@@ -113,7 +130,8 @@ def prepare_all(
         from torchtitan_lite.data.prepare.cache import prepared_in_cache, with_tokenizer_of
 
         chosen = with_tokenizer_of(prepared, tokenizer) if prepared else tokenizer
-        made, notes = prepared_in_cache(texts if data.sources else [data.path], data, chosen, info, used or {})
+        named = [text if data.sources or text not in first else data.path for text in texts]
+        made, notes = prepared_in_cache(named, data, chosen, info, used or {})
         folders |= dict(zip(texts, made, strict=True))
     if prepared:
         notes += _require_configured_tokenizer(tokenizer, prepared)

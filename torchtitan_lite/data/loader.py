@@ -12,14 +12,16 @@ micro_batch_size of 2:
 Every rank gets the same number of micro-batches, because each forward is collective. Surplus rows (-) are fully masked.
 """
 
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Array, Rows
 
@@ -30,6 +32,7 @@ class MicroBatch:
 
     tokens: Tensor  # (B, T)
     targets: Tensor  # (B, S), IGNORE where masked; S is T except for encoder-decoders
+    sources: Tensor | None = None  # (B,) the number of each sequence's source in the mixture
     positions: Tensor | None = None  # (B, T) within the document, with document_mask
 
     def on(self, device: torch.device) -> dict[str, Tensor]:
@@ -44,6 +47,7 @@ class Batch:
 
     micro_batches: list[MicroBatch]
     global_tokens: int  # valid targets in all ranks' micro-batches
+    source_tokens: Mapping[str, int] = field(default_factory=dict)  # by key of a source, see Mixture.n_targets
 
 
 class SampleSource(Protocol):
@@ -53,8 +57,8 @@ class SampleSource(Protocol):
         """Return these samples of a run; without a seed, in file order."""
         ...
 
-    def n_targets(self, run_samples: Indices, seed: int | None) -> int:
-        """Return the number of valid targets in these samples."""
+    def n_targets(self, run_samples: Indices, seed: int | None) -> int | Mapping[str, int]:
+        """Return the number of valid targets in these samples; of a mixture, by key of a source."""
         ...
 
 
@@ -81,14 +85,18 @@ class Loader:
         n_surplus = len(places) - len(rows.tokens)
         if n_surplus:  # at the end of this rank's rows
             rows = rows.followed_by(Rows.empty(n_surplus, rows.tokens.shape[1], rows.targets.shape[1]))
-        arrays = [rows.tokens, rows.targets, *([positions(rows)] if self.document_mask else [])]
+        numbers = first + places
+        sources = self.samples.locate(numbers)[0] if isinstance(self.samples, Mixture) else np.zeros_like(places)
+        arrays = [rows.tokens, rows.targets, sources, *([positions(rows)] if self.document_mask else [])]
         tensors = [torch.from_numpy(array) for array in arrays]
         if self.pin:
             tensors = [tensor.pin_memory() for tensor in tensors]
         splits = (tensor.split(self.micro_batch_size) for tensor in tensors)
         micro_batches = [MicroBatch(*split) for split in zip(*splits, strict=True)]
         # every rank counts the targets of ALL ranks itself, so the loss can be scaled before any communication
-        return Batch(micro_batches, global_tokens=self.samples.n_targets(np.arange(first, first + size), self.seed))
+        n_targets = self.samples.n_targets(np.arange(first, first + size), self.seed)
+        source_tokens = {"": n_targets} if isinstance(n_targets, int) else n_targets
+        return Batch(micro_batches, sum(source_tokens.values()), source_tokens)
 
 
 def positions(rows: Rows) -> Array:

@@ -4,6 +4,9 @@ A mixture repeats a table of P entries. With weights 0.7 and 0.3 it has ten: sev
 spread evenly, so each source's share is exact to within one sample at any time. Sample i is entry i % P. Each source
 has its own epochs and its own order.
 
+If a run changes its mixture, each segment of its samples has a table of its own, and every source continues where it
+was (segments.py).
+
 The table is an earliest-deadline-first schedule: the j-th sample of a source with share w is released at (j - 1) / w
 and due at j / w. If shares sum to 1, no deadline is missed (Baruah et al., 1996; Tijdeman, 1980).
 """
@@ -11,6 +14,7 @@ and due at j / w. If shares sum to 1, no deadline is missed (Baruah et al., 1996
 import bisect
 import heapq
 import math
+from collections.abc import Mapping
 from fractions import Fraction
 
 import numpy as np
@@ -35,6 +39,7 @@ class Mixture:
             ConfigError: a source has less than one sample in 65,536.
         """
         self.sources, self.names = sources, names
+        self.begin(0, dict.fromkeys(names, 0))
         shares = exact_shares(weights)
         period = math.lcm(*(share.denominator for share in shares))
         self.table = np.array(_schedule(shares, min(period, LONGEST)), dtype=np.int64)  # (P,) the source of each entry
@@ -48,24 +53,33 @@ class Mixture:
             )
         self._before = np.cumsum(one_hot, axis=0) - one_hot  # (P, K) entries of each source before this one
 
+    def begin(self, first: int, starts: Mapping[str, int]) -> None:
+        """Begin the table at a sample of the run, before which each source has given this many of its samples.
+
+        Args:
+            starts: by a key for each source, in their order.
+        """
+        self.first, self.starts = first, starts
+
     def locate(self, run_samples: Indices) -> tuple[Indices, Indices]:
         """Return for each sample of the run its source, and its 0-based position among that source's samples."""
-        periods, entries = np.divmod(run_samples, len(self.table))
+        periods, entries = np.divmod(run_samples - self.first, len(self.table))
         sources = self.table[entries]
-        return sources, periods * self.counts[sources] + self._before[entries, sources]
+        starts = np.array([*self.starts.values()], dtype=np.int64)
+        return sources, starts[sources] + periods * self.counts[sources] + self._before[entries, sources]
 
-    def consumed(self, n: int) -> list[int]:
-        """Return how many of a run's first n samples come from each source."""
-        periods, entry = divmod(n, len(self.table))
-        return [periods * int(count) + int(b) for count, b in zip(self.counts, self._before[entry], strict=True)]
+    def positions(self, run_sample: int) -> dict[str, int]:
+        """Return how many of its samples each source has given before this sample of the run, by key."""
+        periods, entry = divmod(run_sample - self.first, len(self.table))
+        given = (periods * self.counts + self._before[entry]).tolist()
+        return {key: start + n for (key, start), n in zip(self.starts.items(), given, strict=True)}
 
     def draw(self, run_samples: Indices, seed: int | None) -> Rows:
         """Return these samples of a run; without a seed, each source's in file order."""
-        first = self.sources[0]
+        first, (which, numbers) = self.sources[0], self.locate(run_samples)
         if len(self.sources) == 1:
-            return first.trimmed(first.draw(run_samples, seed))
+            return first.trimmed(first.draw(numbers, seed))
         rows = Rows.empty(len(run_samples), first.seq_len, first.target_len)
-        which, numbers = self.locate(run_samples)
         for k, source in enumerate(self.sources):
             here = which == k
             if here.any():
@@ -73,9 +87,11 @@ class Mixture:
                 rows.tokens[here], rows.targets[here], rows.begins[here] = part.tokens, part.targets, part.begins
         return first.trimmed(rows)
 
-    def n_targets(self, run_samples: Indices, seed: int | None) -> int:
+    def n_targets(self, run_samples: Indices, seed: int | None) -> dict[str, int]:
+        """Return the number of valid targets of each source in these samples, by key."""
         which, numbers = self.locate(run_samples)
-        return sum(source.n_targets(numbers[which == k], seed) for k, source in enumerate(self.sources))
+        sources = enumerate(zip(self.starts, self.sources, strict=True))
+        return {key: source.n_targets(numbers[which == k], seed) for k, (key, source) in sources}
 
     @property
     def n_samples(self) -> int:
@@ -86,7 +102,7 @@ class Mixture:
         """Return the largest number of samples, at most n, without a repeated sequence."""
 
         def repeats(m: int) -> bool:
-            return any(c > s.n_samples for c, s in zip(self.consumed(m), self.sources, strict=True))
+            return any(c > s.n_samples for c, s in zip(self.positions(m).values(), self.sources, strict=True))
 
         return bisect.bisect_left(range(1, n + 1), True, key=repeats)
 

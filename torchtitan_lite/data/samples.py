@@ -63,7 +63,7 @@ class Samples:
         self.seq_len, self.target_len = seq_len, target_len or seq_len
         self._stream, self._end, self._first = TokenFiles(folder, meta, split), meta.end_token, meta.marks[-1]
         n_tokens = meta.tokens(split)
-        self.n_samples, self.mean_tokens = (n_tokens - 1) // raw, float(raw)
+        self.n_samples, self.mean_tokens = (n_tokens - 1) // raw, float(self.target_len)
         if self.n_samples < 1:
             raise DataError(
                 f"the {split} text of {folder} has {n_tokens:,} tokens, and one sequence of train.seq_len = {seq_len} "

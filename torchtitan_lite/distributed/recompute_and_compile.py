@@ -54,16 +54,16 @@ def _keep(kept: set[Any], _context: Any, operator: Any, *_args: Any, **_kwargs: 
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def apply_compile(model: Transformer, config: CompileConfig, *, dynamic_shapes: bool = False) -> None:
+def apply_compile(model: Transformer, config: CompileConfig, *, dynamic_shapes: bool | None = None) -> None:
     """Compile each block in place: names stay the same, and equal blocks are compiled once.
 
     Args:
-        dynamic_shapes: compile once for sequences of any length. Otherwise torch.compile does so when the length first
-            changes, and results depend on the earlier lengths.
+        dynamic_shapes: compile once for sequences of any length; False: once for each length. None: torch.compile
+            does the first when the length first changes, and results depend on the earlier lengths.
     """
     if config.enabled:
         # dtype, freezing, checkpointing and lengths make different kinds of blocks; validation doubles their number
         compiler = torch.compiler.config
         compiler.recompile_limit = max(compiler.recompile_limit, 16 * len(model.layers))
         for layer in model.layers:
-            layer.compile(backend=config.backend, fullgraph=True, dynamic=dynamic_shapes or None)
+            layer.compile(backend=config.backend, fullgraph=True, dynamic=dynamic_shapes)

@@ -269,7 +269,7 @@ def export(source: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str
     state = storage.read_state(folder)
     if is_module_name(family := state.config["model.family"]):
         raise CheckpointError(f"{folder}: there is no Hugging Face format for a family of your own, {family}")
-    config = saved_config(folder, state.config).model
+    config = saved_config(folder, state.settings).model
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise CheckpointError(f"{out} exists already; name a new folder")
     weights = read_weights(folder, ema=ema)

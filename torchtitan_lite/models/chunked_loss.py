@@ -18,7 +18,9 @@ from torchtitan_lite.models.loss import IGNORE
 LOGITS_BYTES = 1 << 30  # per chunk; smaller chunks save memory, but each costs a pass over the weight's gradient
 
 
-def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
+def chunked_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0, token_losses: Tensor | None = None
+) -> Tensor:
     """Compute summed_cross_entropy(x @ weight.T, targets, z_loss), a chunk of tokens at a time.
 
     Logits are rounded to the dtype of `x`. Softmax, loss and the accumulated weight gradient are float32.
@@ -27,20 +29,28 @@ def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, z_loss: fl
         x: (B, T, D), any float dtype.
         weight: (V, D), of the same dtype.
         targets: (B, T) int64, or IGNORE.
+        token_losses: filled with the loss of each target, (B T,) float32, without gradients.
     """
     wants_dx = torch.is_grad_enabled() and x.requires_grad
     wants_dw = torch.is_grad_enabled() and weight.requires_grad
     return _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        x.flatten(0, 1), weight, targets.flatten(), wants_dx, wants_dw, z_loss
+        x.flatten(0, 1), weight, targets.flatten(), wants_dx, wants_dw, z_loss, token_losses
     )
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """x (N, D), weight (V, D), targets (N,), flags for the gradients to compute, z_loss -> ()."""
+    """x (N, D), weight (V, D), targets (N,), flags for the gradients to compute, z_loss, token_losses -> ()."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_dw: bool, z_loss: float
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        wants_dx: bool,
+        wants_dw: bool,
+        z_loss: float,
+        token_losses: Tensor | None,
     ) -> Tensor:
         from torchtitan_lite.models import loss_operators
 
@@ -61,6 +71,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 logits[:, vocab_size:].fill_(-torch.inf)
             losses = loss_operators.logits_to_gradient_(logits, targets[start : start + chunk], IGNORE, wants, z_loss)
             loss += losses.sum()
+            if token_losses is not None:
+                token_losses[start : start + chunk] = losses
             if dx is not None:
                 torch.mm(logits, weight, out=dx[start : start + chunk])
             if dw is not None:
@@ -78,7 +90,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             dx = (dx * grads[0]).to(dx.dtype)
         if dw is not None:  # scale and cast in one pass
             dw = torch.mul(dw, grads[0], out=torch.empty(dw.shape, dtype=ctx.dtype, device=dw.device))
-        return dx, dw, *(None,) * 4
+        return dx, dw, *(None,) * 5
 
 
 def chunk_size(n: int, vocab_size: int, itemsize: int) -> int:

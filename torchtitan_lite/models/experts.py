@@ -33,6 +33,7 @@ from torchtitan_lite.config.sections.log import Metric
 from torchtitan_lite.models import llama, olmo
 from torchtitan_lite.models.attention import KeysValues
 from torchtitan_lite.models.grouped_matmul import grouped_matmul
+from torchtitan_lite.models.induction import Fill
 from torchtitan_lite.models.loss import IGNORE
 
 
@@ -131,8 +132,10 @@ class Experts(llama.Llama):
 
     metrics = (Metric(lambda model, **_: model.loads, extreme_loads, "loads {load_min:.2f}-{load_max:.2f}"),)
 
-    def reset_buffers(self) -> None:
-        super().reset_buffers()
+    @torch.no_grad()
+    def reset_parameters(self, normal_: Fill) -> None:
+        """Fill parameters as in every family, and the routers' biases with 0."""
+        super().reset_parameters(normal_)
         for bias in self.router_biases():
             bias.zero_()
 

@@ -35,9 +35,17 @@ class LossOptions:
         return cls(c.z_loss, c.router_aux_loss, c.router_z_loss, c.router_bias_rate, config.speed.chunked_loss)
 
 
-def summed_cross_entropy(logits: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
-    """Return the summed negative log-likelihood in nats, () float32, of logits (B, T, V), targets (B, T) or IGNORE."""
+def summed_cross_entropy(
+    logits: Tensor, targets: Tensor, z_loss: float = 0.0, token_losses: Tensor | None = None
+) -> Tensor:
+    """Return the summed negative log-likelihood in nats, () float32, of logits (B, T, V), targets (B, T) or IGNORE.
+
+    Args:
+        token_losses: filled with the loss of each target, (B T,) float32, without gradients.
+    """
     rows = logits.flatten(0, 1).float()
+    if token_losses is not None:
+        token_losses.copy_(F.cross_entropy(rows.detach(), targets.flatten(), ignore_index=IGNORE, reduction="none"))
     loss = F.cross_entropy(rows, targets.flatten(), ignore_index=IGNORE, reduction="sum")
     if not z_loss:
         return loss

@@ -113,6 +113,16 @@ class Transformer(nn.Module):
         """Compute the buffers, which are neither trained nor saved. For families that have some."""
 
     @torch.no_grad()
+    def use_context(self, config: ModelConfig) -> None:
+        """Use the windows and the rotary positions of this config from now on."""
+        self.config = config
+        self.reset_buffers()
+        for layer, window in zip(self.layers, config.windows, strict=False):
+            for module in layer.children():
+                if hasattr(module, "window"):
+                    module.window = window  # type: ignore[assignment]
+
+    @torch.no_grad()
     def reset_parameters(self, normal_: Fill) -> None:
         """Fill every parameter and buffer, which `to_empty` leaves uninitialised.
 
@@ -153,15 +163,19 @@ class Head(nn.Linear):
     def __init__(self, dim: int, vocab_size: int, losses: LossOptions) -> None:
         super().__init__(dim, vocab_size, bias=False)
         self.chunked, self.z_loss = losses.chunked, losses.z_loss
+        self.keeps_losses = False  # whether training keeps the loss of each target of a forward, (B T,) float32
+        self.token_losses: Tensor | None = None
 
     def logits_or_loss(self, x: Tensor, targets: Tensor | None, *, per_sequence: bool = False) -> Tensor:
         """Compute what Transformer.forward returns from the last block's normalised outputs, (B, T, D)."""
+        keeps = self.keeps_losses and self.training and targets is not None
+        self.token_losses = torch.empty(x.shape[:2].numel(), device=x.device) if keeps else None
         if targets is None or self.chunked:
             return self(x, targets, per_sequence=per_sequence)
         logits = self(x)
         if per_sequence:
             return per_sequence_loss(summed_cross_entropy, logits, targets)
-        return summed_cross_entropy(logits, targets, self.z_loss)
+        return summed_cross_entropy(logits, targets, self.z_loss, self.token_losses)
 
     def forward(self, x: Tensor, targets: Tensor | None = None, *, per_sequence: bool = False) -> Tensor:
         """(B, T, D) -> (B, T, V) logits; with targets, (B, T) int64, the loss, () float32, or (B,) per sequence."""
@@ -172,5 +186,5 @@ class Head(nn.Linear):
     def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
         if x.dtype == torch.float16:
             # the chunked loss rounds gradients before the loss scale applies: small ones would become zero
-            return summed_cross_entropy(self.linear(x, self.weight), targets, self.z_loss)
-        return self.cross_entropy(x, self.weight, targets, self.z_loss)
+            return summed_cross_entropy(self.linear(x, self.weight), targets, self.z_loss, self.token_losses)
+        return self.cross_entropy(x, self.weight, targets, self.z_loss, self.token_losses)

@@ -39,6 +39,8 @@ class Attempt:
     git: Mapping[str, Any]  # commit and dirty; empty outside a repository
     device: str
     must_match: Mapping[str, Any] = field(default_factory=dict)  # see checkpointing/compatibility.py
+    segments: Sequence[Mapping[str, Any]] = ()  # TrainState.segments and phases; empty in attempts of version 1.0
+    phases: Sequence[int] = ()
     claim: str = ""  # with `run.remote`, see checkpointing/remote.py
     forked_from: str = ""  # the other run's checkpoint that it began with; empty: none
     ended: str = ""  # "complete", "preempted" or "failed"; empty while it runs, and after a kill

@@ -65,7 +65,7 @@ def log_step(s: Session, record: StepRecord) -> None:
         "loss": finite(record.numbers.loss),  # may be non-finite in a skipped step
         "mean_loss": meter.mean_loss(),
         "grad_norm": finite(record.numbers.grad_norm),
-        "lr": learning_rate(s.config.optim, state.step, steps),
+        "lr": learning_rate(s.phase.optim, state.step, steps),
         "tokens": state.tokens,
         "tokens_per_second": lap.tokens / lap.seconds,
         "peak_memory_gib": peak_memory_gib(s.process.device),
@@ -76,9 +76,8 @@ def log_step(s: Session, record: StepRecord) -> None:
     values |= {key: finite(norm) for key, norm in record.norms_of_blocks().items()}
     if scaler.enabled:
         values |= {"loss_scale": scaler.scale.item(), "skipped_steps": scaler.skipped_steps}
-    if len(s.samples.sources) > 1:
-        skipped = s.config.data.skip_samples
-        values["sources"] = seen_of_sources(s.samples, state.samples_consumed, skipped)
+    if len(state.segments[-1]["sources"]) > 1:
+        values["sources"] = seen_of_sources(state)
     lines = []
     for metric, summed in zip(s.metrics, record.metrics, strict=False):  # of a step that is due; not of a stop's
         numbers = {name: finite(value) for name, value in metric.values(summed).items()}

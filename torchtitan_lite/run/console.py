@@ -23,6 +23,8 @@ from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.environment import cpu_threads, python_command
 from torchtitan_lite.errors import shortened
 from torchtitan_lite.models import Transformer
+from torchtitan_lite.optim.optimizer import learning_rate
+from torchtitan_lite.run.phases import Part
 from torchtitan_lite.run.resumed import resume_lines
 from torchtitan_lite.terminal import counted, duration
 
@@ -36,6 +38,7 @@ def start_lines(
     model: Transformer,
     data: DataSet,
     samples: Mixture,
+    planned: Sequence[Part],
     state: TrainState,
     loaded: TrainState | None,
     checkpointer: Checkpointer,
@@ -56,7 +59,7 @@ def start_lines(
             widened=state.bitwise_setting["widen_matmuls"],
         ),
         batch_line(config, layout, process.world_size),
-        *data_lines(config, data, samples),
+        *data_lines(config, data, samples, planned),
         f"fsdp    {fsdp_line(config)}",
         f"run     {config.folder}  {_origin(loaded, checkpointer)}",
     ]
@@ -138,9 +141,9 @@ def batch_line(config: Config, layout: Layout, world_size: int) -> str:
     return f"batch   {rows} x {ranks} x {accumulated}{masked}, of {lengths}{last}"
 
 
-def data_lines(config: Config, data: DataSet, samples: Mixture) -> list[str]:
-    """Return the text, its size and the number of epochs; for a mixture, for each source."""
-    seen = seen_of_sources(samples, config.train.samples)
+def data_lines(config: Config, data: DataSet, samples: Mixture, planned: Sequence[Part]) -> list[str]:
+    """Return the text, its size and the number of epochs; for a mixture, for each source. Then the phases, if any."""
+    seen = seen_of_sources(planned[-1][-1])
     notes = [*data.notes, *(note for source in samples.sources for note in source.notes)]
     if often := [f"{shortened(name)} {n['epochs']:.0f} times" for name, n in seen.items() if n["epochs"] > MANY_EPOCHS]:
         notes.append(
@@ -154,42 +157,47 @@ def data_lines(config: Config, data: DataSet, samples: Mixture) -> list[str]:
     if config.data.document_mask:
         held_out += "; attention within documents"
     if len(data.sources) == 1:
-        ((name, n),) = seen.items()
-        amount = f"{shortened(name)}: {data.tokens('train'):,} tokens to train on, {n['epochs']:.2f} epochs"
-        return [f"data    {amount} in {counted(config.train.steps, 'step')}; {held_out}", *notes]
+        name = data.sources[0].name
+        amount = f"{shortened(name)}: {data.tokens('train'):,} tokens to train on, {seen[name]['epochs']:.2f} epochs"
+        lines = [f"data    {amount} in {counted(config.train.steps, 'step')}; {held_out}"]
+        return [*lines, *phase_lines(config, planned), *notes]
     lines = [f"data    {data.tokens('train'):,} tokens to train on, in {len(data.sources)} sources; {held_out}"]
-    for source, planned in zip(data.sources, seen.values(), strict=True):
+    for source in data.sources:
         share = source.weight / sum(s.weight for s in data.sources)
         lines.append(
             f"data    {100 * share:5.1f} % {source.name}: {source.meta.train_tokens:,} tokens, "
-            f"{planned['epochs']:.2f} epochs in {counted(config.train.steps, 'step')}"
+            f"{seen[source.name]['epochs']:.2f} epochs in {counted(config.train.steps, 'step')}"
         )
-    return [*lines, *notes]
+    return [*lines, *phase_lines(config, planned), *notes]
 
 
-def seen_of_sources(samples: Mixture, n: int, skipped: Sequence[Sequence[int]] = ()) -> dict[str, dict[str, float]]:
-    """Return each source's tokens and epochs in a run's first n samples; with best_fit, tokens are estimates.
-
-    Args:
-        skipped: data.skip_samples. A batch that overlaps a range moves past it. Its samples before the range are then
-            not read, but this counts them as seen.
-    """
-    counts = samples.consumed(n)
-    for first, end in skipped:
-        bounds = zip(samples.consumed(min(end, n)), samples.consumed(min(first, n)), strict=True)
-        counts = [count - (upto - before) for count, (upto, before) in zip(counts, bounds, strict=True)]
-    return {
-        name: {"tokens": round(count * source.mean_tokens), "epochs": round(count / source.n_samples, 4)}
-        for name, source, count in zip(samples.names, samples.sources, counts, strict=True)
-    }
+def phase_lines(config: Config, parts: Sequence[Part]) -> list[str]:
+    """Return a line for each phase: its steps, the tokens and epochs of each source, the batch and the rate."""
+    lines = []
+    for steps, phase, tokens, end in parts if config.train.phases else ():
+        places = ((n, end.segments[-1]["sources"][key]) for key, n in tokens.items())
+        read = ", ".join(f"{each['name']} {n:,} tokens ({n / each['tokens']:.2f} epochs)" for n, each in places)
+        rates = " to ".join(f"{learning_rate(phase.optim, n, config.train.steps):.2e}" for n in (steps[0], steps[-1]))
+        batch = f"{phase.train.batch_size(steps[-1])} x {phase.train.seq_len} tokens a step"
+        lines.append(f"phase   {len(end.phases) + 1}, steps {steps[0]:,} to {steps[-1]:,}: {read}; {batch}; lr {rates}")
+    return lines
 
 
-def source_lines(samples: Mixture, state: TrainState, skipped: Sequence[Sequence[int]]) -> list[str]:
+def seen_of_sources(state: TrainState) -> dict[str, dict[str, float]]:
+    """Return the tokens and epochs of each source so far, also in the runs that this one was forked from."""
+    found: dict[str, dict[str, float]] = {}
+    for key, each in reversed(state.segments[-1]["sources"].items()):  # a name means the newest text of this name
+        name, tokens = each["name"], state.source_tokens.get(key, 0)
+        seen = {"tokens": tokens, "epochs": round(tokens / each["tokens"], 4)}
+        found[f"{name} ({key})" if name in found else name] = seen
+    return dict(reversed(found.items()))
+
+
+def source_lines(state: TrainState) -> list[str]:
     """Return a line for each source of a mixture: how much of it the run has seen. Empty for a single source."""
-    if len(samples.sources) < 2:
-        return []
-    sources = seen_of_sources(samples, state.samples_consumed, skipped).items()
-    return [f"data    {name}: {seen['tokens']:,} tokens seen, {seen['epochs']:.2f} epochs" for name, seen in sources]
+    sources = seen_of_sources(state).items()
+    lines = [f"data    {name}: {seen['tokens']:,} tokens seen, {seen['epochs']:.2f} epochs" for name, seen in sources]
+    return lines if len(lines) > 1 else []
 
 
 def fsdp_line(config: Config) -> str:

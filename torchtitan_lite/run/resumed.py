@@ -4,21 +4,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.config.schema import Config, known_keys
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.distributed.exchange import on_rank0
 from torchtitan_lite.run import attempts
+from torchtitan_lite.run.phases import place_lines
 from torchtitan_lite.run.session import Periodic, Session
 
 
 def resume_lines(config: Config, saved: TrainState, current: TrainState) -> list[str]:
     """List changed keys, why the resume is not bit for bit, and changes of validation text and tasks."""
     lines = []
-    shown = {key: value for key, value in current.config.items() if key != "model.init_from"}  # only read at step 0
-    if values := changed_values(saved.config, shown):
+    shown = {key: value for key, value in current.settings.items() if key != "model.init_from"}  # only read at step 0
+    if values := changed_values(saved.settings, shown):
         lines.append(f"run     changed since then: {values}")
-    theirs, ours = ({k: v for k, v in s.must_match.items() if k not in known_keys()} for s in (saved, current))
-    if theirs != ours:
-        lines.append("run     a fork on different text: the steps so far were on the text of the original run")
+    if len(current.segments) > max(len(saved.segments), 1):
+        lines += place_lines(current)
     if values := changed_values(saved.bitwise_setting, current.bitwise_setting):
         lines.append(f"run     the same data in the same order, but not bit for bit: {values}")
     if config.eval.every and (values := validation_change(saved.validation, current.validation)):

@@ -9,6 +9,7 @@ from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.sections.log import Metric
+from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import PrefetchingLoader
 from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.distributed.process_group import Process
@@ -21,6 +22,7 @@ from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.run.metrics import Log, Meter
 from torchtitan_lite.run.preemption import Preemption
 from torchtitan_lite.run.rank_seconds import RankSeconds
+from torchtitan_lite.run.source_losses import SourceLosses
 from torchtitan_lite.run.watchdog import Watchdog
 
 if TYPE_CHECKING:  # loaded only if the config asks for it
@@ -49,6 +51,7 @@ class Session:
     """A run in this process."""
 
     config: Config
+    data: DataSet
     process: Process
     # what a step reads and trains
     model: Transformer
@@ -56,7 +59,10 @@ class Session:
     scaler: GradScaler
     guards: Sequence[Guard]  # may withhold an update
     blocks: Blocks
+    source_losses: SourceLosses
     metrics: Sequence[Metric]  # of logged steps
+    # what a phase may change
+    phase: Config  # without phases, `config`
     samples: Mixture  # the training data
     loader: PrefetchingLoader  # draws from samples
     # what is around the steps

@@ -30,7 +30,7 @@ from torchtitan_lite.environment import local_rank
 from torchtitan_lite.errors import EXIT_WOULD_REPEAT, BusyError, ConfigError, RepeatError, StuckError, UserError
 from torchtitan_lite.files import write_durably
 from torchtitan_lite.models import Transformer
-from torchtitan_lite.run import attempts, run_folder
+from torchtitan_lite.run import attempts, phases, run_folder
 from torchtitan_lite.run.between_steps import report_save
 from torchtitan_lite.run.console import source_lines, start_lines, what_next
 from torchtitan_lite.run.metrics import Log
@@ -50,7 +50,8 @@ def prepared(loaded: Loaded, folder: Path | None = None) -> tuple[Loaded, DataSe
         folder: of the run, if it was moved.
     """
     used = [attempt.must_match for attempt in attempts.read(folder or loaded.config.folder)]
-    data = prepare_all(loaded.config.data, loaded.config.tokenizer, print_line, used[-1] if used else {})
+    config, later = loaded.config, loaded.config.train.later_sources
+    data = prepare_all(config.data, config.tokenizer, print_line, used[-1] if used else {}, later)
     if loaded.config.in_epochs or loaded.config.data.packing == "best_fit":
         from torchtitan_lite.run import epochs
 
@@ -133,6 +134,7 @@ def require_agreement(config: Config, data: DataSet, process: Process) -> list[s
         **{key: value for key, value in flatten(config).items() if key != "run.out_dir" or not config.run.remote},
         "the tokenizer, by its hash": data.tokenizer_sha256,
         **{f"the text of {key}, by its hash": digest for key, digest in data.hashes().items()},
+        **{f"the text of {source.name}, by its hash": source.meta.tokens_sha256 for source in data.later},
     }
     own = {key: repr(value) for key, value in values.items()}
     # exchange all values only if hashes differ: with 16,384 ranks, each would read 100 MB
@@ -185,9 +187,9 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
     finished = step >= config.train.steps
     layout = derive(config, process.world_size)
     model, samples = s.model, s.samples
-    log.info(
-        start_lines(config, layout, process, model, data, samples, s.state, s.resumed, checkpointer, s.connected_s)
-    )
+    planned = phases.planned(config, data, s.state)
+    about_data = data, samples, planned
+    log.info(start_lines(config, layout, process, model, *about_data, s.state, s.resumed, checkpointer, s.connected_s))
     if process.rank == 0 and (changed := machines_line(attempts.read(config.folder), hosts, process.world_size)):
         log.info(changed)
     if s.resumed and loaded_config.kept:
@@ -195,6 +197,11 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
         kept = ", ".join(f"{key} = {format_value(values[key])}" for key in loaded_config.kept)
         source = checkpointer.forked_from or "the checkpoint"
         log.info(f"resume  {kept}: kept from {source} (not set here; the defaults differ)")
+    if s.resumed and not checkpointer.forked_from and len(s.state.segments) > max(len(s.resumed.segments), 1):
+        raise ConfigError(
+            f"a text of phase {len(s.state.phases) + 1} has changed since it began; restore it, or fork the run: "
+            "--run.name=NEW --checkpoint.resume=RUN"
+        )
     if config.model.init_from and not s.resumed and process.rank == 0:
         from torchtitan_lite.huggingface.weights import tokenizer_notes
 
@@ -219,7 +226,8 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
         fork = checkpointer.forked_from
         about = {"step": step, "samples": s.state.samples_consumed, "forked_from": str(fork.absolute() if fork else "")}
         about |= {"config": s.state.config, "setting": s.state.bitwise_setting, "must_match": s.state.must_match}
-        about |= {"tasks": s.state.tasks, "claim": checkpointer.remote.claim if checkpointer.remote else ""}
+        about |= {"tasks": s.state.tasks, "segments": s.state.segments, "phases": s.state.phases}
+        about |= {"claim": checkpointer.remote.claim if checkpointer.remote else ""}
         return run_folder.record_start(config.folder, about | run_folder.facts(process, hosts))
 
     with watchdog.loading("changing the files of the run"):
@@ -250,7 +258,7 @@ def report_end(s: Session) -> int:
     if meter.first_step == step:
         log.info(f"finished: step {step} of train.steps = {config.train.steps}; {what_next(config)}")
         return 0
-    for line in source_lines(s.samples, s.state, config.data.skip_samples):
+    for line in source_lines(s.state):
         log.info(line)
     seconds = time.perf_counter() - meter.started
     n_steps = counted(step - meter.first_step, "step")

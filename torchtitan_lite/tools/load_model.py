@@ -116,7 +116,7 @@ def open_model(
         folder, notes = find(folder)
         run, state = folder.parent.parent, storage.read_state(folder)
         trained, ends = saved_config(folder, state.config), (state.end_token,)
-        config, weights = trained.model, hf.read_weights(folder, ema=ema)
+        config, weights = saved_config(folder, state.settings).model, hf.read_weights(folder, ema=ema)
         prefix = source_prefix(run)
     entries = _tokenizer(tokenizer or run)
     begin = tuple(state.begin_tokens if state else hf.begin_tokens(folder, entries))

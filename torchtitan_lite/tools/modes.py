@@ -7,6 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpointing import compatibility, find, storage
+from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.cli import Command
 from torchtitan_lite.config.paths import expand
 from torchtitan_lite.config.schema import Config, FsdpConfig, flatten
@@ -18,7 +19,8 @@ from torchtitan_lite.environment import local_rank
 from torchtitan_lite.errors import CheckpointError, ConfigError, RepeatError
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim.step_record import StepRecord
-from torchtitan_lite.run import attempts, run_folder
+from torchtitan_lite.run import attempts, phases, run_folder
+from torchtitan_lite.run.console import phase_lines
 from torchtitan_lite.run.session import Session
 from torchtitan_lite.run.start_and_end import prepared
 from torchtitan_lite.terminal import columns, print_line
@@ -68,6 +70,8 @@ def check(loaded: Loaded) -> None:
     data = None
     if loaded.config.data.is_prepared:
         loaded, data = prepared(loaded)  # refuses damaged data
+        for line in phase_lines(loaded.config, phases.planned(loaded.config, data, TrainState())):
+            print_line(line)
     config = loaded.config
     own = config.folder / "checkpoints"
     steps = storage.find_steps(own)

@@ -1,5 +1,6 @@
 """Reconstructs from a run's attempts how its steps were made: config, samples and checkpoint."""
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,11 +8,14 @@ from pathlib import Path
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.compatibility import saved_config
 from torchtitan_lite.checkpointing.find import newest_complete
+from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml import Loaded
-from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.data.dataset import DataSet, Source
+from torchtitan_lite.data.mixture import Mixture
+from torchtitan_lite.errors import ConfigError, UserError
 from torchtitan_lite.run import attempts as history
+from torchtitan_lite.run import phases
 from torchtitan_lite.run.attempts import Attempt
 from torchtitan_lite.run.start_and_end import prepared
 from torchtitan_lite.tools.load_model import require_same_data
@@ -19,12 +23,14 @@ from torchtitan_lite.tools.load_model import require_same_data
 
 @dataclass(frozen=True)
 class Record:
-    """A run, its data, and the steps that its attempts made or will make; for a fork, the steps after its start."""
+    """A run, and the steps that its attempts made or will make; of a fork, also those of the runs before it."""
 
     attempts: Sequence[Attempt]
     config: Config  # of the newest attempt
     data: DataSet
+    sources: Mapping[Path, Source]  # of all steps, by folder
     samples: Mapping[int, range]  # by step
+    mixtures: Mapping[int, tuple[Mixture, int]]  # of these samples, and their seed, by step
 
     def skipped(self, step: int) -> range:
         """Return the samples that `data.skip_samples` skipped just before a step."""
@@ -32,8 +38,11 @@ class Record:
         return range(before, self.samples[step].start)
 
 
-def read_record(folder: Path) -> Record:
+def read_record(folder: Path, last: int = 10**12) -> Record:
     """Read a run folder and open its data, which is prepared again if it is no longer in the cache.
+
+    Args:
+        last: leave out the steps after this one.
 
     Raises:
         ConfigError: this is not a run, its config can't be read, or its data has changed.
@@ -43,23 +52,38 @@ def read_record(folder: Path) -> Record:
     loaded, data = prepared(Loaded(saved_config(folder, attempts[-1].config), {}), folder)
     require_same_data(str(folder), data, attempts[-1])
     samples: dict[int, range] = {}
-    last = loaded.config.train.steps
+    mixtures: dict[int, tuple[Mixture, int]] = {}
     for attempt in reversed(attempts):  # later attempts repeated the steps after `last`
-        samples.update(samples_of(attempt, saved_config(folder, attempt.config), last))
+        for step, batch, mixture in steps_of(attempt, saved_config(folder, attempt.config), data, last):
+            samples[step], mixtures[step] = batch, mixture
         last = min(last, attempt.step)
     if not samples:
         raise ConfigError(f"{folder} has no step to make: it began after step {attempts[0].step} (train.steps)")
-    return Record(attempts, loaded.config, data, dict(sorted(samples.items())))
+    sources = {source.folder: source for source in (*data.sources, *data.later)}
+    if forked := attempts[0].forked_from:
+        with contextlib.suppress(UserError):  # the other run may be gone
+            before = read_record(Path(forked).parent.parent, attempts[0].step)
+            sources, samples = {**before.sources, **sources}, {**before.samples, **samples}
+            mixtures = {**before.mixtures, **mixtures}
+    return Record(attempts, loaded.config, data, sources, dict(sorted(samples.items())), mixtures)
 
 
-def samples_of(attempt: Attempt, config: Config, last: int) -> Iterator[tuple[int, range]]:
-    """Yield the steps of an attempt up to `last`, with their samples."""
-    position = attempt.samples
-    for step in range(attempt.step + 1, min(config.train.steps, last) + 1):
-        size = config.train.batch_size(step)
-        start = config.data.position(position, size)
-        position = start + size
-        yield step, range(start, position)
+def steps_of(
+    attempt: Attempt, config: Config, data: DataSet, last: int
+) -> Iterator[tuple[int, range, tuple[Mixture, int]]]:
+    """Yield the steps of an attempt up to `last`, with their samples, and the mixture and seed of these."""
+    state = TrainState(
+        step=attempt.step,
+        samples_consumed=attempt.samples,
+        segments=attempt.segments,
+        phases=attempt.phases,
+        must_match=attempt.must_match,
+        config=attempt.config,
+    )
+    for step, samples, _, mixture in phases.steps(config, data, state):
+        if step > last:
+            break
+        yield step, samples, (mixture, config.run.seed)
 
 
 def require_own_step(folder: Path, attempts: Sequence[Attempt], step: int, option: str) -> None:

@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,12 +24,11 @@ from torchtitan_lite.config import paths
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.data import token_files
 from torchtitan_lite.data.dataset import Source
-from torchtitan_lite.data.open_samples import open_samples
 from torchtitan_lite.data.token_files import ORIGINS, PAIRS, PLACE_BITS, TokenFiles, document_ends
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.terminal import counted
 from torchtitan_lite.tools.load_model import OWN_FAMILY
-from torchtitan_lite.tools.past_steps import Record, read_record, require_own_step, samples_of
+from torchtitan_lite.tools.past_steps import Record, read_record, require_own_step, steps_of
 
 _TOKENS = 64  # tokens of a text to show
 _SHOWN = 60  # characters of a text on the terminal
@@ -36,6 +36,7 @@ _SKIPPED = 1000  # ranges of samples in a command line
 _TOGETHER = 1024  # documents decoded at a time
 
 Range = tuple[int, int]  # first and end token in a stream
+Sources = Mapping[Path, "Documents"]  # by folder
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,11 @@ class Reads:
     documents: Documents
     log: list[tuple[Documents, Range]]  # shared by all sources
 
+    @property
+    def path(self) -> Path:
+        """See TokenFiles."""
+        return self.documents.stream.path
+
     def read(self, first: int, end: int) -> NDArray[Any]:
         """See TokenFiles."""
         self.log.append((self.documents, (first, end)))
@@ -131,29 +137,29 @@ class Reads:
 
 
 def rows(
-    record: Record, sources: Sequence[Documents], steps: Iterable[int], wanted: Mapping[str, Set[int]] | None = None
+    record: Record, sources: Sources, steps: Iterable[int], wanted: Mapping[Path, Set[int]] | None = None
 ) -> Iterator[Row]:
     """Yield the parts of documents in each sample of these steps, in order.
 
     Args:
-        wanted: by source, the documents to yield; None: all.
+        wanted: by folder of a source, the documents to yield; None: all.
     """
-    mixture, log = open_samples(record.data, "train", record.config), list[tuple[Documents, Range]]()
-    for samples, documents in zip(mixture.sources, sources, strict=True):
-        samples._stream = Reads(documents, log)  # type: ignore[assignment]  # the same interface
+    log = list[tuple[Documents, Range]]()
     for step in steps:
+        mixture, seed = record.mixtures[step]
+        for samples in mixture.sources:
+            documents = sources[samples._stream.path.parent]
+            samples._stream = Reads(documents, log)  # type: ignore[assignment]  # the same interface
         for sample in record.samples[step]:
             log.clear()
-            mixture.draw(np.array([sample]), record.config.run.seed)
+            mixture.draw(np.array([sample]), seed)
             for documents, read in log:
                 for number in documents.in_range(read):
-                    if wanted is None or number in wanted[documents.name]:
+                    if wanted is None or number in wanted[documents.folder]:
                         yield documents.row(step, sample, number, read)
 
 
-def without(
-    record: Record, sources: Sequence[Documents], wanted: Mapping[str, Set[int]], samples: Set[int]
-) -> list[list[int]]:
+def without(record: Record, sources: Sources, wanted: Mapping[Path, Set[int]], samples: Set[int]) -> list[list[int]]:
     """Return the `data.skip_samples` with which no step sees the wanted documents; empty: more than _SKIPPED ranges.
 
     Skipping shifts the later batches to samples that this run did not read, so these are searched too.
@@ -165,7 +171,10 @@ def without(
     while samples and len(ranges) <= _SKIPPED:
         ranges = sorted([*ranges, *([n, n + 1] for n in samples)])
         config = record.config.changed({"data.skip_samples": ranges})
-        fork = replace(record, samples=dict(samples_of(record.attempts[0], config, config.train.steps)))
+        made = {step: (a, b) for step, a, b in steps_of(record.attempts[0], config, record.data, config.train.steps)}
+        fork = replace(
+            record, samples={n: a for n, (a, _) in made.items()}, mixtures={n: b for n, (_, b) in made.items()}
+        )
         shifted = [step for step, batch in fork.samples.items() if batch != record.samples[step]]
         samples = {row.sample for row in rows(fork, sources, shifted, wanted)}
     return [] if samples else ranges
@@ -186,8 +195,8 @@ def _steps(options: argparse.Namespace, record: Record) -> range:
     first = min(record.samples) if options.step is None else options.step
     last = next((n for n in (options.to, options.step) if n is not None), max(record.samples))
     for name, step in (("--step", first), ("--to", last)):
-        require_own_step(options.run, record.attempts, step, name)
         if step not in record.samples:
+            require_own_step(options.run, record.attempts, step, name)
             raise ConfigError(
                 f"{name}={step}: the run has the steps {min(record.samples)} to {max(record.samples)} (train.steps)"
             )
@@ -201,18 +210,21 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigError("give --step N, optionally with --to M; or --find TEXT, optionally with --step and --to")
     FAMILIES.add(options.family)
     record = read_record(options.run)
-    steps, sources = _steps(options, record), [*map(Documents, record.data.sources)]
+    steps = _steps(options, record)
+    sources = {folder: Documents(source) for folder, source in record.sources.items()}
     notes = [
         f"{documents.folder} does not record where its documents came from. Prepare the same text again: the tokens "
         "stay the same, and the origins are recorded"
-        for documents in sources
+        for documents in sources.values()
         if not documents.known
     ]
+    if steps.start <= (begin := record.attempts[0].step) or (begin and options.step is None):
+        notes.append(
+            f"the steps up to {begin} belong to {record.attempts[0].forked_from}, from which this run was forked"
+        )
     if options.find is not None:
-        if not options.step and (other := record.attempts[0].forked_from):
-            notes.append(f"the steps before {steps.start} belong to {other}, from which this run was forked")
-        wanted = {source.name: documents_with(source, "train", options.find) for source in record.data.sources}
-        held_out = (len(documents_with(source, "val", options.find)) for source in record.data.sources)
+        wanted = {folder: documents_with(each, "train", options.find) for folder, each in record.sources.items()}
+        held_out = (len(documents_with(each, "val", options.find)) for each in record.sources.values())
         notes.append(
             f"{counted(sum(map(len, wanted.values())), 'document')} containing {options.find!r} in the training split, "
             f"{sum(held_out):,} in the validation split"
@@ -221,10 +233,11 @@ def _run(options: argparse.Namespace) -> int:
         listed = sorted({row.step for row in found})
         shown = ", ".join(map(str, listed)) or "-"
         title = f"parts of these documents are seen at {counted(len(listed), 'step')} of {len(steps):,}: {shown}"
-        if options.step is None and found:
-            ranges = without(record, sources, wanted, {row.sample for row in found})
+        own = [row for row in found if row.step > record.attempts[0].step]
+        if options.step is None and own:
+            ranges = without(record, sources, wanted, {row.sample for row in own})
             title += "\nto leave all of them out, " + (
-                f'start again, or fork from a checkpoint before step {listed[0]}, with "--data.skip_samples={ranges}"'
+                f'start again, or fork from a checkpoint before step {own[0].step}, with "--data.skip_samples={ranges}"'
                 if ranges
                 else f"remove them from the text and prepare it again: a fork would skip more than {_SKIPPED:,} samples"
             )

@@ -1,5 +1,7 @@
 """Rules of the lengths of sequences, of epochs, and of the warm-up."""
 
+import itertools
+
 from torchtitan_lite.config.schema import Config, Machine, OptimConfig, Rules
 
 
@@ -12,13 +14,25 @@ def rules(config: Config, machine: Machine) -> Rules:
             f"train.seq_len = {train.seq_len} is longer than model.max_seq_len = {model.max_seq_len}; "
             f"model.max_seq_len = {train.seq_len} works",
         )
-    if any(size != train.batch_size(1) for _, size in train.batch_schedule):
+    if train.phases or any(size != train.batch_size(1) for _, size in train.batch_schedule):
+        changes = "train.phases" if train.phases else "train.batch_schedule"
         for key in config.in_epochs:
             works = "train.steps" if key == "train.epochs" else f"{key} = 100"
             yield (
-                f"{key} train.batch_schedule",
-                f"{key} is in epochs, which need one batch size, but train.batch_schedule changes it; {works} works",
+                f"{key} {changes}",
+                f"{key} is in epochs, which need one batch size, but {changes} changes it; {works} works",
             )
+    if train.batch_schedule and any("global_batch_size" in phase.get("train", {}) for phase in train.phases):
+        yield (
+            "train.phases train.batch_schedule",
+            "train.batch_schedule and train.phases both change the batch size; leave it out of one of them",
+        )
+    if any(one >= other for one, other in itertools.pairwise([0, *train.boundaries(), train.steps])):
+        yield (
+            "train.phases train.steps",
+            f"train.phases begin after the steps {train.boundaries()}, which should rise and be below train.steps = "
+            f"{train.steps}",
+        )
     if not train.epochs:  # else run/epochs.py checks, when the number of steps is known
         yield from warmup_rules(config.optim, train.steps)
 

@@ -2,14 +2,17 @@
 
 import itertools
 import operator
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, PlainValidator, PositiveInt
 
+from torchtitan_lite.config.phases import checked
 from torchtitan_lite.config.section import (
     ALLOWED_FOR_LATER_STEPS,
     BITS,
     FORK,
+    IS_PATH,
     Resume,
     Section,
     Size,
@@ -64,6 +67,11 @@ up; 0: use steps"""
         default=[], examples=[[[0, 16], [1000, 64]]]
     )
     """global batch sizes by step: [[0, 16], [1000, 64]] is 16 sequences at first, and 64 after step 1,000"""
+    phases: Annotated[list[dict[str, Any]], FORK, IS_PATH, PlainValidator(checked)] = Field(
+        default=[], examples=[[{"from_fraction": 0.8, "data": {"sources": {"data/web": 1.0}}}]]
+    )
+    """changes within the run, as [[phases]] tables: from_step or from_fraction, and sources, lengths, batches, the \
+schedule, windows or rope scaling (docs/phases.md)"""
     z_loss: Annotated[NonNegativeFloat, FORK] = 0.0
     """add this times log(Z)^2 to each target's loss, e.g. 1e-4: keeps logits small; logged losses exclude it"""
     router_aux_loss: Annotated[NonNegativeFloat, FORK, _ROUTING] = 0.01
@@ -82,11 +90,21 @@ losses exclude it"""
         """Return the sequences of a step (1-based), over all ranks."""
         return next((size for after, size in reversed(self.batch_schedule) if after < step), self.global_batch_size)
 
-    @property
-    def samples(self) -> int:
-        """Sequences of the whole run."""
-        changes = [0, *(min(after, self.steps) for after, _ in self.batch_schedule), self.steps]
+    def samples(self, first: int = 0, last: int | None = None) -> int:
+        """Return the sequences of the steps after `first`, up to `last` (default: of the whole run), without phases."""
+        last = self.steps if last is None else last
+        changes = [first, *(min(max(after, first), last) for after, _ in self.batch_schedule), last]
         return sum((end - start) * self.batch_size(start + 1) for start, end in itertools.pairwise(changes))
+
+    @property
+    def later_sources(self) -> list[str]:
+        """The names of the sources of all phases."""
+        return [name for phase in self.phases for name in phase.get("data", {}).get("sources", [])]
+
+    def boundaries(self, begun: Sequence[int] = ()) -> list[int]:
+        """Return after which step each phase begins. Those that have begun stay where they were."""
+        steps = [phase.get("from_step") or round(phase["from_fraction"] * self.steps) for phase in self.phases]
+        return [*begun, *steps[len(begun) :]]
 
 
 class SpikeConfig(Section):

@@ -12,12 +12,13 @@ from typing import Any
 import tomli_w
 
 from torchtitan_lite import commands
+from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import cli
 from torchtitan_lite.config.schema import Config, flatten
-from torchtitan_lite.data.dataset import prepare_all
+from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.open_samples import open_samples
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.run import epochs
+from torchtitan_lite.run import epochs, phases
 from torchtitan_lite.run.console import batch_line, data_lines, model_line
 from torchtitan_lite.run.mfu import DEVICES, Device
 from torchtitan_lite.terminal import counted, duration, size
@@ -77,20 +78,29 @@ def _plan(world_size: int, device: Device | None, config_options: Sequence[str],
     )
     given, data = command.loaded.config, None
     if given.data.is_prepared:
-        data = prepare_all(given.data, given.tokenizer, print)
+        data = prepare_all(given.data, given.tokenizer, print, later=given.train.later_sources)
     plan = make_plan(epochs.planned(command.loaded, data), world_size, device)
-    lines = data_lines(plan.config, data, open_samples(data, "train", plan.config)) if data else []
+    lines = _data_lines(plan.config, data) if data else []
     print("\n".join([*_model_lines(plan), *lines, "", *_memory_lines(plan), *_time_lines(plan)]), flush=True)
+    for n in range(1, len(plan.config.train.phases) + 1):
+        phase = make_plan(plan.config.phase(n), world_size, device)
+        print(
+            f"phase   {n + 1}", *(line.strip() for line in (_memory_lines(phase)[0], _time_lines(phase)[0])), sep="  "
+        )
     for line in _suggestions(plan) if suggest else _advice(plan):
         print(line, flush=True)
     return 0
+
+
+def _data_lines(config: Config, data: DataSet) -> list[str]:
+    return data_lines(config, data, open_samples(data, "train", config), phases.planned(config, data, TrainState()))
 
 
 def _model_lines(plan: Plan) -> list[str]:
     config, layout, train = plan.config, plan.layout, plan.config.train
     run = f"train.epochs = {train.epochs:g}; the number of steps needs prepared data in data.path"
     if train.steps:
-        run = f"{train.steps:,} steps, {train.samples * config.target_len:,} tokens"
+        run = f"{train.steps:,} steps, {train.samples() * config.target_len:,} tokens"
     active = f", {plan.n_active:,} of them active" if config.model.has_experts else ""
     note = "" if config.model.vocab_size else vocabulary(config)[1]
     return [

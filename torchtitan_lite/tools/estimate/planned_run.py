@@ -63,7 +63,7 @@ class Plan:
     def full_steps(self) -> float:
         """The run's samples in steps of the last batch size."""
         train = self.config.train
-        return train.samples / train.batch_size(train.steps)
+        return train.samples() / train.batch_size(train.steps)
 
     @property
     def device_bytes(self) -> dict[str, int]:

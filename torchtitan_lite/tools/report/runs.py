@@ -75,7 +75,7 @@ class Run:
 
     @property
     def events(self) -> dict[int, str]:
-        """Marks by step: killed and failed attempts, changes by resumes, the first non-finite loss, and spikes."""
+        """Marks by step: killed and failed attempts, changes by resumes, phases, the first non-finite loss, spikes."""
         marks = [
             (now.step, before.ended or "killed")
             for before, now in itertools.pairwise(self.attempts)
@@ -83,6 +83,7 @@ class Run:
         ]
         marks += [(self.steps[-1]["step"], "killed")] * self.status.text.startswith("stopped")
         marks += [(step, key.split(".")[-1]) for step, key, *_ in self.changes if not key.startswith(_NOT_LEARNED)]
+        marks += [(record["step"], f"phase {record['phase']}") for record in self.having("phase")]
         marks += [(record["step"], "not finite") for record in self.steps if record["loss"] is None][:1]
         marks += [(r["step"], "spike" + " skipped" * (r["spike"]["action"] == "skip")) for r in self.having("spike")]
         found: dict[int, dict[str, None]] = {step: {} for step, _ in sorted(marks)}
