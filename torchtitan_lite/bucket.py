@@ -33,7 +33,8 @@ from torchtitan_lite.terminal import size
 CLAIM = re.compile(r"(?:checkpoints/step-\d+/)?(\d{8})-[0-9a-f]{8}/")  # how the keys under a claim begin
 STEP = re.compile(r"checkpoints/(step-\d{8,})/manifest\.json")
 SMALL = {".toml", ".json", ".jsonl", ".log", ".txt"}  # suffixes of the small files of a run or prepared folder
-_HISTORY, _CHUNK, _AHEAD = "attempts.jsonl", 8 << 20, 32 << 20  # bytes hashed at a time; bytes requested at a time
+HISTORY, MANIFEST, STATE = "attempts.jsonl", "manifest.json", "state.json"
+_CHUNK, _AHEAD = 8 << 20, 32 << 20  # bytes hashed at a time; bytes requested at a time
 _WHY = {  # by what an error says: the cause that the same command would meet again
     "ModuleNotFoundError": "its package is missing: pip install s3fs for s3://, gcsfs for gs://, adlfs for abfs://",
     "Protocol not known": "use a protocol that fsspec knows, such as s3://, gs:// or abfs://",
@@ -82,9 +83,10 @@ class Bucket:
         listed = [*keys]
         return dict(self.fs.cat(listed, on_error="omit") if listed else {})
 
-    def fetch(self, key: str, file: Path, sha256: str, advance: Callable[[int], object] = progress.advance) -> str:
-        """Copy an object into a file, hashing it meanwhile. Returns its problem; only an intact file appears."""
-        part, digest = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}.part"), hashlib.sha256()
+    def fetch(self, key: str, folder: Path, sha256: str, advance: Callable[[int], object] = progress.advance) -> str:
+        """Copy an object into a folder, hashing it meanwhile. Returns its problem; only an intact file appears."""
+        name, digest = key.rpartition("/")[2], hashlib.sha256()  # never a path, whatever a manifest says
+        part = folder / f".{name}.{uuid.uuid4().hex[:8]}.part"
         with explained(self.url):
             try:
                 with self.fs.open(key, "rb", block_size=_AHEAD) as source, part.open("wb") as target:
@@ -97,52 +99,53 @@ class Bucket:
         if digest.hexdigest() != sha256:
             part.unlink()
             return f"{self.url}/{key}: its SHA-256 does not match the manifest: the object is damaged"
-        part.replace(file)
+        part.replace(folder / name)
         return ""
 
     def fetch_run(self, folder: Path, *, newest: bool = True) -> tuple[dict[str, bytes], list[str]]:
         """Copy the small files of a run, and manifest and state of each complete step, into its folder.
 
         Args:
-            newest: keep local small files unless a later attempt has made those of the bucket.
+            newest: keep local small files unless a later start has made those of the bucket.
 
         Returns:
             the manifest of each complete step, by its folder's name; and the problems of the other steps.
+
+        Raises:
+            ConfigError: the folder has a different run, which was never in a bucket.
         """
         with explained(self.url):
             found: Mapping[str, Any] = self.fs.find("", detail=True)
             manifests = self.contents(filter(STEP.fullmatch, found))
-            source = max((m[0] for m in map(CLAIM.match, found) if m and f"{m[0]}{_HISTORY}" in found), default="")
-            files = (key for key in found if re.fullmatch(f"{source}[^/]+", key))
-            small = self.contents(key for key in files if Path(key).suffix in SMALL)
+            source = max((m[0] for m in map(CLAIM.match, found) if m and f"{m[0]}{HISTORY}" in found), default="")
+            small = self.contents(
+                key for key in found if re.fullmatch(f"{source}[^/]+", key) and Path(key).suffix in SMALL
+            )
             complete, problems = dict[str, bytes](), list[str]()
             for key, text in manifests.items():
-                step, files = key.split("/")[1], parsed(text).get("files", {"manifest.json": {"bytes": 0}})
+                step, files = key.split("/")[1], parsed(text).get("files", {MANIFEST: {"bytes": 0}})
                 keys = {key_of(step, claim_of(text), name): record["bytes"] for name, record in files.items()}
                 if wrong := [each for each in keys if found.get(each, {"size": None})["size"] != keys[each]]:
                     problems.append(f"damaged: {self.url}/{wrong[0]} is missing, or has a different size")
                 else:
                     complete[step] = text
-            if complete or small:
-                folder.mkdir(parents=True, exist_ok=True)
-            began = [
-                text.count(b'"command"')
-                for text in (small.get(f"{source}{_HISTORY}", b""), _content(folder / _HISTORY))
-            ]
-            if not newest or began[0] > began[1]:
-                for key, content in small.items():
-                    write_durably(folder / key.removeprefix(source), content)
-            for step, text in complete.items():
-                target = folder / "checkpoints" / step
-                local = _content(target / "manifest.json")
-                if text != local and claim_of(text) >= claim_of(local):  # not if a later claim has saved it here
-                    target.mkdir(parents=True, exist_ok=True)
-                    key, sha256 = (
-                        key_of(step, claim_of(text), "state.json"),
-                        parsed(text)["files"]["state.json"]["sha256"],
-                    )
-                    problems += filter(None, [self.fetch(key, target / "state.json", sha256)])
-                    write_durably(target / "manifest.json", text)
+            states = self.contents(key_of(step, claim_of(text), STATE) for step, text in complete.items())
+        history = _content(folder / HISTORY)
+        claim = max(re.findall(rb'"claim": "(\d.*?)"', history), default=b"").decode()
+        if newest and source and not claim and history.split(b"\n")[0] not in small[f"{source}{HISTORY}"]:
+            raise ConfigError(f"{folder} and {self.url} have different runs: choose another --run.name=NAME")
+        if complete or small:
+            folder.mkdir(parents=True, exist_ok=True)
+        if not newest or source > f"{claim}/":
+            for key, content in small.items():
+                write_durably(folder / key.removeprefix(source), content)
+        for step, text in complete.items():
+            target, local = folder / "checkpoints" / step, _content(folder / "checkpoints" / step / MANIFEST)
+            if text != local and claim_of(text) >= claim_of(local):  # not if a later claim has saved it here
+                shutil.rmtree(target, ignore_errors=True)  # files of two saves must not mix
+                target.mkdir(parents=True, exist_ok=True)
+                write_durably(target / STATE, states.get(key_of(step, claim_of(text), STATE), b""))
+                write_durably(target / MANIFEST, text)
         return complete, problems
 
 
@@ -167,46 +170,45 @@ def key_of(step: str, claim: str, name: str) -> str:
     return "/".join(filter(None, ("checkpoints", step, claim, name)))
 
 
-def copy_of_run(url: str) -> Path:
-    """Return a copy of a run or of its checkpoint in the cache. `storage.verify` fetches the large files.
+def copy_of(url: str) -> Path:
+    """Return a copy in the cache of prepared data, or of a run or its checkpoint.
 
     Raises:
-        UserError: there is none, or the URL can't be opened.
+        UserError: there is none, it is damaged or too large for the disk, or the URL can't be opened.
     """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torchtitan_lite"
+    with explained(url):
+        meta = Bucket(url).contents(["meta.json"]).get("meta.json", b"")
+    return copy_of_data(url, meta, cache) if parsed(meta).get("files") else copy_of_run(url, cache / "runs")
+
+
+def copy_of_run(url: str, cache: Path) -> Path:
+    """Return a copy of a run or of its checkpoint. `storage.verify` fetches the large files."""
     run, _, step = url.rstrip("/").partition("/checkpoints/")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torchtitan_lite/runs"
     folder = cache / hashlib.sha256(run.encode()).hexdigest()[:16] / run.rpartition("/")[2]
     complete, problems = Bucket(run).fetch_run(folder, newest=False)
     for old in folder.glob("checkpoints/step-*"):
         if old.name not in complete:  # retention has deleted it, or it is damaged
             shutil.rmtree(old, ignore_errors=True)
     if not (found := folder / "checkpoints" / step if step else folder).is_dir():
-        raise CheckpointError("\n  ".join([f"{url}: there is no run and no complete checkpoint", *problems]))
-    (folder / ".bucket").write_text(run)
+        what = "no run, complete checkpoint or prepared data is there"
+        raise CheckpointError("\n  ".join([f"{url}: {what}", *problems]))
+    write_durably(folder / ".bucket", run.encode())
     return found
 
 
-def copy_of_data(url: str, cache: Path) -> Path:
-    """Return a copy of a prepared folder, fetched once and verified by the hashes in its meta.json.
-
-    Raises:
-        DataError: it is not a prepared folder, is damaged, or is larger than the disk's free space.
-    """
-    bucket = Bucket(url)
-    with explained(url):
-        meta = bucket.contents(["meta.json"]).get("meta.json", b"")
-    if not (files := parsed(meta).get("files")):
-        raise DataError(f"{url}: no prepared folder is there (python -m torchtitan_lite.data.prepare makes one)")
-    folder = cache / f"{hashlib.sha256(meta).hexdigest()[:16]}-copy"
+def copy_of_data(url: str, meta: bytes, cache: Path) -> Path:
+    """Return a copy of a prepared folder, fetched once and verified by the hashes in its meta.json."""
+    folder, files = cache / f"{hashlib.sha256(meta).hexdigest()[:16]}-copy", parsed(meta)["files"]
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):  # the other processes of this machine wait
         lacking = {name: record for name, record in files.items() if not (folder / name).is_file()}
         n_bytes, free = sum(record["bytes"] for record in lacking.values()), shutil.disk_usage(folder).free
         if n_bytes > free:
-            raise DataError(f"{url} takes {size(n_bytes)}, but {cache} has only {size(free)} free; set data.cache_dir")
+            raise DataError(f"{url} takes {size(n_bytes)}, but {cache} has only {size(free)} free; set XDG_CACHE_HOME")
         with tqdm(total=n_bytes, unit="B", unit_scale=True, desc=f"fetching {url}", disable=not n_bytes) as bar:
             for name, record in lacking.items():
-                if problem := bucket.fetch(name, folder / name, record["sha256"], bar.update):
+                if problem := Bucket(url).fetch(name, folder, record["sha256"], bar.update):
                     raise DataError(problem)
         write_durably(folder / "meta.json", meta)
     return folder

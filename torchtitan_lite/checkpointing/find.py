@@ -84,13 +84,13 @@ def checkpoint_to_resume(
     config: CheckpointConfig,
     process: Process,
     remote: "Remote | None" = None,
-    tensors: Callable[[], Tensors] = dict,
+    tensors: Tensors | None = None,
 ) -> Found:
     """Return the newest complete checkpoint of the run; if it has none, of the run or folder in `config.resume`.
 
     Args:
         remote: the run's bucket, whose files are fetched as needed.
-        tensors: returns those to load, by sharded state dict name.
+        tensors: those to load from the bucket, by sharded state dict name.
 
     Raises:
         CheckpointError: on every rank: no existing checkpoint is complete, or `config.resume` has none.
@@ -112,8 +112,8 @@ def checkpoint_to_resume(
     verify = partial(verify_together, mode=config.verify, process=process)
     if remote and not forked:
         folders = [checkpoints / Path(folder).name for folder in folders]  # on this machine
-        verify = partial(remote.complete, mode=config.verify, tensors=tensors)
-    elif is_url(config.resume):
+        verify = partial(remote.complete, mode=config.verify, tensors=tensors or {})
+    elif forked and is_url(config.resume):
         verify = partial(verify_copies, mode=config.verify, process=process)
     found = newest_complete(map(Path, folders), verify)
     found.notes[:0], found.forked = wrong, forked

@@ -33,7 +33,6 @@ from torchtitan_lite.config.schema import CheckpointConfig
 from torchtitan_lite.distributed.exchange import on_all, on_rank0
 from torchtitan_lite.distributed.process_group import Process, untimed_group
 from torchtitan_lite.distributed.sharding import own_part
-from torchtitan_lite.environment import local_rank
 from torchtitan_lite.errors import text_of
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim.optimizer import make_state
@@ -145,11 +144,8 @@ class Checkpointer:
         self.config = config
         self.process = process
         own_disks = remote and config.state_dict == "sharded"  # each machine writes its part
-        self._share = (
-            process.local_world_size / process.world_size if own_disks else 1.0
-        )  # of a checkpoint, on this disk
+        self._share = process.local_world_size / process.world_size if own_disks else 1.0  # of a save, on this disk
         self._leads = process.rank == 0 or bool(own_disks and remote and remote.leads)  # makes and commits the folder
-        self._own_files: list[str] = []  # of the last save, on this machine
         self.notes: list[str] = []  # set by a load, for the log: damaged checkpoints
         self.forked_from: Path | None = None  # set by a load: the checkpoint, if it belongs to a different run
         self.damaged: list[int] = []  # set by a load: newer damaged steps; saving such a step replaces it
@@ -174,7 +170,7 @@ class Checkpointer:
             CheckpointError: on every rank, before anything is overwritten: the checkpoint is damaged, or the run can't
                 continue with these values.
         """
-        found = checkpoint_to_resume(self.folder, self.config, self.process, self.remote, self._tensors_to_load)
+        found = checkpoint_to_resume(self.folder, self.config, self.process, self.remote, self._to_load())
         self.notes = [*found.notes, *self._memory_note()]
         if found.folder is None:
             return None
@@ -189,9 +185,14 @@ class Checkpointer:
         self.protect = {state.step}
         return state
 
-    def _tensors_to_load(self) -> Tensors:
+    def _to_load(self) -> Tensors:
+        """Return what a load from the bucket will fill. On all ranks: an optimizer's step may have collectives."""
+        if self.remote is None:
+            return {}
         make_state(self.optimizer)
-        return self.tensors()
+        tensors = self.tensors()
+        self.optimizer.state.clear()  # its values are wrong, and there may be nothing to load
+        return tensors
 
     def load_tensors(self, folder: Path) -> None:
         """Load a checkpoint of either kind by the configured API, whichever API saved it."""
@@ -252,7 +253,7 @@ class Checkpointer:
                     n_written = self._write_and_commit(state, saving, layout, n_bytes)
                 saved = replace(outcome, bytes=n_written, note=self._delete_old(state.step))
                 if self.remote and self._leads:
-                    self.remote.upload(outcome.folder, self._own_files, partial(self._kept, step=state.step))
+                    self.remote.upload(outcome.folder, n_written, partial(self._kept, step=state.step))
             except Exception as error:  # also from a collective, if a rank is lost
                 saved = replace(outcome, error=text_of(error))
             seconds = time.perf_counter() - began
@@ -308,9 +309,6 @@ class Checkpointer:
             files = {name: FileRecord(**record) for records in written for name, record in records.items()}
             if self.remote:
                 state = TrainState(**on_rank0(lambda: asdict(state), self.group))  # every machine writes the same
-                first, n = self.process.rank - local_rank(), self.process.local_world_size
-                names = [name for records in written[first : first + n] for name in records]
-                self._own_files = [*names, storage.STATE] if self.process.rank == 0 else names
             self._on_leaders(commit)
         except Exception:
             if self._leads:
@@ -323,7 +321,7 @@ class Checkpointer:
 
         Collective, also its errors.
         """
-        if self.remote is None or self.config.state_dict == "full":
+        if self.remote is None:
             return on_rank0(action, self.group)
         return on_all(lambda: action() if self._leads else None, self.group)[0]
 

@@ -188,7 +188,7 @@ def intact(folder: Path, name: str, manifest: Manifest, mode: str, bucket: "Buck
         from torchtitan_lite.bucket import key_of
 
         key = key_of(folder.name, manifest.claim, name)
-        return bucket.fetch(key, folder / name, manifest.files[name].sha256)
+        return bucket.fetch(key, folder, manifest.files[name].sha256)
     return problem
 
 

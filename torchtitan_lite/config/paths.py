@@ -23,19 +23,16 @@ def is_url(path: str | Path) -> bool:
 
 
 def expand(path: str | Path) -> Path:
-    """Replace `~` or `~name`. Also the argparse `type` of a path. Of a URL, return a copy of its run in the cache.
+    """Replace `~` or `~name`. Also the argparse `type` of a path. Of a URL, return a copy in the cache.
 
     Raises:
-        ConfigError: the user or the home folder is unknown; there is no run at the URL.
+        ConfigError: the user or the home folder is unknown; there is nothing at the URL.
     """
     if is_url(path):
-        from torchtitan_lite.bucket import copy_of_run
+        from torchtitan_lite.bucket import copy_of
 
         scheme, _, rest = str(path).partition(":")
-        try:
-            return copy_of_run(f"{scheme}:/{'/' * (scheme == 'file')}/{rest.strip('/')}")
-        except UserError as error:
-            raise _HomeError(str(error)) from None
+        return copy_of(f"{scheme}:/{'/' * (scheme == 'file')}/{rest.strip('/')}")
     try:
         return Path(path).expanduser()
     except RuntimeError:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torchtitan_lite.config.paths import is_prepared, is_url
+from torchtitan_lite.config.paths import expand, is_prepared
 from torchtitan_lite.config.schema import Config, DataConfig, TokenizerConfig
 from torchtitan_lite.data.token_files import Meta, read_meta
 from torchtitan_lite.errors import DataError
@@ -123,7 +123,7 @@ def prepare_all(
     default = f"{'functions of ' * (data.objective == 'pairs')}Python's standard library"
     first = data.sources or {name or default: 1.0}
     weights = first | {name: 0.0 for name in later if name not in first}
-    folders = {name: _fetched(name, data) for name in weights if is_prepared(name)}
+    folders = {name: expand(name) for name in weights if is_prepared(name)}
     prepared = next(iter(folders.values()), None)
     notes: list[str] = []
     if texts := [name for name in weights if name not in folders]:
@@ -136,16 +136,6 @@ def prepare_all(
     if prepared:
         notes += _require_configured_tokenizer(tokenizer, prepared)
     return DataSet.open({name: (weight, folders[name]) for name, weight in weights.items()}, notes)
-
-
-def _fetched(path: str, data: DataConfig) -> Path:
-    """Return a prepared folder; of a URL, its copy in the cache."""
-    if not is_url(path):
-        return Path(path).expanduser()
-    from torchtitan_lite.bucket import copy_of_data
-    from torchtitan_lite.data.prepare.cache import cache_folder
-
-    return copy_of_data(path, cache_folder(data))
 
 
 def _require_configured_tokenizer(config: TokenizerConfig, folder: Path) -> Iterator[str]:

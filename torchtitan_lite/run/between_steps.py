@@ -10,6 +10,7 @@ from torchtitan_lite.checkpointing.before_save import require_equal_replicas, re
 from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import DataSet
+from torchtitan_lite.distributed.exchange import on_rank0
 from torchtitan_lite.errors import SaveError
 from torchtitan_lite.optim.optimizer import learning_rate
 from torchtitan_lite.optim.step_record import StepRecord
@@ -129,9 +130,9 @@ def save(s: Session) -> None:
     require_finite(s.model, state.step)
     require_equal_replicas(s.model, s.optimizer, state.step)
     report_save(s.checkpointer, s.log, wait=True, ends=ends)
-    remote = s.checkpointer.remote
-    if remote:
-        remote.before_save(s.log)
+    if remote := s.checkpointer.remote:
+        remote.report(s.log, wait=True)
+        on_rank0(remote.require_newest, s.process.untimed)
     state = replace(state, grad_scaler=s.scaler.state_dict(), loss_since=s.meter.loss_since.tolist())
     for guard in s.guards:
         state = replace(state, **guard.state())
@@ -141,25 +142,24 @@ def save(s: Session) -> None:
         raise SaveError(f"the last checkpoint was not saved: {error}. Older checkpoints are untouched")
     if not (ends or error or s.config.checkpoint.async_save):
         s.preemption.agree(s.process)
-    if ends and remote and (error := remote.report(s.log, wait=True, ends=True)):
-        raise SaveError(f"the last checkpoint is only on this machine: {error}. The same command uploads it")
 
 
 def report_save(checkpointer: Checkpointer, log: Log, *, wait: bool, ends: bool = False) -> str:
-    """Log a save once it is committed or has failed. Returns the error, and does not raise it."""
-    if checkpointer.remote and not wait:
-        checkpointer.remote.report(log)
+    """Log a save once it is committed or has failed, and its upload. Returns the error, and does not raise it.
+
+    Args:
+        ends: also wait for the upload.
+    """
     saved = checkpointer.wait() if wait or checkpointer.finished() else None
-    if saved is None:
-        return ""
-    if saved.error:
+    if saved and saved.error:
         then = "" if ends else ", training continues"
         log.info(f"NOT SAVED  step {saved.step}: {saved.error}; older checkpoints are untouched{then}")
-    else:
+    elif saved:
         paused = f", training paused for {saved.blocked_s:.1f} s" if checkpointer.config.async_save else ""
         log.record({"step": saved.step, "save_s": saved.blocked_s if paused else saved.seconds, "bytes": saved.bytes})
         where = ", on this machine only until it is uploaded" if checkpointer.remote else ""
         log.info(f"saved   {saved.folder}  ({saved.bytes / 2**20:.1f} MiB, {saved.seconds:.1f} s{paused}){where}")
-    if saved.note:
+    if saved and saved.note:
         log.info(f"note    older checkpoints were not deleted: {saved.note}")
-    return saved.error
+    error = saved.error if saved else ""
+    return error or (checkpointer.remote.report(log, wait=ends) if checkpointer.remote else "")

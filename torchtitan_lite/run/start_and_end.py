@@ -271,8 +271,6 @@ def report_failure(config: Config, process: Process, log: Log, error: Exception,
     if s is not None and isinstance(error, UserError) and not isinstance(error, StuckError):
         # every rank has raised this error, so a background save can still complete
         report_save(s.checkpointer, log, wait=True, ends=True)
-        if s.checkpointer.remote:
-            s.checkpointer.remote.report(log, wait=True)
     step = 0 if s is None else s.state.step
     repeats = isinstance(error, UserError) and error.exit_code == EXIT_WOULD_REPEAT
     run_folder.record_end(config.folder, process, log.attempt, "failed", step, errors.text_of(error), repeats)
