@@ -9,6 +9,7 @@ import errno
 import io
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -200,7 +201,8 @@ def report(message: str, local_rank: int = 0, *, secondary: bool = False, final:
             killed rank only when it notices the death. So this error gets a later timestamp.
         final: the next start would fail in the same way, so end torchrun before it restarts.
     """
-    _note_machine(not secondary or "a process died: rank" in message)
+    died = re.search(r"a process died(?: on (\S+))?: rank", message)  # beside this one, or on another machine
+    _note_machine(died[1] in (None, socket.gethostname()) if died else not secondary)
     if local_rank != 0:
         time.sleep(10)
         message = f"[local rank {local_rank}] {message}"
