@@ -261,9 +261,10 @@ class Watchdog:
             now = self._at, progress.operations(), progress.moved()
             if now != last:
                 last, since = now, time.monotonic()
-            elif reason := self._reason(self._at.step > 0 and time.monotonic() - since >= _STILL_S):
-                if not self._over:  # a different thread may have begun to report it
-                    self._end(reason)
+            elif (
+                reason := self._reason(self._at.step > 0 and time.monotonic() - since >= _STILL_S)
+            ) and not self._over:
+                self._end(reason)
 
     # --- no rank makes progress ---------------------------------------------------------------------------------
 
