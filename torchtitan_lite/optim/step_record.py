@@ -59,7 +59,8 @@ class StepRecord:
         own[2:3].fill_(float(stop))  # own[2] = 1.0 would make the host wait for the device
         own[3 + process.rank] = loss  # the other ranks add 0 here
         # loss, squared norm, stop requests, loss of each rank, squared norms of blocks, metrics
-        sums = sum_over_ranks(torch.cat([own, *(part.flatten().to(own) for part in parts)]))
+        sums = torch.cat([own, *(part.flatten().to(own) for part in parts)])
+        sum_over_ranks(sums)
         summed = [s.view_as(part) for s, part in zip(sums[n:].split([p.numel() for p in parts]), parts, strict=True)]
         self.step, self.samples, self.targets = step, samples, targets
         self.loss_sum, self.rank_losses = sums[0], sums[3:n]  # (), (world_size,)
@@ -83,8 +84,8 @@ class StepRecord:
         """The numbers on the host. Waits until the device has computed them."""
         if self._copied is not None:
             self._copied.synchronize()
-        values, n = self._values.tolist(), 4 + len(self.rank_losses)
-        return Numbers(*values[:4], values[4:n], dict(zip(self.blocks, values[n:], strict=True)))
+        (loss, norm, scale, stop_requests, *rest), n = self._values.tolist(), len(self.rank_losses)
+        return Numbers(loss, norm, scale, stop_requests, rest[:n], dict(zip(self.blocks, rest[n:], strict=True)))
 
     def norms_of_blocks(self) -> dict[str, float]:
         """Return the norms of blocks as "grad_norm/layers.0" and so on, for metrics.jsonl. Waits for the device."""

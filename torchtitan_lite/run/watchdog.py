@@ -41,7 +41,7 @@ from torchtitan_lite.config.schema import RunConfig
 from torchtitan_lite.distributed.lost import KILLED, explaining_lost_ranks
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.environment import local_rank
-from torchtitan_lite.errors import ConfigError, StuckError, report
+from torchtitan_lite.errors import ConfigError, StuckError, report, within
 
 _AT, _BEAT, _END = "torchtitan_lite/at/{}", "torchtitan_lite/beat/{}", "torchtitan_lite/end"
 _LEFT = b"--- the end of this process ends no other one\n"
@@ -210,7 +210,7 @@ class Watchdog:
     def _why_closed(self) -> str:
         self._left = self._over = True  # the main thread reports the reason
         who = "a process on another machine died, or the network to it failed" if self._on_host else "a process died"
-        return _within(3.0, self._reason, True, 2.0) or f"{who}. {KILLED}"
+        return within(3.0, self._reason, True, 2.0) or f"{who}. {KILLED}"
 
     def _reason(self, locks: bool, within_s: float = 0.0) -> str:
         """Return why the run ends: a rank of this machine died, or what any rank published; empty if neither is known.
@@ -342,7 +342,7 @@ class Watchdog:
         what = explain_hang(self._others | {self._world.rank: self._own}, self._silent(), f"{limit} = {seconds / 60:g}")
         reason = f"{what}. Stacks are in {self._path.parent}; a process that is stopped or was killed writes none"
         self._over = True  # this thread ends the process
-        _within(1.0, self._publish, reason)
+        within(1.0, self._publish, reason)
         self._end(reason, 5 * _LOOK_S)
 
     def _end(self, reason: str, wait_s: float = 0.0) -> None:
@@ -354,8 +354,8 @@ class Watchdog:
         with contextlib.suppress(OSError, ValueError):
             faulthandler.dump_traceback(file=self._file)
             self._file.write(_LEFT)
-        _within(10.0, write_traces, self._path.parent, self._world)
-        _within(5.0, self.on_abort, reason)
+        within(10.0, write_traces, self._path.parent, self._world)
+        within(5.0, self.on_abort, reason)
         time.sleep(wait_s)
         lower = [file for rank, file in self._neighbours.items() if rank < self._world.rank]
         report(f"train.py: {reason}", 0 if lower and all(map(_died, lower)) else local_rank())
@@ -385,12 +385,3 @@ def _died(file: BinaryIO) -> bool:
         return not file.read().endswith(_LEFT)
     except (OSError, ValueError):  # it is locked, or `close` was called just now
         return False
-
-
-def _within(seconds: float, action: Callable[..., Any], *given: Any) -> Any:
-    """Return an action's result; None if it takes longer, because a file system or the store may not answer."""
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(action(*given)), daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return results[0] if results else None
