@@ -105,6 +105,18 @@ def test_torchrun_learns_which_error_came_first_and_ends_if_a_restart_would_fail
         assert message == {"message": said.splitlines()[0], "extraInfo": {"timestamp": when}}
 
 
+@pytest.mark.parametrize(
+    ("where", "noted"), [("", True), (" on elsewhere", False), (f" on {os.uname().nodename}", True)]
+)
+@pytest.mark.parametrize("secondary", [False, True])
+def test_only_the_machine_whose_process_died_is_noted(
+    where: str, noted: bool, secondary: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHTITAN_LITE_FAILED", str(tmp_path / "nodes"))
+    errors.report(f"x: a process died{where}: rank 3", secondary=secondary)
+    assert (tmp_path / "nodes").exists() == noted
+
+
 @pytest.mark.parametrize(("values", "expected"), [
     ({"train": {"micro_batch_size": 7}}, "try --train.micro_batch_size=3: the same global batch in more micro-batches, "
      "with the same result"),

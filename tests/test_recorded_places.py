@@ -195,12 +195,11 @@ def dry(rank: int, values: dict[str, Any]) -> list[Any]:
         answers={
             "tools__dry_run__process_group": lambda _: contextlib.nullcontext("process"),
             "tools__dry_run__require_agreement": lambda config, *_: print("agreement", config.train.batch_schedule),
+            "tools__dry_run__speed_lines": lambda process: [f"speeds of {process}"],
             "tools__dry_run__Log": lambda folder, enabled: ["runs" in folder.parts, enabled],
             "tools__dry_run__planned": lambda config, *given: [config.train.batch_schedule, *given],
             "tools__dry_run__measure": lambda session, _: print("of", session.train, session.resumed) or (5, 0.5),
-            "tools__dry_run__speed_lines": lambda _: [],
             "tools__dry_run__check_machines": lambda folder, *_, **__: f"machines of {folder}",
-            "tools__dry_run__speed_lines": lambda _: [],
             "tools__dry_run__compare": lambda *given: str(given),
         },
     )

@@ -9,13 +9,16 @@ import errno
 import io
 import json
 import os
+import re
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torchtitan_lite.terminal import print_error
 
@@ -200,7 +203,8 @@ def report(message: str, local_rank: int = 0, *, secondary: bool = False, final:
             killed rank only when it notices the death. So this error gets a later timestamp.
         final: the next start would fail in the same way, so end torchrun before it restarts.
     """
-    _note_machine(not secondary or "a process died: rank" in message)
+    died = re.search(r"a process died(?: on (\S+))?: rank", message)  # beside this one, or on another machine
+    _note_machine(died[1] in (None, socket.gethostname()) if died else not secondary)
     if local_rank != 0:
         time.sleep(10)
         message = f"[local rank {local_rank}] {message}"
@@ -209,6 +213,20 @@ def report(message: str, local_rank: int = 0, *, secondary: bool = False, final:
     if final and os.environ.get("TORCHELASTIC_RESTART_COUNT") != os.environ.get("TORCHELASTIC_MAX_RESTARTS"):
         print_error("ending torchrun, because a restart would fail in the same way; torchrun's traceback follows")
         os.kill(os.getppid(), signal.SIGTERM)
+
+
+def within(seconds: float, action: Callable[..., Any], *given: Any) -> Any:
+    """Return an action's result; None if it fails or takes longer, as a file system or the store may not answer."""
+    results: list[Any] = []
+
+    def act() -> None:
+        with contextlib.suppress(Exception):
+            results.append(action(*given))
+
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else None
 
 
 def _note_machine(failed_first: bool = True) -> None:

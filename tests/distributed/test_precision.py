@@ -147,3 +147,4 @@ def test_micro_batches_accumulate_in_float32() -> None:
             norms.append(squared_norm(gradient_norms(t.model), 1).sqrt().item())
             t.optimizer.zero_grad()
     assert norms[1] == pytest.approx(64 * norms[0], rel=1e-5)
+    assert squared_norm(gradient_norms(torch.nn.Linear(1, 1)), 1) == 0

@@ -4,6 +4,7 @@ The main threads are blocked in C, as under NCCL, whose collectives raise no err
 """
 
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -79,6 +80,7 @@ LATE: dict[str, Callable[[], object]] = {
     "hashes": hash_slowly,
     "stops": stop,
     "pauses": lambda: stop(f"sleep {LIMIT_S}"),
+    "was locked": lambda: time.sleep(LIMIT_S),
 }
 
 
@@ -90,12 +92,18 @@ def main(argv: Sequence[str]) -> int:
             about = {"step": 3, "samples": 0, "config": {}, "setting": {}, "tasks": {}}
             dist.distributed_c10d._get_default_store().set("pid of rank 0", str(os.getpid()))
             run_folder.record_start(folder, about | run_folder.facts(process, [""]))
-        watching = Watchdog(folder, process, limits if case in ("stops", "pauses") else LIMITS)
+        held = (folder / "held").open("ab")
+        if (case, process.rank) == ("was locked", 1):  # by a process of an earlier attempt, which ends later
+            (folder / "stacks").mkdir(exist_ok=True)
+            held = (folder / "stacks/rank-1.txt").open("ab")
+            fcntl.flock(held, fcntl.LOCK_EX)
+        watching = Watchdog(folder, process, LIMITS if case not in ("stops", "pauses", "was locked") else limits)
+        held.close()
         watching.on_abort = lambda why: run_folder.record_end(folder, process, 1, "failed", 3, why)
         set_group_timeouts()
         if case != "stops":
             watching.step(4)
-            if case in ("leaves", "pauses"):
+            if case in ("leaves", "pauses", "was locked"):
                 watchdog._STILL_S = watchdog._LOOK_S = LIMIT_S / 20
             if case == "leaves":
                 leave_early(watching, process.rank)

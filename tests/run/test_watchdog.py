@@ -167,14 +167,14 @@ def test_a_rank_that_is_blocked_in_c_ends_by_itself(case: str, said: str, tmp_pa
 @pytest.mark.parametrize(
     "case",
     [
-        *("compiles", "leaves", "pauses"),
+        *("compiles", "leaves", "pauses", "was locked"),
         *(pytest.param(c, marks=pytest.mark.extended) for c in ("compiles elsewhere", "hashes")),
     ],
 )
 def test_a_process_that_works_or_that_others_have_left_is_waited_for(case: str, tmp_path: Path) -> None:
     """For two and a half times the limit: a compilation in this process or another one, and a slow disk.
 
-    Or while the other one has left properly, or was stopped and continued.
+    Or while the other one has left properly, was stopped and continued, or could not lock its file.
     """
     said = succeeded(ranks(2, str(tmp_path), case, entry="tests.run.blocked_worker", timeout=90))
     assert said.count(" is done") == 2

@@ -29,7 +29,7 @@ def slow_rank(process: Process) -> list[str]:
     """The table of four ranks on two machines, where the matmuls of rank 2 take twice as long, on the clock."""
     dry_run.socket = SimpleNamespace(gethostname=lambda: f"node{process.rank // 2}")  # type: ignore[assignment, attr-defined]
     honest, rates = dry_run.seconds_of, iter([1.0 + (process.rank == 2), 0.5, 0.25])
-    dry_run.seconds_of = lambda compute, on_gpu: (honest(compute, on_gpu) > 0) * next(rates)
+    dry_run.seconds_of = lambda compute: (honest(compute) > 0) * next(rates)
     return dry_run.speed_lines(process)
 
 

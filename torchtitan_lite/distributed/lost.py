@@ -51,18 +51,6 @@ def means_lost_rank(error: RuntimeError) -> bool:
     return any(phrase in text for phrase in _GONE + _LATE)
 
 
-def means_closed_connection(error: RuntimeError) -> bool:
-    """Return False if the error is a timeout; True if a connection was closed, or the cause is unknown."""
-    text = str(error).lower()
-    return any(phrase in text for phrase in _GONE) or not any(phrase in text for phrase in _LATE)
-
-
-def first_line(error: RuntimeError) -> str:
-    """Return the error's first line in parentheses, without gloo's source location and advice."""
-    first = re.sub(r"^\[\S*\] ", "", str(error).splitlines()[0])
-    return f"({first.partition('. This is typically caused')[0]})"
-
-
 @contextlib.contextmanager
 def explaining_lost_ranks(
     where: Callable[[], str] = lambda: "starting", reason: Callable[[], str] = lambda: f"a process died. {KILLED}"
@@ -71,15 +59,18 @@ def explaining_lost_ranks(
 
     Args:
         where: returns what this rank does.
-        reason: returns why a connection was closed (`means_closed_connection`). By default no Watchdog knows details.
+        reason: returns why a connection was closed (an error may also be a timeout). By default, no Watchdog knows it.
     """
     try:
         yield
     except RuntimeError as error:
         if env_int("WORLD_SIZE", 1) == 1 or not means_lost_rank(error):
             raise
-        closed = means_closed_connection(error)
+        text = str(error).lower()
+        closed = any(phrase in text for phrase in _GONE) or not any(phrase in text for phrase in _LATE)
         why = f"connection reset: {reason()}." if closed else "timed out waiting for the other ranks."
-        stuck = StuckError(f"rank {env_int('RANK', 0)}, {where()}: {why} {first_line(error)}")
+        first = re.sub(r"^\[\S*\] ", "", str(error).splitlines()[0])  # without gloo's source location and advice
+        first = first.partition(". This is typically caused")[0]
+        stuck = StuckError(f"rank {env_int('RANK', 0)}, {where()}: {why} ({first})")
         stuck.secondary = closed
         raise stuck from error

@@ -86,11 +86,14 @@ class FiniteGuard:
                 first, end = record.samples
                 line = f"SKIPPED step {step}: not finite; run samples {first} to {end - 1}{where}"
                 return Incident({"skipped_samples": [first, end]}, line)
-        replay = this_command(replay=f"{step}")
         error = NonFiniteError(
             f"step {step}: {what}{where}. The update was withheld, and nothing has been saved since. "
             "A lower optim.lr, more optim.warmup_steps or a smaller optim.max_norm may help"
-            + (f"\n  This command names the module where it begins:\n  {replay}" if ranks else "")
+            + (
+                f"\n  This command names the module where it begins:\n  {this_command(replay=str(step))}"
+                if ranks
+                else ""
+            )
         )
         return Incident({}, "", error)
 

@@ -86,7 +86,7 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 def gradient_norms(model: nn.Module) -> dict[nn.Parameter, Tensor]:
     """Return the norm of this rank's part of each gradient, () float32."""
     grads = {p: own_part(p.grad)[0] for p in model.parameters() if p.grad is not None}
-    return dict(zip(grads, torch._foreach_norm([*grads.values()]), strict=True))
+    return dict(zip(grads, torch._foreach_norm([*grads.values()]) if grads else (), strict=True))
 
 
 def squared_norm(norms: Mapping[nn.Parameter, Tensor], replicas: int) -> Tensor:

@@ -90,13 +90,11 @@ class SpikeGuard:
         where = f"; largest gradient against its own mean: {block}, {grown:.1f} times" if block else ""
         what = f"{above}{where}; run samples {first} to {end - 1}"
         loss_limit, norm_limit = (value if math.isfinite(value) else None for value in self._limits)
-        found: dict[str, Any] = {
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "loss_limit": loss_limit,
-            "norm_limit": norm_limit,
+        found = {
+            **{"loss": loss, "grad_norm": grad_norm, "loss_limit": loss_limit, "norm_limit": norm_limit},
+            **record.losses_of_ranks(),
+            **{"samples": [first, end], "action": action},
         }
-        found |= record.losses_of_ranks() | {"samples": [first, end], "action": action}
         line = f"SPIKE   step {step}: {what}{'' if action == 'log' else '; the update was withheld'}"
         error = None
         if action == "stop":

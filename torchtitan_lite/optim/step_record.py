@@ -54,20 +54,18 @@ class StepRecord:
             parts: this rank's parts of metrics, of any shapes.
         """
         n, parts = 3 + process.world_size, [*squares.values(), *parts]
-        sums = torch.zeros(n + sum(part.numel() for part in parts), dtype=torch.float64, device=loss.device)
-        # sums: loss, squared norm, stop requests, loss of each rank, squared norms of blocks, metrics
-        sums[0], sums[1] = loss, squared_norm
-        sums[2:3].fill_(float(stop))  # sums[2] = 1.0 would make the host wait for the device
-        sums[3 + process.rank] = loss  # the other ranks add 0 here
-        owns = sums[n:].split([part.numel() for part in parts])
-        for own, part in zip(owns, parts, strict=True):
-            own.copy_(part.flatten())
+        own = torch.zeros(n, dtype=torch.float64, device=loss.device)
+        own[0], own[1] = loss, squared_norm
+        own[2:3].fill_(float(stop))  # own[2] = 1.0 would make the host wait for the device
+        own[3 + process.rank] = loss  # the other ranks add 0 here
+        # loss, squared norm, stop requests, loss of each rank, squared norms of blocks, metrics
+        sums = torch.cat([own, *(part.flatten().to(own) for part in parts)])
         sum_over_ranks(sums)
+        summed = [s.view_as(part) for s, part in zip(sums[n:].split([p.numel() for p in parts]), parts, strict=True)]
         self.step, self.samples, self.targets = step, samples, targets
         self.loss_sum, self.rank_losses = sums[0], sums[3:n]  # (), (world_size,)
-        # float64, with the shapes of the parts
-        self.metrics = [summed.view_as(part) for summed, part in zip(owns, parts, strict=True)][len(squares) :]
-        self.blocks, self.squares = blocks, dict(zip(squares, owns, strict=False))
+        self.metrics = summed[len(squares) :]  # float64, with the shapes of the parts
+        self.blocks, self.squares = blocks, dict(zip(squares, summed, strict=False))
         self.squares["grad_norm"] = self.squares["grad_norm"] / loss_scale.double().square()
         self.loss = sums[0].float() / targets  # (), the mean per target
         self.grad_norm = sums[1].sqrt().float() / loss_scale  # (), before clipping, without the loss scale
@@ -86,9 +84,8 @@ class StepRecord:
         """The numbers on the host. Waits until the device has computed them."""
         if self._copied is not None:
             self._copied.synchronize()
-        (loss, grad_norm, loss_scale, stop_requests, *rank_losses), n = self._values.tolist(), len(self.rank_losses)
-        norms = dict(zip(self.blocks, rank_losses[n:], strict=True))
-        return Numbers(loss, grad_norm, loss_scale, stop_requests, rank_losses[:n], norms)
+        (loss, norm, scale, stop_requests, *rest), n = self._values.tolist(), len(self.rank_losses)
+        return Numbers(loss, norm, scale, stop_requests, rest[:n], dict(zip(self.blocks, rest[n:], strict=True)))
 
     def norms_of_blocks(self) -> dict[str, float]:
         """Return the norms of blocks as "grad_norm/layers.0" and so on, for metrics.jsonl. Waits for the device."""

@@ -14,7 +14,6 @@ If that never happens, torchrun (30 s after its signal) or the watchdog ends the
 import contextlib
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 
 from torchtitan_lite.distributed.process_group import Process, sum_over_ranks
+from torchtitan_lite.errors import within
 from torchtitan_lite.run.run_folder import JOINS
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -72,10 +72,7 @@ class Preemption:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             with contextlib.suppress(OSError):
                 os.write(2, text.encode())  # the interrupted code may be writing to sys.stderr
-        # in a thread, because a hanging file system must not keep this process alive
-        reporting = threading.Thread(target=self.on_abort, args=(why,), daemon=True)
-        reporting.start()
-        reporting.join(timeout=2)
+        within(2.0, self.on_abort, why)  # a hanging file system must not keep this process alive
         os._exit(128 + signal.SIGINT)
 
     def requested(self) -> bool:

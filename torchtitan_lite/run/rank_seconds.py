@@ -82,7 +82,8 @@ class RankSeconds:
             key: each for key, each in zip(("rank_seconds", "rank_data_s"), summed.tolist(), strict=True) if any(each)
         }
         seconds = found.get("rank_seconds", [])
-        slow = [rank for rank, each in enumerate(seconds) if each > 1.1 * statistics.median(seconds)]
+        limit = 1.1 * statistics.median(seconds or [0.0])
+        slow = [rank for rank, each in enumerate(seconds) if each > limit]
         self._slow = {rank: self._slow.get(rank, 0) + 1 for rank in slow}
         if 5 in self._slow.values() and self._process.device.type == "cuda":
             hosts = gather(socket.gethostname())

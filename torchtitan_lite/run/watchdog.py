@@ -41,10 +41,10 @@ from torchtitan_lite.config.schema import RunConfig
 from torchtitan_lite.distributed.lost import KILLED, explaining_lost_ranks
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.environment import local_rank
-from torchtitan_lite.errors import ConfigError, StuckError, report
+from torchtitan_lite.errors import ConfigError, StuckError, report, within
 
 _AT, _BEAT, _END = "torchtitan_lite/at/{}", "torchtitan_lite/beat/{}", "torchtitan_lite/end"
-_LEFT = b"--- this process completed, or ended with the others\n"
+_LEFT = b"--- the end of this process ends no other one\n"
 _LOOK_S, _STILL_S = 1.0, 5.0  # how often a rank looks for a reason to end, and how long it must have stayed in place
 
 
@@ -122,10 +122,12 @@ class Watchdog:
         self._is_new = not self._path.stat().st_size
         with contextlib.suppress(OSError):  # a full disk
             self._file.write(f"--- attempt of {time.strftime('%F %T')}, process {os.getpid()}\n".encode())
-        self._size = self._path.stat().st_size
-        # until `close`, or the end of the process
-        with contextlib.suppress(OSError):  # a file system without locks
+        try:  # until `close`, or the end of the process
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # no locks here, or a process of the last attempt still holds it: its end is not this one's
+            with contextlib.suppress(OSError):
+                self._file.write(_LEFT)
+        self._size = self._path.stat().st_size
 
         self._timeout_s, self._start_timeout_s = (
             60 * limits.timeout_minutes,
@@ -208,7 +210,7 @@ class Watchdog:
     def _why_closed(self) -> str:
         self._left = self._over = True  # the main thread reports the reason
         who = "a process on another machine died, or the network to it failed" if self._on_host else "a process died"
-        return _within(3.0, self._reason, True, 2.0) or f"{who}. {KILLED}"
+        return within(3.0, self._reason, True, 2.0) or f"{who}. {KILLED}"
 
     def _reason(self, locks: bool, within_s: float = 0.0) -> str:
         """Return why the run ends: a rank of this machine died, or what any rank published; empty if neither is known.
@@ -259,7 +261,9 @@ class Watchdog:
             now = self._at, progress.operations(), progress.moved()
             if now != last:
                 last, since = now, time.monotonic()
-            elif reason := self._reason(self._at.step > 0 and time.monotonic() - since >= _STILL_S):
+            elif (
+                reason := self._reason(self._at.step > 0 and time.monotonic() - since >= _STILL_S)
+            ) and not self._over:
                 self._end(reason)
 
     # --- no rank makes progress ---------------------------------------------------------------------------------
@@ -284,7 +288,10 @@ class Watchdog:
             at_start = not self._own.place.step and (self._own.task.startswith("connecting ") or self._silent())
             if known != last or (self._world.world_size == 1 and not self._own.operations):
                 last, self._quiet_s = known, 0.0
-            elif self._reads() and self._quiet_s >= (self._start_timeout_s if at_start else self._timeout_s):
+                self._beats.clear()
+            elif not self._reads():  # the first rank of this machine decides
+                self._quiet_s = 2 * self._interval_s
+            elif self._quiet_s >= (self._start_timeout_s if at_start else self._timeout_s):
                 self._abort("run.start_timeout_minutes" if at_start else "run.timeout_minutes")
 
     def _look(self, elapsed_s: float) -> None:
@@ -325,7 +332,7 @@ class Watchdog:
         """Return the seconds since each silent rank's newest beat. Rank 0's machine hosts the store."""
         now = time.monotonic()
         unanswered_s = now - self._answered
-        seconds = {rank: now - at for rank, (_, at) in self._beats.items()}
+        seconds = {rank: now - at for rank, (_, at) in dict(self._beats).items()}
         if unanswered_s >= self._silent_s:  # the other ranks' states are unknown
             seconds = {0: unanswered_s}
         return {rank: each for rank, each in seconds.items() if each >= self._silent_s}
@@ -335,7 +342,7 @@ class Watchdog:
         what = explain_hang(self._others | {self._world.rank: self._own}, self._silent(), f"{limit} = {seconds / 60:g}")
         reason = f"{what}. Stacks are in {self._path.parent}; a process that is stopped or was killed writes none"
         self._over = True  # this thread ends the process
-        _within(1.0, self._publish, reason)
+        within(1.0, self._publish, reason)
         self._end(reason, 5 * _LOOK_S)
 
     def _end(self, reason: str, wait_s: float = 0.0) -> None:
@@ -347,11 +354,11 @@ class Watchdog:
         with contextlib.suppress(OSError, ValueError):
             faulthandler.dump_traceback(file=self._file)
             self._file.write(_LEFT)
-        _within(10.0, write_traces, self._path.parent, self._world)
-        _within(5.0, self.on_abort, reason)
+        within(10.0, write_traces, self._path.parent, self._world)
+        within(5.0, self.on_abort, reason)
         time.sleep(wait_s)
-        lower = (file for rank, file in self._neighbours.items() if rank < self._world.rank)
-        report(f"train.py: {reason}", 0 if all(map(_died, lower)) else local_rank())
+        lower = [file for rank, file in self._neighbours.items() if rank < self._world.rank]
+        report(f"train.py: {reason}", 0 if lower and all(map(_died, lower)) else local_rank())
         os._exit(StuckError.exit_code)
 
 
@@ -378,12 +385,3 @@ def _died(file: BinaryIO) -> bool:
         return not file.read().endswith(_LEFT)
     except (OSError, ValueError):  # it is locked, or `close` was called just now
         return False
-
-
-def _within(seconds: float, action: Callable[..., Any], *given: Any) -> Any:
-    """Return an action's result; None if it takes longer, because a file system or the store may not answer."""
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(action(*given)), daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return results[0] if results else None

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.benchmark import Timer
 
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml import Loaded
@@ -126,15 +127,15 @@ def speed_lines(process: Process) -> list[str]:
     rank, hosts, on_gpu = process.rank, gather(socket.gethostname()), process.device.type == "cuda"
     n, n_bytes = (8192, 256 << 20) if on_gpu else (1024, 16 << 20)
     matrix = torch.ones(n, n, dtype=torch.bfloat16 if on_gpu else torch.float32, device=process.device)
-    rates = {"matmul, TFLOP/s": 2e-12 * n**3 / seconds_of(lambda: matrix @ matrix, on_gpu)}
+    rates = {"matmul, TFLOP/s": 2e-12 * n**3 / seconds_of(lambda: matrix @ matrix)}
     number = [hosts[:i].count(host) for i, host in enumerate(hosts)]  # of each rank on its machine
     for place, same in (("within", hosts), ("between", number)):
         members = [i for i, each in enumerate(same) if each == same[rank]]
         group = dist.new_group(members, use_local_synchronization=True)
         if len(members) > 1:
             part = torch.empty(n_bytes // len(members), dtype=torch.uint8, device=process.device)
-            parts = list(part.new_empty(len(members), len(part)))
-            seconds = seconds_of(functools.partial(dist.all_gather, parts, part, group), on_gpu)
+            whole = part.new_empty(len(members) * len(part))
+            seconds = seconds_of(functools.partial(dist.all_gather_into_tensor, whole, part, group))
             rates[f"all-gather {place} machines, GB/s"] = 1e-9 * len(part) * (len(members) - 1) / seconds
     rows, found = [("", "lowest", "median", "highest", "below the median by 10 %")], gather(rates)
     for name in dict.fromkeys(name for of_rank in found for name in of_rank):
@@ -145,16 +146,10 @@ def speed_lines(process: Process) -> list[str]:
     return columns(rows, right=(1, 2, 3))
 
 
-def seconds_of(compute: Callable[[], object], on_gpu: bool) -> float:
-    """Return the median time of five calls, after two others."""
-    seconds = []
-    for _ in range(7):
-        before = time.perf_counter()
-        compute()
-        if on_gpu:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - before)
-    return statistics.median(seconds[2:])
+def seconds_of(compute: Callable[[], object]) -> float:
+    """Return the median time of five calls. Waits for the device."""
+    timer = Timer("compute()", globals={"compute": compute}, num_threads=torch.get_num_threads())
+    return statistics.median(timer.timeit(1).mean for _ in range(5))  # each after two others
 
 
 def measure(s: Session, step: Step) -> tuple[int, float]:

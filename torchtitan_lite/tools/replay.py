@@ -8,7 +8,6 @@ can cause a difference, or what a note names.
 
 import contextlib
 import copy
-import functools
 import json
 import math
 import re
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 
 from torchtitan_lite import __version__
@@ -243,19 +243,16 @@ def first_not_finite(s: Session, step: Step, number: int, before: TrainState) ->
     Its update was withheld, so nothing but the scaler has changed. Compiled blocks run without compilation, because
     their modules would not call the hooks.
     """
-    found = list[str]()
+    found, names = list[str](), {module: name for name, module in s.model.named_modules()}
 
-    def look(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
+    def look(module: nn.Module, _args: Any, output: Any) -> None:
         tensors = [each for each in tree_leaves(output) if isinstance(each, Tensor) and each.is_floating_point()]
-        if not found and not all(tensor.isfinite().all() for tensor in tensors):
-            found.append(name or "the model, in its loss")
+        if not all(tensor.isfinite().all() for tensor in tensors):
+            found.append(names.get(module) or "the model, in its loss")
 
-    hooks = [m.register_forward_hook(functools.partial(look, name)) for name, m in s.model.named_modules()]
     scaler, s.scaler, s.state = s.scaler, copy.copy(s.scaler), before
-    with torch.compiler.set_stance("force_eager"):
+    with register_module_forward_hook(look), torch.compiler.set_stance("force_eager"):
         step(s, number)
-    for hook in hooks:
-        hook.remove()
     s.scaler, s.pending = scaler, None
     ranks = [f"{name[0]} (rank {rank})" for rank, name in enumerate(gather(found)) if name]
     named = ", ".join(ranks) or "none: computed again, all outputs are finite"
