@@ -883,10 +883,13 @@ def together(rank: int) -> dict[str, Any]:
     """What rank `rank` of 4 on two machines finds where its disk, its clock or its text is not that of the others."""
     one, host = Process(rank, 4, CPU, 1), f"node{rank // 3}"
     config, said = config_of({"run.preempted_exit_code": 5, "train.steps": 9}, 4), list[Any]()
-    data: Any = Stub(folder=Path("d"), tokenizer_sha256="t", vocab_size=9, hashes=dict)
+    data: Any = Stub(folder=Path("d"), tokenizer_sha256="t", vocab_size=9, hashes=dict, later=())
     reasons = ("", "run.max_minutes", "SIGTERM", "")
     log = Stub(info=lambda *line: said.append(line[0]), record=lambda *r: said.append(r[0]), attempt=2)
-    checkpointer = Stub(folder=Path("x"), damaged=[7], remote=None, forked_from=None, _n_bytes=lambda: 40 + rank)
+    checkpointer: Any = Stub(
+        folder=Path("x"), damaged=[7], remote=None, forked_from=None, group=None, _share=1.0, _n_bytes=lambda: 40 + rank
+    )
+    checkpointer._on_leaders = lambda action: save.Checkpointer._on_leaders(checkpointer, action)
     checkpointer.ruined_from = lambda _: 99
     checkpointer.process, checkpointer.require_space = one, lambda: None
     session = Stub(state=Stub(step=6), process=one, config=config, log=log, checkpointer=checkpointer, model=None)

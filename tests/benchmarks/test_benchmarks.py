@@ -34,4 +34,4 @@ def test_no_result_is_of_a_recipe_that_changed_since(tmp_path: Path) -> None:
     jobs += [learning.width_job(dim, base, rate) for dim, base in learning.WIDTHS for rate in learning.RATES]
     jobs += [job for name in learning.PEERS for job in learning.trial_jobs(name) + learning.peer_jobs(search, name)]
     assert len(search.results) > 40
-    assert not search.results.keys() - {job.key for job in [*jobs, *learning.cost_jobs()]}
+    assert not search.results.keys() - {job.key for job in [*jobs, *learning.phase_jobs(), *learning.cost_jobs()]}

@@ -499,7 +499,7 @@ def case_a_validation_sums_over_ranks_and_knows_its_standard_error() -> None:
 def case_ranks_that_share_a_gpu_or_a_local_rank_are_refused() -> None:
     """Each process sees one GPU; or has LOCAL_RANK=0, by torchrun's --virtual-local-rank."""
     rank, host = dist.get_rank(), socket.gethostname()
-    data = Stub(tokenizer_sha256="", hashes=dict, vocab_size=0)
+    data = Stub(tokenizer_sha256="", hashes=dict, later=(), vocab_size=0)
     process = Process(rank, 4, torch.device("cuda", 0), 1, 4)
     for uuid, local, said in (
         (rank, rank, f"['{host}']"),

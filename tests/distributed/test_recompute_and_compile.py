@@ -128,8 +128,8 @@ def test_each_kind_of_block_is_compiled_once(config: ModelConfig, mode: str, eve
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize("dynamic_shapes", [False, True])
-def test_blocks_are_not_compiled_for_each_length_of_pairs(dynamic_shapes: bool) -> None:
+@pytest.mark.parametrize("dynamic_shapes", [None, True])
+def test_blocks_are_not_compiled_for_each_length_of_pairs(dynamic_shapes: bool | None) -> None:
     """Block attention would be: train.py sets `dynamic_shapes`, and without it torch finds out at the second length."""
     torch._dynamo.reset()
     counters.clear()

@@ -118,7 +118,11 @@ MORE: dict[str, dict[str, Any]] = {
 def test_each_key_that_a_resume_keeps_changes_what_a_run_learns(tmp_path: Path) -> None:
     rules = {key: resume_rule(key) for key in known_keys()}
     kept = {key for key, rule in rules.items() if rule.rule in ("fork", "refused") and rule.changes != "content"}
-    assert kept - {key for key, *_ in ROWS} == {"model.init_from", "model.max_seq_len"}  # weights; rows that are unused
+    assert kept - {key for key, *_ in ROWS} == {
+        "model.init_from",  # weights
+        "model.max_seq_len",  # rows that are unused
+        "train.phases",  # test_phases.py
+    }
     chance = random.Random(7)
     words = ["".join(chance.choices("aeinorstu", k=chance.randint(2, 7))) for _ in range(300)]
     documents = (chance.choices(words, range(300), k=5 + i % 9) for i in range(500))

@@ -15,9 +15,11 @@ class TrainState:
     step: int = 0
     tokens: int = 0
     samples_consumed: int = 0
-    segments: Sequence[Segment] = ()  # from sample 0 on, see data/segments.py; empty in checkpoints of version 1.0
+    segments: Sequence[Segment] = field(
+        default_factory=list
+    )  # from sample 0 on, see data/segments.py; empty in checkpoints of version 1.0
     source_tokens: Mapping[str, int] = field(default_factory=dict)  # by key of a source; their sum is `tokens`
-    phases: Sequence[int] = ()  # for each of train.phases that has begun: after which step
+    phases: Sequence[int] = field(default_factory=list)  # for each of train.phases that has begun: after which step
     grad_scaler: Mapping[str, Any] = field(default_factory=dict)  # with float16, see grad_scaler.py
     skipped: list[int] = field(default_factory=list)  # steps with a skipped update, see finite_guard.py
     spikes: Mapping[str, list[float]] = field(default_factory=dict)  # the window of spike_guard.py
