@@ -10,6 +10,7 @@ import platform
 import socket
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -144,7 +145,8 @@ def require_agreement(config: Config, data: DataSet, process: Process) -> list[s
     hosts, gpus, first, share, digests = zip(*gather([*own_place, digest]), strict=True)
     if sum(first) > round(sum(share)):
         raise ConfigError("several processes of a machine have LOCAL_RANK=0: run torchrun without --virtual-local-rank")
-    if same := [rank for rank, uuid in enumerate(gpus) if gpus.count(uuid) > 1]:
+    processes = Counter(gpus)
+    if same := [rank for rank, uuid in enumerate(gpus) if processes[uuid] > 1]:
         raise ConfigError(f"{_ranks(same, hosts)} share a GPU ({gpus[same[0]]}); start one process for each GPU")
     if any(other != digest for other in digests):
         lines = ["the ranks differ in config, data or versions:"]
