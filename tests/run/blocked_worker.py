@@ -5,6 +5,7 @@ The main threads are blocked in C, as under NCCL, whose collectives raise no err
 
 import contextlib
 import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 
 from torchtitan_lite import progress
 from torchtitan_lite.config.schema import RunConfig
@@ -49,12 +51,27 @@ def hash_slowly() -> None:
             progress.advance(1)
 
 
-def stop(until: str = "") -> None:
+def stop(store: _distributed_c10d.Store, until: str = "") -> None:
     """SIGSTOP, and SIGCONT after this shell command, by default the end of the other rank."""
-    first = dist.distributed_c10d._get_default_store().get("pid of rank 0").decode()
+    first = store.get("pid of rank 0").decode()
     over = f"{until or f'while kill -0 {first}; do sleep 0.1; done'}; kill -CONT {os.getpid()}"
     subprocess.Popen(["sh", "-c", over], stderr=subprocess.DEVNULL)
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stop_all(store: _distributed_c10d.Store) -> None:
+    """SIGSTOP of both ranks for longer than the limit, as when a laptop sleeps, and some time of watching after it."""
+
+    def beats() -> int:
+        return min(json.loads(store.get(watchdog._BEAT.format(rank)))[0] for rank in range(2))
+
+    while beats() < 12:
+        time.sleep(0.05)
+    both = f"{store.get('pid of rank 0').decode()} {os.getpid()}"
+    subprocess.run(["sh", "-c", f"kill -STOP {both}; sleep {LONG_S}; kill -CONT {both}"], check=True)
+    seen = beats()
+    while beats() < seen + 4:
+        time.sleep(0.05)
 
 
 def leave_early(watching: Watchdog, rank: int) -> None:
@@ -78,9 +95,12 @@ LATE: dict[str, Callable[[], object]] = {
     "compiles elsewhere": lambda: compile_by(lambda: subprocess.run([sys.executable, "-c", SPIN], check=True)),
     "compiler hangs": lambda: compile_by(receive_nothing),
     "hashes": hash_slowly,
-    "stops": stop,
-    "pauses": lambda: stop(f"sleep {LIMIT_S}"),
     "was locked": lambda: time.sleep(LIMIT_S),
+}
+STOPS: dict[str, Callable[[_distributed_c10d.Store], object]] = {
+    "stops": stop,
+    "pauses": lambda store: stop(store, f"sleep {LIMIT_S}"),
+    "all pause": stop_all,
 }
 
 
@@ -88,9 +108,11 @@ def main(argv: Sequence[str]) -> int:
     folder, case = Path(argv[0]), argv[1]
     limits = LIMITS.model_copy(update={"timeout_minutes": 60.0, "start_timeout_minutes": START_MINUTES})
     with process_group(LIMITS) as process:
+        store = process.store
+        assert store is not None
         if process.rank == 0:
             about = {"step": 3, "samples": 0, "config": {}, "setting": {}, "tasks": {}}
-            dist.distributed_c10d._get_default_store().set("pid of rank 0", str(os.getpid()))
+            store.set("pid of rank 0", str(os.getpid()))
             run_folder.record_start(folder, about | run_folder.facts(process, [""]))
         held = (folder / "held").open("ab")
         if (case, process.rank) == ("was locked", 1):  # by a process of an earlier attempt, which ends later
@@ -112,7 +134,10 @@ def main(argv: Sequence[str]) -> int:
             if case == "forward pass" and process.rank == 0:
                 watching.forward()
         if process.rank == 1:
-            LATE.get(case, receive_nothing)()
+            if case in STOPS:
+                STOPS[case](store)
+            else:
+                LATE.get(case, receive_nothing)()
         dist.all_reduce(torch.zeros(1))
         watching.close()
         print(f"rank {process.rank} is done")

@@ -167,18 +167,18 @@ def test_a_rank_that_is_blocked_in_c_ends_by_itself(case: str, said: str, tmp_pa
 @pytest.mark.parametrize(
     "case",
     [
-        *("compiles", "leaves", "pauses", "was locked"),
+        *("compiles", "leaves", "pauses", "all pause", "was locked"),
         *(pytest.param(c, marks=pytest.mark.extended) for c in ("compiles elsewhere", "hashes")),
     ],
 )
 def test_a_process_that_works_or_that_others_have_left_is_waited_for(case: str, tmp_path: Path) -> None:
     """For two and a half times the limit: a compilation in this process or another one, and a slow disk.
 
-    Or while the other one has left properly, was stopped and continued, or could not lock its file.
+    Or while the other one has left properly, one or both were stopped and continued, or one could not lock its file.
     """
     said = succeeded(ranks(2, str(tmp_path), case, entry="tests.run.blocked_worker", timeout=90))
     assert said.count(" is done") == 2
-    assert not (tmp_path / "stacks").exists()
+    assert case == "all pause" or not (tmp_path / "stacks").exists()  # a process that stood still has written its own
 
 
 @pytest.mark.parametrize(("fault", "n", "said"), [
