@@ -85,13 +85,6 @@ def unknown_tests(cells: list[str]) -> list[str]:
     return unknown
 
 
-def test_every_test_that_stands_for_one_of_torch_exists() -> None:
-    text = (ROOT / "docs/torch_tests.md").read_text()
-    rows = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    assert all(len(row) == 2 for row in rows)
-    assert not unknown_tests([row[1] for row in rows])
-
-
 def test_every_common_mistake_has_a_thread_and_a_test() -> None:
     table = TEXT.split("## Common mistakes")[1].split("\n## ")[0]
     rows = [line.strip("|").split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]
