@@ -178,7 +178,7 @@ def listed(n_steps: int, n_rows: int, n_characters: int) -> Any:
     rows = [
         which.Row(i % n_steps + 1, 3, "s", 4, "", "", "", 0, 9, 1, 8, 11, 18, "x" * n_characters) for i in range(n_rows)
     ]
-    record = Stub(samples=dict.fromkeys(range(1, 200), range(1)), sources={}, attempts=[Stub(forked_from="", step=0)])
+    record = Stub(steps=dict.fromkeys(range(1, 200)), sources={}, attempts=[Stub(forked_from="", step=0)])
     options = argparse.Namespace(run=Path("run"), step=None, to=None, find="x", json=None, family="")
     names = {
         **{"rows": lambda *_: rows, "read_record": lambda _: record, "require_own_step": lambda *_: None},
