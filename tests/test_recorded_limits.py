@@ -38,7 +38,6 @@ from torchtitan_lite.run import between_steps, metrics, session, tasks
 from torchtitan_lite.scoring import brackets, find_tasks, task_scores
 from torchtitan_lite.scoring.likelihood import Window
 from torchtitan_lite.tools import dry_run, generate, load_model, which
-from torchtitan_lite.tools.estimate import planned_run
 
 CPU, INF, NAN = torch.device("cpu"), math.inf, math.nan
 Stub: Any = SimpleNamespace
@@ -390,21 +389,6 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             checkpointing__storage__os__statvfs=lambda _: Stub(f_bavail=10, f_frsize=512, f_bfree=99, f_bsize=4096),
         ),
         [(5119,), (5120,), (5121,)],
-    ),
-    "checkpoints on the disk": (
-        lambda text: planned_run.n_checkpoints(config_of(json.loads(text))),
-        [  # saves, and those that are kept
-            ("{}",),
-            *((f'{{"checkpoint.every": 100, "train.steps": {n}}}',) for n in (100, 101, 300, 301, 20_000_000)),
-            ('{"checkpoint.every": 0}',),
-            ('{"checkpoint.keep_latest": 0}',),
-            ('{"train.steps": 1000, "checkpoint.keep_every": 400}',),
-            ('{"train.steps": 1000, "checkpoint.keep_latest": 1, "checkpoint.keep_best": true}',),
-            ('{"train.steps": 101, "checkpoint.keep_latest": 1, "checkpoint.keep_best": true}',),
-            ('{"train.epochs": 2, "checkpoint.every": "epoch"}',),
-            ('{"train.epochs": 2, "checkpoint.every": "epoch", "checkpoint.keep_latest": 0}',),
-            ('{"train.epochs": 2, "checkpoint.every": "epoch", "checkpoint.keep_every": 5}',),
-        ],
     ),
     "threads": (
         lambda words, launched, cores, quota: patched(

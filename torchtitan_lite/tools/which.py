@@ -196,8 +196,8 @@ def _run(options: argparse.Namespace) -> int:
     steps = _steps(options, record)
     sources = {folder: Documents(source) for folder, source in record.sources.items()}
     notes = [
-        f"{documents.path.parent} does not record where its documents came from. Prepare the same text again: the tokens "
-        "stay the same, and the origins are recorded"
+        f"{documents.path.parent} does not record where its documents came from. Prepare the same text again: the "
+        "tokens stay the same, and the origins are recorded"
         for documents in sources.values()
         if not documents.known
     ]

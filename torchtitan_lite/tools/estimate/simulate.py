@@ -281,8 +281,6 @@ def simulate_depths(config: Config, mesh: DeviceMesh, vocab_size: int, depths: l
             timeline.track(local(tensor), PARAMETERS)
         for tensor in tensors_of([*optimizer.state.values()]):
             timeline.track(tensor, OPTIMIZER)
-        if on_gpu:
-            stack.enter_context(patch.object(functional, "scaled_dot_product_attention", _attention_on_gpu))
         return _step(config, min(layout.grad_accum_steps, 2 if alike else 3), model, optimizer, timeline)
 
 
@@ -338,16 +336,6 @@ def _step(config: Config, n_micro: int, model: nn.Module, optimizer: GuardedOpti
     return Simulated(timeline.peaks(), collectives, work, timeline.recorder.take())
 
 
-_attention: Any = functional.scaled_dot_product_attention
-
-
-def _attention_on_gpu(*args: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Any:
-    """Compute attention as on a GPU, whose fused kernel accepts a bias that requires grad. A CPU stores all scores."""
-    if attn_mask is None or not attn_mask.requires_grad:
-        return _attention(*args, attn_mask=attn_mask, **kwargs)
-    return _GradientOfBias.apply(_attention(*args, attn_mask=attn_mask.detach(), **kwargs), attn_mask)  # type: ignore[no-untyped-call]
-
-
 def _windowed_on_gpu(
     q: Tensor, k: Tensor, v: Tensor, mask: Any = None, dropout: float = 0.0, window: int = 0
 ) -> Tensor:
@@ -356,17 +344,5 @@ def _windowed_on_gpu(
         return attend(q, k, v)
     groups = q.shape[2] // k.shape[2]
     k, v = (t.repeat_interleave(groups, dim=2) if groups > 1 else t for t in (k[:, :window], v[:, :window]))
-    return _attention(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
-
-
-class _GradientOfBias(torch.autograd.Function):
-    """Allocates the gradient that the kernel writes, which has the size of all scores."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, bias: Tensor) -> Tensor:
-        ctx.shape, ctx.dtype = bias.shape, bias.dtype
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        return grads[0], grads[0].new_empty(ctx.shape, dtype=ctx.dtype)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
