@@ -1,25 +1,19 @@
 """train.py --replay: a step is computed again, and compared bit for bit with what the run recorded."""
 
 import json
-import math
 import re
 import shlex
 import shutil
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.helpers import checkpoint, ranks, records, refused, succeeded, tiny
-from torchtitan_lite import __version__
 from torchtitan_lite.checkpointing.compatibility import AUTOTUNING
-from torchtitan_lite.checkpointing.shards import read_tensors
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.errors import ConfigError, NonFiniteError
-from torchtitan_lite.optim.finite_guard import Incident
-from torchtitan_lite.optim.step_record import Numbers
+from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.run import attempts
 from torchtitan_lite.tools import replay as replays
 from torchtitan_lite.tools.replay import numbers_of, read
@@ -72,7 +66,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", [f if f.startswith("wrong:") else pytest.param(f, marks=extended) for f in FAULTS])
+@pytest.mark.parametrize(
+    "fault", [f if ":8" in f or "wrong:" in f else pytest.param(f, marks=extended) for f in FAULTS]
+)
 def test_a_flipped_bit_is_found_with_its_step_and_rank(fault: str, trained: Path, text: Path) -> None:
     result = replay(text, trained, 8, fault=fault)
     assert result.returncode == 1
@@ -146,8 +142,6 @@ def test_only_a_start_depends_on_the_initial_weights(trained: Path) -> None:
 
 FAULT = "Replay it once more: if two replays agree with each other, a fault hit the run; if they differ, this machine "
 FAULT += "computes incorrectly"
-AGAIN = "a GPU may add in a different order each time, so this proves nothing"
-VERSIONS, DIRTY = f"{__version__} -> {__version__}", "If they differ from the run's, they may be the cause. "
 STOP = "step 10: the loss is not finite on rank 1"
 
 
@@ -165,22 +159,21 @@ def test_what_a_difference_would_mean_and_what_is_compared(
         file.write_text(f"{json.dumps(begun | changed)}\n{json.dumps(ended | {'reason': stop})}\n")
         return read(*recorded_by(tmp_path, n))
 
-    code = "The code differs from the run's, which may be the cause: torchtitan_lite"
-    weights = "The run began with the weights in there, and recorded no hash of them. If they have changed since, that "
-    nothing = f"{AUTOTUNING} chooses kernels by their time, which may differ each time, so this proves nothing"
+    may = "This may be the cause: "
+    weights = f"{may}the weights in there may have changed, the run recorded no hash of them"
     for n, dirty, changed, advice in (
         (7, False, {}, FAULT),
-        (7, False, {"setting": {"deterministic": False}}, f"Without run.deterministic, {AGAIN}"),
         (
             7,
             False,
-            {"setting": {"compile": f"a, {AUTOTUNING}"}},
-            nothing,
+            {"setting": {"deterministic": False, "compile": f"a, {AUTOTUNING}"}},
+            f"{may}without run.deterministic a GPU may add in a different order each time; {AUTOTUNING} chooses "
+            "kernels by their time",
         ),
-        (7, False, {"git": {"commit": "old"}}, f"{code} {VERSIONS}, commit old -> new, dirty False -> False"),
-        (3, False, {"config": {"model.init_from": "there"}}, f"{weights}is the cause. {FAULT}"),
+        (7, False, {"git": {"commit": "old"}}, f"{may}the code differs from the run's (commit old -> new)"),
+        (3, False, {"config": {"model.init_from": "there"}}, weights),
         (7, False, {"config": {"model.init_from": "there"}}, FAULT),
-        (7, True, {"git": {"dirty": True}}, f"The code has uncommitted changes. {DIRTY}{FAULT}"),
+        (7, True, {"git": {"dirty": True}}, f"{may}the code has uncommitted changes"),
     ):
         monkeypatch.setattr("torchtitan_lite.run.run_folder.git_state", lambda _, dirty=dirty: here | {"dirty": dirty})
         assert of(n, **changed).advice == advice
@@ -190,78 +183,6 @@ def test_what_a_difference_would_mean_and_what_is_compared(
     assert of(9).steps == {"9": {"loss": 9.5, "grad_norm": 2.0, "rank_losses": None}}
     found = of(10, "step 10: the loss is not finite on rank 1. Lower the rate")
     assert (found.start, found.last, found.steps) == (8, 10, {**of(9).steps, "10": {"stopped": STOP}})
-
-
-class StopError(NonFiniteError):
-    """What a guard raises."""
-
-
-def test_each_step_and_each_tensor_is_compared(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By `compute`, on a stand-in of a run of steps 3 and 4, with the checkpoint of step 4."""
-    monkeypatch.setattr(replays, "first_not_finite", lambda *_: "")
-    saved = dict(read_tensors(checkpoint(finished, 4)))
-    name = "model.output.weight"
-    flipped = saved[name].clone()
-    flipped.view(-1)[-1] = -flipped.view(-1)[-1]
-    finite, nan = (
-        Numbers(2.5, 1.5, 1.0, 0.0, [8.0, 9.0], {}),
-        Numbers(math.nan, math.inf, 1.0, 0.0, [math.nan, 9.0], {}),
-    )
-    of_finite = {"loss": 2.5, "grad_norm": 1.5, "rank_losses": [8.0, 9.0]}
-    of_nan = {"loss": None, "grad_norm": None, "rank_losses": [None, 9.0]}
-    stop = "step 4: the loss is not finite on rank 1"
-
-    def result(
-        numbers: Numbers, tensors: Any, then: Any, stops: str = "", folder: Path = finished, logged: bool = True
-    ) -> str:
-        incident = Incident({}, "", StopError(f"{stops}. More")) if stops else None
-        guard = SimpleNamespace(check=lambda record: incident if record.step == 4 else None)
-        s: Any = SimpleNamespace(
-            watchdog=SimpleNamespace(step=lambda n: None),
-            checkpointer=SimpleNamespace(tensors=lambda: tensors),
-            preemption=SimpleNamespace(agreed=False),
-            log=SimpleNamespace(record=lambda _: None, info=lambda _: None),
-            process=SimpleNamespace(rank=0, untimed=None),
-            guards=[guard],
-            pending=None,
-            state=None,
-        )
-
-        def step(_: Any, number: int) -> Any:
-            s.pending = SimpleNamespace(step=number, numbers=numbers)
-            return SimpleNamespace(numbers=numbers)
-
-        before = {"3": of_nan if numbers is nan else of_finite} if logged else {}
-        recorded = replays.Recorded(2, 4, "", before | {"4": then}, [], "ADVICE")
-        try:
-            return replays.compute(s, step, recorded, folder)
-        except replays.DifferentError as error:
-            return f"different: {error}"
-
-    end = ". This follows from the data and the weights at the start of the replay, not from a later hardware fault"
-    same, n = "bit for bit: the losses and the gradient norm of 2 steps", f"{len(saved)} tensors"
-    apart = f"different: after step 4 1 of {n} differ from {checkpoint(finished, 4)}, first {name}: the update differed"
-    norm = "different: step 4 differs: the gradient norm was 1.25, and is 1.5; the loss of each rank is equal, so it"
-    others = of_finite | {"loss": 2.25, "rank_losses": [7.0, 7.0]}
-    all_ranks = "different: step 4 differs: the loss was 2.25, and is 2.5; on all ranks, so the parameters had differed"
-    all_ranks += " before: the update of"
-    again, damaged = f"bit for bit, and not finite again: {stop}", tmp_path / "run"
-    shutil.copytree(finished, damaged)
-    damage(checkpoint(damaged, 4))
-    for expected, *given in (
-        (f"{same}, and {n} of a checkpoint{end}", finite, saved, of_finite),
-        (f"{same}, and {n} of a checkpoint{end}", nan, saved, of_nan),
-        (f"{same}{end}", finite, saved, of_finite, "", finished / "none"),
-        (f"{same}{end}", finite, saved, of_finite, "", damaged),
-        (f"{apart}, or memory changed before it was saved. ADVICE", finite, saved | {name: flipped}, of_finite),
-        (f"{norm} was a backward pass or a sum over ranks. ADVICE", finite, saved, of_finite | {"grad_norm": 1.25}),
-        (f"{all_ranks} step 3. ADVICE", finite, saved, others),
-        (f"{all_ranks} a step from 2 to 3. ADVICE", finite, saved, others, "", finished, False),
-        (f"{again}{end}", finite, saved, {"stopped": stop}, stop),
-        (f"different: step 4 is finite here; the run recorded: {stop}. ADVICE", finite, saved, {"stopped": stop}),
-        (f"different: {stop} here; the run recorded: step 4 is finite. ADVICE", finite, saved, of_finite, stop),
-    ):
-        assert result(*given) == expected
 
 
 # --- steps of all kinds -----------------------------------------------------------------------------------------

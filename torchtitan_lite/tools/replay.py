@@ -177,25 +177,20 @@ def _require_same(n: int, made: range, maker: Attempt, here: Numbers) -> None:
 
 def _advice(makers: Sequence[Attempt], here: Numbers, init_from: str) -> str:
     """Return what a difference means: a hardware fault, unless something else differs."""
-    if not here["deterministic"]:
-        return "Without run.deterministic, a GPU may add in a different order each time, so this proves nothing"
-    if AUTOTUNING in here["compile"]:
-        return f"{AUTOTUNING} chooses kernels by their time, which may differ each time, so this proves nothing"
     code = {"torchtitan_lite": __version__, **run_folder.git_state(Path(__file__).parents[2])}
-    for attempt in makers:
-        then = {"torchtitan_lite": attempt.versions["torchtitan_lite"], **attempt.git}
-        if then != code:
-            changes = ", ".join(f"{key} {then.get(key)} -> {value}" for key, value in code.items())
-            return f"The code differs from the run's, which may be the cause: {changes}"
-    doubts = ""
-    if code.get("dirty"):
-        doubts = "The code has uncommitted changes. If they differ from the run's, they may be the cause. "
-    if init_from:
-        doubts += (
-            f"The run began with the weights in {init_from}, and recorded no hash of them. If they have changed since, "
-            "that is the cause. "
-        )
-    return doubts + _HARDWARE
+    made_by = ({"torchtitan_lite": attempt.versions["torchtitan_lite"], **attempt.git} for attempt in makers)
+    changes = {
+        f"{key} {then.get(key)} -> {code[key]}" for then in made_by for key in code if then.get(key) != code[key]
+    }
+    causes = {
+        "without run.deterministic a GPU may add in a different order each time": not here["deterministic"],
+        f"{AUTOTUNING} chooses kernels by their time": AUTOTUNING in here["compile"],
+        f"the code differs from the run's ({', '.join(sorted(changes))})": changes,
+        "the code has uncommitted changes": code.get("dirty"),
+        f"the weights in {init_from} may have changed, the run recorded no hash of them": init_from,
+    }
+    found = [cause for cause, applies in causes.items() if applies]
+    return f"This may be the cause: {'; '.join(found)}" if found else _HARDWARE
 
 
 # --- comparing --------------------------------------------------------------------------------------------------
@@ -297,21 +292,14 @@ def _compare_tensors(s: Session, checkpoints: Path, step: int, advice: str) -> i
     Raises:
         DifferentError: on every rank: a tensor differs.
     """
-    saved: Mapping[str, Tensor] = {}
     checkpoint = storage.step_folder(checkpoints, step)
-
-    def open_it() -> bool:
-        nonlocal saved
-        with contextlib.suppress(UserError, OSError):  # the run may delete it meanwhile
-            saved = {} if storage.verify(checkpoint) else read_tensors(checkpoint)
-        return bool(saved)
-
-    if not on_rank0(open_it, s.process.untimed):
+    if on_rank0(lambda: storage.verify(checkpoint), s.process.untimed):
         return 0
+    saved = read_tensors(checkpoint) if s.process.rank == 0 else {}
     different, tensors = list[str](), s.checkpointer.tensors()
     for name, value in tensors.items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value
-        if s.process.rank == 0 and not _same_bits(whole.cpu(), saved[name]):
+        if s.process.rank == 0 and not torch.equal(whole.cpu(), saved[name]):
             different.append(name)
     if different := on_rank0(lambda: different):
         raise DifferentError(
@@ -319,9 +307,3 @@ def _compare_tensors(s: Session, checkpoints: Path, step: int, advice: str) -> i
             f"{different[0]}: the update differed, or memory changed before it was saved. {advice}"
         )
     return len(tensors)
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(
-        one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)
-    )
