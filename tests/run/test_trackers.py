@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -74,19 +73,6 @@ def test_wandb_offline_keeps_its_run(text: Path, tmp_path: Path) -> None:
     for part in parts:
         (file,) = (run / "wandb" / part).glob("*.wandb")
         assert b"train/grad_norm" in file.read_bytes()
-
-
-def test_wandb_has_one_run_with_the_whole_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a stand-in for W&B: the first attempt makes its run, the second one goes on with it."""
-    wandb = Mock(init=Mock(return_value=Mock(id="its-id")))
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    state = TrainState(config={"optim.lr": 0.5, "log.every": 3})
-    for name in (None, "its-id"):
-        tracker = trackers.weights_and_biases(LogConfig(wandb_project="mine"), tmp_path, state)
-        expected = {"project": "mine", "name": tmp_path.name, "id": name, "resume": "allow", "dir": str(tmp_path)}
-        assert wandb.init.call_args.kwargs == expected | {"config": state.config}
-    tracker.write({"step": 3, "loss": 2, "time": 9.5})
-    wandb.init.return_value.log.assert_called_once_with({"train/loss": 2.0}, step=3)
 
 
 @pytest.mark.parametrize("when", ["opens", "writes", "closes"])

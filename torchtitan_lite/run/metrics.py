@@ -147,17 +147,13 @@ class Log:
 
     def progress(self, first: int, last: int) -> Iterator[int]:
         """Yield the steps from `first` to `last`, with a progress bar if stderr is a terminal."""
-        bar: tqdm[Any] | None = None
-        if self._enabled and sys.stderr.isatty():
-            with self._reported("the progress bar"):
-                bar = tqdm(initial=first - 1, total=last, unit="step", dynamic_ncols=True, leave=False)
+        shown = self._enabled and sys.stderr.isatty()
+        bar = tqdm(initial=first - 1, total=last, unit="step", dynamic_ncols=True, leave=False, disable=not shown)
         try:
             for step in range(first, last + 1):
                 yield step
-                if bar is not None:
-                    with self._reported("the progress bar"):
-                        bar.update()
-        finally:
-            if bar is not None:
                 with self._reported("the progress bar"):
-                    bar.close()
+                    bar.update()
+        finally:
+            with self._reported("the progress bar"):
+                bar.close()
