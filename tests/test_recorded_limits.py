@@ -177,11 +177,13 @@ def listed(n_steps: int, n_rows: int, n_characters: int) -> Any:
     rows = [
         which.Row(i % n_steps + 1, 3, "s", 4, "", "", "", 0, 9, 1, 8, 11, 18, "x" * n_characters) for i in range(n_rows)
     ]
-    record = Stub(steps=dict.fromkeys(range(1, 200)), sources={}, attempts=[Stub(forked_from="", step=0)])
+    config = Stub(data=Stub(skip_samples=[[1, 2]]))
+    record = Stub(
+        config=config, steps=dict.fromkeys(range(1, 200)), sources={}, attempts=[Stub(forked_from="", step=0)]
+    )
     options = argparse.Namespace(run=Path("run"), step=None, to=None, find="x", json=None, family="")
     names = {
         **{"rows": lambda *_: rows, "read_record": lambda _: record, "require_own_step": lambda *_: None},
-        "without": lambda *_: [[3, 4]] if n_steps > 1 else [],
     }
     with contextlib.redirect_stdout(io.StringIO()) as out:
         patched(lambda: which._run(options), **{f"tools__which__{name}": f for name, f in names.items()})

@@ -53,7 +53,7 @@ def test_equal_steps_are_the_data_and_the_model_and_the_run_is_not_changed(train
         assert sum(record["rank_losses"]) / (6 * 32) == pytest.approx(record["loss"], rel=1e-6)
     said = succeeded(replay(text, trained, 8, "--log.every=3", "--train.epochs=0"))  # numbers don't depend on these
     assert f"replay  steps 5 to 8, from {checkpoint(trained / 'run', 4)}" in said
-    assert "equal   bit for bit: the losses and the gradient norm of 4 steps, and " in said
+    assert "equal   bit for bit: the losses and the gradient norm of 4 steps. " in said
     assert "follows from the data and the weights at the start of the replay, not from a later hardware fault" in said
     assert contents(trained) == before
 
@@ -62,13 +62,10 @@ FAULTS = {
     "wrong:1:6:forward": r"6 differs: rank 1: the sum of its losses was [\d.]+, and is [\d.]+; equal on all other",
     "wrong_grad:0:6:forward": "6 differs: the gradient norm .*; .* rank is equal, so it was a backward pass",
     "flip_after:1:6": "7 differs: .*; on all ranks, so the parameters had differed before: the update of step 6",
-    "flip_after:1:8": r"after step 8 1 of \d+ tensors differ from .*step-00000008, first model\.output\.weight",
 }
 
 
-@pytest.mark.parametrize(
-    "fault", [f if ":8" in f or "wrong:" in f else pytest.param(f, marks=extended) for f in FAULTS]
-)
+@pytest.mark.parametrize("fault", [f if f.startswith("wrong:") else pytest.param(f, marks=extended) for f in FAULTS])
 def test_a_flipped_bit_is_found_with_its_step_and_rank(fault: str, trained: Path, text: Path) -> None:
     result = replay(text, trained, 8, fault=fault)
     assert result.returncode == 1
@@ -252,26 +249,3 @@ def test_steps_after_a_kill_after_a_damaged_checkpoint_and_of_a_fork(
     shutil.rmtree(run)
     with pytest.raises(ConfigError, match="no complete checkpoint before step 11, nor the one that it was forked from"):
         read(*recorded_by(tmp_path, 11, "fork"))
-
-
-# --- leaving a text out -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("own", ["[]", "[[20, 21], [23, 30]]"])
-def test_no_step_of_a_fork_with_the_printed_samples_sees_the_text(
-    own: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Also not the samples that only the fork reads: the run reads a part of its text."""
-    words = [f"{n} {n * n} apples and {n % 7} pears are in basket {n}" for n in range(300)]
-    words[5] = " ".join(["garbled", *(f"{n * n * 31 % 977:x}" for n in range(150))])
-    (tmp_path / "mine.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in words))
-    given = tiny(tmp_path / "mine.jsonl", tmp_path, eval__every=0, train__steps=30)
-    succeeded(ranks(1, *given, "--run.name=run", f"--data.skip_samples={own}"))
-
-    assert which([str(tmp_path / "run"), "--find", "garbled"]) == 0
-    before = capsys.readouterr().out
-    assert len(set(re.findall(r"sample \d+", before))) > 4
-    (skipped,) = re.findall(r'start again, or fork from a checkpoint before step \d+, with "(.*)"', before)
-    succeeded(ranks(1, *given, "--run.name=without", skipped))
-    assert which([str(tmp_path / "without"), "--find", "garbled"]) == 0
-    assert "seen at 0 steps of 30: -\n" in capsys.readouterr().out

@@ -156,7 +156,7 @@ def start_lines(config: Config, process: Process) -> list[str]:
     if dtype == "bfloat16" and before_ampere:
         lines.append(f"run     {name} emulates bfloat16, no faster than float32; {float16} uses its tensor cores")
     if dtype == "float32" and not config.run.tf32:
-        faster = float16 if before_ampere else "--mixed-precision or run.tf32 = true"
+        faster = float16 if before_ampere else "--mixed-precision"
         lines.append(f"run     float32 matmuls do not use the tensor cores of {name}; {faster} is faster")
     if config.data.objective != "pairs" and not peak_flops(config, process):
         lines.append(

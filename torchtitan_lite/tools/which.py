@@ -10,7 +10,7 @@ Samples are drawn as in training, from token files that log each read. So this w
 import argparse
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,10 @@ from torchtitan_lite.data.token_files import ORIGINS, PAIRS, PLACE_BITS, TokenFi
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.terminal import counted
 from torchtitan_lite.tools.load_model import OWN_FAMILY
-from torchtitan_lite.tools.past_steps import Record, read_record, require_own_step, steps_of
+from torchtitan_lite.tools.past_steps import Record, read_record, require_own_step
 
 _TOKENS = 64  # tokens of a text to show
 _SHOWN = 60  # characters of a text on the terminal
-_SKIPPED = 1000  # ranges of samples in a command line
 _TOGETHER = 1024  # documents decoded at a time
 
 Range = tuple[int, int]  # first and end token in a stream
@@ -146,24 +145,6 @@ def rows(
                 documents.log.clear()
 
 
-def without(record: Record, sources: Sources, wanted: Mapping[Path, Set[int]], samples: Set[int]) -> list[list[int]]:
-    """Return the `data.skip_samples` with which no step sees the wanted documents; empty: more than _SKIPPED ranges.
-
-    Skipping shifts the later batches to samples that this run did not read, so these are searched too.
-
-    Args:
-        samples: of this run, which see them.
-    """
-    ranges = record.config.data.skip_samples
-    while samples and len(ranges) <= _SKIPPED:
-        ranges = sorted([*ranges, *([n, n + 1] for n in samples)])
-        config = record.config.changed({"data.skip_samples": ranges})
-        fork = replace(record, steps=steps_of(record.attempts[0], config, record.data, config.train.steps))
-        shifted = [step for step, made in fork.steps.items() if made.samples != record.steps[step].samples]
-        samples = {row.sample for row in rows(fork, sources, shifted, wanted)}
-    return [] if samples else ranges
-
-
 def documents_with(source: Source, split: str, text: str) -> set[int]:
     """Return the documents of a split whose decoded text contains `text`."""
     tokenizer = Tokenizer.from_file(str(source.folder / "tokenizer.json"))
@@ -218,11 +199,10 @@ def _run(options: argparse.Namespace) -> int:
         title = f"parts of these documents are seen at {counted(len(listed), 'step')} of {len(steps):,}: {shown}"
         own = [row for row in found if row.step > record.attempts[0].step]
         if options.step is None and own:
-            ranges = without(record, sources, wanted, {row.sample for row in own})
-            title += "\nto leave all of them out, " + (
-                f'start again, or fork from a checkpoint before step {own[0].step}, with "--data.skip_samples={ranges}"'
-                if ranges
-                else f"remove them from the text and prepare it again: a fork would skip more than {_SKIPPED:,} samples"
+            ranges = sorted([*record.config.data.skip_samples, *([n, n + 1] for n in {row.sample for row in own})])
+            title += (
+                f"\nto leave these parts out, start again, or fork from a checkpoint before step {own[0].step}, with "
+                f'"--data.skip_samples={ranges}"; then search the fork, which reads further samples'
             )
     else:
         skips = {step: skipped for step in steps if (skipped := record.skipped(step))}

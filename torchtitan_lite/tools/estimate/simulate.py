@@ -67,8 +67,8 @@ class Timeline(TorchDispatchMode):
 
     def __init__(self, n_replicas: int, compiled: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.n_replicas, self.compiled, self.now = n_replicas, compiled, 0
-        self.storages: list[Storage] = []
+        self.n_replicas, self.compiled = n_replicas, compiled
+        self._held, self._most, self._at_peak = 0, 0, list[Storage]()
         self.collectives: Counter[Collective] = Counter()
         self.recorder = Recorder(lambda tensor: self._alive.get(id(tensor.untyped_storage())))
         self.phase, self._in_block = "forward", False
@@ -101,19 +101,21 @@ class Timeline(TorchDispatchMode):
             known.kind = kind
 
     def _allocated(self, storage: Any, kind: str, reference: Any) -> None:
-        self.now += 1
-        self._alive[id(storage)] = entry = Storage(self.now, storage.nbytes(), kind, reference)
-        self.storages.append(entry)
+        self._alive[id(storage)] = Storage(storage.nbytes(), kind, reference)
+        self._held += storage.nbytes()
+        if self._held > self._most:
+            self._most, self._at_peak = self._held, [*self._alive.values()]
 
     def _freed(self, key: int) -> None:
-        self.now += 1
-        self._alive.pop(key).freed = self.now
+        storage = self._alive.pop(key)
+        storage.freed = True
+        self._held -= storage.bytes
 
     def _resized(self, storage: Any) -> None:
         """Record that FSDP freed or allocated gathered parameters by resizing their storage."""
         if known := self._alive.get(id(storage)):
-            self.now += 1
-            known.freed, known.kind = self.now, GATHERED
+            known.kind = GATHERED
+            self._freed(id(storage))
             self._allocated(storage, GATHERED, known.reference)
 
     def _collective(self, function: Any, args: Any) -> None:
@@ -143,14 +145,10 @@ class Timeline(TorchDispatchMode):
 
     def peak(self) -> dict[str, int]:
         """Return the bytes by kind at the peak of the step."""
-        changes = {s.allocated: (s.kind, s.bytes) for s in self.storages}
-        changes |= {s.freed: (s.kind, -s.bytes) for s in self.storages if s.freed is not None}
-        held, peak = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
-        for _, (kind, n_bytes) in sorted(changes.items()):
-            held[kind] += n_bytes
-            if sum(held.values()) > sum(peak.values()):
-                peak = dict(held)
-        return peak
+        held = dict.fromkeys(KINDS, 0)
+        for storage in self._at_peak:
+            held[storage.kind] += storage.bytes
+        return held
 
 
 # torch's names
