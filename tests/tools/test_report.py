@@ -197,33 +197,6 @@ def test_a_page_of_several_runs_does_not_replace_that_of_one(
     assert f"report  {tmp_path / 'runs/report.html'}" in capsys.readouterr().out
 
 
-def test_changes_and_kills_are_marked_on_the_curve_and_listed(tmp_path: Path) -> None:
-    one, two, _ = sweep(tmp_path)
-    config: dict[str, Any] = {"optim.lr": 0.004, "log.every": 1, "optim.<b>": "a", "checkpoint.resume": ""}
-    preempted = '{"attempt": 4, "ended": "preempted", "last_step": 15}\n'
-    history = attempt(1, 0, config)
-    history += attempt(2, 12, config | {"log.every": 9})  # the next attempt began at an earlier checkpoint
-    history += attempt(3, 10, config := config | {"optim.lr": 0.001, "log.every": 2, "checkpoint.resume": "x"})
-    history += attempt(4, 12, config := config | {"log.every": 3}) + preempted
-    history += attempt(5, 15, config | {"optim.<b>": "</script>"})
-    (one / "attempts.jsonl").write_text(history + '{"attempt": 6, "st')
-    records = [{**step(n), "attempt": a} for a, n in ((1, 10), (1, 12), (3, 12), (4, 15), (5, 20))]
-    (one / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    page = made(tmp_path / "page.html", one)
-    assert read_run(one).changes == [
-        (10, "optim.lr", "0.004", "0.001"),
-        (10, "log.every", "1", "2"),
-        (12, "log.every", "2", "3"),
-        (15, "optim.<b>", '"a"', '"</script>"'),
-    ]
-    marks = traces_of(one)["marks"]
-    assert (marks["x"], marks["text"]) == ([10, 12, 15], ["killed, lr", "killed", "&lt;b&gt;"])
-    assert "<th>15</th><td>optim.&lt;b&gt;</td><td><code>&quot;a&quot;</code></td><td><code>&quot;&lt;/script" in page
-    assert traces_of(one)["train"]["x"] == [10, 12, 15, 20]
-    (marks,) = (trace for trace in figure_of(two, one)["data"] if trace["mode"] == "markers+text")
-    assert marks["marker"]["color"] == traces_of(two, one)["sweep-1e-3 train"]["line"]["color"]
-
-
 def test_the_table_has_the_best_run_first_and_the_keys_that_differ(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
