@@ -16,6 +16,7 @@ from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config, LogConfig, ProfileConfig
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.run import trackers
+from torchtitan_lite.run.metrics import Log
 from torchtitan_lite.run.profiler import Profile
 
 
@@ -84,7 +85,8 @@ def test_a_tracker_that_fails_is_reported_once(
     monkeypatch.setattr(trackers, "tensorboard", fails if when == "opens" else Mock(return_value=made))
     other = Mock()
     monkeypatch.setattr(trackers, "weights_and_biases", Mock(return_value=other))
-    opened = trackers.Trackers(LogConfig(trackers=["wandb", "tensorboard"]), tmp_path, TrainState())
+    opened = Log(tmp_path, enabled=True)
+    opened.track(LogConfig(trackers=["wandb", "tensorboard"]), TrainState())
     for _ in range(2):
         opened.record({"step": 1, "loss": 10**400})
     opened.close()
