@@ -38,7 +38,6 @@ from torchtitan_lite.run import between_steps, metrics, session, tasks
 from torchtitan_lite.scoring import brackets, find_tasks, task_scores
 from torchtitan_lite.scoring.likelihood import Window
 from torchtitan_lite.tools import dry_run, generate, load_model, which
-from torchtitan_lite.tools.estimate import planned_run
 
 CPU, INF, NAN = torch.device("cpu"), math.inf, math.nan
 Stub: Any = SimpleNamespace
@@ -178,11 +177,13 @@ def listed(n_steps: int, n_rows: int, n_characters: int) -> Any:
     rows = [
         which.Row(i % n_steps + 1, 3, "s", 4, "", "", "", 0, 9, 1, 8, 11, 18, "x" * n_characters) for i in range(n_rows)
     ]
-    record = Stub(samples=dict.fromkeys(range(1, 200), range(1)), sources={}, attempts=[Stub(forked_from="", step=0)])
+    config = Stub(data=Stub(skip_samples=[[1, 2]]))
+    record = Stub(
+        config=config, steps=dict.fromkeys(range(1, 200)), sources={}, attempts=[Stub(forked_from="", step=0)]
+    )
     options = argparse.Namespace(run=Path("run"), step=None, to=None, find="x", json=None, family="")
     names = {
         **{"rows": lambda *_: rows, "read_record": lambda _: record, "require_own_step": lambda *_: None},
-        "without": lambda *_: [[3, 4]] if n_steps > 1 else [],
     }
     with contextlib.redirect_stdout(io.StringIO()) as out:
         patched(lambda: which._run(options), **{f"tools__which__{name}": f for name, f in names.items()})
@@ -390,21 +391,6 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             checkpointing__storage__os__statvfs=lambda _: Stub(f_bavail=10, f_frsize=512, f_bfree=99, f_bsize=4096),
         ),
         [(5119,), (5120,), (5121,)],
-    ),
-    "checkpoints on the disk": (
-        lambda text: planned_run.n_checkpoints(config_of(json.loads(text))),
-        [  # saves, and those that are kept
-            ("{}",),
-            *((f'{{"checkpoint.every": 100, "train.steps": {n}}}',) for n in (100, 101, 300, 301, 20_000_000)),
-            ('{"checkpoint.every": 0}',),
-            ('{"checkpoint.keep_latest": 0}',),
-            ('{"train.steps": 1000, "checkpoint.keep_every": 400}',),
-            ('{"train.steps": 1000, "checkpoint.keep_latest": 1, "checkpoint.keep_best": true}',),
-            ('{"train.steps": 101, "checkpoint.keep_latest": 1, "checkpoint.keep_best": true}',),
-            ('{"train.epochs": 2, "checkpoint.every": "epoch"}',),
-            ('{"train.epochs": 2, "checkpoint.every": "epoch", "checkpoint.keep_latest": 0}',),
-            ('{"train.epochs": 2, "checkpoint.every": "epoch", "checkpoint.keep_every": 5}',),
-        ],
     ),
     "threads": (
         lambda words, launched, cores, quota: patched(

@@ -1081,16 +1081,6 @@ def together(rank: int) -> dict[str, Any]:
                 "tools__dry_run__time": Stub(time=lambda: 100.0 + rank * 1.5),
             },
         ),
-        "tensors": (
-            lambda: replay._compare_tensors(session, Path("x"), 6, "advice"),
-            {
-                "tools__replay__storage__verify": lambda _: ["damaged"] * rank,
-                "tools__replay__read_tensors": lambda *_: (
-                    {name: torch.tensor([1.0]) for name in "ab"} | {"b": torch.tensor([2.0])}
-                ),
-            },
-        ),
     }
-    checkpointer.tensors = lambda: {name: torch.tensor([1.0]) for name in "ab"}
     found = {name: patched(call, **values) for name, (call, values) in calls.items()}
     return dict(json.loads(json.dumps(found, default=str)))

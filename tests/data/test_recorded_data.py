@@ -38,7 +38,7 @@ from torchtitan_lite.data.token_files import Meta
 from torchtitan_lite.errors import ConfigError, DataError, UserError
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.tools import which
-from torchtitan_lite.tools.past_steps import Record
+from torchtitan_lite.tools.past_steps import Made, Record
 
 RECORDS = Path(__file__).parent
 WORDS = [
@@ -412,9 +412,10 @@ def recorded_config(config: Config, folder: Path) -> dict[str, Any]:
             found["val batch"] = [row_texts(micro, text_of) for micro in loader.batch(0, 3).micro_batches]
             found["of all"].append(f"{mixture.longest_prefix(4)} {mixture.longest_prefix(10**6)}")
     n = open_samples(data, "train", config).n_samples
-    samples_of, mixed = {3: range(4, 5), 4: range(n - 1, n + 1)}, (open_samples(data, "train", config), config.run.seed)
+    mixed = open_samples(data, "train", config), config.run.seed
+    steps = {3: Made(range(4, 5), *mixed), 4: Made(range(n - 1, n + 1), *mixed)}  # into the second epoch
     sources = {source.folder: source for source in data.sources}
-    record = Record([], config, data, sources, samples_of, {3: mixed, 4: mixed})  # into the second epoch
+    record = Record([], config, data, sources, steps)
     found["which"] = [
         row.line() for row in which.rows(record, {s.folder: which.Documents(s) for s in data.sources}, range(3, 5))
     ]

@@ -386,7 +386,7 @@ def said_of(
     of_run, here = tried(past_steps.read_record, folder), replay.numbers_of(last.config, last.must_match, last.setting)
     incidents["steps"] = of_run
     if isinstance(of_run, past_steps.Record):
-        samples = of_run.samples
+        samples = {n: made.samples for n, made in of_run.steps.items()}
         incidents["steps"] = [f"{n}: {samples[n].start} to {samples[n].stop - 1}" for n in (min(samples), max(samples))]
         for step in told.asked:
             which_ones = tried(which._steps, Namespace(run=folder, step=step, to=None), of_run)

@@ -141,7 +141,7 @@ def test_the_printed_command_of_a_stopped_run_trains_without_the_samples(name: s
     assert "SPIKE" not in said
     assert (f", after its step {saved};" in said) == bool(saved)
     fork, record = tmp_path / "run-without-17", read_record(tmp_path / "run-without-17")
-    assert [record.samples[step].start for step in (16, 17, 18)] == [poison - 6, end, end + 6]
+    assert [record.steps[step].samples.start for step in (16, 17, 18)] == [poison - 6, end, end + 6]
     run(n, "told", env=env, **PLAIN | keys | {"data__skip_samples": str([*own, [poison, end]])})
     before, after, told = (losses(folder) for folder in (tmp_path / "run", fork, tmp_path / "told"))
     assert all(after[step] == before[step] for step in after if step < 17)

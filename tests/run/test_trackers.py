@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config, LogConfig, ProfileConfig
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.run import trackers
+from torchtitan_lite.run.metrics import Log
 from torchtitan_lite.run.profiler import Profile
 
 
@@ -76,19 +76,6 @@ def test_wandb_offline_keeps_its_run(text: Path, tmp_path: Path) -> None:
         assert b"train/grad_norm" in file.read_bytes()
 
 
-def test_wandb_has_one_run_with_the_whole_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a stand-in for W&B: the first attempt makes its run, the second one goes on with it."""
-    wandb = Mock(init=Mock(return_value=Mock(id="its-id")))
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    state = TrainState(config={"optim.lr": 0.5, "log.every": 3})
-    for name in (None, "its-id"):
-        tracker = trackers.weights_and_biases(LogConfig(wandb_project="mine"), tmp_path, state)
-        expected = {"project": "mine", "name": tmp_path.name, "id": name, "resume": "allow", "dir": str(tmp_path)}
-        assert wandb.init.call_args.kwargs == expected | {"config": state.config}
-    tracker.write({"step": 3, "loss": 2, "time": 9.5})
-    wandb.init.return_value.log.assert_called_once_with({"train/loss": 2.0}, step=3)
-
-
 @pytest.mark.parametrize("when", ["opens", "writes", "closes"])
 def test_a_tracker_that_fails_is_reported_once(
     when: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
@@ -98,7 +85,8 @@ def test_a_tracker_that_fails_is_reported_once(
     monkeypatch.setattr(trackers, "tensorboard", fails if when == "opens" else Mock(return_value=made))
     other = Mock()
     monkeypatch.setattr(trackers, "weights_and_biases", Mock(return_value=other))
-    opened = trackers.Trackers(LogConfig(trackers=["wandb", "tensorboard"]), tmp_path, TrainState())
+    opened = Log(tmp_path, enabled=True)
+    opened.track(LogConfig(trackers=["wandb", "tensorboard"]), TrainState())
     for _ in range(2):
         opened.record({"step": 1, "loss": 10**400})
     opened.close()

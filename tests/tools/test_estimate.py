@@ -1,6 +1,5 @@
-"""What `plan` computes: depths that are not simulated, links, and published runs."""
+"""What `plan` computes: links, and published runs."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,62 +9,16 @@ from tests.helpers import ROOT
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.run.mfu import DEVICES
-from torchtitan_lite.tools.estimate import command, simulate
+from torchtitan_lite.tools.estimate import command
 from torchtitan_lite.tools.estimate.planned_run import SPREAD, expected, likely, link_s, make_plan, unlike_published
-from torchtitan_lite.tools.estimate.simulate import Simulated
-from torchtitan_lite.tools.estimate.work import Collective, Matmul
+from torchtitan_lite.tools.estimate.work import Collective
 
 SMALL: dict[str, Any] = {"tokenizer.vocab_size": 1000, "model.dim": 128, "model.n_heads": 4, "model.n_layers": 1}
 SMALL |= {"train.seq_len": 256, "train.micro_batch_size": 2}
-T5 = {"model.family": "t5", "model.n_decoder_layers": 1, "data.objective": "span_corruption", "optim.name": "adamw"}
-
-PATTERN, TWO_PER_GROUP = ["window", "window", "full"], {"fsdp.blocks_per_group": 2}
-EVERY_THIRD = {"activation_checkpointing.mode": "full", "activation_checkpointing.every": 3}
 
 
 def config_of(values: dict[str, Any], world_size: int) -> Config:
     return load.load(None, SMALL | values, world_size=world_size, n_gpus=8, elsewhere=True).config
-
-
-@pytest.mark.parametrize(
-    ("values", "most"),
-    [
-        ({"model.n_layers": 11}, [5]),
-        ({"model.n_layers": 13} | TWO_PER_GROUP, [11]),
-        ({"model.n_layers": 14, "model.family": "gemma3", "model.layer_pattern": PATTERN}, [11]),
-        ({"model.n_layers": 32, "model.family": "gemma3", "model.layer_pattern": PATTERN} | TWO_PER_GROUP, [20]),
-        ({"model.n_layers": 17} | EVERY_THIRD, [11]),
-        ({"model.n_layers": 35} | EVERY_THIRD | TWO_PER_GROUP, [23]),
-        (T5 | {"model.n_layers": 9, "model.n_decoder_layers": 12}, [5, 5]),
-        ({"model.n_layers": 11, "fsdp.explicit_prefetching": True, "fsdp.backward_prefetch": 3}, [7]),
-        ({"model.n_layers": 11, "fsdp.explicit_prefetching": True, "fsdp.forward_prefetch": 4}, [8]),
-        ({"model.n_layers": 7, "optim.freeze": ["layers.0.*"]}, [7]),
-        ({"model.n_layers": 8, "fsdp.shard_columns": ["*.wq.weight"]}, [8]),
-        ({"model.n_layers": 5}, [5]),
-    ],
-)
-def test_a_deep_model_is_extrapolated_in_whole_periods(
-    values: dict[str, Any], most: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A step that is linear in the number of layers, and differs between those of a period, comes out exactly."""
-    config, made = config_of(values, 2), list[list[int]]()
-    pattern, every = len(config.model.layer_pattern), config.activation_checkpointing.every
-    matmul, gather = Matmul("forward", 1, 2, 3, 4, 4), Collective("all-reduce", 8, 2)
-
-    def of_depths(_config: Config, _mesh: Any, _vocabulary: int, depths: list[int], _on_gpu: bool) -> Simulated:
-        made.append(depths)
-        n = 100 + sum((7 + 2 * i) * depth for i, depth in enumerate(depths))
-        n += sum(
-            1000 * -(-d // pattern) + 20_000 * -(-d // every) + -(-d // config.fsdp.blocks_per_group) for d in depths
-        )
-        return Simulated(
-            {"part": {"kind": n}}, [Counter({gather: n})], [Counter({matmul: n})], Counter({matmul: 2 * n})
-        )
-
-    monkeypatch.setattr(simulate, "simulate_depths", of_depths)
-    found = simulate.simulate(config, 2, 1000, on_gpu=True)
-    assert [max(depths) for depths in zip(*made, strict=True)] == most
-    assert found == of_depths(config, None, 0, [*config.model.stacks], True)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +92,7 @@ def test_the_range_of_a_run_unlike_the_published_ones_holds_the_slowest_measured
     """docs/lab/gpu.md has it."""
     found = make_plan(config_of({"optim.name": "adamw", "data.target_len": 128} | values, 1), 1, DEVICES["h100"])
     step, (_, most) = expected(found, DEVICES["h100"]), likely(found, DEVICES["h100"])
-    assert (unlike_published(found.config), most > step.total * 109_200 / 33_280) == (unlike, bool(unlike))
+    assert (unlike_published(found.config), most > step.total * 54_540 / 33_280) == (unlike, bool(unlike))
     said = "\n".join(command._time_lines(found))
     assert ("nine of ten" in said, f"none of them was {unlike}" in said) == (not unlike, bool(unlike))
 

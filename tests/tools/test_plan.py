@@ -62,23 +62,22 @@ def test_flops_match_those_counted_by_torch(family: str, tied: bool) -> None:
     assert flops_per_token(model, 32) - 12 * 3 * 64 * 32 == pytest.approx(matmuls / 64, rel=0.02), "without attention"
 
 
-@pytest.mark.slow
-def test_advised_options_make_the_run_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["--config", str(ROOT / "configs/llama_8b.toml"), "--world-size=16", "--device=rtx4090"]
-    command += ["--train.seq_len=2048", "--model.max_seq_len=2048", "--train.micro_batch_size=4"]
-    command += ["--activation_checkpointing.mode=none"]
-    assert plan.main(command) == 0
-    out = capsys.readouterr().out
-    assert "DOES NOT FIT" in out
-    *not_yet, last = [line for line in out.splitlines() if line.startswith("try ")]
-    assert not_yet
-    assert all("not yet" in line for line in not_yet)
-    assert "fits" in last
-    advised = last.split(": ")[1].split()
-    assert plan.main([*command, *advised]) == 0
-    again = capsys.readouterr().out
-    assert "DOES NOT FIT" not in again
-    assert last.removeprefix("try").split("GiB")[0].strip() in again
+@pytest.mark.extended
+def test_suggested_settings_make_the_run_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of a TOML file, with the memory that its comment has."""
+    command = [f"--config={ROOT}/configs/llama_1b.toml", "--world-size=2", "--device=rtx4090", "--model.n_layers=8"]
+    assert plan.main([*command, "--train.micro_batch_size=8", "--activation_checkpointing.mode=none"]) == 0
+    assert "DOES NOT FIT" in (out := capsys.readouterr().out)
+    assert "try     --suggest" in out
+    assert plan.main([*command, "--suggest"]) == 0
+    _, *suggested = capsys.readouterr().out.split("\n# ")
+    assert suggested
+    for text in suggested:
+        comment, lines = text.split("\n", 1)
+        (tmp_path / "mine.toml").write_text(f'base = "{ROOT}/configs/llama_1b.toml"\n{lines}')
+        assert plan.main([f"--config={tmp_path / 'mine.toml'}", *command[1:]]) == 0
+        again = capsys.readouterr().out
+        assert f"memory  {comment.split('device, ')[1]} peak per rank: fits" in again
 
 
 @pytest.mark.extended

@@ -19,7 +19,6 @@ pytest.importorskip("plotly")
 
 from torchtitan_lite.tools.report import report
 from torchtitan_lite.tools.report.figure import figure
-from torchtitan_lite.tools.report.page import seconds_of
 from torchtitan_lite.tools.report.runs import read_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -82,8 +81,7 @@ def traces_of(*runs: Path) -> dict[str, dict[str, Any]]:
 
 def titles_of(*runs: Path) -> list[str]:
     """The title of each panel, and its unit."""
-    texts = (re.sub("<.*?>", "", note["text"]) for note in figure_of(*runs)["layout"]["annotations"])
-    return [text for text in texts if text != "chance"]
+    return [re.sub("<.*?>", "", note["text"]) for note in figure_of(*runs)["layout"]["annotations"]]
 
 
 def made(out: Path, *runs: Path) -> str:
@@ -97,7 +95,8 @@ def test_the_page_of_a_real_run_has_its_curves_tiles_and_samples(text: Path, tmp
     run = tmp_path / "run"
     page = made(tmp_path / "page.html", run)
     titles = ["Loss", "Bits per byte", "Learning rate", "Gradient norm", "Gradient norm by block"]
-    titles += ["Seconds of computing by rank", "Throughput", "Peak memory of rank 0"]
+    titles += ["Seconds of computing by rank", "Throughput", "Seconds since the previous record"]
+    titles.append("Peak memory of rank 0")
     assert [title.split("  ")[0] for title in titles_of(run)] == titles
     losses = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     traces = traces_of(run)
@@ -108,20 +107,14 @@ def test_the_page_of_a_real_run_has_its_curves_tiles_and_samples(text: Path, tmp
     assert (heat["x"], heat["y"]) == ([1, 2, 3, 4], ["inputs", "layers.0", "layers.1", "head"])
     assert heat["customdata"][2] == [r["grad_norm/layers.1"] for r in losses if "loss" in r]
     assert heat["z"][2] == [math.log10(norm) for norm in heat["customdata"][2]]
-    times = {kind: seconds for kind, seconds in seconds_of(read_run(run)).items() if seconds}
-    assert times.keys() == {"forward and backward", "optimizer", "waiting for data", "validation", "samples", "saving"}
-    assert sum(times.values()) < losses[-1]["time"] - losses[0]["time"] + 60
-    assert times["forward and backward"] + times["optimizer"] + times["waiting for data"] == pytest.approx(
-        sum(r["seconds"] for r in losses if "loss" in r)
-    )
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == 2 * len({s["prompt"] for s in samples})  # the text, and so its prompts, are of this Python
     assert all(html.escape(s["text"]) in page for s in samples)
 
 
 def test_a_number_that_no_panel_names_gets_one_of_its_own(tmp_path: Path) -> None:
-    """Numbers with the same part before a "/" share a panel. Lists, seconds and numbers of validations get none."""
-    more = {"mfu": 0.25, "norm/layers.0": 1.0, "norm/layers.1": 2.0, "save_s": 1.0, "rank_losses": [1.0], "x<y": None}
+    """Numbers with the same part before a "/" share a panel. Lists and numbers of validations get none."""
+    more = {"mfu": 0.25, "norm/layers.0": 1.0, "norm/layers.1": 2.0, "rank_losses": [1.0], "x<y": None}
     records = [step(1, **more), step(2, **more | {"x<y": 7}), {"step": 2, "val_loss": 4.0, "eval_samples": 8}]
     run = write_run(tmp_path / "run", records)
     assert titles_of(run)[-3:] == ["mfu  ", "norm  ", "x&lt;y  "]
@@ -204,38 +197,6 @@ def test_a_page_of_several_runs_does_not_replace_that_of_one(
     assert f"report  {tmp_path / 'runs/report.html'}" in capsys.readouterr().out
 
 
-def test_changes_and_kills_are_marked_on_the_curve_and_listed(tmp_path: Path) -> None:
-    one, two, _ = sweep(tmp_path)
-    config: dict[str, Any] = {"optim.lr": 0.004, "log.every": 1, "optim.<b>": "a", "checkpoint.resume": ""}
-    preempted = '{"attempt": 4, "ended": "preempted", "last_step": 15}\n'
-    history = attempt(1, 0, config)
-    history += attempt(2, 12, config | {"log.every": 9})  # the next attempt began at an earlier checkpoint
-    history += attempt(3, 10, config := config | {"optim.lr": 0.001, "log.every": 2, "checkpoint.resume": "x"})
-    history += attempt(4, 12, config := config | {"log.every": 3}) + preempted
-    history += attempt(5, 15, config | {"optim.<b>": "</script>"})
-    (one / "attempts.jsonl").write_text(history + '{"attempt": 6, "st')
-    records = [{**step(n), "attempt": a} for a, n in ((1, 10), (1, 12), (3, 12), (4, 15), (5, 20))]
-    (one / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    page = made(tmp_path / "page.html", one)
-    assert read_run(one).changes == [
-        (10, "optim.lr", "0.004", "0.001"),
-        (10, "log.every", "1", "2"),
-        (12, "log.every", "2", "3"),
-        (15, "optim.<b>", '"a"', '"</script>"'),
-    ]
-    marks = traces_of(one)["marks"]
-    assert (marks["x"], marks["text"]) == ([10, 12, 15], ["killed, lr", "killed", "&lt;b&gt;"])
-    assert "<th>15</th><td>optim.&lt;b&gt;</td><td><code>&quot;a&quot;</code></td><td><code>&quot;&lt;/script" in page
-    assert traces_of(one)["train"]["x"] == [10, 12, 15, 20]
-    (marks,) = (trace for trace in figure_of(two, one)["data"] if trace["mode"] == "markers+text")
-    assert marks["marker"]["color"] == traces_of(two, one)["sweep-1e-3 train"]["line"]["color"]
-
-
-def test_runs_with_equal_configs_are_said_to_be_so(tmp_path: Path) -> None:
-    without = [write_run(tmp_path / name, [step(1)]) for name in "abcdefghi"]  # more than there are colours
-    assert "The configs of the runs do not differ." in made(tmp_path / "page.html", *without)
-
-
 def test_the_table_has_the_best_run_first_and_the_keys_that_differ(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -252,20 +213,15 @@ def test_the_table_has_the_best_run_first_and_the_keys_that_differ(
     ]
     assert note == f"note  {empty} is not the folder of a run: it has no run.json that can be read"
     assert not list((tmp_path / "runs").rglob("report.html"))
-    (runs[0] / "attempts.jsonl").write_text(attempt(0, 0, {"data.path": "a\x1b[31m\n" + "x" * 500}))
-    for run, letters in zip(runs[1:], ("x" * 38, "y" * 39), strict=True):
-        (run / "attempts.jsonl").write_text(attempt(0, 0, {"data.path": letters}))
+    for run, path in zip(runs, ("a\x1b[31m\n", "x" * 38, "y" * 39), strict=True):
+        (run / "attempts.jsonl").write_text(attempt(0, 0, {"data.path": path}))
     assert report.main([*map(str, runs), "--table"]) == 0
     out = capsys.readouterr().out
     assert all(f'"{shown}' in out for shown in ("x" * 38 + '"', "y" * 36 + "...")), "40 characters, and 41"
     assert "\x1b" not in out
-    assert max(map(len, out.splitlines())) < 250
-    run = write_run(tmp_path / "run", [step(1)])
-    assert report.main([str(run), "--table"]) == 0
-    assert capsys.readouterr().out.splitlines()[1].split() == ["run", "1/20", "-", "-", "-", "complete"]
     assert report.main([str(tmp_path / "none"), "--table"]) == 2
     assert "none is not the folder of a run" in capsys.readouterr().err
-    assert report.main([str(run), "--tabel"]) == 2
+    assert report.main([str(runs[0]), "--tabel"]) == 2
     assert "the nearest known one is --table" in capsys.readouterr().err
 
 

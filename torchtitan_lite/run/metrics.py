@@ -1,6 +1,7 @@
 """The log of a run: lines on the terminal and in train.log, records in metrics.jsonl. Only rank 0 writes."""
 
 import json
+import pkgutil
 import shutil
 import sys
 import time
@@ -15,11 +16,12 @@ from tqdm import tqdm
 
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import LogConfig
+from torchtitan_lite.config.sections.log import TRACKERS
 from torchtitan_lite.files import append_line
 from torchtitan_lite.terminal import print_error
 
 if TYPE_CHECKING:  # loaded only if the config asks for them
-    from torchtitan_lite.run.trackers import Trackers
+    from torchtitan_lite.run.trackers import Tracker
 
 
 class Lap(NamedTuple):
@@ -98,7 +100,7 @@ class Log:
         self._folder = folder
         self._text = folder / "train.log"
         self._failed: set[str] = set()
-        self._trackers: Trackers | None = None
+        self._trackers: dict[str, Tracker] = {}
 
     def info(self, text: str, fit: Callable[[str, int], str] | None = None) -> None:
         """Write a line to the terminal and to train.log. `fit(text, columns)` shortens it for a terminal."""
@@ -112,15 +114,26 @@ class Log:
 
     def track(self, config: LogConfig, state: TrainState) -> None:
         """From now on, send the records of metrics.jsonl to `log.trackers`."""
-        if config.trackers and self._enabled:
-            from torchtitan_lite.run.trackers import Trackers
-
-            self._trackers = Trackers(config, self._folder, state)
+        for name in config.trackers if self._enabled else ():
+            with self._dropped_on_error(name):
+                self._trackers[name] = pkgutil.resolve_name(TRACKERS[name].open)(config, self._folder, state)
 
     def close(self) -> None:
         """Close the trackers."""
-        if self._trackers is not None:
-            self._trackers.close()
+        self._of_trackers(lambda tracker: tracker.close())
+
+    def _of_trackers(self, call: Callable[["Tracker"], None]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            with self._dropped_on_error(name):
+                call(tracker)
+
+    @contextmanager
+    def _dropped_on_error(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (Exception, SystemExit) as error:  # any error: a tracker must not end a run
+            self._trackers.pop(name, None)
+            print_error(f"log.trackers: {name} failed: {error}; training continues without it")
 
     def record(self, values: dict[str, Any], file: str = "metrics.jsonl") -> None:
         """Append a line to a file of records."""
@@ -128,8 +141,8 @@ class Log:
             with self._reported(f"a record of {file}"):
                 about = {"attempt": self.attempt, "time": round(time.time(), 3)}
                 self._append(self._folder / file, json.dumps({**values, **about}))
-            if self._trackers is not None and file == "metrics.jsonl":
-                self._trackers.record(values)
+            if file == "metrics.jsonl":
+                self._of_trackers(lambda tracker: tracker.write(dict(values)))  # a copy, which it may change
 
     @contextmanager
     def _reported(self, what: str) -> Iterator[None]:
@@ -147,17 +160,13 @@ class Log:
 
     def progress(self, first: int, last: int) -> Iterator[int]:
         """Yield the steps from `first` to `last`, with a progress bar if stderr is a terminal."""
-        bar: tqdm[Any] | None = None
-        if self._enabled and sys.stderr.isatty():
-            with self._reported("the progress bar"):
-                bar = tqdm(initial=first - 1, total=last, unit="step", dynamic_ncols=True, leave=False)
+        shown = self._enabled and sys.stderr.isatty()
+        bar = tqdm(initial=first - 1, total=last, unit="step", dynamic_ncols=True, leave=False, disable=not shown)
         try:
             for step in range(first, last + 1):
                 yield step
-                if bar is not None:
-                    with self._reported("the progress bar"):
-                        bar.update()
-        finally:
-            if bar is not None:
                 with self._reported("the progress bar"):
-                    bar.close()
+                    bar.update()
+        finally:
+            with self._reported("the progress bar"):
+                bar.close()

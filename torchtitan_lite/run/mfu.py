@@ -150,37 +150,16 @@ def peak_flops(config: Config, process: Process) -> float:
 
 def start_lines(config: Config, process: Process) -> list[str]:
     """Return the lines about slow matmuls and MFU at the start of a run on a GPU."""
-    slow = slow_matmuls(
-        process.device,
-        config.fsdp.param_dtype,
-        tf32=config.run.tf32,
-        options=("--mixed-precision", "run.tf32 = true", 'fsdp.param_dtype = "float16"'),
-    )
-    lines = [f"run     {slow}"] if slow else []
+    name, dtype, lines = torch.cuda.get_device_name(process.device), config.fsdp.param_dtype, list[str]()
+    before_ampere = not torch.version.hip and torch.cuda.get_device_capability(process.device) < (8, 0)
+    float16 = 'fsdp.param_dtype = "float16"'
+    if dtype == "bfloat16" and before_ampere:
+        lines.append(f"run     {name} emulates bfloat16, no faster than float32; {float16} uses its tensor cores")
+    if dtype == "float32" and not config.run.tf32:
+        faster = float16 if before_ampere else "--mixed-precision"
+        lines.append(f"run     float32 matmuls do not use the tensor cores of {name}; {faster} is faster")
     if config.data.objective != "pairs" and not peak_flops(config, process):
-        name = torch.cuda.get_device_name(process.device)
         lines.append(
             f"run     MFU is not logged: the peak of {name} is not known; run.peak_tflops = its dense TFLOP/s gives it"
         )
     return lines
-
-
-def slow_matmuls(gpu: torch.device, dtype: str, *, tf32: bool, options: tuple[str, str, str]) -> str:
-    """Return why matmuls of a dtype are slower than possible on this GPU, and the fix; empty if they are not.
-
-    Args:
-        options: the fixes for bfloat16, TF32 and float16.
-    """
-    name = torch.cuda.get_device_name(gpu)
-    device = named(name)
-    before_ampere = not torch.version.hip and torch.cuda.get_device_capability(gpu) < (8, 0)
-    if dtype == "bfloat16" and before_ampere:
-        return f"{name} emulates bfloat16, no faster than float32; {options[2]} uses its tensor cores"
-    has_tf32 = not before_ampere and not torch.version.hip and (device is None or device.tf32)
-    if dtype != "float32" or (tf32 and has_tf32):
-        return ""
-    rates = (
-        f"at {device.fp32_flops / 1e12:g} of {device.half_flops / 1e12:g} TFLOP/s" if device else "without tensor cores"
-    )
-    fixes = [options[2]] if before_ampere else [options[0], *([options[1]] if has_tf32 else [])]
-    return f"float32 matmuls run {rates}; {' or '.join(fixes)} is faster"

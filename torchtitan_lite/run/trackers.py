@@ -3,16 +3,12 @@
 Records are sent at once. A resume sends the records of repeated steps again.
 """
 
-import contextlib
-import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import LogConfig
-from torchtitan_lite.config.sections.log import TRACKERS
-from torchtitan_lite.terminal import print_error
 
 
 class Tracker(NamedTuple):
@@ -20,39 +16,6 @@ class Tracker(NamedTuple):
 
     write: Callable[[Mapping[str, Any]], None]  # called with each record of metrics.jsonl, after it is in the file
     close: Callable[[], None]
-
-
-class Trackers:
-    """Sends records to trackers. A failing tracker is reported once, then dropped.
-
-    Args:
-        state: where the run starts or resumes.
-    """
-
-    def __init__(self, config: LogConfig, folder: Path, state: TrainState) -> None:
-        self._open: dict[str, Tracker] = {}
-        for name in config.trackers:
-            with self._reported(name):
-                self._open[name] = pkgutil.resolve_name(TRACKERS[name].open)(config, folder, state)
-
-    def record(self, values: Mapping[str, Any]) -> None:
-        """Log the numbers of a record of metrics.jsonl."""
-        for name, tracker in list(self._open.items()):
-            with self._reported(name):
-                tracker.write(dict(values))  # a copy, which it may change
-
-    def close(self) -> None:
-        for name, tracker in list(self._open.items()):
-            with self._reported(name):
-                tracker.close()
-
-    @contextlib.contextmanager
-    def _reported(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except (Exception, SystemExit) as error:  # any error: a tracker must not end a run
-            self._open.pop(name, None)
-            print_error(f"log.trackers: {name} failed: {error}; training continues without it")
 
 
 def scalars(values: Mapping[str, Any]) -> dict[str, float]:

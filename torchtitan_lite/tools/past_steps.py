@@ -1,9 +1,11 @@
 """Reconstructs from a run's attempts how its steps were made: config, samples and checkpoint."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
+from typing import NamedTuple
 
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.compatibility import saved_config
@@ -21,6 +23,14 @@ from torchtitan_lite.run.start_and_end import prepared
 from torchtitan_lite.tools.load_model import require_same_data
 
 
+class Made(NamedTuple):
+    """How a step was made, or will be."""
+
+    samples: range  # of the run
+    mixture: Mixture  # has these samples
+    seed: int
+
+
 @dataclass(frozen=True)
 class Record:
     """A run, and the steps that its attempts made or will make; of a fork, also those of the runs before it."""
@@ -29,13 +39,12 @@ class Record:
     config: Config  # of the newest attempt
     data: DataSet
     sources: Mapping[Path, Source]  # of all steps, by folder
-    samples: Mapping[int, range]  # by step
-    mixtures: Mapping[int, tuple[Mixture, int]]  # of these samples, and their seed, by step
+    steps: Mapping[int, Made]
 
     def skipped(self, step: int) -> range:
         """Return the samples that `data.skip_samples` skipped just before a step."""
-        before = self.samples[step - 1].stop if step - 1 in self.samples else self.attempts[0].samples
-        return range(before, self.samples[step].start)
+        before = self.steps[step - 1].samples.stop if step - 1 in self.steps else self.attempts[0].samples
+        return range(before, self.steps[step].samples.start)
 
 
 def read_record(folder: Path, last: int = 10**12) -> Record:
@@ -51,27 +60,22 @@ def read_record(folder: Path, last: int = 10**12) -> Record:
     attempts = history.since_fork(history.of_run(folder)[1])
     loaded, data = prepared(Loaded(saved_config(folder, attempts[-1].config), {}), folder)
     require_same_data(str(folder), data, attempts[-1])
-    samples: dict[int, range] = {}
-    mixtures: dict[int, tuple[Mixture, int]] = {}
+    steps: dict[int, Made] = {}
     for attempt in reversed(attempts):  # later attempts repeated the steps after `last`
-        for step, batch, mixture in steps_of(attempt, saved_config(folder, attempt.config), data, last):
-            samples[step], mixtures[step] = batch, mixture
+        steps = steps_of(attempt, saved_config(folder, attempt.config), data, last) | steps
         last = min(last, attempt.step)
-    if not samples:
+    if not steps:
         raise ConfigError(f"{folder} has no step to make: it began after step {attempts[0].step} (train.steps)")
     sources = {source.folder: source for source in (*data.sources, *data.later)}
     if forked := attempts[0].forked_from:
         with contextlib.suppress(UserError):  # the other run may be gone
             before = read_record(Path(forked).parent.parent, attempts[0].step)
-            sources, samples = {**before.sources, **sources}, {**before.samples, **samples}
-            mixtures = {**before.mixtures, **mixtures}
-    return Record(attempts, loaded.config, data, sources, dict(sorted(samples.items())), mixtures)
+            sources, steps = {**before.sources, **sources}, {**before.steps, **steps}
+    return Record(attempts, loaded.config, data, sources, steps)
 
 
-def steps_of(
-    attempt: Attempt, config: Config, data: DataSet, last: int
-) -> Iterator[tuple[int, range, tuple[Mixture, int]]]:
-    """Yield the steps of an attempt up to `last`, with their samples, and the mixture and seed of these."""
+def steps_of(attempt: Attempt, config: Config, data: DataSet, last: int) -> dict[int, Made]:
+    """Return the steps of an attempt up to `last`."""
     state = TrainState(
         step=attempt.step,
         samples_consumed=attempt.samples,
@@ -80,10 +84,8 @@ def steps_of(
         must_match=attempt.must_match,
         config=attempt.config,
     )
-    for step, samples, _, mixture in phases.steps(config, data, state):
-        if step > last:
-            break
-        yield step, samples, (mixture, config.run.seed)
+    made = takewhile(lambda each: each[0] <= last, phases.steps(config, data, state))
+    return {step: Made(samples, mixture, config.run.seed) for step, samples, _, mixture in made}
 
 
 def require_own_step(folder: Path, attempts: Sequence[Attempt], step: int, option: str) -> None:

@@ -1,9 +1,9 @@
 """`train.py --replay N`: re-runs step N, and compares it bit for bit with the run's records.
 
 A replay loads the newest checkpoint before N, and runs the steps up to N in a temporary folder; the run is not changed.
-It compares every logged step (loss, gradient norm, each rank's loss), and all tensors of the run's checkpoints. It is
-refused unless everything that a step's numbers depend on is as in the attempt that made the step. So only the hardware
-can cause a difference, or what a note names.
+It compares every logged step: loss, gradient norm, each rank's loss. It is refused unless everything that a step's
+numbers depend on is as in the attempt that made the step. So only the hardware can cause a difference, or what a note
+names.
 """
 
 import contextlib
@@ -18,14 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 
 from torchtitan_lite import __version__
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.compatibility import AUTOTUNING, bitwise_setting, values_to_match
-from torchtitan_lite.checkpointing.shards import read_tensors
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config, flatten, known_keys, resume_rule
 from torchtitan_lite.config.toml import Loaded
@@ -101,7 +99,7 @@ def run(n: int, loaded: Loaded, data: DataSet, build: Callable[..., Session], st
             log.info(f"replay  steps {recorded.start + 1} to {recorded.last}, from {began}")
             s = build(replayed, data, process, log)
             with contextlib.closing(s), s.watchdog.training(), out_of_memory.with_advice(config):
-                result = compute(s, step, recorded, config.folder)
+                result = compute(s, step, recorded)
             if process.rank == 0:
                 print_line(f"equal   {result}")
 
@@ -177,38 +175,32 @@ def _require_same(n: int, made: range, maker: Attempt, here: Numbers) -> None:
 
 def _advice(makers: Sequence[Attempt], here: Numbers, init_from: str) -> str:
     """Return what a difference means: a hardware fault, unless something else differs."""
-    if not here["deterministic"]:
-        return "Without run.deterministic, a GPU may add in a different order each time, so this proves nothing"
-    if AUTOTUNING in here["compile"]:
-        return f"{AUTOTUNING} chooses kernels by their time, which may differ each time, so this proves nothing"
     code = {"torchtitan_lite": __version__, **run_folder.git_state(Path(__file__).parents[2])}
-    for attempt in makers:
-        then = {"torchtitan_lite": attempt.versions["torchtitan_lite"], **attempt.git}
-        if then != code:
-            changes = ", ".join(f"{key} {then.get(key)} -> {value}" for key, value in code.items())
-            return f"The code differs from the run's, which may be the cause: {changes}"
-    doubts = ""
-    if code.get("dirty"):
-        doubts = "The code has uncommitted changes. If they differ from the run's, they may be the cause. "
-    if init_from:
-        doubts += (
-            f"The run began with the weights in {init_from}, and recorded no hash of them. If they have changed since, "
-            "that is the cause. "
-        )
-    return doubts + _HARDWARE
+    made_by = ({"torchtitan_lite": attempt.versions["torchtitan_lite"], **attempt.git} for attempt in makers)
+    changes = {
+        f"{key} {then.get(key)} -> {code[key]}" for then in made_by for key in code if then.get(key) != code[key]
+    }
+    causes = {
+        "without run.deterministic a GPU may add in a different order each time": not here["deterministic"],
+        f"{AUTOTUNING} chooses kernels by their time": AUTOTUNING in here["compile"],
+        f"the code differs from the run's ({', '.join(sorted(changes))})": changes,
+        "the code has uncommitted changes": code.get("dirty"),
+        f"the weights in {init_from} may have changed, the run recorded no hash of them": init_from,
+    }
+    found = [cause for cause, applies in causes.items() if applies]
+    return f"This may be the cause: {'; '.join(found)}" if found else _HARDWARE
 
 
 # --- comparing --------------------------------------------------------------------------------------------------
 
 
-def compute(s: Session, step: Step, recorded: Recorded, folder: Path) -> str:
+def compute(s: Session, step: Step, recorded: Recorded) -> str:
     """Run the steps and compare each. Collective. Returns a sentence about what was compared.
 
     Raises:
         DifferentError: on every rank, at the first difference.
     """
-    saved = on_rank0(lambda: storage.find_steps(folder / "checkpoints"), s.process.untimed)
-    compared, tensors, equal, stopped = 0, 0, recorded.start, ""
+    compared, equal, stopped = 0, recorded.start, ""
     for number in range(recorded.start + 1, recorded.last + 1):
         s.watchdog.step(number)
         before = s.state
@@ -231,10 +223,7 @@ def compute(s: Session, step: Step, recorded: Recorded, folder: Path) -> str:
             if difference := differs(then, dict(zip(_COMPARED, values, strict=True)), number, equal):
                 raise DifferentError(f"step {number} differs: {difference}. {recorded.advice}")
             compared, equal = compared + 1, number
-        if number in saved:
-            tensors += _compare_tensors(s, folder / "checkpoints", number, recorded.advice)
-    also = f", and {counted(tensors, 'tensor')} of a checkpoint" if tensors else ""
-    return f"bit for bit: the losses and the gradient norm of {counted(compared, 'step')}{also}. {_CAUSE}"
+    return f"bit for bit: the losses and the gradient norm of {counted(compared, 'step')}. {_CAUSE}"
 
 
 def first_not_finite(s: Session, step: Step, number: int, before: TrainState) -> str:
@@ -286,42 +275,3 @@ def differs(then: Numbers, now: Numbers, step: int, equal: int) -> str:
     if both and pairs and not ranks:
         return f"{both}; the loss of each rank is equal, so it was a backward pass or a sum over ranks"
     return both
-
-
-def _compare_tensors(s: Session, checkpoints: Path, step: int, advice: str) -> int:
-    """Compare all parameters and moments with the checkpoint of this step, unless it is damaged. Collective.
-
-    Returns:
-        the number of compared tensors.
-
-    Raises:
-        DifferentError: on every rank: a tensor differs.
-    """
-    saved: Mapping[str, Tensor] = {}
-    checkpoint = storage.step_folder(checkpoints, step)
-
-    def open_it() -> bool:
-        nonlocal saved
-        with contextlib.suppress(UserError, OSError):  # the run may delete it meanwhile
-            saved = {} if storage.verify(checkpoint) else read_tensors(checkpoint)
-        return bool(saved)
-
-    if not on_rank0(open_it, s.process.untimed):
-        return 0
-    different, tensors = list[str](), s.checkpointer.tensors()
-    for name, value in tensors.items():
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        if s.process.rank == 0 and not _same_bits(whole.cpu(), saved[name]):
-            different.append(name)
-    if different := on_rank0(lambda: different):
-        raise DifferentError(
-            f"after step {step} {len(different):,} of {len(tensors):,} tensors differ from {checkpoint}, first "
-            f"{different[0]}: the update differed, or memory changed before it was saved. {advice}"
-        )
-    return len(tensors)
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(
-        one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)
-    )

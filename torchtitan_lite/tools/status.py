@@ -83,20 +83,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return commands.run("status", argv, OPTIONS, lambda args: _status(args.run, args.json), description=text)
 
 
-def _has_files(checkpoint: Path) -> bool:
-    """Return whether a checkpoint has all files at their sizes. (`checkpoint.py verify` compares hashes.)
-
-    A copy of a run in a bucket has only complete steps, without their large files.
-    """
-    if (checkpoint.parents[1] / ".bucket").is_file():
-        return True
-    try:
-        files = json.loads((checkpoint / "manifest.json").read_bytes())["files"]
-        return all((checkpoint / name).stat().st_size == about["bytes"] for name, about in files.items())
-    except (OSError, ValueError, KeyError):
-        return False
-
-
 def _status(folder: Path, as_json: bool) -> int:
     about, history = attempts.of_run(folder)
     records = attempts.records(folder)
@@ -107,7 +93,7 @@ def _status(folder: Path, as_json: bool) -> int:
     lines = [f"run     {name}: {status.text}{reason and f': {reason}'}{waits}"]
     lines.append(f"ranks   {history[-1].world_size} on {', '.join(history[-1].hosts)}")
     named = {saved.name.removeprefix("step-"): saved for saved in (folder / "checkpoints").glob("step-*")}
-    saved = {int(n): each.stat().st_mtime for n, each in named.items() if n.isdecimal() and _has_files(each)}
+    saved = {int(n): each.stat().st_mtime for n, each in named.items() if n.isdecimal()}
     last, best = attempts.last_record(records), attempts.best_step(folder, [*saved])
     n_steps = (attempts.that_count(history) or history)[-1].config["train.steps"]
     if last:

@@ -10,7 +10,7 @@ Samples are drawn as in training, from token files that log each read. So this w
 import argparse
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,10 @@ from torchtitan_lite.data.token_files import ORIGINS, PAIRS, PLACE_BITS, TokenFi
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.terminal import counted
 from torchtitan_lite.tools.load_model import OWN_FAMILY
-from torchtitan_lite.tools.past_steps import Record, read_record, require_own_step, steps_of
+from torchtitan_lite.tools.past_steps import Record, read_record, require_own_step
 
 _TOKENS = 64  # tokens of a text to show
 _SHOWN = 60  # characters of a text on the terminal
-_SKIPPED = 1000  # ranges of samples in a command line
 _TOGETHER = 1024  # documents decoded at a time
 
 Range = tuple[int, int]  # first and end token in a stream
@@ -72,22 +71,28 @@ class Row:
         )
 
 
-class Documents:
-    """The documents of one split of a source."""
+class Documents(TokenFiles):
+    """The documents of one split of a source; samples that are drawn from it log what they read."""
 
     def __init__(self, source: Source, split: str = "train") -> None:
         """
         Raises:
             DataError: the folder is damaged.
         """
-        self.name, self.folder, self._meta = source.name, source.folder, source.meta
-        self.stream = TokenFiles(source.folder, source.meta, split)
+        super().__init__(source.folder, source.meta, split)
+        self.name, self._meta = source.name, source.meta
+        self.log: list[Range] = []
         self.ends = document_ends(source.folder, source.meta, split)
         self._tokenizer = Tokenizer.from_file(str(source.folder / "tokenizer.json"))
         self.known = ORIGINS in source.meta.files  # whether the documents' origins are known
         if self.known:
             self._files = json.loads((source.folder / ORIGINS).read_bytes())
             self._origins = np.memmap(source.folder / f"{split}.origins", dtype=np.int64, mode="r")
+
+    def read(self, first: int, end: int) -> NDArray[Any]:
+        """See TokenFiles."""
+        self.log.append((first, end))
+        return super().read(first, end)
 
     def span(self, document: int) -> Range:
         """Return the range of a document's tokens in the stream, with its marks."""
@@ -112,28 +117,10 @@ class Documents:
             number, place = divmod(int(self._origins[document]), 1 << PLACE_BITS)
             file, unit = self._files[number]
         side = ("source", "target")[document % 2] if PAIRS in self._meta.files else ""
-        ids = self.stream.read(first, min(end, first + _TOKENS)).tolist()
+        ids = super().read(first, min(end, first + _TOKENS)).tolist()
         text = self._tokenizer.decode(ids, skip_special_tokens=True)
         of_document = stop - begin, first - begin, end - begin
         return Row(step, sample, self.name, document, side, file, unit, place, *of_document, first, end, text)
-
-
-@dataclass
-class Reads:
-    """Replaces the TokenFiles of a source, and logs each read."""
-
-    documents: Documents
-    log: list[tuple[Documents, Range]]  # shared by all sources
-
-    @property
-    def path(self) -> Path:
-        """See TokenFiles."""
-        return self.documents.stream.path
-
-    def read(self, first: int, end: int) -> NDArray[Any]:
-        """See TokenFiles."""
-        self.log.append((self.documents, (first, end)))
-        return self.documents.stream.read(first, end)
 
 
 def rows(
@@ -144,40 +131,18 @@ def rows(
     Args:
         wanted: by folder of a source, the documents to yield; None: all.
     """
-    log = list[tuple[Documents, Range]]()
     for step in steps:
-        mixture, seed = record.mixtures[step]
-        for samples in mixture.sources:
-            documents = sources[samples._stream.path.parent]
-            samples._stream = Reads(documents, log)  # type: ignore[assignment]  # the same interface
-        for sample in record.samples[step]:
-            log.clear()
-            mixture.draw(np.array([sample]), seed)
-            for documents, read in log:
-                for number in documents.in_range(read):
-                    if wanted is None or number in wanted[documents.folder]:
-                        yield documents.row(step, sample, number, read)
-
-
-def without(record: Record, sources: Sources, wanted: Mapping[Path, Set[int]], samples: Set[int]) -> list[list[int]]:
-    """Return the `data.skip_samples` with which no step sees the wanted documents; empty: more than _SKIPPED ranges.
-
-    Skipping shifts the later batches to samples that this run did not read, so these are searched too.
-
-    Args:
-        samples: of this run, which see them.
-    """
-    ranges = record.config.data.skip_samples
-    while samples and len(ranges) <= _SKIPPED:
-        ranges = sorted([*ranges, *([n, n + 1] for n in samples)])
-        config = record.config.changed({"data.skip_samples": ranges})
-        made = {step: (a, b) for step, a, b in steps_of(record.attempts[0], config, record.data, config.train.steps)}
-        fork = replace(
-            record, samples={n: a for n, (a, _) in made.items()}, mixtures={n: b for n, (_, b) in made.items()}
-        )
-        shifted = [step for step, batch in fork.samples.items() if batch != record.samples[step]]
-        samples = {row.sample for row in rows(fork, sources, shifted, wanted)}
-    return [] if samples else ranges
+        made = record.steps[step]
+        for samples in made.mixture.sources:
+            samples._stream = sources[samples._stream.path.parent]
+        for sample in made.samples:
+            made.mixture.draw(np.array([sample]), made.seed)
+            for folder, documents in sources.items():
+                for read in documents.log:
+                    for number in documents.in_range(read):
+                        if wanted is None or number in wanted[folder]:
+                            yield documents.row(step, sample, number, read)
+                documents.log.clear()
 
 
 def documents_with(source: Source, split: str, text: str) -> set[int]:
@@ -192,14 +157,13 @@ def documents_with(source: Source, split: str, text: str) -> set[int]:
 
 def _steps(options: argparse.Namespace, record: Record) -> range:
     """Return the steps of --step and --to; all steps of the run if they are not given."""
-    first = min(record.samples) if options.step is None else options.step
-    last = next((n for n in (options.to, options.step) if n is not None), max(record.samples))
+    known = min(record.steps), max(record.steps)
+    first = known[0] if options.step is None else options.step
+    last = next((n for n in (options.to, options.step) if n is not None), known[1])
     for name, step in (("--step", first), ("--to", last)):
-        if step not in record.samples:
+        if step not in record.steps:
             require_own_step(options.run, record.attempts, step, name)
-            raise ConfigError(
-                f"{name}={step}: the run has the steps {min(record.samples)} to {max(record.samples)} (train.steps)"
-            )
+            raise ConfigError(f"{name}={step}: the run has the steps {known[0]} to {known[1]} (train.steps)")
     if last < first:
         raise ConfigError(f"--to={last} is before --step={first}")
     return range(first, last + 1)
@@ -213,8 +177,8 @@ def _run(options: argparse.Namespace) -> int:
     steps = _steps(options, record)
     sources = {folder: Documents(source) for folder, source in record.sources.items()}
     notes = [
-        f"{documents.folder} does not record where its documents came from. Prepare the same text again: the tokens "
-        "stay the same, and the origins are recorded"
+        f"{documents.path.parent} does not record where its documents came from. Prepare the same text again: the "
+        "tokens stay the same, and the origins are recorded"
         for documents in sources.values()
         if not documents.known
     ]
@@ -235,18 +199,17 @@ def _run(options: argparse.Namespace) -> int:
         title = f"parts of these documents are seen at {counted(len(listed), 'step')} of {len(steps):,}: {shown}"
         own = [row for row in found if row.step > record.attempts[0].step]
         if options.step is None and own:
-            ranges = without(record, sources, wanted, {row.sample for row in own})
-            title += "\nto leave all of them out, " + (
-                f'start again, or fork from a checkpoint before step {own[0].step}, with "--data.skip_samples={ranges}"'
-                if ranges
-                else f"remove them from the text and prepare it again: a fork would skip more than {_SKIPPED:,} samples"
+            ranges = sorted([*record.config.data.skip_samples, *([n, n + 1] for n in {row.sample for row in own})])
+            title += (
+                f"\nto leave these parts out, start again, or fork from a checkpoint before step {own[0].step}, with "
+                f'"--data.skip_samples={ranges}"; then search the fork, which reads further samples'
             )
     else:
         skips = {step: skipped for step in steps if (skipped := record.skipped(step))}
         notes += [f"the samples {s.start} to {s.stop - 1} were skipped before step {n}" for n, s in skips.items()]
         found, listed = [*rows(record, sources, steps)], [*steps]
         which = f"step {steps.start}" if len(steps) == 1 else f"steps {steps.start} to {steps[-1]}"
-        first, end = record.samples[steps.start].start, record.samples[steps[-1]].stop
+        first, end = record.steps[steps.start].samples.start, record.steps[steps[-1]].samples.stop
         title = f"{which}: samples {first} to {end - 1}, {counted(len(found), 'part')} of documents"
     for line in (*(f"note    {note}" for note in notes), title, *(row.line() for row in found)):
         print(line)
@@ -254,7 +217,7 @@ def _run(options: argparse.Namespace) -> int:
         content = {
             "run": str(options.run),
             "notes": notes,
-            "steps": [[step, record.samples[step].start, record.samples[step].stop] for step in listed],
+            "steps": [[n, record.steps[n].samples.start, record.steps[n].samples.stop] for n in listed],
             "documents": [asdict(row) for row in found],
         }
         options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -9,19 +9,20 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tomli_w
 
 from torchtitan_lite import commands
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import cli
-from torchtitan_lite.config.schema import Config, flatten
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.open_samples import open_samples
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.run import epochs, phases
 from torchtitan_lite.run.console import batch_line, data_lines, model_line
 from torchtitan_lite.run.mfu import DEVICES, Device
-from torchtitan_lite.terminal import counted, duration, size
+from torchtitan_lite.terminal import duration, size
 from torchtitan_lite.tools.estimate.planned_run import (
     RESERVE,
     SPREAD,
@@ -30,7 +31,7 @@ from torchtitan_lite.tools.estimate.planned_run import (
     expected,
     likely,
     make_plan,
-    n_checkpoints,
+    phases_of,
     unlike_published,
     vocabulary,
     why_unknown,
@@ -79,16 +80,16 @@ def _plan(world_size: int, device: Device | None, config_options: Sequence[str],
     given, data = command.loaded.config, None
     if given.data.is_prepared:
         data = prepare_all(given.data, given.tokenizer, print, later=given.train.later_sources)
-    plan = make_plan(epochs.planned(command.loaded, data), world_size, device)
-    lines = _data_lines(plan.config, data) if data else []
+    config = epochs.planned(command.loaded, data)
+    plan, *later = plans = [make_plan(config.phase(n), world_size, device) for n in range(len(config.train.phases) + 1)]
+    lines = _data_lines(config, data) if data else []
     print("\n".join([*_model_lines(plan), *lines, "", *_memory_lines(plan), *_time_lines(plan)]), flush=True)
-    for n in range(1, len(plan.config.train.phases) + 1):
-        phase = make_plan(plan.config.phase(n), world_size, device)
-        print(
-            f"phase   {n + 1}", *(line.strip() for line in (_memory_lines(phase)[0], _time_lines(phase)[0])), sep="  "
-        )
-    for line in _suggestions(plan) if suggest else _advice(plan):
+    for n, phase in enumerate(later, 2):
+        print(f"phase   {n}", *(line.strip() for line in (_memory_lines(phase)[0], _time_lines(phase)[0])), sep="  ")
+    for line in [*_total_lines(plans), *(_suggestions(plan) if suggest else [])]:
         print(line, flush=True)
+    if not (suggest or all(each.fits for each in plans)):
+        print("try     --suggest, which looks for settings that fit; or more ranks, bfloat16 or a smaller model")
     return 0
 
 
@@ -100,7 +101,7 @@ def _model_lines(plan: Plan) -> list[str]:
     config, layout, train = plan.config, plan.layout, plan.config.train
     run = f"train.epochs = {train.epochs:g}; the number of steps needs prepared data in data.path"
     if train.steps:
-        run = f"{train.steps:,} steps, {train.samples() * config.target_len:,} tokens"
+        run = f"{train.steps:,} steps, {sum(n * phase.target_len for phase, n in phases_of(config)):,} tokens"
     active = f", {plan.n_active:,} of them active" if config.model.has_experts else ""
     note = "" if config.model.vocab_size else vocabulary(config)[1]
     return [
@@ -116,10 +117,9 @@ def _model_lines(plan: Plan) -> list[str]:
 def _memory_lines(plan: Plan) -> list[str]:
     total, device, fits = sum(plan.device_bytes.values()), plan.device, "fits" if plan.fits else "DOES NOT FIT"
     room = f": {fits} in {device.memory_gib:.1f} GiB with a reserve of {RESERVE:.0%}" if device else ""
-    saved, n_bytes = n_checkpoints(plan.config), plan.checkpoint_bytes
-    each = (
-        f"{counted(saved, 'checkpoint')} of {size(n_bytes)}, one of them being saved" if saved > 1 else "a checkpoint"
-    )
+    c, n_bytes = plan.config.checkpoint, plan.checkpoint_bytes
+    saved = c.keep_latest + c.keep_best + 1 if c.keep_latest and not c.keep_every else 1  # 1: it depends on the steps
+    each = f"{saved} checkpoints of {size(n_bytes)}, one of them being saved" if saved > 1 else "a checkpoint"
     return [
         f"memory  {size(total)} peak per rank{room}",
         f"        {', '.join(f'{kind} {size(n)}' for kind, n in plan.device_bytes.items())}",
@@ -127,7 +127,7 @@ def _memory_lines(plan: Plan) -> list[str]:
         * plan.config.fsdp.cpu_offload,
         *["        (compiled blocks need less memory; this estimate ignores that)"] * plan.config.compile.enabled,
         *["        (these estimates are for bfloat16; float8 is not estimated)"] * plan.config.speed.float8,
-        f"disk    {size(max(saved, 1) * n_bytes)} for {each}",
+        f"disk    {size(saved * n_bytes)} for {each}",
     ]
 
 
@@ -142,65 +142,30 @@ def _time_lines(plan: Plan) -> list[str]:
     unlike, name = unlike_published(plan.config), device.name
     basis = f"published runs of {name}" if device.sustained else f"other devices: {name} has no published run"
     error = (
-        f"none of them was {unlike}; a T5 on pairs took {UNLIKE} times its estimate, and 1.4 times the memory"
+        f"none of them was {unlike}; the range ends {UNLIKE} times higher, as for a T5 on pairs"
         if unlike
         else f"nine of ten runs that were not used for fitting are within {SPREAD:.0%} of their estimates"
     )
-    lines = [
+    return [
         f"time    a step takes {step.total:.3f} s, likely {least:.3f} to {most:.3f}: {rate:,.0f} tokens per second "
         f"per device, {share:.0%} MFU",
         f"        matmuls {step.matmuls:.3f} s, attention {step.attention:.3f}, other operators {step.others:.3f}, "
         f"exposed communication {step.exposed:.3f}, optimizer {step.optimizer:.3f}",
         f"        based on {basis}{f'; {error}' if device.sustained or unlike else ''} (docs/plan.md)",
     ]
-    if plan.config.train.steps:
-        run_s = [seconds * plan.full_steps for seconds in (step.total, least, most)]
-        lines.append(
-            f"        the run takes {duration(run_s[0])}, likely {duration(run_s[1])} to "
-            f"{duration(run_s[2])}: {run_s[0] * plan.world_size / 3600:,.0f} device hours"
-        )
-    return lines
 
 
-# --- what to try ------------------------------------------------------------------------------------------------
-
-
-def _advice(plan: Plan) -> Iterator[str]:
-    """Yield a line per change, each simulated on top of the previous ones, until the run fits."""
-    if plan.fits:
-        return
-    for options, config, world_size in _changes(plan):
-        changed = make_plan(config, world_size, plan.device)
-        total = size(sum(changed.device_bytes.values()))
-        known = changed.device is not None and not why_unknown(changed)
-        time = f", {expected(changed, changed.device).total:.3f} s a step" if known and changed.device else ""
-        yield f"try     {total}, {'fits' if changed.fits else 'not yet'}{time}: {options}"
-        if changed.fits:
-            return
-    yield "        none of these is enough; use more ranks, a smaller model, or a device with more memory"
-
-
-def _changes(plan: Plan) -> Iterator[tuple[str, Config, int]]:
-    """Yield cumulative changes: all options so far, the config, the world size."""
-    config, size = plan.config, plan.config.train.micro_batch_size
-    changes: list[dict[str, Any]] = [
-        *[{"fsdp.param_dtype": "bfloat16"}] * (config.fsdp.param_dtype == "float32"),
-        *[{"activation_checkpointing.mode": "selective"}] * (config.activation_checkpointing.mode == "none"),
-        {"activation_checkpointing.mode": "full"},
-        *({"train.micro_batch_size": size >> n} for n in range(1, size.bit_length())),
-        # one replica, sharded over all ranks
-        *[{"fsdp.dp_shard": -1, "fsdp.dp_replicate": 1}] * (plan.layout.dp_replicate > 1 or config.fsdp.dp_shard > 0),
-    ]
-    values, given, text = flatten(config), dict[str, Any](), ""
-    for change in changes:
-        if change.items() <= values.items():
-            continue
-        values, given = values | change, given | change
-        config = config.changed(change)
-        text = " ".join(f"--{key}={value}" for key, value in given.items())
-        yield text, config, plan.world_size
-    for world_size in (2 * plan.world_size, 4 * plan.world_size, 8 * plan.world_size):
-        yield f"{text} --world-size={world_size}".lstrip(), config, world_size
+def _total_lines(plans: Sequence[Plan]) -> list[str]:
+    """Return the time of the steps of all phases."""
+    plan, totals = plans[0], np.zeros(3)
+    if plan.device is None or why_unknown(plan) or not plan.config.train.steps:
+        return []
+    for each, (phase, n_samples) in zip(plans, phases_of(plan.config), strict=True):
+        n_steps = n_samples / phase.train.batch_size(plan.config.train.steps)  # of the last batch size
+        totals += n_steps * np.array([expected(each, plan.device).total, *likely(each, plan.device)])
+    hours = totals[0] * plan.world_size / 3600
+    mean, least, most = map(duration, totals)
+    return [f"        the run takes {mean}, likely {least} to {most}: {hours:,.0f} device hours"]
 
 
 def _suggestions(plan: Plan) -> Iterator[str]:
@@ -230,4 +195,4 @@ def _suggestions(plan: Plan) -> Iterator[str]:
             {s: {k.partition(".")[2]: v for k, v in change.items() if k.startswith(s)} for s in sections}
         )
     if not found:
-        yield "none of the settings that --suggest tries fits; without it, plan names further changes"
+        yield "none of the settings that --suggest tries fits: use more ranks, bfloat16 or a smaller model"

@@ -1,20 +1,15 @@
 """Simulates the memory, compute and communication of one training step, with FakeTensors and a fake process group.
 
 The model, `fully_shard`, activation checkpointing and the optimizer run as in training, so every option of FSDP2 has
-its real effect. Nothing is allocated, so even a 405B model takes only seconds. A dispatch mode sees each operator and
+its real effect. Nothing is allocated; a block takes about a quarter of a second. A dispatch mode sees each operator and
 tracks its output tensors until they are freed.
 
     timeline:    (allocated, freed, bytes, kind) of each storage  ->  the peak, by kind
     collectives: (operator, bytes, ranks) by micro-batch          ->  the communication of a step
     work:        matmuls, attention and memory traffic            ->  the compute of a step
-
-A deep model is simulated at two small depths. Each part of the step (the forward of the second block, the backward of
-the last, the head, ...) is then extrapolated linearly to the full depth.
 """
 
 import contextlib
-import functools
-import math
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -26,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -46,23 +40,16 @@ from torchtitan_lite.tools.estimate.work import Collective, Recorder, Storage, W
 KINDS = "parameters", "optimizer state", "gradients", "gathered parameters", "communication buffers", "activations"
 PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, COMMUNICATION, ACTIVATIONS = KINDS
 
-Peaks = dict[str, dict[str, int]]  # part of the step -> kind -> bytes at the part's peak
-
 
 @dataclass
 class Simulated:
     """One rank's simulated step."""
 
-    peaks: Peaks
+    peak: dict[str, int]  # bytes by kind at the peak of the step
     collectives: list[Counter[Collective]]  # of the first, middle (unless like the first) and last micro-batch
     work: list[Counter[Work]]  # likewise
     optimizer: Counter[Work]  # clipping and the update
     muon_collectives: Counter[Collective] = field(default_factory=Counter)  # see `make_plan`
-
-    @property
-    def peak(self) -> dict[str, int]:
-        """Bytes by kind at the peak of the step."""
-        return max(self.peaks.values(), key=lambda kinds: sum(kinds.values()))
 
     def micro_batches(self, grad_accum_steps: int) -> list[tuple[int, int]]:
         """Return the index of each simulated micro-batch, and how many of the step's micro-batches it represents."""
@@ -80,18 +67,17 @@ class Timeline(TorchDispatchMode):
 
     def __init__(self, n_replicas: int, compiled: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.n_replicas, self.compiled, self.now = n_replicas, compiled, 0
-        self.storages: list[Storage] = []
+        self.n_replicas, self.compiled = n_replicas, compiled
+        self._held, self._most, self._at_peak = 0, 0, list[Storage]()
         self.collectives: Counter[Collective] = Counter()
         self.recorder = Recorder(lambda tensor: self._alive.get(id(tensor.untyped_storage())))
-        self.phase, self.micro = "forward", 0
-        self._parts: list[tuple[int, str]] = [(1, "start")]  # start time and name of each part of the step
+        self.phase, self._in_block = "forward", False
         self._alive: dict[int, Storage] = {}  # by id of torch's storage
 
-    def begin_part(self, name: str) -> None:
-        """Begin a part of the step, such as "0 forward block 1"."""
+    def begin_part(self, *, in_block: bool) -> None:
+        """Begin a part of the step, in a block or outside of all of them."""
         self.recorder.end_of_kernel(self.phase)
-        self._parts.append((self.now + 1, name))
+        self._in_block = in_block
 
     def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
@@ -100,7 +86,7 @@ class Timeline(TorchDispatchMode):
         else:
             for tensor in tensors_of(out):
                 self.track(tensor, ACTIVATIONS)
-            fused = self.compiled and "block" in self._parts[-1][1] and function.namespace != "fsdp"
+            fused = self.compiled and self._in_block and function.namespace != "fsdp"
             if function.namespace != "prim":
                 self.recorder.count(function, args, kwargs, out, self.phase, fused=fused)
         return out
@@ -115,19 +101,21 @@ class Timeline(TorchDispatchMode):
             known.kind = kind
 
     def _allocated(self, storage: Any, kind: str, reference: Any) -> None:
-        self.now += 1
-        self._alive[id(storage)] = entry = Storage(self.now, storage.nbytes(), kind, reference)
-        self.storages.append(entry)
+        self._alive[id(storage)] = Storage(storage.nbytes(), kind, reference)
+        self._held += storage.nbytes()
+        if self._held > self._most:
+            self._most, self._at_peak = self._held, [*self._alive.values()]
 
     def _freed(self, key: int) -> None:
-        self.now += 1
-        self._alive.pop(key).freed = self.now
+        storage = self._alive.pop(key)
+        storage.freed = True
+        self._held -= storage.bytes
 
     def _resized(self, storage: Any) -> None:
         """Record that FSDP freed or allocated gathered parameters by resizing their storage."""
         if known := self._alive.get(id(storage)):
-            self.now += 1
-            known.freed, known.kind = self.now, GATHERED
+            known.kind = GATHERED
+            self._freed(id(storage))
             self._allocated(storage, GATHERED, known.reference)
 
     def _collective(self, function: Any, args: Any) -> None:
@@ -155,20 +143,12 @@ class Timeline(TorchDispatchMode):
         with patch.object(torch.UntypedStorage, "resize_", resize_), self:
             yield
 
-    def peaks(self) -> Peaks:
-        """Return the peak of each part of the step."""
-        changes = {s.allocated: (s.kind, s.bytes) for s in self.storages}
-        changes |= {s.freed: (s.kind, -s.bytes) for s in self.storages if s.freed is not None}
-        held, peaks = dict.fromkeys(KINDS, 0), Peaks()
-        ends = [start for start, _ in self._parts[1:]] + [self.now + 1]
-        for (start, name), end in zip(self._parts, ends, strict=True):
-            peaks[name] = dict(held)
-            for moment in range(start, end):
-                kind, n_bytes = changes[moment]
-                held[kind] += n_bytes
-                if sum(held.values()) > sum(peaks[name].values()):
-                    peaks[name] = dict(held)
-        return peaks
+    def peak(self) -> dict[str, int]:
+        """Return the bytes by kind at the peak of the step."""
+        held = dict.fromkeys(KINDS, 0)
+        for storage in self._at_peak:
+            held[storage.kind] += storage.bytes
+        return held
 
 
 # torch's names
@@ -202,111 +182,53 @@ def simulate(config: Config, world_size: int, vocab_size: int, *, on_gpu: bool) 
     Args:
         on_gpu: simulate CUDA's kernels. E.g. attention with dropout needs T x T matrices only on a CPU.
     """
-    prefetch, group = 1, config.fsdp.blocks_per_group
-    period = math.lcm(group, len(config.model.layer_pattern))  # number of blocks after which the model repeats
-    if config.fsdp.explicit_prefetching:
-        prefetch = max(config.fsdp.forward_prefetch, config.fsdp.backward_prefetch)
-    if config.activation_checkpointing.mode != "none":
-        period = math.lcm(period, config.activation_checkpointing.every)
-    depths = list(config.model.stacks)
-    least = [-(-(prefetch + 3) * group // period) * period + depth % period for depth in depths]
-    shallow_depths = [depth if depth <= n + period else n for depth, n in zip(depths, least, strict=True)]
-    if config.optim.freeze or config.fsdp.shard_columns:
-        shallow_depths = depths  # patterns may treat single blocks differently, so extrapolation would be wrong
-    with fake_world(world_size):
-        mesh = build_mesh(config.fsdp, torch.device("cpu"))  # shared: comparing two large meshes is slow
-        shallow = full = simulate_depths(config, mesh, vocab_size, shallow_depths, on_gpu)
-        for i, depth in enumerate(depths):
-            if depth > shallow_depths[i]:
-                deeper_depths = [d + period * (j == i) for j, d in enumerate(shallow_depths)]
-                deeper = simulate_depths(config, mesh, vocab_size, deeper_depths, on_gpu)
-                full = _extrapolated(full, shallow, deeper, (depth - shallow_depths[i]) // period)
-    return full
-
-
-def _extrapolated(base: Simulated, shallow: Simulated, deeper: Simulated, times: int) -> Simulated:
-    """Return `base` plus `times` the difference between `deeper` and `shallow`."""
-
-    def total(start: Counter[Any], a: Counter[Any], b: Counter[Any]) -> Counter[Any]:
-        return Counter({key: start[key] + times * (b[key] - a[key]) for key in {**start, **a, **b}})
-
-    return Simulated(
-        peaks={
-            part: {
-                kind: n + times * (deeper.peaks[part][kind] - shallow.peaks[part][kind]) for kind, n in kinds.items()
-            }
-            for part, kinds in base.peaks.items()
-        },
-        collectives=[
-            total(*counts) for counts in zip(base.collectives, shallow.collectives, deeper.collectives, strict=True)
-        ],
-        work=[total(*counts) for counts in zip(base.work, shallow.work, deeper.work, strict=True)],
-        optimizer=total(base.optimizer, shallow.optimizer, deeper.optimizer),
-    )
-
-
-def simulate_depths(config: Config, mesh: DeviceMesh, vocab_size: int, depths: list[int], on_gpu: bool) -> Simulated:
-    """Simulate a model with these depths, one per stack of blocks. Needs `fake_world`."""
-    layout, fsdp = (
-        derive(config, mesh.size()),
-        config.fsdp.model_copy(update={"cpu_offload": False, "symmetric_memory": False}),
-    )
+    layout = derive(config, world_size)
+    fsdp = config.fsdp.model_copy(update={"cpu_offload": False, "symmetric_memory": False})
     timeline = Timeline(layout.dp_replicate, config.compile.enabled)
     with torch.device("meta"):
-        keys = dict(zip(("n_layers", "n_decoder_layers"), depths, strict=False))
-        model = models.build(config.model.model_copy(update=keys), vocab_size, models.LossOptions.from_config(config))
+        model = models.build(config.model, vocab_size, models.LossOptions.from_config(config))
     freeze(model, config.optim.freeze)
     if on_gpu:
         fuse_norms(model)  # CUDA's fused RMSNorm saves as little for backward as this CPU version
     else:
         cpu.apply(model, config.speed)
     apply_activation_checkpointing(model, config.activation_checkpointing)
-    apply_fsdp(model, mesh, fsdp)
-    if on_gpu:
-        attentions: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "dropout", None), float)]
-        for attention in attentions:
-            attention.dropout = 0.0
-        for module in model.modules():
-            if getattr(module, "window", 0):
-                module.attend = _windowed_on_gpu  # type: ignore[assignment]
-    _mark_blocks(model, timeline)
-    alike = fsdp.grad_sync == "every" and fsdp.reshard_after_backward  # the first micro-batch is like later ones
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        model.to_empty(device="cpu")
-        model.tie_weights()
-        optimizer = build_optimizer(model, config.optim)
-        make_state(optimizer)
-        for tensor in (*model.parameters(), *model.buffers()):
-            timeline.track(local(tensor), PARAMETERS)
-        for tensor in tensors_of([*optimizer.state.values()]):
-            timeline.track(tensor, OPTIMIZER)
+    with fake_world(world_size):
+        apply_fsdp(model, build_mesh(fsdp, torch.device("cpu")), fsdp)
         if on_gpu:
-            stack.enter_context(patch.object(functional, "scaled_dot_product_attention", _attention_on_gpu))
-        return _step(config, min(layout.grad_accum_steps, 2 if alike else 3), model, optimizer, timeline)
+            attentions: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "dropout", None), float)]
+            for attention in attentions:
+                attention.dropout = 0.0
+            for module in model.modules():
+                if getattr(module, "window", 0):
+                    module.attend = _windowed_on_gpu  # type: ignore[assignment]
+        _mark_blocks(model, timeline)
+        alike = fsdp.grad_sync == "every" and fsdp.reshard_after_backward  # the first micro-batch is like later ones
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model.to_empty(device="cpu")
+            model.tie_weights()
+            optimizer = build_optimizer(model, config.optim)
+            make_state(optimizer)
+            for tensor in (*model.parameters(), *model.buffers()):
+                timeline.track(local(tensor), PARAMETERS)
+            for tensor in tensors_of([*optimizer.state.values()]):
+                timeline.track(tensor, OPTIMIZER)
+            return _step(config, min(layout.grad_accum_steps, 2 if alike else 3), model, optimizer, timeline)
 
 
 def _mark_blocks(model: models.Transformer, timeline: Timeline) -> None:
-    """Name the parts of the step by block, counted from the nearer end, so that deeper models have these names too."""
-    names = [
-        stack + (f"block {i}" if i < depth // 2 else f"last block but {depth - 1 - i}")
-        for stack, depth in zip(("", "decoder's "), model.config.stacks, strict=False)
-        for i in range(depth)
-    ]
+    """Tell the timeline where blocks begin and end, in forward and backward."""
 
-    def before(i: int, *_: Any) -> None:
-        timeline.begin_part(f"{timeline.micro} forward {names[i]}")
-
-    def after(i: int, _module: nn.Module, _args: Any, output: Any) -> None:
-        if i == len(names) - 1:
-            timeline.begin_part(f"{timeline.micro} head")
+    def after(block: nn.Module, _args: Any, output: Any) -> None:
+        if block is model.layers[-1]:
+            timeline.begin_part(in_block=False)
         x = output[0] if isinstance(output, tuple) else output  # MoE blocks return a tuple
         if x.requires_grad:
-            x.register_hook(lambda _: timeline.begin_part(f"{timeline.micro} backward {names[i]}"))
+            x.register_hook(lambda _: timeline.begin_part(in_block=True))
 
-    for i, layer in enumerate(model.layers):
-        layer.register_forward_pre_hook(functools.partial(before, i))
-        layer.register_forward_hook(functools.partial(after, i))
+    for block in model.layers:
+        block.register_forward_pre_hook(lambda *_: timeline.begin_part(in_block=True))
+        block.register_forward_hook(after)
 
 
 def _step(config: Config, n_micro: int, model: nn.Module, optimizer: GuardedOptimizer, timeline: Timeline) -> Simulated:
@@ -314,8 +236,8 @@ def _step(config: Config, n_micro: int, model: nn.Module, optimizer: GuardedOpti
     collectives, work = [], []
     with timeline.tracking():
         for i in range(n_micro):
-            timeline.phase, timeline.micro = "forward", i
-            timeline.begin_part(f"{i} inputs")
+            timeline.phase = "forward"
+            timeline.begin_part(in_block=False)
             tokens = torch.zeros(train.micro_batch_size, config.input_len, dtype=torch.int64)
             targets = torch.zeros(train.micro_batch_size, config.target_len, dtype=torch.int64)
             before_micro_batch(model, config.fsdp, last=i == n_micro - 1)
@@ -330,22 +252,12 @@ def _step(config: Config, n_micro: int, model: nn.Module, optimizer: GuardedOpti
             timeline.collectives = Counter()
             work.append(timeline.recorder.take())
         timeline.phase = "optimizer"
-        timeline.begin_part("optimizer")
+        timeline.begin_part(in_block=False)
         norm = squared_norm(gradient_norms(model), 1).sqrt().float()
         optimizer.multiply_gradients(clip_factor(norm, config.optim.max_norm, torch.ones(())))
         optimizer.step()
         optimizer.zero_grad()
-    return Simulated(timeline.peaks(), collectives, work, timeline.recorder.take())
-
-
-_attention: Any = functional.scaled_dot_product_attention
-
-
-def _attention_on_gpu(*args: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Any:
-    """Compute attention as on a GPU, whose fused kernel accepts a bias that requires grad. A CPU stores all scores."""
-    if attn_mask is None or not attn_mask.requires_grad:
-        return _attention(*args, attn_mask=attn_mask, **kwargs)
-    return _GradientOfBias.apply(_attention(*args, attn_mask=attn_mask.detach(), **kwargs), attn_mask)  # type: ignore[no-untyped-call]
+    return Simulated(timeline.peak(), collectives, work, timeline.recorder.take())
 
 
 def _windowed_on_gpu(
@@ -356,17 +268,5 @@ def _windowed_on_gpu(
         return attend(q, k, v)
     groups = q.shape[2] // k.shape[2]
     k, v = (t.repeat_interleave(groups, dim=2) if groups > 1 else t for t in (k[:, :window], v[:, :window]))
-    return _attention(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
-
-
-class _GradientOfBias(torch.autograd.Function):
-    """Allocates the gradient that the kernel writes, which has the size of all scores."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, bias: Tensor) -> Tensor:
-        ctx.shape, ctx.dtype = bias.shape, bias.dtype
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        return grads[0], grads[0].new_empty(ctx.shape, dtype=ctx.dtype)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)

@@ -67,13 +67,12 @@ class Collective:
 
 @dataclass(eq=False)
 class Storage:
-    """Bytes held from one moment to another; `freed` is None if they are still held."""
+    """Bytes of memory."""
 
-    allocated: int
     bytes: int
     kind: str
     reference: Any  # the weak reference that reports its release
-    freed: int | None = None
+    freed: bool = False
 
 
 # positions of the two inputs
@@ -105,7 +104,7 @@ class Recorder:
 
     def end_of_kernel(self, phase: str) -> None:
         """End a fused kernel: it has read its inputs, and writes what is still held."""
-        written = sum(storage.bytes for storage in self._made if storage.freed is None)
+        written = sum(storage.bytes for storage in self._made if not storage.freed)
         if self._read or written:
             self.work[Traffic(phase)] += sum(self._read.values()) + written
             self.work[Traffic(phase, kernels=True)] += 1

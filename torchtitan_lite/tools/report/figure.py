@@ -74,7 +74,7 @@ PANELS = (
         ends=True,
     ),
     Panel("Validation loss by source", "nats per token", {"val_loss/": ""}, ".4f", ends=True),
-    Panel("Tasks", "score", {"task/": ""}, ".3f", _ZERO),
+    Panel("Tasks", "score", {"task/": "", "task_chance/": "chance"}, ".3f", _ZERO),
     Panel("Learning rate", "", {"lr": ""}, ".3~e", _ZERO | {"tickformat": "~e"}),
     Panel("Gradient norm", "before clipping", {"grad_norm": ""}, ".4~g", _LOG, smooth=True),
     Panel("Gradient norm by block", "log10", {"grad_norm/": ""}, heat=True),
@@ -82,11 +82,18 @@ PANELS = (
     Panel("Norm of updates by block", "log10", {"update_norm/": ""}, heat=True),
     Panel("Seconds of computing by rank", "log10", {"rank_seconds/": ""}, heat=True),
     Panel("Throughput", "tokens per second", {"tokens_per_second": ""}, ",.0f", _ZERO, smooth=True),
+    Panel(
+        "Seconds since the previous record",
+        "",
+        {"data_s": "waiting for data", "optimizer_s": "optimizer"},
+        ".3~g",
+        _ZERO,
+    ),
     Panel("Peak memory of rank 0", "GiB", {"peak_memory_gib": ""}, ".2f", _ZERO),
     Panel("Loss scale", "float16", {"loss_scale": ""}, ",~g", _LOG),
     Panel("Load of experts", "relative to the mean of the layer", {"load_max": "highest", "load_min": "lowest"}),
 )
-_NOT_DRAWN = {"step", "attempt", "time", "tokens", "loss", "seconds"}  # nor "..._s": the page has a table of times
+_NOT_DRAWN = {"step", "attempt", "time", "tokens", "loss", "seconds"}
 
 
 @dataclass(frozen=True)
@@ -133,15 +140,11 @@ def figure(runs: Sequence[Run]) -> go.Figure:
     for curve in curves:
         drawn.add_trace({"x": curve.steps, **curve.trace}, **cells[curve.panel])
     fixed = {"itemclick": False, "itemdoubleclick": False} if several else {}  # a dash has no single curve to hide
-    for n, (panel, cell, (_, axis)) in enumerate(zip(panels, cells, axes, strict=True)):
+    for n, (cell, (_, axis)) in enumerate(zip(cells, axes, strict=True)):
         drawn.update_yaxes(**grid, **axis, **cell)
         x, y = (each.domain[1] for each in drawn.get_subplot(**cell))
         corner = {"x": x, "xanchor": "right", "y": y, "yanchor": "top"}  # a legend above would cover the title
         drawn.update_layout({f"legend{n + 2}": corner | fixed})
-        for chance in _chances(panel, runs):
-            dotted = {"color": GREY, "dash": "dot", "width": 1.2}
-            note = {"annotation_text": "chance", "annotation_position": "top left", "annotation_font_size": 10}
-            drawn.add_hline(chance, line=dotted, **note, **cell)
     drawn.update_layout(
         height=height + _TOP + _BOTTOM,
         font={"color": TEXT, "family": "system-ui, sans-serif", "size": 12},
@@ -178,7 +181,7 @@ def _panels(runs: Sequence[Run]) -> list[Panel]:
 
     panels = [*map(with_keys, PANELS)]
     known = _NOT_DRAWN.union(*(panel.keys for panel in panels))
-    unknown = [key for key in numbers if key in in_steps and key not in known and not key.endswith("_s")]
+    unknown = [key for key in numbers if key in in_steps and key not in known]
     others = dict.fromkeys("".join(key.partition("/")[:2]) for key in unknown)
     panels += [with_keys(Panel(name.rstrip("/"), "", {name: ""}, smooth=True)) for name in others]
     return [panel for panel in panels if panel.keys and not (panel.heat and len(runs) > 1)]
@@ -194,12 +197,6 @@ def _axis(panel: Panel, runs: Sequence[Run]) -> tuple[str, Mapping[str, Any]]:
             axis = {"range": [lowest - 0.05 * (limit - lowest), limit]}
             unit += f"; the axis ends at {limit:.3g}, the curves reach {highest:,.4g}"
     return f"<b>{html.escape(panel.title)}</b>  <span style='color: {TEXT}'>{unit}</span>", axis
-
-
-def _chances(panel: Panel, runs: Sequence[Run]) -> set[float]:
-    """Return the scores of guessing in the tasks of a panel."""
-    keys = [key.replace("task/", "task_chance/") for key in panel.keys if key.startswith("task/")]
-    return {value for run in runs for key in keys for value in _numbers(run, key)}
 
 
 def _curves(runs: Sequence[Run], panels: Sequence[Panel]) -> Iterator[_Curve]:

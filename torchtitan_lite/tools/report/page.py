@@ -1,4 +1,4 @@
-"""Writes the page of the report: results, curves (figure.py), times, changes, samples and configs of the runs.
+"""Writes the page of the report: results, curves (figure.py), changes, samples and configs of the runs.
 
 All text of a run is escaped.
 """
@@ -13,7 +13,6 @@ from importlib import resources
 
 from plotly.offline import get_plotlyjs
 
-from torchtitan_lite.terminal import duration
 from torchtitan_lite.tools.report.figure import COLOURS, figure
 from torchtitan_lite.tools.report.runs import Records, Run, best_first, differing, results
 
@@ -49,7 +48,7 @@ def page(runs: Sequence[Run]) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         f"<title>{names}</title><style>{style}</style></head><body><main>{_head(runs)}"
-        f"{_CURVES % (plotly, figure(runs).to_json(), json.dumps(_OPTIONS))}{_times(runs)}"
+        f"{_CURVES % (plotly, figure(runs).to_json(), json.dumps(_OPTIONS))}"
         + "".join(f"<section><h2>{title}</h2>{content}</section>" for title, content in sections if content)
         + "</main></body></html>\n"
     )
@@ -86,33 +85,6 @@ def _status(run: Run) -> str:
     return shown + (f"<small>{escape(more)}</small>" if more else "")
 
 
-def seconds_of(run: Run) -> dict[str, float]:
-    """Return the seconds that each kind of work took."""
-
-    def total(key: str, records: Records = run.records) -> float:
-        return sum(record.get(key) or 0.0 for record in records)
-
-    data, optimizer = total("data_s"), total("optimizer_s")
-    return {
-        "forward and backward": total("seconds", run.steps) - data - optimizer,
-        **{"optimizer": optimizer, "waiting for data": data, "validation": total("eval_s")},
-        **{"tasks": total("task_s"), "samples": total("seconds", run.samples), "saving": total("save_s")},
-    }
-
-
-def _times(runs: Sequence[Run]) -> str:
-    spent = [seconds_of(run) for run in runs]
-
-    def cell(kind: str, seconds: dict[str, float]) -> str:
-        share = seconds[kind] / (sum(seconds.values()) or 1)
-        shown = f"{seconds[kind]:.1f}s" if seconds[kind] < 9.95 else duration(seconds[kind])
-        return f"<progress value={share:.3f}></progress> {shown} <small>{share:.1%}</small>"
-
-    rows = [[kind, *(cell(kind, each) for each in spent)] for kind in spent[0] if any(each[kind] for each in spent)]
-    head = ["", *(_named(runs, run) for run in runs)] if len(runs) > 1 else []
-    return f"<section><h2>Where the time went</h2>{_table(head, rows)}</section>"
-
-
 def _changes(run: Run) -> str:
     rows = [[f"{step:,}", escape(key), _code(before), _code(now)] for step, key, before, now in run.changes]
     return _table(["after step", "key", "before", "from then on"], rows) if rows else ""
@@ -125,12 +97,11 @@ def _samples(run: Run) -> str:
         by_prompt.setdefault(sample["prompt"], []).append(sample)
     blocks = ""
     for prompt, records in by_prompt.items():
-        n = min(len(records), SAMPLES)  # evenly spaced, including the first and the last
-        shown = [records[round(i * (len(records) - 1) / max(n - 1, 1))] for i in range(n)]
-        fewer = f" ({n} of {len(records)})" if n < len(records) else ""
+        shown = records[:: -len(records) // SAMPLES]  # evenly spaced, from the last one
+        fewer = f" ({len(shown)} of {len(records)})" if len(shown) < len(records) else ""
         target = records[-1].get("reference")
         begin = f"<mark>{escape(prompt)}</mark>" if target is None else ""
-        rows = [[f"{s['step']:,}", f"<pre>{begin}{escape(s['text'])}</pre>"] for s in reversed(shown)]
+        rows = [[f"{s['step']:,}", f"<pre>{begin}{escape(s['text'])}</pre>"] for s in shown]
         answer = "" if target is None else f"<p>target: {_code(target)}</p>"
         blocks += f"<h3>{_code(prompt)}{fewer}</h3>{answer}{_table([], rows)}"
     return blocks

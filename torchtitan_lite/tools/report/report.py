@@ -48,8 +48,7 @@ def _report(args: argparse.Namespace) -> int:
     if args.table:
         print(_table(folders))
         return 0
-    above = folders[0].parent if folders[0].name not in ("", "..") else folders[0].resolve().parent
-    out = args.out or (folders[0] if len(folders) == 1 else above) / "report.html"
+    out = args.out or (folders[0] if len(folders) == 1 else folders[0].resolve().parent) / "report.html"
     runs = [read_run(folder) for folder in folders]
     try:
         from torchtitan_lite.tools.report.page import page
