@@ -212,7 +212,7 @@ class T5(Transformer):
             cache: from `new_cache`, for generation. The first call fills it; later calls encode nothing and take only
                 new answer tokens.
             positions: must be None: documents can't share a sequence.
-            per_sequence: return the loss of each sequence.
+            per_sequence: return the loss of each sequence, without gradients.
             answer: (B, S) int64, the decoder's inputs. None: the targets, shifted by one after PAD.
 
         Returns:

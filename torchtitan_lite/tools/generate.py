@@ -19,8 +19,7 @@ import torch
 from torchtitan_lite import commands
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.families import FAMILIES
-from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.data.pairs import with_prefix
+from torchtitan_lite.data.pairs import encode_prompt
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models.generation import Sampler, beam_search, is_encoder_decoder, new_tokens, pieces
 from torchtitan_lite.terminal import counted
@@ -31,25 +30,9 @@ MOST_BEAMS = 1000
 
 
 def encode(opened: Opened, prompt: str) -> list[int]:
-    """Return the tokens of a prompt. An encoder-decoder's source gets the prefix and end token of training.
-
-    Raises:
-        ConfigError: the prompt is empty, can't be encoded, or is too long for the model.
-    """
-    is_source, limit = is_encoder_decoder(opened.model), opened.model.config.max_seq_len
-    ids = bpe.encode(opened.tokenizer, with_prefix(opened.prefix, prompt) if is_source and prompt else prompt, "prompt")
-    if is_source and ids:
-        ids += [end for end in opened.ends[:1] if ids[-1] != end]
-    elif not is_source:  # an empty prompt is the beginning of a document
-        ids = bpe.begun(ids, opened.begin) or opened.beginning()
-    if not ids:
-        raise ConfigError("the prompt is empty, and the model has no token that begins a text: give it one")
-    if len(ids) > (longest := limit if is_source else limit - 1):
-        raise ConfigError(
-            f"the prompt has {len(ids)} tokens, and the model takes {limit} (max_seq_len; of a decoder, with the "
-            f"answer): a prompt of at most {longest} works"
-        )
-    return ids
+    """Return the tokens of a prompt: see data.pairs.encode_prompt."""
+    model = opened.model.config
+    return encode_prompt(opened.tokenizer, prompt, model, opened.prefix, opened.begin, opened.beginning())
 
 
 OPTIONS: commands.Options = {
