@@ -97,7 +97,7 @@ def test_a_folder_computes_the_same_and_goes_out_as_it_came_in(
     loss.backward()
     (out.loss * n).backward()
     gradients = {name: p.grad for name, p in theirs.named_parameters()}
-    expected = names.from_hf(gradients, "t5")
+    expected = names.from_hf(gradients, config)
     found = {name: p.grad for name, p in model.named_parameters()}
     assert found.keys() == expected.keys() - ({"output.weight"} if config.tie_embeddings else set())
     for name, gradient in found.items():

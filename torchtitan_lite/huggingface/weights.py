@@ -92,7 +92,7 @@ def open_weights(folder: Path, config: ModelConfig) -> Mapping[str, Tensor]:
         return stack_experts(
             {
                 name: tensor
-                for name, tensor in from_hf(_read_shards(folder), config.family).items()
+                for name, tensor in from_hf(_read_shards(folder), config).items()
                 if name != "output.weight" or not config.tie_embeddings
             }
         )
@@ -197,7 +197,7 @@ def keys_of(folder: Path) -> dict[str, Any]:
         )
     keys = from_hf_config(storage.read_json(file))
     if keys["tie_embeddings"]:  # a T5's config.json does not say, and other models may still have a separate head
-        weights = from_hf(_read_shards(folder), keys["family"])
+        weights = from_hf(_read_shards(folder), ModelConfig.model_validate(keys))
         head, embeddings = weights.get("output.weight"), weights.get("tok_embeddings.weight")
         keys["tie_embeddings"] = head is None or (embeddings is not None and head.equal(embeddings))
     return keys
