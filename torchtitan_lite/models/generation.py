@@ -35,11 +35,9 @@ class Sampler:
         if not logits.isfinite().all():
             raise NonFiniteError("the model computes logits that are not finite: it diverged, or its file is damaged")
         likeliest = int(logits.argmax())
-        if self.temperature == 0:
+        if self.temperature < 1e-6:  # a division by it might overflow
             return likeliest
         logits = logits.float().cpu() / self.temperature
-        if not logits.isfinite().all():  # the division by a temperature near 0 overflows
-            return likeliest
         if 0 < self.top_k < len(logits):
             logits[logits < logits.topk(self.top_k).values[-1]] = -torch.inf
         if self.top_p < 1:

@@ -23,7 +23,6 @@ from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.errors import CheckpointError, FormatError, UnreadableError, run_cli
 from torchtitan_lite.huggingface import weights
 from torchtitan_lite.models import build
-from torchtitan_lite.run import attempts
 from torchtitan_lite.terminal import counted, size
 from torchtitan_lite.tools.load_model import best_checkpoint, open_model
 
@@ -62,8 +61,6 @@ def inspect(folder: Path) -> None:
         f"step {state.step}, {counted(state.tokens, 'token')}, {counted(state.samples_consumed, 'sample')}; "
         f"{manifest.state_dict} state"
     )
-    if (best := attempts.best_step(folder.parent.parent, storage.find_steps(folder.parent))) is not None:
-        print(f"the run's best checkpoint, by validation loss: step {best}")
     print(
         f"saved by {counted(manifest.world_size, 'rank')}; {size(manifest.bytes)} in "
         f"{counted(len(manifest.files), 'file')}"

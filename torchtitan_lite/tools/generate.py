@@ -10,8 +10,7 @@ import argparse
 import contextlib
 import functools
 import sys
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -22,7 +21,6 @@ from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.data.pairs import encode_prompt
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models.generation import Sampler, beam_search, is_encoder_decoder, new_tokens, pieces
-from torchtitan_lite.terminal import counted
 from torchtitan_lite.tools import load_model
 from torchtitan_lite.tools.load_model import Opened, best_checkpoint, device_of, open_model, out_of_range
 
@@ -84,30 +82,17 @@ class Options:
         )
 
 
-def answer(opened: Opened, prompt: str, options: Options) -> str:
+def answer(opened: Opened, prompt: str, options: Options) -> None:
     """Print the prompt and stream the model's continuation; of an encoder-decoder, only the answer.
-
-    Returns:
-        a line with the rate of new tokens, which includes the time of the prompt.
 
     Raises:
         ConfigError: see `encode`.
     """
-    ids, n_tokens = encode(opened, prompt), 0
-    if continues := not is_encoder_decoder(opened.model):
-        print(prompt, end="", flush=True)
-
-    def counting() -> Iterator[int]:
-        nonlocal n_tokens
-        for token in tokens_of(opened, ids, options):
-            n_tokens += 1
-            yield token
-
-    started = time.perf_counter()
-    for text in pieces(opened.tokenizer, ids if continues else [], counting()):
+    ids, continues = encode(opened, prompt), not is_encoder_decoder(opened.model)
+    print(prompt if continues else "", end="", flush=True)
+    for text in pieces(opened.tokenizer, ids if continues else [], tokens_of(opened, ids, options)):
         print(text, end="", flush=True)
     print(flush=True)
-    return f"{counted(n_tokens, 'token')}, {n_tokens / (time.perf_counter() - started):,.1f} tokens/s"
 
 
 def tokens_of(opened: Opened, ids: list[int], options: Options) -> Iterable[int]:
@@ -123,7 +108,7 @@ def converse(opened: Opened, options: Options) -> None:
     with contextlib.suppress(EOFError):
         while prompt := input("prompt> " if sys.stdin.isatty() else ""):
             try:
-                print(answer(opened, prompt, options), file=sys.stderr)
+                answer(opened, prompt, options)
             except ConfigError as error:  # e.g. too long: the next prompt may work
                 print(f"generate: {error}", file=sys.stderr)
 
@@ -154,7 +139,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.beams > 1 and not is_encoder_decoder(opened.model):
         raise ConfigError(f"--beams is for encoder-decoders, and {args.run} holds a decoder: leave it out")
     if args.prompt is not None:
-        print(answer(opened, args.prompt, options), file=sys.stderr)
+        answer(opened, args.prompt, options)
     if args.interactive:
         converse(opened, options)
     return 0

@@ -144,9 +144,6 @@ def task_table(scores: dict[str, TaskScore], length: int) -> list[str]:
         figures, task = score.figures(), score.task
         metrics = METRICS[task.kind]
         *texts, bits = (plus_minus(figures[m], figures[f"{m}_stderr"], 3) for m in (*metrics, "bits_per_byte"))
-        texts = [text + "*" * (m == task.main != metrics[0]) for m, text in zip(metrics, texts, strict=True)]
         texts += ["-"] * (3 - len(metrics)) + [f"{task.chance:.3f}", bits]
         cells.append([f"  {name}", f"{len(task.questions):,}", f"{length}", *texts])
-    starred = any(score.task.main != METRICS[score.task.kind][0] for score in scores.values())
-    lines = columns(cells, right=range(1, 8)) if scores else []
-    return [*lines, *["  *: the main score of the task"] * starred]
+    return columns(cells, right=range(1, 8)) if scores else []
