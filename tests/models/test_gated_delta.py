@@ -31,7 +31,8 @@ def by_token(*inputs: Tensor) -> tuple[Tensor, Tensor]:
     *given, memory = inputs
     outputs = []
     for t in range(T):
-        one, memory = gated_delta.chunked(*(x[:, t : t + 1] for x in given), memory, torch.zeros(1, 1).long())
+        q, k, v, g, b = (x[:, t : t + 1] for x in given)
+        one, memory = gated_delta.chunked(q, k, v, g, b, memory, torch.zeros(1, 1).long())
         outputs.append(one)
     return torch.cat(outputs, 1), memory
 

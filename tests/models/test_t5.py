@@ -95,7 +95,7 @@ def test_a_folder_computes_the_same_and_goes_out_as_it_came_in(
     content = configs.to_hf_config(config, 97)
     # transformers 4 reads false as a head of its own, which is then in the file
     assert content["tie_word_embeddings"] == content["scale_decoder_outputs"] == scaled
-    parts = names.hf_names(found, "t5")
+    parts = names.hf_names(found, config)
     weights = {name: names.to_hf(part, model.get_parameter, "t5").detach() for name, part in parts.items()}
     assert weights.keys() == load_file(folder / "model.safetensors").keys()
     (folder / "config.json").write_text(json.dumps(content))

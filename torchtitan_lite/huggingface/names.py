@@ -117,10 +117,6 @@ def _t5_table(n_encoder: int, n_decoder: int, *, gated: bool) -> dict[str, str]:
     return table
 
 
-def _number(names: Iterable[str], pattern: str) -> int:
-    return sum(bool(re.fullmatch(pattern, name)) for name in names)
-
-
 def rename(name: str, table: Mapping[str, str]) -> str:
     """Translate a tensor's name by a table. Table entries may omit the last part (weight or bias)."""
     numbers = [part for part in name.split(".") if part.isdigit()]
@@ -132,15 +128,12 @@ def rename(name: str, table: Mapping[str, str]) -> str:
 # --- weights ----------------------------------------------------------------------------------------------------
 
 
-def hf_names(ours: Iterable[str], family: str) -> dict[str, list[str]]:
+def hf_names(ours: Iterable[str], config: ModelConfig) -> dict[str, list[str]]:
     """Return, for each Hugging Face tensor, our names of its parts."""
-    if family in _TABLES:
-        return {rename(name, _TABLES[family]): [name] for name in ours}
-    if family == "t5":
-        ours = list(ours)
-        n_decoder = _number(ours, r"layers\.\d+\.cross_attention_norm\.weight")
-        n_encoder = _number(ours, r"layers\.\d+\.attention_norm\.weight") - n_decoder
-        whole = _t5_table(n_encoder, n_decoder, gated=any(".w3." in name for name in ours))
+    if config.family in _TABLES:
+        return {rename(name, _TABLES[config.family]): [name] for name in ours}
+    if config.family == "t5":
+        whole = _t5_table(*config.stacks, gated=config.gated)
         return {whole[name]: [name] for name in ours}
     parts: dict[str, list[str]] = {}
     for name in ours:
@@ -172,7 +165,7 @@ def from_hf(weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Ten
     """
     with torch.device("meta"):
         model = build(config.model_copy(update={"tie_embeddings": False}), 1)
-    parts = hf_names(unstack_experts(model.state_dict()), config.family)
+    parts = hf_names(unstack_experts(model.state_dict()), config)
     ours: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         theirs = re.sub(_WRAPPERS, "", name)

@@ -23,8 +23,7 @@ Shapes: D dim, E head_dim, V vocabulary.
 """
 
 import math
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -38,10 +37,8 @@ FASTEST = 4  # rotary pairs that block 0 uses
 LOOK_BACK, MATCH, COPY = 0.8, 2.0, 0.45  # sizes of block 0's queries and keys, block 1's, and values and outputs
 
 
-class Fill(Protocol):
-    """Fill with N(0, std^2), seeded by the name; then add `added`."""
-
-    def __call__(self, name: str, parameter: Tensor, std: float, added: Entries | None = None, /) -> None: ...
+# of a name, a parameter, std and perhaps Entries: fills with N(0, std^2), seeded by the name, then adds the entries
+Fill = Callable[..., None]
 
 
 def with_induction_head(normal_: Fill, config: ModelConfig, vocab_size: int, width: float) -> Fill:

@@ -123,13 +123,13 @@ def difference_lines(first: str, names: Iterable[str], differences: Mapping[str,
 
 def task_differences(scores: dict[str, TaskScore], first: dict[str, TaskScore]) -> dict[str, dict[str, float]]:
     """Return the difference to the first model and its standard error, on tasks with equal questions."""
-    differences = {}
-    for name, score in scores.items():
-        if name in first and first[name].task == score.task:
-            main = score.task.main
-            value, stderr = mean(score.correct[main] - first[name].correct[main])
-            differences[name] = {"score": value, "score_stderr": stderr}
-    return differences
+    pairs = {name: (score, first[name]) for name, score in scores.items() if name in first}
+    differences = {
+        name: mean(one.correct[one.task.main] - other.correct[one.task.main])
+        for name, (one, other) in pairs.items()
+        if one.task == other.task
+    }
+    return {name: {"score": value, "score_stderr": stderr} for name, (value, stderr) in differences.items()}
 
 
 def task_table(scores: dict[str, TaskScore], length: int) -> list[str]:
