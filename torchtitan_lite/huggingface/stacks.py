@@ -7,7 +7,7 @@
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -19,17 +19,18 @@ _OF_ALL = re.compile(r"(.*\.feed_forward\.w[123])(\.weight)")
 
 
 def stack_experts(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return the weights with each layer's experts stacked. Weights without experts are returned unchanged."""
+    """Return the weights with each layer's experts stacked. Whether all are there, the caller sees by their shapes."""
+    others: dict[str, Tensor] = {}
     stacks: dict[str, dict[int, Tensor]] = {}
     for name, tensor in weights.items():
         if match := _OF_ONE.fullmatch(name):
             stacks.setdefault(match[1] + match[3], {})[int(match[2])] = tensor
-    if not stacks:
-        return weights
-    known = dict(specs_of({name: tensor for name, tensor in weights.items() if not _OF_ONE.fullmatch(name)}))
+        else:
+            others[name] = tensor
+    known = dict(specs_of(others))
     for name, experts in stacks.items():
         first = next(iter(experts.values()))
-        known[name] = first.dtype, (len(experts), *first.shape)  # the caller compares shapes
+        known[name] = first.dtype, (len(experts), *first.shape)
 
     def make(name: str) -> Tensor:
         experts = stacks.get(name, {})
@@ -43,13 +44,13 @@ def unstack_experts(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     # experts are written one after another, each with its three matrices
     stack = functools.lru_cache(maxsize=3)(weights.__getitem__)
     known: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    make: dict[str, Callable[[], Tensor]] = {}
     for name, (dtype, shape) in specs_of(weights).items():
         match = _OF_ALL.fullmatch(name) if len(shape) == 3 else None
-        if match is None:
-            known[name], make[name] = (dtype, shape), functools.partial(weights.__getitem__, name)
-            continue
-        for i in range(shape[0]):
-            one = f"{match[1]}.{i}{match[2]}"
-            known[one], make[one] = (dtype, shape[1:]), lambda name=name, i=i: stack(name)[i]  # type: ignore[misc]
-    return LazyTensors(known, lambda name: make[name]())
+        of_each = [f"{match[1]}.{i}{match[2]}" for i in range(shape[0])] if match else []
+        known |= dict.fromkeys(of_each, (dtype, shape[1:])) if match else {name: (dtype, shape)}
+
+    def make(name: str) -> Tensor:
+        match = _OF_ONE.fullmatch(name)
+        return stack(match[1] + match[3])[int(match[2])] if match else weights[name]
+
+    return LazyTensors(known, make)

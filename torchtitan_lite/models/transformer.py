@@ -23,6 +23,7 @@ class Transformer(nn.Module):
     Shapes: B sequences, T tokens, D dim, V vocabulary.
     """
 
+    initial_norm = 1.0  # of norm weights
     metrics: Sequence[Metric] = ()  # of logged steps, besides log.metrics
     loads: Tensor | None = None  # with experts: (L, E) tokens per layer and expert in the micro-batches so far
 
@@ -129,7 +130,7 @@ class Transformer(nn.Module):
             tensor                                   initial value (L = n_layers)
             *_embeddings, wq wk wv, w1 w3, output    N(0, std^2), std = 0.02
             wo, w2 (they add to the residual)        N(0, std^2), std = 0.02 / sqrt(2 L)
-            norm weights                             1
+            norm weights                             1 (`initial_norm`)
             biases                                   0
 
         With model.mup_base_dim, block matrices are divided by sqrt(width), and output by width. For
@@ -145,7 +146,7 @@ class Transformer(nn.Module):
             normal_ = with_induction_head(normal_, self.config, self.tok_embeddings.num_embeddings, self.width)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 1:
-                parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+                parameter.fill_(self.initial_norm if name.endswith("norm.weight") else 0.0)
             else:
                 std = residual if name.endswith(("wo.weight", "w2.weight")) else 0.02
                 normal_(name, parameter, std * scales.get(name.partition(".")[0], 1.0))
