@@ -1,7 +1,6 @@
 """Generation: the cache does not change the text, and every kind of folder gives the same text."""
 
 import io
-import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +12,10 @@ from torch import Tensor
 from tests.helpers import checkpoint, ranks, succeeded, tiny
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.distributed import initialize
-from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.huggingface import weights
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.models.attention import KeysValues
 from torchtitan_lite.models.generation import Sampler, new_tokens
-from torchtitan_lite.run import attempts
 from torchtitan_lite.tools import generate, load_model
 
 CONFIGS = {
@@ -123,24 +120,6 @@ def test_what_is_printed_and_every_option_has_its_effect(finished: Path, capsys:
     assert list(ended) == up_to, "each end token ends it"
     assert opened.source == f"{checkpoint(finished, 4)} (gpt, 59,744 parameters)"
     assert (generate.encode(opened, ""), len(generate.encode(opened, "x" * 36))) == ([0], 36)
-
-
-def test_an_opened_model_knows_its_window_its_beginning_and_its_data(finished: Path) -> None:
-    opened = load_model.open_model(finished, torch.device("cpu"), torch.float32)
-    assert (opened.first_token(), opened.beginning(), opened.ends) == ([0], [0], (0,))
-    assert [opened.window(n) for n in (0, 5, 37)] == [32, 5, 37]
-    with pytest.raises(ConfigError, match=f"^--seq-len=38: {re.escape(opened.source)} takes at most 37 tokens"):
-        opened.window(38)
-    assert opened.own_data().hashes() == {"data": attempts.read(finished)[0].must_match["data"]}
-    assert opened.state is not None
-    changed = f"^the data of {re.escape(opened.source)} has changed since it was trained \\(data\\); restore that text"
-    with pytest.raises(ConfigError, match=changed):
-        replace(opened, state=replace(opened.state, must_match={**opened.state.must_match, "data": "x"})).own_data()
-    theirs = replace(opened, config=None, state=None)
-    assert (theirs.first_token(), theirs.beginning(), theirs.window()) == ([], [0], 37)
-    assert replace(theirs, ends=(517, 3)).beginning() == []
-    with pytest.raises(ConfigError, match="is a Hugging Face folder, which has no text of its own: give --data"):
-        theirs.own_data()
 
 
 @pytest.mark.extended

@@ -29,8 +29,7 @@ MOST_BEAMS = 1000
 
 def encode(opened: Opened, prompt: str) -> list[int]:
     """Return the tokens of a prompt: see data.pairs.encode_prompt."""
-    model = opened.model.config
-    return encode_prompt(opened.tokenizer, prompt, model, opened.prefix, opened.begin, opened.beginning())
+    return encode_prompt(opened.tokenizer, prompt, opened.model.config, opened.prefix, opened.begin, opened.beginning())
 
 
 OPTIONS: commands.Options = {
