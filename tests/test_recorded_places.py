@@ -95,7 +95,7 @@ def watched(way: str, rank: int, world_size: int, local: int, n_local: int, *giv
         vars(one).update({key: stand_in(key, value) if callable(value) else value for key, value in more.items()})
         return f"{getattr(Watchdog, way)(one, *given)} {[*vars(one).get('_own', '')] or ''}".strip()
 
-    clock = Stub(monotonic=iter([100.0, 100.0, 103.0]).__next__, sleep=lambda _: None)
+    clock = Stub(monotonic=iter([100.0, 100.0, 103.0]).__next__, sleep=lambda _: None, process_time=lambda: 7.0)
     return told(call, env={"LOCAL_RANK": str(local)}, answers={"run__watchdog__time": clock})
 
 
@@ -498,15 +498,13 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         [(at,) for at in (95.0, 70.1, 70.0, 20.0)],
     ),
     "looks": (
-        lambda step, operations, compiles, seconds: patched(
-            lambda: watched("_look", 0, 2, 0, 2, 8.0, _at=Place(step, 1), _worked=3, _processor_s=5.0),
-            run__watchdog__progress=Stub(
-                operations=lambda: operations, compiles=lambda: compiles, processor_s=lambda: seconds, moved=lambda: 40
-            ),
+        lambda step, operations, compiles, before_s: patched(
+            lambda: watched("_look", 0, 2, 0, 2, 8.0, _at=Place(step, 1), _worked=3, _processor_s=before_s),
+            run__watchdog__progress=Stub(operations=lambda: operations, compiles=lambda: compiles, moved=lambda: 40),
         ),
         [
-            *((step, [], compiles, 7.1) for step in (0, 2) for compiles in (False, True)),
-            *((0, [], False, 7.0), (0, [("saving", False)], False, 9.0), (3, [("saving", True)], True, 9.0)),
+            *((step, [], compiles, 4.9) for step in (0, 2) for compiles in (False, True)),
+            *((0, [], False, 5.0), (0, [("saving", False)], False, 3.0), (3, [("saving", True)], True, 3.0)),
         ],
     ),
     "operations": (
@@ -826,14 +824,6 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             *(({"cpu_count": lambda: 9}, quota) for quota in (0, 2.5, 99)),
             ({"cpu_count": lambda: None}, 0),
         ],
-    ),
-    "age": (
-        lambda texts: patched(
-            environment.process_age_s,
-            environment__Path=lambda name: Stub(read_text=lambda: texts.get(name) or Path("/no/such").read_text()),
-            environment__os__sysconf=lambda _: 100,
-        ),
-        [({"/proc/self/stat": f"1 (a) b) {' '.join(map(str, range(100, 150)))}", "/proc/uptime": "5.5 9"},), ({},)],
     ),
     "threads spin": (
         spins,

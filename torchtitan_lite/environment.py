@@ -6,6 +6,7 @@ import gc
 import itertools
 import math
 import os
+import re
 import resource
 import shlex
 import signal
@@ -74,15 +75,6 @@ def local_rank() -> int:
         return 0
 
 
-def process_age_s() -> float:
-    """Seconds since this process was started, imports included; 0 where /proc does not tell."""
-    try:
-        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-        return max(float(Path("/proc/uptime").read_text().split()[0]) - started, 0.0)
-    except (OSError, ValueError, IndexError):
-        return 0.0
-
-
 def cpu_threads(configured: int) -> tuple[int, str]:
     """Return this rank's number of CPU threads, and where it comes from. `configured` is run.threads.
 
@@ -108,29 +100,19 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def quota_of_cores(root: Path = Path("/")) -> float:
-    """Return the CPU quota of this process's control groups, in cores; 0 without a limit.
+    """Return the CPU quota of this process's control groups (version 2), in cores; 0 without a limit.
 
     Each group limits the groups inside it. A container may see its own group at the path "/", or at the host's path.
     """
-    quotas = []
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:  # not Linux
-        return 0
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        group = mount / path.strip("/")
+    quotas, mount = [], root / "sys/fs/cgroup"
+    with contextlib.suppress(OSError):  # not Linux
+        found = re.search("^0::/(.*)$", (root / "proc/self/cgroup").read_text(), re.MULTILINE)
+        group = mount / (found[1] if found else "")
         for folder in [mount, *(p for p in (group, *group.parents) if mount in p.parents)]:
             with contextlib.suppress(OSError, ValueError):  # no such group, or no limit ("max")
-                if controllers:  # version 1
-                    quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-                else:
-                    quota, period = (folder / "cpu.max").read_text().split()
+                quota, period = (folder / "cpu.max").read_text().split()
                 quotas.append(int(quota) / int(period))
-    return min((cores for cores in quotas if cores > 0), default=0)
+    return min(quotas, default=0)
 
 
 def prepare_process() -> None:

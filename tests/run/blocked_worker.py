@@ -8,7 +8,6 @@ import fcntl
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -75,7 +74,6 @@ def receive_nothing() -> None:
 
 LATE: dict[str, Callable[[], object]] = {
     "compiles": lambda: compile_by(lambda: exec(SPIN)),
-    "compiles elsewhere": lambda: compile_by(lambda: subprocess.run([sys.executable, "-c", SPIN], check=True)),
     "compiler hangs": lambda: compile_by(receive_nothing),
     "hashes": hash_slowly,
     "stops": stop,

@@ -456,7 +456,7 @@ def test_what_is_said_of_each_history(
         "torchtitan_lite.tools.replay.__version__": "1.0",
         "torchtitan_lite.run.run_folder.git_state": lambda _: {"commit": "c", "dirty": False},
         "torchtitan_lite.environment.python_command": lambda: "python",
-        "torchtitan_lite.run.run_folder.process_age_s": lambda: 7.5,
+        "torchtitan_lite.run.run_folder.LAUNCHED": NOW - 7.5,
         "torchtitan_lite.checkpointing.find.on_all": lambda action, _: [action()],  # a world of one
         "os.fsync": lambda _: None,
         "time.time": lambda: NOW,

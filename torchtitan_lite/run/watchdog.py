@@ -298,7 +298,7 @@ class Watchdog:
         """Update the state of this process: where it is, and whether it moves."""
         operations, worked = progress.operations(), 0
         if (not self._at.step and not operations) or progress.compiles():  # ranks do not spin while they wait
-            before, self._processor_s = self._processor_s, progress.processor_s()
+            before, self._processor_s = self._processor_s, time.process_time()
             worked = self._processor_s - before > elapsed_s / 4
         self._worked += worked
         self._own = RankState(self._at, operations, progress.moved() + self._worked)
