@@ -71,14 +71,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _mark_of_rank0() -> None:
-    """Here, not at the top: it imports torch."""
-    from tests import rank0
-
-    rank0.install()
-
-
-@pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache that no other run has written to."""
     folder = tmp_path_factory.mktemp("cache")

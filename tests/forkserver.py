@@ -267,7 +267,6 @@ def main() -> None:
         if module.name.count(".") > 1 and not module.name.endswith(("__main__", "loss_kernel")):
             importlib.import_module(module.name)
     importlib.import_module("train")
-    importlib.import_module("tests.rank0").install()
 
     normal_values._quantiles()  # 0.1 s of each run
     gc.freeze()

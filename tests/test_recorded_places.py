@@ -30,7 +30,6 @@ from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.run import (
     attempts,
-    between_steps,
     metrics,
     mfu,
     out_of_memory,
@@ -38,6 +37,7 @@ from torchtitan_lite.run import (
     resumed,
     run_folder,
     sampling,
+    saving,
     spikes,
     start_and_end,
     tasks,
@@ -131,7 +131,7 @@ def looped(stops: int, gc_every: int = 0, **every: int) -> list[Any]:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(train, "train_step", train_step)
-            for name in ("check_pending", "report_save"):
+            for name in ("check_previous_step", "report_save"):
                 patch.setattr(train, name, alone(name))
             patch.setattr(train, "disable_automatic_gc", stand_in("no automatic gc"))
             patch.setattr("gc.collect", stand_in("gc"))
@@ -342,7 +342,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
                 "tools__dry_run__time": Stub(perf_counter=iter([1.0, 3.5]).__next__),
                 "tools__dry_run__peak_of": lambda compute: compute() or 1000,
                 "tools__dry_run__torch__cuda__max_memory_allocated": lambda: 77,
-                "tools__dry_run__check_pending": lambda _: print("checked"),
+                "tools__dry_run__check_previous_step": lambda _: print("checked"),
             },
         ),
         [(0, CPU), (1, CPU), (1, GPU)],
@@ -366,7 +366,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             lambda stand_in: patched(
                 lambda: start_and_end.require_shared(Path("/no/such"), Stub(checkpoint=Stub(state_dict=state_dict))),
                 run__start_and_end__Path=lambda _: Stub(exists=lambda: sees, unlink=stand_in("unlink")),
-                run__start_and_end__gather=lambda own: [own, *others],
+                run__start_and_end__values_of_ranks=lambda own: [own, *others],
                 run__start_and_end__socket__gethostname=lambda: "a",
             ),
             "run__start_and_end__tempfile__mkstemp",
@@ -393,19 +393,6 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             env={"LOCAL_WORLD_SIZE": str(n_local)} if n_local else {},
         ),
         [(4, "cpu", 4), (4, "cpu", 2), (4, "cuda", 4), (1, "cpu", 1), (1, "cpu", 0), (2, "cpu", 0), (2, "cpu", 4)],
-    ),
-    "environment": (
-        lambda name, value: [
-            patched(
-                lambda: environment.env_int(name, 7), environment__os__environ={} if value is None else {name: value}
-            ),
-            patched(environment.local_rank, environment__os__environ={} if value is None else {name: value}),
-        ],
-        [
-            *(("WORLD_SIZE", "0"), ("LOCAL_WORLD_SIZE", "-1"), ("RANK", "x"), ("RANK", "1.5"), ("RANK", "")),
-            *(("LOCAL_RANK", value) for value in ("2147483648", "2147483647", "0", "x", "3", None)),
-            *((f"{local}WORLD_SIZE", value) for local in ("", "LOCAL_") for value in ("1", "2147483647", None)),
-        ],
     ),
     "ruined": (
         lambda *steps: patched(
@@ -533,7 +520,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     ),
     "a save": (
         lambda ends, background, error: told(
-            lambda stand_in: between_steps.save(
+            lambda stand_in: saving.save(
                 Stub(
                     state=TrainState(step=6),
                     config=Stub(train=Stub(steps=6 + (not ends)), checkpoint=Stub(async_save=background)),
@@ -548,8 +535,8 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
                     checkpointer=Stub(save=stand_in("save"), remote=None),
                 ),
             ),
-            *(f"run__between_steps__{name}" for name in ("require_finite", "require_equal_replicas", "report_save")),
-            answers={"run__between_steps__report_save": lambda *_, **__: error},
+            *(f"run__saving__{name}" for name in ("require_finite", "require_equal_replicas", "report_save")),
+            answers={"run__saving__report_save": lambda *_, **__: error},
         ),
         [
             (True, False, ""),

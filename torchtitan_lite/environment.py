@@ -14,24 +14,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from torchtitan_lite.errors import ConfigError, shortened
+from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.terminal import counted, prepare_streams
 
 
 def env_int(name: str, default: int) -> int:
-    """Return an integer that torchrun sets in the environment; the default under plain python.
-
-    Raises:
-        ConfigError: the value is not a number in range.
-    """
-    text = os.environ.get(name, str(default))
-    least = 1 if name.endswith("WORLD_SIZE") else 0
-    if not text.isdecimal() or len(text) > 10 or not least <= int(text) < 2**31:
-        raise ConfigError(
-            f"{name}={shortened(repr(text))} in the environment should be a number of {least} or more, as "
-            f"torchrun sets it; unset {name} for a world of one"
-        )
-    return int(text)
+    """Return an integer that torchrun sets in the environment; the default under plain python."""
+    return int(os.environ.get(name, default))
 
 
 # if there are several processes, a launcher sets a different value
@@ -68,11 +57,8 @@ def world_size(argv: Sequence[str], n_gpus: int) -> int:
 
 
 def local_rank() -> int:
-    """Return this rank's number on its machine; 0 if the environment is invalid, which `process_group` reports."""
-    try:
-        return env_int("LOCAL_RANK", 0)
-    except ConfigError:
-        return 0
+    """Return this rank's number on its machine."""
+    return env_int("LOCAL_RANK", 0)
 
 
 def cpu_threads(configured: int) -> tuple[int, str]:

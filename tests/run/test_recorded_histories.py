@@ -21,7 +21,7 @@ from torchtitan_lite.config.schema import Config, flatten
 from torchtitan_lite.config.toml import Loaded, to_toml
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import UserError
-from torchtitan_lite.run import attempts, resumed, run_folder, spikes, start_and_end
+from torchtitan_lite.run import attempts, resumed, run_folder, spikes
 from torchtitan_lite.tools import checkpoints, load_model, past_steps, replay, status, which
 from torchtitan_lite.tools.report import runs
 
@@ -407,7 +407,6 @@ def said_of(
     monkeypatch.setattr("sys.argv", argv)
     found["the next attempt"] = following = {
         "why_not_again": tried(run_folder.why_not_again, Loaded(config, {})),
-        "machines": start_and_end.machines_line(made, ["node1", "node4"], 2),
     }
     if isinstance(chosen, find.Found):
         saver: Any = Namespace(

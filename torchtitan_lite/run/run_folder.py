@@ -209,11 +209,8 @@ def git_state(folder: Path) -> dict[str, Any]:
     try:
         if not (folder / ".git").exists():
             return {}
-        git = ["git", "-C", str(folder)]
-        commit, changes = (
-            subprocess.run([*git, *words], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-            for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
-        )
-        return {"commit": commit, "dirty": bool(changes)}
+        words = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+        state = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        return {"commit": state.removesuffix("-dirty"), "dirty": state.endswith("-dirty")}
     except (OSError, subprocess.SubprocessError):
         return {}

@@ -24,7 +24,6 @@ from torchtitan_lite.data.open_samples import open_samples
 from torchtitan_lite.distributed.evaluating import generating
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.models.generation import Sampler, is_encoder_decoder, new_tokens
-from torchtitan_lite.run.console import cut
 from torchtitan_lite.run.session import Session, forward_seed
 from torchtitan_lite.scoring.validation import SUBSET_SEED
 from torchtitan_lite.terminal import counted
@@ -127,7 +126,7 @@ def sample(prompts: Prompts, s: Session) -> None:
             log.record(record, "samples.jsonl")
             target = f"  (target: {_quoted(reference['reference'])})" if reference else ""
             shown = prompt if not reference or len(prompt) <= SHOWN else f"{prompt[:SHOWN]}..."
-            log.info(f"sample  step {step}  {_quoted(shown)} -> {_quoted(text)}{target}", cut)
+            log.info(f"sample  step {step}  {_quoted(shown)} -> {_quoted(text)}{target}", cut=True)
     seconds = time.perf_counter() - before
     if seconds > 10:
         log.info(f"sample  step {step}  took {seconds:.0f} s; raise sample.every or lower sample.max_tokens")

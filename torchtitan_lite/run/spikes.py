@@ -9,8 +9,8 @@ from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.environment import fork_command
 from torchtitan_lite.optim.spike_guard import SpikeGuard
 from torchtitan_lite.optim.step_record import StepRecord
-from torchtitan_lite.run.between_steps import report_save
 from torchtitan_lite.run.metrics import Log
+from torchtitan_lite.run.saving import report_save
 
 
 def build_guard(

@@ -195,7 +195,6 @@ class Watchdog:
     def close(self) -> None:
         """Stop watching, release the lock, and remove a file without stacks."""
         self._closed.set()
-        faulthandler.cancel_dump_traceback_later()
         with contextlib.suppress(OSError):  # a full disk, or the file is gone
             unused = self._is_new and self._path.stat().st_size == self._size
             self._file.write(_LEFT if self._left else b"")
@@ -272,9 +271,6 @@ class Watchdog:
         before, last = time.monotonic(), None
         exchange = threading.Thread()
         while not self._closed.wait(self._interval_s):
-            # for the case that this thread can't run, because a thread holds the interpreter's lock
-            with contextlib.suppress(ValueError):  # `close` was called just now
-                faulthandler.dump_traceback_later(self._timeout_s, file=self._file)
             now = time.monotonic()
             # time while this process was stopped does not count
             elapsed_s, before = min(now - before, 3 * self._interval_s), now
