@@ -188,7 +188,6 @@ def build_checkpointer(
         process,
         WAYS,
         best_of=attempts.best_step,
-        ruined_from=attempts.ruined_from,
         remote=remote,
     )
 

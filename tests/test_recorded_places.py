@@ -29,7 +29,6 @@ from torchtitan_lite.distributed import evaluating, process_group
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.run import (
-    attempts,
     metrics,
     mfu,
     out_of_memory,
@@ -393,24 +392,6 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             env={"LOCAL_WORLD_SIZE": str(n_local)} if n_local else {},
         ),
         [(4, "cpu", 4), (4, "cpu", 2), (4, "cuda", 4), (1, "cpu", 1), (1, "cpu", 0), (2, "cpu", 0), (2, "cpu", 4)],
-    ),
-    "ruined": (
-        lambda *steps: patched(
-            lambda: str(attempts.ruined_from(Path("runs/x"))),
-            run__attempts__read=lambda _: [Stub(must_match={"model.vocab_size": 517})],  # log: 6.2
-            run__attempts__records=lambda _: [
-                {"step": 1, "val_loss": 9.0},
-                *({"step": step, "loss": loss, "grad_norm": norm} for step, loss, norm in steps),
-            ],
-        ),
-        [
-            (),
-            ((1, 6.9, 1.0), (2, 6.4, 1.0), (3, 7.1, 1.0)),
-            ((1, 6.9, 1.0), (2, 6.2, 0.0), (3, 6.2, 0.0)),  # saturated
-            ((10, 3e6, 90.0), (20, 8e5, 10.0)),
-            ((10, 3.0, 1.0), (20, 4.1, 2.0), (30, None, None)),
-            ((10, 3.0, 1.0), (20, 4.1, 2.0), (30, 3.9, 1.0)),  # a spike
-        ],
     ),
     "one of several": (
         lambda env, *argv: patched(
@@ -867,7 +848,6 @@ def together(rank: int) -> dict[str, Any]:
         folder=Path("x"), damaged=[7], remote=None, forked_from=None, group=None, _share=1.0, _n_bytes=lambda: 40 + rank
     )
     checkpointer._on_leaders = lambda action: save.Checkpointer._on_leaders(checkpointer, action)
-    checkpointer.ruined_from = lambda _: 99
     checkpointer.process, checkpointer.require_space = one, lambda: None
     session = Stub(state=Stub(step=6), process=one, config=config, log=log, checkpointer=checkpointer, model=None)
     session.preemption, session.meter = Stub(agreed=False, reason=reasons[rank]), None

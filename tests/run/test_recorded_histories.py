@@ -415,7 +415,6 @@ def said_of(
             forked_from=chosen.folder if chosen.forked else None,
             damaged=[] if chosen.forked else [int(path.name.removeprefix("step-")) for path in chosen.damaged],
             wait=lambda: None,
-            ruined_from=attempts.ruined_from,
         )
         guard: Any = spikes.build_guard(config, ALONE, TrainState(), [], saver, Namespace())  # type: ignore[arg-type]
         began = int(chosen.folder.name.removeprefix("step-")) if chosen.folder else 0
@@ -425,7 +424,7 @@ def said_of(
         state = storage.read_state(chosen.folder)
         expected = {**last.config, "optim.lr": 1e-3, "eval.samples": 7, **CONTENT}
         following["other values"] = tried(
-            compatibility.require_same_run, chosen.folder, state, expected, attempts.ruined_from, fork=chosen.forked
+            compatibility.require_same_run, chosen.folder, state, expected, fork=chosen.forked
         )
         now: dict[str, Any] = {
             "bitwise_setting": {**SETTING, "world_size": 2},

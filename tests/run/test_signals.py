@@ -103,18 +103,12 @@ def _waits_for_a_lock() -> None:
     lock.acquire()
 
 
-def _waits_for_a_thread() -> None:
-    thread = threading.Thread(target=signal.pause, daemon=True)
-    thread.start()
-    thread.join()
-
-
 def _computes() -> None:
     while True:
         pass
 
 
-@pytest.mark.parametrize("wait", [_waits_for_a_lock, _waits_for_a_thread, lambda: os.read(os.pipe()[0], 1), _computes])
+@pytest.mark.parametrize("wait", [_waits_for_a_lock, lambda: os.read(os.pipe()[0], 1), _computes])
 def test_a_second_ctrl_c_ends_a_process_wherever_python_is(wait: Callable[[], Any]) -> None:
     reading, writing = os.pipe()
     if not (child := os.fork()):

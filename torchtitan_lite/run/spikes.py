@@ -24,9 +24,9 @@ def build_guard(
         If this run has no usable checkpoint, the fork starts as this run did.
         """
         report_save(checkpointer, log, wait=True)
-        folder, end = checkpointer.folder, min(record.step, checkpointer.ruined_from(config.folder))
+        folder = checkpointer.folder
         saved = on_rank0(
-            lambda: [n for n in storage.find_steps(folder) if n < end and n not in checkpointer.damaged],
+            lambda: [n for n in storage.find_steps(folder) if n < record.step and n not in checkpointer.damaged],
             process.untimed,
         )
         start = storage.step_folder(folder, saved[-1]) if saved else checkpointer.forked_from or ""
