@@ -298,7 +298,8 @@ def train(s: Session) -> None:
                 # `check_previous_step` sets `agreed`, here or within `train_step`; so does a synchronous save
                 if work.due(step, steps, stops=s.preemption.agreed):
                     work.run(s, record)
-            report_save(s.checkpointer, s.log, wait=False)  # one in the background may have ended
+            if s.checkpointer.finished() or s.checkpointer.remote:
+                report_save(s.checkpointer, s.log, wait=False)  # one in the background may have ended
             if s.profile and (line := s.profile.stop(step, last=s.preemption.agreed or step == steps)):
                 s.log.info(line)
             if due(step, config.speed.gc_every):
@@ -326,7 +327,7 @@ def train_step(s: Session, step: int) -> StepRecord:
     with s.rank_seconds.step(timed=next_logged):
         loss = forward_backward(s, step, batch)
     check_previous_step(s)  # the guards must know it first; the device has this step's work, so it does not idle
-    replicas = config.fsdp.mesh_shape(s.process.world_size)[0]
+    replicas = s.blocks.replicas
     norms = optim.gradient_norms(s.model)
     record = StepRecord(  # sums the parts of all ranks: the one small all-reduce of a step
         step,

@@ -119,7 +119,8 @@ def looped(stops: int, gc_every: int = 0, **every: int) -> list[Any]:
 
         asked, config = Stub(agreed=False), Stub(train=Stub(steps=8), speed=Stub(gc_every=gc_every))
         work = [Periodic(key, n, alone(key), at_stop=key in ("log", "save")) for key, n in every.items()]
-        s = Stub(config=config, periodic=work, state=Stub(step=3), preemption=asked, checkpointer=None)
+        s = Stub(config=config, periodic=work, state=Stub(step=3), preemption=asked)
+        s.checkpointer = Stub(finished=lambda: True, remote=None)
         s.profile = Stub(start=stand_in("profile"), stop=lambda step, last: f"profiled {step}" * last)
         s.watchdog, s.meter = Stub(step=stand_in("at")), Stub(paused=contextlib.nullcontext)
         s.log = Stub(progress=lambda first, last: range(first, last + 1), info=stand_in("info"))

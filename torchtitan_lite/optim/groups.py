@@ -87,7 +87,7 @@ class Blocks:
             p: ".".join(name.split(".")[:2]) if name.startswith("layers.") else ends.get(name.split(".")[0], "inputs")
             for name, p in model.named_parameters()
         }
-        self.names, self._replicas = [*dict.fromkeys(self._blocks.values())], replicas
+        self.names, self.replicas = [*dict.fromkeys(self._blocks.values())], replicas
         members = [[block == name for block in self._blocks.values()] for name in self.names]
         self._members = torch.tensor(members, device=next(model.parameters()).device)  # (B, parameters)
 
@@ -114,7 +114,7 @@ class Blocks:
 
     def _squares(self, norms: Norms) -> Tensor:
         zero = torch.zeros((), device=self._members.device)
-        each = torch.stack([norms.get(p, zero) for p in self._blocks]).double().square() / self._replicas
+        each = torch.stack([norms.get(p, zero) for p in self._blocks]).double().square() / self.replicas
         return torch.where(self._members, each, 0.0).sum(1)
 
 
