@@ -448,16 +448,16 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         [(64, {}), (65, {}), (65, {"TORCH_GLOO_LAZY_INIT": "0"})],
     ),
     "parent": (
-        lambda env, parents, prctl: told(
+        lambda env, parents: told(
             lambda stand_in: patched(
                 environment.die_with_launcher,
-                environment__ctypes__CDLL=lambda _: Stub(prctl=stand_in("prctl")) if prctl else WITHOUT,
+                environment__ctypes__CDLL=lambda _: Stub(prctl=stand_in("prctl")),
             ),
             "environment__os__kill",
             env=env,
             answers={"environment__os__getppid": iter(parents).__next__, "environment__os__getpid": lambda: 77},
         ),
-        [({}, [], True), *(({"RANK": "2"}, parents, lib) for parents in ([1, 1], [5, 1]) for lib in (True, False))],
+        [({}, []), *(({"RANK": "2"}, parents) for parents in ([1, 1], [5, 1]))],
     ),
     "silent": (
         lambda answered: watched(
@@ -608,16 +608,15 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ],
     ),
     "memory": (
-        lambda device, platform: told(
+        lambda device: told(
             lambda _: out_of_memory.peak_memory_gib(device),
             "run__out_of_memory__torch__cuda__max_memory_reserved",
             answers={
                 "run__out_of_memory__torch__cuda__max_memory_reserved": lambda _: 3 * 2**30,
                 "run__out_of_memory__resource__getrusage": lambda _: Stub(ru_maxrss=2**21),
-                "run__out_of_memory__sys__platform": platform,
             },
         ),
-        [(GPU, "linux"), (CPU, "linux"), (CPU, "darwin")],
+        [(GPU,), (CPU,)],
     ),
     "peak": (
         lambda device, values: told(
@@ -778,20 +777,12 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ),
         [(True,), (False,)],
     ),
-    "user": (
-        lambda os_: patched(
-            lambda: errors._os_error(PermissionError(13, "no", "x")), errors__os=Stub(fsdecode=str, **os_)
-        ),
-        [({"geteuid": lambda: 42},), ({},)],
-    ),
     "cores": (
         lambda os_, quota: patched(
             environment.usable_cores, environment__os=Stub(**os_), environment__quota_of_cores=lambda _: quota
         ),
         [
-            ({"sched_getaffinity": lambda _: {1, 5, 6}, "cpu_count": lambda: 9}, 0),
-            *(({"cpu_count": lambda: 9}, quota) for quota in (0, 2.5, 99)),
-            ({"cpu_count": lambda: None}, 0),
+            *(({"sched_getaffinity": lambda _: {1, 5, 6}}, quota) for quota in (0, 2.5, 99)),
         ],
     ),
     "threads spin": (
@@ -817,13 +808,13 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         [(1024, 4096), (4096, 4096), (1024, -1), (-1, -1), (2**20, 2**21), (1024, 2**21), (2**20, -1)],
     ),
     "freed memory": (
-        lambda glibc: told(
+        lambda: told(
             lambda stand_in: patched(
                 environment.keep_freed_memory,
-                environment__ctypes__CDLL=lambda _: Stub(mallopt=stand_in("mallopt")) if glibc else WITHOUT,
+                environment__ctypes__CDLL=lambda _: Stub(mallopt=stand_in("mallopt")),
             )
         ),
-        [(True,), (False,)],
+        [()],
     ),
 }
 

@@ -80,7 +80,7 @@ def cpu_threads(configured: int) -> tuple[int, str]:
 
 def usable_cores(root: Path = Path("/")) -> int:
     """Return the number of cores that this process may use; a scheduler or a container can limit it."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     quota = quota_of_cores(root)
     return min(cores, math.ceil(quota)) if quota else cores
 
@@ -119,23 +119,21 @@ def die_with_launcher() -> None:
     if "RANK" not in os.environ:
         return
     launcher = os.getppid()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != launcher:
-            os.kill(os.getpid(), signal.SIGKILL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != launcher:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def keep_freed_memory() -> None:
     """Make glibc keep large freed blocks. By default it returns them to the kernel, which zeroes new pages each step.
 
-    Gives about 10 % more tokens per second on a small model (docs/lab). No effect without glibc.
+    Gives about 10 % more tokens per second on a small model (docs/lab).
     """
     m_trim_threshold, m_top_pad, m_mmap_threshold = -1, -2, -3  # malloc.h
-    with contextlib.suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(m_mmap_threshold, 1 << 30)
-        mallopt(m_trim_threshold, 2**31 - 1)
-        mallopt(m_top_pad, 64 << 20)
+    mallopt = ctypes.CDLL(None).mallopt
+    mallopt(m_mmap_threshold, 1 << 30)
+    mallopt(m_trim_threshold, 2**31 - 1)
+    mallopt(m_top_pad, 64 << 20)
 
 
 def allow_open_files() -> None:

@@ -169,7 +169,7 @@ def _os_error(error: OSError) -> str:
     names = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]
     paths = " -> ".join(shortened(name) for name in names)
     text = error.strerror or str(error) or type(error).__name__
-    hint = _HINTS.get(error.errno or 0, "").format(uid=os.geteuid() if hasattr(os, "geteuid") else "-")
+    hint = _HINTS.get(error.errno or 0, "").format(uid=os.geteuid())
     return ": ".join(part for part in (paths, text, hint) if part)
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import resource
-import sys
 from collections.abc import Iterator
 
 import torch
@@ -17,8 +16,7 @@ def peak_memory_gib(device: torch.device) -> float:
     """Return this rank's peak memory so far in GiB (2^30 bytes): reserved on the GPU, or resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / GIB
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
 
 
 @contextlib.contextmanager

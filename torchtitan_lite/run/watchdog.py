@@ -116,17 +116,15 @@ class Watchdog:
         try:
             self._path.parent.mkdir(exist_ok=True)
             self._file = self._path.open("ab", buffering=0)
+            # stacks of earlier attempts stay, because error messages refer to this file
+            self._is_new = not self._path.stat().st_size
+            self._file.write(f"--- attempt of {time.strftime('%F %T')}, process {os.getpid()}\n".encode())
         except OSError as error:
             raise ConfigError(f"{self._path} can't be written: {error.strerror or error}") from None
-        # stacks of earlier attempts stay, because error messages refer to this file
-        self._is_new = not self._path.stat().st_size
-        with contextlib.suppress(OSError):  # a full disk
-            self._file.write(f"--- attempt of {time.strftime('%F %T')}, process {os.getpid()}\n".encode())
         try:  # until `close`, or the end of the process
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:  # no locks here, or a process of the last attempt still holds it: its end is not this one's
-            with contextlib.suppress(OSError):
-                self._file.write(_LEFT)
+            self._file.write(_LEFT)
         self._size = self._path.stat().st_size
 
         self._timeout_s, self._start_timeout_s = (
