@@ -21,6 +21,7 @@ from torchtitan_lite import cpu, models  # before torch: it may set a variable t
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from checkpoint import WAYS
 from torchtitan_lite.checkpointing.compatibility import fresh_state
@@ -29,7 +30,6 @@ from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import cli
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.config.sections.log import METRICS
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import Batch, Loader, PrefetchingLoader
@@ -48,22 +48,17 @@ from torchtitan_lite.errors import run_cli
 from torchtitan_lite.optim import optimizer as optim
 from torchtitan_lite.optim.finite_guard import FiniteGuard, Guard
 from torchtitan_lite.optim.grad_scaler import GradScaler
-from torchtitan_lite.optim.groups import Blocks, freeze
+from torchtitan_lite.optim.groups import freeze
 from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.run import attempts, checks, out_of_memory, phases, run_folder, start_and_end
-from torchtitan_lite.run.between_steps import (
-    build_periodic_work,
-    report_save,
-)
+from torchtitan_lite.run.between_steps import build_periodic_work
 from torchtitan_lite.run.metrics import Log, Meter
-from torchtitan_lite.run.preemption import Preemption, launcher_note
-from torchtitan_lite.run.rank_seconds import RankSeconds
+from torchtitan_lite.run.preemption import Preemption
 from torchtitan_lite.run.resumed import missed_evaluations, run_missed
-from torchtitan_lite.run.session import Session, build_profile, check_pending, due, forward_seed
-from torchtitan_lite.run.source_losses import SourceLosses
+from torchtitan_lite.run.saving import report_save
+from torchtitan_lite.run.session import Session, build_profile, check_previous_step, due, forward_seed
 from torchtitan_lite.run.watchdog import Watchdog
-from torchtitan_lite.scoring.validation import Validation
-from torchtitan_lite.terminal import print_error, print_line
+from torchtitan_lite.terminal import print_line
 
 
 def main(argv: Sequence[str]) -> int:
@@ -78,36 +73,30 @@ def main(argv: Sequence[str]) -> int:
 def launch(argv: Sequence[str]) -> int:
     """Parse and check the config, prepare the data, and train. Returns the exit code."""
     prepare_process()
-    prints = local_rank() == 0
-    try:
-        command = cli.parse(
-            argv,
-            world_size=world_size(argv, torch.cuda.device_count()),
-            local_world_size=env_int("LOCAL_WORLD_SIZE", 1),
-            n_gpus=torch.cuda.device_count(),
-            checks=checks.ALL,
-            saved=config_to_resume,  # what decides what is learned stays as it was, even if defaults have changed
-        )
-        config = command.loaded.config
-        with out_of_memory.with_advice(config), run_folder.made(config.folder, command.trains):
-            if not command.trains:
-                from torchtitan_lite.tools import modes
+    command = cli.parse(
+        argv,
+        world_size=world_size(argv, torch.cuda.device_count()),
+        local_world_size=env_int("LOCAL_WORLD_SIZE", 1),
+        n_gpus=torch.cuda.device_count(),
+        checks=checks.ALL,
+        saved=config_to_resume,  # what decides what is learned stays as it was, even if defaults have changed
+    )
+    config = command.loaded.config
+    with out_of_memory.with_advice(config), run_folder.made(config.folder, command.trains):
+        if not command.trains:
+            from torchtitan_lite.tools import modes
 
-                modes.run(command, build, train_step, sharded_model)
-                return 0
-            for note in command.loaded.notes if prints else ():
-                print_line(f"note    {note}")
-            loaded, data = start_and_end.prepared(command.loaded)  # before the process group, which has timeouts
-            with process_group(config.run) as process:
-                lock = run_folder.lock(config.folder)
-                log = Log(config.folder, enabled=process.rank == 0)
-                code = run(loaded, data, process, log)
-                lock.release()
-                return code
-    except KeyboardInterrupt:
-        if prints:
-            print_error(f"train.py: stopped; the same command resumes from the newest checkpoint{launcher_note()}")
-        return 130
+            modes.run(command, build, train_step, sharded_model)
+            return 0
+        for note in command.loaded.notes if local_rank() == 0 else ():
+            print_line(f"note    {note}")
+        loaded, data = start_and_end.prepared(command.loaded)  # before the process group, which has timeouts
+        with process_group(config.run) as process:
+            lock = run_folder.lock(config.folder)
+            log = Log(config.folder, enabled=process.rank == 0)
+            code = run(loaded, data, process, log)
+            lock.release()
+            return code
 
 
 def run(loaded: Loaded, data: DataSet, process: Process, log: Log) -> int:
@@ -137,85 +126,69 @@ def run(loaded: Loaded, data: DataSet, process: Process, log: Log) -> int:
 
 def build(config: Config, data: DataSet, process: Process, log: Log) -> Session:
     """Build all parts of a run, and load the state that it starts from. Does not change the run's folder."""
-    watchdog = Watchdog(config.folder, process, config.run)
-    try:
-        return build_watched(config, data, process, log, watchdog)
-    except BaseException:
-        watchdog.close()
-        raise
+    s = Session(config, data, process, log)
+    s.watchdog = Watchdog(config.folder, process, config.run)
+    with contextlib.ExitStack() as on_error:
+        on_error.callback(s.watchdog.close)
+        s.profile = build_profile(config, process)  # before the model, for the stacks of a memory snapshot
+        # 1. The mesh: which ranks shard one replica of the model, and which hold further replicas.
+        mesh = build_mesh(config.fsdp, process.device)
+        s.connected_s = start_and_end.connect(mesh, s.watchdog)
+
+        # 2. The model: each rank has its rows of every parameter.
+        s.model = build_model(config, data.vocab_size, mesh, process)
+        s.model.register_forward_pre_hook(lambda *_: s.watchdog.forward())
+
+        # 3. The optimizer, after sharding: its parameters are DTensors, so its moments are sharded like them.
+        s.optimizer = optim.build_optimizer(s.model, config.optim)
+
+        # 4. The work between steps. Its data, such as the validation set, is the same in all phases.
+        s.periodic, evaluated = build_periodic_work(config, data, process)
+
+        # 5. The run's newest checkpoint, else that of checkpoint.resume (a fork), else the weights of model.init_from.
+        s.preemption = Preemption(config.run.max_minutes, config.folder / run_folder.JOINING)  # includes the load
+        s.checkpointer = build_checkpointer(config, s.model, s.optimizer, process)
+        s.state = fresh_state(config, data, process, **evaluated)
+        with s.watchdog.loading("loading a checkpoint"):
+            s.resumed = load_newest(config, s.checkpointer, s.state, log)
+        if s.resumed:
+            s.state = s.resumed.continued_by(s.state)
+
+        # 6. The data: a batch's sequences are a function of the seed, state.segments and an integer, samples_consumed.
+        s.phase, s.samples, s.state = phases.open_phase(config, data, s.state, s.state.step)
+        if s.phase is not config:
+            s.model.use_context(s.phase.model)
+
+        # 7. The loss scale (float16), the guards that can withhold an update, and what is measured.
+        averaged = fsdp.averaged_over(config.fsdp, process.world_size)
+        scale = s.state.grad_scaler
+        s.scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, process.device, scale, averaged)
+        s.guards = build_guards(config, process, s.state, s.scaler, s.checkpointer, log)
+        s.meter = Meter(s.state, process.device, start_and_end.peak_tokens_per_second(s.phase, s.model, process))
+        s.measure()
+        s.loader = build_loader(s.phase, s.samples, process)
+        on_error.pop_all()
+    return s
 
 
-def build_watched(config: Config, data: DataSet, process: Process, log: Log, watchdog: Watchdog) -> Session:
-    """Build mesh, model, optimizer, checkpointer, data and guards, in this order."""
-    profile = build_profile(config, process)  # before the model, for the stacks of a memory snapshot
-    # 1. The mesh: which ranks shard one replica of the model, and which hold further replicas.
-    mesh = build_mesh(config.fsdp, process.device)
-    connected_s = start_and_end.connect(mesh, watchdog)
-
-    # 2. The model: each rank has its rows of every parameter.
-    model = build_model(config, data.vocab_size, mesh, process)
-    model.register_forward_pre_hook(lambda *_: watchdog.forward())
-
-    # 3. The optimizer, after sharding: its parameters are DTensors, so its moments are sharded like them.
-    optimizer = optim.build_optimizer(model, config.optim)
-
-    # 4. The work between steps. Its data, such as the validation set, is the same in all phases.
-    validation = Validation.from_config(config, data, config.train.micro_batch_size, process.rank, process.world_size)
-    periodic, task_hashes = build_periodic_work(config, data, validation)
-
-    # 5. The run's newest checkpoint, else that of checkpoint.resume (a fork), else the weights of model.init_from.
-    preemption = Preemption(config.run.max_minutes, config.folder / run_folder.JOINING)  # max_minutes includes the load
-    history = attempts.best_step, attempts.ruined_from
-    folder = config.folder / "checkpoints"
+def build_checkpointer(
+    config: Config, model: models.Transformer, optimizer: Optimizer, process: Process
+) -> Checkpointer:
+    """Build what saves and loads checkpoints; with run.remote, also in a bucket."""
     remote = None
     if config.run.remote:
         from torchtitan_lite.checkpointing.remote import Remote
 
         remote = Remote(config, process, run_folder.job(), attempts.claim_of)
-    checkpointer = Checkpointer(folder, model, optimizer, config.checkpoint, process, WAYS, *history, remote)
-    fresh = fresh_state(config, data, process, validation.description(), task_hashes)
-    with watchdog.loading("loading a checkpoint"):
-        resumed = load_newest(config, checkpointer, fresh, log)
-    state = resumed.continued_by(fresh) if resumed else fresh
-
-    # 6. The data: a batch's sequences are a function of the seed, state.segments and one integer, samples_consumed.
-    phase, samples, state = phases.open_phase(config, data, state, state.step)
-    if phase is not config:
-        model.use_context(phase.model)
-
-    # 7. The loss scale (float16), the guards that can withhold an update, and the throughput meter.
-    averaged = fsdp.averaged_over(config.fsdp, process.world_size)
-    scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, process.device, state.grad_scaler, averaged)
-    guards = build_guards(config, process, state, scaler, checkpointer, log)
-    meter = Meter(state, process.device, start_and_end.peak_tokens_per_second(phase, model, process))
-    rank_seconds = RankSeconds(model, process, meter, log)
-    source_losses = SourceLosses(model, samples.names)
-    own_metrics = [METRICS[name] for name in config.log.metrics]
-    return Session(
-        config=config,
-        data=data,
-        process=process,
-        model=model,
-        optimizer=optimizer,
-        scaler=scaler,
-        guards=guards,
-        blocks=Blocks(model, config.fsdp.mesh_shape(process.world_size)[0]),
-        source_losses=source_losses,
-        metrics=[*model.metrics, *own_metrics, rank_seconds.metric, source_losses.metric],
-        phase=phase,
-        samples=samples,
-        loader=build_loader(phase, samples, process),
-        log=log,
-        meter=meter,
-        rank_seconds=rank_seconds,
-        watchdog=watchdog,
-        preemption=preemption,
-        checkpointer=checkpointer,
-        periodic=periodic,
-        profile=profile,
-        connected_s=connected_s,
-        state=state,
-        resumed=resumed,
+    return Checkpointer(
+        config.folder / "checkpoints",
+        model,
+        optimizer,
+        config.checkpoint,
+        process,
+        WAYS,
+        best_of=attempts.best_step,
+        remote=remote,
     )
 
 
@@ -319,13 +292,14 @@ def train(s: Session) -> None:
         record = train_step(s, step)
 
         if s.preemption.agreed or any(work.due(step, steps) for work in s.periodic):
-            check_pending(s)  # check this step now (the device runs out of work); else the next step checks it
+            check_previous_step(s)  # check this step now (the device runs out of work); else the next step checks it
         with s.meter.paused():
             for work in s.periodic:  # log, validate, score tasks, save, sample
-                # `check_pending` sets `agreed`, here or within `train_step`; so does a synchronous save
+                # `check_previous_step` sets `agreed`, here or within `train_step`; so does a synchronous save
                 if work.due(step, steps, stops=s.preemption.agreed):
                     work.run(s, record)
-            report_save(s.checkpointer, s.log, wait=False)  # one in the background may have ended
+            if s.checkpointer.finished() or s.checkpointer.remote:
+                report_save(s.checkpointer, s.log, wait=False)  # one in the background may have ended
             if s.profile and (line := s.profile.stop(step, last=s.preemption.agreed or step == steps)):
                 s.log.info(line)
             if due(step, config.speed.gc_every):
@@ -352,8 +326,8 @@ def train_step(s: Session, step: int) -> StepRecord:
     logged, next_logged = (n == config.train.steps or due(n, config.log.every) for n in (step, step + 1))
     with s.rank_seconds.step(timed=next_logged):
         loss = forward_backward(s, step, batch)
-    check_pending(s)  # guards must know the previous step first; the device has this step's work, so it does not idle
-    replicas = config.fsdp.mesh_shape(s.process.world_size)[0]
+    check_previous_step(s)  # the guards must know it first; the device has this step's work, so it does not idle
+    replicas = s.blocks.replicas
     norms = optim.gradient_norms(s.model)
     record = StepRecord(  # sums the parts of all ranks: the one small all-reduce of a step
         step,
@@ -366,21 +340,17 @@ def train_step(s: Session, step: int) -> StepRecord:
         loss_scale=s.scaler.scale,
         stop=s.preemption.requested(),
         blocks=s.blocks.names,
-        squares={"grad_norm": s.blocks.squares(norms)}
-        | ({"weight_norm": s.blocks.of_weights()} if logged and config.log.norms else {}),
+        squares=s.blocks.squares(norms, weights=logged and config.log.norms),
         parts=[m.parts(s.model, replicas=replicas, loss_scale=s.scaler.scale) for m in s.metrics if logged],
         process=s.process,
     )
     s.meter.add_loss(record.loss_sum, record.targets)
     with s.meter.timing("optimizer_s"):
         withheld = torch.stack([guard.withholds(record) for guard in s.guards]).any()
-        s.optimizer.update(  # changes nothing if `withheld` is true; decided on the device, without waiting
-            step,
-            lr=optim.learning_rate(config.optim, step, config.train.steps),
-            factor=optim.clip_factor(record.grad_norm, config.optim.max_norm, s.scaler.scale),
-            withheld=withheld,
-            measure=logged and config.log.norms,
-        )
+        lr = optim.learning_rate(config.optim, step, config.train.steps)
+        factor = optim.clip_factor(record.grad_norm, config.optim.max_norm, s.scaler.scale)
+        # changes nothing if `withheld` is true; decided on the device, without waiting
+        s.optimizer.update(step, lr, factor, withheld, measure=logged and config.log.norms)
         record.squares.update(s.blocks.of_update(s.optimizer))  # a second small all-reduce, if measured
         s.scaler.update(~record.finite)
 

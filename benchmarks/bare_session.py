@@ -11,45 +11,27 @@ from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim.finite_guard import FiniteGuard
 from torchtitan_lite.optim.grad_scaler import GradScaler
-from torchtitan_lite.optim.groups import Blocks
 from torchtitan_lite.optim.optimizer import build_optimizer
 from torchtitan_lite.run.metrics import Meter
 from torchtitan_lite.run.preemption import Preemption
-from torchtitan_lite.run.rank_seconds import RankSeconds
 from torchtitan_lite.run.session import Session
-from torchtitan_lite.run.source_losses import SourceLosses
 
 
 def bare_session(config: Config, process: Process, model: Transformer, loader: Any) -> Session:
     """Build the session that `train.train_step` needs, for a sharded model and its loader."""
     unused: Any = None  # the loop reads these, a step does not
-    watchdog: Any = SimpleNamespace(computing=lambda: None)
-    optimizer = build_optimizer(model, config.optim)
+    s = Session(config, unused, process, unused)
+    s.model = model
+    s.loader = loader
+    s.phase = config
+    s.state = TrainState()
+    s.optimizer = build_optimizer(model, config.optim)
     averaged = averaged_over(config.fsdp, process.world_size)
-    scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, process.device, None, averaged)
-    meter = Meter(TrainState(), process.device)
-    rank_seconds = RankSeconds(model, process, meter, unused)
-    return Session(
-        config=config,
-        data=unused,
-        process=process,
-        model=model,
-        optimizer=optimizer,
-        scaler=scaler,
-        guards=[FiniteGuard(scaler, [])],
-        blocks=Blocks(model, config.fsdp.mesh_shape(process.world_size)[0]),
-        source_losses=SourceLosses(model, []),
-        metrics=[rank_seconds.metric],
-        phase=config,
-        samples=unused,
-        loader=loader,
-        log=unused,
-        meter=meter,
-        rank_seconds=rank_seconds,
-        watchdog=watchdog,
-        preemption=Preemption(0, Path("none")),
-        checkpointer=unused,
-        periodic=[],
-        profile=None,
-        state=TrainState(),
-    )
+    s.scaler = GradScaler(config.grad_scaler, config.fsdp.uses_float16, process.device, None, averaged)
+    s.guards = [FiniteGuard(s.scaler, [])]
+    stand_ins: Any = SimpleNamespace(computing=lambda: None, names=[])
+    s.watchdog = s.samples = stand_ins
+    s.preemption = Preemption(0, Path("none"))
+    s.meter = Meter(s.state, process.device)
+    s.measure()
+    return s

@@ -63,7 +63,7 @@ from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.models.masks import within_documents
 from torchtitan_lite.optim import optimizer as optim
 from torchtitan_lite.run import mfu
-from torchtitan_lite.run.session import Session, check_pending
+from torchtitan_lite.run.session import Session, check_previous_step
 from torchtitan_lite.run.watchdog import Watchdog
 from torchtitan_lite.tools.estimate import planned_run
 from torchtitan_lite.tools.estimate.planned_run import Plan, make_plan
@@ -344,7 +344,7 @@ def run_steps(s: Session, plan: Plan, steps: int = STEPS, *, hidden: bool = Fals
         train.train_step(s, step)
         synchronise()
         times.append(time.perf_counter() - start)
-    check_pending(s)
+    check_previous_step(s)
     if not STAND_IN:
         peak = torch.cuda.max_memory_allocated()
     step_s = statistics.median(times[warm_up:])
@@ -659,7 +659,7 @@ def one_that_saves(rank: int, n: int, port: int, cards: bool, folder: str, load:
                     continue
                 for step in (1, 2, 3):
                     train.train_step(s, step)
-                check_pending(s)
+                check_previous_step(s)
                 c.save(replace(s.state, step=3))
                 saved = c.wait()
                 assert saved is not None

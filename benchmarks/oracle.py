@@ -46,7 +46,7 @@ from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.process_group import Process, build_mesh
 from torchtitan_lite.huggingface import configs, names
 from torchtitan_lite.models.loss import IGNORE
-from torchtitan_lite.run.session import check_pending
+from torchtitan_lite.run.session import check_previous_step
 
 Curve = list[tuple[float, float]]  # each step's loss and gradient norm
 Job = tuple[str, str]  # way and dtype
@@ -132,7 +132,7 @@ def ours(process: Process, folder: Path, replicas: int, dtype: str, steps: int, 
     curve = []
     for step in range(1, steps + 1):
         record = train.train_step(session, step)
-        check_pending(session)
+        check_previous_step(session)
         curve.append((record.loss.item(), record.grad_norm.item()))
     return curve
 

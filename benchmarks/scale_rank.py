@@ -29,7 +29,7 @@ STORE = "set", "get", "wait", "add", "check", "compare_set", "multi_get"
 def counting(report: Path) -> None:
     """Count in this process, by phase. Rank 0 writes its counts to `report` at the end."""
     import train
-    from torchtitan_lite.run import between_steps
+    from torchtitan_lite.run import between_steps, saving
 
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     phase = "start"
@@ -50,7 +50,7 @@ def counting(report: Path) -> None:
     for owner in (dist.TCPStore, dist.PrefixStore):  # type: ignore[attr-defined]
         for name in STORE:
             setattr(owner, name, counted(getattr(owner, name), "requests"))
-    step, save, train_all = train.train_step, between_steps.save, train.train
+    step, save, train_all = train.train_step, saving.save, train.train
 
     def train_step(s: Any, number: int) -> Any:
         nonlocal phase

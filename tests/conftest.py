@@ -1,8 +1,6 @@
 """Shared by all tests: a small text, a cache of its own, and one tiny model."""
 
-import contextlib
 import os
-import shlex
 import signal
 import sys
 import tempfile
@@ -11,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import forkserver
 from tests.forkserver import ADDRESS, Server
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -29,7 +26,7 @@ signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Caches of this test run only; with several workers (-n), one server that forks them and their ranks."""
+    """Caches of this test run only; with several workers (-n), one server that forks their ranks."""
     if hasattr(config, "workerinput"):
         return  # they have the environment of the one that starts them
     caches = tempfile.TemporaryDirectory()
@@ -40,21 +37,6 @@ def pytest_configure(config: pytest.Config) -> None:
         server = Server()
         os.environ[ADDRESS] = server.address
         config.add_cleanup(server.close)
-        fork = f"popen//python={shlex.quote(sys.executable)} {shlex.quote(forkserver.__file__)} worker"
-        config.option.tx = [fork if spec == "popen" else spec for spec in config.option.tx]
-        rewrite_asserts(config)
-
-
-def rewrite_asserts(config: pytest.Config) -> None:
-    """Compile all tests as pytest does, while the server imports torch: each worker would, 4 s of a core."""
-    with contextlib.suppress(Exception):  # private names, and folders that may be read-only
-        from _pytest.assertion import rewrite
-
-        for path in Path(__file__).parent.rglob("test_*.py"):
-            file = rewrite.get_cache_dir(path) / f"{path.stem}{rewrite.PYC_TAIL}"
-            if rewrite._read_pyc(path, file) is None and rewrite.try_makedirs(file.parent):
-                source, code = rewrite._rewrite_test(path, config)
-                rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, source, file)
 
 
 # those that take longest, which are begun first: whoever is done early then has something short to do
@@ -68,14 +50,6 @@ LONGEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {f"test_{name}.py": i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _mark_of_rank0() -> None:
-    """Here, not at the top: it imports torch."""
-    from tests import rank0
-
-    rank0.install()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,7 +3,7 @@
 Apart from that they are what torchrun starts: the same environment variables, a store on a free port, signals, and an
 end for all as soon as one has failed. One server is enough for all workers of a test run: whoever starts it puts its
 address into os.environ[ADDRESS]. It forks a process for each connection, which reads a request in a line and answers in
-one. The workers themselves are forked in the same way (`worker`).
+one.
 """
 
 import gc
@@ -219,14 +219,9 @@ class Server:
 
 
 def _serve(connection: socket.socket) -> NoReturn:
-    """Answer one request, in a process of its own; or become a worker of pytest-xdist."""
-    line, streams, *_ = socket.recv_fds(connection, 1 << 16, 3)
-    while not line.endswith(b"\n"):
-        line += connection.recv(1 << 16)
-    request: dict[str, Any] = json.loads(line)
-    if streams:
-        _become_worker(request["env"], streams)
-    with connection, connection.makefile("w") as stream:
+    """Answer one request, in a process of its own."""
+    with connection, connection.makefile("rw") as stream:
+        request: dict[str, Any] = json.loads(stream.readline())
         files = Path(request["out"]), Path(request["err"])
         more = {name: request[name] for name in ("env", "entry", "fault")}
         ranks = Ranks(request["n"], request["argv"], *files, **more)
@@ -236,27 +231,9 @@ def _serve(connection: socket.socket) -> NoReturn:
     os._exit(0)
 
 
-def _become_worker(env: Mapping[str, str], streams: Sequence[int]) -> NoReturn:
-    """What `python -u -c "..."` of execnet does, in this process."""
-    for number, stream in enumerate(streams):
-        os.dup2(stream, number)
-        os.close(stream)
-    os.environ.clear()
-    os.environ.update(env)
-    sys.argv = ["-c"]
-    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, mode, closefd=False) for n, mode in enumerate("rww"))
-    try:
-        exec(eval(sys.stdin.readline()), {"__name__": "__main__"})
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
-
-
 def main() -> None:
     """Serve until the input ends, which is when whoever started this does."""
-    # what is imported now, no run and no worker has to import
-    import pytest  # noqa: F401
+    # what is imported now, no run has to import
     import torch._dynamo  # noqa: F401
 
     import torchtitan_lite
@@ -267,7 +244,6 @@ def main() -> None:
         if module.name.count(".") > 1 and not module.name.endswith(("__main__", "loss_kernel")):
             importlib.import_module(module.name)
     importlib.import_module("train")
-    importlib.import_module("tests.rank0").install()
 
     normal_values._quantiles()  # 0.1 s of each run
     gc.freeze()
@@ -294,16 +270,5 @@ def _reap() -> bool:
     return True
 
 
-def worker() -> None:
-    """What pytest-xdist starts as a worker: it hands its streams to the server, which has torch, and waits."""
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(f"\0{os.environ[ADDRESS]}")
-        socket.send_fds(connection, [json.dumps({"env": dict(os.environ)}).encode() + b"\n"], [0, 1, 2])
-        connection.recv(1)  # nothing comes; the worker has ended
-
-
 if __name__ == "__main__":
-    if sys.argv[1] == "worker":
-        worker()
-    else:
-        main()
+    main()

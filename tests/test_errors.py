@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 from torchtitan_lite import errors
-from torchtitan_lite.checkpointing.storage import new_folder
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.errors import UserError, run_cli
 from torchtitan_lite.run import out_of_memory
@@ -26,7 +24,6 @@ def _raise(error: BaseException) -> Callable[[], int]:
 
 
 UID = f"this process runs as uid {os.geteuid()}; give it access, or choose another path"
-THREADS = "no more threads can be started; ulimit -u or -v, or the limits of a container, are too low: "
 
 
 @pytest.mark.parametrize(
@@ -41,19 +38,14 @@ THREADS = "no more threads can be started; ulimit -u or -v, or the limits of a c
         (OSError(122, "Quota", "/a"), 1, "x: /a: Quota: free some space, or choose another disk"),
         *((OSError(number, "Input/output error"), 1, "x: Input/output error") for number in (5, 116, 30, 19, 110)),
         (TimeoutError(), 2, "x: TimeoutError"),
-        (UnicodeDecodeError("utf-8", b"a\xe9", 1, 2, "no"), 2, "x: byte 0xe9 at position 1 is not utf-8"),
-        (UnicodeError("no such text"), 2, "x: no such text"),
+        (
+            UnicodeDecodeError("utf-8", b"a\xe9", 1, 2, "no"),
+            2,
+            "x: 'utf-8' codec can't decode byte 0xe9 in position 1: no",
+        ),
         (MemoryError(), 2, "x: out of memory"),
         (torch.OutOfMemoryError("CUDA out of memory"), 2, "x: out of memory: CUDA out of memory"),
         (RuntimeError("you tried to allocate 5 bytes\nmore"), 2, "x: out of memory: you tried to allocate 5 bytes"),
-        *(
-            (RuntimeError(text), 2, f"x: {THREADS}{text}")
-            for text in (
-                "can't start new thread",
-                "Resource temporarily unavailable [system:11]",
-                "unable to start watchdog thread",
-            )
-        ),
         (UserError("this and that"), 2, "x: this and that"),
         (errors.SaveError("late"), 1, "x: late"),
         (KeyboardInterrupt(), 130, "x: stopped"),
@@ -66,15 +58,10 @@ def test_an_input_error_is_a_message_without_a_traceback(
     assert capsys.readouterr().err == f"{expected}\n"
 
 
-def test_an_error_says_where_and_one_of_a_closed_pipe_says_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_cli("x", lambda: len(str(new_folder(tmp_path / "no/such", 1)))) == 2
-    where = r" \[torchtitan_lite/checkpointing/storage\.py:\d+\]\n"
-    assert re.fullmatch(rf"x: {tmp_path}/no/such: No such file or directory{where}", capsys.readouterr().err)
-    assert run_cli("x", _raise(BrokenPipeError(32, "Broken pipe"))) == 1
+def test_an_error_of_a_closed_pipe_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli("x", _raise(KeyboardInterrupt()), local_rank=1) == 130
     assert run_cli("x", lambda: 5) == 5
+    assert run_cli("x", _raise(BrokenPipeError(32, "Broken pipe"))) == 1
     assert capsys.readouterr().err == ""
 
 

@@ -23,7 +23,7 @@ distributed:            evaluating exchange fsdp initialize lost normal_values o
 models:                 attention cache chunked_loss induction kernels llama loss masks rotary transformer
 optim:                  finite_guard grad_scaler groups guarded muon optimizer step_record
 run:                    attempts between_steps checks console metrics out_of_memory phases preemption rank_seconds
-                        resumed run_folder session source_losses start_and_end watchdog
+                        resumed run_folder saving session source_losses start_and_end watchdog
 scoring:                likelihood statistics validation
 """
 # packages that no plain run needs

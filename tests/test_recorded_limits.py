@@ -152,7 +152,7 @@ def logged(mean: float | None, loss: float, norm: float, of_ranks: list[float], 
         norms_of_blocks=dict,
     )
     meter = Stub(lap=lambda _: lap, mean_loss=lambda: mean, seconds_per_step=lambda _: 1.0, loss_since=torch.ones(2))
-    log = Stub(record=said.append, info=lambda line, _: said.append(line[:60]))
+    log = Stub(record=said.append, info=lambda line, **_: said.append(line[:60]))
     state = planned(SAMPLES if loads else ONE_SOURCE, 60)[-1][-1]
     s = Stub(state=replace(state, step=6, tokens=96), process=Stub(device=torch.device("cuda") if loads else CPU))
     meter.peak_tokens_per_second = 128.0 if loads else 0.0
@@ -359,7 +359,9 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             vars(saver).update(require_space=lambda: said.append(f"space in {saver.folder}")),
             patched(
                 lambda: dry_run.check_machines(Path("run"), Stub(checkpointer=saver, config="config")),
-                tools__dry_run__gather=lambda value: ["a", "b"] if isinstance(value, str) else [5.0, 5.0 + seconds],
+                tools__dry_run__values_of_ranks=lambda value: (
+                    ["a", "b"] if isinstance(value, str) else [5.0, 5.0 + seconds]
+                ),
                 tools__dry_run__require_shared=lambda *given: said.append(f"shared: {given}"),
                 tools__dry_run__dist__barrier=lambda: said.append("at the same time"),
             ),

@@ -10,6 +10,7 @@ import sys
 import time
 
 __version__ = "1.0.0"
+LAUNCHED = time.time()  # of this process, in seconds since the epoch
 
 _TRAINING = ("load_config", "open_data", "build_model", "build_optimizer", "clip_grad_norm", "set_learning_rate")
 __all__ = (*_TRAINING, "load_model", "generate", "evaluate", "UserError")  # types: __init__.pyi

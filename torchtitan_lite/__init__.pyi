@@ -12,5 +12,6 @@ from torchtitan_lite.api import set_learning_rate as set_learning_rate
 from torchtitan_lite.errors import UserError as UserError
 
 __version__: str
+LAUNCHED: float
 BUSY_AT_START: bool
 __all__: tuple[str, ...]

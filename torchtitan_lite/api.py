@@ -368,22 +368,10 @@ def evaluate(
     Raises:
         UserError: an argument is out of range, or a text is missing, unusable, or does not fit the model.
     """
-    if isinstance(data, Data):
-        names = {str(source.folder): source.name for source in data.dataset.sources}
-    else:
-        texts = [data] if isinstance(data, str | os.PathLike) else data
-        names = {os.fspath(text): os.fspath(text) for text in texts}
+    names = _names_of(data)
     if not names or "" in names:
         raise ConfigError('no text to score, e.g. ttl.evaluate(model, tokenizer, "my_text")')
-    wanted = Texts(
-        data=list(names),
-        split=split,
-        text_key=text_key,
-        text_suffixes=text_suffixes,
-        documents=documents,
-        seq_len=seq_len,
-        batch_size=batch_size,
-    )
+    wanted = Texts(list(names), split, text_key, text_suffixes, documents, seq_len, batch_size)
     if problems := wanted.problems():
         raise ConfigError("\n  ".join(problems))
     config = data.config if isinstance(data, Data) else tokenizer.config
@@ -395,6 +383,14 @@ def evaluate(
     for note in notes:
         warnings.warn(note, stacklevel=2)
     return {names.get(text, text): tables.figures(part) for text, part in scores.items()}
+
+
+def _names_of(data: Data | Text | Sequence[Text]) -> dict[str, str]:
+    """Return the names of texts by path."""
+    if isinstance(data, Data):
+        return {str(source.folder): source.name for source in data.dataset.sources}
+    texts = [data] if isinstance(data, str | os.PathLike) else data
+    return {os.fspath(text): os.fspath(text) for text in texts}
 
 
 def _opened(model: Transformer, tokenizer: Tokenizer) -> loading.Opened:

@@ -130,7 +130,7 @@ def run_cli(name: str, main: Callable[[], int], local_rank: int = 0) -> int:
         return error.exit_code
     except Exception as error:
         if isinstance(error, BrokenPipeError):  # the pipe's reader, e.g. head, has exited
-            _discard_stdout()
+            sys.stdout = None  # else the interpreter flushes it again at exit
             return 1
         message = _explained(error)
         if not message:
@@ -140,8 +140,8 @@ def run_cli(name: str, main: Callable[[], int], local_rank: int = 0) -> int:
         report(f"{name}: {message}", local_rank)
         try:
             sys.stdout.flush()
-        except OSError:  # stdout itself failed, and the interpreter would flush it again at exit
-            _discard_stdout()
+        except OSError:  # stdout itself failed
+            sys.stdout = None
         return 1 if isinstance(error, OSError) and error.errno in _SYSTEM_ERRORS else UserError.exit_code
 
 
@@ -150,22 +150,11 @@ def _explained(error: Exception) -> str:
     if isinstance(error, OSError):
         if isinstance(error, io.UnsupportedOperation) or error.errno == errno.EBADF:
             return ""
-        message = _os_error(error)
-    elif is_out_of_memory(error):
-        message = ": ".join(["out of memory", *str(error).splitlines()[:1]])
-    elif isinstance(error, RuntimeError) and str(error).startswith(_NO_THREADS):
-        message = f"no more threads can be started; ulimit -u or -v, or the limits of a container, are too low: {error}"
-    elif isinstance(error, UnicodeDecodeError):
-        message = f"byte {error.object[error.start]:#04x} at position {error.start:,} is not {error.encoding}"
-    elif isinstance(error, UnicodeError):
-        message = str(error)
-    else:
-        return ""
-    return message + _where(error)
+        return _os_error(error)
+    if is_out_of_memory(error):
+        return ": ".join(["out of memory", *str(error).splitlines()[:1]])
+    return str(error) if isinstance(error, UnicodeError) else ""
 
-
-# how the messages of Python, gloo and faulthandler begin
-_NO_THREADS = "can't start new thread", "Resource temporarily unavailable", "unable to start watchdog thread"
 
 _HINTS = {
     errno.EACCES: "this process runs as uid {uid}; give it access, or choose another path",
@@ -180,16 +169,8 @@ def _os_error(error: OSError) -> str:
     names = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]
     paths = " -> ".join(shortened(name) for name in names)
     text = error.strerror or str(error) or type(error).__name__
-    hint = _HINTS.get(error.errno or 0, "").format(uid=os.geteuid() if hasattr(os, "geteuid") else "-")
+    hint = _HINTS.get(error.errno or 0, "").format(uid=os.geteuid())
     return ": ".join(part for part in (paths, text, hint) if part)
-
-
-def _where(error: Exception) -> str:
-    """Return the traceback's innermost line in this package, as " [file:line]"."""
-    package = os.path.dirname(os.path.abspath(__file__))
-    ours = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(package)]
-    ours = [f for f in ours if os.path.basename(f.filename) != "errors.py"]
-    return f" [{os.path.relpath(ours[-1].filename, os.path.dirname(package))}:{ours[-1].lineno}]" if ours else ""
 
 
 def report(message: str, local_rank: int = 0, *, secondary: bool = False, final: bool = False) -> None:
@@ -262,11 +243,3 @@ def shortened(value: object, longest: int = 200) -> str:
     """Return a value's text for a message, truncated to `longest` characters."""
     text = str(value)
     return text if len(text) <= longest else f"{text[:longest]}... ({len(text):,} characters)"
-
-
-def _discard_stdout() -> None:
-    """Point stdout at /dev/null, so that flushing its buffer at exit can't fail."""
-    with contextlib.suppress(OSError, ValueError):
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
-        os.close(null)

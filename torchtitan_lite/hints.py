@@ -2,7 +2,6 @@
 
 import difflib
 import itertools
-import re
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -92,13 +91,6 @@ def pattern(wrong: str, names: Sequence[str]) -> str:
     prefixes = (".".join(part[:n]) + ".*" for part in parts for n in range(1, len(part)))
     near = difflib.get_close_matches(wrong, dict.fromkeys([*prefixes, *names]), n=1, cutoff=0.0)
     return f'the nearest is "{near[0]}"' if near else "everything is frozen"
-
-
-def choice(value: str, expected: str) -> str:
-    """Suggest the choice nearest to a misspelled one, among those that a message quotes; empty if none is near."""
-    choices = {text.lower(): text for text in re.findall("'(.*?)'", expected)}
-    near = difflib.get_close_matches(value.lower(), choices, n=1, cutoff=0.7)
-    return f"; the nearest is {choices[near[0]]!r}" if near else ""
 
 
 def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:

@@ -6,7 +6,6 @@ reads calls `advance` with the number of bytes. `doing` marks an operation that 
 """
 
 import contextlib
-import os
 import re
 import sys
 import threading
@@ -74,17 +73,3 @@ def compiles() -> bool:
                 return True
             inner = inner.f_back
     return False
-
-
-def processor_s() -> float:
-    """Return the processor time of this process and its descendants, such as compilers, in seconds."""
-    parents, ticks = {}, {}
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # the process has ended
-            fields = file.read_text().rpartition(")")[2].split()  # man 5 proc; from the third field on
-            number = int(file.parent.name)
-            parents[number], ticks[number] = int(fields[1]), sum(map(int, fields[11:15]))
-    family = {os.getpid()}
-    while more := {number for number, parent in parents.items() if parent in family} - family:
-        family |= more
-    return sum(ticks.get(number, 0) for number in family) / os.sysconf("SC_CLK_TCK")

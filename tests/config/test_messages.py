@@ -461,7 +461,7 @@ NAMES = sorted(map(str, range(20)))
     (lambda: PARTS.add("nosuch:X"), f"a.key: nosuch:X: No module named 'nosuch' (looked in {ROOT}, too; docs/page.md "
      "has an example)"),
     (lambda: PARTS.add("math:pi"), "a.key: math:pi should be a int, not a float; docs/page.md has an example"),
-    (lambda: PARTS.known("twoo"), "should be 'one' or 'two'; the nearest is 'two'; docs/page.md adds one of your own"),
+    (lambda: PARTS.known("twoo"), "should be 'one' or 'two'; docs/page.md adds one of your own"),
     (lambda: PARTS.known("mine:Two"), "imported only if the command or its file names it: --a.key=mine:Two"),
     (lambda: saved_config(Path("c"), flatten(Config()) | {"model.dim": 0}),
      f"{READ}model.dim = 0: Input should be greater than 0"),

@@ -21,7 +21,7 @@ from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.process_group import Process, build_mesh
 from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.optim import muon
-from torchtitan_lite.run.session import Session, check_pending
+from torchtitan_lite.run.session import Session, check_previous_step
 
 
 def training(config: Config, process: Process) -> Session:
@@ -58,7 +58,7 @@ def measure(t: Session) -> dict[str, Any]:
     curve = []
     for step in range(1, STEPS + 1):
         record = train.train_step(t, step)
-        check_pending(t)
+        check_previous_step(t)
         curve.append((record.numbers.loss, record.numbers.grad_norm, record.norms_of_blocks()))
     states = t.optimizer.state.values()
     moments = [value for state in states for key, value in state.items() if key != "step"]

@@ -36,7 +36,7 @@ from torchtitan_lite.distributed.sharding import own_part, shard_dim
 from torchtitan_lite.errors import NonFiniteError
 from torchtitan_lite.optim import finite_guard
 from torchtitan_lite.run.checks import check_patterns
-from torchtitan_lite.run.session import Session, check_pending
+from torchtitan_lite.run.session import Session, check_previous_step
 from torchtitan_lite.tools.estimate.simulate import fake_world
 
 bf16, fp16, fp32, SUM = torch.bfloat16, torch.float16, torch.float32, dist.ReduceOp.SUM
@@ -502,7 +502,7 @@ def an_overflow_is_a_counted_skip_and_too_many_stop_the_run(build: Build) -> Non
     before = [own_part(p)[0].clone() for p in t.model.parameters()]
     for step in (1, 2):
         record = train.train_step(t, step)
-        check_pending(t)
+        check_previous_step(t)
         assert record.loss.isfinite()
         assert not record.grad_norm.isfinite()
         assert t.scaler.skipped_steps == step
@@ -513,7 +513,7 @@ def an_overflow_is_a_counted_skip_and_too_many_stop_the_run(build: Build) -> Non
         patch.object(finite_guard, "MIN_SCALE", 2.0**38),
         pytest.raises(NonFiniteError, match="step 3: gradients still overflow float16 with a loss scale of 1.37"),
     ):
-        check_pending(t)
+        check_previous_step(t)
 
 
 def the_scale_grows_when_nothing_overflows_and_survives_a_checkpoint(build: Build) -> None:
@@ -521,7 +521,7 @@ def the_scale_grows_when_nothing_overflows_and_survives_a_checkpoint(build: Buil
     scales = []
     for step in range(1, 6):
         train.train_step(t, step)
-        check_pending(t)
+        check_previous_step(t)
         scales.append(t.scaler.scale.item())
     assert scales == [1024, 2048, 2048, 4096, 4096]
     assert t.scaler.state_dict() == {"scale": 4096.0, "good_steps": 1, "skipped_steps": 0}
@@ -547,7 +547,7 @@ def a_loss_that_is_not_finite_stops_a_float16_run(build: Build) -> None:
         own_part(t.model.get_parameter("norm.weight"))[0].fill_(torch.inf)
     train.train_step(t, 1)
     with pytest.raises(NonFiniteError, match="step 1: the loss is not finite on rank 0, 1"):
-        check_pending(t)
+        check_previous_step(t)
 
 
 def small_gradients_survive_float16_because_the_loss_is_scaled(build: Build) -> None:

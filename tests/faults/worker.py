@@ -37,7 +37,6 @@ from typing import Any
 import torch
 
 import train
-from tests import rank0
 from torchtitan_lite.checkpointing import safetensors_file, save, storage
 from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.data.loader import PrefetchingLoader
@@ -190,6 +189,5 @@ ACTIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 if __name__ == "__main__":
-    rank0.install()
     install(os.environ["FAULT"])
     exit_process(train.main(sys.argv[1:]))

@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -92,7 +91,6 @@ def receive_nothing() -> None:
 
 LATE: dict[str, Callable[[], object]] = {
     "compiles": lambda: compile_by(lambda: exec(SPIN)),
-    "compiles elsewhere": lambda: compile_by(lambda: subprocess.run([sys.executable, "-c", SPIN], check=True)),
     "compiler hangs": lambda: compile_by(receive_nothing),
     "hashes": hash_slowly,
     "was locked": lambda: time.sleep(LIMIT_S),

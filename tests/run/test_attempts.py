@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 
-from tests.helpers import ROOT, assert_same_end, checkpoint, losses, python, ranks, refused, succeeded, tiny
+from tests.helpers import ROOT, checkpoint, losses, python, ranks, succeeded, tiny
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.run import attempts, run_folder
 
@@ -100,15 +99,6 @@ def test_a_check_refuses_what_a_start_would(run: Path, again: Again) -> None:
     assert contents(run) == before
 
 
-@pytest.mark.parametrize("lr", ["1e3", "10"])
-def test_no_fork_starts_from_weights_that_a_learning_rate_has_ruined(lr: str, text: Path, tmp_path: Path) -> None:
-    run = tiny(text, tmp_path, **RUN | {"optim__schedule": "constant"})
-    assert ranks(1, *run, f"--optim.lr={lr}").returncode in (0, 3), "3: a loss is not finite in the end"
-    for more in ((), ("--check-config",)):
-        said = refused(ranks(1, *run, "--optim.lr=1e-3", *more), "metrics.jsonl shows ruined weights in all")
-        assert "checkpoint.resume" not in said
-
-
 def test_a_fork_on_other_text_resumes_by_the_same_command(run: Path, text: Path, again: Again, tmp_path: Path) -> None:
     (tmp_path / "other.txt").write_text((text / "typing.txt").read_text()[::-1])
     fork = {
@@ -146,14 +136,6 @@ def test_a_folder_of_an_older_version_is_refused(run: Path, again: Again) -> Non
     assert (run / "run.json").read_bytes() == before
     for command in ("status", "report"):
         assert expected in python(str(run), script=f"-m torchtitan_lite.{command}").stderr
-
-
-def test_a_command_that_finds_the_folder_in_use_is_no_attempt(run: Path, again: Again) -> None:
-    before = contents(run)
-    (run / ".lock-holder").write_text("process 7 on node3")
-    with FileLock(run / ".lock"):
-        assert f"{run} is being used by process 7 on node3;" in again(code=1)  # the same command may work later
-    assert contents(run) == before
 
 
 # --- the history ------------------------------------------------------------------------------------------------
@@ -197,22 +179,6 @@ def damage(run: Path, step: int) -> None:
     file.write_bytes(file.read_bytes()[:-1] + b"x")
 
 
-@pytest.mark.parametrize("n", [1, pytest.param(2, marks=extended)])
-def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
-    n: int, run: Path, finished: Path, again: Again
-) -> None:
-    damage(run, 8)
-    output = again(n=n)
-    assert "model.safetensors: its SHA-256 does not match the manifest" in output
-    assert f"run     {run}  resumed after step 6; newer checkpoints are damaged" in output
-    assert "their steps are repeated: 8\n" in output
-    assert storage.verify(checkpoint(run, 8)) == [], "it was saved again"
-    assert [path.name for path in (run / "checkpoints").glob(".*")] == []
-    assert begun(run) == [(0, "complete"), (6, "complete")]
-    if n == 1:
-        assert_same_end(run, finished, 8)
-
-
 @pytest.mark.parametrize("site", ["commit", "before rename", "delete"])
 def test_a_kill_while_a_damaged_checkpoint_is_replaced_loses_nothing(site: str, run: Path, again: Again) -> None:
     damage(run, 8)
@@ -221,17 +187,6 @@ def test_a_kill_while_a_damaged_checkpoint_is_replaced_loses_nothing(site: str, 
     assert f"resumed after step {8 if site == 'delete' else 6}" in again(train__steps=9)
     assert storage.verify(checkpoint(run, 9)) == []
     assert losses(run).keys() == set(range(1, 10))
-
-
-def test_a_run_does_not_start_over_where_a_checkpoint_was(run: Path, again: Again) -> None:
-    for step in (2, 4, 6):
-        shutil.rmtree(checkpoint(run, step))
-    (checkpoint(run, 8) / "manifest.json").unlink()
-    before = contents(run)
-    said = again(code=2)
-    assert "no checkpoint is complete:" in said
-    assert "step-00000008: not a folder step-N with a manifest.json" in said
-    assert contents(run) == before
 
 
 # --- forks ------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ def test_a_slow_rank_is_named(site: str, slow: str, other: str, text: Path, tmp_
 def test_a_line_names_a_rank_that_stays_slow_and_many_ranks_are_cut_to_three(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     unused: Any = SimpleNamespace(info=said.append)
-    monkeypatch.setattr(rank_seconds, "gather", lambda _: ["node1", "node1", "node2"])
+    monkeypatch.setattr(rank_seconds, "values_of_ranks", lambda _: ["node1", "node1", "node2"])
     times = rank_seconds.RankSeconds(torch.nn.Linear(1, 1), Process(0, 3, torch.device("cuda"), 1), unused, unused)
     for n, slow in enumerate([1.05, *[1.2] * 4, 1.05, *[1.2] * 7]):
         assert times.metric.values(torch.tensor([[1.0, 1.0, slow], [0.0, 0.0, 0.5]]))["rank_data_s"] == [0.0, 0.0, 0.5]

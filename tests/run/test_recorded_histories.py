@@ -21,7 +21,7 @@ from torchtitan_lite.config.schema import Config, flatten
 from torchtitan_lite.config.toml import Loaded, to_toml
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import UserError
-from torchtitan_lite.run import attempts, resumed, run_folder, spikes, start_and_end
+from torchtitan_lite.run import attempts, resumed, run_folder, spikes
 from torchtitan_lite.tools import checkpoints, load_model, past_steps, replay, status, which
 from torchtitan_lite.tools.report import runs
 
@@ -407,7 +407,6 @@ def said_of(
     monkeypatch.setattr("sys.argv", argv)
     found["the next attempt"] = following = {
         "why_not_again": tried(run_folder.why_not_again, Loaded(config, {})),
-        "machines": start_and_end.machines_line(made, ["node1", "node4"], 2),
     }
     if isinstance(chosen, find.Found):
         saver: Any = Namespace(
@@ -416,7 +415,6 @@ def said_of(
             forked_from=chosen.folder if chosen.forked else None,
             damaged=[] if chosen.forked else [int(path.name.removeprefix("step-")) for path in chosen.damaged],
             wait=lambda: None,
-            ruined_from=attempts.ruined_from,
         )
         guard: Any = spikes.build_guard(config, ALONE, TrainState(), [], saver, Namespace())  # type: ignore[arg-type]
         began = int(chosen.folder.name.removeprefix("step-")) if chosen.folder else 0
@@ -426,7 +424,7 @@ def said_of(
         state = storage.read_state(chosen.folder)
         expected = {**last.config, "optim.lr": 1e-3, "eval.samples": 7, **CONTENT}
         following["other values"] = tried(
-            compatibility.require_same_run, chosen.folder, state, expected, attempts.ruined_from, fork=chosen.forked
+            compatibility.require_same_run, chosen.folder, state, expected, fork=chosen.forked
         )
         now: dict[str, Any] = {
             "bitwise_setting": {**SETTING, "world_size": 2},
@@ -456,7 +454,7 @@ def test_what_is_said_of_each_history(
         "torchtitan_lite.tools.replay.__version__": "1.0",
         "torchtitan_lite.run.run_folder.git_state": lambda _: {"commit": "c", "dirty": False},
         "torchtitan_lite.environment.python_command": lambda: "python",
-        "torchtitan_lite.run.run_folder.process_age_s": lambda: 7.5,
+        "torchtitan_lite.run.run_folder.LAUNCHED": NOW - 7.5,
         "torchtitan_lite.checkpointing.find.on_all": lambda action, _: [action()],  # a world of one
         "os.fsync": lambda _: None,
         "time.time": lambda: NOW,

@@ -129,5 +129,6 @@ def test_some_ranks_keep_the_stacks_of_memory_from_before_the_model_to_the_end_o
         profile.stop(step)
     assert calls == expected
     monkeypatch.setattr("torchtitan_lite.run.profiler.Profile", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(train, "Watchdog", Mock())
     with pytest.raises(KeyboardInterrupt):  # before the mesh, which would fail without a process group
-        train.build_watched(config, *[Mock()] * 4)
+        train.build(config, *[Mock()] * 3)

@@ -168,11 +168,11 @@ def test_a_rank_that_is_blocked_in_c_ends_by_itself(case: str, said: str, tmp_pa
     "case",
     [
         *("compiles", "leaves", "pauses", "all pause", "was locked"),
-        *(pytest.param(c, marks=pytest.mark.extended) for c in ("compiles elsewhere", "hashes")),
+        pytest.param("hashes", marks=pytest.mark.extended),
     ],
 )
 def test_a_process_that_works_or_that_others_have_left_is_waited_for(case: str, tmp_path: Path) -> None:
-    """For two and a half times the limit: a compilation in this process or another one, and a slow disk.
+    """For two and a half times the limit: a compilation, and a slow disk.
 
     Or while the other one has left properly, one or both were stopped and continued, or one could not lock its file.
     """

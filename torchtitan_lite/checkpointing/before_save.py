@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpointing.tensor_names import model_tensors, optimizer_tensors
-from torchtitan_lite.distributed.exchange import gather
+from torchtitan_lite.distributed.exchange import values_of_ranks
 from torchtitan_lite.distributed.process_group import sum_over_ranks
 from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.errors import NonFiniteError, ReplicaMismatchError
@@ -54,7 +54,7 @@ def require_equal_replicas(model: nn.Module, optimizer: torch.optim.Optimizer, s
     if not sum_over_ranks(ranks).any():
         return
     bad = [name for name, count in zip(tensors, sum_over_ranks(differs).tolist(), strict=True) if count]
-    hosts = gather(socket.gethostname())
+    hosts = values_of_ranks(socket.gethostname())
     where = ", ".join(f"{rank} ({hosts[rank]})" for rank, flag in enumerate(ranks.tolist()) if flag)
     raise ReplicaMismatchError(
         f"step {step}: replicas of the model differ: rank {where} from the first replica, in "

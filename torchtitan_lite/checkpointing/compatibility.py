@@ -71,14 +71,11 @@ def values_to_match(config: Config, data: DataSet) -> dict[str, Any]:
     return content | {f"model.{key}": model[key] for key in fixed}
 
 
-def read_state(
-    folder: Path, expected: Mapping[str, Any], process: Process, ruined_from: Callable[[Path], float], *, fork: bool
-) -> TrainState:
+def read_state(folder: Path, expected: Mapping[str, Any], process: Process, *, fork: bool) -> TrainState:
     """Read the state of a checkpoint, on every rank.
 
     Args:
         expected: `values` of this run's state.
-        ruined_from: returns the first step of a run with ruined weights (run/attempts.py), for the offered fork.
         fork: the checkpoint belongs to a different run.
 
     Raises:
@@ -88,7 +85,7 @@ def read_state(
     @progress.working("reading state.json")
     def read_and_compare() -> TrainState:
         state = storage.read_state(folder)
-        require_same_run(folder, state, expected, ruined_from, fork=fork)
+        require_same_run(folder, state, expected, fork=fork)
         return state
 
     return TrainState(**on_rank0(read_and_compare, process.untimed))
@@ -113,14 +110,7 @@ def saved_config(folder: Path, values: Mapping[str, Any]) -> Config:
         ) from None
 
 
-def require_same_run(
-    folder: Path,
-    saved: TrainState,
-    expected: Mapping[str, Any],
-    ruined_from: Callable[[Path], float] = lambda _: float("inf"),
-    *,
-    fork: bool,
-) -> None:
+def require_same_run(folder: Path, saved: TrainState, expected: Mapping[str, Any], *, fork: bool) -> None:
     """Check that this run's values match its checkpoint's; a fork only needs the tensors to mean the same.
 
     Raises:
@@ -159,15 +149,11 @@ def require_same_run(
         lines.append(f"continue with the run's values: {back}")
     if "tokenizer" in changed:
         lines.append(f"different text needs the run's tokenizer: --tokenizer.path={run / 'tokenizer.json'}")
-    end = min(step + 1, ruined_from(run))
     if fork or any(_rule_of(key) == "refused" for key in changed):
         lines.append(f"or start a new run with --run.name=NEW{' and without checkpoint.resume' if fork else ''}")
-    elif sound := [saved for saved in (*storage.find_steps(folder.parent), step) if saved < end]:
-        where = "here" if sound[-1] == step else f"step {sound[-1]} (metrics.jsonl shows that later weights are ruined)"
-        command = fork_command(f"{run.name}-from-{sound[-1]}", str(storage.step_folder(folder.parent, sound[-1])))
-        lines.append(f"or fork it: a new run continues from {where} with the new values:\n    {command}")
     else:
-        lines.append("or start a new run with --run.name=NEW: metrics.jsonl shows ruined weights in all checkpoints")
+        command = fork_command(f"{run.name}-from-{step}", str(folder))
+        lines.append(f"or fork it: a new run continues from here with the new values:\n    {command}")
     raise CheckpointError("\n  ".join(lines))
 
 

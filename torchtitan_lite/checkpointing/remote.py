@@ -39,7 +39,7 @@ from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.shards import Layout, Reads
 from torchtitan_lite.checkpointing.tensor_names import Tensors
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.distributed.exchange import gather, on_all, on_rank0
+from torchtitan_lite.distributed.exchange import on_all, on_rank0, values_of_ranks
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.environment import local_rank
 from torchtitan_lite.errors import BusyError, ConfigError, SaveError, text_of
@@ -82,7 +82,7 @@ class Remote:
         self._everywhere = set[str]()  # the hashes of the manifests that all machines have
         self._only_here: tuple[Path, int, list[str]] | None = None  # the loaded step if it is not in the bucket: files
         on_all(lambda: self.leads and str(self._now()), process.untimed)
-        self._leaders = [rank for rank, leads in enumerate(gather(self.leads, process.untimed)) if leads]
+        self._leaders = [rank for rank, leads in enumerate(values_of_ranks(self.leads, process.untimed)) if leads]
         self.claim: str = on_rank0(self._take_claim, process.untimed)
 
     # --- claims -------------------------------------------------------------------------------------------------
@@ -320,7 +320,7 @@ class Remote:
         process, own, n = self._process, local_rank(), self._process.local_world_size
         manifest, problem = storage.check_manifest(folder)
         kind = on_rank0(lambda: manifest and manifest.state_dict, process.untimed)
-        needed = gather(self._needed(folder, manifest, tensors) if manifest else [], process.untimed)
+        needed = values_of_ranks(self._needed(folder, manifest, tensors) if manifest else [], process.untimed)
         names = sorted({name for each in needed[process.rank - own :][:n] for name in each})
         in_bucket = manifest is not None and self._steps.get(folder.name) == manifest.claim
 

@@ -125,19 +125,17 @@ class Checkpointer:
         process: Process,
         ways: Mapping[tuple[str, str], Way],
         best_of: Callable[[Path, Sequence[int]], int | None] = lambda *_: None,
-        ruined_from: Callable[[Path], float] = lambda _: float("inf"),
         remote: "Remote | None" = None,
     ) -> None:
         """
         Args:
             ways: by kind of state dict and API, see checkpoint.py.
             best_of: returns the step of a run with the lowest validation loss among the given ones.
-            ruined_from: returns the first step of a run whose weights are ruined; infinite if none is.
             remote: the run's bucket. Each machine then has its own disk.
         """
         self.folder, self.remote = folder, remote
         self.ways = ways
-        self.best_of, self.ruined_from = best_of, ruined_from
+        self.best_of = best_of
         self.model = model
         self.mesh = next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
         self.optimizer = optimizer
@@ -177,7 +175,7 @@ class Checkpointer:
         self.forked_from = found.folder if found.forked else None
         if not found.forked:
             self.damaged = [int(folder.name.removeprefix("step-")) for folder in found.damaged]
-        state = compatibility.read_state(found.folder, values, self.process, self.ruined_from, fork=found.forked)
+        state = compatibility.read_state(found.folder, values, self.process, fork=found.forked)
         make_state(self.optimizer)  # a load fills existing tensors, and moments exist only after the first step
         with compatibility.optimizer_as_saved(self.optimizer, state):
             compatibility.require_same_tensors(found.folder, self.tensors(), self.process)

@@ -36,8 +36,6 @@ def example(key: str, origin: str = COMMAND_LINE) -> str:
 def _sentence(error: ErrorDetails) -> str:
     """Return what is wrong with a value or a part of it."""
     message = error["msg"].removeprefix("Input ").removeprefix("Value error, ")
-    if error["type"] == "literal_error":
-        message += hints.choice(str(error["input"]), error["ctx"]["expected"])
     message = message[:1].lower() + message[1:]
     section, name, *inside = (part for part in error["loc"] if part not in ("str", "list[str]"))
     part = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in inside)

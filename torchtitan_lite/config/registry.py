@@ -65,11 +65,10 @@ class Registry(dict[str, T], Generic[T]):
             return name if name in self else name.lower()
         if is_module_name(name):
             raise ValueError(self.not_imported(name))
-        from torchtitan_lite import hints
 
         *others, last = [*map(repr, self)] or ["module:Name"]
         choices = f"{', '.join(others)} or {last}" if others else last
-        raise ValueError(f"should be {choices}{hints.choice(name, choices)}; {self.page} adds one of your own")
+        raise ValueError(f"should be {choices}; {self.page} adds one of your own")
 
     def not_imported(self, name: str) -> str:
         """Return the message about a "module:Name" that was not imported."""

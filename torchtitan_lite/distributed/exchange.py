@@ -4,7 +4,6 @@ Values travel as JSON, because torch's object collectives unpickle received data
 what JSON makes of a value, also the one that sent it: a tuple becomes a list, a dataclass a dict of its fields.
 """
 
-import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict
@@ -15,10 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_lite import errors
-
-# Marks a thread while it runs an action of `on_rank0`. The other ranks wait for the result, so a collective in the
-# action would never end. Tests replace the mark by one under which a collective raises at once (tests/rank0.py).
-mark: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def on_rank0(action: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
@@ -34,8 +29,7 @@ def on_rank0(action: Callable[[], Any], group: dist.ProcessGroup | None = None) 
     several = dist.is_initialized() and dist.get_world_size(group) > 1
     outcome, cause = "-", None  # on the other ranks, until the first one's arrives
     if not several or dist.get_rank(group) == 0:
-        with mark:
-            outcome, cause = _run(action)
+        outcome, cause = _run(action)
     if several:
         outcome = _broadcast(outcome, group)
     if cause is not None:
@@ -69,7 +63,7 @@ def on_all(action: Callable[[], Any], group: dist.ProcessGroup | None = None) ->
     return [value for _, value in of_ranks]
 
 
-def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def values_of_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the values of all ranks of the group, on every rank."""
     return _gather(json.dumps(value, default=asdict), group)
 

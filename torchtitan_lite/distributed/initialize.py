@@ -41,16 +41,13 @@ def require_initialised(model: nn.Module) -> None:
     """Check every parameter and buffer of this rank.
 
     Raises:
-        RuntimeError: names each tensor that is on meta, not finite, unwritten, or a constant matrix.
+        RuntimeError: names each tensor that is unwritten, not finite, or a constant matrix.
     """
     problems = []
     for name, tensor in _tensors(model):
-        if tensor.is_meta:
-            problems.append(f"{name} is on the meta device")
-        elif tensor.is_floating_point() and not tensor.isfinite().all():
+        floats = tensor.is_floating_point()
+        if not (tensor.isfinite() if floats else tensor > torch.iinfo(tensor.dtype).min).all():
             problems.append(f"{name} has values that are not finite: it was not fully initialised")
-        elif not tensor.is_floating_point() and (tensor == torch.iinfo(tensor.dtype).min).any():
-            problems.append(f"{name} was not initialised")
         elif tensor.ndim > 1 and tensor.numel() > 1 and (tensor == tensor.flatten()[0]).all():
             problems.append(f"{name} is constant")
     if problems:

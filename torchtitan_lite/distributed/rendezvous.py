@@ -11,14 +11,13 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # mypy:
 from torch.distributed import Store as Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from torchtitan_lite.errors import BusyError, ConfigError, StuckError
+from torchtitan_lite.errors import BusyError, StuckError
 
 
 def join_store(timeout_minutes: float) -> tuple[Store, int, int]:
     """Return the store, this rank and the world size.
 
     Raises:
-        ConfigError: torchrun's environment is incomplete.
         BusyError: the ranks can't reach the store, or its port is in use.
         StuckError: a rank did not arrive in time.
     """
@@ -26,10 +25,6 @@ def join_store(timeout_minutes: float) -> tuple[Store, int, int]:
     try:
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
         return _store_of_this_attempt(store, rank, world_size, timeout), rank, world_size
-    except ValueError as error:  # a variable is missing, or is not a number
-        raise ConfigError(
-            f"RANK is set, but torchrun's other variables are missing or invalid: {str(error).splitlines()[0]}"
-        ) from None
     except dist.DistNetworkError as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise BusyError(

@@ -68,6 +68,9 @@ def scale_of(width: float, by_muon: bool) -> float:
     return width**-1.0  # AdamW changes each weight by about lr, and the weights per output grow with the width
 
 
+Norms = Mapping[nn.Parameter, Tensor]
+
+
 class Blocks:
     """The parameters of a sharded model by block.
 
@@ -84,31 +87,35 @@ class Blocks:
             p: ".".join(name.split(".")[:2]) if name.startswith("layers.") else ends.get(name.split(".")[0], "inputs")
             for name, p in model.named_parameters()
         }
-        self.names, self._replicas = [*dict.fromkeys(self._blocks.values())], replicas
+        self.names, self.replicas = [*dict.fromkeys(self._blocks.values())], replicas
         members = [[block == name for block in self._blocks.values()] for name in self.names]
         self._members = torch.tensor(members, device=next(model.parameters()).device)  # (B, parameters)
 
-    def squares(self, norms: Mapping[nn.Parameter, Tensor]) -> Tensor:
-        """Return this rank's parts of squared norms by block, (B,) float64. Their sums over all ranks are the whole.
+    def squares(self, grad_norms: Norms, *, weights: bool) -> dict[str, Tensor]:
+        """Return this rank's parts of squared norms by block, (B,) float64: "grad_norm", if wanted also "weight_norm".
+
+        Their sums over all ranks are the whole.
 
         Args:
-            norms: () float32, of this rank's part of each parameter, gradient or update. A missing one is 0.
+            grad_norms: () float32, of this rank's part of each parameter's gradient. A missing one is 0.
         """
-        zero = torch.zeros((), device=self._members.device)
-        each = torch.stack([norms.get(p, zero) for p in self._blocks]).double().square() / self._replicas
-        return torch.where(self._members, each, 0.0).sum(1)
-
-    def of_weights(self) -> Tensor:
-        """Return `squares` of the parameters."""
-        norms = torch._foreach_norm([own_part(p.detach())[0] for p in self._blocks])
-        return self.squares(dict(zip(self._blocks, norms, strict=True)))
+        found = {"grad_norm": self._squares(grad_norms)}
+        if weights:
+            norms = torch._foreach_norm([own_part(p.detach())[0] for p in self._blocks])
+            found["weight_norm"] = self._squares(dict(zip(self._blocks, norms, strict=True)))
+        return found
 
     def of_update(self, optimizer: GuardedOptimizer) -> dict[str, Tensor]:
         """Return the squared norms of the last update as "update_norm", if they were measured. Collective."""
         if not optimizer.update_norms or optimizer.found_inf is None:
             return {}
-        squares = self.squares(optimizer.update_norms)
+        squares = self._squares(optimizer.update_norms)
         return {"update_norm": sum_over_ranks(torch.where(optimizer.found_inf != 0, 0.0, squares))}
+
+    def _squares(self, norms: Norms) -> Tensor:
+        zero = torch.zeros((), device=self._members.device)
+        each = torch.stack([norms.get(p, zero) for p in self._blocks]).double().square() / self.replicas
+        return torch.where(self._members, each, 0.0).sum(1)
 
 
 # --- around a load ----------------------------------------------------------------------------------------------

@@ -43,12 +43,10 @@ class StepRecord:
         """Sum the parts of all ranks, with one small all-reduce. Collective.
 
         Args:
-            step: 1-based.
             samples: the global batch's range of run samples: first, and last + 1.
             targets: number of valid targets in the global batch.
             loss: (), this rank's summed loss.
             squared_norm: (), this rank's part, before dividing by the loss scale.
-            stop: whether this rank was asked to stop.
             blocks, squares: names of blocks, and this rank's parts of their squared norms (B,). The key "grad_norm" is
                 always there, before dividing by the loss scale.
             parts: this rank's parts of metrics, of any shapes.

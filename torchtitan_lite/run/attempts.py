@@ -7,7 +7,6 @@ s, so earlier records of these steps no longer count. Nothing is removed from an
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -127,21 +126,6 @@ def best_step(folder: Path, steps: Iterable[int]) -> int | None:
     """Return which of these steps has the lowest validation loss; None if none was validated."""
     losses = {r["step"]: r["val_loss"] for r in records(folder) if r.get("val_loss") is not None}
     return min((step for step in steps if step in losses), key=lambda step: (losses[step], step), default=None)
-
-
-def ruined_from(folder: Path) -> float:
-    """Return the first step of a run whose weights are ruined, e.g. by a far too high learning rate; infinite if none.
-
-    A record shows that the step before left ruined weights if its loss is not finite, its gradient is exactly zero
-    (nothing can be learned), or its loss is more than 1 above the lowest so far (at first: above a uniform guess). If a
-    later record is good again, it was a spike.
-    """
-    sizes = [attempt.must_match.get("model.vocab_size", math.inf) for attempt in read(folder)]
-    lowest, ruined = math.log(sizes[-1]) if sizes else math.inf, math.inf
-    for step, loss, norm in [(r["step"], r["loss"], r["grad_norm"]) for r in records(folder) if "loss" in r]:
-        good = norm and loss is not None and loss <= lowest + 1
-        lowest, ruined = (min(lowest, loss), math.inf) if good else (lowest, min(ruined, step - 1))
-    return ruined
 
 
 def newest_status(folder: Path) -> dict[str, Any]:

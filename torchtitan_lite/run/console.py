@@ -1,6 +1,5 @@
 """Formats the terminal output: the start of a run, each step, and the next commands. metrics.Log prints it."""
 
-import re
 import shlex
 import time
 from collections.abc import Iterator, Sequence
@@ -11,46 +10,36 @@ import torch
 from torchtitan_lite import BUSY_AT_START, __version__
 from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.config.derive import Layout
+from torchtitan_lite.config.derive import Layout, derive
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.registry import is_module_name
 from torchtitan_lite.config.schema import Config, ModelConfig, flatten
 from torchtitan_lite.config.toml import format_value
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.mixture import Mixture
-from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.environment import cpu_threads, python_command
 from torchtitan_lite.errors import shortened
-from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim.optimizer import learning_rate
+from torchtitan_lite.run import phases
 from torchtitan_lite.run.phases import Part
 from torchtitan_lite.run.resumed import resume_lines
+from torchtitan_lite.run.session import Session
 from torchtitan_lite.terminal import counted, duration
 
 MANY_EPOCHS = 10  # a source read more often gets a note
 
 
-def start_lines(
-    config: Config,
-    layout: Layout,
-    process: Process,
-    model: Transformer,
-    data: DataSet,
-    samples: Mixture,
-    planned: Sequence[Part],
-    state: TrainState,
-    loaded: TrainState | None,
-    checkpointer: Checkpointer,
-    connected_s: float,
-) -> str:
-    """Return the lines printed at startup, with all derived sizes. `loaded` is the saved state, if the run resumes."""
-    n_parameters = sum(p.numel() for p in model.parameters())
-    n_on_rank0 = sum(own_part(p)[0].numel() for p in model.parameters())
+def start_lines(s: Session) -> str:
+    """Return the lines printed at startup, with all derived sizes."""
+    config, process, state = s.config, s.process, s.state
+    layout = derive(config, process.world_size)
+    n_parameters = sum(p.numel() for p in s.model.parameters())
+    n_on_rank0 = sum(own_part(p)[0].numel() for p in s.model.parameters())
     lines = [
         f"torchtitan_lite {__version__}  torch {torch.__version__}  {process.device.type}  "
         f"world {process.world_size} = dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}"
-        f"{f', connected in {connected_s:.2f} s' if process.world_size > 1 else ''}  "
+        f"{f', connected in {s.connected_s:.2f} s' if process.world_size > 1 else ''}  "
         f"{counted(process.threads, 'thread')} per rank "
         f"({cpu_threads(config.run.threads)[1]})",
         model_line(
@@ -59,9 +48,9 @@ def start_lines(
             widened=state.bitwise_setting["widen_matmuls"],
         ),
         batch_line(config, layout, process.world_size),
-        *data_lines(config, data, samples, planned),
+        *data_lines(config, s.data, s.samples, phases.planned(config, s.data, state)),
         f"fsdp    {fsdp_line(config)}",
-        f"run     {config.folder}  {_origin(loaded, checkpointer)}",
+        f"run     {config.folder}  {_origin(s.resumed, s.checkpointer)}",
     ]
     if process.device.type == "cpu" and process.threads > 1 and BUSY_AT_START:
         lines.append(
@@ -71,16 +60,12 @@ def start_lines(
     if process.device.type == "cuda":
         from torchtitan_lite.run import mfu
 
-        if layout.dp_shard == 1 and config.fsdp.reshard_after_forward == "default" and not config.fsdp.cpu_offload:
-            lines.append(
-                "fsdp    nothing is sharded; if memory allows, reshard_after_forward = false saves copies: docs/fsdp.md"
-            )
         lines += mfu.start_lines(config, process)
     if not state.bitwise_setting["deterministic"]:
         lines.append("run     a resume on a GPU is bitwise identical only with run.deterministic = true")
-    if loaded:
-        lines += resume_lines(config, loaded, state)
-    if config.model.init_from and not loaded:
+    if s.resumed:
+        lines += resume_lines(config, s.resumed, state)
+    elif config.model.init_from:
         lines.append(f"run     starts from the weights of {config.model.init_from}")
     return "\n".join(lines)
 
@@ -127,11 +112,8 @@ def _shape(model: ModelConfig) -> Iterator[str]:
 
 
 def batch_line(config: Config, layout: Layout, world_size: int) -> str:
-    masked, each, rest = "", *divmod(config.train.batch_size(config.train.steps), world_size)
-    if layout.masked_sequences:
-        masked = f", including {counted(layout.masked_sequences, 'padding sequence')}"
-        best = max(n for n in range(1, config.train.micro_batch_size + 1) if each % n == 0)
-        masked += "" if rest else f" (none with train.micro_batch_size = {best})"
+    n = layout.masked_sequences
+    masked = f", including {counted(n, 'padding sequence')}" if n else ""
     lengths = f"{config.train.seq_len} tokens = {layout.tokens_per_step:,} tokens per step"
     if config.data.objective != "causal":
         lengths = f"at most {config.input_len} tokens and {config.target_len} targets"
@@ -193,13 +175,6 @@ def seen_of_sources(state: TrainState) -> dict[str, dict[str, float]]:
     return dict(reversed(found.items()))
 
 
-def source_lines(state: TrainState) -> list[str]:
-    """Return a line for each source of a mixture: how much of it the run has seen. Empty for a single source."""
-    sources = seen_of_sources(state).items()
-    lines = [f"data    {name}: {seen['tokens']:,} tokens seen, {seen['epochs']:.2f} epochs" for name, seen in sources]
-    return lines if len(lines) > 1 else []
-
-
 def fsdp_line(config: Config) -> str:
     """List the keys that decide how blocks are sharded and computed, if they differ from their defaults."""
     sections, others = ("fsdp.", "activation_checkpointing.", "compile."), ("speed.float8", "optim.freeze")
@@ -232,21 +207,6 @@ def step_line(record: dict[str, Any], metrics: Sequence[str], steps: int, data_s
         f"grad_norm {norm}{scale}{more}  lr {record['lr']:.2e}  tok/s {record['tokens_per_second']:,.0f}{mfu}  "
         f"mem {record['peak_memory_gib']:.2f} GiB  data {100 * data_share:.0f} %  eta {duration(left_s)} ({end})"
     )
-
-
-def fitted(line: str, columns: int, *, metrics: Sequence[str]) -> str:
-    """Shorten a step line to the terminal's width, dropping the least important fields first."""
-    more = (re.escape(metric.split()[0]) for metric in metrics)
-    for name in ("mem", "lr", "data", "scale", *more, "mfu", "grad_norm", "eta"):
-        if len(line) <= columns:
-            break
-        line = re.sub(rf"  {name} .*?(?=  |$)", "", line)
-    return line
-
-
-def cut(line: str, columns: int) -> str:
-    """Shorten a line that is too long for the terminal."""
-    return line if len(line) <= columns else f"{line[: columns - 3]}..."
 
 
 def what_next(config: Config) -> str:

@@ -102,13 +102,13 @@ class Log:
         self._failed: set[str] = set()
         self._trackers: dict[str, Tracker] = {}
 
-    def info(self, text: str, fit: Callable[[str, int], str] | None = None) -> None:
-        """Write a line to the terminal and to train.log. `fit(text, columns)` shortens it for a terminal."""
+    def info(self, text: str, *, cut: bool = False) -> None:
+        """Write text to the terminal and to train.log. `cut`: a line too long for a terminal is cut off there."""
         if not self._enabled:
             return
         with self._reported("stdout"):
-            shown = fit(text, shutil.get_terminal_size().columns) if fit and sys.stdout.isatty() else text
-            tqdm.write(shown, file=sys.stdout)
+            columns = shutil.get_terminal_size().columns if cut and sys.stdout.isatty() else None
+            tqdm.write(text[:columns], file=sys.stdout)
             sys.stdout.flush()
         self._append(self._text, text)
 

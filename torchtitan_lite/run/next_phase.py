@@ -6,12 +6,12 @@ from typing import Any
 
 from torchtitan_lite.config.toml import format_value
 from torchtitan_lite.run import phases, start_and_end
-from torchtitan_lite.run.session import Session, check_pending
+from torchtitan_lite.run.session import Session, check_previous_step
 
 
 def enter(s: Session, step: int, build_loader: Callable[..., Any], build_guards: Callable[..., Any]) -> None:
     """Build what depends on the phase that begins with this step. The builders are those of train.py."""
-    check_pending(s)  # by the guards that saw this step
+    check_previous_step(s)  # by the guards that saw this step
     s.loader.close()
     s.phase, s.samples, s.state = phases.open_phase(s.config, s.data, s.state, step)
     s.loader = build_loader(s.phase, s.samples, s.process)

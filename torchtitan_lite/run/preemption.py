@@ -91,7 +91,7 @@ class Preemption:
         self.agreed |= bool(sum_over_ranks(requests) > 0)
 
 
-def launcher_note(reason: str = "SIGINT") -> str:
+def launcher_note(reason: str) -> str:
     """Return a note for a stopping run: torchrun reports every signal as an error, with a long traceback."""
     if "TORCHELASTIC_MAX_RESTARTS" not in os.environ or not reason.startswith("SIG"):
         return ""

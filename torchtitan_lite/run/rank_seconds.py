@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_lite.config.sections.log import Metric
-from torchtitan_lite.distributed.exchange import gather
+from torchtitan_lite.distributed.exchange import values_of_ranks
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.optim.step_record import MOST_RANKS
 from torchtitan_lite.run.metrics import Log, Meter
@@ -86,7 +86,7 @@ class RankSeconds:
         slow = [rank for rank, each in enumerate(seconds) if each > limit]
         self._slow = {rank: self._slow.get(rank, 0) + 1 for rank in slow}
         if 5 in self._slow.values() and self._process.device.type == "cuda":
-            hosts = gather(socket.gethostname())
+            hosts = values_of_ranks(socket.gethostname())
             named = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in slow if self._slow[rank] == 5)
             self._log.info(f"SLOW    {named}: computed 10 % longer than the median rank in each of the last 5 records")
         if len(summed[0]) > MOST_RANKS:

@@ -21,24 +21,15 @@ def resume_lines(config: Config, saved: TrainState, current: TrainState) -> list
         lines += place_lines(current)
     if values := changed_values(saved.bitwise_setting, current.bitwise_setting):
         lines.append(f"run     the same data in the same order, but not bit for bit: {values}")
-    if config.eval.every and (values := validation_change(saved.validation, current.validation)):
-        lines.append(f"run     validation covers {values}: do not compare its loss with that of earlier steps")
+    before, now = saved.validation, current.validation
+    if config.eval.every and now != before:
+        covers = f"{now['samples']} of {now['of']} sequences, drawn at random, and covered {before['samples']} before"
+        lines.append(f"run     validation covers {covers}: do not compare its loss with that of earlier steps")
     for name, digest in current.tasks.items():
         if saved.tasks.get(name, digest) != digest:
             changed = f"eval.tasks {name} has different questions"
             lines.append(f"run     {changed}: do not compare its scores with those of earlier steps")
     return lines
-
-
-def validation_change(before: Mapping[str, int], now: Mapping[str, int]) -> str:
-    """Describe which sequences validation covers now and before the resume; empty if they are the same.
-
-    Args:
-        before, now: TrainState.validation.
-    """
-    if now == before or (now["samples"] == now["of"] and before["samples"] == before["of"]):
-        return ""
-    return f"{now['samples']} of {now['of']} sequences, drawn at random, and covered {before['samples']} before"
 
 
 def changed_values(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:

@@ -17,11 +17,10 @@ import tomli
 import torch
 from filelock import FileLock, Timeout
 
-from torchtitan_lite import __version__
+from torchtitan_lite import LAUNCHED, __version__
 from torchtitan_lite.config.toml import Loaded, to_toml
 from torchtitan_lite.distributed.exchange import on_rank0
 from torchtitan_lite.distributed.process_group import Process
-from torchtitan_lite.environment import process_age_s
 from torchtitan_lite.errors import BusyError, ConfigError
 from torchtitan_lite.files import write_durably
 from torchtitan_lite.run import attempts
@@ -135,7 +134,7 @@ def record_start(folder: Path, attempt: Mapping[str, Any]) -> int:
         OSError: the attempt is not recorded.
     """
     number = max((earlier.attempt for earlier in attempts.read(folder)), default=0) + 1
-    attempts.add(folder, {"attempt": number, "time": round(time.time() - process_age_s(), 3), **attempt})
+    attempts.add(folder, {"attempt": number, "time": round(LAUNCHED, 3), **attempt})
     _write(folder, number, "running", attempt["step"], "")
     return number
 
@@ -210,11 +209,8 @@ def git_state(folder: Path) -> dict[str, Any]:
     try:
         if not (folder / ".git").exists():
             return {}
-        git = ["git", "-C", str(folder)]
-        commit, changes = (
-            subprocess.run([*git, *words], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-            for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
-        )
-        return {"commit": commit, "dirty": bool(changes)}
+        words = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+        state = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        return {"commit": state.removesuffix("-dirty"), "dirty": state.endswith("-dirty")}
     except (OSError, subprocess.SubprocessError):
         return {}

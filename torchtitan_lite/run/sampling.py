@@ -20,7 +20,6 @@ from torchtitan_lite.data.open_samples import open_samples
 from torchtitan_lite.data.pairs import encode_prompt, questions, source_prefix
 from torchtitan_lite.distributed.evaluating import generating
 from torchtitan_lite.models.generation import Sampler, is_encoder_decoder, new_tokens
-from torchtitan_lite.run.console import cut
 from torchtitan_lite.run.session import Session, forward_seed
 from torchtitan_lite.scoring.validation import SUBSET_SEED
 
@@ -83,7 +82,7 @@ def sample(prompts: Prompts, s: Session) -> None:
             record = {"step": step, "prompt": prompt, "text": text, **reference, "seconds": seconds}
             log.record(record, "samples.jsonl")
             target = f"  (target: {_quoted(reference['reference'])})" if reference else ""
-            log.info(f"sample  step {step}  {_quoted(prompt)} -> {_quoted(text)}{target}", cut)
+            log.info(f"sample  step {step}  {_quoted(prompt)} -> {_quoted(text)}{target}", cut=True)
 
 
 def _quoted(text: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.config.sections.log import Metric
+from torchtitan_lite.config.sections.log import METRICS, Metric
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import PrefetchingLoader
 from torchtitan_lite.data.mixture import Mixture
@@ -46,13 +46,9 @@ class Periodic:
         return step == last or due(step, self.every)
 
 
-@dataclass
 class Session:
-    """A run in this process."""
+    """A run in this process. `train.build` fills it."""
 
-    config: Config
-    data: DataSet
-    process: Process
     # what a step reads and trains
     model: Transformer
     optimizer: GuardedOptimizer
@@ -66,19 +62,32 @@ class Session:
     samples: Mixture  # the training data
     loader: PrefetchingLoader  # draws from samples
     # what is around the steps
-    log: Log
     meter: Meter
     rank_seconds: RankSeconds
     watchdog: Watchdog
     preemption: Preemption
     checkpointer: Checkpointer
     periodic: Sequence[Periodic]  # in the order of a step
+    profile: "Profile | None" = None
+    connected_s: float  # what the groups of ranks took to connect
     # what changes from step to step
     state: TrainState
     resumed: TrainState | None = None  # the saved state, if the run resumes
-    connected_s: float = 0.0  # what the groups of ranks took to connect
-    pending: StepRecord | None = None  # the last step's, until `check_pending` reads it
-    profile: "Profile | None" = None
+    pending: StepRecord | None = None  # the last step's, until `check_previous_step` reads it
+
+    def __init__(self, config: Config, data: DataSet, process: Process, log: Log) -> None:
+        self.config = config
+        self.data = data
+        self.process = process
+        self.log = log
+
+    def measure(self) -> None:
+        """Build what measures the steps of model, samples and meter."""
+        self.blocks = Blocks(self.model, self.config.fsdp.mesh_shape(self.process.world_size)[0])
+        self.rank_seconds = RankSeconds(self.model, self.process, self.meter, self.log)
+        self.source_losses = SourceLosses(self.model, self.samples.names)
+        own = [METRICS[name] for name in self.config.log.metrics]
+        self.metrics = [*self.model.metrics, *own, self.rank_seconds.metric, self.source_losses.metric]
 
     def close(self) -> None:
         """End the background threads."""
@@ -88,7 +97,7 @@ class Session:
             self.checkpointer.remote.close()
 
 
-def check_pending(s: Session) -> None:
+def check_previous_step(s: Session) -> None:
     """Check on the host whether the last step's update was withheld, and whether the ranks agree to stop.
 
     The host reads the record one step late, when the device already has the next step's work. Code that must know

@@ -9,8 +9,8 @@ from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.environment import fork_command
 from torchtitan_lite.optim.spike_guard import SpikeGuard
 from torchtitan_lite.optim.step_record import StepRecord
-from torchtitan_lite.run.between_steps import report_save
 from torchtitan_lite.run.metrics import Log
+from torchtitan_lite.run.saving import report_save
 
 
 def build_guard(
@@ -24,9 +24,9 @@ def build_guard(
         If this run has no usable checkpoint, the fork starts as this run did.
         """
         report_save(checkpointer, log, wait=True)
-        folder, end = checkpointer.folder, min(record.step, checkpointer.ruined_from(config.folder))
+        folder = checkpointer.folder
         saved = on_rank0(
-            lambda: [n for n in storage.find_steps(folder) if n < end and n not in checkpointer.damaged],
+            lambda: [n for n in storage.find_steps(folder) if n < record.step and n not in checkpointer.damaged],
             process.untimed,
         )
         start = storage.step_folder(folder, saved[-1]) if saved else checkpointer.forked_from or ""

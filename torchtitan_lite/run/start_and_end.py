@@ -20,24 +20,23 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lite import __version__, errors, progress
 from torchtitan_lite.checkpointing import storage
-from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.schema import Config, flatten
 from torchtitan_lite.config.toml import Loaded, format_value, to_toml_with_origins
 from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.token_files import PAIRS
-from torchtitan_lite.distributed.exchange import gather, on_rank0
+from torchtitan_lite.distributed.exchange import on_rank0, values_of_ranks
 from torchtitan_lite.distributed.process_group import Process, sum_over_ranks
 from torchtitan_lite.environment import local_rank
 from torchtitan_lite.errors import EXIT_WOULD_REPEAT, BusyError, ConfigError, RepeatError, StuckError, UserError
 from torchtitan_lite.files import write_durably
 from torchtitan_lite.models import Transformer
-from torchtitan_lite.run import attempts, phases, run_folder
-from torchtitan_lite.run.between_steps import report_save
-from torchtitan_lite.run.console import source_lines, start_lines, what_next
+from torchtitan_lite.run import attempts, run_folder
+from torchtitan_lite.run.console import start_lines, what_next
 from torchtitan_lite.run.metrics import Log
 from torchtitan_lite.run.preemption import launcher_note
 from torchtitan_lite.run.resumed import missed_evaluations
 from torchtitan_lite.run.run_folder import JOINS
+from torchtitan_lite.run.saving import report_save
 from torchtitan_lite.run.session import Session
 from torchtitan_lite.run.watchdog import Watchdog
 from torchtitan_lite.terminal import counted, duration, print_line
@@ -68,7 +67,7 @@ def connect(mesh: DeviceMesh, watchdog: Watchdog) -> float:
     Raises:
         StuckError: names the group and its machines. A hang ends after run.start_timeout_minutes.
     """
-    started, hosts = time.perf_counter(), gather(socket.gethostname())
+    started, hosts = time.perf_counter(), values_of_ranks(socket.gethostname())
     for axis in (*(mesh.mesh_dim_names or ()), None):
         group = mesh.get_group(axis) if axis else None
         who = _ranks(dist.get_process_group_ranks(group), hosts)
@@ -102,22 +101,11 @@ def require_shared(folder: Path, config: Config) -> None:
     """
     where = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
     file = Path(on_rank0(lambda: tempfile.mkstemp(prefix=".shared-", dir=where)[1]))
-    blind = [host for host in gather("" if file.exists() else socket.gethostname()) if host]
+    blind = [host for host in values_of_ranks("" if file.exists() else socket.gethostname()) if host]
     on_rank0(file.unlink)
     if blind and (config.checkpoint.state_dict == "sharded" or run_folder.job() != "none"):
         names = ", ".join(dict.fromkeys(blind))
         raise ConfigError(f"run.out_dir: {where} of rank 0 is not shared: {names} can't see a file in it")
-
-
-def machines_line(before: Sequence[attempts.Attempt], hosts: Sequence[str], world_size: int) -> str:
-    """Describe which machines joined and left since the last attempt; empty if there is none or no change."""
-    if not before or (before[-1].world_size, set(before[-1].hosts)) == (world_size, set(hosts)):
-        return ""
-    last = before[-1]
-    changes = [f"{host} joined" for host in hosts if host not in last.hosts]
-    changes += [f"{host} left" for host in last.hosts if host not in hosts]
-    changes.append(f"{counted(world_size, 'rank')} on {counted(len(hosts), 'machine')}")
-    return f"start   since attempt {last.attempt}: {', '.join(changes)}, not {last.world_size} on {len(last.hosts)}"
 
 
 def require_agreement(config: Config, data: DataSet, process: Process) -> list[str]:
@@ -142,7 +130,7 @@ def require_agreement(config: Config, data: DataSet, process: Process) -> list[s
     digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()
     gpu = torch.cuda.get_device_properties(process.device).uuid if process.device.type == "cuda" else process.rank
     own_place = socket.gethostname(), str(gpu), local_rank() == 0, 1 / process.local_world_size
-    hosts, gpus, first, share, digests = zip(*gather([*own_place, digest]), strict=True)
+    hosts, gpus, first, share, digests = zip(*values_of_ranks([*own_place, digest]), strict=True)
     if sum(first) > round(sum(share)):
         raise ConfigError("several processes of a machine have LOCAL_RANK=0: run torchrun without --virtual-local-rank")
     processes = Counter(gpus)
@@ -150,7 +138,7 @@ def require_agreement(config: Config, data: DataSet, process: Process) -> list[s
         raise ConfigError(f"{_ranks(same, hosts)} share a GPU ({gpus[same[0]]}); start one process for each GPU")
     if any(other != digest for other in digests):
         lines = ["the ranks differ in config, data or versions:"]
-        of_ranks = gather(own)
+        of_ranks = values_of_ranks(own)
         for key in dict.fromkeys(key for theirs in of_ranks for key in theirs):
             ranks_of: dict[str, list[int]] = {}
             for rank, theirs in enumerate(of_ranks):
@@ -178,6 +166,27 @@ def _ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     return f"ranks {shown}{f' and {len(ranks) - 8} more' if len(ranks) > 8 else ''} ({where})"
 
 
+def log_start(loaded_config: Loaded, data: DataSet, s: Session) -> None:
+    """Log what runs, from where it starts, and notes about both."""
+    config = s.config
+    s.log.info(start_lines(s))
+    if s.resumed and loaded_config.kept:
+        values = flatten(config)
+        kept = ", ".join(f"{key} = {format_value(values[key])}" for key in loaded_config.kept)
+        source = s.checkpointer.forked_from or "the checkpoint"
+        s.log.info(f"resume  {kept}: kept from {source} (not set here; the defaults differ)")
+    if config.model.init_from and not s.resumed and s.process.rank == 0:
+        from torchtitan_lite.huggingface.weights import tokenizer_notes
+
+        for note in tokenizer_notes(
+            Path(config.model.init_from),
+            data.folder / "tokenizer.json",
+            # prepare_all has a note on a begin token of the config
+            None if config.tokenizer.begin_token else data.sources[0].meta.marks[-1],
+        ):
+            s.log.info(f"note    {note}")
+
+
 def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Session) -> None:
     """Log the start, and take over the run's folder for this attempt.
 
@@ -187,33 +196,12 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
     config, process, log, step = s.config, s.process, s.log, s.state.step
     watchdog, checkpointer = s.watchdog, s.checkpointer
     finished = step >= config.train.steps
-    layout = derive(config, process.world_size)
-    model, samples = s.model, s.samples
-    planned = phases.planned(config, data, s.state)
-    about_data = data, samples, planned
-    log.info(start_lines(config, layout, process, model, *about_data, s.state, s.resumed, checkpointer, s.connected_s))
-    if process.rank == 0 and (changed := machines_line(attempts.read(config.folder), hosts, process.world_size)):
-        log.info(changed)
-    if s.resumed and loaded_config.kept:
-        values = flatten(config)
-        kept = ", ".join(f"{key} = {format_value(values[key])}" for key in loaded_config.kept)
-        source = checkpointer.forked_from or "the checkpoint"
-        log.info(f"resume  {kept}: kept from {source} (not set here; the defaults differ)")
+    log_start(loaded_config, data, s)
     if s.resumed and not checkpointer.forked_from and len(s.state.segments) > max(len(s.resumed.segments), 1):
         raise ConfigError(
             f"a text of phase {len(s.state.phases) + 1} has changed since it began; restore it, or fork the run: "
             "--run.name=NEW --checkpoint.resume=RUN"
         )
-    if config.model.init_from and not s.resumed and process.rank == 0:
-        from torchtitan_lite.huggingface.weights import tokenizer_notes
-
-        for note in tokenizer_notes(
-            Path(config.model.init_from),
-            data.folder / "tokenizer.json",
-            # prepare_all has a note on a begin token of the config
-            None if config.tokenizer.begin_token else data.sources[0].meta.marks[-1],
-        ):
-            log.info(f"note    {note}")
     if not finished:
         with watchdog.loading("checking the free disk space"):
             on_rank0(lambda: storage.remove_leftovers(checkpointer.folder), process.untimed)
@@ -249,7 +237,7 @@ def report_end(s: Session) -> int:
         s.checkpointer.remote.report(log, wait=True)
     rest = missed_evaluations(s) if s.preemption.agreed else []
     if step < config.train.steps or rest:
-        why = min(filter(None, gather(s.preemption.reason)))  # "SIG..." comes first
+        why = min(filter(None, values_of_ranks(s.preemption.reason)))  # "SIG..." comes first
         names = " and ".join(one.name for one in rest)
         then = f"resumes from there{f', with the {names} still due' if rest else ''}{launcher_note(why)}"
         log.info(f"stopped after step {step} of {config.train.steps} ({why}); the same command {then}")
@@ -260,8 +248,6 @@ def report_end(s: Session) -> int:
     if meter.first_step == step:
         log.info(f"finished: step {step} of train.steps = {config.train.steps}; {what_next(config)}")
         return 0
-    for line in source_lines(s.state):
-        log.info(line)
     seconds = time.perf_counter() - meter.started
     n_steps = counted(step - meter.first_step, "step")
     log.info(f"done    {n_steps} in {duration(seconds)}, {attempts.goodput_line(config.folder)}; {what_next(config)}")

@@ -12,7 +12,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.evaluating import generating
-from torchtitan_lite.distributed.exchange import gather
+from torchtitan_lite.distributed.exchange import values_of_ranks
 from torchtitan_lite.errors import DataError, UserError
 from torchtitan_lite.run.session import Session
 from torchtitan_lite.scoring.find_tasks import find
@@ -43,7 +43,7 @@ class Tasks:
             if config.eval.tasks != ["auto"]:
                 raise
         digests = {task.name: task.digest for task in tasks}
-        if any(other != digests for other in gather(digests)):
+        if any(other != digests for other in values_of_ranks(digests)):
             raise DataError("eval.tasks: the ranks have read different questions: is it the same file everywhere?")
         if not tasks:
             return None

@@ -116,17 +116,15 @@ class Watchdog:
         try:
             self._path.parent.mkdir(exist_ok=True)
             self._file = self._path.open("ab", buffering=0)
+            # stacks of earlier attempts stay, because error messages refer to this file
+            self._is_new = not self._path.stat().st_size
+            self._file.write(f"--- attempt of {time.strftime('%F %T')}, process {os.getpid()}\n".encode())
         except OSError as error:
             raise ConfigError(f"{self._path} can't be written: {error.strerror or error}") from None
-        # stacks of earlier attempts stay, because error messages refer to this file
-        self._is_new = not self._path.stat().st_size
-        with contextlib.suppress(OSError):  # a full disk
-            self._file.write(f"--- attempt of {time.strftime('%F %T')}, process {os.getpid()}\n".encode())
         try:  # until `close`, or the end of the process
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:  # no locks here, or a process of the last attempt still holds it: its end is not this one's
-            with contextlib.suppress(OSError):
-                self._file.write(_LEFT)
+            self._file.write(_LEFT)
         self._size = self._path.stat().st_size
 
         self._timeout_s, self._start_timeout_s = (
@@ -195,7 +193,6 @@ class Watchdog:
     def close(self) -> None:
         """Stop watching, release the lock, and remove a file without stacks."""
         self._closed.set()
-        faulthandler.cancel_dump_traceback_later()
         with contextlib.suppress(OSError):  # a full disk, or the file is gone
             unused = self._is_new and self._path.stat().st_size == self._size
             self._file.write(_LEFT if self._left else b"")
@@ -272,9 +269,6 @@ class Watchdog:
         before, last = time.monotonic(), None
         exchange = threading.Thread()
         while not self._closed.wait(self._interval_s):
-            # for the case that this thread can't run, because a thread holds the interpreter's lock
-            with contextlib.suppress(ValueError):  # `close` was called just now
-                faulthandler.dump_traceback_later(self._timeout_s, file=self._file)
             now = time.monotonic()
             # time while this process was stopped does not count
             elapsed_s, before = min(now - before, 3 * self._interval_s), now
@@ -298,7 +292,7 @@ class Watchdog:
         """Update the state of this process: where it is, and whether it moves."""
         operations, worked = progress.operations(), 0
         if (not self._at.step and not operations) or progress.compiles():  # ranks do not spin while they wait
-            before, self._processor_s = self._processor_s, progress.processor_s()
+            before, self._processor_s = self._processor_s, sum(os.times()[:4])
             worked = self._processor_s - before > elapsed_s / 4
         self._worked += worked
         self._own = RankState(self._at, operations, progress.moved() + self._worked)

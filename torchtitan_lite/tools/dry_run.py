@@ -29,7 +29,7 @@ from torch.utils.benchmark import Timer
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.distributed.exchange import gather
+from torchtitan_lite.distributed.exchange import values_of_ranks
 from torchtitan_lite.distributed.process_group import Process, process_group
 from torchtitan_lite.environment import env_int
 from torchtitan_lite.errors import ConfigError, StuckError
@@ -37,7 +37,7 @@ from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.run import mfu, out_of_memory, run_folder
 from torchtitan_lite.run.console import batch_line, fsdp_line, model_line
 from torchtitan_lite.run.metrics import Log
-from torchtitan_lite.run.session import Session, check_pending
+from torchtitan_lite.run.session import Session, check_previous_step
 from torchtitan_lite.run.start_and_end import require_agreement, require_shared
 from torchtitan_lite.terminal import columns, counted, duration, size
 from torchtitan_lite.tools.estimate import planned_run
@@ -107,9 +107,9 @@ def check_machines(folder: Path, s: Session, *, shared: bool = True) -> str:
     s.checkpointer.require_space()
     if shared:
         require_shared(folder, s.config)
-    hosts = gather(socket.gethostname())
+    hosts = values_of_ranks(socket.gethostname())
     dist.barrier()  # the clocks are read at the same time
-    clocks = gather(time.time())
+    clocks = values_of_ranks(time.time())
     off = {host: clock - clocks[0] for host, clock in zip(hosts, clocks, strict=True)}
     if wrong := ", ".join(f"{host} by {s:+.1f} s" for host, s in off.items() if abs(s) > CLOCKS_S):
         raise ConfigError(f"clocks differ from that of {hosts[0]}: {wrong}. torchrun would consider machines lost")
@@ -124,7 +124,7 @@ def speed_lines(process: Process) -> list[str]:
     Returns:
         a table of the lowest, median and highest rate of all ranks, and of the ranks 10 % below the median.
     """
-    rank, hosts, on_gpu = process.rank, gather(socket.gethostname()), process.device.type == "cuda"
+    rank, hosts, on_gpu = process.rank, values_of_ranks(socket.gethostname()), process.device.type == "cuda"
     n, n_bytes = (8192, 256 << 20) if on_gpu else (1024, 16 << 20)
     matrix = torch.ones(n, n, dtype=torch.bfloat16 if on_gpu else torch.float32, device=process.device)
     rates = {"matmul, TFLOP/s": 2e-12 * n**3 / seconds_of(lambda: matrix @ matrix)}
@@ -137,7 +137,7 @@ def speed_lines(process: Process) -> list[str]:
             whole = part.new_empty(len(members) * len(part))
             seconds = seconds_of(functools.partial(dist.all_gather_into_tensor, whole, part, group))
             rates[f"all-gather {place} machines, GB/s"] = 1e-9 * len(part) * (len(members) - 1) / seconds
-    rows, found = [("", "lowest", "median", "highest", "below the median by 10 %")], gather(rates)
+    rows, found = [("", "lowest", "median", "highest", "below the median by 10 %")], values_of_ranks(rates)
     for name in dict.fromkeys(name for of_rank in found for name in of_rank):
         of_ranks = {i: of_rank[name] for i, of_rank in enumerate(found) if name in of_rank}
         low, middle, high = min(of_ranks.values()), statistics.median(of_ranks.values()), max(of_ranks.values())
@@ -178,7 +178,7 @@ def measure(s: Session, step: Step) -> tuple[int, float]:
         before = time.perf_counter()
         run_step(STEPS)
         step_s = time.perf_counter() - before
-    check_pending(s)
+    check_previous_step(s)
     return n_bytes, step_s
 
 

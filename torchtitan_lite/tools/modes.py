@@ -19,7 +19,7 @@ from torchtitan_lite.environment import local_rank
 from torchtitan_lite.errors import CheckpointError, ConfigError, RepeatError
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim.step_record import StepRecord
-from torchtitan_lite.run import attempts, phases, run_folder
+from torchtitan_lite.run import phases, run_folder
 from torchtitan_lite.run.console import phase_lines
 from torchtitan_lite.run.session import Session
 from torchtitan_lite.run.start_and_end import prepared
@@ -90,7 +90,7 @@ def check(loaded: Loaded) -> None:
         size = config.model.vocab_size or saved.must_match["model.vocab_size"]
         model = {f"model.{key}": value for key, value in (config.model.resolved() | {"vocab_size": size}).items()}
         content = {key: model.get(key, value) for key, value in saved.must_match.items()}
-    compatibility.require_same_run(newest, saved, {**flatten(config), **content}, attempts.ruined_from, fork=fork)
+    compatibility.require_same_run(newest, saved, {**flatten(config), **content}, fork=fork)
 
 
 # --- the sharded model -------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config, flatten, known_keys, resume_rule
 from torchtitan_lite.config.toml import Loaded
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.distributed.exchange import gather, on_rank0
+from torchtitan_lite.distributed.exchange import on_rank0, values_of_ranks
 from torchtitan_lite.distributed.process_group import process_group
 from torchtitan_lite.environment import command_with
 from torchtitan_lite.errors import ConfigError, NonFiniteError, SpikeError, UserError
@@ -38,7 +38,7 @@ from torchtitan_lite.run import out_of_memory, run_folder
 from torchtitan_lite.run.attempts import Attempt
 from torchtitan_lite.run.between_steps import finite
 from torchtitan_lite.run.metrics import Log
-from torchtitan_lite.run.session import Session, check_pending
+from torchtitan_lite.run.session import Session, check_previous_step
 from torchtitan_lite.run.start_and_end import require_agreement
 from torchtitan_lite.terminal import counted, print_line
 from torchtitan_lite.tools.dry_run import in_temporary_folder
@@ -207,7 +207,7 @@ def compute(s: Session, step: Step, recorded: Recorded) -> str:
         numbers = step(s, number).numbers
         try:
             with contextlib.suppress(SpikeError):  # the last step of a run that a spike stopped
-                check_pending(s)
+                check_previous_step(s)
         except NonFiniteError as error:
             stopped = _sentence(str(error))
         if not all(map(math.isfinite, numbers.rank_losses)):
@@ -243,7 +243,7 @@ def first_not_finite(s: Session, step: Step, number: int, before: TrainState) ->
     with register_module_forward_hook(look), torch.compiler.set_stance("force_eager"):
         step(s, number)
     s.scaler, s.pending = scaler, None
-    ranks = [f"{name[0]} (rank {rank})" for rank, name in enumerate(gather(found)) if name]
+    ranks = [f"{name[0]} (rank {rank})" for rank, name in enumerate(values_of_ranks(found)) if name]
     named = ", ".join(ranks) or "none: computed again, all outputs are finite"
     return f"the first module whose output is not finite: {named}"
 

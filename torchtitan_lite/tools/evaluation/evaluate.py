@@ -34,7 +34,7 @@ from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.open_samples import open_samples
 from torchtitan_lite.data.prepare.texts import TEXT_KEY, TEXT_SUFFIXES, find, ignored_notes
 from torchtitan_lite.data.token_files import PAIRS, read_meta
-from torchtitan_lite.distributed.exchange import gather
+from torchtitan_lite.distributed.exchange import values_of_ranks
 from torchtitan_lite.distributed.process_group import Process, exit_process, process_group
 from torchtitan_lite.environment import local_rank
 from torchtitan_lite.errors import ConfigError, NonFiniteError, run_cli
@@ -241,7 +241,7 @@ def tasks_of(opened: Opened, args: argparse.Namespace, window: int, process: Pro
     encode = text_encoder(opened.tokenizer, opened.ends, "a question")
     tasks = [encode_task(task, encode, inputs) for task in find_tasks.find(args.tasks, opened.own_data, args.questions)]
     digests = [one.task.digest for one in tasks]
-    if process.world_size > 1 and any(others != digests for others in gather(digests)):
+    if process.world_size > 1 and any(others != digests for others in values_of_ranks(digests)):
         raise ConfigError("--tasks: the ranks have read different questions: is it the same file everywhere?")
     return {one.task.name: score(opened.model, one, process) for one in tasks}
 
