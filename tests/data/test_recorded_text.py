@@ -523,16 +523,17 @@ def test_finding_and_damage(
     stream = TokenFiles(folder, meta, "val")
     for first, end in ((0, 3), (meta.val_tokens - 4, meta.val_tokens - 1), (0, meta.val_tokens)):
         found["damage"][f"tokens {first} to {end}"] = said(tmp_path, stream.read, first, end)
-    index = packing.pack(
+    packed = (
         tmp_path / "prepared",
         read_meta(tmp_path / "prepared"),
         12,
         lambda line: found["damage"].update(said=normal(line, tmp_path)),
     )
+    index = packing.pack(*packed)
     for name, change in (("train.rows", b"1"), ("val.pieces", None), ("hashes.json", b"[]"), ("hashes.json", None)):
         kept = (index / name).read_bytes()
         (index / name).unlink() if change is None else (index / name).write_bytes(change)
-        found["damage"][f"packed {name} {change!r}"] = said(tmp_path, packing.damage, index)
+        found["damage"][f"packed {name} {change!r}"] = said(tmp_path, packing.pack, *packed)
         (index / name).write_bytes(kept)
     for name, keys in WRONG.items():
         found["wrong"][name] = said(tmp_path, opened, config_of(keys, tmp_path))
