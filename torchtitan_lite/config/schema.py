@@ -18,19 +18,14 @@ from torchtitan_lite.config.paths import expand
 from torchtitan_lite.config.phases import changes
 from torchtitan_lite.config.registry import Registry
 from torchtitan_lite.config.section import IS_PATH, Bits, Frozen, Resume, Section, UsedIf, used_with
-from torchtitan_lite.config.sections.activation_checkpointing import ActivationCheckpointingConfig
-from torchtitan_lite.config.sections.checkpoint import CheckpointConfig
-from torchtitan_lite.config.sections.compile import CompileConfig
 from torchtitan_lite.config.sections.data import READERS, DataConfig, TokenizerConfig, span_lengths
-from torchtitan_lite.config.sections.eval import EvalConfig
 from torchtitan_lite.config.sections.fsdp import FsdpConfig, GradScalerConfig, PrecisionOverride
 from torchtitan_lite.config.sections.log import METRICS, TRACKERS, LogConfig
 from torchtitan_lite.config.sections.model import ModelConfig
 from torchtitan_lite.config.sections.optim import OPTIMIZERS, OptimConfig, ParameterGroup
-from torchtitan_lite.config.sections.profile import ProfileConfig
+from torchtitan_lite.config.sections.outputs import CheckpointConfig, EvalConfig, ProfileConfig, SampleConfig
 from torchtitan_lite.config.sections.run import RunConfig
-from torchtitan_lite.config.sections.sample import SampleConfig
-from torchtitan_lite.config.sections.speed import SpeedConfig
+from torchtitan_lite.config.sections.speed import ActivationCheckpointingConfig, CompileConfig, SpeedConfig
 from torchtitan_lite.config.sections.train import SpikeConfig, TrainConfig
 
 __all__ = [

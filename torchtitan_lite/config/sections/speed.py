@@ -1,10 +1,30 @@
-"""[speed]: faster paths that compute the same, float8, and garbage collection."""
+"""[activation_checkpointing], [compile] and [speed]: what a step recomputes, compiles, and computes otherwise."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import NonNegativeInt
+from pydantic import NonNegativeInt, PositiveInt
 
-from torchtitan_lite.config.section import BITS, Section
+from torchtitan_lite.config.section import BITS, Bits, Section, used_with
+
+
+class ActivationCheckpointingConfig(Section):
+    mode: Annotated[Literal["none", "full", "selective"], Bits("activation_checkpointing")] = "none"
+    """what to recompute in backward: whole blocks (full), or all but matmuls and attention (selective)"""
+    every: Annotated[
+        PositiveInt,
+        Bits("activation_checkpointing"),
+        used_with("activation_checkpointing.mode", "full", "selective"),
+    ] = 1
+    """checkpoint every Nth block; 1: all blocks"""
+
+
+class CompileConfig(Section):
+    enabled: Annotated[bool, Bits("compile")] = False
+    """compile each block in place with torch.compile"""
+    backend: Annotated[
+        Literal["inductor", "aot_eager", "eager"], Bits("compile"), used_with("compile.enabled", True)
+    ] = "inductor"
+    """inductor: fused kernels, needs a compiler; the others only trace (for debugging)"""
 
 
 class SpeedConfig(Section):
