@@ -75,7 +75,7 @@ class Mixture:
         return {key: start + n for (key, start), n in zip(self.starts.items(), given, strict=True)}
 
     def draw(self, run_samples: Indices, seed: int | None) -> Rows:
-        """Return these samples of a run; without a seed, each source's in file order."""
+        """Return these samples of a run, numbered across epochs; without a seed, each source in file order."""
         first, (which, numbers) = self.sources[0], self.locate(run_samples)
         if len(self.sources) == 1:
             return first.trimmed(first.draw(numbers, seed))
