@@ -30,8 +30,9 @@ from torchtitan_lite import cpu, models
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import Config, ModelConfig, RunConfig
 from torchtitan_lite.data.loader import Loader
+from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.data.order import Indices
-from torchtitan_lite.data.samples import Rows
+from torchtitan_lite.data.samples import Rows, Samples
 from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.process_group import Process, build_mesh, exit_process, process_group
 from torchtitan_lite.run.session import Session
@@ -86,24 +87,21 @@ GROWTH = {  # only on request: deeper, and larger
 }
 
 
-class RandomSamples:
+class RandomSamples(Samples):
     """Sequences of random tokens, without a file."""
 
     def __init__(self, shape: Shape) -> None:
-        self.seq_len, self.n_samples = shape.seq_len, 64
+        self.seq_len = self.target_len = shape.seq_len
+        self.n_samples = 64
         generator = torch.Generator().manual_seed(5)
         self._rows = torch.randint(shape.vocab_size, (self.n_samples, shape.seq_len + 1), generator=generator).numpy()
 
     def draw(self, run_samples: Indices, seed: int | None) -> Rows:
-        """See loader.SampleSource."""
+        """Return these rows."""
         rows = Rows.empty(len(run_samples), self.seq_len)
         both = self._rows[run_samples % self.n_samples]
         rows.tokens[:], rows.targets[:] = both[:, :-1], both[:, 1:]
         return rows
-
-    def n_targets(self, run_samples: Indices, seed: int | None) -> int:
-        """See loader.SampleSource."""
-        return len(run_samples) * self.seq_len
 
 
 # --- torchtitan_lite --------------------------------------------------------------------------------------------
@@ -129,7 +127,7 @@ def training_of(shape: Shape, process: Process, more: dict[str, Any]) -> Session
     model = train.sharded_model(config, shape.vocab_size, build_mesh(config.fsdp, process.device), widen=widen)
     materialize(model, process.device, seed=0)
     loader = Loader(
-        RandomSamples(shape),
+        Mixture([RandomSamples(shape)], [1.0], ["random"]),
         micro_batch_size=shape.micro_batch_size,
         rank=process.rank,
         world_size=process.world_size,

@@ -49,8 +49,9 @@ from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import Config, RunConfig
 from torchtitan_lite.data.loader import Loader, PrefetchingLoader
+from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.data.order import Indices
-from torchtitan_lite.data.samples import Rows
+from torchtitan_lite.data.samples import Rows, Samples
 from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.process_group import Process, build_mesh, exit_process, process_group, sum_over_ranks
 from torchtitan_lite.distributed.sharding import own_part
@@ -279,7 +280,7 @@ def copies() -> Figures:
 # --- steps of train.py ----------------------------------------------------------------------------------------------
 
 
-class RandomSamples:
+class RandomSamples(Samples):
     """Random sequences of mostly small ids: two documents each, or pairs with lengths that differ by step."""
 
     def __init__(self, config: Config, vocab_size: int) -> None:
@@ -311,7 +312,7 @@ def session(config: Config, process: Process) -> Iterator[Session]:
     model = train.sharded_model(config, vocab_size, build_mesh(config.fsdp, process.device))
     materialize(model, process.device, config.run.seed, offload=config.fsdp.cpu_offload)
     loader = Loader(
-        RandomSamples(config, vocab_size),
+        Mixture([RandomSamples(config, vocab_size)], [1.0], ["random"]),
         micro_batch_size=config.train.micro_batch_size,
         rank=process.rank,
         world_size=process.world_size,

@@ -40,6 +40,7 @@ from benchmarks.train import versions
 from torchtitan_lite import cpu, models
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.loader import Loader
+from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows
 from torchtitan_lite.distributed.initialize import materialize
@@ -64,13 +65,13 @@ class UnevenSamples(RandomSamples):
     """Sequences with 1 to T targets, so that averaging the ranks' means would be wrong."""
 
     def draw(self, run_samples: Indices, seed: int | None) -> Rows:
-        """See loader.SampleSource."""
+        """Return these rows."""
         rows = super().draw(run_samples, seed)
         rows.targets[np.arange(self.seq_len) < run_samples[:, None] * 7 % self.seq_len] = IGNORE
         return rows
 
     def n_targets(self, run_samples: Indices, seed: int | None) -> int:
-        """See loader.SampleSource."""
+        """Return the number of their targets."""
         return int((self.draw(run_samples, seed).targets != IGNORE).sum())
 
 
@@ -122,7 +123,7 @@ def ours(process: Process, folder: Path, replicas: int, dtype: str, steps: int, 
     model = train.sharded_model(config, SHAPE.vocab_size, build_mesh(config.fsdp, process.device), widen=widen)
     materialize(model, process.device, seed=0)
     loader = Loader(
-        UnevenSamples(SHAPE),
+        Mixture([UnevenSamples(SHAPE)], [1.0], ["random"]),
         micro_batch_size=config.train.micro_batch_size,
         rank=process.rank,
         world_size=process.world_size,

@@ -14,8 +14,7 @@ checkpointing:          before_save compatibility find full_state safetensors_fi
                         tensor_names torch_storage
 config:                 cli derive families load paths patterns phases registry rules schema section toml
 config.rules:           data fsdp local model run train
-config.sections:        activation_checkpointing checkpoint compile data eval fsdp log model optim profile run sample
-                        speed train
+config.sections:        data fsdp log model optim outputs run speed train
 cpu:                    attention fused loss
 data:                   dataset loader mixture open_samples order samples segments token_files
 distributed:            evaluating exchange fsdp initialize lost normal_values overrides process_group

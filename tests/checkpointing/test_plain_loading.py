@@ -66,7 +66,9 @@ def test_a_sharded_checkpoint(
         assert all(weights[name].equal(saved[name]) for name in weights)
     joined = tmp_path / "joined"  # only the model: torch 2.13 leaves tensors without dims, such as step counts, at zero
     joined.mkdir()
-    consolidate_safetensors_files(str(folder), str(joined), fqn_to_index_mapping={f"model.{name}": 1 for name in weights})
+    consolidate_safetensors_files(
+        str(folder), str(joined), fqn_to_index_mapping={f"model.{name}": 1 for name in weights}
+    )
     tensors_of_model = load_file(next(joined.glob("*.safetensors")))
     assert all(tensors_of_model[f"model.{name}"].equal(weights[name]) for name in weights)
 

@@ -68,7 +68,6 @@ def test_validation_is_mixed_as_well_and_repeats_nothing(folders: dict[str, Path
     sources = {str(folders["typing"]): 0.9, str(folders["lines"]): 0.1}
     config = Config.model_validate({"data": {"sources": sources}, "train": {"seq_len": 16}, "eval": {"samples": 10**6}})
     validation = Validation.from_config(config, prepare_all(config.data, config.tokenizer, print), 1, 0, 1)
-    assert isinstance(validation.loader.samples, Mixture)
     mixture = validation.loader.samples
     most = [source.n_samples for source in mixture.sources]
     once = [n for n in range(2 * sum(most)) if all(map(int.__le__, mixture.positions(n).values(), most))]

@@ -1,11 +1,6 @@
 """The command that prepares a data set: formats, errors, and kills."""
 
-import contextlib
-import csv
-import gzip
-import io
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,14 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 from filelock import FileLock
 from tokenizers import Tokenizer
 
-from tests.config.test_hostile_input import damaged
 from tests.data.test_data import decoded
 from tests.helpers import python, succeeded
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
@@ -29,9 +20,7 @@ from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.prepare import documents
 from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.prepare.texts import Corpus
-from torchtitan_lite.data.prepare.tokenizer import byte_level
-from torchtitan_lite.data.token_files import read_meta
-from torchtitan_lite.errors import DataError, UserError
+from torchtitan_lite.errors import DataError
 
 TEXTS = [f'document {i}: "quoted", two\nlines, h\u00e4\u00df \u4e2d \U0001f600\n' for i in range(400)]
 
@@ -40,30 +29,8 @@ def as_jsonl(texts: list[str]) -> bytes:
     return "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)).encode()
 
 
-def as_csv(texts: list[str]) -> bytes:
-    stream = io.StringIO(newline="")
-    csv.writer(stream).writerows([("id", "text"), *enumerate(texts)])
-    return stream.getvalue().encode()
-
-
-def zstd(content: bytes) -> bytes:
-    return bytes(pyarrow.compress(content, "zstd", asbytes=True))
-
-
 def write(path: Path, texts: list[str]) -> Path:
-    """The texts in the format that the name says."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=100)
-        return path
-    content = "".join(texts).encode() if path.suffix == ".txt" else as_jsonl(texts)
-    if ".csv" in path.suffixes:
-        content = as_csv(texts)
-    if path.suffix == ".gz":
-        content = gzip.compress(content)
-    if path.suffix == ".zst":  # of two frames
-        content = zstd(content[:1000]) + zstd(content[1000:])
-    path.write_bytes(content)
+    path.write_bytes(as_jsonl(texts))
     return path
 
 
@@ -94,18 +61,6 @@ def test_held_out_files_are_the_validation_text(tmp_path: Path, refuses: Callabl
     succeeds(train, "--held-out", val, "--out", tmp_path / "bpe", "--train-tokenizer", 280)
     vocabulary = Tokenizer.from_file(str(tmp_path / "bpe/tokenizer.json")).get_vocab()
     assert not [entry for entry in vocabulary if "zq" in entry], "the tokenizer was trained on held-out text"
-
-
-@pytest.mark.extended
-def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
-    tokenizer = byte_level()
-    tokenizer.add_tokens([f"word{i}" for i in range(70_000)])
-    tokenizer.save(str(tmp_path / "large.json"))
-    source = write(tmp_path / "a.jsonl", [f"{text} word69999" for text in TEXTS])
-    succeeds(source, "--out", tmp_path / "out", "--tokenizer", tmp_path / "large.json")
-    tokens = np.fromfile(tmp_path / "out/train.bin", np.uint32)
-    assert tokens.max() > 2**16
-    assert len(tokens) == read_meta(tmp_path / "out").train_tokens
 
 
 def test_documents_stay_in_their_split_when_data_is_added(tmp_path: Path) -> None:
@@ -140,24 +95,6 @@ def test_a_folder_that_another_process_prepares_is_refused(tmp_path: Path, capsy
 
 
 # --- text that can't be used ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.csv", "a.txt"])
-def test_spoiled_files_are_problems_and_no_tracebacks(name: str, tmp_path: Path) -> None:
-    for content in damaged(write(tmp_path / name, TEXTS[:50]).read_bytes()):
-        (tmp_path / name).write_bytes(content)
-        with contextlib.suppress(UserError):  # documents and problems, and no other exception than ours
-            list(documents.documents(Corpus((tmp_path / name,))))
-
-
-def test_a_cut_off_gzip_still_counts_what_came_before(tmp_path: Path) -> None:
-    texts = TEXTS * 20
-    whole = gzip.compress(as_jsonl(texts))
-    (tmp_path / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
-    *found, problem = documents.documents(Corpus((tmp_path / "a.jsonl.gz",)))
-    assert isinstance(problem, documents.Problem)
-    assert 100 < len(found) < len(texts)
-    assert [item.texts[0] for item in found if isinstance(item, documents.Document)] == texts[: len(found)]
 
 
 @pytest.mark.parametrize("content", [[{"text": "one"}, {"text": "two"}], {"text": "one\ntwo"}])
@@ -199,20 +136,6 @@ def test_a_missing_package_names_the_extra(name: str, tmp_path: Path, monkeypatc
 
 
 # --- made once, and whole ---------------------------------------------------------------------------------------
-
-
-def test_an_existing_data_set_is_kept(tmp_path: Path, refuses: Callable[..., str]) -> None:
-    source = write(tmp_path / "a.jsonl", TEXTS)
-    command = [str(source), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]
-    assert main(command) == 0
-    before, time = contents(tmp_path / "out"), source.stat().st_mtime_ns
-    assert main(command) == 0
-    write(source, [*TEXTS[:7], TEXTS[7].replace("7", "8"), *TEXTS[8:]])
-    os.utime(source, ns=(time, time))
-    assert "exists, made from different text or options, or by an older version; choose a different --out" in refuses(
-        *command
-    )
-    assert contents(tmp_path / "out") == before
 
 
 def test_the_number_of_threads_changes_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -457,8 +457,9 @@ def case_a_validation_sums_over_ranks_and_knows_its_standard_error() -> None:
     share = of_all.bincount().double() / len(of_all)
     unigram = float(-torch.xlogy(share, share).sum()) / math.log(2) * len(of_all) / float(lengths[of_all].sum())
     for micro_batch_size in (1, 2, 3):
-        loader = Loader(Uneven(), micro_batch_size=micro_batch_size, rank=dist.get_rank(), world_size=4, seed=None)
-        validation = Validation(loader, 10, lengths, Mixture([Uneven()], [1.0], ["one"]))
+        samples = Mixture([Uneven()], [1.0], ["one"])
+        loader = Loader(samples, micro_batch_size=micro_batch_size, rank=dist.get_rank(), world_size=4, seed=None)
+        validation = Validation(loader, 10, lengths, samples)
         score = evaluate(model, validation, CPU)
         for found, stderr, sizes, unit in (
             (score.loss, score.loss_stderr, [float(len(k)) for k in known], 1.0),

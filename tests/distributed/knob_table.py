@@ -14,7 +14,7 @@ from torch import Tensor
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.order import Indices
-from torchtitan_lite.data.samples import Rows
+from torchtitan_lite.data.samples import Rows, Samples
 
 STEPS = 3
 VOCABULARY = 517
@@ -254,11 +254,11 @@ ON_CUDA |= {
 }
 
 
-class FixedSamples:
+class FixedSamples(Samples):
     """Random sequences that repeat, without a file."""
 
     def __init__(self, seq_len: int) -> None:
-        self.seq_len = seq_len
+        self.seq_len = self.target_len = seq_len
         self.n_samples = 12
         generator = torch.Generator().manual_seed(5)
         self._rows = torch.randint(VOCABULARY, (self.n_samples, seq_len + 1), generator=generator)
@@ -271,6 +271,3 @@ class FixedSamples:
         both = self._rows.numpy()[run_samples % self.n_samples]
         rows.tokens[:], rows.targets[:] = both[:, :-1], both[:, 1:]
         return rows
-
-    def n_targets(self, run_samples: Indices, seed: int | None) -> int:
-        return len(run_samples) * self.seq_len

@@ -17,6 +17,7 @@ from tests.distributed.knob_table import CASES, STEPS, VOCABULARY, FixedSamples
 from torchtitan_lite import cpu
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.loader import Loader
+from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.process_group import Process, build_mesh
 from torchtitan_lite.distributed.sharding import own_part
@@ -29,7 +30,7 @@ def training(config: Config, process: Process) -> Session:
     widen = cpu.widens(config, process)
     model = train.sharded_model(config, VOCABULARY, build_mesh(config.fsdp, process.device), widen=widen)
     materialize(model, process.device, seed=7, offload=config.fsdp.cpu_offload)
-    samples = FixedSamples(config.train.seq_len)
+    samples = Mixture([FixedSamples(config.train.seq_len)], [1.0], ["fixed"])
     loader = Loader(
         samples,
         micro_batch_size=config.train.micro_batch_size,

@@ -15,6 +15,7 @@ from tests.fake_cuda.operators import OperatorLog
 from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.loader import Loader, PrefetchingLoader
+from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.distributed.process_group import Process, build_mesh
 
 DEVICE = torch.device("cuda", 0)
@@ -33,7 +34,7 @@ def logged_step(config: Config, world_size: int, vocab_size: int) -> OperatorLog
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     process = Process(0, world_size, DEVICE, 1, min(world_size, stand_ins.GPUS))
     loader = Loader(
-        FixedSamples(config.train.seq_len),
+        Mixture([FixedSamples(config.train.seq_len)], [1.0], ["fixed"]),
         micro_batch_size=config.train.micro_batch_size,
         rank=0,
         world_size=world_size,

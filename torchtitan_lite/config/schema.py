@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-import tomli
 from pydantic.fields import FieldInfo
 
 from torchtitan_lite.config.families import FAMILIES
@@ -18,19 +17,14 @@ from torchtitan_lite.config.paths import expand
 from torchtitan_lite.config.phases import changes
 from torchtitan_lite.config.registry import Registry
 from torchtitan_lite.config.section import IS_PATH, Bits, Frozen, Resume, Section, UsedIf, used_with
-from torchtitan_lite.config.sections.activation_checkpointing import ActivationCheckpointingConfig
-from torchtitan_lite.config.sections.checkpoint import CheckpointConfig
-from torchtitan_lite.config.sections.compile import CompileConfig
 from torchtitan_lite.config.sections.data import READERS, DataConfig, TokenizerConfig, span_lengths
-from torchtitan_lite.config.sections.eval import EvalConfig
 from torchtitan_lite.config.sections.fsdp import FsdpConfig, GradScalerConfig, PrecisionOverride
 from torchtitan_lite.config.sections.log import METRICS, TRACKERS, LogConfig
 from torchtitan_lite.config.sections.model import ModelConfig
 from torchtitan_lite.config.sections.optim import OPTIMIZERS, OptimConfig, ParameterGroup
-from torchtitan_lite.config.sections.profile import ProfileConfig
+from torchtitan_lite.config.sections.outputs import CheckpointConfig, EvalConfig, ProfileConfig, SampleConfig
 from torchtitan_lite.config.sections.run import RunConfig
-from torchtitan_lite.config.sections.sample import SampleConfig
-from torchtitan_lite.config.sections.speed import SpeedConfig
+from torchtitan_lite.config.sections.speed import ActivationCheckpointingConfig, CompileConfig, SpeedConfig
 from torchtitan_lite.config.sections.train import SpikeConfig, TrainConfig
 
 __all__ = [
@@ -92,15 +86,6 @@ class Config(Frozen):
     def has_checkpoint(self) -> bool:
         """Whether the run has saved a checkpoint. The weights or checkpoint that it started from may then be gone."""
         return any(self.folder.glob("checkpoints/step-*"))
-
-    @property
-    def started_from_weights(self) -> bool:
-        """Whether the run has a checkpoint and started from `model.init_from`."""
-        try:
-            before = tomli.loads((self.folder / "config.toml").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return False
-        return self.has_checkpoint and bool(before.get("model", {}).get("init_from") == self.model.init_from)
 
     def phase(self, n: int) -> "Config":
         """Return the config after the first n of train.phases have begun."""

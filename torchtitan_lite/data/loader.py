@@ -15,14 +15,12 @@ Every rank gets the same number of micro-batches, because each forward is collec
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from torchtitan_lite.data.mixture import Mixture
-from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Array, Rows
 
 
@@ -50,23 +48,11 @@ class Batch:
     source_tokens: Mapping[str, int] = field(default_factory=dict)  # by key of a source, see Mixture.n_targets
 
 
-class SampleSource(Protocol):
-    """Where a loader gets sequences: a mixture or one folder. A run's samples are numbered across epochs."""
-
-    def draw(self, run_samples: Indices, seed: int | None) -> Rows:
-        """Return these samples of a run; without a seed, in file order."""
-        ...
-
-    def n_targets(self, run_samples: Indices, seed: int | None) -> int | Mapping[str, int]:
-        """Return the number of valid targets in these samples; of a mixture, by key of a source."""
-        ...
-
-
 @dataclass(frozen=True)
 class Loader:
     """Cuts global batches into this rank's micro-batches."""
 
-    samples: SampleSource
+    samples: Mixture
     _: KW_ONLY
     micro_batch_size: int
     rank: int
@@ -85,8 +71,7 @@ class Loader:
         n_surplus = len(places) - len(rows.tokens)
         if n_surplus:  # at the end of this rank's rows
             rows = rows.followed_by(Rows.empty(n_surplus, rows.tokens.shape[1], rows.targets.shape[1]))
-        numbers = first + places
-        sources = self.samples.locate(numbers)[0] if isinstance(self.samples, Mixture) else np.zeros_like(places)
+        sources, _ = self.samples.locate(first + places)
         arrays = [rows.tokens, rows.targets, sources, *([positions(rows)] if self.document_mask else [])]
         tensors = [torch.from_numpy(array) for array in arrays]
         if self.pin:
@@ -94,8 +79,7 @@ class Loader:
         splits = (tensor.split(self.micro_batch_size) for tensor in tensors)
         micro_batches = [MicroBatch(*split) for split in zip(*splits, strict=True)]
         # every rank counts the targets of ALL ranks itself, so the loss can be scaled before any communication
-        n_targets = self.samples.n_targets(np.arange(first, first + size), self.seed)
-        source_tokens = {"": n_targets} if isinstance(n_targets, int) else n_targets
+        source_tokens = self.samples.n_targets(np.arange(first, first + size), self.seed)
         return Batch(micro_batches, sum(source_tokens.values()), source_tokens)
 
 
