@@ -43,7 +43,7 @@ def save_and_load_slowly(process: Process, folder: Path) -> bool:
     make_state(optimizer)
     saver = Checkpointer(folder, model, optimizer, CheckpointConfig(), process, WAYS)
     set_group_timeouts(COLLECTIVE_S / 60)
-    safetensors_file.HashingStream.write = slow(safetensors_file.HashingStream.write)  # type: ignore[method-assign]
+    safetensors_file.TensorWriter.write = slow(safetensors_file.TensorWriter.write)  # type: ignore[method-assign]
     saved = save_now(saver)
 
     parameters = [parameter.detach().to_local() for parameter in model.parameters()]  # type: ignore[attr-defined]
