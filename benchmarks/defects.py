@@ -287,7 +287,7 @@ def threads(process: Process, folder: Path) -> Results:
     sha256 = mock.Mock(update=mock.Mock(side_effect=MemoryError("no memory left")), hexdigest=lambda: "0" * 64)
     broken_hash, write = mock.Mock(sha256=lambda: sha256), mock.Mock(side_effect=full)
     for name in OURS:
-        in_background = outcome(name, safetensors_file.HashingStream, "write", write)
+        in_background = outcome(name, safetensors_file.TensorWriter, "write", write)
         hashing = outcome(name, safetensors_file, "hashlib", broken_hash, threads=False)
         found[name] = f"in the background, {in_background}; in the hashing thread, {hashing}"
     return found

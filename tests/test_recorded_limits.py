@@ -438,7 +438,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     ),
     "header": (
         lambda *dtypes: str(
-            safetensors_file.layout({f"t{i}": (getattr(torch, name), (3, i)) for i, name in enumerate(dtypes)}, {})
+            safetensors_file.header_of({f"t{i}": (getattr(torch, name), (3, i)) for i, name in enumerate(dtypes)}, {})
         ),
         [
             ("uint8", "float32", "bool", "float64", "bfloat16", "int64", "float16", "int32"),

@@ -145,9 +145,8 @@ def test_the_order_of_writes_survives_a_power_cut(tmp_path: Path, monkeypatch: p
     sync, rename = os.fsync, Path.rename
 
     def recorded_sync(descriptor: int) -> None:
-        happened.append(
-            "sync " + re.sub(r"\.tmp-(step-\d+).*?(?=/|$)", r"\1", os.readlink(f"/proc/self/fd/{descriptor}"))
-        )
+        path = re.sub(r"\.tmp-(step-\d+).*?(?=/|$)|\.\w+\.new$", r"\1", os.readlink(f"/proc/self/fd/{descriptor}"))
+        happened.append(f"sync {path}")
         sync(descriptor)
 
     def recorded_rename(self: Path, target: Path) -> Path:

@@ -62,25 +62,6 @@ def test_a_background_save_holds_the_state_of_its_step(mesh: str, world_size: in
     run_distributed(train_while_saving, world_size, tmp_path, mesh)
 
 
-def notes(process: Process, folder: Path) -> list[list[str]]:
-    """Of each kind, on a machine with the memory of one byte per page."""
-    state = State("1", 1, "llama", process)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("os.sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 1000}.__getitem__)
-        ways = [(kind, background) for kind in ("full", "sharded") for background in (True, False)]
-        savers = [
-            state.checkpointer(folder / kind, kind, "dtensor", background=background) for kind, background in ways
-        ]
-        assert [saver.load({}) for saver in savers] == [None] * 4
-    return [saver.notes for saver in savers]
-
-
-def test_a_full_save_in_the_background_that_cannot_fit_into_memory_is_told_at_the_start(tmp_path: Path) -> None:
-    [(full, *others)] = run_distributed(notes, 1, tmp_path)
-    assert others == [[], [], []]
-    assert full[0].endswith('which has 1,000 bytes: use checkpoint.state_dict = "sharded", or async_save = false'), full
-
-
 # --- retention --------------------------------------------------------------------------------------------------
 
 

@@ -264,15 +264,15 @@ def case_one_rank_that_cannot_prepare_a_save_fails_it_for_all() -> None:
 
 def case_a_rank_without_memory_for_a_message_fails_the_save_of_all() -> None:
     optimizer = build_optimizer(model := sharded(make_mesh(MESHES["2 x 2"])), OptimConfig(name="sgd"))
-    folder, honest = Path(on_rank0(tempfile.mkdtemp)), full_state._put
+    folder, honest = Path(on_rank0(tempfile.mkdtemp)), vars(full_state)["own_part"]
     saver = Checkpointer(folder, model, optimizer, CheckpointConfig(), Process(dist.get_rank(), 4, CPU, 1), WAYS)
     for step, rank in enumerate((1, 0, -1)):
-        full_state._put = (lambda *_: bytes(2**62)) if dist.get_rank() == rank else honest  # type: ignore[assignment]
+        vars(full_state)["own_part"] = (lambda *_: bytes(2**62)) if dist.get_rank() == rank else honest
         saver.save(TrainState(step=step))
         saved = saver.wait()
         assert saved is not None
         assert saved.error == ("" if rank < 0 else f"rank {rank}: MemoryError()")
-    full_state._put = honest
+    vars(full_state)["own_part"] = honest
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder)

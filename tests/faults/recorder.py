@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import train
-from torchtitan_lite.checkpointing.safetensors_file import HashingStream
+from torchtitan_lite.checkpointing.safetensors_file import TensorWriter
 from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.distributed.process_group import exit_process
@@ -28,14 +28,14 @@ def set_clock() -> None:
 
 
 def fill_disk() -> None:
-    flag, write = FOLDER / "full", HashingStream.write
+    flag, write = FOLDER / "full", TensorWriter.write
 
-    def failing(self: HashingStream, *given: Any) -> Any:
+    def failing(self: TensorWriter, *given: Any) -> Any:
         if flag.exists():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(self, *given)
 
-    setattr(HashingStream, "write", failing)  # noqa: B010
+    setattr(TensorWriter, "write", failing)  # noqa: B010
 
 
 def record() -> None:

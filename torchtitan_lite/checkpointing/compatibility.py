@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from torchtitan_lite.config.schema import Config, bitwise_keys, flatten, known_k
 from torchtitan_lite.config.toml import format_value
 from torchtitan_lite.cpu import widens
 from torchtitan_lite.data.dataset import DataSet
-from torchtitan_lite.distributed.exchange import on_rank0
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.environment import fork_command
@@ -71,26 +70,6 @@ def values_to_match(config: Config, data: DataSet) -> dict[str, Any]:
     return content | {f"model.{key}": model[key] for key in fixed}
 
 
-def read_state(folder: Path, expected: Mapping[str, Any], process: Process, *, fork: bool) -> TrainState:
-    """Read the state of a checkpoint, on every rank.
-
-    Args:
-        expected: `values` of this run's state.
-        fork: the checkpoint belongs to a different run.
-
-    Raises:
-        CheckpointError: on every rank: it is damaged, or the run can't continue with these values.
-    """
-
-    @progress.working("reading state.json")
-    def read_and_compare() -> TrainState:
-        state = storage.read_state(folder)
-        require_same_run(folder, state, expected, fork=fork)
-        return state
-
-    return TrainState(**on_rank0(read_and_compare, process.untimed))
-
-
 def saved_config(folder: Path, values: Mapping[str, Any]) -> Config:
     """Return the [run], [model], [data], [tokenizer] and [train] of a checkpoint or run, from values by "section.key".
 
@@ -112,6 +91,10 @@ def saved_config(folder: Path, values: Mapping[str, Any]) -> Config:
 
 def require_same_run(folder: Path, saved: TrainState, expected: Mapping[str, Any], *, fork: bool) -> None:
     """Check that this run's values match its checkpoint's; a fork only needs the tensors to mean the same.
+
+    Args:
+        expected: `values` of this run's state.
+        fork: the checkpoint belongs to a different run.
 
     Raises:
         CheckpointError: values differ; the message has both values of each key, and the command that forks.
@@ -165,37 +148,11 @@ def _rule_of(key: str) -> str:
     return "refused" if key == "tokenizer" else "fork"
 
 
-def require_same_tensors(folder: Path, tensors: Tensors, process: Process) -> None:
-    """Raise CheckpointError on every rank if names or shapes of a checkpoint's tensors differ from these."""
-
-    @progress.working("reading the names of tensors")
-    def compare_names() -> None:
-        saved = {name: shape for name, (_, shape) in shards.read_places(folder).specs.items()}
-        storage.require_equal(folder, saved, shapes_of(tensors), "model or optimizer")
-
-    on_rank0(compare_names, process.untimed)
-
-
-def find_same_weights(
-    find: Callable[[], tuple[Path, list[str]]],
-    open_weights: Callable[[Path], Mapping[str, Tensor]],
-    targets: Mapping[str, Tensor],
-    process: Process,
-) -> tuple[Path, list[str]]:
-    """Return the folder of the weights that a run starts from, and notes, on every rank.
-
-    Raises:
-        CheckpointError: on every rank: there are no weights, or their names or shapes differ from the model's.
-    """
-
-    @progress.working("verifying the weights")
-    def find_and_compare() -> list[Any]:  # JSON types, for on_rank0
-        folder, notes = find()
-        require_same_weights(open_weights(folder), targets)
-        return [str(folder), notes]
-
-    folder, notes = on_rank0(find_and_compare, process.untimed)
-    return Path(folder), notes
+@progress.working("reading the names of tensors")
+def require_same_tensors(folder: Path, tensors: Tensors) -> None:
+    """Raise CheckpointError if names or shapes of a checkpoint's tensors differ from these."""
+    saved = {name: shape for name, (_, shape) in shards.read_places(folder).specs.items()}
+    storage.require_equal(folder, saved, shapes_of(tensors), "model or optimizer")
 
 
 def require_same_weights(weights: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:

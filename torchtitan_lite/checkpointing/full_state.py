@@ -12,7 +12,7 @@ With `fsdp.shard_columns` they are columns, as many on each rank.
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,6 @@ from torchtitan_lite.distributed.exchange import on_all, on_rank0
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.distributed.sharding import is_sharded, own_part, shard_dim
 
-AGREE_EVERY = 2**30  # bytes of whole tensors
-
 
 def gather(
     tensors: Mapping[str, Tensor],
@@ -36,9 +34,6 @@ def gather(
     untimed: dist.ProcessGroup | None,
 ) -> None:
     """Pass whole tensors to `take` on rank 0: each large one alone, small ones together. Collective, also its errors.
-
-    The ranks agree once per GiB that none has failed. Until then, one that has failed takes part in the messages, so
-    that the others do not wait for it.
 
     Args:
         take: must not keep the tensors: their memory is used again.
@@ -49,41 +44,29 @@ def gather(
     sizes = {name: _size(t, group) for name, t in tensors.items() if is_sharded(t) and group.size() > 1}
     parts = [(part, {name: sizes[name] for name in part if name in sizes}) for part in tensor_names.in_groups(tensors)]
     n_messages = 1 if rank else 1 + group.size()  # the own one and, on rank 0, those of all
-    buffers, failed = list[Tensor](), list[Exception]()
+    buffers = list[Tensor]()
 
     def make_buffer() -> None:
         if sizes and dist.get_global_rank(group, 0) == 0:  # the first replica
             longest = max(sum(of.values()) for _, of in parts)
             buffers.append(own_part(tensors[next(iter(sizes))])[0].new_empty(n_messages * longest, dtype=torch.uint8))
 
-    def attempt(action: Callable[..., None], *args: Any) -> None:
-        try:
-            if not failed:
-                action(*args)
-        except Exception as error:
-            failed.append(error)
+    def messages(of: Mapping[str, int]) -> Tensor:
+        return buffers[0][: n_messages * sum(of.values())].view(n_messages, -1)
 
-    def agree() -> None:
-        for error in failed:
-            raise error
+    def receive(part: Tensors, of: Mapping[str, int], whole: Tensors) -> None:
+        if of:
+            _unpack(part, whole, of, messages(of)[1:])
+        take(whole)
 
     on_all(make_buffer, untimed)
-    pending = 0
     for part, of in parts:
         whole = {name: own_part(tensor)[0] for name, tensor in part.items()}
-        for buffer in buffers if of else ():
-            messages = buffer[: n_messages * sum(of.values())].view(n_messages, -1)
-            attempt(_pack, whole, of, messages[0])
-            dist.gather(messages[0], [*messages[1:]] or None, 0, group)
-            if rank == 0:
-                attempt(_unpack, part, whole, of, messages[1:])
-        if rank == 0:
-            attempt(take, whole)
-        pending += sum(tensor.nbytes for tensor in part.values())
-        if pending >= AGREE_EVERY:
-            on_all(agree, untimed)
-            pending = 0
-    on_all(agree, untimed)
+        if of and buffers:
+            own, *of_ranks = messages(of)
+            _pack(whole, of, own)
+            dist.gather(own, of_ranks or None, 0, group)
+        on_rank0(partial(receive, part, of, whole), untimed)  # the others wait here for its disk, not in a message
 
 
 def _pack(own: Tensors, sizes: Mapping[str, int], message: Tensor) -> None:

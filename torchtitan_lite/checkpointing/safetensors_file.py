@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchtitan_lite import progress
 from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.files import flush_to_disk, naming
+from torchtitan_lite.files import flush_to_disk, naming, write_durably
 
 WRITABLE = {  # the supported dtypes, and their names in the file
     torch.float64: "F64",
@@ -77,51 +77,7 @@ def _start_writeback(descriptor: int, start: int, n_bytes: int) -> None:
             os.posix_fadvise(descriptor, start, n_bytes, os.POSIX_FADV_DONTNEED)
 
 
-class HashingStream:
-    """A file that a second thread hashes while it is written. Both threads release the GIL."""
-
-    def __init__(self, path: Path) -> None:
-        self._file: BinaryIO = path.open("xb")
-        self._bytes, self._synced = 0, 0
-        self._hash = hashlib.sha256()
-        self._thread = ThreadPoolExecutor(1)
-
-    def _digest(self, chunk: memoryview) -> None:
-        self._hash.update(chunk)
-        progress.advance(len(chunk))
-
-    def write(self, data: memoryview) -> None:
-        """Write and hash. The bytes may change afterwards."""
-        hashing = []
-        for start in range(0, len(data), _CHUNK):
-            chunk = data[start : start + _CHUNK]
-            hashing.append(self._thread.submit(self._digest, chunk))
-            with naming(self._file.name):
-                self._file.write(chunk)
-            _start_writeback(self._file.fileno(), self._bytes, len(chunk))
-            self._bytes += len(chunk)
-            progress.advance(len(chunk))
-            if self._bytes - self._synced >= _SYNC_EVERY:
-                flush_to_disk(self._file)
-                self._synced = self._bytes
-        for chunk_hashed in hashing:
-            chunk_hashed.result()
-
-    def close(self) -> FileRecord:
-        """Sync to disk, and return size and hash. The `with` block closes the file."""
-        flush_to_disk(self._file)
-        return FileRecord(self._bytes, self._hash.hexdigest())
-
-    def __enter__(self) -> "HashingStream":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.shutdown(cancel_futures=True)
-        with naming(self._file.name):  # closing retries a failed write
-            self._file.close()
-
-
-def layout(tensors: TensorSpecs, metadata: Mapping[str, str] | None) -> tuple[bytes, list[str]]:
+def header_of(tensors: TensorSpecs, metadata: Mapping[str, str] | None) -> tuple[bytes, list[str]]:
     """Return the header of a file, and the order of its tensors: large elements first, for alignment."""
     order = sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
@@ -157,14 +113,18 @@ def pieces(data: Tensor) -> Iterator[Tensor]:
 class TensorWriter:
     """Writes a file tensor by tensor, in the order of `names`. The first tensor opens it.
 
+    A second thread hashes it meanwhile. Both threads release the GIL.
+
     Args:
         metadata: entries of the header besides the tensors.
     """
 
     def __init__(self, path: Path, specs: TensorSpecs, metadata: Mapping[str, str] | None = None) -> None:
         self._path, self._specs = path, specs
-        self._header, self.names = layout(specs, metadata)
-        self._stream: HashingStream | None = None
+        self._header, self.names = header_of(specs, metadata)
+        self._file: BinaryIO | None = None
+        self._bytes, self._synced = 0, 0
+        self._hash, self._thread = hashlib.sha256(), ThreadPoolExecutor(1)
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
         """Write the next tensors. Their memory may change afterwards."""
@@ -173,25 +133,47 @@ class TensorWriter:
                 whole = tensor.detach().contiguous()
                 assert (whole.dtype, tuple(whole.shape)) == self._specs[name], f"{name} does not match its spec"
                 for piece in pieces(whole.reshape(-1).view(torch.uint8)):
-                    self._opened().write(memoryview(piece.numpy()))  # type: ignore[arg-type]  # an array is a buffer
+                    self.write(memoryview(piece.numpy()))  # type: ignore[arg-type]  # an array is a buffer
+
+    def write(self, data: memoryview) -> None:
+        """Write and hash the next bytes."""
+        file, chunks = self._opened(), [data[start : start + _CHUNK] for start in range(0, len(data), _CHUNK)]
+        hashed = self._thread.map(self._digest, chunks)
+        for chunk in chunks:
+            with naming(self._path):
+                file.write(chunk)
+            _start_writeback(file.fileno(), self._bytes, len(chunk))
+            self._bytes += len(chunk)
+            progress.advance(len(chunk))
+            if self._bytes - self._synced >= _SYNC_EVERY:
+                flush_to_disk(file)
+                self._synced = self._bytes
+        list(hashed)  # waits
+
+    def _digest(self, chunk: memoryview) -> None:
+        self._hash.update(chunk)
+        progress.advance(len(chunk))
+
+    def _opened(self) -> BinaryIO:
+        if self._file is None:
+            self._file = self._path.open("xb")
+            self.write(memoryview(self._header))
+        return self._file
 
     def close(self) -> FileRecord:
-        """Sync to disk, and return size and hash."""
+        """Sync to disk, and return size and hash. The `with` block closes the file."""
         with progress.working(f"writing {self._path.name}"):
-            return self._opened().close()
-
-    def _opened(self) -> HashingStream:
-        if self._stream is None:
-            self._stream = HashingStream(self._path)
-            self._stream.write(memoryview(self._header))
-        return self._stream
+            flush_to_disk(self._opened())
+        return FileRecord(self._bytes, self._hash.hexdigest())
 
     def __enter__(self) -> "TensorWriter":
         return self
 
-    def __exit__(self, *error: object) -> None:
-        if self._stream is not None:
-            self._stream.__exit__(*error)
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown(cancel_futures=True)
+        if self._file is not None:
+            with naming(self._path):  # closing retries a failed write
+                self._file.close()
 
 
 def write_tensors(
@@ -209,9 +191,9 @@ def write_tensors(
 
 def write_text(path: Path, text: str) -> FileRecord:
     """Write a small file, and sync it to disk."""
-    with HashingStream(path) as stream:
-        stream.write(memoryview(text.encode()))
-        return stream.close()
+    content = text.encode()
+    write_durably(path, content)
+    return FileRecord(len(content), hashlib.sha256(content).hexdigest())
 
 
 def sha256_of(path: Path) -> str:

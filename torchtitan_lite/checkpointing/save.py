@@ -7,7 +7,6 @@ module never stops the run because of a failed save.
 """
 
 import contextlib
-import os
 import shutil
 import threading
 import time
@@ -36,7 +35,6 @@ from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.errors import text_of
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.optim.optimizer import make_state
-from torchtitan_lite.terminal import size
 
 if TYPE_CHECKING:  # loaded only if the config asks for it
     from torchtitan_lite.checkpointing.remote import Remote
@@ -168,29 +166,33 @@ class Checkpointer:
             CheckpointError: on every rank, before anything is overwritten: the checkpoint is damaged, or the run can't
                 continue with these values.
         """
-        found = checkpoint_to_resume(self.folder, self.config, self.process, self.remote, self._to_load())
-        self.notes = [*found.notes, *self._memory_note()]
-        if found.folder is None:
+        targets = Tensors()
+        if self.remote:  # on all ranks: an optimizer's step may have collectives
+            make_state(self.optimizer)
+            targets = self.tensors()
+            self.optimizer.state.clear()  # its values are wrong, and there may be nothing to load
+        found = checkpoint_to_resume(self.folder, self.config, self.process, self.remote, targets)
+        self.notes, folder = found.notes, found.folder
+        if folder is None:
             return None
-        self.forked_from = found.folder if found.forked else None
+        self.forked_from = folder if found.forked else None
         if not found.forked:
-            self.damaged = [int(folder.name.removeprefix("step-")) for folder in found.damaged]
-        state = compatibility.read_state(found.folder, values, self.process, fork=found.forked)
+            self.damaged = [int(each.name.removeprefix("step-")) for each in found.damaged]
+
+        @progress.working("reading state.json")
+        def read_and_compare() -> TrainState:
+            state = storage.read_state(folder)
+            compatibility.require_same_run(folder, state, values, fork=found.forked)
+            return state
+
+        state = TrainState(**on_rank0(read_and_compare, self.process.untimed))
         make_state(self.optimizer)  # a load fills existing tensors, and moments exist only after the first step
         with compatibility.optimizer_as_saved(self.optimizer, state):
-            compatibility.require_same_tensors(found.folder, self.tensors(), self.process)
-            self.load_tensors(found.folder)
+            tensors = self.tensors()
+            on_rank0(lambda: compatibility.require_same_tensors(folder, tensors), self.process.untimed)
+            self.load_tensors(folder)
         self.protect = {state.step}
         return state
-
-    def _to_load(self) -> Tensors:
-        """Return what a load from the bucket will fill. On all ranks: an optimizer's step may have collectives."""
-        if self.remote is None:
-            return {}
-        make_state(self.optimizer)
-        tensors = self.tensors()
-        self.optimizer.state.clear()  # its values are wrong, and there may be nothing to load
-        return tensors
 
     def load_tensors(self, folder: Path) -> None:
         """Load a checkpoint of either kind by the configured API, whichever API saved it."""
@@ -213,8 +215,15 @@ class Checkpointer:
                 not finite.
         """
         targets = model_tensors(self.model)
-        folder, notes = compatibility.find_same_weights(find, open_weights, targets, self.process)
-        self.notes += notes
+
+        @progress.working("verifying the weights")
+        def find_and_compare() -> list[Any]:  # JSON types, for on_rank0
+            folder, notes = find()
+            compatibility.require_same_weights(open_weights(folder), targets)
+            return [str(folder), notes]
+
+        found, notes = on_rank0(find_and_compare, self.process.untimed)
+        folder, self.notes = Path(found), [*self.notes, *notes]
         if self.process.local_world_size < self.process.world_size:
             weights = open_weights(folder) if self.process.rank == 0 else {}
             full_state.scatter(targets, weights.__getitem__, self.mesh, self.process)
@@ -335,16 +344,6 @@ class Checkpointer:
             self._thread = None
         saved, self._saved = self._saved, None
         return saved
-
-    def _memory_note(self) -> list[str]:
-        """Return a note if a full save in the background does not fit into this machine's memory."""
-        memory, least = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), self._n_bytes()
-        if not self.config.async_save or self.config.state_dict == "sharded" or least < memory:
-            return []
-        return [
-            f"a full save in the background needs at least {size(least)} of rank 0's host memory, which has "
-            f'{size(memory)}: use checkpoint.state_dict = "sharded", or async_save = false'
-        ]
 
     # --- space and retention ------------------------------------------------------------------------------------
 

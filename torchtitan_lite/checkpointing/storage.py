@@ -274,7 +274,7 @@ def commit(
         "files": {name: asdict(record) for name, record in sorted(files.items())},
     }
     manifest["sha256"] = _hash_of(manifest)
-    write_text(folder / MANIFEST, _in_lines(manifest) + "\n")
+    write_text(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
     sync_folder(folder)
     final = step_folder(folder.parent, state.step)
     damaged = move_to_trash(final) if final.exists() else None
@@ -283,15 +283,6 @@ def commit(
     if damaged is not None:
         shutil.rmtree(damaged, ignore_errors=True)
     return final
-
-
-def _in_lines(value: Any, indent: str = "\n") -> str:
-    """Return JSON with a line for each entry of an object, and lists on one line."""
-    if not isinstance(value, Mapping):
-        return json.dumps(value)
-    inner = indent + "  "
-    entries = (f"{inner}{json.dumps(key)}: {_in_lines(entry, inner)}" for key, entry in value.items())
-    return "{" + ",".join(entries) + indent + "}"
 
 
 def move_to_trash(folder: Path) -> Path:
