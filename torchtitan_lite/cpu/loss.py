@@ -79,8 +79,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         dx, dw = ctx.saved_tensors
         factor = grads[0]
         return (
-            None if dx is None else (dx * factor).to(dx.dtype),
-            None if dw is None else _scaled(dw, factor, ctx.dtype),
+            None if dx is None else dx.mul_(factor),
+            None if dw is None else dw.mul_(factor).to(ctx.dtype),
             *(None,) * 6,
         )
 
@@ -92,14 +92,6 @@ def _add_matmul_(total: Tensor, one: Tensor, other: Tensor) -> None:
         return
     for rows, more in zip(total.split(ROWS), (one @ other).split(ROWS), strict=True):
         rows += more
-
-
-def _scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return total * factor in `dtype`, without an intermediate copy in total's dtype."""
-    out = torch.empty(total.shape, dtype=dtype, device=total.device)
-    for rows, to in zip(total.split(ROWS), out.split(ROWS), strict=True):
-        to.copy_(rows * factor)
-    return out
 
 
 def _softmax_minus_onehot(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
