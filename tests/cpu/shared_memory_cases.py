@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import time
 import warnings
 from collections.abc import Callable
@@ -151,8 +152,8 @@ def without(process: Process, broken: int) -> None:
     with warnings.catch_warnings(record=True) as said, contextlib.ExitStack() as stack:
         warnings.simplefilter("always")
         if process.rank == broken:
-            for name in ("memfd_create", "open"):
-                stack.enter_context(patch.object(os, name, side_effect=OSError("not today")))
+            for owner, name in ((os, "memfd_create"), (socket, "recv_fds")):
+                stack.enter_context(patch.object(owner, name, side_effect=OSError("not today")))
         cpu.apply_shared_memory(model, mesh)
     assert [("not today" in str(w.message)) for w in said] == [True] * (process.rank == 0)
     assert all(gradient.any() for gradient in gradients(model))

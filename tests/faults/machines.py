@@ -22,12 +22,13 @@ moments depend on the machine.
 
 import argparse
 import contextlib
-import json
+import math
 import os
 import random
 import re
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -37,7 +38,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.faults.figures import HEADER, row, some_text, stamp
+from tests.faults.figures import none_of, some_text, stamp
 from tests.forkserver import free_port
 from tests.helpers import ROOT, losses, ranks, succeeded, tiny
 from torchtitan_lite.checkpointing import storage
@@ -362,7 +363,6 @@ def main() -> None:
     parser.add_argument("seed", nargs="?", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="no event after so long")
     parser.add_argument("--timeout-minutes", type=float, default=1.0, help="run.timeout_minutes, also to start")
-    parser.add_argument("--out", type=Path, help="append the result to this file: tests/faults/figures.py adds it up")
     parser.add_argument("--keep", type=Path, help="a new folder for the run and what was printed")
     given = parser.parse_args()
     os.environ.setdefault("XDG_CACHE_HOME", tempfile.mkdtemp())
@@ -384,13 +384,13 @@ def main() -> None:
             found += problems(s.run, s.samples, trained)
             if (difference := difference_of_losses(s.run, folder, text, trained)) > 1e-4:
                 found.append(f"the losses differ by {difference:.1e}")
-    piece = {"stamp": stamp(given.seed), "nnodes": s.nnodes, "events": s.kinds.total(), "kinds": s.kinds}
-    piece |= {"samples": trained * BATCH, "problems": found, "recoveries": s.recoveries, "restarts": s.restarts}
-    piece |= {"difference": difference, "timeout_minutes": given.timeout_minutes}
-    print(HEADER, row(piece), sep="\n")
-    if given.out:
-        with given.out.open("a") as out:
-            out.write(json.dumps(piece) + "\n")
+    print(f"{stamp(given.seed)}, --nnodes {s.nnodes}: {dict(s.kinds)}; {s.restarts} torchruns started again")
+    seconds = [each["seconds"] for each in s.recoveries] or [math.nan]
+    print(f"recovery: median {statistics.median(seconds)} s, worst {max(seconds)} s of {len(seconds)}")
+    graceful = [each["repeated"] > 0 for each in s.recoveries if each["graceful"]]
+    print(f"joins and leaves that repeated steps: {sum(graceful)} of {len(graceful)}")
+    lost = none_of(s.kinds.total(), "events lost or doubled a sample, or needed a person")
+    print(f"{trained * BATCH} samples; losses within {difference:.1e}; {'; '.join(found) or lost}")
     sys.exit(bool(found))
 
 

@@ -56,10 +56,10 @@ def test_a_window_is_computed_by_flex_attention_in_its_layers_only(found: Any) -
 
 
 def test_muon_multiplies_the_matrices_of_a_shape_together(found: Any) -> None:
-    """Of 14 matrices of four shapes in all; with 8 owners, rank 0 has one each of two shapes."""
+    """Of 14 matrices of four shapes in all; of 8 owners, rank 0 has one of the largest."""
     for name, shapes in (
         ("world of one, float16, tied, logits of all tokens, muon, window", 4),
-        ("document mask, selective checkpointing, HSDP, muon", 2),
+        ("document mask, selective checkpointing, HSDP, muon", 1),
     ):
         assert len(found["steps"][name]["muon"]) == shapes * 5 * 3
 

@@ -1,92 +1,75 @@
-"""A barrier for processes that share memory, built on POSIX semaphores in that memory (no busy waiting).
+"""A barrier for processes of one machine: each sends its rank to the others, and waits for theirs (no busy waiting).
 
-    gate of rank 0 | gate of rank 1 | ... | turnstile | number of ranks that have arrived        64 bytes each
-
-An arriving rank increments the number and waits at its gate. The last one resets the number to 0 and opens the other
-gates. The turnstile lets one rank at a time change the number. Semaphores also order memory accesses, on every
-architecture: after the barrier, all ranks read whatever any rank wrote before it. Each rank counts its barriers in the
-last 8 bytes of its gate, so that an error can name the ranks that have not arrived.
+Each rank has a datagram socket with a name in Linux's abstract namespace. The kernel removes the name when the process
+ends, which the others notice. Sending and receiving also order memory accesses, on every architecture: after the
+barrier, all ranks read whatever any rank wrote to shared memory before it.
 """
 
-import ctypes
-import errno
-import os
-import time
+import array
+import select
+import socket
 from collections.abc import Callable
-from typing import Any
 
-_BYTES = 64  # a cache line; Linux's sem_t has 32 bytes at most
 SLICE_S = 0.2  # the time between two checks of the other ranks
-
-
-class _Timespec(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
 class Barrier:
     """One rank's view.
 
     Args:
-        address: start of `n_bytes(size)` bytes that all ranks have mapped; 64-byte aligned.
+        name: the same for all ranks, and for nobody else on this machine.
         check: called with the seconds waited so far, about every SLICE_S. Raises an error to give up.
 
     Raises:
-        OSError, AttributeError: the system has no process-shared semaphores.
+        OSError: the system has no such sockets.
     """
 
-    def __init__(self, address: int, rank: int, size: int, check: Callable[[float], None]) -> None:
-        self._library: Any = ctypes.CDLL(None, use_errno=True)
-        places = [ctypes.c_void_p(address + i * _BYTES) for i in range(size + 2)]
-        *gates, self._turnstile, _ = places
-        self._gate, self._others = gates[rank], [gate for i, gate in enumerate(gates) if i != rank]
-        self._arrived = ctypes.c_int64.from_address(address + (size + 1) * _BYTES)
-        ends = (address + (i + 1) * _BYTES - 8 for i in range(size))
-        self._counts, self._rank = [ctypes.c_int64.from_address(end) for end in ends], rank
-        self._size, self._check = size, check
+    def __init__(self, name: str, rank: int, size: int, check: Callable[[float], None]) -> None:
+        self._names, self._rank, self._check = [f"\0{name}-{other}" for other in range(size)], rank, check
+        self._arrivals = [0] * size  # how often each rank has come to the barrier, as far as this one knows
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(self._names[rank])
+        self._socket.setblocking(False)
 
-    def initialise(self) -> None:
-        """Create the semaphores. One rank calls it once, before any rank waits."""
-        self._arrived.value = 0
-        for place, value in ((self._turnstile, 1), (self._gate, 0), *((gate, 0) for gate in self._others)):
-            if self._library.sem_init(place, 1, value):
-                raise OSError(ctypes.get_errno(), f"sem_init: {os.strerror(ctypes.get_errno())}")
+    def share(self, file: int) -> None:
+        """Send an open file to all ranks, this one included. They have to `take` it before any of them waits."""
+        for name in self._names:
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file]))]
+            self._socket.sendmsg([b" "], rights, 0, name)
+
+    def take(self) -> int:
+        """Return the file that a rank has shared."""
+        _, (file,), *_ = socket.recv_fds(self._socket, 1, 1)
+        return file
 
     def wait(self) -> None:
         """Wait for all ranks."""
-        self._counts[self._rank].value += 1
-        self._acquire(self._turnstile)
-        self._arrived.value += 1
-        last = self._arrived.value == self._size
-        if last:
-            self._arrived.value = 0
-        self._library.sem_post(self._turnstile)
-        if last:
-            for gate in self._others:
-                self._library.sem_post(gate)
-        else:
-            self._acquire(self._gate)
+        self._arrivals[self._rank] += 1
+        waited_s = 0.0  # sum of slices, so that time in which this process is suspended does not count
+        unsent = [rank for rank in range(len(self._names)) if rank != self._rank]
+        while unsent or self.absent():
+            unsent = [rank for rank in unsent if not self._sent(rank)]
+            try:
+                self._arrivals[self._socket.recv(1)[0]] += 1
+            except BlockingIOError:
+                if not select.select([self._socket], [], [], SLICE_S)[0]:
+                    waited_s += SLICE_S
+                    self._check(waited_s)
 
     def absent(self) -> list[int]:
         """Return the ranks that have not arrived at the barrier where this one waits."""
-        return [rank for rank, count in enumerate(self._counts) if count.value < self._counts[self._rank].value]
+        return [rank for rank, number in enumerate(self._arrivals) if number < self._arrivals[self._rank]]
 
-    def _acquire(self, semaphore: Any) -> None:
-        waited_s = 0.0  # sum of slices, so that time in which this process is suspended does not count
-        while not self._acquired_in_time(semaphore):
-            waited_s += SLICE_S
-            self._check(waited_s)
+    def has_ended(self, rank: int) -> bool:
+        """Return whether a rank's process has ended."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+            return probe.connect_ex(self._names[rank]) != 0
 
-    def _acquired_in_time(self, semaphore: Any) -> bool:
-        until = time.time() + SLICE_S  # if the clock is set back, the next check is late
-        timespec = _Timespec(int(until), int(until % 1 * 1e9))
-        while self._library.sem_timedwait(semaphore, ctypes.byref(timespec)):
-            if ctypes.get_errno() == errno.ETIMEDOUT:
-                return False
-            if ctypes.get_errno() != errno.EINTR:  # EINTR: Python now runs a signal handler
-                raise OSError(ctypes.get_errno(), "waiting for a semaphore")
+    def _sent(self, rank: int) -> bool:
+        try:
+            self._socket.sendto(bytes([self._rank]), self._names[rank])
+        except BlockingIOError:  # too many wait there
+            return False
+        except ConnectionRefusedError:  # it has ended, which `check` will find
+            pass
         return True
-
-
-def n_bytes(size: int) -> int:
-    """Return the bytes that a barrier of `size` ranks needs."""
-    return (size + 2) * _BYTES

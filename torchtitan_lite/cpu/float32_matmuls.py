@@ -6,7 +6,6 @@ numbers, and its sums are float32 anyway. So computing in float32 and rounding t
 """
 
 import functools
-import math
 import platform
 from collections.abc import Callable
 from typing import Any
@@ -59,9 +58,9 @@ def use_float32_matmuls(model: Transformer) -> None:
     model.output.cross_entropy = functools.partial(loss.chunked_cross_entropy, matmul_dtype=torch.float32)
 
 
-def in_float32(function: Callable[..., Tensor], x: Tensor, *others: Tensor, **options: Any) -> Tensor:
+def in_float32(function: Callable[..., Tensor], x: Tensor, *others: Tensor | None, **options: Any) -> Tensor:
     """Call a function of matmuls with float32 copies of its matrices, and round the result to the dtype of x."""
-    wide = (t.float() if t.is_floating_point() else t for t in others)
+    wide = (t.float() if t is not None and t.is_floating_point() else t for t in others)
     return function(x.float(), *wide, **options).to(x.dtype)
 
 
@@ -77,25 +76,4 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute F.linear; with 16-bit inputs, compute in float32 and round to their dtype."""
     if x.dtype not in DTYPES or x.device.type != "cpu":
         return F.linear(x, weight, bias)
-    return _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
-
-
-class _Linear(torch.autograd.Function):
-    """x (..., D), weight (N, D), bias (N,) or None -> (..., N). Keeps its 16-bit inputs, not float32 copies."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        wants_dx, wants_dw, wants_db = ctx.needs_input_grad
-        grad = grads[0].float()
-        rows, inputs = (t.reshape(math.prod(t.shape[:-1]), t.shape[-1]) for t in (grad, x.float()))
-        return (
-            (grad @ weight.float()).to(x.dtype) if wants_dx else None,
-            (rows.T @ inputs).to(weight.dtype) if wants_dw else None,
-            rows.sum(0).to(weight.dtype) if wants_db else None,
-        )
+    return in_float32(F.linear, x, weight, bias)

@@ -5,16 +5,12 @@ from the file. Two halves alternate, so one barrier is enough: before a rank wri
 that the others reach only after they have read that half.
 
     half 0, half 1:   slot of rank 0 | slot of rank 1 | ...      larger tensors are split into pieces
-
-Each rank locks a byte of the file. The kernel unlocks it when the process ends, so the others notice.
 """
 
-import fcntl
 import functools
 import mmap
 import os
 import warnings
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from torchtitan_lite.cpu import barrier
+from torchtitan_lite.cpu.barrier import Barrier
 from torchtitan_lite.distributed.exchange import on_all, on_rank0
 
 SLOT = 4 << 20  # bytes per rank in each half; 8 MiB is no faster
@@ -44,36 +40,27 @@ class SharedMemory:
         around = slice(0, self.rank), slice(self.rank + 1, self.size)
         # two slices at most, so one or two copies reach all others
         self.others = [part for part in around if part.start < part.stop]
-        self._turn, self._file = 0, -1
+        self._turn = 0
+        name = on_rank0(lambda: f"torchtitan_lite-{os.urandom(16).hex()}", group)
 
-        def make() -> list[Any]:
+        def bind() -> None:
+            self._barrier = Barrier(name, self.rank, self.size, self._require_others)
+
+        def make() -> None:
             # unnamed: a kill leaves nothing behind, and the limit of /dev/shm does not apply
-            self._file = os.memfd_create("torchtitan_lite")
-            os.ftruncate(self._file, 2 * self.size * slot + barrier.n_bytes(self.size))
-            self._map(slot)
-            self._barrier.initialise()
-            return [f"/proc/{os.getpid()}/fd/{self._file}", _inode(self._file)]
+            file = os.memfd_create("torchtitan_lite")
+            os.ftruncate(file, 2 * self.size * slot)
+            self._barrier.share(file)
+            os.close(file)
 
-        def share() -> None:
-            path, inode = on_rank0(make, group)
-            if self.rank != 0:
-                self._file = os.open(path, os.O_RDWR)
-                if _inode(self._file) != inode:  # ranks may be in different PID namespaces
-                    raise OSError(f"{path} is a different file for rank {self.rank}")
-                self._map(slot)
+        def take() -> None:
+            file = self._barrier.take()
+            self._memory = torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
+            os.close(file)
 
-        try:
-            on_all(share, group)
-        finally:
-            if self._file >= 0:
-                weakref.finalize(self, os.close, self._file)  # closing it earlier would drop the lock
-
-    def _map(self, slot: int) -> None:
-        fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.rank)
-        memory = torch.frombuffer(mmap.mmap(self._file, 0), dtype=torch.uint8)
-        self._memory = memory[: 2 * self.size * slot]
-        address = memory.data_ptr() + len(self._memory)
-        self._barrier = barrier.Barrier(address, self.rank, self.size, self._require_others)
+        on_all(bind, group)
+        on_rank0(make, group)
+        on_all(take, group)
 
     def half(self, dtype: torch.dtype) -> Tensor:
         """Return the half to use next, (ranks, elements)."""
@@ -97,8 +84,7 @@ class SharedMemory:
 
     def _require_others(self, waited_s: float) -> None:
         """Raise the errors of `barrier`, with texts that lost.py recognises."""
-        ended = [rank for rank in range(self.size) if rank != self.rank and self._has_ended(rank)]
-        if ended:
+        if ended := [rank for rank in range(self.size) if self._barrier.has_ended(rank)]:
             raise RuntimeError(f"Remote process exited: rank {self._global(ended)}")
         timeout_s = self.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         if waited_s >= timeout_s:
@@ -107,19 +93,6 @@ class SharedMemory:
 
     def _global(self, ranks: list[int]) -> str:
         return ", ".join(str(dist.get_global_rank(self.group, rank)) for rank in ranks)
-
-    def _has_ended(self, rank: int) -> bool:
-        try:
-            fcntl.lockf(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, rank)
-        except OSError:  # it still holds its lock
-            return False
-        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)
-        return True
-
-
-def _inode(descriptor: int) -> list[int]:
-    status = os.fstat(descriptor)
-    return [status.st_dev, status.st_ino]
 
 
 def shared_memory_of(group: dist.ProcessGroup) -> SharedMemory | None:

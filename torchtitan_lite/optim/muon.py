@@ -1,17 +1,21 @@
 """Muon (Jordan et al., 2024) for sharded matrices: momentum, orthogonalised by a Newton-Schulz iteration.
 
-The iteration needs whole matrices, but a rank has only rows. So each matrix has an owner. An all-to-all sends the rows
-of many matrices to their owners, each owner orthogonalises its matrices, and a second all-to-all returns the rows. With
-HSDP, each replica handles a share of the matrices, and an all-gather between replicas exchanges the results. For N
-parameters on k replicas of R ranks, a rank sends about 2 N / (k R) elements, and with several replicas another N / R.
+The iteration needs whole matrices, but a rank has only parts. So each matrix has an owner, such that owners have about
+equally much to compute. An all-to-all sends the parts of matrices of all shapes to their owners, each owner
+orthogonalises its matrices, and a second all-to-all returns the parts. With HSDP, each replica handles a share of the
+matrices, and an all-gather between replicas exchanges the results. For N parameters on k replicas of R ranks, a rank
+sends about 2 N / (k R) elements, and with several replicas another N / R.
 
 On a CPU an owner computes one matrix at a time, so updates are the same on any number of ranks, bit for bit. On a GPU
 it batches its matrices of one shape, which launches fewer kernels, but whose matmuls may round differently.
 """
 
+import heapq
+import itertools
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,15 +51,14 @@ class Muon(AdamW):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
         super().step(closure)
-        first = 0  # the next matrix's owner; owners take turns across shapes
-        for group in self.param_groups:
-            if group["muon"]:
-                for matrices in exchanges(p for p in group["params"] if p.grad is not None):
-                    self._update(matrices, first, group["lr"], group["weight_decay"])
-                    first += len(matrices)
+        muon = (group for group in self.param_groups if group["muon"])
+        groups = {p: group for group in muon for p in group["params"] if p.grad is not None}
+        for matrices in exchanges(groups):
+            self._update({matrix: groups[matrix] for matrix in matrices})
 
-    def _update(self, matrices: list[nn.Parameter], first: int, lr: float, weight_decay: float) -> None:
-        """Update matrices of one shape; `first`: see `orthogonalise`."""
+    def _update(self, groups: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+        """Update the matrices of one exchange, each with the learning rate and weight decay of its group."""
+        matrices = list(groups)
         for matrix in matrices:
             if not self.state[matrix]:
                 self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
@@ -70,11 +73,11 @@ class Muon(AdamW):
         self._write(momenta, updates)
         torch._foreach_mul_(updates, self.momentum)  # Nesterov's momentum
         torch._foreach_add_(updates, gradients)
-        (orthogonalise if matrices[0].ndim == 2 else orthogonalise_stacks)(matrices, updates, first)
+        orthogonalise(matrices, updates)
         # 0.2 sqrt(max(M, N)) gives an orthogonal update the size of AdamW's (Moonlight, 2025)
-        torch._foreach_mul_(updates, 0.2 * max(matrices[0].shape[-2:]) ** 0.5)
-        torch._foreach_add_(updates, torch._foreach_mul(weights, weight_decay))
-        torch._foreach_mul_(updates, lr)
+        torch._foreach_mul_(updates, [0.2 * max(matrix.shape[-2:]) ** 0.5 for matrix in matrices])
+        torch._foreach_add_(updates, torch._foreach_mul(weights, [group["weight_decay"] for group in groups.values()]))
+        torch._foreach_mul_(updates, [group["lr"] for group in groups.values()])
         if self.update_norms is not None:
             self.update_norms.update(zip(matrices, torch._foreach_norm(updates), strict=True))
         self._write(weights, torch._foreach_sub(weights, updates))
@@ -91,15 +94,39 @@ def dtype_of_iteration(*, on_gpu: bool) -> torch.dtype:
     return torch.bfloat16 if on_gpu else torch.float32
 
 
-def exchanges(matrices: Iterable[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
-    """Group matrices to exchange together: one shape, one sharding, at most OWNED_BYTES per owner."""
-    shapes: dict[Any, list[nn.Parameter]] = defaultdict(list)
-    for matrix in matrices:
-        shapes[tuple(matrix.shape), shard_dim(matrix)].append(matrix)
-    for same in shapes.values():
-        owners = ranks_of(same[0])[1] * ranks_of(same[0], of_replicas=True)[1]
-        n = max(OWNED_BYTES // (same[0].numel() * 4), 1) * owners
-        yield from (same[i : i + n] for i in range(0, len(same), n))
+def cost(rows: int, columns: int) -> int:
+    """Return the multiplications of the iteration, up to a factor."""
+    short, long = sorted((rows, columns))
+    return short * short * (2 * long + short)
+
+
+def exchanges(matrices: Collection[nn.Parameter], n_owners: int = 0) -> Iterator[list[nn.Parameter]]:
+    """Group matrices to exchange together, the costly ones first: OWNED_BYTES per owner, or one matrix if it is larger.
+
+    Args:
+        n_owners: default: all ranks of the mesh.
+    """
+    chosen, room = list[nn.Parameter](), 0
+    for matrix in sorted(matrices, key=lambda m: cost(*m.shape[-2:]), reverse=True):
+        n_owners = n_owners or ranks_of(matrix)[1] * ranks_of(matrix, of_replicas=True)[1]
+        if (n_bytes := 4 * matrix.numel()) > room:
+            if chosen:
+                yield chosen
+            chosen, room = [], n_owners * max(OWNED_BYTES, n_bytes)
+        chosen.append(matrix)
+        room -= n_bytes
+    if chosen:
+        yield chosen
+
+
+def balanced(costs: Iterable[int], n_owners: int) -> list[list[int]]:
+    """Return the numbers of each owner's matrices. Each matrix in turn goes to an owner with the least to compute."""
+    owned, loads = [list[int]() for _ in range(n_owners)], [(0, owner) for owner in range(n_owners)]
+    for i, n in enumerate(costs):
+        load, owner = loads[0]
+        owned[owner].append(i)
+        heapq.heapreplace(loads, (load + n, owner))
+    return owned
 
 
 def ranks_of(matrix: Tensor, *, of_replicas: bool = False) -> tuple[Any, int, int]:
@@ -116,95 +143,106 @@ def ranks_of(matrix: Tensor, *, of_replicas: bool = False) -> tuple[Any, int, in
     return None, 1, 0
 
 
-def orthogonalise_stacks(stacks: list[nn.Parameter], parts: list[Tensor], first: int) -> None:
-    """Orthogonalise each matrix of stacks (E, M, N), such as a layer's experts, in place.
+class Split(NamedTuple):
+    """A matrix that is split over ranks."""
+
+    part: Tensor  # this rank's rows or columns
+    dim: int  # that is split
+    size: int  # of the whole matrix in this dim
+
+    def shape_on(self, rank: int, n_ranks: int) -> list[int]:
+        """Return the shape of a rank's part."""
+        shape = list(self.part.shape)
+        shape[self.dim] = len(shard_range(self.size, n_ranks, rank))
+        return shape
+
+
+def orthogonalise(matrices: list[nn.Parameter], parts: list[Tensor]) -> None:
+    """Orthogonalise matrices, and each matrix of stacks (E, M, N) such as a layer's experts, in place.
 
     Unless a stack is split at dim 1, each rank has whole matrices and needs no exchange. (Every replica computes all.)
+    Owner k of the others is rank k // replicas of replica k % replicas: with 2 replicas of 2 ranks, the owners are
+    (replica 0, rank 0), (1, 0), (0, 1), (1, 1).
 
     Args:
-        parts: this rank's parts of the stacks.
+        parts: this rank's parts of the values to orthogonalise.
     """
-    each = [matrix for part in parts for matrix in part]
-    if shard_dim(stacks[0]) > 0:  # this rank has some rows or columns of each matrix
-        orthogonalise([stack for stack in stacks for _ in range(len(stack))], each, first)
-    elif each:
-        _orthogonalise_whole(each)
+    split, whole = list[Split](), list[Tensor]()
+    for matrix, part in zip(matrices, parts, strict=True):
+        each = part.unbind() if part.ndim == 3 else [part]
+        dim = shard_dim(matrix) - matrix.ndim + 2
+        if dim < 0:
+            whole += each
+        else:
+            split += [Split(one, dim, matrix.shape[shard_dim(matrix)]) for one in each]
+    _orthogonalise_whole(whole)
+    (shards, n_ranks, rank), (replicas, n, replica) = (ranks_of(matrices[0], of_replicas=r) for r in (False, True))
+    costs = (cost(m.size, m.part.shape[1 - m.dim]) for m in split)
+    by_owner = [[split[i] for i in owned] for owned in balanced(costs, n * n_ranks)]
+    by_replica = [[m.part for of_owner in by_owner[r::n] for m in of_owner] for r in range(n)]
+    if shards is None:
+        _orthogonalise_whole(by_replica[replica])
+    elif by_replica[replica]:
+        _within_replica(by_owner[replica::n], shards, rank)
+    if n > 1 and (most := max(sum(part.numel() for part in of_one) for of_one in by_replica)):
+        sent = parts[0].new_zeros(most, dtype=dtype_of_iteration(on_gpu=parts[0].is_cuda))
+        _copy(_cut(sent, map(Tensor.size, by_replica[replica])), by_replica[replica])
+        received = sent.new_empty(n, most)
+        dist.all_gather(list(received), sent, group=replicas)
+        for of_one, values in zip(by_replica, received, strict=True):
+            _copy(of_one, _cut(values, map(Tensor.size, of_one)))
 
 
-def orthogonalise(matrices: list[nn.Parameter], rows: list[Tensor], first: int) -> None:
-    """Orthogonalise matrices in place.
-
-    Args:
-        matrices: parameters of one shape (M, N), sharded alike.
-        rows: this rank's rows of the values to orthogonalise, one tensor per matrix.
-        first: the first matrix's owner, modulo the number of owners; the next owner has the next matrix. Owner k is
-            rank k // replicas of replica k % replicas. From owner 0, with 2 replicas of 2 ranks, the owners are
-            (replica 0, rank 0), (1, 0), (0, 1), (1, 1).
-    """
-    group, n_replicas, replica = ranks_of(matrices[0], of_replicas=True)
-    own = range((replica - first) % n_replicas, len(rows), n_replicas)  # this replica's matrices
-    if own:
-        _within_replica([matrices[i] for i in own], [rows[i] for i in own], (first + own.start) // n_replicas)
-    if group is None or not rows[0].numel():  # without rows here, the other ranks of `group` have none either
-        return
-    dtype = dtype_of_iteration(on_gpu=rows[0].is_cuda)
-    sent = rows[0].new_zeros(-(-len(rows) // n_replicas), *rows[0].shape, dtype=dtype)
-    if own:
-        torch._foreach_copy_(list(sent[: len(own)]), [rows[i] for i in own])
-    received = sent.new_empty(n_replicas, *sent.shape)
-    dist.all_gather(list(received), sent, group=group)
-    torch._foreach_copy_(rows, [received[(first + i) % n_replicas, i // n_replicas] for i in range(len(rows))])
-
-
-def _within_replica(matrices: list[nn.Parameter], rows: list[Tensor], first: int) -> None:
-    """Orthogonalise matrices among the ranks of one replica, as in `orthogonalise`."""
-    group, n_ranks, rank = ranks_of(matrices[0])
-    if group is None:
-        return _orthogonalise_whole(rows)
-    m, n = matrices[0].shape[-2:]
-    if by_columns := shard_dim(matrices[0]) == matrices[0].ndim - 1:  # the rows of the transposed matrix
-        m, n, rows = n, m, [part.T for part in rows]
-    per_rank = len(shard_range(m, n_ranks, 0))
-    n_holders = -(-m // per_rank)  # the first ranks may have all rows; the last of them sends padding too
-    owners = [(first + i) % n_ranks for i in range(len(rows))]
-    n_owned, by_owner = owners.count(rank), sorted(range(len(rows)), key=owners.__getitem__)
-    to_owners, from_ranks = [0] * n_ranks, [n_owned] * n_holders + [0] * (n_ranks - n_holders)
-    sent = rows[0].new_zeros(
-        len(rows) if rank < n_holders else 0, per_rank, n, dtype=dtype_of_iteration(on_gpu=rows[0].is_cuda)
-    )
-    places = [place[: len(rows[i])] for place, i in zip(sent, by_owner, strict=False)]
-    ours = [rows[i] for i in by_owner[: len(places)]]
-    if places:
-        torch._foreach_copy_(places, ours)
-        to_owners = [owners.count(owner) for owner in range(n_ranks)]
-    received = sent.new_empty(n_holders * n_owned, per_rank, n)
+def _within_replica(by_owner: list[list[Split]], group: dist.ProcessGroup, rank: int) -> None:
+    """Orthogonalise the matrices of each rank of a replica."""
+    parts, own, ranks = [m.part for of_one in by_owner for m in of_one], by_owner[rank], range(len(by_owner))
+    to_owners = [sum(m.part.numel() for m in of_one) for of_one in by_owner]
+    sent = parts[0].new_empty(sum(to_owners), dtype=dtype_of_iteration(on_gpu=parts[0].is_cuda))
+    places = _cut(sent, map(Tensor.size, parts))
+    _copy(places, parts)
+    shapes = [[m.shape_on(r, len(ranks)) for m in own] for r in ranks]
+    from_ranks = [sum(map(math.prod, of_one)) for of_one in shapes]
+    received = sent.new_empty(sum(from_ranks))
     dist.all_to_all_single(received, sent, from_ranks, to_owners, group=group)
-    # (owned, M with padding, N)
-    wholes = received.view(n_holders, n_owned, per_rank, n).transpose(0, 1).flatten(1, 2)
-    if n_owned:
-        _orthogonalise_whole(list(wholes[:, :m].mT if by_columns else wholes[:, :m]))
-    received = wholes.unflatten(1, (n_holders, per_rank)).transpose(0, 1).flatten(0, 1)
+    pieces = _cut(received, itertools.chain(*shapes))
+    held = [pieces[i :: len(own)] for i in range(len(own))]
+    wholes = [torch.cat(of_one, m.dim) for of_one, m in zip(held, own, strict=True)]
+    _orthogonalise_whole(wholes)
+    for whole, of_one, m in zip(wholes, held, own, strict=True):
+        _copy(of_one, whole.split([piece.shape[m.dim] for piece in of_one], m.dim))
     dist.all_to_all_single(sent, received, to_owners, from_ranks, group=group)
-    if places:
-        torch._foreach_copy_(ours, places)
-    return None
+    _copy(parts, places)
 
 
-def _orthogonalise_whole(matrices: list[Tensor]) -> None:
-    """Orthogonalise whole matrices (M, N) of one shape, in place: on a GPU as a batch, on a CPU one by one."""
-    dtype = dtype_of_iteration(on_gpu=matrices[0].is_cuda)
-    if matrices[0].is_cuda:
-        torch._foreach_copy_(matrices, list(newton_schulz(torch.stack(matrices).to(dtype))))
-        return
+def _cut(flat: Tensor, shapes: Iterable[Sequence[int]]) -> list[Tensor]:
+    """Cut a flat tensor, or its first elements, into tensors of these shapes."""
+    shapes = [*shapes]
+    sizes = [*map(math.prod, shapes)]
+    return [piece.view(shape) for piece, shape in zip(flat[: sum(sizes)].split(sizes), shapes, strict=True)]
+
+
+def _copy(to: list[Tensor], values: list[Tensor] | tuple[Tensor, ...]) -> None:
+    if to:  # torch refuses empty lists
+        torch._foreach_copy_(to, values)
+
+
+def _orthogonalise_whole(matrices: Sequence[Tensor]) -> None:
+    """Orthogonalise whole matrices (M, N) in place: on a GPU those of one shape as a batch, on a CPU one by one."""
+    shapes: dict[Any, list[Tensor]] = defaultdict(list)
     for matrix in matrices:
-        matrix.copy_(newton_schulz(matrix.to(dtype)))
+        if matrix.is_cuda:
+            shapes[matrix.shape].append(matrix)
+        else:
+            matrix.copy_(newton_schulz(matrix.to(dtype_of_iteration(on_gpu=False))))
+    for same in shapes.values():
+        batch = torch.stack(same).to(dtype_of_iteration(on_gpu=True))
+        torch._foreach_copy_(same, list(newton_schulz(batch)))
 
 
 def newton_schulz(x: Tensor) -> Tensor:
     """Return matrices with the singular vectors of x, (M, N) or (B, M, N), and singular values near 1."""
     a, b, c = COEFFICIENTS
     add = torch.baddbmm if x.ndim == 3 else torch.addmm
-    x = x.view(x.shape)  # usual strides for a transposed matrix of one row: strides affect a matmul's rounding
     wide = x.shape[-2] <= x.shape[-1]
     x = (x if wide else x.mT).contiguous()
     x = x / (x.float().norm(dim=(-2, -1), keepdim=True) + 1e-7).to(x.dtype)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite.config.derive import Layout
 from torchtitan_lite.config.schema import OptimConfig
 from torchtitan_lite.optim.groups import freeze, parameter_groups
-from torchtitan_lite.optim.muon import ITERATIONS, dtype_of_iteration
+from torchtitan_lite.optim.muon import ITERATIONS, balanced, cost, dtype_of_iteration, exchanges
 
 EXCHANGED, GATHERED = "all-to-all, muon", "all-gather, muon"  # kinds of collectives of optim.muon
 
@@ -199,11 +199,11 @@ def muon_step(
 ) -> tuple[Counter[Work], Counter[Collective]]:
     """Count what a step of optim.muon computes and sends. It follows backward, so nothing hides it.
 
-    A rank owns its share of the matrices of each shape, rounded up:
+    The slowest owner of each exchange counts:
 
-        matmuls      five iterations of three matmuls, for each matrix that the rank owns
-        all-to-all   the rows of its matrices, received and sent back
-        all-gather   with replicas, each of which orthogonalises some matrices: this rank's rows of all matrices
+        matmuls      five iterations of three matmuls, for each matrix that it owns, and for each expert that it holds
+        all-to-all   the parts of its matrices, received and sent back
+        all-gather   with replicas, each of which orthogonalises some matrices: this rank's parts of all matrices
 
     Args:
         model: on the meta device, not sharded.
@@ -211,19 +211,22 @@ def muon_step(
     work: Counter[Work] = Counter()
     sent: Counter[Collective] = Counter()
     freeze(model, config.freeze)
-    width = dtype_of_iteration(on_gpu=on_gpu).itemsize
-    groups = [group["params"] for group in parameter_groups(model, config) if group.get("muon")]
-    for (*experts, rows, columns), n in Counter(tuple(p.shape) for group in groups for p in group).items():
-        if experts:  # each rank holds whole matrices
-            owned = n * -(-experts[0] // layout.dp_shard)
-        else:
-            owned = -(-n // (layout.dp_shard * layout.dp_replicate))
-            n_bytes = rows * columns * width
-            if layout.dp_shard > 1:
-                sent[Collective(EXCHANGED, owned * n_bytes, layout.dp_shard)] += 2
-            if layout.dp_replicate > 1:
-                sent[Collective(GATHERED, n * n_bytes // layout.dp_shard, layout.dp_replicate)] += 1
-        short, long = sorted((rows, columns))
-        for shape in ((short, short, long), (short, short, short), (short, long, short)):
-            work[Matmul("optimizer", 1, *shape, width)] += owned * ITERATIONS
+    width, n_owners = dtype_of_iteration(on_gpu=on_gpu).itemsize, layout.dp_shard * layout.dp_replicate
+    matrices = [p for group in parameter_groups(model, config) if group.get("muon") for p in group["params"]]
+    for exchanged in exchanges(matrices, n_owners):
+        split = [matrix for matrix in exchanged if matrix.ndim == 2]
+        owned = [[split[i] for i in numbers] for numbers in balanced([cost(*m.shape) for m in split], n_owners)]
+        computed = [m.shape for m in max(owned, key=lambda of_one: sum(cost(*m.shape) for m in of_one))]
+        for stack in exchanged:
+            if stack.ndim == 3:  # each rank holds whole matrices
+                computed += [stack.shape[1:]] * -(-len(stack) // layout.dp_shard)
+        if split and layout.dp_shard > 1:
+            most = max(sum(m.numel() for m in of_one) for of_one in owned)
+            sent[Collective(EXCHANGED, most * width, layout.dp_shard)] += 2
+        if split and layout.dp_replicate > 1:
+            part = sum(m.numel() for m in split) // layout.dp_shard
+            sent[Collective(GATHERED, part * width, layout.dp_replicate)] += 1
+        for short, long in map(sorted, computed):
+            for shape in ((short, short, long), (short, short, short), (short, long, short)):
+                work[Matmul("optimizer", 1, *shape, width)] += ITERATIONS
     return work, sent
