@@ -132,6 +132,7 @@ CHANGED = TrainState(
     validation={"samples": 7, "of": 9, "seed": 0},
     tasks={"quiz": "c", "third": "b"},
 )
+LAST = [SimpleNamespace(attempt=n, hosts=hosts) for n, hosts in ((1, ["x"]), (2, ["a", "b"]))]
 HOSTS = ["a", "a", "b"] * 9
 SAVING = RankState(Place(7, 1, 2), [("saving step 7: writing x", True), ("loading", False)])
 SAVES = RankState(Place(7, 1, 2), [("saving step 7", False)])
@@ -447,6 +448,10 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
                 replace(CHANGED, end_token=4),
             )
         ],
+    ),
+    "machines_line": (
+        lambda n, hosts: start_and_end.machines_line(LAST[:n], hosts),  # type: ignore[arg-type]
+        [(2, ["b", "c"]), (2, ["a"]), (2, ["b", "a"]), (1, ["x", "y"]), (0, ["a"])],
     ),
     "ranks": (start_and_end._ranks, [([2], HOSTS), ([1, 3, 5], HOSTS), (range(9), HOSTS), (range(27), HOSTS)]),
     "explain_hang": (

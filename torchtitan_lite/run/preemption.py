@@ -50,8 +50,11 @@ class Preemption:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Preemption":
+        # nohup ignores SIGHUP, and that stays so (torchrun handles it even then)
         self._before = {
-            number: signal.signal(number, self.received) for number in SIGNALS if not _stays_ignored(number)
+            number: signal.signal(number, self.received)
+            for number in SIGNALS
+            if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN)
         }
         return self
 
@@ -96,8 +99,3 @@ def launcher_note(reason: str) -> str:
     if "TORCHELASTIC_MAX_RESTARTS" not in os.environ or not reason.startswith("SIG"):
         return ""
     return "\nnote    torchrun now prints a traceback of its own for the signal: it is expected, and nothing is lost"
-
-
-def _stays_ignored(number: int) -> bool:
-    """Return whether SIGHUP is ignored because of nohup. (torchrun handles SIGHUP even then.)"""
-    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN

@@ -22,7 +22,7 @@ class SourceLosses:
     def begin(self, names: Sequence[str]) -> None:
         """Use these sources from now on. The loss of a single one is the loss of the step, so it is not added up."""
         self._names = names if len(names) > 1 else ()
-        self._sums = torch.zeros(2, len(self._names))  # losses and targets by source
+        self._sums = torch.zeros(2, len(self._names), device=self._head.weight.device)  # losses and targets by source
 
     def _values(self, sums: Tensor) -> dict[str, float]:
         return {f"loss/{name}": float(value) for name, value in zip(self._names, sums[0] / sums[1], strict=True)}

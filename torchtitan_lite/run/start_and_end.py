@@ -108,6 +108,14 @@ def require_shared(folder: Path, config: Config) -> None:
         raise ConfigError(f"run.out_dir: {where} of rank 0 is not shared: {names} can't see a file in it")
 
 
+def machines_line(before: Sequence[attempts.Attempt], hosts: Sequence[str]) -> str:
+    """Describe which machines joined and left since the last attempt; empty if there is none or no change."""
+    last = before[-1].hosts if before else hosts
+    changes = [f"{host} joined" for host in hosts if host not in last]
+    changes += [f"{host} left" for host in last if host not in hosts]
+    return f"start   since attempt {before[-1].attempt}: {', '.join(changes)}" if changes else ""
+
+
 def require_agreement(config: Config, data: DataSet, process: Process) -> list[str]:
     """Compare versions, config and data between all ranks. Returns the host names in the order of their ranks.
 
@@ -197,6 +205,8 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
     watchdog, checkpointer = s.watchdog, s.checkpointer
     finished = step >= config.train.steps
     log_start(loaded_config, data, s)
+    if process.rank == 0 and (changed := machines_line(attempts.read(config.folder), hosts)):
+        log.info(changed)
     if s.resumed and not checkpointer.forked_from and len(s.state.segments) > max(len(s.resumed.segments), 1):
         raise ConfigError(
             f"a text of phase {len(s.state.phases) + 1} has changed since it began; restore it, or fork the run: "
