@@ -172,7 +172,7 @@ def test_what_a_difference_would_mean_and_what_is_compared(
         (7, True, {"git": {"dirty": True}}, f"{may}the code has uncommitted changes"),
     ):
         monkeypatch.setattr("torchtitan_lite.run.run_folder.git_state", lambda _, dirty=dirty: here | {"dirty": dirty})
-        assert of(n, **changed).advice == advice
+        assert of(n, **changed).advice == advice + (advice != FAULT) * f". If not: {FAULT}"
     # a spike, and a step that is not finite, at which a run ended
     spike = {"step": 9, "attempt": 1, "spike": {"loss": 9.5, "grad_norm": 2.0, "ratio": 3}}
     metrics.write_text("".join(f"{line}\n" for line in [*lines[:-3], json.dumps(spike)]))
