@@ -365,7 +365,6 @@ def said_of(
             "of": run.config["train.steps"],
             "changes": [list(map(str, change)) for change in run.changes],
             "events": {str(step): text for step, text in run.events.items()},
-            "seconds": {kind: seconds for kind, seconds in page.seconds_of(run).items() if seconds},
             "table": runs.table([run]),
             "on the page": page._status(run),
         }

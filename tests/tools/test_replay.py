@@ -17,7 +17,6 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.run import attempts
 from torchtitan_lite.tools import replay as replays
 from torchtitan_lite.tools.replay import numbers_of, read
-from torchtitan_lite.tools.which import main as which
 
 extended = pytest.mark.extended
 # with 16 bits, whether a CPU widens them is the first rank's to decide: a collective, before the run's records are read
@@ -173,7 +172,7 @@ def test_what_a_difference_would_mean_and_what_is_compared(
         (7, True, {"git": {"dirty": True}}, f"{may}the code has uncommitted changes"),
     ):
         monkeypatch.setattr("torchtitan_lite.run.run_folder.git_state", lambda _, dirty=dirty: here | {"dirty": dirty})
-        assert of(n, **changed).advice == advice
+        assert of(n, **changed).advice == advice + (advice != FAULT) * f". If not: {FAULT}"
     # a spike, and a step that is not finite, at which a run ended
     spike = {"step": 9, "attempt": 1, "spike": {"loss": 9.5, "grad_norm": 2.0, "ratio": 3}}
     metrics.write_text("".join(f"{line}\n" for line in [*lines[:-3], json.dumps(spike)]))
@@ -210,9 +209,7 @@ def test_a_step_that_is_not_finite_is_replayed(fault: str, text: Path, tmp_path:
     )
 
 
-def test_steps_after_a_kill_after_a_damaged_checkpoint_and_of_a_fork(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_steps_after_a_kill_after_a_damaged_checkpoint_and_of_a_fork(text: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
 
     def trains(*more: str, fault: str = "") -> subprocess.CompletedProcess[str]:
@@ -223,16 +220,9 @@ def test_steps_after_a_kill_after_a_damaged_checkpoint_and_of_a_fork(
         assert f"replay  steps {steps}" in said
         assert "equal   bit for bit" in said
 
-    def samples(name: str, step: int) -> str:
-        assert which([str(tmp_path / name), "--step", str(step)]) == 0
-        return capsys.readouterr().out.partition(",")[0]
-
     trains(fault="kill:0:7:forward")
     equal("--replay=6", steps="5 to 6")
-    assert samples("run", 6) == "step 6: samples 30 to 35"
     succeeded(trains())
-    found = read(*recorded_by(tmp_path))
-    assert (found.start, found.last) == (4, 7), "made by two attempts"
     damage(checkpoint(run, 8))
     longer = "--train.steps=10"
     succeeded(trains(longer))
@@ -242,8 +232,6 @@ def test_steps_after_a_kill_after_a_damaged_checkpoint_and_of_a_fork(
     fork = "--run.name=fork", f"--checkpoint.resume={run}", "--train.steps=13", "--data.skip_samples=[[60, 63]]"
     succeeded(trains(*fork))
     equal(*fork, "--replay=11", steps=f"11 to 11, from {checkpoint(run, 10)}")
-    assert read(*recorded_by(tmp_path, 13, "fork")).checkpoint == str(checkpoint(tmp_path / "fork", 12))
-    assert samples("fork", 11) == "note    the samples 60 to 62 were skipped before step 11\nstep 11: samples 63 to 68"
     with pytest.raises(ConfigError, match=f"forked after step 10, from {checkpoint(run, 10)}; step 10 belongs to that"):
         read(*recorded_by(tmp_path, 10, "fork"))
     shutil.rmtree(run)

@@ -68,7 +68,3 @@ def test_a_failure_and_a_lock_and_damage(run: Path, capsys: pytest.CaptureFixtur
     with (run / ".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert f"run     {run}: starting\n" in said(capsys, run, 0)
-    (run / "run.json").write_text("{")
-    for command in (status.main, report.main):
-        assert command([str(run)]) == 2
-        assert f"{run} is not the folder of a run" in capsys.readouterr().err

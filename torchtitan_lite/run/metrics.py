@@ -48,10 +48,6 @@ class Meter:
         # (2,) float64: all ranks' summed loss and its tokens, since the last multiple of log.every
         self.loss_since = torch.tensor(state.loss_since, dtype=torch.float64, device=device)
 
-    def start_lap(self) -> None:
-        """Start the first lap, when the steps begin."""
-        self._lap_started = time.perf_counter()
-
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Do not count the time in this context as training."""

@@ -63,4 +63,4 @@ def run_missed(s: Session, missed: list[Periodic]) -> None:
         s.preemption.agree(s.process)
         if s.preemption.agreed:
             break
-    s.meter.start_lap()
+    s.meter.lap(s.state.tokens)

@@ -188,7 +188,7 @@ def _advice(makers: Sequence[Attempt], here: Numbers, init_from: str) -> str:
         f"the weights in {init_from} may have changed, the run recorded no hash of them": init_from,
     }
     found = [cause for cause, applies in causes.items() if applies]
-    return f"This may be the cause: {'; '.join(found)}" if found else _HARDWARE
+    return (f"This may be the cause: {'; '.join(found)}. If not: " if found else "") + _HARDWARE
 
 
 # --- comparing --------------------------------------------------------------------------------------------------

@@ -92,8 +92,8 @@ def _status(folder: Path, as_json: bool) -> int:
     name = (folder / ".bucket").read_text() if (folder / ".bucket").is_file() else folder
     lines = [f"run     {name}: {status.text}{reason and f': {reason}'}{waits}"]
     lines.append(f"ranks   {history[-1].world_size} on {', '.join(history[-1].hosts)}")
-    named = {saved.name.removeprefix("step-"): saved for saved in (folder / "checkpoints").glob("step-*")}
-    saved = {int(n): each.stat().st_mtime for n, each in named.items() if n.isdecimal()}
+    named = {file.parent.name: file.parent for file in (folder / "checkpoints").glob("step-*/manifest.json")}
+    saved = {int(name[5:]): each.stat().st_mtime for name, each in named.items() if name[5:].isdecimal()}
     last, best = attempts.last_record(records), attempts.best_step(folder, [*saved])
     n_steps = (attempts.that_count(history) or history)[-1].config["train.steps"]
     if last:

@@ -32,6 +32,7 @@ from torchtitan_lite.tools.past_steps import Record, read_record, require_own_st
 
 _TOKENS = 64  # tokens of a text to show
 _SHOWN = 60  # characters of a text on the terminal
+_SKIPPED = 1000  # samples in a command line
 _TOGETHER = 1024  # documents decoded at a time
 
 Range = tuple[int, int]  # first and end token in a stream
@@ -197,12 +198,12 @@ def _run(options: argparse.Namespace) -> int:
         listed = sorted({row.step for row in found})
         shown = ", ".join(map(str, listed)) or "-"
         title = f"parts of these documents are seen at {counted(len(listed), 'step')} of {len(steps):,}: {shown}"
-        own = [row for row in found if row.step > record.attempts[0].step]
-        if options.step is None and own:
-            ranges = sorted([*record.config.data.skip_samples, *([n, n + 1] for n in {row.sample for row in own})])
+        own = {row.sample: row.step for row in found if row.step > record.attempts[0].step}
+        if options.step is None and 0 < len(own) <= _SKIPPED:
+            ranges = sorted([*record.config.data.skip_samples, *([n, n + 1] for n in own)])
             title += (
-                f"\nto leave these parts out, start again, or fork from a checkpoint before step {own[0].step}, with "
-                f'"--data.skip_samples={ranges}"; then search the fork, which reads further samples'
+                f"\nto leave these parts out, start again, or fork from a checkpoint before step {min(own.values())}, "
+                f'with "--data.skip_samples={ranges}"; then search the fork, which reads further samples'
             )
     else:
         skips = {step: skipped for step in steps if (skipped := record.skipped(step))}

@@ -15,8 +15,8 @@ import tomli_w
 from torchtitan_lite import commands
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import cli
-from torchtitan_lite.config.schema import Config
-from torchtitan_lite.data.dataset import DataSet, prepare_all
+from torchtitan_lite.config.schema import nested
+from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.open_samples import open_samples
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.run import epochs, phases
@@ -82,7 +82,10 @@ def _plan(world_size: int, device: Device | None, config_options: Sequence[str],
         data = prepare_all(given.data, given.tokenizer, print, later=given.train.later_sources)
     config = epochs.planned(command.loaded, data)
     plan, *later = plans = [make_plan(config.phase(n), world_size, device) for n in range(len(config.train.phases) + 1)]
-    lines = _data_lines(config, data) if data else []
+    lines = []
+    if data:
+        samples, parts = open_samples(data, "train", config), phases.planned(config, data, TrainState())
+        lines = data_lines(config, data, samples, parts)
     print("\n".join([*_model_lines(plan), *lines, "", *_memory_lines(plan), *_time_lines(plan)]), flush=True)
     for n, phase in enumerate(later, 2):
         print(f"phase   {n}", *(line.strip() for line in (_memory_lines(phase)[0], _time_lines(phase)[0])), sep="  ")
@@ -91,10 +94,6 @@ def _plan(world_size: int, device: Device | None, config_options: Sequence[str],
     if not (suggest or all(each.fits for each in plans)):
         print("try     --suggest, which looks for settings that fit; or more ranks, bfloat16 or a smaller model")
     return 0
-
-
-def _data_lines(config: Config, data: DataSet) -> list[str]:
-    return data_lines(config, data, open_samples(data, "train", config), phases.planned(config, data, TrainState()))
 
 
 def _model_lines(plan: Plan) -> list[str]:
@@ -190,9 +189,6 @@ def _suggestions(plan: Plan) -> Iterator[str]:
     for seconds, change, candidate in sorted(found, key=lambda one: one[0])[:3]:
         rate = plan.layout.tokens_per_step / plan.world_size / seconds
         yield f"\n# {rate:,.0f} tokens per second per device, {size(sum(candidate.device_bytes.values()))}"
-        sections = dict.fromkeys(key.partition(".")[0] for key in change)
-        yield tomli_w.dumps(
-            {s: {k.partition(".")[2]: v for k, v in change.items() if k.startswith(s)} for s in sections}
-        )
+        yield tomli_w.dumps(nested(change))
     if not found:
         yield "none of the settings that --suggest tries fits: use more ranks, bfloat16 or a smaller model"

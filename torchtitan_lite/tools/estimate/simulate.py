@@ -196,12 +196,12 @@ def simulate(config: Config, world_size: int, vocab_size: int, *, on_gpu: bool) 
     with fake_world(world_size):
         apply_fsdp(model, build_mesh(fsdp, torch.device("cpu")), fsdp)
         if on_gpu:
-            attentions: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "dropout", None), float)]
-            for attention in attentions:
-                attention.dropout = 0.0
-            for module in model.modules():
+            modules: list[Any] = [*model.modules()]
+            for module in modules:
+                if isinstance(getattr(module, "dropout", None), float):
+                    module.dropout = 0.0
                 if getattr(module, "window", 0):
-                    module.attend = _windowed_on_gpu  # type: ignore[assignment]
+                    module.attend = _windowed_on_gpu
         _mark_blocks(model, timeline)
         alike = fsdp.grad_sync == "every" and fsdp.reshard_after_backward  # the first micro-batch is like later ones
         with FakeTensorMode(allow_non_fake_inputs=True):

@@ -116,11 +116,11 @@ class Recorder:
         Args:
             fused: whether a compiler fuses it with its neighbours.
         """
-        name = operator.overloadpacket.__name__
+        name, schema = operator.overloadpacket.__name__, operator._schema
         if work := _matmuls(name, args, out, phase):
             self.end_of_kernel(phase)
             self.work[work] += 1
-        elif name not in _FREE and not _is_view(operator):
+        elif name not in _FREE and (schema.is_mutable or all(r.alias_info is None for r in schema.returns)):  # no view
             inputs, outputs = tensors_of((args, kwargs)), tensors_of(out)
             if not fused:
                 self.work[Traffic(phase)] += _bytes(operator, args, inputs, outputs)
@@ -172,11 +172,6 @@ def local(tensor: Tensor) -> Tensor:
 
 def _size(tensor: Tensor) -> int:
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())  # an expanded tensor is read from the cache
-
-
-def _is_view(operator: Any) -> bool:
-    schema = operator._schema
-    return not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
 
 
 def _bytes(operator: Any, args: tuple[Any, ...], inputs: list[Tensor], outputs: list[Tensor]) -> int:

@@ -38,7 +38,7 @@ class Panel:
         axis: plotly's options of the value axis.
         smooth: whether the buttons smooth its training curves.
         ends: whether the axis ends near the first values, so that a diverged run does not flatten the other curves.
-        heat: draw a heat map with a row for each key instead of curves; only for a single run.
+        heat: draw a heat map with a row for each key instead of curves; only for several keys of a single run.
     """
 
     title: str
@@ -184,7 +184,7 @@ def _panels(runs: Sequence[Run]) -> list[Panel]:
     unknown = [key for key in numbers if key in in_steps and key not in known]
     others = dict.fromkeys("".join(key.partition("/")[:2]) for key in unknown)
     panels += [with_keys(Panel(name.rstrip("/"), "", {name: ""}, smooth=True)) for name in others]
-    return [panel for panel in panels if panel.keys and not (panel.heat and len(runs) > 1)]
+    return [panel for panel in panels if panel.keys and not (panel.heat and (len(runs) > 1 or len(panel.keys) == 1))]
 
 
 def _axis(panel: Panel, runs: Sequence[Run]) -> tuple[str, Mapping[str, Any]]:

@@ -73,9 +73,8 @@ def _head(runs: Sequence[Run]) -> str:
         ]
         for run, cells in found.items()
     ]
-    same = "" if keys else "<p class=note>The configs of the runs do not differ.</p>"
     title = f"<h1>{len(runs)} runs</h1><p class=note>the lowest validation loss first</p>"
-    return f"{title}{_table(map(escape, ['run', 'status', *keys, *columns]), rows)}{same}"
+    return f"{title}{_table(map(escape, ['run', 'status', *keys, *columns]), rows)}"
 
 
 def _status(run: Run) -> str:

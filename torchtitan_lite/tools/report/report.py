@@ -6,7 +6,6 @@ and page.py writes the page.
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -45,28 +44,7 @@ def _report(args: argparse.Namespace) -> int:
         n, n_gpus = env_int("WORLD_SIZE", 1), torch.cuda.device_count()
         command = cli.parse(args.rest, flags=["out", "table"], world_size=n, n_gpus=n_gpus, local_world_size=n)
         folders = [command.loaded.config.folder]
-    if args.table:
-        print(_table(folders))
-        return 0
-    out = args.out or (folders[0] if len(folders) == 1 else folders[0].resolve().parent) / "report.html"
-    runs = [read_run(folder) for folder in folders]
-    try:
-        from torchtitan_lite.tools.report.page import page
-    except ImportError as error:
-        raise ConfigError(f'a report needs plotly: pip install "torchtitan_lite[report]" ({error})') from None
-    # JSON can hold lone surrogates, which UTF-8 can't encode; and a browser must not read half a page
-    write_durably(out, page(runs).encode(errors="backslashreplace"))
-    print(f"report  {out}")
-    return 0
-
-
-def _table(folders: Sequence[Path]) -> str:
-    """Return the table, and a line for each folder without a step.
-
-    Raises:
-        DataError: no folder has a step.
-    """
-    runs, notes = [], []
+    runs, notes = [], list[str]()
     for folder in folders:
         try:
             runs.append(read_run(folder))
@@ -74,4 +52,16 @@ def _table(folders: Sequence[Path]) -> str:
             notes.append(str(error))
     if not runs:
         raise DataError("\n  ".join(notes))
-    return "\n".join([table(runs), *(f"note  {note}" for note in notes)])
+    notes = [f"note  {note}" for note in notes]
+    if args.table:
+        print("\n".join([table(runs), *notes]))
+        return 0
+    out = args.out or (folders[0] if len(folders) == 1 else folders[0].resolve().parent) / "report.html"
+    try:
+        from torchtitan_lite.tools.report.page import page
+    except ImportError as error:
+        raise ConfigError(f'a report needs plotly: pip install "torchtitan_lite[report]" ({error})') from None
+    # JSON can hold lone surrogates, which UTF-8 can't encode; and a browser must not read half a page
+    write_durably(out, page(runs).encode(errors="backslashreplace"))
+    print("\n".join([*notes, f"report  {out}"]))
+    return 0
