@@ -22,9 +22,7 @@ ROWS = 1024  # rows of the weight's gradient that fit into a CPU core's cache
 
 # losses (N,) float32, and the gradients of their sum, if wanted: of x, in its dtype, and of the weight, in float32
 Found = tuple[Tensor, Tensor | None, Tensor | None]
-Compute = Callable[
-    [Tensor, Tensor, bool, bool], Found
-]  # of x (N, D) and weight (V, D); whether to compute each gradient
+Compute = Callable[[Tensor, Tensor, bool, bool], Found]  # of x (N, D), weight (V, D), and the gradients to compute
 
 
 def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
