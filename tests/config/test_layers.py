@@ -66,7 +66,7 @@ def test_paths_are_found_and_their_problems_named(tmp_path: Path, monkeypatch: p
     for name in (*files, "damaged/tokenizer.json", "damaged/train.idx", "x[1].txt", "x1.txt", "home/x2.txt", "closed"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(files.get(name, ""))
-    unknown = "~nobody-of-this-name: the home folder is not known; write the path in full"
+    unknown = f"at ~nobody-of-this-name (looked in {tmp_path})"
     found = {
         "prepared": [
             name for name in ("ours", "~/ours", "foreign", "torn", "damaged", "none") if paths.is_prepared(name)
@@ -83,9 +83,9 @@ def test_paths_are_found_and_their_problems_named(tmp_path: Path, monkeypatch: p
             f"closed: permission denied to uid {os.geteuid()}",
             f"nothing at none (looked in {tmp_path})",
             "",
-            unknown,
+            f"nothing {unknown}",
         ],
-        "unfound": ["", f"nothing found at y* (looked in {tmp_path})", unknown],
+        "unfound": ["", f"nothing found at y* (looked in {tmp_path})", f"nothing found {unknown}"],
         "elsewhere": NAMES[:6],
     }
 

@@ -432,7 +432,7 @@ FILES = {  # a base is next to its file, else in the working directory; editors 
     "n_layers = 3\ndim = 64\n[train]\nsteps = 50\nseq_len = 64\n",
     "size.toml": "[train]\nseq_len = 7\n",
     "configs/size.toml": '\ufeffbase = "base.toml"\n[model]\nsize = "10M"\n',
-    "configs/gr\u00fcn\x7f.toml": 'base = "size.toml"\n[model]\nn_heads = 10\n[train]\nsteps = 60\n',
+    "configs/gr\u00fcn.toml": 'base = "size.toml"\n[model]\nn_heads = 10\n[train]\nsteps = 60\n',
 }
 
 

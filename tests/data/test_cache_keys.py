@@ -14,7 +14,6 @@ import pytest
 from tests.helpers import python, ranks, succeeded, tiny
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
 from torchtitan_lite.data.dataset import prepare_all
-from torchtitan_lite.data.prepare import texts
 from torchtitan_lite.data.prepare.folder import prepare
 from torchtitan_lite.data.prepare.job import Job
 from torchtitan_lite.data.prepare.texts import Corpus, find
@@ -129,7 +128,7 @@ KEYS_OF_1_0: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
 
 def test_the_keys_of_1_0_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys that version 1.0 made. Only text that is now read differently has another one."""
-    monkeypatch.setattr(texts, "stat_of", lambda _: SimpleNamespace(st_size=7, st_mtime_ns=8, st_ctime_ns=9))
+    monkeypatch.setattr(Path, "stat", lambda _: SimpleNamespace(st_size=7, st_mtime_ns=8, st_ctime_ns=9))
     job = Job("", "", 400, sentinels=False, val_fraction=0.05)
     for key, names, more in KEYS_OF_1_0:
         corpus = Corpus(tuple(Path("/x") / name for name in names), **more, as_1_0=True)

@@ -48,12 +48,11 @@ class Command:
     """The parsed command line."""
 
     loaded: toml.Loaded
-    print_config: bool
-    check_config: bool
-    inspect: bool
-    dry_run: bool
-    replay: int | None
-    trains: bool  # no mode is given
+    modes: dict[str, Any]  # by name, such as "check_config"
+
+    @property
+    def trains(self) -> bool:
+        return all(mode is None or mode is False for mode in self.modes.values())
 
 
 def parse(
@@ -109,11 +108,7 @@ def parse(
         saved=saved,
     )
     modes = {name: arguments[name] for name in ("print_config", "check_config", "inspect", "dry_run", "replay")}
-    return Command(
-        replace(loaded, retry=arguments["retry"]),
-        **modes,
-        trains=all(mode is None or mode is False for mode in modes.values()),
-    )
+    return Command(replace(loaded, retry=arguments["retry"]), modes)
 
 
 @functools.cache

@@ -137,30 +137,23 @@ def defaults() -> Layer:
 # --- layers -----------------------------------------------------------------------------------------------------
 
 
-def read_file(path: Path, chain: Sequence[Path] = ()) -> list[tuple[str, Layer]]:
+def read_file(path: Path) -> list[tuple[str, Layer]]:
     """Return the layers of a TOML file with their names: those of its `base`, then its own.
 
     Raises:
-        ConfigError: a file can't be read, or the files form a cycle.
+        ConfigError: a file can't be read.
     """
     path = expand(path)
-    if path.resolve() in chain:
-        raise ConfigError(f"{path}: base files form a cycle: {' -> '.join(p.name for p in (*chain, path))}")
     try:
         tree = tomli.loads(path.read_text(encoding="utf-8-sig"))  # editors on Windows may write a byte order mark
-    except FileNotFoundError:
-        referrer = f" (named as base by {chain[-1].name})" if chain else ""
-        raise ConfigError(f"{path}: no such file{referrer}") from None
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or not TOML
-        raise ConfigError(f"{path}: can't be read as TOML: {error}") from None
+        raise ConfigError(f"{path}: can't be read as TOML: {getattr(error, 'strerror', '') or error}") from None
     base = tree.pop("base", "")
     if not isinstance(base, str):
         raise ConfigError(f'{path}: base = {base!r}: should be the name of one file, e.g. base = "debug.toml"')
-    below = []
-    if base:
-        next_to_file = path.parent / expand(base)
-        use_working_directory = not next_to_file.exists() and Path(base).is_file()
-        below = read_file(Path(base) if use_working_directory else next_to_file, (*chain, path.resolve()))
+    next_to_file = path.parent / expand(base)
+    use_working_directory = not next_to_file.exists() and Path(base).is_file()
+    below = read_file(Path(base) if use_working_directory else next_to_file) if base else []
     tables = {name: table if isinstance(table, dict) else {"": table} for name, table in tree.items()}
     values = {f"{name}.{key}".rstrip("."): v for name, table in tables.items() for key, v in table.items()}
     if "phases" in values:  # tables of their own, since they change several sections

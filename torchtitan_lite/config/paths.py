@@ -1,6 +1,5 @@
 """Paths from the user: `~`, problems, prepared folders, and the search for text."""
 
-import argparse
 import contextlib
 import glob
 import json
@@ -9,11 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchtitan_lite.errors import ConfigError, DataError, UserError
-
-
-class _HomeError(ConfigError, argparse.ArgumentTypeError):
-    """Both kinds of error, so that argparse prints it when it parses the path."""
+from torchtitan_lite.errors import ConfigError, DataError
 
 
 def is_url(path: str | Path) -> bool:
@@ -23,20 +18,17 @@ def is_url(path: str | Path) -> bool:
 
 
 def expand(path: str | Path) -> Path:
-    """Replace `~` or `~name`. Also the argparse `type` of a path. Of a URL, return a copy in the cache.
+    """Replace `~`, or `~name` if there is such a user. Of a URL, return a copy in the cache.
 
     Raises:
-        ConfigError: the user or the home folder is unknown; there is nothing at the URL.
+        ConfigError: there is nothing at the URL.
     """
     if is_url(path):
         from torchtitan_lite.bucket import copy_of
 
         scheme, _, rest = str(path).partition(":")
         return copy_of(f"{scheme}:/{'/' * (scheme == 'file')}/{rest.strip('/')}")
-    try:
-        return Path(path).expanduser()
-    except RuntimeError:
-        raise _HomeError(f"{path}: the home folder is not known; write the path in full") from None
+    return Path(os.path.expanduser(path))
 
 
 def problem(path: str | Path) -> str:
@@ -93,7 +85,7 @@ def matching(entry: str) -> list[Path]:
     """Return the path itself if it exists, even with `[` or `*` in its name; else its glob matches, sorted.
 
     Raises:
-        UserError: it can't be read, or its home folder is unknown.
+        DataError: it can't be read.
     """
     path = expand(entry)
     with reading(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -129,5 +121,5 @@ def unfound(entry: str) -> str:
         if is_url(entry) or matching(entry):
             return ""
         return f"nothing found at {entry} (looked in {Path.cwd()}){not_downloaded(entry)}"
-    except UserError as error:
+    except DataError as error:
         return str(error)

@@ -30,20 +30,14 @@ def to_toml(config: Config) -> str:
 
 def to_toml_with_origins(loaded: Loaded) -> str:
     """Format the config as TOML, with each value's origin in a comment. Loads back as the same config."""
-    lines = [f"# note: {_in_comment(note)}" for note in loaded.notes]
+    lines = [f"# note: {note}" for note in loaded.notes]
     for section, table in (loaded.written or loaded.config).model_dump(exclude_none=True).items():
         lines.append(f"[{section}]")
         for key, value in table.items():
             assignment = f"{key} = {format_value(value)}"
-            origin = _in_comment(loaded.origins.get(f"{section}.{key}", "default"))
-            lines.append(f"{assignment:<44} # {origin}")
+            lines.append(f"{assignment:<44} # {loaded.origins.get(f'{section}.{key}', 'default')}")
         lines.append("")
     return "\n".join(lines)
-
-
-def _in_comment(text: str) -> str:
-    """Escape control characters for a one-line comment."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def format_value(value: Any) -> str:

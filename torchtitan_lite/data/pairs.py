@@ -16,6 +16,7 @@ permuted. The order stays a function of (seed, i). Validation is not sorted: its
 import functools
 import json
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
@@ -56,9 +57,7 @@ class PairSamples(Samples):
         self._blind, self._sorted = config.data.blind_source, split == "train"
         self._stream, self._marks = TokenFiles(folder, meta, split), meta.marks
         self._ends = document_ends(folder, meta, split)
-        self.n_samples, odd = divmod(len(self._ends), 2)
-        if odd or not self.n_samples:
-            raise DataError(f"{folder} is damaged: {split}.idx has {len(self._ends):,} documents, which are not pairs")
+        self.n_samples = len(self._ends) // 2
         self.mean_tokens = (meta.tokens(split) - 1) / self.n_samples
         self._window = functools.lru_cache(maxsize=4)(self._sorted_window)
         if split == "train":
@@ -124,15 +123,12 @@ class PairSamples(Samples):
         first = int(self._ends[document - 1]) if document else 1
         return np.append(self._stream.read(first, first + length - 1).astype(np.int64), self._marks[0])
 
-    def questions(self, run_samples: Indices, seed: int | None) -> list[tuple[list[int], list[int]]]:
+    def question(self, number: int, seed: int | None) -> tuple[list[int], list[int]]:
         """Return for generation the model's input, and the whole target without its end mark."""
-        questions = []
-        pairs = self.indices(run_samples, seed)
-        n_sources, n_targets = self.lengths(pairs)[:, 0], self.lengths(pairs, cut=False)[:, 1]
-        for pair, n_source, n_target in zip(pairs.tolist(), n_sources.tolist(), n_targets.tolist(), strict=True):
-            source = [*self._marks[-1:] * self._joined, *self._tokens(2 * pair, n_source).tolist()]
-            questions.append((source, self._tokens(2 * pair + 1, n_target).tolist()[:-1]))
-        return questions
+        pair = self.indices(np.array([number]), seed)
+        n_source, n_target = int(self.lengths(pair)[0, 0]), int(self.lengths(pair, cut=False)[0, 1])
+        source, target = self._tokens(2 * int(pair[0]), n_source), self._tokens(2 * int(pair[0]) + 1, n_target)
+        return [*self._marks[-1:] * self._joined, *source.tolist()], target.tolist()[:-1]
 
     def n_targets(self, run_samples: Indices, seed: int | None) -> int:
         return int(self.lengths(self.indices(run_samples, seed))[:, 1].sum())
@@ -145,14 +141,10 @@ class PairSamples(Samples):
 
 
 def questions(samples: Mixture, n: int, seed: int) -> list[tuple[list[int], list[int]]]:
-    """Return the `questions` of a mixture's first n samples, or fewer if pairs would repeat."""
+    """Return the `question` of a mixture's first n samples, or fewer if pairs would repeat."""
     which, numbers = samples.locate(np.arange(samples.longest_prefix(n)))
-    pairs = []
-    for k, number in zip(which.tolist(), numbers.tolist(), strict=True):
-        source = samples.sources[k]
-        assert isinstance(source, PairSamples)
-        pairs += source.questions(np.array([number]), seed)
-    return pairs
+    sources = cast(list[PairSamples], samples.sources)
+    return [sources[k].question(number, seed) for k, number in zip(which.tolist(), numbers.tolist(), strict=True)]
 
 
 def _columns(used: np.ndarray[tuple[int, int], np.dtype[np.bool_]]) -> int:

@@ -21,7 +21,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from torchtitan_lite.config.families import FAMILIES
-from torchtitan_lite.config.paths import expand, problem
+from torchtitan_lite.config.paths import expand
 from torchtitan_lite.config.schema import Config, DataConfig
 from torchtitan_lite.config.sections.data import SpanLengths, span_lengths
 from torchtitan_lite.data import tokenizer as bpe
@@ -106,15 +106,12 @@ def require_pad(folder: Path) -> Tokenizer:
 
 def wrong_tokenizer(config: Config) -> dict[str, str]:
     """Return why `tokenizer.path` does not suit the objective, before preparation; a dict as from `broken_rules`."""
-    path = config.tokenizer.path
-    if problem(path):
-        return {}  # reported by the rules
+    path, data = expand(config.tokenizer.path), config.data
     try:
-        if config.data.objective == "span_corruption":
-            data = config.data
-            sentinels(expand(path), span_lengths(config.train.seq_len, data.noise_density, data.mean_span_length).spans)
+        if data.objective == "span_corruption":
+            sentinels(path, span_lengths(config.train.seq_len, data.noise_density, data.mean_span_length).spans)
         elif FAMILIES[config.model.family].encoder_decoder:
-            require_pad(expand(path))
+            require_pad(path)
     except DataError as error:
         return {"tokenizer.path data.objective": str(error)}
     return {}

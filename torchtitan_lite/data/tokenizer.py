@@ -45,8 +45,6 @@ def load(path: Path) -> Tokenizer:
         tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
     except BaseException as error:  # the library's panics are BaseExceptions
         raise DataError(f"{problem}: {other_format(file, reason(error))}") from None
-    if not tokenizer.get_vocab_size():
-        raise DataError(f"{problem}: its vocabulary is empty")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

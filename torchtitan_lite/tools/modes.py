@@ -39,20 +39,20 @@ def run(
 ) -> None:
     """Run the mode that the command asks for. `build`, `train_step` and `sharded_model` are those of train.py."""
     notes = [f"note    {note}" for note in command.loaded.notes]
-    if command.check_config:
+    if command.modes["check_config"]:
         check(command.loaded)
-    if command.print_config or command.check_config:
+    if command.modes["print_config"] or command.modes["check_config"]:
         notes.append(f"the configuration is fine; its run is in {command.loaded.config.folder}")
         if local_rank() == 0:
-            print(to_toml_with_origins(command.loaded) if command.print_config else "\n".join(notes))
+            print(to_toml_with_origins(command.loaded) if command.modes["print_config"] else "\n".join(notes))
         return
     for note in notes if local_rank() == 0 else ():
         print_line(note)
     loaded, data = prepared(command.loaded)
-    if command.dry_run:
+    if command.modes["dry_run"]:
         dry_run.run(loaded, data, build, train_step)
-    elif command.replay is not None:
-        replay.run(command.replay, loaded, data, build, train_step)
+    elif command.modes["replay"] is not None:
+        replay.run(command.modes["replay"], loaded, data, build, train_step)
     else:
         inspect(loaded.config, data.vocab_size, sharded_model)
 

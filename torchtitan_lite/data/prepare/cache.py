@@ -16,7 +16,7 @@ from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.prepare.job import Job
 from torchtitan_lite.data.prepare.texts import Corpus, find, ignored_notes, standard_library
 from torchtitan_lite.data.token_files import read_meta
-from torchtitan_lite.errors import ConfigError, DataError
+from torchtitan_lite.errors import DataError
 from torchtitan_lite.terminal import counted
 
 
@@ -24,13 +24,10 @@ def cache_folder(data: DataConfig) -> Path:
     """Return the cache folder of prepared data."""
     if data.cache_dir:
         return expand(data.cache_dir)
-    try:
-        return expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "torchtitan_lite"
-    except ConfigError:
-        raise DataError(
-            "data.cache_dir: there is no default folder, because HOME is not set and this user has no home folder; "
-            'set one, e.g. data.cache_dir = "/tmp/cache"'
-        ) from None
+    default = expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    if default.parts[0] == "~":
+        raise DataError('data.cache_dir: HOME is not set; set a folder, e.g. data.cache_dir = "/tmp/cache"')
+    return default / "torchtitan_lite"
 
 
 def prepared_in_cache(

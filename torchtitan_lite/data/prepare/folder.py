@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from tokenizers import Encoding
@@ -26,7 +26,7 @@ from torchtitan_lite.data import token_files as metas
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.prepare.documents import Document, OnError, Problem, documents, refusal, usable
 from torchtitan_lite.data.prepare.job import Job
-from torchtitan_lite.data.prepare.texts import Corpus, stat_of, unit_of
+from torchtitan_lite.data.prepare.texts import Corpus, unit_of
 from torchtitan_lite.data.prepare.tokenizer import as_text, held_out_below, train, training_texts, unknown_token
 from torchtitan_lite.data.token_files import ORIGINS, PAIRS, PLACE_BITS, SPLITS, Meta, token_dtype
 from torchtitan_lite.errors import DataError
@@ -47,7 +47,7 @@ class Progress:
 
     made_from: str
     file: int = 0
-    number: int = 0  # documents and problems in that file so far
+    number: int = 0  # documents and problems of that file so far
     sizes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_FILES, 0))  # bytes
     documents: list[int] = field(default_factory=lambda: [0, 0])  # per split
     text_bytes: list[int] = field(default_factory=lambda: [0, 0])
@@ -55,12 +55,7 @@ class Progress:
     skipped: dict[str, int] = field(default_factory=dict)  # by reason
 
 
-class Batch(NamedTuple):
-    """Consecutive documents and problems, and the position after them."""
-
-    items: list[Document | Problem]
-    file: int
-    number: int  # documents and problems in that file so far
+Batch = list[Document | Problem]
 
 
 def partial_folder(out: Path) -> Path:
@@ -82,14 +77,12 @@ def prepare(
     """
     partial, made_from = partial_folder(out), job.made_from(corpus, training)
     partial.mkdir(parents=True, exist_ok=True)
-    for unfinished in partial.glob("*.new"):  # a kill has cut off a write
-        unfinished.unlink()
     progress = _read_progress(partial, made_from)
     if progress is None:
         definition = job.tokenizer or trained or _train(job, training, on_error)
         write_durably(partial / "tokenizer.json", definition.encode())
         progress = Progress(made_from)
-    done = sum(stat_of(file).st_size for file in corpus.files[: progress.file])
+    done = sum(file.stat().st_size for file in corpus.files[: progress.file])
     with (
         contextlib.ExitStack() as files,
         tqdm(total=corpus.size, initial=done, unit="B", unit_scale=True, disable=None, leave=False) as bar,
@@ -130,17 +123,15 @@ def _train(job: Job, training: Sequence[Corpus], on_error: OnError) -> str:
 
 def _batches(corpus: Corpus, progress: Progress, count: Callable[[int], object]) -> Iterator[Batch]:
     """Yield the remaining documents."""
-    file, number, size = progress.file, progress.number, 0
-    items = list[Document | Problem]()
-    for item in itertools.islice(documents(corpus, file, count), number, None):
-        file, number = item.file, number + 1 if item.file == file else 1
-        items.append(item)
+    batch, size = Batch(), 0
+    for item in itertools.islice(documents(corpus, progress.file, count), progress.number, None):
+        batch.append(item)
         size += DOCUMENT_BYTES + (item.n_bytes if isinstance(item, Document) else 0)
         if size > BATCH_BYTES:
-            yield Batch(items, file, number)
-            items, size = [], 0
-    if items:
-        yield Batch(items, file, number)
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 class Writer:
@@ -176,17 +167,9 @@ class Writer:
         self.commit()
 
     def encode(self, batch: Batch) -> list[Encoding]:
-        """Return the tokens of each text.
-
-        Raises:
-            DataError: the tokenizer fails.
-        """
-        texts = [text for item in batch.items if isinstance(item, Document) for text in item.texts]
-        try:
-            return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        except BaseException as error:  # the library's panics are BaseExceptions
-            where = self._corpus.where(batch.items[0].file, batch.items[0].place)
-            raise DataError(f"{where}, or after it: the tokenizer can't encode a text: {bpe.reason(error)}") from None
+        """Return the tokens of each text. `unknown_token` has seen that the tokenizer encodes any character."""
+        texts = [text for item in batch if isinstance(item, Document) for text in item.texts]
+        return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
 
     def add(self, batch: Batch, encodings: list[Encoding]) -> None:
         """Write the next documents.
@@ -202,7 +185,7 @@ class Writer:
         is_mark, firsts = np.isin(tokens, self._marks), np.cumsum(lengths) - lengths
         n_marks = iter(np.add.reduceat(is_mark, firsts, dtype=np.int64).tolist())
         splits, origins = list[int](), list[int]()  # per text
-        for item in batch.items:
+        for item in batch:
             if isinstance(item, Problem):
                 self._skip(item)
                 continue
@@ -223,7 +206,9 @@ class Writer:
             self._write(f"{name}.origins", np.array(origins, np.int64)[chosen].tobytes())
             p.documents[i] += int(chosen.sum())
             p.unknown_tokens += int((ids == self._unknown).sum())
-        p.file, p.number = batch.file, batch.number
+        last = batch[-1].file
+        p.number = sum(item.file == last for item in batch) + (p.number if last == p.file else 0)
+        p.file = last
         if time.monotonic() - self._committed >= COMMIT_EVERY_S:
             self.commit()
 

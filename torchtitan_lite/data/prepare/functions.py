@@ -37,12 +37,8 @@ def _functions_of(file: Path) -> list[tuple[str, str]]:
     """Return the body and the docstring's first sentence of each function in a source file."""
     with tokenize.open(file) as stream:
         text = stream.read()
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError):  # for a different version of Python
-        return []
     lines, pairs = text.split("\n"), []  # as ast counts lines: splitlines() also splits at form feeds
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and len(node.body) > 1:
             begin = min(one.lineno for one in (node.body[1], *getattr(node.body[1], "decorator_list", ())))
             body = textwrap.dedent("\n".join(lines[begin - 1 : node.body[-1].end_lineno]))

@@ -59,7 +59,7 @@ class Corpus:
         """Return path, size, mtime and ctime (ns) of each file and user's reader, and all reading options."""
         readers = [pkgutil.resolve_name(READERS[name].read) for name in self.text_suffixes if is_module_name(name)]
         modules = [Path(inspect.getfile(reader)) for reader in readers]
-        stats = [(file, stat_of(file)) for file in (*self.files, *modules)]
+        stats = [(file, file.stat()) for file in (*self.files, *modules)]
         files = [[os.path.abspath(file), s.st_size, s.st_mtime_ns, s.st_ctime_ns] for file, s in stats]
         options = self.keys, self.source_prefix, sorted(self.text_suffixes), self.n_held_out
         by_line = not self.as_1_0 and any(kind(file, self.text_suffixes) == ".tsv" for file in self.files)
@@ -68,7 +68,7 @@ class Corpus:
     @cached_property
     def size(self) -> int:
         """Bytes of all files."""
-        return sum(stat_of(file).st_size for file in self.files)
+        return sum(file.stat().st_size for file in self.files)
 
     @property
     def block(self) -> int:
@@ -79,15 +79,6 @@ class Corpus:
         """Return a place in the text for messages: the file, and the line or row unless it is 0."""
         name = self.files[file]
         return f"{name}: {unit_of(name)} {place}" if place else str(name)
-
-
-def stat_of(file: Path) -> os.stat_result:
-    """
-    Raises:
-        DataError: the file is missing or unreadable.
-    """
-    with reading(file):
-        return file.stat()
 
 
 def unit_of(file: Path) -> str:
@@ -186,7 +177,7 @@ def find(
 
 def _if_empty(file: Path) -> str:
     """Return "empty" for a file that holds nothing or only white space."""
-    is_small = file.is_file() and stat_of(file).st_size <= _BLANK
+    is_small = file.is_file() and file.stat().st_size <= _BLANK
     with reading(file):
         return "empty" if is_small and not file.read_bytes().strip() else ""
 
@@ -214,6 +205,4 @@ def standard_library() -> Corpus:
         paths += [os.path.join(folder, name) for name in names if name.endswith(".py")]
     # without empty __init__.py files
     files = sorted(Path(file) for file in paths if os.path.isfile(file) and os.stat(file).st_size)
-    if not files:
-        raise DataError(f"Python's standard library has no source files at {root}; set data.path to text of your own")
     return Corpus(tuple(files), text_suffixes=(".py",), name="Python's standard library")
