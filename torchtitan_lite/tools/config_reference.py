@@ -11,17 +11,16 @@ from torchtitan_lite.config.section import Resume
 
 _HEAD = """# Every key of the config
 
-Made by `python -m torchtitan_lite.tools.config_reference` from [config/sections/](../torchtitan_lite/config/sections);
-a test compares. A key is `key = value` under its `[section]` in a TOML file, or `--section.key=value` on the command
-line, which wins. `train.py --print-config` prints every value with its origin.
+Made by `python -m torchtitan_lite.tools.config_reference` from [config/sections/](../torchtitan_lite/config/sections).
+A key is `key = value` under its `[section]` in a TOML file, or `--section.key=value` on the command line, which wins.
+`train.py --print-config` prints every value with its origin.
 
-A file can build on another by `base = "other.toml"`. All paths in a file are relative to the working directory, as on
-the command line; `base` is looked for next to the file that names it first. Choices may be in upper or lower case, and
-`bf16`, `fp16` and `fp32` are dtypes too.
+`base = "other.toml"` builds on another file, which is looked for next to this one first. Other paths are relative to
+the working directory. Choices may be in any case, and `bf16`, `fp16` and `fp32` are dtypes too.
 
-A list may be written without brackets: `--log.trackers=tensorboard,wandb`, `--optim.betas=0.9,0.95`, or a single value.
-A comma inside brackets belongs to a pattern (`layers.[0,1].*`). `sample.prompts` is not split, since text has commas:
-`--sample.prompts='["one, two", "three"]'` works. A name with a comma is quoted: `--data.path='"a,b.txt"'`.
+Lists need no brackets: `--log.trackers=tensorboard,wandb`. A comma inside brackets belongs to a pattern
+(`layers.[0,1].*`). `sample.prompts` is not split: `--sample.prompts='["one, two", "three"]'`. A name with a comma is
+quoted: `--data.path='"a,b.txt"'`.
 """
 
 
@@ -29,14 +28,15 @@ def lines() -> list[str]:
     page = _HEAD.splitlines()
     known, defaults = schema.known_keys(), load.defaults()
     for section in Config.model_fields:
-        page += ["", f"## [{section}]", "", "| key | | default | |", "|---|---|---|---|"]
+        page += ["", f"## [{section}]", "", "| key | default | |", "|---|---|---|"]
         for key, field in known.items():
             if key.startswith(f"{section}."):
                 default = toml.format_value(defaults[key])
-                kind = schema.type_name(key).removeprefix("|").replace("|", ", ")
-                kind = kind.lower() if kind in ("INT", "STR", "FLOAT", "BOOL", "VALUE") else kind
                 text = str(field.description).replace("<", "&lt;").replace("|", "\\|")
-                page.append(f"| `{key.split('.', 1)[1]}` | {kind} | `{default}` | {text} |")
+                choices = schema.type_name(key).removeprefix("|").split("|")
+                if len(choices) > 1 and not all(choice in text for choice in choices):
+                    text = f"({', '.join(choices)}) {text}"
+                page.append(f"| `{key.split('.', 1)[1]}` | `{default}` | {text} |")
     page += ["", "## Shorthands", "", "| flag | stands for |", "|---|---|"]
     for flag, keys in cli.SHORTHANDS.items():
         values = " ".join(f"--{key}={str(value).lower()}" for key, value in keys.items())

@@ -58,15 +58,15 @@ class TokenizerConfig(Section):
     on_resume: ClassVar[Resume] = Resume("refused", "if the tokenizer changes (compared by hash)", changes="content")
 
     path: PathText = ""
-    """a tokenizer.json to use, or a folder that holds one; empty: train one on the text"""
+    """a tokenizer.json, or a folder that holds one; empty: train one on the text"""
     end_token: str = ""
-    """with path: the token that ends a document; empty: <|endoftext|>, <|end_of_text|>, </s> or <eos>. Prepared data \
-keeps its own"""
+    """with path: the token that ends a document; empty: <|endoftext|>, <|end_of_text|>, </s> or <eos>. Prepared \
+data keeps its own"""
     begin_token: str = ""
-    """with path: the token that begins each document and prompt, as in the pretraining of Llama, Mistral and Gemma \
-(`checkpoint.py import` sets it); empty: none, the end token before a document begins it. Prepared data keeps its own"""
+    """with path: the token that begins each document and prompt, as for Llama and Gemma (`checkpoint.py import` \
+sets it). Prepared data keeps its own"""
     vocab_size: Annotated[int, _TRAINING_TOKENIZER] = Field(default=4096, ge=257, le=2**31 - 1)
-    """without path: vocabulary size of the trained byte-level BPE (256 bytes, 1 end token, merges)"""
+    """without path: size of the trained byte-level BPE"""
 
 
 class DataConfig(Section):
@@ -84,41 +84,41 @@ class DataConfig(Section):
     )
     """instead of path: a mixture of prepared folders or texts, with weights: [data.sources] "data/web" = 0.7"""
     text_key: Annotated[str | list[str], _PREPARING] = "text"
-    """the key of a .jsonl line, or the column of a .csv, .tsv or .parquet file, that holds the text, e.g. "data.text" \
-for the key "text" of the object "data"; a list is tried in order"""
+    """the key of a .jsonl line, or the column of a table, that holds the text; "data.text" is the key "text" of \
+the object "data"; a list is tried in order"""
     text_suffixes: Annotated[list[str], _PREPARING] = []
-    """more suffixes to read: [".md", ".py"] as plain text, like .txt; "" for files without a suffix; or your own \
-readers (docs/extending.md)"""
+    """more suffixes to read as plain text, e.g. [".md", ".py"]; "" for files without one; or your own readers \
+(docs/extending.md)"""
     on_error: Annotated[Literal["stop", "skip"], _PREPARING] = "stop"
-    """skip: leave out unusable text, and list it in skipped.log of the cached folder; stop: refuse it"""
+    """skip: leave out unusable text, and list it in skipped.log; stop: refuse it"""
     val_fraction: Annotated[float, _PREPARING] = Field(default=0.05, gt=0, lt=1)
-    """fraction of the documents held out for validation, chosen by hash"""
+    """fraction of the documents held out for validation, by hash"""
     packing: Annotated[Literal["concat", "best_fit"], FORK] = "concat"
-    """concat: cut sequences from the concatenated documents; best_fit: put several whole documents into each sequence \
-and pad the rest"""
+    """concat: cut sequences from the concatenated documents; best_fit: put whole documents into each sequence, and \
+pad the rest"""
     document_mask: Annotated[bool, FORK] = False
-    """restrict attention to the document, and restart positions with each document"""
+    """attend within the document only, and restart positions with each"""
     objective: Annotated[Literal["causal", "span_corruption", "pairs"], FORK] = "causal"
-    """causal: predict the next token; span_corruption: T5's pretraining, the encoder reads text with gaps and the \
-decoder fills them; pairs: a source and its target"""
+    """causal: predict the next token; span_corruption: the encoder reads text with gaps, and the decoder fills \
+them (T5); pairs: a source and its target"""
     noise_density: Annotated[float, FORK, _SPANS] = Field(default=0.15, gt=0, le=0.5)
     """span_corruption: fraction of the tokens to replace"""
     mean_span_length: Annotated[float, FORK, _SPANS] = Field(default=3.0, ge=1)
-    """span_corruption: mean length of a replaced span, in tokens"""
+    """span_corruption: mean tokens of a replaced span"""
     target_len: Annotated[SizeOrZero, FORK, _PAIRS] = 0
-    """pairs: maximum tokens of a target (train.seq_len: of a source); span_corruption derives it from train.seq_len"""
+    """pairs: maximum tokens of a target (train.seq_len: of a source)"""
     blind_source: Annotated[bool, FORK, _PAIRS] = False
-    """pairs: leave every source empty, as a baseline without inputs"""
+    """pairs: leave every source empty, as a baseline"""
     source_key: Annotated[str, _PAIRS, _PREPARING] = ""
-    """pairs, if path is a .jsonl, .csv or .parquet file: the key or column of the source"""
+    """pairs, if path is a .jsonl file or a table: the key or column of the source"""
     target_key: Annotated[str, _PAIRS, _PREPARING] = ""
     """likewise, of the target"""
     source_prefix: Annotated[str, _PAIRS, _PREPARING] = ""
-    """likewise, a text to put before each source, e.g. "summarize: \""""
+    """likewise, text to put before each source, e.g. "summarize: \""""
     cache_dir: Annotated[PathText, _PREPARING] = ""
-    """cache folder for prepared text; empty: $XDG_CACHE_HOME/torchtitan_lite or ~/.cache/torchtitan_lite"""
+    """cache of prepared text; empty: $XDG_CACHE_HOME/torchtitan_lite or ~/.cache/torchtitan_lite"""
     skip_samples: Annotated[list[list[int]], FORK] = Field(default=[], examples=[[[800, 960]]])
-    """ranges of the run's samples to skip: with [[800, 960]] no step sees the samples 800 to 959"""
+    """samples of the run to skip: with [[800, 960]] no step sees 800 to 959"""
 
     @property
     def texts(self) -> list[str]:

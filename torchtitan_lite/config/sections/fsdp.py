@@ -32,51 +32,51 @@ class FsdpConfig(Section):
     sharding_strategy: Literal["", "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "NO_SHARD"] = (
         Field(default="", examples=["FULL_SHARD"])
     )
-    """FSDP1's name for a choice of dp_replicate, dp_shard and reshard_after_forward; empty: use those keys"""
+    """FSDP1's name for dp_replicate, dp_shard and reshard_after_forward; empty: use those keys"""
     dp_replicate: Annotated[int, BITS] = Field(default=-1, ge=-1)
-    """number of replicas of the sharded model (HSDP); -1: world size / dp_shard, or 1 if that is -1 too"""
+    """replicas of the sharded model (HSDP); -1: world size / dp_shard, or 1 if that is -1 too"""
     dp_shard: int = Field(default=-1, ge=-1)
     """ranks per replica; -1: world size / dp_replicate; 1: no sharding"""
     shard_columns: Annotated[list[str], BITS] = Field(default=[], examples=[["layers.*.attention.wk.weight"]])
     """patterns of matrices to shard by columns (dim 1), such as those with fewer rows than ranks"""
     blocks_per_group: Annotated[PositiveInt, BITS] = 1
-    """blocks gathered and reduced together; larger groups need fewer collectives but more memory"""
+    """blocks gathered and reduced together: more need fewer collectives and more memory"""
     reshard_after_forward: Annotated[bool | int | Literal["default"], PlainValidator(_reshard)] = "default"
-    """after forward: free gathered parameters (true), keep them for backward (false), or keep them sharded over this \
-many ranks; default: true for all but the head, which backward needs first"""
+    """after forward: free gathered parameters (true), keep them for backward (false), or keep them sharded over \
+this many ranks; default: true for all but the head"""
     reshard_after_backward: bool = True
-    """free gathered parameters after backward; false: keep them for the next micro-batch of the step"""
+    """after backward: free gathered parameters; false: keep them for the next micro-batch"""
     grad_sync: Annotated[Literal["every", "last", "all_reduce_last"], BITS] = "every"
-    """when to reduce gradients: after every micro-batch, or after the last of a step (more memory); all_reduce_last: \
-reduce_scatter within a replica after every one, all_reduce between replicas after the last"""
+    """reduce gradients after every micro-batch, or the last (more memory); all_reduce_last: reduce_scatter after \
+every one, all_reduce between replicas after the last"""
     param_dtype: Annotated[Dtype, BITS] = "float32"
-    """dtype of the parameters in forward and backward (they are stored and updated in float32)"""
+    """dtype of the parameters in forward and backward (stored and updated in float32)"""
     reduce_dtype: Annotated[Dtype, BITS] = "float32"
     """dtype of the gradient reduction"""
     output_dtype: Annotated[Literal["", Dtype], BITS] = ""
     """dtype of each group's output; empty: its param_dtype"""
     cast_forward_inputs: Annotated[bool, BITS] = False
-    """let FSDP cast every floating-point input of a group; llama's rotary tables then lose precision"""
+    """let FSDP cast floating-point inputs of groups; llama's rotary tables then lose precision"""
     precision_overrides: Annotated[list[PrecisionOverride], BITS] = Field(
         default=[], examples=[[{"match": "layers.0.*", "param_dtype": "float32"}]]
     )
     """dtypes of selected groups: [[fsdp.precision_overrides]] match = "layers.0.*", with any of the dtypes"""
     cpu_offload: Annotated[bool, BITS] = False  # the optimizer then runs on the host
-    """keep parameters, gradients and optimizer state on the host (GPU runs only)"""
+    """keep parameters, gradients and optimizer state on the host (GPUs)"""
     pin_memory: Annotated[bool, used_with("fsdp.cpu_offload", True)] = True
-    """with cpu_offload: keep parameters and gradients in pinned memory, so that transfers overlap computation"""
+    """with cpu_offload: in pinned memory, so that transfers overlap computation"""
     explicit_prefetching: bool = False
-    """issue the first all-gather before the batch is fetched, and prefetch the next groups by explicit lists"""
+    """issue the first all-gather before the batch is fetched, and prefetch by explicit lists"""
     forward_prefetch: Annotated[PositiveInt, _PREFETCHING] = 2
     """with explicit_prefetching: groups to prefetch in forward"""
     backward_prefetch: Annotated[PositiveInt, _PREFETCHING] = 2
     """with explicit_prefetching: groups to prefetch in backward"""
     separate_reduce_scatter_group: bool = False
-    """reduce-scatter in a separate process group, in parallel with all-gathers (GPUs; needs torch 2.13)"""
+    """reduce-scatter in a process group of its own (GPUs; needs torch 2.13)"""
     symmetric_memory: bool = False
     """all-gather through NCCL's symmetric memory (GPUs; needs torch 2.12)"""
     reduce_scatter_buffers: PositiveInt = 1
-    """input buffers of reduce-scatters in flight; above 1, backward waits less for them (GPUs; needs torch 2.13)"""
+    """input buffers of reduce-scatters in flight; with more, backward waits less (GPUs; needs torch 2.13)"""
 
     def mesh_shape(self, world_size: int) -> tuple[int, int]:
         """Return dp_replicate and dp_shard; -1 becomes all remaining ranks."""
@@ -104,8 +104,7 @@ class GradScalerConfig(Section):
     on_resume: ClassVar[Resume] = Resume("allowed", "the scale itself is restored")
 
     init_scale: Annotated[float, _FLOAT16] = Field(default=65536.0, ge=1, le=2.0**100)
-    """float16: initial loss scale, so that small gradients do not underflow; halved on overflow, and below 1 the \
-run stops"""
+    """float16: initial loss scale; halved on overflow, and below 1 the run stops"""
     growth_interval: Annotated[PositiveInt, _FLOAT16] = 2000
     """float16: double the scale after this many steps without overflow"""
 

@@ -57,9 +57,9 @@ class LogConfig(Section):
     metrics: list[Annotated[str, AfterValidator(METRICS.known)]] = Field(
         default=[], examples=[["examples.own_metric:KIND_NORMS"]]
     )
-    """metrics of your own, of each logged step (docs/extending.md)"""
+    """metrics of your own (docs/extending.md)"""
     norms: bool = False
-    """also log the norms of weights and updates by block, as those of gradients"""
+    """also log the norms of weights and updates by block"""
     wandb_project: Annotated[
         str, UsedIf("log.trackers", 'log.trackers = ["wandb"]', lambda trackers: "wandb" in trackers)
     ] = "torchtitan_lite"

@@ -39,25 +39,25 @@ class ModelConfig(Section):
 
     family: Annotated[str, AfterValidator(FAMILIES.known)] = "llama"
     """gpt: learned positions, LayerNorm, GELU; llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention; \
-resformer: llama with value embeddings; mistral: llama with windows; smollm3: llama with layers that have no \
+resformer: llama with value embeddings; mistral: llama with windows; smollm3: llama with some layers without \
 positions; olmo2, olmo3: norms after the sublayers; olmo_hybrid: olmo2 with gated DeltaNet in three of four layers; \
 gemma3: norms before and after the sublayers; qwen3_moe, olmoe: experts; t5: encoder and decoder"""
     size: Annotated[str, Resume("kept", "a name for other keys", changes="nothing")] = DEFAULT_SIZE
-    """a preset of the sizes below (families.py); sizes set explicitly override the preset"""
+    """a preset of the sizes below (families.py), which override it"""
     init_from: Annotated[PathText, _READ_AT_STEP_0] = ""
-    """start from the weights of a run, a checkpoint or a Hugging Face folder, at step 0 with a new optimizer"""
+    """start from the weights of a run, a checkpoint or a Hugging Face folder, with a new optimizer"""
     vocab_size: SizeOrZero = 0
-    """rows of the token embedding; 0: the tokenizer's vocabulary size"""
+    """rows of the token embedding; 0: the tokenizer's size"""
     dim: Width = 128
     """width of the residual stream"""
     n_layers: int = Field(default=4, gt=0, le=2048)
-    """number of Transformer blocks; t5: of the encoder"""
+    """number of blocks; t5: of the encoder"""
     n_decoder_layers: int = Field(default=0, ge=0, le=2048)
     """t5: number of blocks of the decoder; 0: n_layers"""
     n_heads: Width = 4
     """attention heads"""
     max_seq_len: Annotated[Size, FORK] = 1024
-    """maximum sequence length, in tokens"""
+    """maximum tokens of a sequence"""
     tie_embeddings: bool = False
     """use the token embeddings as the output matrix"""
     dropout: Annotated[float, FORK] = Field(default=0.0, ge=0, lt=1)
@@ -67,8 +67,8 @@ gemma3: norms before and after the sublayers; qwen3_moe, olmoe: experts; t5: enc
     head_dim: WidthOrZero = 0
     """llama, t5: width of a head; 0: dim / n_heads"""
     hidden_dim: int = Field(default=0, ge=0, le=2**24)
-    """llama, t5: width of the feed-forward, or of each expert's; 0: 8/3 dim, rounded up to a multiple of 64 (t5: \
-4 dim)"""
+    """llama, t5: width of the feed-forward, or of each expert's; 0: 8/3 dim, rounded up to a multiple of 64 (t5: 4 \
+dim)"""
     n_experts: Size = 8
     """qwen3_moe, olmoe: experts per layer"""
     experts_per_token: Annotated[Size, FORK] = 2
@@ -76,8 +76,7 @@ gemma3: norms before and after the sublayers; qwen3_moe, olmoe: experts; t5: enc
     norm_topk_prob: Annotated[bool, FORK] = False
     """qwen3_moe, olmoe: divide the weights of a token's experts by their sum"""
     router_bias: bool = False
-    """qwen3_moe, olmoe: balance the experts' loads by a bias on the scores that select them (DeepSeek-V3); see \
-train.router_bias_rate"""
+    """qwen3_moe, olmoe: balance the experts' loads by a bias on the scores that select them (DeepSeek-V3)"""
     gated: bool = True
     """t5: gated GELU in the feed-forward (v1.1); false: ReLU (v1.0)"""
     scale_output: Annotated[bool, FORK] = False
@@ -91,27 +90,26 @@ train.router_bias_rate"""
     induction_head: Annotated[bool, Resume("kept", "only read at step 0", changes="start"), _HAS_ROOM_FOR_INDUCTION] = (
         False
     )
-    """llama, resformer: initialize an induction head, which predicts what followed the current token before \
-(docs/models.md)"""
+    """llama, resformer: begin with an induction head (docs/models.md)"""
     qkv_bias: bool = False
     """llama: add biases to queries, keys and values (Qwen2)"""
     rope_theta: Annotated[PositiveFloat, FORK] = 1e4
     """llama: base of the rotary wavelengths"""
     rope_factor: Annotated[float, FORK] = Field(default=1.0, ge=1)
-    """llama: stretch long rotary wavelengths by this factor (Llama 3.1's longer context); 1: off"""
+    """llama: stretch long rotary wavelengths by this factor (Llama 3.1); 1: off"""
     rope_low_freq_factor: Annotated[PositiveFloat, FORK, _STRETCHED] = 1.0
-    """llama: wavelengths above rope_original_max_seq_len / this are stretched by the full factor"""
+    """llama: wavelengths above rope_original_max_seq_len / this are stretched in full"""
     rope_high_freq_factor: Annotated[PositiveFloat, FORK, _STRETCHED] = 4.0
     """llama: wavelengths below rope_original_max_seq_len / this are not stretched"""
     rope_original_max_seq_len: Annotated[Size, FORK, _STRETCHED] = 8192
     """llama: the context length before stretching"""
     window: Annotated[SizeOrZero, FORK, _WINDOWED] = 0
-    """llama, mistral, olmo3, gemma3: tokens that a windowed layer attends to, including the current one; 0: all"""
+    """llama, mistral, olmo3, gemma3: tokens that a windowed layer attends to, with the current one; 0: all"""
     layer_pattern: Annotated[list[Literal["full", "window", "nope", "delta"]], FORK] = Field(
         default=["window"], min_length=1, max_length=2048, examples=[["window", "window", "window", "full"]]
     )
-    """llama, smollm3, olmo3, olmo_hybrid, gemma3: kinds of layers, repeated over the depth. window: attention within \
-model.window; full: to all tokens; nope: to all tokens, without positions; delta: gated DeltaNet (olmo_hybrid)"""
+    """llama, smollm3, olmo3, olmo_hybrid, gemma3: kinds of layers, repeated over the depth. window: attention \
+within model.window; full: to all tokens; nope: to all, without positions; delta: gated DeltaNet (olmo_hybrid)"""
     window_rope_theta: Annotated[PositiveFloat, FORK] = 1e4
     """gemma3: base of the rotary wavelengths of windowed layers"""
 

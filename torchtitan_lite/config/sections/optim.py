@@ -61,8 +61,7 @@ class OptimConfig(Section):
     on_resume: ClassVar[Resume] = FORK
 
     name: Annotated[str, AfterValidator(OPTIMIZERS.known), REFUSED] = "muon"
-    """muon: Muon for the matrices of the blocks, AdamW for the rest (torch.optim's Adafactor can't update shards); \
-sgd: with a momentum of 0.9"""
+    """muon: Muon for the matrices of the blocks, AdamW for the rest; sgd: with a momentum of 0.9"""
     lr: PositiveFloat = 8e-3
     """peak learning rate"""
     betas: tuple[_Beta, _Beta] = (0.9, 0.99)
@@ -72,29 +71,29 @@ sgd: with a momentum of 0.9"""
     muon_momentum: float = Field(default=0.9, gt=0, lt=1)
     """muon: momentum (Nesterov's)"""
     muon_embedding_lr_factor: NonNegativeFloat = 3.0
-    """muon: factor of the learning rate of token embeddings that are not tied to the head"""
+    """muon: learning-rate factor of token embeddings that are not tied to the head"""
     weight_decay: NonNegativeFloat = 0.1
-    """weight decay of matrices (not of biases and norms)"""
+    """of matrices (not of biases and norms)"""
     freeze: Annotated[list[str], REFUSED] = Field(default=[], examples=[["tok_embeddings.*", "layers.0.*"]])
-    """patterns of parameters to freeze, e.g. ["tok_embeddings.*", "layers.0.*"]"""
+    """patterns of parameters to freeze"""
     groups: list[ParameterGroup] = Field(default=[], examples=[[{"match": "*norm*", "lr_factor": 0.5}]])
-    """per-parameter learning rate or decay: [[optim.groups]] match = "*", lr_factor, weight_decay"""
+    """learning rate or decay by parameter: [[optim.groups]] match = "*", lr_factor, weight_decay"""
     schedule: Literal["cosine", "linear", "wsd", "constant", "step"] = "cosine"
-    """shape of the learning rate after warm-up; wsd: constant, then linear over the last decay_ratio of the steps; \
-step: multiplied by step_gamma every step_every steps"""
+    """learning rate after warm-up; wsd: constant, then linear over the last decay_ratio of the steps; step: \
+multiplied by step_gamma every step_every steps"""
     warmup_steps: NonNegativeInt = 20
     """steps of linear warm-up; a default that does not fit becomes a tenth of the steps"""
     decay_ratio: Annotated[float, used_with("optim.schedule", "wsd")] = Field(default=0.2, gt=0, le=1)
-    """wsd: fraction of the steps with a decaying learning rate"""
+    """wsd: fraction of the steps that decay"""
     min_lr_ratio: Annotated[float, used_with("optim.schedule", "cosine", "linear", "wsd")] = Field(
         default=0.1, ge=0, le=1
     )
-    """final learning rate as a fraction of lr (not with constant and step)"""
+    """cosine, linear, wsd: final learning rate as a fraction of lr"""
     step_gamma: Annotated[float, _STEPPED] = Field(default=0.85, gt=0, le=1)
     """step: the factor"""
     step_every: Annotated[PositiveEvery, _STEPPED] = "epoch"  # type: ignore[assignment]
-    """step: multiply every N steps, counted from the first; "epoch": after each epoch"""
+    """step: every N steps, counted from the first; "epoch": after each epoch"""
     ema_decay: float = Field(default=0.0, ge=0, lt=1)
-    """also keep a moving average of the weights with this decay per step, e.g. 0.99; 0: off"""
+    """also keep a moving average of the weights, with this decay per step, e.g. 0.99; 0: off"""
     max_norm: float = Field(default=1.0, gt=0, allow_inf_nan=True)
-    """clip gradients to this global norm; inf: no clipping"""
+    """clip gradients to this global norm; inf: off"""

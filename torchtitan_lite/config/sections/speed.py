@@ -9,7 +9,7 @@ from torchtitan_lite.config.section import BITS, Bits, Section, used_with
 
 class ActivationCheckpointingConfig(Section):
     mode: Annotated[Literal["none", "full", "selective"], Bits("activation_checkpointing")] = "none"
-    """what to recompute in backward: whole blocks (full), or all but matmuls and attention (selective)"""
+    """what backward recomputes: whole blocks (full), or all but matmuls and attention (selective)"""
     every: Annotated[
         PositiveInt,
         Bits("activation_checkpointing"),
@@ -24,22 +24,21 @@ class CompileConfig(Section):
     backend: Annotated[
         Literal["inductor", "aot_eager", "eager"], Bits("compile"), used_with("compile.enabled", True)
     ] = "inductor"
-    """inductor: fused kernels, needs a compiler; the others only trace (for debugging)"""
+    """inductor: fused kernels, needs a compiler; the others only trace"""
 
 
 class SpeedConfig(Section):
     chunked_loss: Annotated[bool, BITS] = True
-    """compute the output projection and the loss in chunks of tokens, without storing all logits"""
+    """compute output projection and loss in chunks of tokens, without storing all logits"""
     block_attention: Annotated[bool, BITS] = True
-    """CPU: attention of up to 1,024 tokens by plain matmuls, one block of queries at a time"""
+    """CPU: attention of up to 1,024 tokens by plain matmuls"""
     fused_functions: Annotated[bool, BITS] = True
-    """CPU: RMSNorm and rotary positions in fewer passes over memory, with custom backward functions"""
+    """CPU: RMSNorm and rotary positions in fewer passes over memory"""
     widen_matmuls: Annotated[bool, BITS] = True
-    """CPU without bfloat16 (or float16) instructions: compute matmuls of that dtype in float32, 15 times faster"""
+    """CPU without bfloat16 (or float16) instructions: their matmuls in float32, 15 times faster"""
     shared_memory: Annotated[bool, BITS] = True
-    """CPU, all ranks on one machine: exchange parameters and gradients through shared memory, not gloo's TCP"""
+    """CPU, all ranks on one machine: exchange through shared memory, not gloo's TCP"""
     float8: Annotated[bool, BITS] = False
-    """compute and gather the linear layers of blocks in float8 (GPUs of capability 8.9; extra float8); a CPU \
-emulates it, for tests"""
+    """linear layers of blocks in float8 (GPUs of capability 8.9; extra float8)"""
     gc_every: NonNegativeInt = 100
     """run Python's garbage collector every N steps, on all ranks at once; 0: leave it to Python"""

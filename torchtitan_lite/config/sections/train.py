@@ -55,34 +55,31 @@ class TrainConfig(Section):
     ] = Field(default=750, gt=0, le=10**12)
     """optimizer steps of the whole run"""
     epochs: float = Field(default=0.0, ge=0, le=10**6)
-    """passes over the training data, e.g. 3 or 0.5, instead of steps; an epoch is samples / batch size steps, rounded \
-up; 0: use steps"""
+    """passes over the training data, e.g. 3 or 0.5, instead of steps; 0: use steps"""
     seq_len: Annotated[Size, FORK] = 256
     """tokens per sequence"""
     micro_batch_size: Annotated[Size, BITS] = 4
     """sequences per rank in one forward and backward"""
     global_batch_size: Annotated[Size, FORK, _BEFORE_THE_SCHEDULE] = 8
-    """sequences per optimizer step, over all ranks; determines gradient accumulation"""
+    """sequences per optimizer step, over all ranks"""
     batch_schedule: Annotated[list[list[int]], FORK, AfterValidator(_batch_schedule)] = Field(
         default=[], examples=[[[0, 16], [1000, 64]]]
     )
-    """global batch sizes by step: [[0, 16], [1000, 64]] is 16 sequences at first, and 64 after step 1,000"""
+    """global batch sizes by step: [[0, 16], [1000, 64]] is 16 at first, and 64 after step 1,000"""
     phases: Annotated[list[dict[str, Any]], FORK, IS_PATH, PlainValidator(checked)] = Field(
         default=[], examples=[[{"from_fraction": 0.8, "data": {"sources": {"data/web": 1.0}}}]]
     )
-    """changes within the run, as [[phases]] tables: from_step or from_fraction, and sources, lengths, batches, the \
-schedule, windows or rope scaling (docs/phases.md)"""
+    """changes within the run, as [[phases]] tables (docs/phases.md)"""
     z_loss: Annotated[NonNegativeFloat, FORK] = 0.0
-    """add this times log(Z)^2 to each target's loss, e.g. 1e-4: keeps logits small; logged losses exclude it"""
+    """add this times log(Z)^2 to each target's loss, e.g. 1e-4; logged losses exclude it"""
     router_aux_loss: Annotated[NonNegativeFloat, FORK, _ROUTING] = 0.01
-    """add this times the experts' load-balancing loss (Switch Transformers), averaged over layers; logged \
-losses exclude it"""
+    """add this times the experts' load-balancing loss (Switch Transformers); logged losses exclude it"""
     router_z_loss: Annotated[NonNegativeFloat, FORK, _ROUTING] = 0.0
-    """add this times log(Z)^2 of each router, averaged over layers, e.g. 1e-3; logged losses exclude it"""
+    """add this times log(Z)^2 of each router, e.g. 1e-3; logged losses exclude it"""
     router_bias_rate: Annotated[NonNegativeFloat, FORK, used_with("model.router_bias", True)] = 0.001
-    """after each step, change the bias of each expert by this: up if its load is below the mean, else down"""
+    """with router_bias: how far each step moves an expert's bias towards the mean load"""
     on_nonfinite: Annotated[Literal["stop", "skip"], ALLOWED_FOR_LATER_STEPS] = "stop"
-    """on a non-finite loss or gradient norm: stop the run, or skip and record the step"""
+    """on a loss or gradient norm that is not finite: stop the run, or skip and record the step"""
     max_skipped: Annotated[PositiveInt, ALLOWED_FOR_LATER_STEPS, _SKIPPING] = 10
     """with skip (also of spikes): stop after more than this many skipped steps in a row"""
 
@@ -111,12 +108,12 @@ class SpikeConfig(Section):
     on_resume: ClassVar[Resume] = Resume("allowed", "the window of losses is restored")
 
     action: Annotated[Literal["off", "log", "skip", "stop"], _DETECTING] = "off"
-    """on a loss or gradient norm far above the previous ones: log it; skip the update; or stop the run, and print the \
-command of a fork that skips the samples"""
+    """on a loss or gradient norm far above the previous ones: log it, skip the update, or stop with the command of \
+a fork that skips the samples"""
     window: Annotated[int, _WATCHING] = Field(default=128, ge=4, le=10_000)
     """compare with this many steps; detection starts when they are complete, after the warm-up"""
     loss_deviations: Annotated[NonNegativeFloat, _WATCHING] = 8.0
     """a loss is a spike if it is this many deviations above the median of the window; 0: off. A deviation is 1.48 \
-times the median absolute deviation (an estimate of the std), at least 2 % of the median"""
+times the median absolute deviation, and at least 2 % of the median"""
     norm_deviations: Annotated[NonNegativeFloat, _WATCHING] = 20.0
     """the same for the gradient norm"""
