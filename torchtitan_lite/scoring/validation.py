@@ -176,7 +176,8 @@ def eval_line(step: int, score: Score, validation: Validation, seconds: float, *
             notes = f"{abs(gain):.0f} % {'below' if gain >= 0 else 'above'} {notes}"
     lines = ["  ".join([*parts, f"({notes})"])]
     for name, (loss, bits) in score.sources.items():
-        lines.append(f"        {name}: loss {loss:.4f}" + (f"  bits/byte {bits:.3f}" if math.isfinite(bits) else ""))
+        of_source = f"loss {loss:.4f}" if math.isfinite(loss) else "none of these sequences"
+        lines.append(f"        {name}: {of_source}" + (f"  bits/byte {bits:.3f}" if math.isfinite(bits) else ""))
     return "\n".join(lines)
 
 
