@@ -10,10 +10,10 @@ import os
 import re
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 _COMPILERS = "/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py"
 _lock = threading.Lock()
@@ -67,13 +67,8 @@ def _read_by_kernel() -> int:
 
 def compiles() -> bool:
     """Return whether a thread of this process is compiling a block."""
-    for frame in sys._current_frames().values():
-        inner: Any = frame
-        while inner is not None:
-            if inner.f_code.co_filename.endswith(_COMPILERS):
-                return True
-            inner = inner.f_back
-    return False
+    stacks = map(traceback.walk_stack, sys._current_frames().values())
+    return any(frame.f_code.co_filename.endswith(_COMPILERS) for stack in stacks for frame, _ in stack)
 
 
 def processor_s() -> float:

@@ -12,7 +12,6 @@ and due at j / w. If shares sum to 1, no deadline is missed (Baruah et al., 1996
 """
 
 import bisect
-import heapq
 import math
 from collections.abc import Mapping
 from fractions import Fraction
@@ -114,16 +113,12 @@ def exact_shares(weights: list[float]) -> list[Fraction]:
 
 
 def _schedule(shares: list[Fraction], length: int) -> list[int]:
-    sources = []
-    waiting = [(0, k) for k in range(len(shares))]  # (release time of its next sample, source)
-    ready: list[tuple[int, int]] = []  # (deadline of its next sample, source)
-    scheduled = [0] * len(shares)
+    sources, scheduled = list[int](), [0] * len(shares)
+    released = [0] * len(shares)  # each source's next sample: the first entry that it may have
+    due = [math.ceil(1 / share) for share in shares]
     for entry in range(length):
-        while waiting and waiting[0][0] <= entry:
-            _, k = heapq.heappop(waiting)
-            heapq.heappush(ready, (math.ceil((scheduled[k] + 1) / shares[k]), k))
-        _, k = heapq.heappop(ready)
+        k = min((k for k, first in enumerate(released) if first <= entry), key=due.__getitem__)
         sources.append(k)
         scheduled[k] += 1
-        heapq.heappush(waiting, (math.floor(scheduled[k] / shares[k]), k))
+        released[k], due[k] = math.floor(scheduled[k] / shares[k]), math.ceil((scheduled[k] + 1) / shares[k])
     return sources
