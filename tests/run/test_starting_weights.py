@@ -23,7 +23,7 @@ def test_the_check_of_a_config_refuses_weights_that_are_missing_or_of_another_mo
     larger.save(str(tmp_path / "larger.json"))
     assert prepare([str(text), f"--out={tmp_path / 'prepared'}", f"--tokenizer={finished}"]) == 0
     for name, source, more, problem in (
-        ("run", "runs/nosuch", {}, "model.init_from: nothing at runs/nosuch"),
+        ("run", "runs/nosuch", {}, "model.init_from is  in the checkpoint and runs/nosuch here"),
         ("new", tmp_path / "empty", {}, "is not a run with a checkpoint, or a checkpoint"),
         ("new", finished, {"model__dim": 64}, "dim is 32 in the checkpoint and 64 here"),
         ("new", finished, {"model__max_seq_len": 64}, "max_seq_len is 37 in the checkpoint and 64 here"),
