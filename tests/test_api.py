@@ -207,7 +207,7 @@ def test_weights_of_a_run_and_of_a_published_model(place: Path) -> None:
     ("mistake", "message"),
     [
         ("ttl.load_config(overrides={'train.stepz': 5})", "overrides: [train] stepz = 5: unknown key"),
-        ("ttl.load_config('nosuch.toml')", "nosuch.toml: no such file"),
+        ("ttl.load_config('nosuch.toml')", "nosuch.toml: can't be read as TOML: No such file"),
         ("ttl.load_config(overrides={'model.init_from': 'nosuch'})", "model.init_from"),
         (
             "ttl.load_config(overrides={'optim.freeze': ['nothing.*']})",
