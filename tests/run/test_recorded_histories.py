@@ -406,7 +406,7 @@ def said_of(
     argv = ["train.py", "--run.name=run", *([f"--checkpoint.resume={resume}"] if resume else []), "--optim.lr", "0.001"]
     monkeypatch.setattr("sys.argv", argv)
     found["the next attempt"] = following = {
-        "why_not_again": tried(run_folder.why_not_again, Loaded(config, {})),
+        "why_not_again": tried(run_folder.why_not_again, Loaded(config, {}), config.folder),
         "machines": start_and_end.machines_line(made, ["node1", "node4"], 2),
     }
     if isinstance(chosen, find.Found):
