@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord, TensorWriter, specs_of, write_tensors
 from torchtitan_lite.checkpointing.save import Checkpointer, Saving, Way
 from torchtitan_lite.checkpointing.shards import Layout, Reads, read_places, read_tensors, write_rows
-from torchtitan_lite.checkpointing.storage import MODEL, OPTIMIZER
+from torchtitan_lite.checkpointing.storage import MODEL, OPTIMIZER, reading
 from torchtitan_lite.checkpointing.tensor_names import Tensors
 from torchtitan_lite.checkpointing.torch_storage import PartsReader, SyncingWriter, failures
 from torchtitan_lite.distributed.exchange import on_all, on_rank0
@@ -162,7 +162,7 @@ def save_sharded_by_dcp(c: Checkpointer, background: bool) -> Saving:
         own = c.copies.of(own)
     folder = yield
     writer = SyncingWriter(folder, lambda rows: write_rows(folder, layout, rank, rows))
-    with failures():
+    with failures(folder):
         dcp.save(own, storage_writer=writer, no_dist=True)
     return writer.records
 
@@ -179,23 +179,18 @@ def load_sharded_by_dcp(c: Checkpointer, folder: Path) -> None:
 
 
 def read_rows(c: Checkpointer, folder: Path, tensors: Tensors, *, by_dcp: bool = False) -> None:
-    """Fill this rank's rows of tensors. All ranks compare headers and manifest before any tensor is overwritten."""
-    reads: list[Reads] = []
-
-    def check() -> None:
-        reads.append(Reads(folder, read_places(folder), tensors))
-        reads[0].check()
+    """Fill this rank's rows of tensors, from only the files that have them."""
 
     @progress.working(f"reading its rows of {folder.name}")
     def read() -> None:
-        if by_dcp and isinstance(reads[0].places, Layout):  # DCP can't read the names of format 6
-            own = {name: tensors[name] for parts in reads[0].files.values() for name, _ in parts}
-            with failures():
-                dcp.load(own, storage_reader=PartsReader(reads[0]), no_dist=True)
+        reads = Reads(folder, read_places(folder), tensors)
+        if by_dcp and isinstance(reads.places, Layout):  # DCP can't read the names of format 6
+            own = {name: tensors[name] for parts in reads.files.values() for name, _ in parts}
+            with failures(folder), reading(folder):
+                dcp.load(own, storage_reader=PartsReader(reads), no_dist=True)
         else:
-            reads[0].read()
+            reads.read()
 
-    on_all(check, c.process.untimed)
     on_all(read, c.process.untimed)
 
 

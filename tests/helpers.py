@@ -89,16 +89,6 @@ def run_python(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return python(*words[1:], script=words[0])
 
 
-def limited(resource: str, limit: int, arguments: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """`python train.py arguments` under a limit of setrlimit(2): bytes of a file (FSIZE), or of address space (AS)."""
-    script = folder / f"limited_{resource}.py"
-    script.write_text(
-        "import resource, sys, train\nfrom torchtitan_lite.distributed.process_group import exit_process\n"
-        f"resource.setrlimit(resource.RLIMIT_{resource}, ({limit}, {limit}))\nexit_process(train.main(sys.argv[1:]))\n"
-    )
-    return python(*arguments, script=str(script))
-
-
 @functools.cache
 def server() -> Server:
     """The process that runs train.py for `ranks`: the one of this test run, or one that is started now."""

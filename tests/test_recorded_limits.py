@@ -382,7 +382,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "disk": (
         lambda n: patched(
             lambda: storage.require_space(Path("/none/such"), n),
-            checkpointing__storage__os__statvfs=lambda _: Stub(f_bavail=10, f_frsize=512, f_bfree=99, f_bsize=4096),
+            checkpointing__storage__shutil__disk_usage=lambda _: Stub(free=5120),
         ),
         [(5119,), (5120,), (5121,)],
     ),

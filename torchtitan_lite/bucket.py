@@ -83,9 +83,22 @@ class Bucket:
         listed = [*keys]
         return dict(self.fs.cat(listed, on_error="omit") if listed else {})
 
-    def fetch(self, key: str, folder: Path, sha256: str, advance: Callable[[int], object] = progress.advance) -> str:
-        """Copy an object into a folder, hashing it meanwhile. Returns its problem; only an intact file appears."""
+    def fetch(
+        self,
+        key: str,
+        folder: Path,
+        n_bytes: int,
+        sha256: str,
+        advance: Callable[[int], object] = progress.advance,
+    ) -> str:
+        """Copy an object into a folder, hashing it meanwhile. Returns its problem; only an intact file appears.
+
+        Raises:
+            UserError: it can't be read, or the disk has no room for it.
+        """
         name, digest = key.rpartition("/")[2], hashlib.sha256()  # never a path, whatever a manifest says
+        if n_bytes > (free := shutil.disk_usage(folder).free):
+            raise BusyError(f"{self.url}/{key} takes {size(n_bytes)}, but {folder} has only {size(free)} free")
         part = folder / f".{name}.{uuid.uuid4().hex[:8]}.part"
         with explained(self.url):
             try:
@@ -102,6 +115,10 @@ class Bucket:
         part.replace(folder / name)
         return ""
 
+    def fetch_file(self, folder: Path, name: str, record: Any, claim: str) -> str:
+        """Copy a file of a step into the step's folder. Returns its problem."""
+        return self.fetch(key_of(folder.name, claim, name), folder, record.bytes, record.sha256)
+
     def fetch_run(self, folder: Path, *, newest: bool = True) -> tuple[dict[str, bytes], list[str]]:
         """Copy the small files of a run, and manifest and state of each complete step, into its folder.
 
@@ -114,7 +131,9 @@ class Bucket:
         Raises:
             ConfigError: the folder has a different run, which was never in a bucket.
         """
-        with explained(self.url):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder.with_name(f".{folder.name}.lock"))  # the other processes of this machine wait
+        with lock, explained(self.url):
             found: Mapping[str, Any] = self.fs.find("", detail=True)
             manifests = self.contents(filter(STEP.fullmatch, found))
             source = max((m[0] for m in map(CLAIM.match, found) if m and f"{m[0]}{HISTORY}" in found), default="")
@@ -130,22 +149,25 @@ class Bucket:
                 else:
                     complete[step] = text
             states = self.contents(key_of(step, claim_of(text), STATE) for step, text in complete.items())
-        history = _content(folder / HISTORY)
-        claim = max(re.findall(rb'"claim": "(\d.*?)"', history), default=b"").decode()
-        if newest and source and not claim and history.split(b"\n")[0] not in small[f"{source}{HISTORY}"]:
-            raise ConfigError(f"{folder} and {self.url} have different runs: choose another --run.name=NAME")
-        if complete or small:
-            folder.mkdir(parents=True, exist_ok=True)
-        if not newest or source > f"{claim}/":
-            for key, content in small.items():
-                write_durably(folder / key.removeprefix(source), content)
-        for step, text in complete.items():
-            target, local = folder / "checkpoints" / step, _content(folder / "checkpoints" / step / MANIFEST)
-            if text != local and claim_of(text) >= claim_of(local):  # not if a later claim has saved it here
-                shutil.rmtree(target, ignore_errors=True)  # files of two saves must not mix
-                target.mkdir(parents=True, exist_ok=True)
-                write_durably(target / STATE, states.get(key_of(step, claim_of(text), STATE), b""))
-                write_durably(target / MANIFEST, text)
+            history = _content(folder / HISTORY)
+            claim = max(re.findall(rb'"claim": "(\d.*?)"', history), default=b"").decode()
+            if newest and source and not claim and history.split(b"\n")[0] not in small[f"{source}{HISTORY}"]:
+                raise ConfigError(f"{folder} and {self.url} have different runs: choose another --run.name=NAME")
+            if complete or small:
+                folder.mkdir(parents=True, exist_ok=True)
+            if not newest or source > f"{claim}/":
+                for key, content in small.items():
+                    write_durably(folder / key.removeprefix(source), content)
+            for old in () if newest else folder.glob("checkpoints/step-*"):
+                if old.name not in complete:  # retention has deleted it, or it is damaged
+                    shutil.rmtree(old, ignore_errors=True)
+            for step, text in complete.items():
+                target, local = folder / "checkpoints" / step, _content(folder / "checkpoints" / step / MANIFEST)
+                if text != local and claim_of(text) >= claim_of(local):  # not if a later claim has saved it here
+                    shutil.rmtree(target, ignore_errors=True)  # files of two saves must not mix
+                    target.mkdir(parents=True, exist_ok=True)
+                    write_durably(target / STATE, states.get(key_of(step, claim_of(text), STATE), b""))
+                    write_durably(target / MANIFEST, text)
         return complete, problems
 
 
@@ -186,10 +208,7 @@ def copy_of_run(url: str, cache: Path) -> Path:
     """Return a copy of a run or of its checkpoint. `storage.verify` fetches the large files."""
     run, _, step = url.rstrip("/").partition("/checkpoints/")
     folder = cache / hashlib.sha256(run.encode()).hexdigest()[:16] / run.rpartition("/")[2]
-    complete, problems = Bucket(run).fetch_run(folder, newest=False)
-    for old in folder.glob("checkpoints/step-*"):
-        if old.name not in complete:  # retention has deleted it, or it is damaged
-            shutil.rmtree(old, ignore_errors=True)
+    _, problems = Bucket(run).fetch_run(folder, newest=False)
     if not (found := folder / "checkpoints" / step if step else folder).is_dir():
         what = "no run, complete checkpoint or prepared data is there"
         raise CheckpointError("\n  ".join([f"{url}: {what}", *problems]))
@@ -202,13 +221,13 @@ def copy_of_data(url: str, meta: bytes, cache: Path) -> Path:
     folder, files = cache / f"{hashlib.sha256(meta).hexdigest()[:16]}-copy", parsed(meta)["files"]
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):  # the other processes of this machine wait
+        for left in folder.glob(".*.part"):  # of a process that was killed
+            left.unlink()
         lacking = {name: record for name, record in files.items() if not (folder / name).is_file()}
-        n_bytes, free = sum(record["bytes"] for record in lacking.values()), shutil.disk_usage(folder).free
-        if n_bytes > free:
-            raise DataError(f"{url} takes {size(n_bytes)}, but {cache} has only {size(free)} free; set XDG_CACHE_HOME")
+        n_bytes = sum(record["bytes"] for record in lacking.values())
         with tqdm(total=n_bytes, unit="B", unit_scale=True, desc=f"fetching {url}", disable=not n_bytes) as bar:
             for name, record in lacking.items():
-                if problem := Bucket(url).fetch(name, folder, record["sha256"], bar.update):
+                if problem := Bucket(url).fetch(name, folder, record["bytes"], record["sha256"], bar.update):
                     raise DataError(problem)
         write_durably(folder / "meta.json", meta)
     return folder

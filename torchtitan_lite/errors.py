@@ -52,12 +52,6 @@ class FormatError(UserError):
     """A checkpoint has the format of a different version of torchtitan_lite. It is not damaged."""
 
 
-class UnreadableError(CheckpointError):
-    """The system failed to read a checkpoint (permissions, disk, network). The checkpoint may be intact."""
-
-    exit_code = 1
-
-
 class TemporaryError(UserError):
     """The same command may work later."""
 
@@ -66,6 +60,10 @@ class TemporaryError(UserError):
 
 class BusyError(ConfigError, TemporaryError):
     """A resource is in use or can't be reached, or another rank has wrong values."""
+
+
+class UnreadableError(TemporaryError):
+    """The system failed to read a checkpoint (permissions, disk, network). The checkpoint may be intact."""
 
 
 class SaveError(TemporaryError):

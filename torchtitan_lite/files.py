@@ -1,9 +1,7 @@
 """Atomic writes of files, and appends that survive a truncated last line."""
 
 import contextlib
-import errno
 import os
-import resource
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,14 +10,11 @@ from typing import Any
 
 @contextlib.contextmanager
 def naming(file: str | Path) -> Iterator[None]:
-    """Add the file's name to an error of writing it, and the size limit if the file is too large."""
+    """Add the file's name to an error of writing it."""
     try:
         yield
     except OSError as error:
         if error.filename is None and error.errno is not None:
-            limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-            if error.errno == errno.EFBIG and limit != resource.RLIM_INFINITY:
-                error.strerror = f"{error.strerror}: the limit of this process is {limit:,} bytes (ulimit -f)"
             error.filename = str(file)
         raise
 

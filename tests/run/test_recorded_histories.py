@@ -405,7 +405,7 @@ def said_of(
     argv = ["train.py", "--run.name=run", *([f"--checkpoint.resume={resume}"] if resume else []), "--optim.lr", "0.001"]
     monkeypatch.setattr("sys.argv", argv)
     found["the next attempt"] = following = {
-        "why_not_again": tried(run_folder.why_not_again, Loaded(config, {})),
+        "why_not_again": tried(run_folder.why_not_again, Loaded(config, {}), config.folder),
     }
     if isinstance(chosen, find.Found):
         saver: Any = Namespace(

@@ -1,6 +1,7 @@
 """Finds the checkpoint that a path or a resuming run means: the newest complete one."""
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from torchtitan_lite import progress
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord
+from torchtitan_lite.checkpointing.shards import Layout, Reads
 from torchtitan_lite.checkpointing.tensor_names import Tensors
-from torchtitan_lite.config.paths import expand, is_url, not_downloaded
+from torchtitan_lite.config.paths import expand, not_downloaded
 from torchtitan_lite.config.schema import CheckpointConfig
 from torchtitan_lite.distributed.exchange import on_all, on_rank0
 from torchtitan_lite.distributed.process_group import Process
@@ -19,6 +21,7 @@ from torchtitan_lite.environment import local_rank
 from torchtitan_lite.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:  # loaded only if the config asks for it
+    from torchtitan_lite.bucket import Bucket
     from torchtitan_lite.checkpointing.remote import Remote
 
 
@@ -90,7 +93,7 @@ def checkpoint_to_resume(
 
     Args:
         remote: the run's bucket, whose files are fetched as needed.
-        tensors: those to load from the bucket, by sharded state dict name.
+        tensors: those to load, by sharded state dict name, if each machine has its own disk.
 
     Raises:
         CheckpointError: on every rank: no existing checkpoint is complete, or `config.resume` has none.
@@ -109,12 +112,13 @@ def checkpoint_to_resume(
         return [[str(folder) for folder in folders], wrong, forked]
 
     folders, wrong, forked = on_rank0(list_them, process.untimed)
-    verify = partial(verify_together, mode=config.verify, process=process)
     if remote and not forked:
         folders = [checkpoints / Path(folder).name for folder in folders]  # on this machine
-        verify = partial(remote.complete, mode=config.verify, tensors=tensors or {})
-    elif forked and is_url(config.resume):
-        verify = partial(verify_copies, mode=config.verify, process=process)
+
+    def verify(folder: Path) -> list[str]:
+        own = remote.bucket if remote else None
+        return verify_together(folder, config.verify, process, storage.bucket_of(folder) if forked else own, tensors)
+
     found = newest_complete(map(Path, folders), verify)
     found.notes[:0], found.forked = wrong, forked
     if found.notes and not found.folder:
@@ -123,60 +127,76 @@ def checkpoint_to_resume(
     return found
 
 
-def verify_together(folder: Path, mode: str, process: Process) -> list[str]:
+def verify_together(
+    folder: Path, mode: str, process: Process, bucket: "Bucket | None" = None, tensors: Tensors | None = None
+) -> list[str]:
     """Return all problems of a checkpoint, on every rank; empty if complete. The ranks share the hashing.
 
     A full state dict may be on a local disk of the first machine, so only that machine's ranks hash it.
+
+    Args:
+        bucket: from which missing and damaged files are fetched.
+        tensors: those to load, by sharded state dict name, if each machine has its own disk; it then verifies only the
+            files that its ranks read.
     """
 
     @progress.working(f"reading the manifest of {folder.name}")
     def read_manifest() -> list[Any]:
         manifest, problem = storage.check_manifest(folder)
         # all ranks use rank 0's number of local ranks: other machines may have more or fewer
-        return [manifest and manifest.files, problem, manifest and manifest.state_dict, process.local_world_size]
+        return [manifest and [manifest.files, manifest.state_dict, manifest.claim], problem, process.local_world_size]
 
-    files, problem, kind, n_hashing = on_rank0(read_manifest, process.untimed)
+    about, problem, n_sharing = on_rank0(read_manifest, process.untimed)
     if problem:
         return [problem]
-    if kind == "sharded":
-        n_hashing = process.world_size
-    by_size = sorted(files.items(), key=lambda file: -file[1]["bytes"])
-    own_files = by_size[process.rank :: n_hashing] if process.rank < n_hashing else []
+    files, kind, claim = about
+    names, first = sorted(files, key=lambda name: -files[name]["bytes"]), process.rank
+    if kind == "sharded" and tensors:
+        read = on_all(lambda: files_read(folder, tensors), process.untimed)
+        first, n_sharing = local_rank(), process.local_world_size
+        names = sorted({*itertools.chain.from_iterable(read[process.rank - first :][:n_sharing])})
+    elif kind == "sharded":
+        n_sharing = process.world_size
+    own = {name: FileRecord(**files[name]) for name in (names[first::n_sharing] if first < n_sharing else [])}
 
     @progress.working(f"verifying its share of {folder.name}")
     def verify() -> list[str]:
-        checked = (storage.verify_file(folder, name, FileRecord(**record), mode) for name, record in own_files)
+        checked = (storage.intact(folder, name, record, mode, bucket, claim) for name, record in own.items())
         return [problem for problem in checked if problem]
 
     return [problem for problems in on_all(verify, process.untimed) for problem in problems]
 
 
-def verify_copies(folder: Path, mode: str, process: Process) -> list[str]:
-    """Return all problems of a checkpoint in a bucket, on every rank. Each machine fetches its own copy."""
-    found = on_all(lambda: storage.verify(folder, mode) if local_rank() == 0 else [], process.untimed)
-    return [problem for problems in found for problem in problems]
+def files_read(folder: Path, tensors: Tensors) -> list[str]:
+    """Return the files of a sharded checkpoint that this rank reads, to load these tensors."""
+    manifest = storage.read_manifest(folder)
+    if manifest.layout is None:  # of format 6
+        return [*manifest.files]
+    layout = Layout(**manifest.layout)
+    own = {name: tensor for name, tensor in tensors.items() if name in layout.tensors}
+    return [*Reads(folder, layout, own).files, storage.STATE]
 
 
-def config_to_resume(run: Path, resume: str, remote: str = "") -> Mapping[str, Any]:
+def config_to_resume(run: Path, resume: str, url: str = "") -> Mapping[str, Any]:
     """Return the config of the checkpoint that this process expects to resume from, unverified; {} if none.
 
     Args:
         run: the run's folder.
         resume: `checkpoint.resume`.
-        remote: `run.remote`. First fetches small files of the run, unless those of the folder are newer.
+        url: of the run, with `run.remote`.
 
     Raises:
         FormatError: an incompatible version of torchtitan_lite wrote it.
         UserError: the bucket can't be used.
     """
-    if remote:
-        from torchtitan_lite.bucket import Bucket
-
-        Bucket(f"{remote.rstrip('/')}/{run.name}").fetch_run(run, newest=True)
+    folders = list[Path]()
+    with contextlib.suppress(CheckpointError):  # the bucket has no checkpoint yet
+        folders = candidates(expand(url)) if url else []
     for path in filter(None, (str(run), resume)):
         with contextlib.suppress(CheckpointError, ConfigError, OSError, RuntimeError, ValueError):
-            for folder in candidates(expand(path)):
-                with contextlib.suppress(CheckpointError):  # damaged
-                    state = storage.read_state(folder)
-                    return state.config if path == str(run) else state.settings  # a fork begins in the phase
+            folders += candidates(expand(path))
+        for folder in sorted(folders, key=lambda folder: (len(folder.name), folder.name), reverse=True):
+            with contextlib.suppress(CheckpointError):  # damaged
+                state = storage.read_state(folder)
+                return state.config if path == str(run) else state.settings  # a fork begins in the phase
     return {}

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -27,7 +27,6 @@ from torchtitan_lite.bucket import (
     HISTORY,
     MANIFEST,
     SMALL,
-    STATE,
     STEP,
     Bucket,
     claim_of,
@@ -36,8 +35,6 @@ from torchtitan_lite.bucket import (
     parsed,
 )
 from torchtitan_lite.checkpointing import storage
-from torchtitan_lite.checkpointing.shards import Layout, Reads
-from torchtitan_lite.checkpointing.tensor_names import Tensors
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.distributed.exchange import on_all, on_rank0, values_of_ranks
 from torchtitan_lite.distributed.process_group import Process
@@ -66,13 +63,13 @@ class Remote:
         self, config: Config, process: Process, job: str, saved_under: Callable[[Path, int], str | None]
     ) -> None:
         assert process.store is not None
-        self.bucket = Bucket(f"{config.run.remote.rstrip('/')}/{config.run.name}")
+        self.bucket = Bucket(config.url)
         self.folder, self.leads = config.folder, local_rank() == 0  # whether this process uploads
         self._process, self._saved_under = process, saved_under
         self._store = process.store.clone()  # type: ignore[attr-defined]  # a blocked thread must not block the others
         self._store.set_timeout(timedelta(days=30))
         self._about = {"id": uuid.uuid4().hex[:8], "host": socket.gethostname(), "folder": str(self.folder.absolute())}
-        self._about["job"] = job
+        self._about |= {"job": job, "by": f"a process on {self._about['host']}, job {job}"}
         self._ended, self._writing = threading.Event(), threading.Lock()
         self._pool = futures.ThreadPoolExecutor(1, "upload")
         self._upload: futures.Future[float] | None = None  # the seconds that it took
@@ -80,7 +77,6 @@ class Remote:
         self._rate = 0.0  # bytes per second of the last upload
         self._steps: dict[str, str] = {}  # the bucket's complete steps, and their claims
         self._everywhere = set[str]()  # the hashes of the manifests that all machines have
-        self._only_here: tuple[Path, int, list[str]] | None = None  # the loaded step if it is not in the bucket: files
         on_all(lambda: self.leads and str(self._now()), process.untimed)
         self._leaders = [rank for rank, leads in enumerate(values_of_ranks(self.leads, process.untimed)) if leads]
         self.claim: str = on_rank0(self._take_claim, process.untimed)
@@ -127,7 +123,7 @@ class Remote:
         seen = self.bucket.fs.modified(key)
         if (self._now() - seen).total_seconds() < STALE_S:  # the machines' own clocks may differ
             raise BusyError(
-                f"{self.bucket.url} is being used by {_named(about)}, last seen at {seen:%H:%M:%S %Z}; "
+                f"{self.bucket.url} is being used by {about.get('by')}, last seen at {seen:%H:%M:%S %Z}; "
                 "wait for it (after a kill: five minutes), or choose another --run.name=NAME"
             )
 
@@ -154,7 +150,7 @@ class Remote:
         if newest and newest.get("id") != self._about["id"]:
             self._ended.set()
             raise ConfigError(
-                f"{_named(newest)} has taken over the run in {self.bucket.url}: this one stops without saving"
+                f"{newest.get('by')} has taken over the run in {self.bucket.url}: this one stops without saving"
             )
 
     def close(self) -> None:
@@ -167,21 +163,20 @@ class Remote:
 
     # --- uploads ------------------------------------------------------------------------------------------------
 
-    def upload(self, folder: Path, n_bytes: int, keep: Keep, names: Collection[str] = ()) -> None:
+    def upload(self, folder: Path, n_bytes: int, keep: Keep) -> None:
         """Begin to upload this machine's files of a committed step. Every machine that has some calls it.
 
         Args:
             n_bytes: of all machines' files, for the log.
-            names: of the files; by default all that are on this disk.
         """
         self._step, self._n_bytes, self._putting = _number(folder.name), n_bytes, True
-        self._upload = self._pool.submit(self._upload_and_commit, folder, keep, names)
+        self._upload = self._pool.submit(self._upload_and_commit, folder, keep)
 
-    def _upload_and_commit(self, folder: Path, keep: Keep, names: Collection[str]) -> float:
+    def _upload_and_commit(self, folder: Path, keep: Keep) -> float:
         began, report, error = time.perf_counter(), f"torchtitan_lite/{self.claim}/{folder.name}/{{}}", ""
         try:
             manifest = storage.read_manifest(folder)
-            for name in names or [name for name in manifest.files if (folder / name).is_file()]:
+            for name in (name for name in manifest.files if (folder / name).is_file()):
                 key = key_of(folder.name, manifest.claim, name)
                 self._retried(self.bucket.fs.put_file, str(folder / name), key)
         except Exception as failed:
@@ -235,7 +230,9 @@ class Remote:
         named = {f"{self.claim}/", *(f"{key.rpartition('/')[0]}/{claim_of(fs.cat_file(key))}/" for key in kept)}
         gone = tuple(key.removesuffix(MANIFEST) for key in steps.values())
         for key, claimed in zip(found, map(CLAIM.match, found), strict=True):
-            if (claimed and claimed[0] not in named and claimed[1] <= self.claim[:8]) or key.startswith(gone):
+            unnamed = claimed and claimed[0] not in named and claimed[1] <= self.claim[:8]
+            killed = key.startswith("probes/") and (self._now() - fs.modified(key)).total_seconds() > STALE_S
+            if unnamed or killed or key.startswith(gone):
                 fs.rm_file(key)
 
     def report(self, log: Any, *, wait: bool = False) -> str:
@@ -267,16 +264,17 @@ class Remote:
         until = f"until then the newest step in the bucket is {newest}" if newest else "the bucket has no step yet"
         return f"uploading step {self._step}, {size(self._n_bytes)}{about}; {until}"
 
-    def _outcome(self, *, wait: bool = False) -> dict[str, Any]:
-        """Return the record of an upload that has ended, once; {} if there is none.
-
-        Args:
-            wait: for the upload. While a machine uploads, that is progress, however slow.
-        """
-        while wait and self._upload and not self._upload.done():
+    def _wait(self) -> None:
+        """Wait for the upload. While a machine uploads, that is progress, however slow."""
+        while self._upload and not self._upload.done():
             with progress.working(f"uploading step {self._step}"):
                 futures.wait([self._upload], timeout=1)
                 progress.advance(self._putting)
+
+    def _outcome(self, *, wait: bool = False) -> dict[str, Any]:
+        """Return the record of an upload that has ended, once; {} if there is none."""
+        if wait:
+            self._wait()
         if self._upload is None or not self._upload.done():
             return {}
         upload, self._upload = self._upload, None
@@ -290,6 +288,8 @@ class Remote:
         """Fetch small files and manifests again, now that the run is claimed. Returns problems of steps. Collective."""
 
         def fetch() -> tuple[dict[str, str], list[str], list[str]]:
+            for left in self.folder.glob("checkpoints/*/.*.part") if self.leads else ():  # of a fetch that was killed
+                left.unlink()
             steps, problems = self.bucket.fetch_run(self.folder) if self.leads else ({}, [])
             here = [
                 parsed(file.read_bytes()).get("sha256", "") for file in self.folder.glob(f"checkpoints/*/{MANIFEST}")
@@ -299,7 +299,18 @@ class Remote:
         fetched = on_all(fetch, self._process.untimed)
         self._steps, problems, _ = fetched[0]
         self._everywhere = set.intersection(*({*fetched[rank][2]} for rank in self._leaders))
+        if pending := on_rank0(self._pending, self._process.untimed):
+            folder = self.folder / "checkpoints" / pending
+            if self.leads and folder.is_dir():
+                self.upload(folder, storage.read_manifest(folder).bytes, lambda steps: {*steps})
+            on_all(self._wait, self._process.untimed)
         return problems
+
+    def _pending(self) -> str:
+        """Return the run's newest step if only the disks have it: a machine may need files that others wrote."""
+        folders = (self.folder / "checkpoints").glob(f"step-*/{MANIFEST}")
+        local = max((file.parent.name for file in folders if self.counts(file.parent)), default="")
+        return local if local > max(self._steps, default="") else ""
 
     def counts(self, folder: Path) -> bool:
         """Return whether a step is of the run's history, not repeated by a later attempt, and not lost with a disk."""
@@ -308,55 +319,6 @@ class Remote:
         here = about.get("state_dict") == "full" or about.get("sha256") in self._everywhere
         return here and claim in (None, about.get("claim", ""))
 
-    def complete(self, folder: Path, mode: str, tensors: Tensors) -> list[str]:
-        """Verify on each machine the files that its ranks need, and fetch missing and damaged ones. Collective.
-
-        Args:
-            tensors: those to load, by sharded state dict name.
-
-        Returns:
-            all problems, on every rank; empty if the step can be loaded.
-        """
-        process, own, n = self._process, local_rank(), self._process.local_world_size
-        manifest, problem = storage.check_manifest(folder)
-        kind = on_rank0(lambda: manifest and manifest.state_dict, process.untimed)
-        needed = values_of_ranks(self._needed(folder, manifest, tensors) if manifest else [], process.untimed)
-        names = sorted({name for each in needed[process.rank - own :][:n] for name in each})
-        in_bucket = manifest is not None and self._steps.get(folder.name) == manifest.claim
-
-        def verify() -> list[str]:
-            if manifest is None:  # a full one is only on rank 0's machine
-                return [] if kind == "full" and process.rank else [problem]
-            lacking = [each for each in names if storage.verify_file(folder, each, manifest.files[each], "size")]
-            storage.require_space(folder, sum(manifest.files[each].bytes for each in lacking))
-            bucket = self.bucket if in_bucket else None
-            checked = (storage.intact(folder, each, manifest, mode, bucket) for each in names[own::n])
-            return [problem for problem in checked if problem]
-
-        problems = [problem for problems in on_all(verify, process.untimed) for problem in problems]
-        self._only_here = None if in_bucket or problems else (folder, manifest.bytes if manifest else 0, names)
-        return problems
-
-    def _needed(self, folder: Path, manifest: storage.Manifest, tensors: Tensors) -> list[str]:
-        """Return the files that this rank reads."""
-        if manifest.layout is None:  # full, or of format 6
-            return [*manifest.files] if self._process.rank == 0 or manifest.state_dict == "sharded" else []
-        layout = Layout(**manifest.layout)
-        own = {name: tensor for name, tensor in tensors.items() if name in layout.tensors}
-        return [*Reads(folder, layout, own).files, *([STATE] if self.leads else [])]
-
-    def taken_over(self, keep: Keep) -> None:
-        """Upload the small files, and begin to upload the loaded step if it is only here. On all ranks."""
-        on_rank0(lambda: self._retried(self.upload_small_files), self._process.untimed)
-        folder, n_bytes, names = self._only_here or (self.folder, 0, [])
-        if names and self.leads:
-            self.upload(folder, n_bytes, keep, names)
-
 
 def _number(step: str) -> int:
     return int(step.removeprefix("step-"))
-
-
-def _named(about: Mapping[str, Any]) -> str:
-    job = f", job {about['job']}" if about.get("job", "none") != "none" else ""
-    return f"a process on {about.get('host')}{job}"

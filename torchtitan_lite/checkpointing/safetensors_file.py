@@ -94,20 +94,13 @@ def header_of(tensors: TensorSpecs, metadata: Mapping[str, str] | None) -> tuple
 
 
 def pieces(data: Tensor) -> Iterator[Tensor]:
-    """Yield bytes on the host. Those of a GPU come in two pinned buffers: one is filled while the other is in use."""
+    """Yield bytes on the host. Those of a GPU pass through a pinned buffer."""
     if not data.is_cuda:
         yield data
         return
-    chunks = data.split(PIECE)
-    buffers = [torch.empty(len(chunks[0]), dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
-    copied = [torch.cuda.Event() for _ in buffers]
-    for i in range(len(chunks) + 1):
-        if i < len(chunks):
-            buffers[i % 2][: len(chunks[i])].copy_(chunks[i], non_blocking=True)
-            copied[i % 2].record()
-        if i > 0:
-            copied[(i - 1) % 2].synchronize()
-            yield buffers[(i - 1) % 2][: len(chunks[i - 1])]
+    buffer = torch.empty(min(PIECE, len(data)), dtype=torch.uint8, device="cpu", pin_memory=True)
+    for chunk in data.split(PIECE):
+        yield buffer[: len(chunk)].copy_(chunk)
 
 
 class TensorWriter:

@@ -28,6 +28,7 @@ from torchtitan_lite.checkpointing.safetensors_file import FileRecord, TensorSpe
 from torchtitan_lite.checkpointing.shards import Layout, layout_of
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.checkpointing.tensor_names import Tensors, by_name, model_tensors, optimizer_tensors
+from torchtitan_lite.config.paths import is_url
 from torchtitan_lite.config.schema import CheckpointConfig
 from torchtitan_lite.distributed.exchange import on_all, on_rank0
 from torchtitan_lite.distributed.process_group import Process, untimed_group
@@ -167,7 +168,7 @@ class Checkpointer:
                 continue with these values.
         """
         targets = Tensors()
-        if self.remote:  # on all ranks: an optimizer's step may have collectives
+        if self.remote or is_url(self.config.resume):  # on all ranks: an optimizer's step may have collectives
             make_state(self.optimizer)
             targets = self.tensors()
             self.optimizer.state.clear()  # its values are wrong, and there may be nothing to load
@@ -272,11 +273,6 @@ class Checkpointer:
         else:
             finish()
 
-    def begin_uploads(self, step: int) -> None:
-        """Upload what the bucket lacks of the run after `step`, which was loaded."""
-        if self.remote:
-            self.remote.taken_over(partial(self._kept, step=step))
-
     def layout(self) -> Layout:
         """Return which rank writes what. Computed in each save: the optimizer's tensors appear after the first step."""
         return layout_of(self.tensors(), self.mesh.shape)
@@ -357,7 +353,9 @@ class Checkpointer:
         if not self._leads:
             return ""
         try:
-            purge(self.folder, self._kept(storage.find_steps(self.folder), step))
+            steps = storage.find_steps(self.folder)
+            for old in sorted({*steps} - self._kept(steps, step)):
+                shutil.rmtree(storage.move_to_trash(storage.step_folder(self.folder, old)), ignore_errors=True)
             self.damaged = [damaged for damaged in self.damaged if damaged > step]
         except Exception as caught:
             return text_of(caught)
@@ -384,13 +382,3 @@ def to_keep(steps: Sequence[int], latest: int, every: int, also: Iterable[int]) 
     if latest == 0:
         return set(steps)
     return {*steps[-latest:], *also, *(step for step in steps if every and step % every == 0)}
-
-
-def purge(checkpoints: Path, keep: Iterable[int]) -> None:
-    """Delete all checkpoints except those of the steps in `keep`.
-
-    Raises:
-        OSError, UnreadableError: a checkpoint can't be read or renamed; the next save tries again.
-    """
-    for step in sorted({*storage.find_steps(checkpoints)} - {*keep}):
-        shutil.rmtree(storage.move_to_trash(storage.step_folder(checkpoints, step)), ignore_errors=True)

@@ -8,14 +8,13 @@
                 .trash-*        being deleted
 
 A save writes into a hidden folder and syncs it. The rename at the end commits it. Functions that read raise
-CheckpointError for damage, its subclass UnreadableError for an I/O error, and FormatError for checkpoints of an
+CheckpointError for damage, UnreadableError for an I/O error, and FormatError for checkpoints of an
 incompatible version of torchtitan_lite.
 """
 
 import contextlib
 import hashlib
 import json
-import os
 import re
 import shutil
 import uuid
@@ -107,11 +106,9 @@ def find_steps(checkpoints: Path) -> list[int]:
 
 def incomplete_folders(checkpoints: Path) -> list[str]:
     """Return the problems of folders that look like checkpoints but are not."""
-    if not checkpoints.is_dir():
-        return []
-    steps = {step_folder(checkpoints, step).name for step in find_steps(checkpoints)}
-    others = (e.name for e in checkpoints.iterdir() if e.name.startswith("step") and e.name not in steps)
-    return [f"{checkpoints / name}: not a folder step-N with a {MANIFEST}" for name in sorted(others)]
+    named = sorted(checkpoints.glob("step*"))
+    bad = [entry for entry in named if not (_NAME.fullmatch(entry.name) and is_checkpoint(entry))]
+    return [f"{entry}: not a folder step-N with a {MANIFEST}" for entry in bad]
 
 
 # --- reading ----------------------------------------------------------------------------------------------------
@@ -120,9 +117,7 @@ def incomplete_folders(checkpoints: Path) -> list[str]:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object."""
     with reading(path):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise TypeError("it is not a JSON object")
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return content
 
 
@@ -164,8 +159,6 @@ def verify_file(folder: Path, name: str, record: FileRecord, mode: str) -> str:
                 return f"{path}: {n_bytes:,} bytes; the manifest says {record.bytes:,}"
             if mode == "full" and sha256_of(path) != record.sha256:
                 return f"{path}: its SHA-256 does not match the manifest: the file is damaged"
-    except UnreadableError:
-        raise
     except CheckpointError as error:
         return str(error)
     return ""
@@ -175,20 +168,16 @@ def check_manifest(folder: Path) -> tuple[Manifest | None, str]:
     """Return the manifest, or its problem."""
     try:
         return read_manifest(folder), ""
-    except UnreadableError:
-        raise
     except CheckpointError as error:
         return None, str(error)
 
 
-def intact(folder: Path, name: str, manifest: Manifest, mode: str, bucket: "Bucket | None") -> str:
+def intact(folder: Path, name: str, record: FileRecord, mode: str, bucket: "Bucket | None", claim: str) -> str:
     """Verify a file; if it is missing or damaged, fetch it from the bucket, if there is one. Returns its problem."""
-    problem = verify_file(folder, name, manifest.files[name], "size" if bucket and mode == "off" else mode)
+    problem = verify_file(folder, name, record, "size" if bucket and mode == "off" else mode)
     if problem and bucket:
-        from torchtitan_lite.bucket import key_of
-
-        key = key_of(folder.name, manifest.claim, name)
-        return bucket.fetch(key, folder, manifest.files[name].sha256)
+        lacking = bucket.fetch_file(folder, name, record, claim)
+        return lacking and f"{problem}; {lacking}"
     return problem
 
 
@@ -197,12 +186,19 @@ def verify(folder: Path, mode: str = "full") -> list[str]:
     manifest, problem = check_manifest(folder)
     if manifest is None:
         return [problem]
-    bucket, origin = None, folder.parent.parent / ".bucket"
-    if origin.is_file():
-        from torchtitan_lite.bucket import Bucket
+    bucket, claim = bucket_of(folder), manifest.claim
+    checked = (intact(folder, name, record, mode, bucket, claim) for name, record in manifest.files.items())
+    return [problem for problem in checked if problem]
 
-        bucket = Bucket(origin.read_text())
-    return [problem for name in manifest.files if (problem := intact(folder, name, manifest, mode, bucket))]
+
+def bucket_of(folder: Path) -> "Bucket | None":
+    """Return the bucket of a checkpoint in the cache; None if it is not a copy."""
+    origin = folder.parent.parent / ".bucket"
+    if not origin.is_file():
+        return None
+    from torchtitan_lite.bucket import Bucket
+
+    return Bucket(origin.read_text())
 
 
 def open_tensors(file: Path) -> Any:
@@ -293,9 +289,7 @@ def move_to_trash(folder: Path) -> Path:
 def require_space(checkpoints: Path, n_bytes: int) -> None:
     """Raise SaveError if the disk has less free space than a checkpoint of this size needs."""
     where = next(folder for folder in (checkpoints, *checkpoints.parents) if folder.exists())
-    status = os.statvfs(where)
-    free = status.f_bavail * status.f_frsize
-    if free < n_bytes:
+    if (free := shutil.disk_usage(where).free) < n_bytes:
         raise SaveError(
             f"a checkpoint takes {size(n_bytes)}, but {where} has only {size(free)} free: free some "
             "space, for example by deleting an old checkpoint"

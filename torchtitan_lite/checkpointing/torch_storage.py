@@ -68,9 +68,10 @@ class PartsReader(HuggingFaceStorageReader):
 
 
 @contextlib.contextmanager
-def failures() -> Iterator[None]:
+def failures(folder: Path) -> Iterator[None]:
     """Turn DCP's error into a CheckpointError: it is a BaseException, which `except Exception` does not catch."""
     try:
         yield
     except CheckpointException as error:
-        raise CheckpointError("; ".join(str(failure[0]) for failure in error.failures.values())) from error
+        said = "; ".join(str(failure[0]) for failure in error.failures.values())
+        raise CheckpointError(f"{folder}: {said}") from error

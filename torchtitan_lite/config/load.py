@@ -47,7 +47,7 @@ from torchtitan_lite.terminal import counted
 
 Layer = Mapping[str, Any]  # values by "section.key", unchecked
 Check = Callable[[Config], dict[str, str]]  # returns the broken rules of a config, as `broken_rules` does
-# called with a run's folder, `checkpoint.resume`, and `run.remote` if it is set: returns the config of the checkpoint
+# called with a run's folder, `checkpoint.resume`, and the run's URL if it has one: returns the config of the checkpoint
 # to resume from; {} if none
 Saved = Callable[..., Layer]
 _KEPT = "the run so far"
@@ -198,7 +198,7 @@ def _saved_values(given: Layer, saved: Saved) -> Layer:
     """Return the config of the checkpoint to resume from; {} if there is none or its model family differs."""
     names = "run.out_dir", "run.name", "checkpoint.resume", "run.remote"
     out_dir, name, resume, remote = (str(given.get(key, default_of(key))) for key in names)
-    before = saved(expand(out_dir) / name, resume, *filter(None, [remote]))
+    before = saved(expand(out_dir) / name, resume, *([f"{remote.rstrip('/')}/{name}"] if remote else []))
     family = before.get("model.family", "")
     is_same = str(given.get("model.family", family)).lower() == family.lower()
     return before if is_same else {}  # its values may not suit a different family

@@ -78,6 +78,11 @@ class Config(Frozen):
         return self.model_copy(update=parts)
 
     @property
+    def url(self) -> str:
+        """The URL of the run in object storage; empty: none."""
+        return self.run.remote and f"{self.run.remote.rstrip('/')}/{self.run.name}"
+
+    @property
     def folder(self) -> Path:
         """The run's folder."""
         return expand(self.run.out_dir) / self.run.name

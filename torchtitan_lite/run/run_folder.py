@@ -161,9 +161,12 @@ def record_end(
     _write(folder, attempt, status, step, reason, repeats)
 
 
-def why_not_again(loaded: Loaded) -> str:
-    """Return why this attempt is refused: the last one, with the same config and code, failed for good; else empty."""
-    folder = loaded.config.folder
+def why_not_again(loaded: Loaded, folder: Path) -> str:
+    """Return why this attempt is refused: the last one, with the same config and code, failed for good; else empty.
+
+    Args:
+        folder: of the run, or a copy.
+    """
     about = attempts.newest_status(folder)
     if (
         loaded.retry

@@ -24,7 +24,7 @@ from torchtitan_lite.config.schema import Config, flatten
 from torchtitan_lite.config.toml import Loaded, format_value, to_toml_with_origins
 from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.token_files import PAIRS
-from torchtitan_lite.distributed.exchange import on_rank0, values_of_ranks
+from torchtitan_lite.distributed.exchange import on_all, on_rank0, values_of_ranks
 from torchtitan_lite.distributed.process_group import Process, sum_over_ranks
 from torchtitan_lite.environment import local_rank
 from torchtitan_lite.errors import EXIT_WOULD_REPEAT, BusyError, ConfigError, RepeatError, StuckError, UserError
@@ -44,11 +44,15 @@ from torchtitan_lite.terminal import counted, duration, print_line
 
 def prepared(loaded: Loaded, folder: Path | None = None) -> tuple[Loaded, DataSet]:
     """Prepare the data, and convert epochs to steps. Without a process group: collectives of other ranks would time
-    out.
+    out. With `run.remote`, first fetches the run's history.
 
     Args:
         folder: of the run, if it was moved.
     """
+    if loaded.config.url and folder is None:
+        from torchtitan_lite.bucket import Bucket
+
+        Bucket(loaded.config.url).fetch_run(loaded.config.folder)
     used = [attempt.must_match for attempt in attempts.read(folder or loaded.config.folder)]
     config, later = loaded.config, loaded.config.train.later_sources
     data = prepare_all(config.data, config.tokenizer, print_line, used[-1] if used else {}, later)
@@ -82,12 +86,32 @@ def require_one_run(loaded: Loaded, data: DataSet, process: Process) -> list[str
     Raises:
         UserError: on every rank.
     """
-    if refused := on_rank0(lambda: run_folder.why_not_again(loaded), process.untimed):
+    if refused := on_rank0(lambda: run_folder.why_not_again(loaded, loaded.config.folder), process.untimed):
         raise RepeatError(refused)
     hosts = require_agreement(loaded.config, data, process)
-    if not loaded.config.run.remote:
+    if loaded.config.run.remote:
+        require_own_disks(loaded.config.folder)
+    else:
         require_shared(loaded.config.folder, loaded.config)
     return hosts
+
+
+def require_own_disks(folder: Path) -> None:
+    """Check that no two machines share the folder of a run in object storage. Collective.
+
+    Raises:
+        ConfigError: on every rank.
+    """
+    leads = local_rank() == 0
+    made = on_all(lambda: leads and Path(tempfile.mkstemp(prefix=".own-", dir=folder)[1]).name)
+    seen = values_of_ranks(sum((folder / name).exists() for name in made if name))
+    if leads:
+        (folder / made[dist.get_rank()]).unlink()
+    if max(seen) > 1:
+        raise ConfigError(
+            f"run.out_dir: {folder} is on a disk that several machines share; with run.remote, each needs its own, for "
+            "example --run.out_dir=/tmp/runs"
+        )
 
 
 def require_shared(folder: Path, config: Config) -> None:
@@ -228,11 +252,13 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
         about |= {"config": s.state.config, "setting": s.state.bitwise_setting, "must_match": s.state.must_match}
         about |= {"tasks": s.state.tasks, "segments": s.state.segments, "phases": s.state.phases}
         about |= {"claim": checkpointer.remote.claim if checkpointer.remote else ""}
-        return run_folder.record_start(config.folder, about | run_folder.facts(process, hosts))
+        number = run_folder.record_start(config.folder, about | run_folder.facts(process, hosts))
+        if checkpointer.remote:
+            checkpointer.remote.upload_small_files()  # a lost machine must not take the history along
+        return number
 
     with watchdog.loading("changing the files of the run"):
         log.attempt = on_rank0(change_folder, process.untimed)
-        checkpointer.begin_uploads(step)
 
     def on_abort(why: str) -> None:
         run_folder.record_end(config.folder, process, log.attempt, "failed", s.state.step, why)

@@ -1,7 +1,8 @@
 """The modes of train.py: `--print-config`, `--check-config`, `--inspect`, `--dry-run` and `--replay N`."""
 
+import contextlib
 from collections.abc import Callable
-from functools import partial
+from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -65,22 +66,30 @@ def check(loaded: Loaded) -> None:
     by = run_folder.holder(loaded.config.folder)
     if is_locked(loaded.config.folder) and run_folder.is_of_another_job(by):
         raise ConfigError(run_folder.in_use(loaded.config.folder, by))
-    if refused := run_folder.why_not_again(loaded):
+    folder = loaded.config.folder
+    if loaded.config.url:
+        with contextlib.suppress(CheckpointError):  # the bucket does not have the run yet
+            folder = expand(loaded.config.url)
+    if refused := run_folder.why_not_again(loaded, folder):
         raise RepeatError(refused)
     data = None
     if loaded.config.data.is_prepared:
-        loaded, data = prepared(loaded)  # refuses damaged data
+        loaded, data = prepared(loaded, folder)  # refuses damaged data
         for line in phase_lines(loaded.config, phases.planned(loaded.config, data, TrainState())):
             print_line(line)
     config = loaded.config
-    own = config.folder / "checkpoints"
+    own = folder / "checkpoints"
     steps = storage.find_steps(own)
     fork = not (steps or storage.incomplete_folders(own))
     if fork and not config.checkpoint.resume:
         return
-    source = expand(config.checkpoint.resume) if fork else config.folder
+    source = expand(config.checkpoint.resume) if fork else folder
     folders = find.candidates(source) if fork or steps else []
-    newest = find.newest_complete(folders, partial(storage.verify, mode="size")).folder
+
+    def verify(found: Path) -> list[str]:  # a bucket's listing has the sizes
+        return [] if storage.bucket_of(found) else storage.verify(found, "size")
+
+    newest = find.newest_complete(folders, verify).folder
     if newest is None:
         raise CheckpointError(f"no checkpoint in {source} is complete")
     saved = storage.read_state(newest)
