@@ -24,8 +24,6 @@ from torchtitan_lite.cpu.barrier import Barrier
 from torchtitan_lite.distributed.exchange import on_all, on_rank0
 
 SLOT = 4 << 20  # bytes per rank in each half; 8 MiB is no faster
-# renamed in torch 2.13
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class SharedMemory:
@@ -105,7 +103,7 @@ def shared_memory_of(group: dist.ProcessGroup) -> SharedMemory | None:
         return None
 
 
-_of_neighbours = functools.cache(shared_memory_of)  # for the groups of reshard_after_forward = N
+_of_neighbours = functools.cache(SharedMemory)  # for the groups of reshard_after_forward = N
 
 
 class _Done:
@@ -133,8 +131,6 @@ class AllGather(_Collective):
         """Copy rank r's input to row r of the output, on every rank."""
         is_ours = group.group_name == self._shared.group.group_name
         shared = self._shared if is_ours else _of_neighbours(group)
-        if shared is None:
-            return _all_gather(output_tensor, input_tensor, group, async_op)
         own = input_tensor.view(torch.uint8)
         rows = output_tensor.view(torch.uint8).view(shared.size, -1)
         for piece, slots in shared.pieces(len(own), torch.uint8):
