@@ -90,7 +90,8 @@ def in_turns(_world: Process, times: int) -> None:
     """No rank leaves a barrier before all have entered it."""
     group: Any = dist.group.WORLD
     shared = SharedMemory(group, slot=64)
-    seen = shared.half(torch.int64)[:, 0]
+    ((_, slots),) = shared.pieces(1, torch.int64)
+    seen = slots[:, 0]
     for number in range(1, times):
         seen[shared.rank] = number
         shared.barrier()

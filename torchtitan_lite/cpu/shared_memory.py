@@ -60,17 +60,14 @@ class SharedMemory:
         on_rank0(make, group)
         on_all(take, group)
 
-    def half(self, dtype: torch.dtype) -> Tensor:
-        """Return the half to use next, (ranks, elements)."""
-        self._turn = 1 - self._turn
-        return self._memory.view(dtype).view(2, self.size, -1)[self._turn]
-
     def pieces(self, n: int, dtype: torch.dtype, slots: int = 1) -> Iterator[tuple[slice, Tensor]]:
         """Cut n elements into pieces. Yields the range of each, and where to exchange it: (ranks, slots * elements)."""
         most = len(self._memory) // (2 * self.size * dtype.itemsize * slots)
         for start in range(0, n, most):
             stop = min(start + most, n)
-            yield slice(start, stop), self.half(dtype)[:, : slots * (stop - start)]
+            self._turn = 1 - self._turn
+            half = self._memory.view(dtype).view(2, self.size, -1)[self._turn]
+            yield slice(start, stop), half[:, : slots * (stop - start)]
 
     def barrier(self) -> None:
         """Wait for all ranks. Each can then read what the others wrote before.

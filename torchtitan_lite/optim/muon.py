@@ -14,7 +14,7 @@ import heapq
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -100,23 +100,18 @@ def cost(rows: int, columns: int) -> int:
     return short * short * (2 * long + short)
 
 
-def exchanges(matrices: Collection[nn.Parameter], n_owners: int = 0) -> Iterator[list[nn.Parameter]]:
-    """Group matrices to exchange together, the costly ones first: OWNED_BYTES per owner, or one matrix if it is larger.
+def exchanges(matrices: Iterable[nn.Parameter], n_owners: int = 0) -> Iterator[list[nn.Parameter]]:
+    """Group matrices to exchange together, the costly ones first.
 
     Args:
-        n_owners: default: all ranks of the mesh.
+        n_owners: each gets about OWNED_BYTES, or as much as the largest matrix has; default: all ranks of the mesh.
     """
-    chosen, room = list[nn.Parameter](), 0
-    for matrix in sorted(matrices, key=lambda m: cost(*m.shape[-2:]), reverse=True):
-        n_owners = n_owners or ranks_of(matrix)[1] * ranks_of(matrix, of_replicas=True)[1]
-        if (n_bytes := 4 * matrix.numel()) > room:
-            if chosen:
-                yield chosen
-            chosen, room = [], n_owners * max(OWNED_BYTES, n_bytes)
-        chosen.append(matrix)
-        room -= n_bytes
-    if chosen:
-        yield chosen
+    ordered = sorted(matrices, key=lambda matrix: cost(*matrix.shape[-2:]), reverse=True)
+    n_owners = n_owners or math.prod(ranks_of(m, of_replicas=r)[1] for m in ordered[:1] for r in (False, True))
+    room = n_owners * max(OWNED_BYTES, *(4 * matrix.numel() for matrix in ordered), 0)
+    ends = itertools.accumulate(4 * matrix.numel() for matrix in ordered)
+    for _, exchanged in itertools.groupby(zip(ends, ordered, strict=True), lambda pair: (pair[0] - 1) // room):
+        yield [matrix for _, matrix in exchanged]
 
 
 def balanced(costs: Iterable[int], n_owners: int) -> list[list[int]]:
