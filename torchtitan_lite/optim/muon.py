@@ -171,7 +171,7 @@ def orthogonalise(matrices: list[nn.Parameter], parts: list[Tensor]) -> None:
         else:
             split += [Split(one, dim, matrix.shape[shard_dim(matrix)]) for one in each]
     _orthogonalise_whole(whole)
-    (shards, n_ranks, rank), (replicas, n, replica) = (ranks_of(matrices[0], of_replicas=r) for r in (False, True))
+    (shards, n_ranks, rank), (group, n, replica) = (ranks_of(matrices[0], of_replicas=r) for r in (False, True))
     costs = (cost(m.size, m.part.shape[1 - m.dim]) for m in split)
     by_owner = [[split[i] for i in owned] for owned in balanced(costs, n * n_ranks)]
     by_replica = [[m.part for of_owner in by_owner[r::n] for m in of_owner] for r in range(n)]
@@ -183,7 +183,7 @@ def orthogonalise(matrices: list[nn.Parameter], parts: list[Tensor]) -> None:
         sent = parts[0].new_zeros(most, dtype=dtype_of_iteration(on_gpu=parts[0].is_cuda))
         _copy(_cut(sent, map(Tensor.size, by_replica[replica])), by_replica[replica])
         received = sent.new_empty(n, most)
-        dist.all_gather(list(received), sent, group=replicas)
+        dist.all_gather(list(received), sent, group=group)
         for of_one, values in zip(by_replica, received, strict=True):
             _copy(of_one, _cut(values, map(Tensor.size, of_one)))
 
