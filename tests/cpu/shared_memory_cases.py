@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from torchtitan_lite import cpu
-from torchtitan_lite.cpu import shared_memory
 from torchtitan_lite.cpu.shared_memory import AllGather, ReduceScatter, SharedMemory, all_reduce
 from torchtitan_lite.distributed.lost import means_lost_rank
 from torchtitan_lite.distributed.process_group import Process, set_group_timeouts
@@ -91,7 +90,8 @@ def in_turns(_world: Process, times: int) -> None:
     """No rank leaves a barrier before all have entered it."""
     group: Any = dist.group.WORLD
     shared = SharedMemory(group, slot=64)
-    seen = shared.half(torch.int64)[:, 0]
+    ((_, slots),) = shared.pieces(1, torch.int64)
+    seen = slots[:, 0]
     for number in range(1, times):
         seen[shared.rank] = number
         shared.barrier()
@@ -134,7 +134,7 @@ def used(_world: Process, shape: str) -> None:
     of_gloo: list[tuple[Any, str]] = [
         (dist, f"{name}_{way}") for name in ("all_gather", "reduce_scatter") for way in ("single", "tensor")
     ]
-    of_gloo += [(dist, "all_gather_into_tensor"), (dist.ProcessGroup, "allreduce"), (shared_memory, "_all_gather")]
+    of_gloo += [(dist, "all_gather_into_tensor"), (dist.ProcessGroup, "allreduce")]
     total = loss()
     with contextlib.ExitStack() as stack:
         for owner, name in of_gloo:

@@ -14,13 +14,10 @@ from tests.distributed.test_recompute_and_compile import Operators, made
 from tests.helpers import python, succeeded, tiny
 from torchtitan_lite.config.schema import ModelConfig, SpeedConfig
 from torchtitan_lite.cpu import attention as by_blocks
-from torchtitan_lite.cpu import fused
 from torchtitan_lite.cpu import loss as in_chunks
 from torchtitan_lite.models import Transformer
 from torchtitan_lite.models.attention import attend
-from torchtitan_lite.models.llama import rotate
 from torchtitan_lite.models.loss import IGNORE, summed_cross_entropy
-from torchtitan_lite.models.rotary import rotary_tables
 from torchtitan_lite.tools.dry_run import peak_of
 
 LLAMA = ModelConfig(dim=48, n_heads=6, n_kv_heads=2, n_layers=2, max_seq_len=64)
@@ -92,14 +89,6 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 # --- loss -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_rotation_is_rounded_once(dtype: torch.dtype) -> None:
-    """Its tables are in float32, as in the plain one; a product may be rounded to the other side of a tie."""
-    x = torch.randn(2, 300, 3, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
-    cos, sin = rotary_tables(ModelConfig(dim=48, n_heads=3, max_seq_len=300))
-    assert (fused.rotate(x, cos, sin) != rotate(x, cos, sin)).float().mean() < 0.01
 
 
 def plainly(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

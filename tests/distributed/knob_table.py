@@ -237,6 +237,7 @@ EXTENDED = {
     *("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "t5, plain", "t5, first layer fp32", "t5, bf16, compile"),
     *("t5, dropout, checkpointing selective", "muon, reshard true, 2 blocks in a group", "muon, bf16", "muon, t5"),
     *("muon, sync last, tied, frozen", "columns, tied, prefetch 2", "HSDP, reduce-scatter apart, 2 buffers"),
+    *("SHARD_GRAD_OP", "checkpointing full", "muon, norms of gradients only", "t5, 2 blocks in a group"),
 }
 
 # On one GPU: the rows that need no second rank, and those that need a GPU. FlexAttention, which computes windows there,

@@ -6,10 +6,13 @@ import select
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock, patch
 
 import pytest
 
+import train
 from tests.helpers import ROOT, start, succeeded, tiny
+from torchtitan_lite import environment
 from torchtitan_lite.environment import quota_of_cores, usable_cores
 
 CORES = len(os.sched_getaffinity(0))
@@ -59,6 +62,31 @@ def test_a_worker_ends_with_its_launcher() -> None:
     assert select.select([process.stdout], [], [], 60)[0], "a worker outlives its launcher"
     assert process.stdout.read() == b""
     process.communicate()
+
+
+@pytest.mark.parametrize(("given", "settings"), [
+    ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+    *[({name: "max_split_size_mb:64"},) * 2 for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")],
+])  # fmt: skip
+def test_segments_of_cuda_memory_can_grow_unless_the_user_says_otherwise(
+    given: dict[str, str], settings: dict[str, str]
+) -> None:
+    """Before the first use of CUDA, when torch reads these variables."""
+
+    def first_use() -> int:
+        found.update(os.environ)
+        raise SystemExit
+
+    found: dict[str, str] = {}
+    here = {"die_with_launcher": Mock(), "prepare_streams": Mock()}  # not for this process
+    with (
+        patch.dict(os.environ, given),
+        patch.multiple(environment, **here),
+        patch("torch.cuda.device_count", first_use),
+        pytest.raises(SystemExit),
+    ):
+        train.main([])
+    assert {name: value for name, value in found.items() if name.endswith("ALLOC_CONF")} == settings
 
 
 V2 = "0::/pod/container\n"

@@ -1,6 +1,5 @@
 """How the ranks find each other: not those of an earlier attempt, and not for ever."""
 
-import socket
 import threading
 from collections.abc import Mapping
 from datetime import timedelta
@@ -11,8 +10,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # mypy: not an explicit re-export
 
 from tests.forkserver import free_port
-from tests.helpers import ranks, refused, run_distributed, tiny
-from torchtitan_lite.distributed.process_group import Process
+from tests.helpers import ranks, refused, tiny
 from torchtitan_lite.distributed.rendezvous import Store, _store_of_this_attempt
 
 SHORT, LONG = timedelta(seconds=0.3), timedelta(seconds=60)
@@ -63,16 +61,3 @@ def test_a_rank_that_does_not_arrive_is_named_within_the_limit(agent: bool, text
     said = ["rank 0, starting: not all ranks arrived within run.start_timeout_minutes = 0.05 ("]
     said += ["(missing: rank 1). A process or its machine died during startup, or a "] * agent
     refused(ranks(1, *command, env={**env, **more}, timeout=60), *said, code=1)
-
-
-def some_ports(_: Process) -> list[int]:
-    drawn = [free_port() for _ in range(200)]
-    dist.barrier()
-    return drawn
-
-
-def test_processes_draw_different_ports_which_stay_theirs() -> None:
-    mine, others = run_distributed(some_ports, 2)
-    assert len({*mine, *others}) == 400
-    with socket.socket() as other, pytest.raises(OSError, match="in use"):
-        other.bind(("127.0.0.1", free_port()))

@@ -30,7 +30,7 @@ _BASE = {
 # Options of a step, by name. Together they hold every option.
 TABLE: dict[str, dict[str, Any]] = {
     "hybrid, HSDP, full checkpointing, explicit prefetching": {
-        **{"model.family": "olmo_hybrid", "model.layer_pattern": "delta,full"},
+        **{"model.family": "olmo_hybrid", "model.layer_pattern": "delta,full", "train.seq_len": 128},
         **{"fsdp.dp_replicate": 2, "fsdp.explicit_prefetching": True},
         "activation_checkpointing.mode": "full",
     },

@@ -135,11 +135,13 @@ def test_a_batch_of_matrices_is_that_of_each(shape: tuple[int, int]) -> None:
     torch.testing.assert_close(muon.newton_schulz(batch), one_by_one, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize(("owners", "expected"), [(1, [1, 1, 16, 2]), (2, [2, 18]), (9, [20])])
-def test_an_exchange_is_at_most_64_mib_but_for_a_larger_matrix(owners: int, expected: list[int]) -> None:
-    """Of an owner, in float32: 16 matrices of 4 MiB, and each of 128 MiB alone."""
+@pytest.mark.parametrize(
+    ("owners", "large", "expected"), [(1, 0, [16, 2]), (1, 2, [1, 1, 18]), (2, 2, [2, 18]), (9, 2, [20])]
+)
+def test_an_exchange_is_at_most_64_mib_but_for_a_larger_matrix(owners: int, large: int, expected: list[int]) -> None:
+    """Of an owner, in float32: 16 matrices of 4 MiB, and of 128 MiB one."""
     with torch.device("meta"):
-        matrices = [nn.Parameter(torch.empty(shape)) for shape in 18 * [(1024, 1024)] + 2 * [(8192, 4096)]]
+        matrices = [nn.Parameter(torch.empty(shape)) for shape in 18 * [(1024, 1024)] + large * [(8192, 4096)]]
     assert [len(exchange) for exchange in muon.exchanges(matrices, owners)] == expected
 
 

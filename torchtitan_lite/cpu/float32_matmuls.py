@@ -18,8 +18,6 @@ from torchtitan_lite.cpu import loss
 from torchtitan_lite.distributed.exchange import on_rank0
 from torchtitan_lite.models import Transformer
 
-DTYPES = torch.bfloat16, torch.float16
-
 
 def slow_dtypes() -> list[str]:
     """Return the 16-bit dtypes for which this CPU has no matmul instructions.
@@ -73,7 +71,5 @@ class Linear(nn.Linear):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute F.linear; with 16-bit inputs, compute in float32 and round to their dtype."""
-    if x.dtype not in DTYPES or x.device.type != "cpu":
-        return F.linear(x, weight, bias)
+    """Compute F.linear in float32, and round the result to the dtype of x."""
     return in_float32(F.linear, x, weight, bias)

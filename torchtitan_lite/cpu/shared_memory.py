@@ -24,8 +24,6 @@ from torchtitan_lite.cpu.barrier import Barrier
 from torchtitan_lite.distributed.exchange import on_all, on_rank0
 
 SLOT = 4 << 20  # bytes per rank in each half; 8 MiB is no faster
-# renamed in torch 2.13
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class SharedMemory:
@@ -62,17 +60,14 @@ class SharedMemory:
         on_rank0(make, group)
         on_all(take, group)
 
-    def half(self, dtype: torch.dtype) -> Tensor:
-        """Return the half to use next, (ranks, elements)."""
-        self._turn = 1 - self._turn
-        return self._memory.view(dtype).view(2, self.size, -1)[self._turn]
-
     def pieces(self, n: int, dtype: torch.dtype, slots: int = 1) -> Iterator[tuple[slice, Tensor]]:
         """Cut n elements into pieces. Yields the range of each, and where to exchange it: (ranks, slots * elements)."""
         most = len(self._memory) // (2 * self.size * dtype.itemsize * slots)
         for start in range(0, n, most):
             stop = min(start + most, n)
-            yield slice(start, stop), self.half(dtype)[:, : slots * (stop - start)]
+            self._turn = 1 - self._turn
+            half = self._memory.view(dtype).view(2, self.size, -1)[self._turn]
+            yield slice(start, stop), half[:, : slots * (stop - start)]
 
     def barrier(self) -> None:
         """Wait for all ranks. Each can then read what the others wrote before.
@@ -105,7 +100,7 @@ def shared_memory_of(group: dist.ProcessGroup) -> SharedMemory | None:
         return None
 
 
-_of_neighbours = functools.cache(shared_memory_of)  # for the groups of reshard_after_forward = N
+_of_neighbours = functools.cache(SharedMemory)  # for the groups of reshard_after_forward = N
 
 
 class _Done:
@@ -133,8 +128,6 @@ class AllGather(_Collective):
         """Copy rank r's input to row r of the output, on every rank."""
         is_ours = group.group_name == self._shared.group.group_name
         shared = self._shared if is_ours else _of_neighbours(group)
-        if shared is None:
-            return _all_gather(output_tensor, input_tensor, group, async_op)
         own = input_tensor.view(torch.uint8)
         rows = output_tensor.view(torch.uint8).view(shared.size, -1)
         for piece, slots in shared.pieces(len(own), torch.uint8):

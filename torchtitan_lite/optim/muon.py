@@ -14,7 +14,7 @@ import heapq
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -100,23 +100,18 @@ def cost(rows: int, columns: int) -> int:
     return short * short * (2 * long + short)
 
 
-def exchanges(matrices: Collection[nn.Parameter], n_owners: int = 0) -> Iterator[list[nn.Parameter]]:
-    """Group matrices to exchange together, the costly ones first: OWNED_BYTES per owner, or one matrix if it is larger.
+def exchanges(matrices: Iterable[nn.Parameter], n_owners: int = 0) -> Iterator[list[nn.Parameter]]:
+    """Group matrices to exchange together, the costly ones first.
 
     Args:
-        n_owners: default: all ranks of the mesh.
+        n_owners: each gets about OWNED_BYTES, or as much as the largest matrix has; default: all ranks of the mesh.
     """
-    chosen, room = list[nn.Parameter](), 0
-    for matrix in sorted(matrices, key=lambda m: cost(*m.shape[-2:]), reverse=True):
-        n_owners = n_owners or ranks_of(matrix)[1] * ranks_of(matrix, of_replicas=True)[1]
-        if (n_bytes := 4 * matrix.numel()) > room:
-            if chosen:
-                yield chosen
-            chosen, room = [], n_owners * max(OWNED_BYTES, n_bytes)
-        chosen.append(matrix)
-        room -= n_bytes
-    if chosen:
-        yield chosen
+    ordered = sorted(matrices, key=lambda matrix: cost(*matrix.shape[-2:]), reverse=True)
+    n_owners = n_owners or math.prod(ranks_of(m, of_replicas=r)[1] for m in ordered[:1] for r in (False, True))
+    room = n_owners * max(OWNED_BYTES, *(4 * matrix.numel() for matrix in ordered), 0)
+    ends = itertools.accumulate(4 * matrix.numel() for matrix in ordered)
+    for _, exchanged in itertools.groupby(zip(ends, ordered, strict=True), lambda pair: (pair[0] - 1) // room):
+        yield [matrix for _, matrix in exchanged]
 
 
 def balanced(costs: Iterable[int], n_owners: int) -> list[list[int]]:
@@ -176,7 +171,7 @@ def orthogonalise(matrices: list[nn.Parameter], parts: list[Tensor]) -> None:
         else:
             split += [Split(one, dim, matrix.shape[shard_dim(matrix)]) for one in each]
     _orthogonalise_whole(whole)
-    (shards, n_ranks, rank), (replicas, n, replica) = (ranks_of(matrices[0], of_replicas=r) for r in (False, True))
+    (shards, n_ranks, rank), (group, n, replica) = (ranks_of(matrices[0], of_replicas=r) for r in (False, True))
     costs = (cost(m.size, m.part.shape[1 - m.dim]) for m in split)
     by_owner = [[split[i] for i in owned] for owned in balanced(costs, n * n_ranks)]
     by_replica = [[m.part for of_owner in by_owner[r::n] for m in of_owner] for r in range(n)]
@@ -188,7 +183,7 @@ def orthogonalise(matrices: list[nn.Parameter], parts: list[Tensor]) -> None:
         sent = parts[0].new_zeros(most, dtype=dtype_of_iteration(on_gpu=parts[0].is_cuda))
         _copy(_cut(sent, map(Tensor.size, by_replica[replica])), by_replica[replica])
         received = sent.new_empty(n, most)
-        dist.all_gather(list(received), sent, group=replicas)
+        dist.all_gather(list(received), sent, group=group)
         for of_one, values in zip(by_replica, received, strict=True):
             _copy(of_one, _cut(values, map(Tensor.size, of_one)))
 
