@@ -322,7 +322,7 @@ def test_a_browser_shows_the_page_and_its_buttons_without_errors(tmp_path: Path)
     assert not console
     assert not asked
     n = len(titles_of(*runs))
-    assert n == 6
+    assert n == 7
     assert elements.count('class="js-line"') >= 2 * n
     assert ">killed, &lt;u&gt;</" in elements
     assert "<title>one, &lt;i&gt;other</title>" in elements

@@ -142,8 +142,8 @@ def figure(runs: Sequence[Run]) -> go.Figure:
     fixed = {"itemclick": False, "itemdoubleclick": False} if several else {}  # a dash has no single curve to hide
     for n, (cell, (_, axis)) in enumerate(zip(cells, axes, strict=True)):
         drawn.update_yaxes(**grid, **axis, **cell)
-        x, y = (each.domain[1] for each in drawn.get_subplot(**cell))
-        corner = {"x": x, "xanchor": "right", "y": y, "yanchor": "top"}  # a legend above would cover the title
+        x, y = (each.domain[0] for each in drawn.get_subplot(**cell))
+        corner = {"x": x, "xanchor": "left", "y": y, "yanchor": "bottom", "bgcolor": CLEAR}  # few curves pass here
         drawn.update_layout({f"legend{n + 2}": corner | fixed})
     drawn.update_layout(
         height=height + _TOP + _BOTTOM,
