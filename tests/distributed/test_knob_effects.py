@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_leaves
 
 import train
 from tests.distributed.knob_table import CASES, FEW_EXPERTS
@@ -108,9 +109,9 @@ def events_of_a_step(t: Session) -> list[Event]:
     events: list[Event] = []
 
     def computes(name: str) -> Callable[..., None]:
-        def after(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
-            if output.requires_grad:
-                output.register_hook(lambda _grad: events.append(Event("backward", name)))
+        def after(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            if tree_leaves(output)[0].requires_grad:
+                tree_leaves(output)[0].register_hook(lambda _grad: events.append(Event("backward", name)))
 
         return after
 
@@ -403,7 +404,7 @@ def dtypes_of(t: Session) -> tuple[dict[str, tuple[torch.dtype, ...]], list[Even
         return hook
 
     def after(name: str) -> Callable[..., None]:
-        return lambda _module, _args, output: seen.update({name: (*seen[name], output.dtype)})
+        return lambda _module, _args, output: seen.update({name: (*seen[name], tree_leaves(output)[0].dtype)})
 
     looked_at = ("tok_embeddings", *LAYERS, "norm", "output", "layers.0.feed_forward.w1", "layers.1.feed_forward.w1")
     handles = []

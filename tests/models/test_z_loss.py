@@ -16,7 +16,7 @@ from torchtitan_lite.models.transformer import Head
 Z = 0.01
 
 
-Way = Callable[[Tensor, Tensor, Tensor], Tensor]
+Way = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # the summed loss, and that of each token
 
 
 def gradients(way: Way, dtype: torch.dtype, n: int = 300, wanted: tuple[bool, bool] = (True, True)) -> list[Tensor]:
@@ -26,26 +26,28 @@ def gradients(way: Way, dtype: torch.dtype, n: int = 300, wanted: tuple[bool, bo
     weight = torch.randn(91, 16, generator=generator).to(dtype).requires_grad_(wanted[1])
     targets = torch.randint(91, (2, n), generator=generator)
     targets[:, ::5] = IGNORE
-    loss = way(x, weight, targets)
-    assert loss.requires_grad == any(wanted)
+    loss, losses = way(x, weight, targets)
+    assert (loss.requires_grad, losses.requires_grad) == (any(wanted), False)
+    torch.testing.assert_close(losses.sum(), loss.detach())
     return [
         loss.detach(),
         *(torch.autograd.grad(loss * 0.3, t, retain_graph=True)[0] for t in (x, weight) if t.requires_grad),
     ]
 
 
-def by_autograd(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def by_autograd(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     logits = F.linear(x, weight).double().flatten(0, 1)[targets.flatten() != IGNORE]
     known = targets.flatten()[targets.flatten() != IGNORE]
-    return F.cross_entropy(logits, known, reduction="sum") + Z * logits.exp().sum(-1).log().square().sum()
+    loss = F.cross_entropy(logits, known, reduction="sum") + Z * logits.exp().sum(-1).log().square().sum()
+    return loss, loss.detach()
 
 
-def plain(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def plain(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return summed_cross_entropy(F.linear(x, weight), targets, Z)
 
 
-def of_head(x: Tensor, weight: Tensor, targets: Tensor, chunked: bool = True) -> Tensor:
-    module = Head(16, 91, LossOptions(z_loss=Z, chunked=chunked))
+def of_head(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    module = Head(16, 91, LossOptions(z_loss=Z, chunked=True))
     return torch.func.functional_call(module, {"weight": weight}, (x, targets))
 
 
@@ -55,7 +57,6 @@ WAYS: dict[str, Way] = {
     "cpu": functools.partial(on_cpu.chunked_cross_entropy, z_loss=Z),
     "cpu, widened": functools.partial(on_cpu.chunked_cross_entropy, z_loss=Z, matmul_dtype=torch.float32),
     "head": of_head,
-    "head, not in chunks": functools.partial(of_head, chunked=False),
 }
 
 

@@ -1,88 +1,52 @@
 """The chunked loss for the CPU: mostly in place, in chunks and groups of rows that fit into the cache."""
 
-from typing import Any
+import functools
 
 import torch
 from torch import Tensor
 
 from torchtitan_lite.models import chunked_loss as plain
+from torchtitan_lite.models.chunked_loss import ROWS
 from torchtitan_lite.models.loss import IGNORE
 
 CHUNK = 256  # tokens per chunk; doubled in float32, where softmax overwrites the logits
-ROWS = 1024  # rows of the weight's gradient that fit into a core's cache
 
 
 def chunked_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    z_loss: float = 0.0,
-    token_losses: Tensor | None = None,
-    *,
-    matmul_dtype: torch.dtype | None = None,
-) -> Tensor:
+    x: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0, *, matmul_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     """Compute models.chunked_loss.chunked_cross_entropy, with matmuls in `matmul_dtype` if given."""
     if x.device.type != "cpu":
-        return plain.chunked_cross_entropy(x, weight, targets, z_loss, token_losses)
-    wants_dx = torch.is_grad_enabled() and x.requires_grad
-    wants_dw = torch.is_grad_enabled() and weight.requires_grad
-    return _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        x.flatten(0, 1),
-        weight,
-        targets.flatten(),
-        wants_dx,
-        wants_dw,
-        z_loss,
-        matmul_dtype or weight.dtype,
-        token_losses,
-    )
+        return plain.chunked_cross_entropy(x, weight, targets, z_loss)
+    compute = functools.partial(_in_chunks, targets.flatten(), z_loss, matmul_dtype or weight.dtype)
+    return plain.with_gradients(compute, x, weight)
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    """x (N, D), weight (V, D), targets (N,), two flags for the gradients to compute, and the rest -> ()."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        wants_dx: bool,
-        wants_dw: bool,
-        z_loss: float,
-        matmul_dtype: torch.dtype,
-        token_losses: Tensor | None,
-    ) -> Tensor:
-        chunk = CHUNK * (2 if x.dtype == torch.float32 else 1)
-        dx = torch.empty_like(x) if wants_dx else None
-        dw = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wants_dw else None
-        loss = torch.zeros((), dtype=torch.float32, device=x.device)
-        matrix = weight.to(matmul_dtype)
-        for start in range(0, len(x), chunk):
-            part = x[start : start + chunk].to(matmul_dtype)
-            logits = (part @ matrix.T).to(x.dtype)
-            losses, d_logits = _softmax_minus_onehot(logits, targets[start : start + chunk], z_loss)
-            loss += losses.sum()
-            if token_losses is not None:
-                token_losses[start : start + chunk] = losses
-            d_logits = d_logits.to(matmul_dtype)
-            if dx is not None:
-                dx[start : start + chunk] = d_logits @ matrix
-            if dw is not None:
-                _add_matmul_(dw, d_logits.T, part)
-        ctx.save_for_backward(dx, dw)
-        ctx.dtype = weight.dtype
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dw = ctx.saved_tensors
-        factor = grads[0]
-        return (
-            None if dx is None else (dx * factor).to(dx.dtype),
-            None if dw is None else _scaled(dw, factor, ctx.dtype),
-            *(None,) * 6,
-        )
+def _in_chunks(
+    targets: Tensor,
+    z_loss: float,
+    matmul_dtype: torch.dtype,
+    x: Tensor,
+    weight: Tensor,
+    wants_dx: bool,
+    wants_dw: bool,
+) -> plain.Found:
+    chunk = CHUNK * (2 if x.dtype == torch.float32 else 1)
+    losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    dx = torch.empty_like(x) if wants_dx else None
+    dw = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wants_dw else None
+    matrix = weight.to(matmul_dtype)
+    for start in range(0, len(x), chunk):
+        these = slice(start, start + chunk)
+        part = x[these].to(matmul_dtype)
+        logits = (part @ matrix.T).to(x.dtype)
+        losses[these], d_logits = _softmax_minus_onehot(logits, targets[these], z_loss)
+        d_logits = d_logits.to(matmul_dtype)
+        if dx is not None:
+            dx[these] = d_logits @ matrix
+        if dw is not None:
+            _add_matmul_(dw, d_logits.T, part)
+    return losses, dx, dw
 
 
 def _add_matmul_(total: Tensor, one: Tensor, other: Tensor) -> None:
@@ -92,14 +56,6 @@ def _add_matmul_(total: Tensor, one: Tensor, other: Tensor) -> None:
         return
     for rows, more in zip(total.split(ROWS), (one @ other).split(ROWS), strict=True):
         rows += more
-
-
-def _scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return total * factor in `dtype`, without an intermediate copy in total's dtype."""
-    out = torch.empty(total.shape, dtype=dtype, device=total.device)
-    for rows, to in zip(total.split(ROWS), out.split(ROWS), strict=True):
-        to.copy_(rows * factor)
-    return out
 
 
 def _softmax_minus_onehot(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:

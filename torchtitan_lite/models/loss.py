@@ -7,7 +7,6 @@ value, so that losses stay comparable.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -35,22 +34,19 @@ class LossOptions:
         return cls(c.z_loss, c.router_aux_loss, c.router_z_loss, c.router_bias_rate, config.speed.chunked_loss)
 
 
-def summed_cross_entropy(
-    logits: Tensor, targets: Tensor, z_loss: float = 0.0, token_losses: Tensor | None = None
-) -> Tensor:
-    """Return the summed negative log-likelihood in nats, () float32, of logits (B, T, V), targets (B, T) or IGNORE.
+def summed_cross_entropy(logits: Tensor, targets: Tensor, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Compute negative log-likelihoods in nats, in float32, of logits (B, T, V) and targets (B, T) or IGNORE.
 
-    Args:
-        token_losses: filled with the loss of each target, (B T,) float32, without gradients.
+    Returns:
+        their sum, (), and each target's, (B T,), without gradients.
     """
     rows = logits.flatten(0, 1).float()
-    if token_losses is not None:
-        token_losses.copy_(F.cross_entropy(rows.detach(), targets.flatten(), ignore_index=IGNORE, reduction="none"))
-    loss = F.cross_entropy(rows, targets.flatten(), ignore_index=IGNORE, reduction="sum")
-    if not z_loss:
-        return loss
-    more = z_loss * (rows.logsumexp(-1).square() * (targets.flatten() != IGNORE)).sum()
-    return loss + (more - more.detach())
+    losses = F.cross_entropy(rows, targets.flatten(), ignore_index=IGNORE, reduction="none")
+    loss = losses.sum()
+    if z_loss:
+        more = z_loss * (rows.logsumexp(-1).square() * (targets.flatten() != IGNORE)).sum()
+        loss = loss + (more - more.detach())
+    return loss, losses.detach()
 
 
 def plain_logits_to_gradient_(logits: Tensor, targets: Tensor, ignore: int, write: bool, z_loss: float) -> Tensor:
@@ -67,9 +63,9 @@ def plain_logits_to_gradient_(logits: Tensor, targets: Tensor, ignore: int, writ
     return losses
 
 
-def per_sequence_loss(loss: Callable[[Tensor, Tensor], Tensor], x: Tensor, targets: Tensor) -> Tensor:
-    """Apply a summed loss to each sequence of x (B, T, ...) and targets (B, T). Returns (B,)."""
-    return torch.stack([loss(x[i : i + 1], targets[i : i + 1]) for i in range(len(x))])
+def of_gpu(x: Tensor) -> bool:
+    """Return whether a tensor is on a GPU, or a FakeTensor, which stands for one there."""
+    return x.device.type != "cpu" or type(x) is not Tensor
 
 
 def bits_per_byte(nats: float, n_bytes: int) -> float:

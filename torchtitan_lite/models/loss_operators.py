@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite.models import kernels
-from torchtitan_lite.models.loss import plain_logits_to_gradient_
+from torchtitan_lite.models.loss import of_gpu, plain_logits_to_gradient_
 
 PLAIN_ROWS = 1024  # rows that plain operators compute at a time on a GPU, to bound their float32 copies
 
@@ -38,16 +38,12 @@ def padding(x: Tensor, vocab_size: int) -> int:
 
     In unaligned rows Triton moves single elements, and cuBLAS is slower (its manual, "Tensor Core Usage").
     """
-    return -vocab_size % 64 if vocab_size % 16 and _of_gpu(x) else 0
-
-
-def _of_gpu(x: Tensor) -> bool:
-    return x.device.type != "cpu" or type(x) is not Tensor  # a FakeTensor stands for a GPU's
+    return -vocab_size % 64 if vocab_size % 16 and of_gpu(x) else 0
 
 
 def add_matmul_(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
     """Add a @ b to `total`, or set it if `first`. The sum is float32 throughout."""
-    if a.dtype == torch.float32 or not _of_gpu(a):
+    if a.dtype == torch.float32 or not of_gpu(a):
         torch.addmm(total, a.float(), b.float(), beta=int(not first), out=total)
     elif first:
         torch.mm(a, b, out_dtype=torch.float32, out=total)

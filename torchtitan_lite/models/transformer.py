@@ -13,7 +13,7 @@ from torchtitan_lite.config.sections.log import Metric
 from torchtitan_lite.models.attention import KeysValues
 from torchtitan_lite.models.chunked_loss import chunked_cross_entropy
 from torchtitan_lite.models.induction import Fill, with_induction_head
-from torchtitan_lite.models.loss import LossOptions, per_sequence_loss, summed_cross_entropy
+from torchtitan_lite.models.loss import LossOptions, summed_cross_entropy
 from torchtitan_lite.models.masks import within_documents
 
 
@@ -23,6 +23,7 @@ class Transformer(nn.Module):
     Shapes: B sequences, T tokens, D dim, V vocabulary.
     """
 
+    initial_norm = 1.0  # of norm weights
     metrics: Sequence[Metric] = ()  # of logged steps, besides log.metrics
     loads: Tensor | None = None  # with experts: (L, E) tokens per layer and expert in the micro-batches so far
 
@@ -72,7 +73,7 @@ class Transformer(nn.Module):
             cache: from new_cache, for generation: has the earlier tokens, and is extended by these.
             positions: (B, T) int64, from 0 in each document; attention stays within documents. None: no documents, and
                 T positions from 0, or from the number of cached tokens.
-            per_sequence: return the loss of each sequence.
+            per_sequence: return the loss of each sequence, without gradients.
 
         Returns:
             (B, T, V) logits, or the summed cross-entropy, () float32; per sequence, (B,) float32.
@@ -129,7 +130,7 @@ class Transformer(nn.Module):
             tensor                                   initial value (L = n_layers)
             *_embeddings, wq wk wv, w1 w3, output    N(0, std^2), std = 0.02
             wo, w2 (they add to the residual)        N(0, std^2), std = 0.02 / sqrt(2 L)
-            norm weights                             1
+            norm weights                             1 (`initial_norm`)
             biases                                   0
 
         With model.mup_base_dim, block matrices are divided by sqrt(width), and output by width. For
@@ -145,7 +146,7 @@ class Transformer(nn.Module):
             normal_ = with_induction_head(normal_, self.config, self.tok_embeddings.num_embeddings, self.width)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 1:
-                parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+                parameter.fill_(self.initial_norm if name.endswith("norm.weight") else 0.0)
             else:
                 std = residual if name.endswith(("wo.weight", "w2.weight")) else 0.02
                 normal_(name, parameter, std * scales.get(name.partition(".")[0], 1.0))
@@ -159,32 +160,25 @@ class Head(nn.Linear):
     """
 
     linear, cross_entropy = staticmethod(F.linear), staticmethod(chunked_cross_entropy)  # cpu/ replaces them
+    token_losses: Tensor | None = None  # of the last targets, (B T,) float32, without gradients
 
     def __init__(self, dim: int, vocab_size: int, losses: LossOptions) -> None:
         super().__init__(dim, vocab_size, bias=False)
         self.chunked, self.z_loss = losses.chunked, losses.z_loss
-        self.keeps_losses = False  # whether training keeps the loss of each target of a forward, (B T,) float32
-        self.token_losses: Tensor | None = None
 
     def logits_or_loss(self, x: Tensor, targets: Tensor | None, *, per_sequence: bool = False) -> Tensor:
         """Compute what Transformer.forward returns from the last block's normalised outputs, (B, T, D)."""
-        keeps = self.keeps_losses and self.training and targets is not None
-        self.token_losses = torch.empty(x.shape[:2].numel(), device=x.device) if keeps else None
-        if targets is None or self.chunked:
-            return self(x, targets, per_sequence=per_sequence)
-        logits = self(x)
-        if per_sequence:
-            return per_sequence_loss(summed_cross_entropy, logits, targets)
-        return summed_cross_entropy(logits, targets, self.z_loss, self.token_losses)
+        if targets is None:
+            return self(x)
+        loss, losses = self(x, targets) if self.chunked else summed_cross_entropy(self(x), targets, self.z_loss)
+        self.token_losses = losses
+        return losses.view(targets.shape).sum(1) if per_sequence else loss
 
-    def forward(self, x: Tensor, targets: Tensor | None = None, *, per_sequence: bool = False) -> Tensor:
-        """(B, T, D) -> (B, T, V) logits; with targets, (B, T) int64, the loss, () float32, or (B,) per sequence."""
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Any:
+        """(B, T, D) -> (B, T, V) logits; with targets, (B, T) int64, what summed_cross_entropy returns."""
         if targets is None:
             return self.linear(x, self.weight)
-        return per_sequence_loss(self._loss, x, targets) if per_sequence else self._loss(x, targets)
-
-    def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
         if x.dtype == torch.float16:
             # the chunked loss rounds gradients before the loss scale applies: small ones would become zero
-            return summed_cross_entropy(self.linear(x, self.weight), targets, self.z_loss, self.token_losses)
-        return self.cross_entropy(x, self.weight, targets, self.z_loss, self.token_losses)
+            return summed_cross_entropy(self.linear(x, self.weight), targets, self.z_loss)
+        return self.cross_entropy(x, self.weight, targets, self.z_loss)

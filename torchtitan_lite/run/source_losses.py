@@ -20,9 +20,8 @@ class SourceLosses:
         self.begin(names)
 
     def begin(self, names: Sequence[str]) -> None:
-        """Use these sources from now on. The loss of a single one is the loss of the step, so it is not kept."""
+        """Use these sources from now on. The loss of a single one is the loss of the step, so it is not added up."""
         self._names = names if len(names) > 1 else ()
-        self._head.keeps_losses = len(names) > 1
         self._sums = torch.zeros(2, len(self._names))  # losses and targets by source
 
     def _values(self, sums: Tensor) -> dict[str, float]:
@@ -31,7 +30,7 @@ class SourceLosses:
     def add(self, micro: MicroBatch, *, first: bool) -> None:
         """Add the losses of the last forward, which was the `first` of a step or a later one."""
         losses = self._head.token_losses
-        if losses is not None and micro.sources is not None:
+        if self._names and losses is not None and micro.sources is not None:
             known = (micro.targets != IGNORE).sum(1).to(losses.device, non_blocking=True)
             rows = torch.stack([losses.view(len(known), -1).sum(1), known]).double()  # (2, B)
             before = rows.new_zeros(2, len(self._names)) if first else self._sums

@@ -58,12 +58,6 @@ def pad_batch(windows: list[Window]) -> Batch:
     return Batch(torch.tensor([window.item for window in windows]), MicroBatch(tokens, targets))
 
 
-def row_nats(model: nn.Module, rows: MicroBatch, device: torch.device) -> Tensor:
-    """Return the summed negative log-likelihood of each row's targets in nats, (B,) float32 on the device."""
-    nats: Tensor = model(**rows.on(device), per_sequence=True)
-    return nats
-
-
 def row_sizes(rows: MicroBatch, bytes_per_token: Tensor) -> Tensor:
     """Return each row's number of targets, and the bytes of their text, (2, B) int64.
 
@@ -76,8 +70,9 @@ def row_sizes(rows: MicroBatch, bytes_per_token: Tensor) -> Tensor:
 
 
 def nats_only(model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
-    """Return one value per row, the negative log-likelihood (1, B). A Measure."""
-    return row_nats(model, batch.rows, device)[None]
+    """Return one value per row, the negative log-likelihood in nats (1, B). A Measure."""
+    nats: Tensor = model(**batch.rows.on(device), per_sequence=True)
+    return nats[None]
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from torchtitan_lite.data.open_samples import open_samples
 from torchtitan_lite.distributed.evaluating import evaluating
 from torchtitan_lite.distributed.process_group import sum_over_ranks
 from torchtitan_lite.models.loss import IGNORE, bits_per_byte
-from torchtitan_lite.scoring.likelihood import bytes_per_token, row_nats, row_sizes
+from torchtitan_lite.scoring.likelihood import bytes_per_token, row_sizes
 from torchtitan_lite.scoring.statistics import Array, plus_minus, ratio
 
 # The seed of the subset; not run.seed, so that runs with different seeds are comparable.
@@ -117,7 +117,7 @@ def evaluate(model: nn.Module, validation: Validation, device: torch.device) -> 
     counts = torch.zeros(len(validation.bytes_per_token), dtype=torch.int64)  # how often each token is a target
     with evaluating(model, compiled=True):
         for micro in validation.micro_batches(device):
-            nats.append(row_nats(model, micro, device))
+            nats.append(model(**micro.on(device), per_sequence=True))
             sizes.append(row_sizes(micro, validation.bytes_per_token))
             if validation.unigram is None:
                 counts += micro.targets[micro.targets != IGNORE].bincount(minlength=len(counts))
