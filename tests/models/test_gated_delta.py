@@ -26,18 +26,26 @@ def inputs() -> tuple[Tensor, ...]:
     return gated_delta.unit(q) * K**-0.5, gated_delta.unit(k), v, g, b, state
 
 
-def test_both_forms_are_the_recurrence_of_transformers() -> None:
+def by_token(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """As in generation."""
+    *given, memory = inputs
+    outputs = []
+    for t in range(T):
+        q, k, v, g, b = (x[:, t : t + 1] for x in given)
+        one, memory = gated_delta.chunked(q, k, v, g, b, memory, torch.zeros(1, 1).long())
+        outputs.append(one)
+    return torch.cat(outputs, 1), memory
+
+
+def test_in_chunks_and_by_token_it_is_the_recurrence_of_transformers() -> None:
     """Across chunks, from a memory that is not empty, to the last memory; the rule of theirs has both forms too."""
     from transformers.models.olmo_hybrid import modeling_olmo_hybrid as theirs
 
     q, k, v, g, b, state = inputs()
     given = (q * K**0.5, k, v, g[..., 0], b[..., 0])
     o, last = gated_delta.chunked(q, k, v, g, b, state, torch.zeros(1, T, dtype=torch.int64))
-    outputs, memory = [], state
-    for t in range(T):
-        one, memory = gated_delta.step(q[:, t], k[:, t], v[:, t], g[:, t], b[:, t], memory)
-        outputs.append(one)
-    assert difference(o, torch.stack(outputs, 1)) < 2e-6
+    outputs, memory = by_token(q, k, v, g, b, state)
+    assert difference(o, outputs) < 2e-6
     assert difference(last, memory) < 2e-6
     for rule in (theirs.torch_chunk_gated_delta_rule, theirs.torch_recurrent_gated_delta_rule):
         expected, end = rule(*given, initial_state=state, output_final_state=True)
@@ -53,9 +61,7 @@ def test_a_memory_that_never_fades_or_at_once_is_finite(decay: float, rate: floa
     k = gated_delta.unit(torch.where(torch.arange(H)[:, None] == 0, 0.0, k))
     o, memory = gated_delta.chunked(q, k, v, g, b, state, torch.zeros(1, T, dtype=torch.int64))
     assert torch.autograd.grad(o.square().sum() + memory.sum(), g)[0].isfinite().all()
-    for t in range(T):
-        one, state = gated_delta.step(q[:, t], k[:, t], v[:, t], g[:, t], b[:, t], state)
-        torch.testing.assert_close(o[:, t], one, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close((o, memory), by_token(q, k, v, g, b, state), rtol=1e-3, atol=1e-3)
 
 
 def test_the_recurrence_is_computed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:

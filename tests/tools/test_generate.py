@@ -60,8 +60,7 @@ def test_logits_and_tokens_are_the_same_with_the_cache(model: Transformer) -> No
         for layer, window in zip(cache, model.config.windows, strict=True):
             assert layer.length == 24
             if isinstance(layer, KeysValues):
-                assert layer._kept is not None
-                assert layer._kept[0].shape[1] == (window - 1 if window else 24)
+                assert layer.kept[0].shape[1] == (window - 1 if window else 24)
     prompt = [5, 6, 7]
     found = list(new_tokens(model, prompt, 100, Sampler(temperature=0)))
     expected: list[int] = []

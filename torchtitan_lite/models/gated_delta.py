@@ -7,10 +7,11 @@ value S^T k. Each token decays the memory by exp(g), moves its value for k towar
     S <- S + k u^T      with  u = b (v - S^T k)      the delta rule: with b = 1, S^T k is then exactly v
     o  = S^T q
 
-g <= 0 and b in (0, 2) are scalars per token and head, and |k| = 1. `step` computes one token for generation; its cost
-and memory do not grow with the context.
+g <= 0 and b in (0, 2) are scalars per token and head, and |k| = 1. In generation, the cost and memory of a token do not
+grow with the context.
 
-2. Chunks. Training needs all tokens at once. Within a chunk of C tokens that begins with the memory S_0, let
+2. Chunks. Training needs all tokens at once. Within a chunk of C tokens (1 in generation) that begins with the memory
+S_0, let
 c_i = g_1 + ... + g_i. Unrolled, the memory after token i is exp(c_i) S_0 + sum over j <= i of exp(c_i - c_j) k_j u_j^T.
 Substituting it into the definition of u gives a triangular system for the rows u_i of U (C, V):
 
@@ -56,14 +57,6 @@ class Memory:
         self.state: Tensor | None = None  # S, (B, H, K, V) float32
 
 
-def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute one token: q and k (B, H, K), v (B, H, V), g and b (B, H, 1), S -> o (B, H, V) and the new S."""
-    state = state * g.exp().unsqueeze(-1)
-    u = b * (v - (k.unsqueeze(-2) @ state).squeeze(-2))
-    state = state + k.unsqueeze(-1) * u.unsqueeze(-2)
-    return (q.unsqueeze(-2) @ state).squeeze(-2), state
-
-
 def chunked(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, state: Tensor, documents: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -73,10 +66,11 @@ def chunked(
         documents: (B, T) or (1, T), the index of each token's document. `state` belongs to the first one. The returned
             S is valid only if all tokens are in document 0, because the last chunk is padded with 0.
     """
-    tokens, n = q.shape[1], -(-q.shape[1] // CHUNK)
+    tokens, size = q.shape[1], min(q.shape[1], CHUNK)
+    n = -(-tokens // size)
 
     def split(x: Tensor) -> Tensor:  # (B, T, H, X) -> (N, B, H, C, X); padding tokens leave S unchanged
-        return F.pad(x, (0, 0, 0, 0, 0, n * CHUNK - tokens)).unflatten(1, (n, CHUNK)).permute(1, 0, 3, 2, 4)
+        return F.pad(x, (0, 0, 0, 0, 0, n * size - tokens)).unflatten(1, (n, size)).permute(1, 0, 3, 2, 4)
 
     q, k, v, g, b, d = (split(x) for x in (q, k, v, g, b, documents[:, :, None, None]))
     last = d[..., -1:, :]
@@ -152,12 +146,8 @@ class GatedDeltaNet(nn.Module):
         state = q.new_zeros(len(q), self.n_heads, key, value)
         if memory is not None and memory.state is not None:
             state = memory.state
-        if memory is not None and x.shape[1] == 1:
-            o, state = step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], b[:, 0], state)
-            o = o.unsqueeze(1)
-        else:
-            starts = positions == 0 if positions.ndim == 2 else positions.new_zeros(1, x.shape[1])
-            o, state = chunked(q, k, v, g, b, state, starts.cumsum(1))
+        starts = positions == 0 if positions.ndim == 2 else positions.new_zeros(1, x.shape[1])
+        o, state = chunked(q, k, v, g, b, state, starts.cumsum(1))
         if memory is not None:
             memory.length, memory.state = memory.length + x.shape[1], state
         return self.wo(self.o_norm(o.type_as(x)).flatten(2) * F.silu(self.wg(x)))

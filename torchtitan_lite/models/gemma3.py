@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.models import llama
 from torchtitan_lite.models.attention import KeysValues
-from torchtitan_lite.models.induction import Fill
 from torchtitan_lite.models.loss import LossOptions
 from torchtitan_lite.models.rotary import rotary_tables
 
@@ -63,6 +62,7 @@ class Gemma3(llama.Llama):
     """Llama with scaled embeddings, and two rotary tables: for full layers, then for windowed ones."""
 
     block = TransformerBlock
+    initial_norm = 0.0
 
     def __init__(self, config: ModelConfig, vocab_size: int, losses: LossOptions) -> None:
         super().__init__(config, vocab_size, losses)
@@ -81,11 +81,3 @@ class Gemma3(llama.Llama):
             cos, sin = rotary_tables(self.config.model_copy(update={"rope_theta": theta}))
             self.rope_cos[table].copy_(cos)
             self.rope_sin[table].copy_(sin)
-
-    @torch.no_grad()
-    def reset_parameters(self, normal_: Fill) -> None:
-        """Fill parameters as in every family, but norm weights with 0."""
-        super().reset_parameters(normal_)
-        for name, parameter in self.named_parameters():
-            if name.endswith("norm.weight"):
-                parameter.zero_()

@@ -27,19 +27,11 @@ class Sampler:
         self._generator.manual_seed(self.seed)
 
     def __call__(self, logits: Tensor) -> int:
-        """Return the next token for logits (V,) of any float dtype on any device.
-
-        Raises:
-            NonFiniteError: the logits are not finite.
-        """
-        if not logits.isfinite().all():
-            raise NonFiniteError("the model computes logits that are not finite: it diverged, or its file is damaged")
+        """Return the next token for finite logits (V,) of any float dtype on any device."""
         likeliest = int(logits.argmax())
-        if self.temperature == 0:
+        if self.temperature < 1e-6:  # a division by it might overflow
             return likeliest
         logits = logits.float().cpu() / self.temperature
-        if not logits.isfinite().all():  # the division by a temperature near 0 overflows
-            return likeliest
         if 0 < self.top_k < len(logits):
             logits[logits < logits.topk(self.top_k).values[-1]] = -torch.inf
         if self.top_p < 1:
@@ -71,7 +63,11 @@ class Continuation:
         self.limit = model.config.max_seq_len - n_before  # tokens that can follow
 
     def logits(self, rows: list[list[int]]) -> Tensor:
-        """Append new tokens to each row and return its next logits, (N, V). The first call has one empty row."""
+        """Append new tokens to each row and return its next logits, (N, V). The first call has one empty row.
+
+        Raises:
+            NonFiniteError: the logits are not finite.
+        """
         logits: Tensor
         if self._is_encoder_decoder:
             answer = self._tokens([row or [self._model.start] for row in rows])
@@ -79,6 +75,8 @@ class Continuation:
             logits = self._model(source, None, self._cache, answer=answer)
         else:
             logits = self._model(self._tokens([row or self._prompt for row in rows]), None, self._cache)
+        if not logits[:, -1].isfinite().all():
+            raise NonFiniteError("the model computes logits that are not finite: it diverged, or its file is damaged")
         return logits[:, -1]
 
     def select(self, rows: list[int]) -> None:
@@ -140,8 +138,6 @@ def beam_search(
     longest = min(max_tokens, continuation.limit)
     for length in range(1, longest + 1):
         logits = continuation.logits([tokens[-1:] for _, tokens in running]).float().cpu()
-        if not logits.isfinite().all():
-            raise NonFiniteError("the model computes logits that are not finite: it diverged, or its file is damaged")
         totals = logits.log_softmax(-1) + torch.tensor([score for score, _ in running])[:, None]
         # enough candidates that at least `beams` continue, even if every end token is among each beam's best
         best = totals.flatten().topk(min(max(2, 1 + len(ends)) * beams, totals.numel()))

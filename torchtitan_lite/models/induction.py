@@ -23,8 +23,7 @@ Shapes: D dim, E head_dim, V vocabulary.
 """
 
 import math
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -38,10 +37,8 @@ FASTEST = 4  # rotary pairs that block 0 uses
 LOOK_BACK, MATCH, COPY = 0.8, 2.0, 0.45  # sizes of block 0's queries and keys, block 1's, and values and outputs
 
 
-class Fill(Protocol):
-    """Fill with N(0, std^2), seeded by the name; then add `added`."""
-
-    def __call__(self, name: str, parameter: Tensor, std: float, added: Entries | None = None, /) -> None: ...
+# of a name, a parameter, std and perhaps Entries: fills with N(0, std^2), seeded by the name, then adds the entries
+Fill = Callable[..., None]
 
 
 def with_induction_head(normal_: Fill, config: ModelConfig, vocab_size: int, width: float) -> Fill:
@@ -66,7 +63,8 @@ def entries(config: ModelConfig, vocab_size: int) -> Mapping[str, Entries]:
     back = {(i, 0): LOOK_BACK * math.cos(turn) for i, turn in zip(first, turns, strict=True)}
     back |= {(i + half, 0): LOOK_BACK * math.sin(turn) for i, turn in zip(first, turns, strict=True)}
     slow = [i + offset for i in range(-(-e // 4), half) for offset in (0, half)]
-    added = {
+    added: dict[str, Mapping[tuple[int, int], float]] = {
+        "tok_embeddings": {(token, 0): CONSTANT for token in range(vocab_size)},
         "layers.0.attention.wq": {(i, 0): LOOK_BACK for i in first},
         "layers.0.attention.wk": back,
         "layers.0.attention.wv": {(i, i): COPY for i in range(1, e)},
@@ -76,15 +74,7 @@ def entries(config: ModelConfig, vocab_size: int) -> Mapping[str, Entries]:
         "layers.1.attention.wv": {(i, i): COPY for i in range(1, e)},
         "layers.1.attention.wo": {(i, i): -COPY for i in range(1, e)},
     }
-    tokens = torch.arange(vocab_size, device="cpu")
-    embeddings = {
-        "tok_embeddings.weight": (
-            tokens,
-            torch.zeros_like(tokens),
-            torch.full(tokens.shape, CONSTANT, dtype=torch.float32, device="cpu"),
-        )
-    }
-    return embeddings | {f"{name}.weight": _entries(values) for name, values in added.items()}
+    return {f"{name}.weight": _entries(values) for name, values in added.items()}
 
 
 def _entries(values: Mapping[tuple[int, int], float]) -> Entries:

@@ -27,20 +27,6 @@ MAX_DISTANCE = 128  # all larger distances share a bucket
 MASKED = -1e30  # finite: a row with only masked keys (a surplus sequence) would otherwise become NaN
 
 
-class Cache(KeysValues):
-    """The keys and values of one attention layer, for generation."""
-
-    def kept(self) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of all tokens so far."""
-        assert self._kept is not None
-        return self._kept
-
-    def select(self, rows: Tensor) -> None:
-        """Keep these sequences, (N,) int64, in this order; a sequence may be repeated."""
-        k, v = self.kept()
-        self._kept = k[rows], v[rows]
-
-
 class Attention(nn.Module):
     """Multi-head attention without scaling."""
 
@@ -55,7 +41,7 @@ class Attention(nn.Module):
         self.wv = nn.Linear(config.dim, inner, bias=False)
         self.wo = nn.Linear(inner, config.dim, bias=False)
 
-    def forward(self, x: Tensor, source: Tensor | None, bias: Tensor, cache: Cache | None = None) -> Tensor:
+    def forward(self, x: Tensor, source: Tensor | None, bias: Tensor, cache: KeysValues | None = None) -> Tensor:
         """(B, T, D), and (B, S, D) to attend to -> (B, T, D).
 
         Args:
@@ -65,7 +51,7 @@ class Attention(nn.Module):
         q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H, E)
         if source is None:
             assert cache is not None
-            k, v = cache.kept()
+            k, v = cache.kept
         else:
             k, v = (w(source).unflatten(-1, (-1, self.head_dim)) for w in (self.wk, self.wv))  # (B, S, H, E)
             if cache is not None:
@@ -118,33 +104,16 @@ class FeedForward(nn.Module):
         return self.w2(self.dropout(F.gelu(self.w1(x), approximate="tanh") * self.w3(x)))
 
 
-class EncoderBlock(nn.Module):
-    """Pre-norm attention and feed-forward, each with a residual connection."""
+class TransformerBlock(nn.Module):
+    """Pre-norm attention, in the decoder also to the encoder's output, and feed-forward, each with a residual."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, decodes: bool) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.attention = Attention(config)
-        self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
-        self.feed_forward = FeedForward(config)
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        """(B, T, D), and a bias that broadcasts to (B, H, T, T) -> (B, T, D)"""
-        normed = self.attention_norm(x)
-        x = x + self.dropout(self.attention(normed, normed, bias))
-        return x + self.dropout(self.feed_forward(self.ffn_norm(x)))
-
-
-class DecoderBlock(nn.Module):
-    """Self-attention, attention to the encoder's output, and feed-forward."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
-        self.attention = Attention(config)
-        self.cross_attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
-        self.cross_attention = Attention(config)
+        if decodes:
+            self.cross_attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
+            self.cross_attention = Attention(config)
         self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
@@ -152,24 +121,26 @@ class DecoderBlock(nn.Module):
     def forward(
         self,
         x: Tensor,
-        source: Tensor | None,
         bias: Tensor,
-        source_bias: Tensor,
-        own: Cache | None = None,
-        cross: Cache | None = None,
+        source: Tensor | None = None,
+        source_bias: Tensor | None = None,
+        own: KeysValues | None = None,
+        cross: KeysValues | None = None,
     ) -> Tensor:
-        """(B, S, D), and the encoder's output (B, T, D) -> (B, S, D).
+        """(B, S, D) -> (B, S, D).
 
         Args:
-            source: None: `cross` has its keys and values.
-            bias, source_bias: for attention to the decoder's tokens, and to the encoder's.
+            bias: for attention to these tokens; it broadcasts to (B, H, S, S).
+            source_bias: for attention to the encoder's tokens; None: this is a block of the encoder.
+            source: the encoder's output, (B, T, D). None: `cross` has its keys and values.
         """
         normed = self.attention_norm(x)
         x = x + self.dropout(self.attention(normed, normed, bias, own))
-        normed = self.cross_attention_norm(x)
-        # FSDP casts only the first argument
-        source = None if source is None else source.to(normed.dtype)
-        x = x + self.dropout(self.cross_attention(normed, source, source_bias, cross))
+        if source_bias is not None:
+            normed = self.cross_attention_norm(x)
+            # FSDP casts only the first argument
+            source = None if source is None else source.to(normed.dtype)
+            x = x + self.dropout(self.cross_attention(normed, source, source_bias, cross))
         return x + self.dropout(self.feed_forward(self.ffn_norm(x)))
 
 
@@ -180,8 +151,9 @@ class T5(Transformer):
 
     def __init__(self, config: ModelConfig, vocab_size: int, losses: LossOptions) -> None:
         n_encoder, n_decoder = config.stacks
-        blocks: list[nn.Module] = [EncoderBlock(config) for _ in range(n_encoder)]
-        blocks += [DecoderBlock(config) for _ in range(n_decoder)]
+        blocks: list[nn.Module] = [
+            TransformerBlock(config, decodes=i >= n_encoder) for i in range(n_encoder + n_decoder)
+        ]
         super().__init__(config, vocab_size, losses, blocks, nn.RMSNorm(config.dim, config.norm_eps))
         self.encoder_bias = nn.Embedding(BUCKETS, config.n_heads)
         self.decoder_bias = nn.Embedding(BUCKETS, config.n_heads)
@@ -212,7 +184,7 @@ class T5(Transformer):
             cache: from `new_cache`, for generation. The first call fills it; later calls encode nothing and take only
                 new answer tokens.
             positions: must be None: documents can't share a sequence.
-            per_sequence: return the loss of each sequence.
+            per_sequence: return the loss of each sequence, without gradients.
             answer: (B, S) int64, the decoder's inputs. None: the targets, shifted by one after PAD.
 
         Returns:
@@ -238,7 +210,7 @@ class T5(Transformer):
         x = self.dropout(x)
         for i, layer in enumerate(decoder):
             own, cross = cache[2 * i : 2 * i + 2] if cache else (None, None)
-            x = layer(x, memory, bias=bias, source_bias=source_bias, own=own, cross=cross)
+            x = layer(x, bias=bias, source=memory, source_bias=source_bias, own=own, cross=cross)
         x = self.dropout(self.norm(x))
         if self.config.scale_output:
             x = x * self.config.dim**-0.5
@@ -259,9 +231,9 @@ class T5(Transformer):
         bias: Tensor = table(buckets(distances, both_ways=both_ways)).permute(2, 0, 1)
         return (bias if both_ways else bias.masked_fill(distances > 0, MASKED))[None]
 
-    def new_cache(self) -> list[Cache]:
+    def new_cache(self) -> list[KeysValues]:
         """Return empty caches for `forward`: one for self-attention and one for cross-attention per decoder block."""
-        return [Cache() for _ in range(2 * self.config.stacks[1])]
+        return [KeysValues() for _ in range(2 * self.config.stacks[1])]
 
     @torch.no_grad()
     def reset_parameters(self, normal_: Fill) -> None:
