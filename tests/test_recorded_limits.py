@@ -34,7 +34,7 @@ from torchtitan_lite.models import attention, chunked_loss, generation, grouped_
 from torchtitan_lite.models.experts import Experts
 from torchtitan_lite.optim import finite_guard, grad_scaler, spike_guard
 from torchtitan_lite.optim.step_record import Numbers, StepRecord
-from torchtitan_lite.run import between_steps, metrics, session, tasks
+from torchtitan_lite.run import between_steps, metrics, session
 from torchtitan_lite.scoring import brackets, find_tasks, task_scores
 from torchtitan_lite.scoring.likelihood import Window
 from torchtitan_lite.tools import dry_run, generate, load_model, which
@@ -364,25 +364,6 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             ),
         ][::3],
         [(s,) for s in (1.99, 2.0, 2.1, -2.0, -2.1)],
-    ),
-    "tasks that take long": (
-        lambda seconds: [
-            said := list[Any](),
-            patched(
-                lambda: tasks.Tasks([], {}).score(
-                    Stub(
-                        state=Stub(step=7),
-                        config=Stub(fsdp=None),
-                        process=Stub(device=CPU),
-                        model=None,
-                        log=Stub(record=said.append, info=said.append),
-                    )
-                ),
-                run__tasks__time=Stub(perf_counter=iter([10.0, 10.0 + seconds]).__next__),
-                run__tasks__generating=lambda *_: contextlib.nullcontext(),
-            ),
-        ],
-        [(s,) for s in (60.0, 61.0)],
     ),
     "disk": (
         lambda n: patched(

@@ -421,7 +421,7 @@ def recorded_config(config: Config, folder: Path) -> dict[str, Any]:
     if config.data.objective == "pairs":
         asked = pairs.questions(open_samples(data, "val", config), 2, 0)
         prefix = pairs.source_prefix(data.folder)
-        found["questions"] = [prefix, pairs.with_prefix(prefix, "to: x"), *(" > ".join(map(text_of, q)) for q in asked)]
+        found["questions"] = [prefix, *(" > ".join(map(text_of, q)) for q in asked)]
     return json.loads(normal(json.dumps(found, ensure_ascii=False), folder))
 
 

@@ -208,7 +208,7 @@ def differs(then: Any, now: Any, equal: int) -> str:
 def wrong(values: dict[str, Any]) -> list[str]:
     """What only the model's parameters or the text show."""
     config = config_of(values)
-    looked_at = checks.check_patterns, checks.check_prompts
+    looked_at = checks.check_patterns, checks.check_tasks
     return [problem for look in looked_at for problem in look(config).values()]
 
 

@@ -1,12 +1,9 @@
 """Generation: the cache does not change the text, and every kind of folder gives the same text."""
 
 import io
-import itertools
-import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,12 +12,10 @@ from torch import Tensor
 from tests.helpers import checkpoint, ranks, succeeded, tiny
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.distributed import initialize
-from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.huggingface import weights
 from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.models.attention import KeysValues
 from torchtitan_lite.models.generation import Sampler, new_tokens
-from torchtitan_lite.run import attempts
 from torchtitan_lite.tools import generate, load_model
 
 CONFIGS = {
@@ -101,13 +96,10 @@ def test_the_sampler_obeys_temperature_top_k_top_p_and_seed() -> None:
         assert set(drawn(sampler, torch.tensor([-3.0, 7.0, 2.0, 6.9]), 20)) == {1}
 
 
-def test_what_is_printed_and_every_option_has_its_effect(
-    finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_printed_and_every_option_has_its_effect(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     opened = load_model.open_model(finished, torch.device("cpu"), torch.float32)
     encode, decode = opened.tokenizer.encode, opened.tokenizer.decode
     ids = encode("def ").ids
-    monkeypatch.setattr(generate, "time", SimpleNamespace(perf_counter=itertools.count(0, 4).__next__))
 
     def printed(*options: str) -> tuple[str, str]:
         assert generate.main([str(finished), "--prompt=def ", *options]) == 0
@@ -120,8 +112,7 @@ def test_what_is_printed_and_every_option_has_its_effect(
         (["--max-tokens=9", "--temperature=3", "--top-p=0.1"], 9, Sampler(3.0, top_p=0.1)),
     ):
         tokens = list(new_tokens(opened.model, ids, most, sampler, opened.ends))
-        text, n = decode([*ids, *tokens]), len(tokens)
-        assert printed(*options) == (f"{text}\n", f"{opened.source}\n{n} tokens, {n / 4:.1f} tokens/s\n"), options
+        assert printed(*options) == (f"{decode([*ids, *tokens])}\n", f"{opened.source}\n"), options
     some = generate.Options(9, temperature=3.0, top_p=0.1)
     up_to = tokens[: tokens.index(tokens[4])]
     assert some.sampler is some.sampler, "one for a conversation, which goes on with its random numbers"
@@ -129,24 +120,6 @@ def test_what_is_printed_and_every_option_has_its_effect(
     assert list(ended) == up_to, "each end token ends it"
     assert opened.source == f"{checkpoint(finished, 4)} (gpt, 59,744 parameters)"
     assert (generate.encode(opened, ""), len(generate.encode(opened, "x" * 36))) == ([0], 36)
-
-
-def test_an_opened_model_knows_its_window_its_beginning_and_its_data(finished: Path) -> None:
-    opened = load_model.open_model(finished, torch.device("cpu"), torch.float32)
-    assert (opened.first_token(), opened.beginning(), opened.ends) == ([0], [0], (0,))
-    assert [opened.window(n) for n in (0, 5, 37)] == [32, 5, 37]
-    with pytest.raises(ConfigError, match=f"^--seq-len=38: {re.escape(opened.source)} takes at most 37 tokens"):
-        opened.window(38)
-    assert opened.own_data().hashes() == {"data": attempts.read(finished)[0].must_match["data"]}
-    assert opened.state is not None
-    changed = f"^the data of {re.escape(opened.source)} has changed since it was trained \\(data\\); restore that text"
-    with pytest.raises(ConfigError, match=changed):
-        replace(opened, state=replace(opened.state, must_match={**opened.state.must_match, "data": "x"})).own_data()
-    theirs = replace(opened, config=None, state=None)
-    assert (theirs.first_token(), theirs.beginning(), theirs.window()) == ([], [0], 37)
-    assert replace(theirs, ends=(517, 3)).beginning() == []
-    with pytest.raises(ConfigError, match="is a Hugging Face folder, which has no text of its own: give --data"):
-        theirs.own_data()
 
 
 @pytest.mark.extended
@@ -184,7 +157,6 @@ def test_a_conversation_ends_at_an_empty_line(
     out, err = capsys.readouterr()
     assert out.startswith("def ")
     assert "class " in out
-    assert err.count("tokens/s") == 2
     assert "max_seq_len" in err
     assert said.read() == "the\n", "not asked for"
     monkeypatch.setattr("sys.stdin", io.StringIO("the"))

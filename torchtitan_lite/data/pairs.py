@@ -15,18 +15,21 @@ permuted. The order stays a function of (seed, i). Validation is not sorted: its
 
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from torchtitan_lite.config.families import FAMILIES
-from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.schema import Config, ModelConfig
+from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.data.order import Indices, Permutation, sample_indices
 from torchtitan_lite.data.samples import Array, Rows, Samples
 from torchtitan_lite.data.spans import require_pad
 from torchtitan_lite.data.token_files import PAIRS, TokenFiles, document_ends, read_meta
-from torchtitan_lite.errors import DataError
+from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.models.loss import IGNORE
 
 WINDOW, BLOCK = 4096, 128
@@ -161,9 +164,33 @@ def _columns(used: np.ndarray[tuple[int, int], np.dtype[np.bool_]]) -> int:
     return min(-(-last // _MULTIPLE) * _MULTIPLE, used.shape[1])
 
 
-def with_prefix(prefix: str, source: str) -> str:
-    """Add the training prefix to a source, unless it has it."""
-    return source if source.startswith(prefix) else prefix + source
+def encode_prompt(
+    tokenizer: Tokenizer, prompt: str, model: ModelConfig, prefix: str, begin: Sequence[int], mark: list[int]
+) -> list[int]:
+    """Return the tokens of a text to continue, or of an encoder-decoder's source, as training has them.
+
+    Args:
+        prefix: of each source.
+        begin: the token that begins each document, if any.
+        mark: ends a source, and stands for an empty prompt; may be empty.
+
+    Raises:
+        ConfigError: the prompt is empty, can't be encoded, or is too long for the model.
+    """
+    answers, limit = FAMILIES[model.family].encoder_decoder, model.max_seq_len
+    ids = bpe.encode(tokenizer, prefix + prompt if answers and not prompt.startswith(prefix) else prompt, "prompt")
+    if answers:
+        ids += [] if ids[-1:] == mark else mark
+    else:
+        ids = bpe.begun(ids, tuple(begin)) or mark
+    if not ids:
+        raise ConfigError("the prompt is empty, and the model has no token that begins a text: give it one")
+    if len(ids) > (longest := limit if answers else limit - 1):
+        raise ConfigError(
+            f"the prompt {prompt[:40]!r} has {len(ids)} tokens, and the model takes {limit} (max_seq_len; of a "
+            f"decoder, with the answer): a prompt of at most {longest} works"
+        )
+    return ids
 
 
 def source_prefix(folder: Path) -> str:

@@ -53,8 +53,8 @@ def wrong_freezing(model: Transformer, patterns: Sequence[str]) -> Iterator[str]
         yield f"optim.freeze = {shortened(patterns)} leaves no parameter to train"
 
 
-def check_prompts(config: Config) -> dict[str, str]:
-    """Check tasks, and an existing tokenizer for the objective and the prompts. Returns the broken rules."""
+def check_tasks(config: Config) -> dict[str, str]:
+    """Check tasks, and an existing tokenizer for the objective. Returns the broken rules."""
     if config.data.objective != "causal" and config.tokenizer.path:
         from torchtitan_lite.data.spans import wrong_tokenizer
 
@@ -63,18 +63,8 @@ def check_prompts(config: Config) -> dict[str, str]:
     if config.tasks:
         from torchtitan_lite.run.tasks import wrong_tasks
 
-        if found := wrong_tasks(config):
-            return found
-    if not config.sample.every or not config.sample.prompts:
-        return {}
-    from torchtitan_lite.run.sampling import known_tokenizer, wrong_prompts
-
-    try:
-        tokenizer = known_tokenizer(config)
-    except DataError as error:
-        return {"tokenizer.path": str(error)}
-    problems = wrong_prompts(config, tokenizer) if tokenizer else []
-    return {f"sample.prompts {n}": wrong for n, wrong in enumerate(problems)}
+        return wrong_tasks(config)
+    return {}
 
 
 def check_init_from(config: Config) -> dict[str, str]:
@@ -103,4 +93,4 @@ def check_text(config: Config) -> dict[str, str]:
     return {}
 
 
-ALL = [check_patterns, check_prompts, check_init_from, check_text]
+ALL = [check_patterns, check_tasks, check_init_from, check_text]

@@ -21,8 +21,6 @@ from torchtitan_lite.scoring.statistics import plus_minus
 from torchtitan_lite.scoring.task_scores import TaskScore, score
 from torchtitan_lite.scoring.task_tokens import Encoded, Inputs, encode_task, text_encoder
 
-TOO_LONG_S = 60
-
 
 @dataclass(frozen=True)
 class Tasks:
@@ -63,8 +61,6 @@ class Tasks:
             log.record({"step": step, **record(task_score)})
             log.info(f"task    step {step}  {line(task_score)}")
         log.record({"step": step, "task_s": seconds})
-        if seconds > TOO_LONG_S:
-            log.info(f"task    step {step}  took {seconds:.0f} s; raise eval.tasks_every or set eval.task_questions")
 
 
 def record(task_score: TaskScore) -> dict[str, float | None]:

@@ -8,7 +8,7 @@ import FOLDER [OUT]  print, or write to OUT, a config for continued pretraining 
 
 import argparse
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.errors import CheckpointError, FormatError, UnreadableError, run_cli
 from torchtitan_lite.huggingface import weights
 from torchtitan_lite.models import build
-from torchtitan_lite.run import attempts
 from torchtitan_lite.terminal import counted, size
 from torchtitan_lite.tools.load_model import best_checkpoint, open_model
 
@@ -62,8 +61,6 @@ def inspect(folder: Path) -> None:
         f"step {state.step}, {counted(state.tokens, 'token')}, {counted(state.samples_consumed, 'sample')}; "
         f"{manifest.state_dict} state"
     )
-    if (best := attempts.best_step(folder.parent.parent, storage.find_steps(folder.parent))) is not None:
-        print(f"the run's best checkpoint, by validation loss: step {best}")
     print(
         f"saved by {counted(manifest.world_size, 'rank')}; {size(manifest.bytes)} in "
         f"{counted(len(manifest.files), 'file')}"
@@ -99,25 +96,26 @@ def import_config(folder: Path, out: Path | None, tokenizer: Path | None) -> Non
     )
 
 
-def section(folder: Path, tokenizer: Path | None = None) -> Iterator[str]:
-    """Yield the lines of a config that starts from a Hugging Face folder: [model], [tokenizer], and a recipe for
+def section(folder: Path, tokenizer: Path | None = None) -> list[str]:
+    """Return the lines of a config that starts from a Hugging Face folder: [model], [tokenizer], and a recipe for
     continued pretraining.
     """
     keys = weights.keys_of(folder)
     opened = open_model(folder, torch.device("meta"), torch.float32, tokenizer)  # refuses what the start would refuse
-    yield "[model]"
-    for key, value in keys.items():
-        yield f"{key} = {toml.format_value(value)}"
-    yield f"init_from = {toml.format_value(str(folder))}"
-    yield ""
-    yield "[tokenizer]"
-    yield f"path = {toml.format_value(str(tokenizer or folder / 'tokenizer.json'))}"
-    ids = (token for token in opened.ends if 0 <= token < 2**32)
-    if end := next(filter(None, map(opened.tokenizer.id_to_token, ids)), None):
-        yield f"end_token = {toml.format_value(end)}"
-    begins = map(opened.tokenizer.id_to_token, weights.begin_tokens(folder, opened.tokenizer))
-    yield from (f"begin_token = {toml.format_value(name)}  # as in its pretraining" for name in begins if name != end)
-    yield recipe(opened.model.config)
+    name_of = opened.tokenizer.id_to_token
+    ends = [name for token in opened.ends if 0 <= token < 2**32 and (name := name_of(token))][:1]
+    begins = [name for name in map(name_of, weights.begin_tokens(folder, opened.tokenizer)) if name not in ends]
+    return [
+        "[model]",
+        *(f"{key} = {toml.format_value(value)}" for key, value in keys.items()),
+        f"init_from = {toml.format_value(str(folder))}",
+        "",
+        "[tokenizer]",
+        f"path = {toml.format_value(str(tokenizer or folder / 'tokenizer.json'))}",
+        *(f"end_token = {toml.format_value(name)}" for name in ends),
+        *(f"begin_token = {toml.format_value(name)}  # as in its pretraining" for name in begins),
+        recipe(opened.model.config),
+    ]
 
 
 BATCH_TOKENS = 65_536  # tokens per optimizer step in the recipe

@@ -10,8 +10,7 @@ import argparse
 import contextlib
 import functools
 import sys
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -19,11 +18,9 @@ import torch
 from torchtitan_lite import commands
 from torchtitan_lite.config import paths
 from torchtitan_lite.config.families import FAMILIES
-from torchtitan_lite.data import tokenizer as bpe
-from torchtitan_lite.data.pairs import with_prefix
+from torchtitan_lite.data.pairs import encode_prompt
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models.generation import Sampler, beam_search, is_encoder_decoder, new_tokens, pieces
-from torchtitan_lite.terminal import counted
 from torchtitan_lite.tools import load_model
 from torchtitan_lite.tools.load_model import Opened, best_checkpoint, device_of, open_model, out_of_range
 
@@ -31,25 +28,8 @@ MOST_BEAMS = 1000
 
 
 def encode(opened: Opened, prompt: str) -> list[int]:
-    """Return the tokens of a prompt. An encoder-decoder's source gets the prefix and end token of training.
-
-    Raises:
-        ConfigError: the prompt is empty, can't be encoded, or is too long for the model.
-    """
-    is_source, limit = is_encoder_decoder(opened.model), opened.model.config.max_seq_len
-    ids = bpe.encode(opened.tokenizer, with_prefix(opened.prefix, prompt) if is_source and prompt else prompt, "prompt")
-    if is_source and ids:
-        ids += [end for end in opened.ends[:1] if ids[-1] != end]
-    elif not is_source:  # an empty prompt is the beginning of a document
-        ids = bpe.begun(ids, opened.begin) or opened.beginning()
-    if not ids:
-        raise ConfigError("the prompt is empty, and the model has no token that begins a text: give it one")
-    if len(ids) > (longest := limit if is_source else limit - 1):
-        raise ConfigError(
-            f"the prompt has {len(ids)} tokens, and the model takes {limit} (max_seq_len; of a decoder, with the "
-            f"answer): a prompt of at most {longest} works"
-        )
-    return ids
+    """Return the tokens of a prompt: see data.pairs.encode_prompt."""
+    return encode_prompt(opened.tokenizer, prompt, opened.model.config, opened.prefix, opened.begin, opened.beginning())
 
 
 OPTIONS: commands.Options = {
@@ -101,30 +81,17 @@ class Options:
         )
 
 
-def answer(opened: Opened, prompt: str, options: Options) -> str:
+def answer(opened: Opened, prompt: str, options: Options) -> None:
     """Print the prompt and stream the model's continuation; of an encoder-decoder, only the answer.
-
-    Returns:
-        a line with the rate of new tokens, which includes the time of the prompt.
 
     Raises:
         ConfigError: see `encode`.
     """
-    ids, n_tokens = encode(opened, prompt), 0
-    if continues := not is_encoder_decoder(opened.model):
-        print(prompt, end="", flush=True)
-
-    def counting() -> Iterator[int]:
-        nonlocal n_tokens
-        for token in tokens_of(opened, ids, options):
-            n_tokens += 1
-            yield token
-
-    started = time.perf_counter()
-    for text in pieces(opened.tokenizer, ids if continues else [], counting()):
+    ids, continues = encode(opened, prompt), not is_encoder_decoder(opened.model)
+    print(prompt if continues else "", end="", flush=True)
+    for text in pieces(opened.tokenizer, ids if continues else [], tokens_of(opened, ids, options)):
         print(text, end="", flush=True)
     print(flush=True)
-    return f"{counted(n_tokens, 'token')}, {n_tokens / (time.perf_counter() - started):,.1f} tokens/s"
 
 
 def tokens_of(opened: Opened, ids: list[int], options: Options) -> Iterable[int]:
@@ -140,7 +107,7 @@ def converse(opened: Opened, options: Options) -> None:
     with contextlib.suppress(EOFError):
         while prompt := input("prompt> " if sys.stdin.isatty() else ""):
             try:
-                print(answer(opened, prompt, options), file=sys.stderr)
+                answer(opened, prompt, options)
             except ConfigError as error:  # e.g. too long: the next prompt may work
                 print(f"generate: {error}", file=sys.stderr)
 
@@ -171,7 +138,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.beams > 1 and not is_encoder_decoder(opened.model):
         raise ConfigError(f"--beams is for encoder-decoders, and {args.run} holds a decoder: leave it out")
     if args.prompt is not None:
-        print(answer(opened, args.prompt, options), file=sys.stderr)
+        answer(opened, args.prompt, options)
     if args.interactive:
         converse(opened, options)
     return 0

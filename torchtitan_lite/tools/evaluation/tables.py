@@ -123,13 +123,13 @@ def difference_lines(first: str, names: Iterable[str], differences: Mapping[str,
 
 def task_differences(scores: dict[str, TaskScore], first: dict[str, TaskScore]) -> dict[str, dict[str, float]]:
     """Return the difference to the first model and its standard error, on tasks with equal questions."""
-    differences = {}
-    for name, score in scores.items():
-        if name in first and first[name].task == score.task:
-            main = score.task.main
-            value, stderr = mean(score.correct[main] - first[name].correct[main])
-            differences[name] = {"score": value, "score_stderr": stderr}
-    return differences
+    pairs = {name: (score, first[name]) for name, score in scores.items() if name in first}
+    differences = {
+        name: mean(one.correct[one.task.main] - other.correct[one.task.main])
+        for name, (one, other) in pairs.items()
+        if one.task == other.task
+    }
+    return {name: {"score": value, "score_stderr": stderr} for name, (value, stderr) in differences.items()}
 
 
 def task_table(scores: dict[str, TaskScore], length: int) -> list[str]:
@@ -144,9 +144,6 @@ def task_table(scores: dict[str, TaskScore], length: int) -> list[str]:
         figures, task = score.figures(), score.task
         metrics = METRICS[task.kind]
         *texts, bits = (plus_minus(figures[m], figures[f"{m}_stderr"], 3) for m in (*metrics, "bits_per_byte"))
-        texts = [text + "*" * (m == task.main != metrics[0]) for m, text in zip(metrics, texts, strict=True)]
         texts += ["-"] * (3 - len(metrics)) + [f"{task.chance:.3f}", bits]
         cells.append([f"  {name}", f"{len(task.questions):,}", f"{length}", *texts])
-    starred = any(score.task.main != METRICS[score.task.kind][0] for score in scores.values())
-    lines = columns(cells, right=range(1, 8)) if scores else []
-    return [*lines, *["  *: the main score of the task"] * starred]
+    return columns(cells, right=range(1, 8)) if scores else []
