@@ -102,7 +102,7 @@ def export(folder: Path) -> None:
         model = models.build(config, SHAPE.vocab_size)
     materialize(model, torch.device("cpu"), seed=0)
     ours = model.state_dict()
-    parts = names.hf_names(ours, config.family)
+    parts = names.hf_names(ours, config)
     save_file(
         {name: names.to_hf(part, ours.__getitem__, config.family) for name, part in parts.items()},
         folder / "model.safetensors",

@@ -110,7 +110,7 @@ def test_a_save_a_load_and_an_import_take_what_the_page_says(tmp_path: Path) -> 
     with torch.device("meta"):
         model = build(config, VOCABULARY)
     content = {name: torch.randn(p.shape) for name, p in model.named_parameters()}
-    parts = names.hf_names(content, config.family)
+    parts = names.hf_names(content, config)
     theirs = {name: names.to_hf(ours, content.__getitem__, config.family) for name, ours in parts.items()}
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/config.json").write_text(json.dumps(configs.to_hf_config(config, VOCABULARY)))

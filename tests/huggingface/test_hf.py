@@ -19,7 +19,6 @@ from torch import Tensor
 from tests.data.test_data import stream_of
 from tests.helpers import checkpoint, losses, python, ranks, refused, succeeded, tiny
 from tests.models.test_model import make
-from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.data.packing import PackedSamples
 from torchtitan_lite.data.prepare.tokenizer import byte_level
@@ -150,14 +149,6 @@ def test_sharded_folders_are_read(theirs: Path, tmp_path: Path) -> None:
     expected, found = (hf.open_weights(folder, hf.config_of(theirs)) for folder in (theirs, tmp_path))
     assert found.keys() == expected.keys()
     assert all(found[name].equal(expected[name]) for name in expected)
-
-
-def test_import_prints_a_config_that_works(theirs: Path, tmp_path: Path) -> None:
-    output = succeeded(python("import", str(theirs), script="checkpoint.py"))
-    (tmp_path / "c.toml").write_text(output)
-    config = load.load(tmp_path / "c.toml", {}).config
-    assert hf.find_weights(theirs, config.model)[0] == theirs
-    assert (config.optim.lr, config.train.seq_len, config.model.max_seq_len) == (2e-5, 64, 64)
 
 
 def test_import_opens_the_weights_and_says_what_a_start_would_say(theirs: Path, tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def compared(kind: str, values: dict[str, Any], folder: Path) -> dict[str, float
     assert prompt + list(new_tokens(mine, prompt, 16, Sampler(temperature=0))) == text[0].tolist()
 
     each = stacks.unstack_experts(weights)  # experts are one tensor in memory, and a file has one for each of them
-    parts = names.hf_names(each, found.family)
+    parts = names.hf_names(each, found)
     out = {name: names.to_hf(part, each.__getitem__, found.family) for name, part in parts.items()}
     saved = load_file(folder / "model.safetensors")
     assert out.keys() == saved.keys()

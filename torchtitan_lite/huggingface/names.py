@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.errors import CheckpointError, shortened
+from torchtitan_lite.huggingface.stacks import unstack_experts
+from torchtitan_lite.models import build
 
 # ours -> theirs; {} is a number: the layer
 _LLAMA = {
@@ -77,7 +80,7 @@ _GPT2 = {
     "norm": "transformer.ln_f",
     "output.weight": "lm_head.weight",
 }
-_TRANSPOSED = (".wqkv.weight", ".wo.weight", ".w1.weight", ".w2.weight")  # GPT-2's Conv1D
+_TRANSPOSED = (".wq.weight", ".wo.weight", ".w1.weight", ".w2.weight")  # GPT-2's Conv1D
 _T5 = {
     "tok_embeddings.weight": "shared.weight",
     "encoder_bias.weight": "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
@@ -86,8 +89,13 @@ _T5 = {
     "norm.weight": "decoder.final_layer_norm.weight",
     "output.weight": "lm_head.weight",
 }
-# not read: copies of shared.weight, and a table in the first checkpoints that no block uses
-_T5_SKIPPED = r"(encoder|decoder)\.embed_tokens\.weight|.*\.EncDecAttention\.relative_attention_bias\.weight"
+# not read: rotary tables and causal masks in old files; T5's copies of shared.weight, and a table in its first
+# checkpoints that no block uses
+_SKIPPED = (
+    r".*rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias|(encoder|decoder)\.embed_tokens\.weight"
+    r"|.*\.EncDecAttention\.relative_attention_bias\.weight"
+)
+_WRAPPERS = r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\.|^base_model\.model\."
 
 
 def _t5_table(n_encoder: int, n_decoder: int, *, gated: bool) -> dict[str, str]:
@@ -109,35 +117,23 @@ def _t5_table(n_encoder: int, n_decoder: int, *, gated: bool) -> dict[str, str]:
     return table
 
 
-def _number(names: Iterable[str], pattern: str) -> int:
-    return sum(bool(re.fullmatch(pattern, name)) for name in names)
-
-
 def rename(name: str, table: Mapping[str, str]) -> str:
     """Translate a tensor's name by a table. Table entries may omit the last part (weight or bias)."""
     numbers = [part for part in name.split(".") if part.isdigit()]
     general = ".".join("{}" if part.isdigit() else part for part in name.split("."))
-    for known in (general, general.rpartition(".")[0]):
-        if known in table:
-            return table[known].format(*numbers) + general[len(known) :]
-    raise CheckpointError(
-        f"the model has no tensor that corresponds to {shortened(name)}"
-        + ("; peft's merge_and_unload merges a LoRA adapter" if re.search("lora_|base_layer", name) else "")
-    )
+    known = general if general in table else general.rpartition(".")[0]
+    return table[known].format(*numbers) + general[len(known) :]
 
 
 # --- weights ----------------------------------------------------------------------------------------------------
 
 
-def hf_names(ours: Iterable[str], family: str) -> dict[str, list[str]]:
+def hf_names(ours: Iterable[str], config: ModelConfig) -> dict[str, list[str]]:
     """Return, for each Hugging Face tensor, our names of its parts."""
-    if family in _TABLES:
-        return {rename(name, _TABLES[family]): [name] for name in ours}
-    if family == "t5":
-        ours = list(ours)
-        n_decoder = _number(ours, r"layers\.\d+\.cross_attention_norm\.weight")
-        n_encoder = _number(ours, r"layers\.\d+\.attention_norm\.weight") - n_decoder
-        whole = _t5_table(n_encoder, n_decoder, gated=any(".w3." in name for name in ours))
+    if config.family in _TABLES:
+        return {rename(name, _TABLES[config.family]): [name] for name in ours}
+    if config.family == "t5":
+        whole = _t5_table(*config.stacks, gated=config.gated)
         return {whole[name]: [name] for name in ours}
     parts: dict[str, list[str]] = {}
     for name in ours:
@@ -152,49 +148,39 @@ def to_hf(names: Sequence[str], weight: Callable[[str], Tensor], family: str) ->
     whole = torch.cat([weight(name) for name in names]) if len(names) > 1 else weight(names[0])
     if ".delta.conv_" in names[0]:
         whole = whole.unsqueeze(1)
-    transposed = family == "gpt" and names[0].endswith((".wq.weight", *_TRANSPOSED))
-    return (whole.T if transposed else whole).contiguous()
+    return (whole.T if _is_transposed(names, family) else whole).contiguous()
 
 
-def from_hf(weights: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
+def _is_transposed(names: Sequence[str], family: str) -> bool:
+    return family == "gpt" and names[0].endswith(_TRANSPOSED)
+
+
+def from_hf(weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """Return Hugging Face's tensors under our names and in our layout. They are views, so nothing is read yet.
 
     Wrappers leave prefixes in the names of a model that is saved through them: torch.compile, DDP, FSDP, peft.
+
+    Raises:
+        CheckpointError: the model has no such tensor.
     """
-    weights = {
-        re.sub(
-            r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\.|^base_model\.model\.", "", name
-        ): t
-        for name, t in weights.items()
-    }
-    if family in _TABLES:
-        table = {theirs: ours for ours, theirs in _TABLES[family].items()}
-        skipped = ("rotary_emb.inv_freq",)  # in old checkpoints
-        if family == "olmo_hybrid":
-            weights = {name: t.flatten(1) if "_conv1d." in name else t for name, t in weights.items()}
-        return {rename(name, table): tensor for name, tensor in weights.items() if not name.endswith(skipped)}
-    if family == "t5":
-        stacks = (rf"{stack}\.block\.\d+\.layer\.0\.layer_norm\.weight" for stack in ("encoder", "decoder"))
-        n_encoder, n_decoder = (_number(weights, pattern) for pattern in stacks)
-        gated = any(".wi_0." in name for name in weights)
-        table = {theirs: ours for ours, theirs in _t5_table(n_encoder, n_decoder, gated=gated).items()}
-        wanted = {name: t for name, t in weights.items() if not re.fullmatch(_T5_SKIPPED, name)}
-        if unknown := sorted(wanted.keys() - table.keys()):
-            raise CheckpointError(f"the model has no tensor that corresponds to {shortened(unknown[0])}")
-        return {table[name]: tensor for name, tensor in wanted.items()}
-    table = {theirs: ours for ours, theirs in _GPT2.items()}
+    with torch.device("meta"):
+        model = build(config.model_copy(update={"tie_embeddings": False}), 1)
+    parts = hf_names(unstack_experts(model.state_dict()), config)
     ours: dict[str, Tensor] = {}
     for name, tensor in weights.items():
-        if name.endswith((".attn.bias", ".attn.masked_bias")):
-            continue  # the causal mask
-        prefix = "" if name.startswith(("transformer.", "lm_head.")) else "transformer."  # GPT2Model has no prefix
-        renamed = rename(prefix + name, table)
-        whole = tensor.T if tensor.ndim == 2 and renamed.endswith(_TRANSPOSED) else tensor
-        if ".wqkv." in renamed:
-            if not whole.ndim or len(whole) % 3:
-                raise CheckpointError(f"{name} of shape {list(tensor.shape)} does not hold queries, keys and values")
-            for w, part in zip(("wq", "wk", "wv"), whole.chunk(3), strict=True):
-                ours[renamed.replace("wqkv", w)] = part
-        else:
-            ours[renamed] = whole
+        theirs = re.sub(_WRAPPERS, "", name)
+        if re.fullmatch(_SKIPPED, theirs):
+            continue
+        if config.family == "gpt" and not theirs.startswith(("transformer.", "lm_head.")):
+            theirs = f"transformer.{theirs}"  # GPT2Model has no prefix
+        if theirs not in parts:
+            raise CheckpointError(
+                f"the model has no tensor that corresponds to {shortened(theirs)}"
+                + ("; peft's merge_and_unload merges a LoRA adapter" if re.search("lora_|base_layer", theirs) else "")
+            )
+        if "_conv1d." in theirs:
+            tensor = tensor.flatten(1)
+        if tensor.ndim == 2 and _is_transposed(parts[theirs], config.family):
+            tensor = tensor.T
+        ours |= zip(parts[theirs], tensor.chunk(len(parts[theirs])), strict=False)  # the caller compares names, shapes
     return ours

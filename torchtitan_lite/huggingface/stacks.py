@@ -7,36 +7,30 @@
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from torchtitan_lite.checkpointing.safetensors_file import LazyTensors, specs_of
-from torchtitan_lite.errors import CheckpointError
 
 _OF_ONE = re.compile(r"(.*\.feed_forward\.w[123])\.(\d+)(\.weight)")
 _OF_ALL = re.compile(r"(.*\.feed_forward\.w[123])(\.weight)")
 
 
 def stack_experts(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return the weights with each layer's experts stacked. Weights without experts are returned unchanged.
-
-    Raises:
-        CheckpointError: an expert's matrices are missing, or their shapes differ.
-    """
+    """Return the weights with each layer's experts stacked. Whether all are there, the caller sees by their shapes."""
+    others: dict[str, Tensor] = {}
     stacks: dict[str, dict[int, Tensor]] = {}
     for name, tensor in weights.items():
         if match := _OF_ONE.fullmatch(name):
             stacks.setdefault(match[1] + match[3], {})[int(match[2])] = tensor
-    if not stacks:
-        return weights
-    known = dict(specs_of({name: tensor for name, tensor in weights.items() if not _OF_ONE.fullmatch(name)}))
+        else:
+            others[name] = tensor
+    known = dict(specs_of(others))
     for name, experts in stacks.items():
-        missing = next(i for i in range(len(experts) + 1) if i not in experts)
-        if missing < len(experts) or len({(t.dtype, t.shape) for t in experts.values()}) > 1:
-            raise CheckpointError(f"the experts of {name} should be 0 to {len(experts) - 1}, of one shape and dtype")
-        known[name] = experts[0].dtype, (len(experts), *experts[0].shape)
+        first = next(iter(experts.values()))
+        known[name] = first.dtype, (len(experts), *first.shape)
 
     def make(name: str) -> Tensor:
         experts = stacks.get(name, {})
@@ -50,13 +44,13 @@ def unstack_experts(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     # experts are written one after another, each with its three matrices
     stack = functools.lru_cache(maxsize=3)(weights.__getitem__)
     known: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    make: dict[str, Callable[[], Tensor]] = {}
     for name, (dtype, shape) in specs_of(weights).items():
         match = _OF_ALL.fullmatch(name) if len(shape) == 3 else None
-        if match is None:
-            known[name], make[name] = (dtype, shape), functools.partial(weights.__getitem__, name)
-            continue
-        for i in range(shape[0]):
-            one = f"{match[1]}.{i}{match[2]}"
-            known[one], make[one] = (dtype, shape[1:]), lambda name=name, i=i: stack(name)[i]  # type: ignore[misc]
-    return LazyTensors(known, lambda name: make[name]())
+        of_each = [f"{match[1]}.{i}{match[2]}" for i in range(shape[0])] if match else []
+        known |= dict.fromkeys(of_each, (dtype, shape[1:])) if match else {name: (dtype, shape)}
+
+    def make(name: str) -> Tensor:
+        match = _OF_ONE.fullmatch(name)
+        return stack(match[1] + match[3])[int(match[2])] if match else weights[name]
+
+    return LazyTensors(known, make)

@@ -92,7 +92,7 @@ def open_weights(folder: Path, config: ModelConfig) -> Mapping[str, Tensor]:
         return stack_experts(
             {
                 name: tensor
-                for name, tensor in from_hf(_read_shards(folder), config.family).items()
+                for name, tensor in from_hf(_read_shards(folder), config).items()
                 if name != "output.weight" or not config.tie_embeddings
             }
         )
@@ -197,7 +197,7 @@ def keys_of(folder: Path) -> dict[str, Any]:
         )
     keys = from_hf_config(storage.read_json(file))
     if keys["tie_embeddings"]:  # a T5's config.json does not say, and other models may still have a separate head
-        weights = from_hf(_read_shards(folder), keys["family"])
+        weights = from_hf(_read_shards(folder), ModelConfig.model_validate(keys))
         head, embeddings = weights.get("output.weight"), weights.get("tok_embeddings.weight")
         keys["tie_embeddings"] = head is None or (embeddings is not None and head.equal(embeddings))
     return keys
@@ -288,7 +288,7 @@ def export(source: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str
             content["bos_token_id"] = [*state.begin_tokens, state.imported.get("bos_token_id", state.end_token)][0]
         (temporary / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         tensors = unstack_experts(weights) if config.has_experts else weights
-        _write_model(temporary / "model.safetensors", tensors, config.family)
+        _write_model(temporary / "model.safetensors", tensors, config)
         if out.is_dir():
             out.rmdir()
         temporary.rename(out)
@@ -321,9 +321,9 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, state: TrainState, conf
     (folder / "tokenizer_config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_model(file: Path, weights: Mapping[str, Tensor], family: str) -> None:
-    specs = specs_of(weights)
-    parts = hf_names(specs, family)
+def _write_model(file: Path, weights: Mapping[str, Tensor], config: ModelConfig) -> None:
+    specs, family = specs_of(weights), config.family
+    parts = hf_names(specs, config)
     theirs = specs_of(
         {name: to_hf(ours, lambda n: torch.empty(specs[n][1], device="meta"), family) for name, ours in parts.items()}
     )
