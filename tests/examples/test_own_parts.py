@@ -13,15 +13,14 @@ import pytest
 import torch
 
 from examples.own_model import PARALLEL
-from examples.own_optimizer import LION, Lion
-from tests.config.parsing import mistakes, parse, write
+from examples.own_optimizer import Lion
+from tests.config.parsing import mistakes, parse
 from tests.docs.pages import blocks
 from tests.helpers import ROOT, checkpoint, forget_after, losses, python, ranks, records, succeeded, tensors, tiny
 from tests.models.test_model import make
 from tests.run.test_trackers import scalars_of
-from torchtitan_lite.config import load
-from torchtitan_lite.config.families import FAMILIES, Family
-from torchtitan_lite.config.schema import DataConfig, OptimConfig, TokenizerConfig, flatten
+from torchtitan_lite.config.families import FAMILIES
+from torchtitan_lite.config.schema import DataConfig, OptimConfig, TokenizerConfig
 from torchtitan_lite.config.sections import log, outputs
 from torchtitan_lite.config.sections.data import READERS
 from torchtitan_lite.config.sections.optim import OPTIMIZERS
@@ -31,9 +30,6 @@ from torchtitan_lite.optim.groups import parameter_groups
 
 FAMILY, OPTIMIZER = "examples.own_model:PARALLEL", "examples.own_optimizer:LION"
 READER = "examples.own_reader:NOTEBOOK"
-GROUPED = Family(
-    "torchtitan_lite.models.llama:Llama", sizes={"S": {"dim": 64, "n_kv_heads": 2}}, keys=("dim", "n_layers")
-)
 
 
 def options_of(page: str, key: str) -> list[str]:
@@ -167,21 +163,6 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(registry, name)
 
 
-@pytest.mark.usefixtures("forgotten")
-def test_an_own_part_comes_from_the_command_or_a_file_and_not_from_a_run(tmp_path: Path) -> None:
-    before = flatten(parse().config) | {"model.family": FAMILY, "optim.name": OPTIMIZER}
-    with pytest.raises(ConfigError, match=f"the run so far: .model. family = '{FAMILY}': imported only if"):
-        load.load(None, {}, saved=lambda folder, resume: before)
-    assert FAMILY not in FAMILIES
-    file = write(tmp_path / "a.toml", f'[model]\nfamily = "{FAMILY}"\nsize = "10M"\n[optim]\nname = "{OPTIMIZER}"\n')
-    config = parse("--config", str(file)).config
-    assert (config.model.family, config.model.dim) == (FAMILY, PARALLEL.sizes["10M"]["dim"])
-    assert FAMILIES[FAMILY] is PARALLEL
-    assert OPTIMIZERS[OPTIMIZER] is LION
-    (note,) = parse(f"--model.family={FAMILY}", "--model.rope_theta=5e5").notes
-    assert "model.rope_theta = 500000.0 needs model.family" in note
-
-
 def test_an_own_family_is_scaled_by_mup_if_it_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     scaled = f"--model.family={FAMILY}", "--model.mup_base_dim=32", "--model.dim=64", "--optim.name=adamw"
     with pytest.raises(ConfigError, match="scale nothing.*docs/own_model.md"):
@@ -284,22 +265,6 @@ def test_the_optimizer_obeys_the_guard_and_the_clipping() -> None:
     assert not torch.equal(expected[0], start)
     for scale, withheld in ((1.0, 0), (1.0, 1), (4.0, 2)):
         assert all(map(torch.equal, trained(scale, withheld), expected))
-
-
-def test_a_family_reads_the_keys_that_its_sizes_set() -> None:
-    """Another key has no effect, as the note says, and no entry changes what another family reads."""
-    own = f"--model.family={__name__}:GROUPED"
-    for given, heads, note in (
-        (["--model.size=S"], 2, ""),
-        (["--model.size=S", "--model.n_kv_heads=1"], 1, ""),
-        (["--model.dim=256", "--model.n_kv_heads=4", "--model.qkv_bias=true"], 4, "model.qkv_bias = true needs"),
-    ):
-        loaded = parse(own, *given)
-        assert (loaded.config.model.n_kv_heads, loaded.config.model.qkv_bias) == (heads, False)
-        assert (len(loaded.notes), note in "".join(loaded.notes)) == (bool(note), True)
-        assert "n_kv_heads" not in "".join(loaded.notes)
-    loaded = parse("--model.dim=256", "--model.n_layers=6")
-    assert (loaded.config.model.dim, loaded.config.model.n_layers, loaded.notes) == (256, 6, [])
 
 
 def test_a_tracker_of_version_1_0_finds_its_class() -> None:

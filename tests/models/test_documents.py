@@ -10,7 +10,6 @@ from tests.models.test_model import make
 from torchtitan_lite.config.schema import ActivationCheckpointingConfig, CompileConfig, ModelConfig
 from torchtitan_lite.distributed.recompute_and_compile import apply_activation_checkpointing, apply_compile
 from torchtitan_lite.models import Transformer, gated_delta
-from torchtitan_lite.models.attention import attend
 from torchtitan_lite.models.masks import within_documents
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -64,19 +63,6 @@ def test_no_gradient_flows_between_documents(family: str, mode: str) -> None:
     (gradient,) = torch.autograd.grad(model(TOKENS, targets, None, POSITIONS), kept)
     assert gradient[0, 5:8].abs().min() > 0
     assert gradient[0, :5].abs().max() == gradient[0, 8:].abs().max() == gradient[1].abs().max() == 0
-
-
-@pytest.mark.parametrize("window", [0, 4])
-def test_flex_attention_computes_the_same(window: int) -> None:
-    """The mask for GPUs, through FlexAttention's own reference: its kernel is not made for the CPU."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 16, 2, 16) for _ in range(3))
-    expected = attend(q, k, v, within_documents(POSITIONS, dense=True, window=window))
-    blocks = within_documents(POSITIONS, dense=False, window=window)
-    found = flex_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), block_mask=blocks)
-    torch.testing.assert_close(found.transpose(1, 2), expected)
 
 
 @pytest.mark.parametrize(

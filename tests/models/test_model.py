@@ -52,16 +52,6 @@ def test_loss_is_the_sum_over_valid_targets(config: ModelConfig) -> None:
     torch.testing.assert_close(model(tokens, targets), expected)
 
 
-@EACH
-def test_a_masked_sequence_contributes_nothing(config: ModelConfig) -> None:
-    model = make(config)
-    tokens = torch.zeros(1, 16, dtype=torch.int64)
-    loss = model(tokens, torch.full((1, 16), IGNORE))
-    loss.backward()
-    assert loss.item() == 0
-    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
-
-
 def test_dropout_is_active_in_training_only() -> None:
     model = make(SMALL.model_copy(update={"dropout": 0.5}))
     tokens = torch.zeros(1, 16, dtype=torch.int64)

@@ -108,27 +108,6 @@ def folder(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(text, tmp_path_factory.mktemp("validation"), val_fraction=0.3)
 
 
-def validate(process: Process, folder: Path) -> list[Score]:
-    """The scores of few sequences, of two sources."""
-    data = DataSet.open({"one": (1, folder), "two": (2, folder)})
-    return [
-        evaluate(model_of(family, process), validation_of(data, n, process.rank, process.world_size), CPU)
-        for n, family in ((1, "gpt"), (5, "llama, tied"))
-    ]
-
-
-def test_a_validation_with_fewer_sequences_than_ranks(folder: Path) -> None:
-    """Also of a mixture, one of whose sources may have none: 4 ranks have room for 8 sequences."""
-    (alone,), four = (run_distributed(validate, n, folder) for n in (1, 4))
-    assert len(set(map(repr, four))) == 1
-    for score, found in zip(alone, four[0], strict=True):
-        for key, value in score.record().items():
-            wanted = value if value is None else pytest.approx(value, rel=1e-3 if "stderr" in key else 1e-6)
-            assert found.record()[key] == wanted, key
-    assert [math.isnan(score.loss_stderr) for score in alone] == [True, False]
-    assert [any(math.isnan(loss) for loss, _ in score.sources.values()) for score in alone] == [True, False]
-
-
 def validate_average(process: Process, folder: Path) -> tuple[dict[str, Any], list[Score], str]:
     """Validate a model whose averages are the weights of another: its record and line, and the scores of both."""
     model, other = (model_of("llama, tied", process, seed=seed) for seed in (7, 8))

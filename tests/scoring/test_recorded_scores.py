@@ -4,7 +4,6 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,11 +21,10 @@ from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.scoring import find_tasks, questions, task_scores, task_tokens
 from torchtitan_lite.scoring.brackets import _closing, brackets
-from torchtitan_lite.scoring.likelihood import Window, batches_of_rank, pad_batch, row_sizes
 from torchtitan_lite.scoring.questions import Question, Task
-from torchtitan_lite.scoring.statistics import mean, plus_minus, ratio, ratio_difference
+from torchtitan_lite.scoring.statistics import plus_minus
 from torchtitan_lite.scoring.task_tokens import Inputs
-from torchtitan_lite.scoring.validation import Score, Validation, eval_line, evaluate, unigram_bits_per_byte
+from torchtitan_lite.scoring.validation import Validation, eval_line, evaluate
 
 RECORD = Path(__file__).parent
 ALONE = Process(0, 1, torch.device("cpu"), 1)
@@ -332,38 +330,3 @@ def test_validations_on_two_ranks(prepared: Path) -> None:
     one, other = run_distributed(validated, 2, prepared)
     own = {name: {key: value for key, value in other[name].items() if value != one[name].get(key)} for name in one}
     assert_recorded({"rank 0": one, "what differs on rank 1": own}, RECORD / "recorded_validation.json", rel=1e-3)
-
-
-def test_statistics() -> None:
-    values, sizes = np.array([2.0, 5.0, 1.0, 9.0, 4.0]), np.array([3.0, 4.0, 1.0, 5.0, 6.0])
-    rates = [[1.0, 0, 0, 1, 1], [1, 1, 1], [0, 0], [1], [0.25, 0.5]]
-    pairs = [(values, sizes), (values[:1], sizes[:1]), (values, 0 * sizes), (values, np.full(5, 2.0))]
-    better = values * [0.5, 1.0, 0.75, 0.5, 1.25], sizes + 1
-    scores = [
-        Score(2.25, 0.125, 1.5, 0.0625, 2.0, {"a": (2.5, 0.75), "b": (3.25, math.nan)}),
-        Score(2.25, math.nan, 2.5, math.nan, 2.0),
-        Score(2.0, 0.125, math.inf, 0.0625, 2.0),
-        Score(math.nan, math.nan, math.nan, math.nan, math.nan),
-        Score(1.0, 0.5, 0.0, 0.0, 0.0),
-    ]
-    validation: Any = SimpleNamespace(n_samples=5, samples=SimpleNamespace(n_samples=60))
-    windows = [Window(i, np.arange(n, 2 * n, dtype=np.int32), known) for i, n, known in ((3, 5, 1), (0, 3, 2))]
-    batch = pad_batch(windows)
-    counts, lengths = torch.tensor([4, 0, 3, 9]), torch.tensor([0, 7, 2, 1])
-    found = {
-        "means": [numbers(mean(np.array(one, float))) for one in rates],
-        "ratios": [numbers(ratio(*one)) for one in pairs],
-        "differences": [numbers(ratio_difference(one, better)) for one in pairs if len(one[0]) == 5],
-        "texts": [plus_minus(2.34567, error, digits) for error in (0.1234, math.nan, math.inf) for digits in (1, 4)],
-        "lines": [eval_line(7, score, validation, 1.26, best=i == 1) for i, score in enumerate(scores)],
-        "records": [score.record() for score in scores],
-        "batch": [str(part.tolist()) for part in (batch.items, batch.rows.tokens, batch.rows.targets)],
-        "sizes": str(row_sizes(batch.rows, torch.arange(20) * 3 % 7).tolist()),
-        "unigram": [f"{unigram_bits_per_byte(counts, n):.5f}" for n in (lengths, 0 * lengths)],
-        "turns": [
-            str([*batches_of_rank(range(n), Process(rank, 3, torch.device("cpu"), 1))])
-            for n in (0, 1, 7)
-            for rank in range(3)
-        ],
-    }
-    assert_recorded(found, RECORD / "recorded_statistics.json")
