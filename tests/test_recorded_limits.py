@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -98,6 +99,12 @@ class Text(str):
 
     def transpose(self, *_dims: int) -> str:
         return str(self)
+
+
+def model_of(logits: torch.Tensor) -> Any:
+    """A decoder that always computes these logits, (1, 1, V)."""
+    about = {"config": Stub(family="gpt", max_seq_len=9), "tok_embeddings": Stub(weight=Stub(device=CPU))}
+    return Mock(return_value=logits, new_cache=list, **about)
 
 
 def chunks(n: int, dtype: torch.dtype) -> Any:
@@ -263,8 +270,13 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             *(([1.0, 3.0, 2.0], {"top_k": k}) for k in (0, 1, 2, 3, 4)),
             *(([0.0, 0.0, 0.0, 0.0], {"top_p": p}) for p in (0.5, 0.51, 0.25, 0.2, 1.0)),
             *(([1.0, 3.0], {"temperature": t}) for t in (0.0, 1e-40, 0.5)),
-            *(([1.0, value], dict[str, Any]()) for value in (INF, NAN)),
         ],
+    ),
+    "generated": (
+        lambda *logits: list(
+            generation.new_tokens(model_of(torch.tensor([[logits]])), [1], 2, lambda row: int(row.argmax()))
+        ),
+        [*((1.0, value, 2.0) for value in (3.0, INF, NAN))],
     ),
     "bits of a resume": (
         lambda world, local, values: {

@@ -69,12 +69,10 @@ def _where_finite(nats: Array, correct: NDArray[np.bool_]) -> Array:
 
 def _sums_by_choice(model: Transformer, encoded: Encoded, process: Process, *, greedy: bool = False) -> list[Array]:
     """Return the negative log-likelihood of each choice; with `greedy`, also its number of mispredicted tokens."""
-    batch_tokens = BATCH_TOKENS
-    if greedy:  # the logits are stored
-        batch_tokens = max(min(BATCH_TOKENS, LOGITS_BYTES // (4 * model.tok_embeddings.num_embeddings)), 1)
+    most = LOGITS_BYTES // (4 * model.tok_embeddings.num_embeddings) if greedy else BATCH_TOKENS  # logits are stored
     sums = sums_by_item(
         model,
-        _batches(encoded.windows, batch_tokens),
+        _batches(encoded.windows, max(min(BATCH_TOKENS, most), 1)),
         pad_batch,
         encoded.n_tokens,
         process,

@@ -213,12 +213,12 @@ def to_toml(content: Mapping[str, Any], source: str) -> str:
         lines += [f"{f'{key} = {format_value(value)}':<40} # {origin}" for key, (value, origin) in inside.items()]
     lines += ["", "# these set nothing:", *(f"#   {name}: {reason}" for name, reason in others.items()), _LACKS]
     machines, _, per_machine = _ranks(content)
-    launcher = ["torchrun", f"--nproc-per-node {per_machine}"]
-    if machines > 1:
-        address = content.get("main_process_ip") or "ADDRESS"
-        launcher.append(f"--nnodes {machines} --node-rank RANK --master-addr {address}")
-    if port := content.get("main_process_port"):
-        launcher.append(f"--master-port {port}")
+    address, port = content.get("main_process_ip") or "ADDRESS", content.get("main_process_port")
+    launcher = [
+        f"torchrun --nproc-per-node {per_machine}",
+        *([f"--nnodes {machines} --node-rank RANK --master-addr {address}"] if machines > 1 else []),
+        *([f"--master-port {port}"] if port else []),
+    ]
     return "\n".join([*lines, f"# {' '.join(launcher)} train.py --config THIS_FILE --data.path=TEXT"])
 
 
