@@ -27,7 +27,6 @@ from torchtitan_lite.config.schema import GradScalerConfig, SpikeConfig
 from torchtitan_lite.cpu import attention as by_blocks
 from torchtitan_lite.cpu import loss as in_chunks
 from torchtitan_lite.data import mixture, pairs, token_files
-from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.prepare import texts
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.models import attention, chunked_loss, generation, grouped_matmul, loss_operators, t5
@@ -467,10 +466,6 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             lambda *_: entries,
         ),
         [([0, 1], 1.0, 65535.0), ([0, 1], 1.0, 65536.0), ([0, 1], 0.1, 0.2)],
-    ),
-    "not encoded": (
-        lambda n, m: bpe.encode(Stub(encode=lambda *_, **__: 1 / int("0" * n or "x" * m)), "y" * m, "prompt"),
-        [(1, 40), (1, 41), (0, 290)],
     ),
     "header": (
         lambda *dtypes: str(

@@ -51,7 +51,8 @@ from torchtitan_lite.tools.evaluation.documents import Texts
 
 GPU, GONE, TENSOR = torch.device("cuda", 1), "Connection closed by peer", torch.tensor
 OF_TRAIN: list[Any] = ["build", "train_step", "sharded_model"]
-COMMAND = {"loaded": Stub(notes=["n"], config=Stub(folder="runs/x")), "check_config": False, "print_config": False}
+LOADED = Stub(notes=["n"], config=Stub(folder="runs/x"))
+NO_MODE = {"check_config": False, "print_config": False, "dry_run": True}
 
 
 def told(
@@ -287,7 +288,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     ),
     "printed by a mode": (
         lambda local, values: told(
-            lambda _: modes.run(Stub(**COMMAND | {"dry_run": True} | values), *OF_TRAIN),
+            lambda _: modes.run(Stub(loaded=LOADED, modes=NO_MODE | values), *OF_TRAIN),
             *(
                 "tools__modes__check",
                 "tools__modes__dry_run__run",
@@ -297,7 +298,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             *("tools__modes__prepared", "tools__modes__to_toml_with_origins"),
             env={"LOCAL_RANK": str(local)},
             answers={
-                "tools__modes__prepared": lambda _: (COMMAND["loaded"], Stub(vocab_size=9)),
+                "tools__modes__prepared": lambda _: (LOADED, Stub(vocab_size=9)),
                 "tools__modes__to_toml_with_origins": lambda _: "toml",
             },
         ),

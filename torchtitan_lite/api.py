@@ -27,7 +27,6 @@ from torchtitan_lite.checkpointing.tensor_names import model_tensors
 from torchtitan_lite.config import load, paths
 from torchtitan_lite.config.schema import Config, default_of, known_keys
 from torchtitan_lite.config.toml import Loaded
-from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import Batch, Loader
 from torchtitan_lite.data.pairs import source_prefix
@@ -101,7 +100,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, without an end token."""
-        return bpe.encode(self.tokenizer, text)
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens. Leave out masked targets (-100), which have no text."""

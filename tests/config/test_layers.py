@@ -59,25 +59,20 @@ def test_paths_are_found_and_their_problems_named(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.R_OK or path.name != "closed")
-    files = {
-        **{"foreign/meta.json": "{}", "torn/meta.json": "{", "damaged/meta.json": "{"},
-        **dict.fromkeys(("ours/meta.json", "home/ours/meta.json"), '{"format_version": 1, "tokens_sha256": ""}'),
-    }
-    for name in (*files, "damaged/tokenizer.json", "damaged/train.idx", "x[1].txt", "x1.txt", "home/x2.txt", "closed"):
+    files = [f"{folder}/{name}" for folder in ("ours", "home/ours") for name in ("meta.json", "tokenizer.json")]
+    for name in (*files, "foreign/meta.json", "x[1].txt", "x1.txt", "home/x2.txt", "closed"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(files.get(name, ""))
+        (tmp_path / name).touch()
     unknown = f"at ~nobody-of-this-name (looked in {tmp_path})"
     found = {
-        "prepared": [
-            name for name in ("ours", "~/ours", "foreign", "torn", "damaged", "none") if paths.is_prepared(name)
-        ],
+        "prepared": [name for name in ("ours", "~/ours", "foreign", "none") if paths.is_prepared(name)],
         "matching": [[*map(str, paths.matching(name))] for name in ("x[1].txt", "**/x*.txt", "~/x2.txt", "none")],
         "problems": [paths.problem(name) for name in ("closed", "none", "~/x2.txt", "~nobody-of-this-name")],
         "unfound": [paths.unfound(name) for name in ("x*", "y*", "~nobody-of-this-name")],
         "elsewhere": [name for name in NAMES if "; nothing is downloaded here" in paths.unfound(name)],
     }
     assert found == {
-        "prepared": ["ours", "~/ours", "damaged"],
+        "prepared": ["ours", "~/ours"],
         "matching": [["x[1].txt"], ["home/x2.txt", "x1.txt", "x[1].txt"], [f"{tmp_path}/home/x2.txt"], []],
         "problems": [
             f"closed: permission denied to uid {os.geteuid()}",

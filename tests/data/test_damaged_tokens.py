@@ -58,15 +58,15 @@ def test_a_flipped_token_is_named_where_it_is_read(folder: Path, refuses: Callab
 def test_an_index_that_can_not_be_written_is_named_and_what_a_kill_left_is_replaced(folder: Path) -> None:
     meta = read_meta(folder)
     (folder / f"packed-32-{meta.tokens_sha256[:12]}.partial").mkdir()
-    assert damage(pack(folder, meta, 32, lambda _: None)) == []
+    assert damage(pack(folder, meta, 32)) == []
     (folder / f"packed-33-{meta.tokens_sha256[:12]}.partial").touch()
     with pytest.raises(DataError, match='data.packing = "best_fit" writes an index to .*, which is not possible: '):
-        pack(folder, meta, 33, lambda _: None)
+        pack(folder, meta, 33)
 
 
 def test_verify_reads_the_index_of_packed_documents_and_every_hash(folder: Path, refuses: Callable[..., str]) -> None:
     """A start compares the spots of large files only."""
-    index = pack(folder, read_meta(folder), 32, lambda _: None)
+    index = pack(folder, read_meta(folder), 32)
     assert main(["--verify", str(folder)]) == 0
     hashes = json.loads((index / "hashes.json").read_bytes())
     hashes["val.rows"]["spots"] = hashes["val.pieces"]["spots"]

@@ -12,7 +12,6 @@ from typing import Any
 
 import pyarrow
 import pytest
-from tokenizers import processors
 
 from tests.data.test_recorded_data import (
     BYTES,
@@ -339,10 +338,6 @@ OTHER_FORMATS = {  # the beginnings of the files
 }
 
 
-def encoded(file: Path) -> str:
-    return str(bpe.encode(bpe.load(file), "the Plain häuser \u4e2d </s> <|endoftext|>", "prompt"))
-
-
 def retrained(texts: list[str], n: int, sentinels: bool) -> str:
     entries = train(texts, n, sentinels=sentinels).get_vocab(with_added_tokens=True)
     names = [f"{name} {i}" for name, i in sorted(entries.items(), key=lambda entry: entry[1])]
@@ -352,23 +347,19 @@ def retrained(texts: list[str], n: int, sentinels: bool) -> str:
 def test_tokenizers(tmp_path: Path) -> None:
     found: dict[str, Any] = {}
     for name, make in TOKENIZERS.items():
-        (file := tmp_path / f"{name}.json").write_text(make().to_str())
-        tokenizer = as_text(file.read_text())
+        (tmp_path / f"{name}.json").write_text(make().to_str())
+        tokenizer = as_text(bpe.load(tmp_path / f"{name}.json").to_str())
         end = str(said(tmp_path, bpe.end_token, tokenizer))
         known = int(end) if end.isdigit() else None
         found[name] = [
             end,
             said(tmp_path, bpe.end_token, tokenizer, "<eos>"),
-            said(tmp_path, encoded, file),
             said(tmp_path, unknown_token, tokenizer, -1 if known is None else known),
             said(tmp_path, bpe.shown, tokenizer, 1),
         ]
         lengths = itertools.groupby(bytes_per_token(tokenizer, () if known is None else (known,)).tolist())
         found[name] += [bpe.size(tokenizer), " ".join(f"{n}x{len([*same])}" for n, same in lengths)]
         assert bytes_per_token(tokenizer, [0])[0] == 0, "an end token, also the first entry"
-    marked = TOKENIZERS["ends"]()
-    marked.post_processor = processors.TemplateProcessing(single="x $A", special_tokens=[("x", 0)])
-    assert bpe.encode(marked, "def") == TOKENIZERS["ends"]().encode("def").ids, "a prompt has no marks"
     (tmp_path / "no.json").write_text("{}")
     for name, content in OTHER_FORMATS.items():
         (tmp_path / name).write_bytes(content)
@@ -519,12 +510,7 @@ def test_finding_and_damage(
     stream = TokenFiles(folder, meta, "val")
     for first, end in ((0, 3), (meta.val_tokens - 4, meta.val_tokens - 1), (0, meta.val_tokens)):
         found["damage"][f"tokens {first} to {end}"] = said(tmp_path, stream.read, first, end)
-    packed = (
-        tmp_path / "prepared",
-        read_meta(tmp_path / "prepared"),
-        12,
-        lambda line: found["damage"].update(said=normal(line, tmp_path)),
-    )
+    packed = tmp_path / "prepared", read_meta(tmp_path / "prepared"), 12
     index = packing.pack(*packed)
     for name, change in (("train.rows", b"1"), ("val.pieces", None), ("hashes.json", b"[]"), ("hashes.json", None)):
         kept = (index / name).read_bytes()

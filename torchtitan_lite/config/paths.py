@@ -2,7 +2,6 @@
 
 import contextlib
 import glob
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -54,19 +53,11 @@ def not_downloaded(path: str | Path) -> str:
 
 
 def is_prepared(path: str | Path) -> bool:
-    """Return whether a folder is prepared, or a URL: it has our meta.json, or a damaged one next to our other files.
+    """Return whether a folder is prepared, by its files; or a URL, which is not read.
 
-    A folder of text may hold an unrelated meta.json. An unreadable folder gives False: reading it reports the error.
+    An unreadable folder gives False: reading it reports the error.
     """
-    if is_url(path):  # else it would have to be read
-        return True
-    folder = expand(path)
-    with contextlib.suppress(OSError, ValueError):
-        content = (folder / "meta.json").read_bytes()
-        if {"tokenizer.json", "train.idx"} <= set(os.listdir(folder)):
-            return True
-        return {"format_version", "tokens_sha256"} <= set(json.loads(content))
-    return False
+    return is_url(path) or all(os.path.isfile(expand(path) / name) for name in ("meta.json", "tokenizer.json"))
 
 
 # --- the search for text ----------------------------------------------------------------------------------------

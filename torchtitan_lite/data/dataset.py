@@ -39,8 +39,13 @@ class DataSet:
             DataError: a folder is damaged, or two of them differ in tokenizer, end token or begin token.
         """
         sources = tuple(Source(name, weight, folder, read_meta(folder)) for name, (weight, folder) in folders.items())
-        for other in sources[1:]:
-            _require_same_tokenizer(sources[0], other)
+        tokens = [(each.name, each.meta.tokenizer_sha256[:12], *each.meta.marks) for each in sources]
+        if different := [other for other in tokens if other[1:] != tokens[0][1:]]:
+            raise DataError(
+                f"data.sources have different tokenizers, end or begin tokens (name, hash, ids): {tokens[0]} and "
+                f"{different[0]}; prepare one of them again with --tokenizer {sources[0].folder / 'tokenizer.json'}, "
+                "--end-token and --begin-token"
+            )
         return cls(
             tuple(source for source in sources if source.weight),
             tuple(source for source in sources if not source.weight),
@@ -80,25 +85,6 @@ class DataSet:
         if len(self.sources) == 1:
             return {"data": self.sources[0].meta.tokens_sha256}
         return {f"data.sources {s.name}": f"{s.meta.tokens_sha256[:16]} x {s.weight}" for s in self.sources}
-
-
-def _require_same_tokenizer(first: Source, other: Source) -> None:
-    if other.meta.tokenizer_sha256 != first.meta.tokenizer_sha256:
-        raise DataError(
-            f"data.sources: {first.name} and {other.name} were prepared with different tokenizers "
-            f"({first.meta.tokenizer_sha256[:12]} and {other.meta.tokenizer_sha256[:12]}); prepare one of them "
-            f"again with --tokenizer {first.folder / 'tokenizer.json'}"
-        )
-    for verb, at in (("end", 0), ("begin", -1)):
-        if other.meta.marks[at] != first.meta.marks[at]:
-            from torchtitan_lite.data import tokenizer as bpe
-
-            tokenizer = bpe.load(first.folder / "tokenizer.json")
-            names = [bpe.shown(tokenizer, source.meta.marks[at]) for source in (first, other)]
-            raise DataError(
-                f"data.sources: documents {verb} with {names[0]} in {first.name} and with {names[1]} in {other.name}; "
-                f"prepare one of them again with the other's --{verb}-token"
-            )
 
 
 def prepare_all(

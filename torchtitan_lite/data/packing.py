@@ -14,7 +14,7 @@ A sequence is its documents, each preceded by the token before it in the stream,
 import bisect
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from torchtitan_lite.data.samples import Array, Rows, Samples
 from torchtitan_lite.data.token_files import FILES, SPLITS, Meta, TokenFiles, changed, document_ends, hashed, read_meta
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.files import flush_to_disk, write_durably
+from torchtitan_lite.terminal import print_line
 
 _WINDOW = 1 << 15  # documents packed together
 Pairs = NDArray[np.int64]
@@ -46,7 +47,7 @@ class PackedSamples(Samples):
         meta = read_meta(folder)
         self.seq_len = self.target_len = seq_len
         self._stream = TokenFiles(folder, meta, split)
-        index = pack(folder, meta, seq_len, lambda _: None)
+        index = pack(folder, meta, seq_len)
         self._pieces: Array = np.memmap(index / f"{split}.pieces", dtype=np.int64, mode="r").reshape(-1, 2)
         self._rows: Array = np.memmap(index / f"{split}.rows", dtype=np.int64, mode="r").reshape(-1, 2)
         self.n_samples = len(self._rows) - 1
@@ -69,7 +70,7 @@ class PackedSamples(Samples):
         return int((self._rows[indices + 1, 1] - self._rows[indices, 1]).sum())
 
 
-def pack(folder: Path, meta: Meta, seq_len: int, info: Callable[[str], None]) -> Path:
+def pack(folder: Path, meta: Meta, seq_len: int) -> Path:
     """Return the index folder for this sequence length. Builds it if missing; always checks its hashes.
 
     Raises:
@@ -80,7 +81,7 @@ def pack(folder: Path, meta: Meta, seq_len: int, info: Callable[[str], None]) ->
         if not index.is_dir():
             with FileLock(folder / f"{index.name}.lock"):
                 if not index.is_dir():
-                    info(f"data    packing documents of {folder} into sequences of {seq_len}, once for all runs ...")
+                    print_line(f"data    packing documents of {folder} into sequences of {seq_len}, for all runs ...")
                     partial = index.with_name(f"{index.name}.partial")
                     shutil.rmtree(partial, ignore_errors=True)
                     partial.mkdir()

@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from torchtitan_lite.config.paths import expand
-from torchtitan_lite.errors import ConfigError, DataError
+from torchtitan_lite.errors import DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
 _KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
@@ -67,21 +67,6 @@ def other_format(file: Path, otherwise: str) -> str:
         if kind:
             return f"{path.name} is {kind.format(*(repr(str(p.absolute())) for p in (path.parent, path)))}"
     return otherwise
-
-
-def encode(tokenizer: Tokenizer, text: str, name: str = "text", *, special: bool = False) -> list[int]:
-    """Return the tokens of a text, without an end token; `name` is for messages.
-
-    Args:
-        special: with the tokens that the tokenizer puts around a text.
-
-    Raises:
-        ConfigError: it can't be encoded.
-    """
-    try:
-        return [int(i) for i in tokenizer.encode(text, add_special_tokens=special).ids]
-    except BaseException as error:  # e.g. a word without an entry; the library's panics are BaseExceptions
-        raise ConfigError(f"the tokenizer can't encode the {name} {text[:40]!a}: {reason(error)}") from None
 
 
 def begun(ids: list[int], begin: tuple[int, ...]) -> list[int]:

@@ -215,11 +215,8 @@ def begin_tokens(folder: Path, tokenizer: Tokenizer) -> list[int]:
     It is the token that the tokenizer puts before a text. If it puts none there, it is the special token
     `bos_token_id`, if add_bos_token says so or, without that, if the model_type was pretrained with one: other models
     also name one in config.json, but their documents do not have it. GPT-2's tokenizer adds none (SmolLM2 is a Llama).
-
-    Raises:
-        ConfigError: the tokenizer can't encode a letter.
     """
-    with_special, without = (bpe.encode(tokenizer, "a", special=flag)[:1] for flag in (True, False))
+    with_special, without = (tokenizer.encode("a", add_special_tokens=flag).ids[:1] for flag in (True, False))
     names = "tokenizer_config.json", "config.json", "generation_config.json"
     about, *configs = (storage.read_json(folder / name) if (folder / name).is_file() else {} for name in names)
     begins = about.get(

@@ -9,7 +9,6 @@ An epoch of a mixture has the number of samples of all sources together. If weig
 are repeated and others not finished; the start prints each source's epochs.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 
@@ -34,7 +33,7 @@ def in_steps(config: Config, epoch: int) -> Config:
     return config.changed(changes)
 
 
-def resolved(loaded: Loaded, data: DataSet, info: Callable[[str], None] = print) -> Loaded:
+def resolved(loaded: Loaded, data: DataSet) -> Loaded:
     """Convert the loaded config to steps, for this data. The config as given is kept for writing.
 
     With data.packing = "best_fit", this builds the packing index, which all later uses of the data need too.
@@ -43,15 +42,9 @@ def resolved(loaded: Loaded, data: DataSet, info: Callable[[str], None] = print)
         ConfigError: the steps do not suit another key.
         DataError: see `open_samples`.
     """
-    config = loaded.config
-    if config.data.packing == "best_fit":
-        from torchtitan_lite.data.packing import pack
-
-        for source in data.sources:
-            pack(source.folder, source.meta, config.train.seq_len, info)
+    config, n_samples = loaded.config, open_samples(data, "train", loaded.config).n_samples
     if not config.in_epochs:
         return loaded
-    n_samples = open_samples(data, "train", config).n_samples
     size = config.train.batch_size(1)
     epoch = -(-n_samples // size)
     found = in_steps(config, epoch)

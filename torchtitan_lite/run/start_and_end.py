@@ -56,7 +56,7 @@ def prepared(loaded: Loaded, folder: Path | None = None) -> tuple[Loaded, DataSe
     if loaded.config.in_epochs or loaded.config.data.packing == "best_fit":
         from torchtitan_lite.run import epochs
 
-        loaded = epochs.resolved(loaded, data, print_line)
+        loaded = epochs.resolved(loaded, data)
     return loaded, data
 
 

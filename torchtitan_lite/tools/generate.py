@@ -34,10 +34,11 @@ def encode(opened: Opened, prompt: str) -> list[int]:
     """Return the tokens of a prompt. An encoder-decoder's source gets the prefix and end token of training.
 
     Raises:
-        ConfigError: the prompt is empty, can't be encoded, or is too long for the model.
+        ConfigError: the prompt is empty, or too long for the model.
     """
     is_source, limit = is_encoder_decoder(opened.model), opened.model.config.max_seq_len
-    ids = bpe.encode(opened.tokenizer, with_prefix(opened.prefix, prompt) if is_source and prompt else prompt, "prompt")
+    text = with_prefix(opened.prefix, prompt) if is_source and prompt else prompt
+    ids = list(opened.tokenizer.encode(text, add_special_tokens=False).ids)
     if is_source and ids:
         ids += [end for end in opened.ends[:1] if ids[-1] != end]
     elif not is_source:  # an empty prompt is the beginning of a document

@@ -18,12 +18,6 @@ def path_rules(config: Config, machine: Machine) -> Rules:
     if model.init_from and not config.started_from_weights and (wrong := problem(model.init_from)):
         yield "model.init_from", f"model.init_from: {wrong}{not_downloaded(model.init_from)}"
     prepared = [path for path in data.texts if is_prepared(path)]
-    if not (tokenizer.path or prepared or model.init_from) and 0 < model.vocab_size < tokenizer.vocab_size:
-        yield (
-            "model.vocab_size tokenizer.vocab_size",
-            f"model.vocab_size = {model.vocab_size} is smaller than tokenizer.vocab_size = "
-            f"{tokenizer.vocab_size}; model.vocab_size = 0 takes the tokenizer's",
-        )
     if tokenizer.path and (wrong := problem(tokenizer.path)):
         yield "tokenizer.path", f"tokenizer.path: {wrong}{not_downloaded(tokenizer.path)}"
     if missing := [why for path in data.texts if (why := unfound(path))]:

@@ -7,6 +7,7 @@ its file and line.
 
 import codecs
 import csv
+import functools
 import gzip
 import hashlib
 import importlib
@@ -219,17 +220,11 @@ def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
         yield number, None if too_long else line
 
 
-def read_csv(stream: BinaryIO, corpus: Corpus) -> Read:
-    """Yield the rows of a table split at commas, tabs, semicolons or bars, whichever gives the header all keys."""
-    yield from _table(stream, corpus, ",\t;|")
-
-
-def read_tsv(stream: BinaryIO, corpus: Corpus) -> Read:
-    """Yield the rows of a table split at tabs: a line is a row, and a quotation mark is text."""
-    yield from _table(stream, corpus, "\t")
-
-
 def _table(stream: BinaryIO, corpus: Corpus, delimiters: str) -> Read:
+    """Yield the rows of a table split at the delimiter that gives the header all keys.
+
+    If it is the tab of a .tsv, a line is a row, and a quotation mark is text.
+    """
     csv.field_size_limit(LONGEST)
     lines, head, by_line = _decoded(stream), list[str](), delimiters == "\t"
     at, width, place, last = list[int](), 0, 1, ""  # width: columns of the header; last: cell of the row before
@@ -256,6 +251,10 @@ def _table(stream: BinaryIO, corpus: Corpus, delimiters: str) -> Read:
             place, last = (place if by_line else quoted.line_num) + 1, row[-1] if row else last
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"the row at line {place}: {error}") from None
+
+
+read_csv = functools.partial(_table, delimiters=",\t;|")
+read_tsv = functools.partial(_table, delimiters="\t")
 
 
 def _decoded(stream: BinaryIO) -> Iterator[str]:

@@ -157,11 +157,8 @@ class Writer:
         self._held_out = {document.hash: (document.file, document.place) for document in held_out}
         self._streams: dict[str, Any] = {}
         for name, size in progress.sizes.items():
-            (folder / name).touch()
-            stream = files.enter_context((folder / name).open("r+b"))
+            self._streams[name] = stream = files.enter_context((folder / name).open("ab"))
             stream.truncate(size)
-            stream.seek(size)
-            self._streams[name] = stream
             if name.endswith(".bin") and not size:  # each stream begins with the token before a document
                 self._write(name, np.array(self._marks[-1:], self._dtype).tobytes())
         self.commit()

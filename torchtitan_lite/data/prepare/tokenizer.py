@@ -20,15 +20,13 @@ _LONG_WORD = re.compile(r"(\S{1000})")  # the trainer's time is quadratic in the
 
 
 def as_text(definition: str) -> Tokenizer:
-    """Load a tokenizer that encodes text which looks like a special token as ordinary text.
+    """Copy a loaded tokenizer, to encode text which looks like a special token as ordinary text.
 
     The end token is still produced by a Unigram or WordLevel vocabulary that contains it as a piece, and by added
     tokens with `"special": false`.
     """
     tokenizer = Tokenizer.from_str(definition)
     tokenizer.encode_special_tokens = True
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
     return tokenizer
 
 
