@@ -81,6 +81,7 @@ WRONG = [
     ["--device=cpu", "--fsdp.cpu_offload=true"],
     ["--data.path=.", "--model.size=9M"],
     ["--suggest", "--device=cpu", *SMALL],
+    ["--device=cpu", *SMALL, "--train.phases=[{from_step=500,train.seq_len=64,train.global_batch_size=40}]"],
 ]
 
 

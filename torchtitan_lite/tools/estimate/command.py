@@ -100,7 +100,10 @@ def _model_lines(plan: Plan) -> list[str]:
     config, layout, train = plan.config, plan.layout, plan.config.train
     run = f"train.epochs = {train.epochs:g}; the number of steps needs prepared data in data.path"
     if train.steps:
-        run = f"{train.steps:,} steps, {train.samples() * config.target_len:,} tokens"
+        ends = [0, *train.boundaries(), train.steps]
+        of_phases = [(config.phase(n), first, last) for n, (first, last) in enumerate(itertools.pairwise(ends))]
+        tokens = sum(phase.target_len * phase.train.samples(first, last) for phase, first, last in of_phases)
+        run = f"{train.steps:,} steps, {tokens:,} tokens"
     active = f", {plan.n_active:,} of them active" if config.model.has_experts else ""
     note = "" if config.model.vocab_size else vocabulary(config)[1]
     return [
@@ -156,7 +159,8 @@ def _time_lines(plan: Plan) -> list[str]:
     if plan.config.train.steps:
         run_s = [seconds * plan.full_steps for seconds in (step.total, least, most)]
         lines.append(
-            f"        the run takes {duration(run_s[0])}, likely {duration(run_s[1])} to "
+            f"        {'at the speed of phase 1, ' * bool(plan.config.train.phases)}the run takes "
+            f"{duration(run_s[0])}, likely {duration(run_s[1])} to "
             f"{duration(run_s[2])}: {run_s[0] * plan.world_size / 3600:,.0f} device hours"
         )
     return lines
