@@ -43,13 +43,13 @@ class Operator:
 
 
 class OperatorLog(TorchDispatchMode):
-    """Logs the operators of a block. A DTensor's operator is logged as those on its local tensors."""
+    """Logs the operators of a block, unless it is paused. A DTensor's operator is logged as those on local tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, paused: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operators: list[Operator] = []
         self._pinned: list[Any] = []  # storages, kept so that no other gets the address
-        self._paused = False
+        self._paused = paused
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):

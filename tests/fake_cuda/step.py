@@ -50,7 +50,7 @@ def logged_step(config: Config, world_size: int, vocab_size: int) -> OperatorLog
         session = bare_session(config, process, model, prefetching)
         for step in (1, 2):
             stand_ins.next_step()
-            with OperatorLog() as log:
+            with OperatorLog(paused=step == 1) as log:
                 train.train_step(session, step)
     prefetching.close()
     dist.destroy_process_group()
