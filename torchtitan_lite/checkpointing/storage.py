@@ -117,7 +117,9 @@ def incomplete_folders(checkpoints: Path) -> list[str]:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object."""
     with reading(path):
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise TypeError("it is not a JSON object")
         return content
 
 
