@@ -68,7 +68,7 @@ def tool(name: str, process: Process, folder: Path, *, threads: bool = False) ->
     state = State(str(process.world_size), 1, "llama", process)
     state.step()
     kind, api = name.split() if name in OURS else WAYS[0]
-    ours = state.checkpointer(folder, kind, api, background=threads)
+    ours = state.checkpointer(folder, kind, api, async_save=threads)
 
     def live() -> dict[str, Tensor]:  # a load may replace the optimizer's
         return ours.tensors()

@@ -836,7 +836,7 @@ def together(rank: int) -> dict[str, Any]:
     config, said = config_of({"run.preempted_exit_code": 5, "train.steps": 9}, 4), list[Any]()
     data: Any = Stub(folder=Path("d"), tokenizer_sha256="t", vocab_size=9, hashes=dict, later=())
     reasons = ("", "run.max_minutes", "SIGTERM", "")
-    log = Stub(info=lambda *line: said.append(line[0]), record=lambda *r: said.append(r[0]), attempt=2)
+    log = Stub(info=lambda line, **_: said.append(line), record=lambda *r: said.append(r[0]), attempt=2)
     checkpointer: Any = Stub(
         folder=Path("x"), damaged=[7], remote=None, forked_from=None, group=None, _share=1.0, _n_bytes=lambda: 40 + rank
     )

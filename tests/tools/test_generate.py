@@ -163,4 +163,4 @@ def test_a_conversation_ends_at_an_empty_line(
     assert generate.main([str(finished), "--interactive", "--max-tokens=2"]) == 0, "at the end of the input, too"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\n"), encoding="utf-8"))
     assert generate.main([str(finished), "--interactive"]) == 2
-    assert "is not utf-8" in capsys.readouterr().err
+    assert "codec can't decode byte 0xff" in capsys.readouterr().err

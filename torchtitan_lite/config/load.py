@@ -295,7 +295,7 @@ def _notes(
     ]
     if without_effect:
         yield f"without effect: {'; '.join(without_effect)}"
-    if config.model.init_from and "optim.lr" not in origins and not config.has_checkpoint:
+    if config.model.init_from and "optim.lr" not in origins and not config.started_from_weights:
         lr = "1e-4" if FAMILIES[config.model.family].encoder_decoder else "2e-5"
         yield (
             f"optim.lr = {config.optim.lr} is the default, for training from random weights; a pretrained "

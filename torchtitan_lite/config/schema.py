@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+import tomli
 from pydantic.fields import FieldInfo
 
 from torchtitan_lite.config.families import FAMILIES
@@ -91,6 +92,15 @@ class Config(Frozen):
     def has_checkpoint(self) -> bool:
         """Whether the run has saved a checkpoint. The weights or checkpoint that it started from may then be gone."""
         return any(self.folder.glob("checkpoints/step-*"))
+
+    @property
+    def started_from_weights(self) -> bool:
+        """Whether the run has a checkpoint and started from `model.init_from`."""
+        try:
+            before = tomli.loads((self.folder / "config.toml").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+        return self.has_checkpoint and bool(before.get("model", {}).get("init_from") == self.model.init_from)
 
     def phase(self, n: int) -> "Config":
         """Return the config after the first n of train.phases have begun."""

@@ -102,9 +102,9 @@ def open_weights(folder: Path, config: ModelConfig) -> Mapping[str, Tensor]:
 def check_source(config: Config) -> dict[str, str]:
     """Check that `model.init_from` holds this architecture, and has embeddings for the tokenizer that is used.
 
-    Not if the run has a checkpoint: it has already started from it.
+    Not if the run has already started from it.
     """
-    if config.has_checkpoint:
+    if config.started_from_weights:
         return {}
     try:
         folder, _ = find_weights(Path(config.model.init_from), config.model, "size")

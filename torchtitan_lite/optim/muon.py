@@ -139,17 +139,11 @@ def ranks_of(matrix: Tensor, *, of_replicas: bool = False) -> tuple[Any, int, in
 
 
 class Split(NamedTuple):
-    """A matrix that is split over ranks."""
+    """A matrix whose rows, or those of its transpose, are split over ranks."""
 
-    part: Tensor  # this rank's rows or columns
-    dim: int  # that is split
-    size: int  # of the whole matrix in this dim
-
-    def shape_on(self, rank: int, n_ranks: int) -> list[int]:
-        """Return the shape of a rank's part."""
-        shape = list(self.part.shape)
-        shape[self.dim] = len(shard_range(self.size, n_ranks, rank))
-        return shape
+    rows: Tensor  # this rank's
+    size: int  # rows of the whole
+    transposed: bool
 
 
 def orthogonalise(matrices: list[nn.Parameter], parts: list[Tensor]) -> None:
@@ -169,12 +163,12 @@ def orthogonalise(matrices: list[nn.Parameter], parts: list[Tensor]) -> None:
         if dim < 0:
             whole += each
         else:
-            split += [Split(one, dim, matrix.shape[shard_dim(matrix)]) for one in each]
+            split += [Split(one.T if dim else one, matrix.shape[shard_dim(matrix)], dim == 1) for one in each]
     _orthogonalise_whole(whole)
     (shards, n_ranks, rank), (group, n, replica) = (ranks_of(matrices[0], of_replicas=r) for r in (False, True))
-    costs = (cost(m.size, m.part.shape[1 - m.dim]) for m in split)
+    costs = (cost(m.size, m.rows.shape[1]) for m in split)
     by_owner = [[split[i] for i in owned] for owned in balanced(costs, n * n_ranks)]
-    by_replica = [[m.part for of_owner in by_owner[r::n] for m in of_owner] for r in range(n)]
+    by_replica = [[m.rows for of_owner in by_owner[r::n] for m in of_owner] for r in range(n)]
     if shards is None:
         _orthogonalise_whole(by_replica[replica])
     elif by_replica[replica]:
@@ -189,24 +183,27 @@ def orthogonalise(matrices: list[nn.Parameter], parts: list[Tensor]) -> None:
 
 
 def _within_replica(by_owner: list[list[Split]], group: dist.ProcessGroup, rank: int) -> None:
-    """Orthogonalise the matrices of each rank of a replica."""
-    parts, own, ranks = [m.part for of_one in by_owner for m in of_one], by_owner[rank], range(len(by_owner))
-    to_owners = [sum(m.part.numel() for m in of_one) for of_one in by_owner]
-    sent = parts[0].new_empty(sum(to_owners), dtype=dtype_of_iteration(on_gpu=parts[0].is_cuda))
-    places = _cut(sent, map(Tensor.size, parts))
-    _copy(places, parts)
-    shapes = [[m.shape_on(r, len(ranks)) for m in own] for r in ranks]
-    from_ranks = [sum(map(math.prod, of_one)) for of_one in shapes]
-    received = sent.new_empty(sum(from_ranks))
-    dist.all_to_all_single(received, sent, from_ranks, to_owners, group=group)
-    pieces = _cut(received, itertools.chain(*shapes))
-    held = [pieces[i :: len(own)] for i in range(len(own))]
-    wholes = [torch.cat(of_one, m.dim) for of_one, m in zip(held, own, strict=True)]
+    """Orthogonalise the matrices of each rank of a replica. Ranks exchange equally many rows, so the last ones pad."""
+    n_ranks, split, own = len(by_owner), list(itertools.chain(*by_owner)), by_owner[rank]
+    rooms = [[len(shard_range(m.size, n_ranks, 0)) * m.rows.shape[1] for m in of_one] for of_one in by_owner]
+    to_owners = list(map(sum, rooms))
+    rows = [m.rows for m in split]
+    sent = rows[0].new_zeros(sum(to_owners), dtype=dtype_of_iteration(on_gpu=rows[0].is_cuda))
+    pieces = sent.split(list(itertools.chain(*rooms)))
+    places = [piece.view(-1, each.shape[1])[: len(each)] for piece, each in zip(pieces, rows, strict=True)]
+    _copy(places, rows)
+    received = sent.new_empty(n_ranks, to_owners[rank])
+    from_ranks = [to_owners[rank]] * n_ranks
+    dist.all_to_all_single(received.view(-1), sent, from_ranks, to_owners, group=group)
+    columns = received.split(rooms[rank], 1)
+    padded = [column.reshape(-1, m.rows.shape[1]) for column, m in zip(columns, own, strict=True)]
+    tables = [each[: m.size] for each, m in zip(padded, own, strict=True)]
+    wholes = [(table.T if m.transposed else table).contiguous() for table, m in zip(tables, own, strict=True)]
     _orthogonalise_whole(wholes)
-    for whole, of_one, m in zip(wholes, held, own, strict=True):
-        _copy(of_one, whole.split([piece.shape[m.dim] for piece in of_one], m.dim))
-    dist.all_to_all_single(sent, received, to_owners, from_ranks, group=group)
-    _copy(parts, places)
+    _copy(tables, [whole.T if m.transposed else whole for whole, m in zip(wholes, own, strict=True)])
+    _copy(list(columns), [each.view(n_ranks, -1) for each in padded])
+    dist.all_to_all_single(sent, received.view(-1), to_owners, from_ranks, group=group)
+    _copy(rows, places)
 
 
 def _cut(flat: Tensor, shapes: Iterable[Sequence[int]]) -> list[Tensor]:
@@ -238,6 +235,7 @@ def newton_schulz(x: Tensor) -> Tensor:
     """Return matrices with the singular vectors of x, (M, N) or (B, M, N), and singular values near 1."""
     a, b, c = COEFFICIENTS
     add = torch.baddbmm if x.ndim == 3 else torch.addmm
+    x = x.view(x.shape)  # usual strides for a transposed matrix of one row: strides affect a matmul's rounding
     wide = x.shape[-2] <= x.shape[-1]
     x = (x if wide else x.mT).contiguous()
     x = x / (x.float().norm(dim=(-2, -1), keepdim=True) + 1e-7).to(x.dtype)

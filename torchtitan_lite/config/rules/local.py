@@ -15,7 +15,7 @@ from torchtitan_lite.config.sections.log import TRACKERS
 def path_rules(config: Config, machine: Machine) -> Rules:
     """Yield the broken rules of weights, tokenizers, texts, prepared folders and checkpoints."""
     data, model, tokenizer, resume = config.data, config.model, config.tokenizer, config.checkpoint.resume
-    if model.init_from and not config.has_checkpoint and (wrong := problem(model.init_from)):
+    if model.init_from and not config.started_from_weights and (wrong := problem(model.init_from)):
         yield "model.init_from", f"model.init_from: {wrong}{not_downloaded(model.init_from)}"
     prepared = [path for path in data.texts if is_prepared(path)]
     if tokenizer.path and (wrong := problem(tokenizer.path)):

@@ -216,7 +216,8 @@ def muon_step(
             if stack.ndim == 3:  # each rank holds whole matrices
                 computed += [stack.shape[1:]] * -(-len(stack) // layout.dp_shard)
         if split and layout.dp_shard > 1:
-            most = max(sum(m.numel() for m in of_one) for of_one in owned)
+            padded = [[-(-len(m) // layout.dp_shard) * layout.dp_shard * m.shape[1] for m in each] for each in owned]
+            most = max(map(sum, padded))
             sent[Collective(EXCHANGED, most * width, layout.dp_shard)] += 2
         if split and layout.dp_replicate > 1:
             part = sum(m.numel() for m in split) // layout.dp_shard
