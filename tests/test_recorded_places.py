@@ -95,8 +95,12 @@ def watched(way: str, rank: int, world_size: int, local: int, n_local: int, *giv
         vars(one).update({key: stand_in(key, value) if callable(value) else value for key, value in more.items()})
         return f"{getattr(Watchdog, way)(one, *given)} {[*vars(one).get('_own', '')] or ''}".strip()
 
-    clock = Stub(monotonic=iter([100.0, 100.0, 103.0]).__next__, sleep=lambda _: None, process_time=lambda: 7.0)
-    return told(call, env={"LOCAL_RANK": str(local)}, answers={"run__watchdog__time": clock})
+    clock = Stub(monotonic=iter([100.0, 100.0, 103.0]).__next__, sleep=lambda _: None)
+    return told(
+        call,
+        env={"LOCAL_RANK": str(local)},
+        answers={"run__watchdog__time": clock, "run__watchdog__os__times": lambda: (5.0, 1.0, 0.5, 0.5, 9.0)},
+    )
 
 
 def doing(*given: tuple[str, bool]) -> list[Any]:
@@ -842,7 +846,9 @@ def together(rank: int) -> dict[str, Any]:
     )
     checkpointer._on_leaders = lambda action: save.Checkpointer._on_leaders(checkpointer, action)
     checkpointer.process, checkpointer.require_space = one, lambda: None
-    session = Stub(state=Stub(step=6), process=one, config=config, log=log, checkpointer=checkpointer, model=None)
+    session = Stub(
+        state=Stub(step=6, tokens=0), process=one, config=config, log=log, checkpointer=checkpointer, model=None
+    )
     session.preemption, session.meter = Stub(agreed=False, reason=reasons[rank]), None
     session.periodic = [Periodic(name, n, Mock(), keys=[key]) for name, n, key in (("0", 3, "a"), ("1", 2, "b"))]
     task = Stub(name="t", digest=str(rank == 2))
@@ -1021,7 +1027,7 @@ def together(rank: int) -> dict[str, Any]:
         ),
         "again": (
             lambda: start_and_end.require_one_run(Stub(config=config), data, one),
-            {"run__start_and_end__run_folder__why_not_again": lambda _: f"of {rank}"},
+            {"run__start_and_end__run_folder__why_not_again": lambda *_: f"of {rank}"},
         ),
         "clocks": (
             lambda: dry_run.check_machines(Path("x"), session),
