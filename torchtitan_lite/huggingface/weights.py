@@ -286,8 +286,6 @@ def export(source: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str
         (temporary / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         tensors = unstack_experts(weights) if config.has_experts else weights
         _write_model(temporary / "model.safetensors", tensors, config)
-        if out.is_dir():
-            out.rmdir()
         temporary.rename(out)
         return str(content["architectures"][0]), notes
     finally:
