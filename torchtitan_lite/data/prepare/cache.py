@@ -24,10 +24,7 @@ def cache_folder(data: DataConfig) -> Path:
     """Return the cache folder of prepared data."""
     if data.cache_dir:
         return expand(data.cache_dir)
-    default = expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    if default.parts[0] == "~":
-        raise DataError('data.cache_dir: HOME is not set; set a folder, e.g. data.cache_dir = "/tmp/cache"')
-    return default / "torchtitan_lite"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torchtitan_lite"
 
 
 def prepared_in_cache(

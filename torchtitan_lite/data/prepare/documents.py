@@ -305,12 +305,11 @@ def read_parquet(stream: BinaryIO, corpus: Corpus) -> Read:
 # --- files ------------------------------------------------------------------------------------------------------
 
 
-def _read(corpus: Corpus, file: Path, opened: io.BufferedReader) -> Read:
-    stream: Any = opened
+def _read(corpus: Corpus, file: Path, stream: Any) -> Read:
     if file.suffix.lower() == ".gz":
-        stream = io.BufferedReader(gzip.GzipFile(fileobj=opened), _READ)
+        stream = io.BufferedReader(gzip.GzipFile(fileobj=stream), _READ)
     elif file.suffix.lower() == ".zst":
-        stream = io.BufferedReader(need("pyarrow").CompressedInputStream(opened, "zstd"), _READ)
+        stream = io.BufferedReader(need("pyarrow").CompressedInputStream(stream, "zstd"), _READ)
     yield from pkgutil.resolve_name(READERS[kind(file, (*corpus.text_suffixes, ""))].read)(stream, corpus)
 
 
