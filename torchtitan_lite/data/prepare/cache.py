@@ -105,7 +105,7 @@ def _prepare(
     from torchtitan_lite.data.prepare.folder import partial_folder, prepare
     from torchtitan_lite.data.prepare.summary import summary
 
-    info(f"data    preparing {corpus.name}: {counted(len(corpus.files), 'file')}, once for all runs ...")
+    info(f"data    preparing {counted(len(corpus.files), 'file')}, once for all runs ...")
     given = (first / "tokenizer.json").read_text(encoding="utf-8") if folder != first else ""
     try:
         meta = prepare(corpus, job, folder, on_error, texts, given)

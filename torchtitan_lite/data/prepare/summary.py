@@ -33,7 +33,6 @@ def report(folder: Path) -> str:
         lines.append(f"unknown {meta.unknown_tokens:>14,}  tokens for text that the tokenizer does not know")
     for reason, count in meta.skipped.items():
         lines.append(f"skipped {count:>14,}  {reason} (listed in {folder / 'skipped.log'})")
-    lines.append(f"vocabulary {meta.vocab_size:,}, tokenizer {meta.tokenizer_sha256[:12]}, in {folder}")
     for ids in islice(documents(folder, meta, "train", -(-(meta.documents - meta.val_documents) // 3), 60), 3):
         lines.append(f"document: {tokenizer.decode(ids)[:150]!r}")
     return "\n".join(lines)

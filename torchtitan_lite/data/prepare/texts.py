@@ -51,7 +51,6 @@ class Corpus:
     text_suffixes: tuple[str, ...] = ()  # of plain text, in addition to .txt; and the user's readers
     n_held_out: int = 0  # number of last files that are validation text; 0: documents are held out by hash
     ignored: tuple[str, ...] = ()  # for each other file in the folders, and each hidden folder: its kind, or its name
-    name: str = "your text"
     as_1_0: bool = False  # has the files and the fingerprint of version 1.0, to find what it prepared
 
     def fingerprint(self) -> list[object]:
@@ -206,4 +205,4 @@ def standard_library() -> Corpus:
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     # without empty __init__.py files
     with_text = sorted(file for file in files if file.is_file() and file.stat().st_size)
-    return Corpus(tuple(with_text), text_suffixes=(".py",), name="Python's standard library")
+    return Corpus(tuple(with_text), text_suffixes=(".py",))
