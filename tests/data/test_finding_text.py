@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ranks, succeeded, tiny
-from torchtitan_lite.config.load import load
 from torchtitan_lite.config.paths import is_prepared
 from torchtitan_lite.data.prepare.texts import find
 from torchtitan_lite.errors import DataError
@@ -21,8 +20,8 @@ def tree(root: Path, *names: str) -> Path:
     return root
 
 
-def found(path: str | Path | list[str]) -> list[str]:
-    return [str(file) for file in find(path if isinstance(path, list) else str(path)).files]
+def found(path: Path) -> list[str]:
+    return [str(file) for file in find(str(path)).files]
 
 
 def test_linked_folders_are_followed_once(tmp_path: Path) -> None:
@@ -36,13 +35,6 @@ def test_linked_folders_are_followed_once(tmp_path: Path) -> None:
         (tmp_path / link).symlink_to(tmp_path / target)
     names = [str(Path(file).relative_to(tmp_path / "in")) for file in found(tmp_path / "in")]
     assert names == ["a.txt", "again/c.txt", "again/deep/d.txt", "sub/b.txt"]
-
-
-@pytest.mark.parametrize("name", ["data[1]", "what?", "a*b", "[x].txt"])
-def test_a_path_that_exists_is_itself(name: str, tmp_path: Path) -> None:
-    tree(tmp_path, name if name.endswith(".txt") else f"{name}/a.txt", "data1/wrong.txt", "x.txt", "a-b/wrong.txt")
-    assert [Path(file).name for file in found(tmp_path / name)] == [name if name.endswith(".txt") else "a.txt"]
-    load(None, {"data.path": str(tmp_path / name)})
 
 
 def test_each_start_names_its_text_what_is_left_out_and_many_epochs(text: Path, tmp_path: Path) -> None:

@@ -1,21 +1,19 @@
 """Pairs: their order and their split; the default pairs. data/test_recorded_data.py has their rows."""
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
 
-from tests.data.test_data import stream_of
+from tests.data.test_data import decoded
 from torchtitan_lite.config.schema import Config, DataConfig, ModelConfig, TokenizerConfig, TrainConfig
 from torchtitan_lite.data import pairs as pairs_module
 from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.pairs import PairSamples
 from torchtitan_lite.data.prepare.__main__ import main
-from torchtitan_lite.data.token_files import document_ends, read_meta
+from torchtitan_lite.data.token_files import read_meta
 
 ROWS = [(f'the {i}-th text, "quoted",\nof {"many words " * (i % 9)}', f"text {i}") for i in range(300)]
 KEYS = ["--source-key", "text", "--target-key", "headline", "--tokenizer", "bytes"]
@@ -32,14 +30,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": s, "headline": t}) + "\n" for s, t in ROWS))
     assert main([str(folder / "a.jsonl"), *KEYS, "--val-fraction", "0.2", "--out", str(folder / "out")]) == 0
     return folder / "out"
-
-
-def decoded(folder: Path, split: str) -> list[tuple[str, str]]:
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    ends = [1, *document_ends(folder, read_meta(folder), split).tolist()]
-    stream = stream_of(folder, split)
-    texts = [tokenizer.decode(stream[a : b - 1]) for a, b in itertools.pairwise(ends)]
-    return list(zip(texts[::2], texts[1::2], strict=True))
 
 
 def test_an_epoch_has_every_pair_once_in_blocks_of_similar_length_in_random_order(
@@ -70,7 +60,7 @@ def test_a_source_is_on_one_side_only_whatever_its_targets_are(tmp_path: Path) -
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": s, "headline": t}) + "\n" for s, t in pairs))
     out = tmp_path / "out"
     assert main([str(tmp_path / "a.jsonl"), *KEYS, "--val-fraction", "0.4", "--out", str(out)]) == 0
-    train, val = ({source for source, _ in decoded(out, split)} for split in ("train", "val"))
+    train, val = (set(decoded(out, split)[::2]) for split in ("train", "val"))
     assert (len(train) + len(val), train & val) == (60, set())
     assert 10 < len(val) < 40
 

@@ -153,7 +153,7 @@ FILES: Contents = {
     "mixed/c.csv": b"id,text\n1,a table\n2\n",
     "mixed/wiki_00": b"a line\n",
     "mixed/.d.jsonl": jsonl(body=["hidden"]),
-    "mixed/e.txt": b" \n",
+    "mixed/e.txt": b"",
     "held.jsonl": jsonl(body=["held out", "held as well", SHORT[4]]),
     "pairs.csv": table(",", **PAIR),
     "pairs.jsonl": jsonl(**{key: values[::-1] for key, values in PAIR.items()}),

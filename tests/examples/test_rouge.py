@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer
 
 import torchtitan_lite as ttl
-from tests.data.test_pairs import decoded
+from tests.data.test_data import decoded
 from tests.helpers import ROOT, checkpoint, ranks, records, succeeded, tiny
 from torchtitan_lite.data.prepare.__main__ import main as prepare
 from torchtitan_lite.models.generation import Sampler, beam_search, new_tokens
@@ -64,7 +64,7 @@ def test_samples_are_held_out_sources_with_their_targets(run: Path) -> None:
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert [s["step"] for s in samples] == [1, 1, 1, 2, 2, 2]
     rows = {row["text"]: row["headline"] for row in csv.DictReader((run.parent / "w.csv").open(newline=""))}
-    trained = [source for source, _ in decoded(run.parent / "pairs", "train")]
+    trained = decoded(run.parent / "pairs", "train")[::2]
     for s in samples:
         assert s["prompt"].startswith("summarize: Open door ")
         assert rows[s["prompt"].removeprefix("summarize: ")] == s["reference"]

@@ -201,13 +201,12 @@ def test_import_opens_the_weights_and_says_what_a_start_would_say(theirs: Path, 
         open_model(tmp_path / "adapter", torch.device("cpu"), torch.float32)
 
 
-def test_a_shorter_context_is_accepted_where_positions_are_computed(theirs: Path) -> None:
+def test_another_context_is_accepted_where_positions_are_computed(theirs: Path) -> None:
     config = hf.config_of(theirs)
-    learned = config.family == "gpt"
-    for n in (128, 32) if learned else (128,):
-        with pytest.raises(CheckpointError, match=rf"max_seq_len is 64 in the checkpoint and {n} here"):
+    expected = r"max_seq_len is 64 in the checkpoint and \d+ here"
+    for n in (32, 128):
+        with pytest.raises(CheckpointError, match=expected) if config.family == "gpt" else contextlib.nullcontext():
             hf.find_weights(theirs, config.model_copy(update={"max_seq_len": n}))
-    assert learned or hf.find_weights(theirs, config.model_copy(update={"max_seq_len": 32}))[0] == theirs
 
 
 # --- the begin token ----------------------------------------------------------------------------------------------

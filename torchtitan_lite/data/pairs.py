@@ -80,8 +80,7 @@ class PairSamples(Samples):
         cuts = [
             f"{n:,} {side} cut to {limit} tokens" for n, side, limit in zip(cut, _SIDES, self._longest, strict=True)
         ]
-        blind = "; data.blind_source leaves every source empty" if self._blind else ""
-        return f"{self.n_samples:,} pairs; {' and '.join(cuts)}{blind}"
+        return f"{self.n_samples:,} pairs; {' and '.join(cuts)}"
 
     def indices(self, run_samples: Indices, seed: int | None) -> Indices:
         if seed is None or not self._sorted:

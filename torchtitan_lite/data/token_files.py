@@ -19,7 +19,7 @@ import hashlib
 import json
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -99,11 +99,10 @@ def token_dtype(vocab_size: int) -> type[np.unsignedinteger]:
     return np.uint16 if vocab_size <= 2**16 else np.uint32
 
 
-def hashed(folder: Path, names: Iterable[str]) -> dict[str, File]:
+def hashed(folder: Path, names: Sequence[str]) -> dict[str, File]:
     """Hash these files on all cores."""
-    listed = list(names)
     with ThreadPoolExecutor() as pool:
-        return dict(zip(listed, pool.map(lambda name: File.describe(folder / name), listed), strict=True))
+        return dict(zip(names, pool.map(lambda name: File.describe(folder / name), names), strict=True))
 
 
 def tokens_hash(files: dict[str, File]) -> str:

@@ -40,11 +40,12 @@ def load(path: Path) -> Tokenizer:
         DataError: the file is not a valid tokenizer.json.
     """
     file = expand(path) / ("tokenizer.json" if expand(path).is_dir() else "")
-    problem = f"tokenizer.path: {path} can't be read as a tokenizer.json"
     try:
         tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
     except BaseException as error:  # the library's panics are BaseExceptions
-        raise DataError(f"{problem}: {other_format(file, reason(error))}") from None
+        raise DataError(
+            f"tokenizer.path: {path} can't be read as a tokenizer.json: {other_format(file, reason(error))}"
+        ) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

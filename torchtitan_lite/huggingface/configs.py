@@ -500,8 +500,9 @@ def _family_keys(keys: Content) -> Content:
 
 def _problem(error: Any) -> str:
     name = ".".join(map(str, error["loc"]))
-    missing = error["type"] == "missing"
-    return f"{name} is missing" if missing else f"{name} = {shortened(error['input'])}: {error['msg']}"
+    return (
+        f"{name} is missing" if error["type"] == "missing" else f"{name} = {shortened(error['input'])}: {error['msg']}"
+    )
 
 
 def to_hf_config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:

@@ -89,6 +89,17 @@ _T5 = {
     "norm.weight": "decoder.final_layer_norm.weight",
     "output.weight": "lm_head.weight",
 }
+# of a block; {} is the number of the feed-forward: 1 in the encoder, 2 in the decoder
+_T5_BLOCK = {
+    "attention_norm": "0.layer_norm",
+    **{f"attention.w{letter}": f"0.SelfAttention.{letter}" for letter in "qkvo"},
+    "cross_attention_norm": "1.layer_norm",
+    **{f"cross_attention.w{letter}": f"1.EncDecAttention.{letter}" for letter in "qkvo"},
+    "ffn_norm": "{}.layer_norm",
+    "feed_forward.w2": "{}.DenseReluDense.wo",
+}
+_T5_GATED = _T5_BLOCK | {"feed_forward.w1": "{}.DenseReluDense.wi_0", "feed_forward.w3": "{}.DenseReluDense.wi_1"}
+_T5_PLAIN = _T5_BLOCK | {"feed_forward.w1": "{}.DenseReluDense.wi"}
 # not read: rotary tables and causal masks in old files; T5's copies of shared.weight, and a table in its first
 # checkpoints that no block uses
 _SKIPPED = (
@@ -98,23 +109,14 @@ _SKIPPED = (
 _WRAPPERS = r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\.|^base_model\.model\."
 
 
-def _t5_table(n_encoder: int, n_decoder: int, *, gated: bool) -> dict[str, str]:
-    """Return ours -> theirs for every tensor of a T5."""
-    table = dict(_T5)
-    feed_forward = {"w1": "wi_0", "w3": "wi_1", "w2": "wo"} if gated else {"w1": "wi", "w2": "wo"}
-    for i in range(n_encoder + n_decoder):
-        decodes = i >= n_encoder
-        block = f"decoder.block.{i - n_encoder}.layer" if decodes else f"encoder.block.{i}.layer"
-        sublayers = [("attention", "SelfAttention"), *([("cross_attention", "EncDecAttention")] if decodes else [])]
-        for at, (ours, theirs) in enumerate(sublayers):
-            table[f"layers.{i}.{ours}_norm.weight"] = f"{block}.{at}.layer_norm.weight"
-            for letter in "qkvo":
-                table[f"layers.{i}.{ours}.w{letter}.weight"] = f"{block}.{at}.{theirs}.{letter}.weight"
-        last = f"{block}.{len(sublayers)}"
-        table[f"layers.{i}.ffn_norm.weight"] = f"{last}.layer_norm.weight"
-        for ours, theirs in feed_forward.items():
-            table[f"layers.{i}.feed_forward.{ours}.weight"] = f"{last}.DenseReluDense.{theirs}.weight"
-    return table
+def _t5_name(ours: str, n_encoder: int, *, gated: bool) -> str:
+    """Return the name of a T5's tensor. Our layers are the encoder's blocks, then the decoder's."""
+    if ours in _T5:
+        return _T5[ours]
+    _, layer, part = ours.removesuffix(".weight").split(".", 2)
+    stack, block = ("encoder", int(layer)) if int(layer) < n_encoder else ("decoder", int(layer) - n_encoder)
+    theirs = (_T5_GATED if gated else _T5_PLAIN)[part].format(1 if stack == "encoder" else 2)
+    return f"{stack}.block.{block}.layer.{theirs}.weight"
 
 
 def rename(name: str, table: Mapping[str, str]) -> str:
@@ -133,12 +135,10 @@ def hf_names(ours: Iterable[str], config: ModelConfig) -> dict[str, list[str]]:
     if config.family in _TABLES:
         return {rename(name, _TABLES[config.family]): [name] for name in ours}
     if config.family == "t5":
-        whole = _t5_table(*config.stacks, gated=config.gated)
-        return {whole[name]: [name] for name in ours}
+        return {_t5_name(name, config.stacks[0], gated=config.gated): [name] for name in ours}
     parts: dict[str, list[str]] = {}
     for name in ours:
-        merged = name.replace(".wk.", ".wq.").replace(".wv.", ".wq.")
-        parts.setdefault(rename(merged.replace(".wq.", ".wqkv."), _GPT2), []).append(name)
+        parts.setdefault(rename(re.sub(r"\.w[qkv]\.", ".wqkv.", name), _GPT2), []).append(name)
     in_order = (".wq.", ".wk.", ".wv.")
     return {t: sorted(names, key=lambda n: [w in n for w in in_order], reverse=True) for t, names in parts.items()}
 

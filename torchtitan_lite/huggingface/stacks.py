@@ -20,17 +20,13 @@ _OF_ALL = re.compile(r"(.*\.feed_forward\.w[123])(\.weight)")
 
 def stack_experts(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return the weights with each layer's experts stacked. Whether all are there, the caller sees by their shapes."""
-    others: dict[str, Tensor] = {}
+    known = dict(specs_of(weights))
     stacks: dict[str, dict[int, Tensor]] = {}
-    for name, tensor in weights.items():
-        if match := _OF_ONE.fullmatch(name):
-            stacks.setdefault(match[1] + match[3], {})[int(match[2])] = tensor
-        else:
-            others[name] = tensor
-    known = dict(specs_of(others))
-    for name, experts in stacks.items():
-        first = next(iter(experts.values()))
-        known[name] = first.dtype, (len(experts), *first.shape)
+    for match in filter(None, map(_OF_ONE.fullmatch, weights)):
+        dtype, shape = known.pop(match[0])
+        experts = stacks.setdefault(match[1] + match[3], {})
+        experts[int(match[2])] = weights[match[0]]
+        known[match[1] + match[3]] = dtype, (len(experts), *shape)
 
     def make(name: str) -> Tensor:
         experts = stacks.get(name, {})

@@ -65,15 +65,13 @@ def find_weights(path: Path, config: ModelConfig, mode: str = "full") -> tuple[P
     folder = paths.expand(path)
     if (folder / "config.json").is_file():
         theirs, notes = keys_of(folder), list[str]()
-        del theirs["vocab_size"]  # compared later, by shape
-        if config.family == "t5" or (config.family != "gpt" and config.max_seq_len < theirs["max_seq_len"]):
-            del theirs["max_seq_len"]  # positions are computed, so a shorter context is fine; T5's are relative
     else:
         folder, notes = find(folder, mode)
         values = storage.read_state(folder).must_match
         theirs = {key.removeprefix("model."): value for key, value in values.items() if key.startswith("model.")}
-        for key in ("dropout", "vocab_size", *(["max_seq_len"] if config.family != "gpt" else [])):
-            theirs.pop(key, None)
+    # vocab_size is compared later, by shape; computed positions have no end
+    may_differ = "dropout", "vocab_size", *(["max_seq_len"] if config.family != "gpt" else [])
+    theirs = {key: value for key, value in theirs.items() if key not in may_differ}
     ours = config.resolved()
     layers: dict[str, Any] = {key: theirs[key] for key in ("window", "layer_pattern", "rope_theta") if key in theirs}
     # the same layers may be spelled differently
@@ -286,8 +284,6 @@ def export(source: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str
         (temporary / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         tensors = unstack_experts(weights) if config.has_experts else weights
         _write_model(temporary / "model.safetensors", tensors, config)
-        if out.is_dir():
-            out.rmdir()
         temporary.rename(out)
         return str(content["architectures"][0]), notes
     finally:

@@ -111,7 +111,7 @@ def _make(arguments: argparse.Namespace) -> int:
     for note in ignored_notes([corpus]):
         print(f"data    {note}")
     out.parent.mkdir(parents=True, exist_ok=True)
-    lock = out.with_name(f".{out.name}.lock")
+    lock = out.parent / f".{out.name}.lock"
     try:
         with FileLock(lock, blocking=False):
             try:
@@ -135,8 +135,6 @@ def _problem(arguments: argparse.Namespace) -> str:
     source, target = arguments.source_key, arguments.target_key
     if not arguments.sources or not arguments.out:
         return "needs text and an output folder, e.g. prepare my_text --out data/mine"
-    if arguments.out.name in ("", ".."):
-        return f"--out {arguments.out} should name a new folder, e.g. --out {arguments.out / 'prepared'}"
     if not 0 < arguments.val_fraction < 1:
         return f"--val-fraction {arguments.val_fraction} should be between 0 and 1, e.g. 0.05"
     if arguments.train_tokenizer is not None and not SMALLEST <= arguments.train_tokenizer < 2**31:

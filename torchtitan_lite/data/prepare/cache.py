@@ -24,10 +24,7 @@ def cache_folder(data: DataConfig) -> Path:
     """Return the cache folder of prepared data."""
     if data.cache_dir:
         return expand(data.cache_dir)
-    default = expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    if default.parts[0] == "~":
-        raise DataError('data.cache_dir: HOME is not set; set a folder, e.g. data.cache_dir = "/tmp/cache"')
-    return default / "torchtitan_lite"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torchtitan_lite"
 
 
 def prepared_in_cache(
@@ -108,7 +105,7 @@ def _prepare(
     from torchtitan_lite.data.prepare.folder import partial_folder, prepare
     from torchtitan_lite.data.prepare.summary import summary
 
-    info(f"data    preparing {corpus.name}: {counted(len(corpus.files), 'file')}, once for all runs ...")
+    info(f"data    preparing {counted(len(corpus.files), 'file')}, once for all runs ...")
     given = (first / "tokenizer.json").read_text(encoding="utf-8") if folder != first else ""
     try:
         meta = prepare(corpus, job, folder, on_error, texts, given)

@@ -95,13 +95,16 @@ def documents(
     """Yield all documents and problems, starting at file number `first`.
 
     Args:
-        count: called with the number of bytes after each read.
+        count: called with the number of bytes that were read for each document.
     """
     for number in range(first, len(corpus.files)):
-        place = 0
+        place = position = 0
         try:
-            for place, values in _read(corpus, corpus.files[number], count):
-                yield _document(corpus, number, place, values)
+            with io.BufferedReader(io.FileIO(corpus.files[number]), _READ) as stream:
+                for place, values in _read(corpus, corpus.files[number], stream):
+                    yield _document(corpus, number, place, values)
+                    count(stream.tell() - position)
+                    position = stream.tell()
         except _UNREADABLE as error:
             after = f" after {corpus.where(number, place).rpartition(': ')[2]}" if place else ""
             yield Problem(number, 0, "a file that can't be read to its end", f"can't be read{after}: {error}")
@@ -302,29 +305,12 @@ def read_parquet(stream: BinaryIO, corpus: Corpus) -> Read:
 # --- files ------------------------------------------------------------------------------------------------------
 
 
-class _Counted(io.FileIO):
-    """A file that counts the bytes read from it."""
-
-    def __init__(self, file: Path, count: Callable[[int], object]) -> None:
-        super().__init__(file)
-        self._count = count
-
-    def readinto(self, buffer: Any) -> int:
-        n = super().readinto(buffer)
-        self._count(n)
-        return n
-
-
-def _read(corpus: Corpus, file: Path, count: Callable[[int], object]) -> Read:
-    with io.BufferedReader(_Counted(file, count), _READ) as opened:
-        if not opened.peek(1):
-            raise ValueError("is empty")
-        stream: Any = opened
-        if file.suffix.lower() == ".gz":
-            stream = io.BufferedReader(gzip.GzipFile(fileobj=opened), _READ)
-        elif file.suffix.lower() == ".zst":
-            stream = io.BufferedReader(need("pyarrow").CompressedInputStream(opened, "zstd"), _READ)
-        yield from pkgutil.resolve_name(READERS[kind(file, (*corpus.text_suffixes, ""))].read)(stream, corpus)
+def _read(corpus: Corpus, file: Path, stream: Any) -> Read:
+    if file.suffix.lower() == ".gz":
+        stream = io.BufferedReader(gzip.GzipFile(fileobj=stream), _READ)
+    elif file.suffix.lower() == ".zst":
+        stream = io.BufferedReader(need("pyarrow").CompressedInputStream(stream, "zstd"), _READ)
+    yield from pkgutil.resolve_name(READERS[kind(file, (*corpus.text_suffixes, ""))].read)(stream, corpus)
 
 
 def need(package: str) -> Any:

@@ -79,8 +79,8 @@ def prepare(
     partial.mkdir(parents=True, exist_ok=True)
     progress = _read_progress(partial, made_from)
     if progress is None:
-        definition = job.tokenizer or trained or _train(job, training, on_error)
-        write_durably(partial / "tokenizer.json", definition.encode())
+        tokenizer = job.tokenizer or trained or _train(job, training, on_error)
+        write_durably(partial / "tokenizer.json", tokenizer.encode())
         progress = Progress(made_from)
     done = sum(file.stat().st_size for file in corpus.files[: progress.file])
     with (

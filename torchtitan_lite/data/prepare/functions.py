@@ -6,6 +6,7 @@ import json
 import re
 import textwrap
 import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import FileLock
@@ -33,11 +34,11 @@ def functions(cache: Path) -> Corpus:
     return Corpus((file,), ("body", "docstring"))
 
 
-def _functions_of(file: Path) -> list[tuple[str, str]]:
-    """Return the body and the docstring's first sentence of each function in a source file."""
+def _functions_of(file: Path) -> Iterator[tuple[str, str]]:
+    """Yield the body and the docstring's first sentence of each function in a source file."""
     with tokenize.open(file) as stream:
         text = stream.read()
-    lines, pairs = text.split("\n"), []  # as ast counts lines: splitlines() also splits at form feeds
+    lines = text.split("\n")  # as ast counts lines: splitlines() also splits at form feeds
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and len(node.body) > 1:
             begin = min(one.lineno for one in (node.body[1], *getattr(node.body[1], "decorator_list", ())))
@@ -45,5 +46,4 @@ def _functions_of(file: Path) -> list[tuple[str, str]]:
             paragraph = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
             sentence = re.split(r"(?<=[.!?])\s", paragraph)[0]
             if sentence:
-                pairs.append((body, sentence))
-    return pairs
+                yield body, sentence

@@ -11,7 +11,6 @@ from torchtitan_lite.data.token_files import (
     changed,
     documents,
     read_meta,
-    tokens_hash,
 )
 from torchtitan_lite.terminal import counted
 
@@ -34,7 +33,6 @@ def report(folder: Path) -> str:
         lines.append(f"unknown {meta.unknown_tokens:>14,}  tokens for text that the tokenizer does not know")
     for reason, count in meta.skipped.items():
         lines.append(f"skipped {count:>14,}  {reason} (listed in {folder / 'skipped.log'})")
-    lines.append(f"vocabulary {meta.vocab_size:,}, tokenizer {meta.tokenizer_sha256[:12]}, in {folder}")
     for ids in islice(documents(folder, meta, "train", -(-(meta.documents - meta.val_documents) // 3), 60), 3):
         lines.append(f"document: {tokenizer.decode(ids)[:150]!r}")
     return "\n".join(lines)
@@ -50,8 +48,6 @@ def verify(folder: Path) -> list[str]:
 
     meta = read_meta(folder)
     problems = changed(folder, meta.files, in_full=True)
-    if tokens_hash(meta.files) != meta.tokens_sha256:
-        problems.append("meta.json: tokens_sha256 does not match the token files")
     lines = [f"{folder}: the prepared data is damaged ({problem}); {PREPARE_AGAIN}" for problem in problems]
     indices = sorted(folder.glob(f"packed-*-{meta.tokens_sha256[:12]}"))
     return [*lines, *(line for index in indices for line in damage(index, in_full=True))]

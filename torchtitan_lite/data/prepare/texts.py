@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.commands import SEVERAL
-from torchtitan_lite.config.paths import files_below, matching, reading, unfound
+from torchtitan_lite.config.paths import files_below, matching, unfound
 from torchtitan_lite.config.registry import is_module_name
 from torchtitan_lite.config.sections.data import JSON_LINES, READERS
 from torchtitan_lite.errors import DataError
@@ -36,7 +36,6 @@ _MAX_BLOCK = 64 * 1024  # bytes
 _MIN_BLOCK = 1024
 _ENOUGH_BLOCKS = 16
 _LISTED = 10  # file kinds in a note
-_BLANK = 64  # bytes: a larger file is not opened to see whether it is blank
 # Tests are two thirds of the library and missing in many distributions; the other folders are not part of the library.
 _SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
@@ -52,7 +51,6 @@ class Corpus:
     text_suffixes: tuple[str, ...] = ()  # of plain text, in addition to .txt; and the user's readers
     n_held_out: int = 0  # number of last files that are validation text; 0: documents are held out by hash
     ignored: tuple[str, ...] = ()  # for each other file in the folders, and each hidden folder: its kind, or its name
-    name: str = "your text"
     as_1_0: bool = False  # has the files and the fingerprint of version 1.0, to find what it prepared
 
     def fingerprint(self) -> list[object]:
@@ -140,32 +138,21 @@ def find(
     for entry in [entries] if isinstance(entries, str) else entries:
         if not entry:
             raise DataError("one of the names of the text is empty")
-        found = False
-        others: dict[Path, str] = {}
-        for path in matching(entry):
-            for file in files_below(path, hidden=as_1_0) if path.is_dir() else [path]:
-                if file.suffix == ".arrow" and (file.parent / "dataset_info.json").is_file():
-                    raise DataError(
-                        f"{file.parent} was written by save_to_disk, and .arrow files are not read; "
-                        f"datasets.load_from_disk({str(file.parent)!r}).to_parquet('text.parquet') writes one that is"
-                    )
-                reader = kind(file, (*suffixes, "") if file == path else suffixes)
-                left_out = "hidden" if file.name.startswith(".") and file != path else _if_empty(file) if reader else ""
-                left_out = reader * (reader in JSON_LINES) if as_1_0 else left_out
-                if reader and not left_out and file.is_file():
-                    files.setdefault(os.path.realpath(file), file)
-                    found = True
-                elif file == path and not left_out:
-                    raise DataError(f"{path}: only {READABLE} can be read; {_NAMES_MORE}")
-                else:
-                    others[file] = left_out or file.suffix or file.name
-                    found |= left_out == "empty"
-        if not found:
-            has = f" (it has {_listed(others.values())})" if others else ""
+        found = {
+            file: _left_out(file, suffixes, named=file == path, as_1_0=as_1_0)
+            for path in matching(entry)
+            for file in (files_below(path, hidden=as_1_0) if path.is_dir() else [path])
+        }
+        if not {"", "empty"} & {*found.values()}:
+            has = f" (it has {_listed(found.values())})" if found else ""
             raise DataError(
                 unfound(entry) or f"no text at {entry}{has}; supported: {READABLE}; {_NAMES_MORE} (in {Path.cwd()})"
             )
-        ignored |= others
+        for file, why in found.items():
+            if why:
+                ignored[file] = why
+            else:
+                files.setdefault(os.path.realpath(file), file)
     return Corpus(
         tuple(files.values()),
         tuple(keys),
@@ -175,11 +162,25 @@ def find(
     )
 
 
-def _if_empty(file: Path) -> str:
-    """Return "empty" for a file that holds nothing or only white space."""
-    is_small = file.is_file() and file.stat().st_size <= _BLANK
-    with reading(file):
-        return "empty" if is_small and not file.read_bytes().strip() else ""
+def _left_out(file: Path, suffixes: Sequence[str], *, named: bool, as_1_0: bool) -> str:
+    """Return why a file is not read: "hidden", "empty", its suffix or, without one, its name; empty: it is read.
+
+    Raises:
+        DataError: nothing can read it, and it is named itself or one of a data set.
+    """
+    if file.suffix == ".arrow" and (file.parent / "dataset_info.json").is_file():
+        raise DataError(
+            f"{file.parent} was written by save_to_disk, and .arrow files are not read; "
+            f"datasets.load_from_disk({str(file.parent)!r}).to_parquet('text.parquet') writes one that is"
+        )
+    if file.name.startswith(".") and not (named or as_1_0):
+        return "hidden"
+    reader = kind(file, (*suffixes, "") if named else suffixes)
+    if not reader or not file.is_file() or (as_1_0 and reader in JSON_LINES):
+        if named:
+            raise DataError(f"{file}: only {READABLE} can be read; {_NAMES_MORE}")
+        return file.suffix or file.name
+    return "" if as_1_0 or file.stat().st_size else "empty"
 
 
 def ignored_notes(texts: Iterable[Corpus]) -> list[str]:
@@ -198,11 +199,10 @@ def _listed(kinds: Iterable[str]) -> str:
 
 def standard_library() -> Corpus:
     """Return the default text: the source of this Python's standard library."""
-    root = sysconfig.get_paths()["stdlib"]
-    paths: list[str] = []
-    for folder, below, names in os.walk(root):
+    files: list[Path] = []
+    for folder, below, names in os.walk(sysconfig.get_paths()["stdlib"]):
         below[:] = [name for name in below if name not in _SKIPPED]
-        paths += [os.path.join(folder, name) for name in names if name.endswith(".py")]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
     # without empty __init__.py files
-    files = sorted(Path(file) for file in paths if os.path.isfile(file) and os.stat(file).st_size)
-    return Corpus(tuple(files), text_suffixes=(".py",), name="Python's standard library")
+    with_text = sorted(file for file in files if file.is_file() and file.stat().st_size)
+    return Corpus(tuple(with_text), text_suffixes=(".py",))
