@@ -7,6 +7,7 @@ import random
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from unittest import mock
 import pytest
 import tomli
 
+from tests.forkserver import free_port
 from tests.helpers import (
     ROOT,
     assert_same_end,
@@ -63,6 +65,32 @@ def machines(n: int, disks: Path, *options: str, fault: str = "", dies: int = 0)
     env = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     env |= {"DISKS": str(disks), "DIES": str(dies)}
     return ranks(n, *options, entry="tests.checkpointing.own_disks", env=env, fault=fault)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_two_torchruns_survive_the_loss_of_a_machine_and_of_both_disks(kind: str, text: Path, tmp_path: Path) -> None:
+    values = {"run__name": kind, "checkpoint__state_dict": kind, "checkpoint__every": 2, "train__steps": 60}
+    succeeded(ranks(2, *tiny(text, tmp_path, **values)))
+
+    def machine(n: int, port: int) -> subprocess.Popen[str]:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={n}"]
+        launcher += [f"--master-port={port}", f"--rdzv-id={kind}", "train.py", "--run.remote=s3://runs/two"]
+        command = [*launcher, *tiny(text, tmp_path / str(n), **values)]
+        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    for lost in ([1], [0, 1], []):
+        port = free_port()
+        both = [machine(n, port) for n in range(2)]
+        assert not lost or any(line.startswith("bucket  step ") for line in both[0].stdout or ())
+        for n in lost:
+            both[n].send_signal(signal.SIGKILL)
+        said = [machine.communicate()[0] for machine in both]
+        assert [machine.returncode for machine in both] == [-9 if n in lost else len(lost) for n in range(2)], said
+        for n in lost:
+            shutil.rmtree(tmp_path / str(n))
+    assert "resumed after step" in said[0]
+    assert losses(tmp_path / "0" / kind) == losses(tmp_path / kind)
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
