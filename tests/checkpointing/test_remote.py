@@ -114,7 +114,6 @@ def test_a_run_survives_the_loss_of_one_disk_and_of_all(kind: str, text: Path, t
     assert re.search(r"resumed after step [578]\n", said)
     assert "bucket  step 9 is in s3://runs/lost" in said
     assert bool([*disks.glob("1/*/checkpoints/*/*.safetensors")]) == (kind == "sharded")
-    assert losses(disks / "0" / kind) == losses(tmp_path / kind)
     copy = expand(f"s3://runs/lost/{kind}")
     assert not storage.verify(checkpoint(copy, 9))
     assert_same_end(copy, tmp_path / kind, 9)
@@ -230,9 +229,7 @@ def case_claims(process: Process, tmp_path: Path) -> None:
     assert not problems
     with mock.patch.object(remote, "STALE_S", -1):
         third = start("y", "d")
-        third.bucket.fs.pipe_file("probes/killed", b"")
         assert "upload_s" in save(third, 4)
-        assert not third.bucket.fs.exists("probes/killed")
     with pytest.raises(ConfigError, match="job y has taken over"):
         second.require_newest()
     third.close()
