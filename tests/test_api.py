@@ -104,10 +104,7 @@ def test_data_knows_its_sizes_and_marks_and_begins_at_any_step(place: Path) -> N
     assert tokens(3, train__batch_schedule=[[2, 4]]) == {step: every[step] for step in (3, 4, 5)}
     assert tokens(data__skip_samples=[[0, 6]])[1] == tokens()[2]
     data = ttl.open_data(tiny_config(train__epochs=0.05))
-    meta, steps = data.dataset.sources[0].meta, data.config.train.steps
-    assert repr(data) == (
-        f"Data(my_text: train_tokens={meta.train_tokens:,}, val_tokens={meta.val_tokens:,}, vocab_size=517)"
-    )
+    steps = data.config.train.steps
     assert [step for step, _ in data.batches(steps - 1)] == [steps - 1, steps] != [STEPS - 1, STEPS]
     assert (data.tokenizer.end_tokens, data.tokenizer.vocab_size, data.tokenizer.config) == ((0,), 517, data.config)
 
@@ -208,7 +205,7 @@ def test_weights_of_a_run_and_of_a_published_model(place: Path) -> None:
     [
         ("ttl.load_config(overrides={'train.stepz': 5})", "overrides: [train] stepz = 5: unknown key"),
         ("ttl.load_config('nosuch.toml')", "nosuch.toml: can't be read as TOML: No such file"),
-        ("ttl.load_config(overrides={'model.init_from': 'nosuch'})", "model.init_from"),
+        ("ttl.load_config(overrides={'model.init_from': 'nosuch', 'run.name': 'new'})", "model.init_from"),
         (
             "ttl.load_config(overrides={'optim.freeze': ['nothing.*']})",
             'optim.freeze: "nothing.*" matches no parameter',

@@ -1,6 +1,5 @@
 """`run_cli`: errors of the input and the machine are messages with an exit code, and bugs keep their traceback."""
 
-import io
 import json
 import os
 import signal
@@ -127,9 +126,9 @@ def test_too_little_memory_has_an_advice(values: dict[str, dict[str, object]], e
 
 @pytest.mark.parametrize(
     "error",
-    [KeyError("a"), TypeError(), AttributeError("a"), ValueError("a"), OSError(9, "bad"), io.UnsupportedOperation("a")],
+    [KeyError("a"), TypeError(), AttributeError("a"), ValueError("a")],
 )
 def test_a_bug_keeps_its_traceback(error: Exception) -> None:
-    assert errors.text_of(error) in ("'a'", "a", "[Errno 9] bad", "TypeError()"), "never empty in a run's record"
+    assert errors.text_of(error) in ("'a'", "a", "TypeError()"), "never empty in a run's record"
     with pytest.raises(type(error)):
         run_cli("x", _raise(error))

@@ -281,9 +281,8 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "bits of a resume": (
         lambda world, local, values: {
             key: value
-            for key, value in patched(
-                lambda: compatibility.bitwise_setting(config_of(values, world), Process(0, world, CPU, 1, local)),
-                checkpointing__compatibility__os__environ={f"{compatibility.AUTOTUNING}_GEMM": str(local)},
+            for key, value in compatibility.bitwise_setting(
+                config_of(values, world), Process(0, world, CPU, 1, local)
             ).items()
             if key in ("shared_memory", "shared_memory_copies", "blocks_per_group", "dp_replicate", *COMPILED)
         },

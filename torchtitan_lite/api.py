@@ -75,9 +75,13 @@ def load_config(file: Text | None = None, overrides: Mapping[str, Any] | None = 
     values |= {
         key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in (overrides or {}).items()
     }
-    model_checks = [checks.check_patterns, checks.check_init_from]
-    path = None if file is None else Path(file)
-    loaded = load.load(path, values, origin="overrides", n_gpus=torch.cuda.device_count(), checks=model_checks)
+    loaded = load.load(
+        Path(file) if file else None,
+        values,
+        origin="overrides",
+        n_gpus=torch.cuda.device_count(),
+        checks=[checks.check_patterns, checks.check_init_from],
+    )
     for note in loaded.notes:
         warnings.warn(note, stacklevel=2)
     return loaded.config
@@ -107,7 +111,7 @@ class Tokenizer:
         return str(self.tokenizer.decode([*map(operator.index, tokens)]))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Data:
     """The prepared data of a config."""
 
@@ -137,11 +141,6 @@ class Data:
                     document_mask=phase.data.document_mask,
                 )
                 yield step, loader.batch(samples.start, len(samples))
-
-    def __repr__(self) -> str:
-        names = ", ".join(source.name for source in self.dataset.sources)
-        sizes = f"train_tokens={self.dataset.tokens('train'):,}, val_tokens={self.dataset.tokens('val'):,}"
-        return f"Data({names}: {sizes}, vocab_size={self.vocab_size:,})"
 
 
 def open_data(config: Config) -> Data:

@@ -210,8 +210,7 @@ def copy_of_run(url: str, cache: Path) -> Path:
     folder = cache / hashlib.sha256(run.encode()).hexdigest()[:16] / run.rpartition("/")[2]
     _, problems = Bucket(run).fetch_run(folder, newest=False)
     if not (found := folder / "checkpoints" / step if step else folder).is_dir():
-        what = "no run, complete checkpoint or prepared data is there"
-        raise CheckpointError("\n  ".join([f"{url}: {what}", *problems]))
+        raise CheckpointError("\n  ".join([f"{url}: no run, complete checkpoint or prepared data is there", *problems]))
     write_durably(folder / ".bucket", run.encode())
     return found
 

@@ -6,7 +6,6 @@ exception is a bug in torchtitan_lite.
 
 import contextlib
 import errno
-import io
 import json
 import os
 import re
@@ -82,22 +81,18 @@ class ReplicaMismatchError(TemporaryError):
     """Replicas of the same parameters differ between ranks."""
 
 
-class NonFiniteError(UserError):
+class RepeatError(UserError):
+    """Training failed, and would fail again. As such: the last attempt had the same config and code, and did."""
+
+    exit_code = EXIT_WOULD_REPEAT
+
+
+class NonFiniteError(RepeatError):
     """The loss or the gradient norm (the update is withheld), a parameter or a logit is NaN or infinite."""
 
-    exit_code = EXIT_WOULD_REPEAT
 
-
-class SpikeError(UserError):
+class SpikeError(RepeatError):
     """The loss or the gradient norm jumped far above its recent values. That step's update was not applied."""
-
-    exit_code = EXIT_WOULD_REPEAT
-
-
-class RepeatError(UserError):
-    """The last attempt had the same config and code, and failed in a way that would repeat."""
-
-    exit_code = EXIT_WOULD_REPEAT
 
 
 # --- commands ---------------------------------------------------------------------------------------------------
@@ -146,8 +141,6 @@ def run_cli(name: str, main: Callable[[], int], local_rank: int = 0) -> int:
 def _explained(error: Exception) -> str:
     """Return the message for an error in the input or the machine; empty for a bug in torchtitan_lite."""
     if isinstance(error, OSError):
-        if isinstance(error, io.UnsupportedOperation) or error.errno == errno.EBADF:
-            return ""
         return _os_error(error)
     if is_out_of_memory(error):
         return ": ".join(["out of memory", *str(error).splitlines()[:1]])
@@ -232,9 +225,8 @@ def text_of(error: Exception) -> str:
 
 def is_out_of_memory(error: Exception) -> bool:
     """Return whether the host or a device is out of memory. torch's CPU allocator raises a plain RuntimeError."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    return isinstance(error, RuntimeError) and "you tried to allocate" in str(error)
+    of_torch = type(error).__name__ == "OutOfMemoryError" or "you tried to allocate" in str(error)
+    return isinstance(error, MemoryError) or of_torch
 
 
 def shortened(value: object, longest: int = 200) -> str:

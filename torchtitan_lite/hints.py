@@ -60,16 +60,13 @@ def not_options(words: Sequence[str], known: Collection[str]) -> Iterator[str]:
         known: all options, without their dashes.
     """
     for before, word in itertools.pairwise(["", *words]):
-        key, equals, _ = word.removeprefix("--").partition("=")
+        key = word.removeprefix("--").partition("=")[0]
         if word.startswith("--"):
             if key.lower().replace("-", "_") in _RANKS and "world-size" not in known:
-                ranks = "torchrun --nproc-per-node 2 train.py ..."
-                yield f"{word}: unknown option; torchrun sets the number of ranks: {ranks}"
+                yield f"{word}: unknown option; torchrun sets the number of ranks: torchrun --nproc-per-node 2 ..."
             elif "." not in key:
                 yield f"{word}: unknown option; the nearest known one is --{nearest(key, known)}"
-        elif key in known and equals:
-            yield f"{word}: options begin with two dashes: --{word}"
-        elif word.endswith(".toml"):
+        elif word.endswith(".toml") and "=" not in word:
             yield f"{word}: a config file is given as --config {word}"
         elif not before.startswith("--") or "=" in before:
             yield f"{word}: not understood; options look like --train.steps=400"

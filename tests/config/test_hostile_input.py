@@ -18,7 +18,7 @@ from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.config import schema
 from torchtitan_lite.data.prepare import __main__
 from torchtitan_lite.huggingface import weights as hf
-from torchtitan_lite.tools import checkpoints, generate, migrate_accelerate, status
+from torchtitan_lite.tools import checkpoints, generate, migrate_accelerate
 from torchtitan_lite.tools.report import report
 
 Main = Callable[[Sequence[str]], int]
@@ -74,17 +74,6 @@ def run(finished: Path, sharded: Path, tmp_path_factory: pytest.TempPathFactory)
     assert __main__.main([str(folder / "text.txt"), "--out", str(folder / "data"), "--tokenizer", "bytes"]) == 0
     (folder / "accelerate.yaml").write_text("distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config:\n  a: 1\n")
     return run
-
-
-@pytest.mark.parametrize(("main", "argv", "said"), [
-    (status.main, [".", "--jsn"], "unrecognized arguments: --jsn"),
-    (__main__.main, ["a", "--tokenizer=bytes", "--train-tokenizer=300"], "not allowed with argument --tokenizer"),
-])  # fmt: skip
-def test_an_unknown_option_and_two_that_exclude_each_other(
-    main: Main, argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert code_of(main, argv) == 2
-    assert said in capsys.readouterr().err
 
 
 # --- damaged files ----------------------------------------------------------------------------------------------

@@ -89,7 +89,6 @@ INVALID: list[list[str]] = [
     ["--model.family=qwen3_moe", "--model.n_experts=4", "--model.experts_per_token=5"],
     ["--model.mup_base_dim=64", "--model.tie_embeddings"],
     ["--model.mup_base_dim=64", "--optim.name=sgd"],
-    ["--model.mup_base_dim=64", "--model.family=gemma3"],
     [*T5, "--fsdp.reduce_dtype=float16"],
     [*T5, "--fsdp.param_dtype=float16"],
     ["--model.family=t5", "--model.size=t5-huge"],

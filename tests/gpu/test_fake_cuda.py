@@ -96,6 +96,4 @@ def test_a_save_locks_no_more_memory_than_its_shard_and_loses_no_byte_of_it(foun
     assert save["bytes"] <= save["asked"] <= 1.03 * save["bytes"]
     assert save["left"] == [4096], "the block of other shapes is freed"
     assert save["same"]
-    assert save["pieces"] == [64 << 20, 64 << 20, 7]
-    assert save["same pieces"]
     assert save["kernels after an error"] == 1, "CUDA returns the error again to the next kernel, which is training's"

@@ -25,12 +25,10 @@ from tests.helpers import (
     tiny,
 )
 from tests.optim.on_ranks import DECAY, FROZEN, OPTIMIZERS, TIED, after, follow_averages, load_averages
-from torchtitan_lite.checkpointing.compatibility import optimizer_as_saved
-from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config, OptimConfig
 from torchtitan_lite.huggingface import weights as hf
 from torchtitan_lite.optim.average import averaged
-from torchtitan_lite.optim.optimizer import build_optimizer, make_state
+from torchtitan_lite.optim.optimizer import build_optimizer
 from torchtitan_lite.tools.estimate.simulate import OPTIMIZER, simulate
 from torchtitan_lite.tools.report import runs as report_runs
 
@@ -91,23 +89,6 @@ def test_a_loop_of_ones_own_averages_also_after_its_state_was_loaded(values: dic
     assert not mean.equal(weight)
 
 
-@pytest.mark.parametrize(("saved", "now"), [(0.0, 0.9), (0.5, 0.0)])
-def test_a_load_may_begin_or_end_averages(saved: float, now: float) -> None:
-    model = nn.Linear(2, 3)
-    optimizer = build_optimizer(model, OptimConfig(ema_decay=now, lr=0.1))
-    make_state(optimizer)
-    with optimizer_as_saved(optimizer, TrainState(config={"optim.ema_decay": saved})):
-        for parameter in model.parameters():
-            state = optimizer.state[parameter] = dict(optimizer.state[parameter])  # as torch's functions do
-            assert [state["ema"].shape] == [parameter.shape] if saved else "ema" not in state, "as in the checkpoint"
-            nn.init.constant_(parameter, parameter.numel())
-    for parameter in model.parameters():
-        average = optimizer.state[parameter].get("ema")
-        loaded = nn.init.constant_(parameter, 1).mul(parameter.numel())
-        assert (average is None) if not now else average.equal(loaded), "the loaded weights, or none"
-        assert average is None or not average.requires_grad
-
-
 def follows(run: Path, start: int, end: int) -> None:
     """Compare the averages in the checkpoints of a run with the formula; at its start there may be none."""
     saved = [tensors(checkpoint(run, step)) for step in range(start, end + 1)]
@@ -145,7 +126,6 @@ def test_a_resume_is_bitwise_and_changes_its_world_size(text: Path, tmp_path: Pa
     assert [record["step"] for record in report_runs.read_run(run).having("ema_val_loss")] == [3, 4]
 
 
-@pytest.mark.extended
 def test_it_may_begin_or_end_with_a_load_in_all_ways_of_saving(tmp_path: Path) -> None:
     run_distributed(load_averages, 2, tmp_path)
 

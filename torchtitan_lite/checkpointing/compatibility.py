@@ -1,6 +1,5 @@
 """Compares a checkpoint with the run that resumes it."""
 
-import os
 import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -99,24 +98,11 @@ def require_same_run(folder: Path, saved: TrainState, expected: Mapping[str, Any
     Raises:
         CheckpointError: values differ; the message has both values of each key, and the command that forks.
     """
-    before, known = saved.values, known_keys()
-    if expected:  # phases that have not begun may change
-        before, expected = (
-            {**values, "train.phases": values.get("train.phases", [])[: len(saved.phases)]}
-            for values in (before, expected)
-        )
-    content = [key for key in {**saved.must_match, **expected} if key not in known]  # hashes of text and tokenizer
-    keys = [*content, *(key for key in expected if key in known and key in before)] if expected else []
-    changed = {key: before.get(key) for key in keys if before.get(key) != expected.get(key)}
-    changed = {key: value for key, value in changed.items() if _rule_of(key) in ("fork", "refused")}
-    if not expected.get("model.init_from"):
-        changed.pop("model.init_from", None)  # only read at the beginning of the run
-    if "tokenizer" in changed:
-        changed.pop("model.vocab_size", None)  # follows from the tokenizer
-    if fork:
-        text = expected.get("data.path") or expected.get("data.sources")  # the fork's own
-        changed = {k: v for k, v in changed.items() if _rule_of(k) == "refused" or (k in content and not text)}
-    if not changed:
+    before, expected = (  # phases that have not begun may change
+        {**values, "train.phases": values.get("train.phases", [])[: len(saved.phases)]}
+        for values in (saved.values, expected)
+    )
+    if not (changed := _changed(saved.must_match, before, expected, fork=fork)):
         return
     from torchtitan_lite import hints
 
@@ -125,8 +111,8 @@ def require_same_run(folder: Path, saved: TrainState, expected: Mapping[str, Any
     here = {key: expected[key] for key in changed if key in expected}
     lines = [f"{head} its values differ from this command's:", *hints.differences(changed, here)]
     paths = ["tokenizer.path"] if "tokenizer" in changed else []
-    paths += ["data.path", "data.sources"] if any(key in changed for key in content) else []
-    changeable = [key for key in (*changed, *paths) if key in known and before[key] != expected[key]]
+    paths += ["data.path", "data.sources"] if any(key not in known_keys() for key in changed) else []
+    changeable = [key for key in (*changed, *paths) if key in known_keys() and before[key] != expected[key]]
     if changeable:
         back = " ".join(hints.option(key, before[key], format_value(before[key])) for key in changeable)
         lines.append(f"continue with the run's values: {back}")
@@ -138,6 +124,26 @@ def require_same_run(folder: Path, saved: TrainState, expected: Mapping[str, Any
         command = fork_command(f"{run.name}-from-{step}", str(folder))
         lines.append(f"or fork it: a new run continues from here with the new values:\n    {command}")
     raise CheckpointError("\n  ".join(lines))
+
+
+def _changed(
+    must_match: Mapping[str, Any], before: Mapping[str, Any], expected: Mapping[str, Any], *, fork: bool
+) -> dict[str, Any]:
+    """Return the saved values that differ from this run's, and must not."""
+    content = [key for key in {**must_match, **expected} if key not in known_keys()]  # hashes of text and tokenizer
+    keys = [*content, *(key for key in expected if key in known_keys() and key in before)]
+    rules = {key: _rule_of(key) for key in keys if before.get(key) != expected.get(key)}
+    if not expected.get("model.init_from"):
+        rules.pop("model.init_from", None)  # only read at the beginning of the run
+    if "tokenizer" in rules:
+        rules.pop("model.vocab_size", None)  # follows from the tokenizer
+    own_text = expected.get("data.path") or expected.get("data.sources")  # a fork may have its own
+    refused = {"refused"} if fork else {"refused", "fork"}
+    return {
+        key: before.get(key)
+        for key, rule in rules.items()
+        if rule in refused or (fork and key in content and not own_text)
+    }
 
 
 def _rule_of(key: str) -> str:
@@ -207,7 +213,7 @@ def bitwise_setting(config: Config, process: Process) -> dict[str, Any]:
         **{name: values[key] for key, name in bitwise_keys().items()},
         # keys that have an effect only sometimes: their effect here
         "dp_replicate": layout.dp_replicate,
-        "compile": _compilation(config),
+        "compile": config.compile.backend if config.compile.enabled else "off",
         # the recomputation is compiled into the backward pass
         "activation_checkpointing": f"{checkpointing.mode} {checkpointing.every}" if config.compile.enabled else "any",
         "block_attention": config.speed.block_attention and not on_gpu and not dynamic_shapes,
@@ -224,15 +230,3 @@ def bitwise_setting(config: Config, process: Process) -> dict[str, Any]:
         "threads": process.threads,
         "torch": torch.__version__,
     }
-
-
-def _compilation(config: Config) -> str:
-    """Return what compiles the blocks. With autotuning, measured times select the kernels."""
-    if not config.compile.enabled:
-        return "off"
-    tuned = any(name.startswith(AUTOTUNING) and value == "1" for name, value in os.environ.items())
-    autotuned = config.compile.backend == "inductor" and tuned
-    return f"{config.compile.backend}, {AUTOTUNING}" if autotuned else config.compile.backend
-
-
-AUTOTUNING = "TORCHINDUCTOR_MAX_AUTOTUNE"

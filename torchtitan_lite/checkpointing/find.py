@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torchtitan_lite import progress
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.checkpointing.safetensors_file import FileRecord
-from torchtitan_lite.checkpointing.shards import Layout, Reads
+from torchtitan_lite.checkpointing.shards import Reads, read_places
 from torchtitan_lite.checkpointing.tensor_names import Tensors
 from torchtitan_lite.config.paths import expand, not_downloaded
 from torchtitan_lite.config.schema import CheckpointConfig
@@ -169,12 +169,9 @@ def verify_together(
 
 def files_read(folder: Path, tensors: Tensors) -> list[str]:
     """Return the files of a sharded checkpoint that this rank reads, to load these tensors."""
-    manifest = storage.read_manifest(folder)
-    if manifest.layout is None:  # of format 6
-        return [*manifest.files]
-    layout = Layout(**manifest.layout)
-    own = {name: tensor for name, tensor in tensors.items() if name in layout.tensors}
-    return [*Reads(folder, layout, own).files, storage.STATE]
+    places = read_places(folder)
+    own = {name: tensor for name, tensor in tensors.items() if name in places.specs}
+    return [*Reads(folder, places, own).files, storage.STATE]
 
 
 def config_to_resume(run: Path, resume: str, url: str = "") -> Mapping[str, Any]:

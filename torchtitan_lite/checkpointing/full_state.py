@@ -64,14 +64,10 @@ def gather(
         whole = {name: own_part(tensor)[0] for name, tensor in part.items()}
         if of and buffers:
             own, *of_ranks = messages(of)
-            _pack(whole, of, own)
+            for name, data in zip(of, own.split([*of.values()]), strict=True):
+                _put(whole[name], data)
             dist.gather(own, of_ranks or None, 0, group)
         on_rank0(partial(receive, part, of, whole), untimed)  # the others wait here for its disk, not in a message
-
-
-def _pack(own: Tensors, sizes: Mapping[str, int], message: Tensor) -> None:
-    for name, data in zip(sizes, message.split([*sizes.values()]), strict=True):
-        _put(own[name], data)
 
 
 def _unpack(tensors: Tensors, whole: Tensors, sizes: Mapping[str, int], messages: Tensor) -> None:

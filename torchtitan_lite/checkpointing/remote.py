@@ -36,7 +36,7 @@ from torchtitan_lite.bucket import (
 )
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.distributed.exchange import on_all, on_rank0, values_of_ranks
+from torchtitan_lite.distributed.exchange import on_all, on_rank0
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.environment import local_rank
 from torchtitan_lite.errors import BusyError, ConfigError, SaveError, text_of
@@ -77,8 +77,8 @@ class Remote:
         self._rate = 0.0  # bytes per second of the last upload
         self._steps: dict[str, str] = {}  # the bucket's complete steps, and their claims
         self._everywhere = set[str]()  # the hashes of the manifests that all machines have
-        on_all(lambda: self.leads and str(self._now()), process.untimed)
-        self._leaders = [rank for rank, leads in enumerate(values_of_ranks(self.leads, process.untimed)) if leads]
+        probed = on_all(lambda: self.leads and str(self._now()), process.untimed)
+        self._leaders = [rank for rank, moment in enumerate(probed) if moment]
         self.claim: str = on_rank0(self._take_claim, process.untimed)
 
     # --- claims -------------------------------------------------------------------------------------------------
@@ -231,8 +231,7 @@ class Remote:
         gone = tuple(key.removesuffix(MANIFEST) for key in steps.values())
         for key, claimed in zip(found, map(CLAIM.match, found), strict=True):
             unnamed = claimed and claimed[0] not in named and claimed[1] <= self.claim[:8]
-            killed = key.startswith("probes/") and (self._now() - fs.modified(key)).total_seconds() > STALE_S
-            if unnamed or killed or key.startswith(gone):
+            if unnamed or key.startswith(gone):
                 fs.rm_file(key)
 
     def report(self, log: Any, *, wait: bool = False) -> str:

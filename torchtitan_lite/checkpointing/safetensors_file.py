@@ -93,16 +93,6 @@ def header_of(tensors: TensorSpecs, metadata: Mapping[str, str] | None) -> tuple
     return len(text).to_bytes(8, "little") + text, order
 
 
-def pieces(data: Tensor) -> Iterator[Tensor]:
-    """Yield bytes on the host. Those of a GPU pass through a pinned buffer."""
-    if not data.is_cuda:
-        yield data
-        return
-    buffer = torch.empty(min(PIECE, len(data)), dtype=torch.uint8, device="cpu", pin_memory=True)
-    for chunk in data.split(PIECE):
-        yield buffer[: len(chunk)].copy_(chunk)
-
-
 class TensorWriter:
     """Writes a file tensor by tensor, in the order of `names`. The first tensor opens it.
 
@@ -125,8 +115,8 @@ class TensorWriter:
             for name, tensor in tensors.items():
                 whole = tensor.detach().contiguous()
                 assert (whole.dtype, tuple(whole.shape)) == self._specs[name], f"{name} does not match its spec"
-                for piece in pieces(whole.reshape(-1).view(torch.uint8)):
-                    self.write(memoryview(piece.numpy()))  # type: ignore[arg-type]  # an array is a buffer
+                for piece in whole.reshape(-1).view(torch.uint8).split(PIECE):
+                    self.write(memoryview(piece.cpu().numpy()))
 
     def write(self, data: memoryview) -> None:
         """Write and hash the next bytes."""

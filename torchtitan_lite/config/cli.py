@@ -69,10 +69,8 @@ def parse(
     """Parse the command line and check the config for this world size and machine.
 
     Args:
-        elsewhere: skip checks of this machine's files and packages, as the run is for a different machine.
         flags: the command's other options, for hints.
-        checks: additional checks, see `load.load`.
-        saved: reads the config of the checkpoint to resume from, see `load.load`.
+        elsewhere, checks, saved: see `load.load`.
 
     Raises:
         ConfigError: lists every problem of the file and the options.
@@ -90,12 +88,10 @@ def parse(
         problems = [f"command line: {text}" for text in hints.not_options(rest, words)]
         given = hints.unknown_keys(rest) | given
     values = {key: load.parse_value(key, text) for key, text in given.items()}
-    for flag, keys in SHORTHANDS.items():
-        if arguments[flag]:
-            problems += [
-                f"command line: {flag} sets {key}; leave --{key} or {flag} out" for key in keys if key in values
-            ]
-            values |= keys
+    for flag in filter(arguments.get, SHORTHANDS):
+        twice = sorted(values.keys() & SHORTHANDS[flag].keys())
+        problems += [f"command line: {flag} sets {key}; leave --{key} or {flag} out" for key in twice]
+        values |= SHORTHANDS[flag]
     loaded = load.load(
         arguments["config"],
         values,

@@ -100,27 +100,21 @@ def load(
 
     refused = {*failed_imports, *([] if family else ["model.size"])}
     validated, refused = _validated(values, origins, problems, refused)
-    # code that families share would read the keys of others; muP's is refused
-    unread_keys = given.keys() & {f"model.{key}" for key in unread(validated.model.family) - {"mup_base_dim"}}
+    # code that families share would read the keys of others
+    unread_keys = given.keys() & {f"model.{key}" for key in unread(validated.model.family)}
     config = _config(values, refused | unread_keys)
     if "optim.warmup_steps" not in values and not config.train.epochs:
         config = fitting_warmup(config)
     machine = Machine(world_size, n_gpus, local_world_size)
     rules = (lambda c: broken_rules(c, machine, elsewhere=elsewhere), *checks)
-    for check in rules:
-        broken = {keys: text for keys, text in check(config).items() if refused.isdisjoint(keys.split())}
-        for keys, text in broken.items():
-            sources = dict.fromkeys(origins[key] for key in origins if key in keys.split() and key in given)
-            problems.append(f"{' and '.join(sources) or 'default'}: {text}")
-        if any(key.startswith("model.") for keys in (*broken, *refused) for key in keys.split()):
-            break
+    problems += _broken(config, rules, refused, {key: origin for key, origin in origins.items() if key in given})
     for n in () if problems else range(2, len(config.train.phases) + 2):
         given_so_far = changes(config.train.phases, n - 1)
         phase_origins = {**origins, **dict.fromkeys(given_so_far, f"phase {n}")}
         phase, _ = _validated({**values, **given_so_far}, phase_origins, problems, refused)
-        unread_in_phase = {key: f"{key} needs {needs}" for key, needs in unused_keys(phase).items()}
-        problems += [f"phase {n}: {text}" for key, text in unread_in_phase.items() if key in given_so_far]
-        problems += [f"phase {n}: {text}" for check in rules for text in check(phase).values()]
+        without_effect = [f"{key} needs {needs}" for key, needs in unused_keys(phase).items() if key in given_so_far]
+        broken = [text for check in rules for text in check(phase).values()]
+        problems += [f"phase {n}: {text}" for text in (*without_effect, *broken)]
     if problems:
         raise ConfigError("\n  ".join([f"the configuration has {counted(len(problems), 'problem')}:", *problems]))
     unused = unused_keys(config)
@@ -274,6 +268,17 @@ def _validated(
 
 def _config(values: Layer, without: set[str]) -> Config:
     return Config.model_validate(nested({key: value for key, value in values.items() if key not in without}))
+
+
+def _broken(config: Config, rules: Sequence[Check], refused: set[str], sources: Mapping[str, str]) -> Iterator[str]:
+    """Yield the broken rules that no refused key takes part in, with the sources of their keys."""
+    for check in rules:
+        broken = {keys: text for keys, text in check(config).items() if refused.isdisjoint(keys.split())}
+        for keys, text in broken.items():
+            named = dict.fromkeys(source for key, source in sources.items() if key in keys.split())
+            yield f"{' and '.join(named) or 'default'}: {text}"
+        if any(key.startswith("model.") for keys in (*broken, *refused) for key in keys.split()):
+            return
 
 
 def _notes(

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from torchtitan_lite.distributed.sharding import own_part
 from torchtitan_lite.optim.guarded import GuardedOptimizer
@@ -43,18 +42,14 @@ def keep_average(optimizer: GuardedOptimizer, decay: float) -> None:
                 state = self.state[parameter]
                 if KEY not in state:
                     state[KEY] = parameter.detach().clone()
-                _update(state[KEY], parameter, share, self.found_inf)
+                # not lerp: it rounds the last elements of a shard differently
+                mean, weight = own_part(state[KEY])[0], own_part(parameter)[0]
+                moved = weight if share == 1 else (weight - mean).mul_(share).add_(mean)
+                mean.copy_(moved if self.found_inf is None else torch.where(self.found_inf != 0, mean, moved))
         return result
 
     # must be a method: torch's learning-rate schedulers wrap it
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
-
-
-def _update(average: Tensor, parameter: Tensor, share: float, found_inf: Tensor | None) -> None:
-    # not lerp: it rounds the last elements of a shard differently
-    mean, weight = own_part(average)[0], own_part(parameter)[0]
-    moved = weight if share == 1 else (weight - mean).mul_(share).add_(mean)
-    mean.copy_(moved if found_inf is None else torch.where(found_inf != 0, mean, moved))
 
 
 @contextlib.contextmanager

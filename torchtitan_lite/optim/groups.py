@@ -38,7 +38,9 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
             group = config.groups[i]
             decay = decay if group.weight_decay is None else group.weight_decay
             factor *= group.lr_factor
-        by_muon = config.name == "muon" and is_matrix_of_block(name, parameter)
+        # each row of a convolution filters one channel, so Muon does not orthogonalise it
+        is_matrix_of_block = parameter.ndim > 1 and name.startswith("layers.") and ".conv_" not in name
+        by_muon = config.name == "muon" and is_matrix_of_block
         if parameter.ndim == 2 and name.startswith(("layers.", "output.")):
             scale = scale_of(getattr(model, "width", 1.0), by_muon)
             decay, factor = decay / scale, factor * scale  # keeps lr * decay
@@ -50,11 +52,6 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
     ]
 
 
-def is_matrix_of_block(name: str, parameter: Tensor) -> bool:
-    """Return whether Muon orthogonalises it. Convolution weights are excluded: each row filters one channel."""
-    return parameter.ndim > 1 and name.startswith("layers.") and ".conv_" not in name
-
-
 def scale_of(width: float, by_muon: bool) -> float:
     """Return muP's learning-rate multiplier for a matrix. A step then changes outputs equally at every width.
 
@@ -63,9 +60,9 @@ def scale_of(width: float, by_muon: bool) -> float:
     Args:
         width: model.dim / model.mup_base_dim.
     """
-    if by_muon:  # an orthogonal update preserves norms, but is multiplied by 0.2 sqrt(max(M, N))
-        return width**-0.5
-    return width**-1.0  # AdamW changes each weight by about lr, and the weights per output grow with the width
+    # Muon's orthogonal update preserves norms, but is multiplied by 0.2 sqrt(max(M, N)).
+    # AdamW changes each weight by about lr, and the weights per output grow with the width.
+    return width ** (-0.5 if by_muon else -1.0)
 
 
 Norms = Mapping[nn.Parameter, Tensor]

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchtitan_lite import __version__
 from torchtitan_lite.checkpointing import storage
-from torchtitan_lite.checkpointing.compatibility import AUTOTUNING, bitwise_setting, values_to_match
+from torchtitan_lite.checkpointing.compatibility import bitwise_setting, values_to_match
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config, flatten, known_keys, resume_rule
 from torchtitan_lite.config.toml import Loaded
@@ -182,7 +182,6 @@ def _advice(makers: Sequence[Attempt], here: Numbers, init_from: str) -> str:
     }
     causes = {
         "without run.deterministic a GPU may add in a different order each time": not here["deterministic"],
-        f"{AUTOTUNING} chooses kernels by their time": AUTOTUNING in here["compile"],
         f"the code differs from the run's ({', '.join(sorted(changes))})": changes,
         "the code has uncommitted changes": code.get("dirty"),
         f"the weights in {init_from} may have changed, the run recorded no hash of them": init_from,

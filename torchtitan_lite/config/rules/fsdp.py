@@ -50,25 +50,32 @@ def rules(config: Config, machine: Machine) -> Rules:
             f'fsdp.grad_sync = "all_reduce_last" needs replicas of a sharded model, but dp_replicate = '
             f'{replicate} and dp_shard = {shard}; "every" or "last" works',
         )
-    if fsdp.cpu_offload and (config.run.device == "cpu" or machine.n_gpus == 0):
-        yield (
-            "fsdp.cpu_offload run.device",
-            "fsdp.cpu_offload = true moves parameters between a GPU and the host, but this run uses no GPU; "
-            "fsdp.cpu_offload = false works",
-        )
-    if fsdp.cpu_offload and replicate > 1:
-        yield (
-            "fsdp.cpu_offload fsdp.dp_replicate",
-            f"fsdp.cpu_offload = true with fsdp.dp_replicate = {replicate} is not proven to give the right gradients: "
+    if fsdp.cpu_offload:
+        yield from _offload_rules(config, machine, replicate)
+
+
+def _offload_rules(config: Config, machine: Machine, replicate: int) -> Rules:
+    """Yield the settings that cpu_offload does not support."""
+    refused = {
+        "run.device": (
+            config.run.device == "cpu" or machine.n_gpus == 0,
+            "moves parameters between a GPU and the host, but this run uses no GPU; fsdp.cpu_offload = false works",
+        ),
+        "fsdp.dp_replicate": (
+            replicate > 1,
+            f"with fsdp.dp_replicate = {replicate} is not proven to give the right gradients: "
             "https://github.com/pytorch/pytorch/pull/180665 measured wrong ones, without an error; "
             "fsdp.dp_replicate = 1 works",
-        )
-    if fsdp.cpu_offload and config.optim.name == "muon":
-        yield (
-            "fsdp.cpu_offload optim.name",
-            'optim.name = "muon" exchanges gradients between GPUs, which fsdp.cpu_offload = true keeps on the host; '
+        ),
+        "optim.name": (
+            config.optim.name == "muon",
+            'keeps gradients on the host, and optim.name = "muon" exchanges them between GPUs; '
             'fsdp.cpu_offload = false works, or optim.name = "adamw"',
-        )
+        ),
+    }
+    for key, (broken, text) in refused.items():
+        if broken:
+            yield f"fsdp.cpu_offload {key}", f"fsdp.cpu_offload = true {text}"
 
 
 def float8_rules(config: Config, machine: Machine) -> Rules:

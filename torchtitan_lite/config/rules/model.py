@@ -45,15 +45,7 @@ def rules(config: Config, machine: Machine) -> Rules:
     """Yield the broken rules of [model], and between it and other sections."""
     model = config.model
     yield from shape_rules(model)
-    if model.mup_base_dim and "mup_base_dim" not in FAMILIES[model.family].reads:
-        known = " or ".join(f'"{name}"' for name, family in FAMILIES.items() if "mup_base_dim" in family.reads)
-        yield (
-            "model.mup_base_dim model.family",
-            f"model.mup_base_dim = {model.mup_base_dim} would scale nothing, as model.family = "
-            f'"{model.family}" has no muP; mup_base_dim = 0 works, or family = {known}, '
-            "or a family of your own with muP (docs/own_model.md)",
-        )
-    elif model.mup_base_dim and model.tie_embeddings:
+    if model.mup_base_dim and model.tie_embeddings:
         yield (
             "model.mup_base_dim model.tie_embeddings",
             f"model.mup_base_dim = {model.mup_base_dim} gives embeddings and output matrix different initial values "
