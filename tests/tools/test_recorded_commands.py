@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer
 
 from tests.helpers import checkpoint, ranks
 from tests.recorded import assert_recorded
@@ -387,7 +387,6 @@ nosuch --prompt a
 data --prompt a
 one --prompt a --tokenizer nosuch.json
 one --prompt x --tokenizer larger.json
-one --prompt x --tokenizer words.json
 one --dtype bfloat16 --prompt a --max-tokens 1
 bert --prompt a
 one --temperature=nan --top-p nan --prompt a
@@ -430,8 +429,6 @@ one --json /dev/null/x.json
 hf --data FOLDER/news.jsonl ''
 hf nosuch --data FOLDER/news.jsonl
 hf --data FOLDER/news.jsonl --tokenizer=/dev/null
-hf --data FOLDER/data/essays --tokenizer words.json
-one --data FOLDER/data/essays --tokenizer words.json
 --help""",
 }
 
@@ -465,7 +462,6 @@ def test_commands(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     larger = Tokenizer.from_file(str(folder / "one/tokenizer.json"))
     larger.add_tokens(["another"])
     larger.save(str(folder / "larger.json"))
-    Tokenizer(models.WordLevel({"def": 0, "<eos>": 1}, unk_token="<unk>")).save(str(folder / "words.json"))
     for name, rows in ROWS.items():
         for row in rows.strip().splitlines():
             monkeypatch.setattr("sys.stdin", io.StringIO(f"the\n{'x' * 60}\n\nnot read\n"))
