@@ -95,8 +95,12 @@ def watched(way: str, rank: int, world_size: int, local: int, n_local: int, *giv
         vars(one).update({key: stand_in(key, value) if callable(value) else value for key, value in more.items()})
         return f"{getattr(Watchdog, way)(one, *given)} {[*vars(one).get('_own', '')] or ''}".strip()
 
-    clock = Stub(monotonic=iter([100.0, 100.0, 103.0]).__next__, sleep=lambda _: None, process_time=lambda: 7.0)
-    return told(call, env={"LOCAL_RANK": str(local)}, answers={"run__watchdog__time": clock})
+    clock = Stub(monotonic=iter([100.0, 100.0, 103.0]).__next__, sleep=lambda _: None)
+    return told(
+        call,
+        env={"LOCAL_RANK": str(local)},
+        answers={"run__watchdog__time": clock, "run__watchdog__os__times": lambda: [7.0]},
+    )
 
 
 def doing(*given: tuple[str, bool]) -> list[Any]:
@@ -363,11 +367,13 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     ),
     "replay": (replayed, [(0, "checkpoint", "one is damaged", "another"), (1, "")]),
     "shared folder": (
-        lambda sees, others, state_dict, job: told(
+        lambda sees, others, state_dict, job, remote="": told(
             lambda stand_in: patched(
-                lambda: start_and_end.require_shared(Path("/no/such"), Stub(checkpoint=Stub(state_dict=state_dict))),
-                run__start_and_end__Path=lambda _: Stub(exists=lambda: sees, unlink=stand_in("unlink")),
-                run__start_and_end__values_of_ranks=lambda own: [own, *others],
+                lambda: start_and_end.require_shared(
+                    Path("/no/such"), Stub(checkpoint=Stub(state_dict=state_dict), run=Stub(remote=remote))
+                ),
+                run__start_and_end__Path=lambda _: Stub(name="x", exists=lambda: sees, unlink=stand_in("unlink")),
+                run__start_and_end__values_of_ranks=lambda own: [own, *([host, True, not host] for host in others)],
                 run__start_and_end__socket__gethostname=lambda: "a",
             ),
             "run__start_and_end__tempfile__mkstemp",
@@ -377,6 +383,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         [
             *((True, ["b", "", "c", "b"], kind, job) for kind in ("full", "sharded") for job in ("none", "7")),
             *((True, ["", ""], "sharded", "7"), (False, ["", "b"], "full", "7"), (True, [], "full", "none")),
+            *((False, others, "sharded", "7", "bucket") for others in ([""], ["", ""])),
         ],
     ),
     "job": (
@@ -973,7 +980,9 @@ def together(rank: int) -> dict[str, Any]:
             },
         ),
         "not shared": (
-            lambda: start_and_end.require_shared(Path("/no/such"), Stub(checkpoint=Stub(state_dict="sharded"))),
+            lambda: start_and_end.require_shared(
+                Path("/no/such"), Stub(checkpoint=Stub(state_dict="sharded"), run=Stub(remote=""))
+            ),
             {
                 "run__start_and_end__Path": lambda _: Stub(exists=lambda: rank != 2, unlink=str),
                 "run__start_and_end__tempfile__mkstemp": lambda **_: (0, "f"),
