@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,32 +31,11 @@ JOINING = ".joining"  # exists while a process of the same job waits for the loc
 JOINS = "another machine of the job waits"  # the reason why an attempt then ends
 
 
-def make(folder: Path) -> bool:
-    """Make the folder, and check that it can be written. Returns whether it is new."""
-    try:
-        new = not folder.is_dir()
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "train.log").touch()
-    except OSError as error:
-        raise ConfigError(f"run.out_dir: {folder} can't be written: {error}") from None
-    return new
-
-
-@contextlib.contextmanager
-def made(folder: Path, wanted: bool = True) -> Iterator[None]:
-    """`make` the folder, if wanted. Removes it if it is new and the block fails before writing anything.
-
-    A second attempt may prepare its data for this folder meanwhile; its `lock` makes the folder again.
-    """
-    new = wanted and make(folder)
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(OSError):
-            if new and os.listdir(folder) == ["train.log"] and not (folder / "train.log").stat().st_size:
-                (folder / "train.log").unlink()
-                folder.rmdir()
-        raise
+def require_writable(folder: Path) -> None:
+    """Check that the folder, or its existing parent, can be written. `lock` makes it, when the data is prepared."""
+    where = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
+    if not (where.is_dir() and os.access(where, os.W_OK | os.X_OK)):
+        raise ConfigError(f"run.out_dir: {folder} can't be written: {where} is not a folder that this user may change")
 
 
 def job() -> str:
@@ -98,7 +77,7 @@ def lock(folder: Path) -> FileLock:
 
     def acquire() -> None:
         try:
-            folder.mkdir(parents=True, exist_ok=True)  # the attempt that made it may have failed
+            folder.mkdir(parents=True, exist_ok=True)
             held.acquire()
         except Timeout:
             by = holder(folder)

@@ -114,7 +114,7 @@ class Watchdog:
         self._world, self._store, self._at = process, process.store, Place()
         self._path = folder / "stacks" / f"rank-{process.rank}.txt"
         try:
-            self._path.parent.mkdir(exist_ok=True)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("ab", buffering=0)
             # stacks of earlier attempts stay, because error messages refer to this file
             self._is_new = not self._path.stat().st_size
