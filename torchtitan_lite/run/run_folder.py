@@ -163,13 +163,14 @@ def why_not_again(loaded: Loaded, folder: Path) -> str:
 
 def _write(folder: Path, attempt: int, status: str, step: int, reason: str, repeats: bool = False) -> None:
     """Write run.json. A full disk does not stop training."""
-    about = {"format_version": attempts.FORMAT_VERSION, "attempt": attempt, "status": status}
-    about |= {"step": step, "reason": reason, "repeats": repeats}
     with contextlib.suppress(OSError):
         records = attempts.records(folder)
-        share, _ = attempts.goodput(attempts.read(folder), records)
-        about |= {"time": round(time.time(), 3), "goodput": round(share, 4)}
-        about |= {"host": socket.gethostname(), "last_record": attempts.last_record(records)}
+        about = {
+            **{"format_version": attempts.FORMAT_VERSION, "attempt": attempt, "status": status},
+            **{"step": step, "reason": reason, "repeats": repeats, "time": round(time.time(), 3)},
+            "goodput": round(attempts.goodput(attempts.read(folder), records)[0], 4),
+            **{"host": socket.gethostname(), "last_record": attempts.last_record(records)},
+        }
         write_durably(folder / "run.json", (json.dumps(about, indent=2) + "\n").encode())
 
 
@@ -189,9 +190,17 @@ def facts(process: Process, hosts: Sequence[str]) -> dict[str, Any]:
 def git_state(folder: Path) -> dict[str, Any]:
     """Return the commit, and whether tracked files differ; empty if the code is not a git repository."""
     try:
-        if not (folder / ".git").exists():
-            return {}
-        words = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+        words = [
+            "git",
+            "-C",
+            str(folder),
+            "--git-dir=.git",
+            "describe",
+            "--always",
+            "--abbrev=40",
+            "--exclude=*",
+            "--dirty",
+        ]
         state = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
         return {"commit": state.removesuffix("-dirty"), "dirty": state.endswith("-dirty")}
     except (OSError, subprocess.SubprocessError):

@@ -234,11 +234,14 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
                 if (data.folder / name).is_file():
                     write_durably(config.folder / name, (data.folder / name).read_bytes())
         fork = checkpointer.forked_from
-        about = {"step": step, "samples": s.state.samples_consumed, "forked_from": str(fork.absolute() if fork else "")}
-        about |= {"config": s.state.config, "setting": s.state.bitwise_setting, "must_match": s.state.must_match}
-        about |= {"tasks": s.state.tasks, "segments": s.state.segments, "phases": s.state.phases}
-        about |= {"claim": checkpointer.remote.claim if checkpointer.remote else ""}
-        number = run_folder.record_start(config.folder, about | run_folder.facts(process, hosts))
+        about = {
+            **{"step": step, "samples": s.state.samples_consumed, "config": s.state.config},
+            **{"forked_from": str(fork.absolute() if fork else ""), "setting": s.state.bitwise_setting},
+            **{"must_match": s.state.must_match, "tasks": s.state.tasks, "segments": s.state.segments},
+            **{"phases": s.state.phases, "claim": checkpointer.remote.claim if checkpointer.remote else ""},
+            **run_folder.facts(process, hosts),
+        }
+        number = run_folder.record_start(config.folder, about)
         if checkpointer.remote:
             checkpointer.remote.upload_small_files()  # a lost machine must not take the history along
         return number
