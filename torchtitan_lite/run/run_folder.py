@@ -135,8 +135,8 @@ def record_end(
     if process.rank and (about.get("attempt"), about.get("status")) != (attempt, "running"):
         return
     with contextlib.suppress(OSError):  # a full disk
-        ended = {"attempt": attempt, "ended": status, "last_step": step, "reason": reason}
-        attempts.add(folder, ended | {"end_time": round(time.time(), 3)})
+        ended = {"ended": status, "last_step": step, "reason": reason, "end_time": round(time.time(), 3)}
+        attempts.add(folder, {"attempt": attempt, **ended})
     _write(folder, attempt, status, step, reason, repeats)
 
 

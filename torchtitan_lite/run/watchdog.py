@@ -199,8 +199,7 @@ class Watchdog:
             if unused:
                 self._path.unlink()
                 self._path.parent.rmdir()  # by the last rank
-        for file in (self._file, *self._neighbours.values()):
-            file.close()
+        self._file.close()
 
     # --- ranks that died ----------------------------------------------------------------------------------------
 
