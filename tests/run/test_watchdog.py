@@ -73,8 +73,7 @@ NOT_LOST = [
         NCCL.format("invalid usage", "InvalidUsage") + "Duplicate GPU detected : rank 1 and rank 0 both on CUDA"
     ),
 ]
-KILLED = "If that process printed no error, it was killed; dmesg on its machine shows whether the kernel's OOM killer "
-KILLED += "did it."
+KILLED = "If that process printed no error, it was killed; dmesg on its machine shows whether the kernel's OOM killer did it."
 
 
 @pytest.mark.parametrize(("error", "expected"), [*((e, True) for e in LOST), *((e, False) for e in NOT_LOST)])
