@@ -82,12 +82,13 @@ def launch(argv: Sequence[str]) -> int:
         saved=config_to_resume,  # what decides what is learned stays as it was, even if defaults have changed
     )
     config = command.loaded.config
-    with out_of_memory.with_advice(config), run_folder.made(config.folder, command.trains):
+    with out_of_memory.with_advice(config):
         if not command.trains:
             from torchtitan_lite.tools import modes
 
             modes.run(command, build, train_step, sharded_model)
             return 0
+        run_folder.require_writable(config.folder)
         for note in command.loaded.notes if local_rank() == 0 else ():
             print_line(f"note    {note}")
         loaded, data = start_and_end.prepared(command.loaded)  # before the process group, which has timeouts

@@ -386,16 +386,14 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         [(5119,), (5120,), (5121,)],
     ),
     "threads": (
-        lambda words, launched, cores, quota: patched(
+        lambda words, launched, cores: patched(
             lambda: environment.cpu_threads(0),
             environment__os__environ={"OMP_NUM_THREADS": words} | ({"LOCAL_WORLD_SIZE": launched} if launched else {}),
             environment__usable_cores=lambda: cores,
-            environment__quota_of_cores=lambda: quota,
         ),
         [
-            *((n, "", 6, 0) for n in ("0", "1", "4096", "4097", "-1", "x", "")),
-            *(("2", ranks, 6, quota) for ranks, quota in (("1", 0), ("4", 0), ("6", 5.5), ("7", 6), ("1", 6.5))),
-            *(("2", *of) for of in (("3", 8, 0), ("1", 2, 1.5), ("2", 4, 4), ("2", 4, 4.5), ("2", 1, 0))),
+            *((n, "", 6) for n in ("0", "1", "4096", "4097", "-1", "x", "")),
+            *(("2", *of) for of in (("1", 6), ("4", 6), ("7", 6), ("3", 8), ("2", 1))),
         ],
     ),
     "epochs": (

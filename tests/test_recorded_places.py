@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -149,9 +150,7 @@ def opened(values: dict[str, Any], has_gpu: bool | str, *ranks: int) -> list[Any
     """A process group, and the process in it: of a rank, its number on its machine, and the sizes of both."""
     name = "distributed__process_group__"
     done = "dist__init_process_group torch__set_num_threads torch__use_deterministic_algorithms keep_freed_memory"
-    done += (
-        " allow_open_files die_with_launcher untimed_group set_group_timeouts connect_lazily torch__cuda__set_device"
-    )
+    done += " allow_open_files die_with_launcher untimed_group set_group_timeouts torch__cuda__set_device"
     done += " torch__set_float32_matmul_precision dist__barrier dist__destroy_process_group"
     rendezvous = "distributed__rendezvous__join_store"
     answers: dict[str, Any] = {
@@ -164,7 +163,7 @@ def opened(values: dict[str, Any], has_gpu: bool | str, *ranks: int) -> list[Any
 
     def call(_: Any) -> str:
         with process_group.process_group(RunConfig.model_validate({"threads": 3} | values)) as one:
-            return str(one)
+            return f"{one} {os.environ.get('TORCH_GLOO_LAZY_INIT', '')}".strip()
 
     env = {key: str(value) for key, value in zip(names, ranks, strict=False)}
     return told(call, *(name + each for each in done.split()), rendezvous, env=env, answers=answers)
@@ -367,11 +366,13 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     ),
     "replay": (replayed, [(0, "checkpoint", "one is damaged", "another"), (1, "")]),
     "shared folder": (
-        lambda sees, others, state_dict, job: told(
+        lambda sees, others, state_dict, job, remote="": told(
             lambda stand_in: patched(
-                lambda: start_and_end.require_shared(Path("/no/such"), Stub(checkpoint=Stub(state_dict=state_dict))),
-                run__start_and_end__Path=lambda _: Stub(exists=lambda: sees, unlink=stand_in("unlink")),
-                run__start_and_end__values_of_ranks=lambda own: [own, *others],
+                lambda: start_and_end.require_shared(
+                    Path("/no/such"), Stub(checkpoint=Stub(state_dict=state_dict), run=Stub(remote=remote))
+                ),
+                run__start_and_end__Path=lambda _: Stub(name="x", exists=lambda: sees, unlink=stand_in("unlink")),
+                run__start_and_end__values_of_ranks=lambda own: [own, *([host, True, not host] for host in others)],
                 run__start_and_end__socket__gethostname=lambda: "a",
             ),
             "run__start_and_end__tempfile__mkstemp",
@@ -381,6 +382,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         [
             *((True, ["b", "", "c", "b"], kind, job) for kind in ("full", "sharded") for job in ("none", "7")),
             *((True, ["", ""], "sharded", "7"), (False, ["", "b"], "full", "7"), (True, [], "full", "none")),
+            *((False, others, "sharded", "7", "bucket") for others in ([""], ["", ""])),
         ],
     ),
     "job": (
@@ -414,7 +416,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     ),
     "command": (
         lambda env, python, resume: told(
-            lambda _: environment.fork_command("new", resume, a__skip="[2]"),
+            lambda _: environment.this_command(run__name="new", checkpoint__resume=resume, a__skip="[2]"),
             env=env,
             answers={
                 "environment__sys__executable": python if python[0] == "/" else str(Path(python).absolute()),
@@ -444,13 +446,6 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             ),
             ({"WORLD_SIZE": "4"}, ".venv/bin/python", ""),
         ],
-    ),
-    "large world": (
-        lambda n, env: [
-            environ := dict(env),
-            patched(lambda: environment.connect_lazily(n), environment__os__environ=environ),
-        ],
-        [(64, {}), (65, {}), (65, {"TORCH_GLOO_LAZY_INIT": "0"})],
     ),
     "parent": (
         lambda env, parents: told(
@@ -782,14 +777,6 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ),
         [(True,), (False,)],
     ),
-    "cores": (
-        lambda os_, quota: patched(
-            environment.usable_cores, environment__os=Stub(**os_), environment__quota_of_cores=lambda _: quota
-        ),
-        [
-            *(({"sched_getaffinity": lambda _: {1, 5, 6}}, quota) for quota in (0, 2.5, 99)),
-        ],
-    ),
     "threads spin": (
         spins,
         [
@@ -949,7 +936,7 @@ def together(rank: int) -> dict[str, Any]:
             {
                 "run__spikes__report_save": lambda *_, wait: said.append(f"waits for a save: {wait}"),
                 "run__spikes__storage__find_steps": lambda _: [4 - rank, 6 - rank, 7, 9],
-                "run__spikes__fork_command": lambda *given, **more: [*given, more],
+                "run__spikes__this_command": lambda **given: given,
             },
         ),
         "space": (
@@ -979,7 +966,9 @@ def together(rank: int) -> dict[str, Any]:
             },
         ),
         "not shared": (
-            lambda: start_and_end.require_shared(Path("/no/such"), Stub(checkpoint=Stub(state_dict="sharded"))),
+            lambda: start_and_end.require_shared(
+                Path("/no/such"), Stub(checkpoint=Stub(state_dict="sharded"), run=Stub(remote=""))
+            ),
             {
                 "run__start_and_end__Path": lambda _: Stub(exists=lambda: rank != 2, unlink=str),
                 "run__start_and_end__tempfile__mkstemp": lambda **_: (0, "f"),

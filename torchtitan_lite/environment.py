@@ -73,32 +73,24 @@ def cpu_threads(configured: int) -> tuple[int, str]:
     if "LOCAL_WORLD_SIZE" not in os.environ and variable.isdecimal() and 0 < int(variable) <= 4096:
         return int(variable), "OMP_NUM_THREADS"
     cores, ranks = usable_cores(), env_int("LOCAL_WORLD_SIZE", 1)
-    quota = quota_of_cores()
-    limit = f"quota of {quota:g} cores" if 0 < quota <= cores else counted(cores, "core")
-    return max(cores // ranks, 1), f"{limit} / {counted(ranks, 'rank')}"
+    return max(cores // ranks, 1), f"{counted(cores, 'core')} / {counted(ranks, 'rank')}"
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Return the number of cores that this process may use; a scheduler or a container can limit it."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none
-    quota = quota_of_cores(root)
-    return min(cores, math.ceil(quota)) if quota else cores
-
-
-def quota_of_cores(root: Path = Path("/")) -> float:
-    """Return the CPU quota of this process's control groups (version 2), in cores; 0 without a limit.
+    """Return the number of cores that this process may use, by its affinity and its control groups (version 2).
 
     Each group limits the groups inside it. A container may see its own group at the path "/", or at the host's path.
     """
-    quotas, mount = [], root / "sys/fs/cgroup"
+    limits = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]  # no Linux
+    mount = root / "sys/fs/cgroup"
     with contextlib.suppress(OSError):  # not Linux
         found = re.search("^0::/(.*)$", (root / "proc/self/cgroup").read_text(), re.MULTILINE)
         group = mount / (found[1] if found else "")
         for folder in [mount, *(p for p in (group, *group.parents) if mount in p.parents)]:
             with contextlib.suppress(OSError, ValueError):  # no such group, or no limit ("max")
                 quota, period = (folder / "cpu.max").read_text().split()
-                quotas.append(int(quota) / int(period))
-    return min(quotas, default=0)
+                limits.append(math.ceil(int(quota) / int(period)))
+    return min(limits)
 
 
 def prepare_process() -> None:
@@ -150,32 +142,10 @@ def allow_open_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-LARGE = 64  # ranks; larger gloo groups connect two ranks only when they first communicate
-
-
-def connect_lazily(world_size: int) -> None:
-    """In a large world, make gloo connect only the ranks that communicate, instead of every pair.
-
-    Smaller worlds connect at once, so that an unreachable rank is an error at the start.
-    """
-    if world_size > LARGE:
-        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # read when the first group is made
-
-
 def python_command() -> str:
     """Return the interpreter's command, which works here without activating a virtual environment."""
     here = os.path.relpath(sys.executable)
     return sys.executable if here.startswith("..") else here
-
-
-def fork_command(name: str, checkpoint: str, **more: str) -> str:
-    """Return the command of a fork: this process's command, but starting from a checkpoint.
-
-    Args:
-        checkpoint: a path; empty: start at step 0.
-        more: further options, with "__" for a dot.
-    """
-    return this_command(run__name=name, checkpoint__resume=checkpoint, **more)
 
 
 def this_command(**given: str) -> str:

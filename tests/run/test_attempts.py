@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers import ROOT, checkpoint, losses, python, ranks, succeeded, tiny
 from torchtitan_lite.checkpointing import storage
-from torchtitan_lite.run import attempts, run_folder
+from torchtitan_lite.run import attempts
 
 RUN = {"run__name": "run", "train__steps": 8, "checkpoint__every": 2, "eval__every": 0}
 extended = pytest.mark.extended
@@ -223,15 +223,3 @@ def test_a_fork_says_which_values_came_from_there(run: Path, text: Path, tmp_pat
     source = checkpoint(tmp_path / "one", 4)
     assert f"resume  optim.lr = 0.002: kept from {source} (not set here; the defaults differ)" in output
     assert attempts.read(tmp_path / "two")[0].config["optim.lr"] == 0.002
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
-def test_a_start_that_ends_leaves_no_empty_folder(error: type[BaseException], tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    with pytest.raises(error), run_folder.made(run):
-        raise error
-    assert not run.exists()
-    run_folder.make(run)  # an empty one that was there before stays
-    with pytest.raises(error), run_folder.made(run):
-        raise error
-    assert run.exists()

@@ -11,7 +11,7 @@ import pytest
 from filelock import FileLock
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from tests.helpers import losses, python, ranks, refused, succeeded, tiny
+from tests.helpers import losses, ranks, refused, succeeded, tiny
 from torchtitan_lite import errors
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.errors import ConfigError, StuckError, run_cli
@@ -56,19 +56,6 @@ def test_a_failure_that_would_repeat_does_not_repeat(text: Path, tmp_path: Path)
     (commit,) = re.findall('"commit": "(.*?)"', history)
     (tmp_path / "nan/attempts.jsonl").write_text(history.replace(commit, "0" * 40))
     succeeded(ranks(1, *command, "--check-config"))
-
-
-def test_a_damaged_data_folder_is_refused_before_torchrun_starts(text: Path, tmp_path: Path) -> None:
-    """Outside of torchrun, which would end with 1."""
-    data = tmp_path / "data"
-    succeeded(
-        python(str(text), "--out", str(data), "--train-tokenizer", "517", script="-m torchtitan_lite.data.prepare")
-    )
-    command = tiny(data, tmp_path / "runs", run__name="run")
-    assert succeeded(ranks(1, *command, "--check-config")).endswith(f"its run is in {tmp_path / 'runs/run'}\n")
-    tokens = data / "train.bin"
-    tokens.write_bytes(tokens.read_bytes()[:-1000])
-    refused(ranks(1, *command, "--check-config"), "train.bin")
 
 
 @pytest.mark.parametrize(("holder", "job", "is_refused"), [

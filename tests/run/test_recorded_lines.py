@@ -245,7 +245,7 @@ def resumed_with(changes: dict[str, Any], *, fork: bool) -> None:
     """What a resume, or a fork, with these values says."""
     saved = TrainState(step=7, config=MINE, must_match=CONTENT)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compatibility, "fork_command", lambda name, checkpoint: f"FORK {name} {checkpoint}")
+        patch.setattr(compatibility, "this_command", lambda **given: " ".join(["FORK", *given.values()]))
         folder = Path("runs/run/checkpoints/step-00000007")
         compatibility.require_same_run(folder, saved, MINE | CONTENT | changes, fork=fork)
 
@@ -255,7 +255,7 @@ def exit_codes() -> dict[str, int]:
     return {value.__name__: value.exit_code for value in found}
 
 
-def forked(env: dict[str, str], *more: str) -> list[Any]:
+def forked(env: dict[str, str], resume: str) -> list[Any]:
     """The command of a fork, where the threads come from, and what is said of a launcher."""
     argv = ["train.py", "--run.name", "old", "--optim.lr=0.1", "--checkpoint.resume=x", "--data.path", "a b", "--retry"]
     with pytest.MonkeyPatch.context() as patch:
@@ -267,7 +267,7 @@ def forked(env: dict[str, str], *more: str) -> list[Any]:
         patch.setattr(sys, "executable", "/usr/bin/python")
         threads = environment.cpu_threads(0)
         return [
-            environment.fork_command("new", *more),
+            environment.this_command(run__name="new", checkpoint__resume=resume),
             threads if threads[1] == "OMP_NUM_THREADS" else "cores",
             *(preemption.launcher_note(why) for why in ("SIGTERM", LIMIT)),
         ]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.helpers import ranks, start, succeeded, tiny
 from tests.run.blocked_worker import LIMITS, START_MINUTES
 from tests.run.test_faults import RUN, saved_steps
-from torchtitan_lite.distributed.lost import explaining_lost_ranks, means_lost_rank
+from torchtitan_lite.distributed.lost import KILLED, explaining_lost_ranks, means_lost_rank
 from torchtitan_lite.errors import StuckError
 from torchtitan_lite.run.attempts import newest_status
 
@@ -73,8 +73,6 @@ NOT_LOST = [
         NCCL.format("invalid usage", "InvalidUsage") + "Duplicate GPU detected : rank 1 and rank 0 both on CUDA"
     ),
 ]
-KILLED = "If that process printed no error, it was killed; dmesg on its machine shows whether the kernel's OOM killer "
-KILLED += "did it."
 
 
 @pytest.mark.parametrize(("error", "expected"), [*((e, True) for e in LOST), *((e, False) for e in NOT_LOST)])
@@ -83,7 +81,7 @@ def test_communication_errors_are_told_from_others(error: str | RuntimeError, ex
 
 
 @pytest.mark.parametrize(("text", "expected", "secondary"), [
-    (LOST[2], f"connection reset: a process died. {KILLED} (Connection closed by peer [127.0.0.1]:59106)", True),
+    (LOST[2], f"connection reset: a process died. {KILLED}. (Connection closed by peer [127.0.0.1]:59106)", True),
     (LOST[0], "timed out waiting for the other ranks. (Timed out waiting 3000ms for recv operation to complete)",
      False),
 ])  # fmt: skip

@@ -25,7 +25,7 @@ from torchtitan_lite.cpu import widens
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.distributed.sharding import own_part
-from torchtitan_lite.environment import fork_command
+from torchtitan_lite.environment import this_command
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.terminal import counted
 
@@ -121,7 +121,7 @@ def require_same_run(folder: Path, saved: TrainState, expected: Mapping[str, Any
     if fork or any(_rule_of(key) == "refused" for key in changed):
         lines.append(f"or start a new run with --run.name=NEW{' and without checkpoint.resume' if fork else ''}")
     else:
-        command = fork_command(f"{run.name}-from-{step}", str(folder))
+        command = this_command(run__name=f"{run.name}-from-{step}", checkpoint__resume=str(folder))
         lines.append(f"or fork it: a new run continues from here with the new values:\n    {command}")
     raise CheckpointError("\n  ".join(lines))
 

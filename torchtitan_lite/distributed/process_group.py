@@ -17,7 +17,6 @@ from torchtitan_lite.config.schema import FsdpConfig, RunConfig
 from torchtitan_lite.distributed.lost import explaining_lost_ranks
 from torchtitan_lite.environment import (
     allow_open_files,
-    connect_lazily,
     cpu_threads,
     die_with_launcher,
     env_int,
@@ -67,7 +66,10 @@ def process_group(run: RunConfig) -> Iterator[Process]:
             store, rank, world_size = join_store(minutes)
         else:
             store, rank, world_size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]  # mypy: not an explicit re-export
-        connect_lazily(world_size)
+        if (
+            world_size > 64
+        ):  # gloo connects only ranks that communicate; else all, so an unreachable one is an error now
+            os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=minutes)
         )
@@ -113,9 +115,8 @@ def choose_device(name: str, local_rank: int) -> torch.device:
 def build_mesh(config: FsdpConfig, device: torch.device) -> DeviceMesh:
     """Build the mesh for `fully_shard`: axis dp_shard, or dp_replicate x dp_shard (HSDP)."""
     replicate, shard = config.mesh_shape(dist.get_world_size())
-    if replicate == 1:
-        return init_device_mesh(device.type, (shard,), mesh_dim_names=("dp_shard",))
-    return init_device_mesh(device.type, (replicate, shard), mesh_dim_names=("dp_replicate", "dp_shard"))
+    axes = {"dp_replicate": replicate, "dp_shard": shard} if replicate > 1 else {"dp_shard": shard}
+    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def sum_over_ranks(values: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:

@@ -69,9 +69,9 @@ def log_step(s: Session, record: StepRecord) -> None:
         "peak_memory_gib": peak_memory_gib(s.process.device),
         "seconds": lap.seconds,
         **lap.parts,
+        **{key: [finite(loss) for loss in losses] for key, losses in record.losses_of_ranks().items()},
+        **{key: finite(norm) for key, norm in record.norms_of_blocks().items()},
     }
-    values |= {key: [finite(loss) for loss in losses] for key, losses in record.losses_of_ranks().items()}
-    values |= {key: finite(norm) for key, norm in record.norms_of_blocks().items()}
     if scaler.enabled:
         values |= {"loss_scale": scaler.scale.item(), "skipped_steps": scaler.skipped_steps}
     if len(state.segments[-1]["sources"]) > 1:

@@ -42,8 +42,7 @@ class Preemption:
         self.reason = ""
         self.agreed = False  # whether any rank was asked to stop; one step late, equal on all ranks
         self.on_abort: Callable[[str], Any] = lambda _: None  # called with the reason before the process ends at once
-        self._limit_s = 60 * max_minutes if max_minutes else float("inf")
-        self._max_minutes = max_minutes
+        self._max_minutes = max_minutes or float("inf")
         self._clock, self._joining = clock, joining
         self._started = self._looked = clock()
         self._interrupted = False  # a first Ctrl-C has arrived
@@ -80,7 +79,7 @@ class Preemption:
 
     def requested(self) -> bool:
         """Return whether this rank was asked to stop."""
-        if not self.reason and self._clock() - self._started > self._limit_s:
+        if not self.reason and self._clock() - self._started > 60 * self._max_minutes:
             self.reason = self.reason or f"run.max_minutes = {self._max_minutes:g}"
         if not self.reason and self._clock() - self._looked > 5:  # not at each step: a shared file system is slow
             self._looked = self._clock()

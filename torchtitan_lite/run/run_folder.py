@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,32 +31,11 @@ JOINING = ".joining"  # exists while a process of the same job waits for the loc
 JOINS = "another machine of the job waits"  # the reason why an attempt then ends
 
 
-def make(folder: Path) -> bool:
-    """Make the folder, and check that it can be written. Returns whether it is new."""
-    try:
-        new = not folder.is_dir()
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "train.log").touch()
-    except OSError as error:
-        raise ConfigError(f"run.out_dir: {folder} can't be written: {error}") from None
-    return new
-
-
-@contextlib.contextmanager
-def made(folder: Path, wanted: bool = True) -> Iterator[None]:
-    """`make` the folder, if wanted. Removes it if it is new and the block fails before writing anything.
-
-    A second attempt may prepare its data for this folder meanwhile; its `lock` makes the folder again.
-    """
-    new = wanted and make(folder)
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(OSError):
-            if new and os.listdir(folder) == ["train.log"] and not (folder / "train.log").stat().st_size:
-                (folder / "train.log").unlink()
-                folder.rmdir()
-        raise
+def require_writable(folder: Path) -> None:
+    """Check that the folder, or its existing parent, can be written. `lock` makes it, when the data is prepared."""
+    where = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
+    if not (where.is_dir() and os.access(where, os.W_OK | os.X_OK)):
+        raise ConfigError(f"run.out_dir: {folder} can't be written: {where} is not a folder that this user may change")
 
 
 def job() -> str:
@@ -98,7 +77,7 @@ def lock(folder: Path) -> FileLock:
 
     def acquire() -> None:
         try:
-            folder.mkdir(parents=True, exist_ok=True)  # the attempt that made it may have failed
+            folder.mkdir(parents=True, exist_ok=True)
             held.acquire()
         except Timeout:
             by = holder(folder)
@@ -156,8 +135,8 @@ def record_end(
     if process.rank and (about.get("attempt"), about.get("status")) != (attempt, "running"):
         return
     with contextlib.suppress(OSError):  # a full disk
-        ended = {"attempt": attempt, "ended": status, "last_step": step, "reason": reason}
-        attempts.add(folder, ended | {"end_time": round(time.time(), 3)})
+        ended = {"ended": status, "last_step": step, "reason": reason, "end_time": round(time.time(), 3)}
+        attempts.add(folder, {"attempt": attempt, **ended})
     _write(folder, attempt, status, step, reason, repeats)
 
 
@@ -184,13 +163,14 @@ def why_not_again(loaded: Loaded, folder: Path) -> str:
 
 def _write(folder: Path, attempt: int, status: str, step: int, reason: str, repeats: bool = False) -> None:
     """Write run.json. A full disk does not stop training."""
-    about = {"format_version": attempts.FORMAT_VERSION, "attempt": attempt, "status": status}
-    about |= {"step": step, "reason": reason, "repeats": repeats}
     with contextlib.suppress(OSError):
         records = attempts.records(folder)
-        share, _ = attempts.goodput(attempts.read(folder), records)
-        about |= {"time": round(time.time(), 3), "goodput": round(share, 4)}
-        about |= {"host": socket.gethostname(), "last_record": attempts.last_record(records)}
+        about = {
+            **{"format_version": attempts.FORMAT_VERSION, "attempt": attempt, "status": status},
+            **{"step": step, "reason": reason, "repeats": repeats, "time": round(time.time(), 3)},
+            "goodput": round(attempts.goodput(attempts.read(folder), records)[0], 4),
+            **{"host": socket.gethostname(), "last_record": attempts.last_record(records)},
+        }
         write_durably(folder / "run.json", (json.dumps(about, indent=2) + "\n").encode())
 
 
@@ -210,9 +190,17 @@ def facts(process: Process, hosts: Sequence[str]) -> dict[str, Any]:
 def git_state(folder: Path) -> dict[str, Any]:
     """Return the commit, and whether tracked files differ; empty if the code is not a git repository."""
     try:
-        if not (folder / ".git").exists():
-            return {}
-        words = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+        words = [
+            "git",
+            "-C",
+            str(folder),
+            "--git-dir=.git",
+            "describe",
+            "--always",
+            "--abbrev=40",
+            "--exclude=*",
+            "--dirty",
+        ]
         state = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
         return {"commit": state.removesuffix("-dirty"), "dirty": state.endswith("-dirty")}
     except (OSError, subprocess.SubprocessError):

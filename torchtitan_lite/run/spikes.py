@@ -6,7 +6,7 @@ from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.distributed.exchange import on_rank0
 from torchtitan_lite.distributed.process_group import Process
-from torchtitan_lite.environment import fork_command
+from torchtitan_lite.environment import this_command
 from torchtitan_lite.optim.spike_guard import SpikeGuard
 from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.run.metrics import Log
@@ -30,9 +30,9 @@ def build_guard(
             process.untimed,
         )
         start = storage.step_folder(folder, saved[-1]) if saved else checkpointer.forked_from or ""
-        return fork_command(
-            f"{config.run.name}-without-{record.step}",
-            str(start),
+        return this_command(
+            run__name=f"{config.run.name}-without-{record.step}",
+            checkpoint__resume=str(start),
             data__skip_samples=f"{sorted([*config.data.skip_samples, [*record.samples]])}",
         )
 

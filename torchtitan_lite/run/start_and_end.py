@@ -24,7 +24,7 @@ from torchtitan_lite.config.schema import Config, flatten
 from torchtitan_lite.config.toml import Loaded, format_value, to_toml_with_origins
 from torchtitan_lite.data.dataset import DataSet, prepare_all
 from torchtitan_lite.data.token_files import PAIRS
-from torchtitan_lite.distributed.exchange import on_all, on_rank0, values_of_ranks
+from torchtitan_lite.distributed.exchange import on_rank0, values_of_ranks
 from torchtitan_lite.distributed.process_group import Process, sum_over_ranks
 from torchtitan_lite.environment import local_rank
 from torchtitan_lite.errors import EXIT_WOULD_REPEAT, BusyError, ConfigError, RepeatError, StuckError, UserError
@@ -89,44 +89,30 @@ def require_one_run(loaded: Loaded, data: DataSet, process: Process) -> list[str
     if refused := on_rank0(lambda: run_folder.why_not_again(loaded, loaded.config.folder), process.untimed):
         raise RepeatError(refused)
     hosts = require_agreement(loaded.config, data, process)
-    if loaded.config.run.remote:
-        require_own_disks(loaded.config.folder)
-    else:
-        require_shared(loaded.config.folder, loaded.config)
+    require_shared(loaded.config.folder, loaded.config)
     return hosts
 
 
-def require_own_disks(folder: Path) -> None:
-    """Check that no two machines share the folder of a run in object storage. Collective.
-
-    Raises:
-        ConfigError: on every rank.
-    """
-    leads = local_rank() == 0
-    made = on_all(lambda: leads and Path(tempfile.mkstemp(prefix=".own-", dir=folder)[1]).name)
-    seen = values_of_ranks(sum((folder / name).exists() for name in made if name))
-    if leads:
-        (folder / made[dist.get_rank()]).unlink()
-    if max(seen) > 1:
-        raise ConfigError(
-            f"run.out_dir: {folder} is on a disk that several machines share; with run.remote, each needs its own, for "
-            "example --run.out_dir=/tmp/runs"
-        )
-
-
 def require_shared(folder: Path, config: Config) -> None:
-    """Check that all machines see the run's folder, or its existing parent. Collective.
+    """Check that all machines see the run's folder, or its existing parent; with run.remote, that only one does.
 
     With full checkpoints and fixed ranks of machines, only rank 0 needs the folder. With an --rdzv-id, the next
-    attempt's rank 0 may be on any machine, and would begin again at step 0.
+    attempt's rank 0 may be on any machine, and would begin again at step 0. Collective.
 
     Raises:
         ConfigError: on every rank.
     """
     where = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
     file = Path(on_rank0(lambda: tempfile.mkstemp(prefix=".shared-", dir=where)[1]))
-    blind = [host for host in values_of_ranks("" if file.exists() else socket.gethostname()) if host]
+    looks_for = folder / file.name if config.run.remote else file  # with run.remote, paths may differ
+    found = values_of_ranks([socket.gethostname(), local_rank() == 0, looks_for.exists()])
     on_rank0(file.unlink)
+    if config.run.remote and sum(first and sees for _, first, sees in found) > 1:
+        raise ConfigError(
+            f"run.out_dir: {folder} is on a disk that several machines share; with run.remote, each needs its own, for "
+            "example --run.out_dir=/tmp/runs"
+        )
+    blind = [host for host, _, sees in found if not (sees or config.run.remote)]
     if blind and (config.checkpoint.state_dict == "sharded" or run_folder.job() != "none"):
         names = ", ".join(dict.fromkeys(blind))
         raise ConfigError(f"run.out_dir: {where} of rank 0 is not shared: {names} can't see a file in it")
@@ -248,11 +234,14 @@ def take_over(hosts: Sequence[str], loaded_config: Loaded, data: DataSet, s: Ses
                 if (data.folder / name).is_file():
                     write_durably(config.folder / name, (data.folder / name).read_bytes())
         fork = checkpointer.forked_from
-        about = {"step": step, "samples": s.state.samples_consumed, "forked_from": str(fork.absolute() if fork else "")}
-        about |= {"config": s.state.config, "setting": s.state.bitwise_setting, "must_match": s.state.must_match}
-        about |= {"tasks": s.state.tasks, "segments": s.state.segments, "phases": s.state.phases}
-        about |= {"claim": checkpointer.remote.claim if checkpointer.remote else ""}
-        number = run_folder.record_start(config.folder, about | run_folder.facts(process, hosts))
+        about = {
+            **{"step": step, "samples": s.state.samples_consumed, "config": s.state.config},
+            **{"forked_from": str(fork.absolute() if fork else ""), "setting": s.state.bitwise_setting},
+            **{"must_match": s.state.must_match, "tasks": s.state.tasks, "segments": s.state.segments},
+            **{"phases": s.state.phases, "claim": checkpointer.remote.claim if checkpointer.remote else ""},
+            **run_folder.facts(process, hosts),
+        }
+        number = run_folder.record_start(config.folder, about)
         if checkpointer.remote:
             checkpointer.remote.upload_small_files()  # a lost machine must not take the history along
         return number

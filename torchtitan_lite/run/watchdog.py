@@ -114,7 +114,7 @@ class Watchdog:
         self._world, self._store, self._at = process, process.store, Place()
         self._path = folder / "stacks" / f"rank-{process.rank}.txt"
         try:
-            self._path.parent.mkdir(exist_ok=True)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("ab", buffering=0)
             # stacks of earlier attempts stay, because error messages refer to this file
             self._is_new = not self._path.stat().st_size
@@ -199,8 +199,7 @@ class Watchdog:
             if unused:
                 self._path.unlink()
                 self._path.parent.rmdir()  # by the last rank
-        for file in (self._file, *self._neighbours.values()):
-            file.close()
+        self._file.close()
 
     # --- ranks that died ----------------------------------------------------------------------------------------
 
@@ -267,16 +266,12 @@ class Watchdog:
 
     def _watch(self) -> None:
         before, last = time.monotonic(), None
-        exchange = threading.Thread()
         while not self._closed.wait(self._interval_s):
             now = time.monotonic()
             # time while this process was stopped does not count
             elapsed_s, before = min(now - before, 3 * self._interval_s), now
             self._look(elapsed_s)
-            if not exchange.is_alive():  # in a separate thread: the store's machine may not answer
-                exchange = threading.Thread(target=self._exchange, daemon=True)
-                exchange.start()
-            exchange.join(self._interval_s)
+            within(self._interval_s, self._exchange)  # the store's machine may not answer
             self._quiet_s += elapsed_s
             known = self._own, dict(self._others)
             at_start = not self._own.place.step and (self._own.task.startswith("connecting ") or self._silent())
@@ -301,18 +296,17 @@ class Watchdog:
         """Publish a beat. If no rank is known to make progress, read the others' beats, or only their reader's."""
         process, store = self._world, self._thread_store
         self._number += 1
-        with contextlib.suppress(RuntimeError):  # the store is gone
-            store.set(_BEAT.format(process.rank), json.dumps([self._number, *self._own[1:]]))
-            if process.world_size > 1 and self._quiet_s >= 2 * self._interval_s:
-                read = range(process.world_size) if self._reads() else [self._first]
-                others = [rank for rank in read if rank != process.rank]
-                texts = store.multi_get([key.format(rank) for key in (_AT, _BEAT) for rank in others])
-                values, now = [json.loads(text) for text in texts], time.monotonic()
-                for rank, at, (number, operations, moved) in zip(others, values, values[len(others) :], strict=False):
-                    self._others[rank] = RankState(Place(*at), operations, moved)
-                    if self._beats.get(rank, (0, 0))[0] != number:
-                        self._beats[rank] = number, now
-            self._answered = time.monotonic()
+        store.set(_BEAT.format(process.rank), json.dumps([self._number, *self._own[1:]]))
+        if process.world_size > 1 and self._quiet_s >= 2 * self._interval_s:
+            read = range(process.world_size) if self._reads() else [self._first]
+            others = [rank for rank in read if rank != process.rank]
+            texts = store.multi_get([key.format(rank) for key in (_AT, _BEAT) for rank in others])
+            values, now = [json.loads(text) for text in texts], time.monotonic()
+            for rank, at, (number, operations, moved) in zip(others, values, values[len(others) :], strict=False):
+                self._others[rank] = RankState(Place(*at), operations, moved)
+                if self._beats.get(rank, (0, 0))[0] != number:
+                    self._beats[rank] = number, now
+        self._answered = time.monotonic()
 
     def _reads(self) -> bool:
         """Return whether this rank reads all ranks' beats: one per machine, as the store answers on a single thread.

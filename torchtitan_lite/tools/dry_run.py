@@ -34,7 +34,7 @@ from torchtitan_lite.distributed.process_group import Process, process_group
 from torchtitan_lite.environment import env_int
 from torchtitan_lite.errors import ConfigError, StuckError
 from torchtitan_lite.optim.step_record import StepRecord
-from torchtitan_lite.run import mfu, out_of_memory, run_folder
+from torchtitan_lite.run import mfu, out_of_memory
 from torchtitan_lite.run.console import batch_line, fsdp_line, model_line
 from torchtitan_lite.run.metrics import Log
 from torchtitan_lite.run.session import Session, check_previous_step
@@ -62,7 +62,7 @@ def in_temporary_folder(config: Config, changes: Mapping[str, Any]) -> Iterator[
     folder = tempfile.mkdtemp(prefix="torchtitan-lite-")
     changed = config.changed({"run.out_dir": folder, "run.remote": "", **changes})
     try:
-        run_folder.make(changed.folder)
+        changed.folder.mkdir(parents=True)
         yield changed
     finally:
         if not isinstance(sys.exception(), StuckError):
