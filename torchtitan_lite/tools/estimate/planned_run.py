@@ -65,10 +65,10 @@ class Plan:
         return {kind: n for kind, n in self.simulated.peak.items() if kind not in on_host}
 
     @property
-    def fits(self) -> bool:
-        """Whether the peak fits into the device's memory minus the reserve."""
+    def free(self) -> float:
+        """Bytes of the device's memory that the peak leaves, without the reserve; negative if it does not fit."""
         room = math.inf if self.device is None else (1 - RESERVE) * self.device.memory_gib * 2**30
-        return sum(self.device_bytes.values()) <= room
+        return room - sum(self.device_bytes.values())
 
 
 def make_plan(config: Config, world_size: int, device: Device | None, *, on_gpu: bool | None = None) -> Plan:
