@@ -58,7 +58,7 @@ def test_equal_steps_are_the_data_and_the_model_and_the_run_is_not_changed(train
 
 FAULTS = {
     "wrong:1:6:forward": r"6 differs: rank 1: the sum of its losses was [\d.]+, and is [\d.]+; equal on all other",
-    "wrong_grad:0:6:forward": "6 differs: the gradient norm .*; .* rank is equal, so it was a backward pass",
+    "wrong_grad:0:6:forward": r"6 differs: the gradient norm was [\d.]+, and is [\d.]+\. ",
     "flip_after:1:6": "7 differs: .*; on all ranks, so the parameters had differed before: the update of step 6",
 }
 
@@ -119,12 +119,6 @@ def test_a_refused_replay_prints_the_command_that_works(trained: Path, text: Pat
     launcher, *words = shlex.split(said.splitlines()[-1])
     assert (Path(launcher).name, words[:3]) == ("torchrun", ["--nproc-per-node", "2", "train.py"])
     assert "equal   bit for bit" in succeeded(ranks(2, *words[3:]))
-
-
-def test_the_order_of_sources_is_part_of_what_numbers_depend_on(trained: Path) -> None:
-    attempt = attempts.read(trained / "run")[-1]
-    config = {**attempt.config, "data.sources": {"b": 1.0, "a": 2.0}}
-    assert numbers_of(config, {}, {})["data.sources"] == ["b", "a"]
 
 
 def test_only_a_start_depends_on_the_initial_weights(trained: Path) -> None:

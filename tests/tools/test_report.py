@@ -181,19 +181,12 @@ def sweep(tmp_path: Path) -> list[Path]:
     return runs
 
 
-def test_a_page_of_several_runs_does_not_replace_that_of_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_of_several_runs_does_not_replace_that_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = sweep(tmp_path)
-    assert report.main([str(runs[0])]) == 0
-    own = (runs[0] / "report.html").read_bytes()
     monkeypatch.chdir(runs[0])
-    for both in ([".", f"../{runs[1].name}"], [str(run) for run in runs[:2]]):
-        assert report.main(both) == 0
-        assert (runs[0] / "report.html").read_bytes() == own
-    page = (tmp_path / "runs/report.html").read_text()
-    assert "<title>sweep-1e-3, sweep-2e-3</title>" in page
-    assert f"report  {tmp_path / 'runs/report.html'}" in capsys.readouterr().out
+    assert report.main([".", f"../{runs[1].name}"]) == 0
+    assert "<title>sweep-1e-3, sweep-2e-3</title>" in (tmp_path / "runs/report.html").read_text()
+    assert not (runs[0] / "report.html").exists()
 
 
 def test_the_table_has_the_best_run_first_and_the_keys_that_differ(

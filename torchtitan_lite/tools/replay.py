@@ -258,19 +258,16 @@ def differs(then: Numbers, now: Numbers, step: int, equal: int) -> str:
         then, now: the values of _COMPARED.
         equal: the last step that compared equal, or where the replay began.
     """
-    pairs = list(zip(then["rank_losses"] or [], now["rank_losses"], strict=False))
-    ranks = [rank for rank, (before, after) in enumerate(pairs) if before != after]
-    if ranks and len(ranks) < len(pairs):
-        each = (f"rank {rank}: the sum of its losses was {pairs[rank][0]}, and is {pairs[rank][1]}" for rank in ranks)
-        return f"{'; '.join(each)}; equal on all other ranks"
+    pairs = enumerate(zip(then["rank_losses"] or [], now["rank_losses"], strict=False))
+    ranks = [f"rank {i}: the sum of its losses was {was}, and is {new}" for i, (was, new) in pairs if was != new]
+    if 0 < len(ranks) < len(now["rank_losses"]):
+        return f"{'; '.join(ranks)}; equal on all other ranks"
     both = ", ".join(
         f"{name} was {then[key]}, and is {now[key]}"
         for key, name in (("loss", "the loss"), ("grad_norm", "the gradient norm"))
         if then[key] != now[key]
     )
     if len(ranks) > 1:
-        first = f"step {equal}" if equal + 1 >= step else f"a step from {equal} to {step - 1}"
-        return f"{both}; on all ranks, so the parameters had differed before: the update of {first}"
-    if both and pairs and not ranks:
-        return f"{both}; the loss of each rank is equal, so it was a backward pass or a sum over ranks"
+        later = f" or of one up to step {step - 1}" if equal + 1 < step else ""
+        return f"{both}; on all ranks, so the parameters had differed before: the update of step {equal}{later}"
     return both

@@ -36,6 +36,7 @@ from torchtitan_lite.tools.estimate.planned_run import (
     vocabulary,
     why_unknown,
 )
+from torchtitan_lite.tools.estimate.simulate import ACTIVATIONS
 
 OPTIONS: commands.Options = {
     "--world-size": {"type": int, "default": 1, "help": "ranks of the run (default: 1)"},
@@ -91,7 +92,7 @@ def _plan(world_size: int, device: Device | None, config_options: Sequence[str],
         print(f"phase   {n}", *(line.strip() for line in (_memory_lines(phase)[0], _time_lines(phase)[0])), sep="  ")
     for line in [*_total_lines(plans), *(_suggestions(plan) if suggest else [])]:
         print(line, flush=True)
-    if not (suggest or all(each.fits for each in plans)):
+    if not (suggest or all(each.free >= 0 for each in plans)):
         print("try     --suggest, which looks for settings that fit; or more ranks, bfloat16 or a smaller model")
     return 0
 
@@ -114,7 +115,7 @@ def _model_lines(plan: Plan) -> list[str]:
 
 
 def _memory_lines(plan: Plan) -> list[str]:
-    total, device, fits = sum(plan.device_bytes.values()), plan.device, "fits" if plan.fits else "DOES NOT FIT"
+    total, device, fits = sum(plan.device_bytes.values()), plan.device, "fits" if plan.free >= 0 else "DOES NOT FIT"
     room = f": {fits} in {device.memory_gib:.1f} GiB with a reserve of {RESERVE:.0%}" if device else ""
     c, n_bytes = plan.config.checkpoint, plan.checkpoint_bytes
     saved = c.keep_latest + c.keep_best + 1 if c.keep_latest and not c.keep_every else 1  # 1: it depends on the steps
@@ -172,6 +173,7 @@ def _suggestions(plan: Plan) -> Iterator[str]:
     if plan.device is None or why_unknown(plan):
         raise ConfigError(f"--suggest compares times, but {why_unknown(plan)}")
     batch, found = plan.config.train.global_batch_size, list[tuple[float, dict[str, Any], Plan]]()
+    untried = {False: 1, True: 1}  # a micro-batch that fits is slower with more recomputation
     for mode, kept in itertools.product(("none", "selective", "full"), (False, True)):
         if mode == "full" and found:  # recomputing everything is only for what fits no other way
             break
@@ -179,13 +181,16 @@ def _suggestions(plan: Plan) -> Iterator[str]:
         # a group is gathered and reduced once per step, or in each micro-batch
         change |= {"fsdp.reshard_after_forward": False if kept else "default"}
         change |= {"fsdp.reshard_after_backward": not kept, "fsdp.grad_sync": "last" if kept else "every"}
-        while batch % (change["train.micro_batch_size"] * plan.world_size) == 0:
+        while batch % (untried[kept] * plan.world_size) == 0:
+            change["train.micro_batch_size"] = untried[kept]
             config = plan.config.changed(change)
             candidate = plan if config == plan.config else make_plan(config, plan.world_size, plan.device)
-            if not candidate.fits:  # a larger micro-batch would not, either
+            if candidate.free < 0:
                 break
             found.append((expected(candidate, plan.device).total, dict(change), candidate))
-            change["train.micro_batch_size"] *= 2
+            untried[kept] *= 2
+            if candidate.free < candidate.simulated.peak[ACTIVATIONS]:  # twice the activations would not fit
+                break
     for seconds, change, candidate in sorted(found, key=lambda one: one[0])[:3]:
         rate = plan.layout.tokens_per_step / plan.world_size / seconds
         yield f"\n# {rate:,.0f} tokens per second per device, {size(sum(candidate.device_bytes.values()))}"

@@ -65,10 +65,10 @@ class Plan:
         return {kind: n for kind, n in self.simulated.peak.items() if kind not in on_host}
 
     @property
-    def fits(self) -> bool:
-        """Whether the peak fits into the device's memory minus the reserve."""
+    def free(self) -> float:
+        """Bytes of the device's memory that the peak leaves, without the reserve; negative if it does not fit."""
         room = math.inf if self.device is None else (1 - RESERVE) * self.device.memory_gib * 2**30
-        return sum(self.device_bytes.values()) <= room
+        return room - sum(self.device_bytes.values())
 
 
 def make_plan(config: Config, world_size: int, device: Device | None, *, on_gpu: bool | None = None) -> Plan:
@@ -85,11 +85,9 @@ def make_plan(config: Config, world_size: int, device: Device | None, *, on_gpu:
     n_parameters = sum(p.numel() for p in model.parameters())
     flops = flops_per_token(model, config.input_len, config.target_len)
     simulated = simulate(config, world_size, vocab_size, on_gpu=on_gpu)
-    # the simulated iteration is a CPU's, matrix by matrix in float32
     matmuls, collectives = muon_step(model, config.optim, layout, on_gpu=on_gpu)
     held, n_bytes = simulated.peak, 4 * n_parameters
     shards = held[PARAMETERS] - sum(buffer.nbytes for buffer in model.buffers())  # of one rank; buffers are not saved
-    update: Counter[Work] = Counter({w: n for w, n in simulated.optimizer.items() if isinstance(w, Traffic)})
     return Plan(
         config=config,
         world_size=world_size,
@@ -99,7 +97,7 @@ def make_plan(config: Config, world_size: int, device: Device | None, *, on_gpu:
         n_parameters=n_parameters,
         n_active=active_parameters(model),
         flops_per_token=flops,
-        simulated=replace(simulated, optimizer=update + matmuls, muon_collectives=collectives),
+        simulated=replace(simulated, optimizer=simulated.optimizer + matmuls, muon_collectives=collectives),
         checkpoint_bytes=n_bytes + round(n_bytes * held[OPTIMIZER] / shards),
     )
 

@@ -19,7 +19,7 @@ def figures(scores: Scores) -> dict[str, float]:
     loss, loss_stderr = ratio(scores.nats, scores.tokens)
     bits, bits_stderr = ratio(scores.nats / math.log(2), scores.n_bytes)
     return {
-        "documents": len(scores),
+        "documents": len(scores.nats),
         "seq_len": scores.seq_len,
         "tokens": int(scores.tokens.sum()),
         "bytes": round(float(scores.n_bytes.sum())),
