@@ -27,14 +27,14 @@ def __dir__() -> list[str]:
     return [*__all__]
 
 
-def _spin_briefly_on_a_busy_machine() -> bool:
-    """Make OpenMP's threads spin only briefly if other processes use this machine. Returns whether it did.
+def _spin_briefly_on_a_busy_machine() -> None:
+    """Make OpenMP's threads spin only briefly if other processes use this machine.
 
     Spinning is the fastest way to wait on idle cores, but 3 to 10 times slower on busy ones (docs/traps.md). OpenMP
     reads the variable when torch loads it, so this runs first.
     """
     if "torch" in sys.modules or not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}.isdisjoint(os.environ):
-        return False
+        return
     running = []
     with contextlib.suppress(OSError, ValueError, IndexError):  # not Linux
         for _ in range(5):
@@ -44,8 +44,6 @@ def _spin_briefly_on_a_busy_machine() -> bool:
         ours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's ranks start at the same time
         if 2 * (sum(running) / len(running) - ours) >= (os.cpu_count() or 1):
             os.environ["GOMP_SPINCOUNT"] = "1000"
-            return True
-    return False
 
 
-BUSY_AT_START = _spin_briefly_on_a_busy_machine()
+_spin_briefly_on_a_busy_machine()

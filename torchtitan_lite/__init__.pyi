@@ -13,5 +13,4 @@ from torchtitan_lite.errors import UserError as UserError
 
 __version__: str
 LAUNCHED: float
-BUSY_AT_START: bool
 __all__: tuple[str, ...]

@@ -12,7 +12,6 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate
 import torchtitan_lite as ttl
 from tests.docs.pages import blocks
 from tests.helpers import ROOT, checkpoint, ranks, succeeded, tensors, tiny
-from torchtitan_lite.tools import checkpoints
 
 BLOCKS = blocks((ROOT / "docs/checkpoints.md").read_text(), "python")
 FULL, BY_TORCH, INTO_STATES, SHARDED, _ = BLOCKS
@@ -76,17 +75,11 @@ def test_a_sharded_checkpoint(
             assert value.equal(saved[f"state.{name}.{key}"])
 
 
-def test_shards_of_another_save_are_named_and_not_read(
-    sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_shards_of_another_save_are_not_read(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy that merges two saves of a step, on 2 ranks and on 3."""
     folder = copied(sharded, tmp_path / "runs/sharded")
-    assert checkpoints.main(["verify", str(folder)]) == 0
-    assert "note" not in capsys.readouterr().out
     old = checkpoint(sharded, 2) / "shard-00000-of-00002.safetensors"
-    stray = shutil.copy(old, folder / "shard-00000-of-00003.safetensors")
-    assert checkpoints.main(["verify", str(folder)]) == 0
-    assert f"note    {stray}: not of this checkpoint" in capsys.readouterr().out
+    shutil.copy(old, folder / "shard-00000-of-00003.safetensors")
     weights, saved = run(SHARDED, tmp_path, monkeypatch)["weights"], tensors(folder)
     assert all(weights[name].equal(saved[name]) for name in weights)
     (folder / "shard-00001-of-00002.safetensors").unlink()

@@ -188,7 +188,7 @@ def test_a_run_with_phases_is_its_forks_and_a_resume_in_any_phase_is_bitwise(
         assert which.main([str(run_of), f"--step={step}", f"--json={tmp_path / 'rows.json'}"]) == 0
     names = {row["source"] for row in json.loads((tmp_path / "rows.json").read_text())["documents"]}
     assert names <= {folders["web"], folders["long"]}
-    assert f"belong to {checkpoint(straight, 4)}, from which" in capsys.readouterr().out
+    assert f"belong to {checkpoint(straight, 4)}, the parent of this fork" in capsys.readouterr().out
     assert report.main([str(straight), "--out", str(tmp_path / "page.html")]) == 0
     assert "phase 3" in (tmp_path / "page.html").read_text()
 

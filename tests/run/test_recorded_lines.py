@@ -294,7 +294,6 @@ def start_on(device: str, saved: TrainState | None, values: dict[str, Any]) -> l
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_name", lambda _: "Some GPU")
         patch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-        patch.setattr(console, "BUSY_AT_START", True)
         patch.setattr("torchtitan_lite.run.phases.planned", lambda *_: planned(ONE_SOURCE, config.train.samples()))
         s: Any = SimpleNamespace(config=config, data=data_of(3), samples=ONE_SOURCE, model=model, connected_s=0.0)
         s.process = Process(0, 1, torch.device(device), config.run.threads)

@@ -66,9 +66,8 @@ def process_group(run: RunConfig) -> Iterator[Process]:
             store, rank, world_size = join_store(minutes)
         else:
             store, rank, world_size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]  # mypy: not an explicit re-export
-        if (
-            world_size > 64
-        ):  # gloo connects only ranks that communicate; else all, so an unreachable one is an error now
+        # gloo connects only the ranks that communicate; in smaller worlds all, so an unreachable one is an error now
+        if world_size > 64:
             os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=minutes)

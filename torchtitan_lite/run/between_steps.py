@@ -85,7 +85,7 @@ def log_step(s: Session, record: StepRecord) -> None:
     if meter.peak_tokens_per_second:
         values["mfu"] = values["tokens_per_second"] / meter.peak_tokens_per_second
     s.log.record(values)
-    left_s = meter.seconds_per_step(state.step) * (steps - state.step)
+    left_s = (time.perf_counter() - meter.started) / (state.step - meter.first_step) * (steps - state.step)
     s.log.info(step_line(values, lines, steps, lap.parts["data_s"] / lap.seconds, left_s), cut=True)
     if state.step % s.config.log.every == 0:
         meter.loss_since.zero_()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_lite import BUSY_AT_START, __version__
+from torchtitan_lite import __version__
 from torchtitan_lite.checkpointing.save import Checkpointer
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.derive import Layout, derive
@@ -52,11 +52,6 @@ def start_lines(s: Session) -> str:
         f"fsdp    {fsdp_line(config)}",
         f"run     {config.folder}  {_origin(s.resumed, s.checkpointer)}",
     ]
-    if process.device.type == "cpu" and process.threads > 1 and BUSY_AT_START:
-        lines.append(
-            "run     other processes use this machine, so threads spin only briefly (GOMP_SPINCOUNT=1000). That is "
-            "20 % slower on idle cores: if the machine becomes idle, restart the run"
-        )
     if process.device.type == "cuda":
         from torchtitan_lite.run import mfu
 

@@ -69,10 +69,6 @@ class Meter:
         self._lap_started, self.parts, self._tokens = now, {}, tokens
         return lap
 
-    def seconds_per_step(self, step: int) -> float:
-        """Return the mean time of the steps up to this one, with everything between them."""
-        return (time.perf_counter() - self.started) / (step - self.first_step)
-
     def add_loss(self, total: Tensor, targets: int) -> None:
         """Add the summed loss of a step, () float64, without waiting. Ignores a non-finite loss."""
         sums = torch.stack([total, torch.full_like(total, targets)])

@@ -6,7 +6,6 @@ devices.toml lists the known accelerators, with a published source for each.
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import tomli
 import torch
@@ -112,24 +111,8 @@ class Device:
         return self.fp32_flops if dtype == "float32" else self.half_flops
 
 
-def _device(name: str, row: dict[str, Any]) -> Device:
-    """Read a table of devices.toml."""
-    tflops, memory, link = row["tflops"], row["memory"], row["link_gbs"]
-    return Device(
-        name,
-        row["driver_name"],
-        half_flops=tflops["half"] * 1e12,
-        fp32_flops=tflops["fp32"] * 1e12,
-        memory_gib=memory["gib"],
-        memory_bandwidth=memory["gbs"] * 1e9,
-        intra_node=link["intra_node"] * 1e9,
-        inter_node=link["inter_node"] * 1e9,
-        **{key: row[key] for key in ("per_node", "bf16", "tf32", "sustained") if key in row},
-    )
-
-
 DEVICES = {
-    name: _device(name, row)
+    name: Device(name, **{key: value for key, value in row.items() if key != "source"})
     for name, row in tomli.loads(Path(__file__).with_name("devices.toml").read_text(encoding="utf-8")).items()
 }
 

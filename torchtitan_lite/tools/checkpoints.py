@@ -41,17 +41,9 @@ def verify(folders: Sequence[Path]) -> bool:
                 continue
             all_complete &= not problems
             print("\n".join(f"DAMAGED {problem}" for problem in problems) or f"complete {folder}")
-            for stray in strays(folder):
-                print(f"note    {stray}: not of this checkpoint, but torch's reader would read it, too: delete it")
         for text in storage.incomplete_folders(path / "checkpoints"):
             print(f"note    {text}")
     return all_complete
-
-
-def strays(folder: Path) -> list[Path]:
-    """Return tensor files that the manifest does not have, such as shards of another save in a merged copy."""
-    manifest, _ = storage.check_manifest(folder)
-    return sorted(path for path in folder.glob("*.safetensors") if manifest and path.name not in manifest.files)
 
 
 def inspect(folder: Path) -> None:

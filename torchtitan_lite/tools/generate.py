@@ -106,10 +106,7 @@ def converse(opened: Opened, options: Options) -> None:
     """Answer each line of input independently, until an empty line or the end of the input."""
     with contextlib.suppress(EOFError):
         while prompt := input("prompt> " if sys.stdin.isatty() else ""):
-            try:
-                answer(opened, prompt, options)
-            except ConfigError as error:  # e.g. too long: the next prompt may work
-                print(f"generate: {error}", file=sys.stderr)
+            answer(opened, prompt, options)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

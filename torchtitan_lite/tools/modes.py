@@ -119,10 +119,7 @@ def describe(model: Transformer, config: FsdpConfig) -> str:
     Bytes are per rank: its shards in float32, and the gathered group in the dtype of the computation.
     """
     parameters = dict(model.named_parameters())
-    n = sum(p.numel() for p in parameters.values())
-    n_bytes = sum(own_part(p)[0].nbytes for p in parameters.values())
-    total = ("total", f"{n:,}", "", f"{n_bytes / 2**20:.2f}", "", "", "", "", "")
-    rows = [_GROUPS, *(_row(group, parameters) for group in groups_of(model, config)), total]
+    rows = [_GROUPS, *(_row(group, parameters) for group in groups_of(model, config))]
     return "\n".join([str(model), "", *columns(rows, right=range(1, 5))])
 
 

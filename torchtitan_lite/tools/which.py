@@ -178,15 +178,12 @@ def _run(options: argparse.Namespace) -> int:
     steps = _steps(options, record)
     sources = {folder: Documents(source) for folder, source in record.sources.items()}
     notes = [
-        f"{documents.path.parent} does not record where its documents came from. Prepare the same text again: the "
-        "tokens stay the same, and the origins are recorded"
+        f"{documents.path.parent} does not record where its documents came from; prepare the same text again"
         for documents in sources.values()
         if not documents.known
     ]
     if steps.start <= (begin := record.attempts[0].step) or (begin and options.step is None):
-        notes.append(
-            f"the steps up to {begin} belong to {record.attempts[0].forked_from}, from which this run was forked"
-        )
+        notes.append(f"the steps up to {begin} belong to {record.attempts[0].forked_from}, the parent of this fork")
     if options.find is not None:
         wanted = {folder: documents_with(each, "train", options.find) for folder, each in record.sources.items()}
         held_out = (len(documents_with(each, "val", options.find)) for each in record.sources.values())

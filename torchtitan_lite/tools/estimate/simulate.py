@@ -113,13 +113,6 @@ class Timeline(TorchDispatchMode):
         storage.freed = True
         self._held -= storage.bytes
 
-    def _resized(self, storage: Any) -> None:
-        """Record that FSDP freed or allocated gathered parameters by resizing their storage."""
-        if known := self._alive.get(id(storage)):
-            known.kind = GATHERED
-            self._freed(id(storage))
-            self._allocated(storage, GATHERED, known.reference)
-
     def _collective(self, function: Any, args: Any) -> None:
         kind = _COLLECTIVES.get(function.__name__.split(".")[0])
         if kind is None:
@@ -139,7 +132,10 @@ class Timeline(TorchDispatchMode):
 
         def resize_(storage: Any, size: int) -> Any:
             result = original(storage, size)
-            self._resized(storage)
+            if known := self._alive.get(id(storage)):  # FSDP frees and allocates gathered parameters in this way
+                known.kind = GATHERED
+                self._freed(id(storage))
+                self._allocated(storage, GATHERED, known.reference)
             return result
 
         with patch.object(torch.UntypedStorage, "resize_", resize_), self:
