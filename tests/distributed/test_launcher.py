@@ -77,9 +77,10 @@ def test_segments_of_cuda_memory_can_grow_unless_the_user_says_otherwise(
         raise SystemExit
 
     found: dict[str, str] = {}
+    others = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
     here = {"die_with_launcher": Mock(), "prepare_streams": Mock()}  # not for this process
     with (
-        patch.dict(os.environ, given),
+        patch.dict(os.environ, others | given, clear=True),
         patch.multiple(environment, **here),
         patch("torch.cuda.device_count", first_use),
         pytest.raises(SystemExit),

@@ -63,7 +63,7 @@ SITES: dict[str, tuple[Any, str]] = {
     "save": (Checkpointer, "save"),
     "begin": (storage, "new_folder"),
     "write": (safetensors_file.TensorWriter, "write"),
-    "sync": (safetensors_file.TensorWriter, "close"),
+    "sync": (safetensors_file, "flush_to_disk"),
     "commit": (storage, "commit"),
     "manifest": (storage, "_hash_of"),
     "before rename": (storage, "sync_folder"),

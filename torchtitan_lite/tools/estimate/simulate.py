@@ -159,12 +159,11 @@ def fake_world(world_size: int) -> Iterator[None]:
     """Create a process group whose collectives do nothing. This process is rank 0, which has the largest shards.
 
     FSDP2 chunks each parameter into one tensor per rank, and keeps this rank's. Here only rank 0's chunk is made: in a
-    large world, all chunks would take minutes and gigabytes. Muon's exchange, which has a piece of each rank, is left
-    out: `muon_step` counts it.
+    large world, all chunks would take minutes and gigabytes.
     """
     dist.init_process_group("fake", rank=0, world_size=world_size)
     try:
-        with patch(f"{_FSDP_PARAM}._chunk_with_empty", _first_chunk), patch.object(muon, "orthogonalise"):
+        with patch(f"{_FSDP_PARAM}._chunk_with_empty", _first_chunk):
             yield
     finally:
         dist.destroy_process_group()
@@ -191,7 +190,7 @@ def simulate(config: Config, world_size: int, vocab_size: int, *, on_gpu: bool) 
     else:
         cpu.apply(model, config.speed)
     apply_activation_checkpointing(model, config.activation_checkpointing)
-    with fake_world(world_size):
+    with fake_world(world_size), patch.object(muon, "orthogonalise"):  # `muon_step` counts that
         apply_fsdp(model, build_mesh(fsdp, torch.device("cpu")), fsdp)
         if on_gpu:
             modules: list[Any] = [*model.modules()]
