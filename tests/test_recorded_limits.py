@@ -157,7 +157,7 @@ def logged(mean: float | None, loss: float, norm: float, of_ranks: list[float], 
         losses_of_ranks=lambda: rank_losses,
         norms_of_blocks=dict,
     )
-    meter = Stub(lap=lambda _: lap, mean_loss=lambda: mean, seconds_per_step=lambda _: 1.0, loss_since=torch.ones(2))
+    meter = Stub(lap=lambda _: lap, mean_loss=lambda: mean, started=0.0, first_step=5, loss_since=torch.ones(2))
     log = Stub(record=said.append, info=lambda line, **_: said.append(line[:60]))
     state = planned(SAMPLES if loads else ONE_SOURCE, 60)[-1][-1]
     s = Stub(state=replace(state, step=6, tokens=96), process=Stub(device=torch.device("cuda") if loads else CPU))
@@ -165,7 +165,11 @@ def logged(mean: float | None, loss: float, norm: float, of_ranks: list[float], 
     s.config = config_of({"train.steps": 9, "log.every": 3, "data.skip_samples": [[3, 9]]})
     s.meter, s.log, s.scaler, s.phase = meter, log, Stub(enabled=False), s.config
     s.metrics = Experts.metrics
-    patched(lambda: between_steps.log_step(s, record), run__between_steps__peak_memory_gib=lambda _: 1.0)
+    patched(
+        lambda: between_steps.log_step(s, record),
+        run__between_steps__peak_memory_gib=lambda _: 1.0,
+        run__between_steps__time__perf_counter=lambda: 1.0,
+    )
     return [*said, meter.loss_since.tolist()]
 
 

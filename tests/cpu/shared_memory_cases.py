@@ -155,7 +155,8 @@ def without(process: Process, broken: int) -> None:
             for owner, name in ((os, "memfd_create"), (socket, "recv_fds")):
                 stack.enter_context(patch.object(owner, name, side_effect=OSError("not today")))
         cpu.apply_shared_memory(model, mesh)
-    assert [("not today" in str(w.message)) for w in said] == [True] * (process.rank == 0)
+    told = [w for w in said if w.category is UserWarning]  # not of files that the garbage collector closes
+    assert [("not today" in str(w.message)) for w in told] == [True] * (process.rank == 0)
     assert all(gradient.any() for gradient in gradients(model))
 
 
