@@ -154,6 +154,24 @@ def case_initial_parameters_and_gradients_are_the_same_on_every_mesh() -> None:
                 )
 
 
+def case_the_gradient_of_a_parameter_outside_of_all_groups_is_summed_too() -> None:
+    """As an own model may have one, which the root then owns."""
+
+    def with_shift(model: Any) -> Any:
+        model.shift = torch.nn.Parameter(torch.zeros(MODEL.dim, device=model.norm.weight.device))
+        model.norm.register_forward_pre_hook(lambda _, given: (given[0] + model.shift,))
+        return model
+
+    with torch.device("meta"):
+        model = with_shift(build(MODEL, 517))
+    apply_fsdp(model, make_mesh(MESHES["2 x 2"]), FsdpConfig())
+    materialize(model, CPU, 7)
+    reference = with_shift(plain())
+    for each in (model, reference):
+        loss_of(each).backward()
+    torch.testing.assert_close(model.shift.grad.full_tensor(), reference.shift.grad)
+
+
 def _fail(error: Exception) -> NoReturn:
     raise error
 

@@ -117,8 +117,8 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, config: FsdpConfig) -> None
                 ),
                 offload_policy=offload,
             )
-    # The root owns no parameters and casts nothing. But its first forward makes the groups share streams and buffers,
-    # its backward ends by waiting for their reduce-scatters, and its setters reach all groups.
+    # The root owns only what an own model registers on itself, and casts nothing. But its first forward makes groups
+    # share streams and buffers, its backward ends by waiting for their reduce-scatters, and its setters reach all.
     root = fully_shard(model, mesh=mesh)
     if not model.config.tie_embeddings:
         _fsdp(model.tok_embeddings).set_unshard_in_backward(False)  # a lookup's gradient needs no table
@@ -126,8 +126,7 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, config: FsdpConfig) -> None
         for group in groups:
             cast_inputs(group.modules, group.param_dtype)
     divisor = averaged_over(config, mesh.size())
-    for group in groups:
-        module = _fsdp(group.modules[0])  # these setters do not reach other groups
+    for module in (root, *(_fsdp(group.modules[0]) for group in groups)):  # these setters do not reach other groups
         module.set_force_sum_reduction_for_comms(True)
         if divisor != mesh.size():  # the default; in a world of one, setting it would cost a copy
             module.set_gradient_divide_factor(divisor)
