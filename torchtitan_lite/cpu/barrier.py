@@ -52,8 +52,9 @@ class Barrier:
             try:
                 self._arrivals[self._socket.recv(1)[0]] += 1
             except BlockingIOError:
-                if not select.select([self._socket], [], [], SLICE_S)[0]:
-                    waited_s += SLICE_S
+                slice_s = 0.001 if unsent else SLICE_S  # nothing tells when a full queue of another rank has room
+                if not select.select([self._socket], [], [], slice_s)[0]:
+                    waited_s += slice_s
                     self._check(waited_s)
 
     def absent(self) -> list[int]:
