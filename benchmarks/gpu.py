@@ -112,6 +112,7 @@ ITEMS = [
     Item(60, "4 ranks on one card, saves and loads on 2", "saves", {"n": 4}),
     Item(60, "4 ranks on one card, compiled", "ranks", {"n": 4, "cases": COMPILED}),
     Item(40, "4 ranks on one card, float8", "ranks", {"n": 4, "cases": FLOAT8}),
+    Item(30, "4 ranks on one card, one is slow", "slow_rank", {"n": 4}),
     Item(70, "124M, bitwise resume, deterministic", "resume", {"config": "gpt_124m_scratch.toml", "values": SMALL}),
     Item(230, "tests on the GPU, without memory", "gpu_tests", {"memory": False}),
     # one rank of a large world
@@ -161,6 +162,7 @@ def on_cards(n: int) -> list[Item]:
         Item(40, f"{n} cards, collectives of NCCL", "collectives", {}, launcher),
         Item(60, f"{n} cards, settings", "ranks", {"n": n, "cases": cases, "cards": True}),
         Item(60, f"{n} cards, saves and loads on {n // 2}", "saves", {"n": n, "cards": True}),
+        Item(30, f"{n} cards, one is slow", "slow_rank", {"n": n, "cards": True}),
     ]
     for name, values in rows.items():
         item = row(70, f"{n} cards, 1B{name}", "llama_1b", batch, SELECTIVE, values)

@@ -680,6 +680,39 @@ def saves(n: int, *, cards: bool = False) -> Figures:
 # --- several cards --------------------------------------------------------------------------------------------------
 
 
+def one_that_is_slow(rank: int, n: int, port: int, cards: bool) -> None:
+    """Run one rank's process: some steps in which each block of the last rank computes 0.1 s longer."""
+    found, slow_s = Found(), 0.1
+    with one_of(rank, n, port, cards) as (process, stage):
+        stage()
+        with session(small(n, {"log.every": 1}), process) as s:
+            for block in s.model.layers if rank == n - 1 else ():
+                block.register_forward_pre_hook(lambda *_: pause(slow_s))
+            for step in range(1, 6):
+                train.train_step(s, step)
+            check_previous_step(s)
+            metric = s.rank_seconds.metric
+            seconds = metric.values(sum_over_ranks(metric.parts()))["rank_seconds"]
+            extra, pauses = seconds[-1] - max(seconds[:-1]), 2 * len(s.model.layers)  # of two micro-batches
+            found["seconds by rank"], found["extra, share of the pauses"] = seconds, extra / slow_s / pauses
+            if extra < slow_s:
+                raise RuntimeError(f"the last rank is not the slow one: {seconds}")
+
+
+def pause(seconds: float) -> None:
+    """Keep the device busy for a time, without work for the host: at 1 to 2 GHz, so longer on a slow card."""
+    time.sleep(seconds) if STAND_IN else torch.cuda._sleep(int(seconds * 1.5e9))
+
+
+def slow_rank(n: int, *, cards: bool = False) -> Figures:
+    """Measure the computing time by rank while the last one of n is slow.
+
+    Raises:
+        RuntimeError: another one seems to be slow.
+    """
+    return started(one_that_is_slow, n, cards)
+
+
 def collectives() -> Figures:
     """Check the values of the collectives that training uses, and measure GB/s of each rank's own data."""
     found, size = Found(), 64 if STAND_IN else 1 << 24

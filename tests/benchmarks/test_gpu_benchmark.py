@@ -19,6 +19,7 @@ EXPECTED = {
     "fake_rank": {"matmuls, s", "plan_matmuls, s", "others and copies, s", "kernels, share of the step"},
     "copies": {"copy, GB/s"},
     "ends": {"exit code"},
+    "slow_rank": {"seconds by rank", "extra, share of the pauses"},
     "collectives": {"all-gather, GB/s", "gather, GB/s", "scatter, GB/s"},
 }
 ITEMS = {item.name: item for item in [*gpu.ITEMS, *gpu.on_cards(2), *gpu.on_cards(8)]}
