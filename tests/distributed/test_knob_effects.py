@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import call, patch
 
 import pytest
 import torch
@@ -372,11 +372,12 @@ def on_the_cpu_explicit_all_gathers_run_beside_the_computation(build: Build) -> 
 # --- offloading: needs a GPU (ON_CUDA of knob_table.py) ---------------------------------------------------------
 
 
-def test_pinned_and_symmetric_memory_are_asked_for_as_configured(build: Build) -> None:
+def test_pinned_pooled_and_symmetric_memory_are_asked_for_as_configured(build: Build) -> None:
     t = build()
     for keys, expected in (
         ({}, OffloadPolicy()),
-        ({"symmetric_memory": True}, OffloadPolicy()),
+        ({"comm_memory": "symmetric"}, OffloadPolicy()),
+        ({"comm_memory": "pool"}, OffloadPolicy()),
         ({"cpu_offload": True}, CPUOffloadPolicy(pin_memory=True)),
         ({"cpu_offload": True, "pin_memory": False}, CPUOffloadPolicy(pin_memory=False)),
     ):
@@ -385,7 +386,9 @@ def test_pinned_and_symmetric_memory_are_asked_for_as_configured(build: Build) -
         with patch.object(fsdp, "fully_shard") as shard, patch.object(fsdp, "_fsdp") as module:
             config = FsdpConfig.model_validate(keys)
             fsdp.apply_fsdp(model, build_mesh(config, torch.device("cpu")), config)
-        assert module().set_symm_mem_for_comm.call_count == len(GROUPS) * ("symmetric_memory" in keys)
+        assert module().set_symm_mem_for_comm.call_count == len(GROUPS) * (keys.get("comm_memory") == "symmetric")
+        pooled = module().set_allocate_memory_from_process_group_for_comm.call_args_list
+        assert pooled == [call(True)] * len(GROUPS) * (keys.get("comm_memory") == "pool")
         *of_groups, of_root = shard.call_args_list
         assert "offload_policy" not in of_root.kwargs, "the root has no parameters"
         assert [call.kwargs["offload_policy"] for call in of_groups] == [expected] * len(GROUPS)

@@ -130,7 +130,9 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, config: FsdpConfig) -> None
         module.set_force_sum_reduction_for_comms(True)
         if divisor != mesh.size():  # the default; in a world of one, setting it would cost a copy
             module.set_gradient_divide_factor(divisor)
-        if config.symmetric_memory:
+        if config.comm_memory == "pool":
+            module.set_allocate_memory_from_process_group_for_comm(True)
+        elif config.comm_memory == "symmetric":
             module.set_symm_mem_for_comm()
     if config.separate_reduce_scatter_group:
         root.set_separate_reduce_scatter_group()

@@ -46,12 +46,15 @@ def path_rules(config: Config, machine: Machine) -> Rules:
 
 def package_rules(config: Config, machine: Machine) -> Rules:
     """Yield what torch, torchao, torch.compile and the trackers lack."""
-    if config.fsdp.symmetric_memory and (
-        machine.n_gpus == 0 or config.run.device == "cpu" or [*map(int, version("torch").split(".")[:2])] < [2, 12]
+    if config.fsdp.comm_memory != "default" and (
+        machine.n_gpus == 0
+        or config.run.device == "cpu"
+        or (config.fsdp.comm_memory == "symmetric" and [*map(int, version("torch").split(".")[:2])] < [2, 12])
     ):
         yield (
-            "fsdp.symmetric_memory run.device",
-            "fsdp.symmetric_memory = true needs GPUs, and torch 2.12 or newer; fsdp.symmetric_memory = false works",
+            "fsdp.comm_memory run.device",
+            f'fsdp.comm_memory = "{config.fsdp.comm_memory}" needs GPUs ("symmetric" also torch 2.12 or newer); '
+            'fsdp.comm_memory = "default" works',
         )
     if config.speed.float8 and importlib.util.find_spec("torchao") is None:
         yield (

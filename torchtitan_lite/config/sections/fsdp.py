@@ -73,8 +73,8 @@ every one, all_reduce between replicas after the last"""
     """with explicit_prefetching: groups to prefetch in backward"""
     separate_reduce_scatter_group: bool = False
     """reduce-scatter in a process group of its own (GPUs; needs torch 2.13)"""
-    symmetric_memory: bool = False
-    """all-gather through NCCL's symmetric memory (GPUs; needs torch 2.12)"""
+    comm_memory: Literal["default", "pool", "symmetric"] = "default"
+    """buffers of collectives: from NCCL's pool, or all-gathers' in symmetric memory (GPUs; symmetric: torch 2.12)"""
     reduce_scatter_buffers: PositiveInt = 1
     """input buffers of reduce-scatters in flight; with more, backward waits less (GPUs; needs torch 2.13)"""
 

@@ -180,7 +180,7 @@ def simulate(config: Config, world_size: int, vocab_size: int, *, on_gpu: bool) 
         on_gpu: simulate CUDA's kernels. E.g. attention with dropout needs T x T matrices only on a CPU.
     """
     layout = derive(config, world_size)
-    fsdp = config.fsdp.model_copy(update={"cpu_offload": False, "symmetric_memory": False})
+    fsdp = config.fsdp.model_copy(update={"cpu_offload": False, "comm_memory": "default"})
     timeline = Timeline(layout.dp_replicate, config.compile.enabled)
     with torch.device("meta"):
         model = models.build(config.model, vocab_size, models.LossOptions.from_config(config))
