@@ -38,6 +38,21 @@ def test_ranks_that_connect_lazily_train_save_and_resume_as_others_do(text: Path
     assert losses(tmp_path / "lazy") == losses(tmp_path / "at-once")
 
 
+def two_machines(
+    n: int, *arguments: str, env: dict[str, str], restarts: int = 2
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run two torchruns of n processes each, to their ends."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(n)]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "x"]
+    command += ["--local-addr", "127.0.0.1", "--max-restarts", str(restarts), "tests/faults/worker.py", *arguments]
+
+    def machine(_: int) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, cwd=ROOT, env=ENV | env, capture_output=True, text=True, timeout=HANGS_S)
+
+    with ThreadPoolExecutor(2) as both:
+        return list(both.map(machine, range(2)))
+
+
 @pytest.mark.extended
 def test_a_rank_killed_on_one_of_two_machines_restarts_both(text: Path, tmp_path: Path) -> None:
     """The same numbers as on one machine, and checkpoints of both.
@@ -46,16 +61,13 @@ def test_a_rank_killed_on_one_of_two_machines_restarts_both(text: Path, tmp_path
     Rank 0 is slow, so that its torchrun learns of the restart before its rank fails without the other.
     """
     more = {"train__steps": 6, "checkpoint__every": 2, "checkpoint__state_dict": "sharded"}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-    launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "x"]
-    launcher += ["--local-addr", "127.0.0.1", "--max-restarts", "2", "tests/faults/worker.py"]
-    command = [*launcher, *tiny(text, tmp_path, run__name="two", **more)]
-    fault = {"FAULT": "kill:1:5:batch,slow:0:5:batch", "FAULT_SECONDS": "5"}
-    env, pipe = ENV | fault | {"TORCHTITAN_LITE_FAILED": str(tmp_path / "nodes")}, subprocess.PIPE
-    both = [subprocess.Popen(command, cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True) for _ in range(2)]
-    said = [agent.communicate(timeout=HANGS_S) for agent in both]
-    assert [agent.returncode for agent in both] == [0, 0], said
-    output = "".join(out for out, _ in said)
+    env = {
+        "FAULT": "kill:1:5:batch,slow:0:5:batch",
+        "FAULT_SECONDS": "5",
+        "TORCHTITAN_LITE_FAILED": f"{tmp_path}/nodes",
+    }
+    both = two_machines(1, *tiny(text, tmp_path, run__name="two", **more), env=env)
+    output = "".join(map(succeeded, both))
     assert output.count("FAULT kill fired on rank 1") == 1, output
     assert "resumed after step 4" in output
     assert output.count("\ndone ") == 1, "one speaks"
@@ -73,15 +85,8 @@ def test_a_rank_killed_on_one_of_two_machines_ends_ranks_that_wait_in_a_kernel_o
     text: Path, tmp_path: Path
 ) -> None:
     """The others hang, as within NCCL. The rank beside the killed one tells those of the other machine."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
-    launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "x"]
-    command = [*launcher, "--local-addr", "127.0.0.1", "tests/faults/worker.py", *tiny(text, tmp_path, run__name="run")]
-    fault = "kill:3:3:batch,hang:0:3:batch,hang:1:3:batch,hang:2:3:batch"
-    both = [
-        subprocess.Popen(command, cwd=ROOT, env=ENV | {"FAULT": fault}, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    said = [agent.communicate(timeout=120)[1] for agent in both]
+    env = {"FAULT": "kill:3:3:batch,hang:0:3:batch,hang:1:3:batch,hang:2:3:batch"}
+    said = [agent.stderr for agent in two_machines(2, *tiny(text, tmp_path, run__name="run"), env=env, restarts=0)]
     name = f"a process died on {os.uname().nodename}: rank 3 (last seen: step 3, fetching its batch)"
     assert [f"train.py: {name}" in errors for errors in said] == [True, True], said
     assert name in json.loads((tmp_path / "run/run.json").read_text())["reason"]
@@ -243,6 +248,7 @@ def test_the_slurm_script_requeues_what_may_go_better(
 
 def test_the_slurm_script_excludes_a_node_and_names_an_unknown_one(slurm: dict[str, str], tmp_path: Path) -> None:
     """A node that failed first twice in a row. USR1 before torchrun handles it (138) is no failure."""
+    assert "--cpus" not in (ROOT / "scripts/slurm.sbatch").read_text(), "smaller nodes refuse the number of larger ones"
     write_programs(tmp_path / "bin", python=PLAYED, timeout='case "$*" in *nowhere) exit 124 ;; esac')
     env = slurm | {
         **{"PYTHON": "python", "REAL": sys.executable, "RUN": str(tmp_path), "FAILURES": "5"},
