@@ -136,7 +136,8 @@ def main(argv: Sequence[str]) -> int:
                 STOPS[case](store)
             else:
                 LATE.get(case, receive_nothing)()
-        dist.all_reduce(torch.zeros(1))
+        with watching.training():  # so each leaves with the word that it is no victim, whoever is first
+            dist.all_reduce(torch.zeros(1))
         watching.close()
         print(f"rank {process.rank} is done")
     return 0
