@@ -372,7 +372,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
                     Path("/no/such"), Stub(checkpoint=Stub(state_dict=state_dict), run=Stub(remote=remote))
                 ),
                 run__start_and_end__Path=lambda _: Stub(name="x", exists=lambda: sees, unlink=stand_in("unlink")),
-                run__start_and_end__values_of_ranks=lambda own: [own, *([host, True, not host] for host in others)],
+                run__start_and_end__values_of_ranks=lambda own: [own, *([h, len(h) < 2, not h.strip()] for h in others)],
                 run__start_and_end__socket__gethostname=lambda: "a",
             ),
             "run__start_and_end__tempfile__mkstemp",
@@ -382,7 +382,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         [
             *((True, ["b", "", "c", "b"], kind, job) for kind in ("full", "sharded") for job in ("none", "7")),
             *((True, ["", ""], "sharded", "7"), (False, ["", "b"], "full", "7"), (True, [], "full", "none")),
-            *((False, others, "sharded", "7", "bucket") for others in ([""], ["", ""])),
+            *((False, others, "sharded", "7", "bucket") for others in ([""], ["", "  "], ["", ""])),
         ],
     ),
     "job": (

@@ -502,7 +502,7 @@ def case_ranks_that_share_a_gpu_or_a_local_rank_are_refused() -> None:
     for uuid, local, said in (
         (rank, rank, f"['{host}']"),
         (rank % 3, rank, f"ranks 0, 3 ({host}) share a GPU (0); start one process for each GPU"),
-        (rank, 0, "several processes of a machine have LOCAL_RANK=0: run torchrun without --virtual-local-rank"),
+        (rank, max(rank - 1, 0), "several processes of a machine have LOCAL_RANK=0: run torchrun without --virtual-local-rank"),
     ):
         found = patched(
             functools.partial(start_and_end.require_agreement, Config(), data, process),
