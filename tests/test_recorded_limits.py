@@ -450,14 +450,15 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         [([0, 1], 1.0, 65535.0), ([0, 1], 1.0, 65536.0), ([0, 1], 0.1, 0.2)],
     ),
     "header": (
-        lambda *dtypes: str(
-            safetensors_file.header_of({f"t{i}": (getattr(torch, name), (3, i)) for i, name in enumerate(dtypes)}, {})
+        lambda more, *dtypes: str(
+            safetensors_file.header_of(
+                {f"t{i}": (getattr(torch, name), (3, i)) for i, name in enumerate(dtypes)}, {"more": "x" * more}
+            )
         ),
         [
-            ("uint8", "float32", "bool", "float64", "bfloat16", "int64", "float16", "int32"),
-            ("float32",),
-            (),
-            ("int16",),
+            (0, "uint8", "float32", "bool", "float64", "bfloat16", "int64", "float16", "int32"),
+            *((n, "float32") for n in range(8)),
+            *((0,), (0, "int16")),
         ],
     ),
     "held-out documents": (held_out, [(n,) for n in (1, 2000, 2001, 4000, 4001)]),

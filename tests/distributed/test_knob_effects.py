@@ -456,8 +456,7 @@ def test_what_groups_hand_on_can_stay_in_float32(build: Build) -> None:
     assert seen["output"] == (bf16, bf16, torch.int64, fp32)
     plain = build(fsdp__param_dtype="bfloat16", fsdp__output_dtype="float32", speed__chunked_loss=False)
     assert dtypes_of(plain)[0]["output"] == (bf16, bf16, fp32), "logits"
-    narrow = build(fsdp__output_dtype="bfloat16")
-    assert dtypes_of(narrow)[0]["output"][-1] == fp32, "a loss is not rounded"
+    assert dtypes_of(build(fsdp__output_dtype="bfloat16"))[0]["output"][-1] == fp32, "a loss is not rounded"
 
 
 def test_cast_forward_inputs_casts_the_rotary_tables_as_well(build: Build) -> None:

@@ -54,8 +54,9 @@ def test_only_a_rank_that_knows_of_no_end_records_a_failure(tmp_path: Path) -> N
     assert [about[key] for key in ("status", "step", "reason", "repeats")] == ["failed", 4, "rank 0 died", True]
     assert [attempt.reason for attempt in attempts.read(tmp_path)] == ["", "rank 0 died"]
     run_folder.record_end(tmp_path, first, 2, "complete", 9)
-    found = [(attempt.ended, attempt.last_step, attempt.reason) for attempt in attempts.read(tmp_path)]
-    assert found == [("", 0, ""), ("complete", 9, "")]
+    assert [(attempt.ended, attempt.last_step, attempt.reason) for attempt in attempts.read(tmp_path)] == [
+        *(("", 0, ""), ("complete", 9, "")),
+    ]
 
 
 def test_a_machine_of_the_same_job_is_asked_to_make_room(

@@ -452,7 +452,10 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         lambda n, hosts: start_and_end.machines_line(LAST[:n], hosts),  # type: ignore[arg-type]
         [(2, ["b", "c"]), (2, ["a"]), (2, ["b", "a"]), (1, ["x", "y"]), (0, ["a"])],
     ),
-    "ranks": (start_and_end._ranks, [([2], HOSTS), ([1, 3, 5], HOSTS), (range(8), HOSTS), (range(9), HOSTS), (range(27), HOSTS)]),
+    "ranks": (
+        start_and_end._ranks,
+        [([2], HOSTS), ([1, 3, 5], HOSTS), (range(8), HOSTS), (range(9), HOSTS), (range(27), HOSTS)],
+    ),
     "explain_hang": (
         watchdog.explain_hang,
         [
