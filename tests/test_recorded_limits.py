@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.recorded import assert_recorded
+from tests.recorded import assert_recorded, differences
 from tests.run.test_recorded_lines import ONE_SOURCE, PAIRS, SAMPLES, T5, config_of, data_lines, planned, result
 from torchtitan_lite import environment
 from torchtitan_lite.checkpointing import compatibility, safetensors_file, storage
@@ -491,7 +491,15 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
 
 
 def test_limits() -> None:
-    """All of it is JSON without NaN and infinity."""
+    """All of it is JSON without NaN and infinity. First, which differences to a recording are seen."""
+    one = {"number": 1.0, "text": "1.25 s of 3", "list": [1, None]}
+    for key, alike, others in (
+        ("number", (1.0, 1.00009), (1.0002, 1, True, "1.0", None)),
+        ("text", ("1.25 s of 3", "1.26 s of 3"), ("1.27 s of 3", "1.25 s of 4", "1.25 s of 3!", 1.25)),
+        ("list", ([1, None],), ([1, 0], [1], [1, None, None], [None, 1], {"0": 1, "1": None})),
+        ("another", (), (None, "")),
+    ):
+        assert [value for value in (*alike, *others) if differences(one, one | {key: value}, "", 1e-4)] == [*others]
     found = {name: {str(row): result(call, row) for row in rows} for name, (call, rows) in CALLS.items()}
     json.dumps(found, allow_nan=False)
     assert_recorded(found, Path(__file__).with_name("recorded_limits.json"))
