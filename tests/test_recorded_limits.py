@@ -342,7 +342,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             ),
             *((EVEN, *values) for values in ((4.5, 1.25), (4.51, 1.0), (4.0, 1.26), (4.6, 1.3))),
             *((EVEN, 9.0, 9.0, 4, step) for step in (3, 4)),
-            *((EVEN, 9.0, 1.0, 4, 5, skipped) for skipped in ([1, 3, 4], [2, 3, 4], [1, 2, 3])),
+            *((EVEN, 9.0, 1.0, 4, 6, skipped) for skipped in ([2, 4, 5], [1, 3, 4, 5], [1, 2, 3, 4])),
             *(({"action": a, f"{off}_deviations": 0}, 9.0, 9.0) for off in ("loss", "norm") for a in ("log", "skip")),
             *((EVEN | {"loss_deviations": 0}, loss, norm) for loss, norm in ((9.0, 1.0), (INF, 1.0), (4.0, INF))),
             *(({"action": "log"}, loss, norm) for bad in (INF, -INF, NAN) for loss, norm in ((bad, 1.0), (4.0, bad))),

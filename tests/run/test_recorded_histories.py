@@ -217,7 +217,7 @@ HISTORIES: dict[str, Namespace] = {
     "the best checkpoint is deleted": history(
         [
             start(498_000, 0, [2, 4, 6, 8, 10, 12], 2.0, {4: 6.5, 8: 7.0, 12: 7.0, 10: None}, [4, 8, 10, 12]),
-            start(499_600, 12, [14], 3.0, {13: 6.75}),
+            start(499_600, 12, [14], 3.0, {13: 6.5}),
         ],
         [8, 10, 12],
         asked=[5, 9, 14],

@@ -405,6 +405,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             (KEYS, {f"key{i:02}": i * (i % 9 > 1) for i in range(21)} | {"same": 2}),
             ({"hash": "ab" * 32, "gone": None}, {"hash": "cd" * 32}),
             (KEYS, {}),
+            *((dict.fromkeys(range(n), 0), {}) for n in (16, 17)),
         ],
     ),
     # run/
