@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +30,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Caches of this test run only; with several workers (-n), one server that forks their ranks."""
     if hasattr(config, "workerinput"):
         return  # they have the environment of the one that starts them
+    # what names a path may have too little room for it: each test run has paths of a length of its own
+    made = vars(config)["_tmp_path_factory"]
+    made._basetemp = made.getbasetemp() / ("t" * (1 + int(time.time()) % 64))
+    made._basetemp.mkdir()
     caches = tempfile.TemporaryDirectory()
     config.add_cleanup(caches.cleanup)
     # by default in folders named after $HOME and $USER, which may be read-only, or missing

@@ -61,7 +61,7 @@ def equal(expected: Any, found: Any, rel: float) -> bool:
     if isinstance(expected, float) and isinstance(found, float):
         return math.isclose(expected, found, rel_tol=rel, abs_tol=1e-6)
     if not (isinstance(expected, str) and isinstance(found, str)):
-        return bool(expected == found)
+        return [type(expected), expected] == [type(found), found]
     if NUMBER.sub("#", expected) != NUMBER.sub("#", found):
         return False
     return all(close(*pair, rel) for pair in zip(NUMBER.findall(expected), NUMBER.findall(found), strict=True))

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.recorded import assert_recorded
+from tests.recorded import assert_recorded, differences
 from tests.run.test_recorded_lines import ONE_SOURCE, PAIRS, SAMPLES, T5, config_of, data_lines, planned, result
 from torchtitan_lite import environment
 from torchtitan_lite.checkpointing import compatibility, safetensors_file, storage
@@ -342,7 +342,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             ),
             *((EVEN, *values) for values in ((4.5, 1.25), (4.51, 1.0), (4.0, 1.26), (4.6, 1.3))),
             *((EVEN, 9.0, 9.0, 4, step) for step in (3, 4)),
-            *((EVEN, 9.0, 1.0, 4, 5, skipped) for skipped in ([1, 3, 4], [2, 3, 4], [1, 2, 3])),
+            *((EVEN, 9.0, 1.0, 4, 6, skipped) for skipped in ([2, 4, 5], [1, 3, 4, 5], [1, 2, 3, 4])),
             *(({"action": a, f"{off}_deviations": 0}, 9.0, 9.0) for off in ("loss", "norm") for a in ("log", "skip")),
             *((EVEN | {"loss_deviations": 0}, loss, norm) for loss, norm in ((9.0, 1.0), (INF, 1.0), (4.0, INF))),
             *(({"action": "log"}, loss, norm) for bad in (INF, -INF, NAN) for loss, norm in ((bad, 1.0), (4.0, bad))),
@@ -450,14 +450,15 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         [([0, 1], 1.0, 65535.0), ([0, 1], 1.0, 65536.0), ([0, 1], 0.1, 0.2)],
     ),
     "header": (
-        lambda *dtypes: str(
-            safetensors_file.header_of({f"t{i}": (getattr(torch, name), (3, i)) for i, name in enumerate(dtypes)}, {})
+        lambda more, *dtypes: str(
+            safetensors_file.header_of(
+                {f"t{i}": (getattr(torch, name), (3, i)) for i, name in enumerate(dtypes)}, {"more": "x" * more}
+            )
         ),
         [
-            ("uint8", "float32", "bool", "float64", "bfloat16", "int64", "float16", "int32"),
-            ("float32",),
-            (),
-            ("int16",),
+            (0, "uint8", "float32", "bool", "float64", "bfloat16", "int64", "float16", "int32"),
+            *((n, "float32") for n in range(8)),
+            *((0,), (0, "int16")),
         ],
     ),
     "held-out documents": (held_out, [(n,) for n in (1, 2000, 2001, 4000, 4001)]),
@@ -490,7 +491,15 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
 
 
 def test_limits() -> None:
-    """All of it is JSON without NaN and infinity."""
+    """All of it is JSON without NaN and infinity. First, which differences to a recording are seen."""
+    one = {"number": 1.0, "text": "1.25 s of 3", "list": [1, None]}
+    for key, alike, others in (
+        ("number", (1.0, 1.00009), (1.0002, 1, True, "1.0", None)),
+        ("text", ("1.25 s of 3", "1.26 s of 3"), ("1.27 s of 3", "1.25 s of 4", "1.25 s of 3!", 1.25)),
+        ("list", ([1, None],), ([1, 0], [1], [1, None, None], [None, 1], {"0": 1, "1": None})),
+        ("another", (), (None, "")),
+    ):
+        assert [value for value in (*alike, *others) if differences(one, one | {key: value}, "", 1e-4)] == [*others]
     found = {name: {str(row): result(call, row) for row in rows} for name, (call, rows) in CALLS.items()}
     json.dumps(found, allow_nan=False)
     assert_recorded(found, Path(__file__).with_name("recorded_limits.json"))

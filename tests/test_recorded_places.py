@@ -372,7 +372,10 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
                     Path("/no/such"), Stub(checkpoint=Stub(state_dict=state_dict), run=Stub(remote=remote))
                 ),
                 run__start_and_end__Path=lambda _: Stub(name="x", exists=lambda: sees, unlink=stand_in("unlink")),
-                run__start_and_end__values_of_ranks=lambda own: [own, *([host, True, not host] for host in others)],
+                run__start_and_end__values_of_ranks=lambda own: [
+                    own,
+                    *([h, len(h) < 2, not h.strip()] for h in others),
+                ],
                 run__start_and_end__socket__gethostname=lambda: "a",
             ),
             "run__start_and_end__tempfile__mkstemp",
@@ -382,7 +385,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         [
             *((True, ["b", "", "c", "b"], kind, job) for kind in ("full", "sharded") for job in ("none", "7")),
             *((True, ["", ""], "sharded", "7"), (False, ["", "b"], "full", "7"), (True, [], "full", "none")),
-            *((False, others, "sharded", "7", "bucket") for others in ([""], ["", ""])),
+            *((False, others, "sharded", "7", "bucket") for others in ([""], ["", "  "], ["", ""])),
         ],
     ),
     "job": (
@@ -846,11 +849,12 @@ def together(rank: int) -> dict[str, Any]:
         *(rank == 2, ["inputs"], {"grad_norm": torch.ones(1)}, [torch.tensor([[rank, 1.0]])], one),
     )
 
-    def sampled() -> Any:
-        prompts: Any = Stub(texts=["a" * 121], ids=[[1]], end=0, references=["b"], tokenizer=Stub(decode=str))
+    def sampled(references: list[str]) -> Any:
+        prompts: Any = Stub(texts=["a" * 121], ids=[[1, 2]], end=0, references=references)
         prompts.config = Stub(temperature=0.0, max_tokens=3)
+        prompts.tokenizer = Stub(decode=lambda ids: " ".join(map(str, ids)))
         sampling.sample(prompts, session)
-        return [{**each, "seconds": 0} if isinstance(each, dict) else each for each in said[:2]]
+        return [{**each, "seconds": 0} if isinstance(each, dict) else each for each in said[-2:]]
 
     calls: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         **{
@@ -882,16 +886,19 @@ def together(rank: int) -> dict[str, Any]:
             lambda: [*record.numbers, record.loss_sum.item(), record.metrics[0].tolist()],
             {},
         ),
-        "sampled": (
-            sampled,
-            {
-                "run__sampling__time": Stub(perf_counter=iter((6.0, 7.0)).__next__),
-                "run__sampling__generating": lambda *_: contextlib.nullcontext(),
-                "run__sampling__Sampler": lambda *_, seed: lambda _: 40 + rank,
-                "run__sampling__new_tokens": lambda _model, ids, _n, agreed, _end: [agreed(ids), agreed(ids) + 1],
-                "run__sampling__is_encoder_decoder": lambda _: True,
-            },
-        ),
+        **{
+            name: (
+                lambda references=references: sampled(references),
+                {
+                    "run__sampling__time": Stub(perf_counter=iter((6.0, 7.0)).__next__),
+                    "run__sampling__generating": lambda *_: contextlib.nullcontext(),
+                    "run__sampling__Sampler": lambda *_, seed: lambda _: 40 + rank,
+                    "run__sampling__new_tokens": lambda _model, ids, _n, agreed, _end: [agreed(ids), agreed(ids) + 1],
+                    "run__sampling__is_encoder_decoder": lambda _, references=references: bool(references),
+                },
+            )
+            for name, references in (("sampled", ["b"]), ("continued", []))
+        },
         "tasks": (
             lambda: str(tasks.Tasks.from_config(config, data)),
             {"run__tasks__find": lambda *_: [task]},

@@ -157,8 +157,10 @@ def test_a_full_disk_fails_only_the_last_save(finished: Path, text: Path, tmp_pa
     arguments = tiny(text, tmp_path, run__name="run", train__steps=8, checkpoint__every=2, log__every=1)
     result = ranks(1, *arguments, fault="error:0:5:write:9")
     refused(result, "the last checkpoint was not saved: ", code=1)
-    said = "NOT SAVED  step 6: .*No space left on device.*; older checkpoints are untouched, training continues"
-    assert re.search(said, result.stdout)
+    assert re.search(
+        r"NOT SAVED  step 6: .*No space left on device.*; older checkpoints are untouched, training continues",
+        result.stdout,
+    )
     assert "step    8/8" in result.stdout
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
     assert "resumed after step 4" in succeeded(ranks(1, *arguments)), "and with space again it saves"

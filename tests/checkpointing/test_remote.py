@@ -323,16 +323,16 @@ def test_backups_as_docs_checkpoints_says(finished: Path, text: Path, tmp_path: 
     shutil.rmtree(tmp_path / "runs/mine")
     succeeded(shell(restore.replace("750", "004")))
     assert [*tmp_path.glob("runs/mine/checkpoints/*")] == [checkpoint(tmp_path / "runs/mine", 4)]
-    said = succeeded(ranks(1, *tiny(text, tmp_path / "runs", run__name="mine", train__steps=5)))
-    assert "resumed after step 4" in said
+    assert "resumed after step 4" in succeeded(
+        ranks(1, *tiny(text, tmp_path / "runs", run__name="mine", train__steps=5))
+    )
 
 
 DOCKERFILE = [line.split(" ", 1) for line in (ROOT / "scripts/Dockerfile").read_text().splitlines() if line[:1] != "#"]
 
 
 def test_the_dockerfile_sets_up_this_repository_as_setup_sh_does() -> None:
-    words = [word for word, _ in DOCKERFILE]
-    assert words == ["ARG", "FROM", "RUN", "WORKDIR", "COPY", "USER", "ENV", "RUN"]
+    assert [word for word, _ in DOCKERFILE] == ["ARG", "FROM", "RUN", "WORKDIR", "COPY", "USER", "ENV", "RUN"]
     said = dict(DOCKERFILE)
     folder = said["WORKDIR"]
     venv, extras = shlex.split(said["RUN"].removeprefix("sh scripts/setup.sh "))

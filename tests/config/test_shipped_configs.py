@@ -39,8 +39,7 @@ def test_small_configs_run_two_steps(file: Path, text: Path, tmp_path: Path) -> 
         text = tmp_path / "prepared"
         assert prepare([str(tmp_path / "pairs.jsonl"), *keys, "--out", str(text)]) == 0
     command = [option for option in tiny(text, tmp_path, **more) if option.split("=")[0].removeprefix("--") in keep]
-    output = succeeded(ranks(1, "--config", str(file), *command))
-    assert f"the run is in {tmp_path / file.stem}" in output
+    assert f"the run is in {tmp_path / file.stem}" in succeeded(ranks(1, "--config", str(file), *command))
     assert set(losses(tmp_path / file.stem)) == {1, 2}
 
 

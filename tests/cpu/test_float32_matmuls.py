@@ -150,8 +150,9 @@ def test_the_way_is_logged_recorded_and_switched_off(text: Path, tmp_path: Path)
     assert curves[0] != curves[1]
     shutil.rmtree(checkpoint(tmp_path / "widen_true", 4))
     again = [option for option in command if not option.startswith(("--run.name", "--speed"))]
-    said = succeeded(ranks(2, *again, "--run.name=widen_true", "--speed.widen_matmuls=false", env=AVX2))
-    assert "not bit for bit: widen_matmuls True -> False" in said
+    assert "not bit for bit: widen_matmuls True -> False" in succeeded(
+        ranks(2, *again, "--run.name=widen_true", "--speed.widen_matmuls=false", env=AVX2)
+    )
     shutil.rmtree(checkpoint(tmp_path / "widen_true", 4))
     assert "not bit for bit" not in succeeded(ranks(2, *again, "--run.name=widen_true", env=AVX2))
     assert losses(tmp_path / "widen_true") == curves[0]

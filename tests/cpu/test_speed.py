@@ -130,8 +130,7 @@ def test_improbable_targets_have_a_finite_loss() -> None:
 def test_memory_of_the_loss_does_not_grow_with_tokens_times_vocabulary() -> None:
     def peak(n: int, vocabulary: int, way: Callable[..., tuple[Tensor, Tensor]]) -> int:
         x, weight = torch.randn(1, n, 8, requires_grad=True), torch.randn(vocabulary, 8, requires_grad=True)
-        targets = torch.zeros(1, n, dtype=torch.int64)
-        return peak_of(lambda: way(x, weight, targets)[0].backward())
+        return peak_of(lambda: way(x, weight, torch.zeros(1, n, dtype=torch.int64))[0].backward())
 
     small, more_tokens, larger_vocabulary, both = (
         peak(n, v, in_chunks.chunked_cross_entropy) for n, v in ((500, 2000), (1000, 2000), (500, 4000), (1000, 4000))
@@ -196,5 +195,4 @@ def test_the_loop_collects_garbage_every_so_many_steps(text: Path, tmp_path: Pat
     said = succeeded(python(*command, script=str(tmp_path / "watched.py"))).splitlines()
     between = [line.split()[0:2] for line in said if line.startswith(("step ", "collected "))]
     loop = between[between.index(["step", "1/10"]) : between.index(["step", "10/10"]) + 2]
-    after = [before[1] for before, line in pairwise(loop) if line[0] == "collected"]
-    assert after == ["5/10", "10/10"], loop
+    assert [before[1] for before, line in pairwise(loop) if line[0] == "collected"] == ["5/10", "10/10"], loop

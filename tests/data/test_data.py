@@ -94,8 +94,9 @@ def test_every_world_size_consumes_the_same_global_batch(prepared: Path) -> None
 
 
 def test_blocks_of_a_file_are_its_text(tmp_path: Path) -> None:
-    text = (
-        "".join(f"line {i} häß\u4e2d\U0001f600\r\n" for i in range(20_000)) + "é" * 200_000 + "\n\nend without newline"
+    long = np.random.default_rng(5).choice([*"x\u00e9\u4e2d\U0001f600"], 400_000)  # blocks end anywhere in a character
+    text = "\r\n".join(
+        [*(f"line {i} häß\u4e2d\U0001f600" for i in range(20_000)), "".join(long), "", "end without newline"]
     )
     (tmp_path / "a.txt").write_text(text, encoding="utf-8", newline="")
     found = find(str(tmp_path))

@@ -60,8 +60,7 @@ def test_a_source_is_within_one_sample_of_its_share_at_every_prefix(weights: lis
     table = Mixture([], weights, []).table
     assert len(table) <= 65_536
     had = np.cumsum(table[:, None] == np.arange(len(weights)), axis=0)
-    ideal = np.arange(1, len(table) + 1)[:, None] * shares
-    assert np.abs(had - ideal).max() < 1 + 1e-6
+    assert np.abs(had - np.arange(1, len(table) + 1)[:, None] * shares).max() < 1 + 1e-6
 
 
 def test_validation_is_mixed_as_well_and_repeats_nothing(folders: dict[str, Path]) -> None:

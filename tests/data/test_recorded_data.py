@@ -203,7 +203,7 @@ TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
     "bytes": byte_level,
     "t5": lambda: byte_level(sentinels=True),
     "ends": lambda: bpe_with("</s>", "<eos>"),
-    "not_special": lambda: bpe_with("</s>", special=False),
+    "not_special": lambda: bpe_with("</s>", "\u4e2d\u4e2d", special=False),
     "padded": padded,
     "letters": letters,
     "drops": lambda: letters(None),

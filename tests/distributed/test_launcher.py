@@ -46,8 +46,7 @@ def test_torchrun_can_be_process_1(text: Path, tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run"]
     nowhere = ["sh", "-c", 'hostname nowhere.invalid && exec "$@"', "sh"]
     options += ["--nproc-per-node", "1", "train.py", *tiny(text, tmp_path, run__name="run", train__steps=3)]
-    said = succeeded(start([*NAMESPACES, *nowhere, *launcher, *options]))
-    assert "done    3 steps" in said
+    assert "done    3 steps" in succeeded(start([*NAMESPACES, *nowhere, *launcher, *options]))
 
 
 def test_a_worker_ends_with_its_launcher() -> None:

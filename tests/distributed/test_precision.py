@@ -112,8 +112,7 @@ def test_norms_sum_in_float32_and_rotations_are_float32() -> None:
     x = (torch.randn(8, 4096) + 3).bfloat16()
     exact = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
     for kind in (nn.RMSNorm, fused.RMSNorm):
-        norm = kind(4096, 1e-5).bfloat16()
-        assert (norm(x) - exact).abs().max() <= 2**-8 * exact.abs().max()
+        assert (kind(4096, 1e-5).bfloat16()(x) - exact).abs().max() <= 2**-8 * exact.abs().max()
     centred = x.double() - x.double().mean(-1, keepdim=True)
     exact = centred * (centred.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
     assert (nn.LayerNorm(4096, 1e-5).bfloat16()(x) - exact).abs().max() <= 2**-8 * exact.abs().max()
@@ -126,8 +125,7 @@ def test_attention_and_the_loss_sum_in_float32() -> None:
     """A sum of 1,024 equal probabilities in bfloat16 would end at 256 times one of them."""
     q, k, v = torch.zeros(1, 1024, 1, 16), torch.zeros(1, 1024, 1, 16), torch.ones(1, 1024, 1, 16)
     for attend in (attention.attend, cpu.attention.attend):
-        out = attend(q.bfloat16(), k.bfloat16(), v.bfloat16())
-        assert (out - 1).abs().max() <= 2**-8
+        assert (attend(q.bfloat16(), k.bfloat16(), v.bfloat16()) - 1).abs().max() <= 2**-8
     x, targets = torch.zeros(1, 1024, 16).bfloat16(), torch.zeros(1, 1024, dtype=torch.int64)
     for loss in (chunked_loss.chunked_cross_entropy, cpu.loss.chunked_cross_entropy):
         found, _ = loss(x, torch.zeros(1000, 16).bfloat16(), targets)

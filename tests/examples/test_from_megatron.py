@@ -148,8 +148,7 @@ def test_a_bad_index_is_refused(case: str, usual: Path, tmp_path: Path, capsys: 
 def test_tokens_outside_the_vocabulary_are_refused(
     dtype: str, value: int, usual: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prefix = write(tmp_path / "a", [[[5, 6]], [[7, value, 8]]], dtype)
-    assert main(words(usual, tmp_path / "out", prefix)) == 2
+    assert main(words(usual, tmp_path / "out", write(tmp_path / "a", [[[5, 6]], [[7, value, 8]]], dtype))) == 2
     assert "a.bin has a token outside the tokenizer's 517 entries" in capsys.readouterr().err
 
 

@@ -232,6 +232,7 @@ def with_marks(folder: Path, first: str = "", **files: dict[str, Any]) -> Tokeni
         ({"config": {"model_type": "qwen2"}}, "<s>", [257]),
         ({"config": {"model_type": "llama", **NAMED}}, "", [257]),
         ({"config": {"model_type": "mistral", "eos_token_id": [258]}, "generation_config": NAMED}, "", [257]),
+        ({"config": {"model_type": "llama", **NAMED}, "generation_config": {"bos_token_id": 0}}, "", [257]),
         ({"config": {"model_type": "qwen2", **NAMED}}, "", []),
         ({"config": {"model_type": "qwen2", **NAMED}, "tokenizer_config": {"add_bos_token": True}}, "", [257]),
         ({"config": {"model_type": "llama", **NAMED}, "tokenizer_config": {"add_bos_token": False}}, "", []),

@@ -53,8 +53,7 @@ def test_it_follows_the_formula_on_any_mesh_bit_for_bit(mesh: str) -> None:
         values = {"freeze": [FROZEN], "ema_decay": DECAY, "lr": 0.01} | OPTIMIZERS[label]
         model = TIED.model_dump() | {"size": "1M"}
         keys = {"model": model, "optim": values, "train": {"seq_len": 8}, "fsdp": fsdp(mesh)}
-        planned = simulate(Config.model_validate(keys), n, 517, on_gpu=False)
-        assert planned.peak[OPTIMIZER] == measured[label]
+        assert simulate(Config.model_validate(keys), n, 517, on_gpu=False).peak[OPTIMIZER] == measured[label]
 
 
 @pytest.mark.parametrize("values", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -105,8 +104,7 @@ def follows(run: Path, start: int, end: int) -> None:
 def test_a_resume_is_bitwise_and_changes_its_world_size(text: Path, tmp_path: Path) -> None:
     command = tiny(text, tmp_path, run__name="run", **EMA | WAY, eval__every=3)
     run, straight = tmp_path / "run", tmp_path / "straight"
-    said = succeeded(ranks(2, *command))
-    assert "eval    step 3  ema loss" in said
+    assert "eval    step 3  ema loss" in succeeded(ranks(2, *command))
     follows(run, 1, 4)
     succeeded(ranks(2, *command, "--run.name=plain", "--optim.ema_decay=0"))
     assert losses(run) == losses(tmp_path / "plain"), "it changes nothing else"

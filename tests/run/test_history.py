@@ -4,7 +4,6 @@ import os
 import re
 import socket
 import subprocess
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -55,8 +54,9 @@ def test_only_a_rank_that_knows_of_no_end_records_a_failure(tmp_path: Path) -> N
     assert [about[key] for key in ("status", "step", "reason", "repeats")] == ["failed", 4, "rank 0 died", True]
     assert [attempt.reason for attempt in attempts.read(tmp_path)] == ["", "rank 0 died"]
     run_folder.record_end(tmp_path, first, 2, "complete", 9)
-    found = [(attempt.ended, attempt.last_step, attempt.reason) for attempt in attempts.read(tmp_path)]
-    assert found == [("", 0, ""), ("complete", 9, "")]
+    assert [(attempt.ended, attempt.last_step, attempt.reason) for attempt in attempts.read(tmp_path)] == [
+        *(("", 0, ""), ("complete", 9, "")),
+    ]
 
 
 def test_a_machine_of_the_same_job_is_asked_to_make_room(
@@ -65,13 +65,18 @@ def test_a_machine_of_the_same_job_is_asked_to_make_room(
     """Not one of another job, not without restarts, and not twice within five minutes."""
     (tmp_path / ".lock-holder").write_text("process 7 on node3, job mine")
     used = f"{tmp_path} is being used by process 7 on node3, job mine"
+    joins, stops = run_folder.JOINS, "SIGTERM"
+    for number, (reason, at) in enumerate([(joins, 700.0), (joins, 900.0), (stops, 1190.0), (joins, 800.0)]):
+        begin(tmp_path, number, 0)
+        attempts.add(tmp_path, {"attempt": number, "ended": "preempted", "reason": reason, "end_time": at})
     with FileLock(tmp_path / ".lock") as held:
-        for job, restarts in (("other-2", "3"), ("mine-2", "0")):
+        for job, restarts, now in (("other-2", "3", 1201.0), ("mine-2", "0", 1201.0), ("mine-2", "3", 1199.0)):
             monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
             monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+            monkeypatch.setattr("time.time", lambda now=now: now)
             with pytest.raises(BusyError, match=f"^{used}; wait for it, or choose another --run.name=NAME$"):
                 run_folder.lock(tmp_path)
-        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+        monkeypatch.setattr("time.time", lambda: 1201.0)
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(lambda: run_folder.lock(tmp_path).release())  # a lock is of its thread
             until((tmp_path / run_folder.JOINING).exists, "it asks")
@@ -81,11 +86,6 @@ def test_a_machine_of_the_same_job_is_asked_to_make_room(
         assert not (tmp_path / run_folder.JOINING).exists()
         me = f"process {os.getpid()} on {socket.gethostname()}, job mine"
         assert (tmp_path / ".lock-holder").read_text() == me
-        begin(tmp_path, 1, 0)
-        ended = {"attempt": 1, "ended": "preempted", "reason": run_folder.JOINS, "end_time": time.time() - 250}
-        attempts.add(tmp_path, ended)
-        with held, pytest.raises(BusyError):
-            run_folder.lock(tmp_path)
 
 
 def test_the_state_of_the_code_is_its_commit_and_whether_it_differs(tmp_path: Path) -> None:

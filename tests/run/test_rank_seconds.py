@@ -35,7 +35,6 @@ def test_a_line_names_a_rank_that_stays_slow_and_many_ranks_are_cut_to_three(mon
         assert len(said) == (n >= 10)
     assert said == ["SLOW    rank 2 (node2): computed 10 % longer than the median rank in each of the last 5 records"]
     many = torch.arange(2 * 1025.0, dtype=torch.float64).view(2, 1025)
-    slowest = {
+    assert times.metric.values(many) == {
         f"rank_{key}/{n}": n + more for key, more in (("seconds", 0.0), ("data_s", 1025.0)) for n in (1024, 1023, 1022)
     }
-    assert times.metric.values(many) == slowest

@@ -405,6 +405,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             (KEYS, {f"key{i:02}": i * (i % 9 > 1) for i in range(21)} | {"same": 2}),
             ({"hash": "ab" * 32, "gone": None}, {"hash": "cd" * 32}),
             (KEYS, {}),
+            *((dict.fromkeys(range(n), 0), {}) for n in (16, 17)),
         ],
     ),
     # run/
@@ -452,7 +453,10 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         lambda n, hosts: start_and_end.machines_line(LAST[:n], hosts),  # type: ignore[arg-type]
         [(2, ["b", "c"]), (2, ["a"]), (2, ["b", "a"]), (1, ["x", "y"]), (0, ["a"])],
     ),
-    "ranks": (start_and_end._ranks, [([2], HOSTS), ([1, 3, 5], HOSTS), (range(9), HOSTS), (range(27), HOSTS)]),
+    "ranks": (
+        start_and_end._ranks,
+        [([2], HOSTS), ([1, 3, 5], HOSTS), (range(8), HOSTS), (range(9), HOSTS), (range(27), HOSTS)],
+    ),
     "explain_hang": (
         watchdog.explain_hang,
         [

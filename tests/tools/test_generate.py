@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 
 from tests.helpers import checkpoint, ranks, succeeded, tiny
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.distributed import initialize
 from torchtitan_lite.huggingface import weights
-from torchtitan_lite.models import Transformer, build
+from torchtitan_lite.models import Transformer, build, generation
 from torchtitan_lite.models.attention import KeysValues
 from torchtitan_lite.models.generation import Sampler, new_tokens
 from torchtitan_lite.tools import generate, load_model
@@ -76,8 +77,7 @@ def test_the_sampler_obeys_temperature_top_k_top_p_and_seed() -> None:
     logits = torch.tensor([0.5, 0.1, 0.25, 0.15]).log()
     before = torch.random.get_rng_state()
     everything = drawn(Sampler(1.0), logits, 3000)
-    shares = torch.tensor(everything).bincount(minlength=4) / 3000
-    assert (shares - logits.exp()).abs().max() < 0.04
+    assert (torch.tensor(everything).bincount(minlength=4) / 3000 - logits.exp()).abs().max() < 0.04
     assert torch.random.get_rng_state().equal(before)
     assert everything[:300] == drawn(Sampler(1.0), logits)
     assert everything[:300] != drawn(Sampler(1.0, seed=1), logits)
@@ -91,8 +91,7 @@ def test_the_sampler_obeys_temperature_top_k_top_p_and_seed() -> None:
         assert set(drawn(sampler, logits)) == possible
     hot, cold = (drawn(Sampler(t), logits).count(0) for t in (5.0, 0.5))
     assert hot < 0.4 * 300 < 0.6 * 300 < cold
-    almost_zero = Sampler(1e-40, top_k=3, top_p=0.9)
-    assert set(drawn(almost_zero, torch.tensor([-3.0, 7.0, 2.0, 6.9]), 20)) == {1}
+    assert set(drawn(Sampler(1e-40, top_k=3, top_p=0.9), torch.tensor([-3.0, 7.0, 2.0, 6.9]), 20)) == {1}
 
 
 def test_what_is_printed_and_every_option_has_its_effect(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,6 +118,23 @@ def test_what_is_printed_and_every_option_has_its_effect(finished: Path, capsys:
     assert list(ended) == up_to, "each end token ends it"
     assert opened.source == f"{checkpoint(finished, 4)} (gpt, 59,744 parameters)"
     assert (generate.encode(opened, ""), len(generate.encode(opened, "x" * 36))) == ([0], 36)
+
+
+def test_the_text_is_streamed_in_whole_characters(finished: Path) -> None:
+    """Of valid text, of random tokens, which seldom are, and of a tokenizer whose first word loses its space."""
+    of_bytes = Tokenizer.from_file(str(finished / "tokenizer.json"))
+    of_words = Tokenizer(models.Unigram([("\u2581the", 0.0), ("\u2581a", 0.0), ("b", 0.0)], None, False))
+    of_words.decoder = decoders.Metaspace()
+    drawn = torch.randint(517, (40, 60), generator=torch.Generator().manual_seed(3)).tolist()
+    whole = of_bytes.encode("\u00e9\u4e2d \U0001f600b" * 9).ids
+    for tokenizer, before, ids in (
+        *((of_bytes, of_bytes.encode("n\u4e2d").ids, some) for some in (whole, *drawn)),
+        (of_words, [0], [1, 0, 2, 1]),
+    ):
+        pieces = list(generation.pieces(tokenizer, before, ids))
+        assert "".join(pieces) == tokenizer.decode([*before, *ids])[len(tokenizer.decode(before)) :]
+        assert not any(piece.endswith("\ufffd") for piece in pieces[:-1])
+        assert len(pieces) > 3
 
 
 @pytest.mark.extended

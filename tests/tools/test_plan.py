@@ -76,8 +76,7 @@ def test_suggested_settings_make_the_run_fit(tmp_path: Path, capsys: pytest.Capt
         comment, lines = text.split("\n", 1)
         (tmp_path / "mine.toml").write_text(f'base = "{ROOT}/configs/llama_1b.toml"\n{lines}')
         assert plan.main([f"--config={tmp_path / 'mine.toml'}", *command[1:]]) == 0
-        again = capsys.readouterr().out
-        assert f"memory  {comment.split('device, ')[1]} peak per rank: fits" in again
+        assert f"memory  {comment.split('device, ')[1]} peak per rank: fits" in capsys.readouterr().out
 
 
 @pytest.mark.extended

@@ -32,7 +32,7 @@ def one_run(folder: Path) -> Path:
     sources = {"val_loss/a": 3.0, "val_loss/b": 4.0, "val_loss/c": 4.0, "val_loss/d": 4.0}
     averages = {"ema_val_loss": 3.25, "ema_val_bits_per_byte": 1.25, "unigram_bits_per_byte": 4.0}
     validation = {"val_loss": 3.0, "val_bits_per_byte": 1.5, "val_bits_per_byte_stderr": 0.125, "eval_s": 9.95}
-    records.append({"step": 2, **validation, **averages, **sources})
+    records.append({"step": 2, **validation, **averages, **sources, "task/quiz": 0.625, "task_stderr/quiz": 0.25})
     tasks = {"task/quiz": 0.5, "task_stderr/quiz": 0.125, "task_chance/quiz": 0.25, "task/word": None, "task_s": 12.0}
     tasks |= {f"task/{n}": n / 8 for n in range(5)}
     records.append({"step": 4, "val_loss": 3.5, **tasks, "spike": {"action": "skip"}})
