@@ -2,13 +2,14 @@
 
 Each item of ITEMS runs in its own process with a time limit, so that a crash or a hang ends only that item. Its result
 is appended to OUT/gpu.jsonl at once, and OUT/gpu.tar.gz gets its log. The next call skips items with a result for the
-same commit, card and torch, and runs the others in order while their estimates fit into the budget. Then it prints the
-tables. What is least known comes first: with several cards, what needs them (`on_cards`).
+same commit, card and torch, and runs the others in order while their estimates fit into the budget. Those that the
+budget ended come last. Then it prints the tables. What is least known comes first: with several cards, what needs them
+(`on_cards`). Logs, and the figures of the item that runs, are in OUT.logs: some job systems keep few files of OUT.
 
     --list          print the items and their estimates (seconds, not measured)
     --only WORDS    run only the items whose names contain this, even if they have a result
     --wheels DIR    first install missing packages from this folder (docs/lab/gpu.md says how to fill it)
-    --out DIR       the folder for results and logs (runs)
+    --out DIR       the folder for results (runs/gpu)
     --stand-in      no GPU: run the items on the CPU, with tiny sizes. This tests the command, not the card.
 
 This command needs only the standard library; the items need torch and the packages.
@@ -24,7 +25,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,6 +33,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 CALL_S = 560  # per call
+CUT = "ended with the budget"
 ARCHIVE_BYTES = 15_000_000  # of all files in the archive, before compression
 # imports of train.py and the tests, except torch and its dependencies
 PACKAGES = ["filelock", "numpy", "pydantic", "pyyaml", "safetensors", "tokenizers", "tomli", "tomli-w", "tqdm"]
@@ -94,7 +95,8 @@ MUON: dict[str, Any] = {"optim.name": "muon"}
 PREFETCH: dict[str, Any] = {"fsdp.explicit_prefetching": True}
 HSDP = {"fsdp.dp_replicate": 2}
 MANY = {"fsdp.dp_replicate": 16}
-HUGE: dict[str, Any] = {"train.micro_batch_size": 65536, "train.global_batch_size": 65536, "train.seq_len": 256}
+# fewer sequences than 65,536, which some kernels refuse before memory is short
+HUGE: dict[str, Any] = {"train.micro_batch_size": 16384, "train.global_batch_size": 16384, "train.seq_len": 1024}
 RANKS = {
     "FSDP": {"optim.name": "adamw"},
     "explicit prefetching": {"optim.name": "adamw", **PREFETCH},
@@ -127,7 +129,11 @@ ITEMS = [
     ends("a NaN", "nan:0:3:forward", 3, "the loss is not finite"),
     ends("out of memory", "", 1, "out of memory", values=HUGE),
     ends("SIGTERM while the device hangs", "device:0:3", 1, "FAULT device fired", ranks=1),
-    ends("profile with memory history, evaluation compiled", "", 0, "val", values=EVALUATED, file="profile/*"),
+    # torch looks up the name of each C++ frame
+    replace(
+        ends("profile with memory history, evaluation compiled", "", 0, "val", values=EVALUATED, file="profile/*"),
+        seconds=120,
+    ),
     # rates
     Item(40, "matmuls of three models", "matmuls"),
     Item(40, "attention by each backend", "attention"),
@@ -175,8 +181,9 @@ def run_item(
     item: Item, limit_s: float, log: Path, flags: Sequence[str], env: dict[str, str]
 ) -> tuple[dict[str, Any], str]:
     """Run an item. Returns its figures, and the reason of a failure; empty if it succeeded."""
-    with tempfile.TemporaryDirectory() as folder, log.open("w") as output:
-        out, error = Path(folder) / "figures.json", ""
+    out, error = log.with_suffix(".json").resolve(), ""
+    out.unlink(missing_ok=True)
+    with log.open("w") as output:
         arguments = [item.function, json.dumps(item.options), str(out), *flags]
         options = [option for option in item.launcher if not (flags and "numa" in option)]  # a stand-in has no GPUs
         launcher = ["-m", "torch.distributed.run", *options] if options else []
@@ -193,7 +200,7 @@ def run_item(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # including its child processes
             process.wait()
-        return json.loads(out.read_text()) if out.is_file() else {}, error
+    return json.loads(out.read_text()) if out.is_file() else {}, error
 
 
 def reason(output: str) -> str:
@@ -222,9 +229,12 @@ def append(results: Path, record: dict[str, Any]) -> None:
 
 
 def missing(items: Sequence[Item], records: Sequence[dict[str, Any]], key: dict[str, Any]) -> list[Item]:
-    """Return the items without a result for this commit, card and torch."""
-    done = {record["item"] for record in records if all(record.get(name) == key[name] for name in key)}
-    return [item for item in items if item.name not in done]
+    """Return the items without a result for this commit, card and torch, then those that the budget ended."""
+    errors = {
+        record["item"]: record["error"] for record in records if all(record.get(name) == key[name] for name in key)
+    }
+    left = (item for item in items if errors.get(item.name, CUT) == CUT)
+    return sorted(left, key=lambda item: item.name in errors)
 
 
 def run_all(items: Sequence[Item], key: dict[str, Any], given: argparse.Namespace, env: dict[str, str]) -> None:
@@ -237,16 +247,16 @@ def run_all(items: Sequence[Item], key: dict[str, Any], given: argparse.Namespac
             print(f"later   {item.name}: {item.seconds} s do not fit into {max(left, 0):.0f} s", flush=True)
             continue
         own_limit = 2 * item.seconds if not given.stand_in else 300
-        log = given.out / "gpu.logs" / log_name(item)
+        log = given.logs / log_name(item)
         print(f"run     {item.name}: about {item.seconds} s; {log}", flush=True)
         before = time.monotonic()
         figures, error = run_item(item, min(own_limit, left), log, flags_of(given), env)
         seconds = round(time.monotonic() - before, 1)
         print(f"        {error or 'done'}, {seconds} s", flush=True)
-        if error and not figures and time.monotonic() >= deadline:
-            continue  # the budget ended it: the next call retries with more time
+        if error and time.monotonic() >= deadline:
+            error = CUT  # the next call repeats it, with more time
         append(given.results, {"item": item.name, **key, "seconds": seconds, "figures": figures, "error": error})
-        pack(given.out)
+        pack(given.out, given.logs)
 
 
 def log_name(item: Item) -> str:
@@ -254,16 +264,16 @@ def log_name(item: Item) -> str:
     return f"{re.sub('[^A-Za-z0-9.-]+', '_', item.name)}.log"
 
 
-def pack(out: Path) -> None:
+def pack(out: Path, logs: Path) -> None:
     """Write OUT/gpu.tar.gz with the results and the end of each log, at most ARCHIVE_BYTES."""
-    files = [out / "gpu.jsonl", *sorted((out / "gpu.logs").iterdir())]
+    files = [out / "gpu.jsonl", *sorted(logs.glob("*.log"))]
     part = out / "gpu.tar.gz.part"
     with tarfile.open(part, "w:gz") as archive:
         for file in files:
             with file.open("rb") as stream:
                 stream.seek(max(file.stat().st_size - ARCHIVE_BYTES // len(files), 0))
                 data = stream.read()
-            entry = tarfile.TarInfo(str(file.relative_to(out)))
+            entry = tarfile.TarInfo(f"gpu/{file.name}")
             entry.size = len(data)
             archive.addfile(entry, io.BytesIO(data))
     part.replace(out / "gpu.tar.gz")
@@ -301,14 +311,14 @@ def flags_of(given: argparse.Namespace) -> list[str]:
 def environment(given: argparse.Namespace) -> dict[str, str]:
     """Return the items' environment: without torchrun's variables, with the packages of --wheels."""
     env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    paths = [str(ROOT)]
+    paths = [str(ROOT), env.get("PYTHONPATH", "")]
     if given.wheels:
         target = given.wheels.resolve() / "installed"
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", f"--find-links={given.wheels}"]
         if not target.is_dir():
             subprocess.run([*pip, f"--target={target}", *PACKAGES], check=True)
         paths.append(str(target))
-    return env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    return env | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def commit() -> str:
@@ -327,7 +337,7 @@ def main(argv: Sequence[str]) -> None:
     """Run the missing items, then print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget-s", type=float, default=CALL_S)
-    parser.add_argument("--out", type=Path, default=ROOT / "runs")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu")
     parser.add_argument("--only", default="")
     parser.add_argument("--wheels", type=Path)
     parser.add_argument("--list", action="store_true")
@@ -340,10 +350,11 @@ def main(argv: Sequence[str]) -> None:
         return
     if given.out.is_file():
         parser.error(f"--out {given.out} is a file; name a folder")
-    given.results = given.out / "gpu.jsonl"
-    (given.out / "gpu.logs").mkdir(parents=True, exist_ok=True)
+    given.results, given.logs = given.out / "gpu.jsonl", Path(f"{given.out.resolve()}.logs")
+    for folder in (given.out, given.logs):
+        folder.mkdir(parents=True, exist_ok=True)
     env = environment(given)
-    log = given.out / "gpu.logs" / "device.log"
+    log = given.logs / "device.log"
     found, error = run_item(Item(60, "device", "device"), 120, log, flags_of(given), env)
     if error:
         sys.exit(f"benchmarks.gpu: {error} ({log})")

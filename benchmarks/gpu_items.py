@@ -873,8 +873,7 @@ def ends(
         folder = Path(name)
         given = {"train.steps": 6, "train.global_batch_size": 8 * max(ranks, 1), **(values or {})}
         command = [sys.executable, *launcher, script, *arguments_of(folder, "debug.toml", given)]
-        recorder = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_FR_DUMP_TEMP_FILE": str(folder / "flight_")}
-        began, env, output = time.monotonic(), os.environ | recorder | {"FAULT": fault}, ""
+        began, env, output = time.monotonic(), os.environ | {"FAULT": fault}, ""
         process = subprocess.Popen(
             command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
@@ -886,7 +885,7 @@ def ends(
                 process.terminate()
         found["exit code"], found["seconds"] = process.wait(), time.monotonic() - began
         found["files"] = " ".join(str(path.relative_to(folder / "run")) for path in folder.glob(f"run/{file or '0'}"))
-        found["dumps of the flight recorder"] = len([*folder.glob("flight_*")])
+        found["traces of the flight recorder"] = len([*folder.glob("run/stacks/*_trace_rank_*")])
     if found["exit code"] != code or words not in output or (file and not found["files"]):
         raise ConfigError(f"ended with {found['exit code']}, not {code} and '{words}'")
     return found

@@ -62,9 +62,9 @@ def tiny(text: Path | str, out_dir: Path, **more: Any) -> list[str]:
 
 
 def start(command: list[str], timeout: float = HANGS_S) -> subprocess.CompletedProcess[str]:
-    """Run a command from the repository's root, with this interpreter's tools."""
+    """Run a command from the repository's root, with this interpreter's tools, and this process's own packages."""
     env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{env.get('PYTHONPATH', '')}"}
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
 
 

@@ -1,5 +1,6 @@
 """What benchmarks/gpu.py does apart from measuring on a GPU: its items on a stand-in, its budget, its results."""
 
+import itertools
 import re
 import sys
 import tarfile
@@ -21,41 +22,35 @@ EXPECTED = {
     "ends": {"exit code"},
     "slow_rank": {"seconds by rank", "extra, share of the pauses"},
     "collectives": {"all-gather, GB/s", "gather, GB/s", "scatter, GB/s"},
+    "resume": {"same losses", "same tensors"},
+    "gpu_tests": {"outcomes", "failed"},
 }
 ITEMS = {item.name: item for item in [*gpu.ITEMS, *gpu.on_cards(2), *gpu.on_cards(8)]}
-ON_STAND_IN = [name for name in ITEMS if not name.startswith("8 cards")]
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", ON_STAND_IN)
+@pytest.mark.parametrize("name", [name for name in ITEMS if not name.startswith("8 cards")])
 def test_every_item_runs_on_a_stand_in(name: str, tmp_path: Path) -> None:
     """The same code with tiny sizes on the CPU: two cards, worlds of fake ranks, four ranks with copied collectives."""
-    words = ["--stand-in", f"--only={name}", f"--out={tmp_path}", f"--budget-s={HANGS_S}"]
-    succeeded(start([sys.executable, "-m", "benchmarks.gpu", *words]))
-    (record,) = gpu.read(tmp_path / "gpu.jsonl")
-    with tarfile.open(tmp_path / "gpu.tar.gz") as archive:
-        logs = {f"gpu.logs/{file}" for file in ("device.log", gpu.log_name(ITEMS[name]))}
-        assert {*archive.getnames()} == {"gpu.jsonl", *logs}
-    item, figures = ITEMS[name], record["figures"]
-    if record["error"] and item.function == "torchtitan":
-        assert "is not installed" in record["error"]
-        return
-    assert not record["error"]
+    given = ["--stand-in", f"--only={name}", f"--out={tmp_path / 'out'}", f"--budget-s={HANGS_S}"]
+    succeeded(start([sys.executable, "-m", "benchmarks.gpu", *given]))
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"gpu.jsonl", "gpu.tar.gz"}
+    with tarfile.open(tmp_path / "out" / "gpu.tar.gz") as archive:
+        assert {*archive.getnames()} == {f"gpu/{n}" for n in ("gpu.jsonl", "device.log", gpu.log_name(ITEMS[name]))}
+    (record,) = gpu.read(tmp_path / "out" / "gpu.jsonl")
+    item, figures, missing = ITEMS[name], record["figures"], "torchtitan is not installed"
+    assert not record["error"] or (item.function == "torchtitan" and missing in record["error"])
     assert figures.keys() >= EXPECTED.get(item.function, set()) or (name == "out of memory" and "not run" in figures)
-    if item.function == "ranks":
-        assert len(figures) == 2 * len(item.options["cases"])
-        assert all(value == 0 for key, value in figures.items() if "difference" in key), figures
+    assert False not in [value for key, value in figures.items() if key.startswith("same ")]
+    differences = [value for key, value in figures.items() if "difference" in key]
+    assert differences == [0] * len(item.options.get("cases", ())), figures
     if item.function == "dead_rank":
         assert figures["the other ends after, s"] < 30, figures
         assert figures["reason"].startswith("a process died: rank 1 (last seen: step 1, ")
         assert figures["all-reduces in the trace of gloo"] == 1
-    if item.function == "saves":
-        assert [value for key, value in figures.items() if "loaded" in key] == ["the same"] * 2, figures
-    if item.function == "resume":
-        assert figures == {"same losses": True, "same tensors": True}
-    if item.function == "gpu_tests":
-        assert "passed" not in figures["outcomes"]
-        assert not figures["failed"]
+    loaded = [value for key, value in figures.items() if "loaded" in key]
+    assert loaded == ["the same"] * (2 if item.function == "saves" else 0), figures
+    assert ("passed" in figures.get("outcomes", ""), figures.get("failed", "")) == (False, ""), figures
 
 
 @pytest.mark.extended
@@ -77,21 +72,34 @@ def test_results_and_the_ends_of_logs_are_packed_after_each_item(
 
     monkeypatch.setattr(gpu, "ARCHIVE_BYTES", 1000 * len(ITEMS))
     monkeypatch.setattr(gpu, "run_item", run_item)
-    given = Namespace(start=0, budget_s=1e12, out=tmp_path, results=tmp_path / "gpu.jsonl", stand_in=True)
-    (tmp_path / "gpu.logs").mkdir()
+    given = Namespace(
+        start=0, budget_s=1e12, out=tmp_path, logs=tmp_path, results=tmp_path / "gpu.jsonl", stand_in=True
+    )
     for n, item in enumerate(ITEMS.values(), start=1):
         gpu.run_all([item], {}, given, {})
         with tarfile.open(tmp_path / "gpu.tar.gz") as archive:
             assert len(archive.getmembers()) == n + 1
             assert sum(member.size for member in archive) <= gpu.ARCHIVE_BYTES
-            log: Any = archive.extractfile(f"gpu.logs/{gpu.log_name(item)}")
+            log: Any = archive.extractfile(f"gpu/{gpu.log_name(item)}")
             assert log.read().decode().endswith("a" + item.name), "the end"
 
+    # the next call repeats what the budget ended, after what has not run
+    monkeypatch.setattr(gpu, "run_item", lambda *_: ({}, "ended after 1 s"))
+    monkeypatch.setattr(gpu, "time", Namespace(monotonic=itertools.count().__next__))
+    given.budget_s = 1
+    gpu.run_all([item], {}, given, {})
+    assert gpu.missing([item, gpu.ITEMS[0]], gpu.read(given.results)[1:], {}) == [gpu.ITEMS[0], item]
 
-STEPS = [item for item in ITEMS.values() if "config" in item.options]
+
+def test_what_items_and_their_tests_start_has_the_packages_of_wheels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "installed" / "only_there").mkdir(parents=True)
+    monkeypatch.setenv("PYTHONPATH", gpu.environment(Namespace(wheels=tmp_path))["PYTHONPATH"])
+    succeeded(start([sys.executable, "-c", "import only_there, benchmarks.gpu"]))
 
 
-@pytest.mark.parametrize("item", STEPS, ids=lambda item: item.name)
+@pytest.mark.parametrize("item", [i for i in ITEMS.values() if "config" in i.options], ids=lambda item: item.name)
 def test_the_settings_for_a_gpu_are_configs(item: gpu.Item) -> None:
     """Those of a stand-in are smaller."""
     world_size = int(item.launcher[2]) if item.launcher else item.options.get("world_size", 1)
