@@ -239,7 +239,7 @@ COMMANDS = """
 @/copies.jsonl --out @/out22 --tokenizer bytes
 @/few.txt --out @/out23 --train-tokenizer 500
 @/few.txt --out @/out24 --train-tokenizer 300 --sentinels
-@/few.txt --out @/out40 --tokenizer bytes --val-fraction 0.5
+@/a/two.txt --out @/out50 --tokenizer bytes --val-fraction 0.5
 @/pairs.csv --source-key text --target-key headline --source-prefix to:_ --out @/out25 --tokenizer bytes --sentinels
 @/pairs.csv --source-key text --target-key headline --out @/out26 --train-tokenizer 370
 @/bad_pairs.jsonl @/pairs.csv --source-key text --target-key headline --out @/out27 --tokenizer bytes
