@@ -209,8 +209,7 @@ class Server:
             assert answer, "the server of forked ranks has ended"
             codes = json.loads(answer)
             said = [path.read_text() if path.exists() else "" for path in (out, err)]
-        code = codes[0] if n == 1 else int(any(codes))
-        return subprocess.CompletedProcess(argv, code, *said)
+        return subprocess.CompletedProcess(argv, codes[0] if n == 1 else int(any(codes)), *said)
 
     def close(self) -> None:
         """End the server that was started here."""

@@ -67,8 +67,7 @@ def test_a_plain_loop_has_the_losses_of_a_run_bit_for_bit(place: Path) -> None:
     found, run = plain_loop(tiny_config()), losses(place / "runs/default")
     assert min(norm for _, norm in run.values()) > MORE["optim__max_norm"]  # so gradients are clipped
     assert found == run
-    config = ttl.load_config("runs/default/config.toml")
-    assert plain_loop(config) == run
+    assert plain_loop(ttl.load_config("runs/default/config.toml")) == run
 
 
 OTHERS: dict[str, dict[str, Any]] = {

@@ -34,8 +34,8 @@ from torchtitan_lite.models import attention, chunked_loss, generation, grouped_
 from torchtitan_lite.models.experts import Experts
 from torchtitan_lite.optim import finite_guard, grad_scaler, spike_guard
 from torchtitan_lite.optim.step_record import Numbers, StepRecord
-from torchtitan_lite.run import between_steps, metrics, session
-from torchtitan_lite.scoring import brackets, find_tasks, task_scores
+from torchtitan_lite.run import between_steps, metrics, mfu, session
+from torchtitan_lite.scoring import brackets, find_tasks, statistics, task_scores
 from torchtitan_lite.scoring.likelihood import Window
 from torchtitan_lite.tools import dry_run, generate, load_model, which
 
@@ -500,6 +500,11 @@ def test_limits() -> None:
         ("another", (), (None, "")),
     ):
         assert [value for value in (*alike, *others) if differences(one, one | {key: value}, "", 1e-4)] == [*others]
+    # what otherwise only recordings hold, by hand: a median of 2 with a MAD of 0.15, three right answers, three devices
+    assert [
+        *(spike_guard.limit(NOISY, 8, 8.0), statistics.mean(np.ones(3))[1]),
+        mfu.peak_flops(config_of({"run.peak_tflops": 2}), Process(0, 3, CPU, 1)),
+    ] == pytest.approx([2 + 8 * 1.4826 * 0.15, math.sqrt(4 / 6) / 5, 6e12])
     found = {name: {str(row): result(call, row) for row in rows} for name, (call, rows) in CALLS.items()}
     json.dumps(found, allow_nan=False)
     assert_recorded(found, Path(__file__).with_name("recorded_limits.json"))

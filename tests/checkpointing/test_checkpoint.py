@@ -143,12 +143,12 @@ def test_the_order_of_writes_survives_a_power_cut(tmp_path: Path, monkeypatch: p
 
 def test_only_folders_with_a_name_and_a_manifest_are_checkpoints(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished / "checkpoints", tmp_path / "c")
-    for name in ("step-7", "step-00000009.bak", ".tmp-step-00000011"):
+    for name in ("step-7", "step-00000009.bak", ".tmp-step-00000011", "step-100000000", "step-99999999"):
         shutil.copytree(checkpoint(finished, 4), tmp_path / "c" / name)
     new = storage.new_folder(tmp_path / "c", 6)
     with pytest.raises(CheckpointError, match=r"is the folder on a file system that all ranks share\?"):
         storage.commit(new, TrainState(step=6), "sharded", 2, {"of rank 1": FileRecord(1, "")})
-    assert storage.find_steps(tmp_path / "c") == [2, 4]
+    assert storage.find_steps(tmp_path / "c") == [2, 4, 99_999_999, 100_000_000]
 
 
 def test_a_full_disk_fails_only_the_last_save(finished: Path, text: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torchtitan_lite.data.prepare.folder import prepare
 from torchtitan_lite.data.prepare.job import Job
 from torchtitan_lite.data.prepare.texts import Corpus, find
 from torchtitan_lite.data.prepare.tokenizer import byte_level
+from torchtitan_lite.data.token_files import read_meta
 
 CSV = "text,other,headline\n" + "".join(f"text {i},another {i * 7},title {i}\n" for i in range(300))
 
@@ -155,6 +156,9 @@ def test_a_run_of_1_0_resumes_with_its_data(text: Path, tmp_path: Path) -> None:
     prepare(before, job, old, "stop", [before])
     more = {"run__name": "a", "checkpoint__every": 2, "optim__warmup_steps": 1, "tokenizer__path": tokenizer.path}
     succeeded(ranks(1, *tiny(old, tmp_path, train__steps=2, **more)))
+    history, used = tmp_path / "a/attempts.jsonl", read_meta(old).tokens_sha256
+    made = history.read_text()  # an earlier attempt had other data
+    history.write_text(made.replace(used, "other").replace('"attempt": 1', '"attempt": 0') + made)
     more["data__cache_dir"] = data.cache_dir
     assert "resumed after step 2" in succeeded(ranks(2, *tiny(text, tmp_path, train__steps=4, **more)))
     assert str(text / ".c.csv") in succeeded(python(str(tmp_path / "a"), "--step=3", script="-m torchtitan_lite.which"))

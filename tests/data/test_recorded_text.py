@@ -82,7 +82,7 @@ READ: list[tuple[str, Any, tuple[str | list[str], ...]]] = [
     ("a.jsonl.zst", pyarrow.compress(GOOD * 500, "zstd", asbytes=True)[:-6], ("text",)),
     ("a.jsonl.gz", gzip.compress(GOOD * 500)[:-12], ("text",)),
     ("a.jsonl.gz", gzip.compress(GOOD)[:12] + b"garbage!" * 9, ("text",)),
-    ("a.parquet", {"text": ["a", "b", "z" * 2001], "headline": ["c", "z" * 2001, "d"]}, TWO),
+    ("a.parquet", {"text": ["a", "b", "z" * 2001], "headline": ["y" * 2000, "z" * 2001, "d"]}, TWO),
     ("a.parquet", b"PAR1" + b"\0" * 100, ("text",)),
     ("a.parquet", pyarrow.table([["a"], ["b"]], names=["text", "text"]), ("text",)),
     ("a.csv", b"\n\nid,text\n1,a\n\n2,\"b \"\"c\"\"\n, d\"\n3,e", ("text",)),
@@ -138,6 +138,7 @@ READ: list[tuple[str, Any, tuple[str | list[str], ...]]] = [
     ("a.parquet", {"body": ["a"], "id": ["1"]}, (["text", "abstract"],)),
     ("a.tsv", b'id\ttext\n1\ta\n2\t"s ""hi"""\n3\t"a" or "b"\n4\t""hi""\n5\t"""hi"" b"\n"6""x"\tc\n7\t"\n', ("text",)),
     ("a.txt", "\ufeffa\nb".encode("utf-16-le"), ()),
+    *(("a.jsonl", b'{"text": "' + b"z" * n + b'"}', ("text",)) for n in (1988, 1989)),  # no line end
 ]  # fmt: skip
 
 
@@ -238,6 +239,7 @@ COMMANDS = """
 @/copies.jsonl --out @/out22 --tokenizer bytes
 @/few.txt --out @/out23 --train-tokenizer 500
 @/few.txt --out @/out24 --train-tokenizer 300 --sentinels
+@/a/two.txt --out @/out50 --tokenizer bytes --val-fraction 0.5
 @/pairs.csv --source-key text --target-key headline --source-prefix to:_ --out @/out25 --tokenizer bytes --sentinels
 @/pairs.csv --source-key text --target-key headline --out @/out26 --train-tokenizer 370
 @/bad_pairs.jsonl @/pairs.csv --source-key text --target-key headline --out @/out27 --tokenizer bytes
@@ -481,6 +483,7 @@ def test_finding_and_damage(
         name = f"{number} {str(entry)[:60]} {' '.join(suffixes)}"
         found["finding"][name] = said(tmp_path, listed, entry, suffixes)
 
+    monkeypatch.setattr("torchtitan_lite.data.token_files._SPOT_BYTES", 2)  # so that they don't cover a small file
     prepared_texts(tmp_path)
     made = ["--tokenizer @/ends.json --end-token </s> --out @/prepared", "--tokenizer @/ends.json --out @/usual"]
     for command in (

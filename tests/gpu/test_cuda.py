@@ -56,8 +56,7 @@ def memory(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
 @pytest.mark.parametrize("name", GPU_CASES)
 def test_memory_is_what_was_planned(name: str, memory: dict[str, int]) -> None:
     simulated = simulate(config_of(name, 1, **LARGE), 1, VOCABULARY, on_gpu=True)
-    planned = sum(simulated.peak.values())
-    assert memory[name] == pytest.approx(planned + CUBLAS_WORKSPACE, rel=0.1)
+    assert memory[name] == pytest.approx(sum(simulated.peak.values()) + CUBLAS_WORKSPACE, rel=0.1)
 
 
 FAMILIES: dict[str, dict[str, Any]] = {

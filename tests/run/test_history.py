@@ -37,6 +37,14 @@ def test_a_torn_last_line_is_ignored_and_the_next_line_is_its_own(left: bytes, t
     assert [attempt.attempt for attempt in attempts.read(tmp_path)] == [1]
     begin(tmp_path, 2, 4)
     assert [(attempt.attempt, attempt.step) for attempt in attempts.read(tmp_path)] == [(1, 0), (2, 4)]
+    # 3 s of the 12 since the launch at 1.0
+    assert attempts.goodput(
+        attempts.read(tmp_path),
+        [
+            *({"loss": 4.0, "seconds": seconds, "time": 9.0 + seconds} for seconds in (2.0, 1.0)),
+            {"val_loss": 4.0, "time": 13.0},
+        ],
+    ) == (0.25, 12.0)
 
 
 def test_only_a_rank_that_knows_of_no_end_records_a_failure(tmp_path: Path) -> None:

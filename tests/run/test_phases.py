@@ -33,8 +33,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         rng = random.Random(name)
         lines = (json.dumps({"text": "".join(rng.choices("abcdefgh ", k=rng.randint(8, 30)))}) for _ in range(n))
         (where / f"{name}.jsonl").write_text("\n".join(lines))
-        given = [str(where / f"{name}.jsonl"), "--out", str(where / name), "--tokenizer", "bytes"]
-        assert prepare(given) == 0
+        assert prepare([str(where / f"{name}.jsonl"), "--out", str(where / name), "--tokenizer", "bytes"]) == 0
     return {name: str(where / name) for name in SIZES}
 
 

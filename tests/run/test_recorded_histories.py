@@ -107,7 +107,7 @@ HISTORIES: dict[str, Namespace] = {
     "a fork whose source is gone": history(
         [start(0, 6, [8, 10], fork=FROM_6), start(100, 6, [8, 10, 12], 3.0, saved=[10], fork=FROM_6)],
         [10],
-        asked=[7, 10, 12],
+        asked=[7, 10, 12, 21],
         others={"source": [8]},
     ),
     "a fork of a fork, killed after its first save, resumed": history(
@@ -387,7 +387,10 @@ def said_of(
     incidents["steps"] = of_run
     if isinstance(of_run, past_steps.Record):
         samples = {n: made.samples for n, made in of_run.steps.items()}
-        incidents["steps"] = [f"{n}: {samples[n].start} to {samples[n].stop - 1}" for n in (min(samples), max(samples))]
+        incidents["steps"] = [
+            *(f"{n}: {samples[n].start} to {samples[n].stop - 1}" for n in (min(samples), max(samples))),
+            of_run.config.train.steps,
+        ]
         for step in told.asked:
             which_ones = tried(which._steps, Namespace(run=folder, step=step, to=None), of_run)
             if isinstance(which_ones, range):

@@ -146,8 +146,7 @@ def test_every_kind_of_folder_gives_the_same_text(
     run = tmp_path / "run"
 
     def text_of(*arguments: str | Path) -> str:
-        words = [*map(str, arguments), "--prompt=def ", "--temperature=1", "--device=cpu"]
-        assert generate.main(words) == 0
+        assert generate.main([*map(str, arguments), "--prompt=def ", "--temperature=1", "--device=cpu"]) == 0
         return capsys.readouterr().out
 
     newest = text_of(run)
