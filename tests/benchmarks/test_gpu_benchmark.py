@@ -48,7 +48,7 @@ def test_every_item_runs_on_a_stand_in(name: str, tmp_path: Path) -> None:
         assert figures["the other ends after, s"] < 30, figures
         assert figures["reason"].startswith("a process died: rank 1 (last seen: step 1, ")
         assert figures["all-reduces in the trace of gloo"] == 1
-    loaded = [value for key, value in figures.items() if "loaded" in key]
+    loaded = [value for key, value in figures.items() if "loaded by" in key]
     assert loaded == ["the same"] * (2 if item.function == "saves" else 0), figures
     assert ("passed" in figures.get("outcomes", ""), figures.get("failed", "")) == (False, ""), figures
 
