@@ -117,6 +117,8 @@ INVALID: list[list[str]] = [
     ["--train.phases=[{from_step=9,train.global_batch_size=2}]", "--train.batch_schedule=[[0, 8], [10, 16]]"],
     ["--train.phases=[{from_step=9,optim.lr=1},{from_fraction=0.01,optim.lr=2}]"],
     ["--train.phases=[{from_step=9,optim.lr=1},{from_step=10,optim.weight_decay=2}]"],
+    ["--train.phases=[{from_step=9,optim.lr=1},{from_step=9,optim.lr=2}]"],
+    ["--train.phases=[{from_step=9,optim.lr=1}]", "--train.steps=9"],
     ["--train.phases=[{from_step=9,from_fraction=0.5}]"],
     [
         "--train.phases=[{from_step=9,train.seq_len=2048,optim.lr=1e-3},{from_step=10,model.window=8}]",
