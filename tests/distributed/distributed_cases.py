@@ -195,7 +195,7 @@ def case_an_error_of_one_rank_is_raised_on_all() -> None:
 
 def case_messages_of_any_length_arrive() -> None:
     """In steps of 7 bytes, which any cut of 8 bytes would show; a different rank's is the longest each time."""
-    for n in (*range(0, 4200, 7), *(2**k + more for k in (13, 16, 20) for more in (-9, -8, -3, -2, -1, 0, 1))):
+    for n in (*range(0, 1100, 7), *(2**k + more for k in (11, 12, 13, 16) for more in (-9, -8, -3, -2, -1, 0, 1))):
         texts = ["x" * (n - (of + n) % 4) + str(of) for of in range(4)]
         assert values_of_ranks(texts[dist.get_rank()]) == texts
         assert on_rank0(lambda n=n: "x" * n) == "x" * n  # type: ignore[misc]
