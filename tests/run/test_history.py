@@ -79,11 +79,12 @@ def test_a_machine_of_the_same_job_is_asked_to_make_room(
             waiting.result()
         assert capsys.readouterr().out == f"note    {used}, which is asked to save and start again with this one\n"
         assert not (tmp_path / run_folder.JOINING).exists()
-        me = f"process {os.getpid()} on {socket.gethostname()}, job mine"
-        assert (tmp_path / ".lock-holder").read_text() == me
+        assert (tmp_path / ".lock-holder").read_text() == f"process {os.getpid()} on {socket.gethostname()}, job mine"
         begin(tmp_path, 1, 0)
-        ended = {"attempt": 1, "ended": "preempted", "reason": run_folder.JOINS, "end_time": time.time() - 250}
-        attempts.add(tmp_path, ended)
+        attempts.add(
+            tmp_path,
+            {"attempt": 1, "ended": "preempted", "reason": run_folder.JOINS, "end_time": time.time() - 250},
+        )
         with held, pytest.raises(BusyError):
             run_folder.lock(tmp_path)
 
